@@ -1,0 +1,114 @@
+"""All options, each declared once. Belongs here: frozen groups of what the user asked. Never: devices,
+model names, decisions, mutation (plan/resolve.py turns these into a Plan).
+
+A field `max_running` is the flag `--max-running`, the YAML key `max_running` and a row in docs/options.md.
+`None` means "not asked": the plan decides and says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from proa.config.field import option
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What to load."""
+
+    revision: str | None = option(None, help="branch, tag or commit of a hub repository", metavar="REV")
+    tokenizer: str | None = option(None, help="folder with the tokenizer, if not the model's", metavar="PATH")
+    chat_template: str | None = option(None, help="file with a Jinja chat template to use instead", metavar="PATH")
+    dtype: str = option(
+        "auto",
+        help="type of weights and activations; auto = the checkpoint's, bfloat16 for GGUF",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        common=True,
+    )
+    load_format: str = option(
+        "auto",
+        help="auto reads the files found; dummy makes random weights of the true shapes",
+        choices=("auto", "safetensors", "bin", "gguf", "dummy"),
+    )
+    dummy_seed: int = option(0, help="seed of dummy weights", low=0)
+    dummy_router: str = option(
+        "uniform", help="routing of dummy weights: uniform or zipf (few hot experts)", choices=("uniform", "zipf")
+    )
+    ignore_config_key: tuple[str, ...] = option(
+        (), help="config key to accept although Proa does not know it (repeatable)", metavar="KEY"
+    )
+    override_config: tuple[str, ...] = option(
+        (), help="config key to replace, as KEY=JSON (repeatable)", metavar="KEY=JSON"
+    )
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Context and KV cache."""
+
+    context: int | None = option(
+        None, help="longest prompt plus answer; default: the model's, if memory allows", metavar="TOKENS", low=1,
+        common=True,
+    )
+    kv_memory: int | None = option(
+        None, help="memory for the KV cache; default: what the context for one user and --max-running need",
+        metavar="SIZE", kind="size", low=1,
+    )
+    page_tokens: int = option(16, help="tokens per KV page", low=1, high=256)
+    prefix_cache: bool = option(True, help="reuse the KV of prompts that start alike")
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """Who runs when."""
+
+    max_running: int = option(4, help="requests decoded together", low=1, high=4096, common=True)
+    max_batch_tokens: int = option(512, help="tokens of one step: decodes first, the rest is prefill", low=1)
+    max_queued: int = option(256, help="requests that may wait; more are refused with 429", low=0)
+    max_queued_tokens: int = option(4_000_000, help="prompt tokens that may wait; more are refused with 429", low=0)
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """What Proa may use of this machine."""
+
+    ram: int | None = option(
+        None, help="most RAM to use; default: what is free now, minus the reserve", metavar="SIZE", kind="size", low=1,
+        common=True,
+    )
+    ram_reserve: int | None = option(
+        None, help="RAM to leave free; default: 1 GiB or 5 %% of the total, whichever is less", metavar="SIZE",
+        kind="size", low=0,
+    )
+    threads: int | None = option(None, help="CPU threads; default: the cores this process may use", low=1)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """HTTP."""
+
+    host: str = option("127.0.0.1", help="address to listen on", metavar="ADDR", common=True)
+    port: int = option(8000, help="port to listen on; 0 takes a free one", low=0, high=65535, common=True)
+    api_key: str | None = option(None, help="demand this bearer token", metavar="KEY", secret=True)
+    served_model_name: str | None = option(None, help="name in the API; default: MODEL", metavar="NAME")
+    strict: bool = option(False, help="refuse unknown request fields instead of naming them in a header")
+    drain_seconds: float = option(30.0, help="on SIGTERM, let running requests finish for this long", low=0)
+    cors_origin: tuple[str, ...] = option((), help="origin allowed to call from a browser (repeatable)", metavar="URL")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Everything an engine needs; what `LLM(model, ...)` takes as keywords."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    machine: MachineOptions = field(default_factory=MachineOptions)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """`proa serve`: an engine and a server."""
+
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    server: ServerOptions = field(default_factory=ServerOptions)

@@ -1,0 +1,89 @@
+"""Typed messages between the API process and the engine process: msgpack over ZMQ, no pickle. Never: logic.
+
+Frontend -> engine: Start once, then Submit, Abort, Drain. Engine -> frontend: Loading*, then Ready or Failed,
+then Tokens, Refused and Stats until the end.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from proa.plan.plan import Plan
+from proa.types import EngineRequest, TokenEvent
+
+PROTOCOL = 1  # raised with every incompatible change; both sides compare it in Start
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    plan: Plan
+    protocol: int = PROTOCOL
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    ids: list[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Stop after the current step; running requests are ended with "abort"."""
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    eta_s: float | None = None
+
+    @property
+    def percent(self) -> float:
+        return 100.0 * self.done_bytes / max(self.total_bytes, 1)
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    load_seconds: float
+    weights_bytes: int
+    ops: dict[str, str]  # op -> implementation
+    peak_rss_bytes: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start or go on; `error` is a class name of proa.errors."""
+
+    error: str
+    message: str
+    remedy: str = ""
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    events: list[TokenEvent]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    error: str
+    message: str
+    remedy: str = ""
+    param: str | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """Sent when a step changed something and when idle begins. Counters only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0  # on the free list
+    pages_cached: int = 0  # held only by the prefix cache, evictable at once
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    step_seconds: float = 0.0  # time spent in steps, all together
+
+
+ToEngine = Start | Submit | Abort | Shutdown
+FromEngine = Loading | Ready | Failed | Tokens | Refused | Stats

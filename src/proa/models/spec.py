@@ -1,0 +1,215 @@
+"""What a model is: frozen shapes. Belongs here: mixers, FFNs, router, model, and everything that follows
+from their numbers alone. Never: torch, devices, checkpoint names, family names.
+
+Parameter names are ours (`blocks.3.ffn.experts.7.gate.weight`); models/names.py maps them to a
+checkpoint's. Linear weights are [out, in], as in every checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+Shape = tuple[int, ...]
+Params = Iterator[tuple[str, Shape]]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Frequency scaling of rotary embeddings; the formulas stand in layers/rope.py.
+
+    linear: positions / factor. dynamic: NTK base by current length. llama3: low frequencies / factor with a
+    smooth border. yarn: NTK-by-parts (arXiv 2309.00071); mscale as DeepSeek uses it.
+    """
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    factor: float
+    original_positions: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding over the first `dim` of each head; interleaved = GPT-J pairs, else half-split."""
+
+    dim: int
+    base: float = 10000.0
+    scaling: RopeScaling | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class PagedKv:
+    """Per token: K and V of `kv_heads` x `head_dim` elements each, paged."""
+
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def elems_per_token(self) -> int:
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def elems_per_sequence(self) -> int:
+        return 0
+
+
+# What a mixer must remember. Latent (MLA) and recurrent-state specs join this union with their mixers.
+CacheSpec = PagedKv
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention. qk_norm "head": RMSNorm over head_dim before rotary."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    qk_norm: Literal["none", "head"] = "none"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    window: int | None = None  # tokens visible to the left, the own one included
+
+    def params(self) -> Params:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield "q.weight", (q, self.hidden)
+        yield "k.weight", (kv, self.hidden)
+        yield "v.weight", (kv, self.hidden)
+        yield "o.weight", (self.hidden, q)
+        if self.qkv_bias:
+            yield "q.bias", (q,)
+            yield "k.bias", (kv,)
+            yield "v.bias", (kv,)
+        if self.o_bias:
+            yield "o.bias", (self.hidden,)
+        if self.qk_norm == "head":
+            yield "q_norm.weight", (self.head_dim,)
+            yield "k_norm.weight", (self.head_dim,)
+
+    @property
+    def cache(self) -> CacheSpec:
+        return PagedKv(self.kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down(silu(gate x) * up x)."""
+
+    hidden: int
+    width: int
+    bias: bool = False
+
+    def params(self) -> Params:
+        for name, out, inp in (
+            ("gate", self.width, self.hidden),
+            ("up", self.width, self.hidden),
+            ("down", self.hidden, self.width),
+        ):
+            yield f"{name}.weight", (out, inp)
+            if self.bias:
+                yield f"{name}.bias", (out,)
+
+
+@dataclass(frozen=True)
+class Router:
+    """logits -> top-k expert ids and weights, in float32. softmax: over all experts, then top-k."""
+
+    score: Literal["softmax"]
+    renormalise: bool
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Routed experts, plus a shared MLP that every token passes, scaled by sigmoid(shared_gate x) if gated."""
+
+    hidden: int
+    experts: int
+    top_k: int
+    width: int
+    router: Router
+    shared: Mlp | None = None
+    shared_gate: bool = False
+
+    @property
+    def expert(self) -> Mlp:
+        return Mlp(self.hidden, self.width)
+
+    def params(self) -> Params:
+        yield "router.weight", (self.experts, self.hidden)
+        for e in range(self.experts):
+            for name, shape in self.expert.params():
+                yield f"experts.{e}.{name}", shape
+        if self.shared:
+            for name, shape in self.shared.params():
+                yield f"shared.{name}", shape
+        if self.shared_gate:
+            yield "shared_gate.weight", (1, self.hidden)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer layer: x += mixer(norm1 x); x += ffn(norm2 x)."""
+
+    mixer: Attention
+    ffn: Mlp | Moe
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    vocab: int
+    blocks: tuple[Block, ...]
+    norm_eps: float
+    max_positions: int  # the context the checkpoint was made for, tokens
+    tied: bool = False  # the output head is the embedding
+
+    def params(self) -> Params:
+        """Every parameter once, with its shape."""
+        yield "embed.weight", (self.vocab, self.hidden)
+        for i, block in enumerate(self.blocks):
+            yield f"blocks.{i}.norm1.weight", (self.hidden,)
+            yield f"blocks.{i}.norm2.weight", (self.hidden,)
+            for name, shape in block.mixer.params():
+                yield f"blocks.{i}.mixer.{name}", shape
+            for name, shape in block.ffn.params():
+                yield f"blocks.{i}.ffn.{name}", shape
+        yield "norm.weight", (self.hidden,)
+        if not self.tied:
+            yield "head.weight", (self.vocab, self.hidden)
+
+    @cached_property
+    def num_params(self) -> int:
+        return sum(prod(shape) for _, shape in self.params())
+
+    def kv_bytes_per_token(self, elem_bytes: int) -> int:
+        return elem_bytes * sum(b.mixer.cache.elems_per_token for b in self.blocks)
+
+    @cached_property
+    def num_active_params(self) -> int:
+        """Parameters read to decode one token: top-k experts only, one row of the embedding, the whole head."""
+        idle = sum(
+            (b.ffn.experts - b.ffn.top_k) * _count(b.ffn.expert) for b in self.blocks if isinstance(b.ffn, Moe)
+        )
+        lookup = 0 if self.tied else self.vocab * self.hidden
+        return self.num_params - idle - lookup
+
+    @cached_property
+    def largest_block_params(self) -> int:
+        """Parameters of the largest single layer: the unit of the loader's memory promise."""
+        return max((_count(b.mixer) + _count(b.ffn) + 2 * self.hidden for b in self.blocks), default=0)
+
+
+def _count(part: Attention | Mlp | Moe) -> int:
+    return sum(prod(shape) for _, shape in part.params())

@@ -1,0 +1,58 @@
+"""The frozen Plan: every decision, made once; JSON in and out, so that a bug report is a file. Never: logic."""
+
+from __future__ import annotations
+
+import msgspec
+
+from proa.types import Decision
+
+
+class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of RAM: what is free now, what is left alone, and what goes where. weights + kv + workspace <= usable."""
+
+    free_bytes: int
+    reserve_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    loading_bytes: int  # transient: one layer in the checkpoint's own form
+
+    @property
+    def usable_bytes(self) -> int:
+        return self.free_bytes - self.reserve_bytes
+
+
+class Roof(msgspec.Struct, frozen=True, kw_only=True):
+    """The physical limit of decode for one request: bytes that must be read per token over RAM bandwidth."""
+
+    bytes_per_token: int
+    bandwidth_bytes_per_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.bandwidth_bytes_per_s / self.bytes_per_token
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine executes. Paths are absolute; sizes are final."""
+
+    model: str  # as asked
+    path: str  # folder or GGUF file
+    load_format: str  # safetensors, bin, gguf, dummy
+    dtype: str  # bfloat16, float16, float32
+    dummy_seed: int = 0
+    dummy_router: str = "uniform"
+    ignore_config_keys: tuple[str, ...] = ()
+    override_config: dict[str, object] = {}
+    context_tokens: int
+    page_tokens: int
+    num_pages: int
+    prefix_cache: bool
+    max_running: int
+    max_batch_tokens: int
+    max_queued: int
+    max_queued_tokens: int
+    threads: int
+    memory: MemoryBudget
+    roof: Roof
+    decisions: tuple[Decision, ...] = ()

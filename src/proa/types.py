@@ -1,0 +1,155 @@
+"""Values that cross processes and packages. Belongs here: frozen data. Never: tensors, I/O, policy."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from proa.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the user asks. `None` means: the checkpoint's generation_config.json decides, else neutral.
+
+    temperature 0 is greedy. top_k 0 keeps all tokens. `logprobs=k` returns the sampled token's
+    log-probability and those of the k most likely tokens. max_tokens `None` fills the context.
+    Raises RequestError on construction when a value is out of range.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        ranges: tuple[tuple[str, float | None, float, float], ...] = (
+            ("n", self.n, 1, 128),
+            ("max_tokens", self.max_tokens, 1, 2**31),
+            ("min_tokens", self.min_tokens, 0, 2**31),
+            ("temperature", self.temperature, 0.0, 100.0),
+            ("top_k", self.top_k, 0, 2**31),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            ("logprobs", self.logprobs, 0, 100),
+            ("prompt_logprobs", self.prompt_logprobs, 0, 100),
+            ("seed", self.seed, -(2**63), 2**64 - 1),
+        )
+        for name, value, low, high in ranges:
+            if value is not None and not low <= value <= high:  # NaN fails here too
+                raise RequestError(f"{name} is {value}.", f"Use {low:g} to {high:g}.", param=name)
+        for name, value in (("top_p", self.top_p), ("repetition_penalty", self.repetition_penalty)):
+            if value is not None and not 0.0 < value <= (1.0 if name == "top_p" else 100.0):
+                raise RequestError(f"{name} is {value}.", "It must be above 0 and at most "
+                                   f"{1 if name == 'top_p' else 100}.", param=name)
+        if any(not s for s in self.stop):
+            raise RequestError("A stop string is empty.", "Leave it out.", param="stop")
+        if any(not -100.0 <= b <= 100.0 for b in self.logit_bias.values()):
+            raise RequestError("A logit_bias is out of range.", "Use -100 to 100.", param="logit_bias")
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """SamplingParams after the defaults are settled: what one sequence in the engine obeys."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    eos_token_ids: tuple[int, ...] = ()  # empty under ignore_eos
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence for the engine. `group` names siblings (n > 1) that share the whole prompt."""
+
+    id: str
+    tokens: list[int]
+    sampling: Sampling
+    priority: int = 0  # smaller runs first
+    group: str = ""
+    salt: str = ""  # requests share cached prefixes only under the same salt
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """log-probability (natural log, of the model's distribution before penalties, bias, temperature and truncation) of a token,
+    and the most likely tokens at that position, best first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one engine step did for one request: 0..k new tokens, and how it ended, if it did."""
+
+    id: str
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first token; [0] is None
+    cached_tokens: int | None = None  # prompt tokens that the prefix cache provided; once, with the first token
+    finish: FinishReason | None = None
+    stop_token: int | None = None  # the eos or stop token that ended it; not part of the text
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation, rendered with the checkpoint's own chat template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of an answer, ready for people: text that will never be taken back.
+
+    `text` may be empty (half a UTF-8 character or a possible stop string is held back), `tokens` may
+    then still be counted. `logprobs` belongs to `tokens`. `finish` is set on the choice's last chunk.
+    """
+
+    index: int = 0  # which of the n choices
+    text: str = ""
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that matched, None for eos
+    prompt_tokens: list[int] | None = None  # on each choice's first chunk
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int | None = None
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """One row of the start-up table."""
+
+    name: str
+    asked: str
+    got: str
+    why: str
