@@ -1,0 +1,16 @@
+"""The tensors behind the pages: one allocation per layer and side. Never: which page is whose."""
+
+from __future__ import annotations
+
+import torch
+
+from proa.models.spec import Model
+from proa.ops.table import KvPages
+
+
+def allocate_pool(model: Model, num_pages: int, page_tokens: int, dtype: torch.dtype) -> tuple[KvPages, ...]:
+    """KV storage for every block, num_pages x page_tokens tokens each; kv_bytes_per_token sums to its size."""
+    return tuple(
+        KvPages(*(torch.zeros(num_pages, page_tokens, c.kv_heads, c.head_dim, dtype=dtype) for _ in range(2)))
+        for c in (block.mixer.cache for block in model.blocks)
+    )

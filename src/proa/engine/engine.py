@@ -1,0 +1,102 @@
+"""The engine: plan a step, run it, commit it. Never: HTTP, processes, text."""
+
+from __future__ import annotations
+
+import time
+
+from proa.engine.ipc import Stats
+from proa.engine.request import Request
+from proa.engine.runner import Runner, StepOutput
+from proa.engine.scheduler import Result, Scheduler, StepPlan
+from proa.errors import RequestError
+from proa.types import EngineRequest, TokenEvent, TokenLogprob
+
+
+class Engine:
+    """Owns scheduler and runner; everything happens in submit, abort and step, called from one thread."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, vocab: int) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.vocab = vocab
+        self._step_seconds = 0.0
+        self._steps = 0
+        self._prompt_logprobs: dict[
+            str, list[TokenLogprob | None]
+        ] = {}  # until the first token takes them along
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a sequence. Raises RequestError for ids outside the vocabulary, and whatever the scheduler refuses."""
+        named = (*request.tokens, *request.sampling.logit_bias, *request.sampling.stop_token_ids)
+        if outside := [t for t in named if not 0 <= t < self.vocab]:
+            raise RequestError(
+                f"Token id {outside[0]} is outside the model's vocabulary.", f"Use 0 to {self.vocab - 1}."
+            )
+        self.scheduler.submit(request)
+
+    def abort(self, request_id: str) -> bool:
+        self._prompt_logprobs.pop(request_id, None)
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> list[TokenEvent]:
+        """Advance every scheduled sequence once; what happened, for the frontend."""
+        begin = time.perf_counter()
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        output = self.runner.run(plan)
+        self._collect_prompt_logprobs(plan, output)
+        broken = [self._break(request_id) for request_id in sorted(output.broken)]
+        results = self.scheduler.commit(plan, output.tokens)
+        self._steps += 1
+        self._step_seconds += time.perf_counter() - begin
+        return broken + [self._event(result, output) for result in results]
+
+    def stats(self) -> Stats:
+        s = self.scheduler.stats
+        return Stats(
+            running=s.running,
+            waiting=s.waiting,
+            pages_total=s.pages_total,
+            pages_free=s.pages_free,
+            pages_cached=s.pages_cached,
+            steps=self._steps,
+            prompt_tokens=s.prompt_tokens,
+            cached_prompt_tokens=s.cached_prompt_tokens,
+            generated_tokens=s.generated_tokens,
+            preemptions=s.preemptions,
+            step_seconds=self._step_seconds,
+        )
+
+    def _event(self, result: Result, output: StepOutput) -> TokenEvent:
+        logprob = output.logprobs.get(result.id)
+        first = result.cached_tokens is not None
+        return TokenEvent(
+            id=result.id,
+            tokens=result.tokens,
+            logprobs=None if logprob is None else [logprob][: len(result.tokens)],
+            prompt_logprobs=self._prompt_logprobs.pop(result.id, None) if first else None,
+            cached_tokens=result.cached_tokens,
+            finish=result.finish,
+            stop_token=result.stop_token,
+        )
+
+    def _break(self, request_id: str) -> TokenEvent:
+        """Logits were NaN or infinite: end that request, never a made-up token."""
+        self.abort(request_id)
+        return TokenEvent(id=request_id, finish="error")
+
+    def _collect_prompt_logprobs(self, plan: StepPlan, output: StepOutput) -> None:
+        for item in plan.items:
+            if item.request.id in output.prompt_logprobs and _before_first_token(item.request):
+                if item.start == 0:  # the first token has nothing before it; a preempted prompt starts over
+                    self._prompt_logprobs[item.request.id] = [None]
+                self._prompt_logprobs[item.request.id] += output.prompt_logprobs[item.request.id]
+
+
+def _before_first_token(request: Request) -> bool:
+    return len(request.tokens) == request.num_prompt_tokens

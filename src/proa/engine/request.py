@@ -1,0 +1,125 @@
+"""One sequence inside the engine: its tokens, its place in the cache, its state. Never: tensors, text, policy."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+
+from proa.cache.radix import PrefixNode
+from proa.types import EngineRequest, FinishReason
+
+
+class State(enum.Enum):
+    WAITING = "waiting"  # holds no pages; also after a preemption
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_LEGAL = {
+    (State.WAITING, State.RUNNING),  # admitted
+    (State.RUNNING, State.WAITING),  # preempted
+    (State.WAITING, State.FINISHED),  # aborted
+    (State.RUNNING, State.FINISHED),
+}
+
+
+class Request:
+    """Mutable; owned by the Scheduler, read by the runner.
+
+    `tokens` is prompt plus answer. The KV of the first `num_computed` of them lies in `pages`, token i in slot
+    i % page_tokens of pages[i // page_tokens]. Normally all but the last token of a decoding request are computed.
+    """
+
+    __slots__ = (
+        "arrival", "finish_reason", "group", "id", "keys", "max_length", "min_length", "node", "num_cached",
+        "num_computed", "num_prompt", "pages", "priority", "salt", "sampling", "state", "stop_ids", "stop_token",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, source: EngineRequest, arrival: int, context_tokens: int) -> None:
+        self.id = source.id
+        self.sampling = source.sampling
+        self.priority = source.priority
+        self.group = source.group
+        self.salt = source.salt
+        self.arrival = arrival  # counts submissions; ties within a priority are served in this order
+        self.tokens = list(source.tokens)
+        self.num_prompt = len(source.tokens)
+        self.min_length = self.num_prompt + source.sampling.min_tokens  # no eos or stop token ends it before
+        self.max_length = min(self.num_prompt + source.sampling.max_tokens, context_tokens)
+        self.stop_ids = frozenset(source.sampling.eos_token_ids + source.sampling.stop_token_ids)
+        self.state = State.WAITING
+        self.num_computed = 0
+        self.num_cached: int | None = None  # prompt tokens from the prefix cache at the first admission
+        self.pages: list[int] = []
+        self.keys: list[Hashable] = []  # prefix-cache keys of the first full pages, made when first needed
+        self.node: PrefixNode | None = None  # the locked path: pages[:node.depth] are those of the prefix tree
+        self.finish_reason: FinishReason | None = None
+        self.stop_token: int | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.id!r}, {self.state.value}, {self.num_computed} of {len(self.tokens)} tokens computed, "
+            f"{self.num_prompt} prompt, priority {self.priority})"
+        )
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who is served first: smaller priority, then earlier arrival."""
+        return (self.priority, self.arrival)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Tokens whose KV must be computed before the next one can be sampled; 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    def admit(self, pages: list[int], num_computed: int, node: PrefixNode | None) -> None:
+        """Start (again) with `pages`, of which the first num_computed tokens are filled by the prefix cache."""
+        self._move(State.RUNNING)
+        self.pages, self.num_computed, self.node = pages, num_computed, node
+        if self.num_cached is None:
+            self.num_cached = num_computed
+
+    def preempt(self) -> None:
+        """Back to waiting: the tokens stay, their KV will be computed again."""
+        self._move(State.WAITING)
+
+    def finish(self, reason: FinishReason) -> None:
+        self._move(State.FINISHED)
+        self.finish_reason = reason
+
+    def forget_pages(self) -> None:
+        """Drop page table and computed tokens; the scheduler has released the references."""
+        self.pages, self.num_computed, self.node = [], 0, None
+
+    def append(self, token: int) -> FinishReason | None:
+        """Take a sampled token; say how the answer ends, if it does.
+
+        An eos or stop token ends it with "stop", is kept in `stop_token` and is not part of the answer; before
+        min_tokens it is an ordinary token (the sampler forbids it there). "length": max_tokens or context reached.
+        """
+        if token in self.stop_ids and len(self.tokens) >= self.min_length:
+            self.stop_token = token
+            return "stop"
+        self.tokens.append(token)
+        return "length" if len(self.tokens) >= self.max_length else None
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget computed KV from token `num_tokens` on (rejected drafts, or drafts beyond the end).
+
+        Raises ValueError if that reaches into pages that the prefix cache may have given to others.
+        """
+        if self.node is not None and num_tokens < self.num_computed and self.pages:
+            page_tokens_shared = self.node.depth
+            if num_tokens * len(self.pages) < page_tokens_shared:
+                raise ValueError("x")
+        self.num_computed = min(self.num_computed, num_tokens)
+
+    def _move(self, state: State) -> None:
+        if (self.state, state) not in _LEGAL:
+            raise RuntimeError(f"request {self.id!r} cannot go from {self.state.value} to {state.value}")
+        self.state = state

@@ -1,0 +1,142 @@
+"""The engine process: `python -m proa.engine.worker ENDPOINT`. Belongs here: the message loop. Never: maths.
+
+The frontend owns this process: its standard input is a pipe from the frontend, and when that closes, for
+whatever reason, the process ends at once, so no engine outlives its frontend.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+import msgspec
+import zmq
+
+from proa.engine.engine import Engine
+from proa.engine.ipc import (
+    PROTOCOL,
+    Abort,
+    Failed,
+    FromEngine,
+    Refused,
+    Shutdown,
+    Start,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+from proa.engine.load import load_engine
+from proa.errors import ProaError
+
+log = logging.getLogger(__name__)
+
+# How often an idle engine looks around although no message came; it sleeps in between.
+IDLE_POLL_MS = 10_000
+
+
+class Channel:
+    """The socket to the frontend; messages in, messages out."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 2_000)
+        self._socket.connect(endpoint)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def wait(self, timeout_ms: int) -> bool:
+        return bool(self._socket.poll(timeout_ms))
+
+    def receive(self) -> ToEngine:
+        return self._decoder.decode(self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+        zmq.Context.instance().term()
+
+
+def run(channel: Channel) -> int:
+    """Load what Start asks for, then serve until Shutdown. Returns the exit code."""
+    start = channel.receive()
+    if not isinstance(start, Start) or start.protocol != PROTOCOL:
+        channel.send(
+            Failed("EngineDead", f"Frontend and engine speak different protocols (engine: {PROTOCOL}).")
+        )
+        return 1
+    try:
+        engine, ready = load_engine(start.plan, channel.send)
+        channel.send(ready)
+        serve(engine, channel)
+    except ProaError as error:
+        channel.send(Failed(type(error).__name__, error.message, error.remedy))
+        return error.exit_code
+    except MemoryError:
+        channel.send(
+            Failed("ResourceError", "The engine ran out of memory.", "Lower --context or --max-running.")
+        )
+        return 4
+    except Exception as error:  # the last stop: the frontend must hear why, whatever it was
+        log.exception("the engine failed")
+        channel.send(Failed("EngineDead", f"The engine failed: {type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+def serve(engine: Engine, channel: Channel) -> None:
+    """Messages first, then one step, until Shutdown."""
+    channel.send(engine.stats())
+    while True:
+        while channel.wait(0 if engine.has_work else IDLE_POLL_MS):
+            message = channel.receive()
+            if isinstance(message, Shutdown):
+                return
+            handle(engine, channel, message)
+        if engine.has_work:
+            if events := engine.step():
+                channel.send(Tokens(events))
+            if not engine.has_work:
+                engine.scheduler.check()
+            channel.send(engine.stats())
+
+
+def handle(engine: Engine, channel: Channel, message: ToEngine) -> None:
+    match message:
+        case Submit(request):
+            try:
+                engine.submit(request)
+            except ProaError as e:
+                channel.send(Refused(request.id, type(e).__name__, e.message, e.remedy, e.param))
+        case Abort(ids):
+            for request_id in ids:
+                engine.abort(request_id)
+            channel.send(engine.stats())
+        case _:
+            raise ValueError(f"unexpected message {message!r}")
+
+
+def exit_with_frontend() -> None:
+    """Watch standard input from a thread; end the process when the frontend is gone."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="frontend-watch", daemon=True).start()
+
+
+def main() -> None:
+    exit_with_frontend()
+    channel = Channel(sys.argv[1])
+    code = run(channel)
+    channel.close()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

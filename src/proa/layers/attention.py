@@ -1,0 +1,45 @@
+"""Grouped-query attention: project, normalise, rotate, call the op. Never: pages, masks, batching."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from proa.layers.linear import Linear, Parameters, prefixed
+from proa.layers.norm import RmsNorm
+from proa.layers.step import Step
+from proa.models import spec
+from proa.ops.table import KvPages, Ops
+
+
+class Attention:
+    def __init__(self, s: spec.Attention, eps: float, ops: Ops, dtype: torch.dtype) -> None:
+        self.spec, self.ops = s, ops
+        self.scale = s.head_dim**-0.5
+        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        self.qkv = Linear(ops, s.hidden, {"q": q, "k": kv, "v": kv}, s.qkv_bias, dtype)
+        self.o = Linear(ops, q, {"o": s.hidden}, s.o_bias, dtype)
+        self.norms = (
+            {name: RmsNorm(s.head_dim, eps, ops, dtype) for name in ("q_norm", "k_norm")}
+            if s.qk_norm == "head"
+            else {}
+        )
+
+    def __call__(self, x: Tensor, step: Step, cache: KvPages) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        s, ops = self.spec, self.ops
+        heads = self.qkv(x).view(len(x), -1, s.head_dim)
+        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], 1)
+        if self.norms:
+            q, k = self.norms["q_norm"](q), self.norms["k_norm"](k)
+        cos, sin = step.angles[s.rope]
+        q, k = (ops.rotary(t, cos, sin, s.rope.interleaved) for t in (q, k))
+        ops.write_kv(k, v, cache, step.batch.slots)
+        seen = ops.attention(q, cache, step.batch, self.scale, s.window)
+        return self.o(seen.flatten(1))
+
+    def parameters(self) -> Parameters:
+        yield from self.qkv.parameters()
+        yield from self.o.parameters()
+        for name, norm in self.norms.items():
+            yield from prefixed(name, norm.parameters())

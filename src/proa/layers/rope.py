@@ -1,0 +1,92 @@
+"""Rotary angles for every scaling, in one place. Never: reading config, rotating tensors (ops do that)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from proa.models.spec import Rope, RopeScaling
+
+
+def is_dynamic(rope: Rope) -> bool:
+    """Whether angles depend on how long the sequence is, not only on the position."""
+    return rope.scaling is not None and rope.scaling.kind == "dynamic"
+
+
+def cos_sin(rope: Rope, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [T, dim/2], for rows at `positions` int64 [T].
+
+    `lengths` int64 [T] is the length each row's angles are made for: max(prompt length, position + 1), so
+    that a row's angle never depends on chunking. Only dynamic scaling reads it.
+    """
+    if is_dynamic(rope):
+        unique, which = torch.unique(lengths, return_inverse=True)
+        freqs = torch.stack([_dynamic(rope, int(n)) for n in unique.tolist()])[which]
+        factor = 1.0
+    else:
+        freqs, factor = inverse_frequencies(rope)
+    angles = positions[:, None].float() * freqs
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def inverse_frequencies(rope: Rope) -> tuple[Tensor, float]:
+    """float32 [dim/2] and the factor that scales cos and sin (yarn's attention temperature)."""
+    plain = _plain(rope.dim, rope.base)
+    match rope.scaling:
+        case None:
+            return plain, 1.0
+        case RopeScaling(kind="linear", factor=factor):
+            return plain / factor, 1.0
+        case RopeScaling(kind="llama3") as scaling:
+            return _llama3(plain, scaling), 1.0
+        case RopeScaling(kind="yarn") as scaling:
+            return _yarn(rope, plain, scaling), _yarn_factor(scaling)
+    raise ValueError(f"{rope.scaling} has no fixed frequencies")
+
+
+def _plain(dim: int, base: float) -> Tensor:
+    return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+
+
+def _dynamic(rope: Rope, length: int) -> Tensor:
+    """NTK-aware base that grows with the length beyond the original positions."""
+    assert rope.scaling is not None
+    factor, original = rope.scaling.factor, rope.scaling.original_positions
+    length = max(length, original)
+    stretch = (factor * length / original) - (factor - 1)
+    return _plain(rope.dim, rope.base * stretch ** (rope.dim / (rope.dim - 2)))
+
+
+def _llama3(plain: Tensor, s: RopeScaling) -> Tensor:
+    """Long waves / factor, short waves kept, a linear border between (Llama 3.1's rope_type "llama3")."""
+    turns = s.original_positions * plain / (2 * math.pi)
+    keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
+    return plain * keep + plain / s.factor * (1 - keep)
+
+
+def _yarn(rope: Rope, plain: Tensor, s: RopeScaling) -> Tensor:
+    """NTK-by-parts (arXiv 2309.00071, section 3.2): dims that turn often are kept, the others interpolated."""
+
+    def dim_of(turns: float) -> float:
+        return rope.dim * math.log(s.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+
+    low, high = dim_of(s.beta_fast), dim_of(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    ramp = (torch.arange(rope.dim // 2).float() - low) / max(high - low, 0.001)
+    keep = 1 - ramp.clamp(0, 1)
+    return plain * keep + plain / s.factor * (1 - keep)
+
+
+def _yarn_factor(s: RopeScaling) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if s.factor <= 1 else 0.1 * weight * math.log(s.factor) + 1.0
+
+    if s.attention_factor is not None:
+        return s.attention_factor
+    if s.mscale and s.mscale_all_dim:
+        return mscale(s.mscale) / mscale(s.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,17 @@
+"""What every layer of one forward pass shares. Never: policy, token ids of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from proa.models.spec import Rope
+from proa.ops.table import AttentionBatch, KvPages
+
+
+@dataclass(frozen=True)
+class Step:
+    batch: AttentionBatch
+    angles: dict[Rope, tuple[Tensor, Tensor]]  # per distinct rotary: cos, sin float32 [T, dim/2]
+    caches: tuple[KvPages, ...]  # one per block

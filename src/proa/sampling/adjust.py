@@ -1,0 +1,58 @@
+"""Changes to the logits before the draw: penalties, bias, tokens not allowed yet. Each touches only its own row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from proa.sampling.rows import Row
+
+
+def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """float32 [R, vocab] -> the same with every row's wishes applied; the input is not changed."""
+    if not any(_wants(row) for row in rows):
+        return logits
+    out = logits.clone()
+    for scores, row in zip(out, rows, strict=True):
+        _repetition(scores, row)
+        _presence_and_frequency(scores, row)
+        for token, bias in row.sampling.logit_bias.items():
+            scores[token] += bias
+        if row.num_output < row.sampling.min_tokens:
+            scores[[*row.sampling.eos_token_ids, *row.sampling.stop_token_ids]] = -torch.inf
+    return out
+
+
+def _wants(row: Row) -> bool:
+    s = row.sampling
+    return (
+        s.repetition_penalty != 1.0
+        or s.presence_penalty != 0.0
+        or s.frequency_penalty != 0.0
+        or bool(s.logit_bias)
+        or row.num_output < s.min_tokens
+    )
+
+
+def _repetition(scores: Tensor, row: Row) -> None:
+    """Divide positive and multiply negative logits of all tokens seen, prompt included (arXiv 1909.05858)."""
+    penalty = row.sampling.repetition_penalty
+    if penalty == 1.0:
+        return
+    seen = torch.tensor(sorted(set(row.tokens)))
+    values = scores[seen]
+    scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def _presence_and_frequency(scores: Tensor, row: Row) -> None:
+    """OpenAI's penalties: over generated tokens only, presence once and frequency per occurrence."""
+    s = row.sampling
+    if not row.num_output or (s.presence_penalty == 0.0 and s.frequency_penalty == 0.0):
+        return
+    counts = Counter(row.output)
+    tokens = torch.tensor(list(counts))
+    times = torch.tensor(list(counts.values()), dtype=torch.float32)
+    scores[tokens] -= s.presence_penalty + s.frequency_penalty * times

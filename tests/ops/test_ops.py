@@ -1,0 +1,213 @@
+"""Every op of every implementation against float64 written out by hand.
+
+Bounds are derived: a sum of n products in float32, inputs rounded to a type with unit roundoff u, is off by at
+most (n + c) * eps32 * sum|a||b| for the arithmetic plus u * |result| for storing it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from proa.ops.reference import REFERENCE
+from proa.ops.table import KvPages, Ops, batch_of
+
+IMPLEMENTATIONS = [pytest.param(REFERENCE, id="reference")]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS32 = torch.finfo(torch.float32).eps
+
+
+def rand(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=rng).to(dtype)
+
+
+def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """What storing may add: half a unit in the last place, of subnormals too."""
+    info = torch.finfo(dtype)
+    return value.abs() * info.eps / 2 * 1.01 + info.smallest_normal * info.eps / 2
+
+
+def assert_within(got: Tensor, want: Tensor, bound: Tensor) -> None:
+    error = (got.double() - want).abs()
+    assert torch.isfinite(got).all()
+    assert (error <= bound).all(), f"worst excess {(error - bound).max():.3g}"
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (5, 576), (2, 4096)])
+def test_rms_norm(ops: Ops, dtype: torch.dtype, rows: int, width: int, rng: torch.Generator) -> None:
+    x, weight = rand(rng, rows, width, dtype=dtype), rand(rng, width, dtype=dtype)
+    wide = x.double()
+    want = weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert_within(
+        ops.rms_norm(x, weight, 1e-6), want, want.abs() * (width / 2 + 8) * EPS32 + stored(want, dtype)
+    )
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "dim", "turned"), [(1, 2, 2), (3, 16, 16), (4, 16, 8)])
+def test_rotary(
+    ops: Ops, dtype: torch.dtype, interleaved: bool, heads: int, dim: int, turned: int, rng: torch.Generator
+) -> None:
+    x, angles = rand(rng, 5, heads, dim, dtype=dtype), rand(rng, 5, turned // 2) * 10
+    want = x.double().clone()
+    for i in range(turned // 2):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + turned // 2)
+        turn = torch.polar(torch.ones(5, 1, dtype=torch.float64), angles[:, i : i + 1].double())
+        out = torch.complex(x[..., a].double(), x[..., b].double()) * turn
+        want[..., a], want[..., b] = out.real, out.imag
+    got = ops.rotary(x, angles.cos(), angles.sin(), interleaved)
+    size = x.double().abs().sum(-1, keepdim=True)
+    assert_within(got, want, size * 4 * EPS32 + stored(want, dtype))
+    assert torch.equal(got[..., turned:], x[..., turned:])
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs"), [(1, 1, 1), (1, 576, 33), (7, 129, 64), (64, 512, 17)]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(
+    ops: Ops, dtype: torch.dtype, tokens: int, inputs: int, outputs: int, bias: bool, rng: torch.Generator
+) -> None:
+    x, weight = rand(rng, tokens, inputs, dtype=dtype), rand(rng, outputs, inputs, dtype=dtype)
+    b = rand(rng, outputs, dtype=dtype) if bias else None
+    offset = b.double() if b is not None else torch.zeros(outputs, dtype=torch.float64)
+    want = x.double() @ weight.double().T + offset
+    size = x.double().abs() @ weight.double().abs().T + offset.abs()
+    # A library may round the product before it adds the bias: two roundings, of values no larger than `size`.
+    storing = 2 * stored(size, dtype) if bias else stored(want, dtype)
+    assert_within(ops.linear(x, weight, b), want, size * (inputs + 2) * EPS32 + storing)
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(ops: Ops, dtype: torch.dtype, rng: torch.Generator) -> None:
+    x = rand(rng, 5, 2 * 33, dtype=dtype)
+    gate, up = x.double().chunk(2, -1)
+    want = gate / (1 + (-gate).exp()) * up
+    silu = (want / up).nan_to_num()
+    bound = want.abs() * 8 * EPS32 + stored(want, dtype) + stored(silu, dtype) * up.abs() * 1.01
+    assert_within(ops.silu_mul(x), want, bound)
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 1), (8, 2), (128, 8), (16, 16)])
+def test_route(ops: Ops, renormalise: bool, experts: int, top_k: int, rng: torch.Generator) -> None:
+    logits = rand(rng, 9, experts)
+    ids, weights = ops.route(logits, top_k, renormalise)
+    probs = torch.softmax(logits.double(), -1)
+    order = probs.argsort(-1, descending=True)[:, :top_k]
+    assert torch.equal(ids, order)
+    want = probs.gather(-1, order)
+    want = want / want.sum(-1, keepdim=True) if renormalise else want
+    assert weights.dtype == torch.float32
+    assert_within(weights, want, want * (experts + top_k + 16) * EPS32)
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("routing", ["random", "one_expert", "empty_experts"])
+def test_moe_experts(ops: Ops, dtype: torch.dtype, routing: str, rng: torch.Generator) -> None:
+    tokens, hidden, width, experts, top_k = 6, 40, 24, 8, 2
+    x = rand(rng, tokens, hidden, dtype=dtype)
+    gate_up = (rand(rng, experts, 2 * width, hidden) / math.sqrt(hidden)).to(dtype)
+    down = (rand(rng, experts, hidden, width) / math.sqrt(width)).to(dtype)
+    scores = torch.rand(tokens, experts, generator=rng)
+    if routing == "empty_experts":
+        scores[:, 3:] = 0
+    ids = scores.topk(top_k).indices if routing != "one_expert" else torch.tensor([[4, 5]] * tokens)
+    weights = torch.rand(tokens, top_k, generator=rng)
+
+    want = torch.zeros(tokens, hidden, dtype=torch.float64)
+    size = torch.zeros_like(want)
+    for t in range(tokens):
+        for e, w in zip(ids[t].tolist(), weights[t].double(), strict=True):
+            gate, up = (gate_up[e].double() @ x[t].double()).chunk(2)
+            act = gate / (1 + (-gate).exp()) * up
+            want[t] += w * (down[e].double() @ act)
+            # silu's slope is at most 1.1; sizes bound how the roundings of gate, up, act travel through down
+            reach = gate_up[e].double().abs() @ x[t].double().abs()
+            spread = (reach[:width] * 1.1 * up.abs() + gate.abs() * reach[width:]) * (hidden * EPS32) + (
+                3.2 * (gate * up).abs() * torch.finfo(dtype).eps / 2 * 1.1
+            )
+            size[t] += w * (down[e].double().abs() @ (spread + act.abs() * torch.finfo(dtype).eps))
+            size[t] += w * (down[e].double().abs() @ act.abs()) * (width * EPS32 + torch.finfo(dtype).eps / 2)
+    got = ops.moe_experts(x, ids, weights, gate_up, down)
+    assert got.dtype == dtype
+    assert_within(got, want, size + stored(want, dtype))
+    assert torch.equal(got, ops.moe_experts(x, ids, weights, gate_up, down)), "not the same bits twice"
+
+
+CASES = {
+    "one token": ([1], [1]),
+    "prompt": ([9], [9]),
+    "chunk after cached": ([5], [14]),
+    "decode": ([1, 1, 1], [1, 7, 33]),
+    "mixed": ([1, 6, 1, 11], [20, 6, 5, 27]),
+}
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_paged_attention(
+    ops: Ops,
+    dtype: torch.dtype,
+    case: str,
+    window: int | None,
+    heads: int,
+    kv_heads: int,
+    rng: torch.Generator,
+) -> None:
+    q_lens, kv_lens = CASES[case]
+    dim, page_tokens = 16, 4
+    counts = [-(-n // page_tokens) for n in kv_lens]
+    order = torch.randperm(sum(counts) + 3, generator=rng).tolist()  # pages lie anywhere
+    pages = [[order.pop() for _ in range(n)] for n in counts]
+    batch = batch_of(q_lens, kv_lens, pages, page_tokens)
+    shape = (sum(counts) + 3, page_tokens, kv_heads, dim)
+    cache = KvPages(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
+    scale = dim**-0.5
+    q = rand(rng, sum(q_lens), heads, dim, dtype=dtype)
+    keys = [rand(rng, n, kv_heads, dim, dtype=dtype) for n in kv_lens]
+    values = [rand(rng, n, kv_heads, dim, dtype=dtype) for n in kv_lens]
+    for s, n in enumerate(kv_lens):  # the history first, then the step's own rows, as in service
+        old = n - q_lens[s]
+        if old:
+            ops.write_kv(
+                keys[s][:old], values[s][:old], cache, batch_of([old], [old], [pages[s]], page_tokens).slots
+            )
+    new_k = torch.cat([k[n - q :] for k, n, q in zip(keys, kv_lens, q_lens, strict=True)])
+    new_v = torch.cat([v[n - q :] for v, n, q in zip(values, kv_lens, q_lens, strict=True)])
+    ops.write_kv(new_k, new_v, cache, batch.slots)
+    # Slots past the end of a sequence hold whatever was there; finite garbage must not matter.
+    cache.keys[cache.keys.isnan()], cache.values[cache.values.isnan()] = 7.0, 1e4
+
+    got = ops.attention(q, cache, batch, scale, window)
+    row = 0
+    for s, (q_len, n) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        for i in range(q_len):
+            position = n - q_len + i
+            first = 0 if window is None else max(0, position - window + 1)
+            for h in range(heads):
+                k = keys[s][first : position + 1, h // (heads // kv_heads)].double()
+                v = values[s][first : position + 1, h // (heads // kv_heads)].double()
+                scores = k @ q[row, h].double() * scale
+                p = torch.softmax(scores, 0)
+                want = p @ v
+                # Probabilities may be stored in the value's type; scores err by eps32 of their terms.
+                wobble = (k.abs() @ q[row, h].double().abs() * scale).max() * (dim + 4) * EPS32
+                bound = (p @ v.abs()) * (4 * wobble + 3 * torch.finfo(dtype).eps + (len(p) + 8) * EPS32)
+                assert_within(got[row, h], want, bound + stored(want, dtype))
+            row += 1

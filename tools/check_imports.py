@@ -1,0 +1,80 @@
+"""Packages of proa form a DAG: each imports only from those before it in ORDER. Run: python tools/check_imports.py
+
+Also checked: the API process stays without torch, and nobody hides an import of proa inside a function.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src" / "proa"
+
+ORDER = (
+    "errors", "types", "obs", "config", "models", "machine", "ops", "weights", "demo", "hub", "layers", "cache",
+    "sampling", "plan", "engine", "text", "llm", "server", "bench", "cli",
+)  # fmt: skip
+
+# Modules that run in the API process; importing torch there costs seconds of start-up.
+NO_TORCH = (
+    "errors", "types", "obs", "config", "models", "machine", "weights/checkpoint", "weights/index", "demo", "hub",
+    "plan", "text", "llm", "server", "bench", "cli", "cache/pages", "cache/radix", "engine/request",
+    "engine/scheduler", "engine/handle", "engine/ipc", "engine/client",
+)  # fmt: skip
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
+    """(module, line, is at module level) of every import, those under TYPE_CHECKING left out."""
+    skipped = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+        for node in ast.walk(block)
+    }
+    nested = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, id(node) not in nested
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, node.lineno, id(node) not in nested
+
+
+def problems(path: Path) -> Iterator[str]:
+    own = path.relative_to(SOURCE).with_suffix("").as_posix()
+    package = own.split("/")[0]
+    if package == "__init__":  # the public face hands out names of everything, lazily
+        return
+    if package not in ORDER:
+        yield f"{own}: package {package!r} is not in ORDER"
+        return
+    for module, line, at_top in imports(ast.parse(path.read_text())):
+        parts = module.split(".")
+        if parts[0] == "torch" and at_top and own.startswith(NO_TORCH):
+            yield f"{own}.py:{line}: torch must not be imported here"
+        if parts[0] != "proa" or len(parts) == 1:
+            continue
+        target = parts[1]
+        if target not in ORDER or ORDER.index(target) > ORDER.index(package):
+            yield f"{own}.py:{line}: {package} may not import proa.{target}, which comes later"
+        if not at_top and package not in ("cli", "llm"):
+            yield f"{own}.py:{line}: an import of proa.{target} hides in a function"
+
+
+def main() -> int:
+    found = [p for path in sorted(SOURCE.rglob("*.py")) for p in problems(path)]
+    print("\n".join(found) or f"imports: {len(ORDER)} packages, no cycle")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
