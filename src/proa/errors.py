@@ -1,19 +1,19 @@
 """Every error Proa raises on purpose. Belongs here: the tree, exit codes, HTTP codes. Never: logging.
 
-    ProaError
-      UsageError             an option, flag, config key or argument is wrong
-      ModelError             a model cannot be used as asked
-        ModelNotFound          no such folder, file, alias or repository
-        ConfigError            config.json or GGUF metadata says something Proa does not implement
-        WeightsError           tensors missing, unused, misshapen, truncated or corrupt
-        TokenizerError         no tokenizer, or one that cannot be read
-      HubError               the model hub refused, failed or cannot be reached
-      ResourceError          it does not fit into memory, disk or a port is taken
-      RequestError           one request cannot be served as asked
-        ContextLengthExceeded  prompt plus answer exceed the model's context
-      QueueFull              too many requests are waiting
-      ShuttingDown           the server drains and takes no new requests
-      EngineDead             the engine process died or could not start
+ProaError
+  UsageError             an option, flag, config key or argument is wrong
+  ModelError             a model cannot be used as asked
+    ModelNotFound          no such folder, file, alias or repository
+    ConfigError            config.json or GGUF metadata says something Proa does not implement
+    WeightsError           tensors missing, unused, misshapen, truncated or corrupt
+    TokenizerError         no tokenizer, or one that cannot be read
+  HubError               the model hub refused, failed or cannot be reached
+  ResourceError          it does not fit into memory, disk or a port is taken
+  RequestError           one request cannot be served as asked
+    ContextLengthExceeded  prompt plus answer exceed the model's context
+  QueueFull              too many requests are waiting
+  ShuttingDown           the server drains and takes no new requests
+  EngineDead             the engine process died or could not start
 """
 
 from __future__ import annotations

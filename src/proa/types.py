@@ -58,8 +58,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise RequestError(f"{name} is {value}.", f"Use {low:g} to {high:g}.", param=name)
         for name, value in (("top_p", self.top_p), ("repetition_penalty", self.repetition_penalty)):
             if value is not None and not 0.0 < value <= (1.0 if name == "top_p" else 100.0):
-                raise RequestError(f"{name} is {value}.", "It must be above 0 and at most "
-                                   f"{1 if name == 'top_p' else 100}.", param=name)
+                raise RequestError(
+                    f"{name} is {value}.",
+                    f"It must be above 0 and at most {1 if name == 'top_p' else 100}.",
+                    param=name,
+                )
         if any(not s for s in self.stop):
             raise RequestError("A stop string is empty.", "Leave it out.", param="stop")
         if any(not -100.0 <= b <= 100.0 for b in self.logit_bias.values()):
@@ -113,7 +116,9 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first token; [0] is None
-    cached_tokens: int | None = None  # prompt tokens that the prefix cache provided; once, with the first token
+    cached_tokens: int | None = (
+        None  # prompt tokens that the prefix cache provided; once, with the first token
+    )
     finish: FinishReason | None = None
     stop_token: int | None = None  # the eos or stop token that ended it; not part of the text
 

@@ -32,7 +32,9 @@ class ModelOptions:
     )
     dummy_seed: int = option(0, help="seed of dummy weights", low=0)
     dummy_router: str = option(
-        "uniform", help="routing of dummy weights: uniform or zipf (few hot experts)", choices=("uniform", "zipf")
+        "uniform",
+        help="routing of dummy weights: uniform or zipf (few hot experts)",
+        choices=("uniform", "zipf"),
     )
     ignore_config_key: tuple[str, ...] = option(
         (), help="config key to accept although Proa does not know it (repeatable)", metavar="KEY"
@@ -47,12 +49,19 @@ class CacheOptions:
     """Context and KV cache."""
 
     context: int | None = option(
-        None, help="longest prompt plus answer; default: the model's, if memory allows", metavar="TOKENS", low=1,
+        None,
+        help="longest prompt plus answer; default: the model's, if memory allows",
+        metavar="TOKENS",
+        low=1,
+        high=1 << 30,
         common=True,
     )
     kv_memory: int | None = option(
-        None, help="memory for the KV cache; default: what the context for one user and --max-running need",
-        metavar="SIZE", kind="size", low=1,
+        None,
+        help="memory for the KV cache; default: what the context for one user and --max-running need",
+        metavar="SIZE",
+        kind="size",
+        low=1,
     )
     page_tokens: int = option(16, help="tokens per KV page", low=1, high=256)
     prefix_cache: bool = option(True, help="reuse the KV of prompts that start alike")
@@ -63,9 +72,13 @@ class SchedulerOptions:
     """Who runs when."""
 
     max_running: int = option(4, help="requests decoded together", low=1, high=4096, common=True)
-    max_batch_tokens: int = option(512, help="tokens of one step: decodes first, the rest is prefill", low=1)
-    max_queued: int = option(256, help="requests that may wait; more are refused with 429", low=0)
-    max_queued_tokens: int = option(4_000_000, help="prompt tokens that may wait; more are refused with 429", low=0)
+    max_batch_tokens: int = option(
+        512, help="tokens of one step: decodes first, the rest is prefill", low=1, high=1 << 20
+    )
+    max_queued: int = option(256, help="requests that may wait; more are refused with 429", low=0, high=1_000_000)
+    max_queued_tokens: int = option(
+        4_000_000, help="prompt tokens that may wait; more are refused with 429", low=0, high=1 << 40
+    )
 
 
 @dataclass(frozen=True)
@@ -73,14 +86,21 @@ class MachineOptions:
     """What Proa may use of this machine."""
 
     ram: int | None = option(
-        None, help="most RAM to use; default: what is free now, minus the reserve", metavar="SIZE", kind="size", low=1,
+        None,
+        help="most RAM to use; default: what is free now, minus the reserve",
+        metavar="SIZE",
+        kind="size",
+        low=1,
         common=True,
     )
     ram_reserve: int | None = option(
-        None, help="RAM to leave free; default: 1 GiB or 5 %% of the total, whichever is less", metavar="SIZE",
-        kind="size", low=0,
+        None,
+        help="RAM to leave free; default: 1 GiB or 5 % of the total, whichever is less",
+        metavar="SIZE",
+        kind="size",
+        low=0,
     )
-    threads: int | None = option(None, help="CPU threads; default: the cores this process may use", low=1)
+    threads: int | None = option(None, help="CPU threads; default: the cores this process may use", low=1, high=4096)
 
 
 @dataclass(frozen=True)
@@ -92,7 +112,7 @@ class ServerOptions:
     api_key: str | None = option(None, help="demand this bearer token", metavar="KEY", secret=True)
     served_model_name: str | None = option(None, help="name in the API; default: MODEL", metavar="NAME")
     strict: bool = option(False, help="refuse unknown request fields instead of naming them in a header")
-    drain_seconds: float = option(30.0, help="on SIGTERM, let running requests finish for this long", low=0)
+    drain_seconds: float = option(30.0, help="on SIGTERM, let running requests finish for this long", low=0, high=86400)
     cors_origin: tuple[str, ...] = option((), help="origin allowed to call from a browser (repeatable)", metavar="URL")
 
 

@@ -35,6 +35,7 @@ from proa.plan.plan import Plan
 from proa.types import EngineRequest, TokenEvent
 
 CLOSE_SECONDS = 5.0
+RECONNECT_MS = 10  # how often to look whether the engine listens yet
 LAST_WORDS_SECONDS = 0.5  # a dying engine's Failed message may still be on its way when its exit is seen
 
 
@@ -61,7 +62,9 @@ class EngineClient:
         endpoint = f"ipc://{folder}/engine"
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(endpoint)
+        socket.setsockopt(zmq.SNDHWM, 0)  # sending never blocks, not even to an engine that has died
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.connect(endpoint)  # the engine binds: what is sent before it does is kept for it
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from proa.engine.ipc import Stats
 from proa.engine.request import Request
 from proa.engine.runner import Runner, StepOutput
-from proa.engine.scheduler import Result, Scheduler, StepPlan
+from proa.engine.scheduler import Scheduler, StepPlan
 from proa.errors import RequestError
+from proa.layers.rope import dynamic_lengths
 from proa.types import EngineRequest, TokenEvent, TokenLogprob
 
 
@@ -19,8 +22,8 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.vocab = vocab
+        self._dynamic_from = min(dynamic_lengths(runner.ropes), default=None)
         self._step_seconds = 0.0
-        self._steps = 0
         self._prompt_logprobs: dict[
             str, list[TokenLogprob | None]
         ] = {}  # until the first token takes them along
@@ -36,6 +39,9 @@ class Engine:
             raise RequestError(
                 f"Token id {outside[0]} is outside the model's vocabulary.", f"Use 0 to {self.vocab - 1}."
             )
+        if self._dynamic_from is not None and len(request.tokens) > self._dynamic_from:
+            # Keys of such a prompt depend on its length: see docs/decisions/003.
+            request = msgspec.structs.replace(request, salt=f"{request.salt} rope:{len(request.tokens)}")
         self.scheduler.submit(request)
 
     def abort(self, request_id: str) -> bool:
@@ -51,39 +57,20 @@ class Engine:
         output = self.runner.run(plan)
         self._collect_prompt_logprobs(plan, output)
         broken = [self._break(request_id) for request_id in sorted(output.broken)]
-        results = self.scheduler.commit(plan, output.tokens)
-        self._steps += 1
+        events = self.scheduler.commit(plan, output.tokens)
         self._step_seconds += time.perf_counter() - begin
-        return broken + [self._event(result, output) for result in results]
+        return broken + [self._with_logprobs(event, output) for event in events]
 
     def stats(self) -> Stats:
-        s = self.scheduler.stats
-        return Stats(
-            running=s.running,
-            waiting=s.waiting,
-            pages_total=s.pages_total,
-            pages_free=s.pages_free,
-            pages_cached=s.pages_cached,
-            steps=self._steps,
-            prompt_tokens=s.prompt_tokens,
-            cached_prompt_tokens=s.cached_prompt_tokens,
-            generated_tokens=s.generated_tokens,
-            preemptions=s.preemptions,
-            step_seconds=self._step_seconds,
-        )
+        return msgspec.structs.replace(self.scheduler.stats(), step_seconds=self._step_seconds)
 
-    def _event(self, result: Result, output: StepOutput) -> TokenEvent:
-        logprob = output.logprobs.get(result.id)
-        first = result.cached_tokens is not None
-        return TokenEvent(
-            id=result.id,
-            tokens=result.tokens,
-            logprobs=None if logprob is None else [logprob][: len(result.tokens)],
-            prompt_logprobs=self._prompt_logprobs.pop(result.id, None) if first else None,
-            cached_tokens=result.cached_tokens,
-            finish=result.finish,
-            stop_token=result.stop_token,
-        )
+    def _with_logprobs(self, event: TokenEvent, output: StepOutput) -> TokenEvent:
+        logprob = output.logprobs.get(event.id)
+        prompt_logprobs = self._prompt_logprobs.pop(event.id, None)
+        if logprob is None and prompt_logprobs is None:
+            return event
+        own = [logprob][: len(event.tokens)] if logprob is not None else None
+        return msgspec.structs.replace(event, logprobs=own, prompt_logprobs=prompt_logprobs)
 
     def _break(self, request_id: str) -> TokenEvent:
         """Logits were NaN or infinite: end that request, never a made-up token."""
@@ -99,4 +86,4 @@ class Engine:
 
 
 def _before_first_token(request: Request) -> bool:
-    return len(request.tokens) == request.num_prompt_tokens
+    return len(request.tokens) == request.num_prompt

@@ -15,7 +15,8 @@ from proa.cache.radix import PrefixCache
 from proa.engine.engine import Engine
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
-from proa.engine.scheduler import Limits, Scheduler
+from proa.engine.policy import Limits
+from proa.engine.scheduler import Scheduler
 from proa.layers.decoder import Decoder
 from proa.ops.select import select
 from proa.plan.plan import Plan
@@ -58,15 +59,8 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
 def _scheduler(plan: Plan) -> Scheduler:
     allocator = PageAllocator(plan.num_pages)
     prefix_cache = PrefixCache(plan.page_tokens, allocator) if plan.prefix_cache else None
-    limits = Limits(
-        context_tokens=plan.context_tokens,
-        page_tokens=plan.page_tokens,
-        max_running=plan.max_running,
-        max_batch_tokens=plan.max_batch_tokens,
-        max_queued=plan.max_queued,
-        max_queued_tokens=plan.max_queued_tokens,
-    )
-    return Scheduler(limits, allocator, prefix_cache)
+    return Scheduler(Limits.of(plan), allocator, prefix_cache)
+
 
 
 def _paced(report: Callable[[Loading], None]) -> Callable[[int, int], None]:

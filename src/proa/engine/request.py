@@ -32,16 +32,17 @@ class Request:
 
     __slots__ = (
         "arrival", "finish_reason", "group", "id", "keys", "max_length", "min_length", "node", "num_cached",
-        "num_computed", "num_prompt", "pages", "priority", "salt", "sampling", "state", "stop_ids", "stop_token",
-        "tokens",
+        "num_computed", "num_prompt", "page_tokens", "pages", "priority", "salt", "sampling", "state", "stop_ids",
+        "stop_token", "tokens",
     )  # fmt: skip
 
-    def __init__(self, source: EngineRequest, arrival: int, context_tokens: int) -> None:
+    def __init__(self, source: EngineRequest, *, arrival: int = 0, context_tokens: int, page_tokens: int) -> None:
         self.id = source.id
         self.sampling = source.sampling
         self.priority = source.priority
         self.group = source.group
         self.salt = source.salt
+        self.page_tokens = page_tokens
         self.arrival = arrival  # counts submissions; ties within a priority are served in this order
         self.tokens = list(source.tokens)
         self.num_prompt = len(source.tokens)
@@ -77,12 +78,21 @@ class Request:
         """Tokens whose KV must be computed before the next one can be sampled; 1 while decoding."""
         return len(self.tokens) - self.num_computed
 
-    def admit(self, pages: list[int], num_computed: int, node: PrefixNode | None) -> None:
-        """Start (again) with `pages`, of which the first num_computed tokens are filled by the prefix cache."""
+    @property
+    def num_shared(self) -> int:
+        """Tokens whose KV lies in pages of the prefix cache: never written again."""
+        return self.node.depth * self.page_tokens if self.node is not None else 0
+
+    @property
+    def num_shareable(self) -> int:
+        """Prompt tokens that a twin could take from the prefix cache: full pages, without the last token."""
+        return (self.num_prompt - 1) // self.page_tokens * self.page_tokens
+
+    def admit(self, pages: list[int], node: PrefixNode | None) -> None:
+        """Start (again) with the pages that the prefix cache has filled, and the place in it that is locked."""
         self._move(State.RUNNING)
-        self.pages, self.num_computed, self.node = pages, num_computed, node
-        if self.num_cached is None:
-            self.num_cached = num_computed
+        self.pages, self.node = pages, node
+        self.num_computed = len(pages) * self.page_tokens
 
     def preempt(self) -> None:
         """Back to waiting: the tokens stay, their KV will be computed again."""
@@ -113,10 +123,8 @@ class Request:
 
         Raises ValueError if that reaches into pages that the prefix cache may have given to others.
         """
-        if self.node is not None and num_tokens < self.num_computed and self.pages:
-            page_tokens_shared = self.node.depth
-            if num_tokens * len(self.pages) < page_tokens_shared:
-                raise ValueError("x")
+        if num_tokens < self.num_shared:
+            raise ValueError(f"{self!r} cannot go back to {num_tokens}: {self.num_shared} may be in use by others")
         self.num_computed = min(self.num_computed, num_tokens)
 
     def _move(self, state: State) -> None:

@@ -72,7 +72,7 @@ class Runner:
             self.page_tokens,
         )
         positions = torch.cat([torch.arange(i.start, n) for i, n in zip(items, kv_lens, strict=True)])
-        prompts = torch.cat([torch.full((i.num_tokens,), i.request.num_prompt_tokens) for i in items])
+        prompts = torch.cat([torch.full((i.num_tokens,), i.request.num_prompt) for i in items])
         lengths = torch.maximum(prompts, positions + 1)
         angles: dict[Rope, tuple[Tensor, Tensor]] = {r: cos_sin(r, positions, lengths) for r in self.ropes}
         return Step(batch, angles, self.caches)
@@ -83,7 +83,7 @@ class Runner:
         good = [i for i, ok in enumerate(finite) if ok]
         if not good:
             return
-        rows = [Row(r.sampling, r.tokens, r.num_prompt_tokens) for r in (requests[i] for i in good)]
+        rows = [Row(r.sampling, r.tokens, r.num_prompt) for r in (requests[i] for i in good)]
         for i, token in zip(good, sample(logits[good], rows), strict=True):
             request = requests[i]
             out.tokens[request.id] = token
@@ -93,7 +93,7 @@ class Runner:
     def _score_prompt(self, item: StepItem, hidden: Tensor, out: StepOutput) -> None:
         """Log-probabilities of the prompt tokens that this chunk's rows predict."""
         request, top = item.request, item.request.sampling.prompt_logprobs or 0
-        last = min(item.start + item.num_tokens, request.num_prompt_tokens - 1)
+        last = min(item.start + item.num_tokens, request.num_prompt - 1)
         scored = out.prompt_logprobs.setdefault(request.id, [])
         for first in range(item.start, last, PROMPT_LOGITS_ROWS):
             rows = slice(first - item.start, min(first + PROMPT_LOGITS_ROWS, last) - item.start)

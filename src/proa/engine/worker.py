@@ -40,9 +40,9 @@ class Channel:
     """The socket to the frontend; messages in, messages out."""
 
     def __init__(self, endpoint: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 2_000)
-        self._socket.connect(endpoint)
+        self._socket.bind(endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
@@ -53,7 +53,8 @@ class Channel:
         return bool(self._socket.poll(timeout_ms))
 
     def receive(self) -> ToEngine:
-        return self._decoder.decode(self._socket.recv())
+        message: ToEngine = self._decoder.decode(self._socket.recv())
+        return message
 
     def close(self) -> None:
         self._socket.close()

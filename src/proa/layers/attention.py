@@ -29,7 +29,7 @@ class Attention:
         """x [T, hidden] -> [T, hidden]."""
         s, ops = self.spec, self.ops
         heads = self.qkv(x).view(len(x), -1, s.head_dim)
-        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], 1)
+        q, k, v = torch.split(heads, [s.heads, s.kv_heads, s.kv_heads], 1)
         if self.norms:
             q, k = self.norms["q_norm"](q), self.norms["k_norm"](k)
         cos, sin = step.angles[s.rope]

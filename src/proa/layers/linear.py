@@ -28,10 +28,10 @@ class Linear:
 
     def parameters(self) -> Parameters:
         sizes = list(self.outs.values())
-        for name, part in zip(self.outs, self.weight.split(sizes), strict=True):
+        for name, part in zip(self.outs, torch.split(self.weight, sizes), strict=True):
             yield f"{name}.weight", part
         if self.bias is not None:
-            for name, vector in zip(self.outs, self.bias.split(sizes), strict=True):
+            for name, vector in zip(self.outs, torch.split(self.bias, sizes), strict=True):
                 yield f"{name}.bias", vector
 
 

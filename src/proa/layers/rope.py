@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ from proa.models.spec import Rope, RopeScaling
 def is_dynamic(rope: Rope) -> bool:
     """Whether angles depend on how long the sequence is, not only on the position."""
     return rope.scaling is not None and rope.scaling.kind == "dynamic"
+
+
+def dynamic_lengths(ropes: Iterable[Rope]) -> list[int]:
+    """The prompt lengths from which on angles depend on the prompt's length, of the dynamic ropes among these."""
+    return [rope.scaling.original_positions for rope in ropes if rope.scaling and is_dynamic(rope)]
 
 
 def cos_sin(rope: Rope, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,6 +45,8 @@ def inverse_frequencies(rope: Rope) -> tuple[Tensor, float]:
             return plain, 1.0
         case RopeScaling(kind="linear", factor=factor):
             return plain / factor, 1.0
+        case RopeScaling(kind="factors", factors=factors):
+            return plain / torch.tensor(factors), 1.0
         case RopeScaling(kind="llama3") as scaling:
             return _llama3(plain, scaling), 1.0
         case RopeScaling(kind="yarn") as scaling:

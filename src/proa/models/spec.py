@@ -22,10 +22,11 @@ class RopeScaling:
     """Frequency scaling of rotary embeddings; the formulas stand in layers/rope.py.
 
     linear: positions / factor. dynamic: NTK base by current length. llama3: low frequencies / factor with a
-    smooth border. yarn: NTK-by-parts (arXiv 2309.00071); mscale as DeepSeek uses it.
+    smooth border. yarn: NTK-by-parts (arXiv 2309.00071); mscale as DeepSeek uses it. factors: frequency i is
+    divided by factors[i], as GGUF files store it.
     """
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "factors"]
     factor: float
     original_positions: int
     low_freq_factor: float = 1.0
@@ -36,6 +37,7 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Router:
 
 @dataclass(frozen=True)
 class Moe:
-    """Routed experts, plus a shared MLP that every token passes, scaled by sigmoid(shared_gate x) if gated."""
+    """Routed experts, plus a shared MLP for every token, scaled by sigmoid(shared_gate x) if gated."""
 
     hidden: int
     experts: int
@@ -198,10 +200,8 @@ class Model:
 
     @cached_property
     def num_active_params(self) -> int:
-        """Parameters read to decode one token: top-k experts only, one row of the embedding, the whole head."""
-        idle = sum(
-            (b.ffn.experts - b.ffn.top_k) * _count(b.ffn.expert) for b in self.blocks if isinstance(b.ffn, Moe)
-        )
+        """Parameters read to decode one token: top-k experts only, one embedding row, the whole head."""
+        idle = sum((b.ffn.experts - b.ffn.top_k) * _count(b.ffn.expert) for b in self.blocks if isinstance(b.ffn, Moe))
         lookup = 0 if self.tied else self.vocab * self.hidden
         return self.num_params - idle - lookup
 

@@ -8,14 +8,18 @@ from proa.types import Decision
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of RAM: what is free now, what is left alone, and what goes where. weights + kv + workspace <= usable."""
+    """Bytes of RAM: what is free now, what is left alone, and what goes where.
+
+    process + weights + loading + kv + workspace <= usable: the formulas stand in plan/budget.py.
+    """
 
     free_bytes: int
     reserve_bytes: int
     weights_bytes: int
     kv_bytes: int
     workspace_bytes: int
-    loading_bytes: int  # transient: one layer in the checkpoint's own form
+    loading_bytes: int  # transient: what the loader holds beside the weights
+    process_bytes: int = 0  # the two processes themselves: Python, torch, tokenizer
 
     @property
     def usable_bytes(self) -> int:

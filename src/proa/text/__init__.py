@@ -1,0 +1,1 @@
+"""Text <-> tokens: tokenizers, chat templates, detokenisation, stop strings, answers. Never: HTTP, torch."""

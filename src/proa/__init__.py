@@ -1,0 +1,39 @@
+"""Proa runs Mixture-of-Experts language models. Belongs here: the public names, lazily. Never: logic.
+
+Importing `proa` loads no other module: `proa --help` is quick and the API process stays without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from proa import errors
+    from proa.config.options import EngineOptions
+    from proa.llm import LLM, AsyncLLM
+    from proa.text.answer import Answer
+    from proa.types import Chat, SamplingParams
+
+__all__ = ["LLM", "Answer", "AsyncLLM", "Chat", "EngineOptions", "SamplingParams", "errors"]
+
+_HOME = {
+    "LLM": "proa.llm",
+    "AsyncLLM": "proa.llm",
+    "Answer": "proa.text.answer",
+    "Chat": "proa.types",
+    "EngineOptions": "proa.config.options",
+    "SamplingParams": "proa.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("proa.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module 'proa' has no attribute {name!r}")
+    return vars(importlib.import_module(_HOME[name]))[name]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,136 @@
+"""An OpenAI-style server as a bench sees it: exact prompts in, arrival times out. Never: load patterns, figures."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from proa.bench.timing import Timing
+from proa.errors import ProaError, UsageError
+
+
+class Endpoint:
+    """A server's /v1/completions and /tokenize; made by `open_endpoint`."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
+        self._http = http
+        self.model = model
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Token ids of `text` under the server's model. Raises ProaError."""
+        answer = await _json(self._http, "POST", "/tokenize", {"model": self.model, "prompt": text})
+        return list(answer["tokens"])
+
+    async def complete(self, prompt: list[int], output_tokens: int, start_s: float | None = None) -> Timing:
+        """Stream exactly `output_tokens` greedy tokens. The clock starts now, or at `start_s` (time.perf_counter).
+
+        Raises ProaError if the server refuses, fails or ends early.
+        """
+        start_s = time.perf_counter() if start_s is None else start_s
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": output_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        arrivals: list[float] = []
+        usage: dict[str, Any] = {}
+        async for event in _events(self._http, body):
+            choices = event.get("choices") or []
+            if any(c.get("text") or (c.get("finish_reason") and not arrivals) for c in choices):
+                arrivals.append(time.perf_counter())
+            usage = event.get("usage") or usage
+        made = usage.get("completion_tokens")
+        if made != output_tokens or not arrivals:
+            raise ProaError(
+                f"The server made {made} tokens instead of {output_tokens}.",
+                "It must honour ignore_eos and stream_options.include_usage to be measured.",
+            )
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        return Timing(start_s, tuple(arrivals), usage.get("prompt_tokens", len(prompt)), made, cached)
+
+
+@asynccontextmanager
+async def open_endpoint(
+    url: str, model: str, *, api_key: str | None = None, timeout_s: float = 600.0, allow_remote: bool = False
+) -> AsyncIterator[Endpoint]:
+    """Connect and find the model's name in the API: `model` if served, else the only one there.
+
+    Raises UsageError for a remote URL without `allow_remote`; ProaError if the server does not answer.
+    """
+    if not (is_loopback(url) or allow_remote):
+        raise UsageError(f"{url} is not on this machine.", "Give --allow-remote if you may put load on that server.")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the load pattern bounds them
+    base = url.rstrip("/").removesuffix("/v1")
+    # No proxy between this machine and itself.
+    async with httpx.AsyncClient(
+        base_url=base, headers=headers, limits=limits, timeout=timeout_s, trust_env=not is_loopback(url)
+    ) as http:
+        served = [entry["id"] for entry in (await _json(http, "GET", "/v1/models"))["data"]]
+        if model not in served and len(served) != 1:
+            raise UsageError(f"{url} serves {', '.join(served) or 'no model'}.", "Name one with --model.")
+        yield Endpoint(http, model if model in served else served[0])
+
+
+def is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def _events(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """The server-sent events of a completion, up to [DONE]."""
+    try:
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                raise _refused("/v1/completions", response.status_code, await response.aread())
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or data == "[DONE]":
+                    continue
+                event = msgspec.json.decode(data, type=dict[str, Any])
+                if "error" in event:
+                    raise _refused("/v1/completions", response.status_code, data.encode())
+                yield event
+    except httpx.HTTPError as error:
+        raise _unreachable(http, error) from error
+
+
+async def _json(http: httpx.AsyncClient, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    try:
+        response = await http.request(method, path, json=body)
+    except httpx.HTTPError as error:
+        raise _unreachable(http, error) from error
+    if response.status_code != 200:
+        raise _refused(path, response.status_code, response.content)
+    try:
+        return msgspec.json.decode(response.content, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ProaError(f"{path} of {http.base_url} did not answer with JSON.", "Is it an OpenAI server?") from error
+
+
+def _refused(path: str, status: int, content: bytes) -> ProaError:
+    """The message inside an OpenAI error body, else the body's beginning."""
+    try:
+        message = str(msgspec.json.decode(content)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        message = content[:200].decode(errors="replace")
+    return ProaError(f"{path} answered {status}: {message}")
+
+
+def _unreachable(http: httpx.AsyncClient, error: httpx.HTTPError) -> ProaError:
+    what = f"{type(error).__name__} {error}".strip()
+    return ProaError(f"{http.base_url} does not answer ({what}).", "Is the server running? `proa serve MODEL`.")

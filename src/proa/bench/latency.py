@@ -1,0 +1,152 @@
+"""How long does one request wait for its first token, and for each further one? Never: more than one request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from statistics import median
+
+from proa.bench.endpoint import open_endpoint
+from proa.bench.prompts import TEXT, distinct_prompts
+from proa.bench.result import MeasuredRoof, Result, bandwidth_meter, busy_notes, result
+from proa.bench.timing import Timing, spread_ms
+from proa.config.field import option
+from proa.config.options import EngineOptions
+from proa.errors import ProaError
+from proa.llm import AsyncLLM
+from proa.machine.probe import probe
+from proa.plan.plan import Plan
+from proa.plan.resolve import ROOF_CONTEXT_TOKENS
+from proa.types import SamplingParams
+
+QUESTION = "How long does one request wait?"
+
+
+@dataclass(frozen=True)
+class LatencyOptions:
+    """What to measure."""
+
+    model: str = option("demo", help="model to load; with --url: its name there", metavar="MODEL", common=True)
+    url: str | None = option(None, help="measure this running server instead", metavar="URL", common=True)
+    allow_remote: bool = option(False, help="allow a --url that is not on this machine")
+    api_key: str | None = option(None, help="bearer token for --url", metavar="KEY", secret=True)
+    prompt_tokens: int = option(128, help="length of each prompt", low=2, high=1 << 30, common=True)
+    output_tokens: int = option(64, help="length of each answer", low=2, high=1 << 30, common=True)
+    runs: int = option(5, help="requests that are timed, one after the other", low=1, high=100_000, common=True)
+    warmup: int = option(1, help="requests before that, not timed", low=0, high=1000)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What answers: `ask(prompt)` runs one request of exactly the asked length. `plan` is None for a server."""
+
+    model: str
+    text_tokens: list[int]
+    ask: Callable[[list[int]], Awaitable[Timing]]
+    plan: Plan | None = None
+
+
+def run(options: LatencyOptions) -> Result:
+    """Load the model (or use the server), warm up, time `runs` requests. Raises ProaError."""
+    return asyncio.run(_run(options))
+
+
+async def _run(options: LatencyOptions) -> Result:
+    notes = busy_notes(os.getloadavg()[0], probe().usable_cores)
+    opened = _engine(options) if options.url is None else _server(options, options.url)
+    async with opened as target:
+        return await measure(target, options, notes)
+
+
+async def measure(target: Target, options: LatencyOptions, notes: tuple[str, ...] = ()) -> Result:
+    """Time requests one after the other, RAM bandwidth before and after."""
+    prompts = distinct_prompts(target.text_tokens, options.warmup + options.runs, options.prompt_tokens)
+    for prompt in prompts[: options.warmup]:
+        await target.ask(prompt)
+    meter = bandwidth_meter(target.plan.threads) if target.plan else None
+    before = await asyncio.to_thread(meter) if meter else 0.0
+    timings = [await target.ask(prompt) for prompt in prompts[options.warmup :]]
+    after = await asyncio.to_thread(meter) if meter else 0.0
+    figures = latency_figures(timings)
+    if target.plan is None:
+        return result("latency", QUESTION, target.model, options, figures, notes=(*notes, _NO_ROOF))
+    roof = MeasuredRoof(
+        bytes_per_token=bytes_per_token(target.plan, options.prompt_tokens + options.output_tokens // 2),
+        bandwidth_before_bytes_per_s=before,
+        bandwidth_after_bytes_per_s=after,
+    )
+    rate = figures["decode_tokens_per_s"]
+    figures |= {
+        "roof_tokens_per_s": roof.tokens_per_s,
+        "roof_share": None if rate is None else rate / roof.tokens_per_s,
+    }
+    return result("latency", QUESTION, target.model, options, figures, roof=roof, notes=notes)
+
+
+_NO_ROOF = "no roof: what a server must read per token is not known from outside; measure with --model"
+
+
+def latency_figures(timings: Sequence[Timing]) -> dict[str, float | None]:
+    """TTFT (prefill, one decode step and all overheads), time per further token, and both as rates."""
+    per_token = [t.tpot_s for t in timings if t.tpot_s is not None]
+    return {
+        **spread_ms("ttft", (t.ttft_s for t in timings)),
+        **spread_ms("tpot", per_token),
+        **spread_ms("itl", (gap for t in timings for gap in t.gaps_s)),
+        "prefill_tokens_per_s": median(t.prompt_tokens / t.ttft_s for t in timings),
+        "decode_tokens_per_s": 1 / median(per_token) if per_token else None,
+        "cached_prompt_tokens": float(sum(t.cached_tokens or 0 for t in timings)),
+    }
+
+
+def bytes_per_token(plan: Plan, context_tokens: int) -> int:
+    """What one decode step of one request reads when its KV is `context_tokens` long."""
+    kv_per_token = plan.memory.kv_bytes // (plan.num_pages * plan.page_tokens)
+    return plan.roof.bytes_per_token + (context_tokens - ROOF_CONTEXT_TOKENS) * kv_per_token
+
+
+@asynccontextmanager
+async def _server(options: LatencyOptions, url: str) -> AsyncIterator[Target]:
+    async with open_endpoint(
+        url, options.model, api_key=options.api_key, allow_remote=options.allow_remote
+    ) as endpoint:
+
+        async def ask(prompt: list[int]) -> Timing:
+            return await endpoint.complete(prompt, options.output_tokens)
+
+        yield Target(endpoint.model, await endpoint.tokenize(TEXT), ask)
+
+
+@asynccontextmanager
+async def _engine(options: LatencyOptions) -> AsyncIterator[Target]:
+    llm = await AsyncLLM.launch(options.model, options.engine)
+    try:
+        await llm.engine.wait_ready()
+        yield engine_target(llm, options.output_tokens)
+    finally:
+        await llm.close()
+
+
+def engine_target(llm: AsyncLLM, output_tokens: int) -> Target:
+    """An engine without HTTP around it."""
+    params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+
+    async def ask(prompt: list[int]) -> Timing:
+        start_s = time.perf_counter()
+        arrivals: list[float] = []
+        made, cached = 0, None
+        async for chunk in llm.stream(prompt, params):
+            if chunk.tokens:
+                arrivals.append(time.perf_counter())
+            made += len(chunk.tokens)
+            cached = chunk.cached_tokens if chunk.cached_tokens is not None else cached
+        if made != output_tokens:
+            raise ProaError(f"The engine made {made} tokens instead of {output_tokens}.", "Report this as a bug.")
+        return Timing(start_s, tuple(arrivals), len(prompt), made, cached)
+
+    return Target(llm.model_name, llm.tokenize(TEXT), ask, llm.plan)

@@ -1,0 +1,123 @@
+"""How much does a server get through, and how long do its users wait? Load over real HTTP. Never: starting servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from proa.bench.endpoint import Endpoint, open_endpoint
+from proa.bench.prompts import TEXT, distinct_prompts
+from proa.bench.result import Result, busy_notes, result
+from proa.bench.timing import Timing, spread_ms
+from proa.config.field import option
+from proa.config.options import EngineOptions
+from proa.errors import ProaError
+from proa.machine.probe import probe
+
+QUESTION = "How much does the server get through?"
+
+
+@dataclass(frozen=True)
+class ServeBenchOptions:
+    """What to measure."""
+
+    model: str = option(
+        "demo", help="model to serve and load; with --url: its name there", metavar="MODEL", common=True
+    )
+    url: str | None = option(None, help="put the load on this running server", metavar="URL", common=True)
+    allow_remote: bool = option(False, help="allow a --url that is not on this machine")
+    api_key: str | None = option(None, help="bearer token for --url", metavar="KEY", secret=True)
+    requests: int = option(32, help="requests that are timed", low=1, high=100_000, common=True)
+    concurrency: int = option(4, help="requests under way at once, at most", low=1, high=4096, common=True)
+    rate: float | None = option(
+        None, help="requests per second, at random (Poisson) intervals; default: the next as soon as one ends",
+        metavar="PER_S", low=0.001, high=100_000, common=True,
+    )  # fmt: skip
+    input_tokens: int = option(256, help="length of each prompt", low=2, high=1 << 30, common=True)
+    output_tokens: int = option(64, help="length of each answer", low=2, high=1 << 30, common=True)
+    warmup: int = option(1, help="requests before that, not timed", low=0, high=1000)
+    timeout_s: float = option(
+        600.0, help="seconds of silence after which a request counts as failed", low=1, high=86400
+    )
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+def run(options: ServeBenchOptions, url: str) -> Result:
+    """Put the load on the server at `url`. Raises ProaError if it cannot be reached or every request fails."""
+    return asyncio.run(_run(options, url))
+
+
+async def _run(options: ServeBenchOptions, url: str) -> Result:
+    notes = busy_notes(os.getloadavg()[0], probe().usable_cores)
+    async with open_endpoint(
+        url, options.model, api_key=options.api_key, timeout_s=options.timeout_s, allow_remote=options.allow_remote
+    ) as endpoint:
+        text = await endpoint.tokenize(TEXT)
+        prompts = distinct_prompts(text, options.warmup + options.requests, options.input_tokens)
+        for prompt in prompts[: options.warmup]:
+            await endpoint.complete(prompt, options.output_tokens)
+        outcomes = await _load(endpoint, prompts[options.warmup :], options)
+    timings = [outcome for outcome in outcomes if isinstance(outcome, Timing)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, ProaError)]
+    if not timings:
+        raise failures[0]
+    errors = dict(Counter(str(failure) for failure in failures))
+    figures = load_figures(timings, len(failures))
+    return result("serve", QUESTION, endpoint.model, options, figures, errors=errors, notes=notes)
+
+
+async def _load(
+    endpoint: Endpoint, prompts: Sequence[list[int]], options: ServeBenchOptions
+) -> list[Timing | ProaError]:
+    """Every prompt once, at most `concurrency` at a time; what became of each.
+
+    With a rate, a request's clock starts when it was due: waiting for a free place is what a user would see.
+    """
+    places = asyncio.Semaphore(options.concurrency)
+    begin_s = time.perf_counter()
+
+    async def one(prompt: list[int], due_s: float) -> Timing | ProaError:
+        await asyncio.sleep(due_s)
+        async with places:
+            try:
+                start_s = begin_s + due_s if options.rate else None
+                return await endpoint.complete(prompt, options.output_tokens, start_s)
+            except ProaError as error:
+                return error
+
+    due = arrival_times(len(prompts), options.rate)
+    return await asyncio.gather(*(one(*pair) for pair in zip(prompts, due, strict=True)))
+
+
+def arrival_times(count: int, rate_per_s: float | None, seed: int = 0) -> list[float]:
+    """Seconds from the start at which requests are due: all at once, or Poisson arrivals (the same every time)."""
+    if rate_per_s is None:
+        return [0.0] * count
+    intervals = random.Random(seed)
+    return list(accumulate((intervals.expovariate(rate_per_s) for _ in range(count - 1)), initial=0.0))
+
+
+def load_figures(timings: Sequence[Timing], failed: int) -> dict[str, float | None]:
+    """Throughput from the first request's start to the last token of all, and what each request saw."""
+    duration_s = max(t.arrivals_s[-1] for t in timings) - min(t.start_s for t in timings)
+    made = sum(t.output_tokens for t in timings)
+    read = sum(t.prompt_tokens for t in timings)
+    return {
+        "completed_requests": float(len(timings)),
+        "failed_requests": float(failed),
+        "duration_s": duration_s,
+        "requests_per_s": len(timings) / duration_s,
+        "output_tokens_per_s": made / duration_s,
+        "total_tokens_per_s": (made + read) / duration_s,
+        **spread_ms("ttft", (t.ttft_s for t in timings)),
+        **spread_ms("tpot", (t.tpot_s for t in timings)),
+        **spread_ms("itl", (gap for t in timings for gap in t.gaps_s)),
+        **spread_ms("e2e", (t.e2e_s for t in timings)),
+        "cached_prompt_tokens": float(sum(t.cached_tokens or 0 for t in timings)),
+    }

@@ -1,0 +1,72 @@
+"""A bench's result as a table for people. Never: figures that are not in the JSON."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from proa.bench.result import Result
+from proa.obs.units import format_bytes, format_rate
+
+_STATISTICS = ("median", "p10", "p90", "p99")
+
+
+def render(result: Result) -> Group:
+    """Times with their spread, then rates, then where they come from."""
+    return Group(
+        Text(f"{result.question} {result.model}", style="bold"),
+        _times(result),
+        _figures(result),
+        *(Text(f"failed {count} times: {message}", style="red") for message, count in result.errors.items()),
+        *(Text(f"note: {note}") for note in result.notes),
+        Text(_origin(result), style="dim"),
+    )
+
+
+def _times(result: Result) -> Table:
+    """One row for each figure that is spread over requests, in milliseconds."""
+    table = Table("milliseconds", *_STATISTICS, box=box.SIMPLE, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in result.figures:
+        what, is_time, _ = name.partition("_ms_median")
+        if is_time:
+            values = (result.figures[f"{what}_ms_{statistic}"] for statistic in _STATISTICS)
+            table.add_row(what, *map(_number, values))
+    return table
+
+
+def _figures(result: Result) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in result.figures.items():
+        if "_ms_" not in name:
+            table.add_row(*_words(name, value))
+    roof = result.roof
+    if roof is not None:
+        speed = format_rate(roof.bandwidth_bytes_per_s)
+        table.add_row("roof", f"{format_bytes(roof.bytes_per_token)} per token, RAM reads {speed}")
+    return table
+
+
+def _words(name: str, value: float | None) -> tuple[str, str]:
+    """("decode_tokens_per_s", 12.3) -> ("decode tokens", "12.3 / s")."""
+    for ending, unit in (("_per_s", " / s"), ("_s", " s"), ("_share", " %")):
+        if name.endswith(ending) and value is not None:
+            shown = _number(100 * value if unit == " %" else value)
+            return name.removesuffix("" if unit == " %" else ending).replace("_", " "), shown + unit
+    return name.replace("_", " "), _number(value)
+
+
+def _number(value: float | None) -> str:
+    """Three significant digits; whole numbers whole."""
+    if value is None:
+        return "unknown"
+    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _origin(result: Result) -> str:
+    machine, options = result.machine, ", ".join(f"{name} {value}" for name, value in result.options.items())
+    version = f"proa {result.version}" + (f" ({result.commit})" if result.commit else "")
+    return f"{machine.cpu}, {machine.usable_cores} cores; {version}; {result.date}; {options}"

@@ -1,0 +1,59 @@
+"""The arithmetic of waiting: what one request saw, and how such figures spread. Never: clocks, I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One answered request. Times in seconds of one monotonic clock; arrivals_s holds one entry for each piece of
+    the answer that had text, at least one. A piece is one token, unless the text of several came together."""
+
+    start_s: float
+    arrivals_s: tuple[float, ...]
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None = None  # prompt tokens that a cache provided; None: the server does not say
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.arrivals_s[0] - self.start_s
+
+    @property
+    def e2e_s(self) -> float:
+        """Time to the last token."""
+        return self.arrivals_s[-1] - self.start_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None for answers of one token or one piece."""
+        if self.output_tokens < 2 or len(self.arrivals_s) < 2:
+            return None
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps_s(self) -> tuple[float, ...]:
+        """Times between pieces: the stalls that a mean hides."""
+        return tuple(b - a for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between the two nearest values. Raises ValueError for no values."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def spread_ms(name: str, seconds: Iterable[float | None]) -> dict[str, float | None]:
+    """{"ttft_ms_median": ..., "ttft_ms_p10", "ttft_ms_p90", "ttft_ms_p99"} of times in seconds; None where there
+    are no values."""
+    values = [value * 1e3 for value in seconds if value is not None]
+    wanted = {"median": 50.0, "p10": 10.0, "p90": 90.0, "p99": 99.0}
+    return {f"{name}_ms_{label}": percentile(values, p) if values else None for label, p in wanted.items()}

@@ -1,0 +1,161 @@
+"""A small client of an OpenAI-style server, as `proa chat` needs it. Never: terminal, conversation state."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from proa.errors import ProaError, RequestError
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Served:
+    """One entry of /v1/models: the name in the API, and what it was loaded from."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a streamed answer; `usage` and `finish` come at most once, near the end."""
+
+    text: str = ""
+    finish: str | None = None
+    usage: Usage | None = None
+
+
+class ApiClient:
+    """Speaks to http://host:port. Use as a context manager."""
+
+    def __init__(self, host: str, port: int, api_key: str | None = None) -> None:
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(None, connect=5.0),  # a long prompt may take minutes before the first byte
+            trust_env=host not in _LOOPBACK,  # no proxy between this machine and itself
+        )
+
+    def __enter__(self) -> ApiClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def models(self) -> list[Served] | None:
+        """What the server serves; None where no server answers. Raises ProaError if it refuses."""
+        try:
+            answer = self._http.get("/v1/models", timeout=5.0)
+        except httpx.TransportError:
+            return None
+        if answer.status_code != 200:
+            raise _refusal(answer, self.url)
+        try:
+            return [Served(str(entry["id"]), str(entry.get("root") or entry["id"])) for entry in answer.json()["data"]]
+        except (ValueError, KeyError, TypeError) as e:
+            raise ProaError(
+                f"What answers at {self.url} is no OpenAI-style server.", "Choose another --host or --port."
+            ) from e
+
+    def health(self) -> dict[str, Any] | None:
+        """None when ready (or where there is no /health); while loading, what it tells about it.
+        Raises ProaError where the server can answer no more."""
+        answer = self._get("/health")
+        body = _json(answer)
+        if answer.status_code != 503:
+            return None
+        if body.get("status") != "loading":
+            reason = body.get("reason") or f"It says {body.get('status', 'nothing')}."
+            raise ProaError(f"The server at {self.url} cannot answer: {reason}", "Start it again.")
+        return body
+
+    def roof_tokens_per_s(self) -> float | None:
+        """The physical limit of decoding that Proa's /metrics tells; None from other servers."""
+        match = re.search(r"^proa_roof_tokens_per_second(?:\{.*\})? (\S+)$", self._get("/metrics").text, re.MULTILINE)
+        return float(match[1]) if match else None
+
+    def stream_chat(
+        self, model: str, messages: list[dict[str, str]], settings: Mapping[str, Any]
+    ) -> Generator[Piece, None, None]:
+        """Pieces of the answer. Closing the iterator, or any exception, closes the connection, which makes
+        the server stop generating. Raises ProaError."""
+        body = {
+            "model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True},
+            **settings,
+        }  # fmt: skip
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise _refusal(answer, self.url)
+                for line in answer.iter_lines():
+                    if line == "data: [DONE]":
+                        return
+                    if line.startswith("data:"):
+                        yield _piece(json.loads(line[5:]))
+        except (httpx.TransportError, ValueError) as e:  # cut off, perhaps inside an event
+            raise _gone(self.url) from e
+        raise _gone(self.url)
+
+    def _get(self, path: str) -> httpx.Response:
+        try:
+            return self._http.get(path, timeout=30.0)
+        except httpx.TransportError as e:
+            raise _gone(self.url) from e
+
+
+def _piece(event: dict[str, Any]) -> Piece:
+    if "error" in event:
+        raise ProaError(str(event["error"].get("message", event["error"])))
+    choice: dict[str, Any] = next(iter(event.get("choices") or []), {})
+    usage = event.get("usage")
+    return Piece(
+        text=(choice.get("delta") or {}).get("content") or "",
+        finish=choice.get("finish_reason"),
+        usage=Usage(
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+            completion_tokens=usage["completion_tokens"],
+        )
+        if usage
+        else None,
+    )
+
+
+def _refusal(answer: httpx.Response, url: str) -> ProaError:
+    error = _json(answer).get("error")
+    message = error.get("message") if isinstance(error, dict) else None
+    message = str(message or f"{url} answered {answer.status_code} {answer.reason_phrase}.")
+    if answer.status_code == 401:
+        return RequestError(message, "Give the server's key with --api-key.")
+    return RequestError(message) if answer.status_code < 500 else ProaError(message)
+
+
+def _gone(url: str) -> ProaError:
+    return ProaError(f"The server at {url} does not answer any more.", "See its own messages; start it again.")
+
+
+def _json(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        body = answer.json()
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}

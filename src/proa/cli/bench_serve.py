@@ -1,0 +1,37 @@
+"""`proa bench serve`: starts a server if none is named. Never: measuring (bench/serve.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from proa.bench.result import Result
+from proa.bench.serve import ServeBenchOptions
+from proa.bench.serve import run as measure
+from proa.cli.bench_output import print_result, refuse_idle_options
+from proa.cli.server_process import server_process
+from proa.config.field import option
+from proa.config.parse import parse, to_argv
+
+SUMMARY = "many requests at once over HTTP: throughput, and what each of them waits"
+
+
+@dataclass(frozen=True)
+class ServeBenchCommand:
+    """options"""
+
+    bench: ServeBenchOptions = field(default_factory=ServeBenchOptions)
+    json: bool = option(False, help="print the result as JSON", common=True)
+
+
+def run(argv: Sequence[str]) -> int:
+    options = parse(ServeBenchCommand, argv, prog="proa bench serve", summary=SUMMARY).options
+    refuse_idle_options(options.bench.url, options.bench.engine)
+    return print_result(_measure(options.bench), as_json=options.json)
+
+
+def _measure(bench: ServeBenchOptions) -> Result:
+    if bench.url is not None:
+        return measure(bench, bench.url)
+    with server_process([bench.model, "--port=0", *to_argv(bench.engine)]) as report:
+        return measure(bench, report["url"])

@@ -1,0 +1,136 @@
+"""`proa chat`: talk to the server that runs, else to one started for the purpose. Never: HTTP, the dialogue."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proa.config.field import argument, option
+from proa.config.options import EngineOptions
+from proa.config.parse import asked, parse, to_argv
+from proa.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from proa.cli.api_client import ApiClient, Served
+
+_POLL_S = 0.5
+SUMMARY = "talk to a model in the terminal"
+EPILOG = """\
+Without engine options, a server that already answers on --host and --port is used if it serves MODEL (or if
+MODEL is not given). Otherwise one is started on a free port and stopped at the end.
+Piped text is the prompt: `proa chat < question.txt`."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """options"""
+
+    model: str | None = argument(None, help="what to talk to, as for `proa serve`; default: demo", metavar="MODEL")
+    prompt: str | None = option(
+        None, help="ask this, print only the answer, and end; - reads stdin", metavar="TEXT", short="p", common=True
+    )
+    system: str | None = option(None, help="system message", metavar="TEXT", common=True)
+    set: tuple[str, ...] = option(
+        (), help="sampling setting, such as temperature=0 (repeatable)", metavar="KEY=VALUE", common=True
+    )
+    host: str = option("127.0.0.1", help="where a running server is looked for", metavar="ADDR", common=True)
+    port: int = option(8000, help="where a running server is looked for", low=1, high=65535, common=True)
+    api_key: str | None = option(None, help="key of the running server", metavar="KEY", secret=True)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+def run(argv: Sequence[str]) -> int:
+    options = parse(ChatOptions, argv, prog="proa chat", summary=SUMMARY, epilog=EPILOG).options
+    # httpx and rich take 0.2 s to import; --help does without.
+    from proa.cli.chat_session import Session
+    from proa.obs.console import console_err
+
+    settings = _settings(options.set)
+    prompt = _prompt(options.prompt)
+    notes = console_err()
+    with _server(options, notes) as (client, served):
+        session = Session(client, served, options.system, settings, notes)
+        if prompt is not None:
+            session.ask(prompt)
+            return 0
+        notes.print(f"Talking to {served.name}. /help shows what you can do; Ctrl-D leaves.", markup=False)
+        session.repl(_line_reader())
+    return 0
+
+
+def _settings(pairs: Sequence[str]) -> dict[str, object]:
+    from proa.cli.chat_session import parse_setting
+
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--set is {pair!r}.", "Write it as KEY=VALUE, for example --set temperature=0.")
+        settings[key] = parse_setting(key, value)
+    return settings
+
+
+def _prompt(given: str | None) -> str | None:
+    if given is not None and given != "-":
+        return given
+    if given is None and sys.stdin.isatty():
+        return None
+    text = sys.stdin.read().strip()
+    if not text:
+        raise UsageError("There is no prompt: standard input is empty.", "Give one with -p TEXT.")
+    return text
+
+
+@contextmanager
+def _server(options: ChatOptions, notes: Console) -> Iterator[tuple[ApiClient, Served]]:
+    from proa.cli.api_client import ApiClient
+    from proa.cli.server_process import server_process
+
+    with ApiClient(options.host, options.port, options.api_key) as client:
+        served = _running(client, options, notes)
+        if served is not None:
+            _wait_ready(client, notes)
+            yield client, served
+            return
+    with (
+        server_process([options.model or "demo", "--port=0", *to_argv(options.engine)]) as report,
+        ApiClient("127.0.0.1", report["port"]) as client,
+    ):
+        yield client, (client.models() or [])[0]
+
+
+def _running(client: ApiClient, options: ChatOptions, notes: Console) -> Served | None:
+    """What a running server offers that is what was asked for, if anything."""
+    for_engine = asked(options.engine)
+    if for_engine:  # they could not be honoured by a server that runs already
+        return None
+    models = client.models()
+    if not models:
+        return None
+    for served in models:
+        if options.model in (None, served.name, served.source):
+            return served
+    names = ", ".join(served.name for served in models)
+    notes.print(
+        f"{client.url} serves {names}, not {options.model}: starting another server.", markup=False, soft_wrap=True
+    )
+    return None
+
+
+def _wait_ready(client: ApiClient, notes: Console) -> None:
+    with notes.status("loading") as status:
+        while (loading := client.health()) is not None:
+            status.update(f"{loading.get('phase', 'loading')}: {loading.get('percent', 0):.0f} %")
+            time.sleep(_POLL_S)
+
+
+def _line_reader() -> Callable[[], str]:
+    import readline  # noqa: F401 - importing it gives input() line editing and history
+
+    return lambda: input("> ")

@@ -1,0 +1,180 @@
+"""What `proa doctor` looks at: each check is a function to one or more findings. Never: output."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from proa.config.env import read_env
+from proa.config.options import ServerOptions
+from proa.machine.machine import Machine
+from proa.machine.rates import buffer_bytes, read_bandwidth
+from proa.obs.units import format_bytes, format_rate
+
+Status = Literal["ok", "note", "broken"]
+
+_LEAST_DISK_BYTES = 2 << 30  # the demo model and room to build it
+_LEAST_RAM_BYTES = 2 << 30  # two Python processes, torch and the demo model
+_OLDEST_PYTHON = (3, 11)
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """`remedy` is empty where there is nothing to do. "note" limits what can run; "broken" stops Proa."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def findings(machine: Machine) -> Iterator[Finding]:
+    """All checks, in the order of the report."""
+    yield from _python()
+    yield from _processor(machine)
+    yield _memory(machine)
+    yield _bandwidth(machine)
+    yield from _disks()
+    yield port(ServerOptions().host, ServerOptions().port)
+    yield _computing(machine)
+
+
+def _python() -> Iterator[Finding]:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < _OLDEST_PYTHON:
+        oldest = ".".join(map(str, _OLDEST_PYTHON))
+        yield Finding("Python", "broken", found, f"Proa needs Python {oldest} or newer.")
+    else:
+        yield Finding("Python", "ok", f"{found}, {sys.executable}")
+    try:
+        needed = metadata.requires("proa") or []
+    except metadata.PackageNotFoundError:
+        yield Finding("packages", "note", "Proa runs from its source folder, not installed", "Run `pip install -e .`.")
+        return
+    versions, wrong = [], []
+    for requirement in needed:
+        if "extra ==" in requirement:
+            continue
+        name, installed, problem = package_state(requirement, _installed)
+        versions.append(f"{name} {installed}")
+        if problem:
+            wrong.append(problem)
+    if wrong:
+        yield Finding("packages", "broken", "; ".join(wrong), "Run `pip install --upgrade proa`.")
+    yield Finding("packages", "ok", ", ".join(versions))
+
+
+def package_state(requirement: str, installed: Callable[[str], str | None]) -> tuple[str, str, str]:
+    """(name, installed version or "missing", problem or "") of a requirement such as "torch>=2.11"."""
+    match = re.match(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?", requirement)
+    name, least = (match[1], match[2]) if match else (requirement, None)
+    version = installed(name)
+    if version is None:
+        return name, "missing", f"{name} is not installed"
+    if least and _release(version) < _release(least):
+        return name, version, f"{name} {version} is older than {least}"
+    return name, version, ""
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """ "2.13.0+cpu" -> (2, 13, 0)."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _processor(machine: Machine) -> Iterator[Finding]:
+    cores = f"{machine.usable_cores} of {machine.online_cpus} logical CPUs usable"
+    if machine.quota_cores is not None:
+        cores += f" (quota {machine.quota_cores:.4g} cores)"
+    yield Finding("CPU", "ok", f"{machine.cpu}; {cores}; {' '.join(machine.isa) or 'no vector extensions known'}")
+    for note in machine.notes:
+        yield Finding("CPU", "note", note)
+
+
+def _memory(machine: Machine) -> Finding:
+    detail = (
+        f"{format_bytes(machine.available_bytes)} of {format_bytes(machine.total_bytes)} available "
+        f"(bound by {machine.memory_bound_by})"
+    )
+    if machine.available_bytes < _LEAST_RAM_BYTES:
+        least = format_bytes(_LEAST_RAM_BYTES)
+        return Finding("memory", "note", detail, f"The demo model needs about {least}: close other programs.")
+    return Finding("memory", "ok", detail)
+
+
+def _bandwidth(machine: Machine) -> Finding:
+    threads = machine.usable_cores
+    rate = read_bandwidth(threads, size_bytes=buffer_bytes(machine))
+    return Finding("RAM speed", "ok", f"{format_rate(rate)} read by {threads} threads: the roof of decoding on the CPU")
+
+
+def _disks() -> Iterator[Finding]:
+    for name, folder in (("cache", read_env().cache), ("model hub", _hub_cache()), ("temporary", _temporary())):
+        yield disk(name, folder)
+
+
+def disk(name: str, folder: Path) -> Finding:
+    """Whether files can be written under a folder (which may not exist yet), and how much fits."""
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            free_bytes = shutil.disk_usage(existing).free
+    except OSError as e:
+        return Finding(
+            f"{name} folder", "broken", f"{folder} cannot be written: {e.strerror}", "Give write access to it."
+        )
+    detail = f"{folder}, {format_bytes(free_bytes)} free"
+    if free_bytes < _LEAST_DISK_BYTES and name != "temporary":
+        return Finding(f"{name} folder", "note", detail, "Models are large: make room, or choose another disk.")
+    return Finding(f"{name} folder", "ok", detail)
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub import constants  # 0.1 s, and only here
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _temporary() -> Path:
+    """Where the private sockets between the processes are made."""
+    return Path(tempfile.gettempdir())
+
+
+def port(host: str, number: int) -> Finding:
+    """Whether a server could listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, number))
+        except OSError:
+            remedy = "If it is not Proa, serve elsewhere: --port 0 takes a free port."
+            return Finding("port", "note", f"something listens on {host}:{number} already", remedy)
+    return Finding("port", "ok", f"{host}:{number} is free")
+
+
+def _computing(machine: Machine) -> Finding:
+    try:
+        from proa.ops.select import select  # loads torch: seconds, and it may be what is broken
+    except (ImportError, OSError) as e:
+        return Finding("computing", "broken", f"torch cannot be loaded: {e}", "Install torch again.")
+    by_choice: dict[str, list[str]] = {}
+    for op, implementation in select().names.items():
+        by_choice.setdefault(implementation, []).append(op)
+    ops = "; ".join(f"{choice}: {', '.join(names)}" for choice, names in by_choice.items())
+    gpus = ", ".join(machine.gpus) or f"GPUs {machine.gpus_note}"
+    return Finding("computing", "ok", f"on the CPU; {ops}; {gpus}")

@@ -1,0 +1,58 @@
+"""`proa doctor`: the checks as a table or JSON. Never: checking (cli/checks.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from proa.config.field import option
+from proa.config.parse import parse
+from proa.obs.console import console_out, write_out
+
+if TYPE_CHECKING:
+    from proa.cli.checks import Finding
+
+SUMMARY = "check this machine, and say what to do about problems"
+EPILOG = "Ends with 1 if something is broken, else with 0."
+_STYLE = {"ok": "green", "note": "yellow", "broken": "bold red"}
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """options"""
+
+    json: bool = option(False, help="print JSON: {healthy, findings, machine}", common=True)
+
+
+def run(argv: Sequence[str]) -> int:
+    options = parse(DoctorOptions, argv, prog="proa doctor", summary=SUMMARY, epilog=EPILOG).options
+    # Only now: --help needs none of it.
+    import msgspec
+
+    from proa.cli.checks import findings
+    from proa.machine.probe import probe
+
+    machine = probe()
+    found = list(findings(machine))
+    healthy = all(f.status != "broken" for f in found)
+    if options.json:
+        content = {"healthy": healthy, "findings": found, "machine": machine}
+        write_out(json.dumps(msgspec.to_builtins(content), indent=2) + "\n")
+    else:
+        _print(found)
+    return 0 if healthy else 1
+
+
+def _print(found: Sequence[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for finding in found:
+        detail = Text(finding.detail, overflow="fold")
+        if finding.remedy:
+            detail.append(f"\n{finding.remedy}", style="bold")
+        table.add_row(Text(finding.status, style=_STYLE[finding.status]), Text(finding.name), detail)
+    console_out().print(table)

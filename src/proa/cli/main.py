@@ -1,0 +1,129 @@
+"""`proa`: the table of subcommands, and how errors end the program. Never: options, defaults, work.
+
+Each subcommand is one module with `run(argv) -> exit code`, imported only when it is called: `proa --help`
+must load nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from proa.config.env import read_env
+from proa.config.parse import HelpShown
+from proa.config.suggest import did_you_mean
+from proa.errors import ProaError, UsageError
+from proa.obs.console import write_err, write_out
+from proa.obs.version import proa_version
+
+
+@dataclass(frozen=True)
+class Command:
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": Command("proa.cli.serve", "load a model and serve it over HTTP"),
+    "chat": Command("proa.cli.chat", "talk to a model in the terminal"),
+    "bench": Command("proa.cli.bench", "measure latency or throughput, beside the physical limit"),
+    "models": Command("proa.cli.models", "list models by short name, with sizes"),
+    "doctor": Command("proa.cli.doctor", "check this machine, and say what to do about problems"),
+}
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def main() -> int:
+    """Entry point of the `proa` script: run the command line, word errors, return the exit code."""
+    try:
+        return run(sys.argv[1:])
+    except HelpShown as help_shown:
+        return _write(help_shown.text)
+    except ProaError as error:
+        if _debug():
+            traceback.print_exc()
+        write_err(f"proa: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _broken_pipe()
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `proa ARGV...`. Raises ProaError, HelpShown."""
+    word = argv[0] if argv else "--help"
+    if word in ("-h", "--help", "help"):
+        return _write(overview())
+    if word == "--help-all":
+        return _write("\n\n".join([overview(), *(_full_help(name) for name in COMMANDS)]))
+    if word == "--version":
+        return _write(f"proa {proa_version()}\n")
+    if word not in COMMANDS:
+        kind = "option" if word.startswith("-") else "command"
+        known = [*COMMANDS, "--help", "--help-all", "--version"]
+        raise UsageError(f"proa has no {kind} {word}.", f"{did_you_mean(word, known)} See `proa --help`.".strip())
+    read_env()  # a misspelt switch stops here, before any work
+    return _load(word)(argv[1:])
+
+
+def overview() -> str:
+    """What `proa --help` prints; fits a screen of 80 x 24."""
+    commands = "\n".join(f"  {name:<8} {command.summary}" for name, command in COMMANDS.items())
+    return f"""\
+Proa runs Mixture-of-Experts language models across GPU and CPU memory.
+
+usage: proa COMMAND [options]
+
+commands:
+{commands}
+
+first steps:
+  proa chat                  talk to the demo model
+  proa serve demo            serve it on http://127.0.0.1:8000/v1
+  proa serve ./my-model      serve a Hugging Face folder or a GGUF file
+
+  proa COMMAND --help        the options most people need
+  proa COMMAND --help-all    all of them;  proa --help-all: of every command
+  proa --version
+"""
+
+
+def _load(name: str) -> Callable[[Sequence[str]], int]:
+    return cast(Callable[[Sequence[str]], int], importlib.import_module(COMMANDS[name].module).run)
+
+
+def _full_help(name: str) -> str:
+    try:
+        _load(name)(["--help-all"])
+    except HelpShown as help_shown:
+        return help_shown.text
+    raise RuntimeError(f"proa {name} --help-all shows no help")
+
+
+def _write(text: str) -> int:
+    write_out(text if text.endswith("\n") else f"{text}\n")
+    return 0
+
+
+def _debug() -> bool:
+    try:
+        return read_env().debug
+    except ProaError:  # the error being reported
+        return False
+
+
+def _broken_pipe() -> int:
+    # The reader is gone (`proa models | head`). Python would complain again when it flushes stdout at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""The start-up report: what was asked, what was chosen and why, the memory, the ops, the roof; for people and
+as JSON. Never: decisions (plan/resolve.py makes them), measuring.
+
+The JSON has one shape, at the start (`ready` is null) and once the model is loaded:
+
+    proa         version
+    url, port    where the server listens; null without a server
+    model        {asked, path, format, dtype, parameters, active_parameters, layers, experts, experts_per_token}
+    context_tokens, max_running
+    memory       {free_bytes, reserve_bytes, usable_bytes, weights_bytes, kv_bytes, workspace_bytes,
+                  loading_bytes, process_bytes, kv_pages, page_tokens}
+    options      [{name, value, source}]       those that differ from their defaults
+    decisions    [{name, asked, got, why}]
+    roof         {bytes_per_token, bandwidth_bytes_per_s, tokens_per_s}
+    ready        {load_seconds, weights_bytes, peak_rss_bytes, ops: {op: implementation}} or null
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from proa.config.parse import Asked
+from proa.engine.ipc import Ready
+from proa.models.spec import Model, Moe
+from proa.obs.units import format_bytes, format_count, format_duration, format_rate
+from proa.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything the report is made of; `ready` and `url` may come later."""
+
+    version: str
+    plan: Plan
+    spec: Model
+    asked: Sequence[Asked] = ()
+    ready: Ready | None = None
+    url: str | None = None
+    port: int | None = None
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """Plain data of the shape described above."""
+    plan, memory = report.plan, report.plan.memory
+    experts = _experts(report.spec)
+    return {
+        "proa": report.version,
+        "url": report.url,
+        "port": report.port,
+        "model": {
+            "asked": plan.model,
+            "path": plan.path,
+            "format": plan.load_format,
+            "dtype": plan.dtype,
+            "parameters": report.spec.num_params,
+            "active_parameters": report.spec.num_active_params,
+            "layers": len(report.spec.blocks),
+            "experts": experts[0],
+            "experts_per_token": experts[1],
+        },
+        "context_tokens": plan.context_tokens,
+        "max_running": plan.max_running,
+        "memory": {
+            **msgspec.structs.asdict(memory),
+            "usable_bytes": memory.usable_bytes,
+            "kv_pages": plan.num_pages,
+            "page_tokens": plan.page_tokens,
+        },
+        "options": [{"name": a.name, "value": a.value, "source": a.source} for a in report.asked],
+        "decisions": [{"name": d.name, "asked": d.asked, "got": d.got, "why": d.why} for d in plan.decisions],
+        "roof": {
+            "bytes_per_token": plan.roof.bytes_per_token,
+            "bandwidth_bytes_per_s": plan.roof.bandwidth_bytes_per_s,
+            "tokens_per_s": plan.roof.tokens_per_s,
+        },
+        "ready": _ready_fields(report.ready),
+    }
+
+
+def render_plan(report: Report) -> RenderableType:
+    """The table printed before loading: model, memory, decisions, roof."""
+    return Group(
+        Text(f"Proa {report.version}: {report.plan.model}", style="bold"),
+        _facts(report),
+        _decisions(report.plan),
+        *([_options(report.asked)] if report.asked else []),
+    )
+
+
+def render_ready(ready: Ready) -> RenderableType:
+    """The lines printed once the model is loaded: time, memory, the implementation behind each op."""
+    by_choice: dict[str, list[str]] = {}
+    for op, implementation in ready.ops.items():
+        by_choice.setdefault(implementation, []).append(op)
+    ops = "; ".join(f"{choice}: {', '.join(names)}" for choice, names in by_choice.items())
+    rate = f" ({format_rate(ready.weights_bytes / ready.load_seconds)})" if ready.load_seconds > 0 else ""
+    table = _grid()
+    table.add_row("loaded", f"{format_bytes(ready.weights_bytes)} in {format_duration(ready.load_seconds)}{rate}, "
+                  f"peak memory {format_bytes(ready.peak_rss_bytes)}")  # fmt: skip
+    table.add_row("ops", ops)
+    return table
+
+
+def _facts(report: Report) -> Table:
+    plan, memory, roof = report.plan, report.plan.memory, report.plan.roof
+    table = _grid()
+    table.add_row("model", f"{_model_line(report.spec)}; {plan.load_format}, computed in {plan.dtype}")
+    table.add_row("from", plan.path)
+    table.add_row(
+        "memory",
+        f"weights {format_bytes(memory.weights_bytes)} + KV cache {format_bytes(memory.kv_bytes)} + workspace "
+        f"{format_bytes(memory.workspace_bytes)} of {format_bytes(memory.usable_bytes)} usable "
+        f"({format_bytes(memory.free_bytes)} free - {format_bytes(memory.reserve_bytes)} reserve)",
+    )
+    table.add_row(
+        "roof",
+        f"{roof.tokens_per_s:.0f} tokens/s for one request: {format_bytes(roof.bytes_per_token)} read per token, "
+        f"{format_rate(roof.bandwidth_bytes_per_s)} measured from RAM",
+    )
+    return table
+
+
+def _decisions(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title, style in (("decision", "bold"), ("asked", ""), ("got", "bold"), ("why", "")):
+        table.add_column(title, style=style, overflow="fold")
+    for row in plan.decisions:
+        table.add_row(Text(row.name), Text(row.asked), Text(row.got), Text(row.why))
+    return table
+
+
+def _options(asked: Sequence[Asked]) -> Table:
+    table = _grid()
+    table.add_row("options", ", ".join(f"{a.name} = {a.value} ({a.source})" for a in asked))
+    return table
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _model_line(spec: Model) -> str:
+    experts, per_token = _experts(spec)
+    size = f"{format_count(spec.num_params)} parameters"
+    if not experts:
+        return f"{size}, {len(spec.blocks)} layers"
+    active = format_count(spec.num_active_params)
+    return f"{size}, {active} active, {len(spec.blocks)} layers, {per_token} of {experts} experts per token"
+
+
+def _experts(spec: Model) -> tuple[int, int]:
+    """(experts, experts per token) of the MoE layers; 0, 0 for a dense model."""
+    for block in spec.blocks:
+        if isinstance(block.ffn, Moe):
+            return block.ffn.experts, block.ffn.top_k
+    return 0, 0
+
+
+def _ready_fields(ready: Ready | None) -> dict[str, Any] | None:
+    if ready is None:
+        return None
+    return msgspec.structs.asdict(ready)

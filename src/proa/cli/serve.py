@@ -1,0 +1,55 @@
+"""`proa serve`: options in, start-up report out, a server in between. Never: routes, loading, decisions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from proa.config.env import read_env
+from proa.config.field import argument, option
+from proa.config.options import ServeOptions
+from proa.config.parse import asked, parse
+
+SUMMARY = "load a model and serve it over HTTP"
+EPILOG = """\
+The port opens at once; /health tells how far loading is. Ctrl-C or SIGTERM ends it, after running requests.
+More: `proa models` lists names; docs/options.md has every option and its default."""
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """options"""
+
+    model: str = argument(
+        help="a Hugging Face folder, a GGUF file, a hub id, a name that `proa models` lists, demo or demo-dense",
+        metavar="MODEL",
+    )
+    serve: ServeOptions = field(default_factory=ServeOptions)
+    json: bool = option(False, help="print the start-up report as JSON lines on stdout: planned, then loaded")
+    until_stdin_closes: bool = option(False, help="end when standard input closes, for programs that start a server")
+
+
+def run(argv: Sequence[str]) -> int:
+    parsed = parse(ServeCommand, argv, prog="proa serve", summary=SUMMARY, epilog=EPILOG)
+    # FastAPI and its like take a second to import: only after the options turned out to be right.
+    from proa.cli.start import serve_model
+    from proa.obs.console import console_err
+    from proa.obs.log import setup_logging
+
+    console = console_err()
+    setup_logging(read_env().log, console)
+    if parsed.options.until_stdin_closes:
+        threading.Thread(target=_end_with_stdin, daemon=True, name="stdin").start()
+    command = parsed.options
+    return serve_model(command.model, command.serve, asked(command.serve, parsed.sources), console, json=command.json)
+
+
+def _end_with_stdin() -> None:
+    # Not sys.stdin.read: its lock, held by this thread, would stop the interpreter from shutting down.
+    while os.read(sys.stdin.fileno(), 1 << 16):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

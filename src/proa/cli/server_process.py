@@ -1,0 +1,67 @@
+"""A `proa serve` of our own: started on a free port, gone when we are. Never: talking to it over HTTP."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from proa.config.env import child_environ
+from proa.errors import EngineDead, ProaError
+
+_STOP_S = 20.0
+
+
+@contextmanager
+def server_process(argv: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Run `proa serve ARGV` until the block ends; yields its report (cli/report.py) once the model is ready.
+
+    Its progress and errors appear on our stderr. It lives in its own session, so that Ctrl-C reaches only
+    us, and ends by itself when its stdin closes, so that it never outlives us, however we die.
+    Raises ProaError when it cannot start.
+    """
+    command = [sys.executable, "-m", "proa.cli.main", "serve", *argv, "--json", "--until-stdin-closes"]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=child_environ(log="warning"),
+        start_new_session=True,
+    )
+    try:
+        yield _ready_report(process)
+    finally:
+        _stop(process)
+
+
+def _ready_report(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """serve --json prints its report twice: when the port is open, and when the model is loaded."""
+    assert process.stdout is not None  # a pipe, by construction
+    for line in process.stdout:
+        report: dict[str, Any] = json.loads(line)
+        if report["ready"] is not None:
+            return report
+    raise _StartError(process.wait())
+
+
+class _StartError(ProaError):
+    """The child has already said why on the stderr that it shares with us."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("The server could not start; its message stands above.")
+        self.exit_code = exit_code if exit_code > 0 else EngineDead.exit_code
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    with process:  # closes the pipes, stdin among them, and waits
+        assert process.stdin is not None  # a pipe, by construction
+        process.stdin.close()
+        for harder in (process.terminate, process.kill):
+            try:
+                process.wait(_STOP_S)
+                return
+            except subprocess.TimeoutExpired:
+                harder()

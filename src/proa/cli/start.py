@@ -1,0 +1,117 @@
+"""Start a server and show how it goes: report, progress, welcome. Never: options, routes, decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from proa.cli.report import Report, render_plan, render_ready, report_json
+from proa.config.options import ServeOptions
+from proa.config.parse import Asked
+from proa.errors import ProaError, ShuttingDown
+from proa.llm import AsyncLLM
+from proa.obs.console import write_out
+from proa.obs.progress import show_progress
+from proa.obs.version import proa_version
+from proa.plan.prepare import Prepared, prepare
+from proa.server.run import Stop, bind, serve_on, url_of
+
+Progress = Callable[[str, int, int], None]
+
+_POLL_S = 0.1
+
+
+def serve_model(model: str, options: ServeOptions, asked: Sequence[Asked], console: Console, *, json: bool) -> int:
+    """Serve until a signal comes; return the exit code. The port is bound first, so that one in use is refused
+    before anything is fetched or loaded.
+
+    People read the report on `console`; with `json` it goes to stdout instead, a line when the plan stands and
+    one when the model is loaded. Raises ProaError.
+    """
+    listener = bind(options.server.host, options.server.port)
+    start = _Start(model, options, listener, asked, console, json)
+    return asyncio.run(serve_on(listener, start.launch, model, options.server, start.announce, Stop()))
+
+
+class _Start:
+    """One start, from the open port to the welcome."""
+
+    def __init__(
+        self, model: str, options: ServeOptions, listener: socket.socket, asked: Sequence[Asked], console: Console,
+        as_json: bool,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._options = options
+        self._listener = listener
+        self._asked = asked
+        self._console = console
+        self._as_json = as_json
+        self._welcome: asyncio.Queue[str] = asyncio.Queue()
+        self._showing: asyncio.Task[None] | None = None
+
+    def announce(self, text: str) -> None:
+        """Lines from the server: where it listens, at once; how to use it, after the report says it is loaded."""
+        if self._showing is None:
+            self._show(text)
+        else:
+            self._welcome.put_nowait(text)
+
+    async def launch(self, progress: Progress) -> AsyncLLM:
+        """Fetch, plan, report, start; return while the engine loads."""
+        with show_progress(self._console) as show, _interruptible(progress, show) as report_progress:
+            prepared = await asyncio.to_thread(prepare, self._model, self._options.engine, report_progress)
+        report = self._report(prepared)
+        self._show_report(report)
+        llm = await AsyncLLM.start(prepared, self._options.engine)
+        self._showing = asyncio.create_task(self._show_loading(llm, report))
+        return llm
+
+    async def _show_loading(self, llm: AsyncLLM, report: Report) -> None:
+        with show_progress(self._console) as show:
+            while llm.engine.state == "loading":
+                if llm.engine.loading is not None:
+                    loading = llm.engine.loading
+                    show(loading.phase, loading.done_bytes, loading.total_bytes)
+                await asyncio.sleep(_POLL_S)
+        with contextlib.suppress(ProaError):  # the server raises it
+            ready = await llm.engine.wait_ready()
+            self._show_report(replace(report, ready=ready))
+            self._show(await self._welcome.get())
+
+    def _report(self, prepared: Prepared) -> Report:
+        url, port = url_of(self._listener), self._listener.getsockname()[1]
+        return Report(proa_version(), prepared.plan, prepared.declared.spec, self._asked, None, url, port)
+
+    def _show_report(self, report: Report) -> None:
+        if self._as_json:
+            write_out(json.dumps(report_json(report)) + "\n")
+        else:
+            self._console.print(render_plan(report) if report.ready is None else render_ready(report.ready))
+
+    def _show(self, text: str) -> None:
+        if not self._as_json:
+            self._console.print(text, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _interruptible(*reports: Progress) -> Iterator[Progress]:
+    """One progress function for a worker thread; after the block has ended, however, it stops that thread."""
+    ended = threading.Event()
+
+    def report(phase: str, done_bytes: int, total_bytes: int) -> None:
+        if ended.is_set():  # Ctrl-C while downloading: nobody waits for the rest
+            raise ShuttingDown("Stopped.")
+        for each in reports:
+            each(phase, done_bytes, total_bytes)
+
+    try:
+        yield report
+    finally:
+        ended.set()

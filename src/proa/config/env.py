@@ -1,0 +1,72 @@
+"""The only reader of the environment: at most ten debug switches, each declared once. Never: anything that
+decides how or where a model runs; that is an option.
+
+HF_TOKEN, HF_ENDPOINT and HF_HOME are huggingface_hub's own and are read by it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from proa.config.field import declarations, option
+from proa.config.suggest import did_you_mean
+from proa.config.value import from_text
+from proa.errors import UsageError
+
+PREFIX = "PROA_"
+
+
+@dataclass(frozen=True)
+class _Switches:
+    """Environment variables, for debugging only"""
+
+    cache: str | None = option(
+        None, help="folder for what Proa builds and may delete; default: ~/.cache/proa", metavar="PATH"
+    )
+    log: str = option(
+        "info",
+        help="how much to log; debug also shows Python tracebacks",
+        choices=("debug", "info", "warning", "error"),
+    )
+
+
+SWITCHES = declarations(_Switches)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """`cache` is absolute and may not exist yet."""
+
+    cache: Path
+    log: str
+
+    @property
+    def debug(self) -> bool:
+        return self.log == "debug"
+
+
+def read_env(environ: Mapping[str, str] | None = None) -> Environment:
+    """The switches of this process. Raises UsageError for an unknown PROA_ name or a wrong value."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {name: switch.default for name, switch in SWITCHES.items()}
+    for variable in sorted(v for v in environ if v.startswith(PREFIX)):
+        name = variable.removeprefix(PREFIX).lower()
+        if name not in SWITCHES:
+            known = [PREFIX + n.upper() for n in SWITCHES]
+            raise UsageError(
+                f"The environment variable {variable} is set, which Proa does not know.",
+                f"{did_you_mean(variable, known)} Known: {', '.join(known)}.".strip(),
+            )
+        values[name] = from_text(SWITCHES[name], environ[variable], variable)
+    cache = values["cache"] or environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache) if values["cache"] else Path(cache) / "proa"
+    return Environment(folder.expanduser().absolute(), values["log"])
+
+
+def child_environ(**switches: str) -> dict[str, str]:
+    """The environment for a program that Proa starts: this process's own, with switches replaced."""
+    return {**os.environ, **{PREFIX + name.upper(): value for name, value in switches.items()}}

@@ -1,0 +1,135 @@
+"""One value of one option: from text or typed data, checked, and back to text. Never: files, argv.
+
+Every way in (flag, YAML, Python keyword) ends here, so a range is checked and worded once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from typing import Any
+
+from proa.config.field import Declaration
+from proa.config.suggest import did_you_mean
+from proa.errors import UsageError
+from proa.obs.units import format_bytes
+
+_SIZE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([kmgtp]?)(i?b)?", re.IGNORECASE)
+_LARGEST = 2**63 - 1  # what a message to the engine can carry
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "24GiB", "512M" or "1.5G": K, M, G, T, P and KiB... are powers of 1024, KB... of 1000.
+
+    Raises ValueError.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (not match[2] and (match[3] or "").lower() == "ib"):
+        raise ValueError(text)
+    step = 1000 if (match[3] or "").lower() == "b" and match[2] else 1024
+    exponent = "kmgtp".index(match[2].lower()) + 1 if match[2] else 0
+    return int(Decimal(match[1]) * step**exponent)
+
+
+def from_text(option: Declaration, text: str, where: str) -> Any:
+    """The value a flag's text means. `where` names it in errors ("--port"). Not for repeatable options."""
+    try:
+        if option.info.kind == "size":
+            value: Any = parse_size(text)
+        elif option.type is bool:
+            raise ValueError(text)  # flags of this type carry no text
+        else:
+            value = option.type(text)
+    except ValueError:
+        raise _wrong(option, repr(text), where) from None
+    return check(option, value, where)
+
+
+def from_data(option: Declaration, value: Any, where: str) -> Any:
+    """The value of typed data (YAML, Python): text is not taken for a number, a number not for text.
+
+    None stands for "not asked" where the option's default is None.
+    """
+    if value is None and option.default is None:
+        return None
+    if option.repeatable:
+        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise _wrong(option, _shown(value), where)
+        return check(option, tuple(value), where)
+    if option.info.kind == "size" and isinstance(value, str):
+        return from_text(option, value, where)
+    if option.type is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not option.type:
+        raise _wrong(option, _shown(value), where)
+    return check(option, value, where)
+
+
+def check(option: Declaration, value: Any, where: str) -> Any:
+    """Return the value if it is among the choices and in range, else raise UsageError naming both."""
+    info = option.info
+    if option.type is str and "" in (value if option.repeatable else (value,)):
+        raise _wrong(option, "empty", where)  # such as --api-key=$KEY with KEY unset
+    if info.choices and value not in info.choices:
+        raise _wrong(option, repr(value), where, did_you_mean(str(value), info.choices))
+    if option.type in (int, float):
+        low, high = _bounds(option)
+        if not low <= value <= high:  # NaN fails here too
+            raise _wrong(option, to_text(option, value), where)
+    return value
+
+
+def expects(option: Declaration) -> str:
+    """ "a whole number from 0 to 65535", "a size such as 24GiB or 512M", "auto, bfloat16 or float16"."""
+    info = option.info
+    if info.choices:
+        return " or ".join(filter(None, (", ".join(info.choices[:-1]), info.choices[-1])))
+    if option.repeatable:
+        return "a list of texts"
+    if option.type is bool:
+        return "true or false"
+    if option.type is str:
+        return "text"
+    low, high = _bounds(option)
+    if info.kind == "size":
+        return "a size such as 24GiB, 512M or 1.5G" + (f", at least {low:.0f} B" if low > 0 else "")
+    noun = "a whole number" if option.type is int else "a number"
+    if info.high is not None:
+        return f"{noun} from {_plain(low)} to {_plain(high)}"
+    return f"{noun} of at least {_plain(low)}" if info.low is not None else noun
+
+
+def to_text(option: Declaration, value: Any) -> str:
+    """A value as people read it, secrets hidden: for the report and the docs."""
+    if value is None:
+        return "not set"
+    if option.info.secret:
+        return "(hidden)"
+    if option.repeatable:
+        return ", ".join(value) or "none"
+    if option.type is bool:
+        return "on" if value else "off"
+    if option.info.kind == "size":
+        return format_bytes(value)
+    return str(value)
+
+
+def _bounds(option: Declaration) -> tuple[float, float]:
+    low, high = option.info.low, option.info.high
+    return -_LARGEST if low is None else low, _LARGEST if high is None else high
+
+
+def _wrong(option: Declaration, shown: str, where: str, hint: str = "") -> UsageError:
+    return UsageError(f"{where} is {shown}.", f"{hint} It takes {expects(option)}.".strip(), param=option.name)
+
+
+def _shown(value: Any) -> str:
+    kinds = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list"}
+    shown = str(value).lower() if isinstance(value, bool) or value is None else repr(value)
+    kind = kinds.get(type(value), f"of type {type(value).__name__}" if value is not None else "nothing")
+    return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({kind})"
+
+
+def _plain(number: float) -> str:
+    return f"{number:.0f}" if math.isfinite(number) and number == int(number) else f"{number:g}"

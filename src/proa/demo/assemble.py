@@ -1,0 +1,158 @@
+"""Builds the demo's checkpoint: a Llama GGUF plus split.npz -> an ordinary Qwen2-MoE folder in Hugging Face's form.
+
+Belongs here: the folder, its config, when it is made anew. Never: torch, the network, which tensor becomes which.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from gguf import GGUFReader
+
+from proa.demo.safetensors_writer import Dtype, write_safetensors
+from proa.demo.split import Split, load_split
+from proa.demo.tensors import moe_tensors
+from proa.demo.tokenizer import write_tokenizer
+from proa.errors import ResourceError, UsageError, WeightsError
+
+VERSION = 1  # raise it when the folder's contents change
+TOP_K = 12
+STAMP_NAME = "proa_demo.json"
+
+Progress = Callable[[str, int, int], None]
+
+
+def assemble(
+    gguf: Path, folder: Path, top_k: int = TOP_K, dtype: Dtype = "bfloat16", progress: Progress | None = None
+) -> Path:
+    """Make `folder` the demo MoE with `top_k` of 16 experts per token; returns it at once if it already is.
+
+    The folder appears whole, by rename; concurrent calls wait for one another. float32 keeps every bit of the
+    GGUF (for tests). Raises UsageError if `folder` holds something else, WeightsError if `gguf` is not the
+    model that the split was made for, ResourceError if the disk is full.
+    """
+    split = load_split()
+    if not 1 <= top_k <= split.num_experts:
+        raise UsageError(
+            f"top_k is {top_k}.", f"The demo has {split.num_experts} experts: use 1 to {split.num_experts}."
+        )
+    stamp = {"version": VERSION, "split": split.sha256, "gguf": gguf.name, "top_k": top_k, "dtype": dtype}
+    if _is_made(folder, stamp):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        if not _is_made(folder, stamp):
+            scratch = folder.with_name(f"{folder.name}.partial")
+            shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+            scratch.mkdir()
+            try:
+                _write_folder(scratch, GGUFReader(gguf), split, top_k, dtype, progress)
+                _write_json(scratch / STAMP_NAME, stamp)
+                shutil.rmtree(folder, ignore_errors=True)  # of an older version
+                scratch.rename(folder)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _is_made(folder: Path, stamp: dict[str, Any]) -> bool:
+    """Whether the folder was made by these very inputs. Raises UsageError rather than replace what is not ours."""
+    stamp_path = folder / STAMP_NAME
+    if stamp_path.is_file():
+        return bool(json.loads(stamp_path.read_text()) == stamp)
+    if folder.exists():
+        raise UsageError(
+            f"{folder} exists and was not made by Proa's demo.", "Name another folder, or delete this one."
+        )
+    return False
+
+
+def _write_folder(
+    folder: Path, reader: GGUFReader, split: Split, top_k: int, dtype: Dtype, progress: Progress | None
+) -> None:
+    config = _config(reader, split, top_k, dtype)
+    tensors = list(moe_tensors(reader, config, split))
+    elem_bytes = 2 if dtype == "bfloat16" else 4
+    total = elem_bytes * sum(math.prod(t.shape) for t in tensors)
+    _check_disk(folder, total)
+    done = 0
+
+    def written(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress:
+            progress("assembling the demo model", done, total)
+
+    write_safetensors(folder / "model.safetensors", tensors, dtype, written)
+    write_tokenizer(folder, reader)
+    _write_json(folder / "config.json", config)
+    special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    # What SmolLM2-Instruct's model card samples with; at temperature 1 so small a model rambles.
+    _write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 0.2, "top_p": 0.9, **special})
+
+
+def _check_disk(folder: Path, need_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < need_bytes * 1.05:
+        raise ResourceError(
+            f"The demo model needs {need_bytes / 1e6:.0f} MB in {folder.parent}, which has {free / 1e6:.0f} MB free.",
+            "Free some space or set PROA_CACHE to a folder on another disk.",
+        )
+
+
+def _config(reader: GGUFReader, split: Split, top_k: int, dtype: Dtype) -> dict[str, Any]:
+    """config.json of Qwen2MoeForCausalLM. Raises WeightsError if the split does not fit the GGUF."""
+
+    def read(key: str) -> Any:
+        field = reader.get_field(key)
+        return None if field is None else field.contents()
+
+    width = read("llama.feed_forward_length")
+    shape = (read("llama.block_count"), width, read("llama.embedding_length"))
+    expected = (*split.neurons.shape, split.router.shape[2])
+    if shape != expected:
+        raise WeightsError(
+            f"The GGUF has layers, MLP width, hidden size {shape}, the demo's split was made for {expected}.",
+            "Use the SmolLM2-135M-Instruct that `proa serve demo` fetches.",
+        )
+    shared = width // 2
+    return {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "torch_dtype": dtype,
+        "vocab_size": read("llama.vocab_size"),
+        "hidden_size": read("llama.embedding_length"),
+        "num_hidden_layers": read("llama.block_count"),
+        "num_attention_heads": read("llama.attention.head_count"),
+        "num_key_value_heads": read("llama.attention.head_count_kv"),
+        "intermediate_size": width,
+        "shared_expert_intermediate_size": shared,
+        "moe_intermediate_size": (width - shared) // split.num_experts,
+        "num_experts": split.num_experts,
+        "num_experts_per_tok": top_k,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "qkv_bias": False,
+        "hidden_act": "silu",
+        # a float32 in the GGUF; 7 digits name it
+        "rms_norm_eps": float(f"{read('llama.attention.layer_norm_rms_epsilon'):.7g}"),
+        "rope_theta": read("llama.rope.freq_base"),
+        "rope_scaling": None,
+        "use_sliding_window": False,
+        "max_position_embeddings": read("llama.context_length"),
+        "tie_word_embeddings": True,
+        "bos_token_id": read("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": read("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": read("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

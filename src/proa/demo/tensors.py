@@ -1,0 +1,111 @@
+"""Which tensor of the Llama GGUF becomes which of the Qwen2-MoE. Belongs here: names, slices, factors. Never: files.
+
+Why the result equals the dense model when all experts run, x being the MLP's input:
+- Qwen2-MoE scales the shared expert by sigmoid(g x); g = 0 gives 1/2, so its down-projection is doubled;
+- it weights the routed experts by a softmax over the chosen logits (`norm_topk_prob`). The logits are so small
+  that every weight is 1/k to about bfloat16's rounding, so the down-projections are multiplied by k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader, dequantize
+
+from proa.demo.safetensors_writer import Array, Pending
+from proa.demo.split import Split
+
+LOGIT_RMS = 2.0**-10  # much smaller, and the rounding of a float32 softmax would decide who is among the first k
+SHARED_FACTOR = 2.0
+
+Change = Callable[[Array], Array]
+
+
+def moe_tensors(reader: GGUFReader, config: Mapping[str, Any], split: Split) -> Iterator[Pending]:
+    """All tensors of the checkpoint that `config` (config.json) describes."""
+    source = _Source(reader)
+    yield source.pending("model.embed_tokens.weight", "token_embd.weight")
+    yield source.pending("model.norm.weight", "output_norm.weight")
+    for layer in range(config["num_hidden_layers"]):
+        ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
+        for name, stored in (
+            ("input_layernorm", "attn_norm"),
+            ("post_attention_layernorm", "ffn_norm"),
+            ("self_attn.v_proj", "attn_v"),
+            ("self_attn.o_proj", "attn_output"),
+        ):
+            yield source.pending(f"{ours}.{name}.weight", f"{theirs}.{stored}.weight")
+        for name, heads in (("q", config["num_attention_heads"]), ("k", config["num_key_value_heads"])):
+            stored = f"{theirs}.attn_{name}.weight"
+            yield source.pending(f"{ours}.self_attn.{name}_proj.weight", stored, change=_half_split_rows(heads))
+        shared, experts = split.parts(layer, config["shared_expert_intermediate_size"])
+        yield from _router(f"{ours}.mlp", split.router[layer])
+        yield from _experts(source, f"{ours}.mlp", f"{theirs}.ffn", shared, experts, config["num_experts_per_tok"])
+
+
+class _Source:
+    """Dequantised tensors of the GGUF, float32 [out, in]. Keeps the last one: an MLP matrix is cut 17 times."""
+
+    def __init__(self, reader: GGUFReader) -> None:
+        self._tensors = {t.name: t for t in reader.tensors}
+        self._last: tuple[str, Array] | None = None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(int(n) for n in reversed(self._tensors[name].shape))
+
+    def read(self, name: str) -> Array:
+        if self._last is None or self._last[0] != name:
+            tensor = self._tensors[name]
+            self._last = (name, dequantize(tensor.data, tensor.tensor_type).reshape(self.shape(name)))
+        return self._last[1]
+
+    def pending(
+        self, target: str, name: str, shape: tuple[int, ...] | None = None, change: Change | None = None
+    ) -> Pending:
+        """`target` is the GGUF's `name`, through `change`, which makes it `shape`."""
+        return Pending(
+            target, shape or self.shape(name), lambda: change(self.read(name)) if change else self.read(name)
+        )
+
+
+def _half_split_rows(heads: int) -> Change:
+    """GGUF stores a head's rotary pairs side by side (0,1)(2,3)..., Hugging Face as halves (0,d/2)(1,d/2+1)..."""
+
+    def change(matrix: Array) -> Array:
+        num_in = matrix.shape[1]
+        return matrix.reshape(heads, -1, 2, num_in).swapaxes(1, 2).reshape(-1, num_in)
+
+    return change
+
+
+def _router(ours: str, logits: Array) -> Iterator[Pending]:
+    weight = logits.astype(np.float32) * np.float32(LOGIT_RMS)
+    no_gate = np.zeros((1, weight.shape[1]), np.float32)
+    yield Pending(f"{ours}.gate.weight", weight.shape, lambda: weight)
+    yield Pending(f"{ours}.shared_expert_gate.weight", no_gate.shape, lambda: no_gate)
+
+
+def _experts(
+    source: _Source, ours: str, theirs: str, shared: Array, experts: list[Array], top_k: int
+) -> Iterator[Pending]:
+    """The MLP's neurons dealt out: rows of gate and up, columns of down. One matrix after the other, see _Source."""
+    parts = [("shared_expert", shared, SHARED_FACTOR)]
+    parts += [(f"experts.{e}", neurons, float(top_k)) for e, neurons in enumerate(experts)]
+    hidden = source.shape(f"{theirs}_down.weight")[0]
+    for kind in ("gate", "up"):
+        for part, neurons, _ in parts:
+            name, shape = f"{ours}.{part}.{kind}_proj.weight", (len(neurons), hidden)
+            yield source.pending(name, f"{theirs}_{kind}.weight", shape, _rows(neurons))
+    for part, neurons, factor in parts:
+        name, shape = f"{ours}.{part}.down_proj.weight", (hidden, len(neurons))
+        yield source.pending(name, f"{theirs}_down.weight", shape, _columns(neurons, factor))
+
+
+def _rows(numbers: Array) -> Change:
+    return lambda matrix: matrix[numbers]
+
+
+def _columns(numbers: Array, factor: float) -> Change:
+    return lambda matrix: matrix[:, numbers] * np.float32(factor)

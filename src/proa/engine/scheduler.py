@@ -1,0 +1,404 @@
+"""Decides what the next step computes and where its KV lies. Belongs here: intake, the plan of a step, pages,
+preemption, the results of a step. Never: tensors, text, clocks, processes.
+
+    submit -> WAITING -> plan() admits -> RUNNING -> commit() ... -> FINISHED
+                 ^------- preempted -------'
+
+plan() and commit() bracket a step. Between them requests may be submitted and aborted, and nothing that the step
+reads or writes changes hands. The rules, in their order of weight:
+
+1. The order of service is total: smaller priority, then earlier arrival. A page that runs out is taken from the
+   last running request (its tokens stay; it waits at its old place and computes them again, mostly from the
+   prefix cache). The first one running therefore always advances, and equals are served in finite time.
+2. Each running decode gets its token first; prefill chunks share the rest of max_batch_tokens in that order.
+3. A waiting request is admitted only with pages for all its tokens, plus one spare page for each request already
+   running, so that it is not preempted at once. Nobody overtakes a request that does not fit, except its seniors.
+   A waiting request of better priority preempts worse ones for their slot or pages, never its equals.
+4. Siblings (same group) wait while one of them computes what they could then take from the prefix cache.
+
+Every full page is offered to the prefix cache in the step that fills it. Pages there are shared and never written
+again, hence only full pages are matched, and at least the last token of a prompt is always computed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from proa.cache.pages import IntegrityError, PageAllocator
+from proa.cache.radix import PrefixCache, PrefixMatch
+from proa.engine.ipc import Stats
+from proa.engine.policy import Limits, Lineup, refuse_crowd, refuse_impossible
+from proa.engine.request import Request, State
+from proa.errors import RequestError
+from proa.types import EngineRequest, FinishReason, TokenEvent
+
+
+class StepItem(msgspec.Struct, frozen=True):
+    """Compute tokens[start : start + num_tokens] of `request`; all earlier ones are in its pages already.
+
+    `samples`: these reach the end of its tokens, so the step yields 1..1+lookahead_tokens new ones.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step: decodes first, then prefill chunks. Page tables of the requests stand still until commit."""
+
+    items: tuple[StepItem, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.items)
+
+
+class _Draft:
+    """The step while it is being planned."""
+
+    def __init__(self, budget_tokens: int) -> None:
+        self.items: dict[str, StepItem] = {}
+        self.budget_tokens = budget_tokens
+
+    def add(self, request: Request, cost_tokens: int) -> None:
+        num_tokens = min(request.num_left, cost_tokens)
+        samples = num_tokens == request.num_left
+        self.items[request.id] = StepItem(request, request.num_computed, num_tokens, samples)
+        self.budget_tokens -= cost_tokens
+
+    def drop(self, request: Request) -> None:
+        self.items.pop(request.id, None)
+
+
+class Scheduler:
+    """Plain data and policy; one thread. Owns the requests and, through them, every page it allocates."""
+
+    def __init__(self, limits: Limits, allocator: PageAllocator, prefix_cache: PrefixCache | None) -> None:
+        self.limits = limits
+        self._allocator = allocator
+        self._cache = prefix_cache
+        self._requests: dict[str, Request] = {}
+        self._waiting = Lineup()
+        self._running = Lineup()
+        self._in_flight: StepPlan | None = None
+        self._arrivals = 0
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._cached_prompt_tokens = 0
+        self._generated_tokens = 0
+        self._preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def stats(self) -> Stats:
+        """Counters for the frontend; step_seconds is the engine's to fill in."""
+        return Stats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pages_total=self._allocator.num_pages,
+            pages_free=self._allocator.num_free,
+            pages_cached=self._cache.num_evictable if self._cache else 0,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions,
+        )
+
+    # ---- intake
+
+    def submit(self, source: EngineRequest) -> None:
+        """Queue a request. Raises RequestError, ContextLengthExceeded, ResourceError, QueueFull: nothing changed."""
+        if source.id in self._requests:
+            raise RequestError(f"The request id {source.id!r} is already in use.", "Use a fresh id.")
+        refuse_impossible(source, self.limits, self._allocator.num_pages)
+        refuse_crowd(source, self.limits, self._waiting, len(self._running))
+        request = Request(
+            source,
+            arrival=self._arrivals,
+            context_tokens=self.limits.context_tokens,
+            page_tokens=self.limits.page_tokens,
+        )
+        self._arrivals += 1
+        self._requests[request.id] = request
+        self._waiting.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request and free what it holds, after the step if that computes it. No event will follow.
+
+        Returns False if there is no such request, or it has ended already.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.state is State.FINISHED:
+            return False
+        if self._in_flight is not None and any(item.request is request for item in self._in_flight.items):
+            request.finish("abort")  # commit() removes it
+        else:
+            self._remove(request, "abort")
+        return True
+
+    def fail_all(self) -> list[str]:
+        """The engine cannot go on, or must stop: end everything now, the step in flight included, whose plan must
+        not be committed. Returns the ids that had not ended, oldest first."""
+        self._in_flight = None
+        ended = [r.id for r in self._requests.values() if r.state is not State.FINISHED]
+        for request in list(self._requests.values()):
+            self._remove(request, "error")
+        return ended
+
+    # ---- a step
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to do. Must be followed by commit() or fail_all()."""
+        if self._in_flight is not None:
+            raise RuntimeError("the last step was neither committed nor failed")
+        draft = _Draft(self.limits.max_batch_tokens)
+        self._plan_decodes(draft)
+        self._plan_prefills(draft)
+        if draft.items:
+            self._in_flight = StepPlan(tuple(draft.items.values()))
+        return self._in_flight
+
+    def commit(self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]]) -> list[TokenEvent]:
+        """Take the results of the step: for each item that samples, its id and 1..1+lookahead_tokens new tokens.
+
+        All but the last of several tokens were drafts: their KV was written at the positions that follow the item.
+        Returns an event for each such item, aborted ones excepted; tokens after the end are dropped, the eos or
+        stop token is in `stop_token` only, logprobs are the engine's to fill in. Raises ValueError, with nothing
+        changed, if `plan` is not the step in flight or `sampled` does not fit it.
+        """
+        results = self._check_results(plan, sampled)
+        self._in_flight = None
+        self._steps += 1
+        events = []
+        for item in plan.items:
+            request = item.request
+            if request.state is State.FINISHED:
+                self._remove(request, "abort")
+                continue
+            tokens = results.get(request.id, ())
+            request.num_computed = item.start + item.num_tokens + max(0, len(tokens) - 1)
+            if item.samples:
+                events.append(self._accept(request, tokens))
+            self._share_full_pages(request)
+            if item.samples and (reason := events[-1].finish):
+                self._remove(request, reason)
+        return events
+
+    def check(self) -> None:
+        """Raise IntegrityError unless every page, lock and request is accounted for exactly. Takes milliseconds."""
+        self._allocator.check()
+        holders: Counter[int] = Counter()
+        for request in self._running:
+            holders.update(request.pages)
+        if self._cache:
+            self._cache.check()
+            holders.update(self._cache.pages())
+        for page in range(self._allocator.num_pages):
+            if (count := self._allocator.references(page)) != holders[page]:
+                raise IntegrityError(f"page {page} has {count} references but {holders[page]} known holders")
+        for request in self._requests.values():
+            self._check_request(request)
+        if len(self._requests) != len(self._waiting) + len(self._running):
+            raise IntegrityError("a request is neither waiting nor running")
+
+    def _check_request(self, request: Request) -> None:
+        if request.state is State.WAITING:
+            if request.pages or request.num_computed or request.node:
+                raise IntegrityError(f"{request!r} waits but holds pages {request.pages}")
+            return
+        if request.num_computed > len(request.pages) * self.limits.page_tokens:
+            raise IntegrityError(f"{request!r} has only {len(request.pages)} pages")
+        if request.num_computed >= len(request.tokens):
+            raise IntegrityError(f"{request!r} has nothing left to compute")
+        if self._cache and request.node:
+            path = self._cache.path(request.node)
+            if path != request.pages[: len(path)] or request.num_shared > request.num_computed:
+                raise IntegrityError(f"{request!r} has pages {request.pages}; the prefix cache says {path}")
+
+    # ---- planning
+
+    def _plan_decodes(self, draft: _Draft) -> None:
+        for request in self._running:
+            if request.state is State.RUNNING and request.num_left == 1 and self._grow(request):
+                draft.add(request, 1 + self.limits.lookahead_tokens)
+
+    def _plan_prefills(self, draft: _Draft) -> None:
+        leading = {r.group for r in self._running if self._leads(r)}
+        is_open = True  # until someone does not fit: nobody behind may overtake
+        for request in self._unfinished_prompts():
+            if draft.budget_tokens < 1:
+                return
+            if request.state is State.WAITING:
+                if not is_open or (request.group in leading and self._may_match(request)):
+                    continue
+                is_open = self._admit(request, draft)
+                if not is_open:
+                    continue
+                if self._leads(request):
+                    leading.add(request.group)
+            draft.add(request, min(draft.budget_tokens, request.num_left))
+
+    def _unfinished_prompts(self) -> Iterator[Request]:
+        """Running requests with more than a decode to compute, and the waiting ones, in the order of service."""
+        running = (r for r in self._running if r.num_left > 1)
+        return heapq.merge(running, self._waiting, key=lambda r: r.order)
+
+    def _leads(self, request: Request) -> bool:
+        """Is it computing pages that its siblings could soon take from the prefix cache?"""
+        return self._cache is not None and request.group != "" and request.num_computed < request.num_shareable
+
+    def _may_match(self, request: Request) -> bool:
+        """Log-probabilities of prompt tokens come only with computing these."""
+        return request.sampling.prompt_logprobs is None or request.num_generated > 0
+
+    def _admit(self, request: Request, draft: _Draft) -> bool:
+        """Start a waiting request if a slot and pages can be had, from requests of worse priority if need be."""
+        worse = [r for r in self._running if r.priority > request.priority]
+        if len(self._running) - len(worse) >= self.limits.num_slots:
+            return False
+        while True:
+            match = self._match(request)
+            short = self._pages_short(request, match)
+            if short <= 0 and len(self._running) < self.limits.num_slots:
+                break
+            if not worse or short > sum(1 + len(r.pages) for r in worse):
+                return False
+            self._preempt(worse.pop(), draft)
+        self._waiting.remove(request)
+        self._running.add(request)
+        if self._cache and match:
+            self._cache.lock(match.node)
+            self._allocator.share(match.pages)
+        self._count_prompt(request, match)
+        request.admit(match.pages if match else [], match.node if match else None)
+        request.pages += self._take(self._pages_needed(request))
+        return True
+
+    def _count_prompt(self, request: Request, match: PrefixMatch | None) -> None:
+        if request.num_cached is None:
+            request.num_cached = len(match.pages) * self.limits.page_tokens if match else 0
+            self._prompt_tokens += request.num_prompt
+            self._cached_prompt_tokens += request.num_cached
+
+    def _match(self, request: Request) -> PrefixMatch | None:
+        if self._cache is None:
+            return None
+        num_pages = (len(request.tokens) - 1) // self.limits.page_tokens if self._may_match(request) else 0
+        return self._cache.match(self._keys(self._cache, request, num_pages))
+
+    def _pages_short(self, request: Request, match: PrefixMatch | None) -> int:
+        """Pages that are missing to admit it; each running request keeps one spare page to grow into."""
+        matched, idle = (len(match.pages), match.num_idle) if match else (0, 0)
+        available = self._num_available - idle - len(self._running)
+        return self.limits.pages_for(len(request.tokens) + self.limits.lookahead_tokens) - matched - available
+
+    def _grow(self, request: Request) -> bool:
+        """Get the page that the next token needs; False if the request had to be preempted itself."""
+        need = self._pages_needed(request)
+        while need > self._num_available:
+            victim = self._running.last
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if need > 0:
+            request.pages += self._take(need)
+        return True
+
+    def _preempt(self, request: Request, draft: _Draft | None = None) -> None:
+        if draft:
+            draft.drop(request)
+        self._running.remove(request)
+        self._release(request)
+        request.preempt()
+        self._waiting.add(request)
+        self._preemptions += 1
+
+    # ---- results
+
+    def _check_results(self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int]]:
+        if plan is not self._in_flight:
+            raise ValueError("this plan is not the step in flight")
+        results: dict[str, Sequence[int]] = {}
+        for item in plan.items:
+            if not item.samples or item.request.state is State.FINISHED:
+                continue
+            tokens = sampled.get(item.request.id, ())
+            results[item.request.id] = tokens = (tokens,) if isinstance(tokens, int) else tokens
+            if not 1 <= len(tokens) <= 1 + self.limits.lookahead_tokens:
+                raise ValueError(
+                    f"{item.request!r} got {len(tokens)} tokens, not 1 to {1 + self.limits.lookahead_tokens}"
+                )
+        return results
+
+    def _accept(self, request: Request, tokens: Sequence[int]) -> TokenEvent:
+        """Append sampled tokens up to the end of the answer; drafts computed beyond it are forgotten."""
+        num_before = len(request.tokens)
+        finish: FinishReason | None = None
+        for token in tokens:
+            finish = request.append(token)
+            if finish:
+                break
+        request.truncate(len(request.tokens))
+        accepted = request.tokens[num_before:]
+        self._generated_tokens += len(accepted)
+        return TokenEvent(
+            id=request.id,
+            tokens=accepted,
+            cached_tokens=request.num_cached if num_before == request.num_prompt else None,
+            finish=finish,
+            stop_token=request.stop_token,
+        )
+
+    def _share_full_pages(self, request: Request) -> None:
+        first, last = request.num_shared // self.limits.page_tokens, request.num_computed // self.limits.page_tokens
+        if self._cache is None or request.node is None or first >= last:
+            return
+        keys = self._keys(self._cache, request, last)[first:]
+        node, pages = self._cache.insert(request.node, keys, request.pages[first:last])
+        request.node, request.pages[first:last] = node, pages
+
+    def _remove(self, request: Request, reason: FinishReason) -> None:
+        (self._waiting if request.state is State.WAITING else self._running).remove(request)
+        self._release(request)
+        del self._requests[request.id]
+        if request.state is not State.FINISHED:
+            request.finish(reason)
+
+    # ---- pages
+
+    @property
+    def _num_available(self) -> int:
+        return self._allocator.num_free + (self._cache.num_evictable if self._cache else 0)
+
+    def _pages_needed(self, request: Request) -> int:
+        """Pages beyond those it has, for all its tokens and the drafts of the next step."""
+        return self.limits.pages_for(len(request.tokens) + self.limits.lookahead_tokens) - len(request.pages)
+
+    def _take(self, num_pages: int) -> list[int]:
+        if self._cache and num_pages > self._allocator.num_free:
+            self._cache.evict(num_pages - self._allocator.num_free)
+        pages = self._allocator.alloc(num_pages)
+        if pages is None:
+            raise IntegrityError(f"{num_pages} pages were counted on but {self._allocator.num_free} are free")
+        return pages
+
+    def _release(self, request: Request) -> None:
+        self._allocator.release(request.pages)
+        if self._cache and request.node:
+            self._cache.unlock(request.node)
+        request.forget_pages()
+
+    def _keys(self, cache: PrefixCache, request: Request, num_pages: int) -> list[Hashable]:
+        """Prefix-cache keys of its first full pages, made once and kept."""
+        if len(request.keys) < num_pages:
+            request.keys += cache.page_keys(request.tokens, request.salt, first_page=len(request.keys))
+        return request.keys[:num_pages]

@@ -1,0 +1,233 @@
+"""Talks to the model hub: lists a repository, reads bytes of a file. Belongs here: URLs, retries, what each refusal
+means. Never: which files are wanted, where they go.
+
+HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are huggingface_hub's and read by it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import quote
+
+import httpx
+from huggingface_hub import constants, get_token
+
+from proa.errors import HubError, ModelNotFound, ProaError
+from proa.hub.reference import HubReference
+
+_TIMEOUT = httpx.Timeout(30.0, connect=10.0)
+_RETRY_STATUS = (429, 500, 502, 503, 504)
+_LONGEST_WAIT_S = 30.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository. sha256: of large files; the others have git's blob id alone, which names either."""
+
+    path: str
+    size_bytes: int
+    blob_id: str
+    sha256: str | None
+
+    @property
+    def etag(self) -> str:
+        """The name of the content in the cache."""
+        return self.sha256 or self.blob_id
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at one commit."""
+
+    reference: HubReference
+    commit: str
+    files: tuple[HubFile, ...]
+
+
+class TransientError(Exception):
+    """Worth another try, after `wait_s` if the hub says how long. `error` is what to raise if that fails, too."""
+
+    def __init__(self, error: HubError, wait_s: float = 0.0) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.wait_s = wait_s
+
+
+class Hub:
+    """One hub and who we are there. Methods raise HubError or ModelNotFound, with what to do about it."""
+
+    def __init__(self, retry_delays_s: tuple[float, ...] = (1.0, 2.0, 4.0)) -> None:
+        self.endpoint: str = constants.ENDPOINT.rstrip("/")
+        self.retry_delays_s = retry_delays_s
+        self._token: str | None = get_token()
+        headers = {"user-agent": "proa", "accept-encoding": "identity"}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"  # httpx does not send it on to other hosts
+        self._client = httpx.Client(headers=headers, follow_redirects=True, timeout=_TIMEOUT)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def repository(self, reference: HubReference) -> Repository:
+        """The commit that the revision is now, and its files with their sizes."""
+        if constants.HF_HUB_OFFLINE:
+            raise HubError(
+                f"{reference} is not completely in the cache, and HF_HUB_OFFLINE forbids to fetch it.",
+                "Unset HF_HUB_OFFLINE, or give a local folder or .gguf file.",
+            )
+        base = f"{self.endpoint}/api/models/{reference.repo}"
+        info, _ = self._get_json(f"{base}/revision/{quote(reference.revision, safe='')}", reference)
+        commit = str(info["sha"])
+        entries: list[dict[str, Any]] = []
+        url: str | None = f"{base}/tree/{commit}?recursive=true"
+        while url:
+            page, url = self._get_json(url, reference)
+            entries += page
+        return Repository(reference, commit, tuple(_hub_file(e) for e in entries if e["type"] == "file"))
+
+    def read_range(self, repository: Repository, file: HubFile, stop: int) -> bytes:
+        """The first `stop` bytes, or all if there are fewer."""
+        stop = min(stop, file.size_bytes)
+
+        def read() -> bytes:
+            with self.open_from(repository, file, 0, stop) as (_, chunks):
+                return b"".join(chunks)[:stop]
+
+        return self._retry(read)
+
+    @contextmanager
+    def open_from(
+        self, repository: Repository, file: HubFile, start: int, stop: int | None = None
+    ) -> Iterator[tuple[int, Iterator[bytes]]]:
+        """Chunks of a file, from `start` or, if the server cannot do that, from 0: (where they begin, chunks).
+
+        Does not try again, since only the caller knows what has arrived. Raises TransientError.
+        """
+        url = f"{self.endpoint}/{repository.reference.repo}/resolve/{repository.commit}/{quote(file.path)}"
+        wanted = {} if start == 0 and stop is None else {"range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+        try:
+            with self._client.stream("GET", url, headers=wanted) as response:
+                if response.status_code not in (200, 206):
+                    response.read()
+                    self._refuse(response, repository.reference)
+                yield (start if response.status_code == 206 else 0), response.iter_bytes()
+        except httpx.RequestError as error:
+            raise TransientError(self._unreachable(error)) from error
+
+    def _get_json(self, url: str, reference: HubReference) -> tuple[Any, str | None]:
+        """The answer, and the address of the next page."""
+
+        def get() -> tuple[Any, str | None]:
+            try:
+                response = self._client.get(url)
+            except httpx.RequestError as error:
+                raise TransientError(self._unreachable(error)) from error
+            if response.status_code != 200:
+                self._refuse(response, reference)
+            try:
+                return response.json(), response.links.get("next", {}).get("url")
+            except ValueError as error:
+                raise HubError(
+                    f"{url} answers {response.text[:80]!r}, which is not JSON: this is no model hub.",
+                    "Check HF_ENDPOINT, and whether a proxy or log-in page is in the way.",
+                ) from error
+
+        return self._retry(get)
+
+    def _retry(self, attempt: Callable[[], T]) -> T:
+        for delay_s in self.retry_delays_s:
+            try:
+                return attempt()
+            except TransientError as error:
+                time.sleep(max(delay_s, min(error.wait_s, _LONGEST_WAIT_S)))
+        try:
+            return attempt()
+        except TransientError as error:
+            raise error.error from error
+
+    def _unreachable(self, error: httpx.RequestError) -> HubError:
+        return HubError(
+            f"The model hub {self.endpoint} cannot be reached ({type(error).__name__}: {error}).",
+            "Check the network, set HF_ENDPOINT to a mirror, or give a local folder or .gguf file. "
+            "What was already fetched is kept.",
+        )
+
+    def _refuse(self, response: httpx.Response, reference: HubReference) -> NoReturn:
+        error = self._refusal(response, reference)
+        if response.status_code in _RETRY_STATUS and isinstance(error, HubError):
+            raise TransientError(error, _retry_after_s(response))
+        raise error
+
+    def _refusal(self, response: httpx.Response, reference: HubReference) -> ProaError:
+        """What a status code of the hub means for the user. X-Error-Code is the hub's own word for it."""
+        status, code = response.status_code, response.headers.get("x-error-code", "")
+        page = f"{self.endpoint}/{reference.repo}"
+        has_token = self._token is not None
+        if code == "GatedRepo" or status == 403:
+            return self._gated(reference, status, page)
+        if status == 401:
+            return self._unauthorised(reference, page)
+        if code == "RevisionNotFound":
+            return ModelNotFound(
+                f"{reference.repo} has no revision {reference.revision}.", f"See {page}/tree/main for its branches."
+            )
+        if status == 404:
+            return ModelNotFound(
+                f"There is no model {reference} on {self.endpoint}, and no such local folder.",
+                f"Check the spelling at {page}; `proa models` lists short names. "
+                "If the repository is private, set HF_TOKEN.",
+            )
+        if status == 429:
+            return HubError(
+                f"The hub {self.endpoint} answers 429: too many requests from this address.",
+                f"Wait {_retry_after_s(response) or 60:.0f} s and run the same command again, it resumes"
+                + ("." if has_token else "; HF_TOKEN raises the limit."),
+            )
+        if status >= 500:
+            return HubError(
+                f"The hub {self.endpoint} answers {status}: it is in trouble itself.",
+                "Run the same command again later, it resumes; or set HF_ENDPOINT to a mirror.",
+            )
+        return HubError(f"The hub answers {status} for {reference}: {response.text[:200]!r}.", f"See {page}.")
+
+    def _gated(self, reference: HubReference, status: int, page: str) -> HubError:
+        who = "with the account that HF_TOKEN belongs to" if self._token else "and set HF_TOKEN to a token of yours"
+        return HubError(
+            f"The hub refuses access to {reference} ({status}): its licence must be accepted first.",
+            f"Accept it at {page} {who} ({self.endpoint}/settings/tokens).",
+        )
+
+    def _unauthorised(self, reference: HubReference, page: str) -> HubError:
+        """401 also stands for "does not exist" where nobody is logged in."""
+        if self._token:
+            return HubError(
+                f"The hub refuses HF_TOKEN for {reference} (401): the token is wrong, expired or may not read it.",
+                f"Check it at {self.endpoint}/settings/tokens, and the model's licence at {page}.",
+            )
+        return HubError(
+            f"The hub refuses access to {reference} (401): it is gated or private, or there is no such model.",
+            f"Check the name and accept the licence at {page}, make a token at {self.endpoint}/settings/tokens "
+            "and set HF_TOKEN to it.",
+        )
+
+
+def _hub_file(entry: dict[str, Any]) -> HubFile:
+    path = PurePosixPath(entry["path"])
+    if path.is_absolute() or ".." in path.parts:
+        raise HubError(
+            f"The hub lists a file with the path {entry['path']!r}, which leaves the folder.", "Do not use it."
+        )
+    sha256 = entry["lfs"]["oid"].removeprefix("sha256:") if entry.get("lfs") else None
+    return HubFile(str(path), int(entry["size"]), str(entry["oid"]), sha256)
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    value = response.headers.get("retry-after", "")
+    return float(value) if value.isdigit() else 0.0

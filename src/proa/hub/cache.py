@@ -1,0 +1,129 @@
+"""huggingface_hub's cache on disk, shared with every other program that uses it. Belongs here: its layout. Never:
+the network.
+
+    models--org--name/blobs/<etag>                   content; <etag>.incomplete while it arrives
+    .locks/models--org--name/<etag>.lock             held while it arrives
+                     /snapshots/<commit>/<path>      symbolic links to blobs, made when the content is complete
+                     /refs/<revision>                a commit
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from proa.hub.files import GgufGroup, gguf_groups, named_group, shard_names
+from proa.hub.reference import HubReference
+
+
+@dataclass(frozen=True)
+class RepoCache:
+    """One repository's folder in the cache; it may not exist yet."""
+
+    repo: str
+
+    @property
+    def folder(self) -> Path:
+        return cache_root() / self._folder_name
+
+    @property
+    def _folder_name(self) -> str:
+        return f"models--{self.repo.replace('/', '--')}"
+
+    def lock(self, etag: str) -> Path:
+        return cache_root() / ".locks" / self._folder_name / f"{etag}.lock"
+
+    def blob(self, etag: str) -> Path:
+        return self.folder / "blobs" / etag
+
+    def snapshot(self, commit: str) -> Path:
+        return self.folder / "snapshots" / commit
+
+    def commit(self, reference: HubReference) -> str | None:
+        """The commit that the revision was when it was last fetched."""
+        if reference.is_commit:
+            return reference.revision
+        ref = self.folder / "refs" / reference.revision
+        return ref.read_text().strip() if ref.is_file() else None
+
+    def set_ref(self, reference: HubReference, commit: str) -> None:
+        if not reference.is_commit:
+            ref = self.folder / "refs" / reference.revision
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(commit)
+
+    def link(self, commit: str, path: str, etag: str) -> Path:
+        """Make a complete blob visible under its name."""
+        link = self.snapshot(commit) / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.unlink(missing_ok=True)  # a link to a blob that was deleted
+            link.symlink_to(os.path.relpath(self.blob(etag), link.parent))
+        return link
+
+    def find(self, reference: HubReference, config_only: bool = False) -> Path | None:
+        """The model's folder or GGUF file if all its weights are here; without asking whether a newer one exists.
+
+        config_only: the folder if the small files are here.
+        """
+        commit = self.commit(reference)
+        snapshot = self.snapshot(commit) if commit else None
+        if snapshot is None or not snapshot.is_dir():
+            return None
+        if config_only:
+            return snapshot if (snapshot / "config.json").is_file() else None
+        if reference.file:
+            return _complete_gguf(snapshot, reference.file)
+        return snapshot if _complete_folder(snapshot) else None
+
+
+def cache_root() -> Path:
+    return Path(constants.HF_HUB_CACHE)
+
+
+def cached_references() -> Iterator[HubReference]:
+    """Every model that can be loaded from the cache."""
+    for folder in sorted(cache_root().glob("models--*--*")):
+        repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+        for ref in sorted(p for p in (folder / "refs").glob("**/*") if p.is_file()):
+            reference = HubReference(repo, ref.relative_to(folder / "refs").as_posix())
+            if RepoCache(repo).find(reference):
+                yield reference
+            snapshot = folder / "snapshots" / ref.read_text().strip()
+            for group in _groups(snapshot):
+                if group.is_complete:
+                    yield HubReference(repo, reference.revision, group.label or group.first)
+
+
+def stored_bytes(path: Path) -> int:
+    """Bytes of a cached folder or GGUF file, links followed."""
+    if path.is_file():
+        group = next((g for g in _groups(path.parent) if path.name in g.paths), None)
+        return sum((path.parent / p).stat().st_size for p in group.paths) if group else path.stat().st_size
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
+def _groups(folder: Path) -> list[GgufGroup]:
+    return gguf_groups(p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf") if p.is_file())
+
+
+def _complete_gguf(snapshot: Path, wanted: str) -> Path | None:
+    group = named_group(_groups(snapshot), wanted)
+    return snapshot / group.first if group and group.is_complete else None
+
+
+def _complete_folder(snapshot: Path) -> bool:
+    """The small files come first and the weights last, so weights that are all there mean that everything is."""
+    if not (snapshot / "config.json").is_file():
+        return False
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = snapshot / f"{single}.index.json"
+        if index.is_file():
+            return all((snapshot / name).is_file() for name in shard_names(index.read_bytes(), index.name))
+        if (snapshot / single).is_file():
+            return True
+    return False

@@ -1,0 +1,145 @@
+"""From a hub id to a complete model in the cache, planned before the first weight. Belongs here: the order of steps.
+Never: HTTP, file formats.
+
+list the repository -> choose one format -> fetch the small files -> read the weights' headers and judge them
+-> is there disk -> fetch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from proa.errors import ModelError, ModelNotFound, ResourceError
+from proa.hub.api import Hub, HubFile, Repository
+from proa.hub.cache import RepoCache, cache_root
+from proa.hub.files import SMALL_FILES, Format, choose_format, choose_gguf, choose_weights
+from proa.hub.preview import preview_gguf, preview_safetensors
+from proa.hub.reference import HubReference
+from proa.hub.transfer import fetch_files, missing_bytes
+from proa.obs.units import format_bytes
+from proa.weights.checkpoint import open_checkpoint
+from proa.weights.sources import resolve
+
+Progress = Callable[[str, int, int], None]
+# What judges a model before its weights are fetched: (a preview of the model, load_format to open it with).
+Check = Callable[[Path, str], object]
+
+_ELEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def check_loadable(preview: Path, load_format: str, ram_bytes: int | None = None) -> None:
+    """The default judge: architecture, config, every tensor's name, shape and type; and whether the weights fit.
+
+    Raises ConfigError, WeightsError, ResourceError.
+    """
+    checkpoint = open_checkpoint(preview, load_format)
+    declared = checkpoint.declare()
+    if checkpoint.tensors:
+        resolve(declared, checkpoint.tensors)
+    need = declared.spec.num_params * _ELEM_BYTES[checkpoint.dtype]
+    if ram_bytes is not None and need > ram_bytes:
+        raise ResourceError(
+            f"{preview}: the weights need {format_bytes(need)} of RAM, {format_bytes(ram_bytes)} may be used. "
+            "Nothing was fetched.",
+            "Choose a smaller model (`proa models` lists sizes), or free memory.",
+        )
+
+
+def download(
+    reference: HubReference, progress: Progress | None = None, check: Check = check_loadable, hub: Hub | None = None
+) -> Path:
+    """Fetch what is missing; the model's folder in the cache, or its (first) GGUF file.
+
+    Raises ModelNotFound, HubError, UsageError (a choice is needed), ResourceError (disk) and what `check` raises;
+    all but HubError before any weight was fetched.
+    """
+    with closing(hub or Hub()) as hub:
+        repository = hub.repository(reference)
+        cache = RepoCache(reference.repo)
+        snapshot = cache.snapshot(repository.commit)
+        format_ = choose_format(repository)
+        small = () if format_ == "gguf" else [f for f in repository.files if f.path in SMALL_FILES]
+        weights = _choose(hub, repository, format_)
+        _check_disk(repository, [*small, *weights])
+        fetch_files(hub, repository, small, lambda _: None)
+        with tempfile.TemporaryDirectory(prefix="proa-preview-", dir=cache_root()) as folder:
+            for file in small:
+                Path(folder, file.path).symlink_to(snapshot.absolute() / file.path)
+            _judge(hub, repository, format_, weights, Path(folder), check)
+        fetch_files(hub, repository, weights, _counter(reference, weights, progress))
+        cache.set_ref(reference, repository.commit)
+    return snapshot / weights[0].path if format_ == "gguf" else snapshot
+
+
+def download_config(reference: HubReference, hub: Hub | None = None) -> Path:
+    """Fetch config and tokenizer alone, for random weights of the true shapes; returns the folder in the cache.
+
+    Raises ModelNotFound, HubError.
+    """
+    with closing(hub or Hub()) as hub:
+        repository = hub.repository(reference)
+        small = [f for f in repository.files if f.path in SMALL_FILES]
+        if reference.file or all(f.path != "config.json" for f in small):
+            raise ModelNotFound(
+                f"{reference} has no config.json, which dummy weights are made from.",
+                "Name a repository of safetensors.",
+            )
+        fetch_files(hub, repository, small, lambda _: None)
+        RepoCache(reference.repo).set_ref(reference, repository.commit)
+    return RepoCache(reference.repo).snapshot(repository.commit)
+
+
+def _choose(hub: Hub, repository: Repository, format_: Format) -> tuple[HubFile, ...]:
+    if format_ == "gguf":
+        return choose_gguf(repository)
+    return choose_weights(repository, format_, lambda file: hub.read_range(repository, file, file.size_bytes))
+
+
+def _judge(
+    hub: Hub, repository: Repository, format_: Format, weights: Sequence[HubFile], folder: Path, check: Check
+) -> None:
+    """Complete the preview in `folder` and run `check` on it; errors name the repository instead of the folder."""
+    try:
+        if format_ == "gguf":
+            check(preview_gguf(hub, repository, weights, folder), "auto")
+        elif format_ == "safetensors":
+            preview_safetensors(hub, repository, weights, folder)
+            check(folder, "auto")
+        else:
+            check(folder, "dummy")  # a .bin file shows its tensors only as a whole
+    except (ModelError, ResourceError) as error:
+        message = error.message.replace(f"{folder}/", f"{repository.reference}/")
+        raise type(error)(message.replace(str(folder), str(repository.reference)), error.remedy) from error
+
+
+def _check_disk(repository: Repository, files: Sequence[HubFile]) -> None:
+    try:
+        cache_root().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(
+            f"Cannot make the folder {cache_root()}: {error.strerror}.", "Set HF_HUB_CACHE to a folder you can write."
+        ) from error
+    need, free = missing_bytes(repository, files), shutil.disk_usage(cache_root()).free
+    if need > free:
+        raise ResourceError(
+            f"{repository.reference} needs {format_bytes(need)} more in {cache_root()}, "
+            f"where {format_bytes(free)} are free. Nothing was fetched.",
+            "Free some space, or set HF_HUB_CACHE to a folder on a larger disk.",
+        )
+
+
+def _counter(reference: HubReference, files: Sequence[HubFile], progress: Progress | None) -> Callable[[int], None]:
+    """Adds up what arrives; the callers hold a lock."""
+    done, total = 0, sum(file.size_bytes for file in files)
+
+    def arrived(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress:
+            progress(f"fetching {reference}", done, total)
+
+    return arrived

@@ -1,0 +1,154 @@
+"""Which of a repository's files make up the model: one format, nothing twice. Belongs here: file names. Never: I/O."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from proa.errors import ModelNotFound, UsageError, WeightsError
+from proa.hub.api import HubFile, Repository
+from proa.obs.units import format_bytes
+
+Format = Literal["safetensors", "bin", "gguf"]
+
+SMALL_FILES = frozenset(
+    (
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+        "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+        "chat_template.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+    )
+)  # fmt: skip
+
+# What a repository without an index may call its weights, and what it calls copies of them or other things.
+_PATTERNS: dict[Format, re.Pattern[str]] = {
+    "safetensors": re.compile(r"(?!consolidated|adapter|optimizer)[^/]+\.safetensors"),
+    "bin": re.compile(r"pytorch_model[^/]*\.bin"),
+}
+_SINGLE: dict[Format, str] = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+_LABEL = re.compile(r"[-._](?P<label>(UD-)?(I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|FP16|F32))$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class GgufGroup:
+    """One GGUF model: a file, or the parts of a split one in order. label: its quantisation, "" if not named."""
+
+    stem: str
+    paths: tuple[str, ...]
+    num_parts: int
+
+    @property
+    def label(self) -> str:
+        match = _LABEL.search(self.stem)
+        return match["label"].upper() if match else ""
+
+    @property
+    def first(self) -> str:
+        return self.paths[0]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.paths) == self.num_parts
+
+
+def gguf_groups(paths: Iterable[str]) -> list[GgufGroup]:
+    """GGUF files by model. Projectors of vision towers (mmproj) are no models."""
+    groups: dict[str, list[str]] = {}
+    num_parts: dict[str, int] = {}
+    for path in sorted(paths):
+        stem = path.removesuffix(".gguf")
+        if stem == path or path.rpartition("/")[2].startswith("mmproj"):
+            continue
+        part = _PART.fullmatch(stem)
+        stem = part["stem"] if part else stem
+        groups.setdefault(stem, []).append(path)
+        num_parts[stem] = int(part["count"]) if part else 1
+    return [GgufGroup(stem, tuple(found), num_parts[stem]) for stem, found in groups.items()]
+
+
+def named_group(groups: list[GgufGroup], wanted: str) -> GgufGroup | None:
+    """The model whose file or quantisation is `wanted`; None if there is none or more than one."""
+    by_file = [g for g in groups if wanted in g.paths]
+    by_label = [g for g in groups if g.label == wanted.upper()]
+    found = by_file or by_label
+    return found[0] if len(found) == 1 else None
+
+
+def choose_format(repository: Repository) -> Format:
+    """safetensors before PyTorch's .bin before GGUF; GGUF if the reference names a file. Raises ModelNotFound."""
+    paths = {file.path for file in repository.files}
+    if repository.reference.file:
+        return "gguf"
+    for format_, pattern in _PATTERNS.items():
+        if any(pattern.fullmatch(path) for path in paths):
+            if "config.json" not in paths:
+                raise ModelNotFound(
+                    f"{repository.reference} has weights but no config.json.", "Use a repository of the whole model."
+                )
+            return format_
+    if gguf_groups(paths):
+        return "gguf"
+    kinds = sorted({path.rpartition(".")[2] for path in paths if "." in path})
+    raise ModelNotFound(
+        f"{repository.reference} has no weights that Proa reads (safetensors, pytorch_model*.bin or GGUF); "
+        f"its files end with {', '.join(kinds) or 'nothing'}.",
+        "Look for another repository of the same model.",
+    )
+
+
+def choose_gguf(repository: Repository) -> tuple[HubFile, ...]:
+    """The parts of the one GGUF model that is asked for. Raises UsageError that lists the choices."""
+    groups = gguf_groups(file.path for file in repository.files)
+    wanted = repository.reference.file
+    group = named_group(groups, wanted) if wanted else (groups[0] if len(groups) == 1 else None)
+    files = {file.path: file for file in repository.files}
+    if group and group.is_complete:
+        return tuple(files[path] for path in group.paths)
+    repo = repository.reference.repo
+    if not groups:
+        raise ModelNotFound(f"{repo} has no GGUF files, so :{wanted} names nothing.", f"Use {repo} alone.")
+    if group:
+        raise WeightsError(
+            f"{repo}: {group.stem} has {len(group.paths)} of its {group.num_parts} parts.", "Choose another file."
+        )
+    labels = [g.label for g in groups]
+    listed = [
+        f"{repo}:{g.label if g.label and labels.count(g.label) == 1 else g.first} "
+        f"({format_bytes(sum(files[path].size_bytes for path in g.paths))})"
+        for g in groups
+    ]
+    said = f"no single GGUF model called {wanted}" if wanted else f"{len(groups)} GGUF models"
+    raise UsageError(f"{repo} has {said}.", f"Choose one: {', '.join(listed)}.")
+
+
+def choose_weights(repository: Repository, format_: Format, read: Callable[[HubFile], bytes]) -> tuple[HubFile, ...]:
+    """Weight files of a safetensors or .bin model: what the index names, else the single file, else all that look
+    like shards. `read` gives the index's content."""
+    files = {file.path: file for file in repository.files}
+    single = _SINGLE[format_]
+    index = files.get(f"{single}.index.json")
+    if index:
+        names = shard_names(read(index), index.path)
+        if missing := [name for name in names if name not in files]:
+            raise WeightsError(
+                f"{repository.reference}: {index.path} names {missing[0]}, which the repository does not have.",
+                "The repository is incomplete; use another revision.",
+            )
+        return tuple(files[name] for name in names)
+    if single in files:
+        return (files[single],)
+    return tuple(file for file in repository.files if _PATTERNS[format_].fullmatch(file.path))
+
+
+def shard_names(index: bytes, name: str) -> list[str]:
+    """Files that a *.index.json names. Raises WeightsError if it is not one."""
+    try:
+        return sorted(set(json.loads(index)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(
+            f"{name} cannot be read ({error!r}).", "The repository or the download is damaged."
+        ) from error

@@ -1,0 +1,39 @@
+"""The frozen Machine: what a process may use here. JSON in and out (msgspec). Never: probing, decisions."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class NumaNode(msgspec.Struct, frozen=True):
+    """One memory node: its CPUs and its RAM; None where the kernel does not say."""
+
+    id: int
+    cpus: tuple[int, ...]
+    memory_bytes: int | None = None
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """One host as this process sees it. None means: the kernel does not say; `notes` tell what is missing."""
+
+    cpu: str  # the processor's name
+    isa: tuple[str, ...] = ()  # the instruction sets that matter to matrix kernels, as /proc/cpuinfo names them
+    online_cpus: int  # logical CPUs switched on in the machine
+    usable_cpus: tuple[int, ...]  # ids of those that affinity and cpuset leave to this process
+    quota_cores: float | None = None  # CPU time per second granted by control groups
+    physical_cores: int | None = None  # distinct cores among usable_cpus
+    packages: int | None = None  # distinct sockets among usable_cpus
+    l3_bytes: int | None = None  # last-level cache reachable from usable_cpus, all slices
+    numa: tuple[NumaNode, ...] = ()
+    total_bytes: int
+    available_bytes: int  # RAM this process may still take: the kernel's estimate, cut by every control group
+    memory_bound_by: str = "free memory"  # what decided available_bytes
+    gpus: tuple[str, ...] = ()
+    gpus_note: str = "not probed: this version computes on CPUs only"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def usable_cores(self) -> int:
+        """Logical CPUs that can really run at once: affinity, cpuset and whole cores of the quota; at least 1."""
+        usable = len(self.usable_cpus)
+        return usable if self.quota_cores is None else max(1, min(usable, int(self.quota_cores)))

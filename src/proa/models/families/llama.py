@@ -1,0 +1,84 @@
+"""Dense models of Llama's shape: Llama 1 to 3, SmolLM2, Yi; Qwen2 and Qwen2.5; Qwen3.
+
+Belongs here too: the readers that every family with this attention shares. Source of the shapes: the
+modeling files of the same names in Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from proa.models.config_reader import Reader
+from proa.models.names import NameTable
+from proa.models.rope_reader import context_tokens, rope
+from proa.models.spec import Attention, Block, Mlp, Model, Moe
+
+
+def llama(c: Reader) -> tuple[Model, NameTable]:
+    bias = c.get("attention_bias", bool, False)
+    mixer = attention(c, qkv_bias=bias, o_bias=bias)
+    return _dense(c, mixer, mlp_bias=c.get("mlp_bias", bool, False))
+
+
+def qwen2(c: Reader) -> tuple[Model, NameTable]:
+    return _dense(c, attention(c, qkv_bias=True), windows=qwen_windows(c))
+
+
+def qwen3(c: Reader) -> tuple[Model, NameTable]:
+    bias = c.get("attention_bias", bool, False)
+    return _dense(c, attention(c, qk_norm="head", qkv_bias=bias, o_bias=bias), windows=qwen_windows(c))
+
+
+def _dense(
+    c: Reader, mixer: Attention, *, mlp_bias: bool = False, windows: Sequence[int | None] = ()
+) -> tuple[Model, NameTable]:
+    layers = c.size("num_hidden_layers")
+    ffn = Mlp(mixer.hidden, c.size("intermediate_size"), mlp_bias)
+    return model(c, mixer, [ffn] * layers, windows), NameTable()
+
+
+def attention(c: Reader, *, theta: float = 10000.0, **kinds: Any) -> Attention:
+    """Grouped-query attention. `theta` is the family's default; `kinds` are the norm and bias fields of Attention
+    that the family fixes."""
+    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
+    kv_heads = c.size("num_key_value_heads", heads)
+    if heads % kv_heads or (hidden % heads and not c.has("head_dim")):
+        raise c.error(f"{heads} heads with {kv_heads} KV heads do not divide hidden_size {hidden}")
+    head_dim = c.size("head_dim", hidden // heads)
+    if head_dim % 2:
+        raise c.error(f"rotary embeddings need an even head_dim, but it is {head_dim}")
+    return Attention(hidden, heads, kv_heads, head_dim, rope(c, head_dim, theta), **kinds)
+
+
+def model(c: Reader, mixer: Attention, ffns: Sequence[Mlp | Moe], windows: Sequence[int | None] = ()) -> Model:
+    """One block per ffn, each with `mixer` and its own window; ends the reading."""
+    c.expect("hidden_act", "silu", "swish")  # two names of one function
+    by_layer = windows or [None] * len(ffns)
+    spec = Model(
+        hidden=mixer.hidden,
+        vocab=c.size("vocab_size"),
+        blocks=tuple(Block(replace(mixer, window=w), ffn) for w, ffn in zip(by_layer, ffns, strict=True)),
+        norm_eps=c.get("rms_norm_eps", float),
+        max_positions=context_tokens(c, mixer.rope),
+        tied=c.get("tie_word_embeddings", bool, False),
+    )
+    c.finish()
+    return spec
+
+
+def qwen_windows(c: Reader) -> list[int | None]:
+    """Sliding windows of Qwen2 and Qwen3 by layer: `layer_types`, else from max_window_layers on."""
+    layers, full = c.size("num_hidden_layers"), "full_attention"
+    width = c.get("sliding_window", int, 0)
+    first = c.get("max_window_layers", int, layers)
+    if not c.get("use_sliding_window", bool, False):
+        c.expect("layer_types", [full] * layers)
+        return [None] * layers
+    if width < 1:
+        raise c.error(f"use_sliding_window is true, but sliding_window is {width}")
+    kinds = c.get("layer_types", list, [full if i < first else "sliding_attention" for i in range(layers)])
+    if len(kinds) != layers or not {*kinds} <= {full, "sliding_attention"}:
+        raise c.error(f"layer_types must name full_attention or sliding_attention for {layers} layers")
+    return [None if kind == full else width for kind in kinds]

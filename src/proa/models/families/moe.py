@@ -1,0 +1,62 @@
+"""Llama's attention with a mixture of experts: Qwen2-MoE (and Qwen1.5-MoE), Qwen3-MoE, Mixtral."""
+
+from __future__ import annotations
+
+from proa.models.config_reader import Reader
+from proa.models.families.llama import attention, model, qwen_windows
+from proa.models.names import NameTable
+from proa.models.spec import Mlp, Model, Moe, Router
+
+MIXTRAL_NAMES = NameTable(
+    (
+        ("blocks.{i}.ffn.router.weight", "model.layers.{i}.block_sparse_moe.gate.weight"),
+        ("blocks.{i}.ffn.experts.{e}.gate.weight", "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight"),
+        ("blocks.{i}.ffn.experts.{e}.down.weight", "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight"),
+        ("blocks.{i}.ffn.experts.{e}.up.weight", "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight"),
+    )
+)
+
+
+def qwen2_moe(c: Reader) -> tuple[Model, NameTable]:
+    mixer = attention(c, qkv_bias=c.get("qkv_bias", bool, True))
+    shared = Mlp(mixer.hidden, c.size("shared_expert_intermediate_size"))
+    return model(c, mixer, _qwen_ffns(c, mixer.hidden, shared), _layer_windows(c)), NameTable()
+
+
+def qwen3_moe(c: Reader) -> tuple[Model, NameTable]:
+    bias = c.get("attention_bias", bool, False)
+    mixer = attention(c, qk_norm="head", qkv_bias=bias, o_bias=bias)
+    return model(c, mixer, _qwen_ffns(c, mixer.hidden, None), _layer_windows(c)), NameTable()
+
+
+def mixtral(c: Reader) -> tuple[Model, NameTable]:
+    mixer = attention(c, theta=1e6)
+    moe = _moe(c, mixer.hidden, c.size("num_local_experts"), c.size("intermediate_size"), renormalise=True)
+    layers = c.size("num_hidden_layers")
+    return model(c, mixer, [moe] * layers, [c.size("sliding_window", None)] * layers), MIXTRAL_NAMES
+
+
+def _moe(c: Reader, hidden: int, experts: int, width: int, *, renormalise: bool, shared: Mlp | None = None) -> Moe:
+    top_k = c.size("num_experts_per_tok")
+    if top_k > experts:
+        raise c.error(f"num_experts_per_tok is {top_k}, but there are only {experts} experts")
+    router = Router("softmax", renormalise)
+    return Moe(hidden, experts, top_k, width, router, shared, shared_gate=shared is not None)
+
+
+def _qwen_ffns(c: Reader, hidden: int, shared: Mlp | None) -> list[Mlp | Moe]:
+    """Every decoder_sparse_step-th layer is sparse, those in mlp_only_layers never."""
+    experts = c.get_any(("num_experts", "num_local_experts"), int)
+    renormalise = c.get("norm_topk_prob", bool)
+    sparse = _moe(c, hidden, experts, c.size("moe_intermediate_size"), renormalise=renormalise, shared=shared)
+    dense = Mlp(hidden, c.size("intermediate_size"))
+    step, only = c.size("decoder_sparse_step", 1), c.get("mlp_only_layers", list, [])
+    layers = range(c.size("num_hidden_layers"))
+    return [dense if i in only or (i + 1) % step else sparse for i in layers]
+
+
+def _layer_windows(c: Reader) -> list[int | None]:
+    """Without layer_types, versions of transformers disagree about which layers of a MoE slide."""
+    if c.get("use_sliding_window", bool, False) and not c.has("layer_types"):
+        raise c.error("use_sliding_window is true, but layer_types does not say which layers slide")
+    return qwen_windows(c)

@@ -1,0 +1,84 @@
+"""Parameter names -> checkpoint names, by rules. Never: tensors, shapes, files.
+
+A rule is (pattern over our names, checkpoint pattern): `{i}` is a layer, `{e}` an expert, `{p}` and `{w}`
+any one word. A family passes only the rules that differ; they stand in front of HF. All matching rules give
+candidates, best first, since one model is published under more than one naming.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from proa.models.spec import Model
+
+Rules = tuple[tuple[str, str], ...]
+
+HF: Rules = (
+    ("embed.weight", "model.embed_tokens.weight"),
+    ("norm.weight", "model.norm.weight"),
+    ("head.weight", "lm_head.weight"),
+    ("blocks.{i}.norm1.weight", "model.layers.{i}.input_layernorm.weight"),
+    ("blocks.{i}.norm2.weight", "model.layers.{i}.post_attention_layernorm.weight"),
+    ("blocks.{i}.mixer.q_norm.weight", "model.layers.{i}.self_attn.q_norm.weight"),
+    ("blocks.{i}.mixer.k_norm.weight", "model.layers.{i}.self_attn.k_norm.weight"),
+    ("blocks.{i}.mixer.{p}.{w}", "model.layers.{i}.self_attn.{p}_proj.{w}"),
+    ("blocks.{i}.ffn.router.weight", "model.layers.{i}.mlp.gate.weight"),
+    ("blocks.{i}.ffn.experts.{e}.{p}.weight", "model.layers.{i}.mlp.experts.{e}.{p}_proj.weight"),
+    ("blocks.{i}.ffn.experts.{p}.weight", "model.layers.{i}.mlp.experts.{p}_proj"),
+    ("blocks.{i}.ffn.shared.{p}.weight", "model.layers.{i}.mlp.shared_expert.{p}_proj.weight"),
+    ("blocks.{i}.ffn.shared_gate.weight", "model.layers.{i}.mlp.shared_expert_gate.weight"),
+    ("blocks.{i}.ffn.{p}.{w}", "model.layers.{i}.mlp.{p}_proj.{w}"),
+)
+
+# Tensors that may be in the file and are not parameters: (regular expression, why).
+HF_IGNORED: Rules = (
+    (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", "rotary frequencies follow from the config"),
+)
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """Names of one checkpoint's tensors.
+
+    stacked_out_in: how experts stacked in one tensor lie: True [E, out, in], False [E, in, out], None: the
+    shapes decide.
+    """
+
+    rules: Rules = ()
+    defaults: Rules = HF
+    ignored: Rules = HF_IGNORED
+    stacked_out_in: bool | None = None
+
+    def candidates(self, name: str) -> tuple[str, ...]:
+        """Checkpoint names that may hold our parameter `name`, best first."""
+        numbers = [part for part in name.split(".") if part.isdigit()]
+        letters = iter("ie")
+        template = ".".join("{%s}" % next(letters) if p.isdigit() else p for p in name.split("."))  # noqa: UP031
+        values = dict(zip("ie", numbers, strict=False))
+        return tuple(t.format(**values) for t in _templates(self.rules + self.defaults, template))
+
+    def why_ignored(self, tensor: str) -> str | None:
+        """Why a tensor of the file is rightly not loaded; None if it is not known."""
+        return next((why for pattern, why in self.ignored if re.fullmatch(pattern, tensor)), None)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a checkpoint's configuration says: the model's shapes and the names of its tensors."""
+
+    spec: Model
+    names: NameTable
+
+
+@cache
+def _templates(rules: Rules, name: str) -> tuple[str, ...]:
+    """Checkpoint templates for a name whose numbers are {i} and {e} already; a model has a handful."""
+    found = []
+    for pattern, target in rules:
+        regex = re.sub(r"\\{([pw])\\}", r"(?P<\1>[a-z_]+)", re.escape(pattern))
+        if match := re.fullmatch(regex, name):
+            words = {"i": "{i}", "e": "{e}", **match.groupdict()}
+            found.append(target.format(**words))
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,87 @@
+"""Rotary embedding and context length, read from a config in either spelling. Never: formulas (layers/rope.py).
+
+The keys and defaults are those of Hugging Face transformers' modeling_rope_utils.
+"""
+
+from __future__ import annotations
+
+from proa.models.config_reader import Reader
+from proa.models.spec import Rope, RopeScaling
+
+
+def rope(c: Reader, head_dim: int, theta: float) -> Rope:
+    """Both spellings: rope_parameters of transformers 5, and rope_theta with rope_scaling from before.
+    `theta` holds if the config is silent.
+
+    `rope_interleaved` is how models/gguf.py says that the file pairs neighbouring dimensions.
+    """
+    theta = c.get("rope_theta", float, theta)
+    new = c.has("rope_parameters")
+    if new:
+        c.expect("rope_scaling")
+    p = c.sub("rope_parameters" if new else "rope_scaling")
+    for part in (c, p):
+        part.expect("partial_rotary_factor", 1.0)  # Rope.dim is ready for it; none of these families has it
+    scaling = _scaling(p, _positions(c), c.get("original_max_position_embeddings", int, None))
+    if scaling and scaling.kind == "factors" and len(scaling.factors) != head_dim // 2:
+        raise p.error(f"{len(scaling.factors)} rope factors for {head_dim // 2} frequencies")
+    return Rope(
+        dim=head_dim,
+        base=p.get("rope_theta", float, theta),
+        scaling=scaling,
+        interleaved=c.get("rope_interleaved", bool, False),
+    )
+
+
+def _scaling(p: Reader, positions: int, original: int | None) -> RopeScaling | None:
+    """The variants of transformers' modeling_rope_utils, with its defaults."""
+    kind = p.get_any(("rope_type", "type"), str, "default")
+    if kind == "default":
+        return None
+    if kind == "factors":
+        factors = tuple(float(f) for f in p.get("factors", list))
+        return RopeScaling("factors", 1.0, positions, factors=factors)
+    factor = p.get("factor", float)
+    if factor < 1.0:
+        raise p.error(f"factor must be at least 1, but it is {factor}")
+    if kind in ("linear", "dynamic"):
+        p.ignore("both count from max_position_embeddings", "original_max_position_embeddings")
+        return RopeScaling("linear" if kind == "linear" else "dynamic", factor, positions)
+    trained = p.get("original_max_position_embeddings", int, positions)
+    trained = trained if original is None else original
+    if kind == "llama3":
+        low, high = p.get("low_freq_factor", float), p.get("high_freq_factor", float)
+        if not 0 < low < high:
+            raise p.error(f"low_freq_factor {low} must be above 0 and below high_freq_factor {high}")
+        return RopeScaling("llama3", factor, trained, low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn":
+        return _yarn(p, factor, trained)
+    raise p.error(f"rope type {kind!r} is not implemented, only default, linear, dynamic, llama3 and yarn")
+
+
+def _yarn(p: Reader, factor: float, trained: int) -> RopeScaling:
+    """beta 0 and null both mean the default; without attention_factor the formula of layers/rope.py holds."""
+    return RopeScaling(
+        "yarn",
+        factor,
+        trained,
+        beta_fast=p.get("beta_fast", float, 0.0) or 32.0,
+        beta_slow=p.get("beta_slow", float, 0.0) or 1.0,
+        attention_factor=p.get("attention_factor", float, None),
+        mscale=p.get("mscale", float, None),
+        mscale_all_dim=p.get("mscale_all_dim", float, None),
+        truncate=p.get("truncate", bool, True),
+    )
+
+
+def _positions(c: Reader) -> int:
+    """Llama 1 said max_sequence_length, and at first nothing: it was made for 2048."""
+    return c.get_any(("max_position_embeddings", "max_sequence_length"), int, 2048)
+
+
+def context_tokens(c: Reader, rope: Rope) -> int:
+    """What the model can serve: yarn and dynamic stretch a context that configs often leave as trained."""
+    positions, scaling = _positions(c), rope.scaling
+    if scaling is None or scaling.kind not in ("yarn", "dynamic"):
+        return positions
+    return max(positions, int(scaling.original_positions * scaling.factor))

@@ -1,0 +1,57 @@
+"""Bytes, rates and durations as people read them. Never: measuring, writing to a terminal."""
+
+from __future__ import annotations
+
+import math
+
+_STEPS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"; powers of 1024, three significant digits."""
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    size = float(count)
+    for unit in _STEPS:
+        size /= 1024
+        if abs(size) < 1023.5 or unit == _STEPS[-1]:
+            break
+    return f"{size:.{_decimals(size)}f} {unit}"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Bandwidth in decimal units, as memory and links are sold: 2.56e10 -> "25.6 GB/s"."""
+    size, unit = bytes_per_s / 1e9, "GB/s"
+    if abs(size) < 1:
+        size, unit = bytes_per_s / 1e6, "MB/s"
+    return f"{size:.{_decimals(size)}f} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """0.0124 -> "12 ms", 3.21 -> "3.2 s", 75 -> "1 min 15 s", 7500 -> "2 h 5 min"."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def format_count(count: int) -> str:
+    """134515008 -> "135M": parameters, tokens."""
+    size = float(count)
+    for unit in ("", "K", "M", "B"):
+        if abs(size) < 999.5 or unit == "B":
+            break
+        size /= 1000
+    return f"{size:.{_decimals(size) if unit else 0}f}{unit}"
+
+
+def _decimals(size: float) -> int:
+    return 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0

@@ -1,0 +1,77 @@
+"""What a model needs in RAM: pure formulas over its spec. Never: options, free memory, decisions.
+
+process + weights + loading + kv + workspace
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proa.models.spec import Block, Mlp, Model
+
+ELEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+# Two processes, measured on x86-64 with Python 3.11 and torch 2.13 for CPUs, resident: the engine after its first
+# operations 249 MB, the server with transformers and a tokenizer 269 MB.
+PROCESS_BYTES = 512 << 20
+
+# The loader streams chunks of about 1 MiB, each with its decoded form (weights/load.py), or fills dummy weights from
+# 16 MiB of random numbers; the rest is what allocators keep.
+LOADING_BYTES = 64 << 20
+
+# The workspace is an upper bound: the peak was measured at 0.4 to 0.65 of it (Qwen3-30B's shapes, steps of 512 and
+# 2048 rows, contexts of 4096 to 32768, bfloat16 and float32).
+# Bytes per vocabulary entry of one row being sampled: logits in the model's type, float32 copies for penalties and
+# temperature, float64 probabilities and their running sum, and what sorting adds (sampling/sampler.py).
+SAMPLED_LOGIT_BYTES = 48
+# Rows whose logits exist at once when a prompt's log-probabilities are asked (engine/runner.py), and their bytes
+# per entry: the model's type, float32, its log-softmax.
+SCORED_ROWS, SCORED_LOGIT_BYTES = 64, 12
+# Bytes per (query, key) pair of the causal mask: int64 distance, bool, and the mask in the widest type.
+MASK_BYTES = 13
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Bytes that a model needs as a function of what is still open: its context and its KV pages."""
+
+    weights_bytes: int
+    workspace_base_bytes: int
+    workspace_bytes_per_context_token: int
+    page_bytes: int
+    page_tokens: int
+
+    def pages(self, tokens: int) -> int:
+        """KV pages that hold one sequence of `tokens`."""
+        return -(-tokens // self.page_tokens)
+
+    def workspace_bytes(self, context_tokens: int) -> int:
+        return self.workspace_base_bytes + self.workspace_bytes_per_context_token * context_tokens
+
+    def total_bytes(self, context_tokens: int, num_pages: int) -> int:
+        kv_bytes = num_pages * self.page_bytes
+        return PROCESS_BYTES + self.weights_bytes + LOADING_BYTES + kv_bytes + self.workspace_bytes(context_tokens)
+
+
+def demand(spec: Model, elem_bytes: int, page_tokens: int, max_running: int, batch_tokens: int) -> Demand:
+    """The demand of a model held in `elem_bytes` per parameter, running steps of up to `batch_tokens`."""
+    logits = spec.vocab * (max_running * SAMPLED_LOGIT_BYTES + SCORED_ROWS * SCORED_LOGIT_BYTES)
+    activations = batch_tokens * max((_row_bytes(block) for block in spec.blocks), default=0)
+    # One layer at a time, one sequence at a time: its pages gathered into K and V, and its mask.
+    gathered = max((block.mixer.cache.elems_per_token for block in spec.blocks), default=0) * elem_bytes
+    return Demand(
+        weights_bytes=spec.num_params * elem_bytes,
+        workspace_base_bytes=logits + activations,
+        workspace_bytes_per_context_token=gathered + batch_tokens * MASK_BYTES,
+        page_bytes=page_tokens * spec.kv_bytes_per_token(elem_bytes),
+        page_tokens=page_tokens,
+    )
+
+
+def _row_bytes(block: Block) -> int:
+    """Activations of one row in one layer, all counted as float32: residual, norms and their squares (6 hidden),
+    queries, keys and values before and after rotation (4 each), gate, up and their product (4 widths)."""
+    attention, ffn = block.mixer, block.ffn
+    heads = attention.heads + 2 * attention.kv_heads
+    width = ffn.width if isinstance(ffn, Mlp) else max(ffn.width, ffn.shared.width if ffn.shared else 0)
+    return 4 * (6 * attention.hidden + 4 * heads * attention.head_dim + 4 * width)

@@ -1,0 +1,181 @@
+"""How long a context and how many KV pages memory allows; or the refusal, with numbers. Never: other decisions."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from proa.config.options import EngineOptions
+from proa.errors import ResourceError, UsageError
+from proa.machine.machine import Machine
+from proa.models.spec import Block, Model
+from proa.obs.units import format_bytes
+from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, Demand
+from proa.types import Decision
+
+# Where memory is short and nobody asked for a length, a context below this is refused instead of granted.
+LEAST_CONTEXT_TOKENS = 1024
+# The KV pool holds one user's full context, and this much for each further running request.
+FURTHER_REQUEST_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything the fit depends on."""
+
+    model: str  # as asked, for messages
+    spec: Model
+    options: EngineOptions
+    dtype: str
+    need: Demand
+    machine: Machine
+    usable_bytes: int
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """context_tokens <= num_pages * page_tokens."""
+
+    context_tokens: int
+    num_pages: int
+    decisions: tuple[Decision, ...]
+
+
+def fit(case: Case) -> Fitted:
+    """One user's context first, then the pages that other requests want, as far as memory reaches.
+
+    Raises UsageError for a context the model is not made for, ResourceError where memory does not suffice.
+    """
+    asked, need = case.options.cache.context, case.need
+    full = supported_context(case.spec)
+    if asked is not None and asked > full:
+        raise _too_long(case.model, asked, full)
+    given = _pages_asked(case)
+    longest = full if given is None else min(full, given * need.page_tokens)
+
+    def total_bytes(context: int) -> int:
+        return need.total_bytes(context, need.pages(context) if given is None else given)
+
+    fitting = bisect_right(range(1, longest + 1), case.usable_bytes, key=total_bytes)  # it only grows with context
+    least = asked or (min(full, LEAST_CONTEXT_TOKENS) if given is None else 1)
+    if fitting < least:
+        raise _refusal(case, least, total_bytes(least), fitting)
+    context = asked or fitting
+    pages = _wanted_pages(case, context) if given is None else given
+    return Fitted(context, pages, (_context_row(case, context, full), _pages_row(case, context, pages)))
+
+
+def supported_context(spec: Model) -> int:
+    """The longest context the checkpoint is made for: its positions, or what its rope scaling stretches them to."""
+
+    def reach(block: Block) -> int:
+        scaling = block.mixer.rope.scaling
+        if scaling is None or scaling.kind == "llama3":  # llama3 configs state the stretched length themselves
+            return spec.max_positions
+        return max(spec.max_positions, int(scaling.original_positions * scaling.factor))
+
+    return min(map(reach, spec.blocks), default=spec.max_positions)
+
+
+def _pages_asked(case: Case) -> int | None:
+    """Pages that --kv-memory buys; None if it was not given."""
+    asked, need, context = case.options.cache.kv_memory, case.need, case.options.cache.context or 1
+    if asked is None:
+        return None
+    pages = asked // need.page_bytes
+    if pages < need.pages(context):
+        least = need.pages(context) * need.page_bytes
+        raise UsageError(
+            f"--kv-memory {format_bytes(asked)} holds {pages * need.page_tokens} tokens of {case.model}; "
+            f"a context of {context} needs {format_bytes(least)}.",
+            f"Use --kv-memory {_size(least)} or more" + (", or a shorter --context." if context > 1 else "."),
+            param="kv_memory",
+        )
+    return pages
+
+
+def _wanted_pages(case: Case, context: int) -> int:
+    """One context and a share for each further request, cut to what memory still has; at least one context."""
+    need, others = case.need, case.options.scheduler.max_running - 1
+    least = need.pages(context)
+    wanted = least + others * need.pages(min(context, FURTHER_REQUEST_TOKENS))
+    more = range(least + 1, wanted + 1)
+    return least + bisect_right(more, case.usable_bytes, key=lambda pages: need.total_bytes(context, pages))
+
+
+def _context_row(case: Case, context: int, full: int) -> Decision:
+    asked = case.options.cache.context
+    if asked is not None:
+        return Decision("context", str(asked), str(context), f"as asked; the model is made for {full}")
+    if context == full:
+        return Decision("context", "auto", str(context), "all the model is made for")
+    limit = "memory" if case.options.cache.kv_memory is None else "--kv-memory"
+    return Decision("context", "auto", str(context), f"the longest that fits {limit}; the model is made for {full}")
+
+
+def _pages_row(case: Case, context: int, pages: int) -> Decision:
+    asked, need, running = case.options.cache.kv_memory, case.need, case.options.scheduler.max_running
+    got = f"{format_bytes(pages * need.page_bytes)}: {pages} pages of {need.page_tokens} tokens"
+    why = f"{pages * need.page_tokens} tokens: one full context"
+    if running > 1:
+        why += f", {(pages - need.pages(context)) * need.page_tokens} tokens for {running - 1} more requests"
+    return Decision("KV cache", "auto" if asked is None else format_bytes(asked), got, why)
+
+
+def _too_long(model: str, asked: int, full: int) -> UsageError:
+    example = '\'rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": N}\''
+    return UsageError(
+        f"--context {asked} is longer than the {full} tokens that {model} is made for.",
+        f"Use --context {full} or less. If its authors allow a stretched context: --override-config {example}.",
+        param="context",
+    )
+
+
+def _refusal(case: Case, context: int, total_bytes: int, fitting: int) -> ResourceError:
+    """What is needed, what is free, the largest parts, and which flags would help."""
+    need, machine, usable = case.need, case.machine, case.usable_bytes
+    workspace_bytes = need.workspace_bytes(context)
+    fixed_bytes = PROCESS_BYTES + LOADING_BYTES
+    kv = "KV cache" + (f" for a context of {context}" if case.options.cache.kv_memory is None else "")
+    parts = {
+        f"weights as {case.dtype}": need.weights_bytes,
+        kv: total_bytes - need.weights_bytes - workspace_bytes - fixed_bytes,
+        "workspace": workspace_bytes,
+        "the program itself": fixed_bytes,
+    }
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]))
+    free = f"{format_bytes(machine.available_bytes)} free of {format_bytes(machine.total_bytes)}"
+    if machine.memory_bound_by != "free memory":
+        free += f", bound by {machine.memory_bound_by}"
+    return ResourceError(
+        f"{case.model} does not fit into memory: it needs {format_bytes(total_bytes)} ({listed}), but "
+        f"{format_bytes(usable)} may be used ({free}).",
+        _remedies(case, total_bytes, fitting),
+    )
+
+
+def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
+    """Only what would really help here."""
+    asked, missing = case.options, total_bytes - case.usable_bytes
+    helps = []
+    if fitting > 0:
+        helps.append(f"use --context {fitting}")
+    if asked.cache.kv_memory is not None and asked.cache.context is None:
+        helps.append("lower --kv-memory")
+    if case.dtype == "float32" and case.need.weights_bytes // 2 >= missing:
+        helps.append(f"use --dtype bfloat16, which saves {format_bytes(case.need.weights_bytes // 2)}")
+    if case.machine.available_bytes >= total_bytes:
+        by_ram = asked.machine.ram is not None and asked.machine.ram < total_bytes
+        spare = case.machine.available_bytes - total_bytes
+        helps.append(f"use --ram {_size(total_bytes)}" if by_ram else f"use --ram-reserve {spare >> 20}M")
+    elif case.machine.total_bytes >= total_bytes:
+        helps.append(f"free {format_bytes(missing)} of memory")
+    else:
+        helps.append("use a machine with more memory, or a smaller model")
+    sentence = "; or ".join(helps)
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _size(count: int) -> str:
+    """Bytes as a flag takes them, rounded up to MiB."""
+    return f"{-(-count >> 20)}M"

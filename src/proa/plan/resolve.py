@@ -1,0 +1,152 @@
+"""Options + model + machine -> the frozen Plan, each decision with its reason. Pure. Never: reading files, measuring.
+
+`got` in a Decision is what happens; where it differs from `asked`, `why` says what forced it. What cannot be done
+as asked raises UsageError (wrong in itself) or ResourceError (wrong on this machine), before a byte is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proa.config.options import EngineOptions, MachineOptions
+from proa.errors import UsageError
+from proa.machine.machine import Machine
+from proa.models.spec import Model
+from proa.obs.units import format_bytes
+from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
+from proa.plan.fit import Case, fit
+from proa.plan.overrides import config_overrides
+from proa.plan.plan import MemoryBudget, Plan, Roof
+from proa.types import Decision
+
+if TYPE_CHECKING:
+    from proa.models.names import Declared
+    from proa.weights.checkpoint import Checkpoint
+
+# The roof of decode counts the KV of a conversation this long.
+ROOF_CONTEXT_TOKENS = 256
+
+
+def resolve(
+    options: EngineOptions, model: str, checkpoint: Checkpoint, declared: Declared, machine: Machine, bandwidth: float
+) -> Plan:
+    """Settle everything. `bandwidth` is the measured RAM read rate in bytes/s.
+
+    Raises UsageError, ResourceError.
+    """
+    spec, asked = declared.spec, options.scheduler
+    dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
+    threads, threads_row = _threads(options.machine.threads, machine)
+    batch_tokens, batch_row = _batch_tokens(options)
+    usable_bytes, ram_row = _ram(options.machine, machine)
+    page_tokens, elem_bytes = options.cache.page_tokens, ELEM_BYTES[dtype]
+    need = demand(spec, elem_bytes, page_tokens, asked.max_running, batch_tokens)
+    fitted = fit(Case(model, spec, options, dtype, need, machine, usable_bytes))
+    return Plan(
+        model=model,
+        path=str(checkpoint.path),
+        load_format=checkpoint.load_format,
+        dtype=dtype,
+        dummy_seed=options.model.dummy_seed,
+        dummy_router=options.model.dummy_router,
+        ignore_config_keys=options.model.ignore_config_key,
+        override_config=config_overrides(options.model.override_config),
+        context_tokens=fitted.context_tokens,
+        page_tokens=page_tokens,
+        num_pages=fitted.num_pages,
+        prefix_cache=options.cache.prefix_cache,
+        max_running=asked.max_running,
+        max_batch_tokens=batch_tokens,
+        max_queued=asked.max_queued,
+        max_queued_tokens=asked.max_queued_tokens,
+        threads=threads,
+        memory=MemoryBudget(
+            free_bytes=machine.available_bytes,
+            reserve_bytes=machine.available_bytes - usable_bytes,
+            weights_bytes=need.weights_bytes,
+            kv_bytes=fitted.num_pages * need.page_bytes,
+            workspace_bytes=need.workspace_bytes(fitted.context_tokens),
+            loading_bytes=LOADING_BYTES,
+            process_bytes=PROCESS_BYTES,
+        ),
+        roof=_roof(spec, elem_bytes, bandwidth),
+        decisions=(
+            _load_format(options.model.load_format, checkpoint),
+            dtype_row,
+            *fitted.decisions,
+            _prefix_cache(options.cache.prefix_cache),
+            Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue"),
+            batch_row,
+            ram_row,
+            threads_row,
+        ),
+    )
+
+
+def _load_format(asked: str, checkpoint: Checkpoint) -> Decision:
+    why = {
+        "dummy": "random weights of the true shapes: answers mean nothing",
+        "gguf": "dequantised exactly while loading",
+    }.get(checkpoint.load_format, "the files found" if asked == "auto" else "as asked")
+    return Decision("weights", asked, checkpoint.load_format, why)
+
+
+def _dtype(asked: str, checkpoint: Checkpoint) -> tuple[str, Decision]:
+    stored = checkpoint.dtype
+    if asked != "auto":
+        narrower = ELEM_BYTES[stored] > ELEM_BYTES[asked]
+        why = f"as asked; the checkpoint's {stored} is rounded once" if narrower else "as asked"
+        return asked, Decision("dtype", asked, asked, why)
+    if checkpoint.load_format == "gguf":
+        return "bfloat16", Decision("dtype", asked, "bfloat16", "GGUF: each dequantised weight is rounded once")
+    return stored, Decision("dtype", asked, stored, "the checkpoint's own")
+
+
+def _threads(asked: int | None, machine: Machine) -> tuple[int, Decision]:
+    usable, cpus = machine.usable_cores, len(machine.usable_cpus)
+    if asked is not None:
+        if asked > cpus:
+            raise UsageError(
+                f"--threads {asked} is more than the {cpus} CPUs this process may use.",
+                f"Use at most {cpus}, or widen its affinity or cpuset.",
+            )
+        why = "as asked" if asked <= usable else f"as asked, but the CPU quota is {machine.quota_cores:.4g} cores"
+        return asked, Decision("threads", str(asked), str(asked), why)
+    cores = machine.physical_cores or cpus
+    why = f"{cores} cores usable" if cores == cpus else f"one per core: {cpus} usable CPUs are {cores} cores"
+    if machine.quota_cores is not None and usable < cores:
+        why = f"the CPU quota is {machine.quota_cores:.4g} of {cores} cores"
+    got = min(cores, usable)
+    return got, Decision("threads", "auto", str(got), why)
+
+
+def _batch_tokens(options: EngineOptions) -> tuple[int, Decision]:
+    asked, running = options.scheduler.max_batch_tokens, options.scheduler.max_running
+    got = max(asked, running)
+    why = "prefill is cut into pieces of this size"
+    if got > asked:
+        why = f"raised so that all {running} running requests can decode in one step"
+    return got, Decision("tokens per step", str(asked), str(got), why)
+
+
+def _prefix_cache(on: bool) -> Decision:
+    word = "on" if on else "off"
+    return Decision("prefix cache", word, word, "prompts that start alike are computed once" if on else "as asked")
+
+
+def _ram(asked: MachineOptions, machine: Machine) -> tuple[int, Decision]:
+    free, reserve = machine.available_bytes, asked.ram_reserve
+    if reserve is None:
+        reserve = min(1 << 30, machine.total_bytes // 20)
+    room = max(0, free - reserve)
+    got = room if asked.ram is None else min(asked.ram, room)
+    why = f"{format_bytes(free)} free of {format_bytes(machine.total_bytes)}, {format_bytes(reserve)} left to others"
+    if machine.memory_bound_by != "free memory":
+        why += f"; bound by {machine.memory_bound_by}"
+    return got, Decision("RAM", "auto" if asked.ram is None else format_bytes(asked.ram), format_bytes(got), why)
+
+
+def _roof(spec: Model, elem_bytes: int, bandwidth: float) -> Roof:
+    """Decode of one request reads every active parameter and its KV once a token."""
+    kv = ROOF_CONTEXT_TOKENS * spec.kv_bytes_per_token(elem_bytes)
+    return Roof(bytes_per_token=spec.num_active_params * elem_bytes + kv, bandwidth_bytes_per_s=bandwidth)

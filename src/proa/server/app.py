@@ -1,0 +1,108 @@
+"""The routes, built by a function around one Service. Never: what a route does, module globals."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from proa.errors import ProaError
+from proa.server import generate, models, status
+from proa.server.errors import ApiError, from_proa
+from proa.server.intake import IGNORED_HEADER
+from proa.server.middleware import REQUEST_ID_HEADER, Surroundings
+from proa.server.replies import VERSION
+from proa.server.service import Service
+
+
+def build_app(service: Service) -> FastAPI:
+    """The HTTP application; docs/api.md describes it. Bodies are read by server/body.py, so that every error has
+    OpenAI's shape; hence no generated documentation."""
+    app = FastAPI(title="Proa", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    _add_generating_routes(app, service)
+    _add_model_routes(app, service)
+    _add_status_routes(app, service)
+    app.add_exception_handler(ApiError, _answer_api_error)
+    app.add_exception_handler(ProaError, _answer_proa_error)
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
+    app.add_middleware(Surroundings, service=service, paths=paths)
+    if service.options.cors_origin:
+        app.add_middleware(  # outermost: preflights carry no API key
+            CORSMiddleware,
+            allow_origins=service.options.cors_origin,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER],
+        )
+    return app
+
+
+def _add_generating_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: Request) -> Response:
+        return await generate.chat_completions(request, service)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(request: Request) -> Response:
+        return await generate.completions(request, service)
+
+
+def _add_model_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models", response_model=None)
+    async def list_models() -> Response:
+        return models.model_list(service)
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def get_model(name: str) -> Response:
+        return models.model_card(name, service)
+
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(request: Request) -> Response:
+        return await models.tokenize_text(request, service)
+
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(request: Request) -> Response:
+        return await models.detokenize_tokens(request, service)
+
+
+def _add_status_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        return status.health(service)
+
+    @app.get("/health/generate", response_model=None)
+    async def health_generate(request: Request) -> Response:
+        return await status.health_generate(request, service)
+
+    @app.get("/version", response_model=None)
+    async def version() -> Response:
+        return status.version()
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return status.metrics(service)
+
+
+async def _answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _answer_proa_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ProaError)
+    return from_proa(error).response()
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """Errors of the router itself, in OpenAI's words."""
+    assert isinstance(error, HTTPException)
+    asked = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return ApiError(404, "unknown_url", f"Unknown request URL: {asked}. docs/api.md lists them.").response()
+    if error.status_code == 405:
+        headers = dict(error.headers or {})
+        return ApiError(405, "method_not_allowed", f"{asked} is not allowed.", headers=headers).response()
+    return ApiError(error.status_code, "http_error", str(error.detail)).response()

@@ -1,0 +1,59 @@
+"""From the bytes of a request to a dict: size, media type, UTF-8, JSON. Never: what the fields mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from proa.obs.units import format_bytes
+from proa.server.errors import ApiError
+
+MAX_BODY_BYTES = 32 * 1024 * 1024  # a million tokens are about 5 MB of text or 7 MB of token ids
+_MAX_DISCARDED_BYTES = 8 * MAX_BODY_BYTES
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The request's JSON object. Raises ApiError 400, 413 or 415."""
+    media_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if media_type != "application/json":  # this also keeps web pages of other origins out: it needs a preflight
+        message = f"The body is {media_type}; send application/json (curl: -H 'Content-Type: application/json')."
+        raise ApiError(415, "unsupported_media_type", message)
+    return _decode(await _read(request))
+
+
+async def _read(request: Request) -> bytes:
+    """All of the body. One that is too large is read on and thrown away for a while: a client that is still
+    sending would not see the answer."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > _MAX_DISCARDED_BYTES:
+            break
+        parts.append(part)
+        if size > MAX_BODY_BYTES:
+            parts.clear()
+    if size > MAX_BODY_BYTES:
+        limit = format_bytes(MAX_BODY_BYTES)
+        raise ApiError(413, "body_too_large", f"The body is larger than {limit}, the most this server reads.")
+    return b"".join(parts)
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    if not body:
+        raise ApiError(400, "invalid_json", "The body is empty; a JSON object is expected.")
+    try:
+        body.decode("utf-8")  # msgspec reports positions inside one string only
+        value = msgspec.json.decode(body)
+    except UnicodeDecodeError as error:
+        message = f"The body is not UTF-8: byte {error.start} is 0x{body[error.start]:02x}."
+        raise ApiError(400, "invalid_utf8", message) from error
+    except msgspec.DecodeError as error:
+        raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}.") from error
+    except RecursionError as error:
+        raise ApiError(400, "invalid_json", "The body's JSON is nested too deeply.") from error
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise ApiError(400, "invalid_json", f"The body is a JSON {kind}; an object is expected.")
+    return value

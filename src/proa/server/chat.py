@@ -1,0 +1,143 @@
+"""POST /v1/chat/completions: request -> job, chunks -> chat objects. Never: HTTP, templates' contents."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from msgspec import UNSET
+
+from proa.errors import RequestError
+from proa.llm import AsyncLLM
+from proa.server.answer import Job, copy_usage
+from proa.server.logprobs import chat_logprobs, prompt_logprobs
+from proa.server.prompts import read_messages, read_tools, tokenize
+from proa.server.replies import (
+    FINGERPRINT,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    Delta,
+    Message,
+    Usage,
+)
+from proa.server.schema import ChatRequest
+from proa.text.tokenizer import Tokenizer
+from proa.types import Chat, Chunk, SamplingParams
+
+
+async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_name: str) -> Job:
+    """Check and tokenise. Raises RequestError and its kin for whatever cannot be served."""
+    params = _params(request)
+    prompt = await tokenize(llm, as_chat(request))
+    llm.check(prompt, params)
+    return Job(
+        prompts=[prompt],
+        params=params,
+        priority=request.priority,
+        salt=request.cache_salt,
+        continuous_usage=request.continuous_usage,
+        ends_with_usage=request.include_usage or not request.stream,
+        shape=ChatShape(llm.tokenizer, request, answer_id, model_name),
+    )
+
+
+def as_chat(request: ChatRequest) -> Chat:
+    """The conversation for the template. `reasoning_effort` is a variable of it, as with vLLM and SGLang."""
+    variables = dict(request.chat_template_kwargs)
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    return Chat(
+        messages=read_messages(request.messages),
+        tools=read_tools(request.tools, request.tool_choice),
+        template_kwargs=variables,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+    )
+
+
+def _params(request: ChatRequest) -> SamplingParams:
+    most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    try:
+        return request.sampling(max_tokens=most, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    except RequestError as error:
+        param = "top_logprobs" if error.param == "logprobs" else error.param
+        raise RequestError(error.message, error.remedy, param=param) from error
+
+
+class ChatShape:
+    """answer.Shape of chat completions: per choice a role, pieces of content, and an empty delta that ends it."""
+
+    def __init__(self, tokenizer: Tokenizer, request: ChatRequest, answer_id: str, model_name: str) -> None:
+        self._tokenizer = tokenizer
+        self._request = request
+        self._id = f"chatcmpl-{answer_id}"
+        self._model = model_name
+        self._created = int(time.time())
+        self._opened: set[int] = set()
+
+    def objects(self, prompt_index: int, chunk: Chunk, usage: Usage | None) -> Iterator[ChatChunk]:
+        if chunk.index not in self._opened:
+            self._opened.add(chunk.index)
+            yield self._opening(chunk, usage)
+        has_logprobs = self._request.logprobs and chunk.logprobs
+        if chunk.text or has_logprobs or (chunk.tokens and self._request.return_token_ids):
+            choice = ChatChunkChoice(chunk.index, Delta(content=chunk.text))
+            if has_logprobs:
+                choice.logprobs = chat_logprobs(self._tokenizer, chunk.logprobs or [])
+            if self._request.return_token_ids:
+                choice.token_ids = chunk.tokens
+            yield self._object([choice], usage)
+        if chunk.finish is not None:
+            choice = ChatChunkChoice(chunk.index, Delta(), None, chunk.finish, chunk.stop_reason)
+            yield self._object([choice], usage)
+
+    def _opening(self, chunk: Chunk, usage: Usage | None) -> ChatChunk:
+        opening = self._object([ChatChunkChoice(chunk.index, Delta(role="assistant", content=""))], usage)
+        if chunk.prompt_logprobs is not None and chunk.index == 0:
+            opening.prompt_logprobs = prompt_logprobs(self._tokenizer, chunk.prompt_logprobs)
+        if self._request.return_token_ids and chunk.prompt_tokens is not None and chunk.index == 0:
+            opening.prompt_token_ids = chunk.prompt_tokens
+        return opening
+
+    def _object(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
+        made = ChatChunk(self._id, self._created, self._model, FINGERPRINT, choices)
+        if usage is not None:
+            made.usage = copy_usage(usage)
+        elif self._request.include_usage:
+            made.usage = None
+        return made
+
+    def usage_object(self, usage: Usage) -> ChatChunk:
+        return self._object([], usage)
+
+    def fold(self, objects: Sequence[ChatChunk]) -> ChatAnswer:
+        pieces: dict[int, list[ChatChunkChoice]] = {}
+        answer = ChatAnswer(self._id, self._created, self._model, FINGERPRINT, [], Usage())
+        for made in objects:
+            for piece in made.choices:
+                pieces.setdefault(piece.index, []).append(piece)
+            if made.prompt_logprobs is not UNSET:
+                answer.prompt_logprobs = made.prompt_logprobs
+            if made.prompt_token_ids is not UNSET:
+                answer.prompt_token_ids = made.prompt_token_ids
+            if isinstance(made.usage, Usage):
+                answer.usage = made.usage
+        answer.choices = [_fold_choice(index, pieces[index]) for index in sorted(pieces)]
+        return answer
+
+
+def _fold_choice(index: int, pieces: Sequence[ChatChunkChoice]) -> ChatChoice:
+    texts = [piece.delta.content for piece in pieces if piece.delta.content is not UNSET]
+    logprobs = [entry for piece in pieces if piece.logprobs is not None for entry in piece.logprobs.content]
+    tokens = [piece.token_ids for piece in pieces if piece.token_ids is not UNSET]
+    return ChatChoice(
+        index=index,
+        message=Message("".join(texts)),
+        logprobs=ChatLogprobs(logprobs) if logprobs else None,
+        finish_reason=pieces[-1].finish_reason,
+        stop_reason=pieces[-1].stop_reason,
+        token_ids=[token for some in tokens for token in some] if tokens else UNSET,
+    )

@@ -1,0 +1,168 @@
+"""POST /v1/completions: request -> job, chunks -> completion objects. Never: HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+
+from msgspec import UNSET
+
+from proa.errors import RequestError
+from proa.llm import AsyncLLM
+from proa.server.answer import Job, copy_usage
+from proa.server.logprobs import CompletionLogprobsWriter, join_completion_logprobs, prompt_logprobs
+from proa.server.replies import FINGERPRINT, Completion, CompletionChoice, Usage
+from proa.server.schema import CompletionRequest, Prompt
+from proa.types import Chunk, SamplingParams, TokenLogprob
+
+
+async def completion_job(llm: AsyncLLM, request: CompletionRequest, answer_id: str, model_name: str) -> Job:
+    """Check and tokenise every prompt. Raises RequestError and its kin for whatever cannot be served."""
+    params = _params(request)
+    prompts = await asyncio.to_thread(_tokenize_all, llm, request)
+    for prompt in prompts:
+        llm.check(prompt, params)
+    echoed = [_text_of(llm, given, request) for given in request.prompt] if request.echo else []
+    return Job(
+        prompts=prompts,
+        params=params,
+        priority=request.priority,
+        salt=request.cache_salt,
+        continuous_usage=request.continuous_usage,
+        ends_with_usage=request.include_usage or not request.stream,
+        shape=CompletionShape(llm, request, echoed, answer_id, model_name),
+        is_prompt_only=request.max_tokens == 0,
+    )
+
+
+def _tokenize_all(llm: AsyncLLM, request: CompletionRequest) -> list[list[int]]:
+    encode = llm.tokenizer.encode
+    return [encode(given, request.add_special_tokens) if isinstance(given, str) else given for given in request.prompt]
+
+
+def _text_of(llm: AsyncLLM, given: Prompt, request: CompletionRequest) -> str:
+    if isinstance(given, str):
+        return given
+    return llm.tokenizer.decode(given, skip_special_tokens=request.skip_special_tokens)
+
+
+def _params(request: CompletionRequest) -> SamplingParams:
+    """max_tokens 0 with echo scores the prompt: the engine makes one token, which is thrown away."""
+    if request.max_tokens == 0 and not request.echo:
+        raise RequestError("max_tokens is 0.", "That is only for echo true, to score a prompt.", param="max_tokens")
+    prompt_logprobs = request.prompt_logprobs
+    if request.echo and prompt_logprobs is None:
+        prompt_logprobs = request.logprobs
+    return request.sampling(
+        max_tokens=1 if request.max_tokens == 0 else request.max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+class CompletionShape:
+    """answer.Shape of completions. Choice index = prompt index * n + choice. `echoed` holds the prompts' texts
+    under echo, else nothing."""
+
+    def __init__(
+        self, llm: AsyncLLM, request: CompletionRequest, echoed: list[str], answer_id: str, model_name: str
+    ) -> None:
+        self._tokenizer = llm.tokenizer
+        self._request = request
+        self._echoed = echoed
+        self._id = f"cmpl-{answer_id}"
+        self._model = model_name
+        self._created = int(time.time())
+        self._writers: dict[int, CompletionLogprobsWriter] = {}
+        self._wants_scores = request.prompt_logprobs is not None or (request.echo and request.logprobs is not None)
+        self._scores: dict[int, list[TokenLogprob | None]] = {}  # a prompt's, by its index
+        self._held: dict[int, list[Chunk]] = {}
+
+    def objects(self, prompt_index: int, chunk: Chunk, usage: Usage | None) -> Iterator[Completion]:
+        """A prompt is scored once, for its choice 0; its other choices wait until that has come."""
+        ready = [chunk]
+        if self._wants_scores and prompt_index not in self._scores:
+            if chunk.prompt_logprobs is None and not (chunk.index == 0 and chunk.finish is not None):
+                self._held.setdefault(prompt_index, []).append(chunk)
+                return
+            self._scores[prompt_index] = chunk.prompt_logprobs or []
+            ready = [*self._held.pop(prompt_index, []), chunk]
+        for each in ready:
+            yield from self._written(prompt_index, each, usage)
+
+    def _written(self, prompt_index: int, chunk: Chunk, usage: Usage | None) -> Iterator[Completion]:
+        index = prompt_index * self._request.n + chunk.index
+        if index not in self._writers:
+            self._writers[index] = self._writer()
+            opening = self._opening(prompt_index, index, chunk)
+            if opening is not None:
+                yield self._object([opening], usage)
+        piece = self._piece(index, chunk)
+        if piece.text or piece.logprobs or piece.token_ids or chunk.finish is not None:
+            yield self._object([piece], usage)
+
+    def _writer(self) -> CompletionLogprobsWriter:
+        request = self._request
+        detokenizer = self._tokenizer.detokenizer(request.skip_special_tokens, from_start=request.echo)
+        return CompletionLogprobsWriter(self._tokenizer, detokenizer, request.logprobs or 0)
+
+    def _opening(self, prompt_index: int, index: int, chunk: Chunk) -> CompletionChoice | None:
+        """What is said of the prompt before the first token, if anything was asked."""
+        request, opening = self._request, CompletionChoice(index, "")
+        tokens, scores = chunk.prompt_tokens or [], self._scores.get(prompt_index, [])
+        if request.echo:
+            opening.text = self._echoed[prompt_index]
+            if request.logprobs is not None:
+                opening.logprobs = self._writers[index].write(tokens, scores)
+        if request.prompt_logprobs is not None:
+            opening.prompt_logprobs = prompt_logprobs(self._tokenizer, scores)
+        if request.return_token_ids:
+            opening.prompt_token_ids = tokens
+        is_asked = request.echo or request.return_token_ids or request.prompt_logprobs is not None
+        return opening if is_asked else None
+
+    def _piece(self, index: int, chunk: Chunk) -> CompletionChoice:
+        piece = CompletionChoice(index, chunk.text, finish_reason=chunk.finish)
+        if chunk.logprobs:
+            piece.logprobs = self._writers[index].write(chunk.tokens, chunk.logprobs)
+        if chunk.finish is not None:
+            piece.stop_reason = chunk.stop_reason
+        if self._request.return_token_ids:
+            piece.token_ids = chunk.tokens
+        return piece
+
+    def _object(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
+        made = Completion(self._id, self._created, self._model, FINGERPRINT, choices)
+        if usage is not None:
+            made.usage = copy_usage(usage)
+        elif self._request.include_usage:
+            made.usage = None
+        return made
+
+    def usage_object(self, usage: Usage) -> Completion:
+        return self._object([], usage)
+
+    def fold(self, objects: Sequence[Completion]) -> Completion:
+        pieces: dict[int, list[CompletionChoice]] = {}
+        answer = objects[-1]
+        for made in objects:
+            for piece in made.choices:
+                pieces.setdefault(piece.index, []).append(piece)
+        answer.choices = [_fold_choice(index, pieces[index]) for index in sorted(pieces)]
+        return answer
+
+
+def _fold_choice(index: int, pieces: Sequence[CompletionChoice]) -> CompletionChoice:
+    tokens = [piece.token_ids for piece in pieces if piece.token_ids is not UNSET]
+    first, last = pieces[0], pieces[-1]
+    return CompletionChoice(
+        index=index,
+        text="".join(piece.text for piece in pieces),
+        logprobs=join_completion_logprobs([p.logprobs for p in pieces if p.logprobs is not None]),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        prompt_logprobs=first.prompt_logprobs,
+        prompt_token_ids=first.prompt_token_ids,
+        token_ids=[token for some in tokens for token in some] if tokens else UNSET,
+    )

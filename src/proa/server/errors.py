@@ -1,0 +1,82 @@
+"""Errors as the OpenAI API words them: {"error": {message, type, param, code}}. Never: logging, routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from proa.errors import EngineDead, ProaError, QueueFull, ShuttingDown
+
+_RETRY_AFTER_S: dict[type[ProaError], int] = {QueueFull: 2, ShuttingDown: 10, EngineDead: 10}
+_TYPE_BY_STATUS = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+class ApiError(Exception):
+    """One HTTP error answer. `code` is a word for programs, `param` the field it is about, as in messages[0].role."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(retry_after_s)
+
+    @property
+    def type(self) -> str:
+        fallback = "invalid_request_error" if self.status < 500 else "server_error"
+        return _TYPE_BY_STATUS.get(self.status, fallback)
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return json_response(self.body(), self.status, self.headers)
+
+
+def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON answer from plain values and msgspec structs."""
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def from_proa(error: ProaError) -> ApiError:
+    """Message and remedy of a ProaError under its own HTTP status; its kind becomes the code."""
+    code = "invalid_value" if error.kind == "invalid_request_error" else error.kind
+    retry_after_s = _RETRY_AFTER_S.get(type(error))
+    return ApiError(error.http_status, code, str(error), param=error.param, retry_after_s=retry_after_s)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing wrong with a body, and how many more there are."""
+    first, *others = error.errors(include_url=False, include_context=False)
+    param = field_path(first["loc"])
+    missing = first["type"] == "missing"
+    message = f"{param} is missing." if missing else f"{param}: {first['msg'].removeprefix('Value error, ')}."
+    if others:
+        message += f" {len(others)} more field(s) are wrong too."
+    return ApiError(400, "missing_required_parameter" if missing else "invalid_value", message, param=param)
+
+
+def internal(request_id: str) -> ApiError:
+    """What a client learns of a bug: where to find it in the server's log."""
+    return ApiError(500, "internal_error", f"Proa failed on this request; its log says more under {request_id}.")
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """("messages", 0, "role") -> messages[0].role"""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return path.removeprefix(".") or "body"

@@ -1,0 +1,148 @@
+"""Request fields that other servers know and Proa does not implement, in one table. Never: reading implemented ones.
+
+A field is implemented (it stands in schema.py), refused (it would change the answer; its neutral values are
+accepted), ignored (it cannot change the answer), or unknown (named in a response header; refused under --strict).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from proa.server.errors import ApiError
+
+Endpoint = Literal["chat", "completions", "tokenize"]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Changes the answer and is not implemented. `null` and the `neutral` values pass. `on` "" means everywhere."""
+
+    name: str
+    neutral: tuple[Any, ...] = ()
+    hint: str = ""
+    on: Endpoint | Literal[""] = ""
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Cannot change the answer; `why` says so in the docs."""
+
+    name: str
+    why: str
+
+
+_STRUCTURED = "Structured output is not implemented."
+_SAMPLER = "This sampler is not implemented."
+
+REFUSED: tuple[Refused, ...] = (
+    # OpenAI
+    Refused("audio", hint="Answers are text."),
+    Refused("modalities", (["text"],), "Answers are text."),
+    Refused("moderation"),
+    Refused("web_search_options", hint="Proa never reaches out to the network."),
+    Refused("response_format", ({"type": "text"},), _STRUCTURED),
+    Refused("functions", ([],), "Use tools."),
+    Refused("function_call", ("none", "auto"), "Use tools and tool_choice."),
+    Refused("parallel_tool_calls", (True,)),
+    Refused("reasoning_effort", hint="Use /v1/chat/completions.", on="completions"),
+    Refused("verbosity", ("medium",), "Ask for it in the prompt."),
+    Refused("suffix", ("",)),
+    Refused("store", (False,), "Proa stores no answers."),
+    # vLLM and SGLang
+    Refused("guided_json", hint=_STRUCTURED),
+    Refused("guided_regex", hint=_STRUCTURED),
+    Refused("guided_choice", hint=_STRUCTURED),
+    Refused("guided_grammar", hint=_STRUCTURED),
+    Refused("structured_outputs", hint=_STRUCTURED),
+    Refused("structural_tag", hint=_STRUCTURED),
+    Refused("regex", hint=_STRUCTURED),
+    Refused("ebnf", hint=_STRUCTURED),
+    Refused("bad_words", ([],), "Use logit_bias."),
+    Refused("allowed_token_ids", hint="Use logit_bias."),
+    Refused("logits_processors", ([],)),
+    Refused("custom_logit_processor"),
+    Refused("use_beam_search", (False,)),
+    Refused("length_penalty", (1.0,), "It belongs to beam search, which is not implemented."),
+    Refused("truncate_prompt_tokens", hint="Shorten the prompt; Proa never cuts it silently."),
+    Refused("documents", ([],), "Put them into the messages or into chat_template_kwargs."),
+    Refused("chat_template", hint="Choose it when the server starts, with --chat-template."),
+    Refused("mm_processor_kwargs", ({},)),
+    Refused("lora_path"),
+    Refused("thinking_token_budget"),
+    Refused("return_hidden_states", (False,)),
+    Refused("return_tokens_as_token_ids", (False,), "Use return_token_ids."),
+    Refused("spaces_between_special_tokens", (True,)),
+    Refused("echo", (False,), "Only /v1/completions echoes.", on="chat"),
+    Refused("add_special_tokens", (False,), "The chat template adds them.", on="chat"),
+    # llama.cpp
+    Refused("grammar", ("",), _STRUCTURED),
+    Refused("json_schema", hint=_STRUCTURED),
+    Refused("n_predict", (-1,), "Use max_tokens."),
+    Refused("repeat_penalty", (1.0,), "Use repetition_penalty."),
+    Refused("typical_p", (1.0,), _SAMPLER),
+    Refused("top_a", (0.0,), _SAMPLER),
+    Refused("tfs", (1.0,), _SAMPLER),
+    Refused("mirostat", (0,), _SAMPLER),
+    Refused("mirostat_mode", (0,), _SAMPLER),
+    Refused("dynatemp_range", (0.0,), _SAMPLER),
+    Refused("dry_multiplier", (0.0,), _SAMPLER),
+    Refused("xtc_probability", (0.0,), _SAMPLER),
+)
+
+IGNORED: tuple[Ignored, ...] = (
+    Ignored("user", "who asks does not matter"),
+    Ignored("safety_identifier", "who asks does not matter"),
+    Ignored("metadata", "nothing is stored"),
+    Ignored("service_tier", "there is one tier"),
+    Ignored("prediction", "a hint for speed; the answer is the same without it"),
+    Ignored("prompt_cache_key", "prefixes are found by their tokens; cache_salt separates users"),
+    Ignored("prompt_cache_retention", "prefixes stay until the room is needed"),
+    Ignored("prompt_cache_options", "prefixes stay until the room is needed"),
+    Ignored("cache_prompt", "prefixes are always cached"),
+    Ignored("stream_reasoning", "reasoning is part of the text"),
+    Ignored("request_id", "send the header x-request-id"),
+    Ignored("rid", "send the header x-request-id"),
+)
+
+_REFUSED_BY_NAME = {row.name: row for row in REFUSED}
+_IGNORED_NAMES = frozenset(row.name for row in IGNORED)
+
+
+def implemented_fields(
+    body: dict[str, Any], known: Collection[str], endpoint: Endpoint, *, strict: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """(the fields that schema.py reads, the names of unknown ones). null counts as "not given".
+
+    Raises ApiError 400 that names a refused field, or under `strict` an unknown one.
+    """
+    kept: dict[str, Any] = {}
+    unknown: list[str] = []
+    for name, value in body.items():
+        if name in known:
+            if value is not None:
+                kept[name] = value
+        elif name in _REFUSED_BY_NAME and _REFUSED_BY_NAME[name].on in ("", endpoint):
+            _demand_neutral(_REFUSED_BY_NAME[name], value)
+        elif name not in _IGNORED_NAMES:
+            unknown.append(name)
+    if strict:
+        refuse_unknown(unknown)
+    return kept, unknown
+
+
+def refuse_unknown(names: Collection[str]) -> None:
+    """Raise ApiError 400 if there is any name."""
+    if names:
+        listed = ", ".join(names)
+        message = f"Unknown field(s): {listed}. This server was started with --strict; leave them out."
+        raise ApiError(400, "unknown_parameter", message, param=next(iter(names)))
+
+
+def _demand_neutral(row: Refused, value: Any) -> None:
+    is_bool = isinstance(value, bool)  # True == 1, but they are not the same answer
+    if value is None or any(value == n and isinstance(n, bool) == is_bool for n in row.neutral):
+        return
+    message = f"{row.name} is not implemented, and ignoring it would change the answer. {row.hint}".rstrip()
+    raise ApiError(400, "unsupported_parameter", message, param=row.name)

@@ -1,0 +1,101 @@
+"""Log-probabilities in the shapes of chat, of completions, and of vLLM's prompt_logprobs. Never: sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from proa.server.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, PromptLogprobs, TopLogprob
+from proa.text.detokenize import Detokenizer
+from proa.text.tokenizer import Tokenizer
+from proa.types import TokenLogprob
+
+LOWEST = -9999.0  # JSON has no -inf; OpenAI writes this for what is practically impossible
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+    """One entry per token. Half a character shows as U+FFFD in `token`; `bytes` are exact."""
+    content = []
+    for entry in logprobs:
+        top = [
+            TopLogprob(tokenizer.token_text(token), _finite(logprob), list(tokenizer.token_bytes(token)))
+            for token, logprob in entry.top
+        ]
+        text, raw = tokenizer.token_text(entry.token), tokenizer.token_bytes(entry.token)
+        content.append(ChatLogprob(text, _finite(entry.logprob), list(raw), top))
+    return ChatLogprobs(content)
+
+
+class CompletionLogprobsWriter:
+    """One choice's log-probabilities in the shape of /v1/completions; follows the text's length for text_offset.
+
+    text_offset counts characters from the start of the choice's text (the echoed prompt included) to where the
+    token begins; special tokens that the text leaves out have no width. `top` is how many alternatives were asked.
+    `detokenizer` is the one that the choice's text comes from, fresh.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, detokenizer: Detokenizer, top: int) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
+        self._top = top
+        self._offset = 0
+
+    def write(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
+        """The entries of the next tokens; None stands for a prompt's first token, which nothing predicts."""
+        written = CompletionLogprobs([], [], [] if self._top else None, [])
+        for token, entry in zip(tokens, logprobs, strict=True):
+            written.tokens.append(self._spell(token))
+            written.token_logprobs.append(None if entry is None else _finite(entry.logprob))
+            written.text_offset.append(self._offset)
+            if written.top_logprobs is not None:
+                written.top_logprobs.append(None if entry is None else self._alternatives(entry))
+            self._offset += len(self._detokenizer.feed(token))
+        return written
+
+    def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
+        best: dict[str, float] = {}
+        for token, logprob in [*entry.top, (entry.token, entry.logprob)]:
+            best.setdefault(self._spell(token), _finite(logprob))  # the best of tokens that are spelt alike
+        return best
+
+    def _spell(self, token: int) -> str:
+        """The token's text; bytes that are no text by themselves as OpenAI writes them: bytes:\\xf0\\x9f."""
+        raw = self._tokenizer.token_bytes(token)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None]) -> PromptLogprobs:
+    """vLLM's shape: per prompt token the alternatives and itself by token id; null for the first. `rank` counts
+    from 1 and is null for a token outside the alternatives."""
+    return [None if entry is None else _by_id(tokenizer, entry) for entry in entries]
+
+
+def _by_id(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, dict[str, object]]:
+    ranks = {token: rank for rank, (token, _) in enumerate(entry.top, start=1)}
+    return {
+        str(token): {
+            "logprob": _finite(logprob),
+            "rank": ranks.get(token),
+            "decoded_token": tokenizer.token_text(token),
+        }
+        for token, logprob in [(entry.token, entry.logprob), *entry.top]
+    }
+
+
+def join_completion_logprobs(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs | None:
+    """The pieces of one choice's stream as one."""
+    if not parts:
+        return None
+    has_top = any(part.top_logprobs is not None for part in parts)
+    return CompletionLogprobs(
+        tokens=[t for part in parts for t in part.tokens],
+        token_logprobs=[p for part in parts for p in part.token_logprobs],
+        top_logprobs=[t for part in parts for t in part.top_logprobs or ()] if has_top else None,
+        text_offset=[o for part in parts for o in part.text_offset],
+    )
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

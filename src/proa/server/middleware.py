@@ -1,0 +1,114 @@
+"""What surrounds every request: its id, the API key, counting, a log line, unexpected errors. Never: routes."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from proa.obs.metrics import Outcome
+from proa.obs.units import format_duration
+from proa.server.errors import ApiError, internal
+from proa.server.service import Service, Tally
+from proa.server.sse import ClientGoneError
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "x-request-id"
+OPEN_PATHS = ("/health", "/metrics", "/version")  # supervisors and Prometheus seldom have a key
+_SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class Surroundings:
+    """ASGI middleware. `paths` are the label values for metrics; others count as "other"."""
+
+    def __init__(self, app: ASGIApp, service: Service, paths: Collection[str]) -> None:
+        self._app = app
+        self._service = service
+        self._paths = frozenset(paths)
+        self._key = (service.options.api_key or "").encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        tally = Tally(_request_id(Headers(scope=scope)))
+        scope.setdefault("state", {})["tally"] = tally
+        status = 0
+
+        async def named_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(raw=message["headers"])[REQUEST_ID_HEADER] = tally.request_id
+            await send(message)
+
+        self._service.in_flight += 1
+        try:
+            await self._guarded(scope, receive, named_send)
+        except ClientGoneError:
+            tally.trouble = "the client hung up"
+        except Exception:
+            log.exception("A bug in request %s", tally.request_id)
+            if status:
+                raise  # too late for an answer; the connection must break
+            await internal(tally.request_id).response()(scope, receive, named_send)
+        finally:
+            self._service.in_flight -= 1
+            self._record(scope, tally, status)
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._key and scope["path"] not in OPEN_PATHS and not self._has_key(Headers(scope=scope)):
+            refusal = ApiError(
+                401,
+                "invalid_api_key",
+                "The API key is missing or wrong. Send the header: Authorization: Bearer KEY.",
+                headers={"www-authenticate": "Bearer"},
+            )
+            await refusal.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+
+    def _record(self, scope: Scope, tally: Tally, status: int) -> None:
+        seconds = time.monotonic() - tally.started_s
+        endpoint = scope["path"] if scope["path"] in self._paths else "other"
+        self._service.metrics.request(endpoint, _outcome(tally, status), seconds)
+        level = logging.DEBUG if scope["method"] == "GET" and status == 200 else logging.INFO
+        log.log(level, "%s %s: %s", scope["method"], scope["path"], _in_words(tally, status, seconds))
+
+
+def _request_id(headers: Headers) -> str:
+    given = headers.get(REQUEST_ID_HEADER, "")
+    return given if _SAFE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+
+def _outcome(tally: Tally, status: int) -> Outcome:
+    if status == 0 or tally.trouble == "the client hung up":
+        return "cancelled"
+    if status >= 500 or tally.trouble:
+        return "failed"
+    return "refused" if status >= 400 else "ok"
+
+
+def _in_words(tally: Tally, status: int, seconds: float) -> str:
+    words = f"{status or 'no answer'} after {format_duration(seconds)}"
+    if tally.prompt_tokens:
+        words += f", {tally.prompt_tokens} prompt tokens ({tally.cached_tokens} cached)"
+    if tally.first_token_s is not None:
+        decode_s = max(seconds - tally.first_token_s, 1e-6)
+        words += f", first token after {format_duration(tally.first_token_s)}, {tally.completion_tokens} tokens"
+        if tally.completion_tokens > 1:
+            words += f" at {(tally.completion_tokens - 1) / decode_s:.1f} tokens/s"
+    if tally.trouble:
+        words += f"; {tally.trouble}"
+    return f"{words} [{tally.request_id}]"

@@ -1,0 +1,78 @@
+"""The small endpoints about the model: its card, its tokenizer. Never: generating."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from proa.errors import RequestError
+from proa.llm import AsyncLLM
+from proa.server.errors import json_response
+from proa.server.intake import read_request
+from proa.server.prompts import read_messages, tokenize
+from proa.server.schema import DetokenizeRequest, TokenizeRequest
+from proa.server.service import Service
+from proa.types import Chat
+
+
+def model_list(service: Service) -> Response:
+    return json_response({"object": "list", "data": [_card(service)]})
+
+
+def model_card(name: str, service: Service) -> Response:
+    """Raises ApiError 404 for another model."""
+    service.check_model(name)
+    return json_response(_card(service))
+
+
+def _card(service: Service) -> dict[str, Any]:
+    """OpenAI's fields, and vLLM's `root` and `max_model_len` (once known)."""
+    card: dict[str, Any] = {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created_s,
+        "owned_by": "proa",
+        "root": service.asked_model,
+    }
+    if service.llm is not None:
+        card["max_model_len"] = service.llm.context_tokens
+    return card
+
+
+async def tokenize_text(request: Request, service: Service) -> Response:
+    """vLLM's /tokenize: {"prompt": text} or {"messages": [...]} -> count, max_model_len, tokens."""
+    asked, headers = await read_request(request, service, "tokenize", TokenizeRequest)
+    llm = service.loaded()
+    tokens = await _tokens_of(llm, asked)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": llm.context_tokens, "tokens": tokens}
+    if asked.return_token_strs:
+        answer["token_strs"] = [llm.tokenizer.token_text(token) for token in tokens]
+    return json_response(answer, headers=headers)
+
+
+async def _tokens_of(llm: AsyncLLM, asked: TokenizeRequest) -> list[int]:
+    if asked.messages is None:
+        return await asyncio.to_thread(llm.tokenizer.encode, asked.prompt or "", asked.add_special_tokens)
+    chat = Chat(
+        messages=read_messages(asked.messages),
+        tools=asked.tools,
+        template_kwargs=asked.chat_template_kwargs,
+        add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+        continue_final_message=asked.continue_final_message,
+    )
+    return await tokenize(llm, chat)
+
+
+async def detokenize_tokens(request: Request, service: Service) -> Response:
+    """vLLM's /detokenize: {"tokens": [...]} -> {"prompt": text}, special tokens written out."""
+    asked, headers = await read_request(request, service, "tokenize", DetokenizeRequest)
+    tokenizer = service.loaded().tokenizer
+    for i, token in enumerate(asked.tokens):
+        if not 0 <= token < tokenizer.vocab_size:
+            message = f"tokens[{i}] is {token}; this tokenizer's ids go from 0 to {tokenizer.vocab_size - 1}."
+            raise RequestError(message, param=f"tokens[{i}]")
+    text = tokenizer.decode(asked.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text}, headers=headers)

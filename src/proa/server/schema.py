@@ -1,0 +1,214 @@
+"""The request fields Proa implements, with their types and defaults. Never: ranges of sampling (types.py has them),
+fields that are not implemented (fields.py), answers (replies.py).
+
+Types are strict: "5" is no number and 1 no boolean, as with OpenAI. `None` means "not given". Fields that
+contradict each other raise RequestError, which names the one to change.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from proa.errors import RequestError
+from proa.types import SamplingParams
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat answers may fill the context
+
+Prompt = str | list[int]
+
+
+class ApiRequest(BaseModel):
+    """What every request has in common."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+
+    @property
+    def unknown_options(self) -> list[str]:
+        """Names inside nested fields that Proa does not know, as stream_options.wibble."""
+        return []
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides text. Unknown names are collected like those of the request itself."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SampledRequest(ApiRequest):
+    """What chat and completions share."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    best_of: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logit_bias: dict[str, float] = {}
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str = Field("", max_length=1024)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_tokens(cls, value: int | None) -> int | None:
+        return 0 if value == -1 else value  # vLLM and SGLang write "all tokens" as -1
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, value: dict[str, float]) -> dict[str, float]:
+        for key in value:
+            if not key.isascii() or not key.isdecimal():
+                raise ValueError(f"{key!r} is no token id")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise RequestError("best_of is not implemented.", "Leave it out, or set it to n.", param="best_of")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only for streams.", "Set stream to true.", param="stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def unknown_options(self) -> list[str]:
+        extra = self.stream_options.model_extra if self.stream_options is not None else None
+        return [f"stream_options.{name}" for name in extra or {}]
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """As the engine takes it; `more` replaces fields whose meaning differs between the endpoints.
+
+        Raises RequestError for values out of range.
+        """
+        same = {name: getattr(self, name) for name in SamplingParams.__struct_fields__ if name not in _CONVERTED}
+        converted = {
+            "stop": tuple(self.stop),
+            "stop_token_ids": tuple(self.stop_token_ids),
+            "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()},
+        }
+        return SamplingParams(**{**same, **converted, **more})
+
+
+_CONVERTED = ("stop", "stop_token_ids", "logit_bias", "logprobs")
+
+
+class ChatRequest(SampledRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _chat_consistent(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs.", "Set logprobs to true.", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and (
+            self.max_tokens != self.max_completion_tokens
+        ):
+            raise RequestError("max_tokens and max_completion_tokens differ.", "Send one of them.", param="max_tokens")
+        if self.continue_final_message and self.add_generation_prompt:
+            if "add_generation_prompt" in self.model_fields_set:
+                raise RequestError(
+                    "continue_final_message and add_generation_prompt exclude each other.",
+                    "Set one of them to false.",
+                    param="continue_final_message",
+                )
+            self.add_generation_prompt = False
+        return self
+
+
+class CompletionRequest(SampledRequest):
+    """POST /v1/completions. `prompt` becomes a list: one entry per prompt, text or token ids."""
+
+    prompt: list[Prompt]
+    max_tokens: int | None = COMPLETION_MAX_TOKENS
+    logprobs: int | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _prompts(cls, value: Any) -> list[Prompt]:
+        return as_prompts(value)
+
+
+class TokenizeRequest(ApiRequest):
+    """POST /tokenize: a prompt, or messages as for chat."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("Send either prompt or messages.", param="prompt")
+        return self
+
+
+class DetokenizeRequest(ApiRequest):
+    """POST /detokenize."""
+
+    tokens: list[int]
+
+
+def as_prompts(value: Any) -> list[Prompt]:
+    """A string, a list of strings, token ids, or a list of lists of token ids -> list of prompts. Raises ValueError."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _are(int, value):
+            return [value]
+        if _are(str, value) or all(isinstance(v, list) and v and _are(int, v) for v in value):
+            return value
+    raise ValueError("send a string, a list of strings, token ids or a list of lists of token ids, none of them empty")
+
+
+def _are(kind: type, values: list[Any]) -> bool:
+    return all(type(v) is kind for v in values)  # bool is no int here

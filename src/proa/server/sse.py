@@ -1,0 +1,138 @@
+"""Server-sent events and clients that hang up. Never: what is in the events (answer.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+FIRST_OBJECT_S = 2.0  # how long the status line waits for the engine's refusal, so that it has the right code
+KEEP_ALIVE_S = 10.0  # a comment goes out when nothing else did for this long, so that proxies and clients stay
+
+DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": working\n\n"
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client hung up; nobody reads an answer."""
+
+
+def event(content: object) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """`work`'s result; if the client hangs up first, cancel it, wait until it has cleaned up, raise ClientGoneError.
+
+    The request's body must have been read: `receive` then says nothing but the hang-up.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_hang_up(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Opened(Generic[T]):
+    """An async generator whose first item was asked for already. `aclose` ends it, read or not."""
+
+    def __init__(self, items: AsyncGenerator[T, None]) -> None:
+        self._items = items
+        self._first: asyncio.Future[T] | None = asyncio.ensure_future(anext(items))
+
+    @classmethod
+    async def start(cls, items: AsyncGenerator[T, None]) -> Opened[T]:
+        """Wait until the first item has come, but at most FIRST_OBJECT_S. Raises what comes instead of it."""
+        opened = cls(items)
+        try:
+            await opened._wait_first()
+        except BaseException:
+            await opened.aclose()
+            raise
+        return opened
+
+    async def _wait_first(self) -> None:
+        if self._first is not None:
+            await asyncio.wait((self._first,), timeout=FIRST_OBJECT_S)
+            if self._first.done():
+                self._first.result()
+
+    def __aiter__(self) -> Opened[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        if self._first is None:
+            return await anext(self._items)
+        item = await self._first
+        self._first = None
+        return item
+
+    async def aclose(self) -> None:
+        if self._first is not None:
+            self._first.cancel()
+            await asyncio.gather(self._first, return_exceptions=True)
+        await self._items.aclose()
+
+
+class EventStream(Response):
+    """Sends `objects` as events until they end or the client hangs up, and closes them in both cases.
+
+    `explain` turns an error on the way into the event that tells the client.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, objects: Opened[Any], explain: Callable[[Exception], object], headers: dict[str, str]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        del self.headers["content-length"]
+        self._objects = objects
+        self._explain = explain
+        self._last_sent_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send_all(send))
+        finally:
+            await self._objects.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        heartbeat = asyncio.create_task(self._keep_alive(send))
+        try:
+            async for item in self._objects:
+                await self._send(send, event(item))
+        except Exception as error:  # noqa: BLE001 - the status line is out: only an event can tell now
+            await self._send(send, event(self._explain(error)))
+        finally:
+            heartbeat.cancel()
+            await asyncio.gather(heartbeat, return_exceptions=True)
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        self._last_sent_s = time.monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _keep_alive(self, send: Send) -> None:
+        self._last_sent_s = time.monotonic()
+        while True:
+            await asyncio.sleep(max(self._last_sent_s + KEEP_ALIVE_S - time.monotonic(), 0))
+            if time.monotonic() >= self._last_sent_s + KEEP_ALIVE_S:
+                await self._send(send, _KEEP_ALIVE)

@@ -1,0 +1,32 @@
+"""What a person reads once the model is ready: how to call it. Never: sending it anywhere."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from proa.config.options import ServerOptions
+
+
+def welcome(url: str, model_name: str, options: ServerOptions) -> str:
+    """Lines to paste for the usual clients; the API key itself is never shown."""
+    key = "$PROA_API_KEY" if options.api_key else "none"
+    authorization = ' -H "Authorization: Bearer $PROA_API_KEY"' if options.api_key else ""
+    body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": "Hello"}]})
+    lines = [
+        f"{model_name} is ready at {url}",
+        "",
+        "  Try it",
+        f"    curl {url}/v1/chat/completions -H 'Content-Type: application/json'{authorization} -d {shlex.quote(body)}",
+        "  OpenAI clients",
+        f"    export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
+        "  Open WebUI",
+        f"    Settings > Connections > OpenAI API: URL {url}/v1, key {key}",
+        "  Anthropic clients",
+        "    not yet: this version has no /v1/messages",
+    ]
+    if options.api_key:
+        lines.append("  (PROA_API_KEY stands for the key given with --api-key)")
+    if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_key:
+        lines.append("  Note: whoever can reach this machine can use the model; --api-key KEY would prevent that.")
+    return "\n".join(lines)

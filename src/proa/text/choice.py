@@ -1,0 +1,105 @@
+"""One sequence's engine events -> chunks for people. Belongs here: text, stop strings and log-probabilities kept
+in step. Never: engines, tasks."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from proa.text.detokenize import Detokenizer
+from proa.text.stop import StopMatcher
+from proa.types import Chunk, EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprob
+
+
+class ChoiceStream:
+    """Turns the events of choice `index` into chunks; `finished` once the last chunk is made.
+
+    A token is handed out together with the text it is part of: not while its character is unfinished or
+    might be the start of a stop string, and never if it lies wholly in what a stop string cut off.
+    """
+
+    def __init__(self, index: int, request: EngineRequest, params: SamplingParams, detokenizer: Detokenizer) -> None:
+        self._index = index
+        self._request = request
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._made_chars = 0  # characters that the detokeniser gave
+        self._shown_chars = 0  # characters that the stop matcher let through
+        # Tokens not handed out: (token, its log-probabilities, first character it is part of, end of its text).
+        self._held: deque[tuple[int, TokenLogprob | None, int, int]] = deque()
+        self._stop_string: str | None = None
+        self._is_first = True
+        self.finished = False
+
+    def feed(self, event: TokenEvent) -> Chunk | None:
+        """The chunk that `event` gives; None if it has nothing to show yet."""
+        logprobs: list[TokenLogprob] | list[None] = event.logprobs or [None] * len(event.tokens)
+        pieces = []
+        for token, logprob in zip(event.tokens, logprobs, strict=True):
+            pieces.append(self._token(token, logprob))
+            if self._stop_string is not None:
+                break
+        finish: FinishReason | None = event.finish
+        stop_reason: str | int | None = self._stop_token(event)
+        if finish is not None and self._stop_string is None:
+            pieces.append(self._show(self._detokenizer.flush()))
+        if self._stop_string is not None:
+            finish, stop_reason = "stop", self._stop_string
+        elif finish is not None:
+            pieces.append(self._matcher.close())
+        self.finished = finish is not None
+        text = "".join(pieces)
+        self._shown_chars += len(text)
+        tokens, token_logprobs = self._release()
+        if not (text or tokens or self._is_first or self.finished):
+            return None
+        is_first, self._is_first = self._is_first, False
+        return Chunk(
+            index=self._index,
+            text=text,
+            tokens=tokens,
+            logprobs=None if self._request.sampling.logprobs is None else token_logprobs,
+            finish=finish,
+            stop_reason=stop_reason,
+            prompt_tokens=self._request.tokens if is_first else None,
+            prompt_logprobs=event.prompt_logprobs,
+            cached_tokens=event.cached_tokens,
+        )
+
+    def _token(self, token: int, logprob: TokenLogprob | None) -> str:
+        """Take one token; return the text that may now be shown."""
+        start = self._made_chars
+        text = self._detokenizer.feed(token)
+        self._num_tokens += 1
+        self._made_chars += len(text)
+        end = self._made_chars + int(self._detokenizer.has_partial)
+        self._held.append((token, logprob, start, end))
+        return self._show(text)
+
+    def _show(self, text: str) -> str:
+        if self._num_tokens <= self._min_tokens:  # stop strings count only after min_tokens
+            return text
+        shown, self._stop_string = self._matcher.feed(text)
+        return shown
+
+    def _stop_token(self, event: TokenEvent) -> int | None:
+        """The user's stop token that ended it; None for the model's own eos."""
+        return None if event.stop_token in self._request.sampling.eos_token_ids else event.stop_token
+
+    def _release(self) -> tuple[list[int], list[TokenLogprob]]:
+        """The tokens whose text has been shown; at the end all that have a part in it."""
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        while self._held:
+            token, logprob, start, end = self._held[0]
+            is_shown = end <= self._shown_chars
+            if self.finished:
+                is_shown = is_shown or self._stop_string is None or start < self._shown_chars
+            if not is_shown:
+                break
+            self._held.popleft()
+            tokens.append(token)
+            if logprob is not None:
+                logprobs.append(logprob)
+        return tokens, logprobs

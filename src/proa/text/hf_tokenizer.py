@@ -1,0 +1,150 @@
+"""Tokenizers in Hugging Face folders. Belongs here: which files count and what they add. Never: encoding.
+
+tokenizer.json is loaded with the `tokenizers` library directly: transformers would cost a second at start and
+adds nothing that these files do not say. Only vocabularies of neither kind that Proa reads go through it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from proa.errors import TokenizerError
+from proa.text.sentencepiece import build_backend, read_pieces
+from proa.text.tokenizer_source import TokenizerSource, token_ids, wrap_in
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONVERTIBLE = ("vocab.json", "tekken.json", "tiktoken.model")
+# What transformers assumes of tokenizer.model where tokenizer_config.json does not say.
+_SENTENCEPIECE_DEFAULTS = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "legacy": True}
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+def read_folder(folder: Path) -> TokenizerSource:
+    """Read tokenizer.json, tokenizer.model or what transformers can convert, and the files around it.
+
+    Raises TokenizerError.
+    """
+    config = _read_json(folder / "tokenizer_config.json")
+    if (folder / "tokenizer.json").is_file():
+        backend = _read_backend(folder / "tokenizer.json")
+    elif (folder / "tokenizer.model").is_file():
+        config = {**_SENTENCEPIECE_DEFAULTS, **config}
+        pieces = read_pieces(folder / "tokenizer.model", space_after_special=bool(config["legacy"]))
+        backend = build_backend(pieces)
+    elif any((folder / name).is_file() for name in _CONVERTIBLE):
+        backend = _convert(folder)
+    else:
+        looked_for = ", ".join(("tokenizer.json", "tokenizer.model", *_CONVERTIBLE))
+        raise TokenizerError(
+            f"There is no tokenizer in {folder} (looked for {looked_for}).",
+            "Copy the original model's tokenizer files there, or name their folder with --tokenizer PATH.",
+        )
+    backend.no_truncation()
+    backend.no_padding()
+    special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
+    _add_tokens(backend, config.get("added_tokens_decoder") or {}, set(special_tokens.values()))
+    if "add_bos_token" in config or "add_eos_token" in config:
+        wrap_in(
+            backend,
+            bos=special_tokens.get("bos_token") if config.get("add_bos_token") else None,
+            eos=special_tokens.get("eos_token") if config.get("add_eos_token") else None,
+        )
+    eos = special_tokens.get("eos_token")
+    return TokenizerSource(
+        backend,
+        _templates(folder, config.get("chat_template")),
+        special_tokens,
+        token_ids(
+            backend.token_to_id(eos) if eos is not None else None,
+            _read_json(folder / "config.json").get("eos_token_id"),
+            _read_json(folder / "generation_config.json").get("eos_token_id"),
+        ),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`, {} if there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    if not isinstance(value, dict):
+        raise _unreadable(path, "it is no JSON object")
+    return value
+
+
+def _unreadable(path: Path, reason: object) -> TokenizerError:
+    return TokenizerError(
+        f"{path} cannot be read: {reason}.",
+        "Download it again, or name another tokenizer's folder with --tokenizer PATH.",
+    )
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # all that the tokenizers library raises
+        raise _unreadable(path, error) from error
+
+
+def _convert(folder: Path) -> tokenizers.Tokenizer:
+    """The slow road: other vocabularies, converted in memory by transformers."""
+    from transformers import AutoTokenizer  # lazy: a second to import, and seldom needed
+
+    try:
+        slow = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return tokenizers.Tokenizer.from_str(slow.backend_tokenizer.to_str())
+    except Exception as error:  # anything, from ImportError to a checkpoint's own classes
+        raise TokenizerError(
+            f"The tokenizer in {folder} has no tokenizer.json and cannot be converted: {error}.",
+            "Name a folder with a tokenizer.json with --tokenizer PATH, or install what the message asks for.",
+        ) from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token and the like; a value is the text or {"content": text, ...}."""
+    values = {name: config.get(name) for name in _NAMES}
+    texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, wanted: Mapping[str, Any], named: set[str]) -> None:
+    """Add what tokenizer_config.json's added_tokens_decoder says beyond, or other than, tokenizer.json."""
+    present = backend.get_added_tokens_decoder()
+    for token_id, entry in sorted((int(key), entry) for key, entry in wanted.items()):
+        flags = {flag: entry[flag] for flag in _FLAGS if flag in entry}
+        token = AddedToken(entry["content"], **{**flags, "special": entry.get("special") or entry["content"] in named})
+        if repr(present.get(token_id)) == repr(token):
+            continue
+        backend.add_tokens([token])
+        if backend.token_to_id(token.content) != token_id:
+            raise TokenizerError(
+                f"tokenizer_config.json gives the token {token.content!r} the id {token_id}, "
+                f"but with tokenizer.json it has {backend.token_to_id(token.content)}.",
+                "The two files belong to different versions: download the model again.",
+            )
+
+
+def _templates(folder: Path, in_config: Any) -> dict[str, str]:
+    """Chat templates by name: from tokenizer_config.json a text or a list of {name, template}; files override."""
+    templates: dict[str, str] = {}
+    if isinstance(in_config, str):
+        templates["default"] = in_config
+    elif isinstance(in_config, list):
+        templates.update((entry["name"], entry["template"]) for entry in in_config)
+    if isinstance(text := _read_json(folder / "chat_template.json").get("chat_template"), str):
+        templates["default"] = text
+    files = {"default": folder / "chat_template.jinja"}
+    files.update((path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja")))
+    for name, path in files.items():
+        if path.is_file():
+            templates[name] = path.read_text(encoding="utf-8")
+    return templates

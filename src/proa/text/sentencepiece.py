@@ -1,0 +1,145 @@
+"""Sentencepiece BPE for the `tokenizers` library. Belongs here: tokenizer.model files, pieces -> backend. Never:
+other tokenizers, encoding.
+
+tokenizer.model is a protobuf (sentencepiece's src/sentencepiece_model.proto) of which a handful of fields count;
+reading them takes less than the two packages that transformers would want for it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+
+from proa.errors import TokenizerError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of pieces, the same numbers in GGUF
+_BPE = 2
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The vocabulary by id. `space_first`: a space is put before every text; `space_after_special`: and after
+    every special token too (what transformers calls legacy, and llama.cpp does)."""
+
+    texts: list[str]
+    scores: list[float]
+    types: list[int]
+    space_first: bool = True
+    space_after_special: bool = True
+
+
+def build_backend(pieces: Pieces) -> tokenizers.Tokenizer:
+    """A backend that encodes as sentencepiece does; unknown characters become byte tokens."""
+    texts = pieces.texts
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={text: i for i, text in enumerate(texts)},
+            merges=_merges_by_score(pieces),
+            unk_token=next((t for t, kind in zip(texts, pieces.types, strict=True) if kind == UNKNOWN), None),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = normalizers.Replace(" ", "▁")
+    if pieces.space_first and pieces.space_after_special:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+    elif pieces.space_first:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        backend.normalizer = spaces
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if pieces.space_first else steps)
+    add_special(backend, texts, pieces.types)
+    return backend
+
+
+def add_special(backend: tokenizers.Tokenizer, texts: list[str], types: list[int]) -> None:
+    """Tokens that are matched whole in a text: control tokens (special, not shown) and user-defined ones."""
+    by_type = list(zip(texts, types, strict=True))
+    special = [text for text, kind in by_type if kind in (CONTROL, UNKNOWN)]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    own = [text for text, kind in by_type if kind == USER_DEFINED]
+    backend.add_tokens([AddedToken(text, normalized=False) for text in own])
+
+
+def _merges_by_score(pieces: Pieces) -> list[tuple[str, str]]:
+    """Every way to put a piece together from two others, best score first: what sentencepiece does greedily."""
+    score = {
+        text: score
+        for text, score, kind in zip(pieces.texts, pieces.scores, pieces.types, strict=True)
+        if kind == NORMAL
+    }
+    merges = [
+        (-score[text], text[:i], text[i:])
+        for text in score
+        for i in range(1, len(text))
+        if text[:i] in score and text[i:] in score
+    ]
+    return [(left, right) for _, left, right in sorted(merges)]
+
+
+def read_pieces(path: Path, *, space_after_special: bool) -> Pieces:
+    """The pieces of a tokenizer.model file. Raises TokenizerError when it is damaged or not plain BPE."""
+    try:
+        top = list(_fields(path.read_bytes()))
+        pieces = [dict(_fields(_bytes(value))) for number, value in top if number == 1]
+        trainer, normalizer = (dict(_fields(_first(top, number))) for number in (2, 3))
+        texts = [_bytes(piece[1]).decode("utf-8") for piece in pieces]
+        scores = [struct.unpack("<f", _bytes(piece.get(2, bytes(4))))[0] for piece in pieces]
+        types = [int(piece.get(3, NORMAL)) for piece in pieces]
+    except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
+        raise TokenizerError(
+            f"{path} cannot be read as a sentencepiece model: {error!r}.",
+            "Download it again, or name a folder with a tokenizer.json with --tokenizer PATH.",
+        ) from error
+    if trainer.get(3) != _BPE or normalizer.get(2):  # 3: model type (1 unigram); 2: compiled normalisation
+        raise TokenizerError(
+            f"{path} is a sentencepiece model with unigrams or with normalisation; Proa reads plain BPE.",
+            "Name a folder with a tokenizer.json with --tokenizer PATH.",
+        )
+    return Pieces(texts, scores, types, bool(normalizer.get(3, True)), space_after_special)
+
+
+def _first(fields: list[tuple[int, int | bytes]], number: int) -> bytes:
+    return next((_bytes(value) for n, value in fields if n == number), b"")
+
+
+def _bytes(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise ValueError("a number stands where bytes belong")
+    return value
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(field number, value) of a protobuf message; fixed-width values as bytes."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield tag >> 3, value
+            continue
+        if kind not in (1, 2, 5):
+            raise ValueError(f"wire type {kind} at byte {at}")
+        length, at = _varint(data, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
+        if at + length > len(data):
+            raise ValueError(f"it ends inside a field at byte {at}")
+        yield tag >> 3, data[at : at + length]
+        at += length
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7

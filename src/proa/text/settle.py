@@ -1,0 +1,116 @@
+"""What is asked of one request -> what each sequence obeys. Belongs here: defaults, limits, seeds. Never: I/O."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from proa.errors import ConfigError, ContextLengthExceeded, RequestError
+from proa.types import EngineRequest, Sampling, SamplingParams
+
+_NEUTRAL: dict[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """What holds when a request does not say: the checkpoint's generation_config.json, else neutral values.
+
+    `"do_sample": false` means greedy. Raises ConfigError when a value cannot be one.
+    """
+    values = dict(_NEUTRAL)
+    for name in _NEUTRAL:
+        value = generation_config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+            raise ConfigError(f"generation_config.json says {name} is {value!r}.", "Correct it to a number.")
+        values[name] = value
+    if generation_config.get("do_sample") is False:
+        values["temperature"] = 0.0
+    try:
+        return SamplingParams(**values)  # type: ignore[arg-type]  # top_k was checked to be an int
+    except RequestError as error:
+        raise ConfigError(f"generation_config.json: {error.message}", error.remedy) from error
+
+
+class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
+    """One model's side of every request: its context (tokens), vocabulary, eos tokens and sampling defaults."""
+
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    defaults: SamplingParams
+
+    def settle(self, prompt: Sequence[int], params: SamplingParams) -> Sampling:
+        """Raises RequestError or ContextLengthExceeded for what this model cannot do."""
+        self._check_tokens("prompt", prompt)
+        self._check_tokens("stop_token_ids", params.stop_token_ids)
+        self._check_tokens("logit_bias", params.logit_bias)
+        if not prompt:
+            raise RequestError("The prompt is empty.", "Send at least one token.", param="prompt")
+        max_tokens = self._max_tokens(len(prompt), params.max_tokens)
+        if params.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, but at most {max_tokens} tokens can be generated.",
+                "Lower it.",
+                param="min_tokens",
+            )
+        asked = {name: getattr(params, name) for name in _NEUTRAL}
+        settled = {n: getattr(self.defaults, n) if value is None else value for n, value in asked.items()}
+        return Sampling(
+            max_tokens=max_tokens,
+            min_tokens=params.min_tokens,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            eos_token_ids=() if params.ignore_eos else tuple(sorted(self.eos_token_ids)),
+            stop_token_ids=params.stop_token_ids,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            logit_bias=params.logit_bias,
+            **settled,
+        )
+
+    def requests(
+        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = ""
+    ) -> list[EngineRequest]:
+        """n sibling sequences. With a seed, choice i samples with seed + i; without, each at random. Only the
+        first reports prompt log-probabilities: they are the same for all."""
+        sampling = self.settle(prompt, params)
+        group = secrets.token_hex(8)
+        requests = []
+        for i in range(params.n):
+            seed = secrets.randbits(63) if params.seed is None else (params.seed + i) % 2**63
+            own = msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=None if i else sampling.prompt_logprobs)
+            requests.append(
+                EngineRequest(id=f"{group}-{i}", tokens=prompt, sampling=own, priority=priority, group=group, salt=salt)
+            )
+        return requests
+
+    def _max_tokens(self, prompt_tokens: int, asked: int | None) -> int:
+        room = self.context_tokens - prompt_tokens
+        if asked is None and room > 0:
+            return room
+        if asked is not None and asked <= room:
+            return asked
+        total = f"{prompt_tokens + (asked or 1)} tokens ({prompt_tokens} in the prompt, {asked or 1} to generate)"
+        remedy = f"Lower max_tokens to {room} or shorten the prompt." if room > 0 else "Shorten the prompt."
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {self.context_tokens} tokens. However, you requested {total}.",
+            remedy,
+            param="max_tokens" if room > 0 else "prompt",
+        )
+
+    def _check_tokens(self, param: str, tokens: Collection[int]) -> None:
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+            wrong = next(t for t in tokens if not 0 <= t < self.vocab_size)
+            raise RequestError(
+                f"{param}: token {wrong} does not exist.", f"Use 0 to {self.vocab_size - 1}.", param=param
+            )

@@ -1,0 +1,233 @@
+"""A checkpoint's own chat template, rendered as transformers 5 renders it (utils/chat_template_utils.py).
+Belongs here: Jinja, its sandbox, what OpenAI's message form needs on the way in. Never: tokens, HTTP.
+
+Written here and not called there: transformers costs a second to import, and its rendering pulls nothing that
+jinja2 does not have. tests/unit/test_template.py compares the two.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from proa.errors import RequestError, TokenizerError
+from proa.types import Chat
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+# What code inside a template can raise: its own refusals, and Python's errors on messages it did not expect.
+_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
+
+
+class ChatTemplate:
+    """Chat -> prompt text.
+
+    `templates` maps names ("default", "tool_use", ...) to Jinja source; with tools "tool_use" is taken if
+    there is one. `special_tokens` (bos_token, eos_token, ...) are the template's variables. Raises
+    TokenizerError when a template is not Jinja, RequestError when it refuses the chat.
+    """
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._source = dict(templates)
+        self._special_tokens = dict(special_tokens)
+        environment = _environment()
+        try:
+            self._compiled = {name: environment.from_string(text) for name, text in templates.items()}
+        except jinja2.TemplateError as error:
+            raise TokenizerError(
+                f"The model's chat template is not valid Jinja: {error}.",
+                "Give another with --chat-template FILE.",
+            ) from error
+
+    def render(self, chat: Chat) -> str:
+        """The prompt, special tokens included. Raises RequestError when the template refuses the chat."""
+        name = "tool_use" if chat.tools and "tool_use" in self._compiled else "default"
+        if name not in self._compiled:
+            raise RequestError(
+                f"The model has no default chat template, only {', '.join(sorted(self._compiled))}.",
+                "Give one with --chat-template FILE, or use /v1/completions.",
+            )
+        messages = [_prepare(m, keep_parts=self._takes_parts) for m in chat.messages]
+        if not chat.continue_final_message:
+            return self._run(name, messages, chat)
+        if chat.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other.",
+                "Set add_generation_prompt to false.",
+                param="continue_final_message",
+            )
+        final_text = _mark_end(messages)
+        return _cut_at_mark(self._run(name, messages, chat), final_text)
+
+    def _run(self, name: str, messages: list[dict[str, Any]], chat: Chat) -> str:
+        # As in transformers, documents is always defined and the request's variables win over special tokens.
+        variables = {**self._special_tokens, "documents": None, **chat.template_kwargs}
+        try:
+            return self._compiled[name].render(
+                variables,
+                messages=messages,
+                tools=chat.tools or None,
+                add_generation_prompt=chat.add_generation_prompt,
+            )
+        except _FAILURES as error:
+            raise RequestError(
+                f"The model's chat template refuses this conversation: {str(error).rstrip('.')}.",
+                "Change the messages as it says.",
+                param="messages",
+            ) from error
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template understands content as [{"type": "text", "text": ...}], found by trying."""
+        probe, source = "proa-probe", self._compiled.get("default") or next(iter(self._compiled.values()))
+        message = {"role": "user", "content": [{"type": "text", "text": probe}]}
+        try:
+            text = source.render(self._special_tokens, messages=[message], tools=None, add_generation_prompt=False)
+        except _FAILURES:
+            return False
+        return probe in text and "'text'" not in text and '"text"' not in text
+
+
+def _prepare(original: Mapping[str, Any], *, keep_parts: bool) -> dict[str, Any]:
+    """A copy in the form that templates read: text parts joined unless understood, tool arguments as objects
+    (OpenAI sends JSON text), reasoning under every name in use."""
+    message = copy.deepcopy(dict(original))
+    content = message.get("content")
+    if isinstance(content, list) and not keep_parts:
+        message["content"] = "\n".join(_part_text(part) for part in content)
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = _json_object_or_text(function["arguments"])
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise RequestError(
+        f"A message has a part of type {kind!r}, but the model reads text only.",
+        'Send parts of the form {"type": "text", "text": ...}.',
+        param="messages",
+    )
+
+
+def _json_object_or_text(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _mark_end(messages: Sequence[dict[str, Any]]) -> str:
+    """Append the mark to the final message's text; return that text."""
+    content = messages[-1].get("content") if messages else None
+    parts = [p for p in content if isinstance(p, dict) and "text" in p] if isinstance(content, list) else []
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _MARK
+        return content
+    if parts:
+        text = str(parts[-1]["text"])
+        parts[-1]["text"] = text + _MARK
+        return text
+    raise RequestError("continue_final_message: the final message has no text to continue.", param="messages")
+
+
+def _cut_at_mark(rendered: str, final_text: str) -> str:
+    """The prompt up to the end of the final message. A template that trims its messages also trims the mark's
+    trailing space: then the text before it is trimmed likewise."""
+    if final_text.strip() not in rendered or _MARK.strip() not in rendered:
+        raise RequestError(
+            "continue_final_message: the chat template changes or drops the final message.", param="messages"
+        )
+    end = rendered.rindex(_MARK.strip())
+    exact = rendered[end : end + len(_MARK)] == _MARK
+    return rendered[:end] if exact else rendered[:end].rstrip()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise_exception,
+        strftime_now=lambda form: datetime.now().strftime(form),
+        namespace=_PlainNamespace,
+    )
+    return environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %}...{% endgeneration %} marks text for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Macro) -> str:
+        return caller()
+
+
+class _PlainNamespace(Namespace):
+    """Jinja's namespace without names that begin with an underscore: templates come from strangers."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja2: even `self` may be a key
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"namespace names must not begin with an underscore: {name!r}")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML and sorts keys; chat templates were written against this one."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> str:
+    raise jinja2.TemplateError(message)

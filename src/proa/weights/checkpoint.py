@@ -1,0 +1,194 @@
+"""A checkpoint on disk: its config, its tensors' places, its tokenizer's. Never: tensor data, torch, the hub."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from proa.errors import ConfigError, ModelNotFound, WeightsError
+from proa.models import families
+from proa.models.gguf import GGUF_NAMES, config_from_metadata, generation_from_metadata
+from proa.models.names import Declared
+from proa.weights.gguf_header import gguf_index
+from proa.weights.index import TensorInfo, bin_index, safetensors_index, shard_files
+
+# safetensors and bin: where the names of sharded files, a single file, and files without an index are.
+_LAYOUTS = {
+    "safetensors": ("model.safetensors.index.json", "model.safetensors", "*.safetensors"),
+    "bin": ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model*.bin"),
+}
+# Files that repeat the weights in another layout, or are no weights.
+_NOT_WEIGHTS = ("consolidated", "adapter_model", "optimizer", "training_args")
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was found at `path`, without any tensor data.
+
+    path: folder or GGUF file. load_format: safetensors, bin, gguf or dummy. config: Hugging Face style, made
+    from the metadata for GGUF. tensors: by the file's names; empty for dummy. generation_config: empty if there
+    is none. dtype: bfloat16, float16 or float32, the type the checkpoint was made for.
+    """
+
+    path: Path
+    load_format: str
+    config: dict[str, Any]
+    dtype: str
+    tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The folder or the GGUF file that has the tokenizer."""
+        return self.path
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def declare(self, ignore_keys: Collection[str] = ()) -> Declared:
+        """The model's shapes and the names of its tensors. Raises ConfigError."""
+        if self.path.is_dir():
+            return families.declare(self.config, ignore_keys, str(self.path / "config.json"))
+        declared = families.declare(self.config, ignore_keys, f"{self.path} (GGUF metadata)")
+        return Declared(declared.spec, GGUF_NAMES)
+
+
+def open_checkpoint(
+    path: Path, load_format: str = "auto", override_config: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Read the headers of a model folder or a GGUF file.
+
+    load_format "auto" takes safetensors, then bin, then gguf; "dummy" needs only the config. `override_config`
+    replaces config keys. Raises ModelNotFound, ConfigError, WeightsError.
+    """
+    if not path.exists():
+        raise ModelNotFound(f"There is no model at {path}.", "Give a model folder with a config.json, or a .gguf file.")
+    override = dict(override_config or {})
+    if path.is_file():
+        if path.suffix != ".gguf" or load_format not in ("auto", "gguf", "dummy"):
+            wanted = "gguf" if load_format == "auto" else load_format
+            raise ModelNotFound(
+                f"{path} is not a {wanted} model.", "Give a model folder with a config.json, or a .gguf file."
+            )
+        return _open_gguf(path, load_format, override)
+    chosen = _found_format(path) if load_format == "auto" else load_format
+    if chosen == "gguf":
+        return _open_gguf(_only_gguf(path), chosen, override)
+    return _open_folder(path, chosen, override)
+
+
+def _found_format(folder: Path) -> str:
+    for layout in _LAYOUTS:
+        if _weight_files(folder, layout):
+            return layout
+    if any(folder.glob("*.gguf")):
+        return "gguf"
+    raise WeightsError(
+        f"{folder} has no weights: no *.safetensors, pytorch_model*.bin or *.gguf file.",
+        "Download the model completely, or use --load-format dummy for random weights.",
+    )
+
+
+def _weight_files(folder: Path, layout: str) -> list[Path]:
+    index, single, pattern = _LAYOUTS[layout]
+    if (folder / index).is_file():
+        return shard_files(folder / index)
+    if (folder / single).is_file():
+        return [folder / single]
+    return sorted(f for f in folder.glob(pattern) if not f.name.startswith(_NOT_WEIGHTS))
+
+
+def _only_gguf(folder: Path) -> Path:
+    """The folder's one model; of a split file the first part. Projectors of vision towers are no models."""
+    found = sorted(f for f in folder.glob("*.gguf") if not f.name.startswith("mmproj"))
+    models = [f for f in found if "-of-" not in f.name or "-00001-of-" in f.name]
+    if len(models) != 1:
+        names = ", ".join(f.name for f in models) or "none"
+        raise ModelNotFound(
+            f"{folder} must have one GGUF model, but there are {len(models)}: {names}.",
+            "Give the path of the .gguf file to load.",
+        )
+    return models[0]
+
+
+def _open_gguf(file: Path, load_format: str, override: dict[str, Any]) -> Checkpoint:
+    header = gguf_index(file)
+    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+    factors = _rope_factors(header.tensors.get("rope_freqs.weight"))
+    config = config_from_metadata(header.metadata, shapes, factors) | override
+    return Checkpoint(
+        path=file,
+        load_format="dummy" if load_format == "dummy" else "gguf",
+        config=config,
+        dtype="bfloat16",  # its rounding is far below that of any quantised type
+        tensors={} if load_format == "dummy" else header.tensors,
+        generation_config=generation_from_metadata(header.metadata),
+    )
+
+
+def _rope_factors(tensor: TensorInfo | None) -> tuple[float, ...]:
+    """The only tensor that is configuration: what each rotary frequency is divided by."""
+    if tensor is None:
+        return ()
+    if tensor.dtype != "F32":
+        raise WeightsError(f"{tensor.file}: rope_freqs.weight is {tensor.dtype}, not F32.", "Convert it again.")
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.offset)
+        return struct.unpack(f"<{tensor.nbytes // 4}f", stream.read(tensor.nbytes))
+
+
+def _open_folder(folder: Path, load_format: str, override: dict[str, Any]) -> Checkpoint:
+    config = _json(folder / "config.json") | override
+    tensors: dict[str, TensorInfo] = {}
+    if load_format != "dummy":
+        files = _weight_files(folder, load_format)
+        if not files:
+            raise WeightsError(f"{folder} has no {load_format} files.", "Use --load-format auto.")
+        tensors = safetensors_index(files) if load_format == "safetensors" else bin_index(files)
+    generation = folder / "generation_config.json"
+    return Checkpoint(
+        path=folder,
+        load_format=load_format,
+        config=config,
+        dtype=_dtype(config, tensors),
+        tensors=tensors,
+        generation_config=_json(generation) if generation.exists() else {},
+    )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ModelNotFound(f"{file.parent} has no {file.name}.", "Give a Hugging Face model folder or a .gguf file.")
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError
+        raise ConfigError(f"{file} is not valid JSON: {error}.", "Fetch the file again.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} must hold a JSON object.", "Fetch the file again.")
+    return found
+
+
+def _dtype(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
+    """What the config says, else the type that most bytes have."""
+    said = config.get("dtype") or config.get("torch_dtype")
+    if said is not None:
+        name = str(said).removeprefix("torch.")
+        if name not in _DTYPES.values():
+            raise ConfigError(
+                f"config.json: the dtype {said!r} is not implemented, only {', '.join(_DTYPES.values())}.",
+                "Replace it with --override-config 'dtype=\"bfloat16\"'.",
+            )
+        return name
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        sizes[tensor.dtype] += tensor.nbytes
+    most = sizes.most_common(1)
+    return _DTYPES.get(most[0][0], "bfloat16") if most else "bfloat16"

@@ -1,0 +1,105 @@
+"""Random weights of the true shapes, for benchmarks. Never: files.
+
+Channel 0 of the residual stream is made the constant 1: every token's embedding has it and no layer writes
+it. A router reads it as a bias, so that the experts' frequencies can be chosen, which weights alone that act
+on random inputs cannot do. All other numbers are random, so that nothing is accidentally easy to compute.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from proa.errors import UsageError
+from proa.models.spec import Model, Moe
+
+_POOL = 1 << 22  # random numbers made once and reused at random offsets: filling runs at memory speed
+_ROUTER_SPREAD = 1.0  # standard deviation of router logits over tokens
+_RARELY, _ALMOST_ALWAYS = 1e-4, 0.98
+
+
+def fill_dummy(spec: Model, targets: Mapping[str, Tensor], seed: int, router: str) -> None:
+    """Fill `targets` (by our names, any float type) so that activations stay finite and near 1.
+
+    router: "uniform" (all experts alike) or "zipf" (in each layer the n-th hottest expert is chosen with a
+    frequency proportional to 1/n, capped near 1). The same seed gives the same weights.
+    Raises UsageError for another router.
+    """
+    if router not in ("uniform", "zipf"):
+        raise UsageError(f"There is no dummy router {router!r}.", "Use uniform or zipf.", param="dummy_router")
+    pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed))
+    depth = 2 * len(spec.blocks)
+    for name, shape in spec.params():
+        target, kind = targets[name], name.split(".")[-2]
+        if name.endswith(".bias"):
+            target.zero_()
+        elif kind.startswith(("norm", "q_norm", "k_norm")):
+            target.fill_(1.0)
+        elif kind == "router":
+            _fill_router(target, _moe(spec, name), router, _seed(seed, name))
+        else:
+            # What layers add to the residual stays small beside the embedding, whose elements are near 1.
+            gain = 0.5 / math.sqrt(depth) if kind in ("o", "down") else 1.0
+            scale = 1.0 if kind == "embed" else gain / math.sqrt(shape[-1])
+            _fill(target, pool, scale, _seed(seed, name))
+        if kind == "embed":
+            target[:, 0] = 1.0
+        elif kind in ("o", "down"):
+            target[0] = 0.0
+
+
+def _seed(seed: int, name: str) -> int:
+    return zlib.crc32(f"{seed} {name}".encode())
+
+
+def _fill(target: Tensor, pool: Tensor, scale: float, seed: int) -> None:
+    """Whole rows from the pool, starting anywhere; a prime stride keeps rows from repeating soon."""
+    rows, cols = target.shape[0], target[0].numel()
+    start = seed % (_POOL // 2)
+    per_copy = max(1, (_POOL // 2) // cols)
+    for first in range(0, rows, per_copy):
+        part = target[first : first + per_copy]
+        offset = (start + first * 7919) % (_POOL - part.numel()) if part.numel() < _POOL else 0
+        part.copy_(pool[offset : offset + part.numel()].view(part.shape)).mul_(scale)
+
+
+def _moe(spec: Model, name: str) -> Moe:
+    ffn = spec.blocks[int(name.split(".")[1])].ffn
+    if not isinstance(ffn, Moe):
+        raise TypeError(f"{name} is a router, but {ffn} has none")
+    return ffn
+
+
+def _fill_router(target: Tensor, moe: Moe, router: str, seed: int) -> None:
+    """Rows of one length in random directions, and the biases that give the frequencies, on channel 0.
+
+    A token chooses expert e when its logit, normal around bias[e], exceeds a threshold that hardly varies
+    between tokens, so bias[e] is the normal quantile of the wanted frequency (up to a constant).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(moe.experts, moe.hidden, generator=generator)
+    directions[:, 0] = 0.0
+    directions *= _ROUTER_SPREAD / directions.norm(dim=1, keepdim=True)
+    wanted = torch.full((moe.experts,), moe.top_k / moe.experts)
+    if router == "zipf":
+        wanted = zipf_frequencies(moe.experts, moe.top_k)[torch.randperm(moe.experts, generator=generator)]
+    normal = NormalDist()
+    quantiles = [normal.inv_cdf(min(max(p, _RARELY), _ALMOST_ALWAYS)) for p in wanted.tolist()]
+    directions[:, 0] = _ROUTER_SPREAD * torch.tensor(quantiles)
+    target.copy_(directions)
+
+
+def zipf_frequencies(experts: int, top_k: int) -> Tensor:
+    """How often each expert is chosen, hottest first: c / n, at most _ALMOST_ALWAYS, top_k in sum."""
+    rank = torch.arange(1, experts + 1, dtype=torch.float64)
+    low, high = 0.0, float(experts)
+    for _ in range(60):  # bisection for c; the sum grows with it
+        middle = (low + high) / 2
+        total = (middle / rank).clamp(max=_ALMOST_ALWAYS).sum()
+        low, high = (low, middle) if total > top_k else (middle, high)
+    return (low / rank).clamp(max=_ALMOST_ALWAYS)

@@ -1,0 +1,188 @@
+"""GGUF headers: metadata, and where each tensor lies. Never: tensor data, meaning of keys.
+
+The gguf package's reader makes an array of every vocabulary entry: 6 s and 500 MB for 150 000 tokens. Here
+string arrays, which only the tokenizer needs, are passed over. Format: GGUF specification, versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from proa.errors import WeightsError
+from proa.weights.index import FETCH_AGAIN, TensorInfo
+
+# Type ids of tensors; the names are those of the gguf package.
+_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K",
+    11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
+    27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
+
+# Types that can be loaded: elements and bytes of a block.
+BLOCKS = {
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20),
+    "Q5_0": (32, 22), "Q5_1": (32, 24), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LONGEST_ARRAY = 4096  # longer arrays belong to the vocabulary
+_SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+
+def gguf_index(file: Path) -> GgufHeader:
+    """Header of a GGUF file, or of all parts of a split one, of which `file` is any.
+
+    Raises WeightsError for damaged files, missing parts and tensors of types that cannot be loaded.
+    """
+    first, *rest = _parts(file)
+    header = _read(first)
+    for part in rest:
+        header.tensors.update(_read(part).tensors)
+    return header
+
+
+def _parts(file: Path) -> list[Path]:
+    match = _SPLIT.fullmatch(file.name)
+    if match is None:
+        return [file]
+    count = int(match["count"])
+    parts = [file.with_name(f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise WeightsError(
+            f"{file.parent}: {len(missing)} of the {count} parts of {file.name} are missing, "
+            f"the first is {missing[0]}.",
+            "Download them all into one folder.",
+        )
+    return parts
+
+
+def _read(file: Path) -> GgufHeader:
+    size = file.stat().st_size
+    if size < 24:
+        raise WeightsError(f"{file}: only {size} bytes long.", FETCH_AGAIN)
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            return _Cursor(file, data).header()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise WeightsError(f"{file}: the GGUF header is cut off or damaged.", FETCH_AGAIN) from error
+
+
+class _Cursor:
+    """Reads a GGUF header from front to back. Raises struct.error past the end."""
+
+    def __init__(self, file: Path, data: mmap.mmap) -> None:
+        self._file = file
+        self._data = data
+        self._at = 0
+
+    def header(self) -> GgufHeader:
+        magic, version = self._data[:4], self._unpack("4xI")
+        if magic != b"GGUF":
+            raise WeightsError(f"{self._file}: not a GGUF file (it begins with {magic!r}).", FETCH_AGAIN)
+        if version not in (2, 3):
+            raise WeightsError(
+                f"{self._file}: GGUF version {version} (or a big-endian file) cannot be read, only 2 and 3.",
+                "Convert the model again with a current converter.",
+            )
+        num_tensors, num_keys = self._unpack("Q"), self._unpack("Q")
+        metadata = {}
+        for _ in range(num_keys):
+            key = self._string()
+            metadata[key] = self._value(self._unpack("I"))
+        entries = [self._tensor() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise struct.error(f"alignment {alignment!r}")
+        start = -(-self._at // alignment) * alignment
+        return GgufHeader(metadata, self._locate(entries, start))
+
+    def _unpack(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self._data, self._at)
+        self._at += struct.calcsize("<" + code)
+        return value
+
+    def _string(self) -> str:
+        length = self._unpack("Q")
+        raw = struct.unpack_from(f"<{self._checked(length)}s", self._data, self._at)[0]
+        self._at += length
+        return str(raw, "utf-8")
+
+    def _checked(self, length: int) -> int:
+        """Before a length from the file is used to allocate or to loop."""
+        if length > len(self._data) - self._at:
+            raise struct.error(f"{length} bytes past the end")
+        return length
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array(self._unpack("I"), self._unpack("Q"))
+        if kind not in _SCALARS:
+            raise struct.error(f"value type {kind}")
+        value = self._unpack(_SCALARS[kind])
+        return _shortest(value) if _SCALARS[kind] == "f" else value
+
+    def _array(self, kind: int, count: int) -> list[Any] | None:
+        """None for arrays of strings and long ones: they belong to the vocabulary."""
+        if kind == _STRING:
+            for _ in range(self._checked(count)):
+                length = self._checked(self._unpack("Q"))
+                self._at += length
+            return None
+        if kind in _SCALARS and count > _LONGEST_ARRAY:
+            self._at += self._checked(count * struct.calcsize("<" + _SCALARS[kind]))
+            return None
+        if kind not in _SCALARS:
+            raise struct.error(f"array of type {kind}")
+        return [self._value(kind) for _ in range(self._checked(count))]
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape (outermost first), type id, offset from the start of the data."""
+        name, num_dims = self._string(), self._unpack("I")
+        if num_dims > 4:
+            raise struct.error(f"{num_dims} dimensions")
+        shape = tuple(self._unpack("Q") for _ in range(num_dims))[::-1]
+        return name, shape, self._unpack("I"), self._unpack("Q")
+
+    def _locate(self, entries: list[tuple[str, tuple[int, ...], int, int]], start: int) -> dict[str, TensorInfo]:
+        tensors: dict[str, TensorInfo] = {}
+        for name, shape, type_id, offset in entries:
+            kind = _TYPES.get(type_id, f"type {type_id}")
+            if kind not in BLOCKS:
+                raise WeightsError(
+                    f"{self._file}: the tensor {name} is stored as {kind}, which Proa cannot load.",
+                    f"Use a GGUF file whose tensors are {', '.join(BLOCKS)}.",
+                )
+            elems, block_bytes = BLOCKS[kind]
+            if not shape or shape[-1] % elems or name in tensors:
+                raise struct.error(f"{name} {shape} {kind}")
+            tensors[name] = TensorInfo(kind, shape, self._file, start + offset, prod(shape) // elems * block_bytes)
+        end = max((t.offset + t.nbytes for t in tensors.values()), default=0)
+        if end > len(self._data):
+            raise WeightsError(
+                f"{self._file}: the header describes {end} bytes, but the file has {len(self._data)}.",
+                FETCH_AGAIN,
+            )
+        return tensors
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is this float32: 1e-06, not 9.999999974752427e-07, as the config said once."""
+    packed = struct.pack("<f", value)
+    decimals = (float(f"{value:.{digits}g}") for digits in range(6, 9))
+    return next((d for d in decimals if struct.pack("<f", d) == packed), value)

@@ -1,0 +1,124 @@
+"""Headers of weight files -> where each tensor lies. Never: tensor data, models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from proa.errors import WeightsError
+from proa.weights.torch_bin import open_bin
+
+# Bytes per element of the plain types, by their names in safetensors and GGUF.
+PLAIN_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4,
+    "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+
+_LONGEST_HEADER_BYTES = 100_000_000  # the format's own limit
+
+FETCH_AGAIN = "The file is damaged or was not downloaded completely; fetch it again."
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One stored tensor. dtype is a name such as BF16 or Q4_K; shape is outermost first; the bytes are
+    `file[offset : offset + nbytes]` (offset is 0 in .bin files, which torch reads)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+    @property
+    def rows(self) -> int:
+        """All dimensions but the last, as one."""
+        return prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        return self.nbytes // max(self.rows, 1)
+
+
+def safetensors_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
+    """Tensors of safetensors files. Raises WeightsError for damaged files and names that appear twice."""
+    index: dict[str, TensorInfo] = {}
+    for file in files:
+        _merge(index, _safetensors_header(file))
+    return index
+
+
+def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
+    """Format: u64 header length, JSON header, data; https://huggingface.co/docs/safetensors."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _LONGEST_HEADER_BYTES):
+            raise WeightsError(
+                f"{file}: the header should have {length} bytes, but the file has only {size}.", FETCH_AGAIN
+            )
+        raw = stream.read(length)
+    try:
+        header: dict[str, Any] = json.loads(raw)
+        header.pop("__metadata__", None)
+        found = {name: _safetensor(file, 8 + length, entry) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{file}: the safetensors header cannot be read ({error!r}).", FETCH_AGAIN) from error
+    end = max((t.offset + t.nbytes for t in found.values()), default=8 + length)
+    if end != size:
+        raise WeightsError(f"{file}: the header describes {end} bytes, but the file has {size}.", FETCH_AGAIN)
+    return found
+
+
+def _safetensor(file: Path, data_start: int, entry: Mapping[str, Any]) -> TensorInfo:
+    """Raises ValueError, TypeError or KeyError if the entry contradicts itself."""
+    dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+    begin, end = (int(n) for n in entry["data_offsets"])
+    if not 0 <= begin <= end or any(n < 0 for n in shape):
+        raise ValueError(f"offsets {begin} to {end}, shape {shape}")
+    if dtype in PLAIN_BYTES and end - begin != prod(shape) * PLAIN_BYTES[dtype]:
+        raise ValueError(f"{dtype} {shape} does not take {end - begin} bytes")
+    return TensorInfo(dtype, shape, file, data_start + begin, end - begin)
+
+
+def bin_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
+    """Tensors of PyTorch files, opened with weights_only, so that no code in them can run."""
+    names = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    index: dict[str, TensorInfo] = {}
+    for file in files:
+        found = {}
+        for name, tensor in open_bin(file).items():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            found[name] = TensorInfo(names.get(kind, kind), tuple(tensor.shape), file, 0, tensor.nbytes)
+        _merge(index, found)
+    return index
+
+
+def shard_files(index_file: Path) -> list[Path]:
+    """Files that a *.index.json names. Raises WeightsError if it cannot be read or files are missing."""
+    try:
+        names = sorted(set(json.loads(index_file.read_bytes())["weight_map"].values()))
+        files = [index_file.parent / Path(name).name for name in names]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise WeightsError(f"{index_file}: cannot be read ({error!r}).", FETCH_AGAIN) from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise WeightsError(
+            f"{index_file.parent}: {len(missing)} of {len(files)} weight files are missing, the first is {missing[0]}.",
+            "Download the model completely.",
+        )
+    return files
+
+
+def _merge(index: dict[str, TensorInfo], found: Mapping[str, TensorInfo]) -> None:
+    for name, tensor in found.items():
+        if name in index:
+            raise WeightsError(
+                f"The tensor {name} is both in {index[name].file} and in {tensor.file}.",
+                "Leave only one set of weight files in the folder.",
+            )
+        index[name] = tensor

@@ -1,0 +1,146 @@
+"""Streams a checkpoint into its final storage: file by file, in the order of the bytes. Never: policy, names.
+
+Files are read, not mapped, so that no file page counts as this process's memory; the only temporary is one
+chunk of rows and its decoded form. Where the stored type is the target's, bytes go straight to their place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from proa.errors import WeightsError
+from proa.models.names import Declared
+from proa.weights.checkpoint import Checkpoint
+from proa.weights.index import TensorInfo
+from proa.weights.rows import READABLE, Rows, open_rows
+from proa.weights.sources import Source, Sources, resolve
+
+_CHUNK_BYTES = 1 << 20  # with its decoded form it stays in the cache between reading and writing
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading did. bytes_read: of the files; seconds: wall time."""
+
+    bytes_read: int
+    seconds: float
+
+
+def load_weights(
+    checkpoint: Checkpoint, declared: Declared, targets: Mapping[str, Tensor], progress: Progress
+) -> LoadReport:
+    """Fill every parameter of `declared.spec` in `targets` (by our names, any float type, views welcome).
+
+    `progress(done_bytes, total_bytes)` is called after every chunk. Raises WeightsError before anything is read
+    if a parameter has no source or a tensor no use, and later if a file is cut off or a value does not fit.
+    """
+    start = time.monotonic()
+    sources = resolve(declared, checkpoint.tensors)
+    _check(declared, checkpoint, sources, targets)
+    copy = _Copy(checkpoint.tensors, sources, targets, progress)
+    copy.run()
+    return LoadReport(copy.done_bytes, time.monotonic() - start)
+
+
+def _check(declared: Declared, checkpoint: Checkpoint, sources: Sources, targets: Mapping[str, Tensor]) -> None:
+    shapes = dict(declared.spec.params())
+    if targets.keys() != shapes.keys():
+        raise ValueError(f"targets and parameters differ: {sorted(targets.keys() ^ shapes.keys())[:5]}")
+    wrong = [name for name, shape in shapes.items() if tuple(targets[name].shape) != shape]
+    if wrong:
+        raise ValueError(f"targets of other shapes than the parameters: {wrong[:5]}")
+    for source in sources.params.values():
+        info = checkpoint.tensors[source.tensor]
+        if info.dtype not in READABLE:
+            raise WeightsError(
+                f"{info.file}: the tensor {source.tensor} is stored as {info.dtype}, which Proa cannot load.",
+                f"Use a checkpoint whose tensors are {', '.join(READABLE)}.",
+            )
+
+
+class _Copy:
+    """One pass over the files."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorInfo],
+        sources: Sources,
+        targets: Mapping[str, Tensor],
+        progress: Progress,
+    ) -> None:
+        self._tensors = tensors
+        self._sources = sources
+        self._targets = targets
+        self._progress = progress
+        self.done_bytes = 0
+        self._total_bytes = sum(self._bytes(source) for source in sources.params.values())
+
+    def run(self) -> None:
+        names = sorted(self._sources.params, key=self._place)
+        for file, group in groupby(names, key=lambda name: self._place(name)[0]):
+            with open_rows(file, self._tensors) as rows:
+                for name in group:
+                    self._fill(rows, self._sources.params[name], self._targets[name])
+        if self._sources.tied_head is not None:
+            self._compare_tied_head(self._sources.tied_head)
+
+    def _place(self, name: str) -> tuple[Path, int, int, int]:
+        source = self._sources.params[name]
+        info = self._tensors[source.tensor]
+        return info.file, info.offset, source.first_row, source.first_col
+
+    def _bytes(self, source: Source) -> int:
+        info = self._tensors[source.tensor]
+        return source.rows * info.row_bytes * source.cols // info.shape[-1]
+
+    def _fill(self, rows: Rows, source: Source, target: Tensor) -> None:
+        info = self._tensors[source.tensor]
+        out = target if target.dim() == 2 else target.reshape(1, -1)
+        out = out.T if source.transposed else out
+        columns = slice(source.first_col, source.first_col + source.cols)
+        whole_rows = source.cols == info.shape[-1]
+        step = max(1, _CHUNK_BYTES // info.row_bytes)
+        before = self.done_bytes
+        for first in range(0, source.rows, step):
+            count = min(step, source.rows - first)
+            part = out[first : first + count]
+            at = source.first_row + first
+            if not (whole_rows and rows.read_into(source.tensor, at, part)):
+                chunk = rows.read(source.tensor, at, count)[:, columns]
+                part.copy_(chunk)
+                _refuse_overflow(chunk, part, source.tensor)
+            self.done_bytes = before + self._bytes(source) * (first + count) // source.rows
+            self._progress(self.done_bytes, self._total_bytes)
+
+    def _compare_tied_head(self, head: Source) -> None:
+        """A tied model's stored head must be the embedding, else one of the config and the file is wrong."""
+        embed = self._sources.params["embed.weight"]
+        ours, theirs = self._tensors[embed.tensor], self._tensors[head.tensor]
+        same = ours.shape == theirs.shape
+        with open_rows(ours.file, self._tensors) as a, open_rows(theirs.file, self._tensors) as b:
+            step = max(1, _CHUNK_BYTES // ours.row_bytes)
+            for first in range(0, ours.rows if same else 0, step):
+                count = min(step, ours.rows - first)
+                same = same and torch.equal(a.read(embed.tensor, first, count), b.read(head.tensor, first, count))
+        if not same:
+            raise WeightsError(
+                f"{theirs.file}: the config says that the head is the embedding, but {head.tensor} differs.",
+                "If the head is right, add --override-config tie_word_embeddings=false.",
+            )
+
+
+def _refuse_overflow(chunk: Tensor, out: Tensor, tensor: str) -> None:
+    """float16 ends at 65504: an infinity that the checkpoint does not have must not come into the model."""
+    if out.dtype == torch.float16 and chunk.dtype != torch.float16 and not bool(torch.isfinite(out).all()):
+        raise WeightsError(
+            f"{tensor} has values that float16 cannot hold (or that are not finite).", "Use --dtype bfloat16."
+        )

@@ -1,0 +1,116 @@
+"""Open weight files, giving rows of their tensors as floats. Never: which rows are wanted, or where they go."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from proa.errors import WeightsError
+from proa.weights.formats.gguf import DECODERS, dequantise
+from proa.weights.gguf_header import BLOCKS
+from proa.weights.index import FETCH_AGAIN, TensorInfo
+from proa.weights.torch_bin import open_bin
+
+_PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+READABLE = (*_PLAIN, *DECODERS)
+
+
+class Rows(Protocol):
+    """An open weight file. Tensors are [rows, columns], all dimensions but the last taken as rows."""
+
+    def __enter__(self) -> Rows: ...
+    def __exit__(self, *error: object) -> None: ...
+
+    def read(self, tensor: str, first: int, count: int) -> Tensor:
+        """Rows first to first + count as floats, valid until the next call. Raises WeightsError."""
+
+    def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
+        """Read rows straight to `out` if they are stored in its form; else do nothing and return False."""
+
+
+def open_rows(file: Path, tensors: Mapping[str, TensorInfo]) -> Rows:
+    """`tensors` has the places of the file's tensors, by the file's names."""
+    return _MappedRows(file) if file.suffix == ".bin" else _FileRows(file, tensors)
+
+
+class _FileRows:
+    """safetensors and GGUF: read() into one buffer, not mapped."""
+
+    def __init__(self, file: Path, tensors: Mapping[str, TensorInfo]) -> None:
+        self._file = file
+        self._tensors = tensors
+        self._stream = file.open("rb", buffering=0)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> _FileRows:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.close()
+
+    def read(self, tensor: str, first: int, count: int) -> Tensor:
+        info = self._tensors[tensor]
+        size = count * info.row_bytes
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        raw = self._buffer[:size]
+        self._read_bytes(info, first, raw)
+        if info.dtype in _PLAIN:
+            return raw.view(_PLAIN[info.dtype]).view(count, -1)
+        return dequantise(raw.view(count, -1), info.dtype, BLOCKS[info.dtype][1])
+
+    def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
+        info = self._tensors[tensor]
+        if _PLAIN.get(info.dtype) != out.dtype or not out.is_contiguous():
+            return False
+        self._read_bytes(info, first, out.view(torch.uint8).view(-1))
+        return True
+
+    def _read_bytes(self, info: TensorInfo, first: int, out: Tensor) -> None:
+        view = out.numpy().data
+        self._stream.seek(info.offset + first * info.row_bytes)
+        done = 0
+        while done < len(view):
+            got = self._stream.readinto(view[done:])
+            if not got:
+                raise WeightsError(f"{self._file} ends too early.", FETCH_AGAIN)
+            done += got
+
+
+class _MappedRows:
+    """PyTorch files: only torch knows where the bytes are, and maps them."""
+
+    def __init__(self, file: Path) -> None:
+        self._tensors = open_bin(file)
+        self._last: Tensor | None = None
+
+    def __enter__(self) -> _MappedRows:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._last = None
+        self._tensors.clear()
+
+    def read(self, tensor: str, first: int, count: int) -> Tensor:
+        if self._last is not None:
+            _forget_pages(self._last)
+        stored = self._tensors[tensor]
+        self._last = stored.reshape(-1, stored.shape[-1])[first : first + count]
+        return self._last
+
+    def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
+        return False
+
+
+def _forget_pages(tensor: Tensor) -> None:
+    """Mapped pages that were read count as this process's memory until they are given back."""
+    page = mmap.PAGESIZE
+    start = tensor.data_ptr() // page * page
+    end = tensor.data_ptr() + tensor.nbytes
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)

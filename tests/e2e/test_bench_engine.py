@@ -1,0 +1,24 @@
+"""The latency bench over a real engine process and a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fakes import make_tokenizer
+from proa.bench.latency import LatencyOptions, run
+from proa.config.options import EngineOptions, MachineOptions
+from tiny import make_tiny
+
+
+def test_a_real_engine_is_timed_beside_its_roof(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    make_tokenizer(folder, vocab_size=256)
+    engine = EngineOptions(machine=MachineOptions(threads=1))
+    options = LatencyOptions(model=str(folder), prompt_tokens=64, output_tokens=8, runs=2, engine=engine)
+    result = run(options)
+    figures = {name: value for name, value in result.figures.items() if value is not None}
+    assert result.roof is not None
+    assert figures["cached_prompt_tokens"] == 0  # prompts differ from the first page on
+    assert figures["ttft_ms_median"] > 0
+    assert 0 < figures["roof_share"] < 1
+    assert figures["decode_tokens_per_s"] < figures["roof_tokens_per_s"]

@@ -1,0 +1,177 @@
+"""`proa serve` and `proa chat` as a person runs them: real processes, a tiny model, a real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fakes import make_tokenizer
+from tiny import make_tiny
+
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tiny("qwen3-moe", tmp_path_factory.mktemp("models") / "tiny", vocab_size=512)
+    return make_tokenizer(folder, vocab_size=512)
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "proa.cli.main", *argv]
+
+
+def proa(*argv: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*argv), input=text, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+@contextmanager
+def serving(folder: Path, *argv: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """`proa serve --json` on a free port, and its report once the model is loaded."""
+    with subprocess.Popen(
+        command("serve", str(folder), "--port=0", "--json", "--until-stdin-closes", *argv),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        lines = (json.loads(process.stdout.readline()) for _ in range(2))
+        planned, loaded = lines
+        assert planned["ready"] is None
+        assert {**planned, "ready": loaded["ready"]} == loaded
+        yield process, loaded
+
+
+def test_json_report_and_sigterm(folder: Path) -> None:
+    with serving(folder, "--context=128") as (process, report):
+        assert report["model"]["asked"] == str(folder)
+        assert (report["model"]["experts"], report["model"]["experts_per_token"]) == (8, 3)
+        assert report["context_tokens"] == 128
+        assert {"name": "context", "value": "128", "source": "--context"} in report["options"]
+        assert report["ready"]["ops"]
+        assert report["roof"]["tokens_per_s"] > 0
+        assert all({"name", "asked", "got", "why"} == set(row) for row in report["decisions"])
+        assert httpx.get(report["url"] + "/health", trust_env=False).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0
+
+
+def test_it_ends_when_stdin_closes(folder: Path) -> None:
+    with serving(folder) as (process, report):
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(LIMIT_S) == 0
+        with pytest.raises(httpx.TransportError):
+            httpx.get(report["url"], trust_env=False)
+
+
+def test_the_table_for_people(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 0\ncache:\n  context: 64\n")
+    with subprocess.Popen(
+        command("serve", str(folder), "--config", str(file)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if "Anthropic" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        out, rest = process.communicate(timeout=LIMIT_S)
+    text = "".join(seen)
+    assert (process.returncode, out) == (0, "")
+    assert "Traceback" not in rest
+    order = (
+        "listening on http://127.0.0.1:", "3 of 8 experts per token", "roof", "asked",
+        "context = 64 (serve.yaml line 3)", "loaded", "ops", "is ready at", "curl http://127.0.0.1:",
+        "OPENAI_BASE_URL",
+    )  # fmt: skip
+    places = [text.find(part) for part in order]
+    assert -1 not in places, text
+    assert places == sorted(places)
+
+
+def test_a_taken_port_is_refused_before_anything_is_looked_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = proa("serve", "/no/such/model", "--port", str(port))
+    assert done.returncode == 4
+    assert f"Port {port} on 127.0.0.1 is in use" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_too_little_memory_is_refused_with_numbers(folder: Path) -> None:
+    done = proa("serve", str(folder), "--port=0", "--ram=1MiB")
+    assert done.returncode == 4
+    assert "MiB" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+    done = proa("serve", str(tmp_path / "nothing"), "--port=0")
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+
+
+def test_chat_starts_a_server_of_its_own(folder: Path) -> None:
+    done = proa("chat", str(folder), "-p", "hello", "--set=max_tokens=4", "--set=temperature=0", "--context=128")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n")
+    assert "tokens/s of at most" in done.stderr
+
+
+def test_chat_passes_on_why_no_server_could_start(tmp_path: Path) -> None:
+    done = proa("chat", str(tmp_path / "nothing"), "-p", "hello", "--context=128")
+    assert done.returncode == 3
+    assert "its message stands above" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_chat_uses_the_running_server(folder: Path) -> None:
+    with serving(folder, "--served-model-name=tiny") as (_, report):
+        done = proa("chat", "tiny", "-p", "hello", "--set=max_tokens=4", f"--port={report['port']}")
+        assert done.returncode == 0, done.stderr
+        metrics = httpx.get(report["url"] + "/metrics", trust_env=False).text
+    assert 'endpoint="/v1/chat/completions"' in metrics
+
+
+def test_a_killed_chat_leaves_no_server(folder: Path) -> None:
+    with subprocess.Popen(
+        command("chat", str(folder), "-p", "hello", "--set=max_tokens=400", "--context=512"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
+    ) as chat:  # fmt: skip
+        assert chat.stderr is not None
+        chat.stderr.readline()  # loading has begun
+        (child,) = children_of(chat.pid)
+        chat.kill()
+        chat.wait(LIMIT_S)
+        # The server holds the same stderr: it ends with the last process that does.
+        os.set_blocking(chat.stderr.fileno(), True)
+        chat.stderr.read()
+        assert not Path(f"/proc/{child}").exists() or state_of(child) == "Z"
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if parent == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,0 +1,175 @@
+"""A real engine process: loads, serves, refuses, and dies in every way an engine can."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engines import request, tokens_of
+from fakes import make_plan
+from proa.engine.client import EngineClient
+from proa.errors import ContextLengthExceeded, EngineDead, QueueFull, RequestError, WeightsError
+from proa.plan.plan import Plan
+from proa.types import EngineRequest, TokenEvent
+from tiny import make_tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3-moe", tmp_path_factory.mktemp("tiny"))
+
+
+def plan_for(folder: Path) -> Plan:
+    return make_plan(path=str(folder), context_tokens=256, page_tokens=4, num_pages=256, max_queued=8)
+
+
+@asynccontextmanager
+async def running(plan: Plan) -> AsyncIterator[EngineClient]:
+    client = await EngineClient.launch(plan)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def collect(client: EngineClient, asked: EngineRequest) -> list[TokenEvent]:
+    return [event async for event in client.generate(asked)]
+
+
+def pid_of(client: EngineClient) -> int:
+    return client._process.pid
+
+
+async def until(condition: object, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "waited too long"
+        await asyncio.sleep(0.01)
+
+
+def test_serves_refuses_aborts_and_stays_quiet(folder: Path) -> None:
+    async def go() -> None:
+        async with running(plan_for(folder)) as client:
+            ready = await client.wait_ready()
+            assert client.state == "ready"
+            assert ready.weights_bytes > 0
+            assert set(ready.ops.values()) == {"reference"}
+            together = await asyncio.gather(*(collect(client, request(f"r{i}", [5 + i, 6, 7], 10)) for i in range(8)))
+            alone = await collect(client, request("again", [5, 6, 7], 10))
+            assert tokens_of(together[0]) == tokens_of(alone)
+            assert all(len(tokens_of(events)) == 10 for events in together)
+            assert [e.finish for e in alone][-1] == "length"
+
+            with pytest.raises(ContextLengthExceeded, match="256"):
+                await collect(client, request("long", [1] * 300, 10))
+            with pytest.raises(RequestError, match="vocabulary"):
+                await collect(client, request("outside", [9999], 10))
+
+            crowd = [asyncio.create_task(collect(client, request(f"c{i}", [3, i], 100))) for i in range(20)]
+            ended = await asyncio.gather(*crowd, return_exceptions=True)
+            assert sum(isinstance(e, QueueFull) for e in ended) == 20 - 4 - 8
+            assert sum(isinstance(e, list) for e in ended) == 4 + 8
+
+            stream = client.generate(request("left", [4, 4], 200))
+            await anext(stream)
+            await stream.aclose()
+            await until(lambda: client.stats.running == 0)
+            stats = client.stats
+            assert stats.pages_free + stats.pages_cached == stats.pages_total
+            before = cpu_seconds(pid_of(client))
+            await asyncio.sleep(1.0)
+            assert cpu_seconds(pid_of(client)) - before <= 0.02, "an idle engine must sleep"
+        assert not Path(f"/proc/{pid_of(client)}").exists()
+
+    asyncio.run(go())
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_killed_engine_fails_its_requests_at_once(folder: Path) -> None:
+    async def go() -> None:
+        async with running(plan_for(folder)) as client:
+            await client.wait_ready()
+            stream = client.generate(request("a", [1, 2], 200))
+            await anext(stream)
+            os.kill(pid_of(client), signal.SIGKILL)
+            begin = time.monotonic()
+            with pytest.raises(EngineDead, match=r"SIGKILL.*memory"):
+                async for _ in stream:
+                    pass
+            assert time.monotonic() - begin < 3
+            assert client.state == "failed"
+            with pytest.raises(EngineDead):
+                await collect(client, request("b", [1], 5))
+
+    asyncio.run(go())
+
+
+def test_an_engine_that_dies_before_it_speaks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+
+    async def go() -> None:
+        async with running(plan_for(folder)) as client:
+            with pytest.raises(EngineDead, match="exit code 1"):
+                await client.wait_ready()
+
+    asyncio.run(go())
+
+
+def test_a_model_that_cannot_load_says_why(folder: Path, tmp_path: Path) -> None:
+    broken = make_tiny("qwen3-moe", tmp_path / "broken")
+    weights = next(broken.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    async def go() -> None:
+        async with running(plan_for(broken)) as client:
+            with pytest.raises(WeightsError, match="damaged"):
+                await client.wait_ready()
+            assert client.state == "failed"
+            assert isinstance(client.failure, WeightsError)
+
+    asyncio.run(go())
+
+
+def test_an_engine_does_not_outlive_its_frontend(folder: Path, tmp_path: Path) -> None:
+    """The frontend is killed with SIGKILL: nobody can tell the engine, yet it must go."""
+    script = tmp_path / "frontend.py"
+    script.write_text(
+        "import asyncio, sys, msgspec\n"
+        "from proa.engine.client import EngineClient\n"
+        "from proa.plan.plan import Plan\n"
+        "async def main():\n"
+        "    client = await EngineClient.launch(msgspec.json.decode(sys.stdin.read(), type=Plan))\n"
+        "    await client.wait_ready()\n"
+        "    print(client._process.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+
+    async def go() -> None:
+        frontend = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        assert frontend.stdin
+        assert frontend.stdout
+        frontend.stdin.write(msgspec.json.encode(plan_for(folder)))
+        frontend.stdin.close()
+        engine = int(await frontend.stdout.readline())
+        assert Path(f"/proc/{engine}").exists()
+        frontend.kill()
+        await frontend.wait()
+        await until(lambda: not Path(f"/proc/{engine}").exists() or "Z" in Path(f"/proc/{engine}/stat").read_text())
+
+    asyncio.run(go())

@@ -1,0 +1,181 @@
+"""Scheduler under random schedules: nothing leaked, lost, starved or mixed up.
+
+Two generators over the same FakeEngine, which checks every plan, every KV read and every answer: a hypothesis
+state machine (which shrinks what it finds) and a plain seeded loop (many more schedules per second).
+PROA_SCHEDULES=20000 runs a long exploration of either.
+"""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from proa.engine.scheduler import StepPlan
+from proa.errors import ContextLengthExceeded, QueueFull, ResourceError
+from proa.types import EngineRequest, Sampling
+from scheduler_sim import EOS, VOCAB, FakeEngine, make_limits
+
+NUM_SCHEDULES = int(os.environ.get("PROA_SCHEDULES", "0"))
+CONTEXT = 40
+# Few, overlapping beginnings, so that requests share pages, whole prompts and each other's answers.
+STEMS = [[], [1] * 40, [1, 2, 3, 4] * 10, [1] * 7 + [2] * 33]
+
+
+def make_engine(random: Random) -> FakeEngine:
+    """Tiny pools (down to one context), odd page sizes and chunks."""
+    page_tokens = random.choice([1, 2, 3, 4, 8])
+    one_context = -(-CONTEXT // page_tokens)
+    lookahead = random.choice([0, 0, 0, 2])
+    limits = make_limits(
+        context_tokens=CONTEXT,
+        page_tokens=page_tokens,
+        max_running=random.choice([1, 3, 8, 8]),
+        max_batch_tokens=random.choice([1, 4, 8, 16, 64]) + lookahead,
+        max_queued=random.choice([0, 3, 50]),
+        max_queued_tokens=random.choice([30, 100_000]),
+        lookahead_tokens=lookahead,
+    )
+    num_pages = random.randint(max(1, one_context // 4), one_context * 3 // 2)
+    return FakeEngine(limits, num_pages, with_cache=random.random() < 0.8)
+
+
+def make_request(random: Random, request_id: str) -> EngineRequest:
+    stem = random.choice(STEMS)
+    tokens = stem[: random.randint(0, 24)] + [random.randrange(VOCAB) for _ in range(random.randint(0, 8))]
+    group = random.choice(["", "", "g1", "g2"])
+    if group:
+        tokens = STEMS[int(group[1])][: random.choice([9, 25])]
+    sampling = Sampling(
+        max_tokens=random.choice([1, 3, 9, 17, 30]),
+        min_tokens=random.choice([0, 0, 3]),
+        eos_token_ids=random.choice([(), (EOS,)]),
+        stop_token_ids=random.choice([(), (), (), (3,)]),
+        prompt_logprobs=random.choice([None, None, None, 1]),
+    )
+    return EngineRequest(
+        id=request_id,
+        tokens=tokens or [5],
+        sampling=sampling,
+        priority=random.choice([0, 0, 0, 1, -1]),
+        group=group,
+        salt=random.choice(["", "", "", "salt"]),
+    )
+
+
+def try_submit(fake: FakeEngine, request: EngineRequest) -> None:
+    """Submit; a refusal is fine and must change nothing."""
+    before = fake.scheduler.stats()
+    try:
+        fake.submit(request)
+    except (ContextLengthExceeded, ResourceError, QueueFull):
+        assert fake.scheduler.stats() == before
+
+
+def run_schedule(seed: int) -> FakeEngine:
+    random = Random(seed)
+    fake = make_engine(random)
+    num_submitted, eagerness = 0, random.choice([0.3, 1.0, 3.0])
+    for _ in range(random.randint(5, 60)):
+        for _ in range(int(random.expovariate(1 / eagerness))):
+            try_submit(fake, make_request(random, f"r{num_submitted}"))
+            num_submitted += 1
+        plan = fake.begin()
+        while random.random() < 0.1 and fake.asked:
+            fake.abort(random.choice(list(fake.asked)))
+        if random.random() < 0.2:
+            try_submit(fake, make_request(random, f"r{num_submitted}"))
+            num_submitted += 1
+        if plan:
+            fake.finish(plan, random.randint(0, fake.limits.lookahead_tokens))
+        fake.scheduler.check()
+    fake.drain()
+    return fake
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_seeded_schedules(block: int) -> None:
+    per_block = NUM_SCHEDULES // 10 or 300
+    finished = preempted = cached = aborted = 0
+    for seed in range(block * per_block, (block + 1) * per_block):
+        try:
+            fake = run_schedule(seed)
+        except Exception as error:
+            error.add_note(f"run_schedule({seed})")
+            raise
+        stats = fake.scheduler.stats()
+        finished += len(fake.finished)
+        preempted += stats.preemptions
+        cached += stats.cached_prompt_tokens
+        aborted += len(fake.aborted)
+    assert min(finished, preempted, cached, aborted) > per_block, "the schedules exercise too little"
+
+
+class Schedules(RuleBasedStateMachine):
+    """Rules of a frontend and of an engine loop, in any order that the API allows."""
+
+    fake: FakeEngine
+    plan: StepPlan | None = None
+    num_submitted = 0
+
+    @initialize(random=st.randoms(use_true_random=False))
+    def start(self, random: Random) -> None:
+        self.fake = make_engine(random)
+
+    @rule(random=st.randoms(use_true_random=False))
+    def submit(self, random: Random) -> None:
+        try_submit(self.fake, make_request(random, f"r{self.num_submitted}"))
+        self.num_submitted += 1
+
+    @precondition(lambda self: self.num_submitted)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.fake.abort(f"r{data.draw(st.integers(0, self.num_submitted - 1))}")
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def begin_step(self) -> None:
+        self.plan = self.fake.begin()
+
+    @precondition(lambda self: self.plan is not None)
+    @rule(drafts=st.integers(0, 2))
+    def finish_step(self, drafts: int) -> None:
+        assert self.plan
+        self.fake.finish(self.plan, min(drafts, self.fake.limits.lookahead_tokens))
+        self.plan = None
+
+    @precondition(lambda self: self.plan is None)
+    @rule(steps=st.integers(1, 10))
+    def run_for_a_while(self, steps: int) -> None:
+        for _ in range(steps):
+            self.fake.step()
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def fail(self) -> None:
+        self.fake.aborted.update(self.fake.scheduler.fail_all())
+        self.plan = None
+
+    @invariant()
+    def nothing_is_leaked(self) -> None:
+        self.fake.scheduler.check()
+
+    def teardown(self) -> None:
+        if self.plan:
+            self.fake.finish(self.plan)
+        self.fake.drain()
+
+
+Schedules.TestCase.settings = settings(
+    max_examples=NUM_SCHEDULES or 300,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=not NUM_SCHEDULES,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no defect
+)
+TestSchedules = Schedules.TestCase

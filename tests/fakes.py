@@ -1,0 +1,247 @@
+"""Stand-ins: engine, plan, tokenizer. Belongs here: what several test files share. Never: tests.
+
+FakeEngine keeps engine.handle.EngineHandle's promises (limits, eos and stop tokens, log-probabilities, abort
+on close) for scripted tokens, so that text, LLM and server tests run without a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from proa.engine.handle import EngineState
+from proa.engine.ipc import Loading, Ready, Stats
+from proa.errors import EngineDead, ProaError, QueueFull, ShuttingDown
+from proa.plan.plan import MemoryBudget, Plan, Roof
+from proa.types import EngineRequest, FinishReason, TokenEvent, TokenLogprob
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the fake model says to one request. The request's own limits (max_tokens, eos, stop tokens) hold;
+    `finish` is how it ends if they do not end it first. `error` is raised after `error_after` tokens."""
+
+    tokens: Sequence[int] = ()
+    finish: FinishReason = "stop"
+    stop_token: int | None = None
+    tokens_per_event: int = 1
+    delay_s: float = 0.0  # before each event
+    error: ProaError | None = None
+    error_after: int = 0
+    cached_tokens: int = 0
+
+
+def logprob_of(token: int, top: int) -> TokenLogprob:
+    """The fake model's log-probability of a token: -(token % 7 + 1) / 8; runners-up: token+1, token+2, ..."""
+    best = -(token % 7 + 1) / 8
+    return TokenLogprob(token, best, [(token + i, best - i) for i in range(top)])
+
+
+@dataclass
+class FakeEngine:
+    """An engine.handle.EngineHandle whose model is `reply`: one Reply, or a function of the request."""
+
+    reply: Reply | Callable[[EngineRequest], Reply] = Reply()
+    max_in_flight: int = 1_000_000  # more raise QueueFull
+    state: EngineState = "ready"
+    loading: Loading | None = None
+    failure: ProaError | None = None
+    stats: Stats = field(default_factory=lambda: Stats(pages_total=64, pages_free=64))
+    requests: list[EngineRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)  # ids whose stream was closed before it had finished
+    finished: list[str] = field(default_factory=list)
+    in_flight: set[str] = field(default_factory=set)
+    most_in_flight: int = 0
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._settled = asyncio.Event()  # left "loading"
+        if self.state != "loading":
+            self._settled.set()
+
+    # ---- what tests do to it ----
+
+    def become_ready(self) -> None:
+        self.state = "ready"
+        self._settled.set()
+
+    def die(self, error: ProaError | None = None) -> None:
+        """As if the process were killed: loading fails, running requests raise at their next event."""
+        self.failure = error or EngineDead("The engine process died (exit code -9).", "See its log.")
+        self.state = "failed"
+        self._settled.set()
+
+    # ---- EngineHandle ----
+
+    async def wait_ready(self) -> Ready:
+        await self._settled.wait()
+        if self.failure is not None:
+            raise self.failure
+        return Ready(load_seconds=0.1, weights_bytes=1, ops={"linear": "fake"}, peak_rss_bytes=1)
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+        self._admit(request)
+        script = self.reply if isinstance(self.reply, Reply) else self.reply(request)
+        try:
+            async for event in self._events(request, script):
+                if event.finish is not None:
+                    self.finished.append(request.id)
+                yield event
+        except ProaError:
+            self.finished.append(request.id)
+            raise
+        finally:
+            self.in_flight.discard(request.id)
+            if request.id not in self.finished:
+                self.aborted.append(request.id)
+
+    async def close(self) -> None:
+        self.closed = True
+        self.state = "stopped"
+        self._settled.set()
+
+    # ---- inside ----
+
+    def _admit(self, request: EngineRequest) -> None:
+        if any(r.id == request.id for r in self.requests):
+            raise AssertionError(f"request id {request.id} was used twice")
+        if self.state == "failed" and self.failure is not None:
+            raise self.failure
+        if self.state == "stopped":
+            raise ShuttingDown("The engine is stopped.")
+        if len(self.in_flight) >= self.max_in_flight:
+            raise QueueFull(f"{len(self.in_flight)} requests are waiting.", "Try again later.")
+        self.requests.append(request)
+        self.in_flight.add(request.id)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+
+    async def _events(self, request: EngineRequest, script: Reply) -> AsyncIterator[TokenEvent]:
+        sampling, sent, first = request.sampling, 0, True
+        tokens, finish, stop_token = _until_limits(request, script)
+        while True:
+            await asyncio.sleep(script.delay_s)
+            if self.failure is not None:
+                raise self.failure
+            if script.error is not None and sent >= script.error_after:
+                raise script.error
+            if self.state == "stopped":
+                yield TokenEvent(id=request.id, finish="abort")
+                return
+            now = tokens[sent : sent + script.tokens_per_event]
+            sent += len(now)
+            last = sent == len(tokens) and not (script.error and script.error_after >= sent)
+            yield TokenEvent(
+                id=request.id,
+                tokens=list(now),
+                logprobs=_logprobs(now, sampling.logprobs),
+                prompt_logprobs=_prompt_logprobs(request) if first else None,
+                cached_tokens=script.cached_tokens if first else None,
+                finish=finish if last else None,
+                stop_token=stop_token if last else None,
+            )
+            first = False
+            if last:
+                return
+
+
+def _until_limits(request: EngineRequest, script: Reply) -> tuple[list[int], FinishReason, int | None]:
+    sampling, tokens = request.sampling, []
+    for token in script.tokens:
+        if token in sampling.eos_token_ids or token in sampling.stop_token_ids:
+            return tokens, "stop", token
+        tokens.append(token)
+        if len(tokens) == sampling.max_tokens:
+            return tokens, "length", None
+    return tokens, script.finish, script.stop_token
+
+
+def _logprobs(tokens: Sequence[int], top: int | None) -> list[TokenLogprob] | None:
+    return None if top is None else [logprob_of(t, top) for t in tokens]
+
+
+def _prompt_logprobs(request: EngineRequest) -> list[TokenLogprob | None] | None:
+    top = request.sampling.prompt_logprobs
+    if top is None:
+        return None
+    return [None, *(logprob_of(t, top) for t in request.tokens[1:])]
+
+
+def make_plan(**changes: Any) -> Plan:
+    """A Plan of a tiny model; `changes` replace fields (context_tokens=64, max_queued=2, ...)."""
+    budget = MemoryBudget(
+        free_bytes=2**30,
+        reserve_bytes=2**27,
+        weights_bytes=2**20,
+        kv_bytes=2**20,
+        workspace_bytes=2**20,
+        loading_bytes=2**16,
+    )
+    plan = Plan(
+        model="fake",
+        path="/models/fake",
+        load_format="safetensors",
+        dtype="float32",
+        context_tokens=4096,
+        page_tokens=16,
+        num_pages=512,
+        prefix_cache=True,
+        max_running=4,
+        max_batch_tokens=512,
+        max_queued=256,
+        max_queued_tokens=4_000_000,
+        threads=1,
+        memory=budget,
+        roof=Roof(bytes_per_token=10**6, bandwidth_bytes_per_s=1e10),
+    )
+    return msgspec.structs.replace(plan, **changes)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_CORPUS = (
+    "Hello world, the quick brown fox jumps over the lazy dog.\n\n",
+    "A proa is a boat with two unequal hulls: one is fast.",
+    "héllo wörld, naïve café; größer, 你好世界, 日本語テキスト, Привет мир, مرحبا, नमस्ते",
+    "user assistant system 0123456789 + - = { } [ ] def f(x):\n    return x * 2\n" * 4,
+)
+
+
+def make_tokenizer(folder: Path, chat_template: str | None = CHATML, vocab_size: int = 512) -> Path:
+    """Write a small real byte-level BPE tokenizer: every byte is a token, so any text round-trips.
+
+    Special tokens: <|endoftext|> 0, <|im_start|> 1, <|im_end|> 2 (the eos). Emoji are not in its training
+    text and come out as one token per UTF-8 byte.
+    """
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")],
+    )
+    backend.train_from_iterator(_CORPUS, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "bos_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 4096,
+    }
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder

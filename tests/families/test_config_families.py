@@ -1,0 +1,267 @@
+"""What the families read, and what they refuse: a config that Proa does not implement must never be accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proa.errors import ConfigError
+from proa.models.families import REGISTRY, declare
+from proa.models.spec import Attention, Mlp, Model, Moe, RopeScaling
+
+SHAPES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 100,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 40,
+}
+
+
+def config(architecture: str, **values: Any) -> dict[str, Any]:
+    experts = dict(EXPERTS) if architecture.startswith("Qwen2Moe") else {}
+    if architecture.startswith("Qwen3Moe"):
+        experts = {k: v for k, v in EXPERTS.items() if "shared" not in k}
+    if architecture.startswith("Mixtral"):
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    return {"architectures": [architecture], **SHAPES, **experts, **values}
+
+
+def spec_of(architecture: str, **values: Any) -> Model:
+    return declare(config(architecture, **values)).spec
+
+
+def mixer_of(architecture: str, **values: Any) -> Attention:
+    return spec_of(architecture, **values).blocks[0].mixer
+
+
+@pytest.mark.parametrize("architecture", REGISTRY)
+def test_minimal_config(architecture: str) -> None:
+    spec = spec_of(architecture)
+    assert len(spec.blocks) == 4
+    assert spec.blocks[0].mixer.rope.base == (1e6 if architecture == "MixtralForCausalLM" else 1e4)
+
+
+@pytest.mark.parametrize("architecture", REGISTRY)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "--ignore-config-key attn_logit_softcapping"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"vocab_size": "many"}, "'vocab_size' must be a value of type int, but it is 'many'"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' must be at least 1"),
+        ({"rms_norm_eps": True}, "'rms_norm_eps' must be a value of type float"),
+        ({"num_key_value_heads": 3}, "4 heads with 3 KV heads"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not implemented"),
+        ({"head_dim": 15}, "even head_dim"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not implemented"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "must agree"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "surprise": 1}}, "--ignore-config-key surprise"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised .* 'awq'"),
+        ({"rope_scaling": {"type": "factors", "factors": [1.0]}}, "1 rope factors for 8 frequencies"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "'compressed-tensors'"),
+    ],
+)
+def test_refused_by_every_family(architecture: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec_of(architecture, **values)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "message"),
+    [
+        ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "only 8 experts"),
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": None}, "'norm_topk_prob' is missing"),
+        ("Qwen3MoeForCausalLM", {"num_local_experts": 4}, "must agree"),
+        ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}, "sliding_window is 0"),
+        ("Qwen2ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"]},
+            "layer_types",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "low_freq_factor",
+        ),
+        ("LlamaForCausalLM", {"mixture": True, "extra": 1}, "2 key.s. .* extra = 1, mixture = True"),
+    ],
+)
+def test_refused(architecture: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec_of(architecture, **values)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "message"),
+    [
+        (["Qwen3ForCausalML"], "Did you mean Qwen3ForCausalLM"),
+        (["GPT2LMHeadModel"], "'GPT2LMHeadModel' is not implemented. Proa knows LlamaForCausalLM"),
+        ([], "must be a list with one name"),
+        (None, "must be a list with one name"),
+        ("LlamaForCausalLM", "must be a list with one name"),
+    ],
+)
+def test_unknown_architecture(architectures: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        declare({**SHAPES, "architectures": architectures})
+
+
+def test_unknown_key_can_be_accepted() -> None:
+    odd = config("LlamaForCausalLM", oddity=1, rope_scaling={"type": "linear", "factor": 2.0, "odd": 1})
+    with pytest.raises(ConfigError, match="oddity"):
+        declare(odd)
+    with pytest.raises(ConfigError, match="rope_scaling: 1 key"):
+        declare(odd, ["oddity"])
+    assert declare(odd, ["oddity", "odd"]).spec == spec_of(
+        "LlamaForCausalLM", rope_scaling={"type": "linear", "factor": 2.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "want"),
+    [
+        (None, None),
+        ({"type": "default"}, None),
+        ({"type": "linear", "factor": 4.0}, RopeScaling("linear", 4.0, 512)),
+        ({"rope_type": "linear", "factor": 4}, RopeScaling("linear", 4.0, 512)),
+        ({"type": "dynamic", "factor": 2.0}, RopeScaling("dynamic", 2.0, 512)),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4},
+            RopeScaling("llama3", 8.0, 512, low_freq_factor=1.0, high_freq_factor=4.0),
+        ),
+        ({"type": "yarn", "factor": 4.0}, RopeScaling("yarn", 4.0, 512)),
+        (
+            {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 16,
+                "beta_slow": 0,
+                "attention_factor": 1.5,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.8,
+                "truncate": False,
+            },
+            RopeScaling(
+                "yarn",
+                4.0,
+                128,
+                beta_fast=16.0,
+                beta_slow=1.0,
+                attention_factor=1.5,
+                mscale=0.7,
+                mscale_all_dim=0.8,
+                truncate=False,
+            ),
+        ),
+    ],
+)
+def test_both_spellings_of_rope(scaling: dict[str, Any] | None, want: RopeScaling | None) -> None:
+    old = mixer_of("LlamaForCausalLM", rope_theta=5e5, rope_scaling=scaling)
+    new = mixer_of("LlamaForCausalLM", rope_parameters={"rope_theta": 5e5, **(scaling or {})})
+    assert old.rope == new.rope
+    assert (old.rope.base, old.rope.scaling) == (5e5, want)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        ({"type": "linear", "factor": 4.0}, 512),
+        ({"type": "dynamic", "factor": 4.0}, 2048),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 512),
+    ],
+)
+def test_context(scaling: dict[str, Any], context: int) -> None:
+    assert spec_of("LlamaForCausalLM", rope_scaling=scaling).max_positions == context
+
+
+def test_top_level_original_positions_win() -> None:
+    """As in transformers' standardize_rope_params."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    mixer = mixer_of("LlamaForCausalLM", rope_scaling=scaling, original_max_position_embeddings=256)
+    assert mixer.rope.scaling == RopeScaling("yarn", 4.0, 256)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "windows"),
+    [
+        ("MixtralForCausalLM", {"sliding_window": 8}, [8, 8, 8, 8]),
+        ("MixtralForCausalLM", {"sliding_window": None}, [None] * 4),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "max_window_layers": 1}, [None] * 4),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            [None, 8, 8, 8],
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            [8, None, 8, None],
+        ),
+        (
+            "Qwen2MoeForCausalLM",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            [None, 8, None, 8],
+        ),
+    ],
+)
+def test_windows(architecture: str, values: dict[str, Any], windows: list[int | None]) -> None:
+    assert [block.mixer.window for block in spec_of(architecture, **values).blocks] == windows
+
+
+@pytest.mark.parametrize(
+    ("values", "sparse"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"decoder_sparse_step": 2}, [1, 3]),
+        ({"mlp_only_layers": [0, 2]}, [1, 3]),
+        ({"mlp_only_layers": [3], "decoder_sparse_step": 2}, [1]),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"])
+def test_dense_layers_among_sparse_ones(architecture: str, values: dict[str, Any], sparse: list[int]) -> None:
+    blocks = spec_of(architecture, **values).blocks
+    assert [i for i, block in enumerate(blocks) if isinstance(block.ffn, Moe)] == sparse
+    assert all(block.ffn == Mlp(64, 96) for block in blocks if isinstance(block.ffn, Mlp))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "biases"),
+    [
+        ("LlamaForCausalLM", {}, (False, False, False)),
+        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, (True, True, True)),
+        ("Qwen2ForCausalLM", {}, (True, False, False)),
+        ("Qwen3ForCausalLM", {}, (False, False, False)),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False)),
+    ],
+)
+def test_biases(architecture: str, values: dict[str, Any], biases: tuple[bool, bool, bool]) -> None:
+    block = spec_of(architecture, **values).blocks[0]
+    assert isinstance(block.ffn, Mlp)
+    assert (block.mixer.qkv_bias, block.mixer.o_bias, block.ffn.bias) == biases

@@ -1,0 +1,82 @@
+"""The reader itself: types, aliases, leftovers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proa.errors import ConfigError
+from proa.models.config_reader import BOOKKEEPING, Reader
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+@given(st.dictionaries(st.text(min_size=1), SCALARS))
+def test_what_nobody_reads_is_an_error(values: dict[str, Any]) -> None:
+    unknown = sorted(set(values) - BOOKKEEPING)
+    if not unknown:
+        return Reader(values).finish()
+    with pytest.raises(ConfigError) as caught:
+        Reader(values).finish()
+    for key in unknown:
+        assert f"--ignore-config-key {key}" in str(caught.value)
+    Reader(values, ignore_keys=unknown).finish()
+    return None
+
+
+@given(SCALARS, st.sampled_from([int, float, bool, str]))
+def test_get_returns_the_type_or_refuses(value: object, kind: type[Any]) -> None:
+    reader = Reader({"key": value})
+    accepted = type(value) is kind or (kind is float and type(value) is int)
+    if value is None:
+        assert reader.get("key", kind, None) is None
+    elif accepted:
+        assert reader.get("key", kind) == value
+        assert type(reader.get("key", kind)) is kind
+    else:
+        with pytest.raises(ConfigError, match="'key' must be"):
+            reader.get("key", kind)
+
+
+def test_null_is_absent() -> None:
+    reader = Reader({"a": None})
+    assert not reader.has("a")
+    assert reader.get("a", int, 7) == 7
+    with pytest.raises(ConfigError, match="'a' is missing"):
+        reader.get("a", int)
+
+
+def test_get_any() -> None:
+    assert Reader({"a": 1, "b": 1}).get_any(("a", "b"), int) == 1
+    assert Reader({"b": 2}).get_any(("a", "b"), int) == 2
+    assert Reader({}).get_any(("a", "b"), int, 3) == 3
+    with pytest.raises(ConfigError, match="must agree"):
+        Reader({"a": 1, "b": 2}).get_any(("a", "b"), int)
+    with pytest.raises(ConfigError, match="'a' is missing"):
+        Reader({}).get_any(("a", "b"), int)
+
+
+def test_expect() -> None:
+    Reader({}).expect("a", 1)
+    Reader({"a": None}).expect("a")
+    Reader({"a": [1]}).expect("a", [1])
+    with pytest.raises(ConfigError, match="a = 2 is not implemented, only 1"):
+        Reader({"a": 2}).expect("a", 1)
+    with pytest.raises(ConfigError, match="only null"):
+        Reader({"a": 2}).expect("a")
+
+
+def test_leftovers_of_inner_objects_are_reported() -> None:
+    reader = Reader({"inner": {"a": 1, "b": 2}}, "some/config.json")
+    assert reader.sub("inner").get("a", int) == 1
+    with pytest.raises(ConfigError, match=r"some/config.json: inner: 1 key.*b = 2"):
+        reader.finish()
+
+
+def test_ignored_and_bookkeeping_keys_are_no_leftovers() -> None:
+    reader = Reader({"a": 1, "model_type": "x", "torch_dtype": "float16", "use_cache": True})
+    reader.ignore("training only", "a")
+    reader.finish()

@@ -1,0 +1,216 @@
+"""A fake engine around the real Scheduler: a deterministic "model" over a fake KV pool that notices wrong pages.
+
+The KV of a token depends on all tokens before it, so a slot holds (token, digest of everything up to it). The
+model reads through the page tables exactly what attention would read; the next token is a function of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from proa.cache.pages import PageAllocator
+from proa.cache.radix import PrefixCache
+from proa.engine.policy import Limits
+from proa.engine.scheduler import Scheduler, StepItem, StepPlan
+from proa.types import EngineRequest, FinishReason, Sampling, TokenEvent
+
+VOCAB = 12
+EOS = 0
+_SEED = 14695981039346656037
+_MASK = 2**64 - 1
+
+
+def digest(before: int, token: int) -> int:
+    """FNV-1a, with a shift so that low bits depend on all of it."""
+    mixed = ((before ^ (token + 1)) * 1099511628211) & _MASK
+    return mixed ^ (mixed >> 29)
+
+
+def next_token(prefix_digest: int) -> int:
+    return prefix_digest % VOCAB
+
+
+@dataclass
+class Answer:
+    """What a request must yield, or has yielded."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+
+
+def predict(request: EngineRequest, context_tokens: int) -> Answer:
+    """The complete answer by definition: no cache, no batch, no schedule."""
+    state, answer, sampling = _SEED, Answer(), request.sampling
+    for token in request.tokens:
+        state = digest(state, token)
+    while True:
+        token = next_token(state)
+        stops = (*sampling.eos_token_ids, *sampling.stop_token_ids)
+        if token in stops and len(answer.tokens) >= sampling.min_tokens:
+            answer.finish, answer.stop_token = "stop", token
+            return answer
+        answer.tokens.append(token)
+        state = digest(state, token)
+        length = len(request.tokens) + len(answer.tokens)
+        if len(answer.tokens) == sampling.max_tokens or length == context_tokens:
+            answer.finish = "length"
+            return answer
+
+
+class FakeEngine:
+    """Runs steps, collects answers, and checks everything that must hold in between."""
+
+    def __init__(self, limits: Limits, num_pages: int, with_cache: bool = True) -> None:
+        self.limits = limits
+        self.allocator = PageAllocator(num_pages)
+        self.cache = PrefixCache(limits.page_tokens, self.allocator) if with_cache else None
+        self.scheduler = Scheduler(limits, self.allocator, self.cache)
+        self.pool: dict[tuple[int, int], tuple[int, int]] = {}  # (page, slot) -> (token, digest)
+        self.asked: dict[str, EngineRequest] = {}
+        self.got: dict[str, Answer] = {}
+        self.cached_tokens: dict[str, int] = {}
+        self.aborted: set[str] = set()
+        self.finished: list[str] = []
+
+    def submit(self, request: EngineRequest) -> None:
+        self.scheduler.submit(request)
+        self.asked[request.id] = request
+        self.got[request.id] = Answer()
+
+    def abort(self, request_id: str) -> None:
+        if self.scheduler.abort(request_id):
+            self.aborted.add(request_id)
+
+    def begin(self) -> StepPlan | None:
+        """Plan a step; there must be one exactly if there is work."""
+        plan = self.scheduler.plan()
+        assert (plan is not None) == self.scheduler.has_work
+        if plan:
+            self._check_plan(plan)
+        return plan
+
+    def finish(self, plan: StepPlan, drafts: int = 0) -> list[TokenEvent]:
+        """Compute the step, `drafts` extra tokens for each sampling item, and commit it."""
+        items = [item for item in plan.items if item.request.id not in self.aborted]
+        sampled = {item.request.id: tokens for item in plan.items if (tokens := self._compute(item, drafts))}
+        events = self.scheduler.commit(plan, sampled)
+        assert [e.id for e in events] == [item.request.id for item in items if item.samples]
+        for event in events:
+            self._take(event)
+        return events
+
+    def step(self, drafts: int = 0) -> StepPlan | None:
+        plan = self.begin()
+        if plan:
+            self.finish(plan, drafts)
+        return plan
+
+    def drain(self) -> None:
+        """Run until idle within the bound that the rules promise, then check that nothing is left behind.
+
+        The first running request advances in every step. It can lose that only to a senior, who then is first
+        until it ends, so each request costs at most two of the longest possible lives.
+        """
+        live = [r for r in self.asked if r not in self.finished and r not in self.aborted]
+        for _ in range(2 * (len(live) + 1) * self.limits.context_tokens):
+            if not self.scheduler.has_work:
+                break
+            self.step(self.limits.lookahead_tokens)
+            self.scheduler.check()
+        assert not self.scheduler.has_work, "starved"
+        self.check_answers()
+        self.check_idle()
+
+    def check_answers(self) -> None:
+        """Every request ended exactly once, with the whole answer and nothing else."""
+        assert len(self.finished) == len(set(self.finished))
+        assert set(self.finished) | self.aborted == set(self.asked)
+        assert not set(self.finished) & self.aborted
+        for request_id in self.finished:
+            assert self.got[request_id] == predict(self.asked[request_id], self.limits.context_tokens)
+            assert 0 <= self.cached_tokens[request_id] < len(self.asked[request_id].tokens)
+
+    def check_idle(self) -> None:
+        self.scheduler.check()
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.pages_free + stats.pages_cached == stats.pages_total
+        if self.cache:
+            self.cache.evict(stats.pages_total)
+            self.scheduler.check()
+        assert self.allocator.num_free == stats.pages_total
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        limits, ids = self.limits, [item.request.id for item in plan.items]
+        assert len(set(ids)) == len(ids)
+        assert plan.num_tokens <= limits.max_batch_tokens
+        assert len(ids) <= limits.max_running
+        tree = set(self.cache.pages()) if self.cache else set()
+        written: set[tuple[int, int]] = set()
+        for item in plan.items:
+            assert item.num_tokens >= 1
+            assert item.start == item.request.num_computed
+            assert item.samples == (item.start + item.num_tokens == len(item.request.tokens))
+            extra = limits.lookahead_tokens if item.samples else 0
+            slots = [self._slot(item, i) for i in range(item.start, item.start + item.num_tokens + extra)]
+            assert not written & set(slots), "two sequences write to one slot"
+            assert not tree & {page for page, _ in slots}, "a shared page is written"
+            written.update(slots)
+
+    def _slot(self, item: StepItem, position: int) -> tuple[int, int]:
+        size = self.limits.page_tokens
+        return item.request.pages[position // size], position % size
+
+    def _compute(self, item: StepItem, drafts: int) -> list[int]:
+        """Write the item's KV, read the whole prefix back, return the sampled tokens (the last one not computed)."""
+        tokens, state, sampled = item.request.tokens, _SEED, []
+        for position in range(item.start + item.num_tokens):
+            state = digest(state, tokens[position])
+            if position >= item.start:
+                self.pool[self._slot(item, position)] = (tokens[position], state)
+            assert self.pool[self._slot(item, position)] == (tokens[position], state), "stale or foreign page"
+        if item.samples:
+            sampled.append(next_token(state))
+            for position in range(len(tokens), len(tokens) + drafts):
+                state = digest(state, sampled[-1])
+                self.pool[self._slot(item, position)] = (sampled[-1], state)
+                sampled.append(next_token(state))
+        return sampled
+
+    def _take(self, event: TokenEvent) -> None:
+        answer = self.got[event.id]
+        assert answer.finish is None, "an event after the end"
+        assert (event.cached_tokens is not None) == (event.id not in self.cached_tokens)
+        if event.cached_tokens is not None:
+            self.cached_tokens[event.id] = event.cached_tokens
+        answer.tokens += event.tokens
+        answer.finish, answer.stop_token = event.finish, event.stop_token
+        if event.finish:
+            self.finished.append(event.id)
+
+
+def make_limits(**changes: int) -> Limits:
+    roomy = Limits(
+        context_tokens=64,
+        page_tokens=4,
+        max_running=4,
+        max_batch_tokens=16,
+        max_queued=1000,
+        max_queued_tokens=1_000_000,
+    )
+    return Limits(**{name: changes.get(name, getattr(roomy, name)) for name in Limits.__slots__})
+
+
+def ask(
+    request_id: str,
+    tokens: Collection[int],
+    max_tokens: int = 4,
+    *,
+    group: str = "",
+    priority: int = 0,
+    **wishes: object,
+) -> EngineRequest:
+    sampling = Sampling(max_tokens=max_tokens, **{"eos_token_ids": (), **wishes})  # type: ignore[arg-type]
+    return EngineRequest(id=request_id, tokens=list(tokens), sampling=sampling, group=group, priority=priority)

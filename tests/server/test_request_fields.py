@@ -1,0 +1,61 @@
+"""Every field of OpenAI's requests has exactly one fate, and docs/api.md tells it."""
+
+from __future__ import annotations
+
+import re
+import typing
+from pathlib import Path
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from proa.server.fields import IGNORED, REFUSED, implemented_fields
+from proa.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from proa.types import SamplingParams
+
+DOCS = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+def refused_on(endpoint: str) -> set[str]:
+    return {row.name for row in REFUSED if row.on in ("", endpoint)}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "schema", "theirs"),
+    [
+        ("chat", ChatRequest, chat_create_params.CompletionCreateParamsStreaming),
+        ("completions", CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
+    ],
+)
+def test_every_openai_field_is_known(endpoint: str, schema: typing.Any, theirs: typing.Any) -> None:
+    known = set(schema.model_fields) | refused_on(endpoint) | {row.name for row in IGNORED}
+    assert set(typing.get_type_hints(theirs)) - known == set()
+
+
+@pytest.mark.parametrize(("endpoint", "schema"), [("chat", ChatRequest), ("completions", CompletionRequest)])
+def test_no_field_has_two_fates(endpoint: str, schema: typing.Any) -> None:
+    implemented, ignored = set(schema.model_fields), {row.name for row in IGNORED}
+    assert not implemented & refused_on(endpoint)
+    assert not implemented & ignored
+    assert not refused_on(endpoint) & ignored
+    assert len(REFUSED) == len({row.name for row in REFUSED})
+
+
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+def test_every_sampling_parameter_can_be_asked(schema: typing.Any) -> None:
+    assert set(SamplingParams.__struct_fields__) <= set(schema.model_fields)
+
+
+def test_null_means_not_given() -> None:
+    fields, unknown = implemented_fields({"n": None, "suffix": None, "x": None}, {"n"}, "chat", strict=False)
+    assert fields == {}
+    assert unknown == ["x"]
+
+
+def test_docs_name_every_field() -> None:
+    named = set(re.findall(r"`([a-z_]+)`", DOCS.read_text(encoding="utf-8")))
+    schemas = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    fields = {name for schema in schemas for name in schema.model_fields}
+    fields |= {row.name for row in REFUSED} | {row.name for row in IGNORED}
+    assert fields - named == set()

@@ -1,0 +1,306 @@
+"""A server from the open port to the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from fakes import FakeEngine, Reply
+from proa.config.options import ServerOptions
+from proa.engine.ipc import Stats
+from proa.errors import EngineDead, ResourceError, UsageError, WeightsError
+from proa.server import sse, status
+from proa.server.run import bind, url_of
+from proa.server.welcome import welcome
+from proa.text.tokenizer import Tokenizer
+from served import MODEL, Served, make_service
+
+USER = [{"role": "user", "content": "Hi"}]
+BODY = {"messages": USER}
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_loading_then_ready(tokenizer: Tokenizer) -> None:
+    gate, engine = threading.Event(), FakeEngine(Reply(tokenizer.encode("Hello")), state="loading")
+    with Served(tokenizer, engine=engine, launch_gate=gate) as served:
+        assert served.announced == [] or served.announced == [f"listening on {served.url}"]
+
+        def health() -> httpx.Response:
+            return httpx.get(f"{served.url}/health")
+
+        assert wait_for(lambda: health().json().get("phase") == "downloading")
+        assert health().status_code == 503
+        assert health().json()["percent"] == 25.0
+        refused = httpx.post(f"{served.url}/v1/chat/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+        assert int(refused.headers["retry-after"]) > 0
+        assert httpx.post(f"{served.url}/tokenize", json={"prompt": "a"}).status_code == 503
+        assert httpx.get(f"{served.url}/health/generate").status_code == 503
+        assert "proa_ready 0.0" in httpx.get(f"{served.url}/metrics").text
+        gate.set()
+        assert wait_for(lambda: health().json().get("phase") == "reading weights")
+        assert health().json() == {"status": "loading", "phase": "reading weights", "percent": 25.0, "eta_s": 7.5}
+        assert httpx.post(f"{served.url}/tokenize", json={"prompt": "a"}).status_code == 200
+        refused = httpx.post(f"{served.url}/v1/chat/completions", json=BODY)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "8")
+        served.call(engine.become_ready)
+        assert wait_for(lambda: health().status_code == 200)
+        assert health().json() == {"status": "ready", "model": MODEL}
+        assert httpx.get(f"{served.url}/health/generate").json() == {"status": "ready"}
+        assert httpx.post(f"{served.url}/v1/chat/completions", json=BODY).status_code == 200
+        assert wait_for(lambda: len(served.announced) == 2)
+        assert served.announced[0] == f"listening on {served.url}"
+        assert f"curl {served.url}/v1/chat/completions" in served.announced[1]
+    assert served.exit.result() == 0
+    assert engine.closed
+
+
+def test_metrics_after_load(tokenizer: Tokenizer) -> None:
+    with Served(tokenizer, Reply(tokenizer.encode("Hello world"))) as served:
+        served.client.chat.completions.create(model=MODEL, messages=USER)
+        httpx.get(f"{served.url}/no/such/path")
+        text = httpx.get(f"{served.url}/metrics").text
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert lines["proa_kv_pages"] == lines["proa_kv_pages_free"] == "64.0"
+    assert lines['proa_requests_total{endpoint="/v1/chat/completions",outcome="ok"}'] == "1.0"
+    assert lines['proa_requests_total{endpoint="other",outcome="refused"}'] == "1.0"
+    assert lines["proa_time_to_first_token_seconds_count"] == "1.0"
+    assert lines["proa_roof_tokens_per_second"] == "10000.0"
+    assert lines["proa_ready"] == "1.0"
+
+
+def test_loading_that_fails_ends_the_server(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(state="loading")
+    with Served(tokenizer, engine=engine) as served:
+        served.call(lambda: engine.die(WeightsError("model.safetensors is truncated.", "Fetch it again.")))
+        with pytest.raises(WeightsError, match="truncated"):
+            served.exit.result(10)
+    assert engine.closed
+
+
+def test_engine_death_tells_running_requests_and_ends_the_server(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(Reply(tokenizer.encode("word " * 400), delay_s=0.01))
+    with Served(tokenizer, engine=engine) as served, ThreadPoolExecutor(1) as pool:
+        stream = served.client.chat.completions.create(model=MODEL, messages=USER, stream=True)
+        plain = pool.submit(served.client.chat.completions.create, model=MODEL, messages=USER)
+        next(stream)
+        assert wait_for(lambda: len(engine.in_flight) == 2)
+        served.call(engine.die)
+        with pytest.raises(openai.APIError, match="engine process died"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError) as caught:
+            plain.result(10)
+        assert caught.value.status_code == 503
+        assert caught.value.code == "engine_dead"
+        with pytest.raises(EngineDead):
+            served.exit.result(10)
+
+
+def test_health_tells_of_death(tokenizer: Tokenizer) -> None:
+    service = make_service(tokenizer, FakeEngine(state="failed", failure=EngineDead("It was killed.", "Restart.")))
+    response = status.health(service)
+    assert response.status_code == 503
+    assert b'"failed"' in response.body
+    assert b"It was killed." in response.body
+
+
+def test_drain_lets_running_requests_finish(tokenizer: Tokenizer) -> None:
+    reply = Reply(tokenizer.encode("word " * 20), delay_s=0.02)
+    with Served(tokenizer, reply) as served:
+        stream = served.client.chat.completions.create(model=MODEL, messages=USER, stream=True)
+        first = next(stream)
+        served.loop.call_soon_threadsafe(served.stop.ask)
+        assert wait_for(lambda: httpx.get(f"{served.url}/health").json()["status"] == "draining")
+        refused = httpx.post(f"{served.url}/v1/chat/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert int(refused.headers["retry-after"]) > 0
+        rest = list(stream)
+        assert "".join(c.choices[0].delta.content or "" for c in (first, *rest)) == "word " * 20
+        assert served.exit.result(10) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_drain_cuts_off_what_takes_too_long(tokenizer: Tokenizer, stream: bool) -> None:
+    reply = Reply(tokenizer.encode("word " * 2000), delay_s=0.02)
+    with Served(tokenizer, reply, drain_seconds=0.2) as served, ThreadPoolExecutor(1) as pool:
+
+        def ask() -> None:
+            answer = served.client.chat.completions.create(model=MODEL, messages=USER, stream=stream)
+            for _ in answer if stream else ():
+                pass
+
+        asked = pool.submit(ask)
+        assert wait_for(lambda: len(served.engine.in_flight) == 1)
+        served.loop.call_soon_threadsafe(served.stop.ask)
+        with pytest.raises(openai.APIError, match="before this answer was complete") as caught:
+            asked.result(10)
+        assert caught.value.code == "shutting_down"
+        assert served.exit.result(10) == 0
+        assert served.engine.closed
+
+
+def test_second_signal_exits_at_once(tokenizer: Tokenizer) -> None:
+    with Served(tokenizer, Reply(tokenizer.encode("word " * 2000), delay_s=0.05)) as served:
+        stream = served.client.chat.completions.create(model=MODEL, messages=USER, stream=True)
+        next(stream)
+        began = time.monotonic()
+        served.loop.call_soon_threadsafe(served.stop.ask)
+        served.loop.call_soon_threadsafe(served.stop.ask)
+        assert served.exit.result(10) == 1
+        assert time.monotonic() - began < 3
+        stream.close()
+
+
+def test_stop_while_loading(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(state="loading")
+    with Served(tokenizer, engine=engine) as served:
+        assert wait_for(lambda: httpx.get(f"{served.url}/health").json().get("phase") == "reading weights")
+        served.loop.call_soon_threadsafe(served.stop.ask)
+        assert served.exit.result(10) == 0
+    assert engine.closed
+
+
+def test_port_in_use() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ResourceError) as caught:
+            bind("127.0.0.1", port)
+    assert str(port) in caught.value.message
+    assert "--port" in caught.value.remedy
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_address_that_is_not_ours(host: str) -> None:
+    with pytest.raises(UsageError, match="--host"):
+        bind(host, 0)
+
+
+@pytest.mark.parametrize(("host", "start"), [("0.0.0.0", "http://127.0.0.1:"), ("localhost", "http://127.0.0.1:")])
+def test_url(host: str, start: str) -> None:
+    with bind(host, 0) as listener:
+        if listener.family == socket.AF_INET:
+            assert url_of(listener).startswith(start)
+        else:
+            assert url_of(listener).startswith("http://[::1]:")
+
+
+def test_welcome_never_shows_the_key() -> None:
+    text = welcome("http://127.0.0.1:8000", "demo", ServerOptions(api_key="hunter2"))
+    assert "hunter2" not in text
+    assert "Bearer $PROA_API_KEY" in text
+    assert "OPENAI_BASE_URL=http://127.0.0.1:8000/v1" in text
+    assert "Anthropic" in text
+    assert "not yet" in text
+    assert "--api-key" in welcome("http://127.0.0.1:8000", "demo", ServerOptions(host="0.0.0.0"))
+
+
+@pytest.mark.parametrize("others_advance", [False, True])
+def test_health_generate_times_out(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, others_advance: bool) -> None:
+    monkeypatch.setattr(status, "GENERATE_TIMEOUT_S", 0.2)
+    engine = FakeEngine(Reply(tokenizer.encode("x"), delay_s=5))
+    with Served(tokenizer, engine=engine) as served:
+        if others_advance:
+            served.loop.call_soon_threadsafe(served.loop.call_later, 0.1, _advance, engine)
+        response = httpx.get(f"{served.url}/health/generate")
+        assert response.status_code == (200 if others_advance else 503)
+        assert response.json()["status"] == ("busy" if others_advance else "failed")
+        assert len(engine.aborted) == 1
+
+
+def _advance(engine: FakeEngine) -> None:
+    engine.stats = Stats(generated_tokens=99)
+
+
+def test_keep_alive_comments(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(sse, "FIRST_OBJECT_S", 0.05)
+    with Served(tokenizer, Reply(tokenizer.encode("x"), delay_s=0.5)) as served:
+        text = httpx.post(f"{served.url}/v1/chat/completions", json={**BODY, "stream": True}).text
+        assert 2 <= text.split('"role"')[0].count(": working\n\n") <= 5
+        stream = served.client.chat.completions.create(model=MODEL, messages=USER, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "x"
+
+
+SCRIPT = """
+import asyncio, sys
+from pathlib import Path
+from fakes import FakeEngine, Reply, make_plan
+from proa.config.options import ServerOptions
+from proa.llm import AsyncLLM
+from proa.server.run import Stop, bind, serve_on
+from proa.text.tokenizer import Tokenizer
+
+tokenizer = Tokenizer.load(Path(sys.argv[1]))
+
+async def launch(progress):
+    return AsyncLLM(make_plan(), FakeEngine(Reply([5] * 4000, delay_s=0.05)), tokenizer)
+
+def announce(text):
+    sys.stderr.write(text + "\\n")
+    sys.stderr.flush()
+
+options = ServerOptions(drain_seconds=float(sys.argv[2]))
+sys.exit(asyncio.run(serve_on(bind("127.0.0.1", 0), launch, "fake", options, announce, Stop())))
+"""
+
+
+@pytest.mark.parametrize(("signals", "code"), [((signal.SIGTERM,), 0), ((signal.SIGINT, signal.SIGTERM), 1)])
+def test_signals(tmp_path: Path, signals: tuple[signal.Signals, ...], code: int) -> None:
+    from fakes import make_tokenizer
+
+    folder = make_tokenizer(tmp_path / "t")
+    drain_s = "0.3" if len(signals) == 1 else "60"
+    command = [sys.executable, "-c", SCRIPT, str(folder), drain_s]
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            url = process.stderr.readline().removeprefix("listening on ").strip()
+            assert wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json={**BODY, "stream": True}) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                for number in signals:
+                    process.send_signal(number)
+                    time.sleep(0.1)
+                if len(signals) == 1:
+                    rest = "\n".join(lines)
+                    assert '"code":"shutting_down"' in rest
+            assert process.wait(10) == code
+            errors = process.stderr.read()
+            assert "Traceback" not in errors, errors
+        finally:
+            process.kill()
+
+
+def test_server_leaves_no_task_behind(tokenizer: Tokenizer) -> None:
+    left: list[int] = []
+    with Served(tokenizer, Reply(tokenizer.encode("Hello"))) as served:
+        served.client.chat.completions.create(model=MODEL, messages=USER, n=3)
+        before = served.call(lambda: len(asyncio.all_tasks()))
+        for _ in range(20):
+            stream = served.client.chat.completions.create(model=MODEL, messages=USER, n=3, stream=True)
+            next(stream)
+            stream.close()
+        assert wait_for(lambda: not served.engine.in_flight)
+        assert wait_for(lambda: served.call(lambda: len(asyncio.all_tasks())) <= before + 1)
+        left.append(served.call(lambda: len(asyncio.all_tasks())))
+    assert left

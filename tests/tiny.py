@@ -1,0 +1,161 @@
+"""Tiny random checkpoints of every family, written by transformers, the oracle for their logits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+
+class TinyModel(NamedTuple):
+    architecture: str
+    config: dict[str, Any]
+
+
+def _rope(theta: float, kind: str = "default", **values: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, **values}
+
+
+# Heads, kv heads, widths and vocabulary are all different, so that a swapped axis cannot go unnoticed;
+# 2 x expert width differs from hidden, so that stacked experts fit one orientation only.
+_BASE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.1,  # large enough for attention and routing to matter
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_YARN = _rope(1e4, "yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=32.0, beta_slow=1.0)
+_LLAMA3 = _rope(
+    5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+
+
+def _model(architecture: str, **config: Any) -> TinyModel:
+    return TinyModel(architecture, {**_BASE, **config})
+
+
+TINY: dict[str, TinyModel] = {
+    "llama2": _model("LlamaForCausalLM", num_key_value_heads=4, rope_parameters=_rope(1e4)),
+    "llama3.1": _model("LlamaForCausalLM", rope_parameters=_LLAMA3),
+    "smollm2": _model("LlamaForCausalLM", tie_word_embeddings=True, rope_parameters=_rope(1e5)),
+    "llama-bias": _model(
+        "LlamaForCausalLM", attention_bias=True, mlp_bias=True, head_dim=24, rope_parameters=_rope(1e4)
+    ),
+    "llama-linear": _model("LlamaForCausalLM", rope_parameters=_rope(1e4, "linear", factor=4.0)),
+    "llama-dynamic": _model(
+        "LlamaForCausalLM", max_position_embeddings=32, rope_parameters=_rope(1e4, "dynamic", factor=4.0)
+    ),
+    "llama-yarn": _model("LlamaForCausalLM", rope_parameters=_YARN),
+    "qwen2": _model("Qwen2ForCausalLM", rope_parameters=_rope(1e6)),
+    "qwen2-window": _model(
+        "Qwen2ForCausalLM",
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=1,
+        rope_parameters=_rope(1e6),
+    ),
+    "qwen3": _model("Qwen3ForCausalLM", head_dim=32, rope_parameters=_rope(1e6)),
+    "qwen2-moe": _model(
+        "Qwen2MoeForCausalLM",
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=False,
+        rope_parameters=_rope(1e6),
+        **_MOE,
+    ),
+    "qwen2-moe-mixed": _model(
+        "Qwen2MoeForCausalLM",
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=True,
+        num_hidden_layers=4,
+        mlp_only_layers=[3],
+        decoder_sparse_step=2,
+        rope_parameters=_rope(1e6),
+        **_MOE,
+    ),
+    "qwen3-moe": _model("Qwen3MoeForCausalLM", head_dim=32, norm_topk_prob=True, rope_parameters=_rope(1e7), **_MOE),
+    "mixtral": _model(
+        "MixtralForCausalLM",
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=None,
+        rope_parameters=_rope(1e6),
+    ),
+    "mixtral-window": _model(
+        "MixtralForCausalLM",
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        rope_parameters=_rope(1e6),
+    ),
+}
+
+
+def tiny_reference(name: str, seed: int = 0, **overrides: Any) -> Any:
+    """A transformers model in float32 and eval mode; every 1-D tensor is perturbed, so that a norm or bias
+    that is not applied shows in the logits. `overrides` replace config keys."""
+    architecture, config = TINY[name]
+    model_class = getattr(transformers, architecture)
+    settings = model_class.config_class(**{**config, **overrides, "dtype": "float32"})
+    torch.manual_seed(seed)
+    model = model_class(settings).float().eval()
+    noise = torch.Generator().manual_seed(seed + 7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() <= 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise))
+    return model
+
+
+def make_tiny(name: str, folder: Path, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Path:
+    """Write the checkpoint of `tiny_reference` to `folder` (replaced if it exists) and return it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    tiny_reference(name, seed, **overrides).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def reference_params(model: Any) -> dict[str, torch.Tensor]:
+    """The transformers model's parameters under Proa's names, as views: writing to them changes the model."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        stem, _, kind = name.removeprefix("model.").rpartition(".")
+        if not stem.startswith("layers."):
+            found[f"{_OUTER[stem]}.{kind}"] = tensor
+            continue
+        _, layer, part = stem.split(".", 2)
+        block = f"blocks.{layer}"
+        if part != "mlp.experts":
+            found[f"{block}.{_INNER[part]}.{kind}"] = tensor
+            continue
+        for expert, stacked in enumerate(tensor):  # gate_up_proj [E, 2I, H], down_proj [E, H, I]
+            halves = stacked.chunk(2) if kind == "gate_up_proj" else [stacked]
+            for which, half in zip(kind.removesuffix("_proj").split("_"), halves, strict=True):
+                found[f"{block}.ffn.experts.{expert}.{which}.weight"] = half
+    if model.config.tie_word_embeddings:
+        del found["head.weight"]
+    return found
+
+
+_OUTER = {"embed_tokens": "embed", "norm": "norm", "lm_head": "head"}
+_INNER = {
+    "input_layernorm": "norm1",
+    "post_attention_layernorm": "norm2",
+    **{f"self_attn.{p}_proj": f"mixer.{p}" for p in "qkvo"},
+    **{f"self_attn.{p}_norm": f"mixer.{p}_norm" for p in "qk"},
+    **{f"mlp.{p}_proj": f"ffn.{p}" for p in ("gate", "up", "down")},
+    "mlp.gate": "ffn.router",
+    **{f"mlp.shared_expert.{p}_proj": f"ffn.shared.{p}" for p in ("gate", "up", "down")},
+    "mlp.shared_expert_gate": "ffn.shared_gate",
+}

@@ -1,0 +1,131 @@
+"""Tiny GGUF files of the models in tests/tiny.py, written with the gguf package as llama.cpp's converter would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from tiny import TINY, tiny_reference
+
+Array = npt.NDArray[Any]
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+}
+_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+
+
+def make_tiny_gguf(
+    name: str, file: Path, quant: str = "F32", rope_factors: tuple[float, ...] = (), **overrides: Any
+) -> Path:
+    """Write the model `tiny_reference(name, **overrides)`; its matrices as `quant`, all else as F32."""
+    model = tiny_reference(name, **overrides)
+    arch = ARCHITECTURES[TINY[name].architecture]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(file, arch)
+    _write_metadata(writer, model.config, arch)
+    if rope_factors:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
+    kind = gguf.GGMLQuantizationType[quant]
+    for tensor, values in gguf_tensors(model, arch):
+        if values.ndim > 1 and "ffn_gate_inp" not in tensor and kind != gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(tensor, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def gguf_tensors(model: Any, arch: str) -> Iterator[tuple[str, Array]]:
+    """The model's tensors under GGUF names; llama's q and k rows in interleaved order."""
+    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        values = tensor.float().numpy()
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        stem, _, kind = name.rpartition(".")
+        if stem in _TOP:
+            yield f"{_TOP[stem]}.{kind}", values
+            continue
+        _, _, layer, rest = stem.split(".", 3)
+        if rest == "mlp.experts":  # [E, 2I, H] and [E, H, I]
+            parts = np.split(values, 2, axis=1) if kind == "gate_up_proj" else [values]
+            names = ("gate", "up") if kind == "gate_up_proj" else ("down",)
+            for part, half in zip(names, parts, strict=True):
+                yield f"blk.{layer}.ffn_{part}_exps.weight", np.ascontiguousarray(half)
+            continue
+        if arch == "llama" and _LAYER[rest] in heads:
+            values = interleaved(values, heads[_LAYER[rest]])
+        if rest == "mlp.shared_expert_gate":
+            values = values[0]
+        yield f"blk.{layer}.{_LAYER[rest]}.{kind}", values
+
+
+def interleaved(rows: Array, heads: int) -> Array:
+    """Rows of q or k, [heads x head_dim, ...]: the halves of each head are woven into neighbouring pairs."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape).copy()
+
+
+def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    if config.rope_parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    if arch == "llama" and config.model_type == "mixtral":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if arch in ("qwen2moe", "qwen3moe"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)

@@ -1,0 +1,164 @@
+"""The arithmetic of benches, their prompts, and the JSON and table they hand back."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from fakes import make_plan
+from proa.bench.latency import LatencyOptions, bytes_per_token, latency_figures
+from proa.bench.prompts import distinct_prompts
+from proa.bench.result import MeasuredRoof, Result, bandwidth_meter, busy_notes, result
+from proa.bench.serve import ServeBenchOptions, arrival_times, load_figures
+from proa.bench.table import render
+from proa.bench.timing import Timing, percentile, spread_ms
+from proa.config.field import declarations
+from proa.config.options import CacheOptions, EngineOptions
+from proa.errors import UsageError
+from proa.plan.resolve import ROOF_CONTEXT_TOKENS
+
+# starts at 10 s; first token after 0.5 s; then one every 0.1 s, with one stall of 0.3 s
+TIMING = Timing(10.0, (10.5, 10.6, 10.7, 11.0, 11.1), prompt_tokens=100, output_tokens=5, cached_tokens=16)
+
+
+def test_one_request() -> None:
+    assert TIMING.ttft_s == pytest.approx(0.5)
+    assert TIMING.e2e_s == pytest.approx(1.1)
+    assert TIMING.tpot_s == pytest.approx(0.6 / 4)
+    assert TIMING.gaps_s == pytest.approx((0.1, 0.1, 0.3, 0.1))
+
+
+def test_a_single_token_has_no_time_per_further_token() -> None:
+    assert Timing(0.0, (1.0,), 10, 1).tpot_s is None
+    assert Timing(0.0, (1.0,), 10, 5).tpot_s is None  # all in one piece
+    assert latency_figures([Timing(0.0, (1.0,), 10, 1)])["decode_tokens_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [([5.0], 99, 5.0), ([1, 2, 3, 4, 5], 50, 3), ([5, 1, 3], 0, 1), ([1, 2], 50, 1.5), ([0, 10, 20], 90, 18)],
+)
+def test_percentile(values: list[float], percent: float, expected: float) -> None:
+    assert percentile(values, percent) == pytest.approx(expected)
+
+
+def test_spread_of_nothing_is_unknown() -> None:
+    assert set(spread_ms("tpot", [None]).values()) == {None}
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+
+
+def test_latency_figures() -> None:
+    slow = Timing(0.0, (1.0, 1.2, 1.4), prompt_tokens=100, output_tokens=3, cached_tokens=0)
+    fast = Timing(0.0, (0.5, 0.6, 0.7), prompt_tokens=100, output_tokens=3, cached_tokens=32)
+    figures = latency_figures([slow, fast])
+    assert figures["ttft_ms_median"] == pytest.approx(750)
+    assert figures["tpot_ms_p10"] == pytest.approx(110)
+    assert figures["prefill_tokens_per_s"] == pytest.approx((100 + 200) / 2)
+    assert figures["decode_tokens_per_s"] == pytest.approx(1 / 0.15)
+    assert figures["cached_prompt_tokens"] == 32  # a cache that helped is visible in the result
+
+
+def test_load_figures() -> None:
+    a = Timing(100.0, (100.5, 101.0), prompt_tokens=30, output_tokens=2)
+    b = Timing(101.0, (102.0, 104.0), prompt_tokens=30, output_tokens=2)
+    figures = load_figures([a, b], failed=1)
+    assert figures["duration_s"] == pytest.approx(4.0)
+    assert figures["requests_per_s"] == pytest.approx(0.5)
+    assert figures["output_tokens_per_s"] == pytest.approx(1.0)
+    assert figures["total_tokens_per_s"] == pytest.approx(16.0)
+    assert figures["e2e_ms_median"] == pytest.approx(2000)
+    assert (figures["completed_requests"], figures["failed_requests"]) == (2, 1)
+
+
+@given(text=st.lists(st.integers(0, 30), min_size=40, max_size=200), length=st.integers(2, 500))
+def test_prompts_are_exact_and_distinct_from_the_start(text: list[int], length: int) -> None:
+    count = len(set(text)) ** 2
+    prompts = distinct_prompts(text, count, length)
+    assert {len(p) for p in prompts} == {length}
+    assert len({tuple(p[:2]) for p in prompts}) == count
+    assert set().union(*prompts) <= set(text)
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 1), (5, 10)])
+def test_prompts_that_cannot_differ_are_refused(count: int, length: int) -> None:
+    with pytest.raises(UsageError, match="cannot differ"):
+        distinct_prompts([7, 8], count, length)
+
+
+def test_poisson_arrivals_have_the_rate_and_repeat() -> None:
+    times = arrival_times(5000, rate_per_s=20.0)
+    assert times == sorted(times)
+    assert times == arrival_times(5000, rate_per_s=20.0)
+    # the sum of n exponential intervals has relative deviation 1/sqrt(n): five of them
+    assert times[-1] == pytest.approx(5000 / 20, rel=5 / 5000**0.5)
+    assert arrival_times(3, None) == [0.0] * 3
+    assert arrival_times(1, 5.0) == [0.0]
+
+
+def test_the_roof_counts_the_kv_of_the_measured_length() -> None:
+    plan = make_plan(num_pages=64, page_tokens=16)  # 2**20 bytes of KV: 1024 a token
+    base = plan.roof.bytes_per_token
+    assert bytes_per_token(plan, ROOF_CONTEXT_TOKENS) == base
+    assert bytes_per_token(plan, ROOF_CONTEXT_TOKENS + 100) == base + 100 * 1024
+    assert bytes_per_token(plan, 56) == base - 200 * 1024
+
+
+def make_result(**more: object) -> Result:
+    figures = {**latency_figures([TIMING]), "roof_tokens_per_s": 40.0, "roof_share": 0.166}
+    options = LatencyOptions(model="demo", runs=7, engine=EngineOptions(cache=CacheOptions(context=2048)))
+    return result("latency", "How long does one request wait?", "demo", options, figures, **more)
+
+
+def test_json_has_everything_to_repeat_the_run() -> None:
+    roof = MeasuredRoof(bytes_per_token=10**9, bandwidth_before_bytes_per_s=30e9, bandwidth_after_bytes_per_s=40e9)
+    made = make_result(roof=roof, errors={"refused": 2})
+    assert roof.tokens_per_s == pytest.approx(40.0)
+    shown = json.loads(made.json())
+    assert shown["bench"] == "latency"
+    assert shown["options"]["runs"] == "7"
+    assert shown["options"]["prompt_tokens"] == "128"  # a default of the bench: it may change with the version
+    assert shown["options"]["context"] == "2048"
+    assert "threads" not in shown["options"]
+    assert shown["machine"]["total_bytes"] > 0
+    assert shown["roof"]["bandwidth_after_bytes_per_s"] == 40e9
+    assert shown["errors"] == {"refused": 2}
+    assert shown["date"].endswith("+00:00")
+    assert shown["version"]
+    assert msgspec.json.decode(made.json(), type=Result) == made
+
+
+def test_secrets_stay_out_of_the_result() -> None:
+    made = result("serve", "?", "m", ServeBenchOptions(api_key="sk-hidden", requests=3), {})
+    assert "sk-hidden" not in made.json()
+    assert made.options["requests"] == "3"
+
+
+def test_table_shows_every_figure_with_its_unit() -> None:
+    out = io.StringIO()
+    Console(file=out, width=110).print(render(make_result(notes=("quiet machine",), errors={"HTTP 500": 3})))
+    text = out.getvalue()
+    for shown in ("ttft", "500", "tpot", "150", "decode tokens", "6.67 / s", "roof share", "16.6 %", "quiet machine"):
+        assert shown in text
+    assert "failed 3 times: HTTP 500" in text
+
+
+@pytest.mark.parametrize(("load", "cores", "busy"), [(0.3, 2, False), (8.5, 2, True), (8.5, 64, False)])
+def test_a_busy_machine_is_named(load: float, cores: int, busy: bool) -> None:
+    assert any("busy" in note for note in busy_notes(load, cores)) is busy
+
+
+def test_options_are_declared_once_each() -> None:
+    """Also raises TypeError if a bench's option has the name of an engine option."""
+    assert {"model", "url", "prompt_tokens", "runs", "context", "threads"} <= set(declarations(LatencyOptions))
+    assert {"model", "url", "concurrency", "rate", "max_running"} <= set(declarations(ServeBenchOptions))
+
+
+def test_bandwidth_meter_measures() -> None:
+    assert bandwidth_meter(1)() > 1e8

@@ -1,0 +1,154 @@
+"""The demo model itself, judged by transformers: the real source, the real folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from demo_model import demo_gguf, demo_moe, eval_windows, perplexity
+from proa.demo import tensors
+from proa.demo.assemble import STAMP_NAME, assemble
+from proa.hub.listing import list_models
+from proa.weights import sources
+from proa.weights.checkpoint import open_checkpoint
+
+pytestmark = pytest.mark.demo
+
+TEXTS = (
+    "",
+    " ",
+    "Hello, world!",
+    "I'm sure they'll say WE'VE don't",
+    "1234567 and 3.14159, 0x7f",
+    "    indented\n\n\n\tdeeper\r\n   ",
+    "naïve café, Straße, Привет, 日本語, العربية, हिन्दी",
+    "🙂 🏳️‍🌈 👩‍👩‍👧‍👦 \u200b \ufeff",
+    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "a<|endoftext|>b <repo_name>x",
+    "x" * 300,
+    "def f(x: int) -> int:\n    return x**2  # squares\n",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(demo_moe())
+
+
+@pytest.fixture(scope="module")
+def dense() -> PreTrainedModel:
+    gguf = demo_gguf()
+    return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def test_tokens_are_those_of_transformers_own_gguf_loading(tokenizer: PreTrainedTokenizerBase) -> None:
+    reference = AutoTokenizer.from_pretrained(demo_gguf().parent, gguf_file=demo_gguf().name)
+    for text in TEXTS:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == reference(text)["input_ids"], text
+        assert tokenizer.decode(ids) == reference.decode(ids) == text
+    assert tokenizer.special_tokens_map == reference.special_tokens_map
+    assert tokenizer.eos_token == "<|im_end|>"
+    chat = [{"role": "user", "content": "Hi"}]
+    ours, theirs = (
+        t.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for t in (tokenizer, reference)
+    )
+    assert ours == theirs
+    assert ours.startswith("<|im_start|>system\nYou are a helpful AI assistant")
+
+
+def test_digits_stand_alone_as_the_gguf_says(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Where transformers' GGUF loading differs: it splits "  12" into " " and " 12"."""
+    assert tokenizer.tokenize("  12") == ["ĠĠ", "1", "2"]
+    assert tokenizer.tokenize("\n    12") == ["ĊĠĠĠĠ", "1", "2"]
+
+
+def test_folder_is_an_ordinary_checkpoint(tokenizer: PreTrainedTokenizerBase) -> None:
+    checkpoint = open_checkpoint(demo_moe())
+    declared = checkpoint.declare()
+    sources.resolve(declared, checkpoint.tensors)
+    rows = {row.name: row for row in list_models()}
+    assert checkpoint.dtype == "bfloat16"
+    assert checkpoint.generation_config["eos_token_id"] == tokenizer.eos_token_id
+    assert (rows["demo"].num_params, rows["demo"].num_active_params) == (
+        declared.spec.num_params,
+        declared.spec.num_active_params,
+    )
+    assert rows["demo"].size_bytes == checkpoint.tensor_bytes
+    assert rows["demo"].path == demo_moe()
+    assert rows["demo-dense"].path == demo_gguf()
+
+
+def test_all_experts_together_are_the_dense_model(
+    dense: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the limit of equal routing weights, which the shipped router approaches to 2**-10."""
+    monkeypatch.setattr(tensors, "LOGIT_RMS", 2.0**-20)
+    moe = load(assemble(demo_gguf(), tmp_path / "all", top_k=16, dtype="float32"))
+    tokens = eval_windows(tokenizer, 1)[:, :256]
+    with torch.no_grad():
+        ours, theirs = moe(tokens).logits, dense(tokens).logits
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_perplexity(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """docs/demo.md has the figures of the whole text; two windows order the variants as well."""
+    windows = eval_windows(tokenizer, 2)
+    moe = load(demo_moe())
+    whole, routed = perplexity(dense, windows), perplexity(moe, windows)
+    for layer in moe.model.layers:
+        layer.mlp.gate.weight.data = layer.mlp.gate.weight.data.roll(1, dims=0)
+    off_by_one = perplexity(moe, windows)
+    assert whole * 1.02 < routed < whole * 1.15
+    assert off_by_one > routed * 1.1
+
+
+class TestMakingIt:
+    """Once, whole, whoever else is at it."""
+
+    def test_second_time_is_instant(self) -> None:
+        folder = demo_moe()
+        before = (folder / "model.safetensors").stat().st_mtime_ns
+        started = time.perf_counter()
+        assert assemble(demo_gguf(), folder) == folder
+        assert time.perf_counter() - started < 0.2
+        assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+    def test_an_older_version_is_replaced_and_leftovers_go(self, tmp_path: Path) -> None:
+        folder, leftover = tmp_path / "moe", tmp_path / "moe.partial"
+        folder.mkdir()
+        (folder / STAMP_NAME).write_text(json.dumps({"version": 0}))
+        leftover.mkdir()
+        (leftover / "model.safetensors").write_text("half")
+        seen: list[tuple[str, int, int]] = []
+        assemble(demo_gguf(), folder, progress=lambda *report: seen.append(report))
+        assert (folder / "model.safetensors").read_bytes() == (demo_moe() / "model.safetensors").read_bytes()
+        assert not leftover.exists()
+        assert seen[-1][1] == seen[-1][2] == (demo_moe() / "model.safetensors").stat().st_size - _header_bytes()
+
+    def test_two_processes_at_once(self, tmp_path: Path) -> None:
+        folder = tmp_path / "moe"
+        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+            made = list(pool.map(assemble, [demo_gguf()] * 2, [folder] * 2))
+        assert made == [folder, folder]
+        assert {p.name for p in tmp_path.iterdir()} <= {"moe", "moe.lock"}
+        assert (folder / "config.json").read_bytes() == (demo_moe() / "config.json").read_bytes()
+
+
+def _header_bytes() -> int:
+    with (demo_moe() / "model.safetensors").open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")

@@ -1,0 +1,43 @@
+"""Dequantisation against the gguf package, bit by bit."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from proa.weights.formats.gguf import DECODERS, dequantise
+from proa.weights.gguf_header import BLOCKS
+
+
+@pytest.mark.parametrize("dtype", DECODERS)
+def test_block_sizes(dtype: str) -> None:
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]] == BLOCKS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DECODERS)
+def test_every_bit(dtype: str) -> None:
+    """Random bytes: all codes, scales of either sign, subnormal and infinite ones, too."""
+    elems, block_bytes = BLOCKS[dtype]
+    rows, blocks = 61, 4 * 256 // elems
+    raw = np.random.default_rng(3).integers(0, 256, (rows, blocks * block_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        want = gguf.dequantize(raw, gguf.GGMLQuantizationType[dtype])
+    got = dequantise(torch.from_numpy(raw), dtype, block_bytes).numpy()
+    assert got.shape == want.shape == (rows, 1024)
+    finite = np.isfinite(want)
+    assert finite.mean() > 0.9
+    np.testing.assert_array_equal(got[finite].view(np.uint32), want[finite].view(np.uint32))
+    np.testing.assert_array_equal(np.isfinite(got), finite)
+
+
+@pytest.mark.parametrize("dtype", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantised_numbers_come_back(dtype: str) -> None:
+    values = np.random.default_rng(4).standard_normal((8, 256)).astype(np.float32)
+    raw = gguf.quantize(values, gguf.GGMLQuantizationType[dtype])
+    got = dequantise(torch.from_numpy(raw), dtype, BLOCKS[dtype][1]).numpy()
+    levels = 2 ** int(dtype[1])
+    spread = np.abs(values.reshape(8, -1, 32)).max(axis=2, keepdims=True) * np.ones(32)
+    # A code is at most one step off at the end of the asymmetric range; scales round to 11 bits.
+    assert (np.abs(got - values) <= (2 * 1.01 * spread / (levels - 1)).reshape(8, 256)).all()

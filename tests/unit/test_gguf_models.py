@@ -1,0 +1,185 @@
+"""GGUF files of every family: config, names and values, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from proa.errors import ConfigError
+from proa.models.gguf import config_from_metadata, generation_from_metadata
+from proa.models.spec import RopeScaling
+from proa.weights.checkpoint import open_checkpoint
+from tiny import make_tiny, reference_params, tiny_reference
+from tiny_gguf import interleaved, make_tiny_gguf
+from weights_cases import assert_same, load
+
+# Names whose GGUF can say all that the config does.
+SAME = ["llama2", "smollm2", "llama-yarn", "qwen2", "qwen3", "qwen2-moe", "qwen2-moe-mixed", "qwen3-moe", "mixtral"]
+
+
+def stored(name: str, **overrides: Any) -> dict[str, torch.Tensor]:
+    """Parameters as the GGUF has them: q and k of the llama architecture interleaved."""
+    model = tiny_reference(name, **overrides)
+    params = reference_params(model)
+    if model.config.model_type in ("llama", "mixtral"):
+        heads = {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
+        for key, tensor in params.items():
+            if key.endswith(("mixer.q.weight", "mixer.k.weight")):
+                params[key] = torch.from_numpy(interleaved(tensor.numpy(), heads[key.split(".")[-2]]))
+    return params
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_same_model_as_the_folder(name: str, tmp_path: Path) -> None:
+    # norm_topk_prob is not in the file: llama.cpp never renormalises Qwen2-MoE
+    overrides = {"norm_topk_prob": False} if name == "qwen2-moe-mixed" else {}
+    folder = make_tiny(name, tmp_path / "folder", **overrides)
+    file = make_tiny_gguf(name, tmp_path / "m.gguf", **overrides)
+    checkpoint = open_checkpoint(file)
+    assert (checkpoint.load_format, checkpoint.dtype) == ("gguf", "bfloat16")
+    assert checkpoint.tokenizer_path == file
+    assert checkpoint.generation_config == {"eos_token_id": [2]}
+    want = open_checkpoint(folder).declare().spec
+    got = checkpoint.declare().spec
+    rope = got.blocks[0].mixer.rope
+    assert rope.interleaved is ("qwen" not in name)
+    assert (rope.base, rope.scaling) == (want.blocks[0].mixer.rope.base, want.blocks[0].mixer.rope.scaling)
+    assert [b.ffn for b in got.blocks] == [b.ffn for b in want.blocks]
+    assert list(got.params()) == list(want.params())
+    assert (got.norm_eps, got.max_positions, got.tied) == (want.norm_eps, want.max_positions, want.tied)
+    assert_same(load(file), stored(name, **overrides))
+
+
+@pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_values(quant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """What the gguf package dequantises, rounded once to the target's type."""
+    shapes = {"intermediate_size": 96, "moe_intermediate_size": 32}  # rows of whole blocks
+    file = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", quant, **shapes)
+    kind = gguf.GGMLQuantizationType[quant]
+
+    def through(name: str, values: torch.Tensor) -> torch.Tensor:
+        if values.dim() == 1 or "router" in name:
+            return values.to(dtype)
+        return torch.from_numpy(gguf.dequantize(gguf.quantize(values.numpy(), kind), kind).copy()).to(dtype)
+
+    want = {name: through(name, t) for name, t in stored("qwen3-moe", **shapes).items()}
+    assert_same(load(file, dtype), want)
+
+
+@pytest.mark.parametrize("quant", ["Q4_K", "Q5_K", "Q6_K"])
+def test_k_quants(quant: str, tmp_path: Path) -> None:
+    """The gguf package cannot make these, so the blocks are random bytes with scales that are numbers."""
+    kind = gguf.GGMLQuantizationType[quant]
+    elems, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    file = make_tiny_gguf("qwen2", tmp_path / "plain.gguf", hidden_size=256, intermediate_size=512)
+    plain = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    for key, field in plain.fields.items():
+        if key.startswith("qwen2."):
+            writer.add_key_value(key, field.contents(), field.types[0])
+    rng = np.random.default_rng(1)
+    want: dict[str, torch.Tensor] = {}
+    for tensor in plain.tensors:
+        if tensor.data.ndim == 1:
+            writer.add_tensor(tensor.name, tensor.data)
+            continue
+        rows, cols = tensor.data.shape
+        raw = rng.integers(0, 256, (rows, cols // elems, block_bytes), dtype=np.uint8)
+        scales = rng.random((rows, cols // elems, 2)).astype(np.float16).view(np.uint8)
+        if quant == "Q6_K":
+            raw[..., -2:] = scales[..., :2]
+        else:
+            raw[..., :4] = scales
+        raw = raw.reshape(rows, -1)
+        writer.add_tensor(tensor.name, raw, raw_dtype=kind)
+        want[tensor.name] = torch.from_numpy(gguf.dequantize(raw, kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    got = load(tmp_path / "m.gguf")
+    assert torch.equal(got["embed.weight"], want["token_embd.weight"])
+    assert torch.equal(got["blocks.2.ffn.down.weight"], want["blk.2.ffn_down.weight"])
+    assert torch.equal(got["blocks.1.mixer.k.weight"], want["blk.1.attn_k.weight"])
+
+
+def test_rope_factors(tmp_path: Path) -> None:
+    """Llama 3.1's scaling is in the file as a tensor, not as metadata."""
+    factors = (1.0, 1.0, 1.5, 2.5, 4.0, 8.0, 8.0, 8.0)
+    file = make_tiny_gguf("llama2", tmp_path / "m.gguf", rope_factors=factors)
+    scaling = open_checkpoint(file).declare().spec.blocks[0].mixer.rope.scaling
+    assert scaling == RopeScaling("factors", 1.0, 512, factors=factors)
+    assert_same(load(file), stored("llama2"))
+
+
+BASE: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 2,
+    "llama.context_length": 512,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}
+SHAPES = {"token_embd.weight": (100, 64)}
+
+
+def test_defaults() -> None:
+    config = config_from_metadata(BASE, SHAPES)
+    assert config["num_key_value_heads"] == 4
+    assert config["head_dim"] == 16
+    assert config["vocab_size"] == 100
+    assert config["tie_word_embeddings"] is True
+    assert config["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"}
+
+
+def test_linear_scaling() -> None:
+    scaled = BASE | {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    rope = config_from_metadata(scaled, SHAPES)["rope_parameters"]
+    assert rope == {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.block_count": None}, "'block_count' is missing"),
+        ({"llama.attention.head_count_kv": [4, 2]}, "'attention.head_count_kv' must be"),
+        ({"llama.rope.dimension_count": 8}, "rope.dimension_count = 8 is not implemented"),
+        ({"llama.attention.value_length": 8}, "attention.value_length = 8 is not implemented"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope' is not implemented"),
+        ({"llama.rope.scaling.attn_factor": 1.3}, "attn_factor = 1.3 is not implemented"),
+    ],
+)
+def test_refused_metadata(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_metadata(BASE | metadata, SHAPES)
+
+
+def test_unknown_key_is_left_for_declare(tmp_path: Path) -> None:
+    file = make_tiny_gguf("llama2", tmp_path / "m.gguf")
+    checkpoint = open_checkpoint(file, override_config={"llama.attention.clamp_kqv": 8.0})
+    with pytest.raises(ConfigError, match=r"GGUF metadata.*--ignore-config-key llama.attention.clamp_kqv"):
+        checkpoint.declare()
+    checkpoint.declare(["llama.attention.clamp_kqv"])
+    assert config_from_metadata(BASE | {"llama.attention.clamp_kqv": 8.0}, SHAPES)[
+        "llama.attention.clamp_kqv"
+    ] == pytest.approx(8.0)
+
+
+def test_sampling_defaults() -> None:
+    metadata = {
+        "general.sampling.temp": 0.6,
+        "general.sampling.top_k": 20,
+        "tokenizer.ggml.eos_token_id": 5,
+        "tokenizer.ggml.eot_token_id": 7,
+        "tokenizer.ggml.eom_token_id": 5,
+    }
+    want = {"temperature": 0.6, "top_k": 20, "eos_token_id": [5, 7]}
+    assert generation_from_metadata(metadata) == want
+    assert generation_from_metadata({}) == {}

@@ -1,0 +1,58 @@
+"""The debug switches in the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from proa.config.env import SWITCHES, child_environ, read_env
+from proa.errors import UsageError
+
+
+def test_nothing_set() -> None:
+    environment = read_env({"PATH": "/bin"})
+    assert environment.cache == Path.home() / ".cache" / "proa"
+    assert (environment.log, environment.debug) == ("info", False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "cache"),
+    [
+        ({"PROA_CACHE": "/data/proa"}, Path("/data/proa")),
+        ({"PROA_CACHE": "here"}, Path.cwd() / "here"),
+        ({"PROA_CACHE": "~/there"}, Path.home() / "there"),
+        ({"XDG_CACHE_HOME": "/xdg"}, Path("/xdg/proa")),
+        ({"XDG_CACHE_HOME": "/xdg", "PROA_CACHE": "/data"}, Path("/data")),
+    ],
+)
+def test_cache_folder(environ: dict[str, str], cache: Path) -> None:
+    assert read_env(environ).cache == cache
+
+
+@pytest.mark.parametrize(
+    ("environ", "parts"),
+    [
+        ({"PROA_CASHE": "/x"}, ["PROA_CASHE", "Did you mean PROA_CACHE?"]),
+        ({"PROA_THREADS": "4"}, ["PROA_THREADS", "Known: PROA_CACHE, PROA_LOG"]),
+        ({"PROA_LOG": "verbose"}, ["PROA_LOG is 'verbose'", "debug, info, warning or error"]),
+        ({"PROA_LOG": ""}, ["PROA_LOG is empty"]),
+        ({"PROA_CACHE": ""}, ["PROA_CACHE is empty"]),
+    ],
+)
+def test_wrong_switches(environ: dict[str, str], parts: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_env(environ)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_at_most_ten_switches() -> None:
+    assert len(SWITCHES) <= 10
+
+
+def test_child_environment_replaces_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROA_LOG", "debug")
+    environ = child_environ(log="warning")
+    assert environ["PROA_LOG"] == "warning"
+    assert environ["PATH"]

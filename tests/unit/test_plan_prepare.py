@@ -1,0 +1,112 @@
+"""prepare(): from a folder on disk to a Plan, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from proa.config.options import CacheOptions, EngineOptions, ModelOptions
+from proa.errors import ModelNotFound, ResourceError, UsageError
+from proa.plan.overrides import config_overrides
+from proa.plan.prepare import prepare
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+DUMMY = ModelOptions(load_format="dummy")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_a_folder_becomes_a_plan(folder: Path) -> None:
+    prepared = prepare(str(folder), EngineOptions(model=DUMMY, cache=CacheOptions(context=100)))
+    plan = prepared.plan
+    assert (plan.model, plan.path) == (str(folder), str(folder))
+    assert (plan.load_format, plan.dtype, plan.context_tokens) == ("dummy", "bfloat16", 100)
+    assert plan.memory.weights_bytes == 2 * prepared.declared.spec.num_params
+    assert plan.roof.bandwidth_bytes_per_s > 1e8
+    assert plan.memory.free_bytes == prepared.machine.available_bytes
+
+
+def test_overrides_reach_the_config(folder: Path) -> None:
+    model = ModelOptions(load_format="dummy", override_config=("num_hidden_layers=2",))
+    prepared = prepare(str(folder), EngineOptions(model=model))
+    assert len(prepared.declared.spec.blocks) == 2
+    assert prepared.plan.override_config == {"num_hidden_layers": 2}
+
+
+def test_a_missing_folder_is_refused() -> None:
+    with pytest.raises(ModelNotFound):
+        prepare("./no-such-folder")
+
+
+def test_too_large_is_refused_before_loading(folder: Path) -> None:
+    giant = CONFIG | {"hidden_size": 65536, "intermediate_size": 1 << 22, "num_hidden_layers": 100}
+    (folder / "config.json").write_text(json.dumps(giant))
+    with pytest.raises(ResourceError, match=r"does not fit into memory: it needs \d+ TiB"):
+        prepare(str(folder), EngineOptions(model=DUMMY))
+
+
+def test_a_model_on_the_hub_is_judged_before_it_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub hands its preview (headers without weights) to the same plan; a refusal stops the fetch."""
+    fetched = []
+
+    def locate(model: str, revision: str | None, progress: object, *, check: Callable[[Path, str], object]) -> Path:
+        check(folder, "dummy")
+        fetched.append(model)
+        return folder
+
+    monkeypatch.setattr("proa.plan.prepare.locate", locate)
+    assert prepare("org/name", EngineOptions(model=DUMMY)).plan.model == "org/name"
+    assert fetched == ["org/name"]
+    with pytest.raises(UsageError, match="--context 513"):
+        prepare("org/name", EngineOptions(model=DUMMY, cache=CacheOptions(context=513)))
+    assert fetched == ["org/name"]
+
+
+def test_needs_no_torch(folder: Path) -> None:
+    code = (
+        "import sys; from proa.plan.prepare import prepare; from proa.config.options import *;"
+        f"prepare({str(folder)!r}, EngineOptions(model=ModelOptions(load_format='dummy')));"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("rope_theta=1e6", "rope_theta", 1e6),
+        ('name="x=y"', "name", "x=y"),
+        ('rope_scaling={"factor": 2}', "rope_scaling", {"factor": 2}),
+        ("off=null", "off", None),
+    ],
+)
+def test_config_overrides(text: str, key: str, value: object) -> None:
+    assert config_overrides([text]) == {key: value}
+
+
+@pytest.mark.parametrize("text", ["rope_theta", "=1", "name=text", "a={"])
+def test_wrong_overrides_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="JSON"):
+        config_overrides([text])

@@ -1,0 +1,189 @@
+"""What people see: the start-up report, progress, units."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from proa.cli.report import Report, render_plan, render_ready, report_json
+from proa.config.parse import Asked
+from proa.engine.ipc import Ready
+from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
+from proa.obs.progress import _Lines, show_progress
+from proa.obs.units import format_bytes, format_count, format_duration, format_rate
+from proa.plan.plan import MemoryBudget, Plan, Roof
+from proa.types import Decision
+
+GIB = 1 << 30
+ATTENTION = Attention(hidden=64, heads=4, kv_heads=2, head_dim=16, rope=Rope(16))
+MOE = Moe(hidden=64, experts=8, top_k=2, width=32, router=Router("softmax", True))
+SPARSE = Model(hidden=64, vocab=100, blocks=(Block(ATTENTION, MOE),) * 3, norm_eps=1e-5, max_positions=128)
+DENSE = Model(hidden=64, vocab=100, blocks=(Block(ATTENTION, Mlp(64, 32)),), norm_eps=1e-5, max_positions=128)
+PLAN = Plan(
+    model="demo", path="/models/demo", load_format="safetensors", dtype="bfloat16", context_tokens=8192,
+    page_tokens=16, num_pages=2048, prefix_cache=True, max_running=4, max_batch_tokens=512, max_queued=256,
+    max_queued_tokens=4_000_000, threads=2,
+    memory=MemoryBudget(
+        free_bytes=8 * GIB, reserve_bytes=GIB, weights_bytes=2 * GIB, kv_bytes=GIB, workspace_bytes=GIB // 2,
+        loading_bytes=GIB // 8,
+    ),
+    roof=Roof(bytes_per_token=250_000_000, bandwidth_bytes_per_s=25e9),
+    decisions=(
+        Decision("context", "auto", "8192 tokens", "the model's own"),
+        Decision("odd [bold]names[/bold]", "a", "b", "are not markup"),
+    ),
+)  # fmt: skip
+READY = Ready(load_seconds=2.0, weights_bytes=2 * GIB, ops={"linear": "reference", "rms_norm": "fast"},
+              peak_rss_bytes=3 * GIB)  # fmt: skip
+ASKED = (Asked("port", "8001", "--port"), Asked("api_key", "(hidden)", "serve.yaml line 3"))
+
+
+def text_of(*renderables: Any, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    for renderable in renderables:
+        console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_report_names_model_memory_decisions_roof() -> None:
+    shown = text_of(render_plan(Report("1.2", PLAN, SPARSE, ASKED)))
+    for part in (
+        "Proa 1.2: demo", "3 layers", "2 of 8 experts per token", "active", "/models/demo", "bfloat16",
+        "weights 2.00 GiB + KV cache 1.00 GiB", "of 7.00 GiB usable (8.00 GiB free - 1.00 GiB reserve)",
+        "100 tokens/s", "238 MiB read per token", "25.0 GB/s",
+        "decision", "asked", "got", "why", "8192 tokens", "the model's own", "odd [bold]names[/bold]",
+        "port = 8001 (--port)", "api_key = (hidden) (serve.yaml line 3)",
+    ):  # fmt: skip
+        assert part in shown
+
+
+def test_a_dense_model_has_no_experts() -> None:
+    shown = text_of(render_plan(Report("1.2", PLAN, DENSE)))
+    assert "experts" not in shown
+    assert "options" not in shown
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_nothing_is_lost_at_any_width(width: int) -> None:
+    shown = text_of(render_plan(Report("1.2", PLAN, SPARSE)), width=width)
+    assert max(map(len, shown.splitlines())) <= width
+    squeezed = "".join(shown.split())
+    for word in ("/models/demo", "8192", "markup", "reserve"):
+        assert word in squeezed
+
+
+def test_the_ready_lines_group_ops_by_implementation() -> None:
+    shown = text_of(render_ready(READY))
+    assert "2.00 GiB in 2.0 s (1.07 GB/s), peak memory 3.00 GiB" in shown
+    assert "reference: linear; fast: rms_norm" in shown
+
+
+def test_json_has_one_shape() -> None:
+    before = report_json(Report("1.2", PLAN, SPARSE, ASKED))
+    after = report_json(Report("1.2", PLAN, SPARSE, ASKED, READY, "http://127.0.0.1:8001", 8001))
+    assert set(before) == set(after)
+    assert before["ready"] is None
+    assert json.loads(json.dumps(after)) == after
+    assert after["ready"]["ops"] == {"linear": "reference", "rms_norm": "fast"}
+    assert after["memory"]["usable_bytes"] == 7 * GIB
+    assert after["memory"]["kv_pages"] == 2048
+    assert after["roof"]["tokens_per_s"] == 100
+    assert after["decisions"][0] == {
+        "name": "context", "asked": "auto", "got": "8192 tokens", "why": "the model's own"
+    }  # fmt: skip
+    assert after["options"][1] == {"name": "api_key", "value": "(hidden)", "source": "serve.yaml line 3"}
+    assert (after["model"]["experts"], after["model"]["experts_per_token"]) == (8, 2)
+
+
+def test_the_json_shape_is_documented() -> None:
+    import proa.cli.report as module
+
+    for key, value in report_json(Report("1.2", PLAN, SPARSE, ASKED, READY)).items():
+        assert key in (module.__doc__ or "")
+        for name in value if isinstance(value, dict) else ():
+            assert name in (module.__doc__ or "")
+
+
+# ---- progress ----
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_progress_lines_have_rate_and_time_left() -> None:
+    console, clock = Console(file=io.StringIO(), width=40), Clock()
+    lines = _Lines(console, clock)
+    for second in range(21):
+        clock.now_s = 100.0 + second
+        lines("loading weights", second * 50_000_000, 1_000_000_000)
+    lines("loading weights", 1_000_000_000, 1_000_000_000)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue().splitlines()
+    assert shown[0] == "loading weights: 0 B of 954 MiB (0 %)"
+    assert shown[1] == "loading weights: 238 MiB of 954 MiB (25 %), 50.0 MB/s, 15 s left"
+    assert shown[-1] == "loading weights: 954 MiB of 954 MiB (100 %), 50.0 MB/s"
+    assert len(shown) == 5  # 0, 5, 10, 15 and 20 s: the end once
+
+
+def test_a_resumed_download_does_not_count_what_was_there() -> None:
+    console, clock = Console(file=io.StringIO(), width=200), Clock()
+    lines = _Lines(console, clock)
+    lines("a.safetensors", 900_000_000, 1_000_000_000)
+    clock.now_s += 10
+    lines("a.safetensors", 950_000_000, 1_000_000_000)
+    assert isinstance(console.file, io.StringIO)
+    assert "5.00 MB/s, 10 s left" in console.file.getvalue()
+
+
+def test_phases_of_unknown_size() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with show_progress(console) as report:
+        report("searching", 0, 0)
+        report("tokenizer.json", 10, 10)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == ["searching: 0 B", "tokenizer.json: 10 B of 10 B (100 %)"]
+
+
+def test_a_terminal_gets_bars() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with show_progress(console) as report:
+        report("loading weights", 5 << 20, 10 << 20)
+        report("loading weights", 10 << 20, 10 << 20)
+    assert isinstance(console.file, io.StringIO)
+    assert "loading weights" in console.file.getvalue()
+    assert "10.0/10.0 MiB" in console.file.getvalue()
+
+
+# ---- units ----
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536, "1.50 KiB"), (10_235, "10.0 KiB"),
+        (1 << 20, "1.00 MiB"),
+        (1_048_575, "1.00 MiB"), (100 << 20, "100 MiB"), (3 << 29, "1.50 GiB"), (-(3 << 29), "-1.50 GiB"),
+        (5 << 40, "5.00 TiB"), (1 << 60, "1024 PiB"),
+    ],
+)  # fmt: skip
+def test_bytes(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_other_units() -> None:
+    assert [format_rate(r) for r in (25.6e9, 512e6, 1.2e12)] == ["25.6 GB/s", "512 MB/s", "1200 GB/s"]
+    assert [format_count(c) for c in (7, 1500, 134_515_008, 30_500_000_000)] == ["7", "1.50K", "135M", "30.5B"]
+    times = (0.0124, 0.9996, 3.21, 59.6, 75, 7500, float("inf"))
+    assert [format_duration(t) for t in times] == [
+        "12 ms", "1000 ms", "3.2 s", "1 min 0 s", "1 min 15 s", "2 h 5 min", "unknown"
+    ]  # fmt: skip

@@ -1,0 +1,418 @@
+"""Tokenizers as checkpoints bring them: folders, sentencepiece models, GGUF files, and what is missing or broken."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tokenizers
+
+from fakes import CHATML, make_tokenizer
+from proa.errors import RequestError, TokenizerError
+from proa.text.tokenizer import Tokenizer
+from proa.types import Chat
+
+USER = Chat(messages=[{"role": "user", "content": "Hello"}])
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+TEXTS = ("Hello world", "  two spaces", "über 12345 😀\n\nnew", "<|im_start|>user\nx<|im_end|>", "")
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change keys of a JSON file; None removes one."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    content = {k: v for k, v in {**content, **changes}.items() if v is not None}
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tokenizer(tmp_path / "model")
+
+
+# ---- folders ----
+
+
+def test_encodes_as_the_library_does(folder: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.load(folder)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == library.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+    assert tokenizer.vocab_size == library.get_vocab_size()
+
+
+def test_a_chat_is_rendered_and_gets_no_special_tokens_twice(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", add_bos_token=True, chat_template="{{ bos_token }}" + CHATML)
+    tokenizer = Tokenizer.load(folder)
+    text = "<|endoftext|><|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.render(USER) == text
+    tokens = tokenizer.encode_chat(USER)
+    assert tokens.count(0) == 1
+    assert tokens == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "around"),
+    [
+        ({}, ([], [])),
+        ({"add_bos_token": True}, ([0], [])),
+        ({"add_bos_token": True, "add_eos_token": True}, ([0], [2])),
+        ({"add_bos_token": False}, ([], [])),
+        ({"add_bos_token": True, "bos_token": {"content": "<|im_start|>", "lstrip": False}}, ([1], [])),
+    ],
+)
+def test_bos_and_eos_are_added_as_configured(
+    folder: Path, config: dict[str, Any], around: tuple[list[int], list[int]]
+) -> None:
+    edit(folder / "tokenizer_config.json", **config)
+    tokenizer = Tokenizer.load(folder)
+    plain = tokenizer.encode("Hello", add_special_tokens=False)
+    assert tokenizer.encode("Hello") == [*around[0], *plain, *around[1]]
+
+
+def test_eos_ids_are_the_union_of_all_files(folder: Path) -> None:
+    assert Tokenizer.load(folder).eos_token_ids == {2}
+    edit(folder / "config.json", eos_token_id=0)
+    assert Tokenizer.load(folder).eos_token_ids == {0, 2}
+    edit(folder / "generation_config.json", eos_token_id=[7, 8])
+    assert Tokenizer.load(folder).eos_token_ids == {0, 2, 7, 8}
+
+
+def test_tokens_that_only_tokenizer_config_has_are_added(folder: Path) -> None:
+    size = Tokenizer.load(folder).vocab_size
+    new = {"content": "<tool>", "special": True, "normalized": False}
+    edit(folder / "tokenizer_config.json", added_tokens_decoder={str(size): new})
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("a<tool>")[-1] == size
+    assert tokenizer.decode([size]) == ""
+    edit(folder / "tokenizer_config.json", added_tokens_decoder={str(size + 5): new})
+    with pytest.raises(TokenizerError, match=f"the id {size + 5}.*it has {size}"):
+        Tokenizer.load(folder)
+
+
+def test_truncation_in_tokenizer_json_is_not_for_serving(folder: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.enable_truncation(4)
+    library.enable_padding(length=64)
+    library.save(str(folder / "tokenizer.json"))
+    assert 4 < len(Tokenizer.load(folder).encode("one two three four five six")) < 64
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, "in config"),
+        ({"chat_template.json": json.dumps({"chat_template": "json file"})}, "json file"),
+        ({"chat_template.jinja": "jinja file"}, "jinja file"),
+        ({"additional_chat_templates/tool_use.jinja": "tools"}, "in config"),
+    ],
+)
+def test_where_templates_are_found(folder: Path, files: dict[str, str], expected: str) -> None:
+    edit(folder / "tokenizer_config.json", chat_template="in config")
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.render(USER) == expected
+    if any("tool_use" in name for name in files):
+        assert tokenizer.render(Chat(messages=USER.messages, tools=[{"type": "function"}])) == "tools"
+
+
+def test_named_templates_in_a_list(folder: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    edit(folder / "tokenizer_config.json", chat_template=named)
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.render(USER) == "plain"
+    assert tokenizer.render(Chat(messages=USER.messages, tools=[{"type": "function"}])) == "tools"
+
+
+def test_a_template_file_replaces_the_checkpoints(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ eos_token }} own")
+    assert Tokenizer.load(folder, str(tmp_path / "own.jinja")).render(USER) == "<|im_end|> own"
+    with pytest.raises(TokenizerError, match=r"nowhere\.jinja cannot be read.*--chat-template"):
+        Tokenizer.load(folder, str(tmp_path / "nowhere.jinja"))
+
+
+def test_a_chat_without_template_names_both_remedies(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(make_tokenizer(tmp_path, chat_template=None))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match=r"--chat-template FILE, or use /v1/completions") as caught:
+        tokenizer.encode_chat(USER)
+    assert caught.value.http_status == 400
+
+
+def test_a_folder_without_tokenizer_names_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json, tokenizer\.model.*--tokenizer PATH"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", '{"model": {"type": "Nonsense"}}'),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "{,"),
+        ("generation_config.json", "\x00"),
+    ],
+)
+def test_damaged_files_are_named(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(TokenizerError, match=f"{name} cannot be read"):
+        Tokenizer.load(folder)
+
+
+def test_other_vocabularies_go_through_transformers(folder: Path) -> None:
+    original = Tokenizer.load(folder)
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    edit(folder / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", added_tokens_decoder=None)
+    converted = Tokenizer.load(folder)
+    for text in TEXTS[:3]:
+        assert converted.encode(text) == original.encode(text)
+    (folder / "vocab.json").write_text("{")
+    with pytest.raises(TokenizerError, match="cannot be converted"):
+        Tokenizer.load(folder)
+
+
+def test_a_lone_surrogate_is_an_error_of_the_request(folder: Path) -> None:
+    with pytest.raises(RequestError, match=r"U\+D83D at 2"):
+        Tokenizer.load(folder).encode("ab\ud83d")
+
+
+# ---- sentencepiece ----
+
+# Scores order the merges: "▁th" before "he", so that "▁the" is ▁th + e.
+PIECES: list[tuple[str, float, int]] = [
+    ("<unk>", 0.0, UNKNOWN),
+    ("<s>", 0.0, CONTROL),
+    ("</s>", 0.0, CONTROL),
+    *((f"<0x{b:02X}>", 0.0, BYTE) for b in range(256)),
+    ("▁t", -1.0, NORMAL),
+    ("▁th", -2.0, NORMAL),
+    ("he", -3.0, NORMAL),
+    ("▁the", -4.0, NORMAL),
+    ("▁▁", -5.0, NORMAL),
+    *((char, -100.0 - i, NORMAL) for i, char in enumerate("▁theax")),
+    ("[INST]", 0.0, USER_DEFINED),
+]
+
+
+def by_hand(text: str) -> list[str]:
+    """Sentencepiece BPE as defined: merge the adjacent pair that makes the best-scored piece, leftmost first."""
+    score = {piece: s for piece, s, kind in PIECES if kind == NORMAL}
+    symbols = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [(-score[a + b], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in score]
+        if not pairs:
+            break
+        _, i = min(pairs)
+        symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
+    return [b for s in symbols for b in ([s] if s in score else [f"<0x{byte:02X}>" for byte in s.encode()])]
+
+
+def varint(value: int) -> bytes:
+    out = b""
+    while value >= 0x80:
+        out += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return out + bytes([value])
+
+
+def field(number: int, value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def model_proto(model_type: int = 2, charsmap: bytes = b"", dummy_prefix: int = 1) -> bytes:
+    pieces = b"".join(
+        field(1, field(1, text.encode()) + varint(2 << 3 | 5) + struct.pack("<f", score) + field(3, kind))
+        for text, score, kind in PIECES
+    )
+    normalizer = field(1, b"identity") + (field(2, charsmap) if charsmap else b"") + field(3, dummy_prefix)
+    return pieces + field(2, field(3, model_type) + field(4, len(PIECES))) + field(3, normalizer)
+
+
+SP_TEXTS = ("the the", "  the axe", "ü😀 the\n", "tttheee   t")
+
+
+@pytest.mark.parametrize("text", SP_TEXTS)
+def test_a_sentencepiece_model_encodes_by_its_scores(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(model_proto())
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = {piece: i for i, (piece, _, _) in enumerate(PIECES)}
+    assert tokenizer.encode(text) == [1, *(ids[p] for p in by_hand(text))]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eos_token_ids == {2}
+
+
+def test_the_space_after_special_tokens_is_legacy(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(model_proto())
+    pieces = [piece for piece, _, _ in PIECES]
+    for legacy, after in ((True, "▁the"), (False, "he")):
+        edit(tmp_path / "tokenizer_config.json", legacy=legacy)
+        tokens = [pieces[t] for t in Tokenizer.load(tmp_path).encode("the</s>the")]
+        assert tokens[:3] == ["<s>", "▁the", "</s>"]
+        assert tokens[-1] == after
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (model_proto(model_type=1), "unigrams"),
+        (model_proto(charsmap=b"x"), "normalisation"),
+        (model_proto()[:1000], "cannot be read"),
+        (b"\xff" * 20, "cannot be read"),
+        (b"not protobuf at all", "cannot be read"),
+    ],
+)
+def test_other_sentencepiece_models_are_refused(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(TokenizerError, match=says):
+        Tokenizer.load(tmp_path)
+
+
+# ---- GGUF ----
+
+
+def write_gguf(path: Path, kind: str, tokens: list[str], **values: Any) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list(tokens)
+    for name, value in values.items():
+        key = f"tokenizer.{name}" if name.startswith("chat_template") else f"tokenizer.ggml.{name}"
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_string(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def byte_level_gguf(folder: Path, path: Path, **values: Any) -> Path:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
+    given = {
+        "pre": "gpt-2",
+        "merges": [" ".join(pair) for pair in content["model"]["merges"]],
+        "token_type": [CONTROL] * 3 + [NORMAL] * (len(vocabulary) - 3),
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "chat_template": CHATML,
+        **values,
+    }
+    return write_gguf(path, "gpt2", vocabulary, **{k: v for k, v in given.items() if v is not None})
+
+
+def test_a_byte_level_gguf_equals_its_folder(folder: Path, tmp_path: Path) -> None:
+    original, tokenizer = Tokenizer.load(folder), Tokenizer.load(byte_level_gguf(folder, tmp_path / "m.gguf"))
+    for text in TEXTS:
+        assert tokenizer.encode(text) == original.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == original.decode(original.encode(text))
+    assert tokenizer.render(USER) == original.render(USER)
+    assert tokenizer.eos_token_ids == {2}
+    assert tokenizer.vocab_size == original.vocab_size
+
+
+def test_a_sentencepiece_gguf_equals_its_model(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(model_proto())
+    texts, scores, types = ([p[i] for p in PIECES] for i in range(3))
+    path = write_gguf(
+        tmp_path / "m.gguf", "llama", texts, scores=scores, token_type=types, bos_token_id=1, eos_token_id=2
+    )
+    original, tokenizer = Tokenizer.load(tmp_path), Tokenizer.load(path)
+    for text in (*SP_TEXTS, "[INST] the [INST]</s>the"):
+        assert tokenizer.encode(text) == original.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == original.decode(original.encode(text))
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("gpt-2", "a 1234's", ["a", " 1234", "'s"]),
+        ("smollm", "a 1234's", ["a", " ", "1", "2", "3", "4", "'s"]),
+        ("qwen2", "a 1234'S", ["a", " ", "1", "2", "3", "4", "'S"]),
+        ("llama-bpe", "a 1234'S", ["a", " ", "123", "4", "'S"]),
+        ("tekken", "aB 12", ["a", "B", " ", "1", "2"]),
+        ("qwen2", "e\u0301", ["é"]),
+    ],
+)
+def test_pre_tokenizers_split_as_the_original(
+    folder: Path, tmp_path: Path, pre: str, text: str, words: list[str]
+) -> None:
+    backend = Tokenizer.load(byte_level_gguf(folder, tmp_path / "m.gguf", pre=pre))._backend
+    normal = backend.normalizer.normalize_str(text) if backend.normalizer else text
+    spans = backend.pre_tokenizer.pre_tokenize_str(normal)
+    assert [normal[start:end] for _, (start, end) in spans] == words
+
+
+@pytest.mark.parametrize(("values", "first"), [({}, None), ({"add_bos_token": True}, 0), ({"pre": "llama-bpe"}, 0)])
+def test_gguf_flags_for_bos(folder: Path, tmp_path: Path, values: dict[str, Any], first: int | None) -> None:
+    tokens = Tokenizer.load(byte_level_gguf(folder, tmp_path / "m.gguf", **values)).encode("Hello")
+    assert (tokens[0] if tokens[0] == 0 else None) == first
+
+
+def test_gguf_eos_ids_and_named_templates(folder: Path, tmp_path: Path) -> None:
+    path = byte_level_gguf(folder, tmp_path / "m.gguf", eot_token_id=1, **{"chat_template.tool_use": "tools"})
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.eos_token_ids == {1, 2}
+    assert tokenizer.render(Chat(messages=USER.messages, tools=[{"type": "function"}])) == "tools"
+
+
+def test_a_split_gguf_has_its_tokenizer_in_the_first_part(folder: Path, tmp_path: Path) -> None:
+    byte_level_gguf(folder, tmp_path / "m-00001-of-00002.gguf")
+    second = tmp_path / "m-00002-of-00002.gguf"
+    second.write_bytes(b"GGUF")
+    assert Tokenizer.load(second).vocab_size == Tokenizer.load(folder).vocab_size
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"pre": "brand-new"}, "pre-tokenizer is 'brand-new'.*--tokenizer PATH"),
+        ({"pre": None}, "pre-tokenizer is None"),
+    ],
+)
+def test_an_unknown_pre_tokenizer_is_refused(folder: Path, tmp_path: Path, values: dict[str, Any], says: str) -> None:
+    with pytest.raises(TokenizerError, match=says):
+        Tokenizer.load(byte_level_gguf(folder, tmp_path / "m.gguf", **values))
+
+
+def test_an_unknown_kind_of_gguf_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="of the kind 'bert'"):
+        Tokenizer.load(write_gguf(tmp_path / "m.gguf", "bert", ["a"]))
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 3, 20, 100, 2000])
+def test_a_cut_gguf_is_an_error(folder: Path, tmp_path: Path, keep_bytes: int) -> None:
+    path = byte_level_gguf(folder, tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes()[:keep_bytes])
+    with pytest.raises(TokenizerError, match=r"m\.gguf cannot be read as GGUF"):
+        Tokenizer.load(path)
+
+
+def test_loading_needs_neither_torch_nor_transformers(folder: Path, tmp_path: Path) -> None:
+    path = byte_level_gguf(folder, tmp_path / "m.gguf")
+    code = (
+        "import sys; from pathlib import Path; from proa.text.tokenizer import Tokenizer; "
+        f"[Tokenizer.load(Path(p)).encode('x') for p in {[str(folder), str(path)]!r}]; "
+        "sys.exit(', '.join({'torch', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

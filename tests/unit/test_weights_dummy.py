@@ -1,0 +1,107 @@
+"""Dummy weights: finite, seeded, and routed as asked - measured in transformers' model, not in ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from proa.errors import UsageError
+from proa.models.families import declare
+from proa.models.spec import Model
+from proa.weights.dummy import fill_dummy, zipf_frequencies
+from tiny import TINY, reference_params, tiny_reference
+
+LARGER: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "moe_intermediate_size": 32,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 4096,
+}
+
+
+def spec_of(model: Any) -> Model:
+    return declare(model.config.to_dict() | {"architectures": [type(model).__name__]}).spec
+
+
+def dummy_model(name: str, router: str, seed: int = 0, **overrides: Any) -> Any:
+    model = tiny_reference(name, **overrides)
+    fill_dummy(spec_of(model), reference_params(model), seed, router)
+    return model
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_activations_stay_near_one(name: str) -> None:
+    model = dummy_model(name, "zipf")
+    with torch.no_grad():
+        states = model(torch.arange(3, 200)[None], output_hidden_states=True)
+    assert torch.isfinite(states.logits).all()
+    assert 0.3 < float(states.logits.std()) < 30
+    assert all(0.3 < float(h.std()) < 3 for h in states.hidden_states)
+
+
+def test_seed() -> None:
+    first, same, other = (dummy_model("qwen2-moe", "uniform", seed=s) for s in (1, 1, 2))
+    for name, tensor in reference_params(first).items():
+        assert torch.equal(tensor, reference_params(same)[name])
+        if tensor.dim() == 2:
+            assert not torch.equal(tensor, reference_params(other)[name])
+
+
+def test_experts_differ() -> None:
+    params = reference_params(dummy_model("qwen3-moe", "uniform"))
+    experts = [params[f"blocks.{i}.ffn.experts.{e}.up.weight"] for i in range(3) for e in range(8)]
+    assert len({round(float(e[1, 1]), 6) for e in experts}) == len(experts)
+
+
+def test_every_parameter_is_filled_in_any_type() -> None:
+    spec = spec_of(tiny_reference("qwen2-moe-mixed"))
+    targets = {n: torch.full(shape, torch.nan, dtype=torch.bfloat16) for n, shape in spec.params()}
+    fill_dummy(spec, targets, 0, "uniform")
+    assert all(torch.isfinite(target).all() for target in targets.values())
+
+
+def frequencies(name: str, router: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """[layers, experts]: how often each expert is chosen, over random tokens, hottest first."""
+    model = dummy_model(name, router, **LARGER)
+    tokens = torch.randint(0, 4096, (4, 500), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        logits = model(tokens, output_router_logits=True).router_logits
+    chosen = [layer.topk(4, dim=-1).indices.flatten().bincount(minlength=32) for layer in logits]
+    return np.stack([np.sort(c.numpy())[::-1] / 2000 for c in chosen])
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe"])
+def test_uniform(name: str) -> None:
+    found = frequencies(name, "uniform")
+    # 4 of 32 = 0.125; directions of 32 experts in 256 dimensions are nearly, not exactly, orthogonal.
+    assert found.min() > 0.125 / 1.6
+    assert found.max() < 0.125 * 1.6
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe"])
+def test_zipf(name: str) -> None:
+    found, want = frequencies(name, "zipf"), zipf_frequencies(32, 4).numpy()
+    assert want.sum() == pytest.approx(4.0)
+    for layer in found:
+        assert layer.sum() == pytest.approx(4.0)
+        # Order statistics of 2000 tokens and a threshold that varies a little: within a quarter, or 0.03.
+        assert (np.abs(layer - want) < np.maximum(0.25 * want, 0.03)).all()
+
+
+def test_hot_experts_are_not_the_same_in_every_layer() -> None:
+    spec = spec_of(tiny_reference("qwen3-moe", **LARGER))
+    targets = {n: torch.empty(shape) for n, shape in spec.params()}
+    fill_dummy(spec, targets, 0, "zipf")
+    hottest = [int(targets[f"blocks.{i}.ffn.router.weight"][:, 0].argmax()) for i in range(6)]
+    assert len(set(hottest)) > 2
+
+
+def test_unknown_router() -> None:
+    spec = spec_of(tiny_reference("llama2"))
+    with pytest.raises(UsageError, match="Use uniform or zipf"):
+        fill_dummy(spec, {}, 0, "pareto")

@@ -1,0 +1,130 @@
+"""The memory promise: loading takes the final weights, one layer at most on top, and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+from proa.models.families import declare
+from proa.models.gguf import GGUF_NAMES
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 8,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 8192,
+    "torch_dtype": "bfloat16",
+}
+# Prints bytes: peak while loading beyond what the process had before, final weights, the largest layer.
+CHILD = """
+import sys
+from collections.abc import Callable
+from pathlib import Path
+import torch
+from proa.weights.checkpoint import open_checkpoint
+from proa.weights.load import load_weights
+
+def memory(key):
+    line = next(x for x in open("/proc/self/status") if x.startswith(key))
+    return int(line.split()[1]) * 1024
+
+torch.set_num_threads(1)
+torch.randn(1 << 20).to(torch.bfloat16).float() @ torch.randn(1 << 20)  # what torch allocates once
+path, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
+checkpoint = open_checkpoint(path)
+declared = checkpoint.declare()
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+targets = {name: torch.empty(shape, dtype=dtype) for name, shape in declared.spec.params()}
+load_weights(checkpoint, declared, targets, lambda done, total: None)
+weights = declared.spec.num_params * dtype.itemsize
+layer = declared.spec.largest_block_params * dtype.itemsize
+print(memory("VmHWM") - before, weights, layer)
+"""
+
+
+def write_safetensors(folder: Path) -> Path:
+    """A sparse file: what is in it does not matter here."""
+    header, at = {}, 0
+    for name, shape in declare(CONFIG).spec.params():
+        nbytes = 2 * torch.Size(shape).numel()
+        tensor = declare(CONFIG).names.candidates(name)[0]
+        header[tensor] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def write_bin(folder: Path) -> Path:
+    declared = declare(CONFIG)
+    tensors = {
+        declared.names.candidates(name)[0]: torch.zeros(shape, dtype=torch.bfloat16)
+        for name, shape in declared.spec.params()
+    }
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def write_gguf(folder: Path) -> Path:
+    file = folder / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(CONFIG["num_hidden_layers"])
+    writer.add_context_length(512)
+    writer.add_embedding_length(1024)
+    writer.add_feed_forward_length(3584)
+    writer.add_head_count(8)
+    writer.add_layer_norm_rms_eps(1e-6)
+    end = 0
+    for name, shape in declare(CONFIG).spec.params():
+        kind = gguf.GGMLQuantizationType.Q4_K if len(shape) > 1 else gguf.GGMLQuantizationType.F32
+        elems, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        nbytes = torch.Size(shape).numel() // elems * block_bytes
+        stored = (*shape[:-1], shape[-1] // elems * block_bytes) if len(shape) > 1 else shape
+        dtype = gguf.np.uint8 if len(shape) > 1 else gguf.np.float32
+        writer.add_tensor_info(GGUF_NAMES.candidates(name)[0], stored, dtype, nbytes, raw_dtype=kind)
+        end += -(-nbytes // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(file, file.stat().st_size + 32 + end)
+    return file
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [
+        (write_safetensors, "bfloat16"),  # as stored: read straight to its place
+        (write_safetensors, "float32"),  # converted
+        (write_bin, "bfloat16"),
+        (write_gguf, "bfloat16"),
+    ],
+)
+def test_peak(write: Callable[[Path], Path], dtype: str, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    command = [sys.executable, "-c", CHILD, str(path), dtype]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    peak, weights, layer = map(int, done.stdout.split())
+    assert weights > 250e6
+    slack = 8 << 20  # of the allocator and of torch's first calls
+    assert weights <= peak + slack
+    assert peak <= weights + layer + slack, f"{(peak - weights) / 2**20:.1f} MiB on top"
