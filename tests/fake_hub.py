@@ -27,6 +27,7 @@ class FakeHub:
     cut_after: dict[str, list[int]] = field(default_factory=dict)
     token: str | None = None
     ignores_range: bool = False
+    ends_early: bool = False
     endpoint: str = ""
     served: dict[str, int] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
@@ -115,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = "" if self.fake.ignores_range else self.headers["range"] or ""
         first, _, last = wanted.removeprefix("bytes=").partition("-")
         start, stop = int(first or 0), int(last or len(whole) - 1) + 1
-        body = whole[start:stop]
+        body = b"" if self.fake.ends_early and start else whole[start:stop]
         headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(whole)}"} if wanted else {}
         cuts = self.fake.cut_after.get(path)
         cut = cuts.pop(0) if cuts else None

@@ -86,6 +86,9 @@ TINY: dict[str, TinyModel] = {
         **_MOE,
     ),
     "qwen3-moe": _model("Qwen3MoeForCausalLM", head_dim=32, norm_topk_prob=True, rope_parameters=_rope(1e7), **_MOE),
+    "olmoe": _model(
+        "OlmoeForCausalLM", num_experts=8, num_experts_per_tok=3, norm_topk_prob=False, rope_parameters=_rope(1e4)
+    ),
     "mixtral": _model(
         "MixtralForCausalLM",
         num_local_experts=8,

@@ -116,9 +116,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first token; [0] is None
-    cached_tokens: int | None = (
-        None  # prompt tokens that the prefix cache provided; once, with the first token
-    )
+    cached_tokens: int | None = None  # prompt tokens that the prefix cache provided; once, with the first token
     finish: FinishReason | None = None
     stop_token: int | None = None  # the eos or stop token that ended it; not part of the text
 

@@ -43,9 +43,7 @@ def test_rms_norm(ops: Ops, dtype: torch.dtype, rows: int, width: int, rng: torc
     x, weight = rand(rng, rows, width, dtype=dtype), rand(rng, width, dtype=dtype)
     wide = x.double()
     want = weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-    assert_within(
-        ops.rms_norm(x, weight, 1e-6), want, want.abs() * (width / 2 + 8) * EPS32 + stored(want, dtype)
-    )
+    assert_within(ops.rms_norm(x, weight, 1e-6), want, want.abs() * (width / 2 + 8) * EPS32 + stored(want, dtype))
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
@@ -70,9 +68,7 @@ def test_rotary(
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("tokens", "inputs", "outputs"), [(1, 1, 1), (1, 576, 33), (7, 129, 64), (64, 512, 17)]
-)
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 1, 1), (1, 576, 33), (7, 129, 64), (64, 512, 17)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(
     ops: Ops, dtype: torch.dtype, tokens: int, inputs: int, outputs: int, bias: bool, rng: torch.Generator
@@ -185,9 +181,7 @@ def test_paged_attention(
     for s, n in enumerate(kv_lens):  # the history first, then the step's own rows, as in service
         old = n - q_lens[s]
         if old:
-            ops.write_kv(
-                keys[s][:old], values[s][:old], cache, batch_of([old], [old], [pages[s]], page_tokens).slots
-            )
+            ops.write_kv(keys[s][:old], values[s][:old], cache, batch_of([old], [old], [pages[s]], page_tokens).slots)
     new_k = torch.cat([k[n - q :] for k, n, q in zip(keys, kv_lens, q_lens, strict=True)])
     new_v = torch.cat([v[n - q :] for v, n, q in zip(values, kv_lens, q_lens, strict=True)])
     ops.write_kv(new_k, new_v, cache, batch.slots)

@@ -103,7 +103,9 @@ def test_random_sentencepiece_tokens_decode_as_the_library_does(
     """Where byte tokens form characters. (Around an invalid byte the library gives up on valid neighbours too;
     Proa cannot wait for a whole run of bytes to end.) Metaspace in the library drops every space of the first
     token, Proa one."""
-    tokens = data.draw(st.lists(st.integers(0, sentencepiece.vocab_size - 1), max_size=40))
+    space = sentencepiece._backend.token_to_id("<0x20>")  # never used: a space is always U+2581
+    ids = [i for i in range(sentencepiece.vocab_size) if i != space]
+    tokens = data.draw(st.lists(st.sampled_from(ids), max_size=40))
     ours = "".join(pieces_of(sentencepiece.detokenizer(skip, from_start=True), tokens))
     assert ours == sentencepiece.decode(tokens, skip)
     library = sentencepiece._backend.decode(tokens, skip_special_tokens=skip)

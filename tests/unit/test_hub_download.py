@@ -116,6 +116,15 @@ def test_a_server_without_ranges_starts_over(hub: FakeHub, tiny_moe: Path) -> No
     assert seen[-1][1] == seen[-1][2]
 
 
+def test_a_server_that_never_sends_the_rest_is_given_up(hub: FakeHub, tiny_moe: Path) -> None:
+    hub.add(REPO, tiny_moe)
+    shard = sorted(tiny_moe.glob("model-*.safetensors"))[0]
+    hub.cut_after[shard.name] = [1 << 30, 1000]
+    hub.ends_early = True
+    with pytest.raises(HubError, match=f"{shard.name} of {REPO} ends early"):
+        fetch()
+
+
 def test_damaged_content_is_deleted_and_named(hub: FakeHub, tiny_moe: Path) -> None:
     hub.add(REPO, tiny_moe)
     shard = sorted(tiny_moe.glob("model-*.safetensors"))[0]

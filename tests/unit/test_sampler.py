@@ -29,9 +29,7 @@ def draws(logits: torch.Tensor, n: int, **wishes: object) -> Counter[int]:
     return Counter(sample(logits.expand(n, -1), [row(seed=i, **wishes) for i in range(n)]))
 
 
-def expected(
-    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
-) -> torch.Tensor:
+def expected(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """The definition, spelled out token by token."""
     probs = torch.softmax(logits.double() / temperature, -1)
     order = probs.argsort(descending=True).tolist()
@@ -61,9 +59,7 @@ def expected(
         (1.0, 0, 1e-9, 0.0),
     ],
 )
-def test_distribution(
-    temperature: float, top_k: int, top_p: float, min_p: float, rng: torch.Generator
-) -> None:
+def test_distribution(temperature: float, top_k: int, top_p: float, min_p: float, rng: torch.Generator) -> None:
     logits = torch.randn(VOCAB, generator=rng) * 2
     n = 4000
     want = expected(logits, temperature, top_k, top_p, min_p)

@@ -164,3 +164,14 @@ def test_no_chunk_is_empty_but_the_first_and_the_last(tokenizer: Tokenizer, data
     assert [c.finish is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
     assert all(c.logprobs is not None and len(c.logprobs) == len(c.tokens) for c in chunks)
     assert all(math.isfinite(entry.logprob) for c in chunks for entry in c.logprobs or [])
+
+
+def test_what_an_event_says_of_the_prompt_is_never_dropped(tokenizer: Tokenizer) -> None:
+    request = EngineRequest(id="r", tokens=[5, 6], sampling=Sampling(max_tokens=9))
+    stream = ChoiceStream(0, request, SamplingParams(), tokenizer.detokenizer())
+    assert stream.feed(TokenEvent(id="r")) == Chunk(prompt_tokens=[5, 6])
+    told = [None, logprob_of(6, 1)]
+    assert stream.feed(TokenEvent(id="r", cached_tokens=1, prompt_logprobs=told)) == Chunk(
+        cached_tokens=1, prompt_logprobs=told
+    )
+    assert stream.feed(TokenEvent(id="r")) is None

@@ -68,5 +68,13 @@ def read_env(environ: Mapping[str, str] | None = None) -> Environment:
 
 
 def child_environ(**switches: str) -> dict[str, str]:
-    """The environment for a program that Proa starts: this process's own, with switches replaced."""
-    return {**os.environ, **{PREFIX + name.upper(): value for name, value in switches.items()}}
+    """The environment for a program that Proa starts: this process's own, with switches replaced.
+
+    OpenMP threads must sleep while they wait: spinning ones starve each other when the cores are shared with
+    anything else (a busy 2-core machine: 0.3 tokens/s spinning, 12.8 sleeping).
+    """
+    return {
+        "OMP_WAIT_POLICY": "passive",
+        **os.environ,
+        **{PREFIX + name.upper(): value for name, value in switches.items()},
+    }

@@ -24,9 +24,7 @@ class Engine:
         self.vocab = vocab
         self._dynamic_from = min(dynamic_lengths(runner.ropes), default=None)
         self._step_seconds = 0.0
-        self._prompt_logprobs: dict[
-            str, list[TokenLogprob | None]
-        ] = {}  # until the first token takes them along
+        self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # until the first token takes them along
 
     @property
     def has_work(self) -> bool:

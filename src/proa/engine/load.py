@@ -62,7 +62,6 @@ def _scheduler(plan: Plan) -> Scheduler:
     return Scheduler(Limits.of(plan), allocator, prefix_cache)
 
 
-
 def _paced(report: Callable[[Loading], None]) -> Callable[[int, int], None]:
     """At most one report every REPORT_EVERY_S, with the time left at the rate so far."""
     begin = time.perf_counter()

@@ -65,9 +65,7 @@ def run(channel: Channel) -> int:
     """Load what Start asks for, then serve until Shutdown. Returns the exit code."""
     start = channel.receive()
     if not isinstance(start, Start) or start.protocol != PROTOCOL:
-        channel.send(
-            Failed("EngineDead", f"Frontend and engine speak different protocols (engine: {PROTOCOL}).")
-        )
+        channel.send(Failed("EngineDead", f"Frontend and engine speak different protocols (engine: {PROTOCOL})."))
         return 1
     try:
         engine, ready = load_engine(start.plan, channel.send)
@@ -77,9 +75,7 @@ def run(channel: Channel) -> int:
         channel.send(Failed(type(error).__name__, error.message, error.remedy))
         return error.exit_code
     except MemoryError:
-        channel.send(
-            Failed("ResourceError", "The engine ran out of memory.", "Lower --context or --max-running.")
-        )
+        channel.send(Failed("ResourceError", "The engine ran out of memory.", "Lower --context or --max-running."))
         return 4
     except Exception as error:  # the last stop: the frontend must hear why, whatever it was
         log.exception("the engine failed")

@@ -108,14 +108,18 @@ def _receive(hub: Hub, repository: Repository, file: HubFile, partial: Path, arr
     arrived(partial.stat().st_size)
     failures = 0
     while (have := partial.stat().st_size) < file.size_bytes:
+        error = HubError(f"{file.path} of {repository.reference} ends early, again and again.", "Try another mirror.")
         try:
             _append(hub, repository, file, partial, arrived)
-        except TransientError as error:
-            failures = 0 if partial.stat().st_size > have else failures
-            if failures == len(hub.retry_delays_s):
-                raise error.error from error
-            time.sleep(hub.retry_delays_s[failures])
-            failures += 1
+        except TransientError as caught:
+            error = caught.error
+        if partial.stat().st_size > have:
+            failures = 0
+            continue
+        if failures == len(hub.retry_delays_s):
+            raise error
+        time.sleep(hub.retry_delays_s[failures])
+        failures += 1
 
 
 def _append(hub: Hub, repository: Repository, file: HubFile, partial: Path, arrived: Arrived) -> None:

@@ -19,11 +19,8 @@ class Attention:
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
         self.qkv = Linear(ops, s.hidden, {"q": q, "k": kv, "v": kv}, s.qkv_bias, dtype)
         self.o = Linear(ops, q, {"o": s.hidden}, s.o_bias, dtype)
-        self.norms = (
-            {name: RmsNorm(s.head_dim, eps, ops, dtype) for name in ("q_norm", "k_norm")}
-            if s.qk_norm == "head"
-            else {}
-        )
+        widths = {"none": (), "head": (s.head_dim, s.head_dim), "full": (q, kv)}[s.qk_norm]
+        self.norms = tuple(RmsNorm(width, eps, ops, dtype) for width in widths)
 
     def __call__(self, x: Tensor, step: Step, cache: KvPages) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
@@ -31,7 +28,7 @@ class Attention:
         heads = self.qkv(x).view(len(x), -1, s.head_dim)
         q, k, v = torch.split(heads, [s.heads, s.kv_heads, s.kv_heads], 1)
         if self.norms:
-            q, k = self.norms["q_norm"](q), self.norms["k_norm"](k)
+            q, k = (n(t.reshape(len(x), -1, n.width)).view_as(t) for n, t in zip(self.norms, (q, k), strict=True))
         cos, sin = step.angles[s.rope]
         q, k = (ops.rotary(t, cos, sin, s.rope.interleaved) for t in (q, k))
         ops.write_kv(k, v, cache, step.batch.slots)
@@ -41,5 +38,5 @@ class Attention:
     def parameters(self) -> Parameters:
         yield from self.qkv.parameters()
         yield from self.o.parameters()
-        for name, norm in self.norms.items():
+        for name, norm in zip(("q_norm", "k_norm"), self.norms, strict=False):
             yield from prefixed(name, norm.parameters())

@@ -15,9 +15,7 @@ Parameters = Iterator[tuple[str, Tensor]]
 class Linear:
     """x [T, in] -> [T, sum of outs]. `outs` names the parts, in order; each part's rows are a view of one matrix."""
 
-    def __init__(
-        self, ops: Ops, inputs: int, outs: Mapping[str, int], bias: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, ops: Ops, inputs: int, outs: Mapping[str, int], bias: bool, dtype: torch.dtype) -> None:
         self._linear = ops.linear
         self.outs = dict(outs)
         self.weight = torch.empty(sum(outs.values()), inputs, dtype=dtype)

@@ -12,6 +12,7 @@ from proa.ops.table import Ops
 class RmsNorm:
     def __init__(self, width: int, eps: float, ops: Ops, dtype: torch.dtype) -> None:
         self._rms_norm = ops.rms_norm
+        self.width = width
         self.eps = eps
         self.weight = torch.empty(width, dtype=dtype)
 

@@ -72,14 +72,14 @@ CacheSpec = PagedKv
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention. qk_norm "head": RMSNorm over head_dim before rotary."""
+    """Grouped-query attention. qk_norm before rotary: RMSNorm over each head ("head") or over all heads ("full")."""
 
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     rope: Rope
-    qk_norm: Literal["none", "head"] = "none"
+    qk_norm: Literal["none", "head", "full"] = "none"
     qkv_bias: bool = False
     o_bias: bool = False
     window: int | None = None  # tokens visible to the left, the own one included
@@ -96,9 +96,9 @@ class Attention:
             yield "v.bias", (kv,)
         if self.o_bias:
             yield "o.bias", (self.hidden,)
-        if self.qk_norm == "head":
-            yield "q_norm.weight", (self.head_dim,)
-            yield "k_norm.weight", (self.head_dim,)
+        if self.qk_norm != "none":
+            yield "q_norm.weight", (self.head_dim if self.qk_norm == "head" else q,)
+            yield "k_norm.weight", (self.head_dim if self.qk_norm == "head" else kv,)
 
     @property
     def cache(self) -> CacheSpec:

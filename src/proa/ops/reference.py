@@ -83,9 +83,7 @@ def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -
     """[q_len, kv_len], true where a query (the last q_len positions) may look; None where it may look everywhere."""
     if q_len == 1 and (window is None or kv_len <= window):
         return None
-    distance = torch.arange(kv_len - q_len, kv_len, device=device)[:, None] - torch.arange(
-        kv_len, device=device
-    )
+    distance = torch.arange(kv_len - q_len, kv_len, device=device)[:, None] - torch.arange(kv_len, device=device)
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 

@@ -77,9 +77,7 @@ class WriteKv(Protocol):
 
 
 class PagedAttention(Protocol):
-    def __call__(
-        self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None
-    ) -> Tensor:
+    def __call__(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
         """Causal attention of q [T, heads, D] over each sequence's pages -> [T, heads, D]; softmax in float32."""
 
 
@@ -104,7 +102,5 @@ def batch_of(
         for s, (q, kv) in enumerate(zip(q_lens, kv_lens, strict=True))
         for p in range(kv - q, kv)
     ]
-    tables = tuple(
-        torch.tensor(pages[s][: -(-kv // page_tokens)], dtype=torch.int64) for s, kv in enumerate(kv_lens)
-    )
+    tables = tuple(torch.tensor(pages[s][: -(-kv // page_tokens)], dtype=torch.int64) for s, kv in enumerate(kv_lens))
     return AttentionBatch(tuple(q_lens), tuple(kv_lens), tables, torch.tensor(slots, dtype=torch.int64))

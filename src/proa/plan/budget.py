@@ -27,8 +27,8 @@ SAMPLED_LOGIT_BYTES = 48
 # Rows whose logits exist at once when a prompt's log-probabilities are asked (engine/runner.py), and their bytes
 # per entry: the model's type, float32, its log-softmax.
 SCORED_ROWS, SCORED_LOGIT_BYTES = 64, 12
-# Bytes per (query, key) pair of the causal mask: int64 distance, bool, and the mask in the widest type.
-MASK_BYTES = 13
+# Bytes per (query, key) pair of the causal mask: up to three bools, and the mask in the widest type.
+MASK_BYTES = 7
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
         if chosen:
             warm = torch.tensor([rows[r].sampling.temperature for r in chosen])
             draw = _draw_cut if is_cut else _draw_whole
-            for r, token in zip(
-                chosen, draw(scores[chosen] / warm[:, None], [rows[r] for r in chosen]), strict=True
-            ):
+            for r, token in zip(chosen, draw(scores[chosen] / warm[:, None], [rows[r] for r in chosen]), strict=True):
                 tokens[r] = token
     return tokens
 
@@ -82,7 +80,5 @@ def _invert(probs: Tensor, rows: Sequence[Row]) -> list[int]:
     sums = probs.cumsum(-1)
     marks = torch.tensor([row.uniform() for row in rows], dtype=torch.float64) * sums[:, -1]
     places = torch.searchsorted(sums, marks[:, None], right=True)[:, 0]
-    last = (
-        probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
-    )  # rounding may pass the last possible token
+    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)  # rounding may pass the last possible token
     return torch.minimum(places, last).tolist()

@@ -52,7 +52,8 @@ class ChoiceStream:
         text = "".join(pieces)
         self._shown_chars += len(text)
         tokens, token_logprobs = self._release()
-        if not (text or tokens or self._is_first or self.finished):
+        tells_of_prompt = self._is_first or event.prompt_logprobs is not None or event.cached_tokens is not None
+        if not (text or tokens or tells_of_prompt or self.finished):
             return None
         is_first, self._is_first = self._is_first, False
         return Chunk(

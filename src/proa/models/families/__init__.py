@@ -1,25 +1,36 @@
-"""Architecture -> family function. Never: maths. Values are strings, so that nothing is imported early."""
+"""Architecture -> family function. Never: maths.
+
+A family is a function from a strict config reader to (spec, names); each module here lists its own in
+`ARCHITECTURES`, so that a new family is one new file.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Collection, Mapping
+import pkgutil
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any
 
 from proa.errors import ConfigError
 from proa.models.config_reader import Reader
-from proa.models.names import Declared
+from proa.models.names import Declared, NameTable
+from proa.models.spec import Model
 
-REGISTRY = {
-    "LlamaForCausalLM": "llama:llama",
-    "LLaMAForCausalLM": "llama:llama",  # conversions of Llama 1 from before the class was renamed
-    "Qwen2ForCausalLM": "llama:qwen2",
-    "Qwen3ForCausalLM": "llama:qwen3",
-    "Qwen2MoeForCausalLM": "moe:qwen2_moe",
-    "Qwen3MoeForCausalLM": "moe:qwen3_moe",
-    "MixtralForCausalLM": "moe:mixtral",
-}
+Family = Callable[[Reader], tuple[Model, NameTable]]
+
+
+@cache
+def registry() -> dict[str, Family]:
+    """Architecture -> family, gathered from the `ARCHITECTURES` table of every module in this package."""
+    found: dict[str, Family] = {}
+    for module in pkgutil.iter_modules(__path__):
+        table: dict[str, Family] = importlib.import_module(f"{__name__}.{module.name}").ARCHITECTURES
+        if twice := found.keys() & table.keys():
+            raise ValueError(f"{module.name}.py declares {sorted(twice)}, which another family has already")
+        found |= table
+    return found
 
 
 def declare(config: Mapping[str, Any], ignore_keys: Collection[str] = (), where: str = "config.json") -> Declared:
@@ -29,9 +40,7 @@ def declare(config: Mapping[str, Any], ignore_keys: Collection[str] = (), where:
     """
     architecture = _architecture(config, where)
     _refuse_quantised(config, where)
-    module, function = REGISTRY[architecture].split(":")
-    family = getattr(importlib.import_module(f"{__name__}.{module}"), function)
-    spec, names = family(Reader(config, where, ignore_keys))
+    spec, names = registry()[architecture](Reader(config, where, ignore_keys))
     return Declared(spec, names)
 
 
@@ -40,15 +49,15 @@ def _architecture(config: Mapping[str, Any], where: str) -> str:
     if not isinstance(listed, list) or not listed or not isinstance(listed[0], str):
         raise ConfigError(
             f"{where}: 'architectures' must be a list with one name, but it is {listed!r}.",
-            f"Proa knows {', '.join(REGISTRY)}; name one with --override-config 'architectures=[\"NAME\"]'.",
+            f"Proa knows {', '.join(registry())}; name one with --override-config 'architectures=[\"NAME\"]'.",
         )
     name = listed[0]
-    if name not in REGISTRY:
-        close = difflib.get_close_matches(name, REGISTRY, n=1, cutoff=0.8)
+    if name not in registry():
+        close = difflib.get_close_matches(name, registry(), n=1, cutoff=0.8)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise ConfigError(
             f"{where}: the architecture {name!r} is not implemented.{hint}",
-            f"Proa knows {', '.join(REGISTRY)}.",
+            f"Proa knows {', '.join(registry())}.",
         )
     return name
 

@@ -82,3 +82,11 @@ def qwen_windows(c: Reader) -> list[int | None]:
     if len(kinds) != layers or not {*kinds} <= {full, "sliding_attention"}:
         raise c.error(f"layer_types must name full_attention or sliding_attention for {layers} layers")
     return [None if kind == full else width for kind in kinds]
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": llama,
+    "LLaMAForCausalLM": llama,  # conversions of Llama 1 from before the class was renamed
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}

@@ -31,12 +31,13 @@ def qwen3_moe(c: Reader) -> tuple[Model, NameTable]:
 
 def mixtral(c: Reader) -> tuple[Model, NameTable]:
     mixer = attention(c, theta=1e6)
-    moe = _moe(c, mixer.hidden, c.size("num_local_experts"), c.size("intermediate_size"), renormalise=True)
+    moe = routed(c, mixer.hidden, c.size("num_local_experts"), c.size("intermediate_size"), renormalise=True)
     layers = c.size("num_hidden_layers")
     return model(c, mixer, [moe] * layers, [c.size("sliding_window", None)] * layers), MIXTRAL_NAMES
 
 
-def _moe(c: Reader, hidden: int, experts: int, width: int, *, renormalise: bool, shared: Mlp | None = None) -> Moe:
+def routed(c: Reader, hidden: int, experts: int, width: int, *, renormalise: bool, shared: Mlp | None = None) -> Moe:
+    """Softmax routing over equal experts, and a gated shared one if given."""
     top_k = c.size("num_experts_per_tok")
     if top_k > experts:
         raise c.error(f"num_experts_per_tok is {top_k}, but there are only {experts} experts")
@@ -48,7 +49,7 @@ def _qwen_ffns(c: Reader, hidden: int, shared: Mlp | None) -> list[Mlp | Moe]:
     """Every decoder_sparse_step-th layer is sparse, those in mlp_only_layers never."""
     experts = c.get_any(("num_experts", "num_local_experts"), int)
     renormalise = c.get("norm_topk_prob", bool)
-    sparse = _moe(c, hidden, experts, c.size("moe_intermediate_size"), renormalise=renormalise, shared=shared)
+    sparse = routed(c, hidden, experts, c.size("moe_intermediate_size"), renormalise=renormalise, shared=shared)
     dense = Mlp(hidden, c.size("intermediate_size"))
     step, only = c.size("decoder_sparse_step", 1), c.get("mlp_only_layers", list, [])
     layers = range(c.size("num_hidden_layers"))
@@ -60,3 +61,10 @@ def _layer_windows(c: Reader) -> list[int | None]:
     if c.get("use_sliding_window", bool, False) and not c.has("layer_types"):
         raise c.error("use_sliding_window is true, but layer_types does not say which layers slide")
     return qwen_windows(c)
+
+
+ARCHITECTURES = {
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "MixtralForCausalLM": mixtral,
+}
