@@ -11,8 +11,8 @@ from torch import Tensor
 from proa.cache.pages import PageAllocator
 from proa.cache.radix import PrefixCache
 from proa.engine.engine import Engine
-from proa.engine.runner import Runner, StepOutput
 from proa.engine.policy import Limits
+from proa.engine.runner import Runner, StepOutput
 from proa.engine.scheduler import Scheduler, StepPlan
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step

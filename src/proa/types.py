@@ -101,8 +101,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """log-probability (natural log, of the model's distribution before penalties, bias, temperature and truncation) of a token,
-    and the most likely tokens at that position, best first."""
+    """Natural log-probability of a token, and the most likely tokens at its position, best first.
+
+    Of the model's own distribution: before penalties, bias, temperature and truncation.
+    """
 
     token: int
     logprob: float

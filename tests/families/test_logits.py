@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
 from engines import RecordingRunner, finish_all, load_decoder, make_engine, request, tokens_of
 from proa.engine.engine import Engine
 from tiny import TINY, make_tiny
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 ANSWER = 9
 PROMPT = 41  # longer than every window and than the original positions of the scaled ropes

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -35,6 +37,13 @@ TEXTS = (
     "x" * 300,
     "def f(x: int) -> int:\n    return x**2  # squares\n",
 )
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """Gone afterwards: pytest keeps tmp_path of three runs, and these are hundreds of megabytes."""
+    with TemporaryDirectory(prefix="proa-demo-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +102,12 @@ def test_folder_is_an_ordinary_checkpoint(tokenizer: PreTrainedTokenizerBase) ->
 def test_all_experts_together_are_the_dense_model(
     dense: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
+    scratch: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the limit of equal routing weights, which the shipped router approaches to 2**-10."""
     monkeypatch.setattr(tensors, "LOGIT_RMS", 2.0**-20)
-    moe = load(assemble(demo_gguf(), tmp_path / "all", top_k=16, dtype="float32"))
+    moe = load(assemble(demo_gguf(), scratch / "all", top_k=16, dtype="float32"))
     tokens = eval_windows(tokenizer, 1)[:, :256]
     with torch.no_grad():
         ours, theirs = moe(tokens).logits, dense(tokens).logits
@@ -128,8 +137,8 @@ class TestMakingIt:
         assert time.perf_counter() - started < 0.2
         assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
-    def test_an_older_version_is_replaced_and_leftovers_go(self, tmp_path: Path) -> None:
-        folder, leftover = tmp_path / "moe", tmp_path / "moe.partial"
+    def test_an_older_version_is_replaced_and_leftovers_go(self, scratch: Path) -> None:
+        folder, leftover = scratch / "moe", scratch / "moe.partial"
         folder.mkdir()
         (folder / STAMP_NAME).write_text(json.dumps({"version": 0}))
         leftover.mkdir()
@@ -140,12 +149,12 @@ class TestMakingIt:
         assert not leftover.exists()
         assert seen[-1][1] == seen[-1][2] == (demo_moe() / "model.safetensors").stat().st_size - _header_bytes()
 
-    def test_two_processes_at_once(self, tmp_path: Path) -> None:
-        folder = tmp_path / "moe"
+    def test_two_processes_at_once(self, scratch: Path) -> None:
+        folder = scratch / "moe"
         with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
             made = list(pool.map(assemble, [demo_gguf()] * 2, [folder] * 2))
         assert made == [folder, folder]
-        assert {p.name for p in tmp_path.iterdir()} <= {"moe", "moe.lock"}
+        assert {p.name for p in scratch.iterdir()} <= {"moe", "moe.lock"}
         assert (folder / "config.json").read_bytes() == (demo_moe() / "config.json").read_bytes()
 
 

@@ -15,7 +15,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from proa.config.env import child_environ
 from proa.engine.handle import EngineState
 from proa.engine.ipc import (
     Abort,

@@ -14,8 +14,8 @@ from proa.cache.pages import PageAllocator
 from proa.cache.radix import PrefixCache
 from proa.engine.engine import Engine
 from proa.engine.ipc import Loading, Ready
-from proa.engine.runner import Runner
 from proa.engine.policy import Limits
+from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
 from proa.layers.decoder import Decoder
 from proa.ops.select import select

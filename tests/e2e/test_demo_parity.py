@@ -1,0 +1,119 @@
+"""The demo and its dense source through Proa's engine, against transformers in float32.
+
+Routing is forced to the oracle's: a rounding flips the choice between two experts of nearly equal score, and then both
+answers are right. That every difference was such a near-tie is asserted separately.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo_model import demo_gguf, demo_moe, eval_windows, perplexity
+from engines import RecordingDecoder, finish_all, load_decoder, make_engine, request
+from proa.demo import tensors
+from proa.demo.assemble import assemble
+from proa.layers.moe import Moe
+from proa.ops.reference import route
+
+pytestmark = pytest.mark.demo
+
+
+@pytest.fixture(scope="module")
+def windows() -> Tensor:
+    return eval_windows(AutoTokenizer.from_pretrained(demo_moe()))
+
+
+@pytest.fixture(scope="module")
+def dense() -> Any:
+    gguf = demo_gguf()
+    return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def moe() -> Any:
+    return AutoModelForCausalLM.from_pretrained(demo_moe(), dtype=torch.float32).eval()
+
+
+def prefill(model: RecordingDecoder, window: Tensor) -> Tensor:
+    """Proa's logits at every position of one window, float32 [tokens, vocab]."""
+    engine, runner = make_engine(model, num_pages=40, page_tokens=16, max_batch_tokens=len(window))
+    engine.submit(request("w", window.tolist(), 1))
+    finish_all(engine)
+    return torch.stack([row for _, row in sorted(runner.logits["w"].items())])
+
+
+@torch.inference_mode()
+def oracle(model: Any, window: Tensor) -> Tensor:
+    return model(window[None]).logits[0].float()
+
+
+def assert_equal_logits(got: Tensor, want: Tensor) -> None:
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def test_the_gguf_equals_transformers_loading_of_it(dense: Any, windows: Tensor) -> None:
+    model = load_decoder(demo_gguf(), torch.float32)
+    for window in windows[:2]:
+        assert_equal_logits(prefill(model, window), oracle(dense, window))
+
+
+def test_the_moe_equals_transformers_qwen2_moe(moe: Any, windows: Tensor) -> None:
+    model = load_decoder(demo_moe(), torch.float32)
+    chosen, flips = _follow(model, moe)
+    for window in windows[:2]:
+        want = oracle(moe, window)
+        assert_equal_logits(prefill(model, window), want)
+    assert len(chosen) == len(model.blocks)
+    # Scores near 1/16 in float32: hidden states that differ by a rounding move them by a few units in the last place.
+    assert all(margin <= 64 * torch.finfo(torch.float32).eps / 16 for margin in flips)
+
+
+def _follow(model: RecordingDecoder, reference: Any) -> tuple[dict[int, Tensor], list[float]]:
+    """Make each MoE layer of `model` take the experts that `reference` took in its last forward pass.
+
+    Returns those choices by layer, and the score margins of all choices that would have differed.
+    """
+    chosen: dict[int, Tensor] = {}
+    flips: list[float] = []
+    for i, (layer, block) in enumerate(zip(reference.model.layers, model.blocks, strict=True)):
+        layer.mlp.gate.register_forward_hook(lambda _m, _x, out, i=i: chosen.__setitem__(i, out[-1]))
+        assert isinstance(block.ffn, Moe)
+
+        def follow(logits: Tensor, top_k: int, renormalise: bool, i: int = i) -> tuple[Tensor, Tensor]:
+            ids, _ = route(logits, top_k, renormalise)
+            probs, theirs = torch.softmax(logits.float(), -1), chosen[i]
+            for row in torch.nonzero((ids.sort().values != theirs.sort().values).any(-1))[:, 0]:
+                own, other = (probs[row, t[row]].min() for t in (ids, theirs))
+                flips.append(float(own - other))
+            weights = probs.gather(-1, theirs)
+            return theirs, weights / weights.sum(-1, keepdim=True) if renormalise else weights
+
+        block.ffn._route = follow
+    return chosen, flips
+
+
+def test_with_all_experts_it_is_the_dense_model(
+    dense: Any, windows: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the limit of equal routing weights, which the shipped router approaches to 2**-10."""
+    monkeypatch.setattr(tensors, "LOGIT_RMS", 2.0**-20)
+    model = load_decoder(assemble(demo_gguf(), tmp_path / "all", top_k=16, dtype="float32"), torch.float32)
+    assert_equal_logits(prefill(model, windows[2]), oracle(dense, windows[2]))
+
+
+def test_perplexity_as_served(moe: Any, windows: Tensor) -> None:
+    """In bfloat16, own routing, through prompt log-probabilities: within 1 % of transformers in float32."""
+    engine, _ = make_engine(load_decoder(demo_moe(), torch.bfloat16), num_pages=200, page_tokens=16)
+    for i, window in enumerate(windows):
+        engine.submit(request(f"w{i}", window.tolist(), 1, prompt_logprobs=0))
+    events = finish_all(engine)
+    scores = [p.logprob for (event,) in events.values() for p in event.prompt_logprobs or [] if p is not None]
+    assert len(scores) == windows.numel() - len(windows)
+    assert math.exp(-sum(scores) / len(scores)) == pytest.approx(perplexity(moe, windows), rel=0.01)
