@@ -1,9 +1,9 @@
 """The prefix tree: which computed pages can serve a new prompt. Never: tensors, requests, when to evict.
 
 One node per page. A compressed tree (runs of pages on an edge) would save memory but needs node splits; the
-plain one is fast enough: for a context of 131,072 tokens (8,192 pages of 16) one core of a busy 2-core cloud
-machine takes 1.1 ms to make the keys (once per request), 0.4 ms to match, 0.3 ms to lock or unlock, 9 ms to
-insert and 7 ms to evict. A node and its key take 0.45 KiB; the page itself, even of a small model, hundreds.
+plain one is fast enough: for a context of 131,072 tokens (8,192 pages of 16) one core of a 2-core cloud machine
+takes 1.2 ms to make the keys (once per request), 0.4 ms to match, 0.3 ms to lock or unlock, 4 ms to insert and
+3 ms to evict. A node and its key take 0.45 KiB; the page itself, even of a small model, hundreds.
 
 Locks make `num_evictable` exact in O(1): a node's `busy` counts the locks on it plus its busy children, so it
 is 0 exactly when nothing at or below it is in use, and a change travels up only while it flips idle/busy.

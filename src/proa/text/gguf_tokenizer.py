@@ -16,9 +16,9 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from proa.errors import TokenizerError
-from proa.text.gguf_metadata import read_gguf_metadata
 from proa.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, Pieces, add_special, build_backend
 from proa.text.tokenizer_source import TokenizerSource, token_ids, wrap_in
+from proa.weights.gguf_header import gguf_metadata
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -64,8 +64,8 @@ _NFC = frozenset(("qwen2", "deepseek-r1-qwen", "megrez"))
 
 
 def read_gguf(path: Path) -> TokenizerSource:
-    """The tokenizer and chat templates in a GGUF file's metadata. Raises TokenizerError."""
-    metadata = read_gguf_metadata(path)
+    """The tokenizer and chat templates in a GGUF file's metadata. Raises TokenizerError, and WeightsError if damaged."""
+    metadata = gguf_metadata(path)
     ggml = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items() if k.startswith("tokenizer.ggml.")}
     kind = ggml.get("model")
     if kind is None or "tokens" not in ggml:
