@@ -85,7 +85,14 @@ class FakeEngine:
         await self._settled.wait()
         if self.failure is not None:
             raise self.failure
-        return Ready(load_seconds=0.1, weights_bytes=1, ops={"linear": "fake"}, peak_rss_bytes=1)
+        return Ready(
+            load_seconds=0.1,
+            weights_bytes=1,
+            ops={"linear": "fake"},
+            decode_threads=1,
+            prefill_threads=2,
+            peak_rss_bytes=1,
+        )
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
         self._admit(request)

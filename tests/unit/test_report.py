@@ -38,6 +38,7 @@ PLAN = Plan(
     ),
 )  # fmt: skip
 READY = Ready(load_seconds=2.0, weights_bytes=2 * GIB, ops={"linear": "reference", "rms_norm": "fast"},
+              decode_threads=1, prefill_threads=2,
               peak_rss_bytes=3 * GIB)  # fmt: skip
 ASKED = (Asked("port", "8001", "--port"), Asked("api_key", "(hidden)", "serve.yaml line 3"))
 

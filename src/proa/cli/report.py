@@ -12,7 +12,8 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
     options      [{name, value, source}]       those that differ from their defaults
     decisions    [{name, asked, got, why}]
     roof         {bytes_per_token, bandwidth_bytes_per_s, tokens_per_s}
-    ready        {load_seconds, weights_bytes, peak_rss_bytes, ops: {op: implementation}} or null
+    ready        {load_seconds, weights_bytes, peak_rss_bytes, decode_threads, prefill_threads,
+                 ops: {op: implementation}} or null
 """
 
 from __future__ import annotations
@@ -105,6 +106,9 @@ def render_ready(ready: Ready) -> RenderableType:
     table = _grid()
     table.add_row("loaded", f"{format_bytes(ready.weights_bytes)} in {format_duration(ready.load_seconds)}{rate}, "
                   f"peak memory {format_bytes(ready.peak_rss_bytes)}")  # fmt: skip
+    table.add_row(
+        "threads", f"{ready.decode_threads} for decode, {ready.prefill_threads} for prefill: fastest in a trial"
+    )
     table.add_row("ops", ops)
     return table
 

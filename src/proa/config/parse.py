@@ -38,7 +38,7 @@ class Asked:
     source: str
 
 
-class HelpShown(Exception):  # noqa: N818 - no error
+class HelpShown(Exception):
     """--help or --help-all was given; `text` is what to write to stdout."""
 
     def __init__(self, text: str) -> None:

@@ -47,6 +47,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     weights_bytes: int
     ops: dict[str, str]  # op -> implementation
     peak_rss_bytes: int
+    decode_threads: int  # of the plan's threads, how many a step of few tokens uses, by trial
+    prefill_threads: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

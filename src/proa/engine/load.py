@@ -17,6 +17,7 @@ from proa.engine.ipc import Loading, Ready
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
+from proa.engine.threads import choose_threads
 from proa.layers.decoder import Decoder
 from proa.ops.select import select
 from proa.plan.plan import Plan
@@ -26,6 +27,7 @@ from proa.weights.load import load_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 REPORT_EVERY_S = 0.1
+PREFILL_TRIAL_TOKENS = 64  # enough to be bound by arithmetic, few enough to take a moment
 
 
 def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, Ready]:
@@ -44,6 +46,7 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     else:
         load_weights(checkpoint, declared, targets, _paced(report))
     runner = Runner(model, plan.num_pages, plan.page_tokens, dtype)
+    choose_threads(runner, plan.threads, min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens))
     engine = Engine(runner, _scheduler(plan), declared.spec.vocab)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
@@ -51,6 +54,8 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
         load_seconds=time.perf_counter() - begin,
         weights_bytes=declared.spec.num_params * dtype.itemsize,
         ops=chosen.names,
+        decode_threads=runner.decode_threads,
+        prefill_threads=runner.prefill_threads,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
     return engine, ready

@@ -21,6 +21,8 @@ from proa.sampling.rows import Row
 from proa.sampling.sampler import sample
 from proa.types import TokenLogprob
 
+# Steps up to this many tokens are bound by reading weights, longer ones by arithmetic: each has its thread count.
+FEW_TOKENS = 8
 # Rows of logits made at once for prompt log-probabilities: bounds them at 64 x vocab float32.
 PROMPT_LOGITS_ROWS = 64
 
@@ -43,11 +45,13 @@ class Runner:
         self.page_tokens = page_tokens
         self.caches = allocate_pool(model.spec, num_pages, page_tokens, dtype)
         self.ropes = {block.mixer.rope for block in model.spec.blocks}
+        self.decode_threads = self.prefill_threads = torch.get_num_threads()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute every item's rows, write their KV, sample where the plan says so."""
         items = plan.items
+        torch.set_num_threads(self.decode_threads if plan.num_tokens <= FEW_TOKENS else self.prefill_threads)
         hidden = self.model(self._tokens(items), self._step(items))
         out = StepOutput()
         ends = torch.tensor([item.num_tokens for item in items]).cumsum(0).tolist()

@@ -64,7 +64,7 @@ _NFC = frozenset(("qwen2", "deepseek-r1-qwen", "megrez"))
 
 
 def read_gguf(path: Path) -> TokenizerSource:
-    """The tokenizer and chat templates in a GGUF file's metadata. Raises TokenizerError, and WeightsError if damaged."""
+    """The tokenizer and chat templates in a GGUF file's metadata. Raises TokenizerError, WeightsError if damaged."""
     metadata = gguf_metadata(path)
     ggml = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items() if k.startswith("tokenizer.ggml.")}
     kind = ggml.get("model")

@@ -1,0 +1,53 @@
+"""Thread counts are chosen by trial: whatever is fastest wins, for decode and prefill each."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines import RecordingDecoder, load_decoder
+from proa.engine.runner import Runner, StepOutput
+from proa.engine.scheduler import StepPlan
+from proa.engine.threads import choose_threads
+from tiny import make_tiny
+
+
+class TimedRunner(Runner):
+    """Takes as long as `seconds` says for (tokens, threads)."""
+
+    seconds: dict[tuple[int, int], float]
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        threads = self.decode_threads if plan.num_tokens == 1 else self.prefill_threads
+        time.sleep(self.seconds[plan.num_tokens, threads])
+        return StepOutput()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> RecordingDecoder:
+    return load_decoder(make_tiny("qwen3-moe", tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "four", "best"),
+    [(0.001, 0.005, 0.009, 1), (0.009, 0.002, 0.005, 2), (0.009, 0.005, 0.002, 4), (0.0101, 0.01, 0.01, 1)],
+)
+def test_the_fastest_wins_for_decode_and_prefill_each(
+    model: RecordingDecoder, one: float, two: float, four: float, best: int
+) -> None:
+    runner = TimedRunner(model, 8, 16, torch.float32)
+    slow_prefill = {(64, 1): 0.01, (64, 2): 0.002, (64, 4): 0.01}
+    runner.seconds = {(1, 1): one, (1, 2): two, (1, 4): four, **slow_prefill}
+    choose_threads(runner, 4, 64)
+    assert (runner.decode_threads, runner.prefill_threads) == (best, 2)
+
+
+def test_a_real_runner_survives_its_trial(model: RecordingDecoder) -> None:
+    before = torch.get_num_threads()
+    runner = Runner(model, 8, 16, torch.float32)
+    choose_threads(runner, 2, 64)
+    torch.set_num_threads(before)
+    assert {runner.decode_threads, runner.prefill_threads} <= {1, 2}
