@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class FakeEngine:
             peak_rss_bytes=1,
         )
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         self._admit(request)
         script = self.reply if isinstance(self.reply, Reply) else self.reply(request)
         try:

@@ -23,7 +23,7 @@ from proa.text.choice import ChoiceStream
 from proa.text.settle import RequestRules, sampling_defaults
 from proa.text.tokenizer import Tokenizer
 from proa.text.tokenizer_source import token_ids
-from proa.types import Chat, Chunk, EngineRequest, SamplingParams, TokenEvent
+from proa.types import Chat, Chunk, EngineRequest, SamplingParams
 
 Prompt = str | list[int] | Chat
 Progress = Callable[[str, int, int], None]
@@ -128,8 +128,7 @@ class AsyncLLM:
     async def _choice(self, index: int, request: EngineRequest, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
         """One sibling's chunks; leaving early, as after a stop string, aborts it in the engine."""
         choice = ChoiceStream(index, request, params, self.tokenizer.detokenizer(params.skip_special_tokens))
-        # EngineHandle promises a generator; its type says iterator.
-        events = cast(AsyncGenerator[TokenEvent, None], self.engine.generate(request))
+        events = self.engine.generate(request)
         async with aclosing(events):
             async for event in events:
                 chunk = choice.feed(event)

@@ -110,7 +110,8 @@ def wait_for(condition: Callable[[], Any], seconds: float, process: subprocess.P
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("serve")) as running:
+    """Its KV pool is small, so that one wave of requests fills it and memory cannot grow any more."""
+    with serve(tmp_path_factory.mktemp("serve"), "--context", "2048", "--kv-memory", "96MiB") as running:
         yield running
 
 

@@ -63,6 +63,8 @@ def test_serves_refuses_aborts_and_stays_quiet(folder: Path) -> None:
             assert client.state == "ready"
             assert ready.weights_bytes > 0
             assert set(ready.ops.values()) == {"reference"}
+            environ = Path(f"/proc/{pid_of(client)}/environ").read_text().split("\0")
+            assert "OMP_WAIT_POLICY=passive" in environ
             together = await asyncio.gather(*(collect(client, request(f"r{i}", [5 + i, 6, 7], 10)) for i in range(8)))
             alone = await collect(client, request("again", [5, 6, 7], 10))
             assert tokens_of(together[0]) == tokens_of(alone)

@@ -34,7 +34,7 @@ def test_get_returns_the_type_or_refuses(value: object, kind: type[Any]) -> None
     if value is None:
         assert reader.get("key", kind, None) is None
     elif accepted:
-        assert reader.get("key", kind) == value
+        assert reader.get("key", kind) == kind(value)  # beyond 2**53 a float is not the int it came from
         assert type(reader.get("key", kind)) is kind
     else:
         with pytest.raises(ConfigError, match="'key' must be"):

@@ -71,7 +71,9 @@ def test_a_model_on_the_hub_is_judged_before_it_is_fetched(folder: Path, monkeyp
     """The hub hands its preview (headers without weights) to the same plan; a refusal stops the fetch."""
     fetched = []
 
-    def locate(model: str, revision: str | None, progress: object, *, check: Callable[[Path, str], object]) -> Path:
+    def locate(
+        model: str, revision: str | None, progress: object, *, check: Callable[[Path, str], object], config_only: bool
+    ) -> Path:
         check(folder, "dummy")
         fetched.append(model)
         return folder

@@ -128,9 +128,9 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(ResourceError) as refused:
         plan(QWEN3_30B, machine(56, 64))
     assert str(refused.value) == (
-        "some/model does not fit into memory: it needs 57.7 GiB (weights as bfloat16 56.9 GiB, the program itself "
-        "576 MiB, workspace 215 MiB, KV cache for a context of 1024 96.0 MiB), but 55.0 GiB may be used (56.0 GiB "
-        "free of 64.0 GiB). Free 2.74 GiB of memory."
+        "some/model does not fit into memory: it needs 57.8 GiB (weights as bfloat16 56.9 GiB, the program itself "
+        "640 MiB, workspace 215 MiB, KV cache for a context of 1024 96.0 MiB), but 55.0 GiB may be used (56.0 GiB "
+        "free of 64.0 GiB). Free 2.80 GiB of memory."
     )
 
 

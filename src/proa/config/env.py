@@ -67,14 +67,23 @@ def read_env(environ: Mapping[str, str] | None = None) -> Environment:
     return Environment(folder.expanduser().absolute(), values["log"])
 
 
+# What the libraries under the engine read, unless the user has set it.
+_LIBRARY_DEFAULTS = {
+    "OMP_WAIT_POLICY": "passive",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "128",
+}
+
+
 def child_environ(**switches: str) -> dict[str, str]:
     """The environment for a program that Proa starts: this process's own, with switches replaced.
 
     OpenMP threads must sleep while they wait: spinning ones starve each other when the cores are shared with
-    anything else (a busy 2-core machine: 0.3 tokens/s spinning, 12.8 sleeping).
+    anything else. oneDNN's caches hold a compiled kernel of a third of a megabyte for every shape they see, 1024 by
+    default, which no memory plan could count on. See docs/decisions/010.
     """
     return {
-        "OMP_WAIT_POLICY": "passive",
+        **_LIBRARY_DEFAULTS,
         **os.environ,
         **{PREFIX + name.upper(): value for name, value in switches.items()},
     }

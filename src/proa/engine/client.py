@@ -8,13 +8,14 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from proa.config.env import child_environ
 from proa.engine.handle import EngineState
 from proa.engine.ipc import (
     Abort,
@@ -67,11 +68,10 @@ class EngineClient:
         socket.connect(endpoint)  # the engine binds: what is sent before it does is kept for it
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-m",
-            "proa.engine.worker",
-            endpoint,
+            *("-m", "proa.engine.worker", endpoint),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
+            env=child_environ(),
         )
         client = cls(process, socket, folder)
         await client._send(Start(plan))
@@ -80,7 +80,7 @@ class EngineClient:
     async def wait_ready(self) -> Ready:
         return await asyncio.shield(self._ready)
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         """See EngineHandle.generate."""
         if self.failure is not None:
             raise self.failure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Literal, Protocol
 
 from proa.engine.ipc import Loading, Ready, Stats
@@ -32,9 +32,9 @@ class EngineHandle(Protocol):
     async def wait_ready(self) -> Ready:
         """Return when the model is loaded; raise the failure if it cannot be."""
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
-        """Submit one sequence; yield its events until one has `finish`. An async generator: closing it
-        early aborts the request and frees its pages.
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Submit one sequence; yield its events until one has `finish`. Closing the generator early aborts the
+        request and frees its pages.
 
         Raises QueueFull, ContextLengthExceeded, ResourceError, EngineDead, ShuttingDown.
         """

@@ -12,8 +12,8 @@ from proa.models.spec import Block, Mlp, Model
 ELEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # Two processes, measured on x86-64 with Python 3.11 and torch 2.13 for CPUs, resident: the engine after its first
-# operations 249 MB, the server with transformers and a tokenizer 269 MB.
-PROCESS_BYTES = 512 << 20
+# operations 249 MB, the matrix kernels that oneDNN compiles and keeps 185 MB (docs/decisions/010), the server 118 MB.
+PROCESS_BYTES = 576 << 20
 
 # The loader streams chunks of about 1 MiB, each with its decoded form (weights/load.py), or fills dummy weights from
 # 16 MiB of random numbers; the rest is what allocators keep.

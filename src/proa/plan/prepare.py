@@ -46,7 +46,8 @@ def prepare(
         if seen.checkpoint.tensors:
             sources.resolve(seen.declared, seen.checkpoint.tensors)
 
-    path = locate(model, asked.model.revision, progress, check=judge)
+    dummy = asked.model.load_format == "dummy"
+    path = locate(model, asked.model.revision, progress, check=judge, config_only=dummy)
     return _settle(model, path, asked.model.load_format, asked)
 
 
