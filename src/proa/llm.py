@@ -20,6 +20,7 @@ from proa.plan.plan import Plan
 from proa.plan.prepare import Prepared, prepare
 from proa.text.answer import Answer, AnswerFold
 from proa.text.choice import ChoiceStream
+from proa.text.merge import merge
 from proa.text.settle import RequestRules, sampling_defaults
 from proa.text.tokenizer import Tokenizer
 from proa.text.tokenizer_source import token_ids
@@ -107,8 +108,8 @@ class AsyncLLM:
         tokens = prompt if isinstance(prompt, list) else await asyncio.to_thread(self.tokenize, prompt)
         requests = self._rules.requests(tokens, params, priority=priority, salt=salt)
         sources = [self._choice(i, request, params) for i, request in enumerate(requests)]
-        async with aclosing(_merge(sources)) as chunks:
-            async for chunk in chunks:
+        async with aclosing(merge(sources)) as chunks:
+            async for _, chunk in chunks:
                 yield chunk
 
     async def generate(
@@ -137,39 +138,6 @@ class AsyncLLM:
                 if choice.finished:
                     return
         raise EngineDead("The engine ended an answer without saying why.", "This is a bug in Proa: report it.")
-
-
-async def _merge(sources: Sequence[AsyncGenerator[Chunk, None]]) -> AsyncGenerator[Chunk, None]:
-    """Chunks of all sources as they come; the first error ends all of them, and so does closing."""
-    if len(sources) == 1:  # no task, no queue: the usual case
-        async with aclosing(sources[0]) as chunks:
-            async for chunk in chunks:
-                yield chunk
-        return
-    arrived: asyncio.Queue[Chunk | int] = asyncio.Queue()  # a number: that source has ended
-    tasks = [asyncio.create_task(_pump(i, source, arrived)) for i, source in enumerate(sources)]
-    try:
-        running = len(tasks)
-        while running:
-            item = await arrived.get()
-            if isinstance(item, int):
-                await tasks[item]  # raises what ended it, if it ended badly
-                running -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(number: int, source: AsyncGenerator[Chunk, None], into: asyncio.Queue[Chunk | int]) -> None:
-    try:
-        async with aclosing(source):
-            async for chunk in source:
-                into.put_nowait(chunk)
-    finally:
-        into.put_nowait(number)
 
 
 class LLM:

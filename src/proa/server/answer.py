@@ -3,9 +3,8 @@ Never: HTTP, the objects' shapes (chat.py, completions.py)."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from proa.llm import AsyncLLM
 from proa.obs.metrics import Metrics
 from proa.server.replies import PromptDetails, Usage
 from proa.server.service import Tally
+from proa.text.merge import merge
 from proa.types import Chunk, FinishReason, SamplingParams
 
 
@@ -115,30 +115,3 @@ class _TokenClock:
             self._tally.first_token_s = now - self._tally.started_s
             self._metrics.first_token(self._tally.first_token_s)
         self._last_s[choice] = now
-
-
-async def merge(streams: Sequence[AsyncIterator[Chunk]]) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """(stream's index, item) as they come. The first error ends all; closing this closes every stream."""
-    arrived: asyncio.Queue[tuple[int, Chunk] | asyncio.Task[None]] = asyncio.Queue()
-
-    async def pump(index: int, stream: AsyncIterator[Chunk]) -> None:
-        async with aclosing(stream):  # type: ignore[type-var]
-            async for item in stream:
-                arrived.put_nowait((index, item))
-
-    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
-    for task in tasks:
-        task.add_done_callback(arrived.put_nowait)
-    try:
-        open_streams = len(tasks)
-        while open_streams:
-            item = await arrived.get()
-            if isinstance(item, asyncio.Task):
-                item.result()
-                open_streams -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
