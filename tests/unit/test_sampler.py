@@ -92,9 +92,17 @@ wishes = st.fixed_dictionaries(
 )
 
 
-@given(st.lists(wishes, min_size=1, max_size=6), st.integers(0, 2**31))
-def test_a_row_does_not_see_its_neighbours(asked: list[dict[str, object]], seed: int) -> None:
-    logits = torch.randn(len(asked), 50, generator=torch.Generator().manual_seed(seed))
+def test_top_k_beyond_the_head() -> None:
+    """More than HEAD_TOKENS may be kept: then all of them are drawn from, and no more."""
+    logits = torch.arange(4 * HEAD_TOKENS).float() / 1e4
+    got = draws(logits, 400, temperature=1.0, top_k=2 * HEAD_TOKENS)
+    assert min(got) >= 2 * HEAD_TOKENS
+    assert min(got) < 3 * HEAD_TOKENS - 100
+
+
+@given(st.lists(wishes, min_size=1, max_size=6), st.integers(0, 2**31), st.sampled_from([50, 2 * HEAD_TOKENS]))
+def test_a_row_does_not_see_its_neighbours(asked: list[dict[str, object]], seed: int, vocab: int) -> None:
+    logits = torch.randn(len(asked), vocab, generator=torch.Generator().manual_seed(seed))
     rows = [row([1, 2, 3, 3, 7], 2, **w) for w in asked]
     together = sample(logits, rows)
     alone = [sample(logits[i : i + 1], [r])[0] for i, r in enumerate(rows)]

@@ -27,7 +27,7 @@ from proa.weights.load import load_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 REPORT_EVERY_S = 0.1
-PREFILL_TRIAL_TOKENS = 64  # enough to be bound by arithmetic, few enough to take a moment
+PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to take a moment
 
 
 def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, Ready]:

@@ -15,8 +15,9 @@ from proa.engine.scheduler import StepItem, StepPlan
 from proa.types import EngineRequest, Sampling
 
 ROUNDS = 2
-STEPS = 3
+STEPS = 2
 GAIN = 1.1
+HOPELESS = 1.5  # this much slower in the first round is not tried again
 
 
 def choose_threads(runner: Runner, most: int, prefill_tokens: int) -> None:
@@ -35,14 +36,16 @@ def _fastest(runner: Runner, num_tokens: int, most: int) -> int:
         return most
     plan = _plan(num_tokens, runner.page_tokens)
     seconds: dict[int, list[float]] = {threads: [] for threads in candidates}
-    for threads in candidates * ROUNDS:  # candidates alternate, so that other work does not decide
-        runner.decode_threads = runner.prefill_threads = threads
-        for step in range(1 + STEPS):
-            begin = time.perf_counter()
-            runner.run(plan)
-            if step:  # the first one wakes threads, and touches memory for the first time
-                seconds[threads].append(time.perf_counter() - begin)
-    medians = {threads: median(times) for threads, times in seconds.items()}
+    for _ in range(ROUNDS):  # candidates alternate, so that other work does not decide
+        for threads in candidates:
+            runner.decode_threads = runner.prefill_threads = threads
+            for step in range(1 + STEPS):
+                begin = time.perf_counter()
+                runner.run(plan)
+                if step:  # the first one wakes threads, and touches memory for the first time
+                    seconds[threads].append(time.perf_counter() - begin)
+        medians = {threads: median(times) for threads, times in seconds.items()}
+        candidates = [threads for threads in candidates if medians[threads] <= HOPELESS * min(medians.values())]
     return next(threads for threads in candidates if medians[threads] <= GAIN * min(medians.values()))
 
 

@@ -6,6 +6,7 @@ the cumulative distribution at the row's own uniform number, in float64, so it d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -44,41 +45,43 @@ def _draw_whole(scores: Tensor, rows: Sequence[Row]) -> list[int]:
     return _invert(torch.softmax(scores.double(), -1), rows)
 
 
-def _draw_cut(scores: Tensor, rows: Sequence[Row]) -> list[int]:
-    tokens = []
-    for row_scores, row in zip(scores, rows, strict=True):
-        total = torch.logsumexp(row_scores.double(), -1)
-        for width in (min(max(HEAD_TOKENS, row.sampling.top_k), len(row_scores)), len(row_scores)):
-            best, ids = torch.topk(row_scores, width)
-            probs = (best.double() - total).exp()
-            kept = _kept(probs, row)
-            if not kept[-1] or row.sampling.top_k in range(1, width + 1) or width == len(row_scores):
-                break
-        (place,) = _invert((probs * kept)[None], [row])
-        tokens.append(int(ids[place]))
+def _draw_cut(scores: Tensor, rows: Sequence[Row], width: int = HEAD_TOKENS) -> list[int]:
+    """Draw among each row's `width` best tokens; rows whose cut lies beyond them are drawn again among all."""
+    width = min(width, scores.shape[-1])
+    best, ids = torch.topk(scores, width)
+    probs = (best.double() - torch.logsumexp(scores.double(), -1, keepdim=True)).exp()
+    kept, reaches_on = _kept(probs, rows)
+    places = torch.tensor(_invert(probs * kept, rows))
+    tokens: list[int] = ids.gather(-1, places[:, None])[:, 0].tolist()
+    if width < scores.shape[-1] and (again := torch.nonzero(reaches_on)[:, 0].tolist()):
+        for r, token in zip(again, _draw_cut(scores[again], [rows[r] for r in again], scores.shape[-1]), strict=True):
+            tokens[r] = token
     return tokens
 
 
-def _kept(probs: Tensor, row: Row) -> Tensor:
-    """Which of the probabilities, best first, survive; the best one always does."""
-    s = row.sampling
-    kept = torch.ones_like(probs, dtype=torch.bool)
-    if s.top_k > 0:
-        kept[s.top_k :] = False
-    mass = (probs * kept).sum() if s.top_k > 0 else 1.0
-    if s.top_p < 1.0:
-        before = probs.cumsum(-1) - probs
-        kept &= before < s.top_p * mass
-    if s.min_p > 0.0:
-        kept &= probs >= s.min_p * probs[0]
-    kept[0] = True
-    return kept
+def _kept(probs: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Which of the probabilities float64 [R, N], best first, survive, and which rows might keep some beyond the Nth.
+
+    The best one always survives.
+    """
+    wishes = [row.sampling for row in rows]
+    num_probs = probs.shape[-1]
+    top_k = torch.tensor([s.top_k or 2**62 for s in wishes])[:, None]
+    top_p = torch.tensor([s.top_p if s.top_p < 1.0 else math.inf for s in wishes], dtype=torch.float64)[:, None]
+    min_p = torch.tensor([s.min_p for s in wishes], dtype=torch.float64)[:, None]
+    kept = torch.arange(num_probs) < top_k
+    mass = torch.where(top_k <= num_probs, (probs * kept).sum(-1, keepdim=True), 1.0)
+    before = probs.cumsum(-1) - probs
+    kept &= (before < top_p * mass) & (probs >= min_p * probs[:, :1])
+    kept[:, 0] = True
+    return kept, kept[:, -1] & (top_k[:, 0] > num_probs)
 
 
 def _invert(probs: Tensor, rows: Sequence[Row]) -> list[int]:
     """The first index where the cumulative sum of float64 [R, N] passes each row's uniform number."""
     sums = probs.cumsum(-1)
     marks = torch.tensor([row.uniform() for row in rows], dtype=torch.float64) * sums[:, -1]
-    places = torch.searchsorted(sums, marks[:, None], right=True)[:, 0]
-    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)  # rounding may pass the last possible token
-    return torch.minimum(places, last).tolist()
+    places = torch.searchsorted(sums, marks[:, None], right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
+    for r in torch.nonzero(probs.gather(-1, places[:, None])[:, 0] == 0)[:, 0].tolist():
+        places[r] = torch.nonzero(probs[r])[-1, 0]  # rounding passed the last possible token
+    return places.tolist()
