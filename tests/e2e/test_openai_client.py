@@ -1,4 +1,4 @@
-"""The official openai client against `proa serve demo`: a real model, real processes."""
+"""The official openai and anthropic clients against `proa serve demo`: a real model, real processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -297,6 +298,25 @@ def test_malformed_bodies(server: Server, number: int) -> None:
     )
     assert response.status_code == 400
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_anthropic_client(server: Server) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "system": "Be brief.", "extra_body": {"temperature": 0}}
+    question = chat("What is the capital of France? One word.")
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=300) as client:
+        answer = client.messages.create(messages=question, max_tokens=12, **ask)
+        with client.messages.stream(messages=question, max_tokens=12, **ask) as stream:
+            streamed = stream.get_final_message()
+        begun = [*question, {"role": "assistant", "content": "The capital of France is"}]
+        goes_on = client.messages.create(messages=begun, max_tokens=1, **ask)
+        count = client.messages.count_tokens(model=MODEL, system="Be brief.", messages=question).input_tokens
+    text = answer.model_dump()["content"][0]["text"]
+    assert "Paris" in text
+    assert streamed.model_dump()["content"][0]["text"] == text
+    assert goes_on.model_dump()["content"][0]["text"] == " Paris"
+    assert goes_on.stop_reason == "max_tokens"
+    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == count
+    wait_for(server.is_idle, 10)
 
 
 def test_prompt_longer_than_the_context(server: Server, client: openai.OpenAI) -> None:

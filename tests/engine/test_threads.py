@@ -32,13 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RecordingDecoder:
 
 @pytest.mark.parametrize(
     ("one", "two", "four", "best"),
-    [(0.001, 0.005, 0.009, 1), (0.009, 0.002, 0.005, 2), (0.009, 0.005, 0.002, 4), (0.0101, 0.01, 0.01, 1)],
+    [(0.005, 0.02, 0.04, 1), (0.04, 0.005, 0.02, 2), (0.04, 0.02, 0.005, 4), (0.0202, 0.02, 0.02, 1)],
 )
 def test_the_fastest_wins_for_decode_and_prefill_each(
     model: RecordingDecoder, one: float, two: float, four: float, best: int
 ) -> None:
     runner = TimedRunner(model, 8, 16, torch.float32)
-    slow_prefill = {(64, 1): 0.01, (64, 2): 0.002, (64, 4): 0.01}
+    slow_prefill = {(64, 1): 0.02, (64, 2): 0.005, (64, 4): 0.02}
     runner.seconds = {(1, 1): one, (1, 2): two, (1, 4): four, **slow_prefill}
     choose_threads(runner, 4, 64)
     assert (runner.decode_threads, runner.prefill_threads) == (best, 2)

@@ -7,18 +7,21 @@ import typing
 from pathlib import Path
 
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from proa.server.fields import IGNORED, REFUSED, implemented_fields
+from proa.server.anthropic_schema import CountTokensRequest, MessagesRequest
+from proa.server.fields import IGNORED, REFUSED, Endpoint, implemented_fields
 from proa.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from proa.types import SamplingParams
 
+ANTHROPICS_HEADERS = {"user_profile_id", "workspace_id"}  # the client sends them as such
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 
 
-def refused_on(endpoint: str) -> set[str]:
-    return {row.name for row in REFUSED if row.on in ("", endpoint)}
+def refused_on(endpoint: Endpoint) -> set[str]:
+    return {row.name for row in REFUSED if row.is_for(endpoint)}
 
 
 @pytest.mark.parametrize(
@@ -28,13 +31,34 @@ def refused_on(endpoint: str) -> set[str]:
         ("completions", CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
     ],
 )
-def test_every_openai_field_is_known(endpoint: str, schema: typing.Any, theirs: typing.Any) -> None:
+def test_every_openai_field_is_known(endpoint: Endpoint, schema: typing.Any, theirs: typing.Any) -> None:
     known = set(schema.model_fields) | refused_on(endpoint) | {row.name for row in IGNORED}
     assert set(typing.get_type_hints(theirs)) - known == set()
 
 
-@pytest.mark.parametrize(("endpoint", "schema"), [("chat", ChatRequest), ("completions", CompletionRequest)])
-def test_no_field_has_two_fates(endpoint: str, schema: typing.Any) -> None:
+@pytest.mark.parametrize(
+    ("schema", "theirs"),
+    [
+        (MessagesRequest, message_create_params.MessageCreateParamsStreaming),
+        (CountTokensRequest, message_count_tokens_params.MessageCountTokensParams),
+    ],
+)
+def test_every_anthropic_field_is_known(schema: typing.Any, theirs: typing.Any) -> None:
+    known = set(schema.model_fields) | refused_on("messages") | {row.name for row in IGNORED} | ANTHROPICS_HEADERS
+    assert set(typing.get_type_hints(theirs)) - known == set()
+
+
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+def test_messages_ignore_no_field_of_the_others(schema: typing.Any) -> None:
+    known = set(MessagesRequest.model_fields) | refused_on("messages")
+    assert set(schema.model_fields) - known - {"prompt"} == set()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "schema"),
+    [("chat", ChatRequest), ("completions", CompletionRequest), ("messages", MessagesRequest)],
+)
+def test_no_field_has_two_fates(endpoint: Endpoint, schema: typing.Any) -> None:
     implemented, ignored = set(schema.model_fields), {row.name for row in IGNORED}
     assert not implemented & refused_on(endpoint)
     assert not implemented & ignored
@@ -55,7 +79,7 @@ def test_null_means_not_given() -> None:
 
 def test_docs_name_every_field() -> None:
     named = set(re.findall(r"`([a-z_]+)`", DOCS.read_text(encoding="utf-8")))
-    schemas = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    schemas = (ChatRequest, CompletionRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest)
     fields = {name for schema in schemas for name in schema.model_fields}
     fields |= {row.name for row in REFUSED} | {row.name for row in IGNORED}
     assert fields - named == set()

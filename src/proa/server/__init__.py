@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server. Never: tokenising, scheduling, printing."""
+"""The HTTP server: OpenAI's API, and Anthropic's messages. Never: tokenising, scheduling, printing."""

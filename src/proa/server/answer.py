@@ -1,5 +1,5 @@
-"""From a checked request to the stream of OpenAI objects, and the fold that makes a plain answer of it.
-Never: HTTP, the objects' shapes (chat.py, completions.py)."""
+"""From a checked request to the stream of the protocol's objects, and the fold that makes a plain answer of it.
+Never: HTTP, the objects' shapes (chat.py, completions.py, anthropic.py)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Shape(Protocol):
     def objects(self, prompt_index: int, chunk: Chunk, usage: Usage | None) -> Iterator[Any]:
         """The stream objects for a piece of an answer, maybe none. `usage` is put on each if given."""
 
-    def usage_object(self, usage: Usage) -> Any:
-        """The last stream object: no choices, the usage."""
+    def last_objects(self, usage: Usage) -> Iterator[Any]:
+        """The last stream objects: no text, the usage."""
 
     def fold(self, objects: Sequence[Any]) -> Any:
-        """The plain answer, made of everything streamed, the usage object included."""
+        """The plain answer, made of everything streamed, the last objects included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Job:
 
 
 async def answer_objects(llm: AsyncLLM, job: Job, tally: Tally, metrics: Metrics) -> AsyncGenerator[Any, None]:
-    """The stream objects of a job, the usage object last if wanted. Closing it aborts what still runs.
+    """The stream objects of a job, the usage last if wanted. Closing it aborts what still runs.
 
     Raises the engine's refusal before the first object; ShuttingDown or EngineDead when an answer is cut off.
     """
@@ -66,7 +66,8 @@ async def answer_objects(llm: AsyncLLM, job: Job, tally: Tally, metrics: Metrics
             for written in job.shape.objects(prompt_index, chunk, usage if job.continuous_usage else None):
                 yield written
     if job.ends_with_usage:
-        yield job.shape.usage_object(usage)
+        for written in job.shape.last_objects(usage):
+            yield written
 
 
 def _count(usage: Usage, tally: Tally, chunk: Chunk) -> None:

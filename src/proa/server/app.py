@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from proa.errors import ProaError
 from proa.server import generate, models, status
+from proa.server.dialect import error_response
 from proa.server.errors import ApiError, from_proa
 from proa.server.intake import IGNORED_HEADER
 from proa.server.middleware import REQUEST_ID_HEADER, Surroundings
@@ -19,7 +20,7 @@ from proa.server.service import Service
 
 def build_app(service: Service) -> FastAPI:
     """The HTTP application; docs/api.md describes it. Bodies are read by server/body.py, so that every error has
-    OpenAI's shape; hence no generated documentation."""
+    the shape of its protocol; hence no generated documentation."""
     app = FastAPI(title="Proa", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     _add_generating_routes(app, service)
     _add_model_routes(app, service)
@@ -49,6 +50,10 @@ def _add_generating_routes(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         return await generate.completions(request, service)
 
+    @app.post("/v1/messages", response_model=None)
+    async def messages(request: Request) -> Response:
+        return await generate.messages(request, service)
+
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", response_model=None)
@@ -58,6 +63,10 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}", response_model=None)
     async def get_model(name: str) -> Response:
         return models.model_card(name, service)
+
+    @app.post("/v1/messages/count_tokens", response_model=None)
+    async def count_tokens(request: Request) -> Response:
+        return await models.count_tokens(request, service)
 
     @app.post("/tokenize", response_model=None)
     async def tokenize(request: Request) -> Response:
@@ -88,21 +97,23 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
 
 async def _answer_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error_response(error, request.scope)
 
 
 async def _answer_proa_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ProaError)
-    return from_proa(error).response()
+    return error_response(from_proa(error), request.scope)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Errors of the router itself, in OpenAI's words."""
+    """Errors of the router itself, in the words of ours."""
     assert isinstance(error, HTTPException)
-    asked = f"{request.method} {request.url.path}"
+    return error_response(_from_router(error, f"{request.method} {request.url.path}"), request.scope)
+
+
+def _from_router(error: HTTPException, asked: str) -> ApiError:
     if error.status_code == 404:
-        return ApiError(404, "unknown_url", f"Unknown request URL: {asked}. docs/api.md lists them.").response()
+        return ApiError(404, "unknown_url", f"Unknown request URL: {asked}. docs/api.md lists them.")
     if error.status_code == 405:
-        headers = dict(error.headers or {})
-        return ApiError(405, "method_not_allowed", f"{asked} is not allowed.", headers=headers).response()
-    return ApiError(error.status_code, "http_error", str(error.detail)).response()
+        return ApiError(405, "method_not_allowed", f"{asked} is not allowed.", headers=dict(error.headers or {}))
+    return ApiError(error.status_code, "http_error", str(error.detail))

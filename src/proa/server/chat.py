@@ -110,8 +110,8 @@ class ChatShape:
             made.usage = None
         return made
 
-    def usage_object(self, usage: Usage) -> ChatChunk:
-        return self._object([], usage)
+    def last_objects(self, usage: Usage) -> Iterator[ChatChunk]:
+        yield self._object([], usage)
 
     def fold(self, objects: Sequence[ChatChunk]) -> ChatAnswer:
         pieces: dict[int, list[ChatChunkChoice]] = {}

@@ -140,8 +140,8 @@ class CompletionShape:
             made.usage = None
         return made
 
-    def usage_object(self, usage: Usage) -> Completion:
-        return self._object([], usage)
+    def last_objects(self, usage: Usage) -> Iterator[Completion]:
+        yield self._object([], usage)
 
     def fold(self, objects: Sequence[Completion]) -> Completion:
         pieces: dict[int, list[CompletionChoice]] = {}

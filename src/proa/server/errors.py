@@ -1,4 +1,5 @@
-"""Errors as the OpenAI API words them: {"error": {message, type, param, code}}. Never: logging, routes."""
+"""Errors of the HTTP interface, as the OpenAI API words them: {"error": {message, type, param, code}}. Never:
+logging, routes, other protocols' words (anthropic_errors.py)."""
 
 from __future__ import annotations
 
@@ -43,9 +44,6 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-
-    def response(self) -> Response:
-        return json_response(self.body(), self.status, self.headers)
 
 
 def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -1,7 +1,8 @@
 """Request fields that other servers know and Proa does not implement, in one table. Never: reading implemented ones.
 
-A field is implemented (it stands in schema.py), refused (it would change the answer; its neutral values are
-accepted), ignored (it cannot change the answer), or unknown (named in a response header; refused under --strict).
+A field is implemented (it stands in schema.py or anthropic_schema.py), refused (it would change the answer; its
+neutral values are accepted), ignored (it cannot change the answer), or unknown (named in a response header; refused
+under --strict).
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from typing import Any, Literal
 
 from proa.server.errors import ApiError
 
-Endpoint = Literal["chat", "completions", "tokenize"]
+Endpoint = Literal["chat", "completions", "messages", "tokenize"]
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Changes the answer and is not implemented. `null` and the `neutral` values pass. `on` "" means everywhere."""
+    """Changes the answer and is not implemented. `null` and the `neutral` values pass. `on` () means everywhere."""
 
     name: str
     neutral: tuple[Any, ...] = ()
     hint: str = ""
-    on: Endpoint | Literal[""] = ""
+    on: tuple[Endpoint, ...] = ()
+
+    def is_for(self, endpoint: Endpoint) -> bool:
+        return not self.on or endpoint in self.on
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,14 @@ class Ignored:
 
 _STRUCTURED = "Structured output is not implemented."
 _SAMPLER = "This sampler is not implemented."
+_TOOLS = "Tool calls are not parsed yet."
+# Proa's own and OpenAI's, which /v1/messages does not take: null only.
+_OF_CHAT = (
+    *("n", "best_of", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_completion_tokens", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs"),
+    *("prompt_logprobs", "return_token_ids", "skip_special_tokens", "include_stop_str_in_output", "stream_options"),
+    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "priority", "cache_salt"),
+)
 
 REFUSED: tuple[Refused, ...] = (
     # OpenAI
@@ -46,7 +58,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("functions", ([],), "Use tools."),
     Refused("function_call", ("none", "auto"), "Use tools and tool_choice."),
     Refused("parallel_tool_calls", (True,)),
-    Refused("reasoning_effort", hint="Use /v1/chat/completions.", on="completions"),
+    Refused("reasoning_effort", hint="Use /v1/chat/completions.", on=("completions", "messages")),
     Refused("verbosity", ("medium",), "Ask for it in the prompt."),
     Refused("suffix", ("",)),
     Refused("store", (False,), "Proa stores no answers."),
@@ -74,8 +86,20 @@ REFUSED: tuple[Refused, ...] = (
     Refused("return_hidden_states", (False,)),
     Refused("return_tokens_as_token_ids", (False,), "Use return_token_ids."),
     Refused("spaces_between_special_tokens", (True,)),
-    Refused("echo", (False,), "Only /v1/completions echoes.", on="chat"),
-    Refused("add_special_tokens", (False,), "The chat template adds them.", on="chat"),
+    Refused("echo", (False,), "Only /v1/completions echoes.", on=("chat", "messages")),
+    Refused("add_special_tokens", (False,), "The chat template adds them.", on=("chat", "messages")),
+    # Anthropic
+    Refused("tools", ([],), _TOOLS, on=("messages",)),
+    Refused("tool_choice", ({"type": "auto"}, {"type": "none"}), _TOOLS, on=("messages",)),
+    Refused("thinking", ({"type": "disabled"},), "What the model thinks is part of its text.", on=("messages",)),
+    Refused("output_config", ({},), _STRUCTURED, on=("messages",)),
+    Refused("output_format", hint=_STRUCTURED, on=("messages",)),
+    Refused("mcp_servers", ([],), "Proa never reaches out to the network.", on=("messages",)),
+    Refused("container", hint="Proa runs no code.", on=("messages",)),
+    Refused("context_management", ({}, {"edits": []}), "Shorten the messages.", on=("messages",)),
+    Refused("compaction", hint="Ask for a summary in the messages.", on=("messages",)),
+    Refused("thread", hint="Proa stores no conversations; send all messages.", on=("messages",)),
+    *(Refused(name, hint="Use /v1/chat/completions.", on=("messages",)) for name in _OF_CHAT),
     # llama.cpp
     Refused("grammar", ("",), _STRUCTURED),
     Refused("json_schema", hint=_STRUCTURED),
@@ -101,6 +125,10 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("prompt_cache_retention", "prefixes stay until the room is needed"),
     Ignored("prompt_cache_options", "prefixes stay until the room is needed"),
     Ignored("cache_prompt", "prefixes are always cached"),
+    Ignored("cache_control", "prefixes are always cached"),
+    Ignored("inference_geo", "it runs where the server is"),
+    Ignored("speed", "there is one speed"),
+    Ignored("diagnostics", "nothing is compared with earlier requests"),
     Ignored("stream_reasoning", "reasoning is part of the text"),
     Ignored("request_id", "send the header x-request-id"),
     Ignored("rid", "send the header x-request-id"),
@@ -113,7 +141,7 @@ _IGNORED_NAMES = frozenset(row.name for row in IGNORED)
 def implemented_fields(
     body: dict[str, Any], known: Collection[str], endpoint: Endpoint, *, strict: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """(the fields that schema.py reads, the names of unknown ones). null counts as "not given".
+    """(the fields that the schema reads, the names of unknown ones). null counts as "not given".
 
     Raises ApiError 400 that names a refused field, or under `strict` an unknown one.
     """
@@ -123,7 +151,7 @@ def implemented_fields(
         if name in known:
             if value is not None:
                 kept[name] = value
-        elif name in _REFUSED_BY_NAME and _REFUSED_BY_NAME[name].on in ("", endpoint):
+        elif name in _REFUSED_BY_NAME and _REFUSED_BY_NAME[name].is_for(endpoint):
             _demand_neutral(_REFUSED_BY_NAME[name], value)
         elif name not in _IGNORED_NAMES:
             unknown.append(name)

@@ -12,18 +12,21 @@ from starlette.responses import Response
 from proa.errors import ProaError
 from proa.llm import AsyncLLM
 from proa.server.answer import Job, Shape, answer_objects
+from proa.server.anthropic import messages_job
+from proa.server.anthropic_schema import MessagesRequest
 from proa.server.chat import chat_job
 from proa.server.completions import completion_job
+from proa.server.dialect import Dialect, dialect_of
 from proa.server.errors import from_proa, internal, json_response
 from proa.server.fields import Endpoint
 from proa.server.intake import read_request
-from proa.server.schema import ChatRequest, CompletionRequest, SampledRequest
+from proa.server.schema import ChatRequest, CompletionRequest, GeneratingRequest
 from proa.server.service import Service, Tally
 from proa.server.sse import EventStream, Opened, unless_gone
 
 log = logging.getLogger(__name__)
 
-R = TypeVar("R", bound=SampledRequest)
+R = TypeVar("R", bound=GeneratingRequest)
 MakeJob = Callable[
     [AsyncLLM, R, str, str], Coroutine[Any, Any, Job]
 ]  # (model, request, id of the answer, name of the model)
@@ -37,6 +40,10 @@ async def completions(request: Request, service: Service) -> Response:
     return await _generate(request, service, "completions", CompletionRequest, completion_job)
 
 
+async def messages(request: Request, service: Service) -> Response:
+    return await _generate(request, service, "messages", MessagesRequest, messages_job)
+
+
 async def _generate(
     request: Request, service: Service, endpoint: Endpoint, schema: type[R], make_job: MakeJob[R]
 ) -> Response:
@@ -47,7 +54,8 @@ async def _generate(
     objects = answer_objects(llm, job, tally, service.metrics)
     if asked.stream:
         opened = await unless_gone(receive, Opened.start(objects))
-        return EventStream(opened, _explainer(tally), headers)
+        dialect = dialect_of(request.url.path)
+        return EventStream(opened, dialect.frames, _explainer(tally, dialect), headers)
     answer = await unless_gone(receive, _folded(objects, job.shape))
     return json_response(answer, headers=headers)
 
@@ -62,14 +70,14 @@ async def _folded(objects: AsyncGenerator[Any, None], shape: Shape) -> Any:
     return shape.fold([item async for item in objects])
 
 
-def _explainer(tally: Tally) -> Callable[[Exception], object]:
+def _explainer(tally: Tally, dialect: Dialect) -> Callable[[Exception], object]:
     """For errors in the middle of a stream: note them, log bugs, return the event's content."""
 
     def explain(error: Exception) -> object:
         tally.trouble = str(error) or type(error).__name__
         if isinstance(error, ProaError):
-            return from_proa(error).body()
+            return dialect.error_body(from_proa(error), tally.request_id)
         log.error("A bug in request %s", tally.request_id, exc_info=error)
-        return internal(tally.request_id).body()
+        return dialect.error_body(internal(tally.request_id), tally.request_id)
 
     return explain

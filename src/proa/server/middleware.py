@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proa.obs.metrics import Outcome
 from proa.obs.units import format_duration
+from proa.server.dialect import error_response
 from proa.server.errors import ApiError, internal
 from proa.server.service import Service, Tally
 from proa.server.sse import ClientGoneError
@@ -21,6 +22,7 @@ from proa.server.sse import ClientGoneError
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+ANTHROPIC_ID_HEADER = "request-id"  # where their clients look for it
 OPEN_PATHS = ("/health", "/metrics", "/version")  # supervisors and Prometheus seldom have a key
 _SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -46,7 +48,8 @@ class Surroundings:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(raw=message["headers"])[REQUEST_ID_HEADER] = tally.request_id
+                headers = MutableHeaders(raw=message["headers"])
+                headers[REQUEST_ID_HEADER] = headers[ANTHROPIC_ID_HEADER] = tally.request_id
             await send(message)
 
         self._service.in_flight += 1
@@ -58,7 +61,7 @@ class Surroundings:
             log.exception("A bug in request %s", tally.request_id)
             if status:
                 raise  # too late for an answer; the connection must break
-            await internal(tally.request_id).response()(scope, receive, named_send)
+            await error_response(internal(tally.request_id), scope)(scope, receive, named_send)
         finally:
             self._service.in_flight -= 1
             self._record(scope, tally, status)
@@ -68,16 +71,17 @@ class Surroundings:
             refusal = ApiError(
                 401,
                 "invalid_api_key",
-                "The API key is missing or wrong. Send the header: Authorization: Bearer KEY.",
+                "The API key is missing or wrong. Send the header Authorization: Bearer KEY, or x-api-key: KEY.",
                 headers={"www-authenticate": "Bearer"},
             )
-            await refusal.response()(scope, receive, send)
+            await error_response(refusal, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _has_key(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        return any(hmac.compare_digest(key.strip().encode("latin-1"), self._key) for key in given)
 
     def _record(self, scope: Scope, tally: Tally, status: int) -> None:
         seconds = time.monotonic() - tally.started_s

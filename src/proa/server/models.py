@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 from proa.errors import RequestError
 from proa.llm import AsyncLLM
+from proa.server.anthropic import as_chat
+from proa.server.anthropic_schema import CountTokensRequest
 from proa.server.errors import json_response
 from proa.server.intake import read_request
 from proa.server.prompts import read_messages, tokenize
@@ -64,6 +66,13 @@ async def _tokens_of(llm: AsyncLLM, asked: TokenizeRequest) -> list[int]:
         continue_final_message=asked.continue_final_message,
     )
     return await tokenize(llm, chat)
+
+
+async def count_tokens(request: Request, service: Service) -> Response:
+    """Anthropic's /v1/messages/count_tokens: a conversation -> input_tokens."""
+    asked, headers = await read_request(request, service, "messages", CountTokensRequest)
+    tokens = await tokenize(service.loaded(), as_chat(asked))
+    return json_response({"input_tokens": len(tokens)}, headers=headers)
 
 
 async def detokenize_tokens(request: Request, service: Service) -> Response:

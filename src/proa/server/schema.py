@@ -41,10 +41,15 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class SampledRequest(ApiRequest):
-    """What chat and completions share."""
+class GeneratingRequest(ApiRequest):
+    """What every request for text has in common."""
 
     stream: bool = False
+
+
+class SampledRequest(GeneratingRequest):
+    """What chat and completions share."""
+
     stream_options: StreamOptions | None = None
     n: int = 1
     best_of: int | None = None

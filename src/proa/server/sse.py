@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -12,10 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 FIRST_OBJECT_S = 2.0  # how long the status line waits for the engine's refusal, so that it has the right code
-KEEP_ALIVE_S = 10.0  # a comment goes out when nothing else did for this long, so that proxies and clients stay
-
-DONE = b"data: [DONE]\n\n"
-_KEEP_ALIVE = b": working\n\n"
+KEEP_ALIVE_S = 10.0  # something goes out when nothing else did for this long, so that proxies and clients stay
 
 T = TypeVar("T")
 
@@ -26,6 +24,24 @@ class ClientGoneError(Exception):
 
 def event(content: object) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def named_event(content: msgspec.Struct) -> bytes:
+    """An event named after the struct's tag, which is in its data too."""
+    return f"event: {content.__struct_config__.tag}\n".encode() + event(content)
+
+
+@dataclass(frozen=True)
+class Frames:
+    """How a protocol puts objects into a stream, what it sends while there is none, and what after the last."""
+
+    event: Callable[[Any], bytes]
+    keep_alive: bytes
+    end: bytes
+
+
+PLAIN_FRAMES = Frames(event, keep_alive=b": working\n\n", end=b"data: [DONE]\n\n")
+NAMED_FRAMES = Frames(named_event, keep_alive=b'event: ping\ndata: {"type":"ping"}\n\n', end=b"")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -93,17 +109,20 @@ class Opened(Generic[T]):
 
 
 class EventStream(Response):
-    """Sends `objects` as events until they end or the client hangs up, and closes them in both cases.
+    """Sends `objects` in `frames` until they end or the client hangs up, and closes them in both cases.
 
-    `explain` turns an error on the way into the event that tells the client.
+    `explain` turns an error on the way into the object that tells the client.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, objects: Opened[Any], explain: Callable[[Exception], object], headers: dict[str, str]) -> None:
+    def __init__(
+        self, objects: Opened[Any], frames: Frames, explain: Callable[[Exception], object], headers: dict[str, str]
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._objects = objects
+        self._frames = frames
         self._explain = explain
         self._last_sent_s = 0.0
 
@@ -118,13 +137,13 @@ class EventStream(Response):
         heartbeat = asyncio.create_task(self._keep_alive(send))
         try:
             async for item in self._objects:
-                await self._send(send, event(item))
+                await self._send(send, self._frames.event(item))
         except Exception as error:  # noqa: BLE001 - the status line is out: only an event can tell now
-            await self._send(send, event(self._explain(error)))
+            await self._send(send, self._frames.event(self._explain(error)))
         finally:
             heartbeat.cancel()
             await asyncio.gather(heartbeat, return_exceptions=True)
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._frames.end, "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._last_sent_s = time.monotonic()
@@ -135,4 +154,4 @@ class EventStream(Response):
         while True:
             await asyncio.sleep(max(self._last_sent_s + KEEP_ALIVE_S - time.monotonic(), 0))
             if time.monotonic() >= self._last_sent_s + KEEP_ALIVE_S:
-                await self._send(send, _KEEP_ALIVE)
+                await self._send(send, self._frames.keep_alive)

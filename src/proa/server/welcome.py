@@ -22,8 +22,8 @@ def welcome(url: str, model_name: str, options: ServerOptions) -> str:
         f"    export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
         "  Open WebUI",
         f"    Settings > Connections > OpenAI API: URL {url}/v1, key {key}",
-        "  Anthropic clients",
-        "    not yet: this version has no /v1/messages",
+        "  Anthropic clients (tool calls are not parsed yet: requests with tools are refused)",
+        f"    export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}",
     ]
     if options.api_key:
         lines.append("  (PROA_API_KEY stands for the key given with --api-key)")

@@ -1,0 +1,87 @@
+"""The shapes of Anthropic's answers: the message and the events of its stream. Never: how they are filled
+(anthropic.py).
+
+Every struct is written with its `type`, which is also the name of its event.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Usage(msgspec.Struct):
+    """`input_tokens` are those of the prompt that had to be computed; the cached ones are counted apart."""
+
+    input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str = ""
+
+
+class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class Message(msgspec.Struct, tag_field="type", tag="message"):
+    """The whole answer; at the start of a stream without content and end."""
+
+    id: str
+    model: str
+    usage: Usage
+    role: str = "assistant"
+    content: list[TextBlock] = []
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+
+
+class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    message: Message
+
+
+class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    content_block: TextBlock
+    index: int = 0
+
+
+class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    delta: TextDelta
+    index: int = 0
+
+
+class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    index: int = 0
+
+
+class Ending(msgspec.Struct):
+    """Why the answer ended; `stop_sequence` is the string that matched."""
+
+    stop_reason: str
+    stop_sequence: str | None = None
+
+
+class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
+    delta: Ending
+    usage: Usage
+
+
+class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+    pass
+
+
+class ErrorDetails(msgspec.Struct):
+    type: str
+    message: str
+
+
+class ErrorReply(msgspec.Struct, tag_field="type", tag="error"):
+    """The body of a refusal, and the event that ends a stream in trouble."""
+
+    error: ErrorDetails
+    request_id: str
+
+
+StreamEvent = MessageStart | ContentBlockStart | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop
