@@ -32,6 +32,10 @@ class ProaError(Exception):
         self.remedy = remedy
         self.param = param
 
+    def again(self) -> ProaError:
+        """The same error to raise anew: one object raised twice would collect tracebacks."""
+        return type(self)(self.message, self.remedy, param=self.param)
+
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".rstrip()
 

@@ -15,8 +15,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What the user asks. `None` means: the checkpoint's generation_config.json decides, else neutral.
 
     temperature 0 is greedy. top_k 0 keeps all tokens. `logprobs=k` returns the sampled token's
-    log-probability and those of the k most likely tokens. max_tokens `None` fills the context.
-    Raises RequestError on construction when a value is out of range.
+    log-probability and those of the k most likely tokens. max_tokens `None` fills the context. A plain string
+    as `stop` is one stop string. Raises RequestError on construction when a value has a wrong type or range.
     """
 
     n: int = 1
@@ -40,33 +40,46 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        ranges: tuple[tuple[str, float | None, float, float], ...] = (
-            ("n", self.n, 1, 128),
-            ("max_tokens", self.max_tokens, 1, 2**31),
-            ("min_tokens", self.min_tokens, 0, 2**31),
-            ("temperature", self.temperature, 0.0, 100.0),
-            ("top_k", self.top_k, 0, 2**31),
-            ("min_p", self.min_p, 0.0, 1.0),
-            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            ("logprobs", self.logprobs, 0, 100),
-            ("prompt_logprobs", self.prompt_logprobs, 0, 100),
-            ("seed", self.seed, -(2**63), 2**64 - 1),
-        )
-        for name, value, low, high in ranges:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        self._check_types()
+        for name, low, high in _RANGES:
+            value: float | None = msgspec.structs.asdict(self)[name]
             if value is not None and not low <= value <= high:  # NaN fails here too
-                raise RequestError(f"{name} is {value}.", f"Use {low:g} to {high:g}.", param=name)
-        for name, value in (("top_p", self.top_p), ("repetition_penalty", self.repetition_penalty)):
-            if value is not None and not 0.0 < value <= (1.0 if name == "top_p" else 100.0):
-                raise RequestError(
-                    f"{name} is {value}.",
-                    f"It must be above 0 and at most {1 if name == 'top_p' else 100}.",
-                    param=name,
-                )
+                raise RequestError(f"{name} is {value}.", f"Use {low} to {high}.", param=name)
+        if self.top_p == 0.0:
+            raise RequestError("top_p is 0.", "It must be above 0; temperature 0 is greedy.", param="top_p")
         if any(not s for s in self.stop):
             raise RequestError("A stop string is empty.", "Leave it out.", param="stop")
         if any(not -100.0 <= b <= 100.0 for b in self.logit_bias.values()):
             raise RequestError("A logit_bias is out of range.", "Use -100 to 100.", param="logit_bias")
+
+    def _check_types(self) -> None:
+        """Python callers may pass anything; the engine's decoder must never meet it."""
+        values = msgspec.structs.asdict(self)
+        for field in msgspec.structs.fields(self):
+            try:
+                checked = msgspec.convert(values[field.name], field.type)
+            except msgspec.ValidationError as error:
+                raise RequestError(f"{field.name} is {values[field.name]!r}.", f"{error}.", param=field.name) from error
+            msgspec.structs.force_setattr(self, field.name, checked)
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, 128),
+    ("max_tokens", 1, 2**31),
+    ("min_tokens", 0, 2**31),
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("top_k", 0, 2**31),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.01, 100.0),
+    ("logprobs", 0, 100),
+    ("prompt_logprobs", 0, 100),
+    ("seed", -(2**63), 2**64 - 1),
+)
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -166,3 +166,10 @@ def test_logprobs_are_of_the_plain_distribution(rng: torch.Generator) -> None:
     assert got.logprob == pytest.approx(float(want[3]), abs=1e-5)
     assert [t for t, _ in got.top] == want.argsort(descending=True)[:4].tolist()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(got), type=type(got)) == got
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-12])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.9}])
+def test_a_tiny_temperature_is_nearly_greedy(temperature: float, cut: dict[str, object], rng: torch.Generator) -> None:
+    logits = torch.randn(1, 3000, generator=rng) * 5
+    assert sample(logits, [row(temperature=temperature, seed=1, **cut)]) == [int(logits.argmax())]

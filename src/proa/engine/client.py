@@ -31,11 +31,12 @@ from proa.engine.ipc import (
     ToEngine,
     Tokens,
 )
-from proa.errors import EngineDead, ProaError, error_from_wire
+from proa.errors import EngineDead, ProaError, UsageError, error_from_wire
 from proa.plan.plan import Plan
 from proa.types import EngineRequest, TokenEvent
 
 CLOSE_SECONDS = 5.0
+LONGEST_ENDPOINT = 100  # the system allows a socket's path about 107 bytes
 RECONNECT_MS = 10  # how often to look whether the engine listens yet
 LAST_WORDS_SECONDS = 0.5  # a dying engine's Failed message may still be on its way when its exit is seen
 
@@ -61,6 +62,12 @@ class EngineClient:
         """Start the process and return at once; it loads meanwhile."""
         folder = Path(tempfile.mkdtemp(prefix="proa-"))  # mode 0700: nobody else can connect
         endpoint = f"ipc://{folder}/engine"
+        if len(endpoint) > LONGEST_ENDPOINT:
+            folder.rmdir()
+            raise UsageError(
+                f"The temporary folder {folder.parent} has too long a name for a socket.",
+                "Set TMPDIR to a shorter one.",
+            )
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)  # sending never blocks, not even to an engine that has died
@@ -83,7 +90,7 @@ class EngineClient:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         """See EngineHandle.generate."""
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.again()
         if self.state == "stopped":
             raise EngineDead("The engine was stopped.")
         events: asyncio.Queue[TokenEvent | ProaError] = asyncio.Queue()
@@ -127,8 +134,12 @@ class EngineClient:
         decoder = msgspec.msgpack.Decoder(FromEngine)
         while True:
             self._handle(decoder.decode(await self._socket.recv()))
+            if self._folder.exists():  # connected: nobody needs the path any more, and no crash can leave it behind
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _handle(self, message: FromEngine) -> None:
+        if self.state in ("failed", "stopped"):
+            return
         match message:
             case Tokens(events):
                 for event in events:

@@ -37,9 +37,12 @@ class Engine:
             raise RequestError(
                 f"Token id {outside[0]} is outside the model's vocabulary.", f"Use 0 to {self.vocab - 1}."
             )
+        ends = {*request.sampling.eos_token_ids, *request.sampling.stop_token_ids}
+        if request.sampling.min_tokens and len(ends) >= self.vocab:
+            raise RequestError("min_tokens forbids every token, for all of them end the answer.", "Name fewer of them.")
         if self._dynamic_from is not None and len(request.tokens) > self._dynamic_from:
             # Keys of such a prompt depend on its length: see docs/decisions/003.
-            request = msgspec.structs.replace(request, salt=f"{request.salt} rope:{len(request.tokens)}")
+            request = msgspec.structs.replace(request, salt=f"rope:{len(request.tokens)}:{request.salt}")
         self.scheduler.submit(request)
 
     def abort(self, request_id: str) -> bool:

@@ -1,7 +1,7 @@
 """Typed messages between the API process and the engine process: msgpack over ZMQ, no pickle. Never: logic.
 
-Frontend -> engine: Start once, then Submit, Abort, Drain. Engine -> frontend: Loading*, then Ready or Failed,
-then Tokens, Refused and Stats until the end.
+Frontend -> engine: Start once, then Submit and Abort, at last Shutdown. Engine -> frontend: Loading*, then Ready or
+Failed, then Tokens, Refused and Stats until the end.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to tak
 
 def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, Ready]:
     """Load the planned model. Raises ModelError and ResourceError."""
-    begin = time.perf_counter()
     torch.set_num_threads(plan.threads)
     torch.set_flush_denormal(True)
     checkpoint = open_checkpoint(Path(plan.path), plan.load_format, plan.override_config)
@@ -41,17 +40,19 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     dtype = DTYPES[plan.dtype]
     model = Decoder(declared.spec, chosen.ops, dtype)
     targets = dict(model.parameters())
+    begin = time.perf_counter()
     if plan.load_format == "dummy":
         fill_dummy(declared.spec, targets, plan.dummy_seed, plan.dummy_router)
     else:
         load_weights(checkpoint, declared, targets, _paced(report))
+    load_seconds = time.perf_counter() - begin
     runner = Runner(model, plan.num_pages, plan.page_tokens, dtype)
     choose_threads(runner, plan.threads, min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens))
     engine = Engine(runner, _scheduler(plan), declared.spec.vocab)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
     ready = Ready(
-        load_seconds=time.perf_counter() - begin,
+        load_seconds=load_seconds,
         weights_bytes=declared.spec.num_params * dtype.itemsize,
         ops=chosen.names,
         decode_threads=runner.decode_threads,

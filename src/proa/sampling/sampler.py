@@ -30,11 +30,17 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
             by_method[_is_cut(row)].append(r)
     for is_cut, chosen in by_method.items():
         if chosen:
-            warm = torch.tensor([rows[r].sampling.temperature for r in chosen])
             draw = _draw_cut if is_cut else _draw_whole
-            for r, token in zip(chosen, draw(scores[chosen] / warm[:, None], [rows[r] for r in chosen]), strict=True):
+            for r, token in zip(chosen, draw(_warm(scores, rows, chosen), [rows[r] for r in chosen]), strict=True):
                 tokens[r] = token
     return tokens
+
+
+def _warm(scores: Tensor, rows: Sequence[Row], chosen: list[int]) -> Tensor:
+    """The chosen rows over their temperatures, float64, the best at 0: no temperature is too small for that."""
+    temperatures = torch.tensor([rows[r].sampling.temperature for r in chosen], dtype=torch.float64)
+    picked = scores[chosen]
+    return (picked - picked.amax(-1, keepdim=True)).double() / temperatures[:, None]
 
 
 def _is_cut(row: Row) -> bool:
@@ -42,14 +48,14 @@ def _is_cut(row: Row) -> bool:
 
 
 def _draw_whole(scores: Tensor, rows: Sequence[Row]) -> list[int]:
-    return _invert(torch.softmax(scores.double(), -1), rows)
+    return _invert(torch.softmax(scores, -1), rows)
 
 
 def _draw_cut(scores: Tensor, rows: Sequence[Row], width: int = HEAD_TOKENS) -> list[int]:
     """Draw among each row's `width` best tokens; rows whose cut lies beyond them are drawn again among all."""
     width = min(width, scores.shape[-1])
     best, ids = torch.topk(scores, width)
-    probs = (best.double() - torch.logsumexp(scores.double(), -1, keepdim=True)).exp()
+    probs = (best - torch.logsumexp(scores, -1, keepdim=True)).exp()
     kept, reaches_on = _kept(probs, rows)
     places = torch.tensor(_invert(probs * kept, rows))
     tokens: list[int] = ids.gather(-1, places[:, None])[:, 0].tolist()
