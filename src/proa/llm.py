@@ -4,9 +4,10 @@ tasks of running requests. Never: HTTP, sampling, a second scheduler."""
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,10 +16,10 @@ from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
 from proa.engine.client import EngineClient
 from proa.engine.handle import EngineHandle
-from proa.errors import EngineDead, ShuttingDown, UsageError
+from proa.errors import EngineDead, RequestError, ShuttingDown, UsageError
 from proa.plan.plan import Plan
 from proa.plan.prepare import Prepared, prepare
-from proa.text.answer import Answer, AnswerFold
+from proa.text.answer import Answer, AnswerFold, complete
 from proa.text.choice import ChoiceStream
 from proa.text.merge import merge
 from proa.text.settle import RequestRules, sampling_defaults
@@ -60,15 +61,19 @@ class AsyncLLM:
             vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
             eos_token_ids=tokenizer.eos_token_ids | eos,
             defaults=self.sampling_defaults,
+            max_running=plan.max_running,
+            max_queued=plan.max_queued,
         )
 
     @classmethod
     async def launch(
-        cls, model: str, options: EngineOptions | None = None, progress: Progress | None = None
+        cls, model: str | Path, options: EngineOptions | None = None, progress: Progress | None = None
     ) -> AsyncLLM:
         """Find, plan and start `model`; return while it loads (`await llm.engine.wait_ready()`)."""
+        if not isinstance(model, str | Path):
+            raise UsageError(f"The model is {model!r}.", "Give its name or folder, as a str or a Path.")
         options = options or EngineOptions()
-        return await cls.start(await asyncio.to_thread(prepare, model, options, progress), options)
+        return await cls.start(await asyncio.to_thread(prepare, str(model), options, progress), options)
 
     @classmethod
     async def start(cls, prepared: Prepared, options: EngineOptions) -> AsyncLLM:
@@ -90,8 +95,15 @@ class AsyncLLM:
         """Tokens of a text, of a conversation (by the checkpoint's chat template), or the tokens given.
         Raises RequestError."""
         if isinstance(prompt, Chat):
+            _check_messages(prompt.messages)
             return self.tokenizer.encode_chat(prompt)
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, list | tuple):
+            raise RequestError(
+                f"A prompt is a {type(prompt).__name__}.", "Give a str, a list of tokens or a Chat.", param="prompt"
+            )
+        return list(prompt)
 
     def check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
         """Raise RequestError or ContextLengthExceeded for what `stream` would refuse."""
@@ -104,7 +116,9 @@ class AsyncLLM:
 
         Raises RequestError, ContextLengthExceeded, QueueFull, ResourceError, ShuttingDown, EngineDead.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is a {type(params).__name__}.", "Give SamplingParams(...).", param="params")
         tokens = prompt if isinstance(prompt, list) else await asyncio.to_thread(self.tokenize, prompt)
         requests = self._rules.requests(tokens, params, priority=priority, salt=salt)
         sources = [self._choice(i, request, params) for i, request in enumerate(requests)]
@@ -115,12 +129,13 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, salt: str = ""
     ) -> Answer:
-        """The whole answer: what the chunks of `stream` add up to. Raises as `stream` does."""
+        """The whole answer: what the chunks of `stream` add up to. Raises as `stream` does, and EngineDead or
+        ProaError for an answer that ended with "abort" or "error"."""
         answer = AnswerFold()
         async with aclosing(self.stream(prompt, params, priority=priority, salt=salt)) as chunks:
             async for chunk in chunks:
                 answer.add(chunk)
-        return answer.result()
+        return complete(answer.result())
 
     async def close(self) -> None:
         """Stop the engine; running requests end with finish "abort"."""
@@ -150,7 +165,7 @@ class LLM:
     the model from loading.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: Any) -> None:
         asked = from_keywords(EngineOptions, **options)
         self._loop = _LoopThread()
         try:
@@ -175,10 +190,7 @@ class LLM:
         """Answers in the order of the prompts: texts, token lists or Chats, one or many; `params` for all or one
         for each. The first failure ends the others and is raised."""
         many = _as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(many)
-        else:
-            each = list(params)
+        each = _params_as_list(params, len(many))
         if len(each) != len(many):
             raise UsageError(
                 f"There are {len(many)} prompts but {len(each)} SamplingParams.", "Give one for all, or one for each."
@@ -193,7 +205,14 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> Answer:
-        """The answer to a conversation in OpenAI's form; other keywords go to the chat template."""
+        """The answer to a conversation in OpenAI's form; other keywords go to the chat template. Raises UsageError
+        for one that belongs into SamplingParams."""
+        misplaced = {*SamplingParams.__struct_fields__, "sampling_params"} & set(template_kwargs)
+        if misplaced:
+            raise UsageError(
+                f"{', '.join(sorted(misplaced))}: other keywords of chat go to the chat template.",
+                "What shapes the answer goes into SamplingParams: chat(messages, SamplingParams(...)).",
+            )
         chat = Chat(messages=messages, tools=tools, template_kwargs=template_kwargs)
         return self.generate(chat, params)[0]
 
@@ -212,12 +231,21 @@ class _LoopThread:
     """An event loop in a thread of its own, so that plain code (and notebooks with a loop) can wait for it."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proa-llm", daemon=True)
         self._thread.start()
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """This is a forked child: the thread stayed in the parent, waiting for it would never end."""
+        return os.getpid() != self._pid
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` there and wait; an exception here (Ctrl-C) cancels it there."""
+        if self.is_elsewhere:
+            work.close()
+            raise UsageError(f"This LLM belongs to process {self._pid}.", "Make a new one after a fork.")
         if self._loop.is_closed():
             work.close()
             raise ShuttingDown("This LLM was closed.", "Make a new one.")
@@ -243,7 +271,7 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-async def _launch_and_wait(model: str, options: EngineOptions) -> AsyncLLM:
+async def _launch_and_wait(model: str | Path, options: EngineOptions) -> AsyncLLM:
     llm = await AsyncLLM.launch(model, options)
     try:
         await llm.engine.wait_ready()
@@ -254,6 +282,8 @@ async def _launch_and_wait(model: str, options: EngineOptions) -> AsyncLLM:
 
 
 def _close(loop: _LoopThread, llm: AsyncLLM) -> None:
+    if loop.is_elsewhere:  # the parent's engine runs on
+        return
     try:
         loop.run(llm.close())
     finally:
@@ -263,7 +293,8 @@ def _close(loop: _LoopThread, llm: AsyncLLM) -> None:
 async def _generate_all(llm: AsyncLLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Answer]:
     """All answers. Enough are submitted at once to keep the engine full, few enough not to overflow its queue."""
     widest = max((p.n for p in params), default=1)
-    places = asyncio.Semaphore(max(1, 2 * llm.plan.max_running // widest))
+    running, queued = llm.plan.max_running, llm.plan.max_queued
+    places = asyncio.Semaphore(max(1, min(2 * running, running + queued) // widest))
 
     async def one(prompt: Prompt, wanted: SamplingParams) -> Answer:
         async with places:
@@ -281,7 +312,29 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many; a list of numbers is one prompt of tokens."""
     if isinstance(prompts, str | Chat):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray | Mapping | Set) or not isinstance(prompts, Iterable):
+        raise UsageError(
+            f"The prompts are a {type(prompts).__name__}.", "Give a str, a list of tokens or a Chat, or a list of them."
+        )
     many = list(prompts)
     if many and all(isinstance(p, int) for p in many):
         return [cast(list[int], many)]
     return cast(list[Prompt], many)
+
+
+def _params_as_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """`count` times the same, or what was given for each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):
+        raise UsageError(f"params is {params!r}.", "Give SamplingParams(...), or a list of them.", param="params")
+    return list(params)
+
+
+def _check_messages(messages: list[dict[str, Any]]) -> None:
+    if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) for m in messages):
+        raise RequestError(
+            f"messages is {messages!r}.",
+            'Give a list of dicts, such as [{"role": "user", "content": "Hello"}].',
+            param="messages",
+        )

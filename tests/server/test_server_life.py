@@ -291,6 +291,57 @@ def test_signals(tmp_path: Path, signals: tuple[signal.Signals, ...], code: int)
             process.kill()
 
 
+CLOSES_SLOWLY = """
+class Slow(FakeEngine):
+    async def close(self):
+        sys.stderr.write("closing\\n")
+        sys.stderr.flush()
+        await asyncio.sleep(60)
+
+FakeEngine = Slow
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_while_the_engine_stops(tmp_path: Path, second: signal.Signals) -> None:
+    from fakes import make_tokenizer
+
+    script = SCRIPT.replace("tokenizer = ", CLOSES_SLOWLY + "tokenizer = ", 1)
+    command = [sys.executable, "-c", script, str(make_tokenizer(tmp_path / "t")), "60"]
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            url = process.stderr.readline().removeprefix("listening on ").strip()
+            assert wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+            process.send_signal(signal.SIGTERM)
+            while process.stderr.readline().strip() != "closing":
+                pass
+            process.send_signal(second)
+            assert process.wait(5) == 1
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_drain_does_not_wait_for_stalled_uploads(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"
+    with Served(tokenizer, drain_seconds=60) as served:
+        assert wait_for(lambda: httpx.get(f"{served.url}/health").status_code == 200)
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as upload:
+            upload.sendall(head)
+            time.sleep(0.2)
+            began = time.monotonic()
+            served.loop.call_soon_threadsafe(served.stop.ask)
+            answer = upload.makefile("rb").read()
+            assert served.exit.result(10) == 0
+        assert time.monotonic() - began < 5
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b'"shutting_down"' in answer
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_server_leaves_no_task_behind(tokenizer: Tokenizer) -> None:
     left: list[int] = []
     with Served(tokenizer, Reply(tokenizer.encode("Hello"))) as served:

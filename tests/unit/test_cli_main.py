@@ -153,3 +153,27 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 def test_help_is_not_an_error_inside() -> None:
     with pytest.raises(HelpShown):
         cli.run(["chat", "--help"])
+
+
+@pytest.mark.parametrize("log", ["info", "debug"])
+@pytest.mark.parametrize(
+    ("bug", "named"),
+    [
+        (ZeroDivisionError("by\n  zero."), "ZeroDivisionError: by zero"),
+        (IndexError(), "IndexError"),
+    ],
+)
+def test_a_bug_is_one_line_unless_debugging(
+    bug: Exception, named: str, log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(argv: Sequence[str]) -> int:
+        raise bug
+
+    monkeypatch.setattr(cli, "run", run)
+    monkeypatch.setenv("PROA_LOG", log)
+    assert cli.main() == 1
+    said = capsys.readouterr().err
+    line = f"proa: a bug: {named}. Set PROA_LOG=debug for the traceback and report it.\n"
+    assert said.endswith(line)
+    assert ("Traceback" in said) == (log == "debug")
+    assert log == "debug" or said == line

@@ -56,3 +56,15 @@ def test_child_environment_replaces_a_switch(monkeypatch: pytest.MonkeyPatch) ->
     environ = child_environ(log="warning")
     assert environ["PROA_LOG"] == "warning"
     assert environ["PATH"]
+
+
+def test_nobodys_home_matters_only_when_the_cache_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a uid that has no passwd entry."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert read_env({"PROA_LOG": "debug"}).debug
+    assert read_env({"PROA_CACHE": "/data"}).cache == Path("/data")
+    for environ in ({}, {"PROA_CACHE": "~/there"}):
+        environment = read_env(environ)
+        with pytest.raises(UsageError, match="Set PROA_CACHE"):
+            _ = environment.cache

@@ -54,6 +54,12 @@ def main() -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return _broken_pipe()
+    except Exception as error:  # noqa: BLE001 - the outermost border: a user gets a line, not a traceback
+        if _debug():
+            traceback.print_exc()
+        what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".:")
+        write_err(f"proa: a bug: {what}. Set PROA_LOG=debug for the traceback and report it.\n")
+        return 1
 
 
 def run(argv: Sequence[str]) -> int:

@@ -39,10 +39,21 @@ SWITCHES = declarations(_Switches)
 
 @dataclass(frozen=True)
 class Environment:
-    """`cache` is absolute and may not exist yet."""
+    """The switches, defaults filled in. `cache_path` may start with "~"."""
 
-    cache: Path
+    cache_path: Path
     log: str
+
+    @property
+    def cache(self) -> Path:
+        """The cache folder, absolute; it may not exist yet. Raises UsageError if it needs a home and there is none."""
+        try:
+            return self.cache_path.expanduser().absolute()
+        except RuntimeError as error:  # HOME is unset and the user id has no passwd entry, as in some containers
+            raise UsageError(
+                f"The cache folder is {self.cache_path}, but this user has no home folder.",
+                "Set PROA_CACHE to a folder that can be written.",
+            ) from error
 
     @property
     def debug(self) -> bool:
@@ -62,9 +73,8 @@ def read_env(environ: Mapping[str, str] | None = None) -> Environment:
                 f"{did_you_mean(variable, known)} Known: {', '.join(known)}.".strip(),
             )
         values[name] = from_text(SWITCHES[name], environ[variable], variable)
-    cache = values["cache"] or environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(cache) if values["cache"] else Path(cache) / "proa"
-    return Environment(folder.expanduser().absolute(), values["log"])
+    cache = values["cache"] or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "proa"
+    return Environment(Path(cache), values["log"])
 
 
 # What the libraries under the engine read, unless the user has set it.

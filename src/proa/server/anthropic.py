@@ -24,7 +24,7 @@ from proa.server.anthropic_replies import (
     Usage,
 )
 from proa.server.anthropic_schema import CountTokensRequest, MessagesRequest
-from proa.server.prompts import tokenize
+from proa.server.prompts import tokenize_chat
 from proa.types import Chat, Chunk, SamplingParams
 
 
@@ -37,7 +37,7 @@ async def messages_job(llm: AsyncLLM, request: MessagesRequest, answer_id: str, 
         top_k=request.top_k,
         stop=tuple(request.stop_sequences),
     )
-    prompt = await tokenize(llm, as_chat(request))
+    prompt = await tokenize_chat(llm, as_chat(request))
     llm.check(prompt, params)
     return Job(
         prompts=[prompt],

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from proa.server.schema import ApiRequest, GeneratingRequest
+from proa.server.schema import MAX_STOP_CHARACTERS, MAX_STOPS, ApiRequest, GeneratingRequest
 
 
 class TextBlock(BaseModel):
@@ -74,7 +74,9 @@ class MessagesRequest(GeneratingRequest, CountTokensRequest):
     """POST /v1/messages."""
 
     max_tokens: int
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stop_sequences: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Field(max_length=MAX_STOPS)
+    ] = Field(default_factory=list)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

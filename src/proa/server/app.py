@@ -78,7 +78,7 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/health", response_model=None)
+    @app.api_route("/health", methods=["GET", "HEAD"], response_model=None)
     async def health() -> Response:
         return status.health(service)
 

@@ -5,22 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from proa.obs.units import format_bytes
 from proa.server.errors import ApiError
+from proa.server.sse import ClientGoneError
 
 MAX_BODY_BYTES = 32 * 1024 * 1024  # a million tokens are about 5 MB of text or 7 MB of token ids
 _MAX_DISCARDED_BYTES = 8 * MAX_BODY_BYTES
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """The request's JSON object. Raises ApiError 400, 413 or 415."""
+    """The request's JSON object. Raises ApiError 400, 413 or 415, and ClientGoneError for an upload that breaks off."""
     media_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if media_type != "application/json":  # this also keeps web pages of other origins out: it needs a preflight
         message = f"The body is {media_type}; send application/json (curl: -H 'Content-Type: application/json')."
         raise ApiError(415, "unsupported_media_type", message)
-    return _decode(await _read(request))
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, "unsupported_encoding", f"The body is encoded with {encoding!r}; send it plain.")
+    try:
+        return _decode(await _read(request))
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
 
 
 async def _read(request: Request) -> bytes:

@@ -11,7 +11,7 @@ from proa.errors import RequestError
 from proa.llm import AsyncLLM
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import chat_logprobs, prompt_logprobs
-from proa.server.prompts import read_messages, read_tools, tokenize
+from proa.server.prompts import read_messages, read_tools, refuse_too_many, tokenize_chat
 from proa.server.replies import (
     FINGERPRINT,
     ChatAnswer,
@@ -31,7 +31,8 @@ from proa.types import Chat, Chunk, SamplingParams
 async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_name: str) -> Job:
     """Check and tokenise. Raises RequestError and its kin for whatever cannot be served."""
     params = _params(request)
-    prompt = await tokenize(llm, as_chat(request))
+    refuse_too_many(llm, request.n, "n")
+    prompt = await tokenize_chat(llm, as_chat(request))
     llm.check(prompt, params)
     return Job(
         prompts=[prompt],
@@ -125,18 +126,18 @@ class ChatShape:
                 answer.prompt_token_ids = made.prompt_token_ids
             if isinstance(made.usage, Usage):
                 answer.usage = made.usage
-        answer.choices = [_fold_choice(index, pieces[index]) for index in sorted(pieces)]
+        answer.choices = [_fold_choice(index, pieces[index], self._request.logprobs) for index in sorted(pieces)]
         return answer
 
 
-def _fold_choice(index: int, pieces: Sequence[ChatChunkChoice]) -> ChatChoice:
+def _fold_choice(index: int, pieces: Sequence[ChatChunkChoice], wants_logprobs: bool) -> ChatChoice:
     texts = [piece.delta.content for piece in pieces if piece.delta.content is not UNSET]
     logprobs = [entry for piece in pieces if piece.logprobs is not None for entry in piece.logprobs.content]
     tokens = [piece.token_ids for piece in pieces if piece.token_ids is not UNSET]
     return ChatChoice(
         index=index,
         message=Message("".join(texts)),
-        logprobs=ChatLogprobs(logprobs) if logprobs else None,
+        logprobs=ChatLogprobs(logprobs) if wants_logprobs else None,
         finish_reason=pieces[-1].finish_reason,
         stop_reason=pieces[-1].stop_reason,
         token_ids=[token for some in tokens for token in some] if tokens else UNSET,

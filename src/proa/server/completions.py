@@ -12,6 +12,7 @@ from proa.errors import RequestError
 from proa.llm import AsyncLLM
 from proa.server.answer import Job, copy_usage
 from proa.server.logprobs import CompletionLogprobsWriter, join_completion_logprobs, prompt_logprobs
+from proa.server.prompts import encode_text, refuse_too_many
 from proa.server.replies import FINGERPRINT, Completion, CompletionChoice, Usage
 from proa.server.schema import CompletionRequest, Prompt
 from proa.types import Chunk, SamplingParams, TokenLogprob
@@ -20,7 +21,8 @@ from proa.types import Chunk, SamplingParams, TokenLogprob
 async def completion_job(llm: AsyncLLM, request: CompletionRequest, answer_id: str, model_name: str) -> Job:
     """Check and tokenise every prompt. Raises RequestError and its kin for whatever cannot be served."""
     params = _params(request)
-    prompts = await asyncio.to_thread(_tokenize_all, llm, request)
+    refuse_too_many(llm, len(request.prompt) * request.n, "prompt")
+    prompts = [await _tokens_of(llm, given, request) for given in request.prompt]
     for prompt in prompts:
         llm.check(prompt, params)
     echoed = [_text_of(llm, given, request) for given in request.prompt] if request.echo else []
@@ -36,9 +38,11 @@ async def completion_job(llm: AsyncLLM, request: CompletionRequest, answer_id: s
     )
 
 
-def _tokenize_all(llm: AsyncLLM, request: CompletionRequest) -> list[list[int]]:
-    encode = llm.tokenizer.encode
-    return [encode(given, request.add_special_tokens) if isinstance(given, str) else given for given in request.prompt]
+async def _tokens_of(llm: AsyncLLM, given: Prompt, request: CompletionRequest) -> list[int]:
+    if not isinstance(given, str):
+        return given
+    await asyncio.sleep(0)  # between many short prompts the running streams go on
+    return await encode_text(llm, given, "prompt", add_special_tokens=request.add_special_tokens)
 
 
 def _text_of(llm: AsyncLLM, given: Prompt, request: CompletionRequest) -> str:
@@ -52,8 +56,8 @@ def _params(request: CompletionRequest) -> SamplingParams:
     if request.max_tokens == 0 and not request.echo:
         raise RequestError("max_tokens is 0.", "That is only for echo true, to score a prompt.", param="max_tokens")
     prompt_logprobs = request.prompt_logprobs
-    if request.echo and prompt_logprobs is None:
-        prompt_logprobs = request.logprobs
+    if request.echo and request.logprobs is not None:
+        prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
     return request.sampling(
         max_tokens=1 if request.max_tokens == 0 else request.max_tokens,
         logprobs=request.logprobs,

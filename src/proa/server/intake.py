@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from proa.server.body import read_json
-from proa.server.errors import from_validation
+from proa.server.errors import ApiError, from_validation
 from proa.server.fields import Endpoint, implemented_fields, refuse_unknown
 from proa.server.schema import ApiRequest
 from proa.server.service import Service
@@ -26,10 +26,12 @@ async def read_request(
 ) -> tuple[R, dict[str, str]]:
     """(the request, headers for its answer). Raises ApiError and RequestError for what cannot be read or heeded."""
     strict = service.options.strict
-    body = await read_json(request)
-    fields, unknown = implemented_fields(body, schema.model_fields, endpoint, strict=strict)
+    body = await service.before_the_end(read_json(request))
     try:
+        fields, unknown = implemented_fields(body, schema.model_fields, endpoint, strict=strict)
         asked = schema.model_validate(fields)
+    except RecursionError as error:
+        raise ApiError(400, "invalid_value", "The request is nested too deeply.") from error
     except ValidationError as error:
         raise from_validation(error) from error
     if strict:
@@ -41,8 +43,17 @@ async def read_request(
 
 
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Names the unknown fields, if any; what does not belong into a header is percent-encoded."""
+    """Names the unknown fields, if any; what does not belong into a header is percent-encoded. Whole names only, then
+    how many more there are: a header cut in its middle may be none."""
     if not names:
         return {}
-    listed = ", ".join(quote(name, safe="$[]") for name in names)
-    return {IGNORED_HEADER: listed[:_MAX_HEADER_CHARACTERS]}
+    shown: list[str] = []
+    room = _MAX_HEADER_CHARACTERS
+    for name in names:
+        written = quote(name or '""', safe="$[]")
+        room -= len(written) + len(", ")
+        if room < 0:
+            break
+        shown.append(written)
+    more = [f"{len(names) - len(shown)} more"] if len(shown) < len(names) else []
+    return {IGNORED_HEADER: ", ".join(shown + more)}

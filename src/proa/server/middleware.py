@@ -87,13 +87,19 @@ class Surroundings:
         seconds = time.monotonic() - tally.started_s
         endpoint = scope["path"] if scope["path"] in self._paths else "other"
         self._service.metrics.request(endpoint, _outcome(tally, status), seconds)
-        level = logging.DEBUG if scope["method"] == "GET" and status == 200 else logging.INFO
-        log.log(level, "%s %s: %s", scope["method"], scope["path"], _in_words(tally, status, seconds))
+        is_poll = scope["method"] in ("GET", "HEAD") and (status == 200 or scope["path"] == "/health")
+        line = f"{scope['method']} {scope['path']}: {_in_words(tally, status, seconds)}"
+        log.log(logging.DEBUG if is_poll else logging.INFO, "%s", _printable(line))
 
 
 def _request_id(headers: Headers) -> str:
     given = headers.get(REQUEST_ID_HEADER, "")
     return given if _SAFE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+
+def _printable(text: str) -> str:
+    """Control characters escaped: what a client writes must not end the line or colour the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _outcome(tally: Tally, status: int) -> Outcome:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -14,7 +13,7 @@ from proa.server.anthropic import as_chat
 from proa.server.anthropic_schema import CountTokensRequest
 from proa.server.errors import json_response
 from proa.server.intake import read_request
-from proa.server.prompts import read_messages, tokenize
+from proa.server.prompts import encode_text, read_messages, tokenize_chat
 from proa.server.schema import DetokenizeRequest, TokenizeRequest
 from proa.server.service import Service
 from proa.types import Chat
@@ -57,7 +56,8 @@ async def tokenize_text(request: Request, service: Service) -> Response:
 
 async def _tokens_of(llm: AsyncLLM, asked: TokenizeRequest) -> list[int]:
     if asked.messages is None:
-        return await asyncio.to_thread(llm.tokenizer.encode, asked.prompt or "", asked.add_special_tokens)
+        text = asked.prompt or ""
+        return await encode_text(llm, text, "prompt", add_special_tokens=asked.add_special_tokens)
     chat = Chat(
         messages=read_messages(asked.messages),
         tools=asked.tools,
@@ -65,13 +65,13 @@ async def _tokens_of(llm: AsyncLLM, asked: TokenizeRequest) -> list[int]:
         add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
         continue_final_message=asked.continue_final_message,
     )
-    return await tokenize(llm, chat)
+    return await tokenize_chat(llm, chat)
 
 
 async def count_tokens(request: Request, service: Service) -> Response:
     """Anthropic's /v1/messages/count_tokens: a conversation -> input_tokens."""
     asked, headers = await read_request(request, service, "messages", CountTokensRequest)
-    tokens = await tokenize(service.loaded(), as_chat(asked))
+    tokens = await tokenize_chat(service.loaded(), as_chat(asked))
     return json_response({"input_tokens": len(tokens)}, headers=headers)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from functools import lru_cache
 from typing import Any
 
+from proa.errors import ContextLengthExceeded, RequestError
 from proa.llm import AsyncLLM
 from proa.server.errors import ApiError
+from proa.text.tokenizer import Tokenizer
 from proa.types import Chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -33,7 +36,8 @@ def _read_message(message: dict[str, Any], path: str) -> dict[str, Any]:
         content = [_read_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
     elif content is not None and not isinstance(content, str):
         raise _invalid(f"{path}.content", "content must be a string or a list of parts.")
-    return {**message, "role": "system" if role == "developer" else role, "content": content}
+    role = "system" if role == "developer" else role
+    return {**message, "role": role, "content": "" if content is None else content}  # templates would write "None"
 
 
 def _read_part(part: Any, path: str) -> dict[str, str]:
@@ -67,15 +71,57 @@ def read_tools(tools: list[dict[str, Any]] | None, choice: Any) -> list[dict[str
     raise ApiError(400, "unsupported_parameter", message, param="tool_choice")
 
 
-async def tokenize(llm: AsyncLLM, prompt: str | list[int] | Chat) -> list[int]:
-    """llm.tokenize; long texts in a thread, so that running streams go on meanwhile."""
-    if isinstance(prompt, list) or _length(prompt) <= _INLINE_CHARACTERS:
-        return llm.tokenize(prompt)
-    return await asyncio.to_thread(llm.tokenize, prompt)
+async def tokenize_chat(llm: AsyncLLM, chat: Chat) -> list[int]:
+    """Tokens of the rendered conversation. Raises RequestError, ContextLengthExceeded, ApiError 400."""
+    try:
+        if len(str(chat.messages)) + len(str(chat.tools)) <= _INLINE_CHARACTERS:
+            text = llm.tokenizer.render(chat)
+        else:
+            text = await asyncio.to_thread(llm.tokenizer.render, chat)
+    except RecursionError as error:
+        raise _invalid("messages", "The request is nested too deeply.") from error
+    return await encode_text(llm, text, "messages", add_special_tokens=False)
 
 
-def _length(prompt: str | Chat) -> int:
-    return len(prompt) if isinstance(prompt, str) else len(str(prompt.messages)) + len(str(prompt.tools))
+async def encode_text(llm: AsyncLLM, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Tokens of a text; of a long one in a thread, so that running streams go on meanwhile.
+
+    Raises RequestError, and ContextLengthExceeded before the work for a text that cannot fit: all its tokens as
+    long as the longest there is would be too many.
+    """
+    if len(text) <= _INLINE_CHARACTERS:
+        return llm.tokenizer.encode(text, add_special_tokens)
+    await asyncio.to_thread(_refuse_hopeless, llm, text, param)
+    return await asyncio.to_thread(llm.tokenizer.encode, text, add_special_tokens)
+
+
+def _refuse_hopeless(llm: AsyncLLM, text: str, param: str) -> None:
+    size_bytes, longest_bytes = len(text.encode("utf-8", "replace")), _longest_token_bytes(llm.tokenizer)
+    if size_bytes > llm.context_tokens * longest_bytes:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {llm.context_tokens} tokens of at most {longest_bytes} bytes. "
+            f"The text has {size_bytes} bytes.",
+            "Shorten it.",
+            param=param,
+        )
+
+
+@lru_cache(maxsize=1)  # it looks at every token: a fraction of a second
+def _longest_token_bytes(tokenizer: Tokenizer) -> int:
+    return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+
+
+def refuse_too_many(llm: AsyncLLM, answers: int, param: str) -> None:
+    """Raise RequestError for more answers in one request than can run and wait at once: the queue would refuse some
+    of them whenever they came."""
+    most = llm.plan.max_running + llm.plan.max_queued
+    if answers > most:
+        raise RequestError(
+            f"This request wants {answers} answers (prompts times n), but at most {most} can ever be queued at once "
+            f"({llm.plan.max_running} running, {llm.plan.max_queued} waiting).",
+            "Send fewer prompts per request.",
+            param=param,
+        )
 
 
 def _invalid(param: str, message: str) -> ApiError:

@@ -16,7 +16,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 
@@ -107,19 +108,19 @@ async def serve_on(
     announce(f"listening on {url}")
     life = asyncio.create_task(_live(service, launch, lambda: announce(welcome(url, service.model_name, options))))
     asked = asyncio.create_task(stop.asked.wait())
-    try:
-        with _signals_ask(stop):
+    with _signals_ask(stop):
+        try:
             await asyncio.wait((http, life, asked), return_when=asyncio.FIRST_COMPLETED)
             if http.done():
                 http.result()
             if life.done():
                 await _mourn(service, life)
             await _drain(service, stop)
-    finally:
-        for task in (life, asked):
-            task.cancel()
-        await asyncio.gather(life, asked, return_exceptions=True)
-        await _end(service, server, http, stop.at_once.is_set())
+        finally:
+            for task in (life, asked):
+                task.cancel()
+            await asyncio.gather(life, asked, return_exceptions=True)
+            await _end(service, server, http, stop)
     return 1 if stop.at_once.is_set() else 0
 
 
@@ -192,15 +193,26 @@ async def _mourn(service: Service, life: asyncio.Task[None]) -> None:
 
 
 async def _drain(service: Service, stop: Stop) -> None:
-    service.is_draining = True
+    service.draining.set()
     if service.in_flight:
         log.info("Draining: %d request(s) may finish within %g s.", service.in_flight, service.options.drain_seconds)
-    idle = asyncio.create_task(_until_idle(service, service.options.drain_seconds))
-    at_once = asyncio.create_task(stop.at_once.wait())
-    await asyncio.wait((idle, at_once), return_when=asyncio.FIRST_COMPLETED)
-    for task in (idle, at_once):
-        task.cancel()
-    await asyncio.gather(idle, at_once, return_exceptions=True)
+    await _unless_hurried(stop, _until_idle(service, service.options.drain_seconds))
+
+
+async def _unless_hurried(stop: Stop, work: Coroutine[Any, Any, None], grace_s: float = 0.0) -> None:
+    """`work`, which is cancelled `grace_s` after a second signal. Raises what it raises."""
+    working = asyncio.create_task(work)
+    hurried = asyncio.create_task(stop.at_once.wait())
+    try:
+        await asyncio.wait((working, hurried), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and grace_s:
+            await asyncio.wait((working,), timeout=grace_s)
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        hurried.cancel()
+        await asyncio.gather(working, hurried, return_exceptions=True)
 
 
 async def _until_idle(service: Service, at_most_s: float) -> None:
@@ -209,13 +221,11 @@ async def _until_idle(service: Service, at_most_s: float) -> None:
         await asyncio.sleep(0.02)
 
 
-async def _end(service: Service, server: _Server, http: asyncio.Task[None], at_once: bool) -> None:
+async def _end(service: Service, server: _Server, http: asyncio.Task[None], stop: Stop) -> None:
     """Stop the engine (which ends what still runs), let clients hear of it, stop the HTTP server."""
-    service.is_draining = True
+    service.draining.set()
     if service.llm is not None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.llm.close(), AT_ONCE_S if at_once else None)
-    if not at_once:
-        await _until_idle(service, LAST_ANSWERS_S)
-    server.should_exit, server.force_exit = True, at_once
+        await _unless_hurried(stop, service.llm.close(), AT_ONCE_S)
+    await _unless_hurried(stop, _until_idle(service, LAST_ANSWERS_S))
+    server.should_exit, server.force_exit = True, stop.at_once.is_set()
     await asyncio.gather(http, return_exceptions=True)

@@ -7,7 +7,7 @@ contradict each other raise RequestError, which names the one to change.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -16,7 +16,12 @@ from proa.types import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat answers may fill the context
 
+MAX_STOPS = 64  # each is looked for after every token
+MAX_STOP_CHARACTERS = 4096
+_MAX_ID_DIGITS = 20
+
 Prompt = str | list[int]
+StopStrings = Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]], Field(max_length=MAX_STOPS)]
 
 
 class ApiRequest(BaseModel):
@@ -63,7 +68,7 @@ class SampledRequest(GeneratingRequest):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: list[str] = []
+    stop: StopStrings = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logit_bias: dict[str, float] = {}
@@ -88,8 +93,10 @@ class SampledRequest(GeneratingRequest):
     @classmethod
     def _token_ids(cls, value: dict[str, float]) -> dict[str, float]:
         for key in value:
-            if not key.isascii() or not key.isdecimal():
-                raise ValueError(f"{key!r} is no token id")
+            if not key.isascii() or not key.isdecimal() or len(key) > _MAX_ID_DIGITS:
+                raise ValueError(f"{key[:_MAX_ID_DIGITS]!r} is no token id")
+        if len({int(key) for key in value}) < len(value):
+            raise ValueError("A token id stands there twice, as in 5 and 05")
         return value
 
     @model_validator(mode="after")

@@ -3,10 +3,12 @@ loading or stopping anything (run.py)."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,7 +21,10 @@ from proa.server.errors import ApiError, from_proa
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _MOST_WARNED_NAMES = 1000  # a client that makes up field names must not fill the memory
+_MOST_NAME_CHARACTERS = 200
 
 
 @dataclass
@@ -44,7 +49,7 @@ class Service:
         self.llm = llm
         self.progress: Loading | None = None  # of what comes before the engine: search, download
         self.failure: ProaError | None = None
-        self.is_draining = False
+        self.draining = asyncio.Event()
         self.in_flight = 0  # requests being answered
         self.metrics = Metrics(self._sample)
         self.created_s = int(time.time())
@@ -54,6 +59,10 @@ class Service:
     def model_name(self) -> str:
         """The name in answers: --served-model-name, else the model as asked."""
         return self.options.served_model_name or self.asked_model
+
+    @property
+    def is_draining(self) -> bool:
+        return self.draining.is_set()
 
     def check_model(self, name: str | None) -> None:
         """Take the served name, the model as asked, "default" or none. Raises ApiError 404 for another."""
@@ -87,6 +96,21 @@ class Service:
         report = self.llm.engine.loading if self.llm is not None else self.progress
         return report or Loading("starting", 0, 0)
 
+    async def before_the_end(self, arriving: Coroutine[Any, Any, T]) -> T:
+        """The result of what a client sends. A client that has not sent all when the server begins to drain is
+        refused like new ones (ApiError 503): nothing waits for it."""
+        reading = asyncio.create_task(arriving)
+        ending = asyncio.create_task(self.draining.wait())
+        try:
+            await asyncio.wait((reading, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                self._refuse_if_ending()
+            return await reading
+        finally:
+            reading.cancel()
+            ending.cancel()
+            await asyncio.gather(reading, ending, return_exceptions=True)
+
     def _refuse_if_ending(self) -> None:
         if self.is_draining:
             raise from_proa(ShuttingDown("The server is shutting down and takes no new requests.", "Try again soon."))
@@ -105,7 +129,7 @@ class Service:
 
     def warn_unknown(self, names: Collection[str]) -> None:
         """Log each unknown request field once."""
-        for name in names:
+        for name in (name[:_MOST_NAME_CHARACTERS] for name in names):
             if name not in self._warned and len(self._warned) < _MOST_WARNED_NAMES:
                 self._warned.add(name)
                 log.warning("A client sends the unknown field %r; it is ignored.", name)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from proa.errors import EngineDead, ProaError
 from proa.types import Chunk, FinishReason, TokenLogprob
 
 
@@ -70,6 +71,21 @@ class AnswerFold:
             self._choices[index].text = "".join(pieces)
         self._answer.choices = [self._choices[index] for index in sorted(self._choices)]
         return self._answer
+
+
+def complete(answer: Answer) -> Answer:
+    """`answer` itself. Raises EngineDead or ProaError if a choice ended before its end."""
+    for choice in answer.choices:
+        if choice.finish == "abort":
+            raise EngineDead(
+                f"The engine was stopped after {len(choice.tokens)} tokens of the answer.", "Ask again once it runs."
+            )
+        if choice.finish == "error":
+            raise ProaError(
+                f"The model's logits were not finite after {len(choice.tokens)} tokens of the answer.",
+                "Check its weights and its dtype.",
+            )
+    return answer
 
 
 def fold(chunks: Iterable[Chunk]) -> Answer:

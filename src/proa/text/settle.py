@@ -42,15 +42,25 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
 
 
 class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's side of every request: its context (tokens), vocabulary, eos tokens and sampling defaults."""
+    """One model's side of every request: its context (tokens), vocabulary, eos tokens, sampling defaults, and how
+    many sequences its engine takes at once."""
 
     context_tokens: int
     vocab_size: int
     eos_token_ids: frozenset[int]
     defaults: SamplingParams
+    max_running: int
+    max_queued: int
 
     def settle(self, prompt: Sequence[int], params: SamplingParams) -> Sampling:
         """Raises RequestError or ContextLengthExceeded for what this model cannot do."""
+        if params.n > self.max_running + self.max_queued:
+            raise RequestError(
+                f"n is {params.n}, but {self.max_running} answers can run and {self.max_queued} can wait: "
+                f"{params.n} at once can never fit.",
+                f"Lower n to {self.max_running + self.max_queued} or raise max_queued.",
+                param="n",
+            )
         self._check_tokens("prompt", prompt)
         self._check_tokens("stop_token_ids", params.stop_token_ids)
         self._check_tokens("logit_bias", params.logit_bias)
@@ -83,11 +93,12 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     ) -> list[EngineRequest]:
         """n sibling sequences. With a seed, choice i samples with seed + i; without, each at random. Only the
         first reports prompt log-probabilities: they are the same for all."""
+        _check_routing(priority, salt)
         sampling = self.settle(prompt, params)
         group = secrets.token_hex(8)
         requests = []
         for i in range(params.n):
-            seed = secrets.randbits(63) if params.seed is None else (params.seed + i) % 2**63
+            seed = secrets.randbits(64) if params.seed is None else (params.seed + i) % 2**64
             own = msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=None if i else sampling.prompt_logprobs)
             requests.append(
                 EngineRequest(id=f"{group}-{i}", tokens=prompt, sampling=own, priority=priority, group=group, salt=salt)
@@ -109,8 +120,19 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _check_tokens(self, param: str, tokens: Collection[int]) -> None:
+        if any(kind is not int for kind in set(map(type, tokens))):  # a bool is no token, nor what numpy counts with
+            wrong = next(t for t in tokens if type(t) is not int)
+            raise RequestError(f"{param}: {wrong!r} is no token.", "Give each as an int.", param=param)
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
             wrong = next(t for t in tokens if not 0 <= t < self.vocab_size)
             raise RequestError(
                 f"{param}: token {wrong} does not exist.", f"Use 0 to {self.vocab_size - 1}.", param=param
             )
+
+
+def _check_routing(priority: int, salt: str) -> None:
+    """What the engine's decoder would fail on must not reach it: that would end every request."""
+    if type(priority) is not int or not -(2**31) <= priority < 2**31:
+        raise RequestError(f"priority is {priority!r}.", f"Use an int, {-(2**31)} to {2**31 - 1}.", param="priority")
+    if not isinstance(salt, str) or any("\ud800" <= c <= "\udfff" for c in salt):
+        raise RequestError(f"salt is {salt!r}.", "Use a str of valid Unicode.", param="salt")
