@@ -43,8 +43,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         self._check_types()
+        values = msgspec.structs.asdict(self)
         for name, low, high in _RANGES:
-            value: float | None = msgspec.structs.asdict(self)[name]
+            value: float | None = values[name]
             if value is not None and not low <= value <= high:  # NaN fails here too
                 raise RequestError(f"{name} is {value}.", f"Use {low} to {high}.", param=name)
         if self.top_p == 0.0:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
 
+from proa.cli.command import full_help, load
 from proa.config.parse import HelpShown
 from proa.config.suggest import did_you_mean
 from proa.errors import UsageError
@@ -30,20 +29,8 @@ def run(argv: Sequence[str]) -> int:
     if word in ("-h", "--help"):
         raise HelpShown(OVERVIEW)
     if word == "--help-all":
-        raise HelpShown("\n".join([OVERVIEW, *map(_full_help, BENCHMARKS)]))
+        raise HelpShown("\n".join([OVERVIEW, *map(full_help, BENCHMARKS.values())]))
     if word not in BENCHMARKS:
         shown = f"There is no benchmark {word}." if word else "Which benchmark?"
         raise UsageError(shown, f"{did_you_mean(word, BENCHMARKS)} It is latency or serve.".strip())
-    return _load(word)(argv[1:])
-
-
-def _load(name: str) -> Callable[[Sequence[str]], int]:
-    return cast(Callable[[Sequence[str]], int], importlib.import_module(BENCHMARKS[name]).run)
-
-
-def _full_help(name: str) -> str:
-    try:
-        _load(name)(["--help-all"])
-    except HelpShown as help_shown:
-        return help_shown.text
-    raise RuntimeError(f"proa bench {name} --help-all shows no help")
+    return load(BENCHMARKS[word])(argv[1:])

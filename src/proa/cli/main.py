@@ -6,14 +6,13 @@ must load nothing heavy.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
+from proa.cli.command import full_help, load
 from proa.config.env import read_env
 from proa.config.parse import HelpShown
 from proa.config.suggest import did_you_mean
@@ -68,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
     if word in ("-h", "--help", "help"):
         return _write(overview())
     if word == "--help-all":
-        return _write("\n\n".join([overview(), *(_full_help(name) for name in COMMANDS)]))
+        return _write("\n\n".join([overview(), *(full_help(command.module) for command in COMMANDS.values())]))
     if word == "--version":
         return _write(f"proa {proa_version()}\n")
     if word not in COMMANDS:
@@ -76,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
         known = [*COMMANDS, "--help", "--help-all", "--version"]
         raise UsageError(f"proa has no {kind} {word}.", f"{did_you_mean(word, known)} See `proa --help`.".strip())
     read_env()  # a misspelt switch stops here, before any work
-    return _load(word)(argv[1:])
+    return load(COMMANDS[word].module)(argv[1:])
 
 
 def overview() -> str:
@@ -99,18 +98,6 @@ first steps:
   proa COMMAND --help-all    all of them;  proa --help-all: of every command
   proa --version
 """
-
-
-def _load(name: str) -> Callable[[Sequence[str]], int]:
-    return cast(Callable[[Sequence[str]], int], importlib.import_module(COMMANDS[name].module).run)
-
-
-def _full_help(name: str) -> str:
-    try:
-        _load(name)(["--help-all"])
-    except HelpShown as help_shown:
-        return help_shown.text
-    raise RuntimeError(f"proa {name} --help-all shows no help")
 
 
 def _write(text: str) -> int:

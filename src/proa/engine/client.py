@@ -172,7 +172,7 @@ class EngineClient:
             self._ready.set_exception(failure)
             self._ready.exception()  # asked for once, so that nobody waiting is not an error
         for request_id, events in self._streams.items():
-            events.put_nowait(TokenEvent(id=request_id, finish="abort") if finish else failure)
+            events.put_nowait(TokenEvent(id=request_id, finish="abort") if finish else failure.again())
 
 
 def _obituary(code: int) -> tuple[str, str]:

@@ -7,7 +7,6 @@ import time
 import msgspec
 
 from proa.engine.ipc import Stats
-from proa.engine.request import Request
 from proa.engine.runner import Runner, StepOutput
 from proa.engine.scheduler import Scheduler, StepPlan
 from proa.errors import RequestError
@@ -37,8 +36,8 @@ class Engine:
             raise RequestError(
                 f"Token id {outside[0]} is outside the model's vocabulary.", f"Use 0 to {self.vocab - 1}."
             )
-        ends = {*request.sampling.eos_token_ids, *request.sampling.stop_token_ids}
-        if request.sampling.min_tokens and len(ends) >= self.vocab:
+        ends = (*request.sampling.eos_token_ids, *request.sampling.stop_token_ids)
+        if request.sampling.min_tokens and len(set(ends)) >= self.vocab:
             raise RequestError("min_tokens forbids every token, for all of them end the answer.", "Name fewer of them.")
         if self._dynamic_from is not None and len(request.tokens) > self._dynamic_from:
             # Keys of such a prompt depend on its length: see docs/decisions/003.
@@ -80,11 +79,7 @@ class Engine:
 
     def _collect_prompt_logprobs(self, plan: StepPlan, output: StepOutput) -> None:
         for item in plan.items:
-            if item.request.id in output.prompt_logprobs and _before_first_token(item.request):
+            if item.request.id in output.prompt_logprobs:
                 if item.start == 0:  # the first token has nothing before it; a preempted prompt starts over
                     self._prompt_logprobs[item.request.id] = [None]
                 self._prompt_logprobs[item.request.id] += output.prompt_logprobs[item.request.id]
-
-
-def _before_first_token(request: Request) -> bool:
-    return len(request.tokens) == request.num_prompt

@@ -60,7 +60,7 @@ class Runner:
             logits = self.model.logits(hidden[[row for _, row in sampled]])
             self._sample([item.request for item, _ in sampled], logits, out)
         for item, end in zip(items, ends, strict=True):
-            if item.request.sampling.prompt_logprobs is not None:
+            if item.request.sampling.prompt_logprobs is not None and not item.request.num_generated:
                 self._score_prompt(item, hidden[end - item.num_tokens : end], out)
         return out
 
