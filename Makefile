@@ -1,32 +1,51 @@
-# make demo   a real model answers through a real server        make test    all CPU tests
-# make check  formatting, lint, types, imports, sizes           make clean   remove what these made
-.PHONY: demo test check format docs clean venv
+# make demo   a real model answers through a real server        make native    build csrc, beside the Python package
+# make test   all CPU tests                                     make sanitize  csrc's tests under ASan, UBSan and TSan
+# make check  formatting, lint, types, imports, sizes, symbols  make qemu      csrc's tests on emulated older CPUs
+# make format, make docs, make clean
+# Another environment than .venv: make native BIN=/path/to/venv/bin
+.PHONY: demo test check native sanitize qemu format docs clean venv
 
-BIN := .venv/bin
+OWN := .venv/bin
+BIN ?= $(OWN)
 QUESTION ?= What is the capital of France?
+CSRC = $(shell find csrc -name '*.cc' -o -name '*.h')
+export BIN
 
-demo: venv
+demo: native
 	@$(BIN)/proa chat demo -p "$(QUESTION)"
 
-test: venv
+test: native
 	@$(BIN)/python -m pytest -q $(ARGS)
 
-check: venv
+check: native
 	@$(BIN)/ruff format --check src tests tools
 	@$(BIN)/ruff check src tests tools
 	@$(BIN)/mypy
 	@$(BIN)/python tools/check_imports.py
 	@$(BIN)/python tools/check_sizes.py
+	@$(BIN)/python tools/check_native.py
+
+native: venv
+	@sh tools/native.sh build
+
+sanitize: venv
+	@sh tools/native.sh sanitize
+
+qemu: venv
+	@sh tools/native.sh qemu
 
 format: venv
 	@$(BIN)/ruff check --fix -q src tests tools
 	@$(BIN)/ruff format -q src tests tools
+	@$(BIN)/clang-format -i $(CSRC)
 
 docs: venv
 	@$(BIN)/python tools/make_options_doc.py
 
 venv:
+ifeq ($(BIN),$(OWN))
 	@sh tools/venv.sh
+endif
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build src/proa/native/libproa_native.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,14 +13,14 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "proa"
 
 ORDER = (
-    "errors", "types", "obs", "config", "models", "machine", "ops", "weights", "demo", "hub", "layers", "cache",
-    "sampling", "plan", "engine", "text", "llm", "server", "bench", "cli",
+    "errors", "types", "obs", "config", "models", "machine", "native", "ops", "weights", "demo", "hub", "layers",
+    "cache", "sampling", "plan", "engine", "text", "llm", "server", "bench", "cli",
 )  # fmt: skip
 
 # Modules that run in the API process; importing torch there costs seconds of start-up.
 NO_TORCH = (
-    "errors", "types", "obs", "config", "models", "machine", "weights/checkpoint", "weights/index", "demo", "hub",
-    "plan", "text", "llm", "server", "bench", "cli", "cache/pages", "cache/radix", "engine/request",
+    "errors", "types", "obs", "config", "models", "machine", "native", "weights/checkpoint", "weights/index", "demo",
+    "hub", "plan", "text", "llm", "server", "bench", "cli", "cache/pages", "cache/radix", "engine/request",
     "engine/scheduler", "engine/handle", "engine/ipc", "engine/client",
 )  # fmt: skip
 

@@ -14,6 +14,7 @@ ProaError
   QueueFull              too many requests are waiting
   ShuttingDown           the server drains and takes no new requests
   EngineDead             the engine process died or could not start
+  NativeError            the native library is missing, does not fit, or failed
 """
 
 from __future__ import annotations
@@ -105,6 +106,10 @@ class EngineDead(ProaError):
     exit_code = 6
     http_status = 503
     kind = "engine_dead"
+
+
+class NativeError(ProaError):
+    kind = "native_error"
 
 
 def _tree(root: type[ProaError]) -> list[type[ProaError]]:

@@ -9,8 +9,11 @@ class NumaNode(msgspec.Struct, frozen=True):
     """One memory node: its CPUs and its RAM; None where the kernel does not say."""
 
     id: int
-    cpus: tuple[int, ...]
-    memory_bytes: int | None = None
+    cpus: tuple[int, ...]  # every online CPU of the node, also those that this process may not use
+    memory_bytes: int | None = None  # 0: CPUs only
+    available_bytes: int | None = None  # free now, file pages counted as free
+    distances: tuple[int, ...] = ()  # to each node of Machine.numa in that order; 10 is local
+    memory_allowed: bool = True  # False: a cpuset keeps this process off the node's memory
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +26,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     quota_cores: float | None = None  # CPU time per second granted by control groups
     physical_cores: int | None = None  # distinct cores among usable_cpus
     packages: int | None = None  # distinct sockets among usable_cpus
+    cores: tuple[tuple[int, ...], ...] = ()  # usable_cpus grouped by physical core (SMT siblings); () if unknown
+    l3: tuple[tuple[int, ...], ...] = ()  # usable_cpus grouped by the last-level cache they share; () if unknown
     l3_bytes: int | None = None  # last-level cache reachable from usable_cpus, all slices
     numa: tuple[NumaNode, ...] = ()
     total_bytes: int

@@ -30,12 +30,13 @@ def probe(root: Path = Path("/")) -> Machine:
     notes: list[str] = []
     online = _online(root)
     cpus = _usable(root, online, limits)
-    cores, packages = _topology(root, cpus)
+    cores, packages = _cores(root, cpus)
+    l3, l3_bytes = _l3(root, cpus)
     nodes = _numa(root)
     total, available, bound_by = _memory(table(memory), limits, notes)
     if not nodes:
         notes.append("no NUMA information: treated as one node")
-    if cores is None:
+    if not cores:
         notes.append("no core topology: every logical CPU counts as a core")
     return Machine(
         cpu=cpuinfo.get("model name") or cpuinfo.get("CPU part") or "unknown",
@@ -43,9 +44,11 @@ def probe(root: Path = Path("/")) -> Machine:
         online_cpus=len(online),
         usable_cpus=cpus,
         quota_cores=limits.quota_cores,
-        physical_cores=cores,
+        physical_cores=len(cores) or None,
         packages=packages,
-        l3_bytes=_l3_bytes(root, cpus),
+        cores=cores,
+        l3=l3,
+        l3_bytes=l3_bytes,
         numa=nodes,
         total_bytes=total,
         available_bytes=available,
@@ -76,36 +79,62 @@ def _usable(root: Path, online: tuple[int, ...], limits: CgroupLimits) -> tuple[
     return tuple(sorted(mask)) or online
 
 
-def _topology(root: Path, cpus: tuple[int, ...]) -> tuple[int | None, int | None]:
-    """Distinct cores and packages among `cpus`; None if any CPU does not tell."""
-    places = []
+def _cores(root: Path, cpus: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], int | None]:
+    """`cpus` grouped by physical core, and the number of packages; ((), None) if any CPU does not tell."""
+    cores: dict[object, list[int]] = {}
+    packages = set()
     for cpu in cpus:
         folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         package, core = number(folder / "physical_package_id"), number(folder / "core_id")
         if package is None or core is None:
-            return None, None
-        places.append((package, core))
-    return len(set(places)), len({package for package, _ in places})
+            return (), None
+        # Core ids repeat in the dies and clusters of some packages; the kernel's list of siblings never lies.
+        cores.setdefault(read(folder / "thread_siblings_list") or (package, core), []).append(cpu)
+        packages.add(package)
+    return _groups(cores), len(packages)
 
 
-def _l3_bytes(root: Path, cpus: tuple[int, ...]) -> int | None:
-    slices: dict[str, int] = {}
+def _l3(root: Path, cpus: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], int | None]:
+    """`cpus` grouped by last-level cache, and the bytes of all those caches; ((), None) if no CPU tells."""
+    slices: dict[object, list[int]] = {}
+    sizes: dict[str, int] = {}
     for cpu in cpus:
         folder = root / f"sys/devices/system/cpu/cpu{cpu}/cache/index3"
         shared_by, cache_size = read(folder / "shared_cpu_list"), read(folder / "size")
         if shared_by and cache_size:
-            slices[shared_by] = size(cache_size)
-    return sum(slices.values()) or None
+            slices.setdefault(shared_by, []).append(cpu)
+            sizes[shared_by] = size(cache_size)
+    return _groups(slices), sum(sizes.values()) or None
+
+
+def _groups(groups: dict[object, list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(group) for group in groups.values())
 
 
 def _numa(root: Path) -> tuple[NumaNode, ...]:
     base = root / "sys/devices/system/node"
+    allowed = table(read(root / "proc/self/status") or "").get("Mems_allowed_list")
     nodes = []
     for node in cpu_list(read(base / "online") or ""):
-        cpus = cpu_list(read(base / f"node{node}/cpulist") or "")
         facts = table((read(base / f"node{node}/meminfo") or "").replace(f"Node {node} ", ""))
-        nodes.append(NumaNode(node, cpus, kib(facts["MemTotal"]) if "MemTotal" in facts else None))
+        nodes.append(
+            NumaNode(
+                id=node,
+                cpus=cpu_list(read(base / f"node{node}/cpulist") or ""),
+                memory_bytes=kib(facts["MemTotal"]) if "MemTotal" in facts else None,
+                available_bytes=_node_available(facts),
+                distances=tuple(int(text) for text in (read(base / f"node{node}/distance") or "").split()),
+                memory_allowed=allowed is None or node in cpu_list(allowed),
+            )
+        )
     return tuple(nodes)
+
+
+def _node_available(facts: dict[str, str]) -> int | None:
+    """Nodes have no MemAvailable: free pages plus file pages, which the kernel drops when memory is asked for."""
+    if "MemFree" not in facts:
+        return None
+    return sum(kib(facts.get(name, "0 kB")) for name in ("MemFree", "Active(file)", "Inactive(file)"))
 
 
 def _memory(facts: dict[str, str], limits: CgroupLimits, notes: list[str]) -> tuple[int, int, str]:

@@ -1,0 +1,161 @@
+// The C interface of Proa's native library: everything that other programs may call, and all they need to know.
+//
+// Rules, for every function below:
+// - It returns PROA_OK or one of the error codes; proa_last_error() then says why, in one sentence. (The only
+//   exceptions are proa_abi_version and proa_last_error themselves.)
+// - Handles are opaque pointers. Sizes are in elements or in bytes, as the name says, and are checked at this border.
+// - Nothing throws through it, and it needs no header of torch, CUDA or Python.
+// PROA_ABI_VERSION goes up by one whenever a caller that was written for the former version could go wrong.
+
+#ifndef PROA_NATIVE_H
+#define PROA_NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PROA_API __attribute__((visibility("default")))
+
+// ---- version and errors
+
+#define PROA_ABI_VERSION 1
+
+#define PROA_OK 0
+#define PROA_ERROR_ARGUMENT 1  // the caller passed something wrong
+#define PROA_ERROR_MEMORY 2    // there is not enough memory
+#define PROA_ERROR_SYSTEM 3    // the operating system refused something else
+#define PROA_ERROR_WORKER 4    // a worker thread died
+
+// The version that the library was built with: PROA_ABI_VERSION of its header.
+PROA_API int proa_abi_version(void);
+
+// Why the last failed call on this thread failed; "" if none has. Valid until the next failure on the same thread.
+PROA_API const char* proa_last_error(void);
+
+// ---- arena: RAM for weights, on huge pages where possible, on one NUMA node if asked
+
+typedef struct proa_arena proa_arena;
+
+#define PROA_ARENA_SHARED 1u       // other processes must be able to map it (proa_arena_fd)
+#define PROA_ARENA_STRICT_NODE 2u  // an error if it cannot be bound to the node
+#define PROA_ARENA_SMALL_PAGES 4u  // no huge pages: for tests and comparisons
+
+#define PROA_PAGES_SMALL 0       // a file in memory, pages of the machine's base size
+#define PROA_PAGES_ANON_HUGE 1   // anonymous memory with transparent huge pages; no file
+#define PROA_PAGES_SHMEM_HUGE 2  // a file in memory with transparent huge pages
+#define PROA_PAGES_HUGETLB 3     // a file in memory on reserved pages of 2 MiB
+
+typedef struct proa_arena_info {
+    uint64_t bytes;          // as asked
+    uint64_t mapped_bytes;   // in whole pages
+    uint64_t touched_bytes;  // that have pages by proa_arena_touch
+    uint64_t huge_bytes;     // that lie on huge pages now, by the kernel's account
+    int32_t pages;           // PROA_PAGES_*
+    int32_t node;            // the NUMA node it is bound to, or -1
+    char reason[1000];       // why there is nothing better; "" if this is the best
+} proa_arena_info;
+
+// Addresses for `bytes` bytes (zeros), bound to NUMA node `node`, or to none if it is -1. Memory comes with
+// proa_arena_touch: a part that was never touched must not be used, for the system may kill the process there.
+PROA_API int proa_arena_create(size_t bytes, int node, uint32_t flags, proa_arena** out);
+
+// Waits for nobody: the caller must know that nothing uses its memory any more. A null pointer is let pass.
+PROA_API int proa_arena_destroy(proa_arena* arena);
+
+// Gives memory to bytes [first, first + count), or fails with the numbers. Contents stay. From any thread.
+PROA_API int proa_arena_touch(proa_arena* arena, size_t first, size_t count);
+
+PROA_API int proa_arena_data(const proa_arena* arena, void** out);    // page-aligned, for as long as the arena lives
+PROA_API int proa_arena_bytes(const proa_arena* arena, size_t* out);  // as asked
+PROA_API int proa_arena_fd(const proa_arena* arena, int* out);        // stays the arena's; -1 if there is no file
+PROA_API int proa_arena_get_info(const proa_arena* arena, proa_arena_info* out);
+
+// ---- pool: the threads that compute, and the instruction set they use
+
+typedef struct proa_pool proa_pool;
+
+typedef struct proa_pool_options {
+    const int32_t* cpus;        // of all workers, team by team; the thread that calls works along and is not listed
+    const int32_t* team_begin;  // [teams + 1] into cpus; team i serves slice i of every matrix
+    int32_t teams;
+    int32_t pin;      // bind each worker to its CPU
+    int32_t spin_us;  // how long an idle worker spins before it sleeps
+    int32_t redo;     // do the tasks of a worker that is off its core again
+    const char* isa;  // "" or null: the best; else the name of kernels that this CPU can run
+} proa_pool_options;
+
+// Which kernels a pool with this wish gets, and why no better ones. Texts of at most `bytes` bytes.
+PROA_API int proa_select_isa(const char* wanted, char* name, char* reason, size_t bytes);
+
+PROA_API int proa_pool_create(const proa_pool_options* options, proa_pool** out);
+PROA_API int proa_pool_destroy(proa_pool* pool);
+PROA_API int proa_pool_settle(proa_pool* pool);                     // returns when no worker is at work
+PROA_API int proa_pool_redone(const proa_pool* pool, uint64_t* out);  // tasks done twice so far
+PROA_API int proa_pool_kill_worker_for_test(proa_pool* pool);       // the next one that looks ends its thread
+
+// ---- packed weights (formats: csrc/src/layout.h)
+
+typedef struct proa_matrix proa_matrix;
+
+typedef struct proa_layout_info {
+    int32_t panels;  // of 16 rows
+    int32_t padded;  // columns
+    int32_t group;   // columns that share a scale
+    int64_t code_bytes, scale_bytes, panel_bytes;
+} proa_layout_info;
+
+// Rows of weights, one code a byte (16-bit formats: two), and scales in the format's type. Strides in bytes.
+typedef struct proa_source {
+    const void* codes;
+    int64_t code_stride;
+    const void* scales;
+    int64_t scale_stride;
+    int64_t scale_rows;  // rows that share a row of scales
+    const void* mins;
+    const void* block_scales;
+    const void* block_mins;
+    int64_t block_stride;
+    float factor;
+} proa_source;
+
+PROA_API int proa_layout(int format, int64_t rows, int64_t columns, int64_t group, proa_layout_info* out);
+
+// Panels at out, out + step * panel_bytes, ...; rows beyond the last are zeros.
+PROA_API int proa_pack(int format, int64_t rows, int64_t columns, int64_t group, const proa_source* source, int step,
+                       void* out, int64_t out_bytes);
+PROA_API int proa_pack_gguf(int type, int64_t rows, int64_t columns, const void* blocks, int64_t row_stride, int step,
+                            void* out, int64_t out_bytes);
+
+// A stack of `count` matrices whose panels lie in `slices` pieces, one a team. The memory stays the caller's and must
+// live as long as the handle.
+PROA_API int proa_matrix_create(int format, int64_t rows, int64_t columns, int64_t group, int64_t count, int64_t slices,
+                                const int32_t* first_panels, const void* const* data, const int64_t* strides,
+                                const int64_t* bytes, proa_matrix** out);
+PROA_API int proa_matrix_destroy(proa_matrix* matrix);
+
+// ---- linear maps and experts. x: bfloat16 rows; y: bfloat16 rows, or float32 if wide. Strides in values.
+
+typedef struct proa_experts proa_experts;
+
+// activation: 0 SiLU, 1 GELU (tanh), 2 clamped SwiGLU of gpt-oss, 3 squared ReLU without a gate. Panels of gate and up
+// alternate in gate_up. Biases are float32 in the order of the (padded) panels, or null. All must outlive the handle.
+PROA_API int proa_experts_create(const proa_matrix* gate_up, const proa_matrix* down, int activation, float limit,
+                                 const float* gate_bias, const float* down_bias, proa_experts** out);
+PROA_API int proa_experts_destroy(proa_experts* experts);
+
+PROA_API int proa_linear(proa_pool* pool, const proa_matrix* weights, int64_t outputs, const float* bias, const void* x,
+                         int64_t x_stride, void* y, int64_t y_stride, int wide, int64_t tokens, int lane);
+
+// ids, weights: [tokens][top_k]; an id of -1 is skipped. top_k 0: all tokens to the only expert, weight 1.
+PROA_API int proa_moe(proa_pool* pool, const proa_experts* experts, int64_t top_k, const int32_t* ids,
+                      const float* weights, const void* x, int64_t x_stride, void* y, int64_t y_stride, int wide,
+                      int64_t tokens, int lane);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // PROA_NATIVE_H

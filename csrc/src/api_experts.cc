@@ -1,0 +1,212 @@
+// The C interface of the pool, packed matrices, linear maps and experts: arguments are checked here.
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "error.h"
+#include "handles.h"
+#include "select.h"
+#include "linear.h"
+#include "pack.h"
+#include "proa/native.h"
+
+namespace {
+
+using proa::Error;
+using proa::require;
+
+constexpr int64_t kMostTokens = 1 << 20;
+
+proa::PoolOptions pool_options(const proa_pool_options& o) {
+    require(o.teams >= 1 && o.teams <= proa::kMaxNodes, "A pool has 1 to 64 teams.");
+    require(o.team_begin && o.team_begin[0] == 0, "Teams must begin with CPU 0 of the list.");
+    proa::PoolOptions options;
+    options.pin = o.pin, options.spin_us = o.spin_us, options.redo = o.redo;
+    for (int t = 0; t < o.teams; ++t) {
+        require(o.team_begin[t + 1] >= o.team_begin[t], "Teams must follow one another.");
+        require(o.team_begin[t + 1] == o.team_begin[t] || o.cpus, "Null pointer where CPUs are listed.");
+        options.teams.emplace_back(o.cpus + o.team_begin[t], o.cpus + o.team_begin[t + 1]);
+    }
+    require(o.team_begin[o.teams] <= 4096, "A pool has at most 4096 workers.");
+    return options;
+}
+
+void check_rows(const void* rows, int64_t stride, int64_t columns, const char* what) {
+    if (!rows) throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " is a null pointer.");
+    if (stride < columns)
+        throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " has rows of " + std::to_string(columns) +
+                                             " values, but only " + std::to_string(stride) + " lie between them.");
+}
+
+void check_call(const proa_pool* pool, int64_t tokens, int lane) {
+    require(pool, "The pool is a null pointer.");
+    require(tokens >= 0 && tokens <= kMostTokens, "A step has 0 to 2^20 tokens.");
+    require(lane >= 0 && lane < proa::kLanes, "There are lanes 0 and 1.");
+}
+
+void check_fit(const proa_pool* pool, const proa::Matrix& m) {
+    require(int(m.slices.size()) <= pool->host.pool.nodes(), "The matrix has more slices than the pool has teams.");
+}
+
+}  // namespace
+
+extern "C" {
+
+int proa_select_isa(const char* wanted, char* name, char* reason, size_t bytes) {
+    return proa::guarded([&] {
+        require(name && reason && bytes > 0, "Null pointers where texts are written.");
+        const proa::Selected selected = proa::select_kernels(wanted ? wanted : "");
+        std::strncpy(name, selected.kernels->name, bytes - 1), name[bytes - 1] = 0;
+        std::strncpy(reason, selected.reason.c_str(), bytes - 1), reason[bytes - 1] = 0;
+    });
+}
+
+int proa_pool_create(const proa_pool_options* options, proa_pool** out) {
+    return proa::guarded([&] {
+        require(options && out, "A null pointer.");
+        const auto selected = proa::select_kernels(options->isa ? options->isa : "");
+        *out = new proa_pool{{pool_options(*options), selected.kernels}};
+    });
+}
+
+int proa_pool_destroy(proa_pool* pool) {
+    return proa::guarded([&] { delete pool; });
+}
+
+int proa_pool_settle(proa_pool* pool) {
+    return proa::guarded([&] {
+        require(pool, "The pool is a null pointer.");
+        pool->host.pool.settle();
+    });
+}
+
+int proa_pool_redone(const proa_pool* pool, uint64_t* out) {
+    return proa::guarded([&] {
+        require(pool && out, "A null pointer.");
+        *out = pool->host.pool.redone();
+    });
+}
+
+int proa_pool_kill_worker_for_test(proa_pool* pool) {
+    return proa::guarded([&] {
+        require(pool, "The pool is a null pointer.");
+        pool->host.pool.kill_worker_for_test();
+    });
+}
+
+int proa_layout(int format, int64_t rows, int64_t columns, int64_t group, proa_layout_info* out) {
+    return proa::guarded([&] {
+        require(out, "A null pointer.");
+        const proa::Layout l = proa::checked_layout(format, rows, columns, group);
+        *out = {l.panels, l.padded, l.group, int64_t(l.code_bytes), int64_t(l.scale_bytes), int64_t(l.panel_bytes)};
+    });
+}
+
+int proa_pack(int format, int64_t rows, int64_t columns, int64_t group, const proa_source* s, int step, void* out,
+              int64_t out_bytes) {
+    return proa::guarded([&] {
+        const proa::Layout l = proa::checked_layout(format, rows, columns, group);
+        const proa::FormatFacts& facts = proa::kFacts[format];
+        require(s && s->codes && out, "A null pointer where weights are packed.");
+        require(step >= 1, "The step between panels is at least 1.");
+        require(facts.scale_bytes == 0 || s->scales, "This format needs scales.");
+        require(!facts.has_min || s->mins, "This format needs minimums.");
+        require(!facts.block_scale_bytes || (s->block_scales && (!facts.has_min || s->block_mins)),
+                "This format needs scales of blocks.");
+        require(s->scale_rows >= 1, "At least one row shares a row of scales.");
+        require(l.format != proa::Format::kFp8Panel || s->scale_rows % proa::kPanelRows == 0 || rows <= proa::kPanelRows,
+                "Scales of panels must be shared by whole panels.");
+        require(out_bytes >= int64_t(((l.panels - 1) * size_t(step) + 1) * l.panel_bytes), "The output is too small.");
+        proa::pack_rows(l, {(const uint8_t*)s->codes, size_t(s->code_stride), (const uint8_t*)s->scales,
+                            size_t(s->scale_stride), int(s->scale_rows), (const uint8_t*)s->mins,
+                            (const uint8_t*)s->block_scales, (const uint8_t*)s->block_mins, size_t(s->block_stride),
+                            s->factor},
+                        int(rows), step, (uint8_t*)out);
+    });
+}
+
+int proa_pack_gguf(int type, int64_t rows, int64_t columns, const void* blocks, int64_t row_stride, int step, void* out,
+                   int64_t out_bytes) {
+    return proa::guarded([&] {
+        const proa::Format format = proa::format_of(proa::GgufType(type));
+        const proa::Layout l = proa::checked_layout(int(format), rows, columns, format == proa::Format::kQ6K ? 16 : 32);
+        require(blocks && out && step >= 1, "A null pointer where weights are packed.");
+        require(out_bytes >= int64_t(((l.panels - 1) * size_t(step) + 1) * l.panel_bytes), "The output is too small.");
+        proa::pack_gguf(proa::GgufType(type), l, (const uint8_t*)blocks, size_t(row_stride), int(rows), step,
+                        (uint8_t*)out);
+    });
+}
+
+int proa_matrix_create(int format, int64_t rows, int64_t columns, int64_t group, int64_t count, int64_t slices,
+                       const int32_t* first_panels, const void* const* data, const int64_t* strides,
+                       const int64_t* bytes, proa_matrix** out) {
+    return proa::guarded([&] {
+        require(out, "A null pointer.");
+        const proa::Layout l = proa::checked_layout(format, rows, columns, group);
+        *out = new proa_matrix{proa::checked_matrix(l, count, slices, first_panels, data, strides, bytes)};
+    });
+}
+
+int proa_matrix_destroy(proa_matrix* matrix) {
+    return proa::guarded([&] { delete matrix; });
+}
+
+int proa_experts_create(const proa_matrix* gate_up, const proa_matrix* down, int activation, float limit,
+                        const float* gate_bias, const float* down_bias, proa_experts** out) {
+    return proa::guarded([&] {
+        require(gate_up && down && out, "A null pointer.");
+        require(activation >= 0 && activation <= int(proa::Activation::kRelu2), "There is no such activation.");
+        const proa::Layout &up = gate_up->matrix.layout, &low = down->matrix.layout;
+        const int per = proa::Activation(activation) == proa::Activation::kRelu2 ? 1 : 2;
+        require(gate_up->matrix.count == down->matrix.count, "Both matrices have one for each expert.");
+        require(up.panels % per == 0 && up.panels / per == (low.columns + 15) / 16,
+                "The first matrix must have as many panels as the second one's columns need.");
+        require(gate_up->matrix.slices.size() == down->matrix.slices.size(), "Both matrices lie on the same nodes.");
+        for (const proa::Slice& slice : gate_up->matrix.slices)
+            require(slice.first_panel % per == 0, "Gate and up of the same rows lie on the same node.");
+        *out = new proa_experts{
+            {&gate_up->matrix, &down->matrix, proa::Activation(activation), limit, gate_bias, down_bias}};
+    });
+}
+
+int proa_experts_destroy(proa_experts* experts) {
+    return proa::guarded([&] { delete experts; });
+}
+
+int proa_linear(proa_pool* pool, const proa_matrix* weights, int64_t outputs, const float* bias, const void* x,
+                int64_t x_stride, void* y, int64_t y_stride, int wide, int64_t tokens, int lane) {
+    return proa::guarded([&] {
+        check_call(pool, tokens, lane);
+        require(weights, "The matrix is a null pointer.");
+        const proa::Matrix& m = weights->matrix;
+        require(outputs >= 1 && outputs <= m.layout.rows, "There are no more outputs than the matrix has rows.");
+        check_fit(pool, m);
+        if (!tokens) return;
+        check_rows(x, x_stride, m.layout.columns, "x");
+        check_rows(y, y_stride, outputs, "y");
+        proa::run(proa::Linear{&m, int(outputs), bias, (const uint16_t*)x, x_stride, y, y_stride, wide != 0}, pool->host,
+                  int(tokens), lane);
+        pool->host.pool.settle();
+    });
+}
+
+int proa_moe(proa_pool* pool, const proa_experts* experts, int64_t top_k, const int32_t* ids, const float* weights,
+             const void* x, int64_t x_stride, void* y, int64_t y_stride, int wide, int64_t tokens, int lane) {
+    return proa::guarded([&] {
+        check_call(pool, tokens, lane);
+        require(experts, "The experts are a null pointer.");
+        const proa::Experts& e = experts->experts;
+        require(top_k >= 0 && top_k <= 1024, "A token has at most 1024 experts.");
+        require(top_k == 0 || (ids && weights), "ids and weights are null pointers.");
+        require(top_k > 0 || e.gate_up->count == 1, "Without ids there must be one expert.");
+        check_fit(pool, *e.gate_up);
+        if (!tokens) return;
+        check_rows(x, x_stride, e.gate_up->layout.columns, "x");
+        check_rows(y, y_stride, e.down->layout.rows, "y");
+        proa::run(proa::Moe{&e, int(top_k), ids, weights, (const uint16_t*)x, x_stride, y, y_stride, wide != 0},
+                  pool->host, int(tokens), lane);
+        pool->host.pool.settle();
+    });
+}
+
+}  // extern "C"

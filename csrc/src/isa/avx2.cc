@@ -1,0 +1,28 @@
+// AVX2 with FMA and F16C (Intel from Haswell, AMD from Excavator).
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace proa {
+namespace {
+
+constexpr int kMostPlain = 5, kMostScaled = 5;  // tokens of a block: a sum takes two of 16 registers
+constexpr int kExpandFromTokens = 16;
+constexpr int rows_at_once(int tokens, bool) { return tokens == 1 ? 2 : 1; }
+
+#include "../kernels/vec_avx2.h"
+#include "../kernels/common.h"
+#include "../kernels/dot_f32.h"
+#include "../kernels/codes.h"
+#include "../kernels/scales.h"
+#include "../kernels/panels.h"
+#include "../kernels/epilogue.h"
+#include "../kernels/table.h"
+
+constexpr Kernels kTable = kernels("avx2");
+
+}  // namespace
+
+const Kernels* const kAvx2Kernels = &kTable;
+
+}  // namespace proa

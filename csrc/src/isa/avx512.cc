@@ -1,0 +1,28 @@
+// AVX-512 F, BW, VL, DQ without BF16 (Intel from Skylake-X to Ice Lake).
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace proa {
+namespace {
+
+constexpr int kMostPlain = 12, kMostScaled = 6;
+constexpr int kExpandFromTokens = 32;
+constexpr int rows_at_once(int tokens, bool scaled) { return tokens <= (scaled ? 2 : 3) ? 4 : 2; }
+
+#include "../kernels/vec_avx512.h"
+#include "../kernels/common.h"
+#include "../kernels/dot_f32.h"
+#include "../kernels/codes.h"
+#include "../kernels/scales.h"
+#include "../kernels/panels.h"
+#include "../kernels/epilogue.h"
+#include "../kernels/table.h"
+
+constexpr Kernels kTable = kernels("avx512");
+
+}  // namespace
+
+const Kernels* const kAvx512Kernels = &kTable;
+
+}  // namespace proa

@@ -1,0 +1,33 @@
+// AVX-512 with BF16, VNNI and VBMI (AMD from Zen 4, Intel from Sapphire Rapids).
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace proa {
+namespace {
+
+#define PROA_BYTE_TABLES 1  // codes.h looks values up by vpermi2b and vpermw
+constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
+constexpr int kExpandFromTokens = 32;
+constexpr int rows_at_once(int tokens, bool scaled) {
+    if (!scaled) return tokens <= 2 ? 4 : 2;
+    return tokens <= 3 ? 4 : 2;
+}
+
+#include "../kernels/vec_avx512.h"
+#include "../kernels/common.h"
+#include "../kernels/dot_bf16.h"
+#include "../kernels/byte_tables.h"
+#include "../kernels/codes.h"
+#include "../kernels/scales.h"
+#include "../kernels/panels.h"
+#include "../kernels/epilogue.h"
+#include "../kernels/table.h"
+
+constexpr Kernels kTable = kernels("avx512-bf16");
+
+}  // namespace
+
+const Kernels* const kAvx512Bf16Kernels = &kTable;
+
+}  // namespace proa

@@ -1,0 +1,26 @@
+// Plain C++: the readable reference, and the path of CPUs without AVX2.
+#include "kernels.h"
+
+namespace proa {
+namespace {
+
+constexpr int kMostPlain = 4, kMostScaled = 4;
+constexpr int kExpandFromTokens = 16;
+constexpr int rows_at_once(int, bool) { return 1; }
+
+#include "../kernels/vec_scalar.h"
+#include "../kernels/common.h"
+#include "../kernels/dot_f32.h"
+#include "../kernels/codes.h"
+#include "../kernels/scales.h"
+#include "../kernels/panels.h"
+#include "../kernels/epilogue.h"
+#include "../kernels/table.h"
+
+constexpr Kernels kTable = kernels("scalar");
+
+}  // namespace
+
+const Kernels* const kScalarKernels = &kTable;
+
+}  // namespace proa

@@ -1,0 +1,271 @@
+// Attention over blocks of keys, the softmax online: after every block a row of queries has the maximum of its scores so
+// far, the sum of their exponentials below it, and the sum of values that are weighted with those. Never: pages, tasks.
+//
+// Two ways. A few rows (decoding) read keys and values as they lie, 32 dimensions at a time: a row's state is
+// [16 + lines * 32] floats, maximum and sum first, then of each line its even and its odd dimensions. Many rows
+// (prompts) turn keys and values into panels of a weight matrix and multiply those (see panels.h); panels 2i and 2i + 1
+// of the values are the even and odd dimensions of line i.
+#pragma once
+
+constexpr int kAttendRows = kMostPlain >= 12 ? 4 : 2;  // at once: beside their sums a key must fit into the registers
+constexpr int kQueryLine = kBf16Dot ? 16 : 32;         // floats that 32 values of a query take
+
+inline U32 high_halves(U32 x) { return bit_and(x, set_u32(0xffff0000)); }
+
+// Where a line of 32 values begins. The last one overlaps its neighbour rather than reach beyond the row.
+inline int line_begin(int line, int dim) { return 32 * line + 32 <= dim ? 32 * line : dim - 32; }
+inline U32 load_line(const uint16_t* row, int line, int dim) {
+    if (dim >= 32) return load_u32(row + line_begin(line, dim));
+    uint16_t all[32] = {};
+    for (int i = 0; i < dim; ++i) all[i] = row[i];
+    return load_u32(all);
+}
+
+inline void load_query(const float* line, U32& out) { out = load_u32(line); }
+template <class B>
+inline void load_query(const float* line, B& out) {
+    out = {load(line), load(line + 16)};
+}
+
+// A query in lines for attend(); values that two lines share are zero in the second.
+void pack_query(const uint16_t* query, int dim, float* out) {
+    for (int line = 0; line < attention_lines(dim); ++line, out += kQueryLine) {
+        const int begin = dim >= 32 ? line_begin(line, dim) : 0;
+        uint16_t all[32] = {};
+        for (int i = 32 * line - begin; i < 32 && begin + i < dim; ++i) all[i] = query[begin + i];
+        const U32 bits = load_u32(all);
+        if (kBf16Dot) {
+            store_u32(out, bits);
+        } else {
+            store(out, as_f32(shl<16>(bits))), store(out + 16, as_f32(high_halves(bits)));
+        }
+    }
+}
+
+inline F32 lane_numbers() {
+    static const float numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load(numbers);
+}
+
+// Lanes outside [first, last) become `other`.
+inline F32 only(F32 x, int first, int last, float other) {
+    if (first <= 0 && last >= 16) return x;
+    const F32 numbers = lane_numbers();
+    x = select_greater(set(float(first)), numbers, set(other), x);
+    return select_greater(set(float(last)), numbers, x, set(other));
+}
+
+template <int R>
+void score_rows(const AttendBlock& b, int row, float* scores) {
+    const int lines = attention_lines(b.key_dim), stride = lines * kQueryLine;
+    const float* queries = b.queries + size_t(row) * stride;
+    for (int j = 0; j < b.tokens; ++j) {
+        const uint16_t* key = b.keys[j] + b.key_offset;
+        const uint16_t* next = b.next_keys[j] + b.next_key_offset;
+        F32 sum[R];
+        for (int r = 0; r < R; ++r) sum[r] = zero();
+        for (int line = 0; line < lines; ++line) {
+            const Pair pair = from_bf16_pairs(load_line(key, line, b.key_dim));
+            __builtin_prefetch(next + 32 * line);
+            for (int r = 0; r < R; ++r) {
+                Broadcast query;
+                load_query(queries + r * stride + line * kQueryLine, query);
+                sum[r] = dot(sum[r], pair, query);
+            }
+        }
+        for (int r = 0; r < R; ++r) scores[r * kAttendTokens + j] = reduce_add(sum[r]);
+    }
+}
+
+// Scores become weights below the new maximum; returns what the former sums are to be multiplied with.
+inline float weigh(const AttendBlock& b, int row, float* scores, float* state) {
+    const int first = b.first[row], last = b.last[row];
+    if (first >= last) {
+        for (int i = 0; i < kAttendTokens; i += 16) store(scores + i, zero());
+        return 1.f;
+    }
+    F32 most = set(state[0]);
+    for (int i = 0; i < kAttendTokens; i += 16) {
+        const F32 s = only(mul(load(scores + i), set(b.scale)), first - i, last - i, -__builtin_inff());
+        store(scores + i, s);
+        most = max(most, s);
+    }
+    const float maximum = reduce_max(most);
+    float factor[16];
+    store(factor, exp(set(state[0] - maximum)));
+    F32 sum = zero();
+    for (int i = 0; i < kAttendTokens; i += 16) {
+        const F32 p = exp(sub(load(scores + i), set(maximum)));
+        store(scores + i, p);
+        sum = add(sum, p);
+    }
+    state[0] = maximum;
+    state[1] = state[1] * factor[0] + reduce_add(sum);
+    return factor[0];
+}
+
+template <int R>
+void add_values(const AttendBlock& b, const float* weights, const float* factors, float* const* states) {
+    const int lines = attention_lines(b.value_dim);
+    for (int line = 0; line < lines; ++line) {
+        F32 even[R], odd[R];
+        for (int r = 0; r < R; ++r) {
+            even[r] = mul(load(states[r] + 16 + 32 * line), set(factors[r]));
+            odd[r] = mul(load(states[r] + 32 + 32 * line), set(factors[r]));
+        }
+        for (int j = 0; j < b.tokens; ++j) {
+            const U32 bits = load_line(b.values[j] + b.value_offset, line, b.value_dim);
+            __builtin_prefetch(b.next_values[j] + b.next_value_offset + 32 * line);
+            const F32 low = as_f32(shl<16>(bits)), high = as_f32(high_halves(bits));
+            for (int r = 0; r < R; ++r) {
+                const F32 weight = set(weights[r * kAttendTokens + j]);
+                even[r] = fma(weight, low, even[r]);
+                odd[r] = fma(weight, high, odd[r]);
+            }
+        }
+        for (int r = 0; r < R; ++r) store(states[r] + 16 + 32 * line, even[r]), store(states[r] + 32 + 32 * line, odd[r]);
+    }
+}
+
+template <int R>
+inline void attend_rows(const AttendBlock& b, int row) {
+    float scores[R * kAttendTokens] = {}, factors[R];
+    float* states[R];
+    score_rows<R>(b, row, scores);
+    for (int r = 0; r < R; ++r) {
+        states[r] = b.states + size_t(row + r) * attention_state_floats(b.value_dim);
+        factors[r] = weigh(b, row + r, scores + r * kAttendTokens, states[r]);
+    }
+    add_values<R>(b, scores, factors, states);
+}
+
+void attend(const AttendBlock& b) {
+    int row = 0;
+    for (; row + kAttendRows <= b.rows; row += kAttendRows) attend_rows<kAttendRows>(b, row);
+    for (; row < b.rows; ++row) attend_rows<1>(b, row);
+}
+
+// One state of many parts' states, in their order.
+void merge_states(const float* parts, size_t stride, int count, int value_dim, float* state) {
+    const int floats = attention_state_floats(value_dim);
+    float maximum = parts[0];
+    for (int i = 1; i < count; ++i) maximum = parts[i * stride] > maximum ? parts[i * stride] : maximum;
+    state[0] = maximum, state[1] = 0;
+    for (int at = 16; at < floats; at += 16) store(state + at, zero());
+    for (int i = 0; i < count; ++i) {
+        const float* part = parts + i * stride;
+        if (!(part[1] > 0)) continue;  // it saw no key
+        float factor[16];
+        store(factor, exp(set(part[0] - maximum)));
+        state[1] += factor[0] * part[1];
+        for (int at = 16; at < floats; at += 16) store(state + at, fma(load(part + at), set(factor[0]), load(state + at)));
+    }
+}
+
+// A row of the output. A sink is one more score, without a value; minus infinity is none.
+void finish_state(const float* state, float sink, int value_dim, uint16_t* out) {
+    const float maximum = sink > state[0] ? sink : state[0];
+    float factor[16], sunk[16];
+    store(factor, exp(set(state[0] - maximum))), store(sunk, exp(set(sink - maximum)));
+    const float sum = state[1] * factor[0] + sunk[0];
+    const F32 scale = set(sum > 0 ? factor[0] / sum : sum);
+    for (int line = 0; line < attention_lines(value_dim); ++line) {
+        const U32 even = bf16_bits(mul(load(state + 16 + 32 * line), scale));
+        const U32 both = bit_or(even, shl<16>(bf16_bits(mul(load(state + 32 + 32 * line), scale))));
+        if (value_dim >= 32) {
+            store_u32(out + line_begin(line, value_dim), both);
+            continue;
+        }
+        uint16_t all[32];
+        store_u32(all, both);
+        for (int i = 0; i < value_dim; ++i) out[i] = all[i];
+    }
+}
+
+// ---- panels
+
+typedef uint32_t Quad __attribute__((vector_size(16)));
+
+inline Quad load_quad(const void* p) {
+    Quad x;
+    __builtin_memcpy(&x, p, 16);
+    return x;
+}
+
+// Column i of the four rows goes to out + i * 64.
+inline void store_transposed(Quad a, Quad b, Quad c, Quad d, uint8_t* out) {
+    const Quad rows[4] = {{a[0], b[0], c[0], d[0]}, {a[1], b[1], c[1], d[1]}, {a[2], b[2], c[2], d[2]}, {a[3], b[3], c[3], d[3]}};
+    for (int i = 0; i < 4; ++i) __builtin_memcpy(out + i * 64, &rows[i], 16);
+}
+
+// Panels of 16 keys, zero where there are no more, as layout_of(kBf16, keys, dim) has them.
+void pack_keys(const uint16_t* const* keys, size_t offset, int tokens, int dim, uint8_t* out) {
+    const int padded = round_up(dim, kColumnUnit);
+    static const uint16_t nothing[kMostHeadDim] = {};
+    for (int first = 0; first < tokens; first += 16, out += size_t(padded) * 32) {
+        for (int quad = 0; quad < 16; quad += 4) {
+            const uint16_t* row[4];
+            for (int i = 0; i < 4; ++i) row[i] = first + quad + i < tokens ? keys[first + quad + i] + offset : nothing;
+            for (int d = 0; d < dim; d += 8)
+                store_transposed(load_quad(row[0] + d), load_quad(row[1] + d), load_quad(row[2] + d), load_quad(row[3] + d),
+                                 out + d * 32 + quad * 4);
+        }
+        for (int d = dim; d < padded; d += 2) store_u32(out + d * 32, set_u32(0));
+    }
+}
+
+// Panels of 16 dimensions times `padded` tokens, zero beyond `tokens`.
+void pack_values(const uint16_t* const* values, size_t offset, int tokens, int dim, int padded, uint8_t* out) {
+    for (int line = 0; line < attention_lines(dim); ++line, out += size_t(padded) * 64) {
+        uint8_t* odd = out + size_t(padded) * 32;
+        for (int j = 0; j < padded; j += 2) {
+            const U32 a = j < tokens ? load_line(values[j] + offset, line, dim) : set_u32(0);
+            const U32 b = j + 1 < tokens ? load_line(values[j + 1] + offset, line, dim) : set_u32(0);
+            store_u32(out + j * 32, bit_or(bit_and(a, set_u32(0xffff)), shl<16>(b)));
+            store_u32(odd + j * 32, bit_or(shr<16>(a), high_halves(b)));
+        }
+    }
+}
+
+// The scores of one row over all panels of the tile become weights, rounded to bfloat16 as the product will read them.
+inline void weigh_row(const SoftmaxTile& t, int row) {
+    const int first = t.first[row], last = t.last[row];
+    const size_t stride = size_t(t.rows) * 16;
+    float* scores = t.scores + size_t(row) * 16;
+    if (first >= last) {
+        for (int i = 0; i < t.panels; ++i) store(scores + i * stride, zero());
+        t.factors[row] = 1.f;
+        return;
+    }
+    F32 most = set(t.maxima[row]);
+    for (int i = 0; i < t.panels; ++i) {
+        const F32 s = mul(load(scores + i * stride), set(t.scale));
+        most = max(most, only(s, first - 16 * i, last - 16 * i, -__builtin_inff()));
+    }
+    const float maximum = reduce_max(most);
+    F32 sum = zero();
+    for (int i = 0; i < t.panels; ++i) {
+        const F32 s = only(mul(load(scores + i * stride), set(t.scale)), first - 16 * i, last - 16 * i, -__builtin_inff());
+        const F32 p = rounded_to_bf16(exp(sub(s, set(maximum))));
+        store(scores + i * stride, p);
+        sum = add(sum, p);
+    }
+    float factor[16];
+    store(factor, exp(set(t.maxima[row] - maximum)));
+    t.maxima[row] = maximum;
+    t.sums[row] = t.sums[row] * factor[0] + reduce_add(sum);
+    t.factors[row] = factor[0];
+}
+
+void softmax_tile(const SoftmaxTile& t) {
+    for (int row = 0; row < t.rows; ++row) weigh_row(t, row);
+}
+
+// total [panels][rows][16] = total * factors[row] + part.
+void scale_and_add(const float* part, const float* factors, int panels, int rows, float* total) {
+    for (int panel = 0; panel < panels; ++panel)
+        for (int row = 0; row < rows; ++row) {
+            const size_t at = (size_t(panel) * rows + row) * 16;
+            store(total + at, fma(load(total + at), set(factors[row]), load(part + at)));
+        }
+}

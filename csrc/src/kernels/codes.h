@@ -1,0 +1,202 @@
+// Stored codes -> pairs of values, exactly. A struct per code: kValues columns a line (of kBytes), load a line, take
+// pair p of it. Never: scales.
+#pragma once
+
+struct Bf16Code {
+    static constexpr int kValues = 2, kBytes = 64;
+    using Line = U32;
+    static Line load(const uint8_t* p) { return load_u32(p); }
+    template <int p>
+    static Pair pair(Line line) {
+        return from_bf16_pairs(line);
+    }
+};
+
+// A float16 is the sum of two bfloat16: its leading 8 bits and the rest.
+struct PairSum {
+    Pair high, low;
+};
+inline F32 dot(F32 sum, const PairSum& w, Broadcast x) { return dot(dot(sum, w.high, x), w.low, x); }
+inline F32 even_values(const PairSum& w) { return add(even_values(w.high), even_values(w.low)); }
+inline F32 odd_values(const PairSum& w) { return add(odd_values(w.high), odd_values(w.low)); }
+
+// Unlike all others, a line holds the 16 even columns' values before the 16 odd ones: as float16 converts.
+struct Fp16Code {
+    static constexpr int kValues = 2, kBytes = 64;
+    struct Line {
+        F32 even, odd;
+    };
+    static Line load(const uint8_t* p) { return {load_f16(p), load_f16(p + 32)}; }
+    template <int p>
+    static auto pair(Line line) {
+        if constexpr (kBf16Dot) {
+            const U32 mask = set_u32(0xffff0000);
+            const F32 even = as_f32(bit_and(as_u32(line.even), mask)), odd = as_f32(bit_and(as_u32(line.odd), mask));
+            return PairSum{from_values(even, odd), from_values(sub(line.even, even), sub(line.odd, odd))};
+        } else {
+            return from_values(line.even, line.odd);
+        }
+    }
+};
+
+// e4m3 (OCP 8-bit floating point): bias 7, subnormals, no infinities, NaN where all seven low bits are set. With its
+// sign and bits moved it is a float16 that is 2^8 too small; that conversion takes subnormals at full speed.
+inline F32 e4m3_lanes(U32 code) {
+    const U32 size = bit_and(code, set_u32(0x7f));
+    const U32 half = bit_or(shl<7>(size), shl<8>(bit_and(code, set_u32(0x80))));
+    const F32 value = mul(f16_lanes(half), set(256.f));
+    return as_f32(select(equal(size, set_u32(0x7f)), set_u32(0x7fc00000), as_u32(value)));
+}
+
+#ifdef PROA_BYTE_TABLES
+// Codes of 8 bits whose bfloat16 is looked up byte by byte by their seven low bits; the sign joins the high byte.
+struct ByteCode {
+    static constexpr int kValues = 4, kBytes = 64;
+    struct Line {
+        Pair pairs[2];
+    };
+    static Line join(__m512i low, __m512i size, __m512i codes) {
+        const __m512i high = _mm512_ternarylogic_epi32(size, codes, _mm512_set1_epi32(int(0x80808080)), 0xf8);
+        constexpr __mmask64 odd = 0xaaaaaaaaaaaaaaaa;
+        return {{{_mm512_mask_blend_epi8(odd, low, _mm512_slli_epi16(high, 8))},
+                 {_mm512_mask_blend_epi8(odd, _mm512_srli_epi16(low, 8), high)}}};
+    }
+    template <int p>
+    static Pair pair(const Line& line) {
+        return line.pairs[p];
+    }
+};
+
+struct E4m3Code : ByteCode {
+    static Line load(const uint8_t* p) {
+        const __m512i codes = _mm512_loadu_si512(p);
+        const ByteTables& t = kE4m3Tables;
+        const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(t.low), codes, _mm512_load_si512(t.low + 64));
+        const __m512i size = _mm512_permutex2var_epi8(_mm512_load_si512(t.high), codes, _mm512_load_si512(t.high + 64));
+        return join(low, size, codes);
+    }
+};
+
+// |q| is the index; 128 has index 0 as 0 has, so that entry is 128's and a code of 0 is masked.
+struct Int8Code : ByteCode {
+    static Line load(const uint8_t* p) {
+        const __m512i codes = _mm512_loadu_si512(p), index = _mm512_abs_epi8(codes);
+        const __mmask64 some = _mm512_test_epi8_mask(codes, codes);
+        const ByteTables& t = kInt8Tables;
+        const __m512i low = _mm512_maskz_permutex2var_epi8(some, _mm512_load_si512(t.low), index,
+                                                           _mm512_load_si512(t.low + 64));
+        const __m512i size = _mm512_maskz_permutex2var_epi8(some, _mm512_load_si512(t.high), index,
+                                                            _mm512_load_si512(t.high + 64));
+        return join(low, size, codes);
+    }
+};
+#else
+struct E4m3Code {
+    static constexpr int kValues = 4, kBytes = 64;
+    using Line = U32;
+    static Line load(const uint8_t* p) { return load_u32(p); }
+    template <int p>
+    static Pair pair(Line line) {
+        const U32 byte = set_u32(0xff);
+        return from_values(e4m3_lanes(bit_and(shr<8 * p>(line), byte)), e4m3_lanes(bit_and(shr<16 + 8 * p>(line), byte)));
+    }
+};
+
+struct Int8Code {
+    static constexpr int kValues = 4, kBytes = 64;
+    using Line = U32;
+    static Line load(const uint8_t* p) { return load_u32(p); }
+    template <int p>
+    static Pair pair(Line line) {
+        return from_values(to_f32(sar<24>(shl<24 - 8 * p>(line))), to_f32(sar<24>(shl<8 - 8 * p>(line))));
+    }
+};
+#endif
+
+// Four-bit codes by a table of 16 values, each exact in bfloat16.
+template <class Values>
+struct NibbleCode {
+    static constexpr int kValues = 8, kBytes = 64;
+    using Line = U32;
+    static Line load(const uint8_t* p) { return load_u32(p); }
+    template <int p>
+    static Pair pair(Line line) {
+        if constexpr (kBf16Dot) {
+            return Values::template words<4 * p>(line);
+        } else {
+            return from_values(Values::template value<4 * p>(line), Values::template value<16 + 4 * p>(line));
+        }
+    }
+};
+
+#ifdef PROA_BYTE_TABLES
+// vpermw reads five bits of its index: the table is doubled, and the neighbour's lowest bit does no harm.
+struct alignas(64) WordTable {
+    uint16_t words[32];
+};
+constexpr WordTable word_table(const float (&values)[16]) {
+    WordTable t{};
+    for (int i = 0; i < 32; ++i) t.words[i] = uint16_t(__builtin_bit_cast(uint32_t, values[i & 15]) >> 16);
+    return t;
+}
+template <int shift>
+inline Pair look_up_words(const WordTable& table, U32 line) {
+    return {_mm512_permutexvar_epi16(shr<shift>(line).v, _mm512_load_si512(table.words))};
+}
+#endif
+
+template <int zero_point>
+struct IntegerNibble {
+    template <int shift>
+    static F32 value(U32 line) {
+        const F32 q = to_f32(bit_and(shr<shift>(line), set_u32(15)));
+        return zero_point ? sub(q, set(zero_point)) : q;
+    }
+#ifdef PROA_BYTE_TABLES
+    static constexpr WordTable make() {
+        float values[16];
+        for (int i = 0; i < 16; ++i) values[i] = float(i - zero_point);
+        return word_table(values);
+    }
+    static constexpr WordTable kWords = make();
+    template <int shift>
+    static Pair words(U32 line) {
+        return look_up_words<shift>(kWords, line);
+    }
+#endif
+};
+
+struct E2m1Nibble {  // OCP microscaling formats: sign, two bits of exponent, one of fraction
+    static constexpr float kValues[16] = {0.f,  .5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
+                                          -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
+    template <int shift>
+    static F32 value(U32 line) {
+        return lookup(load_table(kValues), shr<shift>(line));
+    }
+#ifdef PROA_BYTE_TABLES
+    static constexpr WordTable kWords = word_table(kValues);
+    template <int shift>
+    static Pair words(U32 line) {
+        return look_up_words<shift>(kWords, line);
+    }
+#endif
+};
+
+// Six bits: two lines of low nibbles, then one of upper bit pairs; value i's stands at bit 16 (i % 2) + 2 (i / 2).
+struct Q6Code {
+    static constexpr int kValues = 16, kBytes = 192;
+    struct Line {
+        U32 low[2], high;
+    };
+    static Line load(const uint8_t* p) { return {{load_u32(p), load_u32(p + 64)}, load_u32(p + 128)}; }
+    template <int p>
+    static Pair pair(const Line& line) {
+        return from_values(value<4 * (p % 4), 2 * p>(line.low[p / 4], line.high),
+                           value<16 + 4 * (p % 4), 16 + 2 * p>(line.low[p / 4], line.high));
+    }
+    template <int low_shift, int high_shift>
+    static F32 value(U32 low, U32 high) {
+        const U32 q = bit_or(bit_and(shr<low_shift>(low), set_u32(15)), shl<4>(bit_and(shr<high_shift>(high), set_u32(3))));
+        return sub(to_f32(q), set(32.f));
+    }
+};

@@ -1,0 +1,158 @@
+// Panels of weights times packed activations: the one algorithm behind every linear map and every expert. Never: which
+// rows or tokens, threads.
+//
+// One sum per row and token, over the columns in order: a token's result does not depend on its neighbours in the batch.
+#pragma once
+
+template <int i>
+struct Index {
+    static constexpr int value = i;
+};
+template <int n, class F>
+inline __attribute__((always_inline)) void unrolled(F&& f) {
+    if constexpr (n > 0) {
+        unrolled<n - 1>(f);
+        f(Index<n - 1>{});
+    }
+}
+
+// Lines ahead of the one in work that are asked for. Beyond a 4 KB page no hardware prefetcher of x86 looks.
+constexpr int kPrefetchBytes = 2048;
+
+// Panels w[0..R-1] times M tokens. sums: of the activations over 16 columns each, [padded / 16][M].
+template <class Code, class Scales, int R, int M>
+struct Tile {
+    static constexpr int kPairs = Code::kValues / 2;
+
+    static inline __attribute__((always_inline)) void lines(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
+                                                            int last, const XPair* x) {
+        for (int line = first; line < last; ++line) {
+            typename Code::Line codes[R];
+            unrolled<R>([&](auto r) {
+                const uint8_t* p = w[r.value] + size_t(line) * Code::kBytes;
+                codes[r.value] = Code::load(p);
+                for (int i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(p + kPrefetchBytes + i);
+            });
+            const XPair* at = x + size_t(line) * kPairs * M;
+            unrolled<kPairs>([&](auto p) {
+                decltype(Code::template pair<p.value>(codes[0])) pairs[R];
+                unrolled<R>([&](auto r) { pairs[r.value] = Code::template pair<p.value>(codes[r.value]); });
+                unrolled<M>([&](auto m) {
+                    const Broadcast token = broadcast(at + p.value * M + m.value);
+                    unrolled<R>([&](auto r) { sum[r.value][m.value] = dot(sum[r.value][m.value], pairs[r.value], token); });
+                });
+            });
+        }
+    }
+
+    static inline __attribute__((always_inline)) void clear(F32 (&sum)[R][M]) {
+        unrolled<R>([&](auto r) { unrolled<M>([&](auto m) { sum[r.value][m.value] = zero(); }); });
+    }
+
+    static __attribute__((noinline)) void run(const Layout& l, const uint8_t* const (&w)[R], const XPair* x, const float* sums,
+                    float* const (&out)[R]) {
+        F32 total[R][M];
+        clear(total);
+        if constexpr (!Scales::kScaled) {
+            lines(total, w, 0, l.padded / Code::kValues, x);
+        } else {
+            const int group_lines = l.group / Code::kValues;
+            for (int g = 0; g < l.groups; ++g) {
+                F32 part[R][M];
+                clear(part);
+                lines(part, w, g * group_lines, (g + 1) * group_lines, x);
+                unrolled<R>([&](auto r) {
+                    const F32 s = Scales::scale(w[r.value] + l.code_bytes, g);
+                    unrolled<M>([&](auto m) {
+                        total[r.value][m.value] = fma(s, part[r.value][m.value], total[r.value][m.value]);
+                    });
+                    if constexpr (Scales::kHasMin) add_minimum(l, w[r.value] + l.code_bytes, g, sums, total[r.value]);
+                });
+            }
+        }
+        unrolled<R>([&](auto r) {
+            F32 factor = set(1.f);
+            if constexpr (Scales::kHasFactor) factor = Scales::factor(w[r.value] + l.code_bytes);
+            unrolled<M>([&](auto m) {
+                F32& sum = total[r.value][m.value];
+                if constexpr (Scales::kHasFactor) sum = mul(sum, factor);
+                store(out[r.value] + 16 * m.value, sum);
+            });
+        });
+    }
+
+    static inline __attribute__((always_inline)) void add_minimum(const Layout& l, const uint8_t* scales, int g,
+                                                                  const float* sums, F32 (&total)[M]) {
+        const F32 minimum = Scales::minimum(scales, g);
+        const int sixteens = l.group / 16;
+        unrolled<M>([&](auto m) {
+            float sum = 0;
+            for (int i = 0; i < sixteens; ++i) sum += sums[(g * sixteens + i) * M + m.value];
+            total[m.value] = fma(minimum, set(sum), total[m.value]);
+        });
+    }
+};
+
+// Panels [first, panels) R at a time, as long as there are R of them; returns how far it came.
+template <class Code, class Scales, int R, int M>
+int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const XPair* x, const float* sums, float* out,
+             int out_tokens) {
+    for (; first + R <= panels; first += R) {
+        const uint8_t* panel[R];
+        float* place[R];
+        for (int r = 0; r < R; ++r) {
+            panel[r] = w + size_t(first + r) * l.panel_bytes;
+            place[r] = out + size_t(first + r) * out_tokens * 16;
+        }
+        Tile<Code, Scales, R, M>::run(l, panel, x, sums, place);
+    }
+    return first;
+}
+
+// All panels for one block of M tokens. out: [panels][out_tokens][16], this block's first token at out.
+template <class Code, class Scales, int M>
+void run_block(const Layout& l, const uint8_t* w, int panels, const XPair* x, const float* sums, float* out,
+               int out_tokens) {
+    constexpr int R = rows_at_once(M, Scales::kScaled);
+    int done = run_rows<Code, Scales, R, M>(l, w, 0, panels, x, sums, out, out_tokens);
+    if constexpr (R > 2) done = run_rows<Code, Scales, 2, M>(l, w, done, panels, x, sums, out, out_tokens);
+    if constexpr (R > 1) run_rows<Code, Scales, 1, M>(l, w, done, panels, x, sums, out, out_tokens);
+}
+
+template <class Code, class Scales, int most>
+void run_panels(const Layout& l, const uint8_t* w, int panels, const XPair* x, const float* sums, int tokens,
+                float* out) {
+    const int blocks = block_count(tokens, most);
+    for (int b = 0; b < blocks; ++b) {
+        const int first = block_begin(tokens, blocks, b), size = block_begin(tokens, blocks, b + 1) - first;
+        const XPair* block_x = x + size_t(first) * (l.padded / 2);
+        const float* block_sums = sums ? sums + size_t(first) * (l.padded / 16) : nullptr;
+        unrolled<most>([&](auto i) {
+            constexpr int M = i.value + 1;
+            if (size == M) run_block<Code, Scales, M>(l, w, panels, block_x, block_sums, out + size_t(first) * 16, tokens);
+        });
+    }
+}
+
+// One panel's weights rounded once to bfloat16, in bfloat16's layout; expanded: padded / 2 lines.
+template <class Code, class Scales>
+void expand_panel(const Layout& l, const uint8_t* w, uint8_t* expanded) {
+    constexpr int kPairs = Code::kValues / 2;
+    const int group_lines = l.group / Code::kValues;
+    const U32 high = set_u32(0xffff0000), half = set_u32(0x8000);
+    for (int g = 0; g < l.groups; ++g) {
+        F32 s = set(1.f), m = zero();
+        if constexpr (Scales::kScaled) s = Scales::scale(w + l.code_bytes, g);
+        if constexpr (Scales::kHasFactor) s = mul(s, Scales::factor(w + l.code_bytes));
+        if constexpr (Scales::kHasMin) m = Scales::minimum(w + l.code_bytes, g);
+        for (int line = g * group_lines; line < (g + 1) * group_lines; ++line) {
+            const typename Code::Line codes = Code::load(w + size_t(line) * Code::kBytes);
+            uint8_t* to = expanded + size_t(line) * kPairs * 64;
+            unrolled<kPairs>([&](auto p) {
+                const auto pair = Code::template pair<p.value>(codes);
+                const U32 even = as_u32(fma(even_values(pair), s, m)), odd = as_u32(fma(odd_values(pair), s, m));
+                store_u32(to + p.value * 64, bit_or(shr<16>(add(even, half)), bit_and(add(odd, half), high)));
+            });
+        }
+    }
+}

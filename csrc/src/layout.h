@@ -1,0 +1,110 @@
+// How a weight matrix lies in memory. Belongs here: sizes and offsets, pure functions. Never: arithmetic on weights.
+//
+// A panel is 16 rows. Its codes come in lines of 64 bytes that hold the same few columns of all 16 rows: 4 bytes of
+// each, so that a 32-bit lane of a vector is a row (and a run of 16 bfloat16 lines is a B operand tile of AMX). Value i
+// of a lane stands at bit 16 * (i % 2) + bits * (i / 2): a shift leaves two neighbouring columns in the two halves.
+// After a panel's codes stand its scales, one vector of 16 rows for each group of columns, in reading order.
+// Columns are padded with zeros to whole groups and to kColumnUnit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace proa {
+
+constexpr int kPanelRows = 16;
+constexpr int kLineBytes = 64;
+constexpr int kColumnUnit = 32;  // of every padded width: a tile of AMX, and a whole number of any format's lines
+
+// Codes with their scales. Values are part of the C ABI.
+enum class Format : int32_t {
+    kBf16 = 0,
+    kFp16 = 1,
+    kFp8Row = 2,     // e4m3, float32 per row and group
+    kFp8Panel = 3,   // e4m3, one float32 per panel and group (blocks of 128 x 128, whole tensors)
+    kMxfp8 = 4,      // e4m3, e8m0 per row and group
+    kInt8F32 = 5,    // two's complement, float32 per row and group
+    kInt8F16 = 6,    // the same with float16 (Q8_0)
+    kInt4F32 = 7,    // (q - 8) * s
+    kInt4F16 = 8,
+    kInt4Bf16 = 9,
+    kUint4F32 = 10,  // q * s + m
+    kUint4F16 = 11,
+    kUint4Bf16 = 12,
+    kNvfp4 = 13,     // e2m1, e4m3 per row and group, float32 per panel
+    kMxfp4 = 14,     // e2m1, e8m0 per row and group
+    kQ4K = 15,       // q * (d * sc) - dmin * mn, groups of 32 in blocks of 256
+    kQ6K = 16,       // (q - 32) * (d * sc), groups of 16 in blocks of 256
+};
+constexpr int kFormats = 17;
+
+struct FormatFacts {
+    int code_bits;
+    int scale_bytes;        // of one group of one panel
+    int block_groups;       // groups that share a second level of scales; 1 where there is none
+    int block_scale_bytes;  // of that second level, before the block's scales
+    int tail_bytes;         // once per panel, before all scales
+    bool has_min;
+};
+
+constexpr FormatFacts kFacts[kFormats] = {
+    {16, 0, 1, 0, 0, false},    // bf16
+    {16, 0, 1, 0, 0, false},    // fp16
+    {8, 64, 1, 0, 0, false},    // fp8 per row
+    {8, 4, 1, 0, 0, false},     // fp8 per panel
+    {8, 16, 1, 0, 0, false},    // mxfp8
+    {8, 64, 1, 0, 0, false},    // int8, float32
+    {8, 32, 1, 0, 0, false},    // int8, float16
+    {4, 64, 1, 0, 0, false},    // int4
+    {4, 32, 1, 0, 0, false},
+    {4, 32, 1, 0, 0, false},
+    {4, 128, 1, 0, 0, true},    // uint4
+    {4, 64, 1, 0, 0, true},
+    {4, 64, 1, 0, 0, true},
+    {4, 16, 1, 0, 64, false},   // nvfp4
+    {4, 16, 1, 0, 0, false},    // mxfp4
+    {4, 32, 8, 64, 0, true},    // Q4_K
+    {6, 16, 16, 32, 0, false},  // Q6_K
+};
+
+struct Layout {
+    Format format;
+    int rows, columns;
+    int padded;  // columns, padded
+    int group;   // columns of a group
+    int groups;
+    int panels;
+    size_t code_bytes;   // of one panel
+    size_t scale_bytes;  // of one panel, padded to lines
+    size_t panel_bytes;  // both
+};
+
+constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+
+// group 0 means one group of all columns. The caller has checked the arguments (see check_layout in matrix.h).
+constexpr Layout layout_of(Format format, int rows, int columns, int group) {
+    const FormatFacts& facts = kFacts[int(format)];
+    Layout l{};
+    l.format = format, l.rows = rows, l.columns = columns;
+    const int block = group ? group * facts.block_groups : kColumnUnit;
+    l.padded = round_up(columns, block > kColumnUnit ? block : kColumnUnit);
+    l.group = group ? group : l.padded;
+    l.groups = l.padded / l.group;
+    l.panels = round_up(rows, kPanelRows) / kPanelRows;
+    l.code_bytes = size_t(l.padded) * facts.code_bits * kPanelRows / 8;
+    const size_t scales = facts.tail_bytes + size_t(l.groups) * facts.scale_bytes +
+                          size_t(l.groups / facts.block_groups) * facts.block_scale_bytes;
+    l.scale_bytes = (scales + kLineBytes - 1) / kLineBytes * kLineBytes;
+    l.panel_bytes = l.code_bytes + l.scale_bytes;
+    return l;
+}
+
+// Activations are packed by blocks of tokens: pair of columns by pair of columns, each with one pair a token. Blocks
+// differ by at most one token.
+constexpr int block_count(int tokens, int most) { return (tokens + most - 1) / most; }
+constexpr int block_begin(int tokens, int blocks, int i) {
+    const int base = tokens / blocks, longer = tokens % blocks;
+    return i * base + (i < longer ? i : longer);
+}
+
+}  // namespace proa

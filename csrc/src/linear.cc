@@ -1,0 +1,101 @@
+#include "linear.h"
+
+#include "row_tasks.h"
+
+namespace proa {
+namespace {
+
+constexpr int kGroupTokens = 240;   // of a task: whole blocks of every instruction set
+constexpr int kPackingTokens = 16;  // of a packing task: some microseconds
+
+struct Call {
+    const Linear* op;
+    const Kernels* kernels;
+    const RowTasks* tasks;
+    int tokens, groups, packing_parts;  // of a group: tasks that pack it
+    char* pairs;
+    float* sums;
+
+    int begin(int group) const { return block_begin(tokens, groups, group); }
+    Packed packed(int group) const {
+        const Layout& l = op->weights->layout;
+        const size_t first = size_t(begin(group));
+        const int count = begin(group + 1) - begin(group);
+        return {pairs + first * (l.padded / 2) * kernels->pair_bytes, sums ? sums + first * (l.padded / 16) : nullptr,
+                count, kernels->block_tokens(l.format, count)};
+    }
+    float* product(std::byte* scratch) const { return reinterpret_cast<float*>(scratch); }
+};
+
+void pack(const Call& call, int task) {
+    const Linear& op = *call.op;
+    const int group = task / call.packing_parts, part = task % call.packing_parts;
+    const Layout& l = op.weights->layout;
+    const Packed out = call.packed(group);
+    call.kernels->pack(op.x + size_t(call.begin(group)) * size_t(op.x_stride), size_t(op.x_stride), nullptr,
+                       block_begin(out.tokens, call.packing_parts, part),
+                       block_begin(out.tokens, call.packing_parts, part + 1), l.columns, l.padded, out);
+}
+
+void multiply(const void* context, int task, std::byte* scratch) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Matrix& w = *call.op->weights;
+    const RowTasks::Place at = call.tasks->place(w, task);
+    const Packed x = call.packed(at.repeat);
+    Carver parts(scratch);
+    float* product = parts.take<float>(size_t(at.end - at.first) * x.tokens * 16);
+    void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, at.end - at.first, x.tokens));
+    call.kernels->matmul(w.layout, w.panel(0, at.node, at.first), at.end - at.first, x, product, expanded);
+}
+
+void publish(const void* context, int task, const std::byte* scratch) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Linear& op = *call.op;
+    const RowTasks::Place at = call.tasks->place(*op.weights, task);
+    const int row = at.first * kPanelRows, columns = std::min(at.end * kPanelRows, op.outputs) - row;
+    const int first = call.begin(at.repeat), tokens = call.begin(at.repeat + 1) - first;
+    if (columns <= 0) return;
+    const size_t offset = size_t(first) * size_t(op.y_stride) + size_t(row);
+    void* y = op.wide ? static_cast<void*>(static_cast<float*>(op.y) + offset)
+                      : static_cast<void*>(static_cast<uint16_t*>(op.y) + offset);
+    call.kernels->store_rows(reinterpret_cast<const float*>(scratch), (columns + kPanelRows - 1) / kPanelRows, tokens,
+                             op.bias ? op.bias + row : nullptr, columns, op.wide, y, size_t(op.y_stride));
+}
+
+}  // namespace
+
+void run(const Linear& op, Host& host, int tokens, int lane) {
+    const Layout& l = op.weights->layout;
+    const Kernels& k = *host.kernels;
+    const int groups = block_count(tokens, kGroupTokens), largest = block_begin(tokens, groups, 1);
+    const bool expands = k.expand_bytes(l, 1, largest) > 0, has_min = kFacts[int(l.format)].has_min;
+    const int step = panels_of_task(2, l.panel_bytes, size_t(l.panels) * l.panel_bytes,
+                                    tokens > 16 ? (expands ? size_t(l.padded) * 32 : l.panel_bytes) + size_t(largest) * 64 : 0,
+                                    host.pool.threads());
+    const RowTasks tasks(*op.weights, step, groups);
+    Call call{&op, &k, &tasks, tokens, groups, block_count(largest, kPackingTokens), nullptr, nullptr};
+    const auto carve = [&](Carver parts) {
+        call.pairs = parts.take<char>(size_t(tokens) * (l.padded / 2) * k.pair_bytes);
+        call.sums = parts.take<float>(has_min ? size_t(tokens) * (l.padded / 16) : 0);
+        return parts.used();
+    };
+    carve(Carver(host.workspace(lane, carve(Carver()))));
+    if (!has_min) call.sums = nullptr;
+
+    const int packing_tasks = groups * call.packing_parts;
+    if (tokens <= kPackingTokens) {
+        for (int task = 0; task < packing_tasks; ++task) pack(call, task);
+    } else {
+        host.pool.run(published(packing_tasks, host.pool.nodes(), &call,
+                                [](const void* context, int task, const std::byte*) {
+                                    pack(*static_cast<const Call*>(context), task);
+                                }),
+                      lane);
+    }
+    Phase phase{};
+    tasks.describe(phase);
+    phase.run = multiply, phase.publish = publish, phase.context = &call;
+    host.pool.run(phase, lane);
+}
+
+}  // namespace proa

@@ -1,0 +1,22 @@
+// y = x W^T + b for packed W. Never: experts.
+#pragma once
+
+#include "host.h"
+#include "matrix.h"
+
+namespace proa {
+
+struct Linear {
+    const Matrix* weights;  // a stack of one
+    int outputs;            // rows that are stored: at most those of the matrix
+    const float* bias;      // [outputs] or null
+    const uint16_t* x;      // bfloat16 rows
+    int64_t x_stride;
+    void* y;  // bfloat16 rows, float32 if wide
+    int64_t y_stride;
+    bool wide;
+};
+
+void run(const Linear& op, Host& host, int tokens, int lane);
+
+}  // namespace proa

@@ -1,0 +1,213 @@
+#include "moe.h"
+
+#include <string>
+
+#include "error.h"
+#include "row_tasks.h"
+
+namespace proa {
+namespace {
+
+constexpr int kGroupTokens = 240;
+constexpr int kPackingTokens = 16;
+
+// Tokens of one expert that are computed together; an expert with many has several.
+struct Group {
+    int expert, first, tokens;  // first: of its slots
+};
+
+struct Call {
+    const Moe* op;
+    const Experts* experts;
+    const Kernels* kernels;
+    const RowTasks *up_tasks, *down_tasks;
+    int tokens, groups, slots, most_tokens, packing_parts;
+    const Group* group;
+    const int32_t* index;  // of slot: its token
+    const float* weight;   // of slot
+    char *x_pairs, *h_pairs;
+    float *x_sums, *h_sums;
+    bool shared_x;  // one token: all experts read the same
+
+    Packed packed(const Layout& l, char* pairs, float* sums, const Group& g, size_t first) const {
+        return {pairs + first * (l.padded / 2) * kernels->pair_bytes, sums ? sums + first * (l.padded / 16) : nullptr,
+                g.tokens, kernels->block_tokens(l.format, g.tokens)};
+    }
+    Packed x(const Group& g) const {
+        return packed(experts->gate_up->layout, x_pairs, x_sums, g, shared_x ? 0 : size_t(g.first));
+    }
+    Packed h(const Group& g) const { return packed(experts->down->layout, h_pairs, h_sums, g, size_t(g.first)); }
+    int panels_per_row() const { return experts->activation == Activation::kRelu2 ? 1 : 2; }
+};
+
+void pack(const Call& call, int task) {
+    const Group& g = call.group[task / call.packing_parts];
+    const int part = task % call.packing_parts, parts = call.packing_parts;
+    const Layout& l = call.experts->gate_up->layout;
+    call.kernels->pack(call.op->x, size_t(call.op->x_stride), call.index + g.first, block_begin(g.tokens, parts, part),
+                       block_begin(g.tokens, parts, part + 1), l.columns, l.padded, call.x(g));
+}
+
+void multiply_up(const void* context, int task, std::byte* scratch) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Matrix& w = *call.experts->gate_up;
+    const RowTasks::Place at = call.up_tasks->place(w, task);
+    const Group& g = call.group[at.repeat];
+    const int panels = at.end - at.first;
+    Carver parts(scratch);
+    float* product = parts.take<float>(size_t(panels) * g.tokens * 16);
+    void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, panels, g.tokens));
+    call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.x(g), product, expanded);
+}
+
+void publish_up(const void* context, int task, const std::byte* scratch) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Experts& e = *call.experts;
+    const Matrix& w = *e.gate_up;
+    const RowTasks::Place at = call.up_tasks->place(w, task);
+    const Group& g = call.group[at.repeat];
+    const Packed h = call.h(g);
+    const float* bias = e.gate_bias ? e.gate_bias + size_t(g.expert) * w.layout.panels * kPanelRows : nullptr;
+    const int per = call.panels_per_row(), end = at.end / per, padded = e.down->layout.padded;
+    call.kernels->activate(e.activation, e.limit, reinterpret_cast<const float*>(scratch), bias, at.first / per, end,
+                           padded, h);
+    if (at.end == w.layout.panels && end * kPanelRows < padded) call.kernels->clear_columns(end * kPanelRows, padded, h);
+}
+
+void multiply_down(const void* context, int task, std::byte* scratch) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Experts& e = *call.experts;
+    const Matrix& w = *e.down;
+    const RowTasks::Place at = call.down_tasks->place(w, task);
+    const int panels = at.end - at.first;
+    Carver parts(scratch);
+    float* total = parts.take<float>(size_t(panels) * call.tokens * 16);
+    float* part = parts.take<float>(size_t(panels) * call.most_tokens * 16);
+    void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, panels, call.most_tokens));
+    std::fill(total, total + size_t(panels) * call.tokens * 16, 0.f);
+    for (int i = 0; i < call.groups; ++i) {
+        const Group& g = call.group[i];
+        call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.h(g), part, expanded);
+        const float* bias =
+            e.down_bias ? e.down_bias + (size_t(g.expert) * w.layout.panels + at.first) * kPanelRows : nullptr;
+        call.kernels->accumulate(part, panels, g.tokens, call.index + g.first, call.weight + g.first, bias, total,
+                                 call.tokens);
+    }
+}
+
+void publish_down(const void* context, int task, const std::byte* scratch) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Moe& op = *call.op;
+    const Matrix& w = *call.experts->down;
+    const RowTasks::Place at = call.down_tasks->place(w, task);
+    const int row = at.first * kPanelRows, columns = std::min(at.end * kPanelRows, w.layout.rows) - row;
+    void* y = op.wide ? static_cast<void*>(static_cast<float*>(op.y) + row)
+                      : static_cast<void*>(static_cast<uint16_t*>(op.y) + row);
+    call.kernels->store_rows(reinterpret_cast<const float*>(scratch), (columns + kPanelRows - 1) / kPanelRows,
+                             call.tokens, nullptr, columns, op.wide, y, size_t(op.y_stride));
+}
+
+// Slots sorted by expert, then token; experts with many tokens cut into groups.
+struct Grouping {
+    int groups = 0, slots = 0, most_tokens = 0;
+
+    void sort(const Moe& op, int tokens, int* counts, int32_t* index, float* weight, Group* group) {
+        const int experts = op.experts->gate_up->count, choices = op.top_k ? tokens * op.top_k : tokens;
+        std::fill(counts, counts + experts + 1, 0);
+        for (int i = 0; i < choices; ++i) {
+            const int id = op.top_k ? op.ids[i] : 0;
+            if (id < -1 || id >= experts)
+                throw Error(PROA_ERROR_ARGUMENT, "Expert id " + std::to_string(id) + " is not one of " +
+                                                     std::to_string(experts) + " experts.");
+            if (id >= 0) ++counts[id + 1];
+        }
+        for (int e = 0; e < experts; ++e) {
+            cut(e, counts[e], counts[e + 1], group);
+            counts[e + 1] += counts[e];
+        }
+        slots = counts[experts];
+        for (int i = 0; i < choices; ++i) {
+            const int id = op.top_k ? op.ids[i] : 0;
+            if (id < 0) continue;
+            index[counts[id]] = op.top_k ? i / op.top_k : i;
+            weight[counts[id]++] = op.top_k ? op.weights[i] : 1.f;
+        }
+    }
+
+    void cut(int expert, int first, int tokens, Group* group) {
+        const int parts = block_count(tokens, kGroupTokens);
+        for (int i = 0; i < parts; ++i) {
+            const int begin = block_begin(tokens, parts, i), count = block_begin(tokens, parts, i + 1) - begin;
+            group[groups++] = {expert, first + begin, count};
+            most_tokens = std::max(most_tokens, count);
+        }
+    }
+};
+
+// Panels of a task whose sums are of `tokens`, and that reads each of its panels of `matrices` experts.
+int step_of(const Matrix& w, const Kernels& k, const Grouping& grouping, int unit, int tokens, int matrices, int threads) {
+    const Layout& l = w.layout;
+    const size_t weights = k.expand_bytes(l, 1, grouping.most_tokens) ? size_t(l.padded) * 32 : l.panel_bytes;
+    const size_t total = size_t(l.panels) * l.panel_bytes * size_t(grouping.groups);
+    return panels_of_task(unit, l.panel_bytes * size_t(matrices), total,
+                          tokens > 16 ? weights + size_t(tokens) * 64 : 0, threads);
+}
+
+}  // namespace
+
+void run(const Moe& op, Host& host, int tokens, int lane) {
+    const Experts& e = *op.experts;
+    const Kernels& k = *host.kernels;
+    const Layout &up = e.gate_up->layout, &down = e.down->layout;
+    const size_t choices = size_t(tokens) * size_t(std::max(op.top_k, 1)), experts = size_t(e.gate_up->count);
+    Call call{};
+    int* counts;
+    int32_t* index;
+    float* weight;
+    Group* group;
+    const auto carve = [&](Carver parts) {
+        counts = parts.take<int>(experts + 1);
+        index = parts.take<int32_t>(choices);
+        weight = parts.take<float>(choices);
+        group = parts.take<Group>(experts + choices / kGroupTokens + 1);
+        call.x_pairs = parts.take<char>((tokens == 1 ? 1 : choices) * (up.padded / 2) * k.pair_bytes);
+        call.h_pairs = parts.take<char>(choices * (down.padded / 2) * k.pair_bytes);
+        call.x_sums = parts.take<float>(choices * (up.padded / 16));
+        call.h_sums = parts.take<float>(choices * (down.padded / 16));
+        return parts.used();
+    };
+    carve(Carver(host.workspace(lane, carve(Carver()))));
+    if (!kFacts[int(up.format)].has_min) call.x_sums = nullptr;
+    if (!kFacts[int(down.format)].has_min) call.h_sums = nullptr;
+    Grouping grouping;
+    grouping.sort(op, tokens, counts, index, weight, group);
+
+    const int threads = host.pool.threads(), per = e.activation == Activation::kRelu2 ? 1 : 2;
+    const RowTasks up_tasks(*e.gate_up, step_of(*e.gate_up, k, grouping, per, grouping.most_tokens, 1, threads), grouping.groups);
+    const RowTasks down_tasks(*e.down, step_of(*e.down, k, grouping, 2, tokens, grouping.groups, threads), 1);
+    call.op = &op, call.experts = &e, call.kernels = &k, call.up_tasks = &up_tasks, call.down_tasks = &down_tasks;
+    call.tokens = tokens, call.groups = grouping.groups, call.slots = grouping.slots;
+    call.most_tokens = grouping.most_tokens, call.shared_x = tokens == 1;
+    call.group = group, call.index = index, call.weight = weight;
+    call.packing_parts = std::max(1, block_count(grouping.most_tokens, kPackingTokens));
+
+    const int packing_tasks = (call.shared_x ? std::min(1, grouping.groups) : grouping.groups) * call.packing_parts;
+    if (call.shared_x) {
+        for (int task = 0; task < packing_tasks; ++task) pack(call, task);
+    } else {
+        host.pool.run(published(packing_tasks, host.pool.nodes(), &call,
+                                [](const void* context, int task, const std::byte*) {
+                                    pack(*static_cast<const Call*>(context), task);
+                                }),
+                      lane);
+    }
+    Phase phase{};
+    up_tasks.describe(phase);
+    phase.run = multiply_up, phase.publish = publish_up, phase.context = &call;
+    host.pool.run(phase, lane);
+    down_tasks.describe(phase);
+    phase.run = multiply_down, phase.publish = publish_down;
+    host.pool.run(phase, lane);
+}
+
+}  // namespace proa

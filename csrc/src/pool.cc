@@ -1,0 +1,310 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace proa {
+namespace {
+
+constexpr int kIndexBits = 20;
+constexpr uint64_t kIndexMask = (uint64_t(1) << kIndexBits) - 1;
+constexpr uint64_t kEpochMask = (uint64_t(1) << 24) - 1;
+constexpr int64_t kRedoAfterNs = 50'000;  // a task takes at most about that long while decoding
+
+int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
+
+void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    asm volatile("yield");
+#endif
+}
+
+// Subnormal float32 cost up to a hundred cycles each and carry nothing here: they count as zero. Restores on leaving.
+class FlushSubnormals {
+  public:
+#if defined(__x86_64__)
+    FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+    ~FlushSubnormals() { _mm_setcsr(before_); }
+
+  private:
+    unsigned before_;
+#endif
+};
+
+std::byte* reserve_scratch() {
+    void* p = mmap(nullptr, kScratchBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    madvise(p, kScratchBytes, MADV_HUGEPAGE);
+    return static_cast<std::byte*>(p);
+}
+
+}  // namespace
+
+Phase spread(int tasks, int nodes) {
+    Phase phase{};
+    phase.nodes = nodes;
+    for (int n = 0; n <= nodes; ++n) phase.begin[n] = int(int64_t(tasks) * n / nodes);
+    return phase;
+}
+
+Phase published(int tasks, int nodes, const void* context, decltype(Phase::publish) publish) {
+    Phase phase = spread(tasks, nodes);
+    phase.run = nullptr, phase.publish = publish, phase.context = context;
+    return phase;
+}
+
+Pool::Pool(PoolOptions options) : options_(std::move(options)) {
+    for (Lane& lane : lanes_) lane.claimed = std::make_unique<std::atomic<uint32_t>[]>(kMaxTasks);
+    for (Worker& caller : callers_) caller.scratch = reserve_scratch();
+    for (int node = 1; node < nodes(); ++node)
+        if (options_.teams[node].empty()) orphans_.push_back(node);
+    for (int node = 0; node < nodes(); ++node)
+        for (int cpu : options_.teams[node]) {
+            auto worker = std::make_unique<Worker>();
+            worker->node = node, worker->cpu = cpu;
+            worker->scratch = reserve_scratch();
+            workers_.push_back(std::move(worker));
+        }
+    for (auto& worker : workers_) start(*worker);
+}
+
+void Pool::start(Worker& worker) {
+    worker.alive.store(true);
+    worker.thread = std::thread([this, &worker] { serve(worker); });
+    if (!options_.pin || worker.cpu < 0) return;
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    CPU_SET(worker.cpu, &cpus);
+    if (const int error = pthread_setaffinity_np(worker.thread.native_handle(), sizeof cpus, &cpus))
+        notes_ += "CPU " + std::to_string(worker.cpu) + " could not be bound: " + std::strerror(error) + "; ";
+}
+
+Pool::~Pool() {
+    stop_.store(true);
+    wake();
+    for (auto& worker : workers_) {
+        worker->thread.join();
+        munmap(worker->scratch, kScratchBytes);
+    }
+    for (Worker& caller : callers_) munmap(caller.scratch, kScratchBytes);
+}
+
+void Pool::run(const Phase& phase, int lane_index) {
+    const int tasks = phase.begin[phase.nodes];
+    if (tasks == 0) return;
+    if (tasks > kMaxTasks || phase.nodes > nodes()) throw std::invalid_argument("a phase of too many tasks or nodes");
+    check_alive();
+    Lane& lane = lanes_[lane_index];
+    if (lane.busy.exchange(true)) throw std::invalid_argument("this lane of the pool is in use by another thread");
+    const FlushSubnormals flush;
+    const uint64_t epoch = (lane.epoch.load(std::memory_order_relaxed) + 1) & kEpochMask;
+    Posted& posted = lane.posted[epoch & 1];
+    posted.epoch.store(~uint64_t(0), std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_release);
+    posted.run.store(phase.run, std::memory_order_relaxed);
+    posted.publish.store(phase.publish, std::memory_order_relaxed);
+    posted.context.store(phase.context, std::memory_order_relaxed);
+    for (int n = 0; n <= phase.nodes; ++n) posted.begin[n].store(phase.begin[n], std::memory_order_relaxed);
+    posted.epoch.store(epoch, std::memory_order_release);
+    lane.done.store(0, std::memory_order_relaxed);
+    lane.tasks.store(tasks, std::memory_order_relaxed);
+    lane.epoch.store(epoch, std::memory_order_release);
+    for (int n = 0; n < phase.nodes; ++n) {
+        const uint64_t count = uint64_t(phase.begin[n + 1] - phase.begin[n]);
+        lane.next[n].value.store(epoch << 40 | count << kIndexBits, std::memory_order_seq_cst);
+    }
+    if (asleep_.load(std::memory_order_seq_cst)) wake();
+    try {
+        finish(lane, callers_[lane_index]);
+    } catch (...) {
+        abandon(lane);
+        throw;
+    }
+    lane.busy.store(false, std::memory_order_release);
+}
+
+// Nobody may start a task of a phase whose caller leaves with an error.
+void Pool::abandon(Lane& lane) {
+    for (Counter& counter : lane.next) counter.value.store(0, std::memory_order_seq_cst);
+    lane.done.store(0), lane.tasks.store(0);
+    settle();
+    lane.busy.store(false);
+}
+
+// Works until every task of the lane's phase is published.
+void Pool::finish(Lane& lane, Worker& self) {
+    Task task;
+    int64_t waiting_since = 0;
+    for (int spins = 0;; ++spins) {
+        if (take(lane, 0, task)) {
+            execute(lane, task, self);
+            waiting_since = 0;
+            continue;
+        }
+        if (lane.done.load(std::memory_order_acquire) >= lane.tasks.load(std::memory_order_relaxed)) return;
+        relax();
+        if (spins % 64) continue;
+        if (!waiting_since) waiting_since = now_ns();
+        if (redo(lane, self, waiting_since)) check_alive();
+    }
+}
+
+// Someone has been at a task for longer than any takes here: do it as well. False where it is too early for that.
+bool Pool::redo(Lane& lane, Worker& self, int64_t waiting_since_ns) {
+    if (now_ns() - waiting_since_ns < std::max(kRedoAfterNs, 2 * self.longest_ns)) return false;
+    Task task;
+    if (options_.redo && take_again(lane, self.node, task)) {
+        execute(lane, task, self);
+        redone_.fetch_add(1, std::memory_order_relaxed);
+    }
+    return true;
+}
+
+bool Pool::look_up(Lane& lane, uint64_t epoch, Task& task) {
+    Posted& posted = lane.posted[epoch & 1];
+    if (posted.epoch.load(std::memory_order_acquire) != epoch) return false;
+    task.run = posted.run.load(std::memory_order_relaxed);
+    task.publish = posted.publish.load(std::memory_order_relaxed);
+    task.context = posted.context.load(std::memory_order_relaxed);
+    task.epoch = uint32_t(epoch);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return posted.epoch.load(std::memory_order_relaxed) == epoch;
+}
+
+bool Pool::take(Lane& lane, int node, Task& task) {
+    if (take_of(lane, node, task)) return true;
+    for (int orphan : orphans_)
+        if (take_of(lane, orphan, task)) return true;
+    return false;
+}
+
+// The next task of this node. A phase that ended meanwhile is noticed: its epoch is gone.
+bool Pool::take_of(Lane& lane, int node, Task& task) {
+    std::atomic<uint64_t>& next = lane.next[node].value;
+    const uint64_t seen = next.load(std::memory_order_acquire);
+    if ((seen & kIndexMask) >= (seen >> kIndexBits & kIndexMask)) return false;
+    const uint64_t got = next.fetch_add(1, std::memory_order_acq_rel);
+    const uint64_t index = got & kIndexMask;
+    if (index >= (got >> kIndexBits & kIndexMask)) return false;
+    const uint64_t epoch = got >> 40;
+    task.id = lane.posted[epoch & 1].begin[node].load(std::memory_order_relaxed) + int(index);
+    return look_up(lane, epoch, task);  // false only if another worker has done the task and the phase is over
+}
+
+// A task that somebody took and has not published: every node's, since its team may be off its cores.
+bool Pool::take_again(Lane& lane, int node, Task& task) {
+    const uint64_t epoch = lane.epoch.load(std::memory_order_acquire);
+    const int tasks = lane.tasks.load(std::memory_order_relaxed);
+    const int from = lane.posted[epoch & 1].begin[node].load(std::memory_order_relaxed);
+    if (!look_up(lane, epoch, task)) return false;
+    for (int i = 0; i < tasks; ++i) {
+        task.id = (from + i) % tasks;
+        if (lane.claimed[task.id].load(std::memory_order_relaxed) != task.epoch + 1) return true;
+    }
+    return false;
+}
+
+void Pool::execute(Lane& lane, const Task& task, Worker& self) {
+    std::atomic<uint32_t>& claimed = lane.claimed[task.id];
+    uint32_t before = claimed.load(std::memory_order_relaxed);
+    if (before == task.epoch + 1) return;
+    const int64_t begin = now_ns();
+    if (task.run) task.run(task.context, task.id, self.scratch);
+    self.longest_ns = std::max(now_ns() - begin, self.longest_ns - self.longest_ns / 8);
+    if (!claimed.compare_exchange_strong(before, task.epoch + 1, std::memory_order_acq_rel)) return;
+    if (task.publish) task.publish(task.context, task.id, self.scratch);
+    lane.done.fetch_add(1, std::memory_order_release);
+}
+
+void Pool::serve(Worker& worker) {
+    const FlushSubnormals flush;
+    int64_t idle_since = 0;
+    while (!stop_.load(std::memory_order_relaxed)) {
+        if (kill_.load(std::memory_order_relaxed) && kill_.exchange(false)) break;
+        worker.inside.store(true, std::memory_order_seq_cst);
+        const bool worked = serve_once(worker, idle_since);
+        worker.inside.store(false, std::memory_order_release);
+        if (worked) {
+            idle_since = 0;
+        } else {
+            if (!idle_since) idle_since = now_ns();
+            idle(worker, idle_since);
+        }
+    }
+    worker.alive.store(false);
+}
+
+// One task, of the first lane that has one; or one that another worker has been at for too long.
+bool Pool::serve_once(Worker& worker, int64_t idle_since_ns) {
+    Task task;
+    for (Lane& lane : lanes_)
+        if (take(lane, worker.node, task)) {
+            execute(lane, task, worker);
+            return true;
+        }
+    for (Lane& lane : lanes_)
+        if (idle_since_ns && lane.done.load(std::memory_order_relaxed) < lane.tasks.load(std::memory_order_relaxed))
+            redo(lane, worker, idle_since_ns);
+    return false;
+}
+
+bool Pool::any_work(int node) const {
+    const auto waiting = [](const Lane& lane, int n) {
+        const uint64_t seen = lane.next[n].value.load(std::memory_order_seq_cst);
+        return (seen & kIndexMask) < (seen >> kIndexBits & kIndexMask);
+    };
+    for (const Lane& lane : lanes_) {
+        if (waiting(lane, node)) return true;
+        for (int orphan : orphans_)
+            if (waiting(lane, orphan)) return true;
+    }
+    return false;
+}
+
+// Spins a while, then sleeps until the next phase.
+void Pool::idle(Worker& worker, int64_t since_ns) {
+    for (int i = 0; i < 256; ++i) {
+        if (any_work(worker.node) || stop_.load(std::memory_order_relaxed)) return;
+        relax();
+    }
+    if (now_ns() - since_ns < int64_t(options_.spin_us) * 1000) return;
+    const uint32_t before = bell_.load(std::memory_order_seq_cst);
+    asleep_.fetch_add(1, std::memory_order_seq_cst);
+    if (!any_work(worker.node) && !stop_.load() && !kill_.load()) bell_.wait(before, std::memory_order_seq_cst);
+    asleep_.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+void Pool::wake() {
+    bell_.fetch_add(1, std::memory_order_seq_cst);
+    bell_.notify_all();
+}
+
+void Pool::settle() {
+    for (auto& worker : workers_)
+        while (worker->inside.load(std::memory_order_acquire)) relax();
+}
+
+void Pool::check_alive() const {
+    for (const auto& worker : workers_)
+        if (!worker->alive.load(std::memory_order_acquire))
+            throw WorkerDied("a worker thread of the CPU pool on CPU " + std::to_string(worker->cpu) + " has ended");
+}
+
+}  // namespace proa

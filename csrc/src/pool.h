@@ -1,0 +1,140 @@
+// The workers: one team of threads per memory node, and the thread that calls. Belongs here: handing out tasks, waiting,
+// parking. Never: what a task computes.
+//
+// Work comes in phases of independent tasks. Each task belongs to a node and is taken by that node's team. A task
+// computes into the private scratch of whoever runs it and is published once: `run` may be repeated by a second worker
+// when the first was taken off its core by the operating system, and only one of the two gets to `publish`. So a busy
+// core delays a phase by a task, not by a time slice.
+//
+// Two lanes carry the phases of two callers (decode and prefill); workers look at the first lane before every task.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace proa {
+
+constexpr int kMaxNodes = 64;
+constexpr int kLanes = 2;
+constexpr size_t kScratchBytes = size_t(256) << 20;  // address space of each worker; memory is taken as it is touched
+constexpr int kMaxTasks = 1 << 20;                   // of a phase
+
+struct Phase {
+    void (*run)(const void* context, int task, std::byte* scratch);
+    void (*publish)(const void* context, int task, const std::byte* scratch);
+    const void* context;
+    int nodes;
+    int begin[kMaxNodes + 1];  // node n owns tasks [begin[n], begin[n + 1])
+};
+
+// A phase whose tasks have no home: divided evenly over the nodes.
+Phase spread(int tasks, int nodes);
+
+// One whose work is its publishing: short tasks that write where all can see, so that nobody may do them twice.
+Phase published(int tasks, int nodes, const void* context, decltype(Phase::publish) publish);
+
+struct WorkerDied : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+struct PoolOptions {
+    std::vector<std::vector<int>> teams;  // logical CPUs of each node's workers, the calling thread not among them
+    bool pin = true;
+    int spin_us = 1000;  // how long an idle worker spins before it sleeps
+    bool redo = true;
+};
+
+class Pool {
+  public:
+    explicit Pool(PoolOptions options);
+    ~Pool();
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
+
+    int nodes() const { return int(options_.teams.size()); }
+    int threads() const { return int(workers_.size()) + 1; }
+
+    // Runs a phase on a lane; the calling thread works along as a member of node 0. One caller a lane at a time. Throws
+    // WorkerDied. Task functions must not throw.
+    void run(const Phase& phase, int lane = 0);
+
+    // Returns when no worker is inside a task function any more. Until then a slow worker may still read the inputs of
+    // a task that another one has finished in its place. Callers whose buffers end with the call wait for it.
+    void settle();
+
+    uint64_t redone() const { return redone_.load(std::memory_order_relaxed); }
+    const std::string& notes() const { return notes_; }
+
+    void kill_worker_for_test() { kill_.store(true); }
+
+  private:
+    struct alignas(64) Counter {
+        std::atomic<uint64_t> value{0};  // epoch << 40 | tasks << 20 | next
+    };
+    struct Posted {  // read by workers that may be late: every field is atomic, `epoch` is checked before and after
+        std::atomic<uint64_t> epoch{0};
+        std::atomic<decltype(Phase::run)> run{nullptr};
+        std::atomic<decltype(Phase::publish)> publish{nullptr};
+        std::atomic<const void*> context{nullptr};
+        std::atomic<int> begin[kMaxNodes + 1];
+    };
+    struct Lane {
+        Counter next[kMaxNodes];
+        Posted posted[2];  // of even and odd epochs
+        alignas(64) std::atomic<int> done{0};
+        std::atomic<int> tasks{0};
+        std::atomic<uint64_t> epoch{0};
+        std::unique_ptr<std::atomic<uint32_t>[]> claimed;  // epoch in which a task was last published
+        std::atomic<bool> busy{false};
+    };
+    struct Task {
+        decltype(Phase::run) run;
+        decltype(Phase::publish) publish;
+        const void* context;
+        uint32_t epoch;
+        int id;
+    };
+    struct alignas(64) Worker {
+        std::thread thread;
+        std::byte* scratch = nullptr;
+        std::atomic<bool> inside{false};
+        std::atomic<bool> alive{false};
+        int node = 0, cpu = -1;
+        int64_t longest_ns = 0;  // of its tasks, fading
+    };
+
+    void start(Worker& worker);
+    void serve(Worker& worker);
+    bool serve_once(Worker& worker, int64_t idle_since_ns);
+    bool take(Lane& lane, int node, Task& task);
+    bool take_of(Lane& lane, int node, Task& task);
+    bool take_again(Lane& lane, int node, Task& task);
+    bool look_up(Lane& lane, uint64_t epoch, Task& task);
+    void execute(Lane& lane, const Task& task, Worker& self);
+    bool redo(Lane& lane, Worker& self, int64_t waiting_since_ns);
+    void abandon(Lane& lane);
+    void finish(Lane& lane, Worker& self);
+    bool any_work(int node) const;
+    void idle(Worker& worker, int64_t since_ns);
+    void wake();
+    void check_alive() const;
+
+    PoolOptions options_;
+    std::vector<int> orphans_;  // nodes without a worker: everybody serves them
+    Lane lanes_[kLanes];
+    Worker callers_[kLanes];
+    std::vector<std::unique_ptr<Worker>> workers_;
+    std::atomic<bool> stop_{false}, kill_{false};
+    alignas(64) std::atomic<uint32_t> bell_{0};
+    std::atomic<int> asleep_{0};
+    std::atomic<uint64_t> redone_{0};
+    std::string notes_;
+};
+
+}  // namespace proa

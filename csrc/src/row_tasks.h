@@ -1,0 +1,62 @@
+// How the panels of a matrix are cut into tasks. Belongs here: sizes of tasks, pure functions.
+#pragma once
+
+#include <algorithm>
+
+#include "matrix.h"
+#include "pool.h"
+
+namespace proa {
+
+// Few enough bytes that the last task of a phase does not keep everybody waiting, many enough that starting one
+// (a microsecond, and memory's latency) does not count.
+constexpr size_t kLeastTaskBytes = 48 << 10, kMostTaskBytes = 256 << 10;
+constexpr size_t kCacheBytes = 512 << 10;  // of weights that are used for many tokens: half of a core's cache
+constexpr int kTasksPerThread = 16;
+
+// Each slice's panels in runs of `step` panels, each run `repeats` times (for groups of tokens, or for experts).
+struct RowTasks {
+    int step, repeats;
+    int chunks[kMaxNodes];
+    int begin[kMaxNodes + 1];
+    int nodes;
+
+    struct Place {
+        int node, repeat, first, end;  // panels of the matrix
+    };
+
+    RowTasks(const Matrix& m, int step_panels, int times) : step(step_panels), repeats(times), nodes(int(m.slices.size())) {
+        begin[0] = 0;
+        for (int n = 0; n < nodes; ++n) {
+            const Slice& s = m.slices[size_t(n)];
+            chunks[n] = (s.end_panel - s.first_panel + step - 1) / step;
+            begin[n + 1] = begin[n] + chunks[n] * repeats;
+        }
+    }
+
+    // Tasks of one repeat follow one another: they read neighbouring memory.
+    Place place(const Matrix& m, int task) const {
+        int node = 0;
+        while (task >= begin[node + 1]) ++node;
+        const Slice& s = m.slices[size_t(node)];
+        const int local = task - begin[node], chunk = local % chunks[node];
+        const int first = s.first_panel + chunk * step;
+        return {node, local / chunks[node], first, std::min(first + step, s.end_panel)};
+    }
+
+    void describe(Phase& phase) const {
+        phase.nodes = nodes;
+        std::copy(begin, begin + nodes + 1, phase.begin);
+    }
+};
+
+// Panels of a task: a multiple of `unit`. streamed: bytes read of each panel; total: of all; cached: bytes that a panel
+// takes in the cache while tokens pass over it (0 where it passes once).
+inline int panels_of_task(int unit, size_t streamed, size_t total, size_t cached, int threads) {
+    const size_t wanted = std::clamp(total / size_t(threads * kTasksPerThread), kLeastTaskBytes, kMostTaskBytes);
+    size_t panels = wanted / std::max<size_t>(streamed, 1);
+    if (cached) panels = std::min(panels, kCacheBytes / cached);
+    return std::max(unit, int(panels) / unit * unit);
+}
+
+}  // namespace proa

@@ -1,0 +1,96 @@
+#include "select.h"
+
+#include "error.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace proa {
+namespace {
+
+struct Candidate {
+    const Kernels* kernels;
+    const char* missing;  // the first feature that this CPU lacks; null if it lacks none
+};
+
+#if defined(__x86_64__)
+
+struct Registers {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Registers cpuid(unsigned leaf, unsigned subleaf) {
+    Registers r;
+    if (!__get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx)) return {};
+    return r;
+}
+
+// States that the operating system saves: a CPU's feature is of no use without.
+uint64_t saved_states() {
+    if (!(cpuid(1, 0).ecx >> 27 & 1)) return 0;
+    unsigned low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return uint64_t(high) << 32 | low;
+}
+
+bool has(unsigned reg, int bit) { return reg >> bit & 1; }
+
+const char* missing_for_avx2() {
+    const Registers one = cpuid(1, 0), seven = cpuid(7, 0);
+    if ((saved_states() & 0x6) != 0x6) return "AVX state (operating system)";
+    if (!has(seven.ebx, 5)) return "AVX2";
+    if (!has(one.ecx, 12)) return "FMA";
+    if (!has(one.ecx, 29)) return "F16C";
+    if (!has(seven.ebx, 8)) return "BMI2";
+    return nullptr;
+}
+
+const char* missing_for_avx512() {
+    if (const char* missing = missing_for_avx2()) return missing;
+    const Registers seven = cpuid(7, 0);
+    if ((saved_states() & 0xe6) != 0xe6) return "AVX-512 state (operating system)";
+    if (!has(seven.ebx, 16)) return "AVX512F";
+    if (!has(seven.ebx, 17)) return "AVX512DQ";
+    if (!has(seven.ebx, 30)) return "AVX512BW";
+    if (!has(seven.ebx, 31)) return "AVX512VL";
+    return nullptr;
+}
+
+const char* missing_for_avx512bf16() {
+    if (const char* missing = missing_for_avx512()) return missing;
+    if (!has(cpuid(7, 1).eax, 5)) return "AVX512_BF16";
+    if (!has(cpuid(7, 0).ecx, 1)) return "AVX512_VBMI";
+    if (!has(cpuid(7, 0).ecx, 11)) return "AVX512_VNNI";
+    return nullptr;
+}
+
+#endif
+
+}  // namespace
+
+Selected select_kernels(const std::string& wanted) {
+    const Candidate candidates[] = {  // the best first
+#if defined(__x86_64__)
+        {kAvx512Bf16Kernels, missing_for_avx512bf16()},
+        {kAvx512Kernels, missing_for_avx512()},
+        {kAvx2Kernels, missing_for_avx2()},
+#endif
+        {kScalarKernels, nullptr},
+    };
+    std::string reason, names;
+    for (const Candidate& candidate : candidates) {
+        const std::string name = candidate.kernels->name;
+        names += (names.empty() ? "" : ", ") + name;
+        if (!wanted.empty() && wanted != name) continue;
+        if (!candidate.missing) return {candidate.kernels, wanted.empty() ? reason : "asked for"};
+        if (!wanted.empty())
+            throw Error(PROA_ERROR_ARGUMENT, "This CPU cannot run the " + name + " kernels: it lacks " + candidate.missing + ".");
+        if (reason.empty()) reason = "no " + name + ": " + candidate.missing + " is missing";
+    }
+    throw Error(PROA_ERROR_ARGUMENT, "There are no kernels named " + wanted + "; there are " + names + ".");
+}
+
+}  // namespace proa

@@ -1,0 +1,3 @@
+#include "proa/native.h"
+
+int proa_abi_version() { return PROA_ABI_VERSION; }

@@ -1,0 +1,54 @@
+// Memory that a lane's operations share, one after another. Never: anything that must outlive an operation.
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace proa {
+
+constexpr size_t kBufferAlign = 64;
+constexpr size_t aligned(size_t bytes) { return (bytes + kBufferAlign - 1) / kBufferAlign * kBufferAlign; }
+
+class Workspace {
+  public:
+    // At least `bytes`, aligned; contents are lost. Nobody may be using the former memory if it has to grow.
+    std::byte* take(size_t bytes) {
+        if (bytes > bytes_) {
+            memory_.reset();
+            bytes_ = 0;
+            memory_.reset(static_cast<std::byte*>(std::aligned_alloc(kBufferAlign, aligned(bytes))));
+            if (!memory_) throw std::bad_alloc();
+            bytes_ = bytes;
+        }
+        return memory_.get();
+    }
+    bool fits(size_t bytes) const { return bytes <= bytes_; }
+
+  private:
+    struct Free {
+        void operator()(std::byte* p) const { std::free(p); }
+    };
+    std::unique_ptr<std::byte, Free> memory_;
+    size_t bytes_ = 0;
+};
+
+// Parts of one stretch of memory, in the order in which they are taken; measures when it has no memory.
+class Carver {
+  public:
+    explicit Carver(std::byte* memory = nullptr) : memory_(memory) {}
+    template <class T>
+    T* take(size_t count) {
+        T* part = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
+        used_ += aligned(count * sizeof(T));
+        return part;
+    }
+    size_t used() const { return used_; }
+
+  private:
+    std::byte* memory_;
+    size_t used_ = 0;
+};
+
+}  // namespace proa

@@ -1,0 +1,14 @@
+// The one macro that native tests need: CHECK(condition) names what failed and where, and ends the program.
+
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+
+#define CHECK(condition)                                                                       \
+    do {                                                                                       \
+        if (!(condition)) {                                                                    \
+            std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition); \
+            std::exit(1);                                                                      \
+        }                                                                                      \
+    } while (false)

@@ -1,0 +1,161 @@
+"""RAM for weights: on huge pages where possible, bound to a NUMA node if asked (csrc/src/arena.h).
+
+Belongs here: owning an arena from Python, and views of it. Never: what lies where inside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+
+from proa.errors import NativeError
+from proa.native.library import Signatures, library
+
+_SHARED, _STRICT_NODE, _SMALL_PAGES = 1, 2, 4
+_PAGES = ("small", "anon-huge", "shmem-huge", "hugetlb")  # by PROA_PAGES_*
+
+
+class _Info(ctypes.Structure):
+    """proa_arena_info of native.h."""
+
+    _fields_ = (
+        ("bytes", ctypes.c_uint64),
+        ("mapped_bytes", ctypes.c_uint64),
+        ("touched_bytes", ctypes.c_uint64),
+        ("huge_bytes", ctypes.c_uint64),
+        ("pages", ctypes.c_int32),
+        ("node", ctypes.c_int32),
+        ("reason", ctypes.c_char * 1000),
+    )
+
+
+SIGNATURES: Signatures = {
+    "proa_arena_create": (ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(ctypes.c_void_p)),
+    "proa_arena_destroy": (ctypes.c_void_p,),
+    "proa_arena_touch": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
+    "proa_arena_data": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)),
+    "proa_arena_bytes": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)),
+    "proa_arena_fd": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
+    "proa_arena_get_info": (ctypes.c_void_p, ctypes.POINTER(_Info)),
+}
+
+
+@functools.cache
+def _native() -> ctypes.CDLL:
+    return library().bind(SIGNATURES)
+
+
+@dataclass(frozen=True)
+class ArenaInfo:
+    """What an arena got. `pages` is "hugetlb", "shmem-huge", "anon-huge" (not sharable) or "small"."""
+
+    bytes: int
+    mapped_bytes: int  # in whole pages
+    touched_bytes: int  # that have memory
+    huge_bytes: int  # that lie on huge pages now, by the kernel's account
+    pages: str
+    node: int | None  # the NUMA node it is bound to
+    reason: str  # why it is nothing better; "" for the best
+
+
+class _Memory:
+    """The handle. Lives as long as the arena or any view of it, and then gives the memory back."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        finalizer = weakref.finalize(self, _native().proa_arena_destroy, handle)
+        finalizer.atexit = False  # at exit the system takes it, after all that may still read it
+
+
+class Arena:
+    """`nbytes` bytes of zeros in RAM, aligned to 2 MiB.
+
+    `node` binds it to a NUMA node; `strict` makes it an error if that fails. `shared` asks for a file descriptor that
+    other processes can map. `huge` False is for comparisons. Memory is taken when it is touched, at the latest by
+    `view`. Raises ResourceError (with the numbers) if memory is short, NativeError if binding fails and must not.
+    """
+
+    def __init__(
+        self, nbytes: int, node: int | None = None, *, shared: bool = False, strict: bool = False, huge: bool = True
+    ) -> None:
+        if not 0 < nbytes < 1 << 63 or not 0 <= (node or 0) < 1 << 31:
+            raise ValueError(f"an arena of {nbytes} bytes on node {node}: bytes are positive, nodes not negative")
+        flags = _SHARED * shared | _STRICT_NODE * strict | _SMALL_PAGES * (not huge)
+        handle, data, fd = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+        _native().proa_arena_create(nbytes, -1 if node is None else node, flags, ctypes.byref(handle))
+        self._memory: _Memory | None = _Memory(handle.value or 0)
+        _native().proa_arena_data(handle, ctypes.byref(data))
+        _native().proa_arena_fd(handle, ctypes.byref(fd))
+        self.nbytes = nbytes
+        self._data, self._fd = data.value or 0, fd.value
+
+    @property
+    def data(self) -> int:
+        """The address of the first byte. Valid until `close`, if no view lives on."""
+        self._open()
+        return self._data
+
+    @property
+    def fd(self) -> int | None:
+        """The file behind the arena, which stays the arena's; None for anonymous memory."""
+        self._open()
+        return self._fd if self._fd >= 0 else None
+
+    @property
+    def info(self) -> ArenaInfo:
+        got = _Info()
+        _native().proa_arena_get_info(self._open().handle, ctypes.byref(got))
+        return ArenaInfo(
+            bytes=got.bytes,
+            mapped_bytes=got.mapped_bytes,
+            touched_bytes=got.touched_bytes,
+            huge_bytes=got.huge_bytes,
+            pages=_PAGES[got.pages],
+            node=got.node if got.node >= 0 else None,
+            reason=got.reason.decode(errors="replace"),
+        )
+
+    def touch(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Give memory to a part, to all that follows `offset` unless `nbytes` is given. Contents stay.
+
+        Any number of threads may do so at once. Raises ResourceError if memory is short, with the numbers.
+        """
+        memory, count = self._open(), self._count(offset, nbytes)
+        _native().proa_arena_touch(memory.handle, offset, count)
+
+    def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
+        """A part as writable bytes, touched; for numpy.frombuffer and torch.frombuffer.
+
+        The memory stays while a view, or anything made from it, is alive, even if the arena is closed.
+        """
+        memory, count = self._open(), self._count(offset, nbytes)
+        self.touch(offset, count)
+        array = (ctypes.c_ubyte * count).from_address(self._data + offset)
+        array._memory = memory  # type: ignore[attr-defined]  # what keeps the memory for as long as the array lives
+        return memoryview(array).cast("B")
+
+    def close(self) -> None:
+        """Give the memory back, at once if no view is alive, else with the last view. Closing twice is allowed."""
+        self._memory = None
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> _Memory:
+        if self._memory is None:
+            raise NativeError("This arena is closed.", "Make views while it is open; they stay valid afterwards.")
+        return self._memory
+
+    def _count(self, offset: int, nbytes: int | None) -> int:
+        count = self.nbytes - offset if nbytes is None else nbytes
+        if offset < 0 or count < 0 or offset + count > self.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + count} lie outside of an arena of {self.nbytes} bytes")
+        return count

@@ -1,0 +1,113 @@
+"""Formats of packed weights and where their panels lie. Belongs here: numbers shared with csrc/src/layout.h.
+Never: checkpoints.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum
+
+from proa.native.library import Signatures, library
+
+
+class Format(IntEnum):
+    """A code and its scales; the numbers are those of csrc/src/layout.h."""
+
+    BF16 = 0
+    FP16 = 1
+    FP8_ROW = 2  # e4m3, float32 scale per row and group
+    FP8_PANEL = 3  # e4m3, one float32 scale per 16 rows and group: blocks of 128 x 128, whole tensors
+    MXFP8 = 4  # e4m3, e8m0 scale per row and 32 columns
+    INT8_F32 = 5
+    INT8_F16 = 6  # GGUF's Q8_0
+    INT4_F32 = 7  # (q - 8) * s
+    INT4_F16 = 8  # GGUF's Q4_0
+    INT4_BF16 = 9
+    UINT4_F32 = 10  # q * s + m
+    UINT4_F16 = 11  # GGUF's Q4_1
+    UINT4_BF16 = 12
+    NVFP4 = 13  # e2m1, e4m3 scale per row and 16 columns, float32 factor
+    MXFP4 = 14  # e2m1, e8m0 scale per row and 32 columns
+    Q4_K = 15
+    Q6_K = 16
+
+
+class GgufType(IntEnum):
+    """ggml's numbers of the block types that can be packed without rounding."""
+
+    Q4_0 = 2
+    Q4_1 = 3
+    Q8_0 = 8
+    Q4_K = 12
+    Q6_K = 14
+
+
+class _LayoutInfo(ctypes.Structure):
+    _fields_ = [
+        ("panels", c_int32), ("padded", c_int32), ("group", c_int32),
+        ("code_bytes", c_int64), ("scale_bytes", c_int64), ("panel_bytes", c_int64),
+    ]  # fmt: skip
+
+
+class Source(ctypes.Structure):
+    """Rows of weights as pointers and strides in bytes; see proa_source in csrc/include/proa/native.h."""
+
+    _fields_ = [
+        ("codes", c_void_p), ("code_stride", c_int64), ("scales", c_void_p), ("scale_stride", c_int64),
+        ("scale_rows", c_int64), ("mins", c_void_p), ("block_scales", c_void_p), ("block_mins", c_void_p),
+        ("block_stride", c_int64), ("factor", c_float),
+    ]  # fmt: skip
+
+
+_SIGNATURES: Signatures = {
+    "proa_layout": (c_int, c_int64, c_int64, c_int64, POINTER(_LayoutInfo)),
+    "proa_pack": (c_int, c_int64, c_int64, c_int64, POINTER(Source), c_int, c_void_p, c_int64),
+    "proa_pack_gguf": (c_int, c_int64, c_int64, c_void_p, c_int64, c_int, c_void_p, c_int64),
+}
+
+
+@functools.cache
+def _native() -> ctypes.CDLL:
+    return library().bind(_SIGNATURES)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How [rows, columns] weights of a format are packed. A panel is 16 rows; group is 0 or the columns of a scale."""
+
+    format: Format
+    rows: int
+    columns: int
+    group: int
+    panels: int
+    padded_columns: int
+    panel_bytes: int
+
+    @property
+    def matrix_bytes(self) -> int:
+        return self.panels * self.panel_bytes
+
+
+def layout(of: Format, rows: int, columns: int, group: int = 0) -> Layout:
+    """Raises ValueError if the format has no such groups or the matrix is empty or too large."""
+    info = _LayoutInfo()
+    _native().proa_layout(of, rows, columns, group, ctypes.byref(info))
+    return Layout(of, rows, columns, group, info.panels, info.padded, info.panel_bytes)
+
+
+def pack(to: Layout, source: Source, rows: int, step: int, address: int, nbytes: int) -> None:
+    """Pack the first `rows` rows of `source` into panels at `address`, every `step` panels.
+
+    Raises ValueError for missing scales, codes that the format does not have, or too little memory.
+    """
+    _native().proa_pack(to.format, rows, to.columns, to.group, ctypes.byref(source), step, address, nbytes)
+
+
+def pack_gguf(
+    type_: GgufType, rows: int, columns: int, blocks: int, row_bytes: int, step: int, address: int, nbytes: int
+) -> None:
+    """Like `pack` from GGUF rows of blocks at address `blocks`, `row_bytes` apart. The format is the type's own."""
+    _native().proa_pack_gguf(type_, rows, columns, blocks, row_bytes, step, address, nbytes)

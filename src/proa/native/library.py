@@ -1,0 +1,95 @@
+"""Loads the native library, and turns its error codes into exceptions. Belongs here: what every topic needs.
+Never: a function of one topic; those stand with their signatures in a module of their own:
+
+    SIGNATURES: Signatures = {"proa_pool_create": (c_int32, POINTER(c_void_p))}
+
+    @functools.cache
+    def _native() -> ctypes.CDLL:
+        return library().bind(SIGNATURES)
+
+The library lies beside this file, in a wheel as in a checkout. Calls release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from proa.errors import NativeError, ResourceError
+
+# Function -> the ctypes types of its parameters. All return an error code; see csrc/include/proa/native.h.
+Signatures = Mapping[str, tuple[Any, ...]]
+
+ABI_VERSION = 1
+PATH = Path(__file__).with_name("libproa_native.so")
+
+_REBUILD = "In a checkout run `make native`; else reinstall Proa: pip install --force-reinstall --no-deps proa."
+_OK, _ARGUMENT, _MEMORY, _SYSTEM, _WORKER = range(5)
+
+
+@functools.cache
+def library() -> Library:
+    """The library of this process, loaded at the first call. Raises NativeError if it cannot be used."""
+    return Library(PATH)
+
+
+class Library:
+    """A loaded native library of the right version. Raises NativeError if it is missing, broken or of another one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._dll = _load(path)
+
+    def bind(self, signatures: Signatures) -> ctypes.CDLL:
+        """The library, with `signatures` declared: its functions take only what they say, and raise
+        ValueError for wrong arguments, ResourceError if memory ran out, NativeError for anything else.
+        """
+        for name, parameters in signatures.items():
+            function = self._function(name)
+            function.argtypes = parameters
+            function.restype = ctypes.c_int
+            function.errcheck = self._check
+        return self._dll
+
+    def _function(self, name: str) -> Any:
+        try:
+            return getattr(self._dll, name)  # not [name], which makes a new function each time
+        except AttributeError:
+            raise NativeError(f"The native library {self.path} has no function {name}.", _REBUILD) from None
+
+    def _check(self, code: int, function: Any, arguments: tuple[Any, ...]) -> int:
+        if code != _OK:
+            raise error_of(code, self._dll.proa_last_error().decode(errors="replace"))
+        return code
+
+
+def error_of(code: int, text: str) -> Exception:
+    """The exception for an error code of the library and its sentence."""
+    if code == _ARGUMENT:
+        return ValueError(text)
+    if code == _MEMORY:
+        return ResourceError(text, "Free some memory, or ask for less of it.")
+    if code in (_SYSTEM, _WORKER):
+        return NativeError(text)
+    return NativeError(f"The native library failed with the unknown code {code}: {text}", _REBUILD)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    if not path.is_file():
+        raise NativeError(f"Proa's native library is missing: there is no {path}.", _REBUILD)
+    try:
+        dll = ctypes.CDLL(str(path))
+        version = dll.proa_abi_version()
+    except (OSError, AttributeError) as error:
+        raise NativeError(f"Proa's native library {path} cannot be loaded: {error}.", _REBUILD) from error
+    if version != ABI_VERSION:
+        raise NativeError(
+            f"Proa's native library {path} speaks version {version} of its interface; this Proa needs {ABI_VERSION}.",
+            _REBUILD,
+        )
+    dll.proa_last_error.argtypes = ()
+    dll.proa_last_error.restype = ctypes.c_char_p
+    return dll

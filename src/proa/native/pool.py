@@ -1,0 +1,96 @@
+"""The worker threads of the CPU, and the instruction set they use. Never: deciding how many, or where."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_int32, c_size_t, c_uint64, c_void_p
+from types import TracebackType
+
+from proa.native.library import Signatures, library
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [
+        ("cpus", POINTER(c_int32)), ("team_begin", POINTER(c_int32)), ("teams", c_int32), ("pin", c_int32),
+        ("spin_us", c_int32), ("redo", c_int32), ("isa", c_char_p),
+    ]  # fmt: skip
+
+
+_SIGNATURES: Signatures = {
+    "proa_select_isa": (c_char_p, c_char_p, c_char_p, c_size_t),
+    "proa_pool_create": (POINTER(_Options), POINTER(c_void_p)),
+    "proa_pool_destroy": (c_void_p,),
+    "proa_pool_settle": (c_void_p,),
+    "proa_pool_redone": (c_void_p, POINTER(c_uint64)),
+    "proa_pool_kill_worker_for_test": (c_void_p,),
+}
+_TEXT_BYTES = 256
+
+
+@functools.cache
+def _native() -> ctypes.CDLL:
+    return library().bind(_SIGNATURES)
+
+
+def select_isa(wanted: str = "") -> tuple[str, str]:
+    """The kernels this CPU runs and why none better; `wanted` names lesser ones. Raises ValueError if it cannot."""
+    name, reason = ctypes.create_string_buffer(_TEXT_BYTES), ctypes.create_string_buffer(_TEXT_BYTES)
+    _native().proa_select_isa(wanted.encode(), name, reason, _TEXT_BYTES)
+    return name.value.decode(), reason.value.decode()
+
+
+class Pool:
+    """Teams of workers, one for each memory node; the thread that calls works along and needs no CPU here.
+
+    `teams`: the CPUs of each team's workers, possibly none. Raises ValueError, ResourceError.
+    """
+
+    def __init__(
+        self, teams: Sequence[Sequence[int]], *, isa: str = "", pin: bool = True, spin_us: int = 1000, redo: bool = True
+    ) -> None:
+        self.isa, self.isa_reason = select_isa(isa)
+        self.threads = sum(map(len, teams)) + 1
+        self.nodes = len(teams)
+        begins = [0, *itertools.accumulate(map(len, teams))]
+        cpus = [cpu for team in teams for cpu in team]
+        options = _Options(
+            (c_int32 * len(cpus))(*cpus), (c_int32 * len(begins))(*begins), len(teams), pin, spin_us, redo, isa.encode()
+        )
+        self._handle = c_void_p()
+        _native().proa_pool_create(ctypes.byref(options), ctypes.byref(self._handle))
+
+    @property
+    def handle(self) -> c_void_p:
+        """For calls into the library. Raises ValueError once closed."""
+        if not self._handle:
+            raise ValueError("The pool is closed.")
+        return self._handle
+
+    def redone(self) -> int:
+        """Tasks that were done a second time because their worker was off its core."""
+        count = c_uint64()
+        _native().proa_pool_redone(self.handle, ctypes.byref(count))
+        return count.value
+
+    def settle(self) -> None:
+        """Wait until no worker is inside a task."""
+        _native().proa_pool_settle(self.handle)
+
+    def kill_worker_for_test(self) -> None:
+        """End the thread of one worker, as if it had died."""
+        _native().proa_pool_kill_worker_for_test(self.handle)
+
+    def close(self) -> None:
+        """End the workers. Nothing may be running on them."""
+        handle, self._handle = self._handle, c_void_p()
+        if handle:
+            _native().proa_pool_destroy(handle)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()

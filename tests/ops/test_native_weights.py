@@ -1,0 +1,318 @@
+"""Every packed format on every instruction set against float64. Bounds are derived: a sum of n float32 products is off
+by at most n 2^-24 of the sum of sizes; a weight rounded once to bfloat16 by 2^-8 of itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from packing import CASES, Packed, Weights, bf16_bits, bf16_values, pack_blocks, random_weights
+
+from proa.native.formats import Format, GgufType, layout
+from proa.native.pool import Pool, select_isa
+from proa.native.weights import Activation, Experts, Rows, linear, moe
+
+ISAS = ["scalar", "avx2", "avx512", "avx512-bf16"]
+HALF_ULP_BF16 = 2.0**-8  # relative: eight significant bits, rounded to nearest
+TOKENS = [1, 2, 3, 5, 8, 13, 16, 33, 70]
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def pool(request):
+    try:
+        select_isa(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    with Pool([[0], []], isa=request.param, pin=False) as pool:
+        yield pool
+
+
+def activations(tokens: int, columns: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    bits = bf16_bits(np.random.default_rng(seed).standard_normal((tokens, columns)))
+    return bits, bf16_values(bits)
+
+
+def product(pool: Pool, packed: Packed, x: np.ndarray, rows: int, bias: np.ndarray | None = None) -> np.ndarray:
+    y = np.full((len(x), rows + 3), np.nan, dtype=np.float32)
+    at = bias.ctypes.data if bias is not None else 0
+    linear(
+        pool, packed.matrix, Rows(x.ctypes.data, x.shape[1]), Rows(y.ctypes.data, y.shape[1], True), len(x),
+        outputs=rows, bias=at,
+    )  # fmt: skip
+    assert np.isnan(y[:, rows:]).all()  # nothing beyond the row's end is written
+    return y[:, :rows]
+
+
+def sum_bound(w: Weights, x: np.ndarray) -> np.ndarray:
+    """Of |computed - exact| of x W^T: float32 sums, and weights that long batches round to bfloat16."""
+    terms = w.values.shape[1] + 4 * w.layout.padded_columns // (w.group or w.values.shape[1]) + 8
+    sums = terms * 2.0**-24 * (np.abs(x) @ w.scaled.T)
+    rounded = 0.0 if w.format is Format.BF16 else HALF_ULP_BF16 * (np.abs(x) @ np.abs(w.values).T)
+    return sums + (rounded if len(x) >= 16 else 0.0) + 1e-30
+
+
+@pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
+@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (37, 200), (96, 576), (1, 16)])
+def test_linear_matches_float64(pool, form, group, rows, columns):
+    w = random_weights(form, group, rows, columns, seed=rows)
+    packed = Packed([w])
+    for tokens in TOKENS:
+        bits, x = activations(tokens, columns, seed=tokens)
+        got = product(pool, packed, bits, rows)
+        off = np.abs(got - x @ w.values.T)
+        assert (off <= sum_bound(w, x)).all(), (tokens, (off / sum_bound(w, x)).max())
+
+
+@pytest.mark.parametrize("code", range(256))
+def test_every_code_of_e4m3(pool, code):
+    values = np.full((16, 32), code, dtype=np.uint8)
+    w = Weights(Format.FP8_ROW, 0, values, values, {"codes": values, "scales": np.ones((16, 1), np.float32)})
+    one = np.zeros((1, 32), np.uint16)
+    one[0, 5] = bf16_bits(np.ones(1))[0]
+    got = product(pool, Packed([w]), one, 16)
+    exponent, fraction = code >> 3 & 15, code & 7
+    exact = np.nan if code & 127 == 127 else (8 + fraction if exponent else fraction) * 2.0 ** (max(exponent, 1) - 10)
+    np.testing.assert_array_equal(got, np.full((1, 16), -exact if code & 128 else exact, np.float32))
+
+
+@pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
+def test_a_tokens_result_does_not_depend_on_its_batch_or_on_nodes(pool, form, group):
+    w = random_weights(form, group, 96, 320, seed=2)
+    bits, _ = activations(13, 320, seed=3)
+    alone = np.concatenate([product(pool, Packed([w]), bits[i : i + 1], 96) for i in range(13)])
+    np.testing.assert_array_equal(product(pool, Packed([w]), bits, 96), alone)
+    np.testing.assert_array_equal(product(pool, Packed([w], pieces=2), bits, 96), alone)
+
+
+def test_bias_and_bfloat16_output(pool):
+    w = random_weights(Format.BF16, 0, 37, 64, seed=0)
+    bits, x = activations(3, 64, seed=1)
+    bias = np.arange(37, dtype=np.float32)
+    packed = Packed([w])
+    wide = product(pool, packed, bits, 37, bias)
+    np.testing.assert_allclose(wide - product(pool, packed, bits, 37), np.tile(bias, (3, 1)), atol=1e-4)
+    y = np.zeros((3, 37), np.uint16)
+    linear(pool, packed.matrix, Rows(bits.ctypes.data, 64), Rows(y.ctypes.data, 37), 3, outputs=37, bias=bias.ctypes.data)
+    np.testing.assert_array_equal(y, bf16_bits(wide))
+
+
+GGUF_BYTES = {GgufType.Q4_0: (18, 32), GgufType.Q4_1: (20, 32), GgufType.Q8_0: (34, 32), GgufType.Q4_K: (144, 256),
+              GgufType.Q6_K: (210, 256)}  # fmt: skip
+GGUF_FORMATS = {GgufType.Q4_0: (Format.INT4_F16, 32), GgufType.Q4_1: (Format.UINT4_F16, 32),
+                GgufType.Q8_0: (Format.INT8_F16, 32), GgufType.Q4_K: (Format.Q4_K, 32),
+                GgufType.Q6_K: (Format.Q6_K, 16)}  # fmt: skip
+
+
+@pytest.mark.parametrize("type_", list(GgufType), ids=lambda t: t.name)
+def test_gguf_blocks_keep_their_values(pool, type_):
+    gguf = pytest.importorskip("gguf")
+    nbytes, columns_of_block = GGUF_BYTES[type_]
+    rows, columns = 35, columns_of_block * 3
+    rng = np.random.default_rng(type_)
+    blocks = rng.integers(0, 256, (rows, 3, nbytes)).astype(np.uint8)
+    halves = {GgufType.Q4_0: (0,), GgufType.Q4_1: (0, 2), GgufType.Q8_0: (0,), GgufType.Q4_K: (0, 2), GgufType.Q6_K: (208,)}
+    for at in halves[type_]:
+        scales = rng.uniform(0.001, 0.01, (rows, 3)).astype(np.float16)
+        blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    flat = np.ascontiguousarray(blocks.reshape(rows, -1))
+    exact = gguf.quants.dequantize(flat, gguf.GGMLQuantizationType(int(type_))).astype(np.float64)
+    packed = pack_blocks(type_, flat, layout(GGUF_FORMATS[type_][0], rows, columns, GGUF_FORMATS[type_][1]))
+    identity = bf16_bits(np.eye(columns))
+    got = product(pool, packed, identity[:15], rows).T  # few tokens: nothing is rounded
+    np.testing.assert_allclose(got, exact[:, :15], rtol=2.0**-21, atol=2.0**-24 * 64)
+
+
+# ---- experts
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def activate(kind: Activation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    match kind:
+        case Activation.SILU:
+            return gate * sigmoid(gate) * up
+        case Activation.GELU_TANH:
+            return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+        case Activation.CLAMPED_SWIGLU:
+            g, u = np.minimum(gate, 7), np.clip(up, -7, 7)
+            return (u + 1) * g * sigmoid(1.702 * g)
+    return np.maximum(gate, 0) ** 2
+
+
+class Layer:
+    """Random experts of one format with their exact values."""
+
+    def __init__(self, form, group, experts, hidden, width, kind=Activation.SILU, biased=False, pieces=1):
+        self.kind, self.width, self.hidden = kind, width, hidden
+        make = [[random_weights(form, group, r, c, seed=9 * e + i) for e in range(experts)]
+                for i, (r, c) in enumerate([(width, hidden), (width, hidden), (hidden, width)])]  # fmt: skip
+        self.gate, self.up, self.down = make
+        rng = np.random.default_rng(5)
+        panels = -(-width // 16)
+        self.gate_bias = rng.standard_normal((experts, width)).astype(np.float32) * biased
+        self.up_bias = rng.standard_normal((experts, width)).astype(np.float32) * biased
+        self.down_bias = np.zeros((experts, -(-hidden // 16) * 16), np.float32)
+        self.down_bias[:, :hidden] = rng.standard_normal((experts, hidden)) * biased
+        pair = np.zeros((experts, panels, 2, 16), np.float32)
+        for part, bias in enumerate((self.gate_bias, self.up_bias)):
+            padded = np.pad(bias, ((0, 0), (0, panels * 16 - width)))
+            pair[:, :, part] = padded.reshape(experts, panels, 16)
+        self.fused_bias = pair if kind is not Activation.RELU2 else np.ascontiguousarray(pair[:, :, 0])
+        first = Packed(self.gate, pieces, None if kind is Activation.RELU2 else self.up)
+        self._packed = first, Packed(self.down, pieces)
+        bias = {"gate_bias": self.fused_bias.ctypes.data, "down_bias": self.down_bias.ctypes.data} if biased else {}
+        self.experts = Experts(first.matrix, self._packed[1].matrix, kind, limit=7.0, **bias)
+
+    def run(self, pool, bits, ids, weights):
+        y = np.full((len(bits), self.hidden), np.nan, np.float32)
+        moe(pool, self.experts, Rows(bits.ctypes.data, bits.shape[1]), Rows(y.ctypes.data, self.hidden, True), len(bits),
+            ids=ids.ctypes.data, weights=weights.ctypes.data, top_k=ids.shape[1])  # fmt: skip
+        return y
+
+    def exact(self, x, ids, weights) -> tuple[np.ndarray, np.ndarray]:
+        """The answer in float64, and how far float32 sums and bfloat16 activations between may take it."""
+        y, bound = np.zeros((len(x), self.hidden)), np.zeros((len(x), self.hidden))
+        for e in range(len(self.gate)):
+            rows, choice = np.nonzero(ids == e)
+            if not len(rows):
+                continue
+            many = np.repeat(x[rows], 1, 0)
+            g = many @ self.gate[e].values.T + self.gate_bias[e]
+            u = many @ self.up[e].values.T + self.up_bias[e]
+            dg, du = (self._slack(w, many) for w in (self.gate[e], self.up[e]))
+            h = activate(self.kind, g, u)
+            dh = np.zeros_like(h)
+            for a in (-1, 1):
+                for b in (-1, 1):  # monotone pieces: corners bound the activation's change, doubled for its curvature
+                    dh = np.maximum(dh, 2 * np.abs(activate(self.kind, g + a * dg, u + b * du) - h))
+            dh += np.abs(h) * (2 * HALF_ULP_BF16 + 2.0**-19) + 1e-6
+            d = self.down[e]
+            part = h @ d.values.T + self.down_bias[e, : self.hidden]
+            slack = dh @ np.abs(d.values).T + self._slack(d, h)
+            np.add.at(y, rows, weights[rows, choice, None] * part)
+            np.add.at(bound, rows, np.abs(weights[rows, choice, None]) * (slack + 2.0**-22 * np.abs(part)))
+        return y, bound + 2.0**-20 * np.abs(y)
+
+    @staticmethod
+    def _slack(w, x):
+        terms = w.values.shape[1] + 4 * w.layout.padded_columns // (w.group or w.values.shape[1]) + 8
+        rounded = 0.0 if w.format is Format.BF16 else HALF_ULP_BF16
+        return terms * 2.0**-24 * (np.abs(x) @ w.scaled.T) + rounded * (np.abs(x) @ np.abs(w.values).T)
+
+
+def routing(tokens: int, experts: int, top_k: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)]).astype(np.int32)
+    return ids, rng.uniform(0.1, 1, ids.shape).astype(np.float32)
+
+
+def check(pool, layer, bits, x, ids, weights):
+    exact, bound = layer.exact(x, ids, weights)
+    off = np.abs(layer.run(pool, bits, ids, weights) - exact)
+    assert (off <= bound).all(), (off / bound).max()
+
+
+@pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
+def test_experts_match_float64(pool, form, group):
+    layer = Layer(form, group, experts=5, hidden=160, width=72)
+    for tokens in (1, 2, 7, 40, 300):
+        bits, x = activations(tokens, 160, seed=tokens)
+        check(pool, layer, bits, x, *routing(tokens, 5, 3, seed=tokens))
+
+
+@pytest.mark.parametrize("kind", list(Activation), ids=lambda k: k.name)
+@pytest.mark.parametrize("biased", [False, True])
+def test_activations_and_biases(pool, kind, biased):
+    layer = Layer(Format.UINT4_F16, 32, 3, hidden=96, width=40, kind=kind, biased=biased)
+    for tokens in (1, 6):
+        bits, x = activations(tokens, 96, seed=tokens)
+        check(pool, layer, bits, x, *routing(tokens, 3, 2, seed=tokens))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [np.zeros((20, 1), np.int32), np.full((3, 2), -1, np.int32), np.array([[0, -1], [-1, 3], [3, 3]], np.int32)],
+    ids=["all on one", "nobody's", "some nobody's, one twice"],
+)
+def test_uneven_routing(pool, ids):
+    layer = Layer(Format.BF16, 0, 4, hidden=64, width=17)
+    bits, x = activations(len(ids), 64, seed=0)
+    check(pool, layer, bits, x, ids, np.full(ids.shape, 0.5, np.float32))
+
+
+def test_one_row_experts(pool):
+    layer = Layer(Format.BF16, 0, 3, hidden=1, width=1)
+    bits, x = activations(4, 1, seed=0)
+    check(pool, layer, bits, x, *routing(4, 3, 2, seed=1))
+
+
+def test_same_bits_for_any_threads_and_nodes():
+    bits, _ = activations(50, 160, seed=1)
+    ids, weights = routing(50, 6, 3, seed=2)
+    results = []
+    for workers, pieces in ((0, 1), (1, 1), (3, 1), (1, 2), (2, 3), (3, 4), (1, 8)):
+        layer = Layer(Format.INT4_F16, 32, 6, hidden=160, width=144, pieces=pieces)
+        teams = [[0] * workers] + [[] for _ in range(pieces - 1)]
+        with Pool(teams, pin=False) as pool:
+            results.append(layer.run(pool, bits, ids, weights))
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+# ---- what must be refused
+
+def test_ids_out_of_range_are_errors(pool):
+    layer = Layer(Format.BF16, 0, 4, hidden=64, width=16)
+    bits, _ = activations(2, 64, seed=0)
+    for bad in (4, -2, 2**31 - 1):
+        with pytest.raises(ValueError, match=f"Expert id {bad} is not one of 4"):
+            layer.run(pool, bits, np.full((2, 1), bad, np.int32), np.ones((2, 1), np.float32))
+    check(pool, layer, bits, bf16_values(bits), *routing(2, 4, 1, seed=0))  # the pool goes on
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((99, 16, 16, 0), "no weight format 99"),
+        ((Format.BF16, 0, 16, 0), "outside of 1 x 1"),
+        ((Format.BF16, 16, 16, 32), "Groups of 32"),
+        ((Format.INT4_F16, 16, 64, 24), "Groups of 24"),
+        ((Format.NVFP4, 16, 64, 32), "Groups of 32"),
+        ((Format.BF16, 2**30, 16, 0), "outside of"),
+    ],
+)
+def test_layouts_that_do_not_exist(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        layout(*arguments)
+
+
+def test_wrong_buffers_are_errors(pool):
+    w = random_weights(Format.BF16, 0, 32, 64, seed=0)
+    packed = Packed([w])
+    bits, _ = activations(2, 64, seed=0)
+    y = np.zeros((2, 32), np.float32)
+    good = Rows(bits.ctypes.data, 64), Rows(y.ctypes.data, 32, True)
+    for x, out, outputs, text in [
+        (Rows(bits.ctypes.data, 63), good[1], 32, "x has rows of 64"),
+        (good[0], Rows(y.ctypes.data, 31, True), 32, "y has rows of 32"),
+        (Rows(0, 64), good[1], 32, "x is a null pointer"),
+        (good[0], good[1], 33, "no more outputs"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            linear(pool, packed.matrix, x, out, 2, outputs=outputs)
+
+
+def test_codes_and_scales_that_the_format_does_not_have():
+    w = random_weights(Format.INT4_F16, 32, 16, 64, seed=0)
+    w.arrays["codes"][3, 3] = 16
+    with pytest.raises(ValueError, match="does not fit in 4 bits"):
+        Packed([w])
+    w = random_weights(Format.NVFP4, 16, 16, 64, seed=0)
+    w.arrays["scales"][0, 1] = 0x80
+    with pytest.raises(ValueError, match="negative or not a number"):
+        Packed([w])
+    w = random_weights(Format.INT4_F16, 32, 16, 64, seed=0)
+    del w.arrays["scales"]
+    with pytest.raises(ValueError, match="needs scales"):
+        Packed([w])
