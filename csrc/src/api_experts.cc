@@ -184,8 +184,9 @@ int proa_linear(proa_pool* pool, const proa_matrix* weights, int64_t outputs, co
         if (!tokens) return;
         check_rows(x, x_stride, m.layout.columns, "x");
         check_rows(y, y_stride, outputs, "y");
-        proa::run(proa::Linear{&m, int(outputs), bias, (const uint16_t*)x, x_stride, y, y_stride, wide != 0}, pool->host,
-                  int(tokens), lane);
+        // Named, for late workers may look at it until they have settled.
+        const proa::Linear op{&m, int(outputs), bias, (const uint16_t*)x, x_stride, y, y_stride, wide != 0};
+        proa::run(op, pool->host, int(tokens), lane);
         pool->host.pool.settle();
     });
 }
@@ -203,8 +204,8 @@ int proa_moe(proa_pool* pool, const proa_experts* experts, int64_t top_k, const 
         if (!tokens) return;
         check_rows(x, x_stride, e.gate_up->layout.columns, "x");
         check_rows(y, y_stride, e.down->layout.rows, "y");
-        proa::run(proa::Moe{&e, int(top_k), ids, weights, (const uint16_t*)x, x_stride, y, y_stride, wide != 0},
-                  pool->host, int(tokens), lane);
+        const proa::Moe op{&e, int(top_k), ids, weights, (const uint16_t*)x, x_stride, y, y_stride, wide != 0};
+        proa::run(op, pool->host, int(tokens), lane);
         pool->host.pool.settle();
     });
 }

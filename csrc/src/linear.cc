@@ -8,27 +8,32 @@ namespace {
 constexpr int kGroupTokens = 240;   // of a task: whole blocks of every instruction set
 constexpr int kPackingTokens = 16;  // of a packing task: some microseconds
 
-struct Call {
-    const Linear* op;
+}  // namespace
+
+struct LinearCall {
+    Linear op;
     const Kernels* kernels;
-    const RowTasks* tasks;
+    RowTasks tasks;
     int tokens, groups, packing_parts;  // of a group: tasks that pack it
     char* pairs;
     float* sums;
 
     int begin(int group) const { return block_begin(tokens, groups, group); }
     Packed packed(int group) const {
-        const Layout& l = op->weights->layout;
+        const Layout& l = op.weights->layout;
         const size_t first = size_t(begin(group));
         const int count = begin(group + 1) - begin(group);
         return {pairs + first * (l.padded / 2) * kernels->pair_bytes, sums ? sums + first * (l.padded / 16) : nullptr,
                 count, kernels->block_tokens(l.format, count)};
     }
-    float* product(std::byte* scratch) const { return reinterpret_cast<float*>(scratch); }
 };
 
+namespace {
+
+using Call = LinearCall;
+
 void pack(const Call& call, int task) {
-    const Linear& op = *call.op;
+    const Linear& op = call.op;
     const int group = task / call.packing_parts, part = task % call.packing_parts;
     const Layout& l = op.weights->layout;
     const Packed out = call.packed(group);
@@ -39,8 +44,8 @@ void pack(const Call& call, int task) {
 
 void multiply(const void* context, int task, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
-    const Matrix& w = *call.op->weights;
-    const RowTasks::Place at = call.tasks->place(w, task);
+    const Matrix& w = *call.op.weights;
+    const RowTasks::Place at = call.tasks.place(w, task);
     const Packed x = call.packed(at.repeat);
     Carver parts(scratch);
     float* product = parts.take<float>(size_t(at.end - at.first) * x.tokens * 16);
@@ -50,8 +55,8 @@ void multiply(const void* context, int task, std::byte* scratch) {
 
 void publish(const void* context, int task, const std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
-    const Linear& op = *call.op;
-    const RowTasks::Place at = call.tasks->place(*op.weights, task);
+    const Linear& op = call.op;
+    const RowTasks::Place at = call.tasks.place(*op.weights, task);
     const int row = at.first * kPanelRows, columns = std::min(at.end * kPanelRows, op.outputs) - row;
     const int first = call.begin(at.repeat), tokens = call.begin(at.repeat + 1) - first;
     if (columns <= 0) return;
@@ -69,11 +74,14 @@ void run(const Linear& op, Host& host, int tokens, int lane) {
     const Kernels& k = *host.kernels;
     const int groups = block_count(tokens, kGroupTokens), largest = block_begin(tokens, groups, 1);
     const bool expands = k.expand_bytes(l, 1, largest) > 0, has_min = kFacts[int(l.format)].has_min;
-    const int step = panels_of_task(2, l.panel_bytes, size_t(l.panels) * l.panel_bytes,
-                                    tokens > 16 ? (expands ? size_t(l.padded) * 32 : l.panel_bytes) + size_t(largest) * 64 : 0,
+    const size_t cached = (expands ? size_t(l.padded) * 32 : l.panel_bytes) + size_t(largest) * 64;
+    const int step = panels_of_task(2, l.panel_bytes, size_t(l.panels) * l.panel_bytes, tokens > 16 ? cached : 0,
                                     host.pool.threads());
-    const RowTasks tasks(*op.weights, step, groups);
-    Call call{&op, &k, &tasks, tokens, groups, block_count(largest, kPackingTokens), nullptr, nullptr};
+    if (!op.call) op.call = std::make_shared<Call>();
+    Call& call = *op.call;
+    call.op = op, call.op.call.reset();
+    call.kernels = &k, call.tasks = RowTasks(*op.weights, step, groups);
+    call.tokens = tokens, call.groups = groups, call.packing_parts = block_count(largest, kPackingTokens);
     const auto carve = [&](Carver parts) {
         call.pairs = parts.take<char>(size_t(tokens) * (l.padded / 2) * k.pair_bytes);
         call.sums = parts.take<float>(has_min ? size_t(tokens) * (l.padded / 16) : 0);
@@ -93,7 +101,7 @@ void run(const Linear& op, Host& host, int tokens, int lane) {
                       lane);
     }
     Phase phase{};
-    tasks.describe(phase);
+    call.tasks.describe(phase);
     phase.run = multiply, phase.publish = publish, phase.context = &call;
     host.pool.run(phase, lane);
 }

@@ -1,11 +1,16 @@
 // y = x W^T + b for packed W. Never: experts.
 #pragma once
 
+#include <memory>
+
 #include "host.h"
 #include "matrix.h"
 
 namespace proa {
 
+struct LinearCall;
+
+// Lives as long as the pool may be working on it: until the program that holds it is gone, or settle().
 struct Linear {
     const Matrix* weights;  // a stack of one
     int outputs;            // rows that are stored: at most those of the matrix
@@ -15,6 +20,7 @@ struct Linear {
     void* y;  // bfloat16 rows, float32 if wide
     int64_t y_stride;
     bool wide;
+    mutable std::shared_ptr<LinearCall> call{};  // what a run leaves for its tasks
 };
 
 void run(const Linear& op, Host& host, int tokens, int lane);

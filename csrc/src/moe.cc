@@ -16,15 +16,20 @@ struct Group {
     int expert, first, tokens;  // first: of its slots
 };
 
-struct Call {
-    const Moe* op;
+}  // namespace
+
+// A worker may still read the indices of a phase that another has finished in its place: they are the operation's own,
+// not the workspace's. Activations are: garbage there only makes garbage that nobody publishes.
+struct MoeCall {
+    Moe op;
     const Experts* experts;
     const Kernels* kernels;
-    const RowTasks *up_tasks, *down_tasks;
-    int tokens, groups, slots, most_tokens, packing_parts;
-    const Group* group;
-    const int32_t* index;  // of slot: its token
-    const float* weight;   // of slot
+    RowTasks up_tasks, down_tasks;
+    int tokens, groups, most_tokens, packing_parts;
+    std::vector<Group> group;
+    std::vector<int> counts;
+    std::vector<int32_t> index;  // of slot: its token
+    std::vector<float> weight;   // of slot
     char *x_pairs, *h_pairs;
     float *x_sums, *h_sums;
     bool shared_x;  // one token: all experts read the same
@@ -40,19 +45,23 @@ struct Call {
     int panels_per_row() const { return experts->activation == Activation::kRelu2 ? 1 : 2; }
 };
 
+namespace {
+
+using Call = MoeCall;
+
 void pack(const Call& call, int task) {
-    const Group& g = call.group[task / call.packing_parts];
+    const Group& g = call.group[size_t(task / call.packing_parts)];
     const int part = task % call.packing_parts, parts = call.packing_parts;
     const Layout& l = call.experts->gate_up->layout;
-    call.kernels->pack(call.op->x, size_t(call.op->x_stride), call.index + g.first, block_begin(g.tokens, parts, part),
+    call.kernels->pack(call.op.x, size_t(call.op.x_stride), call.index.data() + g.first, block_begin(g.tokens, parts, part),
                        block_begin(g.tokens, parts, part + 1), l.columns, l.padded, call.x(g));
 }
 
 void multiply_up(const void* context, int task, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const Matrix& w = *call.experts->gate_up;
-    const RowTasks::Place at = call.up_tasks->place(w, task);
-    const Group& g = call.group[at.repeat];
+    const RowTasks::Place at = call.up_tasks.place(w, task);
+    const Group& g = call.group[size_t(at.repeat)];
     const int panels = at.end - at.first;
     Carver parts(scratch);
     float* product = parts.take<float>(size_t(panels) * g.tokens * 16);
@@ -64,8 +73,8 @@ void publish_up(const void* context, int task, const std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const Experts& e = *call.experts;
     const Matrix& w = *e.gate_up;
-    const RowTasks::Place at = call.up_tasks->place(w, task);
-    const Group& g = call.group[at.repeat];
+    const RowTasks::Place at = call.up_tasks.place(w, task);
+    const Group& g = call.group[size_t(at.repeat)];
     const Packed h = call.h(g);
     const float* bias = e.gate_bias ? e.gate_bias + size_t(g.expert) * w.layout.panels * kPanelRows : nullptr;
     const int per = call.panels_per_row(), end = at.end / per, padded = e.down->layout.padded;
@@ -78,7 +87,7 @@ void multiply_down(const void* context, int task, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const Experts& e = *call.experts;
     const Matrix& w = *e.down;
-    const RowTasks::Place at = call.down_tasks->place(w, task);
+    const RowTasks::Place at = call.down_tasks.place(w, task);
     const int panels = at.end - at.first;
     Carver parts(scratch);
     float* total = parts.take<float>(size_t(panels) * call.tokens * 16);
@@ -86,20 +95,20 @@ void multiply_down(const void* context, int task, std::byte* scratch) {
     void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, panels, call.most_tokens));
     std::fill(total, total + size_t(panels) * call.tokens * 16, 0.f);
     for (int i = 0; i < call.groups; ++i) {
-        const Group& g = call.group[i];
+        const Group& g = call.group[size_t(i)];
         call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.h(g), part, expanded);
         const float* bias =
             e.down_bias ? e.down_bias + (size_t(g.expert) * w.layout.panels + at.first) * kPanelRows : nullptr;
-        call.kernels->accumulate(part, panels, g.tokens, call.index + g.first, call.weight + g.first, bias, total,
+        call.kernels->accumulate(part, panels, g.tokens, call.index.data() + g.first, call.weight.data() + g.first, bias, total,
                                  call.tokens);
     }
 }
 
 void publish_down(const void* context, int task, const std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
-    const Moe& op = *call.op;
+    const Moe& op = call.op;
     const Matrix& w = *call.experts->down;
-    const RowTasks::Place at = call.down_tasks->place(w, task);
+    const RowTasks::Place at = call.down_tasks.place(w, task);
     const int row = at.first * kPanelRows, columns = std::min(at.end * kPanelRows, w.layout.rows) - row;
     void* y = op.wide ? static_cast<void*>(static_cast<float*>(op.y) + row)
                       : static_cast<void*>(static_cast<uint16_t*>(op.y) + row);
@@ -107,48 +116,48 @@ void publish_down(const void* context, int task, const std::byte* scratch) {
                              call.tokens, nullptr, columns, op.wide, y, size_t(op.y_stride));
 }
 
+void cut(Call& call, int expert, int first, int tokens) {
+    const int parts = block_count(tokens, kGroupTokens);
+    for (int i = 0; i < parts; ++i) {
+        const int begin = block_begin(tokens, parts, i), count = block_begin(tokens, parts, i + 1) - begin;
+        call.group[size_t(call.groups++)] = {expert, first + begin, count};
+        call.most_tokens = std::max(call.most_tokens, count);
+    }
+}
+
 // Slots sorted by expert, then token; experts with many tokens cut into groups.
-struct Grouping {
-    int groups = 0, slots = 0, most_tokens = 0;
-
-    void sort(const Moe& op, int tokens, int* counts, int32_t* index, float* weight, Group* group) {
-        const int experts = op.experts->gate_up->count, choices = op.top_k ? tokens * op.top_k : tokens;
-        std::fill(counts, counts + experts + 1, 0);
-        for (int i = 0; i < choices; ++i) {
-            const int id = op.top_k ? op.ids[i] : 0;
-            if (id < -1 || id >= experts)
-                throw Error(PROA_ERROR_ARGUMENT, "Expert id " + std::to_string(id) + " is not one of " +
-                                                     std::to_string(experts) + " experts.");
-            if (id >= 0) ++counts[id + 1];
-        }
-        for (int e = 0; e < experts; ++e) {
-            cut(e, counts[e], counts[e + 1], group);
-            counts[e + 1] += counts[e];
-        }
-        slots = counts[experts];
-        for (int i = 0; i < choices; ++i) {
-            const int id = op.top_k ? op.ids[i] : 0;
-            if (id < 0) continue;
-            index[counts[id]] = op.top_k ? i / op.top_k : i;
-            weight[counts[id]++] = op.top_k ? op.weights[i] : 1.f;
-        }
+void sort(Call& call, int tokens) {
+    const Moe& op = call.op;
+    const int experts = call.experts->gate_up->count, choices = op.top_k ? tokens * op.top_k : tokens;
+    call.counts.assign(size_t(experts) + 1, 0);
+    call.index.resize(size_t(choices)), call.weight.resize(size_t(choices));
+    call.group.resize(size_t(experts) + size_t(choices / kGroupTokens) + 1);
+    call.groups = call.most_tokens = 0;
+    int* counts = call.counts.data();
+    for (int i = 0; i < choices; ++i) {
+        const int id = op.top_k ? op.ids[i] : 0;
+        if (id < -1 || id >= experts)
+            throw Error(PROA_ERROR_ARGUMENT, "Expert id " + std::to_string(id) + " is not one of " +
+                                                 std::to_string(experts) + " experts.");
+        if (id >= 0) ++counts[id + 1];
     }
-
-    void cut(int expert, int first, int tokens, Group* group) {
-        const int parts = block_count(tokens, kGroupTokens);
-        for (int i = 0; i < parts; ++i) {
-            const int begin = block_begin(tokens, parts, i), count = block_begin(tokens, parts, i + 1) - begin;
-            group[groups++] = {expert, first + begin, count};
-            most_tokens = std::max(most_tokens, count);
-        }
+    for (int e = 0; e < experts; ++e) {
+        cut(call, e, counts[e], counts[e + 1]);
+        counts[e + 1] += counts[e];
     }
-};
+    for (int i = 0; i < choices; ++i) {
+        const int id = op.top_k ? op.ids[i] : 0;
+        if (id < 0) continue;
+        call.index[size_t(counts[id])] = op.top_k ? i / op.top_k : i;
+        call.weight[size_t(counts[id]++)] = op.top_k ? op.weights[i] : 1.f;
+    }
+}
 
 // Panels of a task whose sums are of `tokens`, and that reads each of its panels of `matrices` experts.
-int step_of(const Matrix& w, const Kernels& k, const Grouping& grouping, int unit, int tokens, int matrices, int threads) {
+int step_of(const Matrix& w, const Kernels& k, const Call& call, int unit, int tokens, int matrices, int threads) {
     const Layout& l = w.layout;
-    const size_t weights = k.expand_bytes(l, 1, grouping.most_tokens) ? size_t(l.padded) * 32 : l.panel_bytes;
-    const size_t total = size_t(l.panels) * l.panel_bytes * size_t(grouping.groups);
+    const size_t weights = k.expand_bytes(l, 1, call.most_tokens) ? size_t(l.padded) * 32 : l.panel_bytes;
+    const size_t total = size_t(l.panels) * l.panel_bytes * size_t(call.groups);
     return panels_of_task(unit, l.panel_bytes * size_t(matrices), total,
                           tokens > 16 ? weights + size_t(tokens) * 64 : 0, threads);
 }
@@ -159,18 +168,18 @@ void run(const Moe& op, Host& host, int tokens, int lane) {
     const Experts& e = *op.experts;
     const Kernels& k = *host.kernels;
     const Layout &up = e.gate_up->layout, &down = e.down->layout;
-    const size_t choices = size_t(tokens) * size_t(std::max(op.top_k, 1)), experts = size_t(e.gate_up->count);
-    Call call{};
-    int* counts;
-    int32_t* index;
-    float* weight;
-    Group* group;
+    if (!op.call) op.call = std::make_shared<Call>();
+    Call& call = *op.call;
+    call.op = op, call.op.call.reset();
+    call.experts = &e, call.kernels = &k, call.tokens = tokens, call.shared_x = tokens == 1;
+    sort(call, tokens);
+    const size_t choices = call.index.size(), threads = size_t(host.pool.threads());
+    call.up_tasks = RowTasks(
+        *e.gate_up, step_of(*e.gate_up, k, call, call.panels_per_row(), call.most_tokens, 1, int(threads)), call.groups);
+    call.down_tasks = RowTasks(*e.down, step_of(*e.down, k, call, 2, tokens, call.groups, int(threads)), 1);
+    call.packing_parts = std::max(1, block_count(call.most_tokens, kPackingTokens));
     const auto carve = [&](Carver parts) {
-        counts = parts.take<int>(experts + 1);
-        index = parts.take<int32_t>(choices);
-        weight = parts.take<float>(choices);
-        group = parts.take<Group>(experts + choices / kGroupTokens + 1);
-        call.x_pairs = parts.take<char>((tokens == 1 ? 1 : choices) * (up.padded / 2) * k.pair_bytes);
+        call.x_pairs = parts.take<char>((call.shared_x ? 1 : choices) * (up.padded / 2) * k.pair_bytes);
         call.h_pairs = parts.take<char>(choices * (down.padded / 2) * k.pair_bytes);
         call.x_sums = parts.take<float>(choices * (up.padded / 16));
         call.h_sums = parts.take<float>(choices * (down.padded / 16));
@@ -179,33 +188,21 @@ void run(const Moe& op, Host& host, int tokens, int lane) {
     carve(Carver(host.workspace(lane, carve(Carver()))));
     if (!kFacts[int(up.format)].has_min) call.x_sums = nullptr;
     if (!kFacts[int(down.format)].has_min) call.h_sums = nullptr;
-    Grouping grouping;
-    grouping.sort(op, tokens, counts, index, weight, group);
 
-    const int threads = host.pool.threads(), per = e.activation == Activation::kRelu2 ? 1 : 2;
-    const RowTasks up_tasks(*e.gate_up, step_of(*e.gate_up, k, grouping, per, grouping.most_tokens, 1, threads), grouping.groups);
-    const RowTasks down_tasks(*e.down, step_of(*e.down, k, grouping, 2, tokens, grouping.groups, threads), 1);
-    call.op = &op, call.experts = &e, call.kernels = &k, call.up_tasks = &up_tasks, call.down_tasks = &down_tasks;
-    call.tokens = tokens, call.groups = grouping.groups, call.slots = grouping.slots;
-    call.most_tokens = grouping.most_tokens, call.shared_x = tokens == 1;
-    call.group = group, call.index = index, call.weight = weight;
-    call.packing_parts = std::max(1, block_count(grouping.most_tokens, kPackingTokens));
-
-    const int packing_tasks = (call.shared_x ? std::min(1, grouping.groups) : grouping.groups) * call.packing_parts;
     if (call.shared_x) {
-        for (int task = 0; task < packing_tasks; ++task) pack(call, task);
+        if (call.groups) pack(call, 0);
     } else {
-        host.pool.run(published(packing_tasks, host.pool.nodes(), &call,
+        host.pool.run(published(call.groups * call.packing_parts, host.pool.nodes(), &call,
                                 [](const void* context, int task, const std::byte*) {
                                     pack(*static_cast<const Call*>(context), task);
                                 }),
                       lane);
     }
     Phase phase{};
-    up_tasks.describe(phase);
+    call.up_tasks.describe(phase);
     phase.run = multiply_up, phase.publish = publish_up, phase.context = &call;
     host.pool.run(phase, lane);
-    down_tasks.describe(phase);
+    call.down_tasks.describe(phase);
     phase.run = multiply_down, phase.publish = publish_down;
     host.pool.run(phase, lane);
 }

@@ -2,6 +2,8 @@
 // A dense gated MLP is one expert with weight 1. Never: routing.
 #pragma once
 
+#include <memory>
+
 #include "host.h"
 #include "matrix.h"
 
@@ -16,6 +18,9 @@ struct Experts {
     const float* down_bias;  // [experts][padded rows of down], or null
 };
 
+struct MoeCall;
+
+// Lives as long as the pool may be working on it: until the program that holds it is gone, or settle().
 struct Moe {
     const Experts* experts;
     int top_k;               // 0: every token to expert 0 with weight 1
@@ -26,6 +31,7 @@ struct Moe {
     void* y;  // bfloat16, float32 if wide
     int64_t y_stride;
     bool wide;
+    mutable std::shared_ptr<MoeCall> call{};  // what a run leaves for its tasks
 };
 
 // Throws Error (argument) for an id out of range.

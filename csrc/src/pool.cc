@@ -117,11 +117,10 @@ void Pool::run(const Phase& phase, int lane_index) {
     const uint64_t epoch = (lane.epoch.load(std::memory_order_relaxed) + 1) & kEpochMask;
     Posted& posted = lane.posted[epoch & 1];
     posted.epoch.store(~uint64_t(0), std::memory_order_seq_cst);
-    std::atomic_thread_fence(std::memory_order_release);
-    posted.run.store(phase.run, std::memory_order_relaxed);
-    posted.publish.store(phase.publish, std::memory_order_relaxed);
-    posted.context.store(phase.context, std::memory_order_relaxed);
-    for (int n = 0; n <= phase.nodes; ++n) posted.begin[n].store(phase.begin[n], std::memory_order_relaxed);
+    posted.run.store(phase.run, std::memory_order_release);  // not before the epoch is gone
+    posted.publish.store(phase.publish, std::memory_order_release);
+    posted.context.store(phase.context, std::memory_order_release);
+    for (int n = 0; n <= phase.nodes; ++n) posted.begin[n].store(phase.begin[n], std::memory_order_release);
     posted.epoch.store(epoch, std::memory_order_release);
     lane.done.store(0, std::memory_order_relaxed);
     lane.tasks.store(tasks, std::memory_order_relaxed);
@@ -180,11 +179,10 @@ bool Pool::redo(Lane& lane, Worker& self, int64_t waiting_since_ns) {
 bool Pool::look_up(Lane& lane, uint64_t epoch, Task& task) {
     Posted& posted = lane.posted[epoch & 1];
     if (posted.epoch.load(std::memory_order_acquire) != epoch) return false;
-    task.run = posted.run.load(std::memory_order_relaxed);
-    task.publish = posted.publish.load(std::memory_order_relaxed);
-    task.context = posted.context.load(std::memory_order_relaxed);
+    task.run = posted.run.load(std::memory_order_acquire);  // before the epoch is looked at again
+    task.publish = posted.publish.load(std::memory_order_acquire);
+    task.context = posted.context.load(std::memory_order_acquire);
     task.epoch = uint32_t(epoch);
-    std::atomic_thread_fence(std::memory_order_acquire);
     return posted.epoch.load(std::memory_order_relaxed) == epoch;
 }
 
@@ -204,7 +202,7 @@ bool Pool::take_of(Lane& lane, int node, Task& task) {
     const uint64_t index = got & kIndexMask;
     if (index >= (got >> kIndexBits & kIndexMask)) return false;
     const uint64_t epoch = got >> 40;
-    task.id = lane.posted[epoch & 1].begin[node].load(std::memory_order_relaxed) + int(index);
+    task.id = lane.posted[epoch & 1].begin[node].load(std::memory_order_acquire) + int(index);
     return look_up(lane, epoch, task);  // false only if another worker has done the task and the phase is over
 }
 
@@ -212,7 +210,7 @@ bool Pool::take_of(Lane& lane, int node, Task& task) {
 bool Pool::take_again(Lane& lane, int node, Task& task) {
     const uint64_t epoch = lane.epoch.load(std::memory_order_acquire);
     const int tasks = lane.tasks.load(std::memory_order_relaxed);
-    const int from = lane.posted[epoch & 1].begin[node].load(std::memory_order_relaxed);
+    const int from = lane.posted[epoch & 1].begin[node].load(std::memory_order_acquire);
     if (!look_up(lane, epoch, task)) return false;
     for (int i = 0; i < tasks; ++i) {
         task.id = (from + i) % tasks;

@@ -16,15 +16,16 @@ constexpr int kTasksPerThread = 16;
 
 // Each slice's panels in runs of `step` panels, each run `repeats` times (for groups of tokens, or for experts).
 struct RowTasks {
-    int step, repeats;
-    int chunks[kMaxNodes];
-    int begin[kMaxNodes + 1];
-    int nodes;
+    int step = 0, repeats = 0;
+    int chunks[kMaxNodes] = {};
+    int begin[kMaxNodes + 1] = {};
+    int nodes = 0;
 
     struct Place {
         int node, repeat, first, end;  // panels of the matrix
     };
 
+    RowTasks() = default;
     RowTasks(const Matrix& m, int step_panels, int times) : step(step_panels), repeats(times), nodes(int(m.slices.size())) {
         begin[0] = 0;
         for (int n = 0; n < nodes; ++n) {

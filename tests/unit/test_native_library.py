@@ -46,8 +46,9 @@ def tables() -> Iterator[tuple[str, Signatures]]:
     """The table of each module that has one."""
     for path in sorted(PATH.parent.glob("*.py")):
         module = importlib.import_module(f"proa.native.{path.stem}")
-        if "SIGNATURES" in vars(module):
-            yield path.name, module.SIGNATURES
+        for name, value in vars(module).items():
+            if name.endswith("SIGNATURES"):
+                yield path.name, value
 
 
 def fits(parameter: str, kind: type) -> bool:

@@ -154,6 +154,137 @@ PROA_API int proa_moe(proa_pool* pool, const proa_experts* experts, int64_t top_
                       const float* weights, const void* x, int64_t x_stride, void* y, int64_t y_stride, int wide,
                       int64_t tokens, int lane);
 
+// ---- ceilings: what the machine can do at best, and how long experts take. For benchmarks.
+
+// Bytes/s that `workers` threads of the pool read together for about `seconds`: whoever is free takes the next 1 MB.
+// Span i, [data[i], data[i] + bytes[i]), is read by team i; only spans beyond all caches measure memory.
+PROA_API int proa_measure_read(proa_pool* pool, const void* const* data, const int64_t* bytes, int64_t spans,
+                               int workers, double seconds, double* bytes_per_s);
+// Floating-point operations/s of the unit that the pool's kernels multiply with, on registers alone.
+PROA_API int proa_measure_peak(proa_pool* pool, int workers, double seconds, double* flops_per_s);
+// Seconds of a phase of one empty task for each thread, the mean of `phases`.
+PROA_API int proa_measure_dispatch(proa_pool* pool, int phases, double* seconds_each);
+
+typedef struct proa_moe_trial {
+    const proa_experts* const* layers;  // of one shape; call i takes layer i % layer_count and routing i % routings
+    int64_t layer_count;
+    const int32_t* ids;    // [routings][tokens][top_k]
+    const float* weights;  // likewise
+    int64_t routings, tokens, top_k;
+    const void* x;
+    int64_t x_stride;
+    void* y;  // bfloat16
+    int64_t y_stride;
+} proa_moe_trial;
+
+// Calls `first` to first + calls - 1 of proa_moe, one after the other; seconds[i] is what each took.
+PROA_API int proa_time_moe(proa_pool* pool, const proa_moe_trial* trial, int64_t first, int64_t calls, double* seconds);
+
+// ---- operations on rows of bfloat16, float32 inside. Strides in values; an output may be an input of the same place.
+
+// out[t] = table[tokens[t]]; an id outside of the vocabulary is an error before anything is written.
+PROA_API int proa_embed(proa_pool* pool, const int64_t* tokens, const void* table, int64_t vocabulary, int64_t width,
+                        void* out, int64_t out_stride, int64_t rows, int lane);
+
+// Each of `groups` groups of a row: x / rms(x) * weight [width]. With a residual, x += residual is done first and kept.
+PROA_API int proa_rms_norm(proa_pool* pool, void* x, int64_t x_stride, const void* residual, int64_t residual_stride,
+                           const void* weight, int64_t groups, int64_t width, float eps, void* out, int64_t out_stride,
+                           int64_t rows, int lane);
+
+// x += y
+PROA_API int proa_add(proa_pool* pool, void* x, int64_t x_stride, const void* y, int64_t y_stride, int64_t width,
+                      int64_t rows, int lane);
+
+// out = routed + sigmoid(gate) * shared, with one gate a row
+PROA_API int proa_gated_add(proa_pool* pool, const void* routed, int64_t routed_stride, const void* gate,
+                            int64_t gate_stride, const void* shared, int64_t shared_stride, int64_t width, void* out,
+                            int64_t out_stride, int64_t rows, int lane);
+
+// Turns the first 2 * half values of each head, in place. cos, sin: float32 [rows][half].
+PROA_API int proa_rotary(proa_pool* pool, void* x, int64_t x_stride, int64_t heads, int64_t head_dim, const float* cos,
+                         const float* sin, int64_t half, int interleaved, int64_t rows, int lane);
+
+// Softmax of logits (bfloat16, float32 if wide) and its top_k, best first, of equal ones the lower id first.
+PROA_API int proa_route(proa_pool* pool, const void* logits, int64_t stride, int wide, int64_t experts, int64_t top_k,
+                        int renormalise, int32_t* ids, float* weights, int64_t rows, int lane);
+
+// ---- attention over a paged KV cache. The dimension of a head is a multiple of 8, at most 576.
+
+typedef struct proa_kv_pages {
+    void *keys, *values;  // bfloat16 [pages][page_tokens][kv_heads][head_dim]
+    int64_t pages, page_tokens, kv_heads, head_dim;
+} proa_kv_pages;
+
+// Sequence s owns the next q_lens[s] rows; the last of them is its token kv_lens[s] - 1. page_table: [sequences] rows of
+// table_stride pages.
+typedef struct proa_batch {
+    const int32_t* q_lens;
+    const int32_t* kv_lens;
+    const int32_t* page_table;
+    int64_t table_stride;
+    int64_t sequences;
+} proa_batch;
+
+// slots[t] = page * page_tokens + offset.
+PROA_API int proa_write_kv(proa_pool* pool, const void* keys, int64_t key_stride, const void* values,
+                           int64_t value_stride, const int64_t* slots, const proa_kv_pages* cache, int64_t rows,
+                           int lane);
+
+// Causal attention of q [rows][heads][head_dim]. window: keys that a row sees, itself the last; 0 is all. sinks: float32
+// [heads], one more score of each head without a value, or null.
+PROA_API int proa_attention(proa_pool* pool, const void* q, int64_t q_stride, const proa_kv_pages* cache,
+                            const proa_batch* batch, int64_t heads, int64_t window, float scale, const float* sinks,
+                            void* out, int64_t out_stride, int64_t rows, int lane);
+
+// ---- recorded programs: a whole step in one call, over buffers that stay where they are. Rows are bfloat16 and
+// `stride` values apart; an operation works on as many rows as the run is told.
+
+typedef struct proa_program proa_program;
+
+PROA_API int proa_program_create(proa_pool* pool, int64_t most_rows, int64_t most_sequences, int64_t most_pages,
+                                 proa_program** out);
+PROA_API int proa_program_destroy(proa_program* program);
+PROA_API int proa_program_size(const proa_program* program, int64_t* out);  // operations so far
+
+// The sequences of the coming runs: sequence s owns the next q_lens[s] rows, the last of which is its token
+// kv_lens[s] - 1; its pages begin at page_table + s * table_stride. pages, page_tokens: of the cache.
+PROA_API int proa_program_set_batch(proa_program* program, int64_t sequences, const int32_t* q_lens,
+                                    const int32_t* kv_lens, const int32_t* page_table, int64_t table_stride,
+                                    int64_t pages, int64_t page_tokens);
+
+// Operations [first, end) for `rows` rows.
+PROA_API int proa_program_run(proa_program* program, int64_t first, int64_t end, int64_t rows, int lane);
+
+PROA_API int proa_program_add_embed(proa_program* program, const int64_t* tokens, const void* table,
+                                    int64_t vocabulary, int64_t width, void* out, int64_t out_stride);
+// A residual, if not null, is added to x first, and stays there.
+PROA_API int proa_program_add_rms_norm(proa_program* program, void* x, int64_t x_stride, const void* residual,
+                                       int64_t residual_stride, const void* weight, int64_t groups, int64_t width,
+                                       float eps, void* out, int64_t out_stride);
+PROA_API int proa_program_add_add(proa_program* program, void* x, int64_t x_stride, const void* y, int64_t y_stride,
+                                  int64_t width);  // x += y
+PROA_API int proa_program_add_gated_add(proa_program* program, void* x, int64_t x_stride, const void* gate,
+                                        int64_t gate_stride, const void* y, int64_t y_stride,
+                                        int64_t width);  // x += sigmoid(gate) * y
+PROA_API int proa_program_add_rotary(proa_program* program, void* x, int64_t x_stride, const float* cos,
+                                     const float* sin, int64_t heads, int64_t head_dim, int64_t half, int interleaved);
+PROA_API int proa_program_add_route(proa_program* program, const void* logits, int64_t stride, int wide,
+                                    int64_t experts, int64_t top_k, int renormalise, int32_t* ids, float* weights);
+// Keys and values of the rows go to their slots: page * page_tokens + offset.
+PROA_API int proa_program_add_write_kv(proa_program* program, const proa_kv_pages* cache, const void* keys,
+                                       int64_t keys_stride, const void* values, int64_t values_stride,
+                                       const int64_t* slots);
+// window 0: a row sees everything before it. sinks: float32 [heads] or null.
+PROA_API int proa_program_add_attention(proa_program* program, const proa_kv_pages* cache, const void* q,
+                                        int64_t q_stride, void* out, int64_t out_stride, int64_t heads, int64_t window,
+                                        float scale, const float* sinks);
+PROA_API int proa_program_add_linear(proa_program* program, const proa_matrix* weights, int64_t outputs,
+                                     const float* bias, const void* x, int64_t x_stride, void* y, int64_t y_stride,
+                                     int wide);
+PROA_API int proa_program_add_moe(proa_program* program, const proa_experts* experts, int64_t top_k,
+                                  const int32_t* ids, const float* weights, const void* x, int64_t x_stride, void* y,
+                                  int64_t y_stride);
+
 #ifdef __cplusplus
 }
 #endif

@@ -17,6 +17,9 @@ constexpr int rows_at_once(int tokens, bool scaled) { return tokens <= (scaled ?
 #include "../kernels/scales.h"
 #include "../kernels/panels.h"
 #include "../kernels/epilogue.h"
+#include "../kernels/rows.h"
+#include "../kernels/attention.h"
+#include "../kernels/peak.h"
 #include "../kernels/table.h"
 
 constexpr Kernels kTable = kernels("avx512");

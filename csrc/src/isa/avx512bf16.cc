@@ -22,6 +22,9 @@ constexpr int rows_at_once(int tokens, bool scaled) {
 #include "../kernels/scales.h"
 #include "../kernels/panels.h"
 #include "../kernels/epilogue.h"
+#include "../kernels/rows.h"
+#include "../kernels/attention.h"
+#include "../kernels/peak.h"
 #include "../kernels/table.h"
 
 constexpr Kernels kTable = kernels("avx512-bf16");

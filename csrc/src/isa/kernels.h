@@ -2,10 +2,12 @@
 #pragma once
 
 #include "../layout.h"
+#include "attend.h"
 
 namespace proa {
 
-enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3 };
+// kNone is no part of the C ABI: attention packs its weights with it.
+enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3, kNone = 4 };
 
 // Rows of bfloat16 packed for one layout's width (see block_begin): pairs [padded / 2][M], sums [padded / 16][M] of each
 // block.
@@ -32,7 +34,7 @@ struct Kernels {
     size_t (*expand_bytes)(const Layout& l, int panels, int tokens);
 
     // Columns [16 first, 16 end) of out = activation of sums [2 (end - first)][tokens][16], where gate and up panels
-    // alternate (only gates for kRelu2). bias: float32 in the panels' order, from panel 0, or null. padded: of out.
+    // alternate (only gates for kRelu2 and kNone). bias: float32 in the panels' order, from panel 0, or null. padded: of out.
     void (*activate)(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
                      const Packed& out);
     // Zero columns [first, padded) of out; first is a multiple of 16.
@@ -44,6 +46,29 @@ struct Kernels {
     // Row t of out (bfloat16, or float32 if wide) = the first `columns` of sums [panels][tokens][16] + bias.
     void (*store_rows)(const float* sums, int panels, int tokens, const float* bias, int columns, bool wide, void* out,
                        size_t stride);
+
+    // One row of bfloat16 each, or one head of it; see kernels/rows.h. `out` may be an input.
+    void (*rms_norm_row)(const uint16_t* x, const uint16_t* weight, int width, float eps, uint16_t* out);
+    void (*add_row)(const uint16_t* x, const uint16_t* y, int width, uint16_t* out);
+    void (*gated_add_row)(const uint16_t* routed, uint16_t gate, const uint16_t* shared, int width, uint16_t* out);
+    void (*rotate_head)(const uint16_t* x, const float* cos, const float* sin, int half, bool interleaved, uint16_t* out);
+    // Logits are bfloat16, or float32 if wide.
+    void (*route_row)(const void* logits, bool wide, int experts, int top_k, bool renormalise, int32_t* ids,
+                      float* weights);
+
+    // Attention; see kernels/attention.h.
+    int query_line;  // floats that 32 values of a packed query take
+    void (*pack_query)(const uint16_t* query, int dim, float* out);
+    void (*attend)(const AttendBlock& block);
+    void (*merge_states)(const float* parts, size_t stride, int count, int value_dim, float* state);
+    void (*finish_state)(const float* state, float sink, int value_dim, uint16_t* out);
+    void (*pack_keys)(const uint16_t* const* keys, size_t offset, int tokens, int dim, uint8_t* out);
+    void (*pack_values)(const uint16_t* const* values, size_t offset, int tokens, int dim, int padded, uint8_t* out);
+    void (*softmax_tile)(const SoftmaxTile& tile);
+    void (*scale_and_add)(const float* part, const float* factors, int panels, int rows, float* total);
+    // Ceilings, for benchmarks; see kernels/peak.h.
+    double (*peak)(int64_t rounds, float seed, float* sums);
+    void (*read)(const uint8_t* data, size_t bytes, uint32_t* bits);
 };
 
 // Null where the library was not built for this instruction set.

@@ -15,6 +15,9 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/scales.h"
 #include "../kernels/panels.h"
 #include "../kernels/epilogue.h"
+#include "../kernels/rows.h"
+#include "../kernels/attention.h"
+#include "../kernels/peak.h"
 #include "../kernels/table.h"
 
 constexpr Kernels kTable = kernels("scalar");

@@ -30,10 +30,13 @@ inline void load_query(const float* line, B& out) {
 // A query in lines for attend(); values that two lines share are zero in the second.
 void pack_query(const uint16_t* query, int dim, float* out) {
     for (int line = 0; line < attention_lines(dim); ++line, out += kQueryLine) {
-        const int begin = dim >= 32 ? line_begin(line, dim) : 0;
-        uint16_t all[32] = {};
-        for (int i = 32 * line - begin; i < 32 && begin + i < dim; ++i) all[i] = query[begin + i];
-        const U32 bits = load_u32(all);
+        U32 bits = load_line(query, line, dim);
+        if (dim > 32 && dim < 32 * line + 32) {
+            uint16_t all[32];
+            store_u32(all, bits);
+            for (int i = 0; i < 32 * line - line_begin(line, dim); ++i) all[i] = 0;
+            bits = load_u32(all);
+        }
         if (kBf16Dot) {
             store_u32(out, bits);
         } else {
@@ -42,38 +45,58 @@ void pack_query(const uint16_t* query, int dim, float* out) {
     }
 }
 
-inline F32 lane_numbers() {
-    static const float numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return load(numbers);
-}
+alignas(64) constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr uint16_t kNoKey[kMostHeadDim] = {};
 
 // Lanes outside [first, last) become `other`.
 inline F32 only(F32 x, int first, int last, float other) {
     if (first <= 0 && last >= 16) return x;
-    const F32 numbers = lane_numbers();
+    const F32 numbers = load(kLaneNumbers);
     x = select_greater(set(float(first)), numbers, set(other), x);
     return select_greater(set(float(last)), numbers, x, set(other));
 }
 
+// Goes over the rows of the next block.
+struct Fetcher {
+    const uint16_t* const* rows;
+    int token, head, kv_heads, each, dim;
+
+    Fetcher(const AttendNext& next, const uint16_t* const* of, bool wanted, int row_dim)
+        : rows(of), token(wanted ? next.token : kAttendTokens), head(next.head), kv_heads(next.kv_heads), each(next.each),
+          dim(row_dim) {}
+
+    inline void step() {
+        for (int n = 0; n < each && token < kAttendTokens; ++n) {
+            const uint16_t* row = rows[token] + head * dim;
+            for (int i = 0; i < dim; i += 32) __builtin_prefetch(row + i, 0, 3);
+            if (++head == kv_heads) head = 0, ++token;
+        }
+    }
+};
+
 template <int R>
 void score_rows(const AttendBlock& b, int row, float* scores) {
+    constexpr int T = 4 / R;  // tokens at once
     const int lines = attention_lines(b.key_dim), stride = lines * kQueryLine;
     const float* queries = b.queries + size_t(row) * stride;
-    for (int j = 0; j < b.tokens; ++j) {
-        const uint16_t* key = b.keys[j] + b.key_offset;
-        const uint16_t* next = b.next_keys[j] + b.next_key_offset;
-        F32 sum[R];
-        for (int r = 0; r < R; ++r) sum[r] = zero();
+    Fetcher fetcher(b.next, b.next.keys, row == 0, b.key_dim);
+    for (int j = 0; j < b.tokens; j += T) {
+        F32 sum[4] = {zero(), zero(), zero(), zero()};
+        for (int t = 0; t < T; ++t) fetcher.step();
         for (int line = 0; line < lines; ++line) {
-            const Pair pair = from_bf16_pairs(load_line(key, line, b.key_dim));
-            __builtin_prefetch(next + 32 * line);
+            Pair keys[T];
+            for (int t = 0; t < T; ++t)
+                keys[t] = from_bf16_pairs(load_line(b.keys[j + t] + b.key_offset, line, b.key_dim));
             for (int r = 0; r < R; ++r) {
                 Broadcast query;
                 load_query(queries + r * stride + line * kQueryLine, query);
-                sum[r] = dot(sum[r], pair, query);
+                for (int t = 0; t < T; ++t) sum[r * T + t] = dot(sum[r * T + t], keys[t], query);
             }
         }
-        for (int r = 0; r < R; ++r) scores[r * kAttendTokens + j] = reduce_add(sum[r]);
+        float sums[4];
+        reduce_add4(sum[0], sum[1], sum[2], sum[3], sums);
+        for (int r = 0; r < R; ++r)
+            for (int t = 0; t < T; ++t) scores[r * kAttendTokens + j + t] = sums[r * T + t];
     }
 }
 
@@ -105,8 +128,9 @@ inline float weigh(const AttendBlock& b, int row, float* scores, float* state) {
 }
 
 template <int R>
-void add_values(const AttendBlock& b, const float* weights, const float* factors, float* const* states) {
+void add_values(const AttendBlock& b, int row, const float* weights, const float* factors, float* const* states) {
     const int lines = attention_lines(b.value_dim);
+    Fetcher fetcher(b.next, b.next.values, row == 0, b.value_dim);
     for (int line = 0; line < lines; ++line) {
         F32 even[R], odd[R];
         for (int r = 0; r < R; ++r) {
@@ -115,7 +139,7 @@ void add_values(const AttendBlock& b, const float* weights, const float* factors
         }
         for (int j = 0; j < b.tokens; ++j) {
             const U32 bits = load_line(b.values[j] + b.value_offset, line, b.value_dim);
-            __builtin_prefetch(b.next_values[j] + b.next_value_offset + 32 * line);
+            if (line == 0) fetcher.step();
             const F32 low = as_f32(shl<16>(bits)), high = as_f32(high_halves(bits));
             for (int r = 0; r < R; ++r) {
                 const F32 weight = set(weights[r * kAttendTokens + j]);
@@ -136,7 +160,7 @@ inline void attend_rows(const AttendBlock& b, int row) {
         states[r] = b.states + size_t(row + r) * attention_state_floats(b.value_dim);
         factors[r] = weigh(b, row + r, scores + r * kAttendTokens, states[r]);
     }
-    add_values<R>(b, scores, factors, states);
+    add_values<R>(b, row, scores, factors, states);
 }
 
 void attend(const AttendBlock& b) {
@@ -186,26 +210,40 @@ void finish_state(const float* state, float sink, int value_dim, uint16_t* out) 
 
 typedef uint32_t Quad __attribute__((vector_size(16)));
 
+// A 32-bit element is a pair of columns.
 inline Quad load_quad(const void* p) {
     Quad x;
     __builtin_memcpy(&x, p, 16);
     return x;
 }
 
+// {a0 b0 a1 b1}, {a2 b2 a3 b3}; {a0 a1 b0 b1}, {a2 a3 b2 b3}.
+#if defined(__clang__)
+inline Quad zip_low(Quad a, Quad b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
+inline Quad zip_high(Quad a, Quad b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+inline Quad join_low(Quad a, Quad b) { return __builtin_shufflevector(a, b, 0, 1, 4, 5); }
+inline Quad join_high(Quad a, Quad b) { return __builtin_shufflevector(a, b, 2, 3, 6, 7); }
+#else
+inline Quad zip_low(Quad a, Quad b) { return __builtin_shuffle(a, b, Quad{0, 4, 1, 5}); }
+inline Quad zip_high(Quad a, Quad b) { return __builtin_shuffle(a, b, Quad{2, 6, 3, 7}); }
+inline Quad join_low(Quad a, Quad b) { return __builtin_shuffle(a, b, Quad{0, 1, 4, 5}); }
+inline Quad join_high(Quad a, Quad b) { return __builtin_shuffle(a, b, Quad{2, 3, 6, 7}); }
+#endif
+
 // Column i of the four rows goes to out + i * 64.
 inline void store_transposed(Quad a, Quad b, Quad c, Quad d, uint8_t* out) {
-    const Quad rows[4] = {{a[0], b[0], c[0], d[0]}, {a[1], b[1], c[1], d[1]}, {a[2], b[2], c[2], d[2]}, {a[3], b[3], c[3], d[3]}};
-    for (int i = 0; i < 4; ++i) __builtin_memcpy(out + i * 64, &rows[i], 16);
+    const Quad ab = zip_low(a, b), cd = zip_low(c, d), ab2 = zip_high(a, b), cd2 = zip_high(c, d);
+    const Quad columns[4] = {join_low(ab, cd), join_high(ab, cd), join_low(ab2, cd2), join_high(ab2, cd2)};
+    for (int i = 0; i < 4; ++i) __builtin_memcpy(out + i * 64, &columns[i], 16);
 }
 
 // Panels of 16 keys, zero where there are no more, as layout_of(kBf16, keys, dim) has them.
 void pack_keys(const uint16_t* const* keys, size_t offset, int tokens, int dim, uint8_t* out) {
     const int padded = round_up(dim, kColumnUnit);
-    static const uint16_t nothing[kMostHeadDim] = {};
     for (int first = 0; first < tokens; first += 16, out += size_t(padded) * 32) {
         for (int quad = 0; quad < 16; quad += 4) {
             const uint16_t* row[4];
-            for (int i = 0; i < 4; ++i) row[i] = first + quad + i < tokens ? keys[first + quad + i] + offset : nothing;
+            for (int i = 0; i < 4; ++i) row[i] = first + quad + i < tokens ? keys[first + quad + i] + offset : kNoKey;
             for (int d = 0; d < dim; d += 8)
                 store_transposed(load_quad(row[0] + d), load_quad(row[1] + d), load_quad(row[2] + d), load_quad(row[3] + d),
                                  out + d * 32 + quad * 4);

@@ -15,6 +15,7 @@ inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
             const F32 g = min(gate, set(limit)), u = max(min(up, set(limit)), set(-limit));
             return mul(add(u, set(1.f)), mul(g, sigmoid(mul(g, set(1.702f)))));
         }
+        case Activation::kNone: return gate;
         case Activation::kRelu2: break;
     }
     const F32 positive = max(gate, zero());
@@ -23,7 +24,7 @@ inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
 
 void activate(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
               const Packed& out) {
-    const bool has_up = kind != Activation::kRelu2;
+    const bool has_up = kind < Activation::kRelu2;
     const int blocks = block_count(out.tokens, out.block_tokens);
     for (int panel = first; panel < end; ++panel) {
         const float* gate = sums + size_t(panel - first) * (has_up ? 2 : 1) * out.tokens * 16;

@@ -26,6 +26,13 @@ inline float reduce_add(F32 x) {
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
+// out[i] = the sum of the lanes of the i-th.
+inline void reduce_add4(F32 w, F32 x, F32 y, F32 z, float* out) {
+    const __m256 wx = _mm256_hadd_ps(_mm256_add_ps(w.a, w.b), _mm256_add_ps(x.a, x.b));
+    const __m256 yz = _mm256_hadd_ps(_mm256_add_ps(y.a, y.b), _mm256_add_ps(z.a, z.b));
+    const __m256 quads = _mm256_hadd_ps(wx, yz);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(quads), _mm256_extractf128_ps(quads, 1)));
+}
 inline float reduce_max(F32 x) {
     const __m256 eight = _mm256_max_ps(x.a, x.b);
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

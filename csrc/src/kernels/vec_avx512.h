@@ -22,6 +22,14 @@ inline F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }  // a * b + c
 inline F32 round_even(F32 a) { return {_mm512_roundscale_ps(a.v, 0)}; }
 inline float reduce_add(F32 a) { return _mm512_reduce_add_ps(a.v); }
+// out[i] = the sum of the lanes of the i-th.
+inline void reduce_add4(F32 a, F32 b, F32 c, F32 d, float* out) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+    const __m512 quads = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)));
+}
 inline float reduce_max(F32 a) { return _mm512_reduce_max_ps(a.v); }
 inline F32 select_greater(F32 a, F32 b, F32 yes, F32 no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), no.v, yes.v)};

@@ -67,6 +67,10 @@ inline float reduce_add(F32 x) {  // by halves, as the vector units do
         for (int i = 0; i < width; ++i) x.v[i] += x.v[i + width];
     return x.v[0];
 }
+// out[i] = the sum of the lanes of the i-th.
+inline void reduce_add4(F32 w, F32 x, F32 y, F32 z, float* out) {
+    out[0] = reduce_add(w), out[1] = reduce_add(x), out[2] = reduce_add(y), out[3] = reduce_add(z);
+}
 inline float reduce_max(F32 x) {
     for (int i = 1; i < 16; ++i) x.v[0] = x.v[i] > x.v[0] ? x.v[i] : x.v[0];
     return x.v[0];

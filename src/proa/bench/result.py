@@ -73,7 +73,7 @@ def result(
         options=_options(options),
         machine=probe(),
         version=proa_version(),
-        commit=_commit(),
+        commit=commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         **more,
     )
@@ -102,7 +102,7 @@ def _options(group: Any) -> dict[str, str]:
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The checkout's commit, "-dirty" with changes; None for an installed package."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():

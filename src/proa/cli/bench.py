@@ -10,17 +10,22 @@ from proa.config.suggest import did_you_mean
 from proa.errors import UsageError
 
 # Modules as for `proa` itself: imported when called, for they load the engine's client and httpx.
-BENCHMARKS = {"latency": "proa.cli.bench_latency", "serve": "proa.cli.bench_serve"}
+BENCHMARKS = {
+    "latency": "proa.cli.bench_latency",
+    "serve": "proa.cli.bench_serve",
+    "kernels": "proa.cli.bench_kernels",
+}
 OVERVIEW = """\
-usage: proa bench latency|serve [options]
+usage: proa bench latency|serve|kernels [options]
 
-Measure a model on this machine, beside the physical limit.
+Measure a model or the CPU's kernels on this machine, beside the physical limit.
 
   latency  one request at a time: time to the first token, time per token, tokens/s
   serve    many requests at once over HTTP: throughput, and what each of them waits
+  kernels  the experts of one layer on the CPU, in every weight format, without a model
 
-Both load the model themselves, or measure a running server with --url; --json prints everything.
-`proa bench latency --help` and `proa bench serve --help` show their options.
+The first two load the model themselves, or measure a running server with --url; --json prints everything.
+`proa bench latency --help` and so on show their options.
 """
 
 
@@ -32,5 +37,5 @@ def run(argv: Sequence[str]) -> int:
         raise HelpShown("\n".join([OVERVIEW, *map(full_help, BENCHMARKS.values())]))
     if word not in BENCHMARKS:
         shown = f"There is no benchmark {word}." if word else "Which benchmark?"
-        raise UsageError(shown, f"{did_you_mean(word, BENCHMARKS)} It is latency or serve.".strip())
+        raise UsageError(shown, f"{did_you_mean(word, BENCHMARKS)} It is latency, serve or kernels.".strip())
     return load(BENCHMARKS[word])(argv[1:])

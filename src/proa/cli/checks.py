@@ -16,8 +16,10 @@ import msgspec
 
 from proa.config.env import read_env
 from proa.config.options import ServerOptions
+from proa.errors import NativeError
 from proa.machine.machine import Machine
 from proa.machine.rates import buffer_bytes, read_bandwidth
+from proa.native.pool import select_isa
 from proa.obs.units import format_bytes, format_rate
 
 Status = Literal["ok", "note", "broken"]
@@ -169,12 +171,9 @@ def port(host: str, number: int) -> Finding:
 
 def _computing(machine: Machine) -> Finding:
     try:
-        from proa.ops.select import select  # loads torch: seconds, and it may be what is broken
-    except (ImportError, OSError) as e:
-        return Finding("computing", "broken", f"torch cannot be loaded: {e}", "Install torch again.")
-    by_choice: dict[str, list[str]] = {}
-    for op, implementation in select().names.items():
-        by_choice.setdefault(implementation, []).append(op)
-    ops = "; ".join(f"{choice}: {', '.join(names)}" for choice, names in by_choice.items())
+        isa, reason = select_isa(read_env().isa)
+    except (NativeError, ValueError) as e:
+        return Finding("computing", "broken", str(e), "Install Proa again, or unset PROA_ISA.")
     gpus = ", ".join(machine.gpus) or f"GPUs {machine.gpus_note}"
-    return Finding("computing", "ok", f"on the CPU; {ops}; {gpus}")
+    why = f" ({reason})" if reason else ""
+    return Finding("computing", "ok", f"on the CPU, native {isa} kernels{why}; {gpus}")

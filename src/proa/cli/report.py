@@ -106,9 +106,10 @@ def render_ready(ready: Ready) -> RenderableType:
     table = _grid()
     table.add_row("loaded", f"{format_bytes(ready.weights_bytes)} in {format_duration(ready.load_seconds)}{rate}, "
                   f"peak memory {format_bytes(ready.peak_rss_bytes)}")  # fmt: skip
-    table.add_row(
-        "threads", f"{ready.decode_threads} for decode, {ready.prefill_threads} for prefill: fastest in a trial"
-    )
+    table.add_row("threads", f"{ready.decode_threads} for decode, {ready.prefill_threads} for prefill")
+    for row, sizes in (("weights", ready.formats), ("on pages", ready.pages)):
+        if sizes:
+            table.add_row(row, ", ".join(f"{format_bytes(n)} {name}" for name, n in sizes.items()))
     table.add_row("ops", ops)
     return table
 

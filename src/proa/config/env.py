@@ -27,6 +27,10 @@ class _Switches:
     cache: str | None = option(
         None, help="folder for what Proa builds and may delete; default: ~/.cache/proa", metavar="PATH"
     )
+    isa: str = option(
+        "",
+        help="run lesser CPU kernels than the best: scalar, avx2, avx512, avx512-bf16, as far as the CPU has them",
+    )
     log: str = option(
         "info",
         help="how much to log; debug also shows Python tracebacks",
@@ -42,6 +46,7 @@ class Environment:
     """The switches, defaults filled in. `cache_path` may start with "~"."""
 
     cache_path: Path
+    isa: str
     log: str
 
     @property
@@ -74,7 +79,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Environment:
             )
         values[name] = from_text(SWITCHES[name], environ[variable], variable)
     cache = values["cache"] or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "proa"
-    return Environment(Path(cache), values["log"])
+    return Environment(Path(cache), values["isa"], values["log"])
 
 
 # What the libraries under the engine read, unless the user has set it.

@@ -47,8 +47,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     weights_bytes: int
     ops: dict[str, str]  # op -> implementation
     peak_rss_bytes: int
-    decode_threads: int  # of the plan's threads, how many a step of few tokens uses, by trial
+    decode_threads: int  # of the plan's threads, how many a step of few tokens uses
     prefill_threads: int
+    formats: dict[str, int] = {}  # how weights lie in RAM -> bytes
+    pages: dict[str, int] = {}  # the kind of page they lie on -> bytes
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -6,20 +6,29 @@ import gc
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from proa.cache.pages import PageAllocator
+from proa.cache.pool import allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.engine.engine import Engine
+from proa.engine.executor import EagerExecutor, RecordedExecutor, StepLimits
 from proa.engine.ipc import Loading, Ready
 from proa.engine.policy import Limits
-from proa.engine.runner import Runner
+from proa.engine.runner import PROMPT_LOGITS_ROWS, Runner
 from proa.engine.scheduler import Scheduler
 from proa.engine.threads import choose_threads
 from proa.layers.decoder import Decoder
-from proa.ops.select import select
+from proa.machine.topology import UNBOUND
+from proa.models.spec import Model
+from proa.native.pool import Pool
+from proa.ops.cpu import CpuOps, Recorder
+from proa.ops.packed import Memory
+from proa.ops.reference import reference
+from proa.ops.table import Ops
 from proa.plan.plan import Plan
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.dummy import fill_dummy
@@ -36,30 +45,90 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     torch.set_flush_denormal(True)
     checkpoint = open_checkpoint(Path(plan.path), plan.load_format, plan.override_config)
     declared = checkpoint.declare(plan.ignore_config_keys)
-    chosen = select()
-    dtype = DTYPES[plan.dtype]
-    model = Decoder(declared.spec, chosen.ops, dtype)
-    targets = dict(model.parameters())
+    build = _Native(plan, declared.spec) if plan.isa else _Eager(plan, declared.spec)
+    targets = dict(build.model.parameters())
     begin = time.perf_counter()
     if plan.load_format == "dummy":
         fill_dummy(declared.spec, targets, plan.dummy_seed, plan.dummy_router)
     else:
         load_weights(checkpoint, declared, targets, _paced(report))
     load_seconds = time.perf_counter() - begin
-    runner = Runner(model, plan.num_pages, plan.page_tokens, dtype)
-    choose_threads(runner, plan.threads, min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens))
-    engine = Engine(runner, _scheduler(plan), declared.spec.vocab)
+    engine = Engine(build.runner(), _scheduler(plan), declared.spec.vocab)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
-    ready = Ready(
-        load_seconds=load_seconds,
-        weights_bytes=declared.spec.num_params * dtype.itemsize,
-        ops=chosen.names,
-        decode_threads=runner.decode_threads,
-        prefill_threads=runner.prefill_threads,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
-    return engine, ready
+    return engine, build.ready(load_seconds)
+
+
+class _Eager:
+    """Ops in plain torch."""
+
+    def __init__(self, plan: Plan, spec: Model) -> None:
+        self._plan, self._spec, self._dtype = plan, spec, DTYPES[plan.dtype]
+        self.model = Decoder(spec, reference(self._dtype))
+
+    def runner(self) -> Runner:
+        plan = self._plan
+        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, self._dtype)
+        self._executor = EagerExecutor(self.model, caches, plan.page_tokens)
+        runner = Runner(self._executor, plan.page_tokens)
+        trial_tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
+        choose_threads(self._executor, runner, plan.threads, trial_tokens)
+        return runner
+
+    def ready(self, load_seconds: float) -> Ready:
+        nbytes = self._spec.num_params * self._dtype.itemsize
+        return Ready(
+            load_seconds=load_seconds,
+            weights_bytes=nbytes,
+            ops={field.name: "torch" for field in fields(Ops)},
+            decode_threads=self._executor.decode_threads,
+            prefill_threads=self._executor.prefill_threads,
+            peak_rss_bytes=_peak_rss_bytes(),
+        )
+
+
+class _Native:
+    """A recorded program of native ops over packed weights."""
+
+    def __init__(self, plan: Plan, spec: Model) -> None:
+        self._plan, self._spec = plan, spec
+        torch.set_num_threads(1)  # what is left to torch is small, and its threads would be in the workers' way
+        first, *others = [team.cpus for team in plan.teams]
+        workers = [first[1:], *others]  # the calling thread works along as the first of the first team
+        self._pool = Pool(workers, isa=plan.isa)
+        self._memory = Memory([None if team.node == UNBOUND else team.node for team in plan.teams])
+        self._limits = StepLimits(
+            rows=plan.max_batch_tokens,
+            sequences=plan.max_running,
+            context_tokens=plan.context_tokens,
+            page_tokens=plan.page_tokens,
+            head_rows=max(plan.max_running, PROMPT_LOGITS_ROWS),
+        )
+        pages = -(-plan.context_tokens // plan.page_tokens)
+        self._recorder = Recorder(self._pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
+        self.model = Decoder(spec, CpuOps(self._recorder).table())
+
+    def runner(self) -> Runner:
+        caches = allocate_pool(self._spec, self._plan.num_pages, self._plan.page_tokens, torch.bfloat16)
+        executor = RecordedExecutor(self.model, self._recorder, caches, self._limits)
+        return Runner(executor, self._plan.page_tokens)
+
+    def ready(self, load_seconds: float) -> Ready:
+        formats = dict(self._memory.bytes_by_format)
+        return Ready(
+            load_seconds=load_seconds,
+            weights_bytes=sum(formats.values()),
+            ops={field.name: f"native {self._pool.isa}" for field in fields(Ops)},
+            decode_threads=self._pool.threads,
+            prefill_threads=self._pool.threads,
+            peak_rss_bytes=_peak_rss_bytes(),
+            formats=formats,
+            pages=self._memory.pages(),
+        )
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _scheduler(plan: Plan) -> Scheduler:

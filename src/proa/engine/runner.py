@@ -8,21 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from proa.cache.pool import allocate_pool
+from proa.engine.executor import Executor, Span
 from proa.engine.request import Request
 from proa.engine.scheduler import StepItem, StepPlan
-from proa.layers.decoder import Decoder
-from proa.layers.rope import cos_sin
-from proa.layers.step import Step
-from proa.models.spec import Rope
-from proa.ops.table import batch_of
 from proa.sampling.logprobs import token_logprob
 from proa.sampling.rows import Row
 from proa.sampling.sampler import sample
 from proa.types import TokenLogprob
 
-# Steps up to this many tokens are bound by reading weights, longer ones by arithmetic: each has its thread count.
-FEW_TOKENS = 8
 # Rows of logits made at once for prompt log-probabilities: bounds them at 64 x vocab float32.
 PROMPT_LOGITS_ROWS = 64
 
@@ -38,48 +31,28 @@ class StepOutput:
 
 
 class Runner:
-    """Owns the model and its KV pool."""
+    """Steps of the scheduler, on an executor."""
 
-    def __init__(self, model: Decoder, num_pages: int, page_tokens: int, dtype: torch.dtype) -> None:
-        self.model = model
+    def __init__(self, executor: Executor, page_tokens: int) -> None:
+        self.executor = executor
         self.page_tokens = page_tokens
-        self.caches = allocate_pool(model.spec, num_pages, page_tokens, dtype)
-        self.ropes = {block.mixer.rope for block in model.spec.blocks}
-        self.decode_threads = self.prefill_threads = torch.get_num_threads()
+        self.ropes = {block.mixer.rope for block in executor.spec.blocks}
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute every item's rows, write their KV, sample where the plan says so."""
         items = plan.items
-        torch.set_num_threads(self.decode_threads if plan.num_tokens <= FEW_TOKENS else self.prefill_threads)
-        hidden = self.model(self._tokens(items), self._step(items))
+        hidden = self.executor.forward([_span(item) for item in items])
         out = StepOutput()
         ends = torch.tensor([item.num_tokens for item in items]).cumsum(0).tolist()
         sampled = [(item, end - 1) for item, end in zip(items, ends, strict=True) if item.samples]
         if sampled:
-            logits = self.model.logits(hidden[[row for _, row in sampled]])
+            logits = self.executor.logits(hidden[[row for _, row in sampled]])
             self._sample([item.request for item, _ in sampled], logits, out)
         for item, end in zip(items, ends, strict=True):
             if item.request.sampling.prompt_logprobs is not None and not item.request.num_generated:
                 self._score_prompt(item, hidden[end - item.num_tokens : end], out)
         return out
-
-    def _tokens(self, items: Sequence[StepItem]) -> Tensor:
-        return torch.tensor([t for i in items for t in i.request.tokens[i.start : i.start + i.num_tokens]])
-
-    def _step(self, items: Sequence[StepItem]) -> Step:
-        kv_lens = [item.start + item.num_tokens for item in items]
-        batch = batch_of(
-            [item.num_tokens for item in items],
-            kv_lens,
-            [item.request.pages for item in items],
-            self.page_tokens,
-        )
-        positions = torch.cat([torch.arange(i.start, n) for i, n in zip(items, kv_lens, strict=True)])
-        prompts = torch.cat([torch.full((i.num_tokens,), i.request.num_prompt) for i in items])
-        lengths = torch.maximum(prompts, positions + 1)
-        angles: dict[Rope, tuple[Tensor, Tensor]] = {r: cos_sin(r, positions, lengths) for r in self.ropes}
-        return Step(batch, angles, self.caches)
 
     def _sample(self, requests: Sequence[Request], logits: Tensor, out: StepOutput) -> None:
         finite = torch.isfinite(logits).all(-1).tolist()
@@ -101,5 +74,12 @@ class Runner:
         scored = out.prompt_logprobs.setdefault(request.id, [])
         for first in range(item.start, last, PROMPT_LOGITS_ROWS):
             rows = slice(first - item.start, min(first + PROMPT_LOGITS_ROWS, last) - item.start)
-            for i, scores in enumerate(self.model.logits(hidden[rows])):
+            for i, scores in enumerate(self.executor.logits(hidden[rows])):
                 scored.append(token_logprob(scores, request.tokens[first + i + 1], top))
+
+
+def _span(item: StepItem) -> Span:
+    request = item.request
+    return Span(
+        request.tokens[item.start : item.start + item.num_tokens], item.start, request.pages, request.num_prompt
+    )

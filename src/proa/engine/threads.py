@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from statistics import median
 
+from proa.engine.executor import EagerExecutor
 from proa.engine.request import Request
 from proa.engine.runner import Runner
 from proa.engine.scheduler import StepItem, StepPlan
@@ -20,16 +21,16 @@ GAIN = 1.1
 HOPELESS = 1.5  # this much slower in the first round is not tried again
 
 
-def choose_threads(runner: Runner, most: int, prefill_tokens: int) -> None:
-    """Set the runner's thread counts for decode (one token) and prefill to the fastest of 1, `most` / 2 and `most`.
+def choose_threads(executor: EagerExecutor, runner: Runner, most: int, prefill_tokens: int) -> None:
+    """Set the executor's thread counts for decode (one token) and prefill to the fastest of 1, `most` / 2 and `most`.
 
     Writes to the first pages, so it must run before the cache is in use.
     """
-    decode, prefill = _fastest(runner, 1, most), _fastest(runner, prefill_tokens, most)
-    runner.decode_threads, runner.prefill_threads = decode, prefill
+    decode, prefill = _fastest(executor, runner, 1, most), _fastest(executor, runner, prefill_tokens, most)
+    executor.decode_threads, executor.prefill_threads = decode, prefill
 
 
-def _fastest(runner: Runner, num_tokens: int, most: int) -> int:
+def _fastest(executor: EagerExecutor, runner: Runner, num_tokens: int, most: int) -> int:
     """The fewest threads within GAIN of the best median: waking threads varies more than computing does."""
     candidates = sorted({1, max(1, most // 2), most})
     if len(candidates) == 1:
@@ -38,7 +39,7 @@ def _fastest(runner: Runner, num_tokens: int, most: int) -> int:
     seconds: dict[int, list[float]] = {threads: [] for threads in candidates}
     for _ in range(ROUNDS):  # candidates alternate, so that other work does not decide
         for threads in candidates:
-            runner.decode_threads = runner.prefill_threads = threads
+            executor.decode_threads = executor.prefill_threads = threads
             for step in range(1 + STEPS):
                 begin = time.perf_counter()
                 runner.run(plan)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from proa.layers.linear import Linear, Parameters, prefixed
 from proa.layers.norm import RmsNorm
+from proa.layers.parameters import prefixed
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import KvPages, Ops
+from proa.ops.table import KvPages, Ops, Parameters
 
 
 class Attention:
-    def __init__(self, s: spec.Attention, eps: float, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, s: spec.Attention, eps: float, ops: Ops) -> None:
         self.spec, self.ops = s, ops
         self.scale = s.head_dim**-0.5
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-        self.qkv = Linear(ops, s.hidden, {"q": q, "k": kv, "v": kv}, s.qkv_bias, dtype)
-        self.o = Linear(ops, q, {"o": s.hidden}, s.o_bias, dtype)
+        self.qkv = ops.maps.linear({"q": q, "k": kv, "v": kv}, s.hidden, s.qkv_bias)
+        self.o = ops.maps.linear({"o": s.hidden}, q, s.o_bias)
         widths = {"none": (), "head": (s.head_dim, s.head_dim), "full": (q, kv)}[s.qk_norm]
-        self.norms = tuple(RmsNorm(width, eps, ops, dtype) for width in widths)
+        self.norms = tuple(RmsNorm(width, eps, ops) for width in widths)
 
     def __call__(self, x: Tensor, step: Step, cache: KvPages) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from proa.layers.build import build_ffn, build_mixer
-from proa.layers.linear import Linear, Parameters, prefixed
 from proa.layers.norm import RmsNorm
+from proa.layers.parameters import prefixed
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import KvPages, Ops
+from proa.ops.table import KvPages, Ops, Parameters
 
 
 class Block:
     """x += mixer(norm1 x); x += ffn(norm2 x)."""
 
-    def __init__(self, s: spec.Block, model: spec.Model, ops: Ops, dtype: torch.dtype) -> None:
-        self.norm1 = RmsNorm(model.hidden, model.norm_eps, ops, dtype)
-        self.norm2 = RmsNorm(model.hidden, model.norm_eps, ops, dtype)
-        self.mixer = build_mixer(s.mixer, model.norm_eps, ops, dtype)
-        self.ffn = build_ffn(s.ffn, ops, dtype)
+    def __init__(self, s: spec.Block, model: spec.Model, ops: Ops) -> None:
+        self._ops = ops
+        self.norm1 = RmsNorm(model.hidden, model.norm_eps, ops)
+        self.norm2 = RmsNorm(model.hidden, model.norm_eps, ops)
+        self.mixer = build_mixer(s.mixer, model.norm_eps, ops)
+        self.ffn = build_ffn(s.ffn, ops)
 
     def __call__(self, x: Tensor, step: Step, cache: KvPages) -> Tensor:
-        x = x + self.mixer(self.norm1(x), step, cache)
-        return x + self.ffn(self.norm2(x))
+        self._ops.new_block()
+        x = self._ops.add(x, self.mixer(self.norm1(x), step, cache))
+        return self._ops.add(x, self.ffn(self.norm2(x)))
 
     def parameters(self) -> Parameters:
         for name, part in (
@@ -36,17 +37,16 @@ class Block:
 class Decoder:
     """A language model: token ids -> hidden states -> logits. Weights are uninitialised until loaded."""
 
-    def __init__(self, model: spec.Model, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, model: spec.Model, ops: Ops) -> None:
         self.spec = model
-        self.embed = torch.empty(model.vocab, model.hidden, dtype=dtype)
-        self.blocks = [Block(block, model, ops, dtype) for block in model.blocks]
-        self.norm = RmsNorm(model.hidden, model.norm_eps, ops, dtype)
-        self.head = Linear(ops, model.hidden, {"head": model.vocab}, False, dtype) if not model.tied else None
-        self._linear = ops.linear
+        self.embed = ops.maps.embedding(model.vocab, model.hidden, model.tied)
+        self.blocks = [Block(block, model, ops) for block in model.blocks]
+        self.norm = RmsNorm(model.hidden, model.norm_eps, ops)
+        self.head = None if model.tied else ops.maps.head(model.vocab, model.hidden)
 
     def __call__(self, tokens: Tensor, step: Step) -> Tensor:
         """tokens int64 [T] -> hidden states after the last block [T, hidden]; writes K and V of all rows."""
-        x = self.embed[tokens]
+        x = self.embed(tokens)
         for block, cache in zip(self.blocks, step.caches, strict=True):
             x = block(x, step, cache)
         return x
@@ -54,12 +54,11 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> float32 [R, vocab]."""
         x = self.norm(hidden)
-        scores = self._linear(x, self.embed, None) if self.head is None else self.head(x)
-        return scores.float()
+        return self.embed.logits(x) if self.head is None else self.head(x)
 
     def parameters(self) -> Parameters:
-        """Every parameter as a view of its final place, named as models/spec.py names it."""
-        yield "embed.weight", self.embed
+        """Every parameter's place, named as models/spec.py names it."""
+        yield from prefixed("embed", self.embed.parameters())
         for i, block in enumerate(self.blocks):
             yield from prefixed(f"blocks.{i}", block.parameters())
         yield from prefixed("norm", self.norm.parameters())

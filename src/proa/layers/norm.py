@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from proa.layers.linear import Parameters
-from proa.ops.table import Ops
+from proa.ops.table import Ops, Parameters
 
 
 class RmsNorm:
-    def __init__(self, width: int, eps: float, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, eps: float, ops: Ops) -> None:
         self._rms_norm = ops.rms_norm
         self.width = width
         self.eps = eps
-        self.weight = torch.empty(width, dtype=dtype)
+        self.weight = ops.maps.vector(width)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._rms_norm(x, self.weight, self.eps)

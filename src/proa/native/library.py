@@ -1,11 +1,11 @@
 """Loads the native library, and turns its error codes into exceptions. Belongs here: what every topic needs.
 Never: a function of one topic; those stand with their signatures in a module of their own:
 
-    SIGNATURES: Signatures = {"proa_pool_create": (c_int32, POINTER(c_void_p))}
+    _SIGNATURES: Signatures = {"proa_pool_create": (c_int32, POINTER(c_void_p))}
 
     @functools.cache
     def _native() -> ctypes.CDLL:
-        return library().bind(SIGNATURES)
+        return library().bind(_SIGNATURES)
 
 The library lies beside this file, in a wheel as in a checkout. Calls release the interpreter's lock.
 """

@@ -5,11 +5,13 @@ Other implementations are tested against these functions; bounds come from opera
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proa.ops.table import AttentionBatch, KvPages, Ops
+from proa.ops.table import AttentionBatch, KvPages, Ops, Parameters
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,10 +34,12 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] @ weight [N, K]^T + bias [N] -> [T, N] in x's dtype."""
     return functional.linear(x, weight, bias)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2I] -> silu(gate) * up, [T, I]; gate is the first half."""
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate) * up
 
@@ -46,12 +50,21 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
 
 
 def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """x [T, H]; gate_up [E, 2I, H], gate first; down [E, H, I] -> [T, H]."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in torch.unique(ids).tolist():
         rows, choice = torch.where(ids == expert)
         y = linear(silu_mul(linear(x[rows], gate_up[expert], None)), down[expert], None)
         out.index_add_(0, rows, y.float() * weights[rows, choice, None])
     return out.to(x.dtype)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def gated_add(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
+    return x + torch.sigmoid(gate) * y
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
@@ -87,13 +100,114 @@ def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
-REFERENCE = Ops(
-    rms_norm=rms_norm,
-    rotary=rotary,
-    linear=linear,
-    silu_mul=silu_mul,
-    route=route,
-    moe_experts=moe_experts,
-    write_kv=write_kv,
-    attention=attention,
-)
+class TorchLinear:
+    """Each part's rows are a view of one matrix."""
+
+    def __init__(self, outs: Mapping[str, int], inputs: int, bias: bool, dtype: torch.dtype) -> None:
+        self._outs = dict(outs)
+        self.weight = torch.empty(sum(outs.values()), inputs, dtype=dtype)
+        self.bias = torch.empty(sum(outs.values()), dtype=dtype) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def parameters(self) -> Parameters:
+        sizes = list(self._outs.values())
+        for name, part in zip(self._outs, torch.split(self.weight, sizes), strict=True):
+            yield f"{name}.weight", part
+        if self.bias is not None:
+            for name, vector in zip(self._outs, torch.split(self.bias, sizes), strict=True):
+                yield f"{name}.bias", vector
+
+
+class TorchHead(TorchLinear):
+    def __init__(self, vocab: int, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__({"head": vocab}, hidden, False, dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x).float()
+
+
+class TorchMlp:
+    def __init__(self, hidden: int, width: int, bias: bool, dtype: torch.dtype) -> None:
+        self._gate_up = TorchLinear({"gate": width, "up": width}, hidden, bias, dtype)
+        self._down = TorchLinear({"down": hidden}, width, bias, dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(silu_mul(self._gate_up(x)))
+
+    def parameters(self) -> Parameters:
+        yield from self._gate_up.parameters()
+        yield from self._down.parameters()
+
+
+class TorchExperts:
+    """All experts of one layer, stacked."""
+
+    def __init__(self, experts: int, hidden: int, width: int, dtype: torch.dtype) -> None:
+        self.gate_up = torch.empty(experts, 2 * width, hidden, dtype=dtype)
+        self.down = torch.empty(experts, hidden, width, dtype=dtype)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return moe_experts(x, ids, weights, self.gate_up, self.down)
+
+    def parameters(self) -> Parameters:
+        width = self.down.shape[2]
+        for e, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            yield f"{e}.gate.weight", gate_up[:width]
+            yield f"{e}.up.weight", gate_up[width:]
+            yield f"{e}.down.weight", down
+
+
+class TorchEmbedding:
+    def __init__(self, vocab: int, hidden: int, dtype: torch.dtype) -> None:
+        self.weight = torch.empty(vocab, hidden, dtype=dtype)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens]
+
+    def logits(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, None).float()
+
+    def parameters(self) -> Parameters:
+        yield "weight", self.weight
+
+
+class TorchMaps:
+    """Weights as plain tensors of one type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> TorchLinear:
+        return TorchLinear(outs, inputs, bias, self._dtype)
+
+    def head(self, vocab: int, hidden: int) -> TorchHead:
+        return TorchHead(vocab, hidden, self._dtype)
+
+    def mlp(self, hidden: int, width: int, bias: bool) -> TorchMlp:
+        return TorchMlp(hidden, width, bias, self._dtype)
+
+    def experts(self, experts: int, hidden: int, width: int) -> TorchExperts:
+        return TorchExperts(experts, hidden, width, self._dtype)
+
+    def embedding(self, vocab: int, hidden: int, tied: bool) -> TorchEmbedding:
+        return TorchEmbedding(vocab, hidden, self._dtype)
+
+    def vector(self, width: int) -> Tensor:
+        return torch.empty(width, dtype=self._dtype)
+
+
+def reference(dtype: torch.dtype) -> Ops:
+    """All ops in plain torch, with weights of `dtype`."""
+    return Ops(
+        maps=TorchMaps(dtype),
+        new_block=lambda: None,
+        rms_norm=rms_norm,
+        rotary=rotary,
+        add=add,
+        gated_add=gated_add,
+        route=route,
+        write_kv=write_kv,
+        attention=attention,
+    )

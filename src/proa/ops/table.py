@@ -8,7 +8,7 @@ Shapes: T tokens of the step (all sequences concatenated), S sequences, H hidden
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,27 +48,19 @@ class Rotary(Protocol):
         """x [T, heads, D] with the first R dims rotated; cos, sin float32 [T, R/2] (arXiv 2104.09864)."""
 
 
-class Linear(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, K] @ weight [N, K]^T + bias [N] -> [T, N] in x's dtype, float32 accumulation."""
+class Add(Protocol):
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y in x's dtype. May be stored in x: whoever calls goes on with the result alone."""
 
 
-class SiluMul(Protocol):
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2I] -> silu(gate) * up, [T, I]; gate is the first half."""
+class GatedAdd(Protocol):
+    def __call__(self, x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
+        """x [T, H] + sigmoid(gate [T, 1]) * y [T, H]. May be stored in x."""
 
 
 class Route(Protocol):
     def __call__(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         """softmax over logits [T, E] in float32 -> ids int64 [T, k], weights float32 [T, k], best first."""
-
-
-class MoeExperts(Protocol):
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Sum over k of weights[t, k] * expert[ids[t, k]](x[t]).
-
-        x [T, H]; gate_up [E, 2I, H]; down [E, H, I] -> [T, H]. Experts are added in ascending id, in float32.
-        """
 
 
 class WriteKv(Protocol):
@@ -81,14 +73,103 @@ class PagedAttention(Protocol):
         """Causal attention of q [T, heads, D] over each sequence's pages -> [T, heads, D]; softmax in float32."""
 
 
+class Sink(Protocol):
+    """Where a parameter goes that is not kept as a plain tensor: its rows are handed over, in any order."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def expect(self, stored: str) -> None:
+        """The checkpoint stores it as this type (BF16, Q4_1...). Told of all parameters before the first row."""
+
+    @property
+    def row_unit(self) -> int:
+        """Rows must be handed over in multiples of this, but for the last ones."""
+
+    def takes(self, stored: str) -> bool:
+        """Whether `write_stored` takes rows of this type as they are."""
+
+    def write(self, first: int, rows: Tensor) -> None:
+        """Rows from `first` on, of any float type; rounded once if the sink's type is narrower."""
+
+    def write_stored(self, stored: str, first: int, raw: Tensor) -> None:
+        """The same as bytes of the checkpoint, uint8 [rows, bytes of a row]."""
+
+
+Target = Tensor | Sink
+Parameters = Iterator[tuple[str, Target]]
+
+
+class LinearMap(Protocol):
+    """Linear maps that read the same input, as one. Parameters: "<out>.weight" [rows, inputs], "<out>.bias"."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, inputs] @ W^T + bias -> [T, sum of outs] in x's dtype, float32 accumulation."""
+
+    def parameters(self) -> Parameters: ...
+
+
+class Mlp(Protocol):
+    """down(silu(gate x) * up x). Parameters: gate, up, down (.weight, .bias)."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def parameters(self) -> Parameters: ...
+
+
+class Experts(Protocol):
+    """The routed experts of a layer. Parameters: "<e>.gate.weight" and so on."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Sum over k of weights[t, k] * expert[ids[t, k]](x[t]), experts added in ascending id, in float32."""
+
+    def parameters(self) -> Parameters: ...
+
+
+class Embedding(Protocol):
+    """Parameter: "weight" [vocab, hidden]."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden]."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [R, hidden] -> float32 [R, vocab]: the embedding as the head."""
+
+    def parameters(self) -> Parameters: ...
+
+
+class Maps(Protocol):
+    """Makes everything that owns weights, uninitialised until loaded."""
+
+    def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> LinearMap: ...
+
+    def head(self, vocab: int, hidden: int) -> LinearMap:
+        """Parameter "head.weight"; gives float32."""
+
+    def mlp(self, hidden: int, width: int, bias: bool) -> Mlp: ...
+
+    def experts(self, experts: int, hidden: int, width: int) -> Experts: ...
+
+    def embedding(self, vocab: int, hidden: int, tied: bool) -> Embedding: ...
+
+    def vector(self, width: int) -> Tensor:
+        """A norm's weight."""
+
+
+class NewBlock(Protocol):
+    def __call__(self) -> None:
+        """A block of layers begins: of what the ops have returned, only the residual stream is still read."""
+
+
 @dataclass(frozen=True)
 class Ops:
+    maps: Maps
+    new_block: NewBlock
     rms_norm: RmsNorm
     rotary: Rotary
-    linear: Linear
-    silu_mul: SiluMul
+    add: Add
+    gated_add: GatedAdd
     route: Route
-    moe_experts: MoeExperts
     write_kv: WriteKv
     attention: PagedAttention
 

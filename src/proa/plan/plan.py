@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from proa.machine.topology import Team
 from proa.types import Decision
 
 
@@ -57,6 +58,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int
     max_queued_tokens: int
     threads: int
+    isa: str = ""  # of the native kernels; empty: ops in plain torch
+    teams: tuple[Team, ...] = ()  # the CPUs of each memory node's workers, the calling thread's first
     memory: MemoryBudget
     roof: Roof
     decisions: tuple[Decision, ...] = ()

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from proa.config.env import read_env
 from proa.config.options import EngineOptions
 from proa.hub.locate import locate
 from proa.machine.machine import Machine
 from proa.machine.probe import probe
 from proa.machine.rates import buffer_bytes, read_bandwidth
 from proa.models.names import Declared
+from proa.native.pool import select_isa
 from proa.plan.overrides import config_overrides
 from proa.plan.plan import Plan
-from proa.plan.resolve import resolve
+from proa.plan.resolve import Host, resolve
 from proa.weights import sources
 from proa.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -57,4 +59,6 @@ def _settle(model: str, path: Path, load_format: str, asked: EngineOptions) -> P
     machine = probe()
     threads = min(asked.machine.threads or machine.usable_cores, machine.usable_cores)
     bandwidth = read_bandwidth(threads, size_bytes=buffer_bytes(machine))
-    return Prepared(resolve(asked, model, checkpoint, declared, machine, bandwidth), checkpoint, declared, machine)
+    isa, reason = select_isa(read_env().isa)
+    host = Host(machine, bandwidth, isa, reason)
+    return Prepared(resolve(asked, model, checkpoint, declared, host), checkpoint, declared, machine)

@@ -6,11 +6,13 @@ as asked raises UsageError (wrong in itself) or ResourceError (wrong on this mac
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from proa.config.options import EngineOptions, MachineOptions
 from proa.errors import UsageError
 from proa.machine.machine import Machine
+from proa.machine.topology import teams
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
@@ -27,16 +29,25 @@ if TYPE_CHECKING:
 ROOF_CONTEXT_TOKENS = 256
 
 
-def resolve(
-    options: EngineOptions, model: str, checkpoint: Checkpoint, declared: Declared, machine: Machine, bandwidth: float
-) -> Plan:
-    """Settle everything. `bandwidth` is the measured RAM read rate in bytes/s.
+@dataclass(frozen=True)
+class Host:
+    """The machine and what is known of it only by trying."""
+
+    machine: Machine
+    bandwidth: float  # bytes/s that its threads read from RAM
+    isa: str  # the native kernels that its CPU runs
+    isa_reason: str  # why no better ones
+
+
+def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared: Declared, host: Host) -> Plan:
+    """Settle everything.
 
     Raises UsageError, ResourceError.
     """
-    spec, asked = declared.spec, options.scheduler
+    spec, asked, machine = declared.spec, options.scheduler, host.machine
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
+    isa, compute_row = _compute(dtype, host)
     batch_tokens, batch_row = _batch_tokens(options)
     usable_bytes, ram_row = _ram(options.machine, machine)
     page_tokens, elem_bytes = options.cache.page_tokens, ELEM_BYTES[dtype]
@@ -60,6 +71,8 @@ def resolve(
         max_queued=asked.max_queued,
         max_queued_tokens=asked.max_queued_tokens,
         threads=threads,
+        isa=isa,
+        teams=teams(machine, threads),
         memory=MemoryBudget(
             free_bytes=machine.available_bytes,
             reserve_bytes=machine.available_bytes - usable_bytes,
@@ -69,10 +82,11 @@ def resolve(
             loading_bytes=LOADING_BYTES,
             process_bytes=PROCESS_BYTES,
         ),
-        roof=_roof(spec, elem_bytes, bandwidth),
+        roof=_roof(spec, elem_bytes, host.bandwidth),
         decisions=(
             _load_format(options.model.load_format, checkpoint),
             dtype_row,
+            compute_row,
             *fitted.decisions,
             _prefix_cache(options.cache.prefix_cache),
             Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue"),
@@ -100,6 +114,14 @@ def _dtype(asked: str, checkpoint: Checkpoint) -> tuple[str, Decision]:
     if checkpoint.load_format == "gguf":
         return "bfloat16", Decision("dtype", asked, "bfloat16", "GGUF: each dequantised weight is rounded once")
     return stored, Decision("dtype", asked, stored, "the checkpoint's own")
+
+
+def _compute(dtype: str, host: Host) -> tuple[str, Decision]:
+    """The native kernels' instruction set, or nothing where they cannot be used."""
+    if dtype != "bfloat16":
+        why = f"the native kernels compute in bfloat16, not {dtype}: slower"
+        return "", Decision("computing", "auto", "plain torch", why)
+    return host.isa, Decision("computing", "auto", f"native {host.isa}", host.isa_reason or "the best of this CPU")
 
 
 def _threads(asked: int | None, machine: Machine) -> tuple[int, Decision]:

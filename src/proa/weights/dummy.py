@@ -17,13 +17,14 @@ from torch import Tensor
 
 from proa.errors import UsageError
 from proa.models.spec import Model, Moe
+from proa.ops.table import Target
 
 _POOL = 1 << 22  # random numbers made once and reused at random offsets: filling runs at memory speed
 _ROUTER_SPREAD = 1.0  # standard deviation of router logits over tokens
 _RARELY, _ALMOST_ALWAYS = 1e-4, 0.98
 
 
-def fill_dummy(spec: Model, targets: Mapping[str, Tensor], seed: int, router: str) -> None:
+def fill_dummy(spec: Model, targets: Mapping[str, Target], seed: int, router: str) -> None:
     """Fill `targets` (by our names, any float type) so that activations stay finite and near 1.
 
     router: "uniform" (all experts alike) or "zipf" (in each layer the n-th hottest expert is chosen with a
@@ -36,6 +37,10 @@ def fill_dummy(spec: Model, targets: Mapping[str, Tensor], seed: int, router: st
     depth = 2 * len(spec.blocks)
     for name, shape in spec.params():
         target, kind = targets[name], name.split(".")[-2]
+        if not isinstance(target, Tensor):
+            sink, target = target, torch.empty(shape)
+        else:
+            sink = None
         if name.endswith(".bias"):
             target.zero_()
         elif kind.startswith(("norm", "q_norm", "k_norm")):
@@ -51,6 +56,8 @@ def fill_dummy(spec: Model, targets: Mapping[str, Tensor], seed: int, router: st
             target[:, 0] = 1.0
         elif kind in ("o", "down"):
             target[0] = 0.0
+        if sink is not None:
+            sink.write(0, target)
 
 
 def _seed(seed: int, name: str) -> int:

@@ -7,7 +7,7 @@ chunk of rows and its decoded form. Where the stored type is the target's, bytes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from proa.errors import WeightsError
 from proa.models.names import Declared
+from proa.ops.table import Sink, Target
 from proa.weights.checkpoint import Checkpoint
 from proa.weights.index import TensorInfo
 from proa.weights.rows import READABLE, Rows, open_rows
@@ -36,9 +37,10 @@ class LoadReport:
 
 
 def load_weights(
-    checkpoint: Checkpoint, declared: Declared, targets: Mapping[str, Tensor], progress: Progress
+    checkpoint: Checkpoint, declared: Declared, targets: Mapping[str, Target], progress: Progress
 ) -> LoadReport:
-    """Fill every parameter of `declared.spec` in `targets` (by our names, any float type, views welcome).
+    """Fill every parameter of `declared.spec` in `targets` (by our names: tensors of any float type, views welcome, or
+    sinks).
 
     `progress(done_bytes, total_bytes)` is called after every chunk. Raises WeightsError before anything is read
     if a parameter has no source or a tensor no use, and later if a file is cut off or a value does not fit.
@@ -46,12 +48,21 @@ def load_weights(
     start = time.monotonic()
     sources = resolve(declared, checkpoint.tensors)
     _check(declared, checkpoint, sources, targets)
+    for name, source in sources.params.items():
+        target = targets[name]
+        if not isinstance(target, Tensor):
+            target.expect(checkpoint.tensors[source.tensor].dtype if _whole_rows(checkpoint, source) else "F32")
     copy = _Copy(checkpoint.tensors, sources, targets, progress)
     copy.run()
     return LoadReport(copy.done_bytes, time.monotonic() - start)
 
 
-def _check(declared: Declared, checkpoint: Checkpoint, sources: Sources, targets: Mapping[str, Tensor]) -> None:
+def _whole_rows(checkpoint: Checkpoint, source: Source) -> bool:
+    """Whether the stored rows are the parameter's rows: neither cut to some columns nor transposed."""
+    return source.cols == checkpoint.tensors[source.tensor].shape[-1] and not source.transposed
+
+
+def _check(declared: Declared, checkpoint: Checkpoint, sources: Sources, targets: Mapping[str, Target]) -> None:
     shapes = dict(declared.spec.params())
     if targets.keys() != shapes.keys():
         raise ValueError(f"targets and parameters differ: {sorted(targets.keys() ^ shapes.keys())[:5]}")
@@ -74,7 +85,7 @@ class _Copy:
         self,
         tensors: Mapping[str, TensorInfo],
         sources: Sources,
-        targets: Mapping[str, Tensor],
+        targets: Mapping[str, Target],
         progress: Progress,
     ) -> None:
         self._tensors = tensors
@@ -102,22 +113,48 @@ class _Copy:
         info = self._tensors[source.tensor]
         return source.rows * info.row_bytes * source.cols // info.shape[-1]
 
-    def _fill(self, rows: Rows, source: Source, target: Tensor) -> None:
+    def _fill(self, rows: Rows, source: Source, target: Target) -> None:
+        if isinstance(target, Tensor):
+            self._fill_tensor(rows, source, target)
+        elif source.transposed:
+            whole = torch.empty(target.shape, dtype=torch.float32)
+            self._fill_tensor(rows, source, whole)
+            target.write(0, whole)
+        else:
+            self._fill_sink(rows, source, target)
+
+    def _fill_tensor(self, rows: Rows, source: Source, target: Tensor) -> None:
         info = self._tensors[source.tensor]
         out = target if target.dim() == 2 else target.reshape(1, -1)
         out = out.T if source.transposed else out
         columns = slice(source.first_col, source.first_col + source.cols)
         whole_rows = source.cols == info.shape[-1]
-        step = max(1, _CHUNK_BYTES // info.row_bytes)
-        before = self.done_bytes
-        for first in range(0, source.rows, step):
-            count = min(step, source.rows - first)
+        for first, count in self._chunks(source, 1):
             part = out[first : first + count]
             at = source.first_row + first
             if not (whole_rows and rows.read_into(source.tensor, at, part)):
                 chunk = rows.read(source.tensor, at, count)[:, columns]
                 part.copy_(chunk)
                 _refuse_overflow(chunk, part, source.tensor)
+
+    def _fill_sink(self, rows: Rows, source: Source, sink: Sink) -> None:
+        info = self._tensors[source.tensor]
+        columns = slice(source.first_col, source.first_col + source.cols)
+        raw = source.cols == info.shape[-1] and sink.takes(info.dtype)
+        for first, count in self._chunks(source, sink.row_unit):
+            at = source.first_row + first
+            if raw:
+                sink.write_stored(info.dtype, first, rows.read_stored(source.tensor, at, count))
+            else:
+                sink.write(first, rows.read(source.tensor, at, count)[:, columns])
+
+    def _chunks(self, source: Source, unit: int) -> Iterator[tuple[int, int]]:
+        """(first row, rows) of pieces of about _CHUNK_BYTES; progress is told after each."""
+        step = max(unit, _CHUNK_BYTES // self._tensors[source.tensor].row_bytes // unit * unit)
+        before = self.done_bytes
+        for first in range(0, source.rows, step):
+            count = min(step, source.rows - first)
+            yield first, count
             self.done_bytes = before + self._bytes(source) * (first + count) // source.rows
             self._progress(self.done_bytes, self._total_bytes)
 

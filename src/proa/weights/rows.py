@@ -30,6 +30,9 @@ class Rows(Protocol):
     def read(self, tensor: str, first: int, count: int) -> Tensor:
         """Rows first to first + count as floats, valid until the next call. Raises WeightsError."""
 
+    def read_stored(self, tensor: str, first: int, count: int) -> Tensor:
+        """The same as the file's bytes, uint8 [count, bytes of a row], valid until the next call."""
+
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         """Read rows straight to `out` if they are stored in its form; else do nothing and return False."""
 
@@ -55,15 +58,19 @@ class _FileRows:
         self._stream.close()
 
     def read(self, tensor: str, first: int, count: int) -> Tensor:
+        info, raw = self._tensors[tensor], self.read_stored(tensor, first, count)
+        if info.dtype in _PLAIN:
+            return raw.view(-1).view(_PLAIN[info.dtype]).view(count, -1)
+        return dequantise(raw, info.dtype, BLOCKS[info.dtype][1])
+
+    def read_stored(self, tensor: str, first: int, count: int) -> Tensor:
         info = self._tensors[tensor]
         size = count * info.row_bytes
         if self._buffer.numel() < size:
             self._buffer = torch.empty(size, dtype=torch.uint8)
         raw = self._buffer[:size]
         self._read_bytes(info, first, raw)
-        if info.dtype in _PLAIN:
-            return raw.view(_PLAIN[info.dtype]).view(count, -1)
-        return dequantise(raw.view(count, -1), info.dtype, BLOCKS[info.dtype][1])
+        return raw.view(count, -1)
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         info = self._tensors[tensor]
@@ -103,6 +110,9 @@ class _MappedRows:
         stored = self._tensors[tensor]
         self._last = stored.reshape(-1, stored.shape[-1])[first : first + count]
         return self._last
+
+    def read_stored(self, tensor: str, first: int, count: int) -> Tensor:
+        return self.read(tensor, first, count).contiguous().view(torch.uint8)
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         return False

@@ -1,0 +1,214 @@
+// The C interface of recorded programs. Buffers are the caller's and must stay where they are; what an operation adds
+// is checked when it is added, the number of rows when it runs.
+#include <algorithm>
+#include <string>
+
+#include "error.h"
+#include "handles.h"
+#include "program.h"
+
+struct proa_program {
+    proa_program(proa::Host& host, int sequences, int pages, int64_t most)
+        : program(host, sequences, pages), most_rows(most) {}
+    proa::Program program;
+    int64_t most_rows;
+};
+
+namespace {
+
+using proa::Error;
+using proa::require;
+
+proa::ConstRows rows_in(const void* data, int64_t stride, int64_t width) {
+    require(data, "A null pointer where an operation reads.");
+    if (stride < width)
+        throw Error(PROA_ERROR_ARGUMENT, "Rows of " + std::to_string(width) + " values cannot be " +
+                                             std::to_string(stride) + " values apart.");
+    return {static_cast<const uint16_t*>(data), stride};
+}
+
+proa::Rows rows_out(void* data, int64_t stride, int64_t width) {
+    rows_in(data, stride, width);
+    return {static_cast<uint16_t*>(data), stride};
+}
+
+// Checks the program, then adds what `make` returns.
+template <class Make>
+int add(proa_program* program, Make&& make) {
+    return proa::guarded([&] {
+        require(program, "The program is a null pointer.");
+        program->program.add(make());
+    });
+}
+
+void check_width(int64_t value, const char* what) {
+    if (value < 1 || value > 1 << 24)
+        throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " of " + std::to_string(value) + " is not possible.");
+}
+
+proa::KvPages kv_pages(const proa_kv_pages* c) {
+    require(c && c->keys && c->values, "A null pointer where the cache should be.");
+    check_width(c->pages, "A number of pages"), check_width(c->page_tokens, "A page");
+    check_width(c->kv_heads, "KV heads"), check_width(c->head_dim, "A head");
+    const int64_t stride = c->kv_heads * c->head_dim;
+    return {static_cast<uint16_t*>(c->keys), static_cast<uint16_t*>(c->values), stride, stride, int(c->pages),
+            int(c->page_tokens), int(c->kv_heads), int(c->head_dim), int(c->head_dim)};
+}
+
+}  // namespace
+
+extern "C" {
+
+int proa_program_create(proa_pool* pool, int64_t most_rows, int64_t most_sequences, int64_t most_pages,
+                        proa_program** out) {
+    return proa::guarded([&] {
+        require(pool && out, "A null pointer.");
+        require(most_rows >= 1 && most_rows <= 1 << 20, "A program is for 1 to 2^20 rows.");
+        require(most_sequences >= 1 && most_sequences <= 1 << 20 && most_pages >= 1 && most_pages <= 1 << 24,
+                "A program is for 1 to 2^20 sequences of 1 to 2^24 pages.");
+        *out = new proa_program(pool->host, int(most_sequences), int(most_pages), most_rows);
+    });
+}
+
+int proa_program_destroy(proa_program* program) {
+    return proa::guarded([&] { delete program; });
+}
+
+int proa_program_size(const proa_program* program, int64_t* out) {
+    return proa::guarded([&] {
+        require(program && out, "A null pointer.");
+        *out = int64_t(program->program.size());
+    });
+}
+
+int proa_program_set_batch(proa_program* program, int64_t sequences, const int32_t* q_lens, const int32_t* kv_lens,
+                           const int32_t* page_table, int64_t table_stride, int64_t pages, int64_t page_tokens) {
+    return proa::guarded([&] {
+        require(program && q_lens && kv_lens && page_table, "A null pointer.");
+        program->program.batch.set(int(sequences), q_lens, kv_lens, page_table, table_stride, int(pages),
+                                   int(page_tokens));
+    });
+}
+
+int proa_program_run(proa_program* program, int64_t first, int64_t end, int64_t rows, int lane) {
+    return proa::guarded([&] {
+        require(program, "The program is a null pointer.");
+        require(first >= 0 && first <= end && end <= int64_t(program->program.size()), "There are no such operations.");
+        require(lane >= 0 && lane < proa::kLanes, "There are lanes 0 and 1.");
+        if (rows < 0 || rows > program->most_rows)
+            throw Error(PROA_ERROR_ARGUMENT, "The program's buffers are for " + std::to_string(program->most_rows) +
+                                                 " rows, not " + std::to_string(rows) + ".");
+        if (rows) program->program.run(size_t(first), size_t(end), int(rows), lane);
+    });
+}
+
+int proa_program_add_embed(proa_program* program, const int64_t* tokens, const void* table, int64_t vocabulary,
+                           int64_t width, void* out, int64_t out_stride) {
+    return add(program, [&] {
+        require(tokens && table, "A null pointer where an operation reads.");
+        check_width(width, "A width"), check_width(vocabulary, "A vocabulary");
+        return proa::Embed{tokens, static_cast<const uint16_t*>(table), vocabulary, int(width),
+                           rows_out(out, out_stride, width)};
+    });
+}
+
+int proa_program_add_rms_norm(proa_program* program, void* x, int64_t x_stride, const void* residual,
+                              int64_t residual_stride, const void* weight, int64_t groups, int64_t width, float eps,
+                              void* out, int64_t out_stride) {
+    return add(program, [&] {
+        check_width(groups, "A number of groups"), check_width(width, "A width");
+        require(weight, "The norm's weight is a null pointer.");
+        const int64_t all = groups * width;
+        const proa::ConstRows added = residual ? rows_in(residual, residual_stride, all) : proa::ConstRows{nullptr, 0};
+        return proa::RmsNorm{rows_out(x, x_stride, all), added, static_cast<const uint16_t*>(weight), int(groups),
+                             int(width), eps, rows_out(out, out_stride, all)};
+    });
+}
+
+int proa_program_add_add(proa_program* program, void* x, int64_t x_stride, const void* y, int64_t y_stride,
+                         int64_t width) {
+    return add(program, [&] {
+        check_width(width, "A width");
+        return proa::Add{rows_out(x, x_stride, width), rows_in(y, y_stride, width), int(width)};
+    });
+}
+
+int proa_program_add_gated_add(proa_program* program, void* x, int64_t x_stride, const void* gate, int64_t gate_stride,
+                               const void* y, int64_t y_stride, int64_t width) {
+    return add(program, [&] {
+        check_width(width, "A width");
+        const proa::Rows out = rows_out(x, x_stride, width);
+        return proa::GatedAdd{out, rows_in(gate, gate_stride, 1), rows_in(y, y_stride, width), int(width), out};
+    });
+}
+
+int proa_program_add_rotary(proa_program* program, void* x, int64_t x_stride, const float* cos, const float* sin,
+                            int64_t heads, int64_t head_dim, int64_t half, int interleaved) {
+    return add(program, [&] {
+        check_width(heads, "A number of heads"), check_width(head_dim, "A head"), check_width(half, "Half a rotary");
+        require(cos && sin && 2 * half <= head_dim, "Angles are missing or more than the head has.");
+        return proa::Rotary{rows_out(x, x_stride, heads * head_dim), cos, sin, int(heads), int(head_dim), int(half),
+                            interleaved != 0};
+    });
+}
+
+int proa_program_add_route(proa_program* program, const void* logits, int64_t stride, int wide, int64_t experts,
+                           int64_t top_k, int renormalise, int32_t* ids, float* weights) {
+    return add(program, [&] {
+        check_width(experts, "A number of experts");
+        require(top_k >= 1 && top_k <= experts, "top_k is between 1 and the number of experts.");
+        require(ids && weights, "A null pointer where experts are written.");
+        rows_in(logits, stride, experts);
+        return proa::Route{logits, stride, wide != 0, int(experts), int(top_k), renormalise != 0, ids, weights};
+    });
+}
+
+int proa_program_add_write_kv(proa_program* program, const proa_kv_pages* cache, const void* keys, int64_t keys_stride,
+                              const void* values, int64_t values_stride, const int64_t* slots) {
+    return add(program, [&] {
+        const proa::KvPages pages = kv_pages(cache);
+        require(slots, "The slots are a null pointer.");
+        return proa::WriteKv{rows_in(keys, keys_stride, pages.key_stride), rows_in(values, values_stride, pages.value_stride),
+                             slots, pages};
+    });
+}
+
+int proa_program_add_attention(proa_program* program, const proa_kv_pages* cache, const void* q, int64_t q_stride,
+                               void* out, int64_t out_stride, int64_t heads, int64_t window, float scale,
+                               const float* sinks) {
+    return add(program, [&] {
+        const proa::KvPages pages = kv_pages(cache);
+        check_width(heads, "Heads");
+        require(heads % pages.kv_heads == 0, "Heads must be a multiple of the KV heads.");
+        require(window >= 0, "A window is not negative.");
+        return proa::Attention{rows_in(q, q_stride, heads * pages.key_dim), rows_out(out, out_stride, heads * pages.value_dim),
+                               pages, &program->program.batch, int(heads), int(window), scale, sinks};
+    });
+}
+
+int proa_program_add_linear(proa_program* program, const proa_matrix* weights, int64_t outputs, const float* bias,
+                            const void* x, int64_t x_stride, void* y, int64_t y_stride, int wide) {
+    return add(program, [&] {
+        require(weights, "The matrix is a null pointer.");
+        const proa::Matrix& m = weights->matrix;
+        require(outputs >= 1 && outputs <= m.layout.rows, "There are no more outputs than the matrix has rows.");
+        rows_in(y, y_stride, outputs);
+        const proa::ConstRows from = rows_in(x, x_stride, m.layout.columns);
+        return proa::Linear{&m, int(outputs), bias, from.data, from.stride, y, y_stride, wide != 0};
+    });
+}
+
+int proa_program_add_moe(proa_program* program, const proa_experts* experts, int64_t top_k, const int32_t* ids,
+                         const float* weights, const void* x, int64_t x_stride, void* y, int64_t y_stride) {
+    return add(program, [&] {
+        require(experts, "The experts are a null pointer.");
+        const proa::Experts& e = experts->experts;
+        require(top_k >= 0 && top_k <= 1024 && (top_k ? ids && weights : e.gate_up->count == 1),
+                "Ids and weights of 1 to 1024 experts a token are needed, or a single expert.");
+        const proa::ConstRows from = rows_in(x, x_stride, e.gate_up->layout.columns);
+        rows_in(y, y_stride, e.down->layout.rows);
+        return proa::Moe{&e, int(top_k), ids, weights, from.data, from.stride, y, y_stride, false};
+    });
+}
+
+}  // extern "C"

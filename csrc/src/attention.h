@@ -1,0 +1,67 @@
+// Causal attention over a paged KV cache. Belongs here: which part of it each task computes. Never: arithmetic.
+#pragma once
+
+#include <vector>
+
+#include "host.h"
+#include "late.h"
+#include "rows.h"
+
+namespace proa {
+
+// Which rows of a step belong to which sequence, and where their keys lie. Filled once a step, read by every layer; its
+// memory stays where it is, for tasks may be late.
+class AttentionBatch {
+  public:
+    AttentionBatch(int most_sequences, int most_pages);  // most_pages: of one sequence
+
+    // Sequence s owns the next q_lens[s] rows; the last of them is its token kv_lens[s] - 1. Its pages, in order, begin at
+    // page_table + s * table_stride. Throws Error, and keeps what it had, if anything does not fit.
+    void set(int sequences, const int32_t* q_lens, const int32_t* kv_lens, const int32_t* page_table,
+             int64_t table_stride, int pages, int page_tokens);
+
+    int sequences() const { return sequences_; }
+    int most_sequences() const { return int(q_lens_.size()); }
+    int rows() const { return rows_; }
+    int q_len(int s) const { return q_lens_[size_t(s)]; }
+    int kv_len(int s) const { return kv_lens_[size_t(s)]; }
+    int most_pages() const { return most_pages_; }
+    const int32_t* pages(int s) const { return table_.data() + size_t(s) * size_t(most_pages_); }
+
+  private:
+    int most_pages_, sequences_ = 0, rows_ = 0;
+    std::vector<int32_t> q_lens_, kv_lens_, table_;
+};
+
+// A sequence's part of a run: its tasks, and where their partial results go if its keys are split among tasks.
+struct AttentionShare {
+    int first_task, first_row, q_len, kv_len;
+    int blocks, splits;  // of its rows; of its keys (only where there is one block)
+    int first_state, first_merge;
+};
+
+struct Attention {
+    ConstRows q;  // rows of [heads][key_dim]
+    Rows out;     // rows of [heads][value_dim]
+    KvPages cache;
+    const AttentionBatch* batch;
+    int heads;
+    int window;  // a row sees so many keys, itself the last; 0: all
+    float scale;
+    const float* sinks;  // [heads] or null
+
+    struct Now {
+        Late<const Kernels*> kernels;
+        Late<int> sequences, rows;
+        Late<float*> states;
+        mutable std::vector<AttentionShare> shares;  // as many as the batch may have sequences
+    };
+    Now now{};
+};
+
+void check(const Attention& op);  // see rows.h
+
+// Keys are split by the lengths of the batch alone, and parts are added in order: bits do not depend on the threads.
+void run(const Attention& op, Host& host, int rows, int lane);
+
+}  // namespace proa

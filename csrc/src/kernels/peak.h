@@ -1,0 +1,39 @@
+// The ceilings of this instruction set: its products on registers alone, and reading by its widest loads. For
+// benchmarks. Never: anything that computes a result.
+#pragma once
+
+constexpr int kPeakSums = kMostPlain >= 12 ? 24 : kMostPlain == 5 ? 5 : 3;  // that fit into the registers
+constexpr int kPeakUnroll = 4;
+
+// A product of bfloat16 pairs where the unit has one. Else sum * x + x: no two products are the same.
+inline F32 peak_step(F32 sum, F32 value, Broadcast x) {
+    if constexpr (kBf16Dot) return dot(sum, from_values(value, value), x);
+    return fma(sum, value, value);
+}
+
+// `rounds` rounds of products on independent sums, which end in sums [16]. Returns how many floating-point operations
+// that was, as a matrix product counts them: two for each product. `seed`: any small number that no compiler can know.
+double peak(int64_t rounds, float seed, float* sums) {
+    const F32 value = set(seed);
+    const XPair pair = make_xpair(to_bf16(seed), to_bf16(seed));
+    const Broadcast x = broadcast(&pair);
+    F32 sum[kPeakSums];
+    unrolled<kPeakSums>([&](auto i) { sum[i.value] = set(seed * i.value); });
+    for (int64_t round = 0; round < rounds; ++round)
+        unrolled<kPeakUnroll * kPeakSums>([&](auto i) {
+            F32& s = sum[i.value % kPeakSums];
+            s = peak_step(s, value, x);
+        });
+    unrolled<kPeakSums - 1>([&](auto i) { sum[kPeakSums - 1] = add(sum[kPeakSums - 1], sum[i.value]); });
+    store(sums, sum[kPeakSums - 1]);
+    return double(rounds) * kPeakUnroll * kPeakSums * 16 * (kBf16Dot ? 4 : 2);
+}
+
+// All bits of `bytes` bytes, a multiple of 256, or-ed together into bits [16].
+void read(const uint8_t* data, size_t bytes, uint32_t* bits) {
+    U32 seen[4];
+    unrolled<4>([&](auto i) { seen[i.value] = set_u32(0); });
+    for (size_t at = 0; at < bytes; at += 256)
+        unrolled<4>([&](auto i) { seen[i.value] = bit_or(seen[i.value], load_u32(data + at + 64 * i.value)); });
+    store_u32(bits, bit_or(bit_or(seen[0], seen[1]), bit_or(seen[2], seen[3])));
+}

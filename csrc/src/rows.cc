@@ -1,0 +1,270 @@
+#include "rows.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "error.h"
+#include "subnormals.h"
+
+namespace proa {
+namespace {
+
+constexpr size_t kAloneBytes = 128 << 10;  // of results: some microseconds, not worth waking anybody
+constexpr size_t kTaskBytes = 64 << 10;    // fits into any core's cache, beside its inputs
+
+template <class T>
+T* row_of(T* data, int64_t stride, int row) {
+    return data + int64_t(row) * stride;
+}
+uint16_t* row_of(const Rows& rows, int row) { return row_of(rows.data, rows.stride, row); }
+const uint16_t* row_of(const ConstRows& rows, int row) { return row_of(rows.data, rows.stride, row); }
+
+// Rows of `width` values without gaps -> rows [first, last) of `to`.
+void copy_rows(const uint16_t* from, int width, const Rows& to, int first, int last) {
+    for (int row = first; row < last; ++row, from += width)
+        std::memcpy(row_of(to, row), from, size_t(width) * sizeof(uint16_t));
+}
+
+// Each operation says how many bytes a row of its results takes, computes rows [first, last) into scratch, and puts
+// them into their place. Where it only copies, `place` does it all.
+
+size_t row_bytes(const Embed& op) { return size_t(op.width) * 2; }
+void compute(const Embed&, const Kernels&, int, int, std::byte*) {}
+void place(const Embed& op, int first, int last, const std::byte*) {
+    for (int row = first; row < last; ++row)
+        std::memcpy(row_of(op.out, row), op.table + size_t(op.tokens[row]) * size_t(op.width), row_bytes(op));
+}
+
+size_t row_bytes(const RmsNorm& op) { return size_t(op.groups) * size_t(op.width) * 2 * (op.residual.data ? 2 : 1); }
+void compute(const RmsNorm& op, const Kernels& k, int first, int last, std::byte* scratch) {
+    const int width = op.groups * op.width;
+    uint16_t* out = reinterpret_cast<uint16_t*>(scratch);
+    uint16_t* sums = out + size_t(last - first) * size_t(width);
+    for (int row = first; row < last; ++row, out += width) {
+        const uint16_t* x = row_of(op.x, row);
+        if (op.residual.data) {
+            k.add_row(x, row_of(op.residual, row), width, sums);
+            x = sums, sums += width;
+        }
+        for (int g = 0; g < op.groups; ++g)
+            k.rms_norm_row(x + g * op.width, op.weight, op.width, op.eps, out + g * op.width);
+    }
+}
+void place(const RmsNorm& op, int first, int last, const std::byte* scratch) {
+    const int width = op.groups * op.width;
+    const uint16_t* out = reinterpret_cast<const uint16_t*>(scratch);
+    copy_rows(out, width, op.out, first, last);
+    if (op.residual.data) copy_rows(out + size_t(last - first) * size_t(width), width, op.x, first, last);
+}
+
+size_t row_bytes(const Add& op) { return size_t(op.width) * 2; }
+void compute(const Add& op, const Kernels& k, int first, int last, std::byte* scratch) {
+    uint16_t* out = reinterpret_cast<uint16_t*>(scratch);
+    for (int row = first; row < last; ++row, out += op.width) k.add_row(row_of(op.x, row), row_of(op.y, row), op.width, out);
+}
+void place(const Add& op, int first, int last, const std::byte* scratch) {
+    copy_rows(reinterpret_cast<const uint16_t*>(scratch), op.width, op.x, first, last);
+}
+
+size_t row_bytes(const GatedAdd& op) { return size_t(op.width) * 2; }
+void compute(const GatedAdd& op, const Kernels& k, int first, int last, std::byte* scratch) {
+    uint16_t* out = reinterpret_cast<uint16_t*>(scratch);
+    for (int row = first; row < last; ++row, out += op.width)
+        k.gated_add_row(row_of(op.routed, row), *row_of(op.gate, row), row_of(op.shared, row), op.width, out);
+}
+void place(const GatedAdd& op, int first, int last, const std::byte* scratch) {
+    copy_rows(reinterpret_cast<const uint16_t*>(scratch), op.width, op.out, first, last);
+}
+
+size_t row_bytes(const Rotary& op) { return size_t(op.heads) * size_t(op.half) * 4; }
+void compute(const Rotary& op, const Kernels& k, int first, int last, std::byte* scratch) {
+    uint16_t* out = reinterpret_cast<uint16_t*>(scratch);
+    for (int row = first; row < last; ++row)
+        for (int head = 0; head < op.heads; ++head, out += 2 * op.half)
+            k.rotate_head(row_of(op.x, row) + head * op.head_dim, row_of(op.cos, op.half, row),
+                          row_of(op.sin, op.half, row), op.half, op.interleaved, out);
+}
+void place(const Rotary& op, int first, int last, const std::byte* scratch) {
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(scratch);
+    for (int row = first; row < last; ++row)
+        for (int head = 0; head < op.heads; ++head, from += 2 * op.half)
+            std::memcpy(row_of(op.x, row) + head * op.head_dim, from, size_t(op.half) * 4);
+}
+
+size_t row_bytes(const WriteKv& op) {
+    return size_t(op.cache.kv_heads) * size_t(op.cache.key_dim + op.cache.value_dim) * 2;
+}
+void compute(const WriteKv&, const Kernels&, int, int, std::byte*) {}
+void place(const WriteKv& op, int first, int last, const std::byte*) {
+    const KvPages& cache = op.cache;
+    for (int row = first; row < last; ++row) {
+        std::memcpy(cache.keys + op.slots[row] * cache.key_stride, row_of(op.keys, row),
+                    size_t(cache.kv_heads) * size_t(cache.key_dim) * 2);
+        std::memcpy(cache.values + op.slots[row] * cache.value_stride, row_of(op.values, row),
+                    size_t(cache.kv_heads) * size_t(cache.value_dim) * 2);
+    }
+}
+
+// More than the results take: the time is in reading the logits.
+size_t row_bytes(const Route& op) { return size_t(std::max(op.experts, op.top_k)) * 8; }
+void compute(const Route& op, const Kernels& k, int first, int last, std::byte* scratch) {
+    int32_t* ids = reinterpret_cast<int32_t*>(scratch);
+    float* weights = reinterpret_cast<float*>(ids + size_t(last - first) * size_t(op.top_k));
+    const int64_t bytes = op.stride * (op.wide ? 4 : 2);
+    for (int row = first; row < last; ++row, ids += op.top_k, weights += op.top_k)
+        k.route_row(row_of(static_cast<const char*>(op.logits), bytes, row), op.wide, op.experts, op.top_k, op.renormalise,
+                    ids, weights);
+}
+void place(const Route& op, int first, int last, const std::byte* scratch) {
+    const size_t count = size_t(last - first) * size_t(op.top_k), begin = size_t(first) * size_t(op.top_k);
+    std::memcpy(op.ids + begin, scratch, count * sizeof(int32_t));
+    std::memcpy(op.weights + begin, scratch + count * sizeof(int32_t), count * sizeof(float));
+}
+
+// ---- the same for all of them
+
+template <class Op>
+int task_rows(const Op& op) {
+    return int(std::max<size_t>(1, kTaskBytes / std::max<size_t>(1, row_bytes(op))));
+}
+
+// The end of a task's rows. A late task may find fewer rows than it was made for.
+template <class Op>
+int end_of(const Op& op, int first) {
+    return std::max(first, std::min(first + task_rows(op), op.now.rows.get()));
+}
+
+template <class Op>
+void run_task(const void* context, int task, std::byte* scratch) {
+    const Op& op = *static_cast<const Op*>(context);
+    const int first = task * task_rows(op);
+    compute(op, *op.now.kernels.get(), first, end_of(op, first), scratch);
+}
+
+template <class Op>
+void publish_task(const void* context, int task, const std::byte* scratch) {
+    const Op& op = *static_cast<const Op*>(context);
+    const int first = task * task_rows(op);
+    place(op, first, end_of(op, first), scratch);
+}
+
+template <class Op>
+void run_rows(const Op& op, Host& host, int rows, int lane) {
+    if (rows <= 0) return;
+    const size_t bytes = size_t(rows) * row_bytes(op);
+    if (bytes <= kAloneBytes || rows == 1) {
+        const FlushSubnormals flush;
+        std::byte* scratch = host.workspace(lane, bytes);
+        compute(op, *host.kernels, 0, rows, scratch);
+        return place(op, 0, rows, scratch);
+    }
+    op.now.kernels.set(host.kernels), op.now.rows.set(rows);
+    Phase phase = spread(block_count(rows, task_rows(op)), host.pool.nodes());
+    phase.run = run_task<Op>, phase.publish = publish_task<Op>, phase.context = &op;
+    host.pool.run(phase, lane);
+}
+
+void check_range(const int64_t* values, int count, int64_t end, const char* what) {
+    for (int i = 0; i < count; ++i)
+        if (values[i] < 0 || values[i] >= end)
+            throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " " + std::to_string(values[i]) + " of row " +
+                                                 std::to_string(i) + " is not one of " + std::to_string(end) + ".");
+}
+
+void check_size(int64_t size, int64_t most, const char* what) {
+    if (size < 1 || size > most)
+        throw Error(PROA_ERROR_ARGUMENT,
+                    std::string(what) + " must be 1 to " + std::to_string(most) + ", not " + std::to_string(size) + ".");
+}
+constexpr int64_t kMostWidth = 1 << 24, kMostHeads = 4096, kMostExperts = 1 << 20, kMostPages = (int64_t(1) << 31) - 1;
+
+}  // namespace
+
+void check_rows(const void* data, int64_t stride, int64_t width, const char* what) {
+    if (!data) throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " is a null pointer.");
+    if (stride < width)
+        throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " has rows of " + std::to_string(width) +
+                                             " values, but only " + std::to_string(stride) + " lie between them.");
+}
+
+void check(const Embed& op) {
+    check_size(op.width, kMostWidth, "The width of an embedding");
+    check_size(op.vocabulary, kMostPages, "The vocabulary");
+    require(op.tokens && op.table, "Token ids or their table are a null pointer.");
+    check_rows(op.out.data, op.out.stride, op.width, "The output");
+}
+
+void check(const RmsNorm& op) {
+    check_size(op.width, kMostWidth, "The width of a norm");
+    check_size(op.groups, kMostHeads, "The groups of a norm");
+    const int64_t width = int64_t(op.width) * op.groups;
+    require(width <= kMostWidth, "The rows of a norm are too long.");
+    require(op.weight, "The weight of a norm is a null pointer.");
+    check_rows(op.x.data, op.x.stride, width, "The input of a norm");
+    if (op.residual.data) check_rows(op.residual.data, op.residual.stride, width, "The residual");
+    check_rows(op.out.data, op.out.stride, width, "The output of a norm");
+}
+
+void check(const Add& op) {
+    check_size(op.width, kMostWidth, "The width of a sum");
+    check_rows(op.x.data, op.x.stride, op.width, "The first summand");
+    check_rows(op.y.data, op.y.stride, op.width, "The second summand");
+}
+
+void check(const GatedAdd& op) {
+    check_size(op.width, kMostWidth, "The width of a sum");
+    check_rows(op.routed.data, op.routed.stride, op.width, "The routed experts' output");
+    check_rows(op.gate.data, op.gate.stride, 1, "The shared expert's gate");
+    check_rows(op.shared.data, op.shared.stride, op.width, "The shared expert's output");
+    check_rows(op.out.data, op.out.stride, op.width, "The output");
+}
+
+void check(const Rotary& op) {
+    check_size(op.heads, kMostHeads, "The number of heads");
+    check_size(op.head_dim, kMostWidth / kMostHeads, "The dimension of a head");
+    check_size(op.half, op.head_dim / 2, "Half of the turned dimensions");
+    require(op.cos && op.sin, "The angles are a null pointer.");
+    check_rows(op.x.data, op.x.stride, int64_t(op.heads) * op.head_dim, "What is turned");
+}
+
+void check(const KvPages& c) {
+    check_size(c.pages, kMostPages, "The number of pages");
+    check_size(c.page_tokens, 1 << 16, "The tokens of a page");
+    check_size(c.kv_heads, kMostHeads, "The number of KV heads");
+    check_size(c.key_dim, kMostHeadDim, "The dimension of a key");
+    check_size(c.value_dim, kMostHeadDim, "The dimension of a value");
+    require(c.key_dim % 8 == 0 && c.value_dim % 8 == 0, "Dimensions of keys and values are multiples of 8.");
+    check_rows(c.keys, c.key_stride, int64_t(c.kv_heads) * c.key_dim, "The key cache");
+    check_rows(c.values, c.value_stride, int64_t(c.kv_heads) * c.value_dim, "The value cache");
+}
+
+void check(const WriteKv& op) {
+    check(op.cache);
+    check_rows(op.keys.data, op.keys.stride, int64_t(op.cache.kv_heads) * op.cache.key_dim, "The keys");
+    check_rows(op.values.data, op.values.stride, int64_t(op.cache.kv_heads) * op.cache.value_dim, "The values");
+    require(op.slots, "The slots are a null pointer.");
+}
+
+void check(const Route& op) {
+    check_size(op.experts, kMostExperts, "The number of experts");
+    check_size(op.top_k, op.experts, "The experts of a token");
+    check_rows(op.logits, op.stride, op.experts, "The logits");
+    require(op.ids && op.weights, "Ids or weights are a null pointer.");
+}
+
+void run(const Embed& op, Host& host, int rows, int lane) {
+    check_range(op.tokens, rows, op.vocabulary, "Token id");
+    run_rows(op, host, rows, lane);
+}
+void run(const RmsNorm& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
+void run(const Add& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
+void run(const GatedAdd& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
+void run(const Rotary& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
+void run(const WriteKv& op, Host& host, int rows, int lane) {
+    check_range(op.slots, rows, int64_t(op.cache.pages) * op.cache.page_tokens, "KV slot");
+    run_rows(op, host, rows, lane);
+}
+void run(const Route& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
+
+}  // namespace proa

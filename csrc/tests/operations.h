@@ -1,0 +1,98 @@
+// What the tests of operations share: every instruction set that this CPU can run, pools, random rows, derived bounds.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "error.h"
+#include "host.h"
+#include "select.h"
+
+namespace testing {
+
+constexpr double kEps32 = 1.1920928955078125e-7;
+constexpr double kRound16 = 1. / 256;  // what rounding to bfloat16 changes, at most, of a value
+
+inline float value(uint16_t bits) {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float x;
+    std::memcpy(&x, &wide, 4);
+    return x;
+}
+inline uint16_t rounded(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Storing `want` as bfloat16; subnormals are flushed.
+inline double stored(double want) { return std::abs(want) * kRound16 * 1.01 + 2e-38; }
+
+class Random {
+  public:
+    explicit Random(unsigned seed) : engine_(seed) {}
+    float normal() { return normal_(engine_); }
+    int below(int end) { return int(engine_() % unsigned(end)); }
+    std::vector<uint16_t> rows(size_t count, float size = 1) {
+        std::vector<uint16_t> out(count);
+        for (uint16_t& x : out) x = rounded(normal() * size);
+        return out;
+    }
+    std::vector<float> floats(size_t count, float size = 1) {
+        std::vector<float> out(count);
+        for (float& x : out) x = normal() * size;
+        return out;
+    }
+
+  private:
+    std::mt19937 engine_;
+    std::normal_distribution<float> normal_;
+};
+
+// One thread; four of one node; three nodes.
+inline proa::PoolOptions pool_options(int kind) {
+    proa::PoolOptions options;
+    options.pin = false;
+    options.spin_us = 50;
+    if (kind == 0) options.teams = {{}};
+    if (kind == 1) options.teams = {{0, 0, 0}};
+    if (kind == 2) options.teams = {{}, {0}, {0, 0}};
+    return options;
+}
+constexpr int kPools = 3;
+
+// Calls `test` with every instruction set here; it computes into what it returns, which must not depend on the pool.
+inline void on_everything(const std::function<std::vector<uint16_t>(proa::Host&)>& test) {
+    for (const char* name : {"scalar", "avx2", "avx512", "avx512-bf16", "amx"}) {
+        const proa::Kernels* kernels = nullptr;
+        try {
+            kernels = proa::select_kernels(name).kernels;
+        } catch (const proa::Error&) {
+            continue;  // not on this CPU
+        }
+        std::vector<uint16_t> first;
+        for (int kind = 0; kind < kPools; ++kind) {
+            proa::Host host(pool_options(kind), kernels);
+            const std::vector<uint16_t> got = test(host);
+            host.pool.settle();
+            if (kind == 0) first = got;
+            CHECK(got == first);
+        }
+    }
+}
+
+// Says by how much if not.
+inline bool within(double got, double want, double bound) {
+    if (std::abs(got - want) <= bound) return true;
+    std::fprintf(stderr, "got %.9g, want %.9g, off by %.3g > %.3g\n", got, want, got - want, bound);
+    return false;
+}
+
+}  // namespace testing

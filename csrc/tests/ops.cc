@@ -1,0 +1,291 @@
+// Operations on rows against float64, on views of wider rows, in place, for few rows (the caller alone) and many.
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <string>
+
+#include "operations.h"
+#include "rows.h"
+
+using namespace testing;
+
+namespace {
+
+struct Shape {
+    int rows, groups, width;
+};
+const Shape kShapes[] = {{1, 1, 1}, {3, 1, 7}, {5, 3, 80}, {2, 1, 4096}, {300, 1, 576}, {700, 2, 129}};
+constexpr int kGap = 5;  // values between rows, which nobody may touch
+constexpr uint16_t kUntouched = 0x1234;
+
+// Rows with gaps, as a part of a fused matrix has them.
+std::vector<uint16_t> with_gaps(const std::vector<uint16_t>& x, int width) {
+    std::vector<uint16_t> out;
+    for (size_t i = 0; i < x.size(); i += size_t(width)) {
+        out.insert(out.end(), x.begin() + int64_t(i), x.begin() + int64_t(i) + width);
+        out.insert(out.end(), kGap, kUntouched);
+    }
+    return out;
+}
+
+// Calls visit(row, column, value), and finds the gaps as they were.
+template <class Visit>
+void each(const std::vector<uint16_t>& rows, int width, Visit&& visit) {
+    const int stride = width + kGap;
+    for (size_t i = 0; i < rows.size(); ++i) {
+        const int column = int(i) % stride;
+        if (column < width) {
+            visit(int(i) / stride, column, double(value(rows[i])));
+        } else {
+            CHECK(rows[i] == kUntouched);
+        }
+    }
+}
+
+void rms_norm_is_right(const Shape& s, bool residual, Random& random) {
+    const int width = s.groups * s.width;
+    const size_t count = size_t(s.rows) * size_t(width);
+    const auto x = random.rows(count, 3), r = random.rows(count), weight = random.rows(size_t(s.width));
+    std::vector<uint16_t> sum = x;
+    for (size_t i = 0; residual && i < count; ++i) sum[i] = rounded(value(x[i]) + value(r[i]));
+    const float eps = 1e-6f;
+    on_everything([&](proa::Host& host) {
+        std::vector<uint16_t> in = with_gaps(x, width), out(in.size(), kUntouched);
+        const bool in_place = !residual && s.groups > 1;
+        const proa::Rows view{in.data(), width + kGap}, to{in_place ? in.data() : out.data(), width + kGap};
+        proa::run(proa::RmsNorm{view, {residual ? r.data() : nullptr, width}, weight.data(), s.groups, s.width, eps, to},
+                  host, s.rows, 0);
+        host.pool.settle();
+        if (residual) CHECK(in == with_gaps(sum, width));
+        std::vector<double> scale;
+        for (size_t i = 0; i < count; i += size_t(s.width)) {
+            double squares = 0;
+            for (int k = 0; k < s.width; ++k) squares += std::pow(value(sum[i + size_t(k)]), 2);
+            scale.push_back(1 / std::sqrt(squares / s.width + eps));
+        }
+        each(in_place ? in : out, width, [&](int row, int column, double got) {
+            const double normed = value(sum[size_t(row * width + column)]) * scale[size_t(row * s.groups + column / s.width)];
+            const double want = value(weight[size_t(column % s.width)]) * normed;
+            CHECK(within(got, want, std::abs(want) * (s.width / 2 + 8) * kEps32 + stored(want)));
+        });
+        return in_place ? in : out;
+    });
+}
+
+void add_is_exact(const Shape& s, Random& random) {
+    const int width = s.groups * s.width;
+    const size_t count = size_t(s.rows) * size_t(width);
+    const auto x = random.rows(count), y = random.rows(count);
+    on_everything([&](proa::Host& host) {
+        std::vector<uint16_t> out = with_gaps(x, width);
+        proa::run(proa::Add{{out.data(), width + kGap}, {y.data(), width}, width}, host, s.rows, 0);
+        host.pool.settle();
+        each(out, width, [&](int row, int column, double got) {
+            const size_t at = size_t(row * width + column);
+            CHECK(got == value(rounded(value(x[at]) + value(y[at]))));
+        });
+        return out;
+    });
+}
+
+void gated_add_is_right(const Shape& s, Random& random) {
+    const int width = s.groups * s.width;
+    const size_t count = size_t(s.rows) * size_t(width);
+    const auto routed = random.rows(count), shared = random.rows(count), gate = random.rows(size_t(s.rows), 4);
+    on_everything([&](proa::Host& host) {
+        std::vector<uint16_t> out = with_gaps(routed, width);
+        const proa::Rows view{out.data(), width + kGap};
+        proa::run(proa::GatedAdd{view, {gate.data(), 1}, {shared.data(), width}, width, view}, host, s.rows, 0);
+        host.pool.settle();
+        each(out, width, [&](int row, int column, double got) {
+            const size_t at = size_t(row * width + column);
+            const double sigmoid = 1 / (1 + std::exp(-double(value(gate[size_t(row)])))), added = sigmoid * value(shared[at]);
+            const double want = value(routed[at]) + added;
+            // The sigmoid and the product are rounded to bfloat16, then the sum, which both may have moved.
+            const double before = 2.01 * std::abs(added) * kRound16;
+            CHECK(within(got, want, before + stored(std::abs(want) + before) + 8 * kEps32));
+        });
+        return out;
+    });
+}
+
+void rotary_is_right(int rows, int heads, int dim, int half, bool interleaved, Random& random) {
+    const int width = heads * dim;
+    const auto x = random.rows(size_t(rows) * size_t(width));
+    std::vector<float> angles = random.floats(size_t(rows) * size_t(half), 10), cos, sin;
+    for (float angle : angles) cos.push_back(std::cos(angle)), sin.push_back(std::sin(angle));
+    on_everything([&](proa::Host& host) {
+        std::vector<uint16_t> out = with_gaps(x, width);
+        const proa::Rows view{out.data(), width + kGap};
+        proa::run(proa::Rotary{view, cos.data(), sin.data(), heads, dim, half, interleaved}, host, rows, 0);
+        host.pool.settle();
+        each(out, width, [&](int row, int column, double got) {
+            const int head = column / dim, d = column % dim;
+            const uint16_t* of = x.data() + row * width + head * dim;
+            if (d >= 2 * half) {
+                CHECK(got == value(of[d]));
+                return;
+            }
+            const int i = interleaved ? d / 2 : d % half;
+            const bool second = interleaved ? d % 2 : d >= half;
+            const double a = value(of[interleaved ? 2 * i : i]), b = value(of[interleaved ? 2 * i + 1 : i + half]);
+            const double c = cos[size_t(row * half + i)], s = sin[size_t(row * half + i)];
+            const double want = second ? b * c + a * s : a * c - b * s;
+            CHECK(within(got, want, (std::abs(a) + std::abs(b)) * 2 * kEps32 + stored(want)));
+        });
+        return out;
+    });
+}
+
+void embed_copies_rows(Random& random) {
+    for (const int rows : {1, 4, 400}) {
+        const int width = 576, vocabulary = 33;
+        const auto table = random.rows(size_t(vocabulary * width));
+        std::vector<int64_t> tokens(static_cast<size_t>(rows));
+        for (int64_t& token : tokens) token = random.below(vocabulary);
+        on_everything([&](proa::Host& host) {
+            std::vector<uint16_t> out(size_t(rows) * size_t(width + kGap), kUntouched);
+            const proa::Embed op{tokens.data(), table.data(), vocabulary, width, {out.data(), width + kGap}};
+            proa::run(op, host, rows, 0);
+            host.pool.settle();
+            each(out, width, [&](int row, int column, double got) {
+                CHECK(got == value(table[size_t(tokens[size_t(row)] * width + column)]));
+            });
+            return out;
+        });
+    }
+}
+
+template <class Run>
+void is_refused(Run&& run) {
+    int code = PROA_OK;
+    try {
+        run();
+    } catch (const proa::Error& error) {
+        code = error.code();
+    }
+    CHECK(code == PROA_ERROR_ARGUMENT);
+}
+
+void numbers_out_of_range_are_refused() {
+    proa::Host host(pool_options(1), proa::kScalarKernels);
+    std::vector<uint16_t> table(32, 1), out(32, kUntouched), cache(64, kUntouched);
+    for (const int64_t bad : {int64_t(-1), int64_t(4), int64_t(1) << 40}) {
+        const int64_t numbers[] = {0, bad};
+        is_refused([&] { proa::run(proa::Embed{numbers, table.data(), 4, 8, {out.data(), 8}}, host, 2, 0); });
+        const proa::KvPages pages{cache.data(), cache.data(), 8, 8, 2, 2, 1, 8, 8};
+        is_refused([&] { proa::run(proa::WriteKv{{table.data(), 8}, {table.data(), 8}, numbers, pages}, host, 2, 0); });
+    }
+    CHECK(std::count(out.begin(), out.end(), kUntouched) == 32);
+    CHECK(std::count(cache.begin(), cache.end(), kUntouched) == 64);
+}
+
+void wrong_shapes_are_refused() {
+    uint16_t x[64] = {};
+    float angles[8] = {};
+    is_refused([&] { check(proa::Add{{x, 7}, {x, 8}, 8}); });
+    is_refused([&] { check(proa::Add{{nullptr, 8}, {x, 8}, 8}); });
+    is_refused([&] { check(proa::RmsNorm{{x, 8}, {}, x, 2, 8, 1e-6f, {x, 16}}); });
+    is_refused([&] { check(proa::RmsNorm{{x, 16}, {}, nullptr, 2, 8, 1e-6f, {x, 16}}); });
+    is_refused([&] { check(proa::Rotary{{x, 16}, angles, angles, 2, 8, 5, false}); });
+    is_refused([&] { check(proa::KvPages{x, x, 12, 12, 1, 1, 1, 12, 12}); });
+    is_refused([&] { check(proa::KvPages{x, x, 8, 8, 0, 1, 1, 8, 8}); });
+    check(proa::RmsNorm{{x, 16}, {}, x, 2, 8, 1e-6f, {x, 16}});
+}
+
+// What a route chose, as bits that can be compared over pools.
+struct Routed {
+    std::vector<int32_t> ids;
+    std::vector<float> weights;
+
+    Routed(proa::Host& host, const void* logits, bool wide, int rows, int experts, int top_k, bool renormalise)
+        : ids(size_t(rows * top_k), -7), weights(ids.size()) {
+        const proa::Route op{logits, experts, wide, experts, top_k, renormalise, ids.data(), weights.data()};
+        proa::run(op, host, rows, 0);
+        host.pool.settle();
+    }
+    std::vector<uint16_t> bits() const {
+        std::vector<uint16_t> out(ids.size() * 4);
+        std::memcpy(out.data(), ids.data(), ids.size() * 4);
+        std::memcpy(out.data() + ids.size() * 2, weights.data(), ids.size() * 4);
+        return out;
+    }
+};
+
+void route_is_right(int rows, int experts, int top_k, bool wide, bool renormalise, Random& random) {
+    const size_t count = size_t(rows) * size_t(experts);
+    std::vector<float> logits = random.floats(count, 2);
+    std::vector<uint16_t> narrow(count);  // with many ties
+    for (size_t i = 0; i < count; ++i) {
+        narrow[i] = rounded(logits[i]);
+        if (!wide) logits[i] = value(narrow[i]);
+    }
+    on_everything([&](proa::Host& host) {
+        const void* data = wide ? static_cast<const void*>(logits.data()) : narrow.data();
+        const Routed got(host, data, wide, rows, experts, top_k, renormalise);
+        for (int row = 0; row < rows; ++row) {
+            const float* x = logits.data() + row * experts;
+            std::vector<int> order(static_cast<size_t>(experts));
+            std::iota(order.begin(), order.end(), 0);
+            std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return x[a] > x[b]; });
+            double total = 0, chosen = 0;
+            for (int e = 0; e < experts; ++e) total += std::exp(double(x[e]) - x[order[0]]);
+            for (int k = 0; k < top_k; ++k) chosen += std::exp(double(x[order[size_t(k)]]) - x[order[0]]);
+            for (int k = 0; k < top_k; ++k) {
+                const size_t at = size_t(row * top_k + k);
+                CHECK(got.ids[at] == order[size_t(k)]);
+                const double below = double(x[order[size_t(k)]]) - x[order[0]];
+                const double want = std::exp(below) / (renormalise ? chosen : total);
+                CHECK(within(got.weights[at], want, want * (experts + top_k + 16 + 2 * -below) * kEps32));
+            }
+        }
+        return got.bits();
+    });
+}
+
+void strange_logits_crash_nothing() {
+    const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
+    const std::vector<std::vector<float>> strange = {{nan, nan, nan, nan, nan},
+                                                     {1, nan, 2, -infinity, nan},
+                                                     {infinity, infinity, 0, nan, 1},
+                                                     {-infinity, -infinity, -infinity, -infinity, -infinity}};
+    for (const std::vector<float>& logits : strange)
+        on_everything([&](proa::Host& host) {
+            const Routed got(host, logits.data(), true, 1, 5, 4, true);
+            std::vector<int32_t> ids = got.ids;
+            std::sort(ids.begin(), ids.end());
+            CHECK(std::unique(ids.begin(), ids.end()) == ids.end() && ids[0] >= 0 && ids[3] < 5);
+            for (float weight : got.weights) CHECK(std::isnan(weight));  // as in the reference
+            return std::vector<uint16_t>(got.ids.begin(), got.ids.end());
+        });
+}
+
+}  // namespace
+
+int main() {
+    Random random(3);
+    for (const Shape& shape : kShapes) {
+        rms_norm_is_right(shape, false, random), rms_norm_is_right(shape, true, random);
+        add_is_exact(shape, random);
+        gated_add_is_right(shape, random);
+    }
+    for (const bool interleaved : {false, true}) {
+        rotary_is_right(1, 1, 2, 1, interleaved, random);
+        rotary_is_right(5, 3, 80, 40, interleaved, random);
+        rotary_is_right(5, 4, 16, 4, interleaved, random);
+        rotary_is_right(300, 8, 128, 64, interleaved, random);
+    }
+    embed_copies_rows(random);
+    numbers_out_of_range_are_refused();
+    wrong_shapes_are_refused();
+    for (const bool wide : {false, true})
+        for (const bool renormalise : {false, true}) {
+            route_is_right(1, 8, 1, wide, renormalise, random);
+            route_is_right(9, 13, 4, wide, renormalise, random);
+            route_is_right(3, 512, 10, wide, renormalise, random);
+            route_is_right(400, 128, 8, wide, renormalise, random);
+            route_is_right(2, 16, 16, wide, renormalise, random);
+        }
+    strange_logits_crash_nothing();
+}

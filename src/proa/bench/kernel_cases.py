@@ -1,0 +1,130 @@
+"""Which kernels are measured: weight formats and shapes of experts by name. Never: measuring, weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from proa.config.suggest import did_you_mean
+from proa.errors import UsageError
+from proa.native.formats import Format
+
+T = TypeVar("T")
+
+ALL = "all"
+TOKENS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 1024, 4096)
+_MOST_TOKENS = 1 << 16
+_CUSTOM = re.compile(r"(\d{1,6})x(\d{1,6})/(\d{1,5})/(\d{1,3})")
+
+
+class WeightFormat(msgspec.Struct, frozen=True):
+    """A format as users know it, and how it is packed. `group` columns share a scale; 0: all of a row."""
+
+    name: str
+    form: Format
+    group: int
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The routed experts of one layer: gate and up are [width, hidden], down is [hidden, width]."""
+
+    name: str
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+
+    @property
+    def expert_parameters(self) -> int:
+        return 3 * self.hidden * self.width
+
+
+FORMATS = {
+    of.name: of
+    for of in (
+        WeightFormat("bf16", Format.BF16, 0),
+        WeightFormat("fp16", Format.FP16, 0),
+        WeightFormat("fp8-channel", Format.FP8_ROW, 0),
+        WeightFormat("fp8-block", Format.FP8_PANEL, 128),
+        WeightFormat("mxfp8", Format.MXFP8, 32),
+        WeightFormat("int8", Format.INT8_F32, 0),
+        WeightFormat("int8-g32", Format.INT8_F16, 32),
+        WeightFormat("int4-g32", Format.INT4_F16, 32),
+        WeightFormat("int4-g128", Format.INT4_BF16, 128),
+        WeightFormat("uint4-g32", Format.UINT4_F16, 32),
+        WeightFormat("nvfp4", Format.NVFP4, 16),
+        WeightFormat("mxfp4", Format.MXFP4, 32),
+        WeightFormat("q4_k", Format.Q4_K, 32),
+        WeightFormat("q6_k", Format.Q6_K, 16),
+    )
+}
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("qwen3-30b-a3b", 2048, 768, 128, 8),
+        Shape("qwen3-next", 2048, 512, 512, 10),
+        Shape("minimax-m2", 3072, 1536, 256, 8),
+        Shape("deepseek-v3", 7168, 2048, 256, 8),
+        Shape("tiny", 256, 96, 8, 2),
+    )
+}
+
+
+def parse_formats(text: str) -> tuple[WeightFormat, ...]:
+    """ "bf16,int4-g32" or "all". Raises UsageError for a name that is not known."""
+    if text.strip() == ALL:
+        return tuple(FORMATS.values())
+    return _each(text, "--formats", _format)
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """Names of SHAPES, or shapes written out: "2048x768/128/8". "all" is every one but `tiny`. Raises UsageError."""
+    if text.strip() == ALL:
+        return tuple(shape for name, shape in SHAPES.items() if name != "tiny")
+    return _each(text, "--shapes", _shape)
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """ "1,4,128". Raises UsageError."""
+    return _each(text, "--tokens", _count)
+
+
+def _each(text: str, flag: str, one: Callable[[str], T]) -> tuple[T, ...]:
+    names = [name.strip().lower() for name in text.split(",")]
+    if not all(names):
+        raise UsageError(f"{flag} {text!r} has an empty entry.", "Separate names by single commas.")
+    return tuple(one(name) for name in dict.fromkeys(names))
+
+
+def _format(name: str) -> WeightFormat:
+    if name not in FORMATS:
+        known = f"There are {', '.join(FORMATS)}; or all."
+        raise UsageError(f"There is no weight format {name}.", f"{did_you_mean(name, FORMATS)} {known}".strip())
+    return FORMATS[name]
+
+
+def _shape(name: str) -> Shape:
+    if name in SHAPES:
+        return SHAPES[name]
+    custom = _CUSTOM.fullmatch(name)
+    if custom is None:
+        known = f"There are {', '.join(SHAPES)}; or HIDDENxWIDTH/EXPERTS/TOP_K, as in 2048x768/128/8."
+        raise UsageError(f"There is no shape {name}.", f"{did_you_mean(name, SHAPES)} {known}".strip())
+    hidden, width, experts, top_k = map(int, custom.groups())
+    if not (hidden and width and 1 <= top_k <= experts):
+        raise UsageError(
+            f"The shape {name} cannot be.",
+            "Sizes are at least 1, and a token has at most as many experts as there are.",
+        )
+    return Shape(name, hidden, width, experts, top_k)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_TOKENS:
+        raise UsageError(
+            f"{text} is no number of tokens.", f"Give numbers from 1 to {_MOST_TOKENS}, as in --tokens 1,4,128."
+        )
+    return int(text)

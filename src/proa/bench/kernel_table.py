@@ -1,0 +1,63 @@
+"""Cells of the kernel bench as tables for people. Never: figures that are not in the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from proa.bench.kernel_ceilings import Ceilings
+from proa.bench.kernels import Cell, RunFacts
+from proa.obs.units import format_bytes
+
+_COLUMNS = ("tokens", "us", "GB/s", "GFLOP/s", "bound", "of the roof", "RAM GB/s before, after")
+
+
+def render_start(run: RunFacts, isa: str, ceilings: Ceilings) -> Group:
+    """The machine and its limits."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    rates = ", ".join(f"{rate:.1f} with {count}" for count, rate in ceilings.read_gbytes_per_s.items())
+    table.add_row("kernels", f"{isa} ({run.isa_reason})" if run.isa_reason else isa)
+    table.add_row("threads", str(run.threads))
+    table.add_row("RAM reads", f"{rates} threads, GB/s")
+    table.add_row("products", f"{ceilings.peak_gflops:.0f} GFLOP/s on registers alone")
+    table.add_row("empty dispatch", f"{ceilings.dispatch_us:.2f} us")
+    origin = f"{run.cpu}; proa {run.version}" + (f" ({run.commit})" if run.commit else "") + f"; {run.date}"
+    notes = (Text(f"note: {note}") for note in run.notes)
+    return Group(table, *notes, Text(origin, style="dim"), Text())
+
+
+def render_cells(cells: Sequence[Cell]) -> Group:
+    """Cells of one format and shape."""
+    first = cells[0]
+    title = (
+        f"{first.format}, {first.shape}: {first.experts} experts of {first.hidden} x {first.width}, top {first.top_k}"
+    )
+    layers = "1 layer" if first.layers == 1 else f"{first.layers} layers"
+    memory = f"{format_bytes(first.weights_bytes)} in {layers} on {first.pages} pages"
+    table = Table(*_COLUMNS, box=box.SIMPLE, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for cell in cells:
+        reads = f"{cell.before.read_gbytes_per_s:.1f}, {cell.after.read_gbytes_per_s:.1f}"
+        share = Text(f"{100 * cell.roof_share:.1f} %", style="bold")
+        table.add_row(
+            str(cell.tokens),
+            _number(cell.us),
+            _number(cell.gbytes_per_s),
+            _number(cell.gflops),
+            cell.bound,
+            share,
+            reads,
+        )
+    return Group(
+        Text(title, style="bold"), Text(memory, style="dim"), *(Text(f"note: {note}") for note in first.notes), table
+    )
+
+
+def _number(value: float) -> str:
+    """Three significant digits; large numbers whole."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

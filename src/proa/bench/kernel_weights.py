@@ -1,0 +1,217 @@
+"""Random experts in packed form, many gigabytes in seconds. Never: checkpoints, timing.
+
+A few dozen panels are made of random codes with scales that give weights of variance 1 / columns, packed like a
+checkpoint's, and repeated: no kernel's time depends on the values, as long as none is subnormal, infinite or NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from proa.bench.kernel_cases import Shape, WeightFormat
+from proa.machine.topology import UNBOUND, Team
+from proa.native.arena import Arena
+from proa.native.formats import Format, Layout, Source, layout, pack
+from proa.native.weights import Activation, Experts, Matrix, Piece
+
+PANEL_ROWS = 16
+TEMPLATE_PANELS = 61  # a prime: neighbouring experts differ
+_BLOCK_GROUPS = {Format.Q4_K: 8, Format.Q6_K: 16}
+_HALF_SCALES = (Format.INT8_F16, Format.INT4_F16, Format.UINT4_F16)
+_BF16_SCALES = (Format.INT4_BF16, Format.UINT4_BF16)
+_E8M0_BIAS = 127
+
+Array = npt.NDArray[np.generic]
+
+
+def layouts(of: WeightFormat, shape: Shape) -> tuple[Layout, Layout]:
+    """Of one expert: gate and up, whose panels alternate; and down."""
+    panels = -(-shape.width // PANEL_ROWS)
+    up = layout(of.form, 2 * panels * PANEL_ROWS, shape.hidden, of.group)
+    return up, layout(of.form, shape.hidden, shape.width, of.group)
+
+
+def expert_bytes(of: WeightFormat, shape: Shape) -> int:
+    """Packed bytes that one expert's product reads, scales and padding included."""
+    return sum(one.matrix_bytes for one in layouts(of, shape))
+
+
+class ExpertLayers:
+    """`count` layers of experts in RAM, their panels sliced over the teams in proportion to their CPUs.
+
+    Raises ResourceError if memory is short.
+    """
+
+    def __init__(self, of: WeightFormat, shape: Shape, count: int, teams: Sequence[Team]) -> None:
+        rng = np.random.default_rng(0)
+        parts = [
+            _Part(one, team_shares(one.panels, teams, unit), shape.experts, random_panels(of, one.columns, rng))
+            for one, unit in zip(layouts(of, shape), (2, 1), strict=True)
+        ]
+        self._arenas = [_arena(team, count * sum(p.team_bytes(i) for p in parts)) for i, team in enumerate(teams)]
+        self.nbytes = sum(arena.nbytes for arena in self._arenas)
+        used = [0] * len(teams)
+        self.layers: list[Experts] = []
+        for _ in range(count):
+            up, down = (part.place(self._arenas, used) for part in parts)
+            self.layers.append(Experts(up, down, Activation.SILU))
+
+    @property
+    def pages(self) -> str:
+        """On what pages the weights lie: "hugetlb", "shmem-huge", ...; several if the teams' memory differs."""
+        return ", ".join(sorted({arena.info.pages for arena in self._arenas}))
+
+    def close(self) -> None:
+        """Give the memory back; the layers must not be used any more."""
+        self.layers.clear()
+        for arena in self._arenas:
+            arena.close()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of an expert's two matrices: team i holds panels [cuts[i], cuts[i + 1]) of each expert's."""
+
+    layout: Layout
+    cuts: Sequence[int]
+    experts: int
+    template: npt.NDArray[np.uint8]
+
+    def slice_bytes(self, team: int) -> int:
+        return (self.cuts[team + 1] - self.cuts[team]) * self.layout.panel_bytes
+
+    def team_bytes(self, team: int) -> int:
+        return self.experts * self.slice_bytes(team)
+
+    def place(self, arenas: Sequence[Arena], used: list[int]) -> Matrix:
+        """Fill the next bytes of every team's arena, and count them as used."""
+        pieces = []
+        for team, arena in enumerate(arenas):
+            nbytes = self.team_bytes(team)
+            pieces.append(Piece(self.cuts[team], arena.data + used[team], self.slice_bytes(team), nbytes))
+            _fill(arena, used[team], nbytes, self.template)
+            used[team] += nbytes
+        return Matrix(self.layout, pieces, self.experts)
+
+
+def team_shares(panels: int, teams: Sequence[Team], unit: int) -> list[int]:
+    """Where each team's panels begin, and the end: multiples of `unit`, in proportion to the teams' CPUs."""
+    cpus, units = [len(team.cpus) for team in teams], panels // unit
+    return [units * sum(cpus[:i]) // sum(cpus) * unit for i in range(len(teams))] + [panels]
+
+
+def _arena(team: Team, nbytes: int) -> Arena:
+    return Arena(max(nbytes, 1), None if team.node == UNBOUND else team.node)
+
+
+def _fill(arena: Arena, offset: int, nbytes: int, template: npt.NDArray[np.uint8]) -> None:
+    """Repeat the template over a part of the arena."""
+    to = np.frombuffer(arena.view(offset, nbytes), np.uint8)
+    for begin in range(0, nbytes, template.size):
+        to[begin : begin + template.size] = template[: nbytes - begin]
+
+
+# ---- random codes and scales
+
+
+@dataclass
+class _Rows:
+    """What proa_pack reads; arrays stay alive as long as this."""
+
+    arrays: dict[str, Array] = field(default_factory=dict)
+    scale_rows: int = 1
+    factor: float = 1.0
+
+    def source(self) -> Source:
+        def address(name: str) -> int | None:
+            return self.arrays[name].ctypes.data if name in self.arrays else None
+
+        def stride(name: str) -> int:
+            return self.arrays[name].strides[0] if name in self.arrays else 0
+
+        return Source(
+            address("codes"), stride("codes"), address("scales"), stride("scales"), self.scale_rows,
+            address("mins"), address("block_scales"), address("block_mins"), stride("block_scales"), self.factor,
+        )  # fmt: skip
+
+
+def random_panels(of: WeightFormat, columns: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """TEMPLATE_PANELS packed panels [bytes] of weights with variance about 1 / columns."""
+    rows = TEMPLATE_PANELS * PANEL_ROWS
+    made = _random_rows(of, rows, columns, rng)
+    to = layout(of.form, rows, columns, of.group)
+    out = np.zeros(to.matrix_bytes, np.uint8)
+    pack(to, made.source(), rows, 1, out.ctypes.data, out.nbytes)
+    return out
+
+
+def _random_rows(of: WeightFormat, rows: int, columns: int, rng: np.random.Generator) -> _Rows:
+    made = _Rows()
+    if of.form in (Format.BF16, Format.FP16):
+        values = rng.standard_normal((rows, columns), np.float32) / np.float32(math.sqrt(columns))
+        made.arrays["codes"] = bf16_bits(values) if of.form is Format.BF16 else values.astype(np.float16)
+        return made
+    codes, root_mean_square = _random_codes(of.form, (rows, columns), rng)
+    made.arrays["codes"] = codes
+    blocks = _BLOCK_GROUPS.get(of.form, 1)
+    groups = -(-columns // (of.group * blocks)) * blocks if of.group else 1
+    _add_scales(of.form, made, 1 / (root_mean_square * math.sqrt(columns)), (rows, groups), rng)
+    return made
+
+
+def _random_codes(form: Format, size: tuple[int, int], rng: np.random.Generator) -> tuple[Array, float]:
+    """Codes, one a byte, and the root of the mean square of the values that they stand for."""
+    match form:
+        case Format.FP8_ROW | Format.FP8_PANEL | Format.MXFP8:
+            codes = rng.integers(0, 256, size, np.uint8)
+            codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+            return codes, 99.7
+        case Format.INT8_F32 | Format.INT8_F16:
+            return rng.integers(0, 256, size, np.uint8), 73.9
+        case Format.NVFP4 | Format.MXFP4:
+            return rng.integers(0, 16, size, np.uint8), 2.93
+        case Format.Q6_K:
+            return rng.integers(0, 64, size, np.uint8), 18.5
+    return rng.integers(0, 16, size, np.uint8), 4.61  # around their middle
+
+
+def _add_scales(form: Format, to: _Rows, scale: float, size: tuple[int, int], rng: np.random.Generator) -> None:
+    """Scales of `size` [rows, groups] around `scale`, and minimums that put the codes' middle at zero."""
+    a = to.arrays
+    values = scale * rng.uniform(0.75, 1.25, size)
+    match form:
+        case Format.MXFP8 | Format.MXFP4:
+            a["scales"] = (_E8M0_BIAS + round(math.log2(scale)) + rng.integers(-1, 2, size)).astype(np.uint8)
+        case Format.NVFP4:
+            a["scales"] = rng.integers(0x34, 0x3D, size, np.uint8)  # e4m3 from 0.75 to 1.5
+            to.factor = scale
+        case Format.FP8_PANEL:
+            to.scale_rows = 128
+            a["scales"] = values[: -(-size[0] // 128)].astype(np.float32)
+        case Format.Q4_K:
+            a["scales"] = a["mins"] = rng.integers(36, 61, size, np.uint8)
+            a["block_scales"] = (values[:, ::8] / 48).astype(np.float16)
+            a["block_mins"] = (a["block_scales"] * np.float16(7.5)).astype(np.float16)
+        case Format.Q6_K:
+            a["scales"] = rng.integers(48, 81, size, np.uint8)
+            a["block_scales"] = (values[:, ::16] / 64).astype(np.float16)
+        case _:
+            a["scales"] = _stored(form, values)
+            if form in (Format.UINT4_F32, Format.UINT4_F16, Format.UINT4_BF16):
+                a["mins"] = _stored(form, -7.5 * values)
+
+
+def _stored(form: Format, values: npt.NDArray[np.float64]) -> Array:
+    if form in _HALF_SCALES:
+        return values.astype(np.float16)
+    return bf16_bits(values.astype(np.float32)) if form in _BF16_SCALES else values.astype(np.float32)
+
+
+def bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Finite float32 -> bits of bfloat16, to nearest, ties away from zero."""
+    return ((np.ascontiguousarray(values).view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)

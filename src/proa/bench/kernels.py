@@ -1,0 +1,211 @@
+"""How near do the CPU's expert kernels come to what the machine can do? Never: models, layout of tables.
+
+A cell is a format, a shape and a number of tokens: the routed experts of a layer, called again and again with other
+experts of other layers, so that weights come from memory and not from a cache. Limits are measured before and after it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from proa.bench.kernel_cases import Shape, WeightFormat
+from proa.bench.kernel_ceilings import CeilingMeter, Ceilings, Rates
+from proa.bench.kernel_plan import KernelOptions, KernelPlan, PlannedShape, plan_kernels
+from proa.bench.kernel_weights import ExpertLayers, bf16_bits, expert_bytes
+from proa.bench.result import busy_notes, commit
+from proa.bench.timing import percentile
+from proa.errors import NativeError
+from proa.machine.probe import probe
+from proa.machine.topology import Team, teams
+from proa.native.ceilings import Routings, Trial
+from proa.native.pool import Pool
+from proa.native.weights import Rows
+from proa.obs.version import proa_version
+
+LEAST_CALLS, MOST_CALLS = 5, 20_000
+_BATCH_S = 0.25  # of calls between two looks at the keyboard
+_ROUTED_TOKENS = 4096  # over all routings of a cell
+_UNWRITTEN = 0xFFFF  # a NaN
+_EXPONENT = 0x7F80  # of bfloat16: all bits set in infinities and NaNs
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What all cells of a run share."""
+
+    cpu: str
+    threads: int
+    isa_reason: str  # why no better instruction set
+    version: str
+    commit: str | None
+    date: str  # UTC, ISO 8601
+    notes: tuple[str, ...]
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One format, shape and number of tokens. Rates are decimal, shares fractions of 1."""
+
+    format: str
+    shape: str
+    tokens: int
+    us: float  # of a call, the median
+    us_p10: float
+    us_p90: float
+    gbytes_per_s: float  # packed weights of the experts that a call touches
+    gflops: float
+    bound: str  # "memory" or "compute": which limit is nearer
+    roof_us: float  # at that limit
+    roof_share: float
+    isa: str
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    layers: int
+    touched_experts: float  # by a call, the mean
+    weights_bytes: int  # of all layers
+    pages: str
+    calls: int
+    redone_tasks: int  # because a worker was off its core: then the machine was not quiet
+    before: Rates
+    after: Rates
+    notes: tuple[str, ...]
+    ceilings: Ceilings
+    run: RunFacts
+
+    def json(self) -> str:
+        """One line."""
+        return msgspec.json.encode(self).decode()
+
+
+class Batch:
+    """Tokens, routed uniformly to distinct experts: the same for every format, and in every run."""
+
+    def __init__(self, shape: Shape, tokens: int) -> None:
+        rng = np.random.default_rng(tokens)
+        count = min(max(_ROUTED_TOKENS // tokens, 2), 256)
+        order = rng.random((count, tokens, shape.experts), np.float32).argpartition(shape.top_k - 1)
+        self.ids = np.ascontiguousarray(order[..., : shape.top_k], np.int32)
+        weights = rng.random(self.ids.shape, np.float32) + np.float32(0.1)
+        self.weights = weights / weights.sum(-1, keepdims=True)
+        self.x = bf16_bits(rng.standard_normal((tokens, shape.hidden), np.float32))
+        self.y = np.full_like(self.x, _UNWRITTEN)
+        self.touched = np.array([len(np.unique(ids)) for ids in self.ids])
+
+    def trial(self, pool: Pool, weights: ExpertLayers) -> Trial:
+        count, tokens, top_k = self.ids.shape
+        routings = Routings(self.ids.ctypes.data, self.weights.ctypes.data, count, tokens, top_k)
+        x, y = (Rows(rows.ctypes.data, rows.shape[1]) for rows in (self.x, self.y))
+        return Trial(pool, weights.layers, routings, x, y)
+
+    def result(self, trial: Trial) -> bytes:
+        """Of call 0. Raises NativeError unless every value is written and finite."""
+        self.y.fill(_UNWRITTEN)
+        trial.run(0, 1)
+        if ((self.y & _EXPONENT) == _EXPONENT).any() or not self.y.any():
+            raise NativeError("The experts' result is not finite, or zero.", "Report this as a bug.")
+        return self.y.tobytes()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A plan with its threads, and the limits measured."""
+
+    plan: KernelPlan
+    run: RunFacts
+    pool: Pool
+    teams: Sequence[Team]
+    meter: CeilingMeter
+
+    def cells(self) -> Iterator[Cell]:
+        """Shape by shape, format by format. Raises NativeError if two equal calls give different results."""
+        for planned in self.plan.shapes:
+            for of in self.plan.formats:
+                count = self.plan.layers(of, planned.shape)
+                with closing(ExpertLayers(of, planned.shape, count, self.teams)) as weights:
+                    for tokens in self.plan.tokens:
+                        yield self._cell(of, planned, weights, tokens)
+
+    def _cell(self, of: WeightFormat, planned: PlannedShape, weights: ExpertLayers, tokens: int) -> Cell:
+        shape = planned.shape
+        batch = Batch(shape, tokens)
+        trial = batch.trial(self.pool, weights)
+        first = batch.result(trial)
+        estimate_s, redone = min(trial.run(1, 2)), self.pool.redone()
+        before = self.meter.now()
+        times = _timed(trial, estimate_s, self.plan.seconds)
+        after = self.meter.now()
+        redone = self.pool.redone() - redone
+        if batch.result(trial) != first:
+            raise NativeError(
+                f"{of.name}, {shape.name}, {tokens} tokens: the same call gave two different results.",
+                "The figures are worthless; report this as a bug.",
+            )
+        touched = float(np.mean(batch.touched[np.arange(3, 3 + len(times)) % len(batch.touched)]))
+        us, nbytes = 1e6 * median(times), touched * expert_bytes(of, shape)
+        flops = 2.0 * tokens * shape.top_k * shape.expert_parameters
+        bound, roof_us = roof(nbytes, flops, before, after)
+        return Cell(
+            format=of.name, shape=shape.name, tokens=tokens, us=us, us_p10=1e6 * percentile(times, 10),
+            us_p90=1e6 * percentile(times, 90), gbytes_per_s=nbytes / us / 1e3, gflops=flops / us / 1e3,
+            bound=bound, roof_us=roof_us, roof_share=roof_us / us, isa=self.pool.isa, hidden=shape.hidden,
+            width=shape.width, experts=shape.experts, top_k=shape.top_k, layers=len(weights.layers),
+            touched_experts=touched, weights_bytes=weights.nbytes, pages=weights.pages, calls=len(times),
+            redone_tasks=redone, before=before, after=after,
+            notes=(*planned.notes, *self.plan.cache_notes(weights.nbytes)), ceilings=self.meter.start, run=self.run,
+        )  # fmt: skip
+
+
+def roof(nbytes: float, flops: float, before: Rates, after: Rates) -> tuple[str, float]:
+    """Which limit is nearer, and the microseconds at that limit; a limit is the mean of both measurements."""
+    memory_us = nbytes / (before.read_gbytes_per_s + after.read_gbytes_per_s) * 2 / 1e3
+    compute_us = flops / (before.peak_gflops + after.peak_gflops) * 2 / 1e3
+    return ("memory", memory_us) if memory_us >= compute_us else ("compute", compute_us)
+
+
+@contextmanager
+def open_bench(options: KernelOptions) -> Iterator[Bench]:
+    """Check the options, start the threads, measure the limits. Raises UsageError, ResourceError, NativeError."""
+    notes = busy_notes(os.getloadavg()[0], probe().usable_cores)
+    machine = probe()
+    plan = plan_kernels(options, machine)
+    of_teams = teams(machine, plan.threads)
+    own, *others = of_teams[0].cpus
+    with (
+        Pool([others, *(team.cpus for team in of_teams[1:])], isa=plan.isa) as pool,
+        _bound_to(own),
+        closing(CeilingMeter(pool, of_teams, machine)) as meter,
+    ):
+        run = RunFacts(
+            cpu=machine.cpu, threads=pool.threads, isa_reason=plan.isa_reason, version=proa_version(),
+            commit=commit(), date=datetime.now(UTC).isoformat(timespec="seconds"), notes=notes,
+        )  # fmt: skip
+        yield Bench(plan, run, pool, of_teams, meter)
+
+
+@contextmanager
+def _bound_to(cpu: int) -> Iterator[None]:
+    """The calling thread works along: it must not share a core with another worker."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {cpu})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _timed(trial: Trial, estimate_s: float, seconds: float) -> list[float]:
+    """Seconds of each of as many calls as take about `seconds`."""
+    wanted = min(max(int(seconds / estimate_s), LEAST_CALLS), MOST_CALLS)
+    at_once = max(1, int(_BATCH_S / estimate_s))
+    times: list[float] = []
+    while len(times) < wanted:
+        times += trial.run(3 + len(times), min(at_once, wanted - len(times)))
+    return times

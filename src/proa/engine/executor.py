@@ -1,0 +1,156 @@
+"""Runs a step's rows through a model: eagerly, op by op, or as a recorded program. Belongs here: getting a step's
+facts to where the model looks for them. Never: requests, sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from proa.layers.decoder import Decoder
+from proa.layers.rope import cos_sin, is_dynamic
+from proa.layers.step import Step
+from proa.models.spec import Model, Rope
+from proa.ops.cpu import Recorder
+from proa.ops.table import AttentionBatch, KvPages, batch_of
+
+# Steps up to this many tokens are bound by reading weights, longer ones by arithmetic: each has its thread count.
+FEW_TOKENS = 8
+# Angles of all positions are kept up to this context (16 MiB for 64 pairs), beyond it each step computes its own.
+KEPT_POSITIONS = 1 << 15
+
+
+@dataclass(frozen=True)
+class Span:
+    """A sequence's part of a step: `tokens` at positions from `start` on; `pages` hold all of it."""
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    num_prompt: int
+
+
+class Executor(Protocol):
+    spec: Model
+
+    def forward(self, sequences: Sequence[Span]) -> Tensor:
+        """Hidden states after the last block of all rows [T, hidden], valid until the next call. Writes K and V."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of hidden states [R, hidden] -> float32 [R, vocab], valid until the next call."""
+
+
+class EagerExecutor:
+    """Calls the model; whatever its ops are, they compute when called."""
+
+    def __init__(self, model: Decoder, caches: tuple[KvPages, ...], page_tokens: int) -> None:
+        self.spec = model.spec
+        self._model, self._caches, self._page_tokens = model, caches, page_tokens
+        self._ropes = {block.mixer.rope for block in model.spec.blocks}
+        self.decode_threads = self.prefill_threads = torch.get_num_threads()
+
+    def forward(self, sequences: Sequence[Span]) -> Tensor:
+        tokens = torch.tensor([t for s in sequences for t in s.tokens])
+        torch.set_num_threads(self.decode_threads if len(tokens) <= FEW_TOKENS else self.prefill_threads)
+        kv_lens = [s.start + len(s.tokens) for s in sequences]
+        batch = batch_of([len(s.tokens) for s in sequences], kv_lens, [s.pages for s in sequences], self._page_tokens)
+        positions, lengths = positions_of(sequences)
+        angles = {rope: cos_sin(rope, positions, lengths) for rope in self._ropes}
+        return self._model(tokens, Step(batch, angles, self._caches))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+
+def positions_of(sequences: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    """Of all rows, int64 [T]: the position, and the length that dynamic angles are made for."""
+    positions = torch.cat([torch.arange(s.start, s.start + len(s.tokens)) for s in sequences])
+    prompts = torch.cat([torch.full((len(s.tokens),), s.num_prompt) for s in sequences])
+    return positions, torch.maximum(prompts, positions + 1)
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What a recorded program is made for."""
+
+    rows: int
+    sequences: int
+    context_tokens: int
+    page_tokens: int
+    head_rows: int
+
+
+class RecordedExecutor:
+    """Records the model's ops once, over buffers for the largest step, and replays them."""
+
+    def __init__(self, model: Decoder, recorder: Recorder, caches: tuple[KvPages, ...], limits: StepLimits) -> None:
+        self.spec = model.spec
+        self._keep = model, recorder, caches  # the program has the addresses of what they own
+        self._program, self._limits, self._cache_pages = recorder.program, limits, len(caches[0].keys)
+        self._most_pages = -(-limits.context_tokens // limits.page_tokens)
+        rows = limits.rows
+        self._tokens, self._slots = (recorder.keep(torch.zeros(rows, dtype=torch.int64)) for _ in range(2))
+        self._page_table = torch.zeros(limits.sequences, self._most_pages, dtype=torch.int32)
+        self._angles = {
+            rope: _Angles(rope, rows, limits.context_tokens, recorder)
+            for rope in {block.mixer.rope for block in model.spec.blocks}
+        }
+        step = Step(AttentionBatch((), (), (), self._slots), {rope: a.now for rope, a in self._angles.items()}, caches)
+        with torch.inference_mode():
+            self._hidden = model(self._tokens, step)
+            self._body = len(self._program)
+            recorder.end_blocks(limits.head_rows)
+            self._head_input = recorder.new(model.spec.hidden)
+            self._logits = model.logits(self._head_input)
+        self._end = len(self._program)
+
+    def forward(self, sequences: Sequence[Span]) -> Tensor:
+        q_lens = torch.tensor([len(s.tokens) for s in sequences], dtype=torch.int32)
+        kv_lens = torch.tensor([s.start + len(s.tokens) for s in sequences], dtype=torch.int32)
+        rows = int(q_lens.sum())
+        positions, lengths = positions_of(sequences)
+        for i, s in enumerate(sequences):
+            self._page_table[i, : len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
+        owner = torch.repeat_interleave(torch.arange(len(sequences)), q_lens)
+        page_tokens = self._limits.page_tokens
+        pages = self._page_table[owner, positions // page_tokens]
+        self._tokens[:rows] = torch.tensor([t for s in sequences for t in s.tokens])
+        self._slots[:rows] = pages.long() * page_tokens + positions % page_tokens
+        for angles in self._angles.values():
+            angles.fill(positions, lengths)
+        self._program.set_batch(
+            len(sequences), q_lens.data_ptr(), kv_lens.data_ptr(), self._page_table.data_ptr(), self._most_pages,
+            self._cache_pages, page_tokens,
+        )  # fmt: skip
+        self._program.run(0, self._body, rows)
+        return self._hidden[:rows]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        rows = len(hidden)
+        self._head_input[:rows] = hidden
+        self._program.run(self._body, self._end, rows)
+        return self._logits[:rows]
+
+
+class _Angles:
+    """cos and sin of one rotary: of the step's rows, and of all positions where those are fixed and few."""
+
+    def __init__(self, rope: Rope, rows: int, context_tokens: int, recorder: Recorder) -> None:
+        self._rope = rope
+        fixed = not is_dynamic(rope) and context_tokens <= KEPT_POSITIONS
+        every = torch.arange(context_tokens)
+        self._table = cos_sin(rope, every, every + 1) if fixed else None
+        shape = (rows, rope.dim // 2)
+        self.now = (recorder.keep(torch.zeros(shape)), recorder.keep(torch.zeros(shape)))
+
+    def fill(self, positions: Tensor, lengths: Tensor) -> None:
+        if self._table is None:
+            for now, value in zip(self.now, cos_sin(self._rope, positions, lengths), strict=True):
+                now[: len(positions)] = value
+        else:
+            for now, table in zip(self.now, self._table, strict=True):
+                torch.index_select(table, 0, positions, out=now[: len(positions)])

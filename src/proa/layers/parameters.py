@@ -1,0 +1,9 @@
+"""Names of parameters, put together layer by layer."""
+
+from __future__ import annotations
+
+from proa.ops.table import Parameters
+
+
+def prefixed(prefix: str, parameters: Parameters) -> Parameters:
+    return ((f"{prefix}.{name}", target) for name, target in parameters)

@@ -1,0 +1,151 @@
+"""Recorded programs: a step's operations over buffers that stay, replayed in one call. Never: what the buffers mean."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+
+from proa.native.library import Signatures, library
+from proa.native.pool import Pool
+from proa.native.weights import Experts, Matrix, Rows
+
+
+class _KvPages(ctypes.Structure):
+    _fields_ = [
+        ("keys", c_void_p), ("values", c_void_p), ("pages", c_int64), ("page_tokens", c_int64), ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+    ]  # fmt: skip
+
+
+_SIGNATURES: Signatures = {
+    "proa_program_create": (c_void_p, c_int64, c_int64, c_int64, POINTER(c_void_p)),
+    "proa_program_destroy": (c_void_p,),
+    "proa_program_size": (c_void_p, POINTER(c_int64)),
+    "proa_program_set_batch": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64),
+    "proa_program_run": (c_void_p, c_int64, c_int64, c_int64, c_int),
+    "proa_program_add_embed": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64),
+    "proa_program_add_rms_norm": (
+        c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int64,
+    ),
+    "proa_program_add_add": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64),
+    "proa_program_add_gated_add": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
+    "proa_program_add_rotary": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int),
+    "proa_program_add_route": (
+        c_void_p, c_void_p, c_int64, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p,
+    ),
+    "proa_program_add_write_kv": (
+        c_void_p, POINTER(_KvPages), c_void_p, c_int64, c_void_p, c_int64, c_void_p,
+    ),
+    "proa_program_add_attention": (
+        c_void_p, POINTER(_KvPages), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float, c_void_p,
+    ),
+    "proa_program_add_linear": (
+        c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int,
+    ),
+    "proa_program_add_moe": (
+        c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64,
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def _native() -> ctypes.CDLL:
+    return library().bind(_SIGNATURES)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One layer's KV pages: bfloat16 [pages, page_tokens, kv_heads, head_dim] each at an address."""
+
+    keys: int
+    values: int
+    pages: int
+    page_tokens: int
+    kv_heads: int
+    head_dim: int
+
+    def struct(self) -> _KvPages:
+        return _KvPages(self.keys, self.values, self.pages, self.page_tokens, self.kv_heads, self.head_dim)
+
+
+class Program:
+    """Operations on bfloat16 rows; each `add_` function appends one and raises ValueError if it cannot be.
+
+    Buffers are addresses: whoever adds keeps them, and the weights, alive as long as the program.
+    """
+
+    def __init__(self, pool: Pool, most_rows: int, most_sequences: int, most_pages: int) -> None:
+        self._pool = pool  # lives at least as long
+        self._handle = c_void_p()
+        _native().proa_program_create(pool.handle, most_rows, most_sequences, most_pages, ctypes.byref(self._handle))
+        self._keep: list[object] = []
+        weakref.finalize(self, _native().proa_program_destroy, self._handle)
+
+    def __len__(self) -> int:
+        size = c_int64()
+        _native().proa_program_size(self._handle, ctypes.byref(size))
+        return size.value
+
+    def set_batch(
+        self, sequences: int, q_lens: int, kv_lens: int, pages: int, stride: int, cache_pages: int, page_tokens: int
+    ) -> None:
+        """int32 arrays at addresses: q_lens and kv_lens [sequences], pages [sequences] rows `stride` apart."""
+        _native().proa_program_set_batch(
+            self._handle, sequences, q_lens, kv_lens, pages, stride, cache_pages, page_tokens
+        )
+
+    def run(self, first: int, end: int, rows: int, lane: int = 0) -> None:
+        """Operations first to end for `rows` rows. Raises ValueError for ids or slots out of range, NativeError."""
+        _native().proa_program_run(self._handle, first, end, rows, lane)
+
+    def add_embed(self, tokens: int, table: int, vocab: int, width: int, out: Rows) -> None:
+        _native().proa_program_add_embed(self._handle, tokens, table, vocab, width, out.address, out.stride)
+
+    def add_rms_norm(self, x: Rows, weight: int, groups: int, width: int, eps: float, out: Rows) -> None:
+        _native().proa_program_add_rms_norm(
+            self._handle, x.address, x.stride, None, 0, weight, groups, width, eps, out.address, out.stride
+        )
+
+    def add_add(self, x: Rows, y: Rows, width: int) -> None:
+        _native().proa_program_add_add(self._handle, x.address, x.stride, y.address, y.stride, width)
+
+    def add_gated_add(self, x: Rows, gate: Rows, y: Rows, width: int) -> None:
+        _native().proa_program_add_gated_add(
+            self._handle, x.address, x.stride, gate.address, gate.stride, y.address, y.stride, width
+        )
+
+    def add_rotary(self, x: Rows, cos: int, sin: int, heads: int, head_dim: int, half: int, interleaved: bool) -> None:
+        _native().proa_program_add_rotary(
+            self._handle, x.address, x.stride, cos, sin, heads, head_dim, half, interleaved
+        )
+
+    def add_route(self, logits: Rows, experts: int, top_k: int, renormalise: bool, ids: int, weights: int) -> None:
+        _native().proa_program_add_route(
+            self._handle, logits.address, logits.stride, logits.wide, experts, top_k, renormalise, ids, weights
+        )
+
+    def add_write_kv(self, cache: Cache, keys: Rows, values: Rows, slots: int) -> None:
+        _native().proa_program_add_write_kv(
+            self._handle, cache.struct(), keys.address, keys.stride, values.address, values.stride, slots
+        )
+
+    def add_attention(self, cache: Cache, q: Rows, out: Rows, heads: int, scale: float, window: int | None) -> None:
+        _native().proa_program_add_attention(
+            self._handle, cache.struct(), q.address, q.stride, out.address, out.stride, heads, window or 0, scale, None
+        )
+
+    def add_linear(self, weights: Matrix, x: Rows, y: Rows, outputs: int, bias: int = 0) -> None:
+        self._keep.append(weights)
+        _native().proa_program_add_linear(
+            self._handle, weights.handle, outputs, bias or None, x.address, x.stride, y.address, y.stride, y.wide
+        )
+
+    def add_moe(self, experts: Experts, x: Rows, y: Rows, ids: int = 0, weights: int = 0, top_k: int = 0) -> None:
+        """Without ids all rows go to the only expert."""
+        self._keep.append(experts)
+        _native().proa_program_add_moe(
+            self._handle, experts.handle, top_k, ids or None, weights or None, x.address, x.stride, y.address, y.stride
+        )

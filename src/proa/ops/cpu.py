@@ -1,0 +1,319 @@
+"""The native ops of the CPU: bfloat16 activations, packed weights. They do not compute when called, they record: every
+call appends an operation over buffers that stay, and engine/executor.py replays the whole step. Never: maths.
+
+Values that a layer sees are tensors of as many rows as a step may have; a run works on as many as the step has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from proa.native.pool import Pool
+from proa.native.program import Cache, Program
+from proa.native.weights import Activation, Experts, Rows
+from proa.ops.packed import PANEL_ROWS, BothSink, Memory, RowSink, Stack
+from proa.ops.table import AttentionBatch, KvPages, Ops, Parameters, Sink
+
+
+def rows_of(x: Tensor) -> Rows:
+    """A tensor [T, ...] whose rows are whole: bfloat16, or float32 as an output or logits."""
+    inner = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if size != 1 and stride != inner:
+            raise ValueError(f"rows of shape {tuple(x.shape)} and strides {x.stride()} are not whole")
+        inner *= size
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"rows are bfloat16 or float32, not {x.dtype}")
+    return Rows(x.data_ptr(), x.stride(0), x.dtype is torch.float32)
+
+
+class Recorder:
+    """The program, and the buffers its operations write.
+
+    Within a block of layers every output has its own buffer; the next block uses them again.
+    """
+
+    def __init__(self, pool: Pool, memory: Memory, rows: int, sequences: int, pages: int) -> None:
+        self.memory = memory
+        self.program = Program(pool, rows, sequences, pages)
+        self.rows = rows
+        self._buffers: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._kept: list[Tensor] = []  # everything that the program has the address of
+        self._next = 0
+        self._in_block = False
+
+    def new_block(self) -> None:
+        self._next, self._in_block = 0, True
+
+    def end_blocks(self, rows: int) -> None:
+        """What follows keeps its buffers, and has at most `rows` rows."""
+        self._in_block, self.rows = False, rows
+
+    def new(self, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        key = (self._next, width, dtype)
+        self._next += 1
+        if self._in_block and key in self._buffers:
+            return self._buffers[key]
+        buffer = self.keep(torch.zeros(self.rows, width, dtype=dtype))
+        if self._in_block:
+            self._buffers[key] = buffer
+        return buffer
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self._kept.append(tensor)
+        return tensor
+
+
+class CpuOps:
+    """Implements the functions of ops/table.py by recording."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._to = recorder
+
+    def table(self) -> Ops:
+        return Ops(
+            maps=CpuMaps(self._to),
+            new_block=self._to.new_block,
+            rms_norm=self.rms_norm,
+            rotary=self.rotary,
+            add=self.add,
+            gated_add=self.gated_add,
+            route=self.route,
+            write_kv=self.write_kv,
+            attention=self.attention,
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        groups, width = (x.shape[1], x.shape[2]) if x.dim() == 3 else (1, x.shape[1])
+        out = self._to.new(groups * width)
+        self._to.program.add_rms_norm(rows_of(x), weight.data_ptr(), groups, width, eps, rows_of(out))
+        return out.view(x.shape)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        """In place."""
+        heads, dim = x.shape[1:]
+        self._to.program.add_rotary(rows_of(x), cos.data_ptr(), sin.data_ptr(), heads, dim, cos.shape[1], interleaved)
+        return x
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        self._to.program.add_add(rows_of(x), rows_of(y), x.shape[1])
+        return x
+
+    def gated_add(self, x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
+        self._to.program.add_gated_add(rows_of(x), rows_of(gate), rows_of(y), x.shape[1])
+        return x
+
+    def route(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        ids, weights = self._to.new(top_k, torch.int32), self._to.new(top_k, torch.float32)
+        self._to.program.add_route(
+            rows_of(logits), logits.shape[1], top_k, renormalise, ids.data_ptr(), weights.data_ptr()
+        )
+        return ids, weights
+
+    def write_kv(self, keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
+        self._to.program.add_write_kv(_cache(cache), rows_of(keys), rows_of(values), slots.data_ptr())
+
+    def attention(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
+        """`batch` is not looked at: the executor tells the program each step's."""
+        heads, dim = q.shape[1:]
+        out = self._to.new(heads * dim)
+        self._to.program.add_attention(_cache(cache), rows_of(q), rows_of(out), heads, scale, window)
+        return out.view(q.shape)
+
+
+def _cache(cache: KvPages) -> Cache:
+    pages, page_tokens, heads, dim = cache.keys.shape
+    return Cache(cache.keys.data_ptr(), cache.values.data_ptr(), pages, page_tokens, heads, dim)
+
+
+class CpuLinear:
+    """Parts are one packed matrix if they have one format and begin at whole panels, else a matrix each."""
+
+    def __init__(self, to: Recorder, outs: Mapping[str, int], inputs: int, bias: bool, wide: bool = False) -> None:
+        self._to, self._outs, self._inputs = to, dict(outs), inputs
+        self._dtype = torch.float32 if wide else torch.bfloat16
+        self.bias = to.keep(torch.zeros(sum(outs.values()), dtype=torch.float32)) if bias else None
+        self._stored: dict[str, str] = {}
+        self._stacks: list[tuple[Stack, int]] = []  # with their first output
+        self._where: dict[str, tuple[Stack, int]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._decide()
+        y = self._to.new(sum(self._outs.values()), self._dtype)
+        for stack, first in self._stacks:
+            bias = self.bias[first:].data_ptr() if self.bias is not None else 0
+            self._to.program.add_linear(stack.matrix, rows_of(x), rows_of(y[:, first:]), stack.rows, bias)
+        return y
+
+    def sink(self, name: str) -> RowSink:
+        def expect(stored: str) -> None:
+            self._stored[name] = stored
+
+        def where() -> tuple[Stack, int]:
+            self._decide()
+            return self._where[name]
+
+        return RowSink(self._outs[name], self._inputs, expect, where)
+
+    def _decide(self) -> None:
+        if self._stacks:
+            return
+        aligned = all(rows % PANEL_ROWS == 0 for rows in list(self._outs.values())[:-1])
+        if aligned and len(set(self._stored.values())) <= 1:
+            groups: list[Sequence[str]] = [list(self._outs)]
+        else:
+            groups = [[name] for name in self._outs]
+        first = 0
+        for names in groups:
+            stack = Stack(self._to.memory, 1, sum(self._outs[name] for name in names), self._inputs)
+            self._stacks.append((stack, first))
+            row = 0
+            for name in names:
+                stack.expect(self._stored.get(name, "BF16"))
+                self._where[name] = stack, row
+                row += self._outs[name]
+            first += stack.rows
+
+    def parameters(self) -> Parameters:
+        for name in self._outs:
+            yield f"{name}.weight", self.sink(name)
+        if self.bias is not None:
+            for name, part in zip(self._outs, torch.split(self.bias, list(self._outs.values())), strict=True):
+                yield f"{name}.bias", part
+
+
+class CpuGated:
+    """One or more gated MLPs of one shape: a stack of gate and up, panel by panel, and one of down."""
+
+    def __init__(self, to: Recorder, count: int, hidden: int, width: int, bias: bool) -> None:
+        self._to, self.hidden, self.width = to, hidden, width
+        self._up = Stack(to.memory, count, width, hidden, interleaved=True)
+        self._down = Stack(to.memory, count, hidden, width)
+        panels = -(-width // PANEL_ROWS)
+        self._gate_bias = torch.zeros(count, panels, 2, PANEL_ROWS) if bias else None
+        self._down_bias = torch.zeros(count, -(-hidden // PANEL_ROWS) * PANEL_ROWS) if bias else None
+
+    def record(self, x: Tensor, ids: Tensor | None, weights: Tensor | None) -> Tensor:
+        y = self._to.new(self.hidden)
+        biases = {}
+        if self._gate_bias is not None and self._down_bias is not None:
+            kept = self._to.keep(self._gate_bias), self._to.keep(self._down_bias)
+            biases = {"gate_bias": kept[0].data_ptr(), "down_bias": kept[1].data_ptr()}
+        experts = Experts(self._up.matrix, self._down.matrix, Activation.SILU, **biases)
+        if ids is None or weights is None:
+            self._to.program.add_moe(experts, rows_of(x), rows_of(y))
+        else:
+            self._to.program.add_moe(experts, rows_of(x), rows_of(y), ids.data_ptr(), weights.data_ptr(), ids.shape[1])
+        return y
+
+    def sinks(self, index: int) -> Parameters:
+        up, down = self._up, self._down
+        for part, name in enumerate(("gate", "up")):
+            where = lambda: (up, 0)  # noqa: E731
+            yield f"{name}.weight", RowSink(self.width, self.hidden, up.expect, where, index=index, part=part)
+        yield "down.weight", RowSink(self.hidden, self.width, down.expect, lambda: (down, 0), index=index)
+        if self._gate_bias is not None and self._down_bias is not None:
+            for part, name in enumerate(("gate", "up")):
+                yield f"{name}.bias", BiasSink(self._gate_bias[index, :, part], self.width)
+            yield "down.bias", self._down_bias[index, : self.hidden]
+
+
+class BiasSink:
+    """A bias whose numbers lie 16 here and 16 there: [panels, 16], of which `width` count."""
+
+    row_unit = 1
+
+    def __init__(self, panels: Tensor, width: int) -> None:
+        self._panels = panels
+        self.shape = (width,)
+
+    def expect(self, stored: str) -> None:
+        pass
+
+    def takes(self, stored: str) -> bool:
+        return False
+
+    def write(self, first: int, rows: Tensor) -> None:
+        spread = torch.zeros(self._panels.numel())
+        spread[: self.shape[0]] = rows.flatten()
+        self._panels.copy_(spread.view(self._panels.shape))
+
+    def write_stored(self, stored: str, first: int, raw: Tensor) -> None:
+        raise TypeError("biases are written as floats")
+
+
+class CpuMlp:
+    def __init__(self, to: Recorder, hidden: int, width: int, bias: bool) -> None:
+        self._gated = CpuGated(to, 1, hidden, width, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._gated.record(x, None, None)
+
+    def parameters(self) -> Parameters:
+        yield from self._gated.sinks(0)
+
+
+class CpuExperts:
+    def __init__(self, to: Recorder, experts: int, hidden: int, width: int) -> None:
+        self._experts = experts
+        self._gated = CpuGated(to, experts, hidden, width, bias=False)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self._gated.record(x, ids, weights)
+
+    def parameters(self) -> Parameters:
+        for e in range(self._experts):
+            yield from ((f"{e}.{name}", sink) for name, sink in self._gated.sinks(e))
+
+
+class CpuEmbedding:
+    """Rows are looked up in a plain table; as a head the embedding is packed as well."""
+
+    def __init__(self, to: Recorder, vocab: int, hidden: int, tied: bool) -> None:
+        self._to = to
+        self.weight = to.keep(torch.empty(vocab, hidden, dtype=torch.bfloat16))
+        self._head = CpuLinear(to, {"embed": vocab}, hidden, False, wide=True) if tied else None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        out = self._to.new(self.weight.shape[1])
+        vocab, hidden = self.weight.shape
+        self._to.program.add_embed(tokens.data_ptr(), self.weight.data_ptr(), vocab, hidden, rows_of(out))
+        return out
+
+    def logits(self, x: Tensor) -> Tensor:
+        if self._head is None:
+            raise ValueError("this model's head is not its embedding")
+        return self._head(x)
+
+    def parameters(self) -> Parameters:
+        if self._head is None:
+            yield "weight", self.weight
+        else:
+            sink: Sink = BothSink(self.weight, self._head.sink("embed"))
+            yield "weight", sink
+
+
+class CpuMaps:
+    def __init__(self, to: Recorder) -> None:
+        self._to = to
+
+    def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> CpuLinear:
+        return CpuLinear(self._to, outs, inputs, bias)
+
+    def head(self, vocab: int, hidden: int) -> CpuLinear:
+        return CpuLinear(self._to, {"head": vocab}, hidden, False, wide=True)
+
+    def mlp(self, hidden: int, width: int, bias: bool) -> CpuMlp:
+        return CpuMlp(self._to, hidden, width, bias)
+
+    def experts(self, experts: int, hidden: int, width: int) -> CpuExperts:
+        return CpuExperts(self._to, experts, hidden, width)
+
+    def embedding(self, vocab: int, hidden: int, tied: bool) -> CpuEmbedding:
+        return CpuEmbedding(self._to, vocab, hidden, tied)
+
+    def vector(self, width: int) -> Tensor:
+        return self._to.keep(torch.empty(width, dtype=torch.bfloat16))
