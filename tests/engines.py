@@ -3,48 +3,57 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from proa.cache.pages import PageAllocator
+from proa.cache.pool import allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.engine.engine import Engine
+from proa.engine.executor import EagerExecutor, Executor, RecordedExecutor, Span, StepLimits
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner, StepOutput
 from proa.engine.scheduler import Scheduler, StepPlan
 from proa.layers.decoder import Decoder
-from proa.layers.step import Step
-from proa.ops.reference import REFERENCE
+from proa.models.spec import Model
+from proa.native.pool import Pool
+from proa.ops.cpu import CpuOps, Recorder
+from proa.ops.packed import Memory
+from proa.ops.reference import reference
 from proa.types import EngineRequest, Sampling, TokenEvent
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
 
-
-class RecordingDecoder(Decoder):
-    """Keeps the hidden states of the last forward pass."""
-
-    hidden: Tensor
-
-    def __call__(self, tokens: Tensor, step: Step) -> Tensor:
-        self.hidden = super().__call__(tokens, step)
-        return self.hidden
+HEAD_ROWS = 64
 
 
 class RecordingRunner(Runner):
     """logits[request id][position] of every row computed, the latest computation winning."""
 
-    def __init__(self, model: RecordingDecoder, num_pages: int, page_tokens: int, dtype: torch.dtype) -> None:
-        super().__init__(model, num_pages, page_tokens, dtype)
-        self.recording = model
+    def __init__(self, executor: Executor, page_tokens: int) -> None:
+        super().__init__(executor, page_tokens)
         self.logits: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self.rows_computed = 0
 
     def run(self, plan: StepPlan) -> StepOutput:
-        out = super().run(plan)
+        seen = []
+        forward = self.executor.forward
+
+        def keep(spans: Sequence[Span]) -> Tensor:
+            seen.append(forward(spans).clone())
+            return seen[-1]
+
+        self.executor.forward = keep  # type: ignore[method-assign]
+        try:
+            out = super().run(plan)
+        finally:
+            self.executor.forward = forward  # type: ignore[method-assign]
         with torch.inference_mode():
-            logits = iter(self.recording.logits(self.recording.hidden))
+            logits = iter(torch.cat([self.executor.logits(part).clone() for part in torch.split(seen[0], HEAD_ROWS)]))
         for item in plan.items:
             for position in range(item.start, item.start + item.num_tokens):
                 self.logits[item.request.id][position] = next(logits)
@@ -52,16 +61,46 @@ class RecordingRunner(Runner):
         return out
 
 
-def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, **override_config: object) -> RecordingDecoder:
+@dataclass(frozen=True)
+class Loaded:
+    """A tiny model's weights, and how to make an executor of it."""
+
+    spec: Model
+    make: Callable[[StepLimits, int], Executor]
+    decoder: Decoder | None = None  # of eager ones
+
+
+def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, **override_config: object) -> Loaded:
     checkpoint = open_checkpoint(folder, "auto", override_config)
     declared = checkpoint.declare()
-    model = RecordingDecoder(declared.spec, REFERENCE, dtype)
+    model = Decoder(declared.spec, reference(dtype))
     load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None)
-    return model
+
+    def make(limits: StepLimits, num_pages: int) -> Executor:
+        caches = allocate_pool(declared.spec, num_pages, limits.page_tokens, dtype)
+        return EagerExecutor(model, caches, limits.page_tokens)
+
+    return Loaded(declared.spec, make, model)
+
+
+def load_native(folder: Path, pool: Pool, **override_config: object) -> Loaded:
+    """The same in bfloat16 on the native kernels."""
+    checkpoint = open_checkpoint(folder, "auto", override_config)
+    declared = checkpoint.declare()
+
+    def make(limits: StepLimits, num_pages: int) -> Executor:
+        pages = -(-limits.context_tokens // limits.page_tokens)
+        recorder = Recorder(pool, Memory([None] * pool.nodes), limits.rows, limits.sequences, pages)
+        model = Decoder(declared.spec, CpuOps(recorder).table())
+        load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None)
+        caches = allocate_pool(declared.spec, num_pages, limits.page_tokens, torch.bfloat16)
+        return RecordedExecutor(model, recorder, caches, limits)
+
+    return Loaded(declared.spec, make)
 
 
 def make_engine(
-    model: RecordingDecoder,
+    model: Loaded,
     *,
     num_pages: int = 64,
     page_tokens: int = 4,
@@ -70,7 +109,6 @@ def make_engine(
     prefix_cache: bool = True,
 ) -> tuple[Engine, RecordingRunner]:
     allocator = PageAllocator(num_pages)
-    runner = RecordingRunner(model, num_pages, page_tokens, model.embed.dtype)
     limits = Limits(
         context_tokens=num_pages * page_tokens,
         page_tokens=page_tokens,
@@ -79,6 +117,11 @@ def make_engine(
         max_queued=1000,
         max_queued_tokens=1_000_000,
     )
+    steps = StepLimits(
+        rows=max(max_batch_tokens, max_running), sequences=max_running, context_tokens=num_pages * page_tokens,
+        page_tokens=page_tokens, head_rows=HEAD_ROWS,
+    )  # fmt: skip
+    runner = RecordingRunner(model.make(steps, num_pages), page_tokens)
     tree = PrefixCache(page_tokens, allocator) if prefix_cache else None
     return Engine(runner, Scheduler(limits, allocator, tree), model.spec.vocab), runner
 

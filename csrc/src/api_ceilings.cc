@@ -42,11 +42,11 @@ int proa_measure_peak(proa_pool* pool, int workers, double seconds, double* flop
     });
 }
 
-int proa_measure_dispatch(proa_pool* pool, int phases, double* seconds_each) {
+int proa_measure_dispatch(proa_pool* pool, int phases, int meet, double* seconds_each) {
     return proa::guarded([&] {
         require(pool && seconds_each, "A null pointer.");
         require(phases >= 1 && phases <= 1 << 20, "There are 1 to 2^20 phases.");
-        *seconds_each = proa::dispatch_seconds(pool->host, phases);
+        *seconds_each = proa::dispatch_seconds(pool->host, phases, meet != 0);
     });
 }
 

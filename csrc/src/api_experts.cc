@@ -65,7 +65,7 @@ int proa_pool_create(const proa_pool_options* options, proa_pool** out) {
     return proa::guarded([&] {
         require(options && out, "A null pointer.");
         const auto selected = proa::select_kernels(options->isa ? options->isa : "");
-        *out = new proa_pool{{pool_options(*options), selected.kernels}};
+        *out = new proa_pool{std::make_shared<proa::Host>(pool_options(*options), selected.kernels)};
     });
 }
 

@@ -63,24 +63,23 @@ extern "C" {
 
 int proa_embed(proa_pool* pool, const int64_t* tokens, const void* table, int64_t vocabulary, int64_t width, void* out,
                int64_t out_stride, int64_t rows, int lane) {
-    return run_now(pool, rows, lane, [&] {
-        return proa::Embed{tokens, bf16(table), vocabulary, size(width), {bf16(out), out_stride}};
-    });
+    return run_now(pool, rows, lane,
+                   [&] { return proa::Embed{tokens, bf16(table), vocabulary, size(width), {bf16(out), out_stride}}; });
 }
 
 int proa_rms_norm(proa_pool* pool, void* x, int64_t x_stride, const void* residual, int64_t residual_stride,
                   const void* weight, int64_t groups, int64_t width, float eps, void* out, int64_t out_stride,
                   int64_t rows, int lane) {
     return run_now(pool, rows, lane, [&] {
-        return proa::RmsNorm{{bf16(x), x_stride}, {bf16(residual), residual_stride}, bf16(weight),          size(groups),
-                             size(width),         eps,                               {bf16(out), out_stride}};
+        return proa::RmsNorm{
+            {bf16(x), x_stride},    {bf16(residual), residual_stride}, bf16(weight), size(groups), size(width), eps,
+            {bf16(out), out_stride}};
     });
 }
 
 int proa_add(proa_pool* pool, void* x, int64_t x_stride, const void* y, int64_t y_stride, int64_t width, int64_t rows,
              int lane) {
-    return run_now(pool, rows, lane,
-                   [&] { return proa::Add{{bf16(x), x_stride}, {bf16(y), y_stride}, size(width)}; });
+    return run_now(pool, rows, lane, [&] { return proa::Add{{bf16(x), x_stride}, {bf16(y), y_stride}, size(width)}; });
 }
 
 int proa_gated_add(proa_pool* pool, const void* routed, int64_t routed_stride, const void* gate, int64_t gate_stride,
@@ -116,16 +115,16 @@ int proa_write_kv(proa_pool* pool, const void* keys, int64_t key_stride, const v
     });
 }
 
-int proa_attention(proa_pool* pool, const void* q, int64_t q_stride, const proa_kv_pages* cache, const proa_batch* batch,
-                   int64_t heads, int64_t window, float scale, const float* sinks, void* out, int64_t out_stride,
-                   int64_t rows, int lane) {
+int proa_attention(proa_pool* pool, const void* q, int64_t q_stride, const proa_kv_pages* cache,
+                   const proa_batch* batch, int64_t heads, int64_t window, float scale, const float* sinks, void* out,
+                   int64_t out_stride, int64_t rows, int lane) {
     return proa::guarded([&] {
         const proa::KvPages pages = pages_of(cache);
         proa::check(pages);
         const proa::AttentionBatch made = batch_of(batch, pages);
         const int code = run_now(pool, rows, lane, [&] {
-            return proa::Attention{{bf16(q), q_stride}, {bf16(out), out_stride}, pages, &made,
-                                   size(heads),         size(window),            scale, sinks};
+            return proa::Attention{
+                {bf16(q), q_stride}, {bf16(out), out_stride}, pages, &made, size(heads), size(window), scale, sinks};
         });
         if (code != PROA_OK) throw proa::Error(code, proa_last_error());
     });

@@ -8,8 +8,8 @@
 #include "program.h"
 
 struct proa_program {
-    proa_program(proa::Host& host, int sequences, int pages, int64_t most)
-        : program(host, sequences, pages), most_rows(most) {}
+    proa_program(std::shared_ptr<proa::Host> host, int sequences, int pages, int64_t most)
+        : program(std::move(host), sequences, pages), most_rows(most) {}
     proa::Program program;
     int64_t most_rows;
 };
@@ -66,7 +66,7 @@ int proa_program_create(proa_pool* pool, int64_t most_rows, int64_t most_sequenc
         require(most_rows >= 1 && most_rows <= 1 << 20, "A program is for 1 to 2^20 rows.");
         require(most_sequences >= 1 && most_sequences <= 1 << 20 && most_pages >= 1 && most_pages <= 1 << 24,
                 "A program is for 1 to 2^20 sequences of 1 to 2^24 pages.");
-        *out = new proa_program(pool->host, int(most_sequences), int(most_pages), most_rows);
+        *out = new proa_program(pool->owner, int(most_sequences), int(most_pages), most_rows);
     });
 }
 
@@ -109,6 +109,14 @@ int proa_program_add_embed(proa_program* program, const int64_t* tokens, const v
         check_width(width, "A width"), check_width(vocabulary, "A vocabulary");
         return proa::Embed{tokens, static_cast<const uint16_t*>(table), vocabulary, int(width),
                            rows_out(out, out_stride, width)};
+    });
+}
+
+int proa_program_add_lookup(proa_program* program, const proa_matrix* table, const int64_t* tokens, void* out,
+                            int64_t out_stride) {
+    return add(program, [&] {
+        require(table && tokens, "A null pointer where an operation reads.");
+        return proa::Lookup{&table->matrix, tokens, rows_out(out, out_stride, table->matrix.layout.columns)};
     });
 }
 

@@ -12,10 +12,10 @@ namespace proa {
 namespace {
 
 constexpr int kDirectQueries = 4;  // rows of a sequence up to which keys are read as they lie (see kernels/attention.h)
-constexpr int kFirstKeys = 8;      // of the first block, which nobody has fetched yet
 constexpr int kBlockRows = 128;    // queries of one KV head that panels are made for
 constexpr int kTileKeys = 128;     // in panels at once: they stay in the second-level cache with all their scores
 constexpr int64_t kSplitBytes = 256 << 10;  // of keys and values that one task reads: some ten microseconds
+constexpr int64_t kAheadBytes = 4 << 10;    // of keys, and of values, between what is fetched and what is worked on
 constexpr int64_t kMostSplits = 256;        // of a whole batch, about
 constexpr int64_t kAloneBytes = 64 << 10;   // read by the caller itself
 
@@ -24,9 +24,7 @@ using Share = AttentionShare;
 int group_of(const Attention& op) { return op.heads / op.cache.kv_heads; }
 int block_queries(const Attention& op) { return std::max(1, kBlockRows / group_of(op)); }
 bool direct(const Share& s) { return s.q_len <= kDirectQueries; }
-int first_seen(const Attention& op, int position) {
-    return op.window > 0 ? std::max(0, position - op.window + 1) : 0;
-}
+int first_seen(const Attention& op, int position) { return op.window > 0 ? std::max(0, position - op.window + 1) : 0; }
 int keys_of(const Attention& op, const Share& s) { return s.kv_len - first_seen(op, s.kv_len - s.q_len); }
 int64_t bytes_of(const Attention& op, const Share& s) {
     return int64_t(keys_of(op, s)) * op.cache.kv_heads * (op.cache.key_dim + op.cache.value_dim) * 2;
@@ -70,7 +68,7 @@ Totals divide(const Attention& op) {
 }
 
 // The last share of whose `first` member is at most `at`.
-int share_at(const Attention& op, int Share::*first, int at) {
+int share_at(const Attention& op, int Share::* first, int at) {
     const std::vector<Share>& shares = op.now.shares;
     int low = 0, high = std::min(op.now.sequences.get(), int(shares.size()));
     while (high - low > 1) {
@@ -181,19 +179,19 @@ void place(const Attention& op, int first_head, int heads, int first_row, int qu
 
 // ---- few rows of queries: keys and values as they lie, all heads of a block before the next
 
-struct Pointers {
-    const uint16_t *keys[kAttendTokens], *values[kAttendTokens];
-};
+constexpr int kFoundTokens = kAttendTokens + kAttendAhead;
 
 struct Direct {
-    float* queries;
+    float *queries, *scores;
     size_t query_floats;
-    Pointers* pointers;
+    const uint16_t **keys, **values;
 
     Direct(const Attention& op, const Kernels& k, const Piece& p, Carver& scratch) {
+        const size_t rows = size_t(p.results()) * size_t(group_of(op));
         query_floats = size_t(attention_lines(op.cache.key_dim)) * size_t(k.query_line);
-        queries = scratch.take<float>(size_t(p.results()) * size_t(group_of(op)) * query_floats);
-        pointers = scratch.take<Pointers>(2);
+        queries = scratch.take<float>(rows * query_floats);
+        scores = scratch.take<float>(rows * kAttendTokens);
+        keys = scratch.take<const uint16_t*>(kFoundTokens), values = scratch.take<const uint16_t*>(kFoundTokens);
     }
 };
 
@@ -207,41 +205,17 @@ void pack_queries(const Attention& op, const Kernels& k, const Piece& p, float* 
             }
 }
 
-// Asks for the first keys, in the order in which they lie; later ones are asked for while earlier ones are worked on.
-void fetch(const Attention& op, const Pointers& pointers, int count) {
-    const int keys = op.cache.kv_heads * op.cache.key_dim, values = op.cache.kv_heads * op.cache.value_dim;
-    for (int i = 0; i < count; ++i)
-        for (int d = 0; d < keys; d += 32) __builtin_prefetch(pointers.keys[i] + d, 0, 2);
-    for (int i = 0; i < count; ++i)
-        for (int d = 0; d < values; d += 32) __builtin_prefetch(pointers.values[i] + d, 0, 2);
-}
-
 void attend_directly(const Attention& op, const Kernels& k, const Piece& p, const Parts& parts, Carver& scratch) {
-    const KvPages& c = op.cache;
-    const int rows = p.queries * group_of(op), floats = attention_state_floats(c.value_dim);
     const Direct d(op, k, p, scratch);
     pack_queries(op, k, p, d.queries, d.query_floats);
-    Pointers* pointers = d.pointers;
-    const auto find = [&](int begin, int count, Pointers& to) {
-        look_up(op, p.sequence, begin, count, to.keys, to.values);
-        for (int i = count; i < kAttendTokens; ++i) to.keys[i] = to.keys[0], to.values[i] = to.values[0];
-    };
-    int begin = p.first_key, count = std::min(kFirstKeys, p.end_key - begin);
-    if (count > 0) find(begin, count, pointers[0]), fetch(op, pointers[0], count);
-    for (int turn = 0; count > 0; turn ^= 1) {
-        const Pointers &now = pointers[turn], &next = pointers[turn ^ 1];
-        const int more = std::min(kAttendTokens, p.end_key - begin - count);
-        if (more > 0) find(begin + count, more, pointers[turn ^ 1]);
+    const int ahead = int(std::clamp<int64_t>(kAheadBytes / 2 / op.cache.key_stride, 1, kAttendAhead));
+    for (int begin = p.first_key; begin < p.end_key; begin += kAttendTokens) {
+        const int count = std::min(kAttendTokens, p.end_key - begin), found = std::min(kFoundTokens, p.end_key - begin);
+        look_up(op, p.sequence, begin, found, d.keys, d.values);
+        for (int i = found; i < kFoundTokens; ++i) d.keys[i] = d.keys[found - 1], d.values[i] = d.values[found - 1];
         see(op, p, begin, count, parts.first, parts.last);
-        const int each = more > 0 ? (more + count - 1) / count : 0;
-        for (int h = 0; h < p.heads; ++h) {
-            const int fetched = h * count * each;
-            k.attend({now.keys, now.values, size_t(h) * size_t(c.key_dim), size_t(h) * size_t(c.value_dim),
-                      {next.keys, next.values, fetched / p.heads, fetched % p.heads, p.heads, each}, count, rows, c.key_dim,
-                      c.value_dim, d.queries + size_t(h * rows) * d.query_floats, parts.first, parts.last, op.scale,
-                      parts.states + size_t(h * rows) * size_t(floats)});
-        }
-        begin += count, count = more;
+        k.attend({d.keys, d.values, ahead, count, p.heads, p.queries * group_of(op), op.cache.key_dim,
+                  op.cache.value_dim, d.queries, parts.first, parts.last, op.scale, d.scores, parts.states});
     }
 }
 
@@ -389,7 +363,7 @@ void publish_merged(const void* context, int task, const std::byte* memory) {
 
 // Little work: the caller does it, in memory of its own.
 void run_alone(const Attention& op, Host& host, int tasks, int lane) {
-    const FlushSubnormals flush;
+    [[maybe_unused]] const FlushSubnormals flush;
     size_t bytes = 0;
     for (int task = 0; task < tasks; ++task) {
         const Piece p = piece_of(op, task);

@@ -15,8 +15,8 @@ class AttentionBatch {
   public:
     AttentionBatch(int most_sequences, int most_pages);  // most_pages: of one sequence
 
-    // Sequence s owns the next q_lens[s] rows; the last of them is its token kv_lens[s] - 1. Its pages, in order, begin at
-    // page_table + s * table_stride. Throws Error, and keeps what it had, if anything does not fit.
+    // Sequence s owns the next q_lens[s] rows; the last of them is its token kv_lens[s] - 1. Its pages, in order, begin
+    // at page_table + s * table_stride. Throws Error, and keeps what it had, if anything does not fit.
     void set(int sequences, const int32_t* q_lens, const int32_t* kv_lens, const int32_t* page_table,
              int64_t table_stride, int pages, int page_tokens);
 

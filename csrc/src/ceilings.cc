@@ -2,7 +2,6 @@
 
 #include <time.h>
 
-#include <algorithm>
 #include <atomic>
 
 namespace proa {
@@ -16,6 +15,7 @@ double now_s() {
 namespace {
 
 constexpr size_t kChunkBytes = 1 << 20;
+constexpr int kMostWaits = 1 << 20;       // about a millisecond
 constexpr int64_t kPeakRounds = 1 << 12;  // some 50 microseconds: as long as a chunk takes
 
 // Workers that repeat a step until the time is over. A task that starts late does little, so that workers who are
@@ -48,6 +48,19 @@ double race(Pool& pool, int workers, double seconds, const Step& step) {
     return all.done.load() / (now_s() - begin_s);
 }
 
+// Tasks that wait for one another, but not for ever: a worker may be off its core.
+struct Meeting {
+    int all;
+    mutable std::atomic<int> here{0};
+
+    static void run(const void* context, int, const std::byte*) {
+        const Meeting& meeting = *static_cast<const Meeting*>(context);
+        meeting.here.fetch_add(1, std::memory_order_relaxed);
+        for (int i = 0; i < kMostWaits && meeting.here.load(std::memory_order_relaxed) < meeting.all; ++i) {
+        }
+    }
+};
+
 }  // namespace
 
 double read_rate(Host& host, const std::vector<Span>& spans, int workers, double seconds) {
@@ -74,13 +87,15 @@ double peak_rate(Host& host, int workers, double seconds) {
     });
 }
 
-double dispatch_seconds(Host& host, int phases) {
-    Phase phase = spread(host.pool.threads(), host.pool.nodes());
-    phase.run = [](const void*, int, std::byte*) {};
-    phase.publish = [](const void*, int, const std::byte*) {};
+double dispatch_seconds(Host& host, int phases, bool meet) {
+    const Meeting meeting{meet ? host.pool.threads() : 1};
+    const Phase phase = published(host.pool.threads(), host.pool.nodes(), &meeting, Meeting::run);
     const double begin_s = now_s();
-    for (int i = 0; i < phases; ++i) host.pool.run(phase);
-    return (now_s() - begin_s) / std::max(phases, 1);
+    for (int i = 0; i < phases; ++i) {
+        meeting.here.store(0, std::memory_order_relaxed);
+        host.pool.run(phase);
+    }
+    return (now_s() - begin_s) / phases;
 }
 
 }  // namespace proa

@@ -23,6 +23,7 @@ double read_rate(Host& host, const std::vector<Span>& spans, int workers, double
 double peak_rate(Host& host, int workers, double seconds);
 
 // Seconds that a phase of one empty task for each thread takes, the mean of `phases` phases one after the other.
-double dispatch_seconds(Host& host, int phases);
+// `meet`: each task waits until every thread has one; else whoever is quick may do them all.
+double dispatch_seconds(Host& host, int phases, bool meet);
 
 }  // namespace proa

@@ -1,12 +1,16 @@
 // What the opaque handles of the C interface are.
 #pragma once
 
+#include <memory>
+
 #include "host.h"
 #include "matrix.h"
 #include "moe.h"
 
+// Programs share what they run on: it lives until the last of them and the handle are gone.
 struct proa_pool {
-    proa::Host host;
+    std::shared_ptr<proa::Host> owner;
+    proa::Host& host = *owner;
 };
 
 struct proa_matrix {

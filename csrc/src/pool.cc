@@ -14,6 +14,8 @@
 #include <immintrin.h>
 #endif
 
+#include "subnormals.h"
+
 namespace proa {
 namespace {
 
@@ -35,18 +37,6 @@ void relax() {
     asm volatile("yield");
 #endif
 }
-
-// Subnormal float32 cost up to a hundred cycles each and carry nothing here: they count as zero. Restores on leaving.
-class FlushSubnormals {
-  public:
-#if defined(__x86_64__)
-    FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-    ~FlushSubnormals() { _mm_setcsr(before_); }
-
-  private:
-    unsigned before_;
-#endif
-};
 
 std::byte* reserve_scratch() {
     void* p = mmap(nullptr, kScratchBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -113,13 +103,14 @@ void Pool::run(const Phase& phase, int lane_index) {
     check_alive();
     Lane& lane = lanes_[lane_index];
     if (lane.busy.exchange(true)) throw std::invalid_argument("this lane of the pool is in use by another thread");
-    const FlushSubnormals flush;
+    [[maybe_unused]] const FlushSubnormals flush;
     const uint64_t epoch = (lane.epoch.load(std::memory_order_relaxed) + 1) & kEpochMask;
     Posted& posted = lane.posted[epoch & 1];
     posted.epoch.store(~uint64_t(0), std::memory_order_seq_cst);
     posted.run.store(phase.run, std::memory_order_release);  // not before the epoch is gone
     posted.publish.store(phase.publish, std::memory_order_release);
     posted.context.store(phase.context, std::memory_order_release);
+    posted.tasks.store(tasks, std::memory_order_release);
     for (int n = 0; n <= phase.nodes; ++n) posted.begin[n].store(phase.begin[n], std::memory_order_release);
     posted.epoch.store(epoch, std::memory_order_release);
     lane.done.store(0, std::memory_order_relaxed);
@@ -137,6 +128,15 @@ void Pool::run(const Phase& phase, int lane_index) {
         throw;
     }
     lane.busy.store(false, std::memory_order_release);
+}
+
+void Pool::run_alone(const Phase& phase, int lane_index) {
+    [[maybe_unused]] const FlushSubnormals flush;
+    std::byte* scratch = callers_[lane_index].scratch;
+    for (int task = 0; task < phase.begin[phase.nodes]; ++task) {
+        if (phase.run) phase.run(phase.context, task, scratch);
+        if (phase.publish) phase.publish(phase.context, task, scratch);
+    }
 }
 
 // Nobody may start a task of a phase whose caller leaves with an error.
@@ -182,6 +182,7 @@ bool Pool::look_up(Lane& lane, uint64_t epoch, Task& task) {
     task.run = posted.run.load(std::memory_order_acquire);  // before the epoch is looked at again
     task.publish = posted.publish.load(std::memory_order_acquire);
     task.context = posted.context.load(std::memory_order_acquire);
+    task.tasks = posted.tasks.load(std::memory_order_acquire);
     task.epoch = uint32_t(epoch);
     return posted.epoch.load(std::memory_order_relaxed) == epoch;
 }
@@ -209,11 +210,10 @@ bool Pool::take_of(Lane& lane, int node, Task& task) {
 // A task that somebody took and has not published: every node's, since its team may be off its cores.
 bool Pool::take_again(Lane& lane, int node, Task& task) {
     const uint64_t epoch = lane.epoch.load(std::memory_order_acquire);
-    const int tasks = lane.tasks.load(std::memory_order_relaxed);
     const int from = lane.posted[epoch & 1].begin[node].load(std::memory_order_acquire);
-    if (!look_up(lane, epoch, task)) return false;
-    for (int i = 0; i < tasks; ++i) {
-        task.id = (from + i) % tasks;
+    if (!look_up(lane, epoch, task)) return false;  // else `from` and everything else are of this epoch
+    for (int i = 0; i < task.tasks; ++i) {
+        task.id = (from + i) % task.tasks;
         if (lane.claimed[task.id].load(std::memory_order_relaxed) != task.epoch + 1) return true;
     }
     return false;
@@ -232,7 +232,7 @@ void Pool::execute(Lane& lane, const Task& task, Worker& self) {
 }
 
 void Pool::serve(Worker& worker) {
-    const FlushSubnormals flush;
+    [[maybe_unused]] const FlushSubnormals flush;
     int64_t idle_since = 0;
     while (!stop_.load(std::memory_order_relaxed)) {
         if (kill_.load(std::memory_order_relaxed) && kill_.exchange(false)) break;

@@ -64,6 +64,9 @@ class Pool {
     // WorkerDied. Task functions must not throw.
     void run(const Phase& phase, int lane = 0);
 
+    // The same on the calling thread alone: for work that is done before anybody else has noticed it.
+    void run_alone(const Phase& phase, int lane = 0);
+
     // Returns when no worker is inside a task function any more. Until then a slow worker may still read the inputs of
     // a task that another one has finished in its place. Callers whose buffers end with the call wait for it.
     void settle();
@@ -82,6 +85,7 @@ class Pool {
         std::atomic<decltype(Phase::run)> run{nullptr};
         std::atomic<decltype(Phase::publish)> publish{nullptr};
         std::atomic<const void*> context{nullptr};
+        std::atomic<int> tasks{0};
         std::atomic<int> begin[kMaxNodes + 1];
     };
     struct Lane {
@@ -98,7 +102,7 @@ class Pool {
         decltype(Phase::publish) publish;
         const void* context;
         uint32_t epoch;
-        int id;
+        int id, tasks;  // of the phase
     };
     struct alignas(64) Worker {
         std::thread thread;

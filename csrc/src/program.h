@@ -3,22 +3,25 @@
 #pragma once
 
 #include <deque>
+#include <memory>
 #include <variant>
 
 #include "attention.h"
 #include "linear.h"
+#include "lookup.h"
 #include "moe.h"
 #include "rows.h"
 
 namespace proa {
 
-using Operation = std::variant<Embed, RmsNorm, Add, GatedAdd, Rotary, WriteKv, Route, Attention, Linear, Moe>;
+using Operation = std::variant<Embed, Lookup, RmsNorm, Add, GatedAdd, Rotary, WriteKv, Route, Attention, Linear, Moe>;
 
 class Program {
   public:
-    Program(Host& host, int most_sequences, int most_pages) : batch(most_sequences, most_pages), host_(host) {}
+    Program(std::shared_ptr<Host> host, int most_sequences, int most_pages)
+        : batch(most_sequences, most_pages), host_(std::move(host)) {}
     // A worker may be late with a task of the last run.
-    ~Program() { host_.pool.settle(); }
+    ~Program() { host_->pool.settle(); }
     Program(const Program&) = delete;
     Program& operator=(const Program&) = delete;
 
@@ -27,15 +30,15 @@ class Program {
 
     // Operations [first, end) for `rows` rows. On an error the rest is not run.
     void run(size_t first, size_t end, int rows, int lane) {
-        host_.pool.settle();  // a run may move what late tasks of the former one still read
+        host_->pool.settle();  // a run may move what late tasks of the former one still read
         for (size_t i = first; i < end; ++i)
-            std::visit([&](const auto& op) { proa::run(op, host_, rows, lane); }, operations_[i]);
+            std::visit([&](const auto& op) { proa::run(op, *host_, rows, lane); }, operations_[i]);
     }
 
     AttentionBatch batch;  // of the step, read by every attention
 
   private:
-    Host& host_;
+    std::shared_ptr<Host> host_;
     std::deque<Operation> operations_;  // which never moves them
 };
 

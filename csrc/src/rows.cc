@@ -61,7 +61,8 @@ void place(const RmsNorm& op, int first, int last, const std::byte* scratch) {
 size_t row_bytes(const Add& op) { return size_t(op.width) * 2; }
 void compute(const Add& op, const Kernels& k, int first, int last, std::byte* scratch) {
     uint16_t* out = reinterpret_cast<uint16_t*>(scratch);
-    for (int row = first; row < last; ++row, out += op.width) k.add_row(row_of(op.x, row), row_of(op.y, row), op.width, out);
+    for (int row = first; row < last; ++row, out += op.width)
+        k.add_row(row_of(op.x, row), row_of(op.y, row), op.width, out);
 }
 void place(const Add& op, int first, int last, const std::byte* scratch) {
     copy_rows(reinterpret_cast<const uint16_t*>(scratch), op.width, op.x, first, last);
@@ -113,8 +114,8 @@ void compute(const Route& op, const Kernels& k, int first, int last, std::byte* 
     float* weights = reinterpret_cast<float*>(ids + size_t(last - first) * size_t(op.top_k));
     const int64_t bytes = op.stride * (op.wide ? 4 : 2);
     for (int row = first; row < last; ++row, ids += op.top_k, weights += op.top_k)
-        k.route_row(row_of(static_cast<const char*>(op.logits), bytes, row), op.wide, op.experts, op.top_k, op.renormalise,
-                    ids, weights);
+        k.route_row(row_of(static_cast<const char*>(op.logits), bytes, row), op.wide, op.experts, op.top_k,
+                    op.renormalise, ids, weights);
 }
 void place(const Route& op, int first, int last, const std::byte* scratch) {
     const size_t count = size_t(last - first) * size_t(op.top_k), begin = size_t(first) * size_t(op.top_k);
@@ -154,7 +155,7 @@ void run_rows(const Op& op, Host& host, int rows, int lane) {
     if (rows <= 0) return;
     const size_t bytes = size_t(rows) * row_bytes(op);
     if (bytes <= kAloneBytes || rows == 1) {
-        const FlushSubnormals flush;
+        [[maybe_unused]] const FlushSubnormals flush;
         std::byte* scratch = host.workspace(lane, bytes);
         compute(op, *host.kernels, 0, rows, scratch);
         return place(op, 0, rows, scratch);
@@ -174,8 +175,8 @@ void check_range(const int64_t* values, int count, int64_t end, const char* what
 
 void check_size(int64_t size, int64_t most, const char* what) {
     if (size < 1 || size > most)
-        throw Error(PROA_ERROR_ARGUMENT,
-                    std::string(what) + " must be 1 to " + std::to_string(most) + ", not " + std::to_string(size) + ".");
+        throw Error(PROA_ERROR_ARGUMENT, std::string(what) + " must be 1 to " + std::to_string(most) + ", not " +
+                                             std::to_string(size) + ".");
 }
 constexpr int64_t kMostWidth = 1 << 24, kMostHeads = 4096, kMostExperts = 1 << 20, kMostPages = (int64_t(1) << 31) - 1;
 

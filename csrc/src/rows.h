@@ -39,7 +39,7 @@ struct Embed {
 // Every group of every row: out = x / rms(x) * weight [width]. With a residual, x += residual comes first and is kept.
 // out may be x.
 struct RmsNorm {
-    Rows x;  // only read unless there is a residual
+    Rows x;              // only read unless there is a residual
     ConstRows residual;  // null data: none
     const uint16_t* weight;
     int groups, width;  // groups of a row lie next to each other
@@ -66,7 +66,7 @@ struct GatedAdd {
 
 // The first 2 * half values of each head are turned, in place.
 struct Rotary {
-    Rows x;  // rows of [heads][head_dim]
+    Rows x;                  // rows of [heads][head_dim]
     const float *cos, *sin;  // [rows][half]
     int heads, head_dim, half;
     bool interleaved;
@@ -75,8 +75,8 @@ struct Rotary {
 
 // The KV cache of a layer. A token's heads lie next to each other.
 struct KvPages {
-    uint16_t *keys, *values;            // [pages][page_tokens] rows
-    int64_t key_stride, value_stride;   // values from token to token
+    uint16_t *keys, *values;           // [pages][page_tokens] rows
+    int64_t key_stride, value_stride;  // values from token to token
     int pages, page_tokens, kv_heads, key_dim, value_dim;
 };
 
@@ -100,7 +100,8 @@ struct Route {
     RowsNow now{};
 };
 
-// Throw Error for null pointers, sizes below one, and rows that overlap. Done once, where an operation comes from outside.
+// Throw Error for null pointers, sizes below one, and rows that overlap. Done once, where an operation comes from
+// outside.
 void check(const Embed& op);
 void check(const RmsNorm& op);
 void check(const Add& op);

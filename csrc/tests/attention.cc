@@ -22,10 +22,10 @@ const Case kCases[] = {
     {{1, 6, 1, 11, 0}, {20, 6, 5, 27, 0}, 6, 2, 64, 64, 16, 4, false},
     {{0, 1, 0, 150}, {0, 3, 9, 150}, 4, 2, 128, 128, 1, 0, true},
     {{70, 2, 5}, {333, 400, 700}, 3, 3, 96, 96, 16, 100, true},
-    {{1}, {4099}, 8, 2, 64, 64, 16, 0, true},        // split keys
-    {{3}, {2500}, 4, 4, 128, 128, 64, 0, false},     // several rows that do not see the same keys, split
+    {{1}, {4099}, 8, 2, 64, 64, 16, 0, true},     // split keys
+    {{3}, {2500}, 4, 4, 128, 128, 64, 0, false},  // several rows that do not see the same keys, split
     {{1, 1}, {3000, 40}, 4, 4, 128, 128, 16, 1500, true},
-    {{8}, {3000}, 4, 2, 128, 128, 16, 0, true},      // panels, split
+    {{8}, {3000}, 4, 2, 128, 128, 16, 0, true},  // panels, split
     {{1, 9}, {65, 9}, 2, 1, 8, 8, 1, 0, false},
     {{2, 17}, {129, 130}, 2, 2, 24, 40, 16, 0, false},
     {{1, 40}, {200, 200}, 2, 1, 72, 16, 16, 7, true},
@@ -58,15 +58,23 @@ struct Problem {
         queries = random.rows(size_t(rows) * size_t(q_stride), 2);
         if (c.sinks) sinks = random.floats(size_t(c.heads), 3);
         const size_t slots = size_t(pages) * size_t(c.page_tokens) * size_t(c.kv_heads);
-        cached_keys.assign(slots * size_t(c.key_dim), 0x7fc0), cached_values.assign(slots * size_t(c.value_dim), 0x7fc0);
+        cached_keys.assign(slots * size_t(c.key_dim), 0x7fc0),
+            cached_values.assign(slots * size_t(c.value_dim), 0x7fc0);
         for (int i = 0; i < most_pages * int(c.q_lens.size()); ++i) table.push_back(i);
         for (size_t i = table.size(); i > 1; --i) std::swap(table[i - 1], table[size_t(random.below(int(i)))]);
         for (size_t s = 0; s < c.q_lens.size(); ++s) fill(s, random);
     }
 
     proa::KvPages cache() {
-        return {cached_keys.data(), cached_values.data(), int64_t(c.kv_heads) * c.key_dim,
-                int64_t(c.kv_heads) * c.value_dim, pages, c.page_tokens, c.kv_heads, c.key_dim, c.value_dim};
+        return {cached_keys.data(),
+                cached_values.data(),
+                int64_t(c.kv_heads) * c.key_dim,
+                int64_t(c.kv_heads) * c.value_dim,
+                pages,
+                c.page_tokens,
+                c.kv_heads,
+                c.key_dim,
+                c.value_dim};
     }
 
     void fill(size_t s, Random& random) {
@@ -88,9 +96,11 @@ struct Problem {
     std::vector<uint16_t> solve(proa::Host& host) {
         std::vector<uint16_t> out(size_t(rows) * size_t(out_stride), 0x1234);
         proa::AttentionBatch batch(int(c.q_lens.size()) + 2, most_pages + 1);
-        batch.set(int(c.q_lens.size()), c.q_lens.data(), c.kv_lens.data(), table.data(), most_pages, pages, c.page_tokens);
-        const proa::Attention op{{queries.data(), q_stride}, {out.data(), out_stride}, cache(), &batch, c.heads,
-                                 c.window, scale, c.sinks ? sinks.data() : nullptr};
+        batch.set(int(c.q_lens.size()), c.q_lens.data(), c.kv_lens.data(), table.data(), most_pages, pages,
+                  c.page_tokens);
+        const proa::Attention op{
+            {queries.data(), q_stride},      {out.data(), out_stride}, cache(), &batch, c.heads, c.window, scale,
+            c.sinks ? sinks.data() : nullptr};
         proa::run(op, host, rows, 1);
         std::vector<uint16_t> again = out;
         proa::run(op, host, rows, 1);
@@ -132,8 +142,8 @@ struct Truth {
         for (int d = 0; d < c.value_dim; ++d) {
             double sum = 0, size = 0;
             for (size_t j = 0; j < scores.size(); ++j) {
-                const double v = value(p.values[s][(size_t(first) + j) * size_t(c.kv_heads * c.value_dim) +
-                                                   size_t(kv * c.value_dim + d)]);
+                const double v = value(
+                    p.values[s][(size_t(first) + j) * size_t(c.kv_heads * c.value_dim) + size_t(kv * c.value_dim + d)]);
                 sum += scores[j] * v / total, size += scores[j] * std::abs(v) / total;
             }
             want.push_back(sum), bound.push_back(size * relative + stored(sum));

@@ -68,6 +68,13 @@ inline proa::PoolOptions pool_options(int kind) {
 }
 constexpr int kPools = 3;
 
+// An operation lives until no worker can be late with a task of it.
+template <class Op>
+void run_once(const Op& op, proa::Host& host, int rows) {
+    run(op, host, rows, 0);
+    host.pool.settle();
+}
+
 // Calls `test` with every instruction set here; it computes into what it returns, which must not depend on the pool.
 inline void on_everything(const std::function<std::vector<uint16_t>(proa::Host&)>& test) {
     for (const char* name : {"scalar", "avx2", "avx512", "avx512-bf16", "amx"}) {

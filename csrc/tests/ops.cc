@@ -54,9 +54,8 @@ void rms_norm_is_right(const Shape& s, bool residual, Random& random) {
         std::vector<uint16_t> in = with_gaps(x, width), out(in.size(), kUntouched);
         const bool in_place = !residual && s.groups > 1;
         const proa::Rows view{in.data(), width + kGap}, to{in_place ? in.data() : out.data(), width + kGap};
-        proa::run(proa::RmsNorm{view, {residual ? r.data() : nullptr, width}, weight.data(), s.groups, s.width, eps, to},
-                  host, s.rows, 0);
-        host.pool.settle();
+        run_once(proa::RmsNorm{view, {residual ? r.data() : nullptr, width}, weight.data(), s.groups, s.width, eps, to},
+                 host, s.rows);
         if (residual) CHECK(in == with_gaps(sum, width));
         std::vector<double> scale;
         for (size_t i = 0; i < count; i += size_t(s.width)) {
@@ -65,7 +64,8 @@ void rms_norm_is_right(const Shape& s, bool residual, Random& random) {
             scale.push_back(1 / std::sqrt(squares / s.width + eps));
         }
         each(in_place ? in : out, width, [&](int row, int column, double got) {
-            const double normed = value(sum[size_t(row * width + column)]) * scale[size_t(row * s.groups + column / s.width)];
+            const double normed =
+                value(sum[size_t(row * width + column)]) * scale[size_t(row * s.groups + column / s.width)];
             const double want = value(weight[size_t(column % s.width)]) * normed;
             CHECK(within(got, want, std::abs(want) * (s.width / 2 + 8) * kEps32 + stored(want)));
         });
@@ -79,8 +79,7 @@ void add_is_exact(const Shape& s, Random& random) {
     const auto x = random.rows(count), y = random.rows(count);
     on_everything([&](proa::Host& host) {
         std::vector<uint16_t> out = with_gaps(x, width);
-        proa::run(proa::Add{{out.data(), width + kGap}, {y.data(), width}, width}, host, s.rows, 0);
-        host.pool.settle();
+        run_once(proa::Add{{out.data(), width + kGap}, {y.data(), width}, width}, host, s.rows);
         each(out, width, [&](int row, int column, double got) {
             const size_t at = size_t(row * width + column);
             CHECK(got == value(rounded(value(x[at]) + value(y[at]))));
@@ -96,11 +95,11 @@ void gated_add_is_right(const Shape& s, Random& random) {
     on_everything([&](proa::Host& host) {
         std::vector<uint16_t> out = with_gaps(routed, width);
         const proa::Rows view{out.data(), width + kGap};
-        proa::run(proa::GatedAdd{view, {gate.data(), 1}, {shared.data(), width}, width, view}, host, s.rows, 0);
-        host.pool.settle();
+        run_once(proa::GatedAdd{view, {gate.data(), 1}, {shared.data(), width}, width, view}, host, s.rows);
         each(out, width, [&](int row, int column, double got) {
             const size_t at = size_t(row * width + column);
-            const double sigmoid = 1 / (1 + std::exp(-double(value(gate[size_t(row)])))), added = sigmoid * value(shared[at]);
+            const double sigmoid = 1 / (1 + std::exp(-double(value(gate[size_t(row)])))),
+                         added = sigmoid * value(shared[at]);
             const double want = value(routed[at]) + added;
             // The sigmoid and the product are rounded to bfloat16, then the sum, which both may have moved.
             const double before = 2.01 * std::abs(added) * kRound16;
@@ -118,8 +117,7 @@ void rotary_is_right(int rows, int heads, int dim, int half, bool interleaved, R
     on_everything([&](proa::Host& host) {
         std::vector<uint16_t> out = with_gaps(x, width);
         const proa::Rows view{out.data(), width + kGap};
-        proa::run(proa::Rotary{view, cos.data(), sin.data(), heads, dim, half, interleaved}, host, rows, 0);
-        host.pool.settle();
+        run_once(proa::Rotary{view, cos.data(), sin.data(), heads, dim, half, interleaved}, host, rows);
         each(out, width, [&](int row, int column, double got) {
             const int head = column / dim, d = column % dim;
             const uint16_t* of = x.data() + row * width + head * dim;
@@ -147,8 +145,7 @@ void embed_copies_rows(Random& random) {
         on_everything([&](proa::Host& host) {
             std::vector<uint16_t> out(size_t(rows) * size_t(width + kGap), kUntouched);
             const proa::Embed op{tokens.data(), table.data(), vocabulary, width, {out.data(), width + kGap}};
-            proa::run(op, host, rows, 0);
-            host.pool.settle();
+            run_once(op, host, rows);
             each(out, width, [&](int row, int column, double got) {
                 CHECK(got == value(table[size_t(tokens[size_t(row)] * width + column)]));
             });
@@ -173,9 +170,9 @@ void numbers_out_of_range_are_refused() {
     std::vector<uint16_t> table(32, 1), out(32, kUntouched), cache(64, kUntouched);
     for (const int64_t bad : {int64_t(-1), int64_t(4), int64_t(1) << 40}) {
         const int64_t numbers[] = {0, bad};
-        is_refused([&] { proa::run(proa::Embed{numbers, table.data(), 4, 8, {out.data(), 8}}, host, 2, 0); });
+        is_refused([&] { run_once(proa::Embed{numbers, table.data(), 4, 8, {out.data(), 8}}, host, 2); });
         const proa::KvPages pages{cache.data(), cache.data(), 8, 8, 2, 2, 1, 8, 8};
-        is_refused([&] { proa::run(proa::WriteKv{{table.data(), 8}, {table.data(), 8}, numbers, pages}, host, 2, 0); });
+        is_refused([&] { run_once(proa::WriteKv{{table.data(), 8}, {table.data(), 8}, numbers, pages}, host, 2); });
     }
     CHECK(std::count(out.begin(), out.end(), kUntouched) == 32);
     CHECK(std::count(cache.begin(), cache.end(), kUntouched) == 64);
@@ -202,8 +199,7 @@ struct Routed {
     Routed(proa::Host& host, const void* logits, bool wide, int rows, int experts, int top_k, bool renormalise)
         : ids(size_t(rows * top_k), -7), weights(ids.size()) {
         const proa::Route op{logits, experts, wide, experts, top_k, renormalise, ids.data(), weights.data()};
-        proa::run(op, host, rows, 0);
-        host.pool.settle();
+        run_once(op, host, rows);
     }
     std::vector<uint16_t> bits() const {
         std::vector<uint16_t> out(ids.size() * 4);

@@ -7,6 +7,7 @@ answers are right. That every difference was such a near-tie is asserted separat
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo_model import demo_gguf, demo_moe, eval_windows, perplexity
-from engines import RecordingDecoder, finish_all, load_decoder, make_engine, request
+from engines import Loaded, finish_all, load_decoder, load_native, make_engine, request
 from proa.demo import tensors
 from proa.demo.assemble import assemble
+from proa.layers.decoder import Decoder
 from proa.layers.moe import Moe
+from proa.native.pool import Pool
 from proa.ops.reference import route
 
 pytestmark = pytest.mark.demo
@@ -41,7 +44,7 @@ def moe() -> Any:
     return AutoModelForCausalLM.from_pretrained(demo_moe(), dtype=torch.float32).eval()
 
 
-def prefill(model: RecordingDecoder, window: Tensor) -> Tensor:
+def prefill(model: Loaded, window: Tensor) -> Tensor:
     """Proa's logits at every position of one window, float32 [tokens, vocab]."""
     engine, runner = make_engine(model, num_pages=40, page_tokens=16, max_batch_tokens=len(window))
     engine.submit(request("w", window.tolist(), 1))
@@ -66,16 +69,16 @@ def test_the_gguf_equals_transformers_loading_of_it(dense: Any, windows: Tensor)
 
 def test_the_moe_equals_transformers_qwen2_moe(moe: Any, windows: Tensor) -> None:
     model = load_decoder(demo_moe(), torch.float32)
-    chosen, flips = _follow(model, moe)
+    chosen, flips = _follow(model.decoder, moe)
     for window in windows[:2]:
         want = oracle(moe, window)
         assert_equal_logits(prefill(model, window), want)
-    assert len(chosen) == len(model.blocks)
+    assert len(chosen) == len(model.decoder.blocks)
     # Scores near 1/16 in float32: hidden states that differ by a rounding move them by a few units in the last place.
     assert all(margin <= 64 * torch.finfo(torch.float32).eps / 16 for margin in flips)
 
 
-def _follow(model: RecordingDecoder, reference: Any) -> tuple[dict[int, Tensor], list[float]]:
+def _follow(model: Decoder, reference: Any) -> tuple[dict[int, Tensor], list[float]]:
     """Make each MoE layer of `model` take the experts that `reference` took in its last forward pass.
 
     Returns those choices by layer, and the score margins of all choices that would have differed.
@@ -95,7 +98,7 @@ def _follow(model: RecordingDecoder, reference: Any) -> tuple[dict[int, Tensor],
             weights = probs.gather(-1, theirs)
             return theirs, weights / weights.sum(-1, keepdim=True) if renormalise else weights
 
-        block.ffn._route = follow
+        block.ffn._ops = replace(block.ffn._ops, route=follow)
     return chosen, flips
 
 
@@ -108,12 +111,22 @@ def test_with_all_experts_it_is_the_dense_model(
     assert_equal_logits(prefill(model, windows[2]), oracle(dense, windows[2]))
 
 
-def test_perplexity_as_served(moe: Any, windows: Tensor) -> None:
-    """In bfloat16, own routing, through prompt log-probabilities: within 1 % of transformers in float32."""
-    engine, _ = make_engine(load_decoder(demo_moe(), torch.bfloat16), num_pages=200, page_tokens=16)
+def perplexity_of(model: Loaded, windows: Tensor) -> float:
+    """Own routing, through prompt log-probabilities."""
+    engine, _ = make_engine(model, num_pages=200, page_tokens=16)
     for i, window in enumerate(windows):
         engine.submit(request(f"w{i}", window.tolist(), 1, prompt_logprobs=0))
     events = finish_all(engine)
     scores = [p.logprob for (event,) in events.values() for p in event.prompt_logprobs or [] if p is not None]
     assert len(scores) == windows.numel() - len(windows)
-    assert math.exp(-sum(scores) / len(scores)) == pytest.approx(perplexity(moe, windows), rel=0.01)
+    return math.exp(-sum(scores) / len(scores))
+
+
+def test_perplexity_in_bfloat16(moe: Any, dense: Any, windows: Tensor) -> None:
+    """As served, and in plain torch: within 1 % of transformers in float32. The GGUF's blocks are kept as they are."""
+    want = perplexity(moe, windows)
+    assert perplexity_of(load_decoder(demo_moe(), torch.bfloat16), windows) == pytest.approx(want, rel=0.01)
+    with Pool([[0]], pin=False) as pool:
+        assert perplexity_of(load_native(demo_moe(), pool), windows) == pytest.approx(want, rel=0.01)
+        got = perplexity_of(load_native(demo_gguf(), pool), windows)
+        assert got == pytest.approx(perplexity(dense, windows), rel=0.01)

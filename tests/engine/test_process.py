@@ -62,7 +62,7 @@ def test_serves_refuses_aborts_and_stays_quiet(folder: Path) -> None:
             ready = await client.wait_ready()
             assert client.state == "ready"
             assert ready.weights_bytes > 0
-            assert set(ready.ops.values()) == {"reference"}
+            assert set(ready.ops.values()) == {"torch"}
             environ = Path(f"/proc/{pid_of(client)}/environ").read_text().split("\0")
             assert "OMP_WAIT_POLICY=passive" in environ
             together = await asyncio.gather(*(collect(client, request(f"r{i}", [5 + i, 6, 7], 10)) for i in range(8)))

@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from engines import RecordingDecoder, load_decoder
+from engines import HEAD_ROWS, Loaded, load_decoder
+from proa.engine.executor import EagerExecutor, StepLimits
 from proa.engine.runner import Runner, StepOutput
 from proa.engine.scheduler import StepPlan
 from proa.engine.threads import choose_threads
@@ -18,16 +19,24 @@ class TimedRunner(Runner):
     """Takes as long as `seconds` says for (tokens, threads)."""
 
     seconds: dict[tuple[int, int], float]
+    executor: EagerExecutor
 
     def run(self, plan: StepPlan) -> StepOutput:
-        threads = self.decode_threads if plan.num_tokens == 1 else self.prefill_threads
+        executor = self.executor
+        threads = executor.decode_threads if plan.num_tokens == 1 else executor.prefill_threads
         time.sleep(self.seconds[plan.num_tokens, threads])
         return StepOutput()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> RecordingDecoder:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return load_decoder(make_tiny("qwen3-moe", tmp_path_factory.mktemp("tiny")))
+
+
+def eager(model: Loaded) -> EagerExecutor:
+    executor = model.make(StepLimits(rows=64, sequences=1, context_tokens=128, page_tokens=16, head_rows=HEAD_ROWS), 8)
+    assert isinstance(executor, EagerExecutor)
+    return executor
 
 
 @pytest.mark.parametrize(
@@ -35,18 +44,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RecordingDecoder:
     [(0.005, 0.02, 0.04, 1), (0.04, 0.005, 0.02, 2), (0.04, 0.02, 0.005, 4), (0.0202, 0.02, 0.02, 1)],
 )
 def test_the_fastest_wins_for_decode_and_prefill_each(
-    model: RecordingDecoder, one: float, two: float, four: float, best: int
+    model: Loaded, one: float, two: float, four: float, best: int
 ) -> None:
-    runner = TimedRunner(model, 8, 16, torch.float32)
+    executor = eager(model)
+    runner = TimedRunner(executor, 16)
     slow_prefill = {(64, 1): 0.02, (64, 2): 0.005, (64, 4): 0.02}
     runner.seconds = {(1, 1): one, (1, 2): two, (1, 4): four, **slow_prefill}
-    choose_threads(runner, 4, 64)
-    assert (runner.decode_threads, runner.prefill_threads) == (best, 2)
+    choose_threads(executor, runner, 4, 64)
+    assert (executor.decode_threads, executor.prefill_threads) == (best, 2)
 
 
-def test_a_real_runner_survives_its_trial(model: RecordingDecoder) -> None:
+def test_a_real_runner_survives_its_trial(model: Loaded) -> None:
     before = torch.get_num_threads()
-    runner = Runner(model, 8, 16, torch.float32)
-    choose_threads(runner, 2, 64)
+    executor = eager(model)
+    choose_threads(executor, Runner(executor, 16), 2, 64)
     torch.set_num_threads(before)
-    assert {runner.decode_threads, runner.prefill_threads} <= {1, 2}
+    assert {executor.decode_threads, executor.prefill_threads} <= {1, 2}

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from packing import CASES, Packed, Weights, bf16_bits, bf16_values, pack_blocks, random_weights
 
+from packing import CASES, Packed, Weights, bf16_bits, bf16_values, pack_blocks, random_weights
 from proa.native.formats import Format, GgufType, layout
 from proa.native.pool import Pool, select_isa
 from proa.native.weights import Activation, Experts, Rows, linear, moe
@@ -86,13 +86,15 @@ def test_a_tokens_result_does_not_depend_on_its_batch_or_on_nodes(pool, form, gr
 
 def test_bias_and_bfloat16_output(pool):
     w = random_weights(Format.BF16, 0, 37, 64, seed=0)
-    bits, x = activations(3, 64, seed=1)
+    bits, _ = activations(3, 64, seed=1)
     bias = np.arange(37, dtype=np.float32)
     packed = Packed([w])
     wide = product(pool, packed, bits, 37, bias)
     np.testing.assert_allclose(wide - product(pool, packed, bits, 37), np.tile(bias, (3, 1)), atol=1e-4)
     y = np.zeros((3, 37), np.uint16)
-    linear(pool, packed.matrix, Rows(bits.ctypes.data, 64), Rows(y.ctypes.data, 37), 3, outputs=37, bias=bias.ctypes.data)
+    linear(
+        pool, packed.matrix, Rows(bits.ctypes.data, 64), Rows(y.ctypes.data, 37), 3, outputs=37, bias=bias.ctypes.data
+    )
     np.testing.assert_array_equal(y, bf16_bits(wide))
 
 
@@ -110,7 +112,13 @@ def test_gguf_blocks_keep_their_values(pool, type_):
     rows, columns = 35, columns_of_block * 3
     rng = np.random.default_rng(type_)
     blocks = rng.integers(0, 256, (rows, 3, nbytes)).astype(np.uint8)
-    halves = {GgufType.Q4_0: (0,), GgufType.Q4_1: (0, 2), GgufType.Q8_0: (0,), GgufType.Q4_K: (0, 2), GgufType.Q6_K: (208,)}
+    halves = {
+        GgufType.Q4_0: (0,),
+        GgufType.Q4_1: (0, 2),
+        GgufType.Q8_0: (0,),
+        GgufType.Q4_K: (0, 2),
+        GgufType.Q6_K: (208,),
+    }
     for at in halves[type_]:
         scales = rng.uniform(0.001, 0.01, (rows, 3)).astype(np.float16)
         blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
@@ -123,6 +131,7 @@ def test_gguf_blocks_keep_their_values(pool, type_):
 
 
 # ---- experts
+
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
@@ -261,6 +270,7 @@ def test_same_bits_for_any_threads_and_nodes():
 
 
 # ---- what must be refused
+
 
 def test_ids_out_of_range_are_errors(pool):
     layer = Layer(Format.BF16, 0, 4, hidden=64, width=16)

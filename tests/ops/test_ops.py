@@ -12,11 +12,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from proa.ops.reference import REFERENCE
-from proa.ops.table import KvPages, Ops, batch_of
+from ops_run import NativeRun, TorchRun
+from proa.ops.reference import silu_mul
+from proa.ops.table import KvPages, batch_of
 
-IMPLEMENTATIONS = [pytest.param(REFERENCE, id="reference")]
+TORCH = TorchRun()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def natives() -> list[object]:
+    """The native ops of every instruction set; those that this CPU lacks are skipped aloud."""
+    found = []
+    for isa in ("scalar", "avx2", "avx512", "avx512-bf16"):
+        try:
+            found.append(pytest.param(NativeRun(isa), id=isa))
+        except ValueError as error:
+            found.append(pytest.param(None, id=isa, marks=pytest.mark.skip(reason=str(error))))
+    return found
+
+
+IMPLEMENTATIONS = [pytest.param(TORCH, id="torch"), *natives()]
+OPS_AND_TYPES = [pytest.param(TORCH, dtype, id=f"torch-{dtype}") for dtype in DTYPES] + [
+    pytest.param(p.values[0], torch.bfloat16, id=p.id, marks=p.marks) for p in natives()
+]
+Run = TorchRun | NativeRun
 EPS32 = torch.finfo(torch.float32).eps
 
 
@@ -36,22 +55,20 @@ def assert_within(got: Tensor, want: Tensor, bound: Tensor) -> None:
     assert (error <= bound).all(), f"worst excess {(error - bound).max():.3g}"
 
 
-@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (5, 576), (2, 4096)])
-def test_rms_norm(ops: Ops, dtype: torch.dtype, rows: int, width: int, rng: torch.Generator) -> None:
+def test_rms_norm(ops: Run, dtype: torch.dtype, rows: int, width: int, rng: torch.Generator) -> None:
     x, weight = rand(rng, rows, width, dtype=dtype), rand(rng, width, dtype=dtype)
     wide = x.double()
     want = weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     assert_within(ops.rms_norm(x, weight, 1e-6), want, want.abs() * (width / 2 + 8) * EPS32 + stored(want, dtype))
 
 
-@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("heads", "dim", "turned"), [(1, 2, 2), (3, 16, 16), (4, 16, 8)])
 def test_rotary(
-    ops: Ops, dtype: torch.dtype, interleaved: bool, heads: int, dim: int, turned: int, rng: torch.Generator
+    ops: Run, dtype: torch.dtype, interleaved: bool, heads: int, dim: int, turned: int, rng: torch.Generator
 ) -> None:
     x, angles = rand(rng, 5, heads, dim, dtype=dtype), rand(rng, 5, turned // 2) * 10
     want = x.double().clone()
@@ -66,12 +83,11 @@ def test_rotary(
     assert torch.equal(got[..., turned:], x[..., turned:])
 
 
-@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 1, 1), (1, 576, 33), (7, 129, 64), (64, 512, 17)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(
-    ops: Ops, dtype: torch.dtype, tokens: int, inputs: int, outputs: int, bias: bool, rng: torch.Generator
+    ops: Run, dtype: torch.dtype, tokens: int, inputs: int, outputs: int, bias: bool, rng: torch.Generator
 ) -> None:
     x, weight = rand(rng, tokens, inputs, dtype=dtype), rand(rng, outputs, inputs, dtype=dtype)
     b = rand(rng, outputs, dtype=dtype) if bias else None
@@ -83,21 +99,20 @@ def test_linear(
     assert_within(ops.linear(x, weight, b), want, size * (inputs + 2) * EPS32 + storing)
 
 
-@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul(ops: Ops, dtype: torch.dtype, rng: torch.Generator) -> None:
+def test_silu_mul(dtype: torch.dtype, rng: torch.Generator) -> None:
     x = rand(rng, 5, 2 * 33, dtype=dtype)
     gate, up = x.double().chunk(2, -1)
     want = gate / (1 + (-gate).exp()) * up
     silu = (want / up).nan_to_num()
     bound = want.abs() * 8 * EPS32 + stored(want, dtype) + stored(silu, dtype) * up.abs() * 1.01
-    assert_within(ops.silu_mul(x), want, bound)
+    assert_within(silu_mul(x), want, bound)
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 1), (8, 2), (128, 8), (16, 16)])
-def test_route(ops: Ops, renormalise: bool, experts: int, top_k: int, rng: torch.Generator) -> None:
+def test_route(ops: Run, renormalise: bool, experts: int, top_k: int, rng: torch.Generator) -> None:
     logits = rand(rng, 9, experts)
     ids, weights = ops.route(logits, top_k, renormalise)
     probs = torch.softmax(logits.double(), -1)
@@ -109,10 +124,9 @@ def test_route(ops: Ops, renormalise: bool, experts: int, top_k: int, rng: torch
     assert_within(weights, want, want * (experts + top_k + 16) * EPS32)
 
 
-@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
 @pytest.mark.parametrize("routing", ["random", "one_expert", "empty_experts"])
-def test_moe_experts(ops: Ops, dtype: torch.dtype, routing: str, rng: torch.Generator) -> None:
+def test_moe_experts(ops: Run, dtype: torch.dtype, routing: str, rng: torch.Generator) -> None:
     tokens, hidden, width, experts, top_k = 6, 40, 24, 8, 2
     x = rand(rng, tokens, hidden, dtype=dtype)
     gate_up = (rand(rng, experts, 2 * width, hidden) / math.sqrt(hidden)).to(dtype)
@@ -137,10 +151,10 @@ def test_moe_experts(ops: Ops, dtype: torch.dtype, routing: str, rng: torch.Gene
             )
             size[t] += w * (down[e].double().abs() @ (spread + act.abs() * torch.finfo(dtype).eps))
             size[t] += w * (down[e].double().abs() @ act.abs()) * (width * EPS32 + torch.finfo(dtype).eps / 2)
-    got = ops.moe_experts(x, ids, weights, gate_up, down)
+    got = ops.experts(x, ids, weights, gate_up, down)
     assert got.dtype == dtype
     assert_within(got, want, size + stored(want, dtype))
-    assert torch.equal(got, ops.moe_experts(x, ids, weights, gate_up, down)), "not the same bits twice"
+    assert torch.equal(got, ops.experts(x, ids, weights, gate_up, down)), "not the same bits twice"
 
 
 CASES = {
@@ -152,13 +166,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 def test_paged_attention(
-    ops: Ops,
+    ops: Run,
     dtype: torch.dtype,
     case: str,
     window: int | None,

@@ -29,7 +29,8 @@ def test_json() -> None:
     assert content["healthy"] is (done.returncode == 0)
     assert findings["RAM speed"]["status"] == findings["computing"]["status"] == "ok"
     assert "GB/s" in findings["RAM speed"]["detail"]
-    assert "reference" in findings["computing"]["detail"]
+    assert "native" in findings["computing"]["detail"]
+    assert "kernels" in findings["computing"]["detail"]
     assert content["machine"]["total_bytes"] > 0
     for finding in content["findings"]:
         assert finding["status"] == "ok" or finding["remedy"] or finding["name"] == "CPU"

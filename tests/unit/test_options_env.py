@@ -34,7 +34,7 @@ def test_cache_folder(environ: dict[str, str], cache: Path) -> None:
     ("environ", "parts"),
     [
         ({"PROA_CASHE": "/x"}, ["PROA_CASHE", "Did you mean PROA_CACHE?"]),
-        ({"PROA_THREADS": "4"}, ["PROA_THREADS", "Known: PROA_CACHE, PROA_LOG"]),
+        ({"PROA_THREADS": "4"}, ["PROA_THREADS", "Known: PROA_CACHE, PROA_ISA, PROA_LOG"]),
         ({"PROA_LOG": "verbose"}, ["PROA_LOG is 'verbose'", "debug, info, warning or error"]),
         ({"PROA_LOG": ""}, ["PROA_LOG is empty"]),
         ({"PROA_CACHE": ""}, ["PROA_CACHE is empty"]),

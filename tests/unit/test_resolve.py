@@ -19,7 +19,7 @@ from proa.errors import ProaError, ResourceError, UsageError
 from proa.machine.machine import Machine
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, RopeScaling, Router
 from proa.plan.plan import Plan
-from proa.plan.resolve import ROOF_CONTEXT_TOKENS, resolve
+from proa.plan.resolve import ROOF_CONTEXT_TOKENS, Host, resolve
 
 GIB = 1 << 30
 BANDWIDTH = 100e9
@@ -64,6 +64,10 @@ def machine(free_gib: float, total_gib: float | None = None, cores: int = 8, **f
     )
 
 
+def host(box: Machine) -> Host:
+    return Host(box, BANDWIDTH, "avx512-bf16", "")
+
+
 def options(**asked: Any) -> EngineOptions:
     """EngineOptions from flat names."""
     groups = {"model": ModelOptions, "cache": CacheOptions, "scheduler": SchedulerOptions, "machine": MachineOptions}
@@ -78,7 +82,7 @@ def options(**asked: Any) -> EngineOptions:
 
 def plan(spec: Model, box: Machine, checkpoint: FakeCheckpoint | None = None, **asked: Any) -> Plan:
     stored = checkpoint or FakeCheckpoint()
-    return resolve(options(**asked), "some/model", stored, SimpleNamespace(spec=spec), box, BANDWIDTH)
+    return resolve(options(**asked), "some/model", stored, SimpleNamespace(spec=spec), host(box))
 
 
 def row(of: Plan, name: str) -> tuple[str, str, str]:
@@ -343,5 +347,5 @@ def plan_or_refusal(spec: Model, box: Machine, asked: dict[str, Any]) -> Plan | 
 def test_options_are_not_changed() -> None:
     asked = options(max_running=64, max_batch_tokens=16)
     before = replace(asked)
-    resolve(asked, "m", FakeCheckpoint(), SimpleNamespace(spec=DEMO), machine(6), BANDWIDTH)
+    resolve(asked, "m", FakeCheckpoint(), SimpleNamespace(spec=DEMO), host(machine(6)))
     assert asked == before

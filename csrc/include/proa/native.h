@@ -162,8 +162,9 @@ PROA_API int proa_measure_read(proa_pool* pool, const void* const* data, const i
                                int workers, double seconds, double* bytes_per_s);
 // Floating-point operations/s of the unit that the pool's kernels multiply with, on registers alone.
 PROA_API int proa_measure_peak(proa_pool* pool, int workers, double seconds, double* flops_per_s);
-// Seconds of a phase of one empty task for each thread, the mean of `phases`.
-PROA_API int proa_measure_dispatch(proa_pool* pool, int phases, double* seconds_each);
+// Seconds of a phase of one empty task for each thread, the mean of `phases`. meet: each task waits until every thread
+// has one; else whoever is quick may do them all.
+PROA_API int proa_measure_dispatch(proa_pool* pool, int phases, int meet, double* seconds_each);
 
 typedef struct proa_moe_trial {
     const proa_experts* const* layers;  // of one shape; call i takes layer i % layer_count and routing i % routings
@@ -257,6 +258,9 @@ PROA_API int proa_program_run(proa_program* program, int64_t first, int64_t end,
 
 PROA_API int proa_program_add_embed(proa_program* program, const int64_t* tokens, const void* table,
                                     int64_t vocabulary, int64_t width, void* out, int64_t out_stride);
+// Rows of a packed matrix, rounded to bfloat16.
+PROA_API int proa_program_add_lookup(proa_program* program, const proa_matrix* table, const int64_t* tokens, void* out,
+                                     int64_t out_stride);
 // A residual, if not null, is added to x first, and stays there.
 PROA_API int proa_program_add_rms_norm(proa_program* program, void* x, int64_t x_stride, const void* residual,
                                        int64_t residual_stride, const void* weight, int64_t groups, int64_t width,

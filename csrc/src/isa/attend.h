@@ -8,29 +8,22 @@ namespace proa {
 
 constexpr int kMostHeadDim = 576;  // the latent of MLA with its rotary part
 constexpr int kAttendTokens = 32;  // of a block that attend() takes
+constexpr int kAttendAhead = 16;   // tokens after it that may be fetched
 
 constexpr int attention_lines(int dim) { return (dim + 31) / 32; }
 constexpr int attention_state_floats(int value_dim) { return 16 + 32 * attention_lines(value_dim); }
 
-// The block that is read after this one, to be fetched meanwhile: `each` rows of a head for each token that is worked on,
-// in the order in which they lie in memory, for that is what hardware prefetchers follow. The first is of `token`, `head`.
-struct AttendNext {
-    const uint16_t* const* keys;
-    const uint16_t* const* values;
-    int token, head, kv_heads, each;
-};
-
-// Rows of queries of one KV head and up to kAttendTokens keys. There are kAttendTokens valid pointers always.
+// Up to kAttendTokens keys, and for each of the KV heads, which lie next to each other, some rows of queries.
 struct AttendBlock {
-    const uint16_t* const* keys;  // a pointer a token, to which the head's offset is added
+    const uint16_t* const* keys;  // [kAttendTokens + kAttendAhead] valid pointers, even if there are fewer tokens
     const uint16_t* const* values;
-    size_t key_offset, value_offset;  // values
-    AttendNext next;
-    int tokens, rows, key_dim, value_dim;
-    const float* queries;     // [rows] of pack_query
-    const int *first, *last;  // [rows] the tokens of the block that a row sees
+    int ahead;  // tokens from the one that is worked on to the one that is fetched meanwhile: at most kAttendAhead
+    int tokens, heads, rows, key_dim, value_dim;  // rows: of each head
+    const float* queries;                         // [heads][rows] of pack_query
+    const int *first, *last;                      // [rows] the tokens of the block that a row sees
     float scale;
-    float* states;  // [rows]
+    float* scores;  // [heads][rows][kAttendTokens], for the kernel's own use
+    float* states;  // [heads][rows]
 };
 
 // Scores [panels][rows][16] of a tile of keys; maxima and sums are those of the tiles before, then those of all so far.

@@ -33,6 +33,9 @@ struct Kernels {
     void (*matmul)(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch);
     size_t (*expand_bytes)(const Layout& l, int panels, int tokens);
 
+    // One panel's weights, rounded once, in bfloat16's layout: padded * 32 bytes.
+    void (*expand)(const Layout& l, const uint8_t* w, void* out);
+
     // Columns [16 first, 16 end) of out = activation of sums [2 (end - first)][tokens][16], where gate and up panels
     // alternate (only gates for kRelu2 and kNone). bias: float32 in the panels' order, from panel 0, or null. padded: of out.
     void (*activate)(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,

@@ -1,5 +1,6 @@
-// Attention over blocks of keys, the softmax online: after every block a row of queries has the maximum of its scores so
-// far, the sum of their exponentials below it, and the sum of values that are weighted with those. Never: pages, tasks.
+// Attention over blocks of keys, the softmax online: after every block a row of queries has the maximum of its scores
+// so far, the sum of their exponentials below it, and the sum of values that are weighted with those. Never: pages,
+// tasks.
 //
 // Two ways. A few rows (decoding) read keys and values as they lie, 32 dimensions at a time: a row's state is
 // [16 + lines * 32] floats, maximum and sum first, then of each line its even and its odd dimensions. Many rows
@@ -7,18 +8,21 @@
 // of the values are the even and odd dimensions of line i.
 #pragma once
 
-constexpr int kAttendRows = kMostPlain >= 12 ? 4 : 2;  // at once: beside their sums a key must fit into the registers
-constexpr int kQueryLine = kBf16Dot ? 16 : 32;         // floats that 32 values of a query take
+constexpr int kAttendRows = kMostPlain >= 12 ? 4 : 2;   // at once: beside their sums a key must fit into the registers
+constexpr int kAttendLines = kMostPlain >= 12 ? 2 : 1;  // of values, likewise
+constexpr int kQueryLine = kBf16Dot ? 16 : 32;          // floats that 32 values of a query take
 
 inline U32 high_halves(U32 x) { return bit_and(x, set_u32(0xffff0000)); }
 
 // Where a line of 32 values begins. The last one overlaps its neighbour rather than reach beyond the row.
 inline int line_begin(int line, int dim) { return 32 * line + 32 <= dim ? 32 * line : dim - 32; }
-inline U32 load_line(const uint16_t* row, int line, int dim) {
-    if (dim >= 32) return load_u32(row + line_begin(line, dim));
+inline U32 load_short(const uint16_t* row, int dim) {
     uint16_t all[32] = {};
     for (int i = 0; i < dim; ++i) all[i] = row[i];
     return load_u32(all);
+}
+inline U32 load_line(const uint16_t* row, int line, int dim) {
+    return dim >= 32 ? load_u32(row + line_begin(line, dim)) : load_short(row, dim);
 }
 
 inline void load_query(const float* line, U32& out) { out = load_u32(line); }
@@ -56,48 +60,36 @@ inline F32 only(F32 x, int first, int last, float other) {
     return select_greater(set(float(last)), numbers, x, set(other));
 }
 
-// Goes over the rows of the next block.
-struct Fetcher {
-    const uint16_t* const* rows;
-    int token, head, kv_heads, each, dim;
+inline void prefetch(const uint16_t* row, int dim) {
+    for (int i = 0; i < dim; i += 32) __builtin_prefetch(row + i);
+}
 
-    Fetcher(const AttendNext& next, const uint16_t* const* of, bool wanted, int row_dim)
-        : rows(of), token(wanted ? next.token : kAttendTokens), head(next.head), kv_heads(next.kv_heads), each(next.each),
-          dim(row_dim) {}
-
-    inline void step() {
-        for (int n = 0; n < each && token < kAttendTokens; ++n) {
-            const uint16_t* row = rows[token] + head * dim;
-            for (int i = 0; i < dim; i += 32) __builtin_prefetch(row + i, 0, 3);
-            if (++head == kv_heads) head = 0, ++token;
-        }
-    }
-};
-
+// Scores of R rows of one head and the 4 / R tokens from `token` on.
 template <int R>
-void score_rows(const AttendBlock& b, int row, float* scores) {
-    constexpr int T = 4 / R;  // tokens at once
+inline void score_rows(const AttendBlock& b, int head, int row, int token) {
+    constexpr int T = 4 / R;
     const int lines = attention_lines(b.key_dim), stride = lines * kQueryLine;
-    const float* queries = b.queries + size_t(row) * stride;
-    Fetcher fetcher(b.next, b.next.keys, row == 0, b.key_dim);
-    for (int j = 0; j < b.tokens; j += T) {
-        F32 sum[4] = {zero(), zero(), zero(), zero()};
-        for (int t = 0; t < T; ++t) fetcher.step();
-        for (int line = 0; line < lines; ++line) {
-            Pair keys[T];
-            for (int t = 0; t < T; ++t)
-                keys[t] = from_bf16_pairs(load_line(b.keys[j + t] + b.key_offset, line, b.key_dim));
-            for (int r = 0; r < R; ++r) {
-                Broadcast query;
-                load_query(queries + r * stride + line * kQueryLine, query);
-                for (int t = 0; t < T; ++t) sum[r * T + t] = dot(sum[r * T + t], keys[t], query);
-            }
+    const float* queries = b.queries + size_t(head * b.rows + row) * stride;
+    const uint16_t* keys[T];
+    for (int t = 0; t < T; ++t) keys[t] = b.keys[token + t] + head * b.key_dim;
+    F32 sum[4] = {zero(), zero(), zero(), zero()};
+    const auto add_line = [&](int line, auto&& load_key) {
+        Pair pairs[T];
+        for (int t = 0; t < T; ++t) pairs[t] = from_bf16_pairs(load_key(keys[t]));
+        for (int r = 0; r < R; ++r) {
+            Broadcast query;
+            load_query(queries + r * stride + line * kQueryLine, query);
+            for (int t = 0; t < T; ++t) sum[r * T + t] = dot(sum[r * T + t], pairs[t], query);
         }
-        float sums[4];
-        reduce_add4(sum[0], sum[1], sum[2], sum[3], sums);
-        for (int r = 0; r < R; ++r)
-            for (int t = 0; t < T; ++t) scores[r * kAttendTokens + j + t] = sums[r * T + t];
-    }
+    };
+    for (int line = 0; line < b.key_dim / 32; ++line)
+        add_line(line, [&](const uint16_t* key) { return load_u32(key + 32 * line); });
+    if (b.key_dim % 32) add_line(lines - 1, [&](const uint16_t* key) { return load_line(key, lines - 1, b.key_dim); });
+    float sums[4];
+    reduce_add4(sum[0], sum[1], sum[2], sum[3], sums);
+    float* scores = b.scores + size_t(head * b.rows + row) * kAttendTokens + token;
+    for (int r = 0; r < R; ++r)
+        for (int t = 0; t < T; ++t) scores[r * kAttendTokens + t] = sums[r * T + t];
 }
 
 // Scores become weights below the new maximum; returns what the former sums are to be multiplied with.
@@ -127,46 +119,72 @@ inline float weigh(const AttendBlock& b, int row, float* scores, float* state) {
     return factor[0];
 }
 
-template <int R>
-void add_values(const AttendBlock& b, int row, const float* weights, const float* factors, float* const* states) {
-    const int lines = attention_lines(b.value_dim);
-    Fetcher fetcher(b.next, b.next.values, row == 0, b.value_dim);
-    for (int line = 0; line < lines; ++line) {
-        F32 even[R], odd[R];
+// `L` lines from `line` on of R rows: their sums stay in registers while the values pass.
+template <int R, int L, class Load>
+inline void add_lines(const AttendBlock& b, const float* weights, const float* factors, float* states, int line,
+                      Load&& load_value) {
+    const int stride = attention_state_floats(b.value_dim);
+    F32 sums[R][2 * L];
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < 2 * L; ++i)
+            sums[r][i] = mul(load(states + r * stride + 16 + 32 * line + 16 * i), set(factors[r]));
+    for (int j = 0; j < b.tokens; ++j) {
+        F32 values[2 * L];
+        for (int l = 0; l < L; ++l) {
+            const U32 bits = load_value(b.values[j], l);
+            values[2 * l] = as_f32(shl<16>(bits)), values[2 * l + 1] = as_f32(high_halves(bits));
+        }
         for (int r = 0; r < R; ++r) {
-            even[r] = mul(load(states[r] + 16 + 32 * line), set(factors[r]));
-            odd[r] = mul(load(states[r] + 32 + 32 * line), set(factors[r]));
+            const F32 weight = set(weights[r * kAttendTokens + j]);
+            for (int i = 0; i < 2 * L; ++i) sums[r][i] = fma(weight, values[i], sums[r][i]);
         }
-        for (int j = 0; j < b.tokens; ++j) {
-            const U32 bits = load_line(b.values[j] + b.value_offset, line, b.value_dim);
-            if (line == 0) fetcher.step();
-            const F32 low = as_f32(shl<16>(bits)), high = as_f32(high_halves(bits));
-            for (int r = 0; r < R; ++r) {
-                const F32 weight = set(weights[r * kAttendTokens + j]);
-                even[r] = fma(weight, low, even[r]);
-                odd[r] = fma(weight, high, odd[r]);
-            }
-        }
-        for (int r = 0; r < R; ++r) store(states[r] + 16 + 32 * line, even[r]), store(states[r] + 32 + 32 * line, odd[r]);
     }
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < 2 * L; ++i) store(states + r * stride + 16 + 32 * line + 16 * i, sums[r][i]);
 }
 
 template <int R>
-inline void attend_rows(const AttendBlock& b, int row) {
-    float scores[R * kAttendTokens] = {}, factors[R];
-    float* states[R];
-    score_rows<R>(b, row, scores);
-    for (int r = 0; r < R; ++r) {
-        states[r] = b.states + size_t(row + r) * attention_state_floats(b.value_dim);
-        factors[r] = weigh(b, row + r, scores + r * kAttendTokens, states[r]);
-    }
-    add_values<R>(b, row, scores, factors, states);
+void add_values(const AttendBlock& b, int head, const float* weights, const float* factors, float* states) {
+    const int whole = b.value_dim / 32, begin = head * b.value_dim;
+    int line = 0;
+    for (; line + kAttendLines <= whole; line += kAttendLines)
+        add_lines<R, kAttendLines>(b, weights, factors, states, line,
+                                   [&](const uint16_t* row, int l) { return load_u32(row + begin + 32 * (line + l)); });
+    for (; line < attention_lines(b.value_dim); ++line)
+        add_lines<R, 1>(b, weights, factors, states, line,
+                        [&](const uint16_t* row, int) { return load_line(row + begin, line, b.value_dim); });
 }
 
+template <int R>
+inline void attend_rows(const AttendBlock& b, int head, int row) {
+    float* scores = b.scores + size_t(head * b.rows + row) * kAttendTokens;
+    float* states = b.states + size_t(head * b.rows + row) * attention_state_floats(b.value_dim);
+    float factors[R];
+    for (int r = 0; r < R; ++r)
+        factors[r] = weigh(b, row + r, scores + r * kAttendTokens, states + r * attention_state_floats(b.value_dim));
+    add_values<R>(b, head, scores, factors, states);
+}
+
+// Keys are read, and values fetched, in the order in which they lie, all heads of a token before the next token:
+// hardware prefetchers follow that, and a core alone cannot keep as many lines in flight as it takes.
 void attend(const AttendBlock& b) {
-    int row = 0;
-    for (; row + kAttendRows <= b.rows; row += kAttendRows) attend_rows<kAttendRows>(b, row);
-    for (; row < b.rows; ++row) attend_rows<1>(b, row);
+    for (int token = 0; token < b.tokens; token += 4)
+        for (int t = token; t < token + 4; ++t)
+            for (int head = 0; head < b.heads; ++head) {
+                prefetch(b.keys[t + b.ahead] + head * b.key_dim, b.key_dim);
+                prefetch(b.values[t + b.ahead] + head * b.value_dim, b.value_dim);
+                int row = 0;
+                if (t % (4 / kAttendRows) == 0)
+                    for (; row + kAttendRows <= b.rows; row += kAttendRows) score_rows<kAttendRows>(b, head, row, t);
+                row = b.rows / kAttendRows * kAttendRows;
+                if (t == token)
+                    for (; row < b.rows; ++row) score_rows<1>(b, head, row, t);
+            }
+    for (int head = 0; head < b.heads; ++head) {
+        int row = 0;
+        for (; row + kAttendRows <= b.rows; row += kAttendRows) attend_rows<kAttendRows>(b, head, row);
+        for (; row < b.rows; ++row) attend_rows<1>(b, head, row);
+    }
 }
 
 // One state of many parts' states, in their order.
@@ -182,7 +200,8 @@ void merge_states(const float* parts, size_t stride, int count, int value_dim, f
         float factor[16];
         store(factor, exp(set(part[0] - maximum)));
         state[1] += factor[0] * part[1];
-        for (int at = 16; at < floats; at += 16) store(state + at, fma(load(part + at), set(factor[0]), load(state + at)));
+        for (int at = 16; at < floats; at += 16)
+            store(state + at, fma(load(part + at), set(factor[0]), load(state + at)));
     }
 }
 
@@ -245,8 +264,8 @@ void pack_keys(const uint16_t* const* keys, size_t offset, int tokens, int dim, 
             const uint16_t* row[4];
             for (int i = 0; i < 4; ++i) row[i] = first + quad + i < tokens ? keys[first + quad + i] + offset : kNoKey;
             for (int d = 0; d < dim; d += 8)
-                store_transposed(load_quad(row[0] + d), load_quad(row[1] + d), load_quad(row[2] + d), load_quad(row[3] + d),
-                                 out + d * 32 + quad * 4);
+                store_transposed(load_quad(row[0] + d), load_quad(row[1] + d), load_quad(row[2] + d),
+                                 load_quad(row[3] + d), out + d * 32 + quad * 4);
         }
         for (int d = dim; d < padded; d += 2) store_u32(out + d * 32, set_u32(0));
     }
@@ -283,7 +302,8 @@ inline void weigh_row(const SoftmaxTile& t, int row) {
     const float maximum = reduce_max(most);
     F32 sum = zero();
     for (int i = 0; i < t.panels; ++i) {
-        const F32 s = only(mul(load(scores + i * stride), set(t.scale)), first - 16 * i, last - 16 * i, -__builtin_inff());
+        const F32 s =
+            only(mul(load(scores + i * stride), set(t.scale)), first - 16 * i, last - 16 * i, -__builtin_inff());
         const F32 p = rounded_to_bf16(exp(sub(s, set(maximum))));
         store(scores + i * stride, p);
         sum = add(sum, p);

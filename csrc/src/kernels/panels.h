@@ -16,22 +16,24 @@ inline __attribute__((always_inline)) void unrolled(F&& f) {
     }
 }
 
-// Lines ahead of the one in work that are asked for. Beyond a 4 KB page no hardware prefetcher of x86 looks.
-constexpr int kPrefetchBytes = 2048;
+// How far ahead of the line in work memory is asked for: beyond a 4 KB page no hardware prefetcher of x86 looks, and none
+// knows which panels come next.
+constexpr size_t kPrefetchBytes = 2048;
 
 // Panels w[0..R-1] times M tokens. sums: of the activations over 16 columns each, [padded / 16][M].
 template <class Code, class Scales, int R, int M>
 struct Tile {
     static constexpr int kPairs = Code::kValues / 2;
 
+    // Of each panel also line + `ahead` bytes is asked for.
     static inline __attribute__((always_inline)) void lines(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
-                                                            int last, const XPair* x) {
+                                                            int last, size_t ahead, const XPair* x) {
         for (int line = first; line < last; ++line) {
             typename Code::Line codes[R];
             unrolled<R>([&](auto r) {
                 const uint8_t* p = w[r.value] + size_t(line) * Code::kBytes;
                 codes[r.value] = Code::load(p);
-                for (int i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(p + kPrefetchBytes + i);
+                for (int i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(p + ahead + i);
             });
             const XPair* at = x + size_t(line) * kPairs * M;
             unrolled<kPairs>([&](auto p) {
@@ -53,14 +55,21 @@ struct Tile {
                     float* const (&out)[R]) {
         F32 total[R][M];
         clear(total);
+        const int all = l.padded / Code::kValues;
+        // Towards the panel's end what is ahead are the codes of the panel R further on.
+        const int turn = all - int(kPrefetchBytes / Code::kBytes), border = turn > 0 ? turn : 0;
+        const size_t next = R * l.panel_bytes - l.code_bytes + kPrefetchBytes;
         if constexpr (!Scales::kScaled) {
-            lines(total, w, 0, l.padded / Code::kValues, x);
+            lines(total, w, 0, border, kPrefetchBytes, x);
+            lines(total, w, border, all, next, x);
         } else {
+            unrolled<R>([&](auto r) { __builtin_prefetch(w[r.value] + R * l.panel_bytes + l.code_bytes); });
             const int group_lines = l.group / Code::kValues;
             for (int g = 0; g < l.groups; ++g) {
                 F32 part[R][M];
                 clear(part);
-                lines(part, w, g * group_lines, (g + 1) * group_lines, x);
+                const int first = g * group_lines;
+                lines(part, w, first, first + group_lines, first < border ? kPrefetchBytes : next, x);
                 unrolled<R>([&](auto r) {
                     const F32 s = Scales::scale(w[r.value] + l.code_bytes, g);
                     unrolled<M>([&](auto m) {

@@ -90,7 +90,8 @@ inline void choose(const void* logits, bool wide, int experts, int top_k, int32_
         if (!(value == value)) value = -__builtin_inff();
         if (count == top_k && !(value > best[top_k - 1])) continue;
         int place = count < top_k ? count++ : top_k - 1;
-        for (; place > 0 && value > best[place - 1]; --place) best[place] = best[place - 1], ids[place] = ids[place - 1];
+        for (; place > 0 && value > best[place - 1]; --place)
+            best[place] = best[place - 1], ids[place] = ids[place - 1];
         best[place] = value, ids[place] = id;
     }
 }

@@ -35,6 +35,10 @@ size_t expand_bytes(const Layout& l, int panels, int tokens) {
     return expands(l.format, tokens) ? size_t(panels) * l.padded * 32 : 0;
 }
 
+void expand(const Layout& l, const uint8_t* w, void* out) {
+    with_format(l.format, [&]<class Code, class Scales>() { expand_panel<Code, Scales>(l, w, (uint8_t*)out); });
+}
+
 void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch) {
     const XPair* pairs = (const XPair*)x.pairs;
     with_format(l.format, [&]<class Code, class Scales>() {
@@ -74,7 +78,7 @@ void pack(const uint16_t* x, size_t stride, const int32_t* index, int first, int
 }
 
 constexpr Kernels kernels(const char* name) {
-    return {name,          sizeof(XPair), block_tokens, pack,      matmul, expand_bytes, activate,
+    return {name,          sizeof(XPair), block_tokens, pack,      matmul, expand_bytes, expand, activate,
             clear_columns, accumulate,    store_rows,    rms_norm_row, add_row, gated_add_row, rotate_head,
             route_row,     kQueryLine,    pack_query,    attend,        merge_states, finish_state, pack_keys, pack_values,
             softmax_tile,  scale_and_add, peak,         read};

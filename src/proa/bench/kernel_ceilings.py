@@ -31,7 +31,8 @@ class Ceilings(msgspec.Struct, frozen=True):
     threads: int
     read_gbytes_per_s: dict[str, float]  # by number of reading threads
     peak_gflops: float
-    dispatch_us: float  # of an empty phase of the pool, the median
+    dispatch_us: float  # of an empty phase of the pool, one task for each thread; the median
+    rendezvous_us: float  # of one in which every thread takes part
 
     @property
     def best_read_gbytes_per_s(self) -> float:
@@ -69,7 +70,8 @@ class CeilingMeter:
             threads=threads,
             read_gbytes_per_s={str(count): rate for count, rate in rates.items()},
             peak_gflops=self._peak(),
-            dispatch_us=1e6 * median(dispatch_seconds(self._pool, _DISPATCHES) for _ in range(_DISPATCH_ROUNDS)),
+            dispatch_us=self._dispatch_us(meet=False),
+            rendezvous_us=self._dispatch_us(meet=True),
         )
 
     def now(self) -> Rates:
@@ -80,6 +82,9 @@ class CeilingMeter:
     def close(self) -> None:
         for arena in self._arenas:
             arena.close()
+
+    def _dispatch_us(self, *, meet: bool) -> float:
+        return 1e6 * median(dispatch_seconds(self._pool, _DISPATCHES, meet=meet) for _ in range(_DISPATCH_ROUNDS))
 
     def _read(self, workers: int) -> float:
         return read_rate(self._pool, self._spans, workers, WINDOW_S) / 1e9

@@ -17,6 +17,7 @@ from proa.bench.kernel_cases import (
     parse_tokens,
 )
 from proa.bench.kernel_weights import expert_bytes
+from proa.config.env import read_env
 from proa.config.field import option
 from proa.errors import ResourceError, UsageError
 from proa.machine.machine import Machine
@@ -37,7 +38,7 @@ class KernelOptions:
     formats: str = option(ALL, help="weight formats, separated by commas", metavar="LIST", common=True)
     shapes: str = option(
         "qwen3-30b-a3b",
-        help="experts of qwen3-30b-a3b, qwen3-next, minimax-m2, deepseek-v3, all of them, or HIDDENxWIDTH/EXPERTS/TOP_K",
+        help="experts of qwen3-30b-a3b, qwen3-next, minimax-m2, deepseek-v3, of all, or HIDDENxWIDTH/EXPERTS/TOP_K",
         metavar="LIST", common=True,
     )  # fmt: skip
     tokens: str = option(",".join(map(str, TOKENS)), help="how many tokens a call has", metavar="LIST", common=True)
@@ -45,8 +46,9 @@ class KernelOptions:
         None, help="CPU threads; default: all cores this process may use", low=1, high=4096, common=True
     )
     isa: str | None = option(
-        None, help="kernels of a lesser instruction set; default: the best of this CPU", metavar="NAME", common=True
-    )
+        None, help="kernels of a lesser instruction set; default: PROA_ISA, else the best of this CPU",
+        metavar="NAME", common=True,
+    )  # fmt: skip
     seconds: float = option(0.5, help="seconds of timed calls for each cell", low=0.001, high=600, common=True)
     ram: int | None = option(
         None, help="for weights; experts and layers are cut to fit; default: a quarter of the free RAM, at most 8 GiB",
@@ -98,10 +100,12 @@ def plan_kernels(options: KernelOptions, machine: Machine) -> KernelPlan:
     """Raises UsageError for names that are not known, ResourceError for a shape that does not fit."""
     formats, shapes = parse_formats(options.formats), parse_shapes(options.shapes)
     weights_bytes = options.ram or min(MOST_WEIGHTS_BYTES, machine.available_bytes // 4)
+    wanted = options.isa or read_env().isa
     try:
-        isa, reason = select_isa(options.isa or "")
+        isa, reason = select_isa(wanted)
     except ValueError as error:
-        raise UsageError(f"--isa {options.isa}: {error}", "Leave it out to use the best of this CPU.") from None
+        where = "--isa" if options.isa else "PROA_ISA"
+        raise UsageError(f"{where} {wanted}: {error}", "Leave it out to use the best of this CPU.") from None
     return KernelPlan(
         formats=formats,
         shapes=tuple(_cut(shape, weights_bytes) for shape in shapes),

@@ -24,7 +24,10 @@ def render_start(run: RunFacts, isa: str, ceilings: Ceilings) -> Group:
     table.add_row("threads", str(run.threads))
     table.add_row("RAM reads", f"{rates} threads, GB/s")
     table.add_row("products", f"{ceilings.peak_gflops:.0f} GFLOP/s on registers alone")
-    table.add_row("empty dispatch", f"{ceilings.dispatch_us:.2f} us")
+    table.add_row(
+        "empty dispatch",
+        f"{ceilings.dispatch_us:.2f} us; until every thread has a task {ceilings.rendezvous_us:.2f} us",
+    )
     origin = f"{run.cpu}; proa {run.version}" + (f" ({run.commit})" if run.commit else "") + f"; {run.date}"
     notes = (Text(f"note: {note}") for note in run.notes)
     return Group(table, *notes, Text(origin, style="dim"), Text())

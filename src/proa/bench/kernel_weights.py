@@ -53,23 +53,23 @@ class ExpertLayers:
             _Part(one, team_shares(one.panels, teams, unit), shape.experts, random_panels(of, one.columns, rng))
             for one, unit in zip(layouts(of, shape), (2, 1), strict=True)
         ]
-        self._arenas = [_arena(team, count * sum(p.team_bytes(i) for p in parts)) for i, team in enumerate(teams)]
-        self.nbytes = sum(arena.nbytes for arena in self._arenas)
+        self.arenas = [_arena(team, count * sum(p.team_bytes(i) for p in parts)) for i, team in enumerate(teams)]
+        self.nbytes = sum(arena.nbytes for arena in self.arenas)
         used = [0] * len(teams)
         self.layers: list[Experts] = []
         for _ in range(count):
-            up, down = (part.place(self._arenas, used) for part in parts)
+            up, down = (part.place(self.arenas, used) for part in parts)
             self.layers.append(Experts(up, down, Activation.SILU))
 
     @property
     def pages(self) -> str:
         """On what pages the weights lie: "hugetlb", "shmem-huge", ...; several if the teams' memory differs."""
-        return ", ".join(sorted({arena.info.pages for arena in self._arenas}))
+        return ", ".join(sorted({arena.info.pages for arena in self.arenas}))
 
     def close(self) -> None:
         """Give the memory back; the layers must not be used any more."""
         self.layers.clear()
-        for arena in self._arenas:
+        for arena in self.arenas:
             arena.close()
 
 
@@ -94,9 +94,19 @@ class _Part:
         for team, arena in enumerate(arenas):
             nbytes = self.team_bytes(team)
             pieces.append(Piece(self.cuts[team], arena.data + used[team], self.slice_bytes(team), nbytes))
-            _fill(arena, used[team], nbytes, self.template)
+            if nbytes:
+                self._fill(team, np.frombuffer(arena.view(used[team], nbytes), np.uint8))
             used[team] += nbytes
         return Matrix(self.layout, pieces, self.experts)
+
+    def _fill(self, team: int, to: npt.NDArray[np.uint8]) -> None:
+        """Panel p of expert e is the same however the teams share the panels."""
+        twice = np.concatenate([self.template, self.template])
+        for expert, piece in enumerate(to.reshape(self.experts, -1)):
+            panel = (expert * self.layout.panels + self.cuts[team]) % TEMPLATE_PANELS
+            source = twice[panel * self.layout.panel_bytes :][: self.template.size]
+            for begin in range(0, piece.size, source.size):
+                piece[begin : begin + source.size] = source[: piece.size - begin]
 
 
 def team_shares(panels: int, teams: Sequence[Team], unit: int) -> list[int]:
@@ -107,13 +117,6 @@ def team_shares(panels: int, teams: Sequence[Team], unit: int) -> list[int]:
 
 def _arena(team: Team, nbytes: int) -> Arena:
     return Arena(max(nbytes, 1), None if team.node == UNBOUND else team.node)
-
-
-def _fill(arena: Arena, offset: int, nbytes: int, template: npt.NDArray[np.uint8]) -> None:
-    """Repeat the template over a part of the arena."""
-    to = np.frombuffer(arena.view(offset, nbytes), np.uint8)
-    for begin in range(0, nbytes, template.size):
-        to[begin : begin + template.size] = template[: nbytes - begin]
 
 
 # ---- random codes and scales
@@ -186,7 +189,7 @@ def _add_scales(form: Format, to: _Rows, scale: float, size: tuple[int, int], rn
     values = scale * rng.uniform(0.75, 1.25, size)
     match form:
         case Format.MXFP8 | Format.MXFP4:
-            a["scales"] = (_E8M0_BIAS + round(math.log2(scale)) + rng.integers(-1, 2, size)).astype(np.uint8)
+            a["scales"] = (_E8M0_BIAS + round(math.log2(scale)) + rng.integers(-1, 1, size)).astype(np.uint8)
         case Format.NVFP4:
             a["scales"] = rng.integers(0x34, 0x3D, size, np.uint8)  # e4m3 from 0.75 to 1.5
             to.factor = scale
@@ -195,8 +198,8 @@ def _add_scales(form: Format, to: _Rows, scale: float, size: tuple[int, int], rn
             a["scales"] = values[: -(-size[0] // 128)].astype(np.float32)
         case Format.Q4_K:
             a["scales"] = a["mins"] = rng.integers(36, 61, size, np.uint8)
-            a["block_scales"] = (values[:, ::8] / 48).astype(np.float16)
-            a["block_mins"] = (a["block_scales"] * np.float16(7.5)).astype(np.float16)
+            blocks = values[:, ::8] / 48
+            a["block_scales"], a["block_mins"] = blocks.astype(np.float16), (7.5 * blocks).astype(np.float16)
         case Format.Q6_K:
             a["scales"] = rng.integers(48, 81, size, np.uint8)
             a["block_scales"] = (values[:, ::16] / 64).astype(np.float16)

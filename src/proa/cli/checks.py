@@ -171,6 +171,10 @@ def port(host: str, number: int) -> Finding:
 
 def _computing(machine: Machine) -> Finding:
     try:
+        import torch  # noqa: F401  # seconds, and it may be what is broken
+    except (ImportError, OSError) as e:
+        return Finding("computing", "broken", f"torch cannot be loaded: {e}", "Install torch again.")
+    try:
         isa, reason = select_isa(read_env().isa)
     except (NativeError, ValueError) as e:
         return Finding("computing", "broken", str(e), "Install Proa again, or unset PROA_ISA.")

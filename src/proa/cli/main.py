@@ -30,7 +30,7 @@ class Command:
 COMMANDS = {
     "serve": Command("proa.cli.serve", "load a model and serve it over HTTP"),
     "chat": Command("proa.cli.chat", "talk to a model in the terminal"),
-    "bench": Command("proa.cli.bench", "measure latency or throughput, beside the physical limit"),
+    "bench": Command("proa.cli.bench", "measure latency, throughput or kernels, beside the physical limit"),
     "models": Command("proa.cli.models", "list models by short name, with sizes"),
     "doctor": Command("proa.cli.doctor", "check this machine, and say what to do about problems"),
 }

@@ -13,7 +13,7 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
     decisions    [{name, asked, got, why}]
     roof         {bytes_per_token, bandwidth_bytes_per_s, tokens_per_s}
     ready        {load_seconds, weights_bytes, peak_rss_bytes, decode_threads, prefill_threads,
-                 ops: {op: implementation}} or null
+                 ops: {op: implementation}, formats: {weight format: bytes}, pages: {kind of page: bytes}} or null
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +19,8 @@ from proa.layers.step import Step
 from proa.models.spec import Model, Rope
 from proa.ops.cpu import Recorder
 from proa.ops.table import AttentionBatch, KvPages, batch_of
+
+IntArray = npt.NDArray[np.int64]
 
 # Steps up to this many tokens are bound by reading weights, longer ones by arithmetic: each has its thread count.
 FEW_TOKENS = 8
@@ -93,15 +97,17 @@ class RecordedExecutor:
         self._program, self._limits, self._cache_pages = recorder.program, limits, len(caches[0].keys)
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
         rows = limits.rows
-        self._tokens, self._slots = (recorder.keep(torch.zeros(rows, dtype=torch.int64)) for _ in range(2))
-        self._page_table = torch.zeros(limits.sequences, self._most_pages, dtype=torch.int32)
+        tokens, slots = (recorder.keep(torch.zeros(rows, dtype=torch.int64)) for _ in range(2))
+        self._tokens, self._slots = tokens.numpy(), slots.numpy()
+        self._page_table = np.zeros((limits.sequences, self._most_pages), np.int32)
+        self._pages: list[list[int]] = [[] for _ in range(limits.sequences)]  # what stands in the table
         self._angles = {
             rope: _Angles(rope, rows, limits.context_tokens, recorder)
             for rope in {block.mixer.rope for block in model.spec.blocks}
         }
-        step = Step(AttentionBatch((), (), (), self._slots), {rope: a.now for rope, a in self._angles.items()}, caches)
+        step = Step(AttentionBatch((), (), (), slots), {rope: a.now for rope, a in self._angles.items()}, caches)
         with torch.inference_mode():
-            self._hidden = model(self._tokens, step)
+            self._hidden = model(tokens, step)
             self._body = len(self._program)
             recorder.end_blocks(limits.head_rows)
             self._head_input = recorder.new(model.spec.hidden)
@@ -109,25 +115,32 @@ class RecordedExecutor:
         self._end = len(self._program)
 
     def forward(self, sequences: Sequence[Span]) -> Tensor:
-        q_lens = torch.tensor([len(s.tokens) for s in sequences], dtype=torch.int32)
-        kv_lens = torch.tensor([s.start + len(s.tokens) for s in sequences], dtype=torch.int32)
-        rows = int(q_lens.sum())
-        positions, lengths = positions_of(sequences)
+        count, page_tokens = len(sequences), self._limits.page_tokens
+        q_lens = np.array([len(s.tokens) for s in sequences], np.int32)
+        kv_lens = np.array([s.start for s in sequences], np.int32) + q_lens
+        positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in sequences])
+        rows = len(positions)
         for i, s in enumerate(sequences):
-            self._page_table[i, : len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
-        owner = torch.repeat_interleave(torch.arange(len(sequences)), q_lens)
-        page_tokens = self._limits.page_tokens
-        pages = self._page_table[owner, positions // page_tokens]
-        self._tokens[:rows] = torch.tensor([t for s in sequences for t in s.tokens])
-        self._slots[:rows] = pages.long() * page_tokens + positions % page_tokens
+            self._set_pages(i, s.pages)
+        pages = self._page_table[np.repeat(np.arange(count), q_lens), positions // page_tokens]
+        self._tokens[:rows] = [t for s in sequences for t in s.tokens]
+        self._slots[:rows] = pages.astype(np.int64) * page_tokens + positions % page_tokens
         for angles in self._angles.values():
-            angles.fill(positions, lengths)
+            angles.fill(positions, sequences)
         self._program.set_batch(
-            len(sequences), q_lens.data_ptr(), kv_lens.data_ptr(), self._page_table.data_ptr(), self._most_pages,
+            count, q_lens.ctypes.data, kv_lens.ctypes.data, self._page_table.ctypes.data, self._most_pages,
             self._cache_pages, page_tokens,
         )  # fmt: skip
         self._program.run(0, self._body, rows)
         return self._hidden[:rows]
+
+    def _set_pages(self, i: int, pages: Sequence[int]) -> None:
+        """A sequence mostly has the pages it had, or one more."""
+        before = self._pages[i]
+        kept = len(before) if before == pages[: len(before)] else 0
+        if kept < len(pages):
+            self._page_table[i, kept : len(pages)] = pages[kept:]
+        self._pages[i] = list(pages)
 
     def logits(self, hidden: Tensor) -> Tensor:
         rows = len(hidden)
@@ -143,14 +156,15 @@ class _Angles:
         self._rope = rope
         fixed = not is_dynamic(rope) and context_tokens <= KEPT_POSITIONS
         every = torch.arange(context_tokens)
-        self._table = cos_sin(rope, every, every + 1) if fixed else None
+        self._table = [t.numpy() for t in cos_sin(rope, every, every + 1)] if fixed else []
         shape = (rows, rope.dim // 2)
         self.now = (recorder.keep(torch.zeros(shape)), recorder.keep(torch.zeros(shape)))
+        self._places = [now.numpy() for now in self.now]
 
-    def fill(self, positions: Tensor, lengths: Tensor) -> None:
-        if self._table is None:
-            for now, value in zip(self.now, cos_sin(self._rope, positions, lengths), strict=True):
-                now[: len(positions)] = value
-        else:
-            for now, table in zip(self.now, self._table, strict=True):
-                torch.index_select(table, 0, positions, out=now[: len(positions)])
+    def fill(self, positions: IntArray, sequences: Sequence[Span]) -> None:
+        rows = len(positions)
+        for table, place in zip(self._table, self._places, strict=False):
+            np.take(table, positions, 0, place[:rows], "clip")  # "clip" spares a copy; positions are within
+        if not self._table:
+            for now, value in zip(self.now, cos_sin(self._rope, *positions_of(sequences)), strict=True):
+                now[:rows] = value

@@ -55,7 +55,8 @@ class Runner:
         return out
 
     def _sample(self, requests: Sequence[Request], logits: Tensor, out: StepOutput) -> None:
-        finite = torch.isfinite(logits).all(-1).tolist()
+        least, most = logits.aminmax(dim=-1)  # not a number if any is
+        finite = (torch.isfinite(least) & torch.isfinite(most)).tolist()
         out.broken.update(r.id for r, ok in zip(requests, finite, strict=True) if not ok)
         good = [i for i, ok in enumerate(finite) if ok]
         if not good:

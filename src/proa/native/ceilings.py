@@ -28,7 +28,7 @@ _SIGNATURES: Signatures = {
         c_void_p, POINTER(c_void_p), POINTER(c_int64), c_int64, c_int, c_double, POINTER(c_double),
     ),
     "proa_measure_peak": (c_void_p, c_int, c_double, POINTER(c_double)),
-    "proa_measure_dispatch": (c_void_p, c_int, POINTER(c_double)),
+    "proa_measure_dispatch": (c_void_p, c_int, c_int, POINTER(c_double)),
     "proa_time_moe": (c_void_p, POINTER(_Trial), c_int64, c_int64, POINTER(c_double)),
 }  # fmt: skip
 
@@ -65,10 +65,13 @@ def peak_rate(pool: Pool, workers: int, seconds: float) -> float:
     return rate.value
 
 
-def dispatch_seconds(pool: Pool, phases: int) -> float:
-    """Seconds that a phase of one empty task for each thread takes: the mean of `phases`, one after the other."""
+def dispatch_seconds(pool: Pool, phases: int, *, meet: bool) -> float:
+    """Seconds that a phase of one empty task for each thread takes: the mean of `phases`, one after the other.
+
+    `meet`: each task waits until every thread has one; else whoever is quick may do them all.
+    """
     seconds = c_double()
-    _native().proa_measure_dispatch(pool.handle, phases, byref(seconds))
+    _native().proa_measure_dispatch(pool.handle, phases, meet, byref(seconds))
     return seconds.value
 
 

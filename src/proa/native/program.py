@@ -27,6 +27,7 @@ _SIGNATURES: Signatures = {
     "proa_program_set_batch": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64),
     "proa_program_run": (c_void_p, c_int64, c_int64, c_int64, c_int),
     "proa_program_add_embed": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64),
+    "proa_program_add_lookup": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64),
     "proa_program_add_rms_norm": (
         c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int64,
     ),
@@ -103,6 +104,10 @@ class Program:
 
     def add_embed(self, tokens: int, table: int, vocab: int, width: int, out: Rows) -> None:
         _native().proa_program_add_embed(self._handle, tokens, table, vocab, width, out.address, out.stride)
+
+    def add_lookup(self, table: Matrix, tokens: int, out: Rows) -> None:
+        self._keep.append(table)
+        _native().proa_program_add_lookup(self._handle, table.handle, tokens, out.address, out.stride)
 
     def add_rms_norm(self, x: Rows, weight: int, groups: int, width: int, eps: float, out: Rows) -> None:
         _native().proa_program_add_rms_norm(

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from proa.native.pool import Pool
 from proa.native.program import Cache, Program
-from proa.native.weights import Activation, Experts, Rows
-from proa.ops.packed import PANEL_ROWS, BothSink, Memory, RowSink, Stack
-from proa.ops.table import AttentionBatch, KvPages, Ops, Parameters, Sink
+from proa.native.weights import Activation, Experts, Matrix, Rows
+from proa.ops.packed import PANEL_ROWS, Memory, RowSink, Stack
+from proa.ops.table import AttentionBatch, KvPages, Ops, Parameters
 
 
 def rows_of(x: Tensor) -> Rows:
@@ -148,6 +148,13 @@ class CpuLinear:
             self._to.program.add_linear(stack.matrix, rows_of(x), rows_of(y[:, first:]), stack.rows, bias)
         return y
 
+    @property
+    def whole(self) -> Matrix:
+        """The packed matrix of a map of one part."""
+        self._decide()
+        ((stack, _),) = self._stacks
+        return stack.matrix
+
     def sink(self, name: str) -> RowSink:
         def expect(stored: str) -> None:
             self._stored[name] = stored
@@ -270,30 +277,32 @@ class CpuExperts:
 
 
 class CpuEmbedding:
-    """Rows are looked up in a plain table; as a head the embedding is packed as well."""
+    """A plain table to look rows up in; if it is the head as well, they are looked up in the packed matrix."""
 
     def __init__(self, to: Recorder, vocab: int, hidden: int, tied: bool) -> None:
-        self._to = to
-        self.weight = to.keep(torch.empty(vocab, hidden, dtype=torch.bfloat16))
-        self._head = CpuLinear(to, {"embed": vocab}, hidden, False, wide=True) if tied else None
+        self._to, self._hidden = to, hidden
+        self._packed = CpuLinear(to, {"embed": vocab}, hidden, False, wide=True) if tied else None
+        self._table = None if tied else to.keep(torch.empty(vocab, hidden, dtype=torch.bfloat16))
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        out = self._to.new(self.weight.shape[1])
-        vocab, hidden = self.weight.shape
-        self._to.program.add_embed(tokens.data_ptr(), self.weight.data_ptr(), vocab, hidden, rows_of(out))
+        out = self._to.new(self._hidden)
+        if self._packed is not None:
+            self._to.program.add_lookup(self._packed.whole, tokens.data_ptr(), rows_of(out))
+        elif self._table is not None:
+            vocab, hidden = self._table.shape
+            self._to.program.add_embed(tokens.data_ptr(), self._table.data_ptr(), vocab, hidden, rows_of(out))
         return out
 
     def logits(self, x: Tensor) -> Tensor:
-        if self._head is None:
+        if self._packed is None:
             raise ValueError("this model's head is not its embedding")
-        return self._head(x)
+        return self._packed(x)
 
     def parameters(self) -> Parameters:
-        if self._head is None:
-            yield "weight", self.weight
-        else:
-            sink: Sink = BothSink(self.weight, self._head.sink("embed"))
-            yield "weight", sink
+        if self._packed is not None:
+            yield "weight", self._packed.sink("embed")
+        elif self._table is not None:
+            yield "weight", self._table
 
 
 class CpuMaps:

@@ -162,24 +162,3 @@ class RowSink:
                 nbytes,
             )
             done += count
-
-
-class BothSink:
-    """A parameter that is wanted twice: as a tensor to look rows up in, and packed."""
-
-    def __init__(self, table: Tensor, sink: RowSink) -> None:
-        self._table, self._sink = table, sink
-        self.shape, self.row_unit = sink.shape, sink.row_unit
-
-    def expect(self, stored: str) -> None:
-        self._sink.expect(stored)
-
-    def takes(self, stored: str) -> bool:
-        return False
-
-    def write(self, first: int, rows: Tensor) -> None:
-        self._table[first : first + len(rows)] = rows
-        self._sink.write(first, rows)
-
-    def write_stored(self, stored: str, first: int, raw: Tensor) -> None:
-        raise TypeError("a table of embeddings is written as floats")

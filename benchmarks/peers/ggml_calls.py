@@ -1,0 +1,105 @@
+"""The few functions of ggml that run one layer's experts, by ctypes on the libraries that llama-cpp-python brings.
+
+Functions and enumerations are those of ggml.h, ggml-backend.h and ggml-alloc.h. Never: timing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+F32, I32 = 0, 26
+GRAPH_NODES = 256
+_CONTEXT_BYTES = 1 << 20  # of descriptions; tensors' data lie in buffers
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
+
+
+_P, _N = c_void_p, c_int64
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_init": (_P, (_InitParams,)),
+    "ggml_free": (None, (_P,)),
+    "ggml_row_size": (c_size_t, (c_int, _N)),
+    "ggml_new_tensor_2d": (_P, (_P, c_int, _N, _N)),
+    "ggml_new_tensor_3d": (_P, (_P, c_int, _N, _N, _N)),
+    "ggml_mul_mat_id": (_P, (_P, _P, _P, _P)),
+    "ggml_swiglu_split": (_P, (_P, _P, _P)),
+    "ggml_mul": (_P, (_P, _P, _P)),
+    "ggml_add": (_P, (_P, _P, _P)),
+    "ggml_view_2d": (_P, (_P, _P, _N, _N, c_size_t, c_size_t)),
+    "ggml_new_graph_custom": (_P, (_P, c_size_t, c_bool)),
+    "ggml_build_forward_expand": (None, (_P, _P)),
+    "ggml_quantize_chunk": (c_size_t, (c_int, _P, _P, _N, _N, _N, _P)),
+    "ggml_backend_cpu_init": (_P, ()),
+    "ggml_backend_cpu_set_n_threads": (None, (_P, c_int)),
+    "ggml_backend_cpu_reg": (_P, ()),
+    "ggml_backend_reg_dev_get": (_P, (_P, c_size_t)),
+    "ggml_backend_reg_get_proc_address": (_P, (_P, c_char_p)),
+    "ggml_backend_get_default_buffer_type": (_P, (_P,)),
+    "ggml_backend_buffer_free": (None, (_P,)),
+    "ggml_backend_alloc_ctx_tensors_from_buft": (_P, (_P, _P)),
+    "ggml_backend_tensor_set": (None, (_P, _P, c_size_t, c_size_t)),
+    "ggml_backend_tensor_get": (None, (_P, _P, c_size_t, c_size_t)),
+    "ggml_backend_graph_compute": (c_int, (_P, _P)),
+    "ggml_gallocr_new": (_P, (_P,)),
+    "ggml_gallocr_free": (None, (_P,)),
+    "ggml_gallocr_alloc_graph": (c_bool, (_P, _P)),
+}
+
+
+class Ggml:
+    """ggml's CPU backend with `threads` threads. Raises OSError if a library cannot be loaded."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        libraries = [
+            ctypes.CDLL(str(folder / f"lib{name}.so"), ctypes.RTLD_GLOBAL) for name in ("ggml-base", "ggml-cpu", "ggml")
+        ]
+        for name, (result, parameters) in _SIGNATURES.items():
+            found = next(library for library in libraries if name in _names(library, name))
+            function = getattr(found, name)
+            function.restype, function.argtypes = result, parameters
+            setattr(self, name.removeprefix("ggml_"), function)
+        self.backend = self.backend_cpu_init()
+        self.backend_cpu_set_n_threads(self.backend, threads)
+        self.plain_memory = self.backend_get_default_buffer_type(self.backend)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def context(self) -> int:
+        return int(self.init(_InitParams(_CONTEXT_BYTES, None, True)))
+
+    def repacking_memory(self) -> int:
+        """Memory in which weights of some types are rearranged for this CPU; plain memory if there is none."""
+        registry = self.backend_cpu_reg()
+        address = self.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+        if not address:
+            return int(self.plain_memory)
+        kinds = ctypes.CFUNCTYPE(POINTER(c_void_p), c_void_p)(address)(self.backend_reg_dev_get(registry, 0))
+        return int((kinds[0] if kinds else None) or self.plain_memory)
+
+    def quantized(self, kind: int, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+        """Rows of blocks of the type `kind`."""
+        rows, columns = values.reshape(-1, values.shape[-1]).shape
+        out = np.empty(rows * self.row_size(kind, columns), np.uint8)
+        self.quantize_chunk(kind, values.ctypes.data, out.ctypes.data, 0, rows, columns, None)
+        return out
+
+    def put(self, tensor: int, values: npt.NDArray[Any]) -> None:
+        self.backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
+
+
+def _names(library: ctypes.CDLL, name: str) -> Sequence[str]:
+    try:
+        getattr(library, name)
+    except AttributeError:
+        return ()
+    return (name,)

@@ -1,0 +1,19 @@
+// Rows of a packed matrix: embeddings of a model whose head is the same matrix. Never: unpacked tables (rows.h).
+#pragma once
+
+#include "host.h"
+#include "matrix.h"
+#include "rows.h"
+
+namespace proa {
+
+// out[t] = row tokens[t] of the table, rounded to bfloat16. Throws Error for an id outside of the vocabulary.
+struct Lookup {
+    const Matrix* table;  // a stack of one
+    const int64_t* tokens;
+    Rows out;
+};
+
+void run(const Lookup& op, Host& host, int rows, int lane);
+
+}  // namespace proa

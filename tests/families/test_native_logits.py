@@ -1,0 +1,86 @@
+"""Every family on the native kernels (bfloat16), however the engine cuts the work: its distance from the float32 model
+may not be larger than that of plain torch in bfloat16, which rounds at least as often.
+
+Routers choose all experts here: a near tie that falls the other way is not an error of arithmetic, and would be one of
+hundreds of percent. With the checkpoint's own top_k, answers of the demo model are compared in tests/e2e.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines import Loaded, finish_all, load_decoder, load_native, make_engine, request
+from proa.native.pool import Pool
+from tiny import TINY, make_tiny
+
+PROMPT = 41
+ANSWER = 9
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    return Pool([[0]], pin=False)
+
+
+@pytest.fixture(scope="module", params=sorted(TINY))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def all_experts(folder: Path) -> dict[str, object]:
+    experts = [
+        block.ffn.experts for block in load_decoder(folder).spec.blocks if type(block.ffn).__name__ == "Moe"
+    ]  # fmt: skip
+    return {"num_experts_per_tok": experts[0]} if experts else {}
+
+
+def rows(model: Loaded, prompts: list[list[int]], answers: list[list[int]], **engine: int) -> Tensor:
+    """Logits of all rows while the given answers are fed back as prompts: the same work for every model."""
+    made, runner = make_engine(model, **engine)
+    for i, (tokens, answer) in enumerate(zip(prompts, answers, strict=True)):
+        made.submit(request(f"r{i}", tokens + answer, 1))
+    finish_all(made)
+    found = [runner.logits[f"r{i}"] for i in range(len(prompts))]
+    return torch.stack([seen[position] for seen in found for position in sorted(seen)])
+
+
+def prompts(lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "engine"),
+    [([PROMPT], {}), ([PROMPT], {"max_batch_tokens": 7}), ([1, 2, 5, 16, 33], {"num_pages": 128})],
+    ids=["prompt", "chunks of 7", "batch"],
+)
+def test_no_further_from_float32_than_torch_in_bfloat16(
+    folder: Path, pool: Pool, lengths: list[int], engine: dict[str, int]
+) -> None:
+    override, texts = all_experts(folder), prompts(lengths)
+    none: list[list[int]] = [[] for _ in texts]
+    exact = rows(load_decoder(folder, torch.float32, **override), texts, none, **engine)
+    torch_rows = rows(load_decoder(folder, torch.bfloat16, **override), texts, none, **engine)
+    native = rows(load_native(folder, pool, **override), texts, none, **engine)
+    scale = exact.abs().max()
+    off_torch, off_native = (torch_rows - exact).pow(2).mean().sqrt(), (native - exact).pow(2).mean().sqrt()
+    assert off_torch <= 0.05 * scale, "the yardstick itself is off"
+    assert off_native <= 1.05 * off_torch + 1e-4 * scale
+
+
+def test_same_bits_for_any_threads_and_nodes(folder: Path) -> None:
+    texts, found = prompts([11, 3]), []
+    for teams in ([[]], [[0]], [[0, 0, 0]], [[0], [0]], [[], [0], []]):
+        with Pool(teams, pin=False) as pool:
+            engine, runner = make_engine(load_native(folder, pool))
+            for i, tokens in enumerate(texts):
+                engine.submit(request(f"r{i}", tokens, ANSWER))
+            finish_all(engine)
+            found.append([runner.logits[f"r{i}"][p] for i in range(2) for p in sorted(runner.logits[f"r{i}"])])
+            del engine, runner
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

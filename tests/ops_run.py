@@ -1,0 +1,159 @@
+"""Every implementation of the ops behind one face that computes at once: what tests/ops/test_ops.py compares.
+Never: tests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from proa.native.pool import Pool
+from proa.ops import reference
+from proa.ops.cpu import CpuOps, Recorder
+from proa.ops.packed import Memory
+from proa.ops.table import AttentionBatch, KvPages, Maps, Ops, Parameters
+
+
+def fill(parameters: Parameters, values: dict[str, Tensor]) -> None:
+    """Put values where the loader would."""
+    for name, target in parameters:
+        if isinstance(target, Tensor):
+            target.copy_(values[name])
+        else:
+            target.expect("BF16")
+            target.write(0, values[name])
+
+
+class TorchRun:
+    """Plain torch."""
+
+    rms_norm = staticmethod(reference.rms_norm)
+    rotary = staticmethod(reference.rotary)
+    route = staticmethod(reference.route)
+    add = staticmethod(reference.add)
+    gated_add = staticmethod(reference.gated_add)
+    write_kv = staticmethod(reference.write_kv)
+    attention = staticmethod(reference.attention)
+
+    def _maps(self, dtype: torch.dtype) -> Maps:
+        return reference.reference(dtype).maps
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(self._maps(x.dtype), x, weight, bias)
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return experts(self._maps(x.dtype), x, ids, weights, gate_up, down)
+
+    def mlp(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
+        return mlp(self._maps(x.dtype), x, values)
+
+
+def linear(maps: Maps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    made = maps.linear({"a": len(weight)}, weight.shape[1], bias is not None)
+    fill(made.parameters(), {"a.weight": weight} | ({"a.bias": bias} if bias is not None else {}))
+    return made(x)
+
+
+def experts(maps: Maps, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    count, hidden, width = down.shape
+    made = maps.experts(count, hidden, width)
+    values = {}
+    for e in range(count):
+        values |= {
+            f"{e}.gate.weight": gate_up[e, :width],
+            f"{e}.up.weight": gate_up[e, width:],
+            f"{e}.down.weight": down[e],
+        }
+    fill(made.parameters(), values)
+    return made(x, ids, weights)
+
+
+def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor]) -> Tensor:
+    width, hidden = values["gate.weight"].shape
+    made = maps.mlp(hidden, width, "gate.bias" in values)
+    fill(made.parameters(), values)
+    return made(x)
+
+
+class NativeRun:
+    """Records one op for the kernels of `isa` and runs it. Results are copies, inputs stay as they are."""
+
+    def __init__(self, isa: str) -> None:
+        self._pool = Pool([[0]], isa=isa, pin=False)
+
+    def _record(self, rows: int, sequences: int = 1, pages: int = 1) -> tuple[Recorder, Ops]:
+        recorder = Recorder(self._pool, Memory([None]), rows, sequences, pages)
+        return recorder, CpuOps(recorder).table()
+
+    @staticmethod
+    def _run(recorder: Recorder) -> None:
+        recorder.program.run(0, len(recorder.program), recorder.rows)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        recorder, ops = self._record(len(x))
+        y = ops.rms_norm(x, weight, eps)
+        self._run(recorder)
+        return y.clone()
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        recorder, ops = self._record(len(x))
+        y = ops.rotary(x.clone(), cos, sin, interleaved)
+        self._run(recorder)
+        return y
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        recorder, ops = self._record(len(x))
+        out = ops.add(x.clone(), y)
+        self._run(recorder)
+        return out
+
+    def gated_add(self, x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
+        recorder, ops = self._record(len(x))
+        out = ops.gated_add(x.clone(), gate, y)
+        self._run(recorder)
+        return out
+
+    def route(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        recorder, ops = self._record(len(logits))
+        ids, weights = ops.route(logits, top_k, renormalise)
+        self._run(recorder)
+        return ids.long(), weights.clone()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        recorder, ops = self._record(len(x))
+        y = linear(ops.maps, x, weight, bias)
+        self._run(recorder)
+        return y.clone()
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        recorder, ops = self._record(len(x))
+        narrow, weights = ids.to(torch.int32).contiguous(), weights.contiguous()
+        y = experts(ops.maps, x, narrow, weights, gate_up, down)
+        self._run(recorder)
+        return y.clone()
+
+    def mlp(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
+        recorder, ops = self._record(len(x))
+        y = mlp(ops.maps, x, values)
+        self._run(recorder)
+        return y.clone()
+
+    def write_kv(self, keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
+        recorder, ops = self._record(len(keys))
+        ops.write_kv(keys, values, cache, slots)
+        self._run(recorder)
+
+    def attention(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
+        most = max(len(pages) for pages in batch.page_table)
+        recorder, ops = self._record(len(q), len(batch.q_lens), most)
+        y = ops.attention(q, cache, batch, scale, window)
+        table = torch.zeros(len(batch.q_lens), most, dtype=torch.int32)
+        for row, pages in zip(table, batch.page_table, strict=True):
+            row[: len(pages)] = pages
+        q_lens, kv_lens = (torch.tensor(n, dtype=torch.int32) for n in (batch.q_lens, batch.kv_lens))
+        pages, page_tokens = cache.keys.shape[:2]
+        recorder.program.set_batch(
+            len(q_lens), q_lens.data_ptr(), kv_lens.data_ptr(), table.data_ptr(), most, pages, page_tokens
+        )
+        self._run(recorder)
+        return y.clone()
