@@ -5,10 +5,10 @@
 
 #include "error.h"
 #include "handles.h"
-#include "select.h"
 #include "linear.h"
 #include "pack.h"
 #include "proa/native.h"
+#include "select.h"
 
 namespace {
 
@@ -114,14 +114,16 @@ int proa_pack(int format, int64_t rows, int64_t columns, int64_t group, const pr
         require(!facts.block_scale_bytes || (s->block_scales && (!facts.has_min || s->block_mins)),
                 "This format needs scales of blocks.");
         require(s->scale_rows >= 1, "At least one row shares a row of scales.");
-        require(l.format != proa::Format::kFp8Panel || s->scale_rows % proa::kPanelRows == 0 || rows <= proa::kPanelRows,
-                "Scales of panels must be shared by whole panels.");
+        require(
+            l.format != proa::Format::kFp8Panel || s->scale_rows % proa::kPanelRows == 0 || rows <= proa::kPanelRows,
+            "Scales of panels must be shared by whole panels.");
         require(out_bytes >= int64_t(((l.panels - 1) * size_t(step) + 1) * l.panel_bytes), "The output is too small.");
-        proa::pack_rows(l, {(const uint8_t*)s->codes, size_t(s->code_stride), (const uint8_t*)s->scales,
-                            size_t(s->scale_stride), int(s->scale_rows), (const uint8_t*)s->mins,
-                            (const uint8_t*)s->block_scales, (const uint8_t*)s->block_mins, size_t(s->block_stride),
-                            s->factor},
-                        int(rows), step, (uint8_t*)out);
+        proa::pack_rows(
+            l,
+            {(const uint8_t*)s->codes, size_t(s->code_stride), (const uint8_t*)s->scales, size_t(s->scale_stride),
+             int(s->scale_rows), (const uint8_t*)s->mins, (const uint8_t*)s->block_scales,
+             (const uint8_t*)s->block_mins, size_t(s->block_stride), s->factor},
+            int(rows), step, (uint8_t*)out);
     });
 }
 

@@ -51,8 +51,15 @@ proa::KvPages kv_pages(const proa_kv_pages* c) {
     check_width(c->pages, "A number of pages"), check_width(c->page_tokens, "A page");
     check_width(c->kv_heads, "KV heads"), check_width(c->head_dim, "A head");
     const int64_t stride = c->kv_heads * c->head_dim;
-    return {static_cast<uint16_t*>(c->keys), static_cast<uint16_t*>(c->values), stride, stride, int(c->pages),
-            int(c->page_tokens), int(c->kv_heads), int(c->head_dim), int(c->head_dim)};
+    return {static_cast<uint16_t*>(c->keys),
+            static_cast<uint16_t*>(c->values),
+            stride,
+            stride,
+            int(c->pages),
+            int(c->page_tokens),
+            int(c->kv_heads),
+            int(c->head_dim),
+            int(c->head_dim)};
 }
 
 }  // namespace
@@ -128,8 +135,9 @@ int proa_program_add_rms_norm(proa_program* program, void* x, int64_t x_stride, 
         require(weight, "The norm's weight is a null pointer.");
         const int64_t all = groups * width;
         const proa::ConstRows added = residual ? rows_in(residual, residual_stride, all) : proa::ConstRows{nullptr, 0};
-        return proa::RmsNorm{rows_out(x, x_stride, all), added, static_cast<const uint16_t*>(weight), int(groups),
-                             int(width), eps, rows_out(out, out_stride, all)};
+        return proa::RmsNorm{
+            rows_out(x, x_stride, all),    added, static_cast<const uint16_t*>(weight), int(groups), int(width), eps,
+            rows_out(out, out_stride, all)};
     });
 }
 
@@ -155,8 +163,8 @@ int proa_program_add_rotary(proa_program* program, void* x, int64_t x_stride, co
     return add(program, [&] {
         check_width(heads, "A number of heads"), check_width(head_dim, "A head"), check_width(half, "Half a rotary");
         require(cos && sin && 2 * half <= head_dim, "Angles are missing or more than the head has.");
-        return proa::Rotary{rows_out(x, x_stride, heads * head_dim), cos, sin, int(heads), int(head_dim), int(half),
-                            interleaved != 0};
+        return proa::Rotary{
+            rows_out(x, x_stride, heads * head_dim), cos, sin, int(heads), int(head_dim), int(half), interleaved != 0};
     });
 }
 
@@ -176,8 +184,8 @@ int proa_program_add_write_kv(proa_program* program, const proa_kv_pages* cache,
     return add(program, [&] {
         const proa::KvPages pages = kv_pages(cache);
         require(slots, "The slots are a null pointer.");
-        return proa::WriteKv{rows_in(keys, keys_stride, pages.key_stride), rows_in(values, values_stride, pages.value_stride),
-                             slots, pages};
+        return proa::WriteKv{rows_in(keys, keys_stride, pages.key_stride),
+                             rows_in(values, values_stride, pages.value_stride), slots, pages};
     });
 }
 
@@ -189,8 +197,14 @@ int proa_program_add_attention(proa_program* program, const proa_kv_pages* cache
         check_width(heads, "Heads");
         require(heads % pages.kv_heads == 0, "Heads must be a multiple of the KV heads.");
         require(window >= 0, "A window is not negative.");
-        return proa::Attention{rows_in(q, q_stride, heads * pages.key_dim), rows_out(out, out_stride, heads * pages.value_dim),
-                               pages, &program->program.batch, int(heads), int(window), scale, sinks};
+        return proa::Attention{rows_in(q, q_stride, heads * pages.key_dim),
+                               rows_out(out, out_stride, heads * pages.value_dim),
+                               pages,
+                               &program->program.batch,
+                               int(heads),
+                               int(window),
+                               scale,
+                               sinks};
     });
 }
 

@@ -6,6 +6,7 @@
 #include "host.h"
 #include "matrix.h"
 #include "moe.h"
+#include "queue.h"
 
 // Programs share what they run on: it lives until the last of them and the handle are gone.
 struct proa_pool {
@@ -19,4 +20,8 @@ struct proa_matrix {
 
 struct proa_experts {
     proa::Experts experts;
+};
+
+struct proa_queue {
+    proa::Queue queue;
 };

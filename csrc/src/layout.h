@@ -20,21 +20,21 @@ constexpr int kColumnUnit = 32;  // of every padded width: a tile of AMX, and a 
 enum class Format : int32_t {
     kBf16 = 0,
     kFp16 = 1,
-    kFp8Row = 2,     // e4m3, float32 per row and group
-    kFp8Panel = 3,   // e4m3, one float32 per panel and group (blocks of 128 x 128, whole tensors)
-    kMxfp8 = 4,      // e4m3, e8m0 per row and group
-    kInt8F32 = 5,    // two's complement, float32 per row and group
-    kInt8F16 = 6,    // the same with float16 (Q8_0)
-    kInt4F32 = 7,    // (q - 8) * s
+    kFp8Row = 2,    // e4m3, float32 per row and group
+    kFp8Panel = 3,  // e4m3, one float32 per panel and group (blocks of 128 x 128, whole tensors)
+    kMxfp8 = 4,     // e4m3, e8m0 per row and group
+    kInt8F32 = 5,   // two's complement, float32 per row and group
+    kInt8F16 = 6,   // the same with float16 (Q8_0)
+    kInt4F32 = 7,   // (q - 8) * s
     kInt4F16 = 8,
     kInt4Bf16 = 9,
     kUint4F32 = 10,  // q * s + m
     kUint4F16 = 11,
     kUint4Bf16 = 12,
-    kNvfp4 = 13,     // e2m1, e4m3 per row and group, float32 per panel
-    kMxfp4 = 14,     // e2m1, e8m0 per row and group
-    kQ4K = 15,       // q * (d * sc) - dmin * mn, groups of 32 in blocks of 256
-    kQ6K = 16,       // (q - 32) * (d * sc), groups of 16 in blocks of 256
+    kNvfp4 = 13,  // e2m1, e4m3 per row and group, float32 per panel
+    kMxfp4 = 14,  // e2m1, e8m0 per row and group
+    kQ4K = 15,    // q * (d * sc) - dmin * mn, groups of 32 in blocks of 256
+    kQ6K = 16,    // (q - 32) * (d * sc), groups of 16 in blocks of 256
 };
 constexpr int kFormats = 17;
 
@@ -48,23 +48,19 @@ struct FormatFacts {
 };
 
 constexpr FormatFacts kFacts[kFormats] = {
-    {16, 0, 1, 0, 0, false},    // bf16
-    {16, 0, 1, 0, 0, false},    // fp16
-    {8, 64, 1, 0, 0, false},    // fp8 per row
-    {8, 4, 1, 0, 0, false},     // fp8 per panel
-    {8, 16, 1, 0, 0, false},    // mxfp8
-    {8, 64, 1, 0, 0, false},    // int8, float32
-    {8, 32, 1, 0, 0, false},    // int8, float16
-    {4, 64, 1, 0, 0, false},    // int4
-    {4, 32, 1, 0, 0, false},
-    {4, 32, 1, 0, 0, false},
-    {4, 128, 1, 0, 0, true},    // uint4
-    {4, 64, 1, 0, 0, true},
-    {4, 64, 1, 0, 0, true},
-    {4, 16, 1, 0, 64, false},   // nvfp4
-    {4, 16, 1, 0, 0, false},    // mxfp4
-    {4, 32, 8, 64, 0, true},    // Q4_K
-    {6, 16, 16, 32, 0, false},  // Q6_K
+    {16, 0, 1, 0, 0, false},                                                       // bf16
+    {16, 0, 1, 0, 0, false},                                                       // fp16
+    {8, 64, 1, 0, 0, false},                                                       // fp8 per row
+    {8, 4, 1, 0, 0, false},                                                        // fp8 per panel
+    {8, 16, 1, 0, 0, false},                                                       // mxfp8
+    {8, 64, 1, 0, 0, false},                                                       // int8, float32
+    {8, 32, 1, 0, 0, false},                                                       // int8, float16
+    {4, 64, 1, 0, 0, false},                                                       // int4
+    {4, 32, 1, 0, 0, false},   {4, 32, 1, 0, 0, false}, {4, 128, 1, 0, 0, true},   // uint4
+    {4, 64, 1, 0, 0, true},    {4, 64, 1, 0, 0, true},  {4, 16, 1, 0, 64, false},  // nvfp4
+    {4, 16, 1, 0, 0, false},                                                       // mxfp4
+    {4, 32, 8, 64, 0, true},                                                       // Q4_K
+    {6, 16, 16, 32, 0, false},                                                     // Q6_K
 };
 
 struct Layout {

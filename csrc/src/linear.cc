@@ -5,9 +5,9 @@
 namespace proa {
 namespace {
 
-constexpr int kGroupTokens = 240;   // of a task: whole blocks of every instruction set
+constexpr int kGroupTokens = 240;         // of a task: whole blocks of every instruction set
 constexpr size_t kAloneBytes = 64 << 10;  // of weights times tokens: a microsecond or two
-constexpr int kPackingTokens = 16;  // of a packing task: some microseconds
+constexpr int kPackingTokens = 16;        // of a packing task: some microseconds
 
 }  // namespace
 
@@ -104,8 +104,10 @@ void run(const Linear& op, Host& host, int tokens, int lane) {
     Phase phase{};
     call.tasks.describe(phase);
     phase.run = multiply, phase.publish = publish, phase.context = &call;
-    if (size_t(l.panels) * l.panel_bytes * size_t(tokens) <= kAloneBytes) host.pool.run_alone(phase, lane);
-    else host.pool.run(phase, lane);
+    if (size_t(l.panels) * l.panel_bytes * size_t(tokens) <= kAloneBytes)
+        host.pool.run_alone(phase, lane);
+    else
+        host.pool.run(phase, lane);
 }
 
 }  // namespace proa

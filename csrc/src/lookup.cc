@@ -21,8 +21,8 @@ void run(const Lookup& op, Host& host, int rows, int lane) {
     const Layout& l = op.table->layout;
     for (int t = 0; t < rows; ++t)
         if (op.tokens[t] < 0 || op.tokens[t] >= l.rows)
-            throw Error(PROA_ERROR_ARGUMENT, "Token " + std::to_string(op.tokens[t]) + " is outside of the vocabulary of " +
-                                                 std::to_string(l.rows) + ".");
+            throw Error(PROA_ERROR_ARGUMENT, "Token " + std::to_string(op.tokens[t]) +
+                                                 " is outside of the vocabulary of " + std::to_string(l.rows) + ".");
     const bool plain = l.format == Format::kBf16;
     std::byte* scratch = plain ? nullptr : host.workspace(lane, size_t(l.padded) * 32);
     for (int t = 0; t < rows; ++t) {

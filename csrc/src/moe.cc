@@ -53,8 +53,9 @@ void pack(const Call& call, int task) {
     const Group& g = call.group[size_t(task / call.packing_parts)];
     const int part = task % call.packing_parts, parts = call.packing_parts;
     const Layout& l = call.experts->gate_up->layout;
-    call.kernels->pack(call.op.x, size_t(call.op.x_stride), call.index.data() + g.first, block_begin(g.tokens, parts, part),
-                       block_begin(g.tokens, parts, part + 1), l.columns, l.padded, call.x(g));
+    call.kernels->pack(call.op.x, size_t(call.op.x_stride), call.index.data() + g.first,
+                       block_begin(g.tokens, parts, part), block_begin(g.tokens, parts, part + 1), l.columns, l.padded,
+                       call.x(g));
 }
 
 void multiply_up(const void* context, int task, std::byte* scratch) {
@@ -80,7 +81,8 @@ void publish_up(const void* context, int task, const std::byte* scratch) {
     const int per = call.panels_per_row(), end = at.end / per, padded = e.down->layout.padded;
     call.kernels->activate(e.activation, e.limit, reinterpret_cast<const float*>(scratch), bias, at.first / per, end,
                            padded, h);
-    if (at.end == w.layout.panels && end * kPanelRows < padded) call.kernels->clear_columns(end * kPanelRows, padded, h);
+    if (at.end == w.layout.panels && end * kPanelRows < padded)
+        call.kernels->clear_columns(end * kPanelRows, padded, h);
 }
 
 void multiply_down(const void* context, int task, std::byte* scratch) {
@@ -99,8 +101,8 @@ void multiply_down(const void* context, int task, std::byte* scratch) {
         call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.h(g), part, expanded);
         const float* bias =
             e.down_bias ? e.down_bias + (size_t(g.expert) * w.layout.panels + at.first) * kPanelRows : nullptr;
-        call.kernels->accumulate(part, panels, g.tokens, call.index.data() + g.first, call.weight.data() + g.first, bias, total,
-                                 call.tokens);
+        call.kernels->accumulate(part, panels, g.tokens, call.index.data() + g.first, call.weight.data() + g.first,
+                                 bias, total, call.tokens);
     }
 }
 
@@ -137,8 +139,8 @@ void sort(Call& call, int tokens) {
     for (int i = 0; i < choices; ++i) {
         const int id = op.top_k ? op.ids[i] : 0;
         if (id < -1 || id >= experts)
-            throw Error(PROA_ERROR_ARGUMENT, "Expert id " + std::to_string(id) + " is not one of " +
-                                                 std::to_string(experts) + " experts.");
+            throw Error(PROA_ERROR_ARGUMENT,
+                        "Expert id " + std::to_string(id) + " is not one of " + std::to_string(experts) + " experts.");
         if (id >= 0) ++counts[id + 1];
     }
     for (int e = 0; e < experts; ++e) {
@@ -174,8 +176,9 @@ void run(const Moe& op, Host& host, int tokens, int lane) {
     call.experts = &e, call.kernels = &k, call.tokens = tokens, call.shared_x = tokens == 1;
     sort(call, tokens);
     const size_t choices = call.index.size(), threads = size_t(host.pool.threads());
-    call.up_tasks = RowTasks(
-        *e.gate_up, step_of(*e.gate_up, k, call, call.panels_per_row(), call.most_tokens, 1, int(threads)), call.groups);
+    call.up_tasks =
+        RowTasks(*e.gate_up, step_of(*e.gate_up, k, call, call.panels_per_row(), call.most_tokens, 1, int(threads)),
+                 call.groups);
     call.down_tasks = RowTasks(*e.down, step_of(*e.down, k, call, 2, tokens, call.groups, int(threads)), 1);
     call.packing_parts = std::max(1, block_count(call.most_tokens, kPackingTokens));
     const auto carve = [&](Carver parts) {

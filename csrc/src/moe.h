@@ -23,9 +23,9 @@ struct MoeCall;
 // Lives as long as the pool may be working on it: until the program that holds it is gone, or settle().
 struct Moe {
     const Experts* experts;
-    int top_k;               // 0: every token to expert 0 with weight 1
-    const int32_t* ids;      // [tokens][top_k]; -1 is nobody's
-    const float* weights;    // [tokens][top_k]
+    int top_k;             // 0: every token to expert 0 with weight 1
+    const int32_t* ids;    // [tokens][top_k]; -1 is nobody's
+    const float* weights;  // [tokens][top_k]
     const uint16_t* x;
     int64_t x_stride;
     void* y;  // bfloat16, float32 if wide
@@ -35,6 +35,7 @@ struct Moe {
 };
 
 // Throws Error (argument) for an id out of range.
+inline void check(const Moe&) {}  // the C interface has checked what it is made of
 void run(const Moe& op, Host& host, int tokens, int lane);
 
 }  // namespace proa

@@ -14,8 +14,8 @@ struct Source {
     size_t code_stride;
     const uint8_t* scales;  // of each group, in the format's type
     size_t scale_stride;
-    int scale_rows;         // rows that share a row of scales: 1, or a multiple of 16 for kFp8Panel
-    const uint8_t* mins;    // like scales
+    int scale_rows;               // rows that share a row of scales: 1, or a multiple of 16 for kFp8Panel
+    const uint8_t* mins;          // like scales
     const uint8_t* block_scales;  // Q4_K, Q6_K: float16 of each block
     const uint8_t* block_mins;
     size_t block_stride;
@@ -31,6 +31,7 @@ enum class GgufType : int32_t { kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kQ4_K = 12, kQ6
 
 // The format that keeps such blocks exactly. Throws Error (argument) for another type.
 Format format_of(GgufType type);
-void pack_gguf(GgufType type, const Layout& l, const uint8_t* blocks, size_t row_stride, int rows, int step, uint8_t* out);
+void pack_gguf(GgufType type, const Layout& l, const uint8_t* blocks, size_t row_stride, int rows, int step,
+               uint8_t* out);
 
 }  // namespace proa

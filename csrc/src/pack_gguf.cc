@@ -29,8 +29,11 @@ struct Row {
     std::vector<uint8_t> codes, scales, mins, block_scales, block_mins;
 
     Row(const Layout& l, int blocks)
-        : codes(size_t(l.padded)), scales(size_t(l.groups) * 2), mins(size_t(l.groups) * 2),
-          block_scales(size_t(blocks) * 2), block_mins(size_t(blocks) * 2) {}
+        : codes(size_t(l.padded)),
+          scales(size_t(l.groups) * 2),
+          mins(size_t(l.groups) * 2),
+          block_scales(size_t(blocks) * 2),
+          block_mins(size_t(blocks) * 2) {}
 };
 
 void take_q4(const uint8_t* block, int i, bool has_min, Row& row) {
@@ -113,8 +116,8 @@ void pack_gguf(GgufType type, const Layout& l, const uint8_t* blocks, size_t row
             all_blocks.insert(all_blocks.end(), row.block_scales.begin(), row.block_scales.end());
             all_block_mins.insert(all_block_mins.end(), row.block_mins.begin(), row.block_mins.end());
         }
-        const Source source{all_codes.data(), row.codes.size(), all_scales.data(), row.scales.size(), 1,
-                            all_mins.data(), all_blocks.data(), all_block_mins.data(), row.block_scales.size(), 1.f};
+        const Source source{all_codes.data(), row.codes.size(),  all_scales.data(),     row.scales.size(),       1,
+                            all_mins.data(),  all_blocks.data(), all_block_mins.data(), row.block_scales.size(), 1.f};
         pack_rows(l, source, here, step, out + size_t(first / kPanelRows) * size_t(step) * l.panel_bytes);
     }
 }

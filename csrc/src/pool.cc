@@ -30,14 +30,6 @@ int64_t now_ns() {
     return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-void relax() {
-#if defined(__x86_64__)
-    _mm_pause();
-#else
-    asm volatile("yield");
-#endif
-}
-
 std::byte* reserve_scratch() {
     void* p = mmap(nullptr, kScratchBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
@@ -46,6 +38,14 @@ std::byte* reserve_scratch() {
 }
 
 }  // namespace
+
+void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    asm volatile("yield");
+#endif
+}
 
 Phase spread(int tasks, int nodes) {
     Phase phase{};

@@ -1,5 +1,5 @@
-// The workers: one team of threads per memory node, and the thread that calls. Belongs here: handing out tasks, waiting,
-// parking. Never: what a task computes.
+// The workers: one team of threads per memory node, and the thread that calls. Belongs here: handing out tasks,
+// waiting, parking. Never: what a task computes.
 //
 // Work comes in phases of independent tasks. Each task belongs to a node and is taken by that node's team. A task
 // computes into the private scratch of whoever runs it and is published once: `run` may be repeated by a second worker
@@ -19,6 +19,9 @@
 #include <vector>
 
 namespace proa {
+
+// What a thread does while it spins.
+void relax();
 
 constexpr int kMaxNodes = 64;
 constexpr int kLanes = 2;
@@ -74,7 +77,10 @@ class Pool {
     uint64_t redone() const { return redone_.load(std::memory_order_relaxed); }
     const std::string& notes() const { return notes_; }
 
-    void kill_worker_for_test() { kill_.store(true); }
+    void kill_worker_for_test() {
+        kill_.store(true);
+        wake();
+    }
 
   private:
     struct alignas(64) Counter {

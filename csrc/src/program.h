@@ -20,17 +20,23 @@ class Program {
   public:
     Program(std::shared_ptr<Host> host, int most_sequences, int most_pages)
         : batch(most_sequences, most_pages), host_(std::move(host)) {}
-    // A worker may be late with a task of the last run.
-    ~Program() { host_->pool.settle(); }
     Program(const Program&) = delete;
     Program& operator=(const Program&) = delete;
 
-    void add(Operation operation) { operations_.push_back(std::move(operation)); }
+    // Throws Error for what the operation cannot be.
+    void add(Operation operation) {
+        std::visit([](const auto& op) { proa::check(op); }, operation);
+        operations_.push_back(std::move(operation));
+    }
     size_t size() const { return operations_.size(); }
 
-    // Operations [first, end) for `rows` rows. On an error the rest is not run.
+    // Operations [first, end) for `rows` rows. On an error the rest is not run. When it returns no worker reads
+    // anything of the program or of its buffers any more, however late one was: all may be freed.
     void run(size_t first, size_t end, int rows, int lane) {
-        host_->pool.settle();  // a run may move what late tasks of the former one still read
+        const struct Settle {
+            Pool& pool;
+            ~Settle() { pool.settle(); }
+        } settle{host_->pool};
         for (size_t i = first; i < end; ++i)
             std::visit([&](const auto& op) { proa::run(op, *host_, rows, lane); }, operations_[i]);
     }

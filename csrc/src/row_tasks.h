@@ -26,7 +26,8 @@ struct RowTasks {
     };
 
     RowTasks() = default;
-    RowTasks(const Matrix& m, int step_panels, int times) : step(step_panels), repeats(times), nodes(int(m.slices.size())) {
+    RowTasks(const Matrix& m, int step_panels, int times)
+        : step(step_panels), repeats(times), nodes(int(m.slices.size())) {
         begin[0] = 0;
         for (int n = 0; n < nodes; ++n) {
             const Slice& s = m.slices[size_t(n)];

@@ -72,7 +72,8 @@ const char* missing_for_avx512bf16() {
 }  // namespace
 
 Selected select_kernels(const std::string& wanted) {
-    const Candidate candidates[] = {  // the best first
+    const Candidate candidates[] = {
+    // the best first
 #if defined(__x86_64__)
         {kAvx512Bf16Kernels, missing_for_avx512bf16()},
         {kAvx512Kernels, missing_for_avx512()},
@@ -87,7 +88,8 @@ Selected select_kernels(const std::string& wanted) {
         if (!wanted.empty() && wanted != name) continue;
         if (!candidate.missing) return {candidate.kernels, wanted.empty() ? reason : "asked for"};
         if (!wanted.empty())
-            throw Error(PROA_ERROR_ARGUMENT, "This CPU cannot run the " + name + " kernels: it lacks " + candidate.missing + ".");
+            throw Error(PROA_ERROR_ARGUMENT,
+                        "This CPU cannot run the " + name + " kernels: it lacks " + candidate.missing + ".");
         if (reason.empty()) reason = "no " + name + ": " + candidate.missing + " is missing";
     }
     throw Error(PROA_ERROR_ARGUMENT, "There are no kernels named " + wanted + "; there are " + names + ".");

@@ -33,7 +33,8 @@ Phase counting(Count& count, int nodes) {
 }
 
 void every_task_is_published_once() {
-    for (const auto& teams : std::vector<std::vector<std::vector<int>>>{{{}}, {{0}}, {{0, 0, 0}}, {{0}, {0}}, {{}, {}, {0}}, {{}, {}}}) {
+    for (const auto& teams :
+         std::vector<std::vector<std::vector<int>>>{{{}}, {{0}}, {{0, 0, 0}}, {{0}, {0}}, {{}, {}, {0}}, {{}, {}}}) {
         Pool pool({.teams = teams, .pin = false, .spin_us = 50, .redo = true});
         for (int tasks : {0, 1, 2, 7, 1000}) {
             for (int i = 0; i < 20; ++i) {

@@ -10,6 +10,7 @@ import pytest
 from packing import CASES, Packed, Weights, bf16_bits, bf16_values, pack_blocks, random_weights
 from proa.native.formats import Format, GgufType, layout
 from proa.native.pool import Pool, select_isa
+from proa.native.queue import Queue
 from proa.native.weights import Activation, Experts, Rows, linear, moe
 
 ISAS = ["scalar", "avx2", "avx512", "avx512-bf16"]
@@ -175,8 +176,9 @@ class Layer:
 
     def run(self, pool, bits, ids, weights):
         y = np.full((len(bits), self.hidden), np.nan, np.float32)
-        moe(pool, self.experts, Rows(bits.ctypes.data, bits.shape[1]), Rows(y.ctypes.data, self.hidden, True), len(bits),
-            ids=ids.ctypes.data, weights=weights.ctypes.data, top_k=ids.shape[1])  # fmt: skip
+        x, out = Rows(bits.ctypes.data, bits.shape[1]), Rows(y.ctypes.data, self.hidden, True)
+        at = {"ids": ids.ctypes.data, "weights": weights.ctypes.data}
+        moe(pool, self.experts, x, out, len(bits), top_k=ids.shape[1], **at)
         return y
 
     def exact(self, x, ids, weights) -> tuple[np.ndarray, np.ndarray]:
@@ -326,3 +328,32 @@ def test_codes_and_scales_that_the_format_does_not_have():
     del w.arrays["scales"]
     with pytest.raises(ValueError, match="needs scales"):
         Packed([w])
+
+
+# ---- the queue
+
+
+def test_a_queue_runs_jobs_in_order_and_tells_errors():
+    layers = [Layer(Format.INT4_F16, 32, 6, hidden=160, width=48) for _ in range(3)]
+    bits, _ = activations(5, 160, seed=1)
+    ids, weights = routing(5, 6, 3, seed=2)
+    with Pool([[0]], pin=False) as pool:
+        want = [layer.run(pool, bits, ids, weights) for layer in layers]
+        queue = Queue(pool, [layer.experts for layer in layers], slots=4, spin_us=0)
+        x = Rows(bits.ctypes.data, 160)
+        job = {"ids": ids.ctypes.data, "weights": weights.ctypes.data, "top_k": 3}
+        for _ in range(10):
+            ys = [np.zeros((5, 160), np.float32) for _ in layers]
+            numbers = [queue.submit(i, x, Rows(y.ctypes.data, 160, True), 5, **job) for i, y in enumerate(ys)]
+            queue.wait(numbers[-1])
+            assert all(queue.done(number) for number in numbers)
+            for y, exact in zip(ys, want, strict=True):
+                np.testing.assert_array_equal(y, exact)
+        with pytest.raises(ValueError, match="no such layer"):
+            queue.submit(3, x, Rows(ys[0].ctypes.data, 160, True), 5, **job)
+        ids[0, 0] = 99
+        number = queue.submit(0, x, Rows(ys[0].ctypes.data, 160, True), 5, **job)
+        with pytest.raises(ValueError, match="Expert id 99"):
+            queue.wait(number)
+        submitted = [queue.submit(0, x, Rows(ys[0].ctypes.data, 160, True), 5, **job) for _ in range(5)]
+        assert submitted[-1] == 0, "all slots are taken"

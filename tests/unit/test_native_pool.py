@@ -16,11 +16,11 @@ from proa.ops.packed import Memory
 
 def recorded(pool: Pool, rows: int = 4) -> tuple[Recorder, torch.Tensor]:
     recorder = Recorder(pool, Memory([None]), rows, 1, 1)
-    x = recorder.keep(torch.randn(rows, 64).bfloat16())
-    linear = CpuOps(recorder).table().maps.linear({"a": 48}, 64, False)
+    x = recorder.keep(torch.randn(rows, 512).bfloat16())
+    linear = CpuOps(recorder).table().maps.linear({"a": 512}, 512, False)  # more than the caller does alone
     for _, sink in linear.parameters():
         sink.expect("BF16")
-        sink.write(0, torch.randn(48, 64))
+        sink.write(0, torch.randn(512, 512))
     return recorder, linear(x)
 
 
@@ -40,14 +40,18 @@ def test_a_closed_pool_takes_no_more() -> None:
         recorded(pool)
 
 
+def run_often(recorder: Recorder) -> None:
+    for _ in range(1000):
+        recorder.program.run(0, 1, 4)
+        time.sleep(0.001)
+
+
 def test_a_dead_worker_is_an_error_at_the_caller() -> None:
     with Pool([[0]], pin=False, spin_us=0) as pool:
         recorder, _ = recorded(pool)
         pool.kill_worker_for_test()
         with pytest.raises(NativeError, match="worker thread"):
-            for _ in range(1000):
-                recorder.program.run(0, 1, 4)
-                time.sleep(0.001)
+            run_often(recorder)
 
 
 def test_idle_workers_use_no_cpu() -> None:

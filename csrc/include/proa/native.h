@@ -92,9 +92,9 @@ PROA_API int proa_select_isa(const char* wanted, char* name, char* reason, size_
 
 PROA_API int proa_pool_create(const proa_pool_options* options, proa_pool** out);
 PROA_API int proa_pool_destroy(proa_pool* pool);
-PROA_API int proa_pool_settle(proa_pool* pool);                     // returns when no worker is at work
+PROA_API int proa_pool_settle(proa_pool* pool);                       // returns when no worker is at work
 PROA_API int proa_pool_redone(const proa_pool* pool, uint64_t* out);  // tasks done twice so far
-PROA_API int proa_pool_kill_worker_for_test(proa_pool* pool);       // the next one that looks ends its thread
+PROA_API int proa_pool_kill_worker_for_test(proa_pool* pool);         // the next one that looks ends its thread
 
 // ---- packed weights (formats: csrc/src/layout.h)
 
@@ -181,66 +181,15 @@ typedef struct proa_moe_trial {
 // Calls `first` to first + calls - 1 of proa_moe, one after the other; seconds[i] is what each took.
 PROA_API int proa_time_moe(proa_pool* pool, const proa_moe_trial* trial, int64_t first, int64_t calls, double* seconds);
 
-// ---- operations on rows of bfloat16, float32 inside. Strides in values; an output may be an input of the same place.
+// ---- recorded programs: a whole step in one call, over buffers that stay where they are. Rows are bfloat16 and
+// `stride` values apart; an operation works on as many rows as the run is told.
 
-// out[t] = table[tokens[t]]; an id outside of the vocabulary is an error before anything is written.
-PROA_API int proa_embed(proa_pool* pool, const int64_t* tokens, const void* table, int64_t vocabulary, int64_t width,
-                        void* out, int64_t out_stride, int64_t rows, int lane);
-
-// Each of `groups` groups of a row: x / rms(x) * weight [width]. With a residual, x += residual is done first and kept.
-PROA_API int proa_rms_norm(proa_pool* pool, void* x, int64_t x_stride, const void* residual, int64_t residual_stride,
-                           const void* weight, int64_t groups, int64_t width, float eps, void* out, int64_t out_stride,
-                           int64_t rows, int lane);
-
-// x += y
-PROA_API int proa_add(proa_pool* pool, void* x, int64_t x_stride, const void* y, int64_t y_stride, int64_t width,
-                      int64_t rows, int lane);
-
-// out = routed + sigmoid(gate) * shared, with one gate a row
-PROA_API int proa_gated_add(proa_pool* pool, const void* routed, int64_t routed_stride, const void* gate,
-                            int64_t gate_stride, const void* shared, int64_t shared_stride, int64_t width, void* out,
-                            int64_t out_stride, int64_t rows, int lane);
-
-// Turns the first 2 * half values of each head, in place. cos, sin: float32 [rows][half].
-PROA_API int proa_rotary(proa_pool* pool, void* x, int64_t x_stride, int64_t heads, int64_t head_dim, const float* cos,
-                         const float* sin, int64_t half, int interleaved, int64_t rows, int lane);
-
-// Softmax of logits (bfloat16, float32 if wide) and its top_k, best first, of equal ones the lower id first.
-PROA_API int proa_route(proa_pool* pool, const void* logits, int64_t stride, int wide, int64_t experts, int64_t top_k,
-                        int renormalise, int32_t* ids, float* weights, int64_t rows, int lane);
-
-// ---- attention over a paged KV cache. The dimension of a head is a multiple of 8, at most 576.
+typedef struct proa_program proa_program;
 
 typedef struct proa_kv_pages {
     void *keys, *values;  // bfloat16 [pages][page_tokens][kv_heads][head_dim]
     int64_t pages, page_tokens, kv_heads, head_dim;
 } proa_kv_pages;
-
-// Sequence s owns the next q_lens[s] rows; the last of them is its token kv_lens[s] - 1. page_table: [sequences] rows of
-// table_stride pages.
-typedef struct proa_batch {
-    const int32_t* q_lens;
-    const int32_t* kv_lens;
-    const int32_t* page_table;
-    int64_t table_stride;
-    int64_t sequences;
-} proa_batch;
-
-// slots[t] = page * page_tokens + offset.
-PROA_API int proa_write_kv(proa_pool* pool, const void* keys, int64_t key_stride, const void* values,
-                           int64_t value_stride, const int64_t* slots, const proa_kv_pages* cache, int64_t rows,
-                           int lane);
-
-// Causal attention of q [rows][heads][head_dim]. window: keys that a row sees, itself the last; 0 is all. sinks: float32
-// [heads], one more score of each head without a value, or null.
-PROA_API int proa_attention(proa_pool* pool, const void* q, int64_t q_stride, const proa_kv_pages* cache,
-                            const proa_batch* batch, int64_t heads, int64_t window, float scale, const float* sinks,
-                            void* out, int64_t out_stride, int64_t rows, int lane);
-
-// ---- recorded programs: a whole step in one call, over buffers that stay where they are. Rows are bfloat16 and
-// `stride` values apart; an operation works on as many rows as the run is told.
-
-typedef struct proa_program proa_program;
 
 PROA_API int proa_program_create(proa_pool* pool, int64_t most_rows, int64_t most_sequences, int64_t most_pages,
                                  proa_program** out);
@@ -256,8 +205,8 @@ PROA_API int proa_program_set_batch(proa_program* program, int64_t sequences, co
 // Operations [first, end) for `rows` rows.
 PROA_API int proa_program_run(proa_program* program, int64_t first, int64_t end, int64_t rows, int lane);
 
-PROA_API int proa_program_add_embed(proa_program* program, const int64_t* tokens, const void* table,
-                                    int64_t vocabulary, int64_t width, void* out, int64_t out_stride);
+PROA_API int proa_program_add_embed(proa_program* program, const int64_t* tokens, const void* table, int64_t vocabulary,
+                                    int64_t width, void* out, int64_t out_stride);
 // Rows of a packed matrix, rounded to bfloat16.
 PROA_API int proa_program_add_lookup(proa_program* program, const proa_matrix* table, const int64_t* tokens, void* out,
                                      int64_t out_stride);
@@ -285,9 +234,27 @@ PROA_API int proa_program_add_attention(proa_program* program, const proa_kv_pag
 PROA_API int proa_program_add_linear(proa_program* program, const proa_matrix* weights, int64_t outputs,
                                      const float* bias, const void* x, int64_t x_stride, void* y, int64_t y_stride,
                                      int wide);
-PROA_API int proa_program_add_moe(proa_program* program, const proa_experts* experts, int64_t top_k,
-                                  const int32_t* ids, const float* weights, const void* x, int64_t x_stride, void* y,
-                                  int64_t y_stride);
+PROA_API int proa_program_add_moe(proa_program* program, const proa_experts* experts, int64_t top_k, const int32_t* ids,
+                                  const float* weights, const void* x, int64_t x_stride, void* y, int64_t y_stride);
+
+// ---- a queue of jobs for the experts, whose thread of its own works as the pool's caller on a lane
+
+typedef struct proa_queue proa_queue;
+
+// slots: jobs that may be under way, a power of two. The layers, and all that jobs point to, must outlive it.
+PROA_API int proa_queue_create(proa_pool* pool, const proa_experts* const* layers, int64_t layer_count, int64_t slots,
+                               int lane, int spin_us, proa_queue** out);
+PROA_API int proa_queue_destroy(proa_queue* queue);
+
+// From one thread: puts proa_moe's arguments into a slot, without allocation or lock. number: of the job, from 1 on, or
+// 0 if all slots are taken. Jobs run in order.
+PROA_API int proa_queue_submit(proa_queue* queue, int64_t layer, int64_t tokens, int64_t top_k, const int32_t* ids,
+                               const float* weights, const void* x, int64_t x_stride, void* y, int64_t y_stride,
+                               int wide, uint64_t* number);
+
+// From any thread. An error of a job is told for it and for all that follow, which are not run.
+PROA_API int proa_queue_done(const proa_queue* queue, uint64_t number, int* done);
+PROA_API int proa_queue_wait(const proa_queue* queue, uint64_t number);
 
 #ifdef __cplusplus
 }

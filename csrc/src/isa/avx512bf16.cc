@@ -6,12 +6,12 @@
 namespace proa {
 namespace {
 
-#define PROA_BYTE_TABLES 1  // codes.h looks values up by vpermi2b and vpermw
+#define PROA_BYTE_TABLES 1                        // codes.h looks values up by vpermi2b and vpermw
 constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
 constexpr int kExpandFromTokens = 32;
 constexpr int rows_at_once(int tokens, bool scaled) {
     if (!scaled) return tokens <= 2 ? 4 : 2;
-    return tokens <= 3 ? 4 : 2;
+    return 2;  // more streams at once read memory no faster
 }
 
 #include "../kernels/vec_avx512.h"

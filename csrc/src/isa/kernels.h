@@ -9,8 +9,8 @@ namespace proa {
 // kNone is no part of the C ABI: attention packs its weights with it.
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3, kNone = 4 };
 
-// Rows of bfloat16 packed for one layout's width (see block_begin): pairs [padded / 2][M], sums [padded / 16][M] of each
-// block.
+// Rows of bfloat16 packed for one layout's width (see block_begin): pairs [padded / 2][M], sums [padded / 16][M] of
+// each block.
 struct Packed {
     void* pairs;
     float* sums;  // null where the format has no minimums
@@ -22,7 +22,8 @@ struct Kernels {
     const char* name;
     int pair_bytes;  // of a packed pair of activations
 
-    // Tokens of a block that `tokens` rows are packed by for this format. Whoever packs and whoever multiplies agree by it.
+    // Tokens of a block that `tokens` rows are packed by for this format. Whoever packs and whoever multiplies agree by
+    // it.
     int (*block_tokens)(Format format, int tokens);
 
     // Pack tokens [first, last) of x: row index[t], or t where index is null, of `stride` values.
@@ -37,7 +38,8 @@ struct Kernels {
     void (*expand)(const Layout& l, const uint8_t* w, void* out);
 
     // Columns [16 first, 16 end) of out = activation of sums [2 (end - first)][tokens][16], where gate and up panels
-    // alternate (only gates for kRelu2 and kNone). bias: float32 in the panels' order, from panel 0, or null. padded: of out.
+    // alternate (only gates for kRelu2 and kNone). bias: float32 in the panels' order, from panel 0, or null. padded:
+    // of out.
     void (*activate)(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
                      const Packed& out);
     // Zero columns [first, padded) of out; first is a multiple of 16.
@@ -54,7 +56,8 @@ struct Kernels {
     void (*rms_norm_row)(const uint16_t* x, const uint16_t* weight, int width, float eps, uint16_t* out);
     void (*add_row)(const uint16_t* x, const uint16_t* y, int width, uint16_t* out);
     void (*gated_add_row)(const uint16_t* routed, uint16_t gate, const uint16_t* shared, int width, uint16_t* out);
-    void (*rotate_head)(const uint16_t* x, const float* cos, const float* sin, int half, bool interleaved, uint16_t* out);
+    void (*rotate_head)(const uint16_t* x, const float* cos, const float* sin, int half, bool interleaved,
+                        uint16_t* out);
     // Logits are bfloat16, or float32 if wide.
     void (*route_row)(const void* logits, bool wide, int experts, int top_k, bool renormalise, int32_t* ids,
                       float* weights);

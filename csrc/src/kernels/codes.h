@@ -83,10 +83,10 @@ struct Int8Code : ByteCode {
         const __m512i codes = _mm512_loadu_si512(p), index = _mm512_abs_epi8(codes);
         const __mmask64 some = _mm512_test_epi8_mask(codes, codes);
         const ByteTables& t = kInt8Tables;
-        const __m512i low = _mm512_maskz_permutex2var_epi8(some, _mm512_load_si512(t.low), index,
-                                                           _mm512_load_si512(t.low + 64));
-        const __m512i size = _mm512_maskz_permutex2var_epi8(some, _mm512_load_si512(t.high), index,
-                                                            _mm512_load_si512(t.high + 64));
+        const __m512i low =
+            _mm512_maskz_permutex2var_epi8(some, _mm512_load_si512(t.low), index, _mm512_load_si512(t.low + 64));
+        const __m512i size =
+            _mm512_maskz_permutex2var_epi8(some, _mm512_load_si512(t.high), index, _mm512_load_si512(t.high + 64));
         return join(low, size, codes);
     }
 };
@@ -98,7 +98,8 @@ struct E4m3Code {
     template <int p>
     static Pair pair(Line line) {
         const U32 byte = set_u32(0xff);
-        return from_values(e4m3_lanes(bit_and(shr<8 * p>(line), byte)), e4m3_lanes(bit_and(shr<16 + 8 * p>(line), byte)));
+        return from_values(e4m3_lanes(bit_and(shr<8 * p>(line), byte)),
+                           e4m3_lanes(bit_and(shr<16 + 8 * p>(line), byte)));
     }
 };
 
@@ -196,7 +197,8 @@ struct Q6Code {
     }
     template <int low_shift, int high_shift>
     static F32 value(U32 low, U32 high) {
-        const U32 q = bit_or(bit_and(shr<low_shift>(low), set_u32(15)), shl<4>(bit_and(shr<high_shift>(high), set_u32(3))));
+        const U32 q =
+            bit_or(bit_and(shr<low_shift>(low), set_u32(15)), shl<4>(bit_and(shr<high_shift>(high), set_u32(3))));
         return sub(to_f32(q), set(32.f));
     }
 };

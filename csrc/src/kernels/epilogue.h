@@ -80,15 +80,19 @@ void store_rows(const float* sums, int panels, int tokens, const float* bias, in
             const F32 y = add(load(sums + (size_t(panel) * tokens + t) * 16), b);
             const size_t at = size_t(t) * stride + size_t(panel) * 16;
             if (left >= 16) {
-                if (wide) store((float*)out + at, y);
-                else store_bf16((uint16_t*)out + at, y);
+                if (wide)
+                    store((float*)out + at, y);
+                else
+                    store_bf16((uint16_t*)out + at, y);
                 continue;
             }
             float rest[16];
             store(rest, y);
             for (int i = 0; i < left; ++i) {
-                if (wide) ((float*)out)[at + i] = rest[i];
-                else ((uint16_t*)out)[at + i] = to_bf16(rest[i]);
+                if (wide)
+                    ((float*)out)[at + i] = rest[i];
+                else
+                    ((uint16_t*)out)[at + i] = to_bf16(rest[i]);
             }
         }
     }

@@ -1,7 +1,8 @@
 // Panels of weights times packed activations: the one algorithm behind every linear map and every expert. Never: which
 // rows or tokens, threads.
 //
-// One sum per row and token, over the columns in order: a token's result does not depend on its neighbours in the batch.
+// One sum per row and token, over the columns in order: a token's result does not depend on its neighbours in the
+// batch.
 #pragma once
 
 template <int i>
@@ -16,8 +17,8 @@ inline __attribute__((always_inline)) void unrolled(F&& f) {
     }
 }
 
-// How far ahead of the line in work memory is asked for: beyond a 4 KB page no hardware prefetcher of x86 looks, and none
-// knows which panels come next.
+// How far ahead of the line in work memory is asked for: beyond a 4 KB page no hardware prefetcher of x86 looks, and
+// none knows which panels come next.
 constexpr size_t kPrefetchBytes = 2048;
 
 // Panels w[0..R-1] times M tokens. sums: of the activations over 16 columns each, [padded / 16][M].
@@ -41,7 +42,8 @@ struct Tile {
                 unrolled<R>([&](auto r) { pairs[r.value] = Code::template pair<p.value>(codes[r.value]); });
                 unrolled<M>([&](auto m) {
                     const Broadcast token = broadcast(at + p.value * M + m.value);
-                    unrolled<R>([&](auto r) { sum[r.value][m.value] = dot(sum[r.value][m.value], pairs[r.value], token); });
+                    unrolled<R>(
+                        [&](auto r) { sum[r.value][m.value] = dot(sum[r.value][m.value], pairs[r.value], token); });
                 });
             });
         }
@@ -51,8 +53,8 @@ struct Tile {
         unrolled<R>([&](auto r) { unrolled<M>([&](auto m) { sum[r.value][m.value] = zero(); }); });
     }
 
-    static __attribute__((noinline)) void run(const Layout& l, const uint8_t* const (&w)[R], const XPair* x, const float* sums,
-                    float* const (&out)[R]) {
+    static __attribute__((noinline)) void run(const Layout& l, const uint8_t* const (&w)[R], const XPair* x,
+                                              const float* sums, float* const (&out)[R]) {
         F32 total[R][M];
         clear(total);
         const int all = l.padded / Code::kValues;
@@ -138,7 +140,8 @@ void run_panels(const Layout& l, const uint8_t* w, int panels, const XPair* x, c
         const float* block_sums = sums ? sums + size_t(first) * (l.padded / 16) : nullptr;
         unrolled<most>([&](auto i) {
             constexpr int M = i.value + 1;
-            if (size == M) run_block<Code, Scales, M>(l, w, panels, block_x, block_sums, out + size_t(first) * 16, tokens);
+            if (size == M)
+                run_block<Code, Scales, M>(l, w, panels, block_x, block_sums, out + size_t(first) * 16, tokens);
         });
     }
 }

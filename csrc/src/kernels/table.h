@@ -78,8 +78,8 @@ void pack(const uint16_t* x, size_t stride, const int32_t* index, int first, int
 }
 
 constexpr Kernels kernels(const char* name) {
-    return {name,          sizeof(XPair), block_tokens, pack,      matmul, expand_bytes, expand, activate,
-            clear_columns, accumulate,    store_rows,    rms_norm_row, add_row, gated_add_row, rotate_head,
-            route_row,     kQueryLine,    pack_query,    attend,        merge_states, finish_state, pack_keys, pack_values,
-            softmax_tile,  scale_and_add, peak,         read};
+    return {name,        sizeof(XPair), block_tokens, pack,          matmul,       expand_bytes, expand,
+            activate,    clear_columns, accumulate,   store_rows,    rms_norm_row, add_row,      gated_add_row,
+            rotate_head, route_row,     kQueryLine,   pack_query,    attend,       merge_states, finish_state,
+            pack_keys,   pack_values,   softmax_tile, scale_and_add, peak,         read};
 }

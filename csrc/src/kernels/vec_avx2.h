@@ -89,7 +89,8 @@ inline U32 as_u32(F32 x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256
 inline F32 to_f32(U32 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }  // signed
 inline U32 to_i32(F32 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline F32 load_f16(const void* p) {
-    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+            _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
 }
 inline void store_f16(void* p, F32 x) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, 0)), _mm_storeu_si128((__m128i*)p + 1, _mm256_cvtps_ph(x.b, 0));

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,8 +18,6 @@ from proa.layers.step import Step
 from proa.models.spec import Model, Rope
 from proa.ops.cpu import Recorder
 from proa.ops.table import AttentionBatch, KvPages, batch_of
-
-IntArray = npt.NDArray[np.int64]
 
 # Steps up to this many tokens are bound by reading weights, longer ones by arithmetic: each has its thread count.
 FEW_TOKENS = 8
@@ -100,6 +97,8 @@ class RecordedExecutor:
         tokens, slots = (recorder.keep(torch.zeros(rows, dtype=torch.int64)) for _ in range(2))
         self._tokens, self._slots = tokens.numpy(), slots.numpy()
         self._page_table = np.zeros((limits.sequences, self._most_pages), np.int32)
+        self._q_lens, self._kv_lens = (np.zeros(limits.sequences, np.int32) for _ in range(2))
+        self._addresses = (self._q_lens.ctypes.data, self._kv_lens.ctypes.data, self._page_table.ctypes.data)
         self._pages: list[list[int]] = [[] for _ in range(limits.sequences)]  # what stands in the table
         self._angles = {
             rope: _Angles(rope, rows, limits.context_tokens, recorder)
@@ -115,22 +114,23 @@ class RecordedExecutor:
         self._end = len(self._program)
 
     def forward(self, sequences: Sequence[Span]) -> Tensor:
-        count, page_tokens = len(sequences), self._limits.page_tokens
-        q_lens = np.array([len(s.tokens) for s in sequences], np.int32)
-        kv_lens = np.array([s.start for s in sequences], np.int32) + q_lens
-        positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in sequences])
-        rows = len(positions)
+        page_tokens = self._limits.page_tokens
+        tokens: list[int] = []
+        positions, slots = [], []
         for i, s in enumerate(sequences):
             self._set_pages(i, s.pages)
-        pages = self._page_table[np.repeat(np.arange(count), q_lens), positions // page_tokens]
-        self._tokens[:rows] = [t for s in sequences for t in s.tokens]
-        self._slots[:rows] = pages.astype(np.int64) * page_tokens + positions % page_tokens
+            self._q_lens[i] = len(s.tokens)
+            self._kv_lens[i] = s.start + len(s.tokens)
+            tokens += s.tokens
+            for position in range(s.start, s.start + len(s.tokens)):
+                positions.append(position)
+                slots.append(s.pages[position // page_tokens] * page_tokens + position % page_tokens)
+        rows = len(tokens)
+        self._tokens[:rows] = tokens
+        self._slots[:rows] = slots
         for angles in self._angles.values():
             angles.fill(positions, sequences)
-        self._program.set_batch(
-            count, q_lens.ctypes.data, kv_lens.ctypes.data, self._page_table.ctypes.data, self._most_pages,
-            self._cache_pages, page_tokens,
-        )  # fmt: skip
+        self._program.set_batch(len(sequences), *self._addresses, self._most_pages, self._cache_pages, page_tokens)
         self._program.run(0, self._body, rows)
         return self._hidden[:rows]
 
@@ -161,7 +161,7 @@ class _Angles:
         self.now = (recorder.keep(torch.zeros(shape)), recorder.keep(torch.zeros(shape)))
         self._places = [now.numpy() for now in self.now]
 
-    def fill(self, positions: IntArray, sequences: Sequence[Span]) -> None:
+    def fill(self, positions: list[int], sequences: Sequence[Span]) -> None:
         rows = len(positions)
         for table, place in zip(self._table, self._places, strict=False):
             np.take(table, positions, 0, place[:rows], "clip")  # "clip" spares a copy; positions are within

@@ -96,6 +96,7 @@ class _Native:
         first, *others = [team.cpus for team in plan.teams]
         workers = [first[1:], *others]  # the calling thread works along as the first of the first team
         self._pool = Pool(workers, isa=plan.isa)
+        self._pool.bind_caller(first[0])
         self._memory = Memory([None if team.node == UNBOUND else team.node for team in plan.teams])
         self._limits = StepLimits(
             rows=plan.max_batch_tokens,

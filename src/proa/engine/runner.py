@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -44,10 +46,10 @@ class Runner:
         items = plan.items
         hidden = self.executor.forward([_span(item) for item in items])
         out = StepOutput()
-        ends = torch.tensor([item.num_tokens for item in items]).cumsum(0).tolist()
+        ends = list(accumulate(item.num_tokens for item in items))
         sampled = [(item, end - 1) for item, end in zip(items, ends, strict=True) if item.samples]
         if sampled:
-            logits = self.executor.logits(hidden[[row for _, row in sampled]])
+            logits = self.executor.logits(_rows(hidden, [row for _, row in sampled]))
             self._sample([item.request for item, _ in sampled], logits, out)
         for item, end in zip(items, ends, strict=True):
             if item.request.sampling.prompt_logprobs is not None and not item.request.num_generated:
@@ -55,14 +57,14 @@ class Runner:
         return out
 
     def _sample(self, requests: Sequence[Request], logits: Tensor, out: StepOutput) -> None:
-        least, most = logits.aminmax(dim=-1)  # not a number if any is
-        finite = (torch.isfinite(least) & torch.isfinite(most)).tolist()
+        finite = [math.isfinite(total) for total in logits.sum(-1).tolist()]  # not a number, or infinite, if any is
         out.broken.update(r.id for r, ok in zip(requests, finite, strict=True) if not ok)
         good = [i for i, ok in enumerate(finite) if ok]
         if not good:
             return
         rows = [Row(r.sampling, r.tokens, r.num_prompt) for r in (requests[i] for i in good)]
-        for i, token in zip(good, sample(logits[good], rows), strict=True):
+        chosen = logits if len(good) == len(finite) else logits[good]
+        for i, token in zip(good, sample(chosen, rows), strict=True):
             request = requests[i]
             out.tokens[request.id] = token
             if request.sampling.logprobs is not None:
@@ -84,3 +86,9 @@ def _span(item: StepItem) -> Span:
     return Span(
         request.tokens[item.start : item.start + item.num_tokens], item.start, request.pages, request.num_prompt
     )
+
+
+def _rows(hidden: Tensor, rows: list[int]) -> Tensor:
+    """hidden[rows]; a view where they follow one another, as in every step that only decodes."""
+    first, end = rows[0], rows[-1] + 1
+    return hidden[first:end] if end - first == len(rows) else hidden[rows]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Collection
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -43,6 +44,34 @@ class GgufType(IntEnum):
     Q8_0 = 8
     Q4_K = 12
     Q6_K = 14
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint's block type that is packed without rounding."""
+
+    type: GgufType
+    format: Format
+    group: int
+    block_columns: int
+
+
+# By the names of GGUF's tensor types.
+KEPT = {
+    "Q4_0": Kept(GgufType.Q4_0, Format.INT4_F16, 32, 32),
+    "Q4_1": Kept(GgufType.Q4_1, Format.UINT4_F16, 32, 32),
+    "Q8_0": Kept(GgufType.Q8_0, Format.INT8_F16, 32, 32),
+    "Q4_K": Kept(GgufType.Q4_K, Format.Q4_K, 32, 256),
+    "Q6_K": Kept(GgufType.Q6_K, Format.Q6_K, 16, 256),
+}
+
+
+def kept_form(stored: Collection[str], columns: int) -> tuple[Format, int]:
+    """(format, group) of a stack of matrices whose parts a checkpoint stores as `stored`: the checkpoint's own where
+    all are of one type that can be kept, else bfloat16.
+    """
+    kept = KEPT.get(next(iter(stored))) if len(stored) == 1 else None
+    return (kept.format, kept.group) if kept and columns % kept.block_columns == 0 else (Format.BF16, 0)
 
 
 class _LayoutInfo(ctypes.Structure):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import os
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int32, c_size_t, c_uint64, c_void_p
 from types import TracebackType
@@ -68,6 +69,11 @@ class Pool:
         if not self._handle:
             raise ValueError("The pool is closed.")
         return self._handle
+
+    @staticmethod
+    def bind_caller(cpu: int) -> None:
+        """Bind the calling thread to a CPU that no worker has: left alone, it may be put beside one."""
+        os.sched_setaffinity(0, {cpu})
 
     def redone(self) -> int:
         """Tasks that were done a second time because their worker was off its core."""

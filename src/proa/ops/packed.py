@@ -15,18 +15,11 @@ import torch
 from torch import Tensor
 
 from proa.native.arena import Arena
-from proa.native.formats import Format, GgufType, Source, layout, pack, pack_gguf
+from proa.native.formats import KEPT, Format, Source, kept_form, layout, pack, pack_gguf
 from proa.native.weights import Matrix, Piece
 
 PANEL_ROWS = 16
 _ARENA_BYTES = 64 << 20  # taken at once: many small matrices share huge pages
-_GGUF = {
-    "Q4_0": (GgufType.Q4_0, Format.INT4_F16, 32), "Q4_1": (GgufType.Q4_1, Format.UINT4_F16, 32),
-    "Q8_0": (GgufType.Q8_0, Format.INT8_F16, 32), "Q4_K": (GgufType.Q4_K, Format.Q4_K, 256),
-    "Q6_K": (GgufType.Q6_K, Format.Q6_K, 256),
-}  # fmt: skip
-_GROUPS = {Format.BF16: 0, Format.INT4_F16: 32, Format.UINT4_F16: 32, Format.INT8_F16: 32, Format.Q4_K: 32,
-           Format.Q6_K: 16}  # fmt: skip
 
 
 class Memory:
@@ -83,12 +76,11 @@ class Stack:
 
     @property
     def format(self) -> Format:
-        kept = {_GGUF[s][1] for s in self._stored if s in _GGUF and self.columns % _GGUF[s][2] == 0}
-        return kept.pop() if len(kept) == len(self._stored) == 1 else Format.BF16
+        return kept_form(self._stored, self.columns)[0]
 
     def _allocate(self) -> Matrix:
-        form = self.format
-        of = layout(form, self.panels * PANEL_ROWS if self._step == 2 else self.rows, self.columns, _GROUPS[form])
+        form, group = kept_form(self._stored, self.columns)
+        of = layout(form, self.panels * PANEL_ROWS if self._step == 2 else self.rows, self.columns, group)
         nodes = len(self._memory.nodes)
         units = of.panels // self._step
         firsts = [units * n // nodes * self._step for n in range(nodes)] + [of.panels]
@@ -136,7 +128,7 @@ class RowSink:
         self._where, self._index, self._part = where, index, part
 
     def takes(self, stored: str) -> bool:
-        return stored in _GGUF and self._where()[0].format is _GGUF[stored][1]
+        return stored in KEPT and self._where()[0].format is KEPT[stored].format
 
     def write(self, first: int, rows: Tensor) -> None:
         narrow = rows.to(torch.bfloat16).contiguous()
@@ -152,7 +144,7 @@ class RowSink:
         done = 0
         for address, nbytes, count in stack.places(self._index, self._part, base + first, len(raw)):
             pack_gguf(
-                _GGUF[stored][0],
+                KEPT[stored].type,
                 count,
                 stack.columns,
                 raw[done:].data_ptr(),

@@ -6,7 +6,7 @@ as asked raises UsageError (wrong in itself) or ResourceError (wrong on this mac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from proa.config.options import EngineOptions, MachineOptions
@@ -18,12 +18,14 @@ from proa.obs.units import format_bytes
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
 from proa.plan.fit import Case, fit
 from proa.plan.overrides import config_overrides
+from proa.plan.packed_size import packed_size
 from proa.plan.plan import MemoryBudget, Plan, Roof
 from proa.types import Decision
 
 if TYPE_CHECKING:
     from proa.models.names import Declared
     from proa.weights.checkpoint import Checkpoint
+from proa.weights.sources import stored_types
 
 # The roof of decode counts the KV of a conversation this long.
 ROOF_CONTEXT_TOKENS = 256
@@ -52,6 +54,10 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     usable_bytes, ram_row = _ram(options.machine, machine)
     page_tokens, elem_bytes = options.cache.page_tokens, ELEM_BYTES[dtype]
     need = demand(spec, elem_bytes, page_tokens, asked.max_running, batch_tokens)
+    active_bytes = spec.num_active_params * elem_bytes
+    if isa and checkpoint.load_format == "gguf":
+        packed = packed_size(spec, stored_types(declared, checkpoint.tensors))
+        need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
     fitted = fit(Case(model, spec, options, dtype, need, machine, usable_bytes))
     return Plan(
         model=model,
@@ -82,9 +88,9 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
             loading_bytes=LOADING_BYTES,
             process_bytes=PROCESS_BYTES,
         ),
-        roof=_roof(spec, elem_bytes, host.bandwidth),
+        roof=_roof(spec, active_bytes, elem_bytes, host.bandwidth),
         decisions=(
-            _load_format(options.model.load_format, checkpoint),
+            _load_format(options.model.load_format, checkpoint, bool(isa)),
             dtype_row,
             compute_row,
             *fitted.decisions,
@@ -97,10 +103,11 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     )
 
 
-def _load_format(asked: str, checkpoint: Checkpoint) -> Decision:
+def _load_format(asked: str, checkpoint: Checkpoint, native: bool) -> Decision:
+    kept = "blocks of Q4_0, Q4_1, Q8_0, Q4_K and Q6_K are kept as they are, others rounded once to bfloat16"
     why = {
         "dummy": "random weights of the true shapes: answers mean nothing",
-        "gguf": "dequantised exactly while loading",
+        "gguf": kept if native else "dequantised while loading, each weight rounded once",
     }.get(checkpoint.load_format, "the files found" if asked == "auto" else "as asked")
     return Decision("weights", asked, checkpoint.load_format, why)
 
@@ -112,7 +119,7 @@ def _dtype(asked: str, checkpoint: Checkpoint) -> tuple[str, Decision]:
         why = f"as asked; the checkpoint's {stored} is rounded once" if narrower else "as asked"
         return asked, Decision("dtype", asked, asked, why)
     if checkpoint.load_format == "gguf":
-        return "bfloat16", Decision("dtype", asked, "bfloat16", "GGUF: each dequantised weight is rounded once")
+        return "bfloat16", Decision("dtype", asked, "bfloat16", "of activations; see weights")
     return stored, Decision("dtype", asked, stored, "the checkpoint's own")
 
 
@@ -168,7 +175,7 @@ def _ram(asked: MachineOptions, machine: Machine) -> tuple[int, Decision]:
     return got, Decision("RAM", "auto" if asked.ram is None else format_bytes(asked.ram), format_bytes(got), why)
 
 
-def _roof(spec: Model, elem_bytes: int, bandwidth: float) -> Roof:
+def _roof(spec: Model, active_bytes: int, elem_bytes: int, bandwidth: float) -> Roof:
     """Decode of one request reads every active parameter and its KV once a token."""
     kv = ROOF_CONTEXT_TOKENS * spec.kv_bytes_per_token(elem_bytes)
-    return Roof(bytes_per_token=spec.num_active_params * elem_bytes + kv, bandwidth_bytes_per_s=bandwidth)
+    return Roof(bytes_per_token=active_bytes + kv, bandwidth_bytes_per_s=bandwidth)

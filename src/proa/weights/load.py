@@ -21,7 +21,7 @@ from proa.ops.table import Sink, Target
 from proa.weights.checkpoint import Checkpoint
 from proa.weights.index import TensorInfo
 from proa.weights.rows import READABLE, Rows, open_rows
-from proa.weights.sources import Source, Sources, resolve
+from proa.weights.sources import Source, Sources, resolve, stored_types
 
 _CHUNK_BYTES = 1 << 20  # with its decoded form it stays in the cache between reading and writing
 
@@ -48,18 +48,13 @@ def load_weights(
     start = time.monotonic()
     sources = resolve(declared, checkpoint.tensors)
     _check(declared, checkpoint, sources, targets)
-    for name, source in sources.params.items():
+    for name, stored in stored_types(declared, checkpoint.tensors).items():
         target = targets[name]
         if not isinstance(target, Tensor):
-            target.expect(checkpoint.tensors[source.tensor].dtype if _whole_rows(checkpoint, source) else "F32")
+            target.expect(stored)
     copy = _Copy(checkpoint.tensors, sources, targets, progress)
     copy.run()
     return LoadReport(copy.done_bytes, time.monotonic() - start)
-
-
-def _whole_rows(checkpoint: Checkpoint, source: Source) -> bool:
-    """Whether the stored rows are the parameter's rows: neither cut to some columns nor transposed."""
-    return source.cols == checkpoint.tensors[source.tensor].shape[-1] and not source.transposed
 
 
 def _check(declared: Declared, checkpoint: Checkpoint, sources: Sources, targets: Mapping[str, Target]) -> None:

@@ -168,3 +168,12 @@ def _error(problems: list[str], declared: Declared, index: Index) -> WeightsErro
         remedy = "If the head is the embedding, add --override-config tie_word_embeddings=true."
     where = ", ".join(map(str, files)) or "The checkpoint"
     return WeightsError(f"{where}: the tensors do not fit the config: {shown}{more}.", remedy)
+
+
+def stored_types(declared: Declared, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """The type that each parameter has in the checkpoint; "F32" where its rows are not whole rows there."""
+    sources = resolve(declared, tensors).params
+    return {
+        name: tensors[s.tensor].dtype if s.cols == tensors[s.tensor].shape[-1] and not s.transposed else "F32"
+        for name, s in sources.items()
+    }

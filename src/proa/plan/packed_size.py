@@ -1,0 +1,64 @@
+"""What weights take in RAM as the native kernels keep them: pure formulas over shapes and stored types.
+Never: reading weights, options.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from proa.models.spec import Model, Moe
+from proa.native.formats import Format, kept_form, layout
+
+# Gate and up of all experts of a layer are one stack, and so are its down matrices.
+_EXPERT = re.compile(r"(blocks\.\d+\.ffn\.experts)\.\d+\.(gate|up|down)\.weight")
+_MLP = re.compile(r"(blocks\.\d+\.ffn(?:\.shared)?)\.(gate|up)\.weight")
+
+
+@dataclass(frozen=True)
+class PackedSize:
+    """Bytes of all weights, and of those that one decoded token reads."""
+
+    total_bytes: int
+    active_bytes: int
+
+
+def packed_size(spec: Model, stored: Mapping[str, str]) -> PackedSize:
+    """`stored`: the checkpoint's type of each parameter, by our names."""
+    types: dict[str, set[str]] = {}
+    for name in stored:
+        types.setdefault(_stack(name), set()).add(stored[name])
+    total = active = 0.0
+    for name, shape in spec.params():
+        nbytes = _bytes(frozenset(types[_stack(name)]), shape, table=name == "embed.weight" and not spec.tied)
+        total += nbytes
+        active += nbytes * _read_share(spec, name)
+    return PackedSize(int(total), int(active))
+
+
+def _stack(name: str) -> str:
+    if found := _EXPERT.fullmatch(name):
+        return f"{found[1]}.{'down' if found[2] == 'down' else 'up'}"
+    if found := _MLP.fullmatch(name):
+        return f"{found[1]}.up"
+    return name
+
+
+@functools.cache
+def _bytes(stored: frozenset[str], shape: tuple[int, ...], table: bool) -> int:
+    if len(shape) == 1:
+        return prod(shape) * 4
+    if table:
+        return prod(shape) * 2
+    form, group = kept_form(stored, shape[-1])
+    return layout(Format(form), shape[0], shape[1], group).matrix_bytes
+
+
+def _read_share(spec: Model, name: str) -> float:
+    if name == "embed.weight":
+        return 1.0 if spec.tied else 0.0
+    ffn = spec.blocks[int(name.split(".")[1])].ffn if ".ffn.experts." in name else None
+    return ffn.top_k / ffn.experts if isinstance(ffn, Moe) else 1.0

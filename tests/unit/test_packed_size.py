@@ -1,0 +1,45 @@
+"""The plan's arithmetic for packed weights equals what loading takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from demo_model import demo_gguf
+from proa.layers.decoder import Decoder
+from proa.native.pool import Pool
+from proa.ops.cpu import CpuOps, Recorder
+from proa.ops.packed import Memory
+from proa.plan.packed_size import packed_size
+from proa.weights.checkpoint import open_checkpoint
+from proa.weights.load import load_weights
+from proa.weights.sources import stored_types
+from tiny import TINY, make_tiny
+
+
+def loaded(path: Path) -> tuple[int, int, int]:
+    """Bytes planned, bytes read per token, and bytes that the packed weights really took."""
+    checkpoint = open_checkpoint(path)
+    declared = checkpoint.declare()
+    with Pool([[]], pin=False) as pool:
+        memory = Memory([None])
+        model = Decoder(declared.spec, CpuOps(Recorder(pool, memory, 4, 1, 1)).table())
+        load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None)
+    plain = sum(t.nbytes for _, t in model.parameters() if hasattr(t, "nbytes"))
+    size = packed_size(declared.spec, stored_types(declared, checkpoint.tensors))
+    return size.total_bytes, size.active_bytes, sum(memory.bytes_by_format.values()) + plain
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_tiny_models(family: str, tmp_path: Path) -> None:
+    planned, active, took = loaded(make_tiny(family, tmp_path))
+    assert took == pytest.approx(planned, rel=0.25)  # one-dimensional weights, and parts that fill up a panel together
+    assert 0 < active <= planned
+
+
+@pytest.mark.demo
+def test_blocks_that_are_kept_count_as_they_lie() -> None:
+    planned, _, took = loaded(demo_gguf())
+    assert took == pytest.approx(planned, rel=0.01)
+    assert took < 134_515_008 * 2 * 0.45  # of 4.5 to 8.5 bits each, not 16
