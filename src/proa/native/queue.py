@@ -38,9 +38,7 @@ class Queue:
         self._keep = pool, tuple(layers)
         self._handle = c_void_p()
         handles = (c_void_p * len(layers))(*(layer.handle.value for layer in layers))
-        _native().proa_queue_create(
-            pool.handle, handles, len(layers), slots, lane, spin_us, ctypes.byref(self._handle)
-        )
+        _native().proa_queue_create(pool.handle, handles, len(layers), slots, lane, spin_us, ctypes.byref(self._handle))
         weakref.finalize(self, _native().proa_queue_destroy, self._handle)
 
     def submit(self, layer: int, x: Rows, y: Rows, tokens: int, *, ids: int, weights: int, top_k: int) -> int:
