@@ -5,7 +5,7 @@
 namespace proa {
 namespace {
 
-constexpr int kGroupTokens = 240;         // of a task: whole blocks of every instruction set
+constexpr int kGroupTokens = 96;          // of a task: whole blocks of every instruction set
 constexpr size_t kAloneBytes = 64 << 10;  // of weights times tokens: a microsecond or two
 constexpr int kPackingTokens = 16;        // of a packing task: some microseconds
 
@@ -74,10 +74,11 @@ void run(const Linear& op, Host& host, int tokens, int lane) {
     const Layout& l = op.weights->layout;
     const Kernels& k = *host.kernels;
     const int groups = block_count(tokens, kGroupTokens), largest = block_begin(tokens, groups, 1);
-    const bool expands = k.expand_bytes(l, 1, largest) > 0, has_min = kFacts[int(l.format)].has_min;
-    const size_t cached = (expands ? size_t(l.padded) * 32 : l.panel_bytes) + size_t(largest) * 64;
-    const int step = panels_of_task(2, l.panel_bytes, size_t(l.panels) * l.panel_bytes, tokens > 16 ? cached : 0,
-                                    host.pool.threads());
+    const bool has_min = kFacts[int(l.format)].has_min;
+    const int threads = host.pool.threads();
+    const int step = tokens > kManyTokens
+                         ? panels_to_compute(2, size_t(l.panels) * size_t(groups), threads)
+                         : panels_to_stream(2, l.panel_bytes, size_t(l.panels) * l.panel_bytes, threads);
     if (!op.call) op.call = std::make_shared<Call>();
     Call& call = *op.call;
     call.op = op, call.op.call.reset();

@@ -8,7 +8,10 @@
 namespace proa {
 namespace {
 
-constexpr int kGroupTokens = 240;
+// Of a task: with its weights, their activations stay in a core's cache. Whole blocks of every instruction set.
+constexpr int kGroupTokens = 96;
+// Of a pass over all experts: the sums of a task's rows for so many tokens stay in the cache as well.
+constexpr int kPassTokens = 1024;
 constexpr int kPackingTokens = 16;
 
 // Tokens of one expert that are computed together; an expert with many has several.
@@ -155,31 +158,26 @@ void sort(Call& call, int tokens) {
     }
 }
 
-// Panels of a task whose sums are of `tokens`, and that reads each of its panels of `matrices` experts.
-int step_of(const Matrix& w, const Kernels& k, const Call& call, int unit, int tokens, int matrices, int threads) {
+// Panels of a task. matrices: experts of which it reads each of its panels; repeats: how often a panel has a task.
+int step_of(const Matrix& w, const Call& call, int unit, int matrices, int repeats, int threads) {
     const Layout& l = w.layout;
-    const size_t weights = k.expand_bytes(l, 1, call.most_tokens) ? size_t(l.padded) * 32 : l.panel_bytes;
+    if (call.tokens > kManyTokens && call.most_tokens > kManyTokens)
+        return panels_to_compute(unit, size_t(l.panels) * size_t(repeats), threads);
     const size_t total = size_t(l.panels) * l.panel_bytes * size_t(call.groups);
-    return panels_of_task(unit, l.panel_bytes * size_t(matrices), total,
-                          tokens > 16 ? weights + size_t(tokens) * 64 : 0, threads);
+    return panels_to_stream(unit, l.panel_bytes * size_t(matrices), total, threads);
 }
 
-}  // namespace
-
-void run(const Moe& op, Host& host, int tokens, int lane) {
+void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
     const Experts& e = *op.experts;
     const Kernels& k = *host.kernels;
     const Layout &up = e.gate_up->layout, &down = e.down->layout;
-    if (!op.call) op.call = std::make_shared<Call>();
-    Call& call = *op.call;
     call.op = op, call.op.call.reset();
     call.experts = &e, call.kernels = &k, call.tokens = tokens, call.shared_x = tokens == 1;
     sort(call, tokens);
-    const size_t choices = call.index.size(), threads = size_t(host.pool.threads());
-    call.up_tasks =
-        RowTasks(*e.gate_up, step_of(*e.gate_up, k, call, call.panels_per_row(), call.most_tokens, 1, int(threads)),
-                 call.groups);
-    call.down_tasks = RowTasks(*e.down, step_of(*e.down, k, call, 2, tokens, call.groups, int(threads)), 1);
+    const size_t choices = call.index.size();
+    const int threads = host.pool.threads(), groups = call.groups;
+    call.up_tasks = RowTasks(*e.gate_up, step_of(*e.gate_up, call, call.panels_per_row(), 1, groups, threads), groups);
+    call.down_tasks = RowTasks(*e.down, step_of(*e.down, call, 2, groups, 1, threads), 1);
     call.packing_parts = std::max(1, block_count(call.most_tokens, kPackingTokens));
     const auto carve = [&](Carver parts) {
         call.x_pairs = parts.take<char>((call.shared_x ? 1 : choices) * (up.padded / 2) * k.pair_bytes);
@@ -208,6 +206,23 @@ void run(const Moe& op, Host& host, int tokens, int lane) {
     call.down_tasks.describe(phase);
     phase.run = multiply_down, phase.publish = publish_down;
     host.pool.run(phase, lane);
+}
+
+}  // namespace
+
+void run(const Moe& op, Host& host, int tokens, int lane) {
+    if (!op.call) op.call = std::make_shared<MoeCall>();
+    const int passes = block_count(tokens, kPassTokens);
+    for (int i = 0; i < passes; ++i) {
+        const int first = block_begin(tokens, passes, i), count = block_begin(tokens, passes, i + 1) - first;
+        Moe part = op;
+        if (op.top_k) part.ids += int64_t(first) * op.top_k, part.weights += int64_t(first) * op.top_k;
+        part.x += int64_t(first) * op.x_stride;
+        const int64_t offset = int64_t(first) * op.y_stride * (op.wide ? 4 : 2);
+        part.y = static_cast<std::byte*>(op.y) + offset;
+        if (i) host.pool.settle();  // the next pass writes over what a late worker of this one reads
+        run_pass(part, *op.call, host, count, lane);
+    }
 }
 
 }  // namespace proa

@@ -11,8 +11,10 @@ namespace proa {
 // Few enough bytes that the last task of a phase does not keep everybody waiting, many enough that starting one
 // (a microsecond, and memory's latency) does not count.
 constexpr size_t kLeastTaskBytes = 48 << 10, kMostTaskBytes = 256 << 10;
-constexpr size_t kCacheBytes = 512 << 10;  // of weights that are used for many tokens: half of a core's cache
 constexpr int kTasksPerThread = 16;
+
+constexpr int kManyTokens = 16;  // from here on arithmetic costs more than reading weights, or soon will
+constexpr int kMostPanels = 4, kComputeTasksPerThread = 4;
 
 // Each slice's panels in runs of `step` panels, each run `repeats` times (for groups of tokens, or for experts).
 struct RowTasks {
@@ -52,13 +54,17 @@ struct RowTasks {
     }
 };
 
-// Panels of a task: a multiple of `unit`. streamed: bytes read of each panel; total: of all; cached: bytes that a panel
-// takes in the cache while tokens pass over it (0 where it passes once).
-inline int panels_of_task(int unit, size_t streamed, size_t total, size_t cached, int threads) {
+// Panels of a task that reads them once: a multiple of `unit`. streamed: bytes read of each panel; total: of all tasks.
+inline int panels_to_stream(int unit, size_t streamed, size_t total, int threads) {
     const size_t wanted = std::clamp(total / size_t(threads * kTasksPerThread), kLeastTaskBytes, kMostTaskBytes);
-    size_t panels = wanted / std::max<size_t>(streamed, 1);
-    if (cached) panels = std::min(panels, kCacheBytes / cached);
-    return std::max(unit, int(panels) / unit * unit);
+    return std::max(unit, int(wanted / std::max<size_t>(streamed, 1)) / unit * unit);
+}
+
+// Panels of a task that passes many tokens over them: the more, the less often the tokens' activations are read again;
+// all: panels of the phase, of which every thread should get some tasks.
+inline int panels_to_compute(int unit, size_t all, int threads) {
+    const size_t fair = all / size_t(threads * kComputeTasksPerThread);
+    return int(std::clamp(fair / size_t(unit), size_t(1), size_t(kMostPanels / unit))) * unit;
 }
 
 }  // namespace proa
