@@ -17,7 +17,6 @@ Queue::Queue(std::shared_ptr<Host> host, std::vector<const Experts*> layers, int
 
 Queue::~Queue() {
     stop_.store(true, std::memory_order_seq_cst);
-    submitted_.notify_all();
     submitted_.fetch_add(1, std::memory_order_seq_cst);  // so that a sleeper sees a change
     submitted_.notify_all();
     thread_.join();
@@ -48,6 +47,7 @@ void Queue::serve() {
     auto idle_since = Clock::now();
     for (uint64_t next = 1; !stop_.load(std::memory_order_relaxed);) {
         if (submitted_.load(std::memory_order_seq_cst) >= next) {
+            if (stop_.load(std::memory_order_seq_cst)) return;  // the counter was moved to wake this thread
             if (!run(slots_[(next - 1) & (slots_.size() - 1)])) return;
             finished_.store(next++, std::memory_order_release);
             idle_since = Clock::now();

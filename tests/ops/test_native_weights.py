@@ -357,3 +357,9 @@ def test_a_queue_runs_jobs_in_order_and_tells_errors():
             queue.wait(number)
         submitted = [queue.submit(0, x, Rows(ys[0].ctypes.data, 160, True), 5, **job) for _ in range(5)]
         assert submitted[-1] == 0, "all slots are taken"
+        for spin_us in [0, 1000] * 20:  # ends whether its thread sleeps, spins or works
+            short = Queue(pool, [layer.experts for layer in layers], slots=4, spin_us=spin_us)
+            if spin_us:
+                ids[0, 0] = 1
+                short.wait(short.submit(0, x, Rows(ys[0].ctypes.data, 160, True), 5, **job))
+            del short
