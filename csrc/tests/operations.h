@@ -61,6 +61,11 @@ inline proa::PoolOptions pool_options(int kind) {
     proa::PoolOptions options;
     options.pin = false;
     options.spin_us = 50;
+#ifdef __SANITIZE_THREAD__
+    // A task done twice reads what the first to finish may already have replaced; its result is dropped. That is a race
+    // by the letter, so it is left to the test of the pool, whose tasks use atomics.
+    options.redo = false;
+#endif
     if (kind == 0) options.teams = {{}};
     if (kind == 1) options.teams = {{0, 0, 0}};
     if (kind == 2) options.teams = {{}, {0}, {0, 0}};
