@@ -44,6 +44,13 @@ def test_a_broken_torch_is_found_and_told() -> None:
     assert done.stderr == ""
 
 
+def test_kernels_that_do_not_exist_are_told() -> None:
+    done = doctor(before="import os; os.environ['PROA_ISA'] = 'sse9'")
+    assert done.returncode == 1
+    assert "no kernels named sse9" in " ".join(done.stdout.split())
+    assert done.stderr == ""
+
+
 def test_folders(tmp_path: Path) -> None:
     assert disk("cache", tmp_path / "not" / "yet").status in ("ok", "note")
     (tmp_path / "file").write_text("")

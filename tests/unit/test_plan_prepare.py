@@ -112,3 +112,9 @@ def test_config_overrides(text: str, key: str, value: object) -> None:
 def test_wrong_overrides_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="JSON"):
         config_overrides([text])
+
+
+def test_kernels_that_do_not_exist_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROA_ISA", "sse9")
+    with pytest.raises(UsageError, match=r"PROA_ISA sse9: There are no kernels named sse9; there are .*scalar"):
+        prepare(str(folder), EngineOptions(model=DUMMY))

@@ -17,11 +17,10 @@ from proa.bench.kernel_cases import (
     parse_tokens,
 )
 from proa.bench.kernel_weights import expert_bytes
-from proa.config.env import read_env
 from proa.config.field import option
 from proa.errors import ResourceError, UsageError
 from proa.machine.machine import Machine
-from proa.native.pool import select_isa
+from proa.native.pool import wished_isa
 from proa.obs.units import format_bytes
 
 LEAST_WEIGHTS_BYTES = 1_000_000_000  # of all layers of a cell; and at least four times the caches
@@ -100,12 +99,7 @@ def plan_kernels(options: KernelOptions, machine: Machine) -> KernelPlan:
     """Raises UsageError for names that are not known, ResourceError for a shape that does not fit."""
     formats, shapes = parse_formats(options.formats), parse_shapes(options.shapes)
     weights_bytes = options.ram or min(MOST_WEIGHTS_BYTES, machine.available_bytes // 4)
-    wanted = options.isa or read_env().isa
-    try:
-        isa, reason = select_isa(wanted)
-    except ValueError as error:
-        where = "--isa" if options.isa else "PROA_ISA"
-        raise UsageError(f"{where} {wanted}: {error}", "Leave it out to use the best of this CPU.") from None
+    isa, reason = wished_isa(options.isa)
     return KernelPlan(
         formats=formats,
         shapes=tuple(_cut(shape, weights_bytes) for shape in shapes),

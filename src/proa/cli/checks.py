@@ -16,10 +16,10 @@ import msgspec
 
 from proa.config.env import read_env
 from proa.config.options import ServerOptions
-from proa.errors import NativeError
+from proa.errors import NativeError, UsageError
 from proa.machine.machine import Machine
 from proa.machine.rates import buffer_bytes, read_bandwidth
-from proa.native.pool import select_isa
+from proa.native.pool import wished_isa
 from proa.obs.units import format_bytes, format_rate
 
 Status = Literal["ok", "note", "broken"]
@@ -175,9 +175,9 @@ def _computing(machine: Machine) -> Finding:
     except (ImportError, OSError) as e:
         return Finding("computing", "broken", f"torch cannot be loaded: {e}", "Install torch again.")
     try:
-        isa, reason = select_isa(read_env().isa)
-    except (NativeError, ValueError) as e:
-        return Finding("computing", "broken", str(e), "Install Proa again, or unset PROA_ISA.")
+        isa, reason = wished_isa()
+    except (NativeError, UsageError) as e:
+        return Finding("computing", "broken", e.message, e.remedy)
     gpus = ", ".join(machine.gpus) or f"GPUs {machine.gpus_note}"
     why = f" ({reason})" if reason else ""
     return Finding("computing", "ok", f"on the CPU, native {isa} kernels{why}; {gpus}")

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int32, c_size_t, c_uint64, c_void_p
 from types import TracebackType
 
+from proa.config.env import read_env
+from proa.errors import UsageError
 from proa.native.library import Signatures, library
 
 
@@ -41,6 +43,16 @@ def select_isa(wanted: str = "") -> tuple[str, str]:
     name, reason = ctypes.create_string_buffer(_TEXT_BYTES), ctypes.create_string_buffer(_TEXT_BYTES)
     _native().proa_select_isa(wanted.encode(), name, reason, _TEXT_BYTES)
     return name.value.decode(), reason.value.decode()
+
+
+def wished_isa(flag: str | None = None) -> tuple[str, str]:
+    """select_isa for what a user asks for, by a flag or else by PROA_ISA. Raises UsageError, NativeError."""
+    wanted = flag or read_env().isa
+    try:
+        return select_isa(wanted)
+    except ValueError as error:
+        where = "--isa" if flag else "PROA_ISA"
+        raise UsageError(f"{where} {wanted}: {error}", "Leave it out to use the best of this CPU.") from None
 
 
 class Pool:

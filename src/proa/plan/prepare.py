@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from proa.config.env import read_env
 from proa.config.options import EngineOptions
 from proa.hub.locate import locate
 from proa.machine.machine import Machine
 from proa.machine.probe import probe
 from proa.machine.rates import buffer_bytes, read_bandwidth
 from proa.models.names import Declared
-from proa.native.pool import select_isa
+from proa.native.pool import wished_isa
 from proa.plan.overrides import config_overrides
 from proa.plan.plan import Plan
 from proa.plan.resolve import Host, resolve
@@ -59,6 +58,5 @@ def _settle(model: str, path: Path, load_format: str, asked: EngineOptions) -> P
     machine = probe()
     threads = min(asked.machine.threads or machine.usable_cores, machine.usable_cores)
     bandwidth = read_bandwidth(threads, size_bytes=buffer_bytes(machine))
-    isa, reason = select_isa(read_env().isa)
-    host = Host(machine, bandwidth, isa, reason)
+    host = Host(machine, bandwidth, *wished_isa())
     return Prepared(resolve(asked, model, checkpoint, declared, host), checkpoint, declared, machine)
