@@ -65,19 +65,14 @@ int proa_pool_create(const proa_pool_options* options, proa_pool** out) {
     return proa::guarded([&] {
         require(options && out, "A null pointer.");
         const auto selected = proa::select_kernels(options->isa ? options->isa : "");
-        *out = new proa_pool{std::make_shared<proa::Host>(pool_options(*options), selected.kernels)};
+        auto host = std::make_shared<proa::Host>(pool_options(*options), selected.kernels);
+        host->pool.check_bound();
+        *out = new proa_pool{std::move(host)};
     });
 }
 
 int proa_pool_destroy(proa_pool* pool) {
     return proa::guarded([&] { delete pool; });
-}
-
-int proa_pool_settle(proa_pool* pool) {
-    return proa::guarded([&] {
-        require(pool, "The pool is a null pointer.");
-        pool->host.pool.settle();
-    });
 }
 
 int proa_pool_redone(const proa_pool* pool, uint64_t* out) {

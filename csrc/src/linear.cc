@@ -5,9 +5,7 @@
 namespace proa {
 namespace {
 
-constexpr int kGroupTokens = 96;          // of a task: whole blocks of every instruction set
 constexpr size_t kAloneBytes = 64 << 10;  // of weights times tokens: a microsecond or two
-constexpr int kPackingTokens = 16;        // of a packing task: some microseconds
 
 }  // namespace
 
@@ -21,11 +19,8 @@ struct LinearCall {
 
     int begin(int group) const { return block_begin(tokens, groups, group); }
     Packed packed(int group) const {
-        const Layout& l = op.weights->layout;
-        const size_t first = size_t(begin(group));
-        const int count = begin(group + 1) - begin(group);
-        return {pairs + first * (l.padded / 2) * kernels->pair_bytes, sums ? sums + first * (l.padded / 16) : nullptr,
-                count, kernels->block_tokens(l.format, count)};
+        return packed_rows(*kernels, op.weights->layout, pairs, sums, size_t(begin(group)),
+                           begin(group + 1) - begin(group));
     }
 };
 
@@ -61,9 +56,7 @@ void publish(const void* context, int task, const std::byte* scratch) {
     const int row = at.first * kPanelRows, columns = std::min(at.end * kPanelRows, op.outputs) - row;
     const int first = call.begin(at.repeat), tokens = call.begin(at.repeat + 1) - first;
     if (columns <= 0) return;
-    const size_t offset = size_t(first) * size_t(op.y_stride) + size_t(row);
-    void* y = op.wide ? static_cast<void*>(static_cast<float*>(op.y) + offset)
-                      : static_cast<void*>(static_cast<uint16_t*>(op.y) + offset);
+    void* y = value_at(op.y, op.wide, int64_t(first) * op.y_stride + row);
     call.kernels->store_rows(reinterpret_cast<const float*>(scratch), (columns + kPanelRows - 1) / kPanelRows, tokens,
                              op.bias ? op.bias + row : nullptr, columns, op.wide, y, size_t(op.y_stride));
 }

@@ -8,11 +8,8 @@
 namespace proa {
 namespace {
 
-// Of a task: with its weights, their activations stay in a core's cache. Whole blocks of every instruction set.
-constexpr int kGroupTokens = 96;
 // Of a pass over all experts: the sums of a task's rows for so many tokens stay in the cache as well.
 constexpr int kPassTokens = 1024;
-constexpr int kPackingTokens = 16;
 
 // Tokens of one expert that are computed together; an expert with many has several.
 struct Group {
@@ -37,14 +34,13 @@ struct MoeCall {
     float *x_sums, *h_sums;
     bool shared_x;  // one token: all experts read the same
 
-    Packed packed(const Layout& l, char* pairs, float* sums, const Group& g, size_t first) const {
-        return {pairs + first * (l.padded / 2) * kernels->pair_bytes, sums ? sums + first * (l.padded / 16) : nullptr,
-                g.tokens, kernels->block_tokens(l.format, g.tokens)};
-    }
     Packed x(const Group& g) const {
-        return packed(experts->gate_up->layout, x_pairs, x_sums, g, shared_x ? 0 : size_t(g.first));
+        return packed_rows(*kernels, experts->gate_up->layout, x_pairs, x_sums, shared_x ? 0 : size_t(g.first),
+                           g.tokens);
     }
-    Packed h(const Group& g) const { return packed(experts->down->layout, h_pairs, h_sums, g, size_t(g.first)); }
+    Packed h(const Group& g) const {
+        return packed_rows(*kernels, experts->down->layout, h_pairs, h_sums, size_t(g.first), g.tokens);
+    }
     int panels_per_row() const { return experts->activation == Activation::kRelu2 ? 1 : 2; }
 };
 
@@ -115,10 +111,8 @@ void publish_down(const void* context, int task, const std::byte* scratch) {
     const Matrix& w = *call.experts->down;
     const RowTasks::Place at = call.down_tasks.place(w, task);
     const int row = at.first * kPanelRows, columns = std::min(at.end * kPanelRows, w.layout.rows) - row;
-    void* y = op.wide ? static_cast<void*>(static_cast<float*>(op.y) + row)
-                      : static_cast<void*>(static_cast<uint16_t*>(op.y) + row);
     call.kernels->store_rows(reinterpret_cast<const float*>(scratch), (columns + kPanelRows - 1) / kPanelRows,
-                             call.tokens, nullptr, columns, op.wide, y, size_t(op.y_stride));
+                             call.tokens, nullptr, columns, op.wide, value_at(op.y, op.wide, row), size_t(op.y_stride));
 }
 
 void cut(Call& call, int expert, int first, int tokens) {
@@ -218,8 +212,7 @@ void run(const Moe& op, Host& host, int tokens, int lane) {
         Moe part = op;
         if (op.top_k) part.ids += int64_t(first) * op.top_k, part.weights += int64_t(first) * op.top_k;
         part.x += int64_t(first) * op.x_stride;
-        const int64_t offset = int64_t(first) * op.y_stride * (op.wide ? 4 : 2);
-        part.y = static_cast<std::byte*>(op.y) + offset;
+        part.y = value_at(op.y, op.wide, int64_t(first) * op.y_stride);
         if (i) host.pool.settle();  // the next pass writes over what a late worker of this one reads
         run_pass(part, *op.call, host, count, lane);
     }

@@ -75,29 +75,10 @@ void check_codes(const Layout& l, const uint8_t* codes) {
         throw Error(PROA_ERROR_ARGUMENT, "A code does not fit in " + std::to_string(bits) + " bits.");
 }
 
-size_t scale_size(Format format) {  // of one row's scale of one group
-    switch (format) {
-        case Format::kFp8Row:
-        case Format::kFp8Panel:
-        case Format::kInt8F32:
-        case Format::kInt4F32:
-        case Format::kUint4F32: return 4;
-        case Format::kInt8F16:
-        case Format::kInt4F16:
-        case Format::kInt4Bf16:
-        case Format::kUint4F16:
-        case Format::kUint4Bf16: return 2;
-        case Format::kBf16:
-        case Format::kFp16: return 0;
-        default: return 1;
-    }
-}
-
 // One row's scales, which stand 16 rows a vector.
 void pack_scales(const Layout& l, const Source& s, int source_row, int row, uint8_t* panel) {
     const FormatFacts& facts = kFacts[int(l.format)];
-    const size_t size = scale_size(l.format);
-    if (!size) return;
+    if (!facts.scale_bytes) return;
     const int groups = (l.columns + l.group - 1) / l.group;  // the source's; padding has scales of 0
     uint8_t* area = panel + l.code_bytes;
     const uint8_t* scales = s.scales + size_t(source_row / s.scale_rows) * s.scale_stride;
@@ -110,6 +91,7 @@ void pack_scales(const Layout& l, const Source& s, int source_row, int row, uint
         if (std::any_of(scales, scales + groups, [](uint8_t code) { return code >= 0x7f; }))
             throw Error(PROA_ERROR_ARGUMENT, "A scale of nvfp4 is negative or not a number.");
     }
+    const size_t size = size_t(facts.scale_bytes) / (facts.has_min ? 2 : 1) / kPanelRows;  // of one scale
     const uint8_t* mins = facts.has_min ? s.mins + size_t(source_row / s.scale_rows) * s.scale_stride : nullptr;
     const size_t block_bytes = facts.block_scale_bytes + size_t(facts.block_groups) * facts.scale_bytes;
     for (int g = 0; g < groups; ++g) {

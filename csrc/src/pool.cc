@@ -83,7 +83,8 @@ void Pool::start(Worker& worker) {
     CPU_ZERO(&cpus);
     CPU_SET(worker.cpu, &cpus);
     if (const int error = pthread_setaffinity_np(worker.thread.native_handle(), sizeof cpus, &cpus))
-        notes_ += "CPU " + std::to_string(worker.cpu) + " could not be bound: " + std::strerror(error) + "; ";
+        unbound_ = "A worker thread could not be bound to CPU " + std::to_string(worker.cpu) + ": " +
+                   std::strerror(error) + ".";
 }
 
 Pool::~Pool() {
@@ -99,10 +100,12 @@ Pool::~Pool() {
 void Pool::run(const Phase& phase, int lane_index) {
     const int tasks = phase.begin[phase.nodes];
     if (tasks == 0) return;
-    if (tasks > kMaxTasks || phase.nodes > nodes()) throw std::invalid_argument("a phase of too many tasks or nodes");
+    if (tasks > kMaxTasks || phase.nodes > nodes())
+        throw Error(PROA_ERROR_ARGUMENT, "A phase has too many tasks or nodes.");
     check_alive();
     Lane& lane = lanes_[lane_index];
-    if (lane.busy.exchange(true)) throw std::invalid_argument("this lane of the pool is in use by another thread");
+    if (lane.busy.exchange(true))
+        throw Error(PROA_ERROR_ARGUMENT, "This lane of the pool is in use by another thread.");
     [[maybe_unused]] const FlushSubnormals flush;
     const uint64_t epoch = (lane.epoch.load(std::memory_order_relaxed) + 1) & kEpochMask;
     Posted& posted = lane.posted[epoch & 1];
@@ -297,6 +300,10 @@ void Pool::wake() {
 void Pool::settle() {
     for (auto& worker : workers_)
         while (worker->inside.load(std::memory_order_acquire)) relax();
+}
+
+void Pool::check_bound() const {
+    if (!unbound_.empty()) throw Error(PROA_ERROR_SYSTEM, unbound_);
 }
 
 void Pool::check_alive() const {

@@ -13,10 +13,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "error.h"
 
 namespace proa {
 
@@ -42,8 +43,8 @@ Phase spread(int tasks, int nodes);
 // One whose work is its publishing: short tasks that write where all can see, so that nobody may do them twice.
 Phase published(int tasks, int nodes, const void* context, decltype(Phase::publish) publish);
 
-struct WorkerDied : std::runtime_error {
-    using std::runtime_error::runtime_error;
+struct WorkerDied : Error {
+    explicit WorkerDied(const std::string& what) : Error(PROA_ERROR_WORKER, what) {}
 };
 
 struct PoolOptions {
@@ -74,8 +75,10 @@ class Pool {
     // a task that another one has finished in its place. Callers whose buffers end with the call wait for it.
     void settle();
 
+    // Throws Error (system) if a worker is not where it should be.
+    void check_bound() const;
+
     uint64_t redone() const { return redone_.load(std::memory_order_relaxed); }
-    const std::string& notes() const { return notes_; }
 
     void kill_worker_for_test() {
         kill_.store(true);
@@ -144,7 +147,7 @@ class Pool {
     alignas(64) std::atomic<uint32_t> bell_{0};
     std::atomic<int> asleep_{0};
     std::atomic<uint64_t> redone_{0};
-    std::string notes_;
+    std::string unbound_;  // why a worker could not be bound to its CPU
 };
 
 }  // namespace proa

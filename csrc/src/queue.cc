@@ -2,8 +2,6 @@
 
 #include <chrono>
 
-#include "error.h"
-
 namespace proa {
 
 Queue::Queue(std::shared_ptr<Host> host, std::vector<const Experts*> layers, int slots, int lane, int spin_us)
@@ -34,7 +32,7 @@ uint64_t Queue::submit(const Job& job) {
 
 bool Queue::done(uint64_t number) const {
     if (finished_.load(std::memory_order_acquire) >= number) return true;
-    if (failed_.load(std::memory_order_acquire)) throw Error(error_code_, error_);
+    if (failed_.load(std::memory_order_acquire)) std::rethrow_exception(error_);
     return false;
 }
 
@@ -70,10 +68,8 @@ bool Queue::run(const Job& job) {
     try {
         proa::run(op, *host_, job.tokens, lane_);
         return true;
-    } catch (const Error& error) {
-        error_code_ = error.code(), error_ = error.what();
-    } catch (const std::exception& error) {
-        error_code_ = PROA_ERROR_WORKER, error_ = error.what();
+    } catch (...) {
+        error_ = std::current_exception();
     }
     failed_.store(true, std::memory_order_release);
     return false;

@@ -3,8 +3,8 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <memory>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -35,7 +35,7 @@ class Queue {
     // One producer. The number of the job, from 1 on, or 0 if all slots are taken. Writes a slot and a counter.
     uint64_t submit(const Job& job);
 
-    // Whether job `number` is finished. Throws Error if it, or one before it, failed: jobs run in order, none after
+    // Whether job `number` is finished. Throws what it, or one before it, failed with: jobs run in order, none after
     // that.
     bool done(uint64_t number) const;
     void wait(uint64_t number) const;
@@ -55,8 +55,7 @@ class Queue {
     alignas(64) std::atomic<uint64_t> submitted_{0};
     alignas(64) std::atomic<uint64_t> finished_{0};
     std::atomic<bool> failed_{false}, stop_{false}, asleep_{false};
-    int error_code_ = 0;
-    std::string error_;  // written before failed_
+    std::exception_ptr error_;  // written before failed_
     std::thread thread_;
 };
 

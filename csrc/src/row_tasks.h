@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "isa/kernels.h"
 #include "matrix.h"
 #include "pool.h"
 
@@ -12,6 +13,10 @@ namespace proa {
 // (a microsecond, and memory's latency) does not count.
 constexpr size_t kLeastTaskBytes = 48 << 10, kMostTaskBytes = 256 << 10;
 constexpr int kTasksPerThread = 16;
+
+// Tokens of a task: with its weights, their activations stay in a core's cache. Whole blocks of every instruction set.
+constexpr int kGroupTokens = 96;
+constexpr int kPackingTokens = 16;  // of a packing task: some microseconds
 
 constexpr int kManyTokens = 16;  // from here on arithmetic costs more than reading weights, or soon will
 constexpr int kMostPanels = 4, kComputeTasksPerThread = 4;
@@ -66,5 +71,14 @@ inline int panels_to_compute(int unit, size_t all, int threads) {
     const size_t fair = all / size_t(threads * kComputeTasksPerThread);
     return int(std::clamp(fair / size_t(unit), size_t(1), size_t(kMostPanels / unit))) * unit;
 }
+
+// `tokens` packed rows from row `first` of a stretch of them on; sums is null where the format needs none.
+inline Packed packed_rows(const Kernels& k, const Layout& l, char* pairs, float* sums, size_t first, int tokens) {
+    return {pairs + first * (l.padded / 2) * k.pair_bytes, sums ? sums + first * (l.padded / 16) : nullptr, tokens,
+            k.block_tokens(l.format, tokens)};
+}
+
+// Value `i` of results in bfloat16, or float32 if wide.
+inline void* value_at(void* y, bool wide, int64_t i) { return static_cast<std::byte*>(y) + i * (wide ? 4 : 2); }
 
 }  // namespace proa

@@ -11,7 +11,7 @@ from packing import CASES, Packed, Weights, bf16_bits, bf16_values, pack_blocks,
 from proa.native.formats import Format, GgufType, layout
 from proa.native.pool import Pool, select_isa
 from proa.native.queue import Queue
-from proa.native.weights import Activation, Experts, Rows, linear, moe
+from proa.native.weights import Activation, Experts, Matrix, Piece, Rows, linear, moe
 
 ISAS = ["scalar", "avx2", "avx512", "avx512-bf16"]
 HALF_ULP_BF16 = 2.0**-8  # relative: eight significant bits, rounded to nearest
@@ -313,6 +313,21 @@ def test_wrong_buffers_are_errors(pool):
     ]:
         with pytest.raises(ValueError, match=text):
             linear(pool, packed.matrix, x, out, 2, outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    ("piece", "text"),
+    [
+        (Piece(0, 4096 + 32, 8192, 8192), "aligned to 64"),
+        (Piece(0, 4096, 8192, 4095), "too small"),
+        (Piece(0, 0, 8192, 8192), "aligned to 64"),
+        (Piece(1, 4096, 8192, 8192), "all panels in order"),
+        (Piece(0, 4096, 2048, 1 << 20), "must not overlap"),
+    ],
+)
+def test_memory_that_cannot_hold_the_weights(piece, text):
+    with pytest.raises(ValueError, match=text):
+        Matrix(layout(Format.BF16, 32, 64), [piece], count=2)
 
 
 def test_codes_and_scales_that_the_format_does_not_have():

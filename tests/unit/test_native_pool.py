@@ -80,3 +80,8 @@ def test_more_rows_than_the_buffers_have() -> None:
         recorder, _ = recorded(pool)
         with pytest.raises(ValueError, match="for 4 rows, not 5"):
             recorder.program.run(0, 1, 5)
+
+
+def test_a_worker_that_cannot_be_bound_is_an_error() -> None:
+    with pytest.raises(NativeError, match="could not be bound to CPU 1000"):
+        Pool([[1000]])

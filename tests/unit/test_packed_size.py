@@ -14,7 +14,7 @@ from proa.ops.packed import Memory
 from proa.plan.packed_size import packed_size
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
-from proa.weights.sources import stored_types
+from proa.weights.sources import resolve, stored_types
 from tiny import TINY, make_tiny
 
 
@@ -27,7 +27,7 @@ def loaded(path: Path) -> tuple[int, int, int]:
         model = Decoder(declared.spec, CpuOps(Recorder(pool, memory, 4, 1, 1)).table())
         load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None)
     plain = sum(t.nbytes for _, t in model.parameters() if hasattr(t, "nbytes"))
-    size = packed_size(declared.spec, stored_types(declared, checkpoint.tensors))
+    size = packed_size(declared.spec, stored_types(resolve(declared, checkpoint.tensors), checkpoint.tensors))
     return size.total_bytes, size.active_bytes, sum(memory.bytes_by_format.values()) + plain
 
 

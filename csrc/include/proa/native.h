@@ -92,7 +92,6 @@ PROA_API int proa_select_isa(const char* wanted, char* name, char* reason, size_
 
 PROA_API int proa_pool_create(const proa_pool_options* options, proa_pool** out);
 PROA_API int proa_pool_destroy(proa_pool* pool);
-PROA_API int proa_pool_settle(proa_pool* pool);                       // returns when no worker is at work
 PROA_API int proa_pool_redone(const proa_pool* pool, uint64_t* out);  // tasks done twice so far
 PROA_API int proa_pool_kill_worker_for_test(proa_pool* pool);         // the next one that looks ends its thread
 

@@ -9,10 +9,7 @@ namespace {
 #define PROA_BYTE_TABLES 1                        // codes.h looks values up by vpermi2b and vpermw
 constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
 constexpr int kExpandFromTokens = 32;
-constexpr int rows_at_once(int tokens, bool scaled) {
-    if (!scaled) return tokens <= 2 ? 4 : 2;
-    return 2;  // more streams at once read memory no faster
-}
+constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <= 2 ? 4 : 2; }
 
 #include "../kernels/vec_avx512.h"
 #include "../kernels/common.h"

@@ -77,11 +77,10 @@ struct Kernels {
     void (*read)(const uint8_t* data, size_t bytes, uint32_t* bits);
 };
 
-// Null where the library was not built for this instruction set.
+// All but the scalar ones are of x86-64.
 extern const Kernels* const kScalarKernels;
 extern const Kernels* const kAvx2Kernels;
 extern const Kernels* const kAvx512Kernels;
 extern const Kernels* const kAvx512Bf16Kernels;
-extern const Kernels* const kAmxKernels;
 
 }  // namespace proa

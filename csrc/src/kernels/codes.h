@@ -2,12 +2,17 @@
 // pair p of it. Never: scales.
 #pragma once
 
-struct Bf16Code {
-    static constexpr int kValues = 2, kBytes = 64;
+// A line that is taken apart lane by lane.
+template <int values>
+struct WordLine {
+    static constexpr int kValues = values, kBytes = 64;
     using Line = U32;
     static Line load(const uint8_t* p) { return load_u32(p); }
+};
+
+struct Bf16Code : WordLine<2> {
     template <int p>
-    static Pair pair(Line line) {
+    static Pair pair(U32 line) {
         return from_bf16_pairs(line);
     }
 };
@@ -91,24 +96,18 @@ struct Int8Code : ByteCode {
     }
 };
 #else
-struct E4m3Code {
-    static constexpr int kValues = 4, kBytes = 64;
-    using Line = U32;
-    static Line load(const uint8_t* p) { return load_u32(p); }
+struct E4m3Code : WordLine<4> {
     template <int p>
-    static Pair pair(Line line) {
+    static Pair pair(U32 line) {
         const U32 byte = set_u32(0xff);
         return from_values(e4m3_lanes(bit_and(shr<8 * p>(line), byte)),
                            e4m3_lanes(bit_and(shr<16 + 8 * p>(line), byte)));
     }
 };
 
-struct Int8Code {
-    static constexpr int kValues = 4, kBytes = 64;
-    using Line = U32;
-    static Line load(const uint8_t* p) { return load_u32(p); }
+struct Int8Code : WordLine<4> {
     template <int p>
-    static Pair pair(Line line) {
+    static Pair pair(U32 line) {
         return from_values(to_f32(sar<24>(shl<24 - 8 * p>(line))), to_f32(sar<24>(shl<8 - 8 * p>(line))));
     }
 };
@@ -116,12 +115,9 @@ struct Int8Code {
 
 // Four-bit codes by a table of 16 values, each exact in bfloat16.
 template <class Values>
-struct NibbleCode {
-    static constexpr int kValues = 8, kBytes = 64;
-    using Line = U32;
-    static Line load(const uint8_t* p) { return load_u32(p); }
+struct NibbleCode : WordLine<8> {
     template <int p>
-    static Pair pair(Line line) {
+    static Pair pair(U32 line) {
         if constexpr (kBf16Dot) {
             return Values::template words<4 * p>(line);
         } else {

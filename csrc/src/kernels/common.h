@@ -12,15 +12,9 @@ inline U32 bf16_bits(F32 x) {
 }
 inline void store_bf16(void* p, F32 x) { store_u16(p, bf16_bits(x)); }
 
-inline float bf16_value(uint16_t bits) {
-    const uint32_t wide = uint32_t(bits) << 16;
-    float x;
-    __builtin_memcpy(&x, &wide, 4);
-    return x;
-}
+inline float bf16_value(uint16_t bits) { return __builtin_bit_cast(float, uint32_t(bits) << 16); }
 inline uint16_t to_bf16(float x) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &x, 4);
+    const uint32_t bits = __builtin_bit_cast(uint32_t, x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(bits >> 16 | 0x40);
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }

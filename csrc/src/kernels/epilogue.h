@@ -22,19 +22,27 @@ inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
     return mul(positive, positive);
 }
 
+// Calls f(first token, tokens, pairs, sums or null) for each block of packed rows.
+template <class F>
+inline void each_block(const Packed& packed, int padded, F&& f) {
+    const int blocks = block_count(packed.tokens, packed.block_tokens);
+    for (int i = 0; i < blocks; ++i) {
+        const int begin = block_begin(packed.tokens, blocks, i);
+        f(begin, block_begin(packed.tokens, blocks, i + 1) - begin, (XPair*)packed.pairs + size_t(begin) * (padded / 2),
+          packed.sums ? packed.sums + size_t(begin) * (padded / 16) : nullptr);
+    }
+}
+
 void activate(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
               const Packed& out) {
     const bool has_up = kind < Activation::kRelu2;
-    const int blocks = block_count(out.tokens, out.block_tokens);
     for (int panel = first; panel < end; ++panel) {
         const float* gate = sums + size_t(panel - first) * (has_up ? 2 : 1) * out.tokens * 16;
         const float* up = gate + size_t(out.tokens) * 16;
         const float* gate_bias = bias ? bias + size_t(panel) * (has_up ? 32 : 16) : nullptr;
         const F32 b = gate_bias ? load(gate_bias) : zero(), c = gate_bias && has_up ? load(gate_bias + 16) : zero();
-        for (int i = 0; i < blocks; ++i) {
-            const int begin = block_begin(out.tokens, blocks, i), size = block_begin(out.tokens, blocks, i + 1) - begin;
-            XPair* pairs = (XPair*)out.pairs + size_t(begin) * (padded / 2) + size_t(panel) * 8 * size;
-            float* total = out.sums ? out.sums + size_t(begin) * (padded / 16) + size_t(panel) * size : nullptr;
+        each_block(out, padded, [&](int begin, int size, XPair* block, float* block_sums) {
+            XPair* pairs = block + size_t(panel) * 8 * size;
             for (int t = 0; t < size; ++t) {
                 const size_t at = size_t(begin + t) * 16;
                 const F32 u = has_up ? add(load(up + at), c) : zero();
@@ -42,22 +50,18 @@ void activate(Activation kind, float limit, const float* sums, const float* bias
                 uint16_t h[16];
                 store_u16(h, bits);
                 for (int k = 0; k < 8; ++k) pairs[k * size + t] = make_xpair(h[2 * k], h[2 * k + 1]);
-                if (total) total[t] = reduce_add(as_f32(shl<16>(bits)));
+                if (block_sums) block_sums[size_t(panel) * size + t] = reduce_add(as_f32(shl<16>(bits)));
             }
-        }
+        });
     }
 }
 
 void clear_columns(int first, int padded, const Packed& out) {
-    const int blocks = block_count(out.tokens, out.block_tokens);
-    for (int i = 0; i < blocks; ++i) {
-        const int begin = block_begin(out.tokens, blocks, i), size = block_begin(out.tokens, blocks, i + 1) - begin;
-        XPair* pairs = (XPair*)out.pairs + size_t(begin) * (padded / 2);
+    each_block(out, padded, [&](int, int size, XPair* pairs, float* sums) {
         for (size_t k = size_t(first / 2) * size; k < size_t(padded / 2) * size; ++k) pairs[k] = make_xpair(0, 0);
-        if (!out.sums) continue;
-        float* sums = out.sums + size_t(begin) * (padded / 16);
+        if (!sums) return;
         for (size_t k = size_t(first / 16) * size; k < size_t(padded / 16) * size; ++k) sums[k] = 0;
-    }
+    });
 }
 
 void accumulate(const float* part, int panels, int tokens, const int32_t* index, const float* weights,

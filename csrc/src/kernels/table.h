@@ -56,25 +56,23 @@ void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, floa
 
 void pack(const uint16_t* x, size_t stride, const int32_t* index, int first, int last, int columns, int padded,
           const Packed& out) {
-    const int blocks = block_count(out.tokens, out.block_tokens);
-    for (int b = 0; b < blocks; ++b) {
-        const int begin = block_begin(out.tokens, blocks, b), end = block_begin(out.tokens, blocks, b + 1);
-        const int size = end - begin;
+    each_block(out, padded, [&](int begin, int size, XPair* block, float* block_sums) {
+        const int end = begin + size;
         for (int t = begin > first ? begin : first; t < (end < last ? end : last); ++t) {
             const uint16_t* row = x + (index ? size_t(index[t]) : size_t(t)) * stride;
-            XPair* pairs = (XPair*)out.pairs + size_t(begin) * (padded / 2) + (t - begin);
+            XPair* pairs = block + (t - begin);
             for (int k = 0; k < columns / 2; ++k) pairs[size_t(k) * size] = make_xpair(row[2 * k], row[2 * k + 1]);
             if (columns % 2) pairs[size_t(columns / 2) * size] = make_xpair(row[columns - 1], 0);
             for (int k = (columns + 1) / 2; k < padded / 2; ++k) pairs[size_t(k) * size] = make_xpair(0, 0);
-            if (!out.sums) continue;
-            float* sums = out.sums + size_t(begin) * (padded / 16) + (t - begin);
+            if (!block_sums) continue;
+            float* sums = block_sums + (t - begin);
             for (int i = 0; i < padded / 16; ++i) {
                 float sum = 0;
                 for (int k = i * 16; k < (i + 1) * 16 && k < columns; ++k) sum += bf16_value(row[k]);
                 sums[size_t(i) * size] = sum;
             }
         }
-    }
+    });
 }
 
 constexpr Kernels kernels(const char* name) {

@@ -15,16 +15,8 @@ inline T lanes(F f) {
     return out;
 }
 
-inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &x, 4);
-    return bits;
-}
-inline float float_of(uint32_t bits) {
-    float x;
-    __builtin_memcpy(&x, &bits, 4);
-    return x;
-}
+inline uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 inline F32 set(float x) {
     return lanes<F32>([&](int) { return x; });

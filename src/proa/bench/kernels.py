@@ -173,8 +173,8 @@ def roof(nbytes: float, flops: float, before: Rates, after: Rates) -> tuple[str,
 @contextmanager
 def open_bench(options: KernelOptions) -> Iterator[Bench]:
     """Check the options, start the threads, measure the limits. Raises UsageError, ResourceError, NativeError."""
-    notes = busy_notes(os.getloadavg()[0], probe().usable_cores)
     machine = probe()
+    notes = busy_notes(os.getloadavg()[0], machine.usable_cores)
     plan = plan_kernels(options, machine)
     of_teams = teams(machine, plan.threads)
     own, *others = of_teams[0].cpus

@@ -137,9 +137,10 @@ class RecordedExecutor:
     def _set_pages(self, i: int, pages: Sequence[int]) -> None:
         """A sequence mostly has the pages it had, or one more."""
         before = self._pages[i]
+        if before == pages:
+            return
         kept = len(before) if before == pages[: len(before)] else 0
-        if kept < len(pages):
-            self._page_table[i, kept : len(pages)] = pages[kept:]
+        self._page_table[i, kept : len(pages)] = pages[kept:]
         self._pages[i] = list(pages)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to tak
 
 def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, Ready]:
     """Load the planned model. Raises ModelError and ResourceError."""
-    torch.set_num_threads(plan.threads)
     torch.set_flush_denormal(True)
     checkpoint = open_checkpoint(Path(plan.path), plan.load_format, plan.override_config)
     declared = checkpoint.declare(plan.ignore_config_keys)
@@ -64,6 +63,7 @@ class _Eager:
 
     def __init__(self, plan: Plan, spec: Model) -> None:
         self._plan, self._spec, self._dtype = plan, spec, DTYPES[plan.dtype]
+        torch.set_num_threads(plan.threads)
         self.model = Decoder(spec, reference(self._dtype))
 
     def runner(self) -> Runner:

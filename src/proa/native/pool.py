@@ -26,7 +26,6 @@ _SIGNATURES: Signatures = {
     "proa_select_isa": (c_char_p, c_char_p, c_char_p, c_size_t),
     "proa_pool_create": (POINTER(_Options), POINTER(c_void_p)),
     "proa_pool_destroy": (c_void_p,),
-    "proa_pool_settle": (c_void_p,),
     "proa_pool_redone": (c_void_p, POINTER(c_uint64)),
     "proa_pool_kill_worker_for_test": (c_void_p,),
 }
@@ -92,10 +91,6 @@ class Pool:
         count = c_uint64()
         _native().proa_pool_redone(self.handle, ctypes.byref(count))
         return count.value
-
-    def settle(self) -> None:
-        """Wait until no worker is inside a task."""
-        _native().proa_pool_settle(self.handle)
 
     def kill_worker_for_test(self) -> None:
         """End the thread of one worker, as if it had died."""

@@ -24,7 +24,8 @@ from proa.types import Decision
 
 if TYPE_CHECKING:
     from proa.models.names import Declared
-    from proa.weights.checkpoint import Checkpoint
+    from proa.weights import sources
+from proa.weights.checkpoint import Checkpoint
 from proa.weights.sources import stored_types
 
 # The roof of decode counts the KV of a conversation this long.
@@ -56,7 +57,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     need = demand(spec, elem_bytes, page_tokens, asked.max_running, batch_tokens)
     active_bytes = spec.num_active_params * elem_bytes
     if isa and checkpoint.load_format == "gguf":
-        packed = packed_size(spec, stored_types(declared, checkpoint.tensors))
+        packed = packed_size(spec, stored_types(sources.resolve(declared, checkpoint.tensors), checkpoint.tensors))
         need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
     fitted = fit(Case(model, spec, options, dtype, need, machine, usable_bytes))
     return Plan(

@@ -20,6 +20,7 @@ from proa.models.spec import Model, Moe
 from proa.ops.table import Target
 
 _POOL = 1 << 22  # random numbers made once and reused at random offsets: filling runs at memory speed
+_PANEL_ROWS = 16  # of packed weights (csrc/src/layout.h)
 _ROUTER_SPREAD = 1.0  # standard deviation of router logits over tokens
 _RARELY, _ALMOST_ALWAYS = 1e-4, 0.98
 
@@ -37,41 +38,57 @@ def fill_dummy(spec: Model, targets: Mapping[str, Target], seed: int, router: st
     depth = 2 * len(spec.blocks)
     for name, shape in spec.params():
         target, kind = targets[name], name.split(".")[-2]
-        if not isinstance(target, Tensor):
-            sink, target = target, torch.empty(shape)
-        else:
-            sink = None
-        if name.endswith(".bias"):
-            target.zero_()
-        elif kind.startswith(("norm", "q_norm", "k_norm")):
-            target.fill_(1.0)
-        elif kind == "router":
-            _fill_router(target, _moe(spec, name), router, _seed(seed, name))
-        else:
-            # What layers add to the residual stays small beside the embedding, whose elements are near 1.
-            gain = 0.5 / math.sqrt(depth) if kind in ("o", "down") else 1.0
-            scale = 1.0 if kind == "embed" else gain / math.sqrt(shape[-1])
-            _fill(target, pool, scale, _seed(seed, name))
-        if kind == "embed":
-            target[:, 0] = 1.0
-        elif kind in ("o", "down"):
-            target[0] = 0.0
-        if sink is not None:
-            sink.write(0, target)
+        if isinstance(target, Tensor) or kind == "router" or len(shape) == 1:
+            whole = target if isinstance(target, Tensor) else torch.empty(shape)
+            if kind == "router":
+                _fill_router(whole, _moe(spec, name), router, _seed(seed, name))
+            else:
+                _fill_rows(whole, name, 0, pool, depth, seed)
+            if not isinstance(target, Tensor):
+                target.write(0, whole)
+            continue
+        step = _rows_at_once(shape[1])
+        for first in range(0, shape[0], step):
+            rows = torch.empty(min(step, shape[0] - first), shape[1])
+            _fill_rows(rows, name, first, pool, depth, seed)
+            target.write(first, rows)
+
+
+def _fill_rows(rows: Tensor, name: str, first: int, pool: Tensor, depth: int, seed: int) -> None:
+    """Rows of a parameter from `first` on; `first` is a multiple of _rows_at_once."""
+    kind = name.split(".")[-2]
+    if name.endswith(".bias"):
+        rows.zero_()
+    elif kind.startswith(("norm", "q_norm", "k_norm")):
+        rows.fill_(1.0)
+    else:
+        # What layers add to the residual stays small beside the embedding, whose elements are near 1.
+        gain = 0.5 / math.sqrt(depth) if kind in ("o", "down") else 1.0
+        scale = 1.0 if kind == "embed" else gain / math.sqrt(rows.shape[-1])
+        _fill(rows, first, pool, scale, _seed(seed, name))
+    if kind == "embed":
+        rows[:, 0] = 1.0
+    elif kind in ("o", "down") and first == 0:
+        rows[0] = 0.0
 
 
 def _seed(seed: int, name: str) -> int:
     return zlib.crc32(f"{seed} {name}".encode())
 
 
-def _fill(target: Tensor, pool: Tensor, scale: float, seed: int) -> None:
+def _rows_at_once(cols: int) -> int:
+    """Rows copied from the pool in one go: whole panels, so that packed weights take them."""
+    return max(1, _POOL // 2 // cols // _PANEL_ROWS) * _PANEL_ROWS
+
+
+def _fill(target: Tensor, at: int, pool: Tensor, scale: float, seed: int) -> None:
     """Whole rows from the pool, starting anywhere; a prime stride keeps rows from repeating soon."""
     rows, cols = target.shape[0], target[0].numel()
     start = seed % (_POOL // 2)
-    per_copy = max(1, (_POOL // 2) // cols)
+    per_copy = _rows_at_once(cols)
     for first in range(0, rows, per_copy):
         part = target[first : first + per_copy]
-        offset = (start + first * 7919) % (_POOL - part.numel()) if part.numel() < _POOL else 0
+        offset = (start + (at + first) * 7919) % (_POOL - part.numel()) if part.numel() < _POOL else 0
         part.copy_(pool[offset : offset + part.numel()].view(part.shape)).mul_(scale)
 
 

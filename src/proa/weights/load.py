@@ -48,7 +48,7 @@ def load_weights(
     start = time.monotonic()
     sources = resolve(declared, checkpoint.tensors)
     _check(declared, checkpoint, sources, targets)
-    for name, stored in stored_types(declared, checkpoint.tensors).items():
+    for name, stored in stored_types(sources, checkpoint.tensors).items():
         target = targets[name]
         if not isinstance(target, Tensor):
             target.expect(stored)

@@ -170,10 +170,9 @@ def _error(problems: list[str], declared: Declared, index: Index) -> WeightsErro
     return WeightsError(f"{where}: the tensors do not fit the config: {shown}{more}.", remedy)
 
 
-def stored_types(declared: Declared, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+def stored_types(sources: Sources, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     """The type that each parameter has in the checkpoint; "F32" where its rows are not whole rows there."""
-    sources = resolve(declared, tensors).params
     return {
         name: tensors[s.tensor].dtype if s.cols == tensors[s.tensor].shape[-1] and not s.transposed else "F32"
-        for name, s in sources.items()
+        for name, s in sources.params.items()
     }
