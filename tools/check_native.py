@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "native"
 LIBRARY_BYTES = 20_000_000
-ISAS = {"scalar", "avx2", "avx512", "avx512bf16", "amx"}  # those of csrc/cmake/isa.cmake
+ISAS = {"scalar", "scalartiles", "avx2", "avx512", "avx512bf16", "amx"}  # those of csrc/cmake/isa.cmake
 
 
 def layout_problems() -> Iterator[str]:

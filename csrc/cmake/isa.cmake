@@ -1,11 +1,13 @@
 # The files of src/isa: one per instruction set, each the only one that is compiled with its flags.
 # tools/check_native.py proves that nothing of them but their table can be linked to from elsewhere.
 
-set(isa_names scalar avx2 avx512 avx512bf16)
+set(isa_names scalar scalartiles avx2 avx512 avx512bf16 amx)
 set(isa_flags_scalar "")
+set(isa_flags_scalartiles "")
 set(isa_flags_avx2 -mavx2 -mfma -mf16c -mbmi2)
 set(isa_flags_avx512 ${isa_flags_avx2} -mavx512f -mavx512bw -mavx512vl -mavx512dq)
 set(isa_flags_avx512bf16 ${isa_flags_avx512} -mavx512bf16 -mavx512vnni -mavx512vbmi)
+set(isa_flags_amx ${isa_flags_avx512bf16} -mamx-tile -mamx-bf16)
 
 # Makes an object library isa_<name> of every src/isa/<name>.cc for this processor, and lists their objects in `result`.
 # Files there that are not named after an instruction set are compiled for any processor.
@@ -14,7 +16,7 @@ function(proa_add_isa_objects result)
     set(objects "")
     foreach(file IN LISTS files)
         cmake_path(GET file STEM name)
-        if(name IN_LIST isa_names AND NOT name STREQUAL "scalar" AND NOT PROA_X86)
+        if(name IN_LIST isa_names AND NOT name MATCHES "^scalar" AND NOT PROA_X86)
             continue()
         endif()
         add_library(isa_${name} OBJECT ${file})

@@ -247,9 +247,7 @@ struct Panels {
             std::max(k.expand_bytes(keys, keys.panels, rows), k.expand_bytes(values, values.panels, rows)));
     }
 
-    Packed packed(const Kernels& k, char* pairs) const {
-        return {pairs, nullptr, rows, k.block_tokens(Format::kBf16, rows)};
-    }
+    Packed packed(const Kernels& k, char* pairs) const { return {pairs, nullptr, rows, k.block_tokens(keys, rows)}; }
 };
 
 void pack_queries(const Attention& op, const Kernels& k, const Piece& p, Panels& m) {

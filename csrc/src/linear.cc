@@ -41,7 +41,7 @@ void pack(const Call& call, int task) {
 void multiply(const void* context, int task, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const Matrix& w = *call.op.weights;
-    const RowTasks::Place at = call.tasks.place(w, task);
+    const RowTasks::Place at = call.tasks.place(task);
     const Packed x = call.packed(at.repeat);
     Carver parts(scratch);
     float* product = parts.take<float>(size_t(at.end - at.first) * x.tokens * 16);
@@ -52,7 +52,7 @@ void multiply(const void* context, int task, std::byte* scratch) {
 void publish(const void* context, int task, const std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const Linear& op = call.op;
-    const RowTasks::Place at = call.tasks.place(*op.weights, task);
+    const RowTasks::Place at = call.tasks.place(task);
     const int row = at.first * kPanelRows, columns = std::min(at.end * kPanelRows, op.outputs) - row;
     const int first = call.begin(at.repeat), tokens = call.begin(at.repeat + 1) - first;
     if (columns <= 0) return;
@@ -66,11 +66,11 @@ void publish(const void* context, int task, const std::byte* scratch) {
 void run(const Linear& op, Host& host, int tokens, int lane) {
     const Layout& l = op.weights->layout;
     const Kernels& k = *host.kernels;
-    const int groups = block_count(tokens, kGroupTokens), largest = block_begin(tokens, groups, 1);
+    const int groups = block_count(tokens, k.blocking.group_tokens(l.padded)), largest = block_begin(tokens, groups, 1);
     const bool has_min = kFacts[int(l.format)].has_min;
     const int threads = host.pool.threads();
     const int step = tokens > kManyTokens
-                         ? panels_to_compute(2, size_t(l.panels) * size_t(groups), threads)
+                         ? panels_to_compute(2, size_t(l.panels) * size_t(groups), threads, k.blocking)
                          : panels_to_stream(2, l.panel_bytes, size_t(l.panels) * l.panel_bytes, threads);
     if (!op.call) op.call = std::make_shared<Call>();
     Call& call = *op.call;

@@ -3,47 +3,9 @@
 #include <string>
 
 #include "error.h"
-#include "row_tasks.h"
+#include "moe_call.h"
 
 namespace proa {
-namespace {
-
-// Of a pass over all experts: the sums of a task's rows for so many tokens stay in the cache as well.
-constexpr int kPassTokens = 1024;
-
-// Tokens of one expert that are computed together; an expert with many has several.
-struct Group {
-    int expert, first, tokens;  // first: of its slots
-};
-
-}  // namespace
-
-// A worker may still read the indices of a phase that another has finished in its place: they are the operation's own,
-// not the workspace's. Activations are: garbage there only makes garbage that nobody publishes.
-struct MoeCall {
-    Moe op;
-    const Experts* experts;
-    const Kernels* kernels;
-    RowTasks up_tasks, down_tasks;
-    int tokens, groups, most_tokens, packing_parts;
-    std::vector<Group> group;
-    std::vector<int> counts;
-    std::vector<int32_t> index;  // of slot: its token
-    std::vector<float> weight;   // of slot
-    char *x_pairs, *h_pairs;
-    float *x_sums, *h_sums;
-    bool shared_x;  // one token: all experts read the same
-
-    Packed x(const Group& g) const {
-        return packed_rows(*kernels, experts->gate_up->layout, x_pairs, x_sums, shared_x ? 0 : size_t(g.first),
-                           g.tokens);
-    }
-    Packed h(const Group& g) const {
-        return packed_rows(*kernels, experts->down->layout, h_pairs, h_sums, size_t(g.first), g.tokens);
-    }
-    int panels_per_row() const { return experts->activation == Activation::kRelu2 ? 1 : 2; }
-};
-
 namespace {
 
 using Call = MoeCall;
@@ -57,23 +19,35 @@ void pack(const Call& call, int task) {
                        call.x(g));
 }
 
+// The task's own copy: it stays in the cache, where one that all share would come from other cores.
+Packed packed_here(const Call& call, const Group& g, Carver& scratch) {
+    const Layout& l = call.experts->gate_up->layout;
+    char* pairs = scratch.take<char>(size_t(g.tokens) * size_t(l.padded / 2) * size_t(call.kernels->pair_bytes));
+    float* sums = scratch.take<float>(size_t(g.tokens) * size_t(l.padded / 16));
+    const Packed x = packed_rows(*call.kernels, l, pairs, call.x_sums ? sums : nullptr, 0, g.tokens);
+    call.kernels->pack(call.op.x, size_t(call.op.x_stride), call.index.data() + g.first, 0, g.tokens, l.columns,
+                       l.padded, x);
+    return x;
+}
+
 void multiply_up(const void* context, int task, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const Matrix& w = *call.experts->gate_up;
-    const RowTasks::Place at = call.up_tasks.place(w, task);
+    const RowTasks::Place at = call.up_tasks.place(task);
     const Group& g = call.group[size_t(at.repeat)];
     const int panels = at.end - at.first;
     Carver parts(scratch);
     float* product = parts.take<float>(size_t(panels) * g.tokens * 16);
     void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, panels, g.tokens));
-    call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.x(g), product, expanded);
+    const Packed x = call.by_expert ? packed_here(call, g, parts) : call.x(g);
+    call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, x, product, expanded);
 }
 
 void publish_up(const void* context, int task, const std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const Experts& e = *call.experts;
     const Matrix& w = *e.gate_up;
-    const RowTasks::Place at = call.up_tasks.place(w, task);
+    const RowTasks::Place at = call.up_tasks.place(task);
     const Group& g = call.group[size_t(at.repeat)];
     const Packed h = call.h(g);
     const float* bias = e.gate_bias ? e.gate_bias + size_t(g.expert) * w.layout.panels * kPanelRows : nullptr;
@@ -88,7 +62,7 @@ void multiply_down(const void* context, int task, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const Experts& e = *call.experts;
     const Matrix& w = *e.down;
-    const RowTasks::Place at = call.down_tasks.place(w, task);
+    const RowTasks::Place at = call.down_tasks.place(task);
     const int panels = at.end - at.first;
     Carver parts(scratch);
     float* total = parts.take<float>(size_t(panels) * call.tokens * 16);
@@ -109,14 +83,14 @@ void publish_down(const void* context, int task, const std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const Moe& op = call.op;
     const Matrix& w = *call.experts->down;
-    const RowTasks::Place at = call.down_tasks.place(w, task);
+    const RowTasks::Place at = call.down_tasks.place(task);
     const int row = at.first * kPanelRows, columns = std::min(at.end * kPanelRows, w.layout.rows) - row;
     call.kernels->store_rows(reinterpret_cast<const float*>(scratch), (columns + kPanelRows - 1) / kPanelRows,
                              call.tokens, nullptr, columns, op.wide, value_at(op.y, op.wide, row), size_t(op.y_stride));
 }
 
-void cut(Call& call, int expert, int first, int tokens) {
-    const int parts = block_count(tokens, kGroupTokens);
+void cut(Call& call, int expert, int first, int tokens, int most) {
+    const int parts = block_count(tokens, most);
     for (int i = 0; i < parts; ++i) {
         const int begin = block_begin(tokens, parts, i), count = block_begin(tokens, parts, i + 1) - begin;
         call.group[size_t(call.groups++)] = {expert, first + begin, count};
@@ -128,9 +102,10 @@ void cut(Call& call, int expert, int first, int tokens) {
 void sort(Call& call, int tokens) {
     const Moe& op = call.op;
     const int experts = call.experts->gate_up->count, choices = op.top_k ? tokens * op.top_k : tokens;
+    const int most = call.kernels->blocking.group_tokens(call.experts->gate_up->layout.padded);
     call.counts.assign(size_t(experts) + 1, 0);
     call.index.resize(size_t(choices)), call.weight.resize(size_t(choices));
-    call.group.resize(size_t(experts) + size_t(choices / kGroupTokens) + 1);
+    call.group.resize(size_t(experts) + size_t(choices / most) + 1);
     call.groups = call.most_tokens = 0;
     int* counts = call.counts.data();
     for (int i = 0; i < choices; ++i) {
@@ -141,9 +116,10 @@ void sort(Call& call, int tokens) {
         if (id >= 0) ++counts[id + 1];
     }
     for (int e = 0; e < experts; ++e) {
-        cut(call, e, counts[e], counts[e + 1]);
+        cut(call, e, counts[e], counts[e + 1], most);
         counts[e + 1] += counts[e];
     }
+    call.slots_used = counts[experts];
     for (int i = 0; i < choices; ++i) {
         const int id = op.top_k ? op.ids[i] : 0;
         if (id < 0) continue;
@@ -156,37 +132,49 @@ void sort(Call& call, int tokens) {
 int step_of(const Matrix& w, const Call& call, int unit, int matrices, int repeats, int threads) {
     const Layout& l = w.layout;
     if (call.tokens > kManyTokens && call.most_tokens > kManyTokens)
-        return panels_to_compute(unit, size_t(l.panels) * size_t(repeats), threads);
+        return panels_to_compute(unit, size_t(l.panels) * size_t(repeats), threads, call.kernels->blocking);
     const size_t total = size_t(l.panels) * l.panel_bytes * size_t(call.groups);
     return panels_to_stream(unit, l.panel_bytes * size_t(matrices), total, threads);
 }
 
-void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
-    const Experts& e = *op.experts;
-    const Kernels& k = *host.kernels;
+// Whether experts are computed one by one: where there are enough tokens for that.
+bool by_expert(const Call& call) {
+    return call.kernels->blocking.result_bytes && call.tokens > kManyTokens && call.most_tokens > kManyTokens;
+}
+
+void carve(Call& call, Host& host, int parts, int lane) {
+    const Experts& e = *call.experts;
     const Layout &up = e.gate_up->layout, &down = e.down->layout;
-    call.op = op, call.op.call.reset();
-    call.experts = &e, call.kernels = &k, call.tokens = tokens, call.shared_x = tokens == 1;
-    sort(call, tokens);
-    const size_t choices = call.index.size();
-    const int threads = host.pool.threads(), groups = call.groups;
-    call.up_tasks = RowTasks(*e.gate_up, step_of(*e.gate_up, call, call.panels_per_row(), 1, groups, threads), groups);
-    call.down_tasks = RowTasks(*e.down, step_of(*e.down, call, 2, groups, 1, threads), 1);
-    call.packing_parts = std::max(1, block_count(call.most_tokens, kPackingTokens));
-    const auto carve = [&](Carver parts) {
-        call.x_pairs = parts.take<char>((call.shared_x ? 1 : choices) * (up.padded / 2) * k.pair_bytes);
-        call.h_pairs = parts.take<char>(choices * (down.padded / 2) * k.pair_bytes);
-        call.x_sums = parts.take<float>(choices * (up.padded / 16));
-        call.h_sums = parts.take<float>(choices * (down.padded / 16));
-        return parts.used();
+    const size_t choices = call.index.size(), packed = call.by_expert ? 0 : call.shared_x ? 1 : choices;
+    call.result_columns = call.by_expert ? size_t(result_columns(*e.down, parts)) : 0;
+    const auto take = [&](Carver memory) {
+        call.x_pairs = memory.take<char>(packed * (up.padded / 2) * call.kernels->pair_bytes);
+        call.h_pairs = memory.take<char>(choices * (down.padded / 2) * call.kernels->pair_bytes);
+        call.x_sums = memory.take<float>(choices * (up.padded / 16));
+        call.h_sums = memory.take<float>(choices * (down.padded / 16));
+        call.results = memory.take<float>(choices * call.result_columns);
+        return memory.used();
     };
-    carve(Carver(host.workspace(lane, carve(Carver()))));
+    take(Carver(host.workspace(lane, take(Carver()))));
     if (!kFacts[int(up.format)].has_min) call.x_sums = nullptr;
     if (!kFacts[int(down.format)].has_min) call.h_sums = nullptr;
+}
+
+void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
+    const Experts& e = *op.experts;
+    call.op = op, call.op.call.reset();
+    call.experts = &e, call.kernels = host.kernels, call.tokens = tokens, call.shared_x = tokens == 1;
+    sort(call, tokens);
+    call.by_expert = by_expert(call);
+    const int threads = host.pool.threads(), groups = call.groups;
+    const int parts = call.by_expert ? result_parts(*e.down, call.index.size(), host.kernels->blocking) : 1;
+    call.up_tasks = RowTasks(*e.gate_up, step_of(*e.gate_up, call, call.panels_per_row(), 1, groups, threads), groups);
+    call.packing_parts = std::max(1, block_count(call.most_tokens, kPackingTokens));
+    carve(call, host, parts, lane);
 
     if (call.shared_x) {
         if (call.groups) pack(call, 0);
-    } else {
+    } else if (!call.by_expert) {
         host.pool.run(published(call.groups * call.packing_parts, host.pool.nodes(), &call,
                                 [](const void* context, int task, const std::byte*) {
                                     pack(*static_cast<const Call*>(context), task);
@@ -197,6 +185,8 @@ void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
     call.up_tasks.describe(phase);
     phase.run = multiply_up, phase.publish = publish_up, phase.context = &call;
     host.pool.run(phase, lane);
+    if (call.by_expert) return run_down_by_expert(call, host, parts, lane);
+    call.down_tasks = RowTasks(*e.down, step_of(*e.down, call, 2, groups, 1, threads), 1);
     call.down_tasks.describe(phase);
     phase.run = multiply_down, phase.publish = publish_down;
     host.pool.run(phase, lane);
@@ -206,7 +196,7 @@ void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
 
 void run(const Moe& op, Host& host, int tokens, int lane) {
     if (!op.call) op.call = std::make_shared<MoeCall>();
-    const int passes = block_count(tokens, kPassTokens);
+    const int passes = block_count(tokens, host.kernels->blocking.pass_tokens);
     for (int i = 0; i < passes; ++i) {
         const int first = block_begin(tokens, passes, i), count = block_begin(tokens, passes, i + 1) - first;
         Moe part = op;

@@ -14,43 +14,51 @@ namespace proa {
 constexpr size_t kLeastTaskBytes = 48 << 10, kMostTaskBytes = 256 << 10;
 constexpr int kTasksPerThread = 16;
 
-// Tokens of a task: with its weights, their activations stay in a core's cache. Whole blocks of every instruction set.
-constexpr int kGroupTokens = 96;
 constexpr int kPackingTokens = 16;  // of a packing task: some microseconds
 
 constexpr int kManyTokens = 16;  // from here on arithmetic costs more than reading weights, or soon will
-constexpr int kMostPanels = 4, kComputeTasksPerThread = 4;
+constexpr int kComputeTasksPerThread = 4;
 
-// Each slice's panels in runs of `step` panels, each run `repeats` times (for groups of tokens, or for experts).
+// Each slice's panels in runs of `step` panels, each run `repeats` times (for groups of tokens, or for experts). Of
+// `parts` parts of every slice only one.
 struct RowTasks {
     int step = 0, repeats = 0;
+    int first[kMaxNodes] = {}, panels[kMaxNodes] = {};
     int chunks[kMaxNodes] = {};
     int begin[kMaxNodes + 1] = {};
     int nodes = 0;
 
     struct Place {
         int node, repeat, first, end;  // panels of the matrix
+        int column;                    // of the part's first column, were all slices' parts put side by side
     };
 
     RowTasks() = default;
-    RowTasks(const Matrix& m, int step_panels, int times)
+    RowTasks(const Matrix& m, int step_panels, int times, int part = 0, int parts = 1)
         : step(step_panels), repeats(times), nodes(int(m.slices.size())) {
         begin[0] = 0;
         for (int n = 0; n < nodes; ++n) {
             const Slice& s = m.slices[size_t(n)];
-            chunks[n] = (s.end_panel - s.first_panel + step - 1) / step;
+            const int all = s.end_panel - s.first_panel, from = block_begin(all, parts, part);
+            first[n] = s.first_panel + from, panels[n] = block_begin(all, parts, part + 1) - from;
+            chunks[n] = (panels[n] + step - 1) / step;
             begin[n + 1] = begin[n] + chunks[n] * repeats;
         }
     }
 
     // Tasks of one repeat follow one another: they read neighbouring memory.
-    Place place(const Matrix& m, int task) const {
-        int node = 0;
-        while (task >= begin[node + 1]) ++node;
-        const Slice& s = m.slices[size_t(node)];
-        const int local = task - begin[node], chunk = local % chunks[node];
-        const int first = s.first_panel + chunk * step;
-        return {node, local / chunks[node], first, std::min(first + step, s.end_panel)};
+    Place place(int task) const {
+        int node = 0, before = 0;
+        while (task >= begin[node + 1]) before += panels[node++];
+        const int local = task - begin[node], chunk = local % chunks[node] * step;
+        return {node, local / chunks[node], first[node] + chunk, first[node] + std::min(chunk + step, panels[node]),
+                (before + chunk) * kPanelRows};
+    }
+
+    int all_panels() const {
+        int all = 0;
+        for (int n = 0; n < nodes; ++n) all += panels[n];
+        return all;
     }
 
     void describe(Phase& phase) const {
@@ -67,15 +75,15 @@ inline int panels_to_stream(int unit, size_t streamed, size_t total, int threads
 
 // Panels of a task that passes many tokens over them: the more, the less often the tokens' activations are read again;
 // all: panels of the phase, of which every thread should get some tasks.
-inline int panels_to_compute(int unit, size_t all, int threads) {
+inline int panels_to_compute(int unit, size_t all, int threads, const Blocking& blocking) {
     const size_t fair = all / size_t(threads * kComputeTasksPerThread);
-    return int(std::clamp(fair / size_t(unit), size_t(1), size_t(kMostPanels / unit))) * unit;
+    return int(std::clamp(fair / size_t(unit), size_t(1), size_t(blocking.most_panels / unit))) * unit;
 }
 
 // `tokens` packed rows from row `first` of a stretch of them on; sums is null where the format needs none.
 inline Packed packed_rows(const Kernels& k, const Layout& l, char* pairs, float* sums, size_t first, int tokens) {
     return {pairs + first * (l.padded / 2) * k.pair_bytes, sums ? sums + first * (l.padded / 16) : nullptr, tokens,
-            k.block_tokens(l.format, tokens)};
+            k.block_tokens(l, tokens)};
 }
 
 // Value `i` of results in bfloat16, or float32 if wide.

@@ -14,6 +14,7 @@ namespace {
 struct Candidate {
     const Kernels* kernels;
     const char* missing;  // the first feature that this CPU lacks; null if it lacks none
+    bool for_tests = false;
 };
 
 #if defined(__x86_64__)
@@ -67,6 +68,21 @@ const char* missing_for_avx512bf16() {
     return nullptr;
 }
 
+// Linux saves the tiles only for a process that has asked for it (Documentation/arch/x86/xstate.rst).
+bool tiles_permitted() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+const char* missing_for_amx() {
+    if (const char* missing = missing_for_avx512bf16()) return missing;
+    const Registers seven = cpuid(7, 0);
+    if (!has(seven.edx, 24)) return "AMX_TILE";
+    if (!has(seven.edx, 22)) return "AMX_BF16";
+    if ((saved_states() & 0x60000) != 0x60000 || !tiles_permitted()) return "AMX state (operating system)";
+    return nullptr;
+}
+
 #endif
 
 }  // namespace
@@ -75,17 +91,19 @@ Selected select_kernels(const std::string& wanted) {
     const Candidate candidates[] = {
     // the best first
 #if defined(__x86_64__)
+        {kAmxKernels, missing_for_amx()},
         {kAvx512Bf16Kernels, missing_for_avx512bf16()},
         {kAvx512Kernels, missing_for_avx512()},
         {kAvx2Kernels, missing_for_avx2()},
 #endif
         {kScalarKernels, nullptr},
+        {kScalarTilesKernels, nullptr, true},
     };
     std::string reason, names;
     for (const Candidate& candidate : candidates) {
         const std::string name = candidate.kernels->name;
         names += (names.empty() ? "" : ", ") + name;
-        if (!wanted.empty() && wanted != name) continue;
+        if (wanted.empty() ? candidate.for_tests : wanted != name) continue;
         if (!candidate.missing) return {candidate.kernels, wanted.empty() ? reason : "asked for"};
         if (!wanted.empty())
             throw Error(PROA_ERROR_ARGUMENT,

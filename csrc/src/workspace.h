@@ -1,6 +1,8 @@
 // Memory that a lane's operations share, one after another. Never: anything that must outlive an operation.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdlib>
 #include <memory>
@@ -8,7 +10,7 @@
 
 namespace proa {
 
-constexpr size_t kBufferAlign = 64;
+constexpr size_t kBufferAlign = 64, kHugeBytes = size_t(2) << 20;
 constexpr size_t aligned(size_t bytes) { return (bytes + kBufferAlign - 1) / kBufferAlign * kBufferAlign; }
 
 class Workspace {
@@ -18,8 +20,11 @@ class Workspace {
         if (bytes > bytes_) {
             memory_.reset();
             bytes_ = 0;
-            memory_.reset(static_cast<std::byte*>(std::aligned_alloc(kBufferAlign, aligned(bytes))));
+            const size_t align = bytes >= kHugeBytes ? kHugeBytes : kBufferAlign;
+            const size_t whole = (bytes + align - 1) / align * align;
+            memory_.reset(static_cast<std::byte*>(std::aligned_alloc(align, whole)));
             if (!memory_) throw std::bad_alloc();
+            if (align == kHugeBytes) madvise(memory_.get(), whole, MADV_HUGEPAGE);  // a wish: it is only quicker
             bytes_ = bytes;
         }
         return memory_.get();

@@ -82,7 +82,7 @@ void run_once(const Op& op, proa::Host& host, int rows) {
 
 // Calls `test` with every instruction set here; it computes into what it returns, which must not depend on the pool.
 inline void on_everything(const std::function<std::vector<uint16_t>(proa::Host&)>& test) {
-    for (const char* name : {"scalar", "avx2", "avx512", "avx512-bf16"}) {
+    for (const char* name : {"scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"}) {
         const proa::Kernels* kernels = nullptr;
         try {
             kernels = proa::select_kernels(name).kernels;

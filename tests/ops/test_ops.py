@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def natives() -> list[object]:
     """The native ops of every instruction set; those that this CPU lacks are skipped aloud."""
     found = []
-    for isa in ("scalar", "avx2", "avx512", "avx512-bf16"):
+    for isa in ("scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"):
         try:
             found.append(pytest.param(NativeRun(isa), id=isa))
         except ValueError as error:

@@ -187,7 +187,7 @@ def test_the_roof_is_the_nearer_limit() -> None:
     assert (bound, round(us, 6)) == ("compute", 1000.0)
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "avx512-bf16"])
+@pytest.mark.parametrize("isa", ["scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"])
 def test_ceilings_of_every_instruction_set(isa: str) -> None:
     try:
         select_isa(isa)
@@ -197,7 +197,7 @@ def test_ceilings_of_every_instruction_set(isa: str) -> None:
     with Pool([[0]], isa=isa, pin=False) as own:
         rate = read_rate(own, [Span(memory.ctypes.data, memory.nbytes)], 2, 0.005)
         assert 1e8 < rate < 1e13
-        assert 1e9 < peak_rate(own, 2, 0.005) < 1e13
+        assert 1e8 < peak_rate(own, 2, 0.005) < 1e14
         assert 0 < dispatch_seconds(own, 100, meet=False) < 0.1
         assert 0 < dispatch_seconds(own, 100, meet=True) < 0.1
 

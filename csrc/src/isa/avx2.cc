@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kMostPlain = 5, kMostScaled = 5;  // tokens of a block: a sum takes two of 16 registers
 constexpr int kExpandFromTokens = 16;
+constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int tokens, bool) { return tokens == 1 ? 2 : 1; }
 
 #include "../kernels/vec_avx2.h"
@@ -15,7 +16,10 @@ constexpr int rows_at_once(int tokens, bool) { return tokens == 1 ? 2 : 1; }
 #include "../kernels/dot_f32.h"
 #include "../kernels/codes.h"
 #include "../kernels/scales.h"
+#include "../kernels/formats.h"
 #include "../kernels/panels.h"
+#include "../kernels/no_tiles.h"
+#include "../kernels/packed.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"
 #include "../kernels/attention.h"

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kMostPlain = 12, kMostScaled = 6;
 constexpr int kExpandFromTokens = 32;
+constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return tokens <= (scaled ? 2 : 3) ? 4 : 2; }
 
 #include "../kernels/vec_avx512.h"
@@ -15,7 +16,10 @@ constexpr int rows_at_once(int tokens, bool scaled) { return tokens <= (scaled ?
 #include "../kernels/dot_f32.h"
 #include "../kernels/codes.h"
 #include "../kernels/scales.h"
+#include "../kernels/formats.h"
 #include "../kernels/panels.h"
+#include "../kernels/no_tiles.h"
+#include "../kernels/packed.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"
 #include "../kernels/attention.h"

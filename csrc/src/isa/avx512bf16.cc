@@ -9,6 +9,7 @@ namespace {
 #define PROA_BYTE_TABLES 1                        // codes.h looks values up by vpermi2b and vpermw
 constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
 constexpr int kExpandFromTokens = 32;
+constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <= 2 ? 4 : 2; }
 
 #include "../kernels/vec_avx512.h"
@@ -17,7 +18,10 @@ constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <
 #include "../kernels/byte_tables.h"
 #include "../kernels/codes.h"
 #include "../kernels/scales.h"
+#include "../kernels/formats.h"
 #include "../kernels/panels.h"
+#include "../kernels/no_tiles.h"
+#include "../kernels/packed.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"
 #include "../kernels/attention.h"

@@ -18,13 +18,32 @@ struct Packed {
     int block_tokens;
 };
 
+constexpr int kTileTokens = 32;  // of a block that is packed for matrix tiles
+
+// How work on many tokens is cut. Beside a task's weights, the activations of a group of tokens stay in a core's cache.
+struct Blocking {
+    size_t group_bytes;             // of activations
+    int least_tokens, most_tokens;  // of a group; whole blocks
+    int pass_tokens;
+    int most_panels;      // of a task
+    size_t result_bytes;  // that wait at a time where experts are computed one by one (see moe_by_expert.cc); else 0
+
+    int group_tokens(int padded) const {
+        const int fit = int(group_bytes / size_t(2 * padded)) / kTileTokens * kTileTokens;
+        return fit < least_tokens ? least_tokens : fit < most_tokens ? fit : most_tokens;
+    }
+};
+constexpr Blocking kVectorBlocking = {0, 96, 96, 1024, 4, 0};
+constexpr Blocking kTileBlocking = {1536 << 10, 96, 384, 4096, 32, size_t(64) << 20};
+
 struct Kernels {
     const char* name;
     int pair_bytes;  // of a packed pair of activations
+    Blocking blocking;
 
-    // Tokens of a block that `tokens` rows are packed by for this format. Whoever packs and whoever multiplies agree by
-    // it.
-    int (*block_tokens)(Format format, int tokens);
+    // Tokens of a block that `tokens` rows are packed by for these weights. Whoever packs and whoever multiplies agree
+    // by it.
+    int (*block_tokens)(const Layout& l, int tokens);
 
     // Pack tokens [first, last) of x: row index[t], or t where index is null, of `stride` values.
     void (*pack)(const uint16_t* x, size_t stride, const int32_t* index, int first, int last, int columns, int padded,
@@ -48,6 +67,9 @@ struct Kernels {
     // total [panels][total_tokens][16] at tokens index[t] += weights[t] * (part [panels][tokens][16] + bias).
     void (*accumulate)(const float* part, int panels, int tokens, const int32_t* index, const float* weights,
                        const float* bias, float* total, int total_tokens);
+    // out (bfloat16, or float32 if wide) [columns] = sum over i of weights[i] * row slots[i] of `rows`.
+    void (*sum_rows)(const float* rows, size_t stride, const int32_t* slots, const float* weights, int count,
+                     int columns, bool wide, void* out);
     // Row t of out (bfloat16, or float32 if wide) = the first `columns` of sums [panels][tokens][16] + bias.
     void (*store_rows)(const float* sums, int panels, int tokens, const float* bias, int columns, bool wide, void* out,
                        size_t stride);
@@ -77,10 +99,12 @@ struct Kernels {
     void (*read)(const uint8_t* data, size_t bytes, uint32_t* bits);
 };
 
-// All but the scalar ones are of x86-64.
 extern const Kernels* const kScalarKernels;
+extern const Kernels* const kScalarTilesKernels;
+// Of x86-64.
 extern const Kernels* const kAvx2Kernels;
 extern const Kernels* const kAvx512Kernels;
 extern const Kernels* const kAvx512Bf16Kernels;
+extern const Kernels* const kAmxKernels;
 
 }  // namespace proa

@@ -6,6 +6,7 @@ namespace {
 
 constexpr int kMostPlain = 4, kMostScaled = 4;
 constexpr int kExpandFromTokens = 16;
+constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int, bool) { return 1; }
 
 #include "../kernels/vec_scalar.h"
@@ -13,7 +14,10 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/dot_f32.h"
 #include "../kernels/codes.h"
 #include "../kernels/scales.h"
+#include "../kernels/formats.h"
 #include "../kernels/panels.h"
+#include "../kernels/no_tiles.h"
+#include "../kernels/packed.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"
 #include "../kernels/attention.h"

@@ -15,6 +15,7 @@ inline Pair from_bf16_pairs(U32 line) { return line; }
 inline Pair from_values(F32 even, F32 odd) {
     return {_mm512_mask_blend_epi16(0xaaaaaaaa, shr<16>(as_u32(even)).v, as_u32(odd).v)};
 }
+inline U32 bf16_words(Pair w) { return w; }
 inline F32 even_values(Pair w) { return as_f32(shl<16>(w)); }
 inline F32 odd_values(Pair w) { return as_f32(bit_and(w, set_u32(0xffff0000))); }
 inline XPair make_xpair(uint16_t even, uint16_t odd) { return even | uint32_t(odd) << 16; }

@@ -22,17 +22,6 @@ inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
     return mul(positive, positive);
 }
 
-// Calls f(first token, tokens, pairs, sums or null) for each block of packed rows.
-template <class F>
-inline void each_block(const Packed& packed, int padded, F&& f) {
-    const int blocks = block_count(packed.tokens, packed.block_tokens);
-    for (int i = 0; i < blocks; ++i) {
-        const int begin = block_begin(packed.tokens, blocks, i);
-        f(begin, block_begin(packed.tokens, blocks, i + 1) - begin, (XPair*)packed.pairs + size_t(begin) * (padded / 2),
-          packed.sums ? packed.sums + size_t(begin) * (padded / 16) : nullptr);
-    }
-}
-
 void activate(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
               const Packed& out) {
     const bool has_up = kind < Activation::kRelu2;
@@ -41,26 +30,25 @@ void activate(Activation kind, float limit, const float* sums, const float* bias
         const float* up = gate + size_t(out.tokens) * 16;
         const float* gate_bias = bias ? bias + size_t(panel) * (has_up ? 32 : 16) : nullptr;
         const F32 b = gate_bias ? load(gate_bias) : zero(), c = gate_bias && has_up ? load(gate_bias + 16) : zero();
-        each_block(out, padded, [&](int begin, int size, XPair* block, float* block_sums) {
-            XPair* pairs = block + size_t(panel) * 8 * size;
-            for (int t = 0; t < size; ++t) {
-                const size_t at = size_t(begin + t) * 16;
+        each_block(out, padded, [&](const PackedBlock& block) {
+            for (int t = 0; t < block.size; ++t) {
+                const size_t at = size_t(block.first + t) * 16;
                 const F32 u = has_up ? add(load(up + at), c) : zero();
                 const U32 bits = bf16_bits(gated(kind, add(load(gate + at), b), u, limit));
-                uint16_t h[16];
-                store_u16(h, bits);
-                for (int k = 0; k < 8; ++k) pairs[k * size + t] = make_xpair(h[2 * k], h[2 * k + 1]);
-                if (block_sums) block_sums[size_t(panel) * size + t] = reduce_add(as_f32(shl<16>(bits)));
+                block.put16(panel, t, bits);
+                if (block.sums) block.sums[size_t(panel) * block.size + t] = reduce_add(as_f32(shl<16>(bits)));
             }
         });
     }
 }
 
 void clear_columns(int first, int padded, const Packed& out) {
-    each_block(out, padded, [&](int, int size, XPair* pairs, float* sums) {
-        for (size_t k = size_t(first / 2) * size; k < size_t(padded / 2) * size; ++k) pairs[k] = make_xpair(0, 0);
-        if (!sums) return;
-        for (size_t k = size_t(first / 16) * size; k < size_t(padded / 16) * size; ++k) sums[k] = 0;
+    each_block(out, padded, [&](const PackedBlock& block) {
+        for (int i = first / 16; i < padded / 16; ++i)
+            for (int t = 0; t < block.size; ++t) {
+                block.put16(i, t, set_u32(0));
+                if (block.sums) block.sums[size_t(i) * block.size + t] = 0;
+            }
     });
 }
 
@@ -75,29 +63,35 @@ void accumulate(const float* part, int panels, int tokens, const int32_t* index,
     }
 }
 
+// 16 columns, or the first `left` of them, to column `at` of a row.
+inline void store_columns(void* row, size_t at, bool wide, int left, F32 y) {
+    if (left >= 16) return wide ? store((float*)row + at, y) : store_bf16((uint16_t*)row + at, y);
+    float rest[16];
+    store(rest, y);
+    for (int i = 0; i < left; ++i) {
+        if (wide)
+            ((float*)row)[at + i] = rest[i];
+        else
+            ((uint16_t*)row)[at + i] = to_bf16(rest[i]);
+    }
+}
+
+void sum_rows(const float* rows, size_t stride, const int32_t* slots, const float* weights, int count, int columns,
+              bool wide, void* out) {
+    for (int at = 0; at < columns; at += 16) {
+        F32 sum = zero();
+        for (int i = 0; i < count; ++i) sum = fma(set(weights[i]), load(rows + size_t(slots[i]) * stride + at), sum);
+        store_columns(out, at, wide, columns - at, sum);
+    }
+}
+
 void store_rows(const float* sums, int panels, int tokens, const float* bias, int columns, bool wide, void* out,
                 size_t stride) {
-    for (int panel = 0; panel < panels; ++panel) {
-        const int left = columns - panel * 16;
-        const F32 b = bias ? load_first(bias + panel * 16, left < 16 ? left : 16, 0.f) : zero();
-        for (int t = 0; t < tokens; ++t) {
+    for (int t = 0; t < tokens; ++t)
+        for (int panel = 0; panel < panels; ++panel) {
+            const int left = columns - panel * 16;
+            const F32 b = bias ? load_first(bias + panel * 16, left < 16 ? left : 16, 0.f) : zero();
             const F32 y = add(load(sums + (size_t(panel) * tokens + t) * 16), b);
-            const size_t at = size_t(t) * stride + size_t(panel) * 16;
-            if (left >= 16) {
-                if (wide)
-                    store((float*)out + at, y);
-                else
-                    store_bf16((uint16_t*)out + at, y);
-                continue;
-            }
-            float rest[16];
-            store(rest, y);
-            for (int i = 0; i < left; ++i) {
-                if (wide)
-                    ((float*)out)[at + i] = rest[i];
-                else
-                    ((uint16_t*)out)[at + i] = to_bf16(rest[i]);
-            }
+            store_columns(out, size_t(t) * stride + size_t(panel) * 16, wide, left, y);
         }
-    }
 }

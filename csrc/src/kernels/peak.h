@@ -14,6 +14,7 @@ inline F32 peak_step(F32 sum, F32 value, Broadcast x) {
 // `rounds` rounds of products on independent sums, which end in sums [16]. Returns how many floating-point operations
 // that was, as a matrix product counts them: two for each product. `seed`: any small number that no compiler can know.
 double peak(int64_t rounds, float seed, float* sums) {
+    if constexpr (kTiles) return tile_peak(rounds, seed, sums);
     const F32 value = set(seed);
     const XPair pair = make_xpair(to_bf16(seed), to_bf16(seed));
     const Broadcast x = broadcast(&pair);

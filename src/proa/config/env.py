@@ -29,7 +29,7 @@ class _Switches:
     )
     isa: str = option(
         "",
-        help="run lesser CPU kernels than the best: scalar, avx2, avx512, avx512-bf16, as far as the CPU has them",
+        help="run lesser CPU kernels than the best: scalar, avx2, avx512, avx512-bf16, amx, as far as the CPU has them",
     )
     log: str = option(
         "info",

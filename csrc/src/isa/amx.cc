@@ -1,0 +1,39 @@
+// AMX beside AVX-512 with BF16, VNNI and VBMI (Intel from Sapphire Rapids).
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace proa {
+namespace {
+
+#define PROA_BYTE_TABLES 1                        // codes.h looks values up by vpermi2b and vpermw
+constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
+constexpr int kExpandFromTokens = 16;
+constexpr int kTilesFromTokens = 5;  // where they are exact
+constexpr Blocking kBlocking = kTileBlocking;
+constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <= 2 ? 4 : 2; }
+
+#include "../kernels/vec_avx512.h"
+#include "../kernels/common.h"
+#include "../kernels/dot_bf16.h"
+#include "../kernels/byte_tables.h"
+#include "../kernels/codes.h"
+#include "../kernels/scales.h"
+#include "../kernels/formats.h"
+#include "../kernels/panels.h"
+#include "../kernels/tiles.h"
+#include "../kernels/packed.h"
+#include "../kernels/tile_panels.h"
+#include "../kernels/epilogue.h"
+#include "../kernels/rows.h"
+#include "../kernels/attention.h"
+#include "../kernels/peak.h"
+#include "../kernels/table.h"
+
+constexpr Kernels kTable = kernels("amx");
+
+}  // namespace
+
+const Kernels* const kAmxKernels = &kTable;
+
+}  // namespace proa

@@ -1,0 +1,35 @@
+// Plain C++ with matrix tiles in memory: what AMX machines run, for tests on any CPU. Chosen by name only.
+#include "kernels.h"
+
+namespace proa {
+namespace {
+
+constexpr int kMostPlain = 4, kMostScaled = 4;
+constexpr int kExpandFromTokens = 16;
+constexpr int kTilesFromTokens = 5;
+constexpr Blocking kBlocking = {0, 64, 64, 256, 4, 64 << 10};  // small, so that small tests have several of each
+constexpr int rows_at_once(int, bool) { return 1; }
+
+#include "../kernels/vec_scalar.h"
+#include "../kernels/common.h"
+#include "../kernels/dot_f32.h"
+#include "../kernels/codes.h"
+#include "../kernels/scales.h"
+#include "../kernels/formats.h"
+#include "../kernels/panels.h"
+#include "../kernels/tiles.h"
+#include "../kernels/packed.h"
+#include "../kernels/tile_panels.h"
+#include "../kernels/epilogue.h"
+#include "../kernels/rows.h"
+#include "../kernels/attention.h"
+#include "../kernels/peak.h"
+#include "../kernels/table.h"
+
+constexpr Kernels kTable = kernels("scalar-tiles");
+
+}  // namespace
+
+const Kernels* const kScalarTilesKernels = &kTable;
+
+}  // namespace proa

@@ -1,0 +1,95 @@
+// Activations as the products read them: by blocks of tokens, pair of columns by pair of columns, each with one pair a
+// token; for tiles (see tiles.h) 32 columns by 32 columns, each with one line a token. Never: products.
+#pragma once
+
+struct PackedBlock {
+    int first, size;  // tokens
+    void* data;
+    float* sums;  // of 16 columns each, [padded / 16][size], or null
+    bool tiles;
+
+    XPair* pairs() const { return (XPair*)data; }
+    // 32 columns of a token in bfloat16: a row of a tile.
+    uint8_t* line(int columns32, int t) const { return (uint8_t*)data + (size_t(columns32) * size + t) * kLineBytes; }
+
+    // Of a token's columns in group g.
+    float sum(int g, int group, int t) const {
+        float sum = 0;
+        for (int i = g * group / 16; i < (g + 1) * group / 16; ++i) sum += sums[size_t(i) * size + t];
+        return sum;
+    }
+
+    // 16 columns of a token, from column 16 i on.
+    void put16(int i, int t, U32 bits) const {
+        if (tiles) return store_u16(line(i / 2, t) + i % 2 * 32, bits);
+        uint16_t values[16];
+        store_u16(values, bits);
+        XPair* to = pairs() + size_t(i) * 8 * size + t;
+        for (int k = 0; k < 8; ++k) to[k * size] = make_xpair(values[2 * k], values[2 * k + 1]);
+    }
+};
+
+inline bool in_tiles(const Packed& packed) { return kTiles && packed.block_tokens == kTileTokens; }
+
+template <class F>
+inline void each_block(const Packed& packed, int padded, F&& f) {
+    const int blocks = block_count(packed.tokens, packed.block_tokens);
+    for (int i = 0; i < blocks; ++i) {
+        const int first = block_begin(packed.tokens, blocks, i);
+        f(PackedBlock{first, block_begin(packed.tokens, blocks, i + 1) - first,
+                      (XPair*)packed.pairs + size_t(first) * (padded / 2),
+                      packed.sums ? packed.sums + size_t(first) * (padded / 16) : nullptr, in_tiles(packed)});
+    }
+}
+
+// A token's row into pairs of columns, zero from `columns` on.
+inline void pack_pairs(const PackedBlock& block, int t, const uint16_t* row, int columns, int padded) {
+    XPair* to = block.pairs() + t;
+    const size_t step = size_t(block.size);
+    for (int k = 0; k < columns / 2; ++k) to[k * step] = make_xpair(row[2 * k], row[2 * k + 1]);
+    if (columns % 2) to[columns / 2 * step] = make_xpair(row[columns - 1], 0);
+    for (int k = (columns + 1) / 2; k < padded / 2; ++k) to[k * step] = make_xpair(0, 0);
+}
+
+// Tokens [first, last) of a block, kLinesAtOnce lines of each in turn: so many rows of tiles are written in order.
+constexpr int kLinesAtOnce = 8;
+inline void pack_lines(const PackedBlock& block, const uint16_t* const* rows, int first, int last, int columns,
+                       int padded) {
+    const int whole = columns / 32, lines = padded / 32;
+    for (int begin = 0; begin < whole; begin += kLinesAtOnce) {
+        const int end = begin + kLinesAtOnce < whole ? begin + kLinesAtOnce : whole;
+        for (int t = first; t < last; ++t)
+            for (int k = begin; k < end; ++k) __builtin_memcpy(block.line(k, t), rows[t] + 32 * k, kLineBytes);
+    }
+    for (int k = whole; k < lines; ++k)
+        for (int t = first; t < last; ++t) {
+            uint16_t rest[32] = {};
+            for (int i = 0; i < columns - 32 * k && i < 32; ++i) rest[i] = rows[t][32 * k + i];
+            __builtin_memcpy(block.line(k, t), rest, kLineBytes);
+        }
+}
+
+inline void sum_columns(const PackedBlock& block, int t, const uint16_t* row, int columns, int padded) {
+    for (int i = 0; i < padded / 16; ++i) {
+        float sum = 0;
+        for (int k = i * 16; k < (i + 1) * 16 && k < columns; ++k) sum += bf16_value(row[k]);
+        block.sums[size_t(i) * block.size + t] = sum;
+    }
+}
+
+// See Kernels::pack.
+void pack(const uint16_t* x, size_t stride, const int32_t* index, int first, int last, int columns, int padded,
+          const Packed& out) {
+    each_block(out, padded, [&](const PackedBlock& block) {
+        const int begin = first > block.first ? first - block.first : 0;
+        const int end = last < block.first + block.size ? last - block.first : block.size;
+        const uint16_t* rows[kTileTokens];
+        for (int t = begin; t < end; ++t) {
+            const int token = block.first + t;
+            rows[t] = x + (index ? size_t(index[token]) : size_t(token)) * stride;
+            if (!block.tiles) pack_pairs(block, t, rows[t], columns, padded);
+            if (block.sums) sum_columns(block, t, rows[t], columns, padded);
+        }
+        if (block.tiles && begin < end) pack_lines(block, rows, begin, end, columns, padded);
+    });
+}

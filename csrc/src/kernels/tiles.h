@@ -1,0 +1,93 @@
+// Matrix tiles of 16 rows of 64 bytes: AMX's, or the same in plain C++, so that what is built on them can be tested on
+// any CPU. Intel's Software Developer's Manual, TDPBF16PS: c[m][n] += sum over k of a[m][k] * b[k / 2][n][k % 2], with
+// a and b bfloat16.
+#pragma once
+
+constexpr bool kTiles = true;
+constexpr int kTileRows = 16, kTileBytes = kTileRows * kLineBytes, kTileColumns = 32;  // columns: of bfloat16
+
+#ifdef __AMX_BF16__
+
+struct __attribute__((packed)) TileConfig {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights. first_rows, second_rows: of the activations.
+struct Tiles {
+    ~Tiles() { _tile_release(); }
+    void shape(int first_rows, int second_rows) {
+        TileConfig config;
+        for (int i = 0; i < 8; ++i) config.row_bytes[i] = kLineBytes, config.rows[i] = kTileRows;
+        config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(first_rows);
+        config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(second_rows);
+        _tile_loadconfig(&config);
+    }
+    // By hand: the compilers' intrinsics want their tiles as digits in the source.
+    template <int tile>
+    void zero() {
+        asm volatile("tilezero %%tmm%c0" : : "i"(tile));
+    }
+    template <int tile>
+    void load(const void* p) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(size_t(kLineBytes)), "i"(tile) : "memory");
+    }
+    template <int tile>
+    void store(float* p) {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(size_t(kLineBytes)), "i"(tile) : "memory");
+    }
+    template <int sum, int a, int b>
+    void multiply() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b));
+    }
+};
+
+#else
+
+struct Tiles {
+    int rows[8];
+    alignas(64) uint8_t data[8][kTileBytes];
+
+    void shape(int first_rows, int second_rows) {
+        rows[0] = rows[1] = rows[4] = first_rows;
+        rows[2] = rows[3] = rows[5] = second_rows;
+        rows[6] = rows[7] = kTileRows;
+    }
+    template <int tile>
+    void zero() {
+        __builtin_memset(data[tile], 0, kTileBytes);
+    }
+    template <int tile>
+    void load(const void* p) {
+        __builtin_memcpy(data[tile], p, size_t(rows[tile]) * kLineBytes);
+    }
+    template <int tile>
+    void store(float* p) {
+        __builtin_memcpy(p, data[tile], size_t(rows[tile]) * kLineBytes);
+    }
+    template <int sum, int a, int b>
+    void multiply() {
+        float x[kTileColumns], w[kTileRows][kTileColumns];  // w: [column of the product][k]
+        for (int k = 0; k < kTileColumns; ++k)
+            for (int n = 0; n < kTileRows; ++n) w[n][k] = value(data[b], k / 2 * kTileColumns + 2 * n + k % 2);
+        for (int m = 0; m < rows[sum]; ++m) {
+            for (int k = 0; k < kTileColumns; ++k) x[k] = value(data[a], m * kTileColumns + k);
+            for (int n = 0; n < kTileRows; ++n) {
+                float total;
+                __builtin_memcpy(&total, data[sum] + (m * kTileRows + n) * sizeof total, sizeof total);
+                for (int k = 0; k < kTileColumns; ++k) total += x[k] * w[n][k];
+                __builtin_memcpy(data[sum] + (m * kTileRows + n) * sizeof total, &total, sizeof total);
+            }
+        }
+    }
+
+  private:
+    static float value(const uint8_t* tile, int i) {
+        uint16_t bits;
+        __builtin_memcpy(&bits, tile + 2 * i, sizeof bits);
+        return bf16_value(bits);
+    }
+};
+
+#endif

@@ -1,0 +1,97 @@
+// Many tokens, experts one by one: a task multiplies some rows of one expert with all of its tokens, whose results wait
+// in memory by slots (a token's place at an expert) until the last phase adds up each token's, in the order of its
+// experts. The other way (moe.cc), a task adds up its rows of all experts in the cache, reads the weights' activations
+// once for every few rows, and that costs more than the results do as soon as products are as quick as AMX's.
+#include "error.h"
+#include "moe_call.h"
+
+namespace proa {
+namespace {
+
+using Call = MoeCall;
+
+constexpr int kSumTokens = 8;  // of a task that adds up
+
+void multiply(const void* context, int task, std::byte* scratch) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Matrix& w = *call.experts->down;
+    const RowTasks::Place at = call.down_tasks.place(task);
+    const Group& g = call.group[size_t(at.repeat)];
+    const int panels = at.end - at.first;
+    Carver parts(scratch);
+    float* product = parts.take<float>(size_t(panels) * g.tokens * 16);
+    void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, panels, g.tokens));
+    call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.h(g), product, expanded);
+}
+
+void publish(const void* context, int task, const std::byte* scratch) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Experts& e = *call.experts;
+    const RowTasks::Place at = call.down_tasks.place(task);
+    const Group& g = call.group[size_t(at.repeat)];
+    const int panels = at.end - at.first;
+    const float* bias =
+        e.down_bias ? e.down_bias + (size_t(g.expert) * e.down->layout.panels + at.first) * kPanelRows : nullptr;
+    call.kernels->store_rows(reinterpret_cast<const float*>(scratch), panels, g.tokens, bias, panels * kPanelRows, true,
+                             call.results + size_t(g.first) * call.result_columns + at.column, call.result_columns);
+}
+
+void add_up(const void* context, int task, const std::byte*) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Moe& op = call.op;
+    const RowTasks& tasks = call.down_tasks;
+    const int end = std::min((task + 1) * kSumTokens, call.tokens);
+    for (int t = task * kSumTokens; t < end; ++t) {
+        const int begin = call.slot_begin[size_t(t)], count = call.slot_begin[size_t(t) + 1] - begin;
+        const float* from = call.results;
+        for (int n = 0; n < tasks.nodes; from += tasks.panels[n++] * kPanelRows) {
+            const int row = tasks.first[n] * kPanelRows;
+            const int columns = std::min(tasks.panels[n] * kPanelRows, call.experts->down->layout.rows - row);
+            if (columns <= 0) continue;
+            call.kernels->sum_rows(from, call.result_columns, call.slots.data() + begin,
+                                   call.slot_weights.data() + begin, count, columns, op.wide,
+                                   value_at(op.y, op.wide, int64_t(t) * op.y_stride + row));
+        }
+    }
+}
+
+// Of each token, its slots: ascending, and with them its experts.
+void find_slots(Call& call) {
+    const size_t tokens = size_t(call.tokens), slots = size_t(call.slots_used);
+    call.slots.resize(slots), call.slot_weights.resize(slots), call.slot_begin.assign(tokens + 2, 0);
+    int* begin = call.slot_begin.data() + 1;  // moves along while slots are put in
+    for (size_t i = 0; i < slots; ++i) ++begin[size_t(call.index[i]) + 1];
+    for (size_t t = 0; t < tokens; ++t) begin[t + 1] += begin[t];
+    for (size_t i = 0; i < slots; ++i) {
+        const size_t at = size_t(begin[call.index[i]]++);
+        call.slots[at] = int32_t(i), call.slot_weights[at] = call.weight[i];
+    }
+}
+
+}  // namespace
+
+int result_parts(const Matrix& down, size_t slots, const Blocking& blocking) {
+    const size_t bytes = slots * size_t(down.layout.panels) * kPanelRows * sizeof(float);
+    return int(std::min(bytes / blocking.result_bytes, size_t(down.layout.panels) / 2)) + 1;
+}
+
+int result_columns(const Matrix& down, int parts) { return RowTasks(down, 2, 1, 0, parts).all_panels() * kPanelRows; }
+
+void run_down_by_expert(MoeCall& call, Host& host, int parts, int lane) {
+    const Matrix& down = *call.experts->down;
+    const int threads = host.pool.threads();
+    find_slots(call);
+    for (int part = 0; part < parts; ++part) {
+        if (part) host.pool.settle();  // a late worker may be looking at the former part
+        const size_t all = size_t(RowTasks(down, 2, 1, part, parts).all_panels()) * size_t(call.groups);
+        const int step = panels_to_compute(2, all, threads, call.kernels->blocking);
+        call.down_tasks = RowTasks(down, step, call.groups, part, parts);
+        Phase phase{};
+        call.down_tasks.describe(phase);
+        phase.run = multiply, phase.publish = publish, phase.context = &call;
+        host.pool.run(phase, lane);
+        host.pool.run(published(block_count(call.tokens, kSumTokens), host.pool.nodes(), &call, add_up), lane);
+    }
+}
+
+}  // namespace proa

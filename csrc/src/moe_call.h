@@ -1,0 +1,56 @@
+// What the phases of a call of the experts share. Never: arithmetic.
+#pragma once
+
+#include <vector>
+
+#include "moe.h"
+#include "row_tasks.h"
+
+namespace proa {
+
+// Tokens of one expert that are computed together; an expert with many has several.
+struct Group {
+    int expert, first, tokens;  // first: of its slots
+};
+
+// A worker may still read the indices of a phase that another has finished in its place: they are the operation's own,
+// not the workspace's. Activations are: garbage there only makes garbage that nobody publishes.
+struct MoeCall {
+    Moe op;
+    const Experts* experts;
+    const Kernels* kernels;
+    RowTasks up_tasks, down_tasks;
+    int tokens, groups, most_tokens, packing_parts, slots_used;
+    std::vector<Group> group;
+    std::vector<int> counts;
+    std::vector<int32_t> index;  // of slot: its token
+    std::vector<float> weight;   // of slot
+    char *x_pairs, *h_pairs;
+    float *x_sums, *h_sums;
+    bool shared_x;  // one token: all experts read the same
+
+    // Where experts are computed one by one: see moe_by_expert.cc.
+    bool by_expert;
+    std::vector<int> slot_begin;  // of token, in `slots` and `slot_weights`
+    std::vector<int32_t> slots;
+    std::vector<float> slot_weights;
+    float* results;  // [slots_used][result_columns]
+    size_t result_columns;
+
+    Packed x(const Group& g) const {
+        return packed_rows(*kernels, experts->gate_up->layout, x_pairs, x_sums, shared_x ? 0 : size_t(g.first),
+                           g.tokens);
+    }
+    Packed h(const Group& g) const {
+        return packed_rows(*kernels, experts->down->layout, h_pairs, h_sums, size_t(g.first), g.tokens);
+    }
+    int panels_per_row() const { return experts->activation == Activation::kRelu2 ? 1 : 2; }
+};
+
+// The second half of a call whose experts are computed one by one, in `parts` parts of the result's columns, so that
+// what waits in memory stays small.
+int result_parts(const Matrix& down, size_t slots, const Blocking& blocking);
+int result_columns(const Matrix& down, int parts);  // of the largest part
+void run_down_by_expert(MoeCall& call, Host& host, int parts, int lane);
+
+}  // namespace proa
