@@ -23,10 +23,10 @@ _ARENA_BYTES = 64 << 20  # taken at once: many small matrices share huge pages
 
 
 class Memory:
-    """RAM of all packed weights, a run of arenas for each node."""
+    """RAM of all packed weights, a run of arenas for each node, or dealt out over the nodes `interleave`."""
 
-    def __init__(self, nodes: Sequence[int | None]) -> None:
-        self.nodes = tuple(nodes)
+    def __init__(self, nodes: Sequence[int | None], interleave: Sequence[int] = ()) -> None:
+        self.nodes, self._interleave = tuple(nodes), tuple(interleave)
         self.bytes_by_format: Counter[str] = Counter()
         self._arenas: list[list[Arena]] = [[] for _ in nodes]
         self._used = [0] * len(nodes)
@@ -35,7 +35,8 @@ class Memory:
         """The address of `nbytes` zeroed bytes on the piece's node, aligned to 64. Raises ResourceError."""
         arenas, nbytes = self._arenas[piece], -(-nbytes // 64) * 64
         if not arenas or self._used[piece] + nbytes > arenas[-1].nbytes:
-            arenas.append(Arena(max(nbytes, _ARENA_BYTES), self.nodes[piece]))
+            node = None if self._interleave else self.nodes[piece]
+            arenas.append(Arena(max(nbytes, _ARENA_BYTES), node, interleave=self._interleave))
             self._used[piece] = 0
         at, self._used[piece] = self._used[piece], self._used[piece] + nbytes
         arenas[-1].touch(at, nbytes)
@@ -47,6 +48,16 @@ class Memory:
         for arena in (a for arenas in self._arenas for a in arenas):
             kinds[arena.info.pages] += arena.info.touched_bytes
         return dict(kinds)
+
+    def unbound(self) -> str:
+        """Why some memory does not lie on the node it should; empty if all does."""
+        if self._interleave:
+            return ""
+        for node, arenas in zip(self.nodes, self._arenas, strict=True):
+            for info in (arena.info for arena in arenas):
+                if info.node != node:
+                    return info.reason
+        return ""
 
 
 class Stack:
