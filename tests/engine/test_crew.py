@@ -27,8 +27,9 @@ class Watched(Pool):
         self.calls.append(workers)
 
 
-def trial(workers: int, *milliseconds: float) -> Trial:
-    return Trial(workers, tuple(ms / 1e3 for ms in milliseconds))
+def trial(workers: int, *milliseconds: float, busy: float = 0.99) -> Trial:
+    seconds = tuple(ms / 1e3 for ms in milliseconds)
+    return Trial(workers, seconds, workers * sum(seconds) * busy)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,8 @@ def trial(workers: int, *milliseconds: float) -> Trial:
         ([trial(16, 5, 5, 5), trial(15, 4, 4, 4), trial(8, 4.9, 4.9, 4.9)], True, 15, "the fastest"),
         ([trial(8, 5, 5, 5), trial(4, 4.3, 4.3, 4.3), trial(16, 4, 4, 4)], True, 4, "lose a tenth"),
         ([trial(16, 5, 9, 9), trial(4, 5, 5, 5)], True, 16, "vary more"),
+        ([trial(2, 40, 40, 40, busy=0.5), trial(1, 39, 39, 39)], False, 2, "other programs ran on these cores for 50%"),
+        ([trial(2, 40, 40, 40, busy=0.5), trial(1, 43, 43, 43)], True, 2, "other programs"),
     ],
 )
 def test_the_best_number_of_workers(trials: list[Trial], saving: bool, workers: int, why: str) -> None:
@@ -60,8 +63,8 @@ class Machine:
         self.now_s, self.tokens, self.shares = 0.0, [], set()  # type: ignore[var-annotated]
         self._pool, self._seconds = pool, seconds
 
-    def clock(self) -> float:
-        return self.now_s
+    def clock(self) -> tuple[float, float]:
+        return self.now_s, 4 * self.now_s  # nobody else is here
 
     def step(self, i: int, share: float) -> None:
         self.now_s += self._seconds(self._pool.threads) * share

@@ -20,7 +20,8 @@ from proa.types import Decision
 TRIALS_S = 0.25  # for all trials together, beside two steps that tell how long one takes
 ROUNDS = 5
 CLEAR = 0.98  # a gain counts where the median of its times is below this part of the best with all workers,
-STEADY = 1.25  # and all workers' own times are no more than this apart: their median from their best
+STEADY = 1.25  # and all workers' own times are no more than this apart: their median from their best,
+BUSY = 0.9  # and they had their cores to themselves for this part of the time; they spin while they wait
 SAVING = 1.1  # how much longer a step may take to save power
 
 
@@ -40,12 +41,25 @@ class Crew:
             self._now = wanted
 
 
+Clock = Callable[[], tuple[float, float]]  # seconds passed, and those that the threads of this process were on a core
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
 @dataclass(frozen=True)
 class Trial:
-    """A number of workers and the seconds that it took for the same work, round by round."""
+    """A number of workers and the seconds that they took for the same work, round by round."""
 
     workers: int
     seconds: tuple[float, ...]
+    cpu_s: float  # of all threads, in all rounds
+
+    @property
+    def busy(self) -> float:
+        """The part of the time for which the workers were on a core."""
+        return self.cpu_s / (self.workers * sum(self.seconds))
 
 
 def choose_few(
@@ -54,7 +68,7 @@ def choose_few(
     step: Callable[[int, float], None],
     *,
     saving: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = _now,
 ) -> Decision | None:
     """Set `crew.few` to the best of `trials`, the first of which is the rule; None if there is nothing to choose.
 
@@ -63,22 +77,26 @@ def choose_few(
     if len(trials) < 2:
         return None
 
-    def seconds_of(counts: tuple[int, ...], steps: range, share: float) -> float:
+    def times_of(counts: tuple[int, ...], steps: range, share: float) -> tuple[float, float]:
         crew.few = counts
         crew.call(few=True)
-        begin = clock()
+        begin_s, begin_cpu_s = clock()
         for i in steps:
             step(i, share)
-        return clock() - begin
+        end_s, end_cpu_s = clock()
+        return end_s - begin_s, end_cpu_s - begin_cpu_s
 
-    whole_s = min(seconds_of(trials[0], range(1), 1.0) for _ in range(2))  # the first touches memory
+    whole_s = min(times_of(trials[0], range(1), 1.0)[0] for _ in range(2))  # the first touches memory
     each_s = TRIALS_S / (ROUNDS * len(trials))
     share, steps = min(1.0, each_s / whole_s), max(1, int(each_s / whole_s))
-    seconds: list[list[float]] = [[] for _ in trials]
+    times: list[list[tuple[float, float]]] = [[] for _ in trials]
     for turn in range(ROUNDS):  # all in turn, so that what else runs here does not decide
-        for counts, took in zip(trials, seconds, strict=True):
-            took.append(seconds_of(counts, range(turn * steps, (turn + 1) * steps), share) / steps)
-    measured = [Trial(sum(counts), tuple(took)) for counts, took in zip(trials, seconds, strict=True)]
+        for counts, took in zip(trials, times, strict=True):
+            took.append(times_of(counts, range(turn * steps, (turn + 1) * steps), share))
+    measured = [
+        Trial(sum(counts), tuple(s / steps for s, _ in took), sum(cpu_s for _, cpu_s in took) / steps)
+        for counts, took in zip(trials, times, strict=True)
+    ]
     chosen, why = best(measured, saving=saving)
     crew.few = trials[chosen]
     what = "one-token steps" if share == 1 else f"the first {share:.0%} of one-token steps"
@@ -89,6 +107,8 @@ def choose_few(
 def best(trials: Sequence[Trial], *, saving: bool = False) -> tuple[int, str]:
     """Which trial to follow, and why. The first, unless another is clearly faster and the first's times agree."""
     rule = min(trials[0].seconds)
+    if trials[0].busy < BUSY:
+        return 0, f"other programs ran on these cores for {1 - trials[0].busy:.0%} of the time, which tells nothing"
     if median(trials[0].seconds) > STEADY * rule:
         return 0, "times vary more than the numbers of workers can tell"
     medians = [median(trial.seconds) for trial in trials]
