@@ -277,8 +277,8 @@ void Arena::interleave(const std::vector<int>& nodes) {
         which += " " + std::to_string(node);
     }
     if (const int error = set_policy(kMpolInterleave, nodes))
-        throw Error(PROA_ERROR_SYSTEM, "The arena cannot be dealt out over NUMA nodes: " + why_not_bound(which, error) +
-                                           ". Binding to one node each needs less: leave interleaving out.");
+        throw Error(PROA_ERROR_SYSTEM,
+                    "The arena cannot be dealt out over NUMA nodes: " + why_not_bound(which, error) + ".");
     node_ = -1;
     dealt_over_ = nodes.size();
 }

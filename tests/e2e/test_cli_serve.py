@@ -95,6 +95,17 @@ def test_workers_lie_where_they_are_asked_to(folder: Path, flags: list[str], row
             assert len(set(singles)) == (len(mine) if bound else 0)
 
 
+def test_two_engines_take_cpus_of_their_own(folder: Path) -> None:
+    flags = ["--context=128", "--dtype=bfloat16", "--threads=1"]
+    with serving(folder, *flags) as (first, _), serving(folder, *flags) as (second, report):
+        theirs, own = (
+            {cpu for cpus in bound_threads(p.pid) if len(cpus) == 1 for cpu in cpus} for p in (first, second)
+        )
+        (why,) = [row["why"] for row in report["decisions"] if row["name"] == "CPU binding"]
+        assert "other Proa engines" in why
+        assert theirs != own or "with --threads" in why  # where no CPU is left, it says so
+
+
 def test_a_number_of_threads_is_not_tried(folder: Path) -> None:
     with serving(folder, "--context=128", "--dtype=bfloat16", "--threads=1") as (_, report):
         assert report["ready"]["decisions"] == []

@@ -80,6 +80,40 @@ def test_binding_to_nodes(
     assert rows["CPU binding"].why == f"each worker moves within its node: {why}"
 
 
+BUSY = ("@/tmp/dbus-x", "/run/a@b", "@proa-cpus/12/0-3,9/0a", "@proa-cpus/13/5/0b", "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "cpus", "why"),
+    [
+        ({"threads": 4}, (4, 6, 7, 8), "4, 6-8; other Proa engines have 0-3, 5, 9"),
+        ({"threads": 10}, (4, 6, 7, 8, 10, 11, 12, 13, 14, 15), "other Proa engines have 0-3, 5, 9"),
+        ({"threads": 11}, tuple(range(11)), "0-10; other Proa engines are bound to 0-3, 5, 9 too: with --threads"),
+        ({}, tuple(range(16)), "0-15; other Proa engines are bound to 0-3, 5, 9 too"),
+    ],
+)
+def test_cpus_of_other_engines_are_left_alone_where_possible(
+    asked: dict[str, Any], cpus: tuple[int, ...], why: str, tmp_path: Path
+) -> None:
+    workers, rows = planned(replace(ONE, sockets_listed=BUSY), tmp_path, asked.get("threads", 16), **asked)
+    assert sorted(cpu for team in workers.teams for cpu in team.cpus) == list(cpus)
+    assert why in rows["CPU binding"].why
+
+
+def test_the_sibling_of_a_claimed_cpu_is_no_free_core(tmp_path: Path) -> None:
+    host = replace(block_numbered(1, 8), sockets_listed=["@proa-cpus/1/0-3/00"])
+    workers, _ = planned(host, tmp_path, 4, threads=4)
+    assert workers.teams[0].cpus == (4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("binding", ["node", "none"])
+def test_other_engines_do_not_matter_where_workers_move(binding: str, tmp_path: Path) -> None:
+    host = replace(ONE, sockets_listed=BUSY)
+    workers, rows = planned(host, tmp_path, 4, threads=4, cpu_binding=binding)
+    assert workers.teams[0].cpus == (0, 1, 2, 3)
+    assert "other" not in rows["CPU binding"].why
+
+
 def test_no_binding(tmp_path: Path) -> None:
     workers, rows = planned(ONE, tmp_path, 16, cpu_binding="none")
     assert (workers.binding, rows["CPU binding"].got) == ("none", "none")
@@ -112,7 +146,8 @@ def test_saving_power(tmp_path: Path) -> None:
 
 
 def test_plain_torch_says_that_it_heeds_none_of_it() -> None:
-    rows = no_workers(MachineOptions(cpu_binding="node", numa_memory="interleave", power_saving=True))
+    workers, rows = no_workers(MachineOptions(cpu_binding="node", numa_memory="interleave", power_saving=True))
+    assert workers is None
     assert [(row.name, row.asked, row.got) for row in rows] == [
         ("CPU binding", "node", "none"), ("NUMA memory", "interleave", "none"), ("power saving", "on", "off"),
     ]  # fmt: skip

@@ -23,6 +23,7 @@ from proa.engine.runner import PROMPT_LOGITS_ROWS, Runner
 from proa.engine.scheduler import Scheduler
 from proa.engine.threads import choose_threads
 from proa.layers.decoder import Decoder
+from proa.machine.claims import Claim
 from proa.machine.topology import UNBOUND
 from proa.models.spec import Model
 from proa.native.pool import Pool
@@ -106,8 +107,8 @@ class _Native:
         )
         if workers.binding != "none":
             self._pool.bind_caller(workers.homes[0] if workers.homes else first[:1])
-        self._crew = Crew(self._pool, workers.trials[0])
         self._decisions: list[Decision] = []
+        self._crew = Crew(self._pool, workers.trials[0], self._claim() if workers.binding == "core" else None)
         nodes = [None if team.node == UNBOUND else team.node for team in workers.teams]
         self._memory = Memory(nodes, workers.interleave)
         self._limits = StepLimits(
@@ -120,6 +121,14 @@ class _Native:
         pages = -(-plan.context_tokens // plan.page_tokens)
         self._recorder = Recorder(self._pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
         self.model = Decoder(spec, CpuOps(self._recorder).table())
+
+    def _claim(self) -> Claim | None:
+        try:
+            return Claim([cpu for team in self._workers.teams for cpu in team.cpus])
+        except OSError as error:
+            why = f"other engines cannot be told which CPUs these are: {error.strerror}"
+            self._decisions.append(Decision("CPU binding", "core", "core", why))
+            return None
 
     def runner(self) -> Runner:
         caches = allocate_pool(self._spec, self._plan.num_pages, self._plan.page_tokens, torch.bfloat16)

@@ -68,6 +68,14 @@ def pretend(machine: Machine, nodes: int, workers: int | None = None) -> tuple[T
     return tuple(made)
 
 
+def unclaimed(machine: Machine) -> Machine:
+    """The same machine without the cores that other engines' workers are bound to."""
+    claimed = set(machine.claimed_cpus)
+    free = [core for core in _cores_of(machine, machine.usable_cpus) if not claimed & set(core)]
+    left = tuple(sorted(chain(*free)))
+    return msgspec.structs.replace(machine, usable_cpus=left, claimed_cpus=())
+
+
 def share_out(of: Sequence[Team], workers: int) -> tuple[int, ...]:
     """How many CPUs of each team make `workers` in all, in proportion to the teams; each has at least one."""
     shares = [1] * len(of)

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from proa.errors import NativeError
 from proa.native.arena import Arena
 from proa.native.formats import KEPT, Format, Source, kept_form, layout, pack, pack_gguf
 from proa.native.weights import Matrix, Piece
@@ -32,11 +33,17 @@ class Memory:
         self._used = [0] * len(nodes)
 
     def take(self, piece: int, nbytes: int) -> int:
-        """The address of `nbytes` zeroed bytes on the piece's node, aligned to 64. Raises ResourceError."""
+        """The address of `nbytes` zeroed bytes on the piece's node, aligned to 64.
+
+        Raises ResourceError, and NativeError where pages cannot be dealt out.
+        """
         arenas, nbytes = self._arenas[piece], -(-nbytes // 64) * 64
         if not arenas or self._used[piece] + nbytes > arenas[-1].nbytes:
             node = None if self._interleave else self.nodes[piece]
-            arenas.append(Arena(max(nbytes, _ARENA_BYTES), node, interleave=self._interleave))
+            try:
+                arenas.append(Arena(max(nbytes, _ARENA_BYTES), node, interleave=self._interleave))
+            except NativeError as error:  # a node that memory cannot be bound to is only noted
+                raise NativeError(error.message, "Use --numa-memory bind.") from None
             self._used[piece] = 0
         at, self._used[piece] = self._used[piece], self._used[piece] + nbytes
         arenas[-1].touch(at, nbytes)

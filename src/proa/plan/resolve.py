@@ -14,8 +14,8 @@ from proa.errors import UsageError
 from proa.machine.machine import Machine
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
-from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
-from proa.plan.fit import Case, fit
+from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
+from proa.plan.fit import Case, Fitted, fit
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
 from proa.plan.plan import MemoryBudget, Plan, Roof
@@ -51,9 +51,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
     isa, compute_row = _compute(dtype, host)
-    workers, worker_rows = (
-        plan_workers(options.machine, machine, threads) if isa else (None, no_workers(options.machine))
-    )
+    workers, worker_rows = plan_workers(options.machine, machine, threads) if isa else no_workers(options.machine)
     batch_tokens, batch_row = _batch_tokens(options)
     usable_bytes, ram_row = _ram(options.machine, machine)
     page_tokens, elem_bytes = options.cache.page_tokens, ELEM_BYTES[dtype]
@@ -83,15 +81,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
         threads=threads,
         isa=isa,
         workers=workers,
-        memory=MemoryBudget(
-            free_bytes=machine.available_bytes,
-            reserve_bytes=machine.available_bytes - usable_bytes,
-            weights_bytes=need.weights_bytes,
-            kv_bytes=fitted.num_pages * need.page_bytes,
-            workspace_bytes=need.workspace_bytes(fitted.context_tokens),
-            loading_bytes=LOADING_BYTES,
-            process_bytes=PROCESS_BYTES,
-        ),
+        memory=_budget(machine, usable_bytes, need, fitted),
         roof=_roof(spec, active_bytes, elem_bytes, host.bandwidth),
         decisions=(
             _load_format(options.model.load_format, checkpoint, bool(isa)),
@@ -105,6 +95,18 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
             threads_row,
             *worker_rows,
         ),
+    )
+
+
+def _budget(machine: Machine, usable_bytes: int, need: Demand, fitted: Fitted) -> MemoryBudget:
+    return MemoryBudget(
+        free_bytes=machine.available_bytes,
+        reserve_bytes=machine.available_bytes - usable_bytes,
+        weights_bytes=need.weights_bytes,
+        kv_bytes=fitted.num_pages * need.page_bytes,
+        workspace_bytes=need.workspace_bytes(fitted.context_tokens),
+        loading_bytes=LOADING_BYTES,
+        process_bytes=PROCESS_BYTES,
     )
 
 

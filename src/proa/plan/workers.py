@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from proa.config.options import MachineOptions
 from proa.machine.machine import Machine
-from proa.machine.topology import Team, homes, share_out, teams
+from proa.machine.topology import Team, homes, share_out, teams, unclaimed
 from proa.obs.units import format_spans
 from proa.plan.plan import Workers
 from proa.types import Decision
@@ -19,6 +19,7 @@ SAVING_SPIN_US = 50
 
 def plan_workers(asked: MachineOptions, machine: Machine, threads: int) -> tuple[Workers, tuple[Decision, ...]]:
     """Teams for `threads` CPUs; where no number was asked for, also for their SMT siblings, which may be worth it."""
+    machine, others = _apart(asked, machine)
     found = teams(machine, threads if asked.threads else max(threads, machine.usable_cores))
     nodes = _interleaved(asked, machine, found)
     workers = Workers(
@@ -30,14 +31,14 @@ def plan_workers(asked: MachineOptions, machine: Machine, threads: int) -> tuple
         spin_us=SAVING_SPIN_US if asked.power_saving else SPIN_US,
         saving=asked.power_saving,
     )
-    return workers, (_binding(workers), _memory(asked.numa_memory, workers), _power(workers))
+    return workers, (_binding(workers, others), _memory(asked.numa_memory, workers), _power(workers))
 
 
-def no_workers(asked: MachineOptions) -> tuple[Decision, ...]:
-    """The same rows where ops run in plain torch."""
+def no_workers(asked: MachineOptions) -> tuple[None, tuple[Decision, ...]]:
+    """Plain torch instead, and the same rows."""
     why = "plain torch has threads and memory of its own"
     saving = "on" if asked.power_saving else "off"
-    return (
+    return None, (
         Decision("CPU binding", asked.cpu_binding, "none", why),
         Decision("NUMA memory", asked.numa_memory, "none", why),
         Decision("power saving", saving, "off", why),
@@ -64,10 +65,24 @@ def _interleaved(asked: MachineOptions, machine: Machine, found: Sequence[Team])
     return ordinary if asked.numa_memory == "interleave" and len(ordinary) > 1 else ()
 
 
-def _binding(workers: Workers) -> Decision:
+def _apart(asked: MachineOptions, machine: Machine) -> tuple[Machine, str]:
+    """What there is to choose from, and what to say of other engines.
+
+    Where a number of threads was asked for and enough is left, other engines' CPUs are left alone. All cores are all
+    cores: an engine that has some may do nothing for hours.
+    """
+    if asked.cpu_binding != "core" or not machine.claimed_cpus:
+        return machine, ""
+    theirs, rest = format_spans(machine.claimed_cpus), unclaimed(machine)
+    if asked.threads and asked.threads <= len(rest.usable_cpus):
+        return rest, f"; other Proa engines have {theirs}"
+    return machine, f"; other Proa engines are bound to {theirs} too: with --threads, each takes CPUs of its own"
+
+
+def _binding(workers: Workers, others: str) -> Decision:
     got, cpus = workers.binding, sorted({cpu for team in workers.teams for cpu in team.cpus})
     why = {
-        "core": f"each worker has a CPU of its own: {format_spans(cpus)}",
+        "core": f"each worker has a CPU of its own: {format_spans(cpus)}{others}",
         "node": "each worker moves within its node: " + "; ".join(map(format_spans, workers.homes)),
         "none": "the system moves workers as it likes",
     }[got]
