@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 from proa.machine.claims import Claim
@@ -22,7 +24,7 @@ TRIALS_S = 0.25  # for all trials together, beside two steps that tell how long 
 ROUNDS = 5
 CLEAR = 0.98  # a gain counts where the median of its times is below this part of the best with all workers,
 STEADY = 1.25  # and all workers' own times are no more than this apart: their median from their best,
-BUSY = 0.9  # and they had their cores to themselves for this part of the time; they spin while they wait
+DISTURBED = 0.1  # and threads were ready, but had no core, for less than this part of the time
 SAVING = 1.1  # how much longer a step may take to save power
 
 
@@ -42,25 +44,21 @@ class Crew:
             self._now = wanted
 
 
-Clock = Callable[[], tuple[float, float]]  # seconds passed, and those that the threads of this process were on a core
-
-
-def _now() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
-
-
 @dataclass(frozen=True)
 class Trial:
     """A number of workers and the seconds that they took for the same work, round by round."""
 
     workers: int
     seconds: tuple[float, ...]
-    cpu_s: float  # of all threads, in all rounds
 
-    @property
-    def busy(self) -> float:
-        """The part of the time for which the workers were on a core."""
-        return self.cpu_s / (self.workers * sum(self.seconds))
+
+def waited_s() -> float:
+    """Seconds for which threads of this process were ready to run and had no core; 0 where the kernel does not say."""
+    waited_ns = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            waited_ns += int((thread / "schedstat").read_text().split()[1])
+    return waited_ns / 1e9
 
 
 def choose_few(
@@ -69,7 +67,8 @@ def choose_few(
     step: Callable[[int, float], None],
     *,
     saving: bool = False,
-    clock: Clock = _now,
+    clock: Callable[[], float] = time.perf_counter,
+    waited: Callable[[], float] = waited_s,
 ) -> Decision | None:
     """Set `crew.few` to the best of `trials`, the first of which is the rule; None if there is nothing to choose.
 
@@ -78,40 +77,42 @@ def choose_few(
     if len(trials) < 2:
         return None
 
-    def times_of(counts: tuple[int, ...], steps: range, share: float) -> tuple[float, float]:
+    def seconds_of(counts: tuple[int, ...], steps: range, share: float) -> float:
         crew.few = counts
         crew.call(few=True)
-        begin_s, begin_cpu_s = clock()
+        begin = clock()
         for i in steps:
             step(i, share)
-        end_s, end_cpu_s = clock()
-        return end_s - begin_s, end_cpu_s - begin_cpu_s
+        return clock() - begin
 
-    whole_s = min(times_of(trials[0], range(1), 1.0)[0] for _ in range(2))  # the first touches memory
+    whole_s = min(seconds_of(trials[0], range(1), 1.0) for _ in range(2))  # the first touches memory
     each_s = TRIALS_S / (ROUNDS * len(trials))
     share, steps = min(1.0, each_s / whole_s), max(1, int(each_s / whole_s))
-    times: list[list[tuple[float, float]]] = [[] for _ in trials]
+    seconds: list[list[float]] = [[] for _ in trials]
+    waited_before = waited()
     for turn in range(ROUNDS):  # all in turn, so that what else runs here does not decide
-        for counts, took in zip(trials, times, strict=True):
-            took.append(times_of(counts, range(turn * steps, (turn + 1) * steps), share))
-    measured = [
-        Trial(sum(counts), tuple(s / steps for s, _ in took), sum(cpu_s for _, cpu_s in took) / steps)
-        for counts, took in zip(trials, times, strict=True)
-    ]
-    chosen, why = best(measured, saving=saving)
+        for counts, took in zip(trials, seconds, strict=True):
+            took.append(seconds_of(counts, range(turn * steps, (turn + 1) * steps), share))
+    wanted_s = sum(sum(counts) * sum(took) for counts, took in zip(trials, seconds, strict=True))
+    disturbed = (waited() - waited_before) / wanted_s
+    measured = [Trial(sum(c), tuple(s / steps for s in took)) for c, took in zip(trials, seconds, strict=True)]
+    chosen, why = best(measured, disturbed=disturbed, saving=saving)
     crew.few = trials[chosen]
     what = "one-token steps" if share == 1 else f"the first {share:.0%} of one-token steps"
     got = f"{measured[chosen].workers} of {measured[0].workers}"
     return Decision("threads for decode", "auto", got, f"{why}; {what}: {_times(measured)}")
 
 
-def best(trials: Sequence[Trial], *, saving: bool = False) -> tuple[int, str]:
-    """Which trial to follow, and why. The first, unless another is clearly faster and the first's times agree."""
+def best(trials: Sequence[Trial], *, disturbed: float = 0.0, saving: bool = False) -> tuple[int, str]:
+    """Which trial to follow, and why. The first, unless another is clearly faster and the times can be trusted.
+
+    `disturbed`: the part of the time for which threads were ready to run and had no core.
+    """
     rule = min(trials[0].seconds)
-    if trials[0].busy < BUSY:
-        return 0, f"other programs ran on these cores for {1 - trials[0].busy:.0%} of the time, which tells nothing"
+    if disturbed > DISTURBED:
+        return 0, f"other programs had these cores for {disturbed:.0%} of the time, so times tell little"
     if median(trials[0].seconds) > STEADY * rule:
-        return 0, "times vary more than the numbers of workers can tell"
+        return 0, "times vary too much to tell"
     medians = [median(trial.seconds) for trial in trials]
     faster = [i for i in range(1, len(trials)) if medians[i] < CLEAR * rule]
     chosen = min(faster, key=lambda i: medians[i], default=0)
