@@ -125,6 +125,24 @@ def test_trials(seconds: dict[int, float], few: tuple[int, ...], row: tuple[str,
         assert machine.now_s <= whole_s + 2 * TRIALS_S  # others may be slower than the first by which it was planned
 
 
+def test_siblings_are_named_where_they_help() -> None:
+    with Watched([[0, 0, 0]]) as pool:
+        crew, machine = Crew(pool, (2,)), Machine(pool, lambda threads: 0.01 / threads)
+        got = choose_few(crew, [(2,), (1,), (4,)], machine.step, clock=machine.clock, waited=lambda: 0.0)
+        assert got is not None
+        assert got.got == "4: SMT siblings beside the 2"
+        assert (crew.few, crew.many) == ((4,), (2,))
+
+
+def test_a_disturbed_trial_changes_nothing() -> None:
+    with Watched([[0, 0, 0]]) as pool:
+        crew, machine = Crew(pool, (4,)), Machine(pool, lambda threads: 0.01 * threads)
+        got = choose_few(crew, [(4,), (2,)], machine.step, clock=machine.clock, waited=lambda: machine.now_s)
+        assert got is not None
+        assert (got.got, crew.few) == ("4 of 4", (4,))
+        assert "other programs" in got.why
+
+
 def test_nothing_to_choose() -> None:
     with Watched([[]]) as pool:
         assert choose_few(Crew(pool, (1,)), [(1,)], lambda i, share: None) is None

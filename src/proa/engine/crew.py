@@ -99,8 +99,9 @@ def choose_few(
     chosen, why = best(measured, disturbed=disturbed, saving=saving)
     crew.few = trials[chosen]
     what = "one-token steps" if share == 1 else f"the first {share:.0%} of one-token steps"
-    got = f"{measured[chosen].workers} of {measured[0].workers}"
-    return Decision("threads for decode", "auto", got, f"{why}; {what}: {_times(measured)}")
+    got, rule = measured[chosen].workers, measured[0].workers
+    told = f"{got} of {rule}" if got <= rule else f"{got}: SMT siblings beside the {rule}"
+    return Decision("threads for decode", "auto", told, f"{why}; {what}: {_times(measured)}")
 
 
 def best(trials: Sequence[Trial], *, disturbed: float = 0.0, saving: bool = False) -> tuple[int, str]:
