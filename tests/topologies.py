@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 GIB = 1 << 30
+_UNIX = "0000000000000000: 00000002 00000000 00000000 0002 01 12345 {}"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class HostFiles:
     quota_cores: float | None = None
     caches: Sequence[tuple[int, ...]] = ()  # CPUs that share a last-level cache
     siblings_told: bool = True
+    sockets_listed: Sequence[str] = ()  # names, as /proc/net/unix shows them
 
     def write(self, root: Path) -> Path:
         """Write the tree below `root` and return `root`."""
@@ -59,6 +61,10 @@ class HostFiles:
             "proc/self/status": f"Cpus_allowed_list:\t{allowed}{mems}",
             "sys/devices/system/cpu/online": spans(self.online),
         }
+        if self.sockets_listed:
+            files["proc/net/unix"] = "\n".join(
+                ["Num       RefCount Protocol Flags    Type St Inode Path", *map(_UNIX.format, self.sockets_listed)]
+            )
         if self.quota_cores is not None:
             files |= {
                 "proc/self/cgroup": "0::/box",

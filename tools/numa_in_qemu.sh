@@ -93,5 +93,5 @@ for case in "0" "96" "0 -- limited"; do
         cat "$work/log"
         exit 1
     fi
-    grep -E "^(  [0-9a-f]+ bind|4 NUMA|skipped|arena:)" "$work/log"
+    grep -E "^(  [0-9a-f]+ (bind|interleave)|4 NUMA|skipped|arena:)" "$work/log"
 done

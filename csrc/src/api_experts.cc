@@ -1,4 +1,6 @@
 // The C interface of the pool, packed matrices, linear maps and experts: arguments are checked here.
+#include <sched.h>
+
 #include <cstring>
 #include <memory>
 #include <string>
@@ -17,16 +19,25 @@ using proa::require;
 
 constexpr int64_t kMostTokens = 1 << 20;
 
+std::vector<std::vector<int>> lists(const int32_t* cpus, const int32_t* begin, int32_t teams) {
+    require(begin && begin[0] == 0, "Teams must begin with CPU 0 of the list.");
+    std::vector<std::vector<int>> all;
+    for (int t = 0; t < teams; ++t) {
+        require(begin[t + 1] >= begin[t], "Teams must follow one another.");
+        require(begin[t + 1] == begin[t] || cpus, "Null pointer where CPUs are listed.");
+        all.emplace_back(cpus + begin[t], cpus + begin[t + 1]);
+    }
+    return all;
+}
+
 proa::PoolOptions pool_options(const proa_pool_options& o) {
     require(o.teams >= 1 && o.teams <= proa::kMaxNodes, "A pool has 1 to 64 teams.");
-    require(o.team_begin && o.team_begin[0] == 0, "Teams must begin with CPU 0 of the list.");
     proa::PoolOptions options;
     options.pin = o.pin, options.spin_us = o.spin_us, options.redo = o.redo;
-    for (int t = 0; t < o.teams; ++t) {
-        require(o.team_begin[t + 1] >= o.team_begin[t], "Teams must follow one another.");
-        require(o.team_begin[t + 1] == o.team_begin[t] || o.cpus, "Null pointer where CPUs are listed.");
-        options.teams.emplace_back(o.cpus + o.team_begin[t], o.cpus + o.team_begin[t + 1]);
-    }
+    options.teams = lists(o.cpus, o.team_begin, o.teams);
+    if (o.homes) options.homes = lists(o.homes, o.home_begin, o.teams);
+    for (const auto& home : options.homes)
+        for (int cpu : home) require(cpu >= 0 && cpu < CPU_SETSIZE, "Workers can be bound to CPUs 0 to 1023.");
     require(o.team_begin[o.teams] <= 4096, "A pool has at most 4096 workers.");
     return options;
 }
@@ -73,6 +84,13 @@ int proa_pool_create(const proa_pool_options* options, proa_pool** out) {
 
 int proa_pool_destroy(proa_pool* pool) {
     return proa::guarded([&] { delete pool; });
+}
+
+int proa_pool_use(proa_pool* pool, const int32_t* workers, int32_t teams) {
+    return proa::guarded([&] {
+        require(pool && workers && teams >= 0, "A null pointer.");
+        pool->host.pool.use({workers, workers + teams});
+    });
 }
 
 int proa_pool_redone(const proa_pool* pool, uint64_t* out) {

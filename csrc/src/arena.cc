@@ -22,6 +22,7 @@ constexpr int kMadvPopulateWrite = 23;
 constexpr int kMadvCollapse = 25;
 constexpr unsigned kMfdHuge2Mib = 21u << 26;
 constexpr int kMpolBind = 2;
+constexpr int kMpolInterleave = 3;
 constexpr size_t kHugetlbBytes = 2 << 20;
 
 constexpr size_t kMaxNodes = 1024;
@@ -105,12 +106,11 @@ void write_fault(char* at, size_t bytes) {
     for (size_t offset = 0; offset < bytes; offset += page_bytes()) __atomic_fetch_or(at + offset, 0, __ATOMIC_RELAXED);
 }
 
-std::string why_not_bound(int node, int error) {
-    const std::string which = "NUMA node " + std::to_string(node);
+std::string why_not_bound(const std::string& which, int error) {
     switch (error) {
         case ENOSYS: return "this kernel knows no NUMA memory policies";
         case EPERM: return "a sandbox forbids mbind (for Docker: --cap-add SYS_NICE, or another seccomp profile)";
-        case EINVAL: return which + " does not exist, has no memory, or a cpuset forbids it (cpuset.mems)";
+        case EINVAL: return which + " does not exist, has no memory, or is forbidden by a cpuset (cpuset.mems)";
         default: return "mbind to " + which + " failed" + because(error);
     }
 }
@@ -249,18 +249,38 @@ void Arena::map_over_range(int fd) {
 }
 
 void Arena::bind(int node, bool strict) {
-    std::vector<unsigned long> mask(kMaxNodes / kLongBits);
-    mask[static_cast<size_t>(node) / kLongBits] = 1UL << (static_cast<size_t>(node) % kLongBits);
-    // The kernel reads one bit less than it is told.
-    if (syscall(SYS_mbind, data_, mapped_bytes_, kMpolBind, mask.data(), kMaxNodes + 1, 0) == 0) {
+    const int error = set_policy(kMpolBind, {node});
+    if (error == 0) {
         node_ = node;
         return;
     }
-    const std::string why = why_not_bound(node, errno);
+    const std::string why = why_not_bound("NUMA node " + std::to_string(node), error);
     if (strict)
         throw Error(PROA_ERROR_SYSTEM,
                     "The arena cannot be bound to NUMA node " + std::to_string(node) + ": " + why + ".");
     note("not bound: " + why + "; pages lie near the thread that touches them first");
+}
+
+int Arena::set_policy(int policy, const std::vector<int>& nodes) {
+    std::vector<unsigned long> mask(kMaxNodes / kLongBits);
+    for (const int node : nodes)
+        mask[static_cast<size_t>(node) / kLongBits] |= 1UL << (static_cast<size_t>(node) % kLongBits);
+    // The kernel reads one bit less than it is told.
+    return syscall(SYS_mbind, data_, mapped_bytes_, policy, mask.data(), kMaxNodes + 1, 0) == 0 ? 0 : errno;
+}
+
+void Arena::interleave(const std::vector<int>& nodes) {
+    require(!nodes.empty(), "Pages are dealt out over one node or more.");
+    std::string which = "a NUMA node of";
+    for (const int node : nodes) {
+        require(node >= 0 && node < static_cast<int>(kMaxNodes), "A NUMA node is a number from 0 to 1023.");
+        which += " " + std::to_string(node);
+    }
+    if (const int error = set_policy(kMpolInterleave, nodes))
+        throw Error(PROA_ERROR_SYSTEM,
+                    "The arena cannot be dealt out over NUMA nodes: " + why_not_bound(which, error) + ".");
+    node_ = -1;
+    dealt_over_ = nodes.size();
 }
 
 void Arena::touch(size_t first, size_t count) {
@@ -285,7 +305,8 @@ void Arena::fault(size_t first, size_t count) {
     if (pages_ != PROA_PAGES_HUGETLB) check_available(count, node_, "The next part of the arena");
     if (collapses_) {
         // The kernel merges onto the node where most of a block's pages lie: one page of each settles it.
-        for (size_t block = 0; block < count; block += facts_.huge_bytes) populate(at + block, page_bytes());
+        for (size_t block = 0; block < count; block += facts_.huge_bytes)
+            populate(at + block + settling_page(first + block), page_bytes());
         madvise(at, count, kMadvCollapse);  // best effort; info() counts what came of it
     }
     if (facts_.populate) return populate(at, count);
@@ -294,6 +315,14 @@ void Arena::fault(size_t first, size_t count) {
         throw Error(PROA_ERROR_MEMORY, no_pages(count, node_, errno));
     }
     write_fault(at, count);
+}
+
+// Where in a block, at an offset, the page lies that settles its node. Small pages are dealt out one by one: the first
+// of all blocks could have the same node.
+size_t Arena::settling_page(size_t offset) const {
+    if (dealt_over_ < 2) return 0;
+    const size_t block = offset / facts_.huge_bytes, page = offset / page_bytes();
+    return (block + (page / dealt_over_ + 1) * dealt_over_ - page) % dealt_over_ * page_bytes();
 }
 
 void Arena::populate(char* at, size_t bytes) {
@@ -343,6 +372,14 @@ int proa_arena_create(size_t bytes, int node, uint32_t flags, proa_arena** out) 
     return proa::guarded([&] {
         proa::require(out != nullptr, "The place for the arena's handle is null.");
         *out = new proa_arena{proa::Arena(bytes, node, flags)};
+    });
+}
+
+int proa_arena_interleave(proa_arena* arena, const int32_t* nodes, int32_t count) {
+    return proa::guarded([&] {
+        arena_of(arena);
+        proa::require(nodes && count > 0, "Pages are dealt out over one node or more.");
+        arena->arena.interleave({nodes, nodes + count});
     });
 }
 

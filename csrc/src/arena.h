@@ -67,6 +67,9 @@ class Arena {
     size_t bytes() const { return bytes_; }
     int fd() const { return file_.get(); }
 
+    // Before the first touch: pages are dealt out over `nodes`. Throws Error if the kernel refuses.
+    void interleave(const std::vector<int>& nodes);
+
     // Gives memory to [first, first + count); keeps contents. Any number of threads may call it at once.
     void touch(size_t first, size_t count);
     proa_arena_info info() const;
@@ -77,8 +80,10 @@ class Arena {
     void map_anonymous();
     void map_over_range(int fd);
     void bind(int node, bool strict);
+    int set_policy(int policy, const std::vector<int>& nodes);
     void fault(size_t first, size_t count);
     void populate(char* at, size_t bytes);
+    size_t settling_page(size_t offset) const;
     void note(const std::string& text);
 
     PageFacts facts_;
@@ -87,7 +92,8 @@ class Arena {
     AddressRange range_;
     Descriptor file_;
     char* data_;
-    int node_ = -1;  // where its pages are bound to
+    int node_ = -1;          // where its pages are bound to
+    size_t dealt_over_ = 0;  // nodes, if they are dealt out
     int32_t pages_ = PROA_PAGES_SMALL;
     bool collapses_ = false;  // touch() merges pages
     std::string reason_;

@@ -65,13 +65,16 @@ Pool::Pool(PoolOptions options) : options_(std::move(options)) {
     for (Worker& caller : callers_) caller.scratch = reserve_scratch();
     for (int node = 1; node < nodes(); ++node)
         if (options_.teams[node].empty()) orphans_.push_back(node);
-    for (int node = 0; node < nodes(); ++node)
-        for (int cpu : options_.teams[node]) {
+    for (int node = 0; node < nodes(); ++node) {
+        wanted_[node].store(int(options_.teams[node].size()));
+        for (const int& cpu : options_.teams[node]) {
             auto worker = std::make_unique<Worker>();
-            worker->node = node, worker->cpu = cpu;
+            worker->node = node, worker->cpu = cpu, worker->rank = int(&cpu - options_.teams[node].data());
             worker->scratch = reserve_scratch();
             workers_.push_back(std::move(worker));
         }
+    }
+    threads_.store(int(workers_.size()) + 1);
     for (auto& worker : workers_) start(*worker);
 }
 
@@ -81,15 +84,22 @@ void Pool::start(Worker& worker) {
     if (!options_.pin || worker.cpu < 0) return;
     cpu_set_t cpus;
     CPU_ZERO(&cpus);
-    CPU_SET(worker.cpu, &cpus);
+    std::string which = "CPU " + std::to_string(worker.cpu);
+    if (options_.homes.empty()) {
+        CPU_SET(worker.cpu, &cpus);
+    } else {
+        for (int cpu : options_.homes[size_t(worker.node)]) CPU_SET(cpu, &cpus);
+        which = "the CPUs of team " + std::to_string(worker.node);
+    }
     if (const int error = pthread_setaffinity_np(worker.thread.native_handle(), sizeof cpus, &cpus))
-        unbound_ = "A worker thread could not be bound to CPU " + std::to_string(worker.cpu) + ": " +
-                   std::strerror(error) + ".";
+        unbound_ = "A worker thread could not be bound to " + which + ": " + std::strerror(error) + ".";
 }
 
 Pool::~Pool() {
     stop_.store(true);
     wake();
+    gate_.fetch_add(1);
+    gate_.notify_all();
     for (auto& worker : workers_) {
         worker->thread.join();
         munmap(worker->scratch, kScratchBytes);
@@ -239,6 +249,11 @@ void Pool::serve(Worker& worker) {
     int64_t idle_since = 0;
     while (!stop_.load(std::memory_order_relaxed)) {
         if (kill_.load(std::memory_order_relaxed) && kill_.exchange(false)) break;
+        if (!wanted(worker)) {
+            rest(worker);
+            idle_since = 0;
+            continue;
+        }
         worker.inside.store(true, std::memory_order_seq_cst);
         const bool worked = serve_once(worker, idle_since);
         worker.inside.store(false, std::memory_order_release);
@@ -290,6 +305,33 @@ void Pool::idle(Worker& worker, int64_t since_ns) {
     asleep_.fetch_add(1, std::memory_order_seq_cst);
     if (!any_work(worker.node) && !stop_.load() && !kill_.load()) bell_.wait(before, std::memory_order_seq_cst);
     asleep_.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+bool Pool::wanted(const Worker& worker) const {
+    return worker.rank < wanted_[worker.node].load(std::memory_order_seq_cst);
+}
+
+// Sleeps until the pool's size changes. Not at the bell: nobody shall be woken for each phase to find nothing to do.
+void Pool::rest(const Worker& worker) {
+    const uint32_t before = gate_.load(std::memory_order_seq_cst);
+    if (!wanted(worker) && !stop_.load() && !kill_.load()) gate_.wait(before, std::memory_order_seq_cst);
+}
+
+void Pool::use(const std::vector<int>& workers) {
+    require(int(workers.size()) == nodes(), "Each team needs its number of workers.");
+    for (int node = 0; node < nodes(); ++node) {
+        const int all = int(options_.teams[size_t(node)].size()), least = node > 0 && all > 0;
+        require(workers[size_t(node)] >= least && workers[size_t(node)] <= all,
+                "A team has no such number of workers.");
+    }
+    int threads = 1;
+    for (int node = 0; node < nodes(); ++node) {
+        wanted_[node].store(workers[size_t(node)], std::memory_order_seq_cst);
+        threads += workers[size_t(node)];
+    }
+    threads_.store(threads, std::memory_order_relaxed);
+    gate_.fetch_add(1, std::memory_order_seq_cst);
+    gate_.notify_all();
 }
 
 void Pool::wake() {

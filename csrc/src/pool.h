@@ -48,9 +48,10 @@ struct WorkerDied : Error {
 };
 
 struct PoolOptions {
-    std::vector<std::vector<int>> teams;  // logical CPUs of each node's workers, the calling thread not among them
-    bool pin = true;
-    int spin_us = 1000;  // how long an idle worker spins before it sleeps
+    std::vector<std::vector<int>> teams;       // logical CPUs of each node's workers, the calling thread not among them
+    bool pin = true;                           // bind each worker to its CPU,
+    std::vector<std::vector<int>> homes = {};  // or, where these are given, to all CPUs of its team's home
+    int spin_us = 1000;                        // how long an idle worker spins before it sleeps
     bool redo = true;
 };
 
@@ -62,7 +63,11 @@ class Pool {
     Pool& operator=(const Pool&) = delete;
 
     int nodes() const { return int(options_.teams.size()); }
-    int threads() const { return int(workers_.size()) + 1; }
+    int threads() const { return threads_.load(std::memory_order_relaxed); }  // that work, the calling one included
+
+    // From now on only the first `workers[node]` of each team work; the others sleep and cost nothing. A team that has
+    // workers keeps one, but for the caller's.
+    void use(const std::vector<int>& workers);
 
     // Runs a phase on a lane; the calling thread works along as a member of node 0. One caller a lane at a time. Throws
     // WorkerDied. Task functions must not throw.
@@ -118,8 +123,8 @@ class Pool {
         std::byte* scratch = nullptr;
         std::atomic<bool> inside{false};
         std::atomic<bool> alive{false};
-        int node = 0, cpu = -1;
-        int64_t longest_ns = 0;  // of its tasks, fading
+        int node = 0, cpu = -1, rank = 0;  // in its team
+        int64_t longest_ns = 0;            // of its tasks, fading
     };
 
     void start(Worker& worker);
@@ -135,6 +140,8 @@ class Pool {
     void finish(Lane& lane, Worker& self);
     bool any_work(int node) const;
     void idle(Worker& worker, int64_t since_ns);
+    void rest(const Worker& worker);
+    bool wanted(const Worker& worker) const;
     void wake();
     void check_alive() const;
 
@@ -146,6 +153,9 @@ class Pool {
     std::atomic<bool> stop_{false}, kill_{false};
     alignas(64) std::atomic<uint32_t> bell_{0};
     std::atomic<int> asleep_{0};
+    std::atomic<int> wanted_[kMaxNodes] = {};  // workers of each team that take part
+    std::atomic<int> threads_{1};
+    alignas(64) std::atomic<uint32_t> gate_{0};  // rung when that changes
     std::atomic<uint64_t> redone_{0};
     std::string unbound_;  // why a worker could not be bound to its CPU
 };

@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstring>
 #include <fstream>
@@ -177,6 +178,12 @@ void test_refusals() {
     use(unbound);
     CHECK(code_of([] { Arena(*proa::available_bytes(-1) * 2, -1, 0); }) == PROA_ERROR_MEMORY);
 
+    Arena dealt(1, -1, 0);
+    CHECK(code_of([&] { dealt.interleave({}); }) == PROA_ERROR_ARGUMENT);
+    CHECK(code_of([&] { dealt.interleave({-1}); }) == PROA_ERROR_ARGUMENT);
+    CHECK(code_of([&] { dealt.interleave({1024}); }) == PROA_ERROR_ARGUMENT);
+    CHECK(code_of([&] { dealt.interleave({1022, 1023}); }) == PROA_ERROR_SYSTEM);
+
     Arena arena(10, -1, 0);
     CHECK(code_of([&] { arena.touch(11, 0); }) == PROA_ERROR_ARGUMENT);
     CHECK(code_of([&] { arena.touch(5, 6); }) == PROA_ERROR_ARGUMENT);
@@ -197,6 +204,7 @@ void test_c_interface() {
     CHECK(proa_arena_data(arena, &data) == PROA_OK && data != nullptr);
     CHECK(proa_arena_bytes(arena, &bytes) == PROA_OK && bytes == 100);
     CHECK(proa_arena_fd(arena, &fd) == PROA_OK && fd >= -1);
+    CHECK(proa_arena_interleave(arena, nullptr, 1) == PROA_ERROR_ARGUMENT);
     CHECK(proa_arena_touch(arena, 0, 100) == PROA_OK);
     CHECK(proa_arena_touch(arena, 0, 101) == PROA_ERROR_ARGUMENT);
     CHECK(contains(proa_last_error(), "100 bytes"));
@@ -228,6 +236,27 @@ void check_node(int node, bool has_memory) {
     if (has_memory) {
         const size_t too_much = *proa::available_bytes(node) + 64 * kMib;
         CHECK(code_of([&] { Arena(too_much, node, 0, no_huge_pages()); }) == PROA_ERROR_MEMORY);
+    }
+}
+
+// One arena of each kind over several nodes: each of them has its share.
+void check_interleaved(const std::vector<int>& nodes) {
+    auto huge = no_huge_pages();
+    huge.shmem_huge = huge.anon_huge = true;
+    auto anonymous = no_huge_pages();
+    anonymous.anon_huge = true;
+    for (const auto& facts : {PageFacts::probe(), no_huge_pages(), huge, anonymous}) {
+        Arena arena(24 * kMib, -1, 0, facts);
+        arena.interleave(nodes);
+        use(arena);
+        CHECK(arena.info().node == -1);
+        const auto pages = pages_by_node(arena.data());
+        size_t all = 0;
+        for (const size_t count : pages) all += count;
+        for (size_t node = 0; node < pages.size(); ++node) {
+            const bool named = std::find(nodes.begin(), nodes.end(), int(node)) != nodes.end();
+            CHECK(named ? pages[node] * nodes.size() * 4 >= all * 3 : pages[node] == 0);
+        }
     }
 }
 
@@ -264,6 +293,7 @@ void test_nodes() {
         return;
     }
     int nodes = 0;
+    std::vector<int> with_memory;
     for (int node = 0; node < 64; ++node) {
         const std::string folder = "/sys/devices/system/node/node" + std::to_string(node);
         if (access(folder.c_str(), R_OK) != 0) continue;
@@ -271,8 +301,11 @@ void test_nodes() {
         std::ifstream(folder + "/meminfo") >> kib >> kib >> kib >> kib;  // "Node 0 MemTotal: 123 kB"
         check_node(node, kib != "0");
         if (kib != "0") check_exhaustion(node);
+        if (kib != "0") with_memory.push_back(node);
         ++nodes;
     }
+    check_interleaved(with_memory);
+    if (with_memory.size() > 2) check_interleaved({with_memory[0], with_memory[2]});
     std::printf("%d NUMA nodes checked\n", nodes);
     check_exhaustion(-1);
 }

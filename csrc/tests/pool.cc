@@ -1,6 +1,8 @@
 // The pool: every task is published once, whoever runs it, however late a worker is.
 #include "pool.h"
 
+#include <sched.h>
+
 #include <chrono>
 #include <thread>
 #include <vector>
@@ -55,6 +57,104 @@ void sleeping_workers_wake() {
         pool.run(counting(count, 1));
         CHECK(count.each_once());
     }
+}
+
+// Which threads publish, while every thread that works must take part in each phase to let it end.
+struct Attendance {
+    int all;
+    std::atomic<int> here{0};
+};
+
+int code_of(auto&& body) {
+    try {
+        body();
+    } catch (const Error& error) {
+        return error.code();
+    }
+    return PROA_OK;
+}
+
+void only_those_in_use_work() {
+    Pool pool({.teams = {{0, 0, 0}, {0, 0}, {}}, .pin = false, .spin_us = 50, .redo = false});
+    CHECK(pool.threads() == 6);
+    for (int round = 0; round < 20; ++round) {
+        for (const auto& [workers, threads] : std::vector<std::pair<std::vector<int>, int>>{
+                 {{3, 2, 0}, 6}, {{0, 1, 0}, 2}, {{1, 2, 0}, 4}, {{2, 1, 0}, 4}}) {
+            pool.use(workers);
+            CHECK(pool.threads() == threads);
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));  // those that are not go to sleep
+            Attendance attendance{threads};
+            Phase phase = spread(1, pool.nodes());
+            for (int n = 0; n < pool.nodes(); ++n)
+                phase.begin[n + 1] = phase.begin[n] + workers[size_t(n)] + (n == 0 ? 1 : 0);
+            phase.context = &attendance;
+            phase.publish = [](const void* context, int, const std::byte*) {
+                auto& a = *const_cast<Attendance*>(static_cast<const Attendance*>(context));
+                a.here.fetch_add(1);
+                while (a.here.load() < a.all) std::this_thread::yield();  // all those in use do come
+            };
+            pool.run(phase);
+            pool.settle();
+            Count count(500);
+            pool.run(counting(count, pool.nodes()));
+            pool.settle();
+            CHECK(count.each_once());
+        }
+    }
+    for (const std::vector<int>& wrong : {std::vector<int>{3, 2}, {4, 2, 0}, {3, 0, 0}, {3, 2, 1}, {-1, 2, 0}})
+        CHECK(code_of([&] { pool.use(wrong); }) == PROA_ERROR_ARGUMENT);
+    CHECK(pool.threads() == 4);
+}
+
+// A worker that rests takes nothing: with the caller asleep in its only task, nobody is there for the others.
+void those_not_in_use_do_not_work() {
+    Pool pool({.teams = {{0, 0, 0}}, .pin = false, .spin_us = 0, .redo = true});
+    pool.use({0});
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    const std::thread::id caller = std::this_thread::get_id();
+    for (int i = 0; i < 50; ++i) {
+        Phase phase = spread(20, 1);
+        phase.context = &caller;
+        phase.run = nullptr;
+        phase.publish = [](const void* context, int, const std::byte*) {
+            CHECK(std::this_thread::get_id() == *static_cast<const std::thread::id*>(context));
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
+        };
+        pool.run(phase);
+    }
+}
+
+void workers_stay_at_home() {
+    cpu_set_t mine;
+    CHECK(sched_getaffinity(0, sizeof mine, &mine) == 0);
+    std::vector<int> home;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+        if (CPU_ISSET(cpu, &mine)) home.push_back(cpu);
+    for (const bool own : {true, false}) {
+        PoolOptions options{.teams = {{home[0]}}, .pin = true, .homes = {}};
+        if (!own) options.homes = {home};
+        Pool pool(options);
+        pool.check_bound();
+        struct Seen {
+            std::thread::id caller = std::this_thread::get_id();
+            std::atomic<int> cpus{0}, here{0};
+        } seen;
+        Phase phase = spread(2, 1);
+        phase.context = &seen;
+        phase.publish = [](const void* context, int, const std::byte*) {
+            auto& s = *const_cast<Seen*>(static_cast<const Seen*>(context));
+            s.here.fetch_add(1);
+            while (s.here.load() < 2) std::this_thread::yield();
+            if (std::this_thread::get_id() == s.caller) return;
+            cpu_set_t cpus;
+            CHECK(sched_getaffinity(0, sizeof cpus, &cpus) == 0);
+            s.cpus.store(CPU_COUNT(&cpus));
+        };
+        pool.run(phase);
+        CHECK(seen.cpus.load() == (own ? 1 : int(home.size())));
+    }
+    Pool nowhere({.teams = {{home[0]}}, .pin = true, .homes = {{CPU_SETSIZE - 1}}});
+    CHECK(code_of([&] { nowhere.check_bound(); }) == PROA_ERROR_SYSTEM);
 }
 
 void two_lanes_work_at_once() {
@@ -142,6 +242,9 @@ void a_dead_worker_is_an_error() {
 int main() {
     every_task_is_published_once();
     sleeping_workers_wake();
+    only_those_in_use_work();
+    those_not_in_use_do_not_work();
+    workers_stay_at_home();
     two_lanes_work_at_once();
     two_pools_work_at_once();
     a_late_workers_task_is_done_again();

@@ -65,6 +65,53 @@ def test_json_report_and_sigterm(folder: Path) -> None:
         assert process.wait(LIMIT_S) == 0
 
 
+def bound_threads(pid: int) -> list[frozenset[int]]:
+    """The CPUs of each thread of the engine that `proa serve` started."""
+    (engine,) = [child for child in children_of(pid) if "proa.engine.worker" in command_line(child)]
+    return [frozenset(os.sched_getaffinity(int(task.name))) for task in Path(f"/proc/{engine}/task").iterdir()]
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows", "bound"),
+    [
+        ([], {"CPU binding": "core", "power saving": "off", "NUMA memory": "bind"}, True),
+        (["--cpu-binding=node", "--power-saving"], {"CPU binding": "node", "power saving": "on"}, False),
+        (["--cpu-binding=none", "--numa-memory=interleave"], {"CPU binding": "none"}, False),
+    ],
+)
+def test_workers_lie_where_they_are_asked_to(folder: Path, flags: list[str], rows: dict[str, str], bound: bool) -> None:
+    mine = frozenset(os.sched_getaffinity(0))
+    with serving(folder, "--context=128", "--dtype=bfloat16", *flags) as (process, report):
+        got = {row["name"]: row["got"] for row in report["decisions"]}
+        assert rows.items() <= got.items()
+        tried = [row for row in report["ready"]["decisions"] if row["name"] == "threads for decode"]
+        assert len(tried) == (1 if len(mine) > 1 else 0)
+        singles = [cpus for cpus in bound_threads(process.pid) if len(cpus) == 1]
+        if len(mine) > 1:
+            assert len(set(singles)) == (len(mine) if bound else 0)
+
+
+def test_two_engines_take_cpus_of_their_own(folder: Path) -> None:
+    flags = ["--context=128", "--dtype=bfloat16", "--threads=1"]
+    with serving(folder, *flags) as (first, _), serving(folder, *flags) as (second, report):
+        theirs, own = (
+            {cpu for cpus in bound_threads(p.pid) if len(cpus) == 1 for cpu in cpus} for p in (first, second)
+        )
+        (why,) = [row["why"] for row in report["decisions"] if row["name"] == "CPU binding"]
+        assert "other Proa engines" in why
+        assert theirs != own or "with --threads" in why  # where no CPU is left, it says so
+
+
+def test_a_number_of_threads_is_not_tried(folder: Path) -> None:
+    with serving(folder, "--context=128", "--dtype=bfloat16", "--threads=1") as (_, report):
+        assert report["ready"]["decisions"] == []
+        assert report["ready"]["decode_threads"] == 1
+
+
 def test_it_ends_when_stdin_closes(folder: Path) -> None:
     with serving(folder) as (process, report):
         assert process.stdin is not None

@@ -150,6 +150,22 @@ def test_closing_gives_the_memory_back_at_once() -> None:
     assert mapped_bytes() == before
 
 
+def test_pages_are_dealt_out() -> None:
+    node = probe().numa[0].id if probe().numa else 0
+    with Arena(3 * MIB, interleave=[node]) as arena:
+        arena.view()[:3] = b"abc"
+        assert arena.info.node is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "error", "text"),
+    [([-1], ValueError, "0 to 1023"), ([0, 1024], ValueError, "0 to 1023"), ([1022, 1023], NativeError, "cpuset")],
+)
+def test_nodes_that_are_not_there_are_refused(nodes: list[int], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Arena(1, interleave=nodes)
+
+
 @pytest.mark.parametrize(
     "use",
     [lambda a: a.view(), lambda a: a.touch(), lambda a: a.data, lambda a: a.info, lambda a: a.fd],

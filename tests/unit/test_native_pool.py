@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +64,60 @@ def test_idle_workers_use_no_cpu() -> None:
         before = time.process_time()
         time.sleep(0.5)
         assert time.process_time() - before < 0.005  # 1 % of a core
+
+
+def affinities() -> dict[int, set[int]]:
+    return {int(task.name): os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()}
+
+
+def test_workers_run_where_they_are_bound() -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    for options, expected in (
+        ({}, {mine[-1]}),
+        ({"homes": [mine]}, set(mine)),
+        ({"pin": False}, set(mine)),
+    ):
+        before = affinities()
+        with Pool([[mine[-1]]], **options):  # type: ignore[arg-type]
+            (cpus,) = [cpus for task, cpus in affinities().items() if task not in before]
+            assert cpus == expected
+
+
+def test_homes_are_given_for_every_team() -> None:
+    with pytest.raises(ValueError, match="2 teams and 1 homes"):
+        Pool([[0], [0]], homes=[[0]])
+    with pytest.raises(ValueError, match="CPUs 0 to 1023"):
+        Pool([[0]], homes=[[-1]])
+
+
+def test_only_workers_in_use_are_counted_and_wake() -> None:
+    with Pool([[0, 0, 0], [0]], pin=False, spin_us=0) as pool:
+        recorder, y = recorded(pool)
+        recorder.program.run(0, 1, 4)
+        exact = y.clone()
+        for workers, threads in (((0, 1), 2), ((3, 1), 5), ((1, 1), 3)):
+            pool.use(workers)
+            assert pool.threads == threads
+            recorder.program.run(0, 1, 4)
+            assert torch.equal(y, exact)
+        for wrong in ((4, 1), (1, 0), (1,), (1, 1, 1), (-1, 1)):
+            with pytest.raises(ValueError, match="team"):
+                pool.use(wrong)
+        assert pool.threads == 3
+
+
+@pytest.mark.parametrize("spin_us", [0, 50, 1000])
+def test_workers_out_of_use_cost_nothing_while_others_work(spin_us: int) -> None:
+    """Three rest for good: what this process takes is the caller's time alone."""
+    with Pool([[0, 0, 0]], pin=False, spin_us=spin_us) as pool:
+        recorder, _ = recorded(pool)
+        pool.use((0,))
+        time.sleep(0.05)
+        all_s, own_s = time.process_time(), time.thread_time()
+        for _ in range(300):
+            recorder.program.run(0, 1, 4)
+        others_s = time.process_time() - all_s - (time.thread_time() - own_s)
+        assert others_s < 0.002
 
 
 @pytest.mark.parametrize("teams", [[], [[0]] * 65])

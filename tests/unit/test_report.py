@@ -6,6 +6,7 @@ import io
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -82,6 +83,17 @@ def test_the_ready_lines_group_ops_by_implementation() -> None:
     shown = text_of(render_ready(READY))
     assert "2.00 GiB in 2.0 s (1.07 GB/s), peak memory 3.00 GiB" in shown
     assert "reference: linear; fast: rms_norm" in shown
+
+
+def test_what_the_loaded_model_told_is_shown_and_in_the_json() -> None:
+    rows = (Decision("threads for decode", "auto", "14 of 16", "the fastest"),)
+    ready = msgspec.structs.replace(READY, decisions=rows)
+    shown = text_of(render_ready(ready))
+    assert "threads for decode" in shown
+    assert "14 of 16" in shown
+    told = report_json(Report("1.2", PLAN, SPARSE, ASKED, ready))["ready"]["decisions"]
+    assert told == [{"name": "threads for decode", "asked": "auto", "got": "14 of 16", "why": "the fastest"}]
+    assert "asked" not in text_of(render_ready(READY))
 
 
 def test_json_has_one_shape() -> None:

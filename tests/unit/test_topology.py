@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from proa.errors import UsageError
 from proa.machine.machine import Machine
 from proa.machine.probe import probe
-from proa.machine.topology import UNBOUND, Team, left_out, pretend, teams
+from proa.machine.topology import UNBOUND, Team, homes, left_out, pretend, share_out, teams, unclaimed
 from topologies import GIB, HostFiles, NodeFiles, block_numbered, round_robin_numbered, sibling_numbered, spans
 
 # 2 sockets of 4 nodes (NPS4), firmware numbering in blocks; and SNC4 whose cores are dealt out in turn.
@@ -277,3 +277,33 @@ def test_invariants(host: HostFiles, workers: int | None, pretended: int) -> Non
 def test_this_machine() -> None:
     machine = probe()
     check_teams(teams(machine), machine, machine.usable_cores)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_workers_is_shared_out_in_proportion(name: str, tmp_path: Path) -> None:
+    found = teams(look(CASES[name][0], tmp_path))
+    sizes = [len(team.cpus) for team in found]
+    for workers in range(1, sum(sizes) + 2):
+        shares = share_out(found, workers)
+        assert sum(shares) == max(len(found), min(workers, sum(sizes)))
+        for share, size in zip(shares, sizes, strict=True):
+            assert 1 <= share <= size
+            assert abs(share - workers * size / sum(sizes)) < 2 or share == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_homes_are_whole_nodes(name: str, tmp_path: Path) -> None:
+    machine = look(CASES[name][0], tmp_path)
+    for team, home in zip(teams(machine, 1), homes(machine, teams(machine, 1)), strict=True):
+        assert set(team.cpus) <= set(home) <= set(machine.usable_cpus)
+        own = [node.cpus for node in machine.numa if node.id == team.node]
+        assert all(set(cpus) & set(machine.usable_cpus) <= set(home) for cpus in own)
+
+
+def test_claimed_cores_are_left_out_whole(tmp_path: Path) -> None:
+    machine = look(replace(block_numbered(1, 4), sockets_listed=["@proa-cpus/1/0,6/00"]), tmp_path)
+    assert machine.claimed_cpus == (0, 6)
+    assert unclaimed(machine).usable_cpus == (1, 3, 5, 7)
+    untold = look(HostFiles(cpus=4, sockets_listed=["@proa-cpus/1/0,2,99/00"]), tmp_path / "b")
+    assert untold.claimed_cpus == (0, 2)
+    assert unclaimed(untold).usable_cpus == (1, 3)

@@ -68,6 +68,9 @@ PROA_API int proa_arena_destroy(proa_arena* arena);
 // Gives memory to bytes [first, first + count), or fails with the numbers. Contents stay. From any thread.
 PROA_API int proa_arena_touch(proa_arena* arena, size_t first, size_t count);
 
+// Deals the pages out over `count` NUMA nodes in turn, instead of the node it was created with; before the first touch.
+PROA_API int proa_arena_interleave(proa_arena* arena, const int32_t* nodes, int32_t count);
+
 PROA_API int proa_arena_data(const proa_arena* arena, void** out);    // page-aligned, for as long as the arena lives
 PROA_API int proa_arena_bytes(const proa_arena* arena, size_t* out);  // as asked
 PROA_API int proa_arena_fd(const proa_arena* arena, int* out);        // stays the arena's; -1 if there is no file
@@ -81,10 +84,12 @@ typedef struct proa_pool_options {
     const int32_t* cpus;        // of all workers, team by team; the thread that calls works along and is not listed
     const int32_t* team_begin;  // [teams + 1] into cpus; team i serves slice i of every matrix
     int32_t teams;
-    int32_t pin;      // bind each worker to its CPU
-    int32_t spin_us;  // how long an idle worker spins before it sleeps
-    int32_t redo;     // do the tasks of a worker that is off its core again
-    const char* isa;  // "" or null: the best; else the name of kernels that this CPU can run
+    int32_t pin;                // bind each worker to its CPU, or to its team's home if homes are given
+    int32_t spin_us;            // how long an idle worker spins before it sleeps
+    int32_t redo;               // do the tasks of a worker that is off its core again
+    const char* isa;            // "" or null: the best; else the name of kernels that this CPU can run
+    const int32_t* homes;       // null, or the CPUs that any worker of a team may run on, team by team
+    const int32_t* home_begin;  // [teams + 1] into homes
 } proa_pool_options;
 
 // Which kernels a pool with this wish gets, and why no better ones. Texts of at most `bytes` bytes.
@@ -92,6 +97,9 @@ PROA_API int proa_select_isa(const char* wanted, char* name, char* reason, size_
 
 PROA_API int proa_pool_create(const proa_pool_options* options, proa_pool** out);
 PROA_API int proa_pool_destroy(proa_pool* pool);
+// From now on only the first workers[i] of team i work, beside the calling thread; the others sleep and cost nothing.
+// Teams but the first (the caller's) keep at least one of theirs.
+PROA_API int proa_pool_use(proa_pool* pool, const int32_t* workers, int32_t teams);
 PROA_API int proa_pool_redone(const proa_pool* pool, uint64_t* out);  // tasks done twice so far
 PROA_API int proa_pool_kill_worker_for_test(proa_pool* pool);         // the next one that looks ends its thread
 

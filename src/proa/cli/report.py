@@ -13,7 +13,8 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
     decisions    [{name, asked, got, why}]
     roof         {bytes_per_token, bandwidth_bytes_per_s, tokens_per_s}
     ready        {load_seconds, weights_bytes, peak_rss_bytes, decode_threads, prefill_threads,
-                 ops: {op: implementation}, formats: {weight format: bytes}, pages: {kind of page: bytes}} or null
+                 ops: {op: implementation}, formats: {weight format: bytes}, pages: {kind of page: bytes},
+                 decisions: [{name, asked, got, why}]} or null
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from proa.engine.ipc import Ready
 from proa.models.spec import Model, Moe
 from proa.obs.units import format_bytes, format_count, format_duration, format_rate
 from proa.plan.plan import Plan
+from proa.types import Decision
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def report_json(report: Report) -> dict[str, Any]:
             "page_tokens": plan.page_tokens,
         },
         "options": [{"name": a.name, "value": a.value, "source": a.source} for a in report.asked],
-        "decisions": [{"name": d.name, "asked": d.asked, "got": d.got, "why": d.why} for d in plan.decisions],
+        "decisions": _rows(plan.decisions),
         "roof": {
             "bytes_per_token": plan.roof.bytes_per_token,
             "bandwidth_bytes_per_s": plan.roof.bandwidth_bytes_per_s,
@@ -91,13 +93,13 @@ def render_plan(report: Report) -> RenderableType:
     return Group(
         Text(f"Proa {report.version}: {report.plan.model}", style="bold"),
         _facts(report),
-        _decisions(report.plan),
+        _decisions(report.plan.decisions),
         *([_options(report.asked)] if report.asked else []),
     )
 
 
 def render_ready(ready: Ready) -> RenderableType:
-    """The lines printed once the model is loaded: time, memory, the implementation behind each op."""
+    """What is printed once the model is loaded: time, memory, the implementation of each op, further decisions."""
     by_choice: dict[str, list[str]] = {}
     for op, implementation in ready.ops.items():
         by_choice.setdefault(implementation, []).append(op)
@@ -111,7 +113,7 @@ def render_ready(ready: Ready) -> RenderableType:
         if sizes:
             table.add_row(row, ", ".join(f"{format_bytes(n)} {name}" for name, n in sizes.items()))
     table.add_row("ops", ops)
-    return table
+    return Group(table, *([_decisions(ready.decisions)] if ready.decisions else []))
 
 
 def _facts(report: Report) -> Table:
@@ -133,11 +135,11 @@ def _facts(report: Report) -> Table:
     return table
 
 
-def _decisions(plan: Plan) -> Table:
+def _decisions(rows: Sequence[Decision]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title, style in (("decision", "bold"), ("asked", ""), ("got", "bold"), ("why", "")):
         table.add_column(title, style=style, overflow="fold")
-    for row in plan.decisions:
+    for row in rows:
         table.add_row(Text(row.name), Text(row.asked), Text(row.got), Text(row.why))
     return table
 
@@ -175,4 +177,8 @@ def _experts(spec: Model) -> tuple[int, int]:
 def _ready_fields(ready: Ready | None) -> dict[str, Any] | None:
     if ready is None:
         return None
-    return msgspec.structs.asdict(ready)
+    return {**msgspec.structs.asdict(ready), "decisions": _rows(ready.decisions)}
+
+
+def _rows(decisions: Sequence[Decision]) -> list[dict[str, str]]:
+    return [{"name": d.name, "asked": d.asked, "got": d.got, "why": d.why} for d in decisions]

@@ -100,7 +100,20 @@ class MachineOptions:
         kind="size",
         low=0,
     )
-    threads: int | None = option(None, help="CPU threads; default: the cores this process may use", low=1, high=4096)
+    threads: int | None = option(
+        None, help="CPU threads; default: the cores this process may use, for decode what is fastest", low=1, high=4096
+    )
+    cpu_binding: str = option(
+        "core",
+        help="where a worker thread may run: on a CPU of its own, on all CPUs of its memory node, or anywhere",
+        choices=("core", "node", "none"),
+    )
+    numa_memory: str = option(
+        "bind",
+        help="weights on several memory nodes: each worker's own beside it, or pages dealt out over all nodes",
+        choices=("bind", "interleave"),
+    )
+    power_saving: bool = option(False, help="workers sleep sooner when idle, and as few decode as lose a tenth at most")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from proa.engine.crew import Crew
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin, is_dynamic
 from proa.layers.step import Step
@@ -88,8 +89,12 @@ class StepLimits:
 class RecordedExecutor:
     """Records the model's ops once, over buffers for the largest step, and replays them."""
 
-    def __init__(self, model: Decoder, recorder: Recorder, caches: tuple[KvPages, ...], limits: StepLimits) -> None:
+    def __init__(
+        self, model: Decoder, recorder: Recorder, caches: tuple[KvPages, ...], limits: StepLimits,
+        crew: Crew | None = None,
+    ) -> None:  # fmt: skip
         self.spec = model.spec
+        self.crew = crew
         self._keep = model, recorder, caches  # the program has the addresses of what they own
         self._program, self._limits, self._cache_pages = recorder.program, limits, len(caches[0].keys)
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
@@ -130,9 +135,19 @@ class RecordedExecutor:
         self._slots[:rows] = slots
         for angles in self._angles.values():
             angles.fill(positions, sequences)
+        if self.crew:
+            self.crew.call(few=rows <= FEW_TOKENS)
         self._program.set_batch(len(sequences), *self._addresses, self._most_pages, self._cache_pages, page_tokens)
         self._program.run(0, self._body, rows)
         return self._hidden[:rows]
+
+    def try_step(self, token: int, share: float) -> None:
+        """Compute the first `share` of a step of one token, for its time alone. Writes to the first page."""
+        self._tokens[0], self._slots[0] = token, 0
+        self._set_pages(0, [0])
+        self._q_lens[0] = self._kv_lens[0] = 1
+        self._program.set_batch(1, *self._addresses, self._most_pages, self._cache_pages, self._limits.page_tokens)
+        self._program.run(0, max(1, round(self._body * share)), 1)
 
     def _set_pages(self, i: int, pages: Sequence[int]) -> None:
         """A sequence mostly has the pages it had, or one more."""

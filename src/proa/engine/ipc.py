@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from proa.plan.plan import Plan
-from proa.types import EngineRequest, TokenEvent
+from proa.types import Decision, EngineRequest, TokenEvent
 
 PROTOCOL = 1  # raised with every incompatible change; both sides compare it in Start
 
@@ -51,6 +51,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     prefill_threads: int
     formats: dict[str, int] = {}  # how weights lie in RAM -> bytes
     pages: dict[str, int] = {}  # the kind of page they lie on -> bytes
+    decisions: tuple[Decision, ...] = ()  # that only the loaded model could tell
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

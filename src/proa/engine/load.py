@@ -14,6 +14,7 @@ import torch
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
 from proa.cache.radix import PrefixCache
+from proa.engine.crew import Crew, choose_few
 from proa.engine.engine import Engine
 from proa.engine.executor import EagerExecutor, RecordedExecutor, StepLimits
 from proa.engine.ipc import Loading, Ready
@@ -22,6 +23,7 @@ from proa.engine.runner import PROMPT_LOGITS_ROWS, Runner
 from proa.engine.scheduler import Scheduler
 from proa.engine.threads import choose_threads
 from proa.layers.decoder import Decoder
+from proa.machine.claims import Claim
 from proa.machine.topology import UNBOUND
 from proa.models.spec import Model
 from proa.native.pool import Pool
@@ -29,13 +31,15 @@ from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory
 from proa.ops.reference import reference
 from proa.ops.table import Ops
-from proa.plan.plan import Plan
+from proa.plan.plan import Plan, Workers
+from proa.types import Decision
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.dummy import fill_dummy
 from proa.weights.load import load_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 REPORT_EVERY_S = 0.1
+TRIAL_TOKEN_STRIDE = 7919
 PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to take a moment
 
 
@@ -44,7 +48,7 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     torch.set_flush_denormal(True)
     checkpoint = open_checkpoint(Path(plan.path), plan.load_format, plan.override_config)
     declared = checkpoint.declare(plan.ignore_config_keys)
-    build = _Native(plan, declared.spec) if plan.isa else _Eager(plan, declared.spec)
+    build = _Native(plan, plan.workers, declared.spec) if plan.workers else _Eager(plan, declared.spec)
     targets = dict(build.model.parameters())
     begin = time.perf_counter()
     if plan.load_format == "dummy":
@@ -90,14 +94,23 @@ class _Eager:
 class _Native:
     """A recorded program of native ops over packed weights."""
 
-    def __init__(self, plan: Plan, spec: Model) -> None:
-        self._plan, self._spec = plan, spec
+    def __init__(self, plan: Plan, workers: Workers, spec: Model) -> None:
+        self._plan, self._workers, self._spec = plan, workers, spec
         torch.set_num_threads(1)  # what is left to torch is small, and its threads would be in the workers' way
-        first, *others = [team.cpus for team in plan.teams]
-        workers = [first[1:], *others]  # the calling thread works along as the first of the first team
-        self._pool = Pool(workers, isa=plan.isa)
-        self._pool.bind_caller(first[0])
-        self._memory = Memory([None if team.node == UNBOUND else team.node for team in plan.teams])
+        first, *others = [team.cpus for team in workers.teams]
+        self._pool = Pool(  # the calling thread works along as the first of the first team
+            [first[1:], *others],
+            isa=plan.isa,
+            pin=workers.binding != "none",
+            homes=workers.homes,
+            spin_us=workers.spin_us,
+        )
+        if workers.binding != "none":
+            self._pool.bind_caller(workers.homes[0] if workers.homes else first[:1])
+        self._decisions: list[Decision] = []
+        self._crew = Crew(self._pool, workers.trials[0], self._claim() if workers.binding == "core" else None)
+        nodes = [None if team.node == UNBOUND else team.node for team in workers.teams]
+        self._memory = Memory(nodes, workers.interleave)
         self._limits = StepLimits(
             rows=plan.max_batch_tokens,
             sequences=plan.max_running,
@@ -109,9 +122,25 @@ class _Native:
         self._recorder = Recorder(self._pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
         self.model = Decoder(spec, CpuOps(self._recorder).table())
 
+    def _claim(self) -> Claim | None:
+        try:
+            return Claim([cpu for team in self._workers.teams for cpu in team.cpus])
+        except OSError as error:
+            why = f"other engines cannot be told which CPUs these are: {error.strerror}"
+            self._decisions.append(Decision("CPU binding", "core", "core", why))
+            return None
+
     def runner(self) -> Runner:
         caches = allocate_pool(self._spec, self._plan.num_pages, self._plan.page_tokens, torch.bfloat16)
-        executor = RecordedExecutor(self.model, self._recorder, caches, self._limits)
+        executor = RecordedExecutor(self.model, self._recorder, caches, self._limits, self._crew)
+        if why := self._memory.unbound():
+            self._decisions.append(Decision("NUMA memory", "bind", "unbound", why))
+
+        def step(i: int, share: float) -> None:
+            executor.try_step(i * TRIAL_TOKEN_STRIDE % self._spec.vocab, share)  # other tokens, other experts
+
+        chosen = choose_few(self._crew, self._workers.trials, step, saving=self._workers.saving)
+        self._decisions += [chosen] if chosen else []
         return Runner(executor, self._plan.page_tokens)
 
     def ready(self, load_seconds: float) -> Ready:
@@ -120,11 +149,12 @@ class _Native:
             load_seconds=load_seconds,
             weights_bytes=sum(formats.values()),
             ops={field.name: f"native {self._pool.isa}" for field in fields(Ops)},
-            decode_threads=self._pool.threads,
-            prefill_threads=self._pool.threads,
+            decode_threads=sum(self._crew.few),
+            prefill_threads=sum(self._crew.many),
             peak_rss_bytes=_peak_rss_bytes(),
             formats=formats,
             pages=self._memory.pages(),
+            decisions=tuple(self._decisions),
         )
 
 

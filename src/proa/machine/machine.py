@@ -23,6 +23,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     isa: tuple[str, ...] = ()  # the instruction sets that matter to matrix kernels, as /proc/cpuinfo names them
     online_cpus: int  # logical CPUs switched on in the machine
     usable_cpus: tuple[int, ...]  # ids of those that affinity and cpuset leave to this process
+    claimed_cpus: tuple[int, ...] = ()  # those of usable_cpus that workers of other engines are bound to
     quota_cores: float | None = None  # CPU time per second granted by control groups
     physical_cores: int | None = None  # distinct cores among usable_cpus
     packages: int | None = None  # distinct sockets among usable_cpus

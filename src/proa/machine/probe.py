@@ -6,6 +6,7 @@ from pathlib import Path
 
 from proa.errors import ResourceError
 from proa.machine.cgroup import CgroupLimits, cgroup_limits
+from proa.machine.claims import claimed_cpus
 from proa.machine.files import cpu_list, kib, number, read, size, table
 from proa.machine.machine import Machine, NumaNode
 
@@ -43,6 +44,7 @@ def probe(root: Path = Path("/")) -> Machine:
         isa=_isa(cpuinfo),
         online_cpus=len(online),
         usable_cpus=cpus,
+        claimed_cpus=tuple(sorted(claimed_cpus(root) & set(cpus))),
         quota_cores=limits.quota_cores,
         physical_cores=len(cores) or None,
         packages=packages,

@@ -68,6 +68,29 @@ def pretend(machine: Machine, nodes: int, workers: int | None = None) -> tuple[T
     return tuple(made)
 
 
+def unclaimed(machine: Machine) -> Machine:
+    """The same machine without the cores that other engines' workers are bound to."""
+    claimed = set(machine.claimed_cpus)
+    free = [core for core in _cores_of(machine, machine.usable_cpus) if not claimed & set(core)]
+    left = tuple(sorted(chain(*free)))
+    return msgspec.structs.replace(machine, usable_cpus=left, claimed_cpus=())
+
+
+def share_out(of: Sequence[Team], workers: int) -> tuple[int, ...]:
+    """How many CPUs of each team make `workers` in all, in proportion to the teams; each has at least one."""
+    shares = [1] * len(of)
+    for _ in range(min(workers, sum(len(team.cpus) for team in of)) - len(of)):
+        open_teams = [i for i, team in enumerate(of) if shares[i] < len(team.cpus)]
+        shares[min(open_teams, key=lambda i: shares[i] / len(of[i].cpus))] += 1
+    return tuple(shares)
+
+
+def homes(machine: Machine, of: Sequence[Team]) -> tuple[tuple[int, ...], ...]:
+    """All usable CPUs of each team's node, those that the team leaves out among them."""
+    members = _members(machine)
+    return tuple(tuple(sorted(members.get(team.node, team.cpus))) for team in of)
+
+
 def left_out(machine: Machine, chosen: Collection[Team]) -> tuple[str, ...]:
     """One sentence for each node that has no team of its own, and why."""
     used = {team.node for team in chosen}

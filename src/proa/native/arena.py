@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -35,6 +36,7 @@ class _Info(ctypes.Structure):
 SIGNATURES: Signatures = {
     "proa_arena_create": (ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(ctypes.c_void_p)),
     "proa_arena_destroy": (ctypes.c_void_p,),
+    "proa_arena_interleave": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32),
     "proa_arena_touch": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
     "proa_arena_data": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)),
     "proa_arena_bytes": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)),
@@ -73,20 +75,25 @@ class _Memory:
 class Arena:
     """`nbytes` bytes of zeros in RAM, aligned to 2 MiB.
 
-    `node` binds it to a NUMA node; `strict` makes it an error if that fails. `shared` asks for a file descriptor that
+    `node` binds it to a NUMA node; `strict` makes it an error if that fails. `interleave` deals its pages out over
+    several nodes instead; NativeError if the kernel refuses. `shared` asks for a file descriptor that
     other processes can map. `huge` False is for comparisons. Memory is taken when it is touched, at the latest by
     `view`. Raises ResourceError (with the numbers) if memory is short, NativeError if binding fails and must not.
     """
 
     def __init__(
-        self, nbytes: int, node: int | None = None, *, shared: bool = False, strict: bool = False, huge: bool = True
-    ) -> None:
+        self, nbytes: int, node: int | None = None, *, interleave: Sequence[int] = (), shared: bool = False,
+        strict: bool = False, huge: bool = True,
+    ) -> None:  # fmt: skip
         if not 0 < nbytes < 1 << 63 or not 0 <= (node or 0) < 1 << 31:
             raise ValueError(f"an arena of {nbytes} bytes on node {node}: bytes are positive, nodes not negative")
         flags = _SHARED * shared | _STRICT_NODE * strict | _SMALL_PAGES * (not huge)
         handle, data, fd = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
         _native().proa_arena_create(nbytes, -1 if node is None else node, flags, ctypes.byref(handle))
         self._memory: _Memory | None = _Memory(handle.value or 0)
+        if interleave:
+            nodes = (ctypes.c_int32 * len(interleave))(*interleave)
+            _native().proa_arena_interleave(handle, nodes, len(interleave))
         _native().proa_arena_data(handle, ctypes.byref(data))
         _native().proa_arena_fd(handle, ctypes.byref(fd))
         self.nbytes = nbytes

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from ctypes import POINTER, c_char_p, c_int32, c_size_t, c_uint64, c_void_p
 from types import TracebackType
 
@@ -19,6 +19,7 @@ class _Options(ctypes.Structure):
     _fields_ = [
         ("cpus", POINTER(c_int32)), ("team_begin", POINTER(c_int32)), ("teams", c_int32), ("pin", c_int32),
         ("spin_us", c_int32), ("redo", c_int32), ("isa", c_char_p),
+        ("homes", POINTER(c_int32)), ("home_begin", POINTER(c_int32)),
     ]  # fmt: skip
 
 
@@ -26,6 +27,7 @@ _SIGNATURES: Signatures = {
     "proa_select_isa": (c_char_p, c_char_p, c_char_p, c_size_t),
     "proa_pool_create": (POINTER(_Options), POINTER(c_void_p)),
     "proa_pool_destroy": (c_void_p,),
+    "proa_pool_use": (c_void_p, POINTER(c_int32), c_int32),
     "proa_pool_redone": (c_void_p, POINTER(c_uint64)),
     "proa_pool_kill_worker_for_test": (c_void_p,),
 }
@@ -54,22 +56,30 @@ def wished_isa(flag: str | None = None) -> tuple[str, str]:
         raise UsageError(f"{where} {wanted}: {error}", "Leave it out to use the best of this CPU.") from None
 
 
+def _lists(of: Sequence[Sequence[int]]) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:
+    """All elements, and where each list begins among them."""
+    flat, begins = [one for each in of for one in each], [0, *itertools.accumulate(map(len, of))]
+    return (c_int32 * len(flat))(*flat), (c_int32 * len(begins))(*begins)
+
+
 class Pool:
     """Teams of workers, one for each memory node; the thread that calls works along and needs no CPU here.
 
-    `teams`: the CPUs of each team's workers, possibly none. Raises ValueError, ResourceError.
+    `teams`: the CPUs of each team's workers, possibly none. `pin` binds each worker to its CPU or, where `homes` are
+    given, to all of its team's. Raises ValueError, ResourceError, NativeError where a worker cannot be bound.
     """
 
     def __init__(
-        self, teams: Sequence[Sequence[int]], *, isa: str = "", pin: bool = True, spin_us: int = 1000, redo: bool = True
-    ) -> None:
+        self, teams: Sequence[Sequence[int]], *, isa: str = "", pin: bool = True,
+        homes: Sequence[Sequence[int]] = (), spin_us: int = 1000, redo: bool = True,
+    ) -> None:  # fmt: skip
         self.isa, self.isa_reason = select_isa(isa)
         self.threads = sum(map(len, teams)) + 1
         self.nodes = len(teams)
-        begins = [0, *itertools.accumulate(map(len, teams))]
-        cpus = [cpu for team in teams for cpu in team]
+        if homes and len(homes) != len(teams):
+            raise ValueError(f"There are {len(teams)} teams and {len(homes)} homes.")
         options = _Options(
-            (c_int32 * len(cpus))(*cpus), (c_int32 * len(begins))(*begins), len(teams), pin, spin_us, redo, isa.encode()
+            *_lists(teams), len(teams), pin, spin_us, redo, isa.encode(), *(_lists(homes) if homes else ())
         )
         self._handle = c_void_p()
         _native().proa_pool_create(ctypes.byref(options), ctypes.byref(self._handle))
@@ -82,9 +92,17 @@ class Pool:
         return self._handle
 
     @staticmethod
-    def bind_caller(cpu: int) -> None:
-        """Bind the calling thread to a CPU that no worker has: left alone, it may be put beside one."""
-        os.sched_setaffinity(0, {cpu})
+    def bind_caller(cpus: Collection[int]) -> None:
+        """Bind the calling thread, best to a CPU that no worker has: left alone, it may be put beside one."""
+        os.sched_setaffinity(0, cpus)
+
+    def use(self, workers: Sequence[int]) -> None:
+        """From now on only the first `workers[i]` of team i work, beside the caller; the others sleep.
+
+        Raises ValueError for more than a team has, or for none in a team that the caller does not belong to.
+        """
+        _native().proa_pool_use(self.handle, (c_int32 * len(workers))(*workers), len(workers))
+        self.threads = sum(workers) + 1
 
     def redone(self) -> int:
         """Tasks that were done a second time because their worker was off its core."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 _STEPS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -55,3 +56,14 @@ def format_count(count: int) -> str:
 
 def _decimals(size: float) -> int:
     return 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
+
+
+def format_spans(numbers: Iterable[int]) -> str:
+    """Ascending whole numbers as "0-3, 8, 10-11"."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from proa.errors import NativeError
 from proa.native.arena import Arena
 from proa.native.formats import KEPT, Format, Source, kept_form, layout, pack, pack_gguf
 from proa.native.weights import Matrix, Piece
@@ -23,19 +24,26 @@ _ARENA_BYTES = 64 << 20  # taken at once: many small matrices share huge pages
 
 
 class Memory:
-    """RAM of all packed weights, a run of arenas for each node."""
+    """RAM of all packed weights, a run of arenas for each node, or dealt out over the nodes `interleave`."""
 
-    def __init__(self, nodes: Sequence[int | None]) -> None:
-        self.nodes = tuple(nodes)
+    def __init__(self, nodes: Sequence[int | None], interleave: Sequence[int] = ()) -> None:
+        self.nodes, self._interleave = tuple(nodes), tuple(interleave)
         self.bytes_by_format: Counter[str] = Counter()
         self._arenas: list[list[Arena]] = [[] for _ in nodes]
         self._used = [0] * len(nodes)
 
     def take(self, piece: int, nbytes: int) -> int:
-        """The address of `nbytes` zeroed bytes on the piece's node, aligned to 64. Raises ResourceError."""
+        """The address of `nbytes` zeroed bytes on the piece's node, aligned to 64.
+
+        Raises ResourceError, and NativeError where pages cannot be dealt out.
+        """
         arenas, nbytes = self._arenas[piece], -(-nbytes // 64) * 64
         if not arenas or self._used[piece] + nbytes > arenas[-1].nbytes:
-            arenas.append(Arena(max(nbytes, _ARENA_BYTES), self.nodes[piece]))
+            node = None if self._interleave else self.nodes[piece]
+            try:
+                arenas.append(Arena(max(nbytes, _ARENA_BYTES), node, interleave=self._interleave))
+            except NativeError as error:  # a node that memory cannot be bound to is only noted
+                raise NativeError(error.message, "Use --numa-memory bind.") from None
             self._used[piece] = 0
         at, self._used[piece] = self._used[piece], self._used[piece] + nbytes
         arenas[-1].touch(at, nbytes)
@@ -47,6 +55,16 @@ class Memory:
         for arena in (a for arenas in self._arenas for a in arenas):
             kinds[arena.info.pages] += arena.info.touched_bytes
         return dict(kinds)
+
+    def unbound(self) -> str:
+        """Why some memory does not lie on the node it should; empty if all does."""
+        if self._interleave:
+            return ""
+        for node, arenas in zip(self.nodes, self._arenas, strict=True):
+            for info in (arena.info for arena in arenas):
+                if info.node != node:
+                    return info.reason
+        return ""
 
 
 class Stack:

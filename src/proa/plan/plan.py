@@ -38,6 +38,18 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
         return self.bandwidth_bytes_per_s / self.bytes_per_token
 
 
+class Workers(msgspec.Struct, frozen=True, kw_only=True):
+    """The threads of the native kernels, and where they and their weights lie."""
+
+    teams: tuple[Team, ...]  # the CPUs of each memory node's workers, the calling thread's first
+    trials: tuple[tuple[int, ...], ...]  # CPUs of each team that work; those after the first are tried for decode
+    binding: str  # core, node, none
+    homes: tuple[tuple[int, ...], ...] = ()  # for "node": all usable CPUs of each team's node
+    interleave: tuple[int, ...] = ()  # nodes that weights are dealt out over; else they lie on their team's
+    spin_us: int  # how long an idle worker waits for work before it sleeps
+    saving: bool = False  # fewer workers, if they lose little
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine executes. Paths are absolute; sizes are final."""
 
@@ -59,7 +71,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_tokens: int
     threads: int
     isa: str = ""  # of the native kernels; empty: ops in plain torch
-    teams: tuple[Team, ...] = ()  # the CPUs of each memory node's workers, the calling thread's first
+    workers: Workers | None = None  # of the native kernels
     memory: MemoryBudget
     roof: Roof
     decisions: tuple[Decision, ...] = ()

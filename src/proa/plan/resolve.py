@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from proa.config.options import EngineOptions, MachineOptions
 from proa.errors import UsageError
 from proa.machine.machine import Machine
-from proa.machine.topology import teams
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
-from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
-from proa.plan.fit import Case, fit
+from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
+from proa.plan.fit import Case, Fitted, fit
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
 from proa.plan.plan import MemoryBudget, Plan, Roof
+from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
     isa, compute_row = _compute(dtype, host)
+    workers, worker_rows = plan_workers(options.machine, machine, threads) if isa else no_workers(options.machine)
     batch_tokens, batch_row = _batch_tokens(options)
     usable_bytes, ram_row = _ram(options.machine, machine)
     page_tokens, elem_bytes = options.cache.page_tokens, ELEM_BYTES[dtype]
@@ -79,16 +80,8 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
         max_queued_tokens=asked.max_queued_tokens,
         threads=threads,
         isa=isa,
-        teams=teams(machine, threads),
-        memory=MemoryBudget(
-            free_bytes=machine.available_bytes,
-            reserve_bytes=machine.available_bytes - usable_bytes,
-            weights_bytes=need.weights_bytes,
-            kv_bytes=fitted.num_pages * need.page_bytes,
-            workspace_bytes=need.workspace_bytes(fitted.context_tokens),
-            loading_bytes=LOADING_BYTES,
-            process_bytes=PROCESS_BYTES,
-        ),
+        workers=workers,
+        memory=_budget(machine, usable_bytes, need, fitted),
         roof=_roof(spec, active_bytes, elem_bytes, host.bandwidth),
         decisions=(
             _load_format(options.model.load_format, checkpoint, bool(isa)),
@@ -100,7 +93,20 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
             batch_row,
             ram_row,
             threads_row,
+            *worker_rows,
         ),
+    )
+
+
+def _budget(machine: Machine, usable_bytes: int, need: Demand, fitted: Fitted) -> MemoryBudget:
+    return MemoryBudget(
+        free_bytes=machine.available_bytes,
+        reserve_bytes=machine.available_bytes - usable_bytes,
+        weights_bytes=need.weights_bytes,
+        kv_bytes=fitted.num_pages * need.page_bytes,
+        workspace_bytes=need.workspace_bytes(fitted.context_tokens),
+        loading_bytes=LOADING_BYTES,
+        process_bytes=PROCESS_BYTES,
     )
 
 

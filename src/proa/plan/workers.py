@@ -1,0 +1,106 @@
+"""How the native kernels' threads are placed, how they idle, which numbers of them are tried. Never: measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from proa.config.options import MachineOptions
+from proa.machine.machine import Machine
+from proa.machine.topology import Team, homes, share_out, teams, unclaimed
+from proa.obs.units import format_spans
+from proa.plan.plan import Workers
+from proa.types import Decision
+
+# Between two steps of a decode lie some hundred microseconds of Python: workers that stay awake for a millisecond are
+# asleep only when nobody asks for anything.
+SPIN_US = 1000
+SAVING_SPIN_US = 50
+
+
+def plan_workers(asked: MachineOptions, machine: Machine, threads: int) -> tuple[Workers, tuple[Decision, ...]]:
+    """Teams for `threads` CPUs; where no number was asked for, also for their SMT siblings, which may be worth it."""
+    machine, others = _apart(asked, machine)
+    found = teams(machine, threads if asked.threads else max(threads, machine.usable_cores))
+    nodes = _interleaved(asked, machine, found)
+    workers = Workers(
+        teams=found,
+        trials=_trials(found, threads, asked),
+        binding=asked.cpu_binding,
+        homes=homes(machine, found) if asked.cpu_binding == "node" else (),
+        interleave=nodes,
+        spin_us=SAVING_SPIN_US if asked.power_saving else SPIN_US,
+        saving=asked.power_saving,
+    )
+    return workers, (_binding(workers, others), _memory(asked.numa_memory, workers), _power(workers))
+
+
+def no_workers(asked: MachineOptions) -> tuple[None, tuple[Decision, ...]]:
+    """Plain torch instead, and the same rows."""
+    why = "plain torch has threads and memory of its own"
+    saving = "on" if asked.power_saving else "off"
+    return None, (
+        Decision("CPU binding", asked.cpu_binding, "none", why),
+        Decision("NUMA memory", asked.numa_memory, "none", why),
+        Decision("power saving", saving, "off", why),
+    )
+
+
+def _trials(of: Sequence[Team], threads: int, asked: MachineOptions) -> tuple[tuple[int, ...], ...]:
+    """All of `threads`; where their number was left open also one less a team, half, and with SMT siblings."""
+    full = share_out(of, threads)
+    if asked.threads is not None:
+        return (full,)
+    parts = (3, 2, 1) if asked.power_saving else (2,)  # quarters
+    tried = [
+        full,
+        tuple(max(1, cpus - 1) for cpus in full),
+        *(tuple(-(-cpus * part // 4) for cpus in full) for part in parts),
+        tuple(len(team.cpus) for team in of),
+    ]
+    return tuple(dict.fromkeys(tried))
+
+
+def _interleaved(asked: MachineOptions, machine: Machine, found: Sequence[Team]) -> tuple[int, ...]:
+    ordinary = tuple(node.id for node in machine.numa if node.cpus and node.memory_bytes != 0 and node.memory_allowed)
+    return ordinary if asked.numa_memory == "interleave" and len(ordinary) > 1 else ()
+
+
+def _apart(asked: MachineOptions, machine: Machine) -> tuple[Machine, str]:
+    """What there is to choose from, and what to say of other engines.
+
+    Where a number of threads was asked for and enough is left, other engines' CPUs are left alone. All cores are all
+    cores: an engine that has some may do nothing for hours.
+    """
+    if asked.cpu_binding != "core" or not machine.claimed_cpus:
+        return machine, ""
+    theirs, rest = format_spans(machine.claimed_cpus), unclaimed(machine)
+    if asked.threads and asked.threads <= len(rest.usable_cpus):
+        return rest, f"; other Proa engines have {theirs}"
+    return machine, f"; other Proa engines are bound to {theirs} too: with --threads, each takes CPUs of its own"
+
+
+def _binding(workers: Workers, others: str) -> Decision:
+    got, cpus = workers.binding, sorted({cpu for team in workers.teams for cpu in team.cpus})
+    why = {
+        "core": f"each worker has a CPU of its own: {format_spans(cpus)}{others}",
+        "node": "each worker moves within its node: " + "; ".join(map(format_spans, workers.homes)),
+        "none": "the system moves workers as it likes",
+    }[got]
+    return Decision("CPU binding", got, got, why)
+
+
+def _memory(asked: str, workers: Workers) -> Decision:
+    nodes = [str(team.node) for team in workers.teams]
+    if workers.interleave:
+        over = ", ".join(map(str, workers.interleave))
+        return Decision("NUMA memory", asked, asked, f"pages of weights are dealt out over nodes {over}")
+    if asked == "interleave":
+        return Decision("NUMA memory", asked, "bind", "there is one memory node: nothing to deal out")
+    why = f"each team's weights lie on its node: {', '.join(nodes)}" if len(nodes) > 1 else "one node works"
+    return Decision("NUMA memory", asked, asked, why)
+
+
+def _power(workers: Workers) -> Decision:
+    word = "on" if workers.saving else "off"
+    why = f"an idle worker sleeps after {workers.spin_us} us"
+    return Decision("power saving", word, word, why + ("; as few as lose a tenth decode" if workers.saving else ""))
