@@ -99,7 +99,7 @@ class Scheduler:
         return bool(self._requests)
 
     def stats(self) -> Stats:
-        """Counters for the frontend; step_seconds is the engine's to fill in."""
+        """Counters for the frontend; seconds are the engine's to fill in."""
         return Stats(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -232,6 +232,8 @@ class Scheduler:
                 draft.add(request, 1 + self.limits.lookahead_tokens)
 
     def _plan_prefills(self, draft: _Draft) -> None:
+        if not self._waiting and len(draft.items) == len(self._running):
+            return
         leading = {r.group for r in self._running if self._leads(r)}
         is_open = True  # until someone does not fit: nobody behind may overtake
         for request in self._unfinished_prompts():
