@@ -62,7 +62,7 @@ class Engine:
         return events
 
     def stats(self) -> Stats:
-        return msgspec.structs.replace(self.scheduler.stats(), **self.clock.seconds())
+        return self.scheduler.stats(**self.clock.seconds())
 
     def _with_logprobs(self, event: TokenEvent, output: StepOutput) -> TokenEvent:
         logprob = output.logprobs.get(event.id)

@@ -98,8 +98,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def stats(self) -> Stats:
-        """Counters for the frontend; seconds are the engine's to fill in."""
+    def stats(self, **seconds: float) -> Stats:
+        """Counters for the frontend; `seconds` are the engine's."""
         return Stats(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -111,6 +111,7 @@ class Scheduler:
             cached_prompt_tokens=self._cached_prompt_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=self._preemptions,
+            **seconds,
         )
 
     # ---- intake
