@@ -52,6 +52,7 @@ struct PoolOptions {
     bool pin = true;
     int spin_us = 1000;  // how long an idle worker spins before it sleeps
     bool redo = true;
+    void (*taken_for_test)() = nullptr;  // called between taking a task and beginning it
 };
 
 class Pool {

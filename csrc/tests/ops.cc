@@ -308,5 +308,6 @@ int main() {
             route_is_right(2, 16, 16, wide, renormalise, random);
         }
     strange_logits_crash_nothing();
-    for (const int width : {1, 15, 16, 1023, 1024, 1025, 49152}) best_is_right(1, width, random), best_is_right(13, width, random);
+    for (const int width : {1, 15, 16, 1023, 1024, 1025, 49152})
+        best_is_right(1, width, random), best_is_right(13, width, random);
 }
