@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.engine.engine import Engine
-from proa.engine.executor import EagerExecutor, Executor, RecordedExecutor, Span, StepLimits
+from proa.engine.executor import EagerExecutor, Executor, RecordedExecutor, StepLimits
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner, StepOutput
 from proa.engine.scheduler import Scheduler, StepPlan
@@ -40,20 +40,12 @@ class RecordingRunner(Runner):
         self.rows_computed = 0
 
     def run(self, plan: StepPlan) -> StepOutput:
-        seen = []
-        forward = self.executor.forward
-
-        def keep(spans: Sequence[Span]) -> Tensor:
-            seen.append(forward(spans).clone())
-            return seen[-1]
-
-        self.executor.forward = keep  # type: ignore[method-assign]
-        try:
-            out = super().run(plan)
-        finally:
-            self.executor.forward = forward  # type: ignore[method-assign]
-        with torch.inference_mode():
-            logits = iter(torch.cat([self.executor.logits(part).clone() for part in torch.split(seen[0], HEAD_ROWS)]))
+        out = super().run(plan)
+        parts = []
+        for first in range(0, plan.num_tokens, HEAD_ROWS):
+            self.executor.score(range(first, min(first + HEAD_ROWS, plan.num_tokens)))
+            parts.append(self.executor.logits.clone())
+        logits = iter(torch.cat(parts))
         for item in plan.items:
             for position in range(item.start, item.start + item.num_tokens):
                 self.logits[item.request.id][position] = next(logits)

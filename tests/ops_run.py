@@ -30,6 +30,7 @@ class TorchRun:
     rms_norm = staticmethod(reference.rms_norm)
     rotary = staticmethod(reference.rotary)
     route = staticmethod(reference.route)
+    best = staticmethod(reference.best)
     add = staticmethod(reference.add)
     gated_add = staticmethod(reference.gated_add)
     write_kv = staticmethod(reference.write_kv)
@@ -118,6 +119,12 @@ class NativeRun:
         ids, weights = ops.route(logits, top_k, renormalise)
         self._run(recorder)
         return ids.long(), weights.clone()
+
+    def best(self, logits: Tensor) -> Tensor:
+        recorder, ops = self._record(len(logits))
+        ids = ops.best(logits)
+        self._run(recorder)
+        return ids.clone()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         recorder, ops = self._record(len(x))

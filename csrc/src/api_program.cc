@@ -179,6 +179,13 @@ int proa_program_add_route(proa_program* program, const void* logits, int64_t st
     });
 }
 
+int proa_program_add_best(proa_program* program, const float* logits, int64_t stride, int64_t width, int32_t* ids) {
+    return add(program, [&] {
+        check_width(width, "A number of logits");
+        return proa::Best{logits, stride, int(width), ids};
+    });
+}
+
 int proa_program_add_write_kv(proa_program* program, const proa_kv_pages* cache, const void* keys, int64_t keys_stride,
                               const void* values, int64_t values_stride, const int64_t* slots) {
     return add(program, [&] {

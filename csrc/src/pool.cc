@@ -233,9 +233,12 @@ bool Pool::take_again(Lane& lane, int node, Task& task) {
 }
 
 void Pool::execute(Lane& lane, const Task& task, Worker& self) {
+    if (options_.taken_for_test) options_.taken_for_test();
     std::atomic<uint32_t>& claimed = lane.claimed[task.id];
-    uint32_t before = claimed.load(std::memory_order_relaxed);
-    if (before == task.epoch + 1) return;
+    uint32_t before = claimed.load(std::memory_order_acquire);
+    // Whoever was off its core since it took the task may find it published, and its number claimed by a later phase:
+    // then that phase's epoch is seen here. Otherwise the claim below fails if the task is published meanwhile.
+    if (before == task.epoch + 1 || lane.epoch.load(std::memory_order_relaxed) != task.epoch) return;
     const int64_t begin = now_ns();
     if (task.run) task.run(task.context, task.id, self.scratch);
     self.longest_ns = std::max(now_ns() - begin, self.longest_ns - self.longest_ns / 8);

@@ -53,6 +53,7 @@ struct PoolOptions {
     std::vector<std::vector<int>> homes = {};  // or, where these are given, to all CPUs of its team's home
     int spin_us = 1000;                        // how long an idle worker spins before it sleeps
     bool redo = true;
+    void (*taken_for_test)() = nullptr;  // called between taking a task and beginning it
 };
 
 class Pool {

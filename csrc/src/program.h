@@ -14,7 +14,8 @@
 
 namespace proa {
 
-using Operation = std::variant<Embed, Lookup, RmsNorm, Add, GatedAdd, Rotary, WriteKv, Route, Attention, Linear, Moe>;
+using Operation =
+    std::variant<Embed, Lookup, RmsNorm, Add, GatedAdd, Rotary, WriteKv, Route, Best, Attention, Linear, Moe>;
 
 class Program {
   public:

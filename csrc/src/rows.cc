@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "error.h"
@@ -121,6 +122,50 @@ void place(const Route& op, int first, int last, const std::byte* scratch) {
     const size_t count = size_t(last - first) * size_t(op.top_k), begin = size_t(first) * size_t(op.top_k);
     std::memcpy(op.ids + begin, scratch, count * sizeof(int32_t));
     std::memcpy(op.weights + begin, scratch + count * sizeof(int32_t), count * sizeof(float));
+}
+
+// The largest of `count` values; `finite` becomes false if one is infinite or no number. Lane by lane, which every
+// compiler can turn into vectors.
+float most_of(const float* x, int count, bool& finite) {
+    constexpr int kLanes = 16;
+    float most[kLanes], zeros[kLanes] = {};
+    std::fill(most, most + kLanes, -std::numeric_limits<float>::infinity());
+    for (int i = 0; i < count; i += kLanes) {
+        const int lanes = std::min(kLanes, count - i);
+        const auto take = [&](int n) {
+            for (int l = 0; l < n; ++l) {
+                most[l] = x[i + l] > most[l] ? x[i + l] : most[l];
+                zeros[l] += x[i + l] * 0.f;  // not zero but for finite numbers
+            }
+        };
+        if (lanes == kLanes)
+            take(kLanes);
+        else
+            take(lanes);
+    }
+    for (float zero : zeros) finite = finite && zero == 0.f;
+    return *std::max_element(most, most + kLanes);
+}
+
+int32_t best_of(const float* x, int width) {
+    constexpr int kBlock = 1024;  // the id is looked for in one block
+    bool finite = true;
+    float best = -std::numeric_limits<float>::infinity();
+    int block = 0;
+    for (int first = 0; first < width; first += kBlock) {
+        const float most = most_of(x + first, std::min(kBlock, width - first), finite);
+        if (most > best) best = most, block = first;
+    }
+    return finite ? int32_t(std::find(x + block, x + width, best) - x) : -1;
+}
+
+size_t row_bytes(const Best& op) { return size_t(op.width) * sizeof(float); }  // read: the result is one number
+void compute(const Best& op, const Kernels&, int first, int last, std::byte* scratch) {
+    int32_t* ids = reinterpret_cast<int32_t*>(scratch);
+    for (int row = first; row < last; ++row) *ids++ = best_of(row_of(op.logits, op.stride, row), op.width);
+}
+void place(const Best& op, int first, int last, const std::byte* scratch) {
+    std::memcpy(op.ids + first, scratch, size_t(last - first) * sizeof(int32_t));
 }
 
 // ---- the same for all of them
@@ -254,6 +299,12 @@ void check(const Route& op) {
     require(op.ids && op.weights, "Ids or weights are a null pointer.");
 }
 
+void check(const Best& op) {
+    check_size(op.width, kMostWidth, "The number of logits");
+    check_rows(op.logits, op.stride, op.width, "The logits");
+    require(op.ids, "The place for ids is a null pointer.");
+}
+
 void run(const Embed& op, Host& host, int rows, int lane) {
     check_range(op.tokens, rows, op.vocabulary, "Token id");
     run_rows(op, host, rows, lane);
@@ -267,5 +318,6 @@ void run(const WriteKv& op, Host& host, int rows, int lane) {
     run_rows(op, host, rows, lane);
 }
 void run(const Route& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
+void run(const Best& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
 
 }  // namespace proa

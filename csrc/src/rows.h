@@ -1,4 +1,5 @@
-// Operations on rows of bfloat16: embedding, norms, additions, rotary angles, writing the KV cache, choosing experts.
+// Operations on rows of bfloat16: embedding, norms, additions, rotary angles, writing the KV cache, choosing experts
+// and tokens.
 // Belongs here: what they are given. Never: matrices.
 //
 // An operation lives as long as its pool may be working on it: until the program that holds it is gone, or settle().
@@ -100,6 +101,15 @@ struct Route {
     RowsNow now{};
 };
 
+// Of each row of logits the largest value's id, of equal ones the lowest; -1 where a value is infinite or no number.
+struct Best {
+    const float* logits;
+    int64_t stride;
+    int width;
+    int32_t* ids;  // [rows]
+    RowsNow now{};
+};
+
 // Throw Error for null pointers, sizes below one, and rows that overlap. Done once, where an operation comes from
 // outside.
 void check(const Embed& op);
@@ -110,6 +120,7 @@ void check(const Rotary& op);
 void check(const KvPages& cache);
 void check(const WriteKv& op);
 void check(const Route& op);
+void check(const Best& op);
 void check_rows(const void* data, int64_t stride, int64_t width, const char* what);
 
 void run(const Embed& op, Host& host, int rows, int lane);
@@ -119,5 +130,6 @@ void run(const GatedAdd& op, Host& host, int rows, int lane);
 void run(const Rotary& op, Host& host, int rows, int lane);
 void run(const WriteKv& op, Host& host, int rows, int lane);
 void run(const Route& op, Host& host, int rows, int lane);
+void run(const Best& op, Host& host, int rows, int lane);
 
 }  // namespace proa

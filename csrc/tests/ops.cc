@@ -257,6 +257,30 @@ void strange_logits_crash_nothing() {
         });
 }
 
+// The best of every row, wherever it stands; the lowest of equals; -1 for rows with a value that is not finite.
+void best_is_right(int rows, int width, Random& random) {
+    const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
+    const int stride = width + kGap;
+    std::vector<float> logits(size_t(rows) * size_t(stride), infinity);
+    std::vector<int32_t> want;
+    for (int row = 0; row < rows; ++row) {
+        float* x = logits.data() + row * stride;
+        for (int i = 0; i < width; ++i) x[i] = random.normal() - (row % 2 ? 100 : 0);  // some below zero throughout
+        const int best = random.below(width), equal = random.below(width);
+        x[best] = x[equal] = 50;
+        want.push_back(std::min(best, equal));
+        if (row % 4 != 3) continue;
+        x[random.below(width)] = row % 3 == 0 ? nan : row % 3 == 1 ? infinity : -infinity;
+        want.back() = -1;
+    }
+    on_everything([&](proa::Host& host) {
+        std::vector<int32_t> ids(size_t(rows), -7);
+        run_once(proa::Best{logits.data(), stride, width, ids.data()}, host, rows);
+        CHECK(ids == want);
+        return std::vector<uint16_t>(ids.begin(), ids.end());
+    });
+}
+
 }  // namespace
 
 int main() {
@@ -284,4 +308,6 @@ int main() {
             route_is_right(2, 16, 16, wide, renormalise, random);
         }
     strange_logits_crash_nothing();
+    for (const int width : {1, 15, 16, 1023, 1024, 1025, 49152})
+        best_is_right(1, width, random), best_is_right(13, width, random);
 }

@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <chrono>
+#include <deque>
 #include <thread>
 #include <vector>
 
@@ -221,6 +222,25 @@ void a_late_workers_task_is_done_again() {
     CHECK(pool.redone() >= 1);
 }
 
+// As in a program: short phases, each right after the other. Some workers are taken off their core between taking a
+// task and beginning it; when they come back another phase has a task of that number, and they must leave it alone.
+void a_worker_late_for_a_task_leaves_later_phases_alone() {
+    const auto late = [] {
+        static thread_local unsigned tasks = 0;
+        if (++tasks % 61 == 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
+    };
+    Pool pool({.teams = {{0, 0, 0}}, .pin = false, .spin_us = 100000, .redo = true, .taken_for_test = late});
+    std::deque<Count> counts;
+    for (int i = 0; i < 2000; ++i) {
+        Count& count = counts.emplace_back(1 + i % 8);
+        pool.run(counting(count, 1));
+        CHECK(count.each_once());
+    }
+    pool.settle();
+    for (const Count& count : counts) CHECK(count.each_once());
+    CHECK(pool.redone() > 0);
+}
+
 void a_dead_worker_is_an_error() {
     Pool pool({.teams = {{0}}, .pin = false, .spin_us = 50});
     pool.kill_worker_for_test();
@@ -248,6 +268,7 @@ int main() {
     two_lanes_work_at_once();
     two_pools_work_at_once();
     a_late_workers_task_is_done_again();
+    a_worker_late_for_a_task_leaves_later_phases_alone();
     a_dead_worker_is_an_error();
     return 0;
 }

@@ -20,5 +20,8 @@ def test_a_real_engine_is_timed_beside_its_roof(tmp_path: Path) -> None:
     assert result.roof is not None
     assert figures["cached_prompt_tokens"] == 0  # prompts differ from the first page on
     assert figures["ttft_ms_median"] > 0
+    stages = [figures[f"{stage}_us_per_step"] for stage in ("schedule", "inputs", "sample", "publish", "program")]
+    assert min(stages) > 0
+    assert max(*stages[:-1]) < figures["host_us_per_step"] < sum(stages)
     assert 0 < figures["roof_share"] < 1
     assert figures["decode_tokens_per_s"] < figures["roof_tokens_per_s"]

@@ -124,6 +124,15 @@ def test_route(ops: Run, renormalise: bool, experts: int, top_k: int, rng: torch
     assert_within(weights, want, want * (experts + top_k + 16) * EPS32)
 
 
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
+def test_best(ops: Run, rng: torch.Generator) -> None:
+    logits = rand(rng, 6, 2050) - 100
+    logits[0, 2049] = logits[1, 0] = logits[2, 1030] = 50
+    logits[3, [700, 1500]] = 50
+    logits[4, 1999], logits[5, 3] = -math.inf, math.nan
+    assert ops.best(logits).tolist() == [2049, 0, 1030, 700, -1, -1]
+
+
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
 @pytest.mark.parametrize("routing", ["random", "one_expert", "empty_experts"])
 def test_moe_experts(ops: Run, dtype: torch.dtype, routing: str, rng: torch.Generator) -> None:

@@ -20,6 +20,7 @@ from proa.bench.table import render
 from proa.bench.timing import Timing, percentile, spread_ms
 from proa.config.field import declarations
 from proa.config.options import CacheOptions, EngineOptions
+from proa.engine.ipc import Stats
 from proa.errors import UsageError
 from proa.plan.resolve import ROOF_CONTEXT_TOKENS
 
@@ -63,6 +64,23 @@ def test_latency_figures() -> None:
     assert figures["prefill_tokens_per_s"] == pytest.approx((100 + 200) / 2)
     assert figures["decode_tokens_per_s"] == pytest.approx(1 / 0.15)
     assert figures["cached_prompt_tokens"] == 32  # a cache that helped is visible in the result
+
+
+def test_where_a_decode_step_spends_its_time() -> None:
+    """Counters of steps 1, 2, 4 and 7, at 1 ms of model and 10, 20, 30 and 40 us of the stages for each step."""
+    steps = (1, 2, 4, 7)
+    stats = tuple(
+        Stats(
+            steps=n, schedule_seconds=n * 1e-5, inputs_seconds=n * 2e-5, sample_seconds=n * 3e-5,
+            publish_seconds=n * 4e-5, program_seconds=n * 1e-3,
+        )
+        for n in steps
+    )  # fmt: skip
+    figures = latency_figures([Timing(0.0, (1.0, 1.1, 1.2, 1.3), 10, 7, stats=stats)])
+    stages = {"host": 100, "schedule": 10, "inputs": 20, "sample": 30, "publish": 40, "program": 1000}
+    assert {name: figures[f"{name}_us_per_step"] for name in stages} == pytest.approx(stages)
+    same = Timing(0.0, (1.0, 1.1), 10, 2, stats=(stats[0], stats[0]))
+    assert latency_figures([same])["host_us_per_step"] is None
 
 
 def test_load_figures() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -113,7 +112,7 @@ def test_same_seed_same_tokens_and_another_position_another_draw() -> None:
     logits = torch.zeros(1, 1000)
     first = row([1, 2], 1, temperature=1.0, seed=5)
     assert sample(logits, [first]) == sample(logits, [first])
-    moved = {sample(logits, [replace(first, tokens=[1, *range(n)])])[0] for n in range(50)}
+    moved = {sample(logits, [msgspec.structs.replace(first, tokens=[1, *range(n)])])[0] for n in range(50)}
     assert len(moved) > 40
 
 

@@ -230,6 +230,9 @@ PROA_API int proa_program_add_rotary(proa_program* program, void* x, int64_t x_s
                                      const float* sin, int64_t heads, int64_t head_dim, int64_t half, int interleaved);
 PROA_API int proa_program_add_route(proa_program* program, const void* logits, int64_t stride, int wide,
                                     int64_t experts, int64_t top_k, int renormalise, int32_t* ids, float* weights);
+// The id of each row's largest value, of equal ones the lowest; -1 where a value is infinite or no number.
+PROA_API int proa_program_add_best(proa_program* program, const float* logits, int64_t stride, int64_t width,
+                                   int32_t* ids);
 // Keys and values of the rows go to their slots: page * page_tokens + offset.
 PROA_API int proa_program_add_write_kv(proa_program* program, const proa_kv_pages* cache, const void* keys,
                                        int64_t keys_stride, const void* values, int64_t values_stride,

@@ -13,9 +13,10 @@ from statistics import median
 from proa.bench.endpoint import open_endpoint
 from proa.bench.prompts import TEXT, distinct_prompts
 from proa.bench.result import MeasuredRoof, Result, bandwidth_meter, busy_notes, result
-from proa.bench.timing import Timing, spread_ms
+from proa.bench.timing import Timing, spread_ms, stage_us
 from proa.config.field import option
 from proa.config.options import EngineOptions
+from proa.engine.ipc import Stats
 from proa.errors import ProaError
 from proa.llm import AsyncLLM
 from proa.machine.probe import probe
@@ -92,7 +93,8 @@ _NO_ROOF = "no roof: what a server must read per token is not known from outside
 
 
 def latency_figures(timings: Sequence[Timing]) -> dict[str, float | None]:
-    """TTFT (prefill, one decode step and all overheads), time per further token, and both as rates."""
+    """TTFT (prefill, one decode step and all overheads), time per further token, both as rates, and where a decode
+    step's time goes in the engine."""
     per_token = [t.tpot_s for t in timings if t.tpot_s is not None]
     return {
         **spread_ms("ttft", (t.ttft_s for t in timings)),
@@ -100,6 +102,7 @@ def latency_figures(timings: Sequence[Timing]) -> dict[str, float | None]:
         **spread_ms("itl", (gap for t in timings for gap in t.gaps_s)),
         "prefill_tokens_per_s": median(t.prompt_tokens / t.ttft_s for t in timings),
         "decode_tokens_per_s": 1 / median(per_token) if per_token else None,
+        **stage_us(timings),
         "cached_prompt_tokens": float(sum(t.cached_tokens or 0 for t in timings)),
     }
 
@@ -139,14 +142,16 @@ def engine_target(llm: AsyncLLM, output_tokens: int) -> Target:
     async def ask(prompt: list[int]) -> Timing:
         start_s = time.perf_counter()
         arrivals: list[float] = []
+        stats: list[Stats] = []
         made, cached = 0, None
         async for chunk in llm.stream(prompt, params):
             if chunk.tokens:
                 arrivals.append(time.perf_counter())
+                stats.append(llm.engine.stats)
             made += len(chunk.tokens)
             cached = chunk.cached_tokens if chunk.cached_tokens is not None else cached
         if made != output_tokens:
             raise ProaError(f"The engine made {made} tokens instead of {output_tokens}.", "Report this as a bug.")
-        return Timing(start_s, tuple(arrivals), len(prompt), made, cached)
+        return Timing(start_s, tuple(arrivals), len(prompt), made, cached, tuple(stats))
 
     return Target(llm.model_name, llm.tokenize(TEXT), ask, llm.plan)

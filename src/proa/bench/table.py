@@ -52,7 +52,7 @@ def _figures(result: Result) -> Table:
 
 def _words(name: str, value: float | None) -> tuple[str, str]:
     """("decode_tokens_per_s", 12.3) -> ("decode tokens", "12.3 / s")."""
-    for ending, unit in (("_per_s", " / s"), ("_s", " s"), ("_share", " %")):
+    for ending, unit in (("_us_per_step", " us / step"), ("_per_s", " / s"), ("_s", " s"), ("_share", " %")):
         if name.endswith(ending) and value is not None:
             shown = _number(100 * value if unit == " %" else value)
             return name.removesuffix("" if unit == " %" else ending).replace("_", " "), shown + unit

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
+
+from proa.engine.ipc import Stats
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,7 @@ class Timing:
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int | None = None  # prompt tokens that a cache provided; None: the server does not say
+    stats: tuple[Stats, ...] = ()  # the engine's, with each piece; none of a server
 
     @property
     def ttft_s(self) -> float:
@@ -39,6 +43,12 @@ class Timing:
         """Times between pieces: the stalls that a mean hides."""
         return tuple(b - a for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False))
 
+    @property
+    def decode_steps(self) -> tuple[tuple[Stats, Stats, int], ...]:
+        """The engine's counters before and after each piece but the first, and how many steps lie between."""
+        pairs = zip(self.stats, self.stats[1:], strict=False)
+        return tuple((a, b, b.steps - a.steps) for a, b in pairs if b.steps > a.steps)
+
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Linear between the two nearest values. Raises ValueError for no values."""
@@ -49,6 +59,18 @@ def percentile(values: Sequence[float], percent: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def stage_us(timings: Iterable[Timing]) -> dict[str, float | None]:
+    """Median microseconds of a decode step in the engine: outside of the model ("host_us_per_step"), and by stage."""
+    steps = [step for timing in timings for step in timing.decode_steps]
+    stages = ("host", "schedule", "inputs", "sample", "publish", "program")
+
+    def us(stage: str) -> list[float]:
+        name = f"{stage}_seconds"
+        return [1e6 * (getattr(after, name) - getattr(before, name)) / count for before, after, count in steps]
+
+    return {f"{stage}_us_per_step": median(us(stage)) if steps else None for stage in stages}
 
 
 def spread_ms(name: str, seconds: Iterable[float | None]) -> dict[str, float | None]:

@@ -141,7 +141,8 @@ class EngineClient:
         if self.state in ("failed", "stopped"):
             return
         match message:
-            case Tokens(events):
+            case Tokens(events, stats):
+                self.stats = stats
                 for event in events:
                     if event.id in self._streams:
                         self._streams[event.id].put_nowait(event)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 
+from proa.engine.clock import Stage
 from proa.engine.ipc import Stats
 from proa.engine.runner import Runner, StepOutput
 from proa.engine.scheduler import Scheduler, StepPlan
@@ -21,8 +20,8 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.vocab = vocab
+        self.clock = runner.executor.clock
         self._dynamic_from = min(dynamic_lengths(runner.ropes), default=None)
-        self._step_seconds = 0.0
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # until the first token takes them along
 
     @property
@@ -50,19 +49,20 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Advance every scheduled sequence once; what happened, for the frontend."""
-        begin = time.perf_counter()
         plan = self.scheduler.plan()
+        self.clock.lap(Stage.SCHEDULE)
         if plan is None:
             return []
         output = self.runner.run(plan)
         self._collect_prompt_logprobs(plan, output)
         broken = [self._break(request_id) for request_id in sorted(output.broken)]
         events = self.scheduler.commit(plan, output.tokens)
-        self._step_seconds += time.perf_counter() - begin
-        return broken + [self._with_logprobs(event, output) for event in events]
+        events = broken + [self._with_logprobs(event, output) for event in events]
+        self.clock.lap(Stage.SCHEDULE)
+        return events
 
     def stats(self) -> Stats:
-        return msgspec.structs.replace(self.scheduler.stats(), step_seconds=self._step_seconds)
+        return self.scheduler.stats(**self.clock.seconds())
 
     def _with_logprobs(self, event: TokenEvent, output: StepOutput) -> TokenEvent:
         logprob = output.logprobs.get(event.id)

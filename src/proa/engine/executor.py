@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from proa.engine.clock import Stage, StepClock
 from proa.engine.crew import Crew
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin, is_dynamic
@@ -26,8 +28,7 @@ FEW_TOKENS = 8
 KEPT_POSITIONS = 1 << 15
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """A sequence's part of a step: `tokens` at positions from `start` on; `pages` hold all of it."""
 
     tokens: Sequence[int]
@@ -37,35 +38,54 @@ class Span:
 
 
 class Executor(Protocol):
+    """`clock` is told when inputs are ready and when the model is done."""
+
     spec: Model
+    clock: StepClock
 
-    def forward(self, sequences: Sequence[Span]) -> Tensor:
-        """Hidden states after the last block of all rows [T, hidden], valid until the next call. Writes K and V."""
+    def forward(self, sequences: Sequence[Span]) -> None:
+        """Compute all rows of a step; write their K and V."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Rows of hidden states [R, hidden] -> float32 [R, vocab], valid until the next call."""
+    def score(self, rows: Sequence[int]) -> list[int]:
+        """The best next token after each of these rows of the last step; -1 where logits are not finite."""
+
+    @property
+    def logits(self) -> Tensor:
+        """Of the rows scored last, float32 [R, vocab], valid until the next call."""
 
 
 class EagerExecutor:
     """Calls the model; whatever its ops are, they compute when called."""
 
     def __init__(self, model: Decoder, caches: tuple[KvPages, ...], page_tokens: int) -> None:
-        self.spec = model.spec
+        self.spec, self.clock = model.spec, StepClock()
         self._model, self._caches, self._page_tokens = model, caches, page_tokens
         self._ropes = {block.mixer.rope for block in model.spec.blocks}
+        self._hidden = self._logits = torch.empty(0)
         self.decode_threads = self.prefill_threads = torch.get_num_threads()
 
-    def forward(self, sequences: Sequence[Span]) -> Tensor:
+    @torch.inference_mode()
+    def forward(self, sequences: Sequence[Span]) -> None:
         tokens = torch.tensor([t for s in sequences for t in s.tokens])
         torch.set_num_threads(self.decode_threads if len(tokens) <= FEW_TOKENS else self.prefill_threads)
         kv_lens = [s.start + len(s.tokens) for s in sequences]
         batch = batch_of([len(s.tokens) for s in sequences], kv_lens, [s.pages for s in sequences], self._page_tokens)
         positions, lengths = positions_of(sequences)
         angles = {rope: cos_sin(rope, positions, lengths) for rope in self._ropes}
-        return self._model(tokens, Step(batch, angles, self._caches))
+        self.clock.lap(Stage.INPUTS)
+        self._hidden = self._model(tokens, Step(batch, angles, self._caches))
+        self.clock.lap(Stage.PROGRAM)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)
+    @torch.inference_mode()
+    def score(self, rows: Sequence[int]) -> list[int]:
+        self._logits = self._model.logits(self._hidden[list(rows)])
+        best: list[int] = self._model.best(self._logits).tolist()
+        self.clock.lap(Stage.PROGRAM)
+        return best
+
+    @property
+    def logits(self) -> Tensor:
+        return self._logits
 
 
 def positions_of(sequences: Sequence[Span]) -> tuple[Tensor, Tensor]:
@@ -87,63 +107,63 @@ class StepLimits:
 
 
 class RecordedExecutor:
-    """Records the model's ops once, over buffers for the largest step, and replays them."""
+    """Records the model's ops once, over buffers for the largest step, and replays them. No step calls torch."""
 
     def __init__(
         self, model: Decoder, recorder: Recorder, caches: tuple[KvPages, ...], limits: StepLimits,
         crew: Crew | None = None,
     ) -> None:  # fmt: skip
-        self.spec = model.spec
+        self.spec, self.clock = model.spec, StepClock()
         self.crew = crew
         self._keep = model, recorder, caches  # the program has the addresses of what they own
         self._program, self._limits, self._cache_pages = recorder.program, limits, len(caches[0].keys)
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
-        rows = limits.rows
-        tokens, slots = (recorder.keep(torch.zeros(rows, dtype=torch.int64)) for _ in range(2))
-        self._tokens, self._slots = tokens.numpy(), slots.numpy()
+        tokens, slots, positions = (_numbers(recorder, limits.rows) for _ in range(3))
+        self._tokens, self._slots, self._positions = tokens.numpy(), slots.numpy(), positions.numpy()
         self._page_table = np.zeros((limits.sequences, self._most_pages), np.int32)
         self._q_lens, self._kv_lens = (np.zeros(limits.sequences, np.int32) for _ in range(2))
         self._addresses = (self._q_lens.ctypes.data, self._kv_lens.ctypes.data, self._page_table.ctypes.data)
         self._pages: list[list[int]] = [[] for _ in range(limits.sequences)]  # what stands in the table
-        self._angles = {
-            rope: _Angles(rope, rows, limits.context_tokens, recorder)
-            for rope in {block.mixer.rope for block in model.spec.blocks}
-        }
-        step = Step(AttentionBatch((), (), (), slots), {rope: a.now for rope, a in self._angles.items()}, caches)
+        ropes = {block.mixer.rope for block in model.spec.blocks}
+        angles = {rope: _angles(rope, positions, limits.context_tokens, recorder) for rope in ropes}
+        self._changing = {rope: places for rope, places in angles.items() if not _is_kept(rope, limits.context_tokens)}
+        step = Step(AttentionBatch((), (), (), slots), angles, caches)
         with torch.inference_mode():
-            self._hidden = model(tokens, step)
+            hidden = model(tokens, step)
             self._body = len(self._program)
             recorder.end_blocks(limits.head_rows)
-            self._head_input = recorder.new(model.spec.hidden)
-            self._logits = model.logits(self._head_input)
+            scored = _numbers(recorder, limits.head_rows)
+            self._logits = model.logits(recorder.take(hidden, scored))
+            self._best = model.best(self._logits).numpy()
+        self._scored, self._num_scored = scored.numpy(), 0
         self._end = len(self._program)
 
-    def forward(self, sequences: Sequence[Span]) -> Tensor:
+    def forward(self, sequences: Sequence[Span]) -> None:
         page_tokens = self._limits.page_tokens
         tokens: list[int] = []
-        positions, slots = [], []
+        positions: list[int] = []
+        slots: list[int] = []
         for i, s in enumerate(sequences):
+            end = s.start + len(s.tokens)
             self._set_pages(i, s.pages)
-            self._q_lens[i] = len(s.tokens)
-            self._kv_lens[i] = s.start + len(s.tokens)
+            self._q_lens[i], self._kv_lens[i] = len(s.tokens), end
             tokens += s.tokens
-            for position in range(s.start, s.start + len(s.tokens)):
-                positions.append(position)
-                slots.append(s.pages[position // page_tokens] * page_tokens + position % page_tokens)
+            positions += range(s.start, end)
+            slots += [s.pages[p // page_tokens] * page_tokens + p % page_tokens for p in range(s.start, end)]
         rows = len(tokens)
-        self._tokens[:rows] = tokens
-        self._slots[:rows] = slots
-        for angles in self._angles.values():
-            angles.fill(positions, sequences)
+        self._tokens[:rows], self._positions[:rows], self._slots[:rows] = tokens, positions, slots
+        if self._changing:
+            self._compute_angles(sequences, rows)
         if self.crew:
             self.crew.call(few=rows <= FEW_TOKENS)
         self._program.set_batch(len(sequences), *self._addresses, self._most_pages, self._cache_pages, page_tokens)
+        self.clock.lap(Stage.INPUTS)
         self._program.run(0, self._body, rows)
-        return self._hidden[:rows]
+        self.clock.lap(Stage.PROGRAM)
 
     def try_step(self, token: int, share: float) -> None:
         """Compute the first `share` of a step of one token, for its time alone. Writes to the first page."""
-        self._tokens[0], self._slots[0] = token, 0
+        self._tokens[0], self._positions[0], self._slots[0] = token, 0, 0
         self._set_pages(0, [0])
         self._q_lens[0] = self._kv_lens[0] = 1
         self._program.set_batch(1, *self._addresses, self._most_pages, self._cache_pages, self._limits.page_tokens)
@@ -158,29 +178,40 @@ class RecordedExecutor:
         self._page_table[i, kept : len(pages)] = pages[kept:]
         self._pages[i] = list(pages)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        rows = len(hidden)
-        self._head_input[:rows] = hidden
-        self._program.run(self._body, self._end, rows)
-        return self._logits[:rows]
+    def _compute_angles(self, sequences: Sequence[Span], rows: int) -> None:
+        for rope, places in self._changing.items():
+            for place, value in zip(places, cos_sin(rope, *positions_of(sequences)), strict=True):
+                place[:rows] = value
+
+    def score(self, rows: Sequence[int]) -> list[int]:
+        self._num_scored = len(rows)
+        self._scored[: len(rows)] = rows
+        self.clock.lap(Stage.INPUTS)
+        self._program.run(self._body, self._end, len(rows))
+        self.clock.lap(Stage.PROGRAM)
+        best: list[int] = self._best[: len(rows)].tolist()
+        return best
+
+    @property
+    def logits(self) -> Tensor:
+        return self._logits[: self._num_scored]
 
 
-class _Angles:
-    """cos and sin of one rotary: of the step's rows, and of all positions where those are fixed and few."""
+def _numbers(recorder: Recorder, count: int) -> Tensor:
+    """int64 [count] that the program reads."""
+    return recorder.keep(torch.zeros(count, dtype=torch.int64))
 
-    def __init__(self, rope: Rope, rows: int, context_tokens: int, recorder: Recorder) -> None:
-        self._rope = rope
-        fixed = not is_dynamic(rope) and context_tokens <= KEPT_POSITIONS
+
+def _is_kept(rope: Rope, context_tokens: int) -> bool:
+    """Whether the angles of all positions are computed at start: they are fixed and few."""
+    return not is_dynamic(rope) and context_tokens <= KEPT_POSITIONS
+
+
+def _angles(rope: Rope, positions: Tensor, context_tokens: int, recorder: Recorder) -> tuple[Tensor, Tensor]:
+    """cos and sin of a step's rows: taken by the program from those of all positions, or to be filled in."""
+    if _is_kept(rope, context_tokens):
         every = torch.arange(context_tokens)
-        self._table = [t.numpy() for t in cos_sin(rope, every, every + 1)] if fixed else []
-        shape = (rows, rope.dim // 2)
-        self.now = (recorder.keep(torch.zeros(shape)), recorder.keep(torch.zeros(shape)))
-        self._places = [now.numpy() for now in self.now]
-
-    def fill(self, positions: list[int], sequences: Sequence[Span]) -> None:
-        rows = len(positions)
-        for table, place in zip(self._table, self._places, strict=False):
-            np.take(table, positions, 0, place[:rows], "clip")  # "clip" spares a copy; positions are within
-        if not self._table:
-            for now, value in zip(self.now, cos_sin(self._rope, *positions_of(sequences)), strict=True):
-                now[:rows] = value
+        cos, sin = cos_sin(rope, every, every + 1)
+        return recorder.take(cos, positions), recorder.take(sin, positions)
+    shape = (recorder.rows, rope.dim // 2)
+    return recorder.keep(torch.zeros(shape)), recorder.keep(torch.zeros(shape))

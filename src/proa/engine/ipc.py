@@ -11,7 +11,7 @@ import msgspec
 from proa.plan.plan import Plan
 from proa.types import Decision, EngineRequest, TokenEvent
 
-PROTOCOL = 1  # raised with every incompatible change; both sides compare it in Start
+PROTOCOL = 2  # raised with every incompatible change; both sides compare it in Start
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -62,10 +62,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     remedy: str = ""
 
 
-class Tokens(msgspec.Struct, frozen=True, tag=True):
-    events: list[TokenEvent]
-
-
 class Refused(msgspec.Struct, frozen=True, tag=True):
     id: str
     error: str
@@ -75,7 +71,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
-    """Sent when a step changed something and when idle begins. Counters only grow."""
+    """Sent with every step and when anything else changed. Counters only grow."""
 
     running: int = 0
     waiting: int = 0
@@ -87,7 +83,23 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    step_seconds: float = 0.0  # time spent in steps, all together
+    schedule_seconds: float = 0.0  # time spent in steps, by engine/clock.py's stages
+    inputs_seconds: float = 0.0
+    program_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    publish_seconds: float = 0.0  # up to the step before
+
+    @property
+    def host_seconds(self) -> float:
+        """Of steps, outside of the model."""
+        return self.schedule_seconds + self.inputs_seconds + self.sample_seconds + self.publish_seconds
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """What a step did, in one message: each wakes a thread here and two in the frontend."""
+
+    events: list[TokenEvent]
+    stats: Stats
 
 
 ToEngine = Start | Submit | Abort | Shutdown

@@ -1,15 +1,13 @@
-"""Run one planned step: tensors in, tokens out. Belongs here: the forward pass and sampling. Never: scheduling."""
+"""Run one planned step: tokens in, tokens out. Belongs here: the forward pass and sampling. Never: scheduling."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
 
+import msgspec
 import torch
-from torch import Tensor
 
+from proa.engine.clock import Stage
 from proa.engine.executor import Executor, Span
 from proa.engine.request import Request
 from proa.engine.scheduler import StepItem, StepPlan
@@ -22,14 +20,13 @@ from proa.types import TokenLogprob
 PROMPT_LOGITS_ROWS = 64
 
 
-@dataclass
-class StepOutput:
+class StepOutput(msgspec.Struct):
     """By request id. A request whose logits were not finite is in `broken` and has no token."""
 
-    tokens: dict[str, int] = field(default_factory=dict)
-    logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
-    broken: set[str] = field(default_factory=set)
+    tokens: dict[str, int] = {}
+    logprobs: dict[str, TokenLogprob] = {}
+    prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+    broken: set[str] = set()
 
 
 class Runner:
@@ -40,44 +37,67 @@ class Runner:
         self.page_tokens = page_tokens
         self.ropes = {block.mixer.rope for block in executor.spec.blocks}
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute every item's rows, write their KV, sample where the plan says so."""
-        items = plan.items
-        hidden = self.executor.forward([_span(item) for item in items])
+        self.executor.forward([_span(item) for item in plan.items])
         out = StepOutput()
-        ends = list(accumulate(item.num_tokens for item in items))
-        sampled = [(item, end - 1) for item, end in zip(items, ends, strict=True) if item.samples]
+        sampled: list[Request] = []
+        rows: list[int] = []
+        end = 0
+        for item in plan.items:
+            end += item.num_tokens
+            if item.samples:
+                sampled.append(item.request)
+                rows.append(end - 1)
         if sampled:
-            logits = self.executor.logits(_rows(hidden, [row for _, row in sampled]))
-            self._sample([item.request for item, _ in sampled], logits, out)
-        for item, end in zip(items, ends, strict=True):
+            self._sample(sampled, rows, out)
+        end = 0
+        for item in plan.items:
+            end += item.num_tokens
             if item.request.sampling.prompt_logprobs is not None and not item.request.num_generated:
-                self._score_prompt(item, hidden[end - item.num_tokens : end], out)
+                self._score_prompt(item, end - item.num_tokens, out)
+        self.executor.clock.lap(Stage.SAMPLE)
         return out
 
-    def _sample(self, requests: Sequence[Request], logits: Tensor, out: StepOutput) -> None:
-        finite = [math.isfinite(total) for total in logits.sum(-1).tolist()]  # not a number, or infinite, if any is
-        out.broken.update(r.id for r, ok in zip(requests, finite, strict=True) if not ok)
-        good = [i for i, ok in enumerate(finite) if ok]
-        if not good:
-            return
-        rows = [Row(r.sampling, r.tokens, r.num_prompt) for r in (requests[i] for i in good)]
-        chosen = logits if len(good) == len(finite) else logits[good]
-        for i, token in zip(good, sample(chosen, rows), strict=True):
-            request = requests[i]
-            out.tokens[request.id] = token
-            if request.sampling.logprobs is not None:
-                out.logprobs[request.id] = token_logprob(logits[i], token, request.sampling.logprobs)
+    def _sample(self, requests: Sequence[Request], ends: Sequence[int], out: StepOutput) -> None:
+        drawn: list[int] = []
+        rows: list[Row] = []
+        for i, (request, best) in enumerate(zip(requests, self.executor.score(ends), strict=True)):
+            row = Row(request.sampling, request.tokens, request.num_prompt)
+            if best < 0:
+                out.broken.add(request.id)
+            elif row.takes_best:
+                out.tokens[request.id] = best
+            else:
+                drawn.append(i)
+                rows.append(row)
+        if drawn:
+            self._draw([requests[i].id for i in drawn], drawn, rows, out)
+        for i, request in enumerate(requests):
+            if request.sampling.logprobs is not None and request.id in out.tokens:
+                self._explain(i, request, out)
 
-    def _score_prompt(self, item: StepItem, hidden: Tensor, out: StepOutput) -> None:
-        """Log-probabilities of the prompt tokens that this chunk's rows predict."""
+    @torch.inference_mode()
+    def _draw(self, ids: Sequence[str], places: list[int], rows: Sequence[Row], out: StepOutput) -> None:
+        logits = self.executor.logits
+        chosen = logits if len(places) == len(logits) else logits[places]
+        out.tokens.update(zip(ids, sample(chosen, rows), strict=True))
+
+    @torch.inference_mode()
+    def _explain(self, place: int, request: Request, out: StepOutput) -> None:
+        top = request.sampling.logprobs or 0
+        out.logprobs[request.id] = token_logprob(self.executor.logits[place], out.tokens[request.id], top)
+
+    @torch.inference_mode()
+    def _score_prompt(self, item: StepItem, row: int, out: StepOutput) -> None:
+        """Log-probabilities of the prompt tokens that this chunk's rows, from `row` on, predict."""
         request, top = item.request, item.request.sampling.prompt_logprobs or 0
         last = min(item.start + item.num_tokens, request.num_prompt - 1)
         scored = out.prompt_logprobs.setdefault(request.id, [])
         for first in range(item.start, last, PROMPT_LOGITS_ROWS):
-            rows = slice(first - item.start, min(first + PROMPT_LOGITS_ROWS, last) - item.start)
-            for i, scores in enumerate(self.executor.logits(hidden[rows])):
+            begin, end = first - item.start + row, min(first + PROMPT_LOGITS_ROWS, last) - item.start + row
+            self.executor.score(range(begin, end))
+            for i, scores in enumerate(self.executor.logits):
                 scored.append(token_logprob(scores, request.tokens[first + i + 1], top))
 
 
@@ -86,9 +106,3 @@ def _span(item: StepItem) -> Span:
     return Span(
         request.tokens[item.start : item.start + item.num_tokens], item.start, request.pages, request.num_prompt
     )
-
-
-def _rows(hidden: Tensor, rows: list[int]) -> Tensor:
-    """hidden[rows]; a view where they follow one another, as in every step that only decodes."""
-    first, end = rows[0], rows[-1] + 1
-    return hidden[first:end] if end - first == len(rows) else hidden[rows]

@@ -98,8 +98,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def stats(self) -> Stats:
-        """Counters for the frontend; step_seconds is the engine's to fill in."""
+    def stats(self, **seconds: float) -> Stats:
+        """Counters for the frontend; `seconds` are the engine's."""
         return Stats(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -111,6 +111,7 @@ class Scheduler:
             cached_prompt_tokens=self._cached_prompt_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=self._preemptions,
+            **seconds,
         )
 
     # ---- intake
@@ -232,6 +233,8 @@ class Scheduler:
                 draft.add(request, 1 + self.limits.lookahead_tokens)
 
     def _plan_prefills(self, draft: _Draft) -> None:
+        if not self._waiting and len(draft.items) == len(self._running):
+            return
         leading = {r.group for r in self._running if self._leads(r)}
         is_open = True  # until someone does not fit: nobody behind may overtake
         for request in self._unfinished_prompts():

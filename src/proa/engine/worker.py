@@ -14,6 +14,7 @@ import threading
 import msgspec
 import zmq
 
+from proa.engine.clock import Stage
 from proa.engine.engine import Engine
 from proa.engine.ipc import (
     PROTOCOL,
@@ -88,17 +89,20 @@ def serve(engine: Engine, channel: Channel) -> None:
     """Messages first, then one step, until Shutdown."""
     channel.send(engine.stats())
     while True:
-        while channel.wait(0 if engine.has_work else IDLE_POLL_MS):
+        if not engine.has_work:
+            channel.wait(IDLE_POLL_MS)
+            engine.clock.start()
+        while channel.wait(0):
             message = channel.receive()
             if isinstance(message, Shutdown):
                 return
             handle(engine, channel, message)
         if engine.has_work:
-            if events := engine.step():
-                channel.send(Tokens(events))
+            events = engine.step()
+            channel.send(Tokens(events, engine.stats()))
+            engine.clock.lap(Stage.PUBLISH)
             if not engine.has_work:
                 engine.scheduler.check()
-            channel.send(engine.stats())
 
 
 def handle(engine: Engine, channel: Channel, message: ToEngine) -> None:

@@ -39,6 +39,7 @@ class Decoder:
 
     def __init__(self, model: spec.Model, ops: Ops) -> None:
         self.spec = model
+        self.best = ops.best
         self.embed = ops.maps.embedding(model.vocab, model.hidden, model.tied)
         self.blocks = [Block(block, model, ops) for block in model.blocks]
         self.norm = RmsNorm(model.hidden, model.norm_eps, ops)

@@ -37,6 +37,7 @@ _SIGNATURES: Signatures = {
     "proa_program_add_route": (
         c_void_p, c_void_p, c_int64, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p,
     ),
+    "proa_program_add_best": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
     "proa_program_add_write_kv": (
         c_void_p, POINTER(_KvPages), c_void_p, c_int64, c_void_p, c_int64, c_void_p,
     ),
@@ -131,6 +132,10 @@ class Program:
         _native().proa_program_add_route(
             self._handle, logits.address, logits.stride, logits.wide, experts, top_k, renormalise, ids, weights
         )
+
+    def add_best(self, logits: Rows, width: int, ids: int) -> None:
+        """Float32 rows; ids int32."""
+        _native().proa_program_add_best(self._handle, logits.address, logits.stride, width, ids)
 
     def add_write_kv(self, cache: Cache, keys: Rows, values: Rows, slots: int) -> None:
         _native().proa_program_add_write_kv(

@@ -52,7 +52,13 @@ SAMPLED: dict[str, Declared] = {
         "proa_kv_pages_cached", "gauge", "KV pages held only by the prefix cache; free + cached = all when idle"
     ),
     "steps": Declared("proa_engine_steps", "counter", "Steps of the engine"),
-    "step_seconds": Declared("proa_engine_step_seconds", "counter", "Time spent in steps"),
+    "schedule_seconds": Declared(
+        "proa_engine_schedule_seconds", "counter", "Time of steps: deciding who computes what"
+    ),
+    "inputs_seconds": Declared("proa_engine_inputs_seconds", "counter", "Time of steps: telling the model what to do"),
+    "program_seconds": Declared("proa_engine_program_seconds", "counter", "Time of steps: the model"),
+    "sample_seconds": Declared("proa_engine_sample_seconds", "counter", "Time of steps: choosing tokens"),
+    "publish_seconds": Declared("proa_engine_publish_seconds", "counter", "Time of steps: telling the server process"),
     "prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, cached ones included"),
     "cached_prompt_tokens": Declared(
         "proa_prefix_hit_tokens", "counter", "Prompt tokens that the prefix cache provided"

@@ -62,6 +62,14 @@ class Recorder:
             self._buffers[key] = buffer
         return buffer
 
+    def take(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Rows of a table [N, width] of any type, which stays: they are copied as they are. ids: int64."""
+        out = self.new(table.shape[1], table.dtype)
+        pairs = table.shape[1] * table.element_size() // 2  # the program counts in values of two bytes
+        rows = Rows(out.data_ptr(), pairs, False)
+        self.program.add_embed(ids.data_ptr(), self.keep(table).data_ptr(), len(table), pairs, rows)
+        return out
+
     def keep(self, tensor: Tensor) -> Tensor:
         self._kept.append(tensor)
         return tensor
@@ -82,6 +90,7 @@ class CpuOps:
             add=self.add,
             gated_add=self.gated_add,
             route=self.route,
+            best=self.best,
             write_kv=self.write_kv,
             attention=self.attention,
         )
@@ -112,6 +121,11 @@ class CpuOps:
             rows_of(logits), logits.shape[1], top_k, renormalise, ids.data_ptr(), weights.data_ptr()
         )
         return ids, weights
+
+    def best(self, logits: Tensor) -> Tensor:
+        ids = self._to.new(1, torch.int32)[:, 0]
+        self._to.program.add_best(rows_of(logits), logits.shape[1], ids.data_ptr())
+        return ids
 
     def write_kv(self, keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
         self._to.program.add_write_kv(_cache(cache), rows_of(keys), rows_of(values), slots.data_ptr())
@@ -281,28 +295,26 @@ class CpuEmbedding:
 
     def __init__(self, to: Recorder, vocab: int, hidden: int, tied: bool) -> None:
         self._to, self._hidden = to, hidden
-        self._packed = CpuLinear(to, {"embed": vocab}, hidden, False, wide=True) if tied else None
-        self._table = None if tied else to.keep(torch.empty(vocab, hidden, dtype=torch.bfloat16))
+        self._weight = (
+            CpuLinear(to, {"embed": vocab}, hidden, False, wide=True)
+            if tied
+            else torch.empty(vocab, hidden, dtype=torch.bfloat16)
+        )
 
     def __call__(self, tokens: Tensor) -> Tensor:
+        if isinstance(self._weight, Tensor):
+            return self._to.take(self._weight, tokens)
         out = self._to.new(self._hidden)
-        if self._packed is not None:
-            self._to.program.add_lookup(self._packed.whole, tokens.data_ptr(), rows_of(out))
-        elif self._table is not None:
-            vocab, hidden = self._table.shape
-            self._to.program.add_embed(tokens.data_ptr(), self._table.data_ptr(), vocab, hidden, rows_of(out))
+        self._to.program.add_lookup(self._weight.whole, tokens.data_ptr(), rows_of(out))
         return out
 
     def logits(self, x: Tensor) -> Tensor:
-        if self._packed is None:
+        if isinstance(self._weight, Tensor):
             raise ValueError("this model's head is not its embedding")
-        return self._packed(x)
+        return self._weight(x)
 
     def parameters(self) -> Parameters:
-        if self._packed is not None:
-            yield "weight", self._packed.sink("embed")
-        elif self._table is not None:
-            yield "weight", self._table
+        yield "weight", self._weight if isinstance(self._weight, Tensor) else self._weight.sink("embed")
 
 
 class CpuMaps:

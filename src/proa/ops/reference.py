@@ -49,6 +49,10 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
     return ids, weights / weights.sum(-1, keepdim=True) if renormalise else weights
 
 
+def best(logits: Tensor) -> Tensor:
+    return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1)
+
+
 def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """x [T, H]; gate_up [E, 2I, H], gate first; down [E, H, I] -> [T, H]."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -208,6 +212,7 @@ def reference(dtype: torch.dtype) -> Ops:
         add=add,
         gated_add=gated_add,
         route=route,
+        best=best,
         write_kv=write_kv,
         attention=attention,
     )

@@ -63,6 +63,11 @@ class Route(Protocol):
         """softmax over logits [T, E] in float32 -> ids int64 [T, k], weights float32 [T, k], best first."""
 
 
+class Best(Protocol):
+    def __call__(self, logits: Tensor) -> Tensor:
+        """float32 [R, vocab] -> int [R], the largest one's id, the lowest of equals; -1 where any is not finite."""
+
+
 class WriteKv(Protocol):
     def __call__(self, keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
         """Store keys, values [T, kv_heads, D] at slots [T]."""
@@ -170,6 +175,7 @@ class Ops:
     add: Add
     gated_add: GatedAdd
     route: Route
+    best: Best
     write_kv: WriteKv
     attention: PagedAttention
 

@@ -13,7 +13,7 @@ from proa.sampling.rows import Row
 
 def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """float32 [R, vocab] -> the same with every row's wishes applied; the input is not changed."""
-    if not any(_wants(row) for row in rows):
+    if not any(row.is_adjusted for row in rows):
         return logits
     out = logits.clone()
     for scores, row in zip(out, rows, strict=True):
@@ -24,17 +24,6 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         if row.num_output < row.sampling.min_tokens:
             scores[[*row.sampling.eos_token_ids, *row.sampling.stop_token_ids]] = -torch.inf
     return out
-
-
-def _wants(row: Row) -> bool:
-    s = row.sampling
-    return (
-        s.repetition_penalty != 1.0
-        or s.presence_penalty != 0.0
-        or s.frequency_penalty != 0.0
-        or bool(s.logit_bias)
-        or row.num_output < s.min_tokens
-    )
 
 
 def _repetition(scores: Tensor, row: Row) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from proa.types import Sampling
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """One row of logits: the next token of one sequence, whose `tokens` so far begin with the prompt."""
 
     sampling: Sampling
@@ -25,6 +25,23 @@ class Row:
     @property
     def output(self) -> Sequence[int]:
         return self.tokens[self.num_prompt :]
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether the request changes its logits before the draw."""
+        s = self.sampling
+        return (
+            s.repetition_penalty != 1.0
+            or s.presence_penalty != 0.0
+            or s.frequency_penalty != 0.0
+            or bool(s.logit_bias)
+            or self.num_output < s.min_tokens
+        )
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether its token is the one with the largest logit."""
+        return self.sampling.temperature == 0.0 and not self.is_adjusted
 
     def uniform(self) -> float:
         """A number in [0, 1) that depends only on the seed and the position in the answer.

@@ -7,7 +7,7 @@ the cumulative distribution at the row's own uniform number, in float64, so it d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,16 +23,16 @@ HEAD_TOKENS = 1024
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     """logits float32 [R, vocab], finite -> one token id per row. Greedy takes the lowest id of equal best."""
     scores = adjust(logits, rows)
-    tokens = scores.argmax(-1).tolist()
-    by_method: dict[bool, list[int]] = {False: [], True: []}
+    tokens = [0] * len(rows)
+    by_method: dict[Callable[[Tensor, Sequence[Row]], list[int]], list[int]] = {}
     for r, row in enumerate(rows):
         if row.sampling.temperature > 0:
-            by_method[_is_cut(row)].append(r)
-    for is_cut, chosen in by_method.items():
-        if chosen:
-            draw = _draw_cut if is_cut else _draw_whole
-            for r, token in zip(chosen, draw(_warm(scores, rows, chosen), [rows[r] for r in chosen]), strict=True):
-                tokens[r] = token
+            by_method.setdefault(_draw_cut if _is_cut(row) else _draw_whole, []).append(r)
+        else:
+            tokens[r] = int(scores[r].argmax())
+    for draw, chosen in by_method.items():
+        for r, token in zip(chosen, draw(_warm(scores, rows, chosen), [rows[r] for r in chosen]), strict=True):
+            tokens[r] = token
     return tokens
 
 

@@ -1,0 +1,40 @@
+"""Where the time of steps goes, stage by stage. Never: what the stages do, what is made of the sums."""
+
+from __future__ import annotations
+
+import enum
+import time
+
+
+class Stage(enum.IntEnum):
+    """All but PROGRAM is what the engine adds to the model's own time."""
+
+    SCHEDULE = 0  # messages, the plan, taking the results in
+    INPUTS = 1  # telling the model what to compute
+    PROGRAM = 2  # the model
+    SAMPLE = 3
+    PUBLISH = 4  # telling the frontend
+
+
+_NAMES = tuple(f"{stage.name.lower()}_seconds" for stage in Stage)
+
+
+class StepClock:
+    """Seconds spent in each stage, all together: a lap belongs to the stage that it ends."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * len(Stage)
+        self._last = time.perf_counter()
+
+    def start(self) -> None:
+        """What went before belongs to no step."""
+        self._last = time.perf_counter()
+
+    def lap(self, stage: Stage) -> None:
+        now = time.perf_counter()
+        self._sums[stage] += now - self._last
+        self._last = now
+
+    def seconds(self) -> dict[str, float]:
+        """By the names of ipc.Stats."""
+        return dict(zip(_NAMES, self._sums, strict=True))
