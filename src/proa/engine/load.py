@@ -50,7 +50,7 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     if plan.load_format == "dummy":
         fill_dummy(declared.spec, targets, plan.dummy_seed, plan.dummy_router)
     else:
-        load_weights(checkpoint, declared, targets, _paced(report))
+        load_weights(checkpoint, declared, targets, _paced(report), build.pool)
     load_seconds = time.perf_counter() - begin
     engine = Engine(build.runner(), _scheduler(plan), declared.spec.vocab)
     gc.collect()
@@ -64,6 +64,7 @@ class _Eager:
     def __init__(self, plan: Plan, spec: Model) -> None:
         self._plan, self._spec, self._dtype = plan, spec, DTYPES[plan.dtype]
         torch.set_num_threads(plan.threads)
+        self.pool = None
         self.model = Decoder(spec, reference(self._dtype))
 
     def runner(self) -> Runner:
@@ -95,9 +96,9 @@ class _Native:
         torch.set_num_threads(1)  # what is left to torch is small, and its threads would be in the workers' way
         first, *others = [team.cpus for team in plan.teams]
         workers = [first[1:], *others]  # the calling thread works along as the first of the first team
-        self._pool = Pool(workers, isa=plan.isa)
-        self._pool.bind_caller(first[0])
-        self._memory = Memory([None if team.node == UNBOUND else team.node for team in plan.teams])
+        self.pool = Pool(workers, isa=plan.isa)
+        self.pool.bind_caller(first[0])
+        self._memory = Memory(self.pool, [None if team.node == UNBOUND else team.node for team in plan.teams])
         self._limits = StepLimits(
             rows=plan.max_batch_tokens,
             sequences=plan.max_running,
@@ -106,7 +107,7 @@ class _Native:
             head_rows=max(plan.max_running, PROMPT_LOGITS_ROWS),
         )
         pages = -(-plan.context_tokens // plan.page_tokens)
-        self._recorder = Recorder(self._pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
+        self._recorder = Recorder(self.pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
         self.model = Decoder(spec, CpuOps(self._recorder).table())
 
     def runner(self) -> Runner:
@@ -119,9 +120,9 @@ class _Native:
         return Ready(
             load_seconds=load_seconds,
             weights_bytes=sum(formats.values()),
-            ops={field.name: f"native {self._pool.isa}" for field in fields(Ops)},
-            decode_threads=self._pool.threads,
-            prefill_threads=self._pool.threads,
+            ops={field.name: f"native {self.pool.isa}" for field in fields(Ops)},
+            decode_threads=self.pool.threads,
+            prefill_threads=self.pool.threads,
             peak_rss_bytes=_peak_rss_bytes(),
             formats=formats,
             pages=self._memory.pages(),
