@@ -82,9 +82,9 @@ def load_native(folder: Path, pool: Pool, **override_config: object) -> Loaded:
 
     def make(limits: StepLimits, num_pages: int) -> Executor:
         pages = -(-limits.context_tokens // limits.page_tokens)
-        recorder = Recorder(pool, Memory([None] * pool.nodes), limits.rows, limits.sequences, pages)
+        recorder = Recorder(pool, Memory(pool, [None] * pool.nodes), limits.rows, limits.sequences, pages)
         model = Decoder(declared.spec, CpuOps(recorder).table())
-        load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None)
+        load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None, pool)
         caches = allocate_pool(declared.spec, num_pages, limits.page_tokens, torch.bfloat16)
         return RecordedExecutor(model, recorder, caches, limits)
 

@@ -83,7 +83,7 @@ class NativeRun:
         self._pool = Pool([[0]], isa=isa, pin=False)
 
     def _record(self, rows: int, sequences: int = 1, pages: int = 1) -> tuple[Recorder, Ops]:
-        recorder = Recorder(self._pool, Memory([None]), rows, sequences, pages)
+        recorder = Recorder(self._pool, Memory(self._pool, [None]), rows, sequences, pages)
         return recorder, CpuOps(recorder).table()
 
     @staticmethod

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from proa.native.formats import Format, GgufType, Layout, Source, layout, pack, pack_gguf
+from proa.native.fill import Fill, StoredRows, fill
+from proa.native.formats import Format, Layout, Source, Stored, layout, pack
+from proa.native.pool import Pool
 from proa.native.weights import Matrix, Piece
 
 # (format, group): every format, with the groups that are common in checkpoints.
@@ -203,12 +205,13 @@ def _minimums(form: Format, weights: Weights) -> np.ndarray:
     return bf16_values(mins) if form is Format.UINT4_BF16 else mins.astype(np.float64)
 
 
-def pack_blocks(type_: GgufType, blocks: np.ndarray, to: Layout) -> Packed:
+def pack_blocks(pool: Pool, type_: Stored, blocks: np.ndarray, to: Layout) -> Packed:
     """GGUF rows of blocks [rows, row bytes] packed into memory of their own."""
     packed = Packed.__new__(Packed)
     packed.layout = to
     packed._memory = np.zeros(to.matrix_bytes + 64, dtype=np.uint8)
     base = -(-packed._memory.ctypes.data // 64) * 64
-    pack_gguf(type_, to.rows, to.columns, blocks.ctypes.data, blocks.strides[0], 1, base, to.matrix_bytes)
+    rows = StoredRows(type_, blocks.ctypes.data, blocks.strides[0])
+    fill(pool, [Fill(rows, to, base, to.matrix_bytes)])
     packed.matrix = Matrix(to, [packed._piece(base, 0, 1)])
     return packed

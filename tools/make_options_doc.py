@@ -11,6 +11,7 @@ from pathlib import Path
 
 from proa.cli.bench_kernels import KernelsCommand
 from proa.cli.bench_latency import LatencyCommand
+from proa.cli.bench_load import LoadCommand
 from proa.cli.bench_serve import ServeBenchCommand
 from proa.cli.chat import ChatOptions
 from proa.cli.doctor import DoctorOptions
@@ -78,7 +79,8 @@ def document() -> str:
         parts += [f"### {title}\n", _table(options)]
     for command, group in (
         ("chat [MODEL]", ChatOptions), ("bench latency", LatencyCommand), ("bench serve", ServeBenchCommand),
-        ("bench kernels", KernelsCommand), ("models", ModelsOptions), ("doctor", DoctorOptions),
+        ("bench kernels", KernelsCommand), ("bench load", LoadCommand), ("models", ModelsOptions),
+        ("doctor", DoctorOptions),
     ):  # fmt: skip
         own = [o for o in declarations(group).values() if "engine" not in o.path]
         parts += [f"## proa {command}\n", _table(own)]

@@ -140,18 +140,6 @@ int proa_pack(int format, int64_t rows, int64_t columns, int64_t group, const pr
     });
 }
 
-int proa_pack_gguf(int type, int64_t rows, int64_t columns, const void* blocks, int64_t row_stride, int step, void* out,
-                   int64_t out_bytes) {
-    return proa::guarded([&] {
-        const proa::Format format = proa::format_of(proa::GgufType(type));
-        const proa::Layout l = proa::checked_layout(int(format), rows, columns, format == proa::Format::kQ6K ? 16 : 32);
-        require(blocks && out && step >= 1, "A null pointer where weights are packed.");
-        require(out_bytes >= int64_t(((l.panels - 1) * size_t(step) + 1) * l.panel_bytes), "The output is too small.");
-        proa::pack_gguf(proa::GgufType(type), l, (const uint8_t*)blocks, size_t(row_stride), int(rows), step,
-                        (uint8_t*)out);
-    });
-}
-
 int proa_matrix_create(int format, int64_t rows, int64_t columns, int64_t group, int64_t count, int64_t slices,
                        const int32_t* first_panels, const void* const* data, const int64_t* strides,
                        const int64_t* bytes, proa_matrix** out) {

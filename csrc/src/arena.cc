@@ -120,11 +120,16 @@ std::string why_not_bound(const std::string& which, int error) {
 PageFacts PageFacts::probe() {
     PageFacts facts;
     facts.huge_bytes = number_in(kThp + "hpage_pmd_size").value_or(facts.huge_bytes);
-    facts.populate = can_populate();
+    static const bool populates = can_populate();
+    facts.populate = populates;
     facts.shmem_setting = huge_page_setting(facts.huge_bytes, "shmem_enabled");
     const bool forbidden = prctl(PR_GET_THP_DISABLE, 0, 0, 0, 0) == 1;
     facts.shmem_huge = !forbidden && gives_on_request(facts.shmem_setting);
-    facts.shmem_collapse = !forbidden && !facts.shmem_huge && facts.populate && can_collapse_shmem(facts.huge_bytes);
+    if (!forbidden && !facts.shmem_huge && facts.populate) {
+        // Tried once: looking at what came of it takes the longer, the more memory is mapped.
+        static const bool collapses = can_collapse_shmem(facts.huge_bytes);
+        facts.shmem_collapse = collapses;
+    }
     facts.anon_huge = !forbidden && gives_on_request(huge_page_setting(facts.huge_bytes, "enabled"));
     const std::string pool = "/sys/kernel/mm/hugepages/hugepages-2048kB/";
     const size_t free_pages = number_in(pool + "free_hugepages").value_or(0);

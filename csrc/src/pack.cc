@@ -4,67 +4,37 @@
 #include <cstring>
 #include <string>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "error.h"
+#include "words.h"
 
 namespace proa {
 namespace {
 
-template <class T>
-T read(const void* p) {
-    T value;
-    std::memcpy(&value, p, sizeof value);
-    return value;
-}
-
-// Eight codes below 16, one a byte -> value i at bit 16 (i % 2) + 4 (i / 2).
-uint32_t nibbles(const uint8_t* codes) {
-    const auto squeeze = [](uint64_t x) {  // bytes 0, 2, 4, 6 -> 16 bits
-        x &= 0x00ff00ff00ff00ffull;
-        x = (x | x >> 12) & 0x000000ff000000ffull;
-        return uint32_t((x | x >> 24) & 0xffff);
-    };
-    const uint64_t x = read<uint64_t>(codes);
-    return squeeze(x) | squeeze(x >> 8) << 16;
-}
-
-uint32_t bytes(const uint8_t* codes) {
-    return codes[0] | uint32_t(codes[2]) << 8 | uint32_t(codes[1]) << 16 | uint32_t(codes[3]) << 24;
-}
-
-// Sixteen codes below 64 of one row -> its lanes of three lines.
-void sixes(const uint8_t* codes, uint8_t* lane) {
-    uint8_t low[16], high = 0;
-    uint32_t upper = 0;
-    for (int i = 0; i < 16; ++i) {
-        low[i] = codes[i] & 15, high = codes[i] >> 4;
-        upper |= uint32_t(high) << (16 * (i % 2) + 2 * (i / 2));
-    }
-    const uint32_t words[3] = {nibbles(low), nibbles(low + 8), upper};
-    for (int i = 0; i < 3; ++i) std::memcpy(lane + i * kLineBytes, &words[i], 4);
-}
-
-// One row's codes into its lane. padded codes are readable.
-void pack_lane(const Layout& l, const uint8_t* codes, int row, uint8_t* panel) {
-    uint8_t* lane = panel + row * 4;
-    const auto put = [&](int line, uint32_t word) { std::memcpy(lane + size_t(line) * kLineBytes, &word, 4); };
+// One row's codes, padded, as words: one for each line.
+void words_of(const Layout& l, const uint8_t* codes, uint32_t* words) {
     switch (kFacts[int(l.format)].code_bits) {
-        case 16:
-            if (l.format == Format::kFp16) {  // a line holds 16 even columns' values, then 16 odd ones
-                for (int k = 0; k < l.padded; ++k)
-                    std::memcpy(panel + size_t(k) * 32 + row * 2, codes + size_t(k) * 2, 2);
-                return;
-            }
-            for (int k = 0; k < l.padded; k += 2) put(k / 2, read<uint32_t>(codes + size_t(k) * 2));
-            return;
+        case 16: std::memcpy(words, codes, size_t(l.padded) * 2); return;
         case 8:
-            for (int k = 0; k < l.padded; k += 4) put(k / 4, bytes(codes + k));
+            for (int k = 0; k < l.padded; k += 4) words[k / 4] = word_of_bytes(read<uint32_t>(codes + k));
             return;
         case 4:
-            for (int k = 0; k < l.padded; k += 8) put(k / 8, nibbles(codes + k));
+            for (int k = 0; k < l.padded; k += 8) words[k / 8] = word_of_nibbles(read<uint64_t>(codes + k));
             return;
         default:
-            for (int k = 0; k < l.padded; k += 16) sixes(codes + k, lane + size_t(k / 16) * 3 * kLineBytes);
+            for (int k = 0; k < l.padded; k += 16)
+                words_of_sixes(read<uint64_t>(codes + k), read<uint64_t>(codes + k + 8), words + k / 16 * 3);
     }
+}
+
+// A line of float16 holds the 16 even columns' values, then the 16 odd ones.
+void part_even_and_odd(uint8_t* line) {
+    uint16_t both[32];
+    std::memcpy(both, line, sizeof both);
+    for (int i = 0; i < 32; ++i) std::memcpy(line + (i % 2 * 16 + i / 2) * 2, &both[i], 2);
 }
 
 void check_codes(const Layout& l, const uint8_t* codes) {
@@ -75,8 +45,31 @@ void check_codes(const Layout& l, const uint8_t* codes) {
         throw Error(PROA_ERROR_ARGUMENT, "A code does not fit in " + std::to_string(bits) + " bits.");
 }
 
+// Scales of one row and their minimums, of T, into their vectors; those of blocks before them.
+template <class T>
+void put_scales(const Layout& l, const Source& s, int source_row, int row, uint8_t* area) {
+    const FormatFacts& facts = kFacts[int(l.format)];
+    const int groups = (l.columns + l.group - 1) / l.group;  // the source's; padding has scales of 0
+    const size_t skip = size_t(source_row / s.scale_rows) * s.scale_stride;
+    const uint8_t *scales = s.scales + skip, *mins = facts.has_min ? s.mins + skip : nullptr;
+    const size_t block_bytes = facts.block_scale_bytes + size_t(facts.block_groups) * facts.scale_bytes;
+    for (int first = 0, b = 0; first < groups; first += facts.block_groups, ++b) {
+        uint8_t* at = area + facts.tail_bytes + size_t(b) * block_bytes;
+        if (facts.block_scale_bytes) {
+            const size_t from = size_t(source_row) * s.block_stride + size_t(b) * 2;
+            std::memcpy(at + row * 2, s.block_scales + from, 2);
+            if (mins) std::memcpy(at + 32 + row * 2, s.block_mins + from, 2);
+        }
+        at += facts.block_scale_bytes + size_t(row) * sizeof(T);
+        for (int g = first; g < std::min(first + facts.block_groups, groups); ++g, at += facts.scale_bytes) {
+            std::memcpy(at, scales + size_t(g) * sizeof(T), sizeof(T));
+            if (mins) std::memcpy(at + kPanelRows * sizeof(T), mins + size_t(g) * sizeof(T), sizeof(T));
+        }
+    }
+}
+
 // One row's scales, which stand 16 rows a vector.
-void pack_scales(const Layout& l, const Source& s, int source_row, int row, uint8_t* panel) {
+void put_row_scales(const Layout& l, const Source& s, int source_row, int row, uint8_t* panel) {
     const FormatFacts& facts = kFacts[int(l.format)];
     if (!facts.scale_bytes) return;
     const int groups = (l.columns + l.group - 1) / l.group;  // the source's; padding has scales of 0
@@ -91,35 +84,74 @@ void pack_scales(const Layout& l, const Source& s, int source_row, int row, uint
         if (std::any_of(scales, scales + groups, [](uint8_t code) { return code >= 0x7f; }))
             throw Error(PROA_ERROR_ARGUMENT, "A scale of nvfp4 is negative or not a number.");
     }
-    const size_t size = size_t(facts.scale_bytes) / (facts.has_min ? 2 : 1) / kPanelRows;  // of one scale
-    const uint8_t* mins = facts.has_min ? s.mins + size_t(source_row / s.scale_rows) * s.scale_stride : nullptr;
-    const size_t block_bytes = facts.block_scale_bytes + size_t(facts.block_groups) * facts.scale_bytes;
-    for (int g = 0; g < groups; ++g) {
-        uint8_t* block = area + facts.tail_bytes + size_t(g / facts.block_groups) * block_bytes;
-        uint8_t* at = block + facts.block_scale_bytes + size_t(g % facts.block_groups) * facts.scale_bytes;
-        std::memcpy(at + size_t(row) * size, scales + size_t(g) * size, size);
-        if (mins) std::memcpy(at + (16 + size_t(row)) * size, mins + size_t(g) * size, size);
-        if (!facts.block_scale_bytes || g % facts.block_groups) continue;
-        const size_t b = size_t(source_row) * s.block_stride + size_t(g / facts.block_groups) * 2;
-        std::memcpy(block + row * 2, s.block_scales + b, 2);
-        if (mins) std::memcpy(block + 32 + row * 2, s.block_mins + b, 2);
+    switch (size_t(facts.scale_bytes) / (facts.has_min ? 2 : 1) / kPanelRows) {  // bytes of one scale
+        case 1: return put_scales<uint8_t>(l, s, source_row, row, area);
+        case 2: return put_scales<uint16_t>(l, s, source_row, row, area);
+        default: return put_scales<uint32_t>(l, s, source_row, row, area);
     }
+}
+
+// The words of four rows, `stride` bytes apart, for four lines -> four lanes of those.
+void turn_four(const uint8_t* words, size_t stride, uint8_t* lanes) {
+#if defined(__SSE2__)
+    const auto row = [&](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(words + r * stride)); };
+    const auto put = [&](int line, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes + line * 64), x); };
+    const __m128i a = _mm_unpacklo_epi32(row(0), row(1)), b = _mm_unpacklo_epi32(row(2), row(3));
+    const __m128i c = _mm_unpackhi_epi32(row(0), row(1)), d = _mm_unpackhi_epi32(row(2), row(3));
+    put(0, _mm_unpacklo_epi64(a, b)), put(1, _mm_unpackhi_epi64(a, b));
+    put(2, _mm_unpacklo_epi64(c, d)), put(3, _mm_unpackhi_epi64(c, d));
+#else
+    for (int r = 0; r < 4; ++r)
+        for (int line = 0; line < 4; ++line) std::memcpy(lanes + line * 64 + r * 4, words + r * stride + line * 4, 4);
+#endif
 }
 
 }  // namespace
 
+void put_lines(const Layout& l, const uint8_t* words, size_t stride, int rows, uint8_t* panel) {
+    constexpr int kTile = 16;  // lines that stay in the cache while every row adds to them
+    const int lines = int(l.code_bytes / kLineBytes);
+    const int fours = rows / 4 * 4, whole = lines / 4 * 4;
+    if (rows < kPanelRows) std::memset(panel, 0, l.code_bytes);
+    for (int first = 0; first < lines; first += kTile) {
+        const int end = std::min(first + kTile, lines), end_of_fours = std::min(end, whole);
+        for (int row = 0; row < fours; row += 4)
+            for (int line = first; line < end_of_fours; line += 4)
+                turn_four(words + size_t(row) * stride + line * 4, stride, panel + size_t(line) * kLineBytes + row * 4);
+        for (int row = 0; row < rows; ++row)
+            for (int line = row < fours ? end_of_fours : first; line < end; ++line)
+                std::memcpy(panel + size_t(line) * kLineBytes + row * 4, words + size_t(row) * stride + line * 4, 4);
+    }
+    if (l.format == Format::kFp16)
+        for (int line = 0; line < lines; ++line) part_even_and_odd(panel + size_t(line) * kLineBytes);
+}
+
+void put_scales(const Layout& l, const Source& s, int first, int rows, uint8_t* panel) {
+    std::memset(panel + l.code_bytes, 0, l.scale_bytes);
+    for (int row = 0; row < rows; ++row) put_row_scales(l, s, first + row, row, panel);
+}
+
 void pack_rows(const Layout& l, const Source& s, int rows, int step, uint8_t* out) {
     const size_t code_bytes = kFacts[int(l.format)].code_bits == 16 ? 2 : 1;
+    const size_t words = l.code_bytes / kLineBytes;
+    const bool as_they_are = code_bytes == 2 && l.padded == l.columns;
     std::vector<uint8_t> padded(size_t(l.padded) * code_bytes);
+    std::vector<uint32_t> all(as_they_are ? 0 : words * kPanelRows);
     for (int first = 0; first < rows; first += kPanelRows) {
+        const int here = std::min(kPanelRows, rows - first);
+        const uint8_t* codes = s.codes + size_t(first) * s.code_stride;
         uint8_t* panel = out + size_t(first / kPanelRows) * size_t(step) * l.panel_bytes;
-        std::memset(panel, 0, l.panel_bytes);
-        for (int row = 0; row < std::min(kPanelRows, rows - first); ++row) {
-            std::memcpy(padded.data(), s.codes + size_t(first + row) * s.code_stride, size_t(l.columns) * code_bytes);
-            check_codes(l, padded.data());
-            pack_lane(l, padded.data(), row, panel);
-            pack_scales(l, s, first + row, row, panel);
+        if (as_they_are) {
+            put_lines(l, codes, s.code_stride, here, panel);
+        } else {
+            for (int row = 0; row < here; ++row) {
+                std::memcpy(padded.data(), codes + size_t(row) * s.code_stride, size_t(l.columns) * code_bytes);
+                check_codes(l, padded.data());
+                words_of(l, padded.data(), all.data() + size_t(row) * words);
+            }
+            put_lines(l, (const uint8_t*)all.data(), words * 4, here, panel);
         }
+        put_scales(l, s, first, here, panel);
     }
 }
 

@@ -1,135 +1,121 @@
 // Blocks of GGUF taken apart: the layouts of ggml's block_q4_0, q4_1, q8_0, q4_K and q6_K.
+#include <algorithm>
 #include <cstring>
 #include <string>
 
 #include "error.h"
 #include "pack.h"
+#include "words.h"
 
 namespace proa {
 namespace {
 
-struct BlockFacts {
-    Format format;
-    int columns, bytes;
-};
-
-BlockFacts facts_of(GgufType type) {
-    switch (type) {
-        case GgufType::kQ4_0: return {Format::kInt4F16, 32, 18};
-        case GgufType::kQ4_1: return {Format::kUint4F16, 32, 20};
-        case GgufType::kQ8_0: return {Format::kInt8F16, 32, 34};
-        case GgufType::kQ4_K: return {Format::kQ4K, 256, 144};
-        case GgufType::kQ6_K: return {Format::kQ6K, 256, 210};
-    }
-    throw Error(PROA_ERROR_ARGUMENT, "GGUF type " + std::to_string(int(type)) + " has no packed format.");
-}
-
-// Where one row's codes and scales go.
+// Where one row's words of codes, and its scales, go.
 struct Row {
-    uint8_t *codes, *scales, *mins, *block_scales, *block_mins;
+    uint32_t* words;
+    uint8_t *scales, *mins, *block_scales, *block_mins;
 };
 
-// The rows of a panel as codes and scales.
+// The rows of a panel as words and scales.
 class PanelRows {
   public:
     PanelRows(const Layout& l, int blocks)
-        : codes_(size_t(l.padded)),
+        : words_(l.code_bytes / kLineBytes),
           scales_(size_t(l.groups) * 2),
           block_scales_(size_t(blocks) * 2),
-          memory_(kPanelRows * (codes_ + 2 * scales_ + 2 * block_scales_)) {}
+          codes_(kPanelRows * words_),
+          memory_(kPanelRows * 2 * (scales_ + block_scales_)) {}
 
     Row row(int r) {
         const size_t i = size_t(r);
-        return {part(0) + i * codes_, part(1) + i * scales_, part(2) + i * scales_, part(3) + i * block_scales_,
-                part(4) + i * block_scales_};
+        return {codes_.data() + i * words_, part(0) + i * scales_, part(1) + i * scales_, part(2) + i * block_scales_,
+                part(3) + i * block_scales_};
     }
-    Source source() { return {part(0), codes_, part(1), scales_, 1, part(2), part(3), part(4), block_scales_, 1.f}; }
+    void put(const Layout& l, int rows, uint8_t* panel) {
+        put_lines(l, (const uint8_t*)codes_.data(), words_ * 4, rows, panel);
+        put_scales(l, {nullptr, 0, part(0), scales_, 1, part(1), part(2), part(3), block_scales_, 1.f}, 0, rows, panel);
+    }
 
   private:
     uint8_t* part(int i) {
-        const size_t sizes[] = {codes_, scales_, scales_, block_scales_};
-        size_t first = 0;
-        for (int k = 0; k < i; ++k) first += kPanelRows * sizes[k];
-        return memory_.data() + first;
+        return memory_.data() + kPanelRows * (size_t(std::min(i, 2)) * scales_ + (i > 2 ? block_scales_ : 0));
     }
 
-    size_t codes_, scales_, block_scales_;  // bytes of a row
+    size_t words_;                  // of a row
+    size_t scales_, block_scales_;  // bytes of a row
+    std::vector<uint32_t> codes_;
     std::vector<uint8_t> memory_;
 };
+
+// 32 codes of four bits, the first 16 in the low nibbles.
+void words_of_halves(const uint8_t* packed, uint32_t* words) {
+    for (int i = 0; i < 2; ++i) {
+        const uint64_t both = read<uint64_t>(packed + i * 8);
+        words[i] = word_of_nibbles(both & kNibbles), words[2 + i] = word_of_nibbles(both >> 4 & kNibbles);
+    }
+}
 
 void take_q4(const uint8_t* block, int i, bool has_min, const Row& row) {
     std::memcpy(row.scales + i * 2, block, 2);
     if (has_min) std::memcpy(row.mins + i * 2, block + 2, 2);
-    const uint8_t* packed = block + (has_min ? 4 : 2);
-    uint8_t* codes = row.codes + i * 32;
-    for (int j = 0; j < 16; ++j) codes[j] = packed[j] & 15, codes[j + 16] = packed[j] >> 4;
+    words_of_halves(block + (has_min ? 4 : 2), row.words + i * 4);
 }
 
-// d, dmin, 12 bytes of 6-bit scales and minimums of 8 groups, 128 bytes of nibbles.
+void take_q8(const uint8_t* block, int i, const Row& row) {
+    std::memcpy(row.scales + i * 2, block, 2);
+    for (int k = 0; k < 8; ++k) row.words[i * 8 + k] = word_of_bytes(read<uint32_t>(block + 2 + k * 4));
+}
+
+// d, dmin, 12 bytes of scales, 128 bytes of nibbles: 32 with the codes of two groups each.
 void take_q4_k(const uint8_t* block, int i, const Row& row) {
     std::memcpy(row.block_scales + i * 2, block, 2);
     std::memcpy(row.block_mins + i * 2, block + 2, 2);
-    const uint8_t* six = block + 4;
-    for (int g = 0; g < 8; ++g) {
-        const bool direct = g < 4;
-        row.scales[i * 8 + g] = direct ? six[g] & 63 : uint8_t((six[g + 4] & 15) | (six[g - 4] >> 6) << 4);
-        row.mins[i * 8 + g] = direct ? six[g + 4] & 63 : uint8_t((six[g + 4] >> 4) | (six[g] >> 6) << 4);
+    six_bit_scales(block + 4, row.scales + i * 8, row.mins + i * 8);
+    uint32_t* words = row.words + i * 32;
+    for (int k = 0; k < 16; ++k) {
+        const uint64_t both = read<uint64_t>(block + 16 + k * 8);
+        uint32_t* at = words + k / 4 * 8 + k % 4;
+        at[0] = word_of_nibbles(both & kNibbles), at[4] = word_of_nibbles(both >> 4 & kNibbles);
     }
-    for (int part = 0; part < 4; ++part)
-        for (int j = 0; j < 32; ++j) {
-            const uint8_t both = block[16 + part * 32 + j];
-            uint8_t* codes = row.codes + i * 256 + part * 64;
-            codes[j] = both & 15, codes[j + 32] = both >> 4;
-        }
 }
 
-// 128 bytes of low nibbles, 64 of upper bit pairs, 16 signed scales, d.
+// Codes, 16 signed scales, d.
 void take_q6_k(const uint8_t* block, int i, const Row& row) {
-    for (int half = 0; half < 2; ++half)
-        for (int j = 0; j < 32; ++j) {
-            const uint8_t* low = block + half * 64;
-            const uint8_t high = block[128 + half * 32 + j];
-            uint8_t* codes = row.codes + i * 256 + half * 128 + j;
-            codes[0] = uint8_t((low[j] & 15) | (high & 3) << 4);
-            codes[32] = uint8_t((low[j + 32] & 15) | (high >> 2 & 3) << 4);
-            codes[64] = uint8_t((low[j] >> 4) | (high >> 4 & 3) << 4);
-            codes[96] = uint8_t((low[j + 32] >> 4) | (high >> 6) << 4);
-        }
+    for (int part = 0; part < 16; ++part)
+        words_of_sixes(six_bit_codes(block, part, 0), six_bit_codes(block, part, 8), row.words + (i * 16 + part) * 3);
     std::memcpy(row.scales + i * 16, block + 192, 16);
     std::memcpy(row.block_scales + i * 2, block + 208, 2);
 }
 
-void take(GgufType type, const uint8_t* block, int i, const Row& row) {
+void take(Stored type, const uint8_t* block, int i, const Row& row) {
     switch (type) {
-        case GgufType::kQ4_0: return take_q4(block, i, false, row);
-        case GgufType::kQ4_1: return take_q4(block, i, true, row);
-        case GgufType::kQ8_0:
-            std::memcpy(row.scales + i * 2, block, 2);
-            std::memcpy(row.codes + i * 32, block + 2, 32);
-            return;
-        case GgufType::kQ4_K: return take_q4_k(block, i, row);
-        case GgufType::kQ6_K: return take_q6_k(block, i, row);
+        case Stored::kQ4_0: return take_q4(block, i, false, row);
+        case Stored::kQ4_1: return take_q4(block, i, true, row);
+        case Stored::kQ8_0: return take_q8(block, i, row);
+        case Stored::kQ4K: return take_q4_k(block, i, row);
+        case Stored::kQ6K: return take_q6_k(block, i, row);
+        default: return;  // kept_format has refused it
     }
 }
 
 }  // namespace
 
-Format format_of(GgufType type) { return facts_of(type).format; }
-
-void pack_gguf(GgufType type, const Layout& l, const uint8_t* blocks, size_t row_stride, int rows, int step,
-               uint8_t* out) {
-    const BlockFacts facts = facts_of(type);
-    if (l.columns % facts.columns || l.format != facts.format)
+void pack_blocks(Stored type, const Layout& l, const uint8_t* blocks, size_t row_stride, int rows, int step,
+                 uint8_t* out) {
+    const StoredFacts facts = facts_of(type);
+    const KeptFormat kept = kept_format(type);
+    if (l.columns % facts.block_values || l.format != kept.format || l.group != kept.group)
         throw Error(PROA_ERROR_ARGUMENT, "Rows of " + std::to_string(l.columns) + " columns are not whole blocks of " +
-                                             std::to_string(facts.columns) + ", or the format is another.");
-    const int count = l.columns / facts.columns;
+                                             std::to_string(facts.block_values) + ", or the format is another.");
+    const int count = l.columns / facts.block_values;
     PanelRows parts(l, count);
     for (int first = 0; first < rows; first += kPanelRows) {
-        const int here = rows - first < kPanelRows ? rows - first : kPanelRows;
+        const int here = std::min(kPanelRows, rows - first);
         for (int r = 0; r < here; ++r)
             for (int i = 0; i < count; ++i)
-                take(type, blocks + size_t(first + r) * row_stride + size_t(i) * size_t(facts.bytes), i, parts.row(r));
-        pack_rows(l, parts.source(), here, step, out + size_t(first / kPanelRows) * size_t(step) * l.panel_bytes);
+                take(type, blocks + size_t(first + r) * row_stride + size_t(i) * size_t(facts.block_bytes), i,
+                     parts.row(r));
+        parts.put(l, here, out + size_t(first / kPanelRows) * size_t(step) * l.panel_bytes);
     }
 }
 

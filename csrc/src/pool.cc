@@ -124,6 +124,7 @@ void Pool::run(const Phase& phase, int lane_index) {
     posted.publish.store(phase.publish, std::memory_order_release);
     posted.context.store(phase.context, std::memory_order_release);
     posted.tasks.store(tasks, std::memory_order_release);
+    posted.at_home.store(phase.at_home, std::memory_order_release);
     for (int n = 0; n <= phase.nodes; ++n) posted.begin[n].store(phase.begin[n], std::memory_order_release);
     posted.epoch.store(epoch, std::memory_order_release);
     lane.done.store(0, std::memory_order_relaxed);
@@ -196,6 +197,7 @@ bool Pool::look_up(Lane& lane, uint64_t epoch, Task& task) {
     task.publish = posted.publish.load(std::memory_order_acquire);
     task.context = posted.context.load(std::memory_order_acquire);
     task.tasks = posted.tasks.load(std::memory_order_acquire);
+    task.at_home = posted.at_home.load(std::memory_order_acquire);
     task.epoch = uint32_t(epoch);
     return posted.epoch.load(std::memory_order_relaxed) == epoch;
 }
@@ -224,7 +226,7 @@ bool Pool::take_of(Lane& lane, int node, Task& task) {
 bool Pool::take_again(Lane& lane, int node, Task& task) {
     const uint64_t epoch = lane.epoch.load(std::memory_order_acquire);
     const int from = lane.posted[epoch & 1].begin[node].load(std::memory_order_acquire);
-    if (!look_up(lane, epoch, task)) return false;  // else `from` and everything else are of this epoch
+    if (!look_up(lane, epoch, task) || task.at_home) return false;  // else `from` and everything else are of this epoch
     for (int i = 0; i < task.tasks; ++i) {
         task.id = (from + i) % task.tasks;
         if (lane.claimed[task.id].load(std::memory_order_relaxed) != task.epoch + 1) return true;

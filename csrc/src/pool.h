@@ -35,6 +35,7 @@ struct Phase {
     const void* context;
     int nodes;
     int begin[kMaxNodes + 1];  // node n owns tasks [begin[n], begin[n + 1])
+    bool at_home = false;      // nobody else does them, however long they wait
 };
 
 // A phase whose tasks have no home: divided evenly over the nodes.
@@ -101,6 +102,7 @@ class Pool {
         std::atomic<decltype(Phase::publish)> publish{nullptr};
         std::atomic<const void*> context{nullptr};
         std::atomic<int> tasks{0};
+        std::atomic<bool> at_home{false};
         std::atomic<int> begin[kMaxNodes + 1];
     };
     struct Lane {
@@ -118,6 +120,7 @@ class Pool {
         const void* context;
         uint32_t epoch;
         int id, tasks;  // of the phase
+        bool at_home;
     };
     struct alignas(64) Worker {
         std::thread thread;

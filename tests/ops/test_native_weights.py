@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from packing import CASES, Packed, Weights, bf16_bits, bf16_values, pack_blocks, random_weights
-from proa.native.formats import Format, GgufType, layout
+from proa.native.formats import KEPT, Format, Stored, layout
 from proa.native.pool import Pool, select_isa
 from proa.native.queue import Queue
 from proa.native.weights import Activation, Experts, Matrix, Piece, Rows, linear, moe
@@ -100,33 +100,27 @@ def test_bias_and_bfloat16_output(pool):
     np.testing.assert_array_equal(y, bf16_bits(wide))
 
 
-GGUF_BYTES = {GgufType.Q4_0: (18, 32), GgufType.Q4_1: (20, 32), GgufType.Q8_0: (34, 32), GgufType.Q4_K: (144, 256),
-              GgufType.Q6_K: (210, 256)}  # fmt: skip
-GGUF_FORMATS = {GgufType.Q4_0: (Format.INT4_F16, 32), GgufType.Q4_1: (Format.UINT4_F16, 32),
-                GgufType.Q8_0: (Format.INT8_F16, 32), GgufType.Q4_K: (Format.Q4_K, 32),
-                GgufType.Q6_K: (Format.Q6_K, 16)}  # fmt: skip
-
-
-@pytest.mark.parametrize("type_", list(GgufType), ids=lambda t: t.name)
-def test_gguf_blocks_keep_their_values(pool, type_):
+@pytest.mark.parametrize("name", KEPT)
+def test_gguf_blocks_keep_their_values(pool, name):
     gguf = pytest.importorskip("gguf")
-    nbytes, columns_of_block = GGUF_BYTES[type_]
+    type_, kept = Stored[name], KEPT[name]
+    columns_of_block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     rows, columns = 35, columns_of_block * 3
     rng = np.random.default_rng(type_)
     blocks = rng.integers(0, 256, (rows, 3, nbytes)).astype(np.uint8)
     halves = {
-        GgufType.Q4_0: (0,),
-        GgufType.Q4_1: (0, 2),
-        GgufType.Q8_0: (0,),
-        GgufType.Q4_K: (0, 2),
-        GgufType.Q6_K: (208,),
+        Stored.Q4_0: (0,),
+        Stored.Q4_1: (0, 2),
+        Stored.Q8_0: (0,),
+        Stored.Q4_K: (0, 2),
+        Stored.Q6_K: (208,),
     }
     for at in halves[type_]:
         scales = rng.uniform(0.001, 0.01, (rows, 3)).astype(np.float16)
         blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
     flat = np.ascontiguousarray(blocks.reshape(rows, -1))
     exact = gguf.quants.dequantize(flat, gguf.GGMLQuantizationType(int(type_))).astype(np.float64)
-    packed = pack_blocks(type_, flat, layout(GGUF_FORMATS[type_][0], rows, columns, GGUF_FORMATS[type_][1]))
+    packed = pack_blocks(pool, type_, flat, layout(kept.format, rows, columns, kept.group))
     identity = bf16_bits(np.eye(columns))
     got = product(pool, packed, identity[:15], rows).T  # few tokens: nothing is rounded
     np.testing.assert_allclose(got, exact[:, :15], rtol=2.0**-21, atol=2.0**-24 * 64)

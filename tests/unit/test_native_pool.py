@@ -17,7 +17,7 @@ from proa.ops.packed import Memory
 
 
 def recorded(pool: Pool, rows: int = 4) -> tuple[Recorder, torch.Tensor]:
-    recorder = Recorder(pool, Memory([None]), rows, 1, 1)
+    recorder = Recorder(pool, Memory(pool, [None]), rows, 1, 1)
     x = recorder.keep(torch.randn(rows, 512).bfloat16())
     linear = CpuOps(recorder).table().maps.linear({"a": 512}, 512, False)  # more than the caller does alone
     for _, sink in linear.parameters():

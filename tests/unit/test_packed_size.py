@@ -23,9 +23,9 @@ def loaded(path: Path) -> tuple[int, int, int]:
     checkpoint = open_checkpoint(path)
     declared = checkpoint.declare()
     with Pool([[]], pin=False) as pool:
-        memory = Memory([None])
+        memory = Memory(pool, [None])
         model = Decoder(declared.spec, CpuOps(Recorder(pool, memory, 4, 1, 1)).table())
-        load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None)
+        load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None, pool)
     plain = sum(t.nbytes for _, t in model.parameters() if hasattr(t, "nbytes"))
     size = packed_size(declared.spec, stored_types(resolve(declared, checkpoint.tensors), checkpoint.tensors))
     return size.total_bytes, size.active_bytes, sum(memory.bytes_by_format.values()) + plain

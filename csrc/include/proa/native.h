@@ -133,8 +133,6 @@ PROA_API int proa_layout(int format, int64_t rows, int64_t columns, int64_t grou
 // Panels at out, out + step * panel_bytes, ...; rows beyond the last are zeros.
 PROA_API int proa_pack(int format, int64_t rows, int64_t columns, int64_t group, const proa_source* source, int step,
                        void* out, int64_t out_bytes);
-PROA_API int proa_pack_gguf(int type, int64_t rows, int64_t columns, const void* blocks, int64_t row_stride, int step,
-                            void* out, int64_t out_bytes);
 
 // A stack of `count` matrices whose panels lie in `slices` pieces, one a team. The memory stays the caller's and must
 // live as long as the handle.
@@ -142,6 +140,42 @@ PROA_API int proa_matrix_create(int format, int64_t rows, int64_t columns, int64
                                 const int32_t* first_panels, const void* const* data, const int64_t* strides,
                                 const int64_t* bytes, proa_matrix** out);
 PROA_API int proa_matrix_destroy(proa_matrix* matrix);
+
+// ---- loading: a checkpoint's rows into panels, by all workers
+
+#define PROA_FILL_PLAIN (-1)  // as a format: rows of bfloat16, one after the other
+
+// A rectangle of a stored tensor. Stored types have ggml's numbers (csrc/src/stored.h).
+typedef struct proa_fill_job {
+    uint64_t from;       // of its first row: an offset in the file, or an address
+    int64_t stride;      // bytes from row to row
+    int64_t rows;        // of the target
+    int64_t columns;     // of the target
+    int64_t group;       // as for proa_layout
+    void* out;           // panels at out, out + step * panel_bytes, ..., or plain rows
+    int64_t out_bytes;   // that may be written there
+    int32_t fd;          // of the file, or -1: `from` is an address
+    int32_t stored;      // type of its numbers
+    int32_t transposed;  // stored rows are the target's columns; plain types only
+    int32_t format;      // that keeps the stored type exactly, bfloat16 (each number rounded once), or PROA_FILL_PLAIN
+    int32_t step;        // from panel to panel
+    int32_t team;        // whose workers do it
+} proa_fill_job;
+
+typedef struct proa_fill_failure {
+    int64_t job;    // whose file could not be read; -1: none
+    int32_t error;  // the system's number, or 0: the file ends too early
+} proa_fill_failure;
+
+// Does all jobs. PROA_OK with a `failure` if a file could not be read; what had been filled by then stays.
+PROA_API int proa_fill(proa_pool* pool, const proa_fill_job* jobs, int64_t count, proa_fill_failure* failure);
+
+// proa_arena_touch on [firsts[i], firsts[i] + counts[i]) of arenas[i] by the workers of teams[i].
+PROA_API int proa_touch(proa_pool* pool, const int32_t* teams, proa_arena* const* arenas, const int64_t* firsts,
+                        const int64_t* counts, int64_t parts);
+
+// Stored numbers as float32, exactly.
+PROA_API int proa_to_float(int stored, const void* from, int64_t from_bytes, int64_t values, float* to);
 
 // ---- linear maps and experts. x: bfloat16 rows; y: bfloat16 rows, or float32 if wide. Strides in values.
 

@@ -17,7 +17,7 @@ def render(result: Result) -> Group:
     """Times with their spread, then rates, then where they come from."""
     return Group(
         Text(f"{result.question} {result.model}", style="bold"),
-        _times(result),
+        *([_times(result)] if any("_ms_" in name for name in result.figures) else []),
         _figures(result),
         *(Text(f"failed {count} times: {message}", style="red") for message, count in result.errors.items()),
         *(Text(f"note: {note}") for note in result.notes),

@@ -14,17 +14,19 @@ BENCHMARKS = {
     "latency": "proa.cli.bench_latency",
     "serve": "proa.cli.bench_serve",
     "kernels": "proa.cli.bench_kernels",
+    "load": "proa.cli.bench_load",
 }
 OVERVIEW = """\
-usage: proa bench latency|serve|kernels [options]
+usage: proa bench latency|serve|kernels|load [options]
 
 Measure a model or the CPU's kernels on this machine, beside the physical limit.
 
   latency  one request at a time: time to the first token, time per token, tokens/s
   serve    many requests at once over HTTP: throughput, and what each of them waits
   kernels  the experts of one layer on the CPU, in every weight format, without a model
+  load     a model from its files into memory: GB/s, and peak memory
 
-The first two load the model themselves, or measure a running server with --url; --json prints everything.
+The first two load a model themselves, or measure a running server with --url; --json prints everything.
 `proa bench latency --help` and so on show their options.
 """
 
@@ -37,5 +39,5 @@ def run(argv: Sequence[str]) -> int:
         raise HelpShown("\n".join([OVERVIEW, *map(full_help, BENCHMARKS.values())]))
     if word not in BENCHMARKS:
         shown = f"There is no benchmark {word}." if word else "Which benchmark?"
-        raise UsageError(shown, f"{did_you_mean(word, BENCHMARKS)} It is latency, serve or kernels.".strip())
+        raise UsageError(shown, f"{did_you_mean(word, BENCHMARKS)} It is latency, serve, kernels or load.".strip())
     return load(BENCHMARKS[word])(argv[1:])

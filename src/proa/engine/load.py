@@ -54,7 +54,7 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     if plan.load_format == "dummy":
         fill_dummy(declared.spec, targets, plan.dummy_seed, plan.dummy_router)
     else:
-        load_weights(checkpoint, declared, targets, _paced(report))
+        load_weights(checkpoint, declared, targets, _paced(report), build.pool)
     load_seconds = time.perf_counter() - begin
     engine = Engine(build.runner(), _scheduler(plan), declared.spec.vocab)
     gc.collect()
@@ -68,6 +68,7 @@ class _Eager:
     def __init__(self, plan: Plan, spec: Model) -> None:
         self._plan, self._spec, self._dtype = plan, spec, DTYPES[plan.dtype]
         torch.set_num_threads(plan.threads)
+        self.pool = None
         self.model = Decoder(spec, reference(self._dtype))
 
     def runner(self) -> Runner:
@@ -98,7 +99,7 @@ class _Native:
         self._plan, self._workers, self._spec = plan, workers, spec
         torch.set_num_threads(1)  # what is left to torch is small, and its threads would be in the workers' way
         first, *others = [team.cpus for team in workers.teams]
-        self._pool = Pool(  # the calling thread works along as the first of the first team
+        self.pool = Pool(  # the calling thread works along as the first of the first team
             [first[1:], *others],
             isa=plan.isa,
             pin=workers.binding != "none",
@@ -106,11 +107,11 @@ class _Native:
             spin_us=workers.spin_us,
         )
         if workers.binding != "none":
-            self._pool.bind_caller(workers.homes[0] if workers.homes else first[:1])
+            self.pool.bind_caller(workers.homes[0] if workers.homes else first[:1])
         self._decisions: list[Decision] = []
-        self._crew = Crew(self._pool, workers.trials[0], self._claim() if workers.binding == "core" else None)
+        self._crew = Crew(self.pool, workers.trials[0], self._claim() if workers.binding == "core" else None)
         nodes = [None if team.node == UNBOUND else team.node for team in workers.teams]
-        self._memory = Memory(nodes, workers.interleave)
+        self._memory = Memory(self.pool, nodes, workers.interleave)
         self._limits = StepLimits(
             rows=plan.max_batch_tokens,
             sequences=plan.max_running,
@@ -119,7 +120,7 @@ class _Native:
             head_rows=max(plan.max_running, PROMPT_LOGITS_ROWS),
         )
         pages = -(-plan.context_tokens // plan.page_tokens)
-        self._recorder = Recorder(self._pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
+        self._recorder = Recorder(self.pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
         self.model = Decoder(spec, CpuOps(self._recorder).table())
 
     def _claim(self) -> Claim | None:
@@ -148,7 +149,7 @@ class _Native:
         return Ready(
             load_seconds=load_seconds,
             weights_bytes=sum(formats.values()),
-            ops={field.name: f"native {self._pool.isa}" for field in fields(Ops)},
+            ops={field.name: f"native {self.pool.isa}" for field in fields(Ops)},
             decode_threads=sum(self._crew.few),
             prefill_threads=sum(self._crew.many),
             peak_rss_bytes=_peak_rss_bytes(),

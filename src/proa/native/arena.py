@@ -106,6 +106,11 @@ class Arena:
         return self._data
 
     @property
+    def handle(self) -> int:
+        """For calls into the library."""
+        return self._open().handle
+
+    @property
     def fd(self) -> int | None:
         """The file behind the arena, which stays the arena's; None for anonymous memory."""
         self._open()

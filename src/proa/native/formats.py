@@ -36,21 +36,27 @@ class Format(IntEnum):
     Q6_K = 16
 
 
-class GgufType(IntEnum):
-    """ggml's numbers of the block types that can be packed without rounding."""
+class Stored(IntEnum):
+    """How checkpoints store numbers, by their names; the values are ggml's. See csrc/src/stored.h."""
 
+    F32 = 0
+    F16 = 1
     Q4_0 = 2
     Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
     Q8_0 = 8
     Q4_K = 12
+    Q5_K = 13
     Q6_K = 14
+    F64 = 28
+    BF16 = 30
 
 
 @dataclass(frozen=True)
 class Kept:
     """A checkpoint's block type that is packed without rounding."""
 
-    type: GgufType
     format: Format
     group: int
     block_columns: int
@@ -58,11 +64,11 @@ class Kept:
 
 # By the names of GGUF's tensor types.
 KEPT = {
-    "Q4_0": Kept(GgufType.Q4_0, Format.INT4_F16, 32, 32),
-    "Q4_1": Kept(GgufType.Q4_1, Format.UINT4_F16, 32, 32),
-    "Q8_0": Kept(GgufType.Q8_0, Format.INT8_F16, 32, 32),
-    "Q4_K": Kept(GgufType.Q4_K, Format.Q4_K, 32, 256),
-    "Q6_K": Kept(GgufType.Q6_K, Format.Q6_K, 16, 256),
+    "Q4_0": Kept(Format.INT4_F16, 32, 32),
+    "Q4_1": Kept(Format.UINT4_F16, 32, 32),
+    "Q8_0": Kept(Format.INT8_F16, 32, 32),
+    "Q4_K": Kept(Format.Q4_K, 32, 256),
+    "Q6_K": Kept(Format.Q6_K, 16, 256),
 }
 
 
@@ -94,7 +100,6 @@ class Source(ctypes.Structure):
 _SIGNATURES: Signatures = {
     "proa_layout": (c_int, c_int64, c_int64, c_int64, POINTER(_LayoutInfo)),
     "proa_pack": (c_int, c_int64, c_int64, c_int64, POINTER(Source), c_int, c_void_p, c_int64),
-    "proa_pack_gguf": (c_int, c_int64, c_int64, c_void_p, c_int64, c_int, c_void_p, c_int64),
 }
 
 
@@ -120,6 +125,7 @@ class Layout:
         return self.panels * self.panel_bytes
 
 
+@functools.cache  # asked for each of thousands of experts
 def layout(of: Format, rows: int, columns: int, group: int = 0) -> Layout:
     """Raises ValueError if the format has no such groups or the matrix is empty or too large."""
     info = _LayoutInfo()
@@ -133,10 +139,3 @@ def pack(to: Layout, source: Source, rows: int, step: int, address: int, nbytes:
     Raises ValueError for missing scales, codes that the format does not have, or too little memory.
     """
     _native().proa_pack(to.format, rows, to.columns, to.group, ctypes.byref(source), step, address, nbytes)
-
-
-def pack_gguf(
-    type_: GgufType, rows: int, columns: int, blocks: int, row_bytes: int, step: int, address: int, nbytes: int
-) -> None:
-    """Like `pack` from GGUF rows of blocks at address `blocks`, `row_bytes` apart. The format is the type's own."""
-    _native().proa_pack_gguf(type_, rows, columns, blocks, row_bytes, step, address, nbytes)

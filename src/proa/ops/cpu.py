@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from proa.native.fill import StoredRows
 from proa.native.pool import Pool
 from proa.native.program import Cache, Program
 from proa.native.weights import Activation, Experts, Matrix, Rows
@@ -254,16 +255,13 @@ class BiasSink:
     def expect(self, stored: str) -> None:
         pass
 
-    def takes(self, stored: str) -> bool:
-        return False
+    def fills(self, rows: StoredRows) -> None:
+        return None
 
     def write(self, first: int, rows: Tensor) -> None:
         spread = torch.zeros(self._panels.numel())
         spread[: self.shape[0]] = rows.flatten()
         self._panels.copy_(spread.view(self._panels.shape))
-
-    def write_stored(self, stored: str, first: int, raw: Tensor) -> None:
-        raise TypeError("biases are written as floats")
 
 
 class CpuMlp:

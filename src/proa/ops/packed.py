@@ -16,7 +16,9 @@ from torch import Tensor
 
 from proa.errors import NativeError
 from proa.native.arena import Arena
-from proa.native.formats import KEPT, Format, Source, kept_form, layout, pack, pack_gguf
+from proa.native.fill import Fill, StoredRows, fill, touch
+from proa.native.formats import Format, Stored, kept_form, layout
+from proa.native.pool import Pool
 from proa.native.weights import Matrix, Piece
 
 PANEL_ROWS = 16
@@ -24,30 +26,42 @@ _ARENA_BYTES = 64 << 20  # taken at once: many small matrices share huge pages
 
 
 class Memory:
-    """RAM of all packed weights, a run of arenas for each node, or dealt out over the nodes `interleave`."""
+    """RAM of all packed weights, a run of arenas for each team of the pool, which is the first to touch them: where the
+    system refuses binding, pages lie near whoever does. Or dealt out over the nodes `interleave`.
+    """
 
-    def __init__(self, nodes: Sequence[int | None], interleave: Sequence[int] = ()) -> None:
+    def __init__(self, pool: Pool, nodes: Sequence[int | None], interleave: Sequence[int] = ()) -> None:
+        self.pool = pool
         self.nodes, self._interleave = tuple(nodes), tuple(interleave)
         self.bytes_by_format: Counter[str] = Counter()
         self._arenas: list[list[Arena]] = [[] for _ in nodes]
         self._used = [0] * len(nodes)
 
-    def take(self, piece: int, nbytes: int) -> int:
-        """The address of `nbytes` zeroed bytes on the piece's node, aligned to 64.
+    def take(self, sizes_bytes: Sequence[int]) -> list[int]:
+        """Addresses of so many zeroed bytes on each team's node, aligned to 64; 0 for none.
 
         Raises ResourceError, and NativeError where pages cannot be dealt out.
         """
-        arenas, nbytes = self._arenas[piece], -(-nbytes // 64) * 64
-        if not arenas or self._used[piece] + nbytes > arenas[-1].nbytes:
-            node = None if self._interleave else self.nodes[piece]
+        firsts = [self._reserve(team, nbytes) if nbytes else 0 for team, nbytes in enumerate(sizes_bytes)]
+        taken = [team for team, nbytes in enumerate(sizes_bytes) if nbytes]
+        touch(self.pool, [(team, self._arenas[team][-1], firsts[team], sizes_bytes[team]) for team in taken])
+        addresses = [0] * len(sizes_bytes)
+        for team in taken:
+            addresses[team] = self._arenas[team][-1].data + firsts[team]
+        return addresses
+
+    def _reserve(self, team: int, nbytes: int) -> int:
+        """The first of `nbytes` bytes in the team's last arena."""
+        arenas, nbytes = self._arenas[team], -(-nbytes // 64) * 64
+        if not arenas or self._used[team] + nbytes > arenas[-1].nbytes:
+            node = None if self._interleave else self.nodes[team]
             try:
                 arenas.append(Arena(max(nbytes, _ARENA_BYTES), node, interleave=self._interleave))
             except NativeError as error:  # a node that memory cannot be bound to is only noted
                 raise NativeError(error.message, "Use --numa-memory bind.") from None
-            self._used[piece] = 0
-        at, self._used[piece] = self._used[piece], self._used[piece] + nbytes
-        arenas[-1].touch(at, nbytes)
-        return arenas[-1].data + at
+            self._used[team] = 0
+        first, self._used[team] = self._used[team], self._used[team] + nbytes
+        return first
 
     def pages(self) -> dict[str, int]:
         """Bytes by the kind of page they lie on."""
@@ -102,23 +116,18 @@ class Stack:
         nodes = len(self._memory.nodes)
         units = of.panels // self._step
         firsts = [units * n // nodes * self._step for n in range(nodes)] + [of.panels]
-        for n, (first, end) in enumerate(pairwise(firsts)):
-            stride = (end - first) * of.panel_bytes
-            address = self._memory.take(n, stride * self._count) if stride else 0
+        strides = [(end - first) * of.panel_bytes for first, end in pairwise(firsts)]
+        addresses = self._memory.take([stride * self._count for stride in strides])
+        for first, address, stride in zip(firsts, addresses, strides, strict=False):
             self._pieces.append(Piece(first, address, stride, stride * self._count))
         self._memory.bytes_by_format[form.name.lower()] += of.matrix_bytes * self._count
         return Matrix(of, self._pieces, self._count)
 
-    @property
-    def step(self) -> int:
-        """From one panel of a matrix's part to its next."""
-        return self._step
-
-    def places(self, index: int, part: int, first: int, rows: int) -> list[tuple[int, int, int]]:
-        """(address, bytes left there, rows) of each piece's share of `rows` rows from `first` on."""
+    def fills(self, index: int, part: int, first: int, count: int, rows: StoredRows) -> list[Fill]:
+        """Rows from `first` on of a matrix's part, each piece's by its team."""
         of, found = self.matrix.layout, []
-        end = first + rows
-        for piece, following in zip(self._pieces, [*self._pieces[1:], None], strict=True):
+        end = first + count
+        for team, (piece, following) in enumerate(zip(self._pieces, [*self._pieces[1:], None], strict=True)):
             end_panel = following.first_panel if following else of.panels
             low = max(first, piece.first_panel // self._step * PANEL_ROWS)
             high = min(end, end_panel // self._step * PANEL_ROWS)
@@ -126,8 +135,20 @@ class Stack:
                 continue
             panel = low // PANEL_ROWS * self._step + part - piece.first_panel
             offset = index * piece.stride + panel * of.panel_bytes
-            found.append((piece.address + offset, (index + 1) * piece.stride - offset, high - low))
+            to = layout(of.format, high - low, of.columns, of.group if of.format is not Format.BF16 else 0)
+            left = (index + 1) * piece.stride - offset
+            found.append(Fill(rows.after(low - first), to, piece.address + offset, left, team, self._step))
         return found
+
+    @property
+    def pool(self) -> Pool:
+        """Whose teams the pieces belong to."""
+        return self._memory.pool
+
+
+_STORED = {
+    torch.float64: Stored.F64, torch.float32: Stored.F32, torch.float16: Stored.F16, torch.bfloat16: Stored.BF16,
+}  # fmt: skip
 
 
 class RowSink:
@@ -145,30 +166,12 @@ class RowSink:
         self.expect = expect
         self._where, self._index, self._part = where, index, part
 
-    def takes(self, stored: str) -> bool:
-        return stored in KEPT and self._where()[0].format is KEPT[stored].format
+    def fills(self, rows: StoredRows) -> list[Fill]:
+        stack, base = self._where()
+        return stack.fills(self._index, self._part, base, self.shape[0], rows)
 
     def write(self, first: int, rows: Tensor) -> None:
-        narrow = rows.to(torch.bfloat16).contiguous()
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        stored = StoredRows(_STORED[rows.dtype], rows.data_ptr(), rows.stride(0) * rows.itemsize)
         stack, base = self._where()
-        of, done = stack.matrix.layout, 0
-        for address, nbytes, count in stack.places(self._index, self._part, base + first, len(rows)):
-            source = Source(codes=narrow[done:].data_ptr(), code_stride=narrow.stride(0) * 2, scale_rows=1)
-            pack(layout(of.format, count, of.columns, of.group), source, count, stack.step, address, nbytes)
-            done += count
-
-    def write_stored(self, stored: str, first: int, raw: Tensor) -> None:
-        stack, base = self._where()
-        done = 0
-        for address, nbytes, count in stack.places(self._index, self._part, base + first, len(raw)):
-            pack_gguf(
-                KEPT[stored].type,
-                count,
-                stack.columns,
-                raw[done:].data_ptr(),
-                raw.stride(0),
-                stack.step,
-                address,
-                nbytes,
-            )
-            done += count
+        fill(stack.pool, stack.fills(self._index, self._part, base + first, len(rows), stored))

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from proa.native.fill import Fill, StoredRows
+
 
 @dataclass(frozen=True)
 class AttentionBatch:
@@ -87,18 +89,15 @@ class Sink(Protocol):
     def expect(self, stored: str) -> None:
         """The checkpoint stores it as this type (BF16, Q4_1...). Told of all parameters before the first row."""
 
+    def fills(self, rows: StoredRows) -> Sequence[Fill] | None:
+        """What workers do to fill all of it from the rows of a file; None where only `write` does."""
+
     @property
     def row_unit(self) -> int:
-        """Rows must be handed over in multiples of this, but for the last ones."""
-
-    def takes(self, stored: str) -> bool:
-        """Whether `write_stored` takes rows of this type as they are."""
+        """Rows must be written in multiples of this, but for the last ones."""
 
     def write(self, first: int, rows: Tensor) -> None:
         """Rows from `first` on, of any float type; rounded once if the sink's type is narrower."""
-
-    def write_stored(self, stored: str, first: int, raw: Tensor) -> None:
-        """The same as bytes of the checkpoint, uint8 [rows, bytes of a row]."""
 
 
 Target = Tensor | Sink

@@ -21,12 +21,11 @@ from proa.plan.packed_size import packed_size
 from proa.plan.plan import MemoryBudget, Plan, Roof
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
+from proa.weights import sources
+from proa.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from proa.models.names import Declared
-    from proa.weights import sources
-from proa.weights.checkpoint import Checkpoint
-from proa.weights.sources import stored_types
 
 # The roof of decode counts the KV of a conversation this long.
 ROOF_CONTEXT_TOKENS = 256
@@ -58,7 +57,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     need = demand(spec, elem_bytes, page_tokens, asked.max_running, batch_tokens)
     active_bytes = spec.num_active_params * elem_bytes
     if isa and checkpoint.load_format == "gguf":
-        packed = packed_size(spec, stored_types(sources.resolve(declared, checkpoint.tensors), checkpoint.tensors))
+        packed = packed_size(spec, _stored_types(declared, checkpoint))
         need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
     fitted = fit(Case(model, spec, options, dtype, need, machine, usable_bytes))
     return Plan(
@@ -108,6 +107,10 @@ def _budget(machine: Machine, usable_bytes: int, need: Demand, fitted: Fitted) -
         loading_bytes=LOADING_BYTES,
         process_bytes=PROCESS_BYTES,
     )
+
+
+def _stored_types(declared: Declared, checkpoint: Checkpoint) -> dict[str, str]:
+    return sources.stored_types(sources.resolve(declared, checkpoint.tensors), checkpoint.tensors)
 
 
 def _load_format(asked: str, checkpoint: Checkpoint, native: bool) -> Decision:

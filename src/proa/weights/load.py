@@ -1,13 +1,15 @@
 """Streams a checkpoint into its final storage: file by file, in the order of the bytes. Never: policy, names.
 
-Files are read, not mapped, so that no file page counts as this process's memory; the only temporary is one
-chunk of rows and its decoded form. Where the stored type is the target's, bytes go straight to their place.
+Files are read, not mapped, so that no file page counts as this process's memory; the only temporary is a chunk of rows
+and its decoded form, of each thread that reads. With a pool its workers do all that is large, each into memory of its
+own node; the loading thread gathers jobs for them, and does itself what they do not take.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,13 +19,17 @@ from torch import Tensor
 
 from proa.errors import WeightsError
 from proa.models.names import Declared
+from proa.native.fill import Fill, ReadError, fill
+from proa.native.formats import Format, layout
+from proa.native.pool import Pool
 from proa.ops.table import Sink, Target
 from proa.weights.checkpoint import Checkpoint
-from proa.weights.index import TensorInfo
+from proa.weights.index import FETCH_AGAIN, TensorInfo
 from proa.weights.rows import READABLE, Rows, open_rows
 from proa.weights.sources import Source, Sources, resolve, stored_types
 
 _CHUNK_BYTES = 1 << 20  # with its decoded form it stays in the cache between reading and writing
+_BATCH_BYTES = 16 << 20  # for each worker: long enough to hide the end of a batch, short enough to show progress
 
 Progress = Callable[[int, int], None]
 
@@ -37,22 +43,28 @@ class LoadReport:
 
 
 def load_weights(
-    checkpoint: Checkpoint, declared: Declared, targets: Mapping[str, Target], progress: Progress
+    checkpoint: Checkpoint,
+    declared: Declared,
+    targets: Mapping[str, Target],
+    progress: Progress,
+    pool: Pool | None = None,
 ) -> LoadReport:
     """Fill every parameter of `declared.spec` in `targets` (by our names: tensors of any float type, views welcome, or
-    sinks).
+    sinks). `pool`: whose workers fill them, needed where there are sinks; the bytes do not depend on it.
 
-    `progress(done_bytes, total_bytes)` is called after every chunk. Raises WeightsError before anything is read
-    if a parameter has no source or a tensor no use, and later if a file is cut off or a value does not fit.
+    `progress(done_bytes, total_bytes)` is called after every chunk or batch. Raises WeightsError before anything is
+    read if a parameter has no source or a tensor no use, and later if a file is cut off or a value does not fit.
     """
     start = time.monotonic()
     sources = resolve(declared, checkpoint.tensors)
     _check(declared, checkpoint, sources, targets)
+    if pool is None and not all(isinstance(target, Tensor) for target in targets.values()):
+        raise ValueError("packed weights are filled by a pool, and there is none")
     for name, stored in stored_types(sources, checkpoint.tensors).items():
         target = targets[name]
         if not isinstance(target, Tensor):
             target.expect(stored)
-    copy = _Copy(checkpoint.tensors, sources, targets, progress)
+    copy = _Copy(checkpoint.tensors, sources, targets, progress, pool)
     copy.run()
     return LoadReport(copy.done_bytes, time.monotonic() - start)
 
@@ -82,7 +94,10 @@ class _Copy:
         sources: Sources,
         targets: Mapping[str, Target],
         progress: Progress,
+        pool: Pool | None,
     ) -> None:
+        self._pool = pool
+        self._batch_bytes = _BATCH_BYTES * (pool.threads if pool else 1)
         self._tensors = tensors
         self._sources = sources
         self._targets = targets
@@ -94,8 +109,7 @@ class _Copy:
         names = sorted(self._sources.params, key=self._place)
         for file, group in groupby(names, key=lambda name: self._place(name)[0]):
             with open_rows(file, self._tensors) as rows:
-                for name in group:
-                    self._fill(rows, self._sources.params[name], self._targets[name])
+                self._fill_all(file, rows, group)
         if self._sources.tied_head is not None:
             self._compare_tied_head(self._sources.tied_head)
 
@@ -107,6 +121,49 @@ class _Copy:
     def _bytes(self, source: Source) -> int:
         info = self._tensors[source.tensor]
         return source.rows * info.row_bytes * source.cols // info.shape[-1]
+
+    def _fill_all(self, file: Path, rows: Rows, names: Iterable[str]) -> None:
+        """All parameters of one file."""
+        jobs: list[Fill] = []
+        nbytes = 0
+        for name in names:
+            source, target = self._sources.params[name], self._targets[name]
+            of_this = self._jobs(rows, source, target)
+            if of_this is None:
+                self._fill(rows, source, target)
+                continue
+            jobs += of_this
+            nbytes += self._bytes(source)
+            if nbytes >= self._batch_bytes:
+                self._run(file, jobs, nbytes)
+                jobs, nbytes = [], 0
+        self._run(file, jobs, nbytes)
+
+    def _jobs(self, rows: Rows, source: Source, target: Target) -> Sequence[Fill] | None:
+        """What workers do to fill a parameter, if there are any and they can."""
+        if self._pool is None:
+            return None
+        stored = rows.stored(source.tensor, source.first_row, source.first_col, source.transposed)
+        if stored is None:
+            return None
+        if not isinstance(target, Tensor):
+            return target.fills(stored)
+        if target.dtype != torch.bfloat16 or not target.is_contiguous() or source.transposed:
+            return None
+        to = layout(Format.BF16, source.rows, source.cols)
+        return [Fill(stored, to, target.data_ptr(), target.nbytes, plain=True)]
+
+    def _run(self, file: Path, jobs: Sequence[Fill], nbytes: int) -> None:
+        if self._pool is None or not jobs:
+            return
+        try:
+            fill(self._pool, jobs)
+        except ReadError as error:
+            if error.errno:
+                raise OSError(error.errno, os.strerror(error.errno), str(file)) from None
+            raise WeightsError(f"{file} ends too early.", FETCH_AGAIN) from None
+        self.done_bytes += nbytes
+        self._progress(self.done_bytes, self._total_bytes)
 
     def _fill(self, rows: Rows, source: Source, target: Target) -> None:
         if isinstance(target, Tensor):
@@ -133,15 +190,9 @@ class _Copy:
                 _refuse_overflow(chunk, part, source.tensor)
 
     def _fill_sink(self, rows: Rows, source: Source, sink: Sink) -> None:
-        info = self._tensors[source.tensor]
         columns = slice(source.first_col, source.first_col + source.cols)
-        raw = source.cols == info.shape[-1] and sink.takes(info.dtype)
         for first, count in self._chunks(source, sink.row_unit):
-            at = source.first_row + first
-            if raw:
-                sink.write_stored(info.dtype, first, rows.read_stored(source.tensor, at, count))
-            else:
-                sink.write(first, rows.read(source.tensor, at, count)[:, columns])
+            sink.write(first, rows.read(source.tensor, source.first_row + first, count)[:, columns])
 
     def _chunks(self, source: Source, unit: int) -> Iterator[tuple[int, int]]:
         """(first row, rows) of pieces of about _CHUNK_BYTES; progress is told after each."""

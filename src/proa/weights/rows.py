@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from proa.errors import WeightsError
-from proa.weights.formats.gguf import DECODERS, dequantise
-from proa.weights.gguf_header import BLOCKS
+from proa.native.fill import PLAIN_BYTES, StoredRows, to_float
+from proa.native.formats import Stored
 from proa.weights.index import FETCH_AGAIN, TensorInfo
 from proa.weights.torch_bin import open_bin
 
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-READABLE = (*_PLAIN, *DECODERS)
+READABLE = tuple(Stored.__members__)
 
 
 class Rows(Protocol):
@@ -30,8 +30,8 @@ class Rows(Protocol):
     def read(self, tensor: str, first: int, count: int) -> Tensor:
         """Rows first to first + count as floats, valid until the next call. Raises WeightsError."""
 
-    def read_stored(self, tensor: str, first: int, count: int) -> Tensor:
-        """The same as the file's bytes, uint8 [count, bytes of a row], valid until the next call."""
+    def stored(self, tensor: str, first: int, column: int, transposed: bool) -> StoredRows | None:
+        """Where rows from `first` on are in the file, from `column` on; None where only `read` finds them."""
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         """Read rows straight to `out` if they are stored in its form; else do nothing and return False."""
@@ -49,7 +49,8 @@ class _FileRows:
         self._file = file
         self._tensors = tensors
         self._stream = file.open("rb", buffering=0)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # both stay, for taking new ones leaves gaps between them
+        self._floats = torch.empty(0, dtype=torch.float32)
 
     def __enter__(self) -> _FileRows:
         return self
@@ -58,19 +59,23 @@ class _FileRows:
         self._stream.close()
 
     def read(self, tensor: str, first: int, count: int) -> Tensor:
-        info, raw = self._tensors[tensor], self.read_stored(tensor, first, count)
-        if info.dtype in _PLAIN:
-            return raw.view(-1).view(_PLAIN[info.dtype]).view(count, -1)
-        return dequantise(raw, info.dtype, BLOCKS[info.dtype][1])
-
-    def read_stored(self, tensor: str, first: int, count: int) -> Tensor:
         info = self._tensors[tensor]
         size = count * info.row_bytes
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
+        self._buffer = _at_least(size, self._buffer)
         raw = self._buffer[:size]
         self._read_bytes(info, first, raw)
-        return raw.view(count, -1)
+        if info.dtype in _PLAIN:
+            return raw.view(_PLAIN[info.dtype]).view(count, -1)
+        self._floats = _at_least(count * info.shape[-1], self._floats)
+        floats = self._floats[: count * info.shape[-1]].view(count, -1)
+        to_float(Stored[info.dtype], raw.data_ptr(), size, floats.numel(), floats.data_ptr())
+        return floats
+
+    def stored(self, tensor: str, first: int, column: int, transposed: bool) -> StoredRows:
+        info = self._tensors[tensor]
+        kind = Stored[info.dtype]
+        start = info.offset + first * info.row_bytes + (column * PLAIN_BYTES[kind] if column else 0)
+        return StoredRows(kind, start, info.row_bytes, self._stream.fileno(), transposed)
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         info = self._tensors[tensor]
@@ -88,6 +93,10 @@ class _FileRows:
             if not got:
                 raise WeightsError(f"{self._file} ends too early.", FETCH_AGAIN)
             done += got
+
+
+def _at_least(size: int, buffer: Tensor) -> Tensor:
+    return buffer if buffer.numel() >= size else torch.empty(size, dtype=buffer.dtype)
 
 
 class _MappedRows:
@@ -111,8 +120,8 @@ class _MappedRows:
         self._last = stored.reshape(-1, stored.shape[-1])[first : first + count]
         return self._last
 
-    def read_stored(self, tensor: str, first: int, count: int) -> Tensor:
-        return self.read(tensor, first, count).contiguous().view(torch.uint8)
+    def stored(self, tensor: str, first: int, column: int, transposed: bool) -> None:
+        return None
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         return False

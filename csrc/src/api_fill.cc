@@ -1,0 +1,76 @@
+// The C interface of loading: arguments are checked here.
+#include <cstdint>
+
+#include "error.h"
+#include "fill.h"
+#include "handles.h"
+#include "proa/native.h"
+
+namespace {
+
+using proa::require;
+
+proa::Fill job_of(const proa_fill_job& j) {
+    require(j.out && (j.fd >= 0 || j.from), "A null pointer where weights are packed.");
+    require(j.fd >= -1 && j.stride >= 0 && j.step >= 1, "A descriptor, stride or step is negative.");
+    const bool plain = j.format == PROA_FILL_PLAIN;
+    const proa::Layout l =
+        proa::checked_layout(plain ? int(proa::Format::kBf16) : j.format, j.rows, j.columns, j.group);
+    const size_t needed =
+        plain ? size_t(j.rows) * size_t(j.columns) * 2 : (size_t(l.panels - 1) * size_t(j.step) + 1) * l.panel_bytes;
+    require(j.out_bytes >= 0 && size_t(j.out_bytes) >= needed, "The output is too small.");
+    return {j.fd,
+            j.from,
+            uint64_t(j.stride),
+            proa::Stored(j.stored),
+            j.transposed != 0,
+            plain,
+            l,
+            j.step,
+            static_cast<uint8_t*>(j.out),
+            j.team};
+}
+
+}  // namespace
+
+extern "C" {
+
+int proa_fill(proa_pool* pool, const proa_fill_job* jobs, int64_t count, proa_fill_failure* failure) {
+    return proa::guarded([&] {
+        require(pool && failure && (jobs || !count), "A null pointer.");
+        *failure = {-1, 0};
+        std::vector<proa::Fill> all;
+        for (int64_t i = 0; i < count; ++i) all.push_back(job_of(jobs[i]));
+        try {
+            proa::fill(pool->host.pool, all);
+        } catch (const proa::ReadFailed& failed) {
+            *failure = {failed.job, failed.error};
+        }
+    });
+}
+
+int proa_touch(proa_pool* pool, const int32_t* teams, proa_arena* const* arenas, const int64_t* firsts,
+               const int64_t* counts, int64_t parts) {
+    return proa::guarded([&] {
+        require(pool && (!parts || (teams && arenas && firsts && counts)), "A null pointer.");
+        std::vector<proa::Touch> spans;
+        for (int64_t i = 0; i < parts; ++i) {
+            require(firsts[i] >= 0 && counts[i] >= 0, "A part of an arena begins or ends before it.");
+            spans.push_back({arenas[i], size_t(firsts[i]), size_t(counts[i]), teams[i]});
+        }
+        proa::touch(pool->host.pool, spans);
+    });
+}
+
+int proa_to_float(int stored, const void* from, int64_t from_bytes, int64_t values, float* to) {
+    return proa::guarded([&] {
+        const proa::StoredFacts facts = proa::facts_of(proa::Stored(stored));
+        require(from && to, "A null pointer.");
+        require(values >= 0 && values % facts.block_values == 0, "Values are not whole blocks.");
+        require(from_bytes == values / facts.block_values * facts.block_bytes,
+                "Another number of bytes than values need.");
+        proa::to_float(proa::Stored(stored), static_cast<const uint8_t*>(from), size_t(values), to);
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,204 @@
+#include "fill.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "error.h"
+
+namespace proa {
+namespace {
+
+constexpr size_t kChunkBytes = 256 << 10;   // read at once: stays in a core's cache until it is packed
+constexpr size_t kTouchBytes = 16 << 20;    // faulted by one task: whole pages of every size but the largest
+constexpr int kInputUnit = 2 * kPanelRows;  // stored rows of a transposed task: 16 lines of every panel
+
+// Tasks of one phase, each team's together.
+template <class Task>
+class Tasks {
+  public:
+    Tasks(Pool& pool, void (*run)(const Task&, std::byte* scratch))
+        : pool_(pool), run_(run), of_(size_t(pool.nodes())) {}
+
+    void add(int team, const Task& task) { of_[size_t(team)].push_back(task); }
+
+    void run(bool at_home) {
+        Phase phase{};
+        phase.nodes = pool_.nodes();
+        for (const auto& team : of_) {
+            all_.insert(all_.end(), team.begin(), team.end());
+            phase.begin[&team - of_.data() + 1] = int(all_.size());
+        }
+        // Published, so that no task is done twice. A worker's scratch is its own to write.
+        phase.at_home = at_home;
+        phase.context = this;
+        phase.publish = [](const void* context, int task, const std::byte* scratch) {
+            auto& self = *static_cast<Tasks*>(const_cast<void*>(context));
+            self.failure_.guard([&] { self.run_(self.all_[size_t(task)], const_cast<std::byte*>(scratch)); });
+        };
+        pool_.run(phase);
+        failure_.rethrow();
+    }
+
+  private:
+    Pool& pool_;
+    void (*run_)(const Task&, std::byte* scratch);
+    std::vector<std::vector<Task>> of_;
+    std::vector<Task> all_;
+    FirstFailure failure_;
+};
+
+// Stored rows [first, first + count) of a job.
+struct Part {
+    const Fill* job;
+    int64_t index;  // of the job
+    int first, count;
+};
+
+size_t stored_bytes(const Fill& job) {
+    const StoredFacts facts = facts_of(job.stored);
+    const int values = job.transposed ? job.layout.rows : job.layout.columns;
+    return size_t(values / facts.block_values) * size_t(facts.block_bytes);
+}
+
+void read_all(const Part& part, uint64_t at, uint8_t* to, size_t bytes) {
+    while (bytes > 0) {
+        const ssize_t got = pread(part.job->fd, to, bytes, off_t(at));
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) throw ReadFailed(part.index, got < 0 ? errno : 0);
+        to += got, at += uint64_t(got), bytes -= size_t(got);
+    }
+}
+
+struct StoredRows {
+    const uint8_t* data;
+    size_t stride;
+};
+
+// The part's rows in memory: where they are, or in `buffer`.
+StoredRows fetch(const Part& part, uint8_t* buffer) {
+    const Fill& job = *part.job;
+    const uint64_t at = job.from + uint64_t(part.first) * job.stride;
+    if (job.fd < 0) return {reinterpret_cast<const uint8_t*>(at), job.stride};
+    const size_t row = stored_bytes(job);
+    if (row == job.stride) {
+        read_all(part, at, buffer, row * size_t(part.count));
+    } else {
+        for (int r = 0; r < part.count; ++r)
+            read_all(part, at + uint64_t(r) * job.stride, buffer + size_t(r) * row, row);
+    }
+    return {buffer, row};
+}
+
+Source codes_at(StoredRows rows) {
+    Source source;
+    source.codes = rows.data, source.code_stride = rows.stride;
+    return source;
+}
+
+void fill_plain(const Part& part, StoredRows rows) {
+    const Fill& job = *part.job;
+    const size_t columns = size_t(job.layout.columns);
+    for (int r = 0; r < part.count; ++r) {
+        auto* out = reinterpret_cast<uint16_t*>(job.out + size_t(part.first + r) * columns * 2);
+        to_bf16(job.stored, rows.data + size_t(r) * rows.stride, columns, out);
+    }
+}
+
+// `free`: scratch for a panel's rows in bfloat16.
+void fill_panels(const Part& part, StoredRows rows, uint8_t* free) {
+    const Fill& job = *part.job;
+    const Layout& l = job.layout;
+    const size_t narrow = size_t(l.columns) * 2;
+    uint8_t* out = job.out + size_t(part.first / kPanelRows * job.step) * l.panel_bytes;
+    if (l.format != Format::kBf16) return pack_blocks(job.stored, l, rows.data, rows.stride, part.count, job.step, out);
+    if (job.stored == Stored::kBf16) return pack_rows(l, codes_at(rows), part.count, job.step, out);
+    for (int first = 0; first < part.count; first += kPanelRows, out += size_t(job.step) * l.panel_bytes) {
+        const int here = std::min(kPanelRows, part.count - first);
+        for (int r = 0; r < here; ++r)
+            to_bf16(job.stored, rows.data + size_t(first + r) * rows.stride, size_t(l.columns),
+                    reinterpret_cast<uint16_t*>(free + size_t(r) * narrow));
+        pack_rows(l, codes_at({free, narrow}), here, job.step, out);
+    }
+}
+
+// Two stored rows are a line of each panel: the values of columns k and k + 1 side by side for every row.
+void fill_transposed(const Part& part, StoredRows rows, uint8_t* free) {
+    const Fill& job = *part.job;
+    const Layout& l = job.layout;
+    const size_t padded = size_t(l.panels) * kPanelRows;
+    auto* two = reinterpret_cast<uint16_t*>(free);
+    std::memset(two, 0, 2 * padded * 2);
+    const int end = part.first + part.count < l.columns ? part.first + part.count : l.padded;
+    for (int k = part.first; k < end; k += 2) {
+        for (int odd = 0; odd < 2; ++odd) {
+            const int r = k + odd - part.first;
+            if (r < part.count)
+                to_bf16(job.stored, rows.data + size_t(r) * rows.stride, size_t(l.rows), two + size_t(odd) * padded);
+            else
+                std::memset(two + size_t(odd) * padded, 0, size_t(l.rows) * 2);
+        }
+        for (int p = 0; p < l.panels; ++p) {
+            uint16_t line[2 * kPanelRows];
+            for (int i = 0; i < kPanelRows; ++i)
+                line[2 * i] = two[p * kPanelRows + i], line[2 * i + 1] = two[padded + size_t(p * kPanelRows + i)];
+            std::memcpy(job.out + size_t(p * job.step) * l.panel_bytes + size_t(k / 2) * kLineBytes, line, kLineBytes);
+        }
+    }
+}
+
+void fill_part(const Part& part, std::byte* scratch) {
+    auto* buffer = reinterpret_cast<uint8_t*>(scratch);
+    const StoredRows rows = fetch(part, buffer);
+    uint8_t* free = buffer + (size_t(part.count) * stored_bytes(*part.job) + 63) / 64 * 64;
+    if (part.job->plain) return fill_plain(part, rows);
+    if (part.job->transposed) return fill_transposed(part, rows, free);
+    fill_panels(part, rows, free);
+}
+
+void check(const Fill& job, int teams) {
+    require(job.team >= 0 && job.team < teams, "A job belongs to a team that the pool does not have.");
+    require(!job.transposed || facts_of(job.stored).block_values == 1, "Blocks cannot be transposed.");
+    require(!job.transposed || !job.plain, "Plain rows are not transposed.");
+    const int values = job.transposed ? job.layout.rows : job.layout.columns;
+    require(values % facts_of(job.stored).block_values == 0, "Rows are not whole blocks.");
+    require(stored_bytes(job) <= kScratchBytes / kInputUnit / 8, "Rows are too long.");
+    require(job.stride >= stored_bytes(job), "Rows overlap.");
+    if (job.plain || job.layout.format == Format::kBf16) return;
+    const KeptFormat kept = kept_format(job.stored);
+    require(!job.transposed && job.layout.format == kept.format && job.layout.group == kept.group,
+            "This format does not keep what is stored.");
+}
+
+}  // namespace
+
+void fill(Pool& pool, const std::vector<Fill>& jobs) {
+    Tasks<Part> tasks(pool, fill_part);
+    for (const Fill& job : jobs) {
+        check(job, pool.nodes());
+        const int unit = job.transposed ? kInputUnit : kPanelRows;
+        const int all = job.transposed ? job.layout.columns : job.layout.rows;
+        const int step = std::max(1, int(kChunkBytes / stored_bytes(job)) / unit) * unit;
+        for (int first = 0; first < all; first += step)
+            tasks.add(job.team, {&job, &job - jobs.data(), first, std::min(step, all - first)});
+    }
+    tasks.run(false);
+}
+
+void touch(Pool& pool, const std::vector<Touch>& spans) {
+    Tasks<Touch> tasks(pool, [](const Touch& span, std::byte*) {
+        if (const int code = proa_arena_touch(span.arena, span.first, span.count)) throw Error(code, proa_last_error());
+    });
+    for (Touch span : spans) {
+        require(span.team >= 0 && span.team < pool.nodes(), "A span belongs to a team that the pool does not have.");
+        for (const size_t end = span.first + span.count; span.first < end; span.first += span.count) {
+            span.count = std::min(end, (span.first / kTouchBytes + 1) * kTouchBytes) - span.first;
+            tasks.add(span.team, span);
+        }
+    }
+    tasks.run(true);
+}
+
+}  // namespace proa

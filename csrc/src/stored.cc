@@ -1,0 +1,211 @@
+// Blocks: d and m are float16; "low nibbles first" means that elements 0 to 15 lie in bits 0 to 3 of bytes 0 to 15 and
+// elements 16 to 31 in bits 4 to 7.
+#include "stored.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <string>
+
+#include "error.h"
+#include "words.h"
+
+namespace proa {
+namespace {
+
+// Loops over these become vectors: no branches, signed conversions.
+float from_half(uint16_t half) {
+    const int32_t size = half & 0x7fff;
+    // Subnormal halves as whole numbers of 2^-24: bits put together would be subnormal floats, which workers flush.
+    const uint32_t small = std::bit_cast<uint32_t>(float(size) * 0x1p-24f);
+    const uint32_t large = (uint32_t(size) << 13) + (112u << 23) + (uint32_t(0x7bff - size) >> 31) * (112u << 23);
+    const uint32_t is_small = uint32_t((size - 0x400) >> 31);
+    return std::bit_cast<float>(uint32_t(half & 0x8000) << 16 | (small & is_small) | (large & ~is_small));
+}
+
+float half_at(const uint8_t* p) { return from_half(read<uint16_t>(p)); }
+
+uint16_t rounded(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const uint32_t up = bits + 0x7fff + (bits >> 16 & 1);
+    return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : up >> 16);
+}
+
+// Codes of blocks are first laid out one a byte, eight at a time.
+template <int N>
+struct Codes {
+    uint8_t at[N];
+
+    void put(int i, uint64_t eight) { std::memcpy(at + i, &eight, 8); }
+    // 16 low nibbles, then 16 high ones.
+    void put_nibbles(int i, const uint8_t* from) {
+        for (int k = 0; k < 16; k += 8) {
+            const uint64_t both = read<uint64_t>(from + k);
+            put(i + k, both & kNibbles), put(i + 16 + k, both >> 4 & kNibbles);
+        }
+    }
+    // Bit i of 32 is worth 16 in code i.
+    void add_fifths(const uint8_t* bits) {
+        for (int k = 0; k < N; k += 8) {
+            const uint64_t own = (bits[k / 8] * 0x0101010101010101u) & 0x8040201008040201u;  // bit i stays in byte i
+            put(k, read<uint64_t>(at + k) | ((own + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u));
+        }
+    }
+};
+
+template <int N>
+void scale(const uint8_t* codes, int zero, float d, float* to) {
+    for (int i = 0; i < N; ++i) to[i] = float(int(codes[i]) - zero) * d;
+}
+template <int N>
+void scale_and_add(const uint8_t* codes, float d, float m, float* to) {
+    for (int i = 0; i < N; ++i) to[i] = float(int(codes[i])) * d + m;
+}
+
+void q8_0(const uint8_t* b, float* to) {
+    const float d = half_at(b);
+    for (int i = 0; i < 32; ++i) to[i] = float(int8_t(b[2 + i])) * d;
+}
+
+void q4_0(const uint8_t* b, float* to) {
+    Codes<32> codes;
+    codes.put_nibbles(0, b + 2);
+    scale<32>(codes.at, 8, half_at(b), to);
+}
+
+void q4_1(const uint8_t* b, float* to) {
+    Codes<32> codes;
+    codes.put_nibbles(0, b + 4);
+    scale_and_add<32>(codes.at, half_at(b), half_at(b + 2), to);
+}
+
+void q5_0(const uint8_t* b, float* to) {
+    Codes<32> codes;
+    codes.put_nibbles(0, b + 6);
+    codes.add_fifths(b + 2);
+    scale<32>(codes.at, 16, half_at(b), to);
+}
+
+void q5_1(const uint8_t* b, float* to) {
+    Codes<32> codes;
+    codes.put_nibbles(0, b + 8);
+    codes.add_fifths(b + 4);
+    scale_and_add<32>(codes.at, half_at(b), half_at(b + 2), to);
+}
+
+// d, dmin, 12 bytes of 6-bit scales and minimums of 8 groups of 32.
+void scale_groups(const uint8_t* b, const uint8_t* codes, float* to) {
+    const float d = half_at(b), dmin = half_at(b + 2);
+    uint8_t scales[8], mins[8];
+    six_bit_scales(b + 4, scales, mins);
+    for (int g = 0; g < 8; ++g)
+        scale_and_add<32>(codes + g * 32, float(scales[g]) * d, -(float(mins[g]) * dmin), to + g * 32);
+}
+
+// Code i of groups 2 g and 2 g + 1 in the nibbles of byte 32 g + i.
+void q4_k(const uint8_t* b, float* to) {
+    Codes<256> codes;
+    for (int i = 0; i < 128; i += 8) {
+        const uint64_t both = read<uint64_t>(b + 16 + i);
+        codes.put(i / 32 * 64 + i % 32, both & kNibbles), codes.put(i / 32 * 64 + 32 + i % 32, both >> 4 & kNibbles);
+    }
+    scale_groups(b, codes.at, to);
+}
+
+// As Q4_K, with 32 bytes of fifth bits: bit g of byte i is that of element i of group g.
+void q5_k(const uint8_t* b, float* to) {
+    Codes<256> codes;
+    for (int g = 0; g < 8; ++g)
+        for (int i = 0; i < 32; i += 8) {
+            const uint64_t low = read<uint64_t>(b + 48 + g / 2 * 32 + i) >> g % 2 * 4 & kNibbles;
+            codes.put(g * 32 + i, low | (read<uint64_t>(b + 16 + i) >> g << 4 & 0x1010101010101010u));
+        }
+    scale_groups(b, codes.at, to);
+}
+
+// 128 bytes of low nibbles, 64 of upper bit pairs, 16 signed scales of groups of 16, d.
+void q6_k(const uint8_t* b, float* to) {
+    const float d = half_at(b + 208);
+    for (int part = 0; part < 16; ++part) {
+        Codes<16> codes;
+        codes.put(0, six_bit_codes(b, part, 0)), codes.put(8, six_bit_codes(b, part, 8));
+        scale<16>(codes.at, 32, float(int8_t(b[192 + part])) * d, to + part * 16);
+    }
+}
+
+void each_block(void (*decode)(const uint8_t*, float*), StoredFacts of, const uint8_t* from, size_t values, float* to) {
+    for (size_t i = 0; i < values; i += size_t(of.block_values), from += of.block_bytes) decode(from, to + i);
+}
+
+}  // namespace
+
+StoredFacts facts_of(Stored type) {
+    switch (type) {
+        case Stored::kF32: return {1, 4};
+        case Stored::kF16: return {1, 2};
+        case Stored::kQ4_0: return {32, 18};
+        case Stored::kQ4_1: return {32, 20};
+        case Stored::kQ5_0: return {32, 22};
+        case Stored::kQ5_1: return {32, 24};
+        case Stored::kQ8_0: return {32, 34};
+        case Stored::kQ4K: return {256, 144};
+        case Stored::kQ5K: return {256, 176};
+        case Stored::kQ6K: return {256, 210};
+        case Stored::kF64: return {1, 8};
+        case Stored::kBf16: return {1, 2};
+    }
+    throw Error(PROA_ERROR_ARGUMENT, "No stored type has the number " + std::to_string(int(type)) + ".");
+}
+
+KeptFormat kept_format(Stored type) {
+    switch (type) {
+        case Stored::kQ4_0: return {Format::kInt4F16, 32};
+        case Stored::kQ4_1: return {Format::kUint4F16, 32};
+        case Stored::kQ8_0: return {Format::kInt8F16, 32};
+        case Stored::kQ4K: return {Format::kQ4K, 32};
+        case Stored::kQ6K: return {Format::kQ6K, 16};
+        default: break;
+    }
+    throw Error(PROA_ERROR_ARGUMENT, "No packed format keeps the stored type " + std::to_string(int(type)) + ".");
+}
+
+void to_float(Stored type, const uint8_t* from, size_t values, float* to) {
+    const auto plain = [&]<class T>(auto&& number, T) {
+        for (size_t i = 0; i < values; ++i) to[i] = number(read<T>(from + i * sizeof(T)));
+    };
+    const auto blocks = [&](void (*decode)(const uint8_t*, float*)) {
+        each_block(decode, facts_of(type), from, values, to);
+    };
+    switch (type) {
+        case Stored::kF32: std::memcpy(to, from, values * 4); return;
+        case Stored::kF16: return plain(from_half, uint16_t());
+        case Stored::kBf16:
+            return plain([](uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }, uint16_t());
+        case Stored::kF64: return plain([](double x) { return float(x); }, double());
+        case Stored::kQ4_0: return blocks(q4_0);
+        case Stored::kQ4_1: return blocks(q4_1);
+        case Stored::kQ5_0: return blocks(q5_0);
+        case Stored::kQ5_1: return blocks(q5_1);
+        case Stored::kQ8_0: return blocks(q8_0);
+        case Stored::kQ4K: return blocks(q4_k);
+        case Stored::kQ5K: return blocks(q5_k);
+        case Stored::kQ6K: return blocks(q6_k);
+    }
+}
+
+void to_bf16(Stored type, const uint8_t* from, size_t values, uint16_t* to) {
+    if (type == Stored::kBf16) {
+        std::memcpy(to, from, values * 2);
+        return;
+    }
+    constexpr size_t kPart = 256;  // whole blocks of every type
+    const StoredFacts facts = facts_of(type);
+    float part[kPart];
+    for (size_t i = 0; i < values; i += kPart, from += kPart / size_t(facts.block_values) * size_t(facts.block_bytes)) {
+        const size_t count = std::min(kPart, values - i);
+        to_float(type, from, count, part);
+        for (size_t k = 0; k < count; ++k) to[i + k] = rounded(part[k]);
+    }
+}
+
+}  // namespace proa

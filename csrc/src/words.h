@@ -1,0 +1,60 @@
+// Codes of one row -> words of 32 bits: the row's lanes of a panel's lines. Belongs here: shuffling bits in registers.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace proa {
+
+constexpr uint64_t kNibbles = 0x0f0f0f0f0f0f0f0f;
+
+template <class T>
+T read(const void* p) {
+    T value;
+    std::memcpy(&value, p, sizeof value);
+    return value;
+}
+
+// Eight codes below 16, one a byte -> value i at bit 16 (i % 2) + 4 (i / 2).
+inline uint32_t word_of_nibbles(uint64_t codes) {
+    const uint64_t y = codes | codes >> 12;  // bytes 0 and 4: codes of even place; 1 and 5: of odd
+    return uint32_t((y & 0xff) | (y >> 24 & 0xff00) | (y << 8 & 0xff0000) | (y >> 16 & 0xff000000));
+}
+
+// Four codes of 8 bits -> value i at bit 16 (i % 2) + 8 (i / 2).
+inline uint32_t word_of_bytes(uint32_t codes) {
+    return (codes & 0xff0000ff) | (codes >> 8 & 0xff00) | (codes & 0xff00) << 8;
+}
+
+// Sixteen codes below 64, one a byte -> words of two lines with the low nibbles, and of one with the upper pairs of
+// bits, value i at bit 16 (i % 2) + 2 (i / 2).
+inline void words_of_sixes(uint64_t low, uint64_t high, uint32_t* words) {
+    const auto pairs = [](uint64_t x) {  // even places' in byte 0, odd ones' in byte 2
+        x = x >> 4 & 0x0303030303030303;
+        x |= x >> 14;
+        x |= x >> 28;
+        return uint32_t((x & 0xff) | (x & 0xff00) << 8);
+    };
+    words[0] = word_of_nibbles(low & kNibbles);
+    words[1] = word_of_nibbles(high & kNibbles);
+    words[2] = pairs(low) | pairs(high) << 8;
+}
+
+// Codes at to at + 8 of group `part` (of 16) of a block of Q6_K: 128 bytes of low nibbles, 64 of upper pairs of bits.
+inline uint64_t six_bit_codes(const uint8_t* block, int part, int at) {
+    const uint8_t* low = block + part / 8 * 64 + part % 4 * 16 + at;
+    const uint8_t* high = block + 128 + part / 8 * 32 + part % 2 * 16 + at;
+    const uint64_t upper = read<uint64_t>(high) >> part % 8 / 2 * 2 << 4;
+    return (read<uint64_t>(low) >> part % 8 / 4 * 4 & kNibbles) | (upper & 0x3030303030303030);
+}
+
+// Q4_K's and Q5_K's 12 bytes -> scales and minimums of 6 bits of 8 groups.
+inline void six_bit_scales(const uint8_t* six, uint8_t* scales, uint8_t* mins) {
+    for (int g = 0; g < 4; ++g) {
+        scales[g] = six[g] & 63, mins[g] = six[g + 4] & 63;
+        scales[g + 4] = uint8_t((six[g + 8] & 15) | (six[g] >> 6) << 4);
+        mins[g + 4] = uint8_t((six[g + 8] >> 4) | (six[g + 4] >> 6) << 4);
+    }
+}
+
+}  // namespace proa

@@ -1,0 +1,109 @@
+"""How fast does a model come from its files into memory, once the system has them in its cache? Never: disks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from proa.bench.result import Result, busy_notes, result
+from proa.config.field import option
+from proa.config.options import EngineOptions
+from proa.engine.client import EngineClient
+from proa.engine.ipc import Ready
+from proa.errors import UsageError
+from proa.machine.probe import probe
+from proa.plan.plan import Plan
+from proa.plan.prepare import prepare
+
+QUESTION = "How fast does a model come from its files into memory?"
+_READ_BYTES = 256 << 10  # at once, as the loader does
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What to measure."""
+
+    model: str = option("demo", help="model to load", metavar="MODEL", common=True)
+    runs: int = option(3, help="engines that load it, one after the other", low=1, high=1000, common=True)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+def run(options: LoadOptions) -> Result:
+    """Read the files once, then load the model `runs` times, an engine process each. Raises ProaError."""
+    notes = busy_notes(os.getloadavg()[0], probe().usable_cores)
+    prepared = prepare(options.model, options.engine)
+    checkpoint = prepared.checkpoint
+    if not checkpoint.tensors:
+        raise UsageError("A model of random weights has no files.", "Leave out --load-format dummy.")
+    files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
+    read_files(files, prepared.plan.threads)  # from the disk, if they are not in memory
+    read = max(read_files(files, prepared.plan.threads) for _ in range(2))
+    loads = [asyncio.run(_load(prepared.plan)) for _ in range(options.runs)]
+    figures = load_figures(loads, checkpoint.tensor_bytes, prepared.plan.threads, read)
+    return result("load", QUESTION, prepared.plan.model, options, figures, notes=notes)
+
+
+async def _load(plan: Plan) -> Ready:
+    engine = await EngineClient.launch(plan)
+    try:
+        return await engine.wait_ready()
+    finally:
+        await engine.close()
+
+
+def load_figures(
+    loads: Iterable[Ready], stored_bytes: int, threads: int, read_bytes_per_s: float
+) -> dict[str, float | None]:
+    """Rates of the files' bytes; the fastest load counts, beside the median, for other programs only slow it down."""
+    done = list(loads)
+    seconds = [ready.load_seconds for ready in done]
+    best = stored_bytes / min(seconds) / 1e9
+    return {
+        "load_s": min(seconds),
+        "load_median_s": median(seconds),
+        "stored_gbytes": stored_bytes / 1e9,
+        "packed_gbytes": done[0].weights_bytes / 1e9,
+        "stored_gbytes_per_s": best,
+        "of_each_thread_gbytes_per_s": best / threads,
+        "file_reads_gbytes_per_s": read_bytes_per_s / 1e9,
+        "read_share": best * 1e9 / read_bytes_per_s,
+        "peak_rss_gbytes": max(ready.peak_rss_bytes for ready in done) / 1e9,
+    }
+
+
+def read_files(files: Iterable[Path], threads: int) -> float:
+    """Bytes per second at which `threads` threads read the files from the system's cache, and do nothing with them."""
+    begin = time.perf_counter()
+    done = 0
+    for file in files:
+        with closing(_Descriptor(file)) as opened, ThreadPoolExecutor(threads) as pool:
+            starts = itertools.count(0, _READ_BYTES)  # next() is atomic under the interpreter lock
+            done += sum(pool.map(lambda _, fd=opened.fd, at=starts: _read(fd, at), range(threads)))
+    return done / (time.perf_counter() - begin)
+
+
+class _Descriptor:
+    def __init__(self, file: Path) -> None:
+        self.fd = os.open(file, os.O_RDONLY)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _read(fd: int, starts: Iterable[int]) -> int:
+    """Parts of the file that begin at `starts`, until one is beyond its end -> bytes."""
+    buffer, done = bytearray(_READ_BYTES), 0
+    for start in starts:
+        got = os.preadv(fd, [buffer], start)
+        if not got:
+            break
+        done += got
+    return done

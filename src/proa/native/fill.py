@@ -1,0 +1,119 @@
+"""A checkpoint's rows to where weights stay, by all workers of a pool (csrc/src/fill.h). Never: which rows go where."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass, replace
+
+from proa.native.arena import Arena
+from proa.native.formats import Layout, Stored
+from proa.native.library import Signatures, library
+from proa.native.pool import Pool
+
+
+class _Job(ctypes.Structure):
+    """proa_fill_job of native.h."""
+
+    _fields_ = [
+        ("start", c_uint64), ("stride", c_int64), ("rows", c_int64), ("columns", c_int64), ("group", c_int64),
+        ("out", c_void_p), ("out_bytes", c_int64), ("fd", c_int32), ("stored", c_int32), ("transposed", c_int32),
+        ("format", c_int32), ("step", c_int32), ("team", c_int32),
+    ]  # fmt: skip
+
+
+class _Failure(ctypes.Structure):
+    _fields_ = [("job", c_int64), ("error", c_int32)]
+
+
+_SIGNATURES: Signatures = {
+    "proa_fill": (c_void_p, POINTER(_Job), c_int64, POINTER(_Failure)),
+    "proa_touch": (c_void_p, POINTER(c_int32), POINTER(c_void_p), POINTER(c_int64), POINTER(c_int64), c_int64),
+    "proa_to_float": (c_int, c_void_p, c_int64, c_int64, c_void_p),
+}
+_PLAIN = -1  # as a format
+PLAIN_BYTES = {Stored.F64: 8, Stored.F32: 4, Stored.F16: 2, Stored.BF16: 2}  # of one number
+
+
+@functools.cache
+def _native() -> ctypes.CDLL:
+    return library().bind(_SIGNATURES)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Where a parameter's numbers are: rows `stride` bytes apart, the first at byte `start` of the file `fd`, or at
+    that address if fd is -1. `transposed`: they are the parameter's columns; plain types only.
+    """
+
+    stored: Stored
+    start: int
+    stride: int
+    fd: int = -1
+    transposed: bool = False
+
+    def after(self, rows: int) -> StoredRows:
+        """Without the parameter's first rows."""
+        step = PLAIN_BYTES[self.stored] if self.transposed else self.stride
+        return replace(self, start=self.start + rows * step)
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """`rows` into `nbytes` bytes at `address`, by the workers of a team.
+
+    `to`: panels, every `step`; only its rows and columns count if `plain`, which makes rows of bfloat16.
+    """
+
+    rows: StoredRows
+    to: Layout
+    address: int
+    nbytes: int
+    team: int = 0
+    step: int = 1
+    plain: bool = False
+
+
+class ReadError(Exception):
+    """The file of job number `job` cannot be read: errno, or 0 where it ends too early."""
+
+    def __init__(self, job: int, errno: int) -> None:
+        super().__init__(f"job {job}: {os.strerror(errno) if errno else 'the file ends too early'}")
+        self.job, self.errno = job, errno
+
+
+def fill(pool: Pool, jobs: Sequence[Fill]) -> None:
+    """Do all jobs. Raises ReadError; ValueError for a format that does not keep what is stored, or too few bytes."""
+    array = (_Job * len(jobs))(
+        *(
+            _Job(j.rows.start, j.rows.stride, j.to.rows, j.to.columns, j.to.group, j.address, j.nbytes, j.rows.fd,
+             int(j.rows.stored), j.rows.transposed, _PLAIN if j.plain else int(j.to.format), j.step, j.team)
+            for j in jobs
+        )
+    )  # fmt: skip
+    failure = _Failure()
+    _native().proa_fill(pool.handle, array, len(jobs), byref(failure))
+    if failure.job >= 0:
+        raise ReadError(failure.job, failure.error)
+
+
+def touch(pool: Pool, parts: Sequence[tuple[int, Arena, int, int]]) -> None:
+    """Give memory to each (team, arena, first byte, bytes), by the team's workers. Raises ResourceError."""
+    n = len(parts)
+    _native().proa_touch(
+        pool.handle,
+        (c_int32 * n)(*(team for team, *_ in parts)),
+        (c_void_p * n)(*(arena.handle for _, arena, _, _ in parts)),
+        (c_int64 * n)(*(first for _, _, first, _ in parts)),
+        (c_int64 * n)(*(nbytes for *_, nbytes in parts)),
+        n,
+    )
+
+
+def to_float(stored: Stored, address: int, nbytes: int, values: int, out: int) -> None:
+    """`values` numbers in `nbytes` bytes at `address` -> float32 at `out`, exactly. Raises ValueError."""
+    if values:
+        _native().proa_to_float(stored, address, nbytes, values, out)

@@ -1,0 +1,225 @@
+"""Loading into packed weights by all workers: the same numbers for any pool and any layout of the checkpoint."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from demo_model import demo_gguf
+from proa.errors import WeightsError
+from proa.layers.decoder import Decoder
+from proa.native.arena import Arena
+from proa.native.fill import Fill, ReadError, StoredRows, fill, touch
+from proa.native.formats import KEPT, Format, Layout, Stored, kept_form, layout
+from proa.native.pool import Pool
+from proa.ops.cpu import CpuOps, Recorder
+from proa.ops.packed import Memory, RowSink
+from proa.weights.checkpoint import open_checkpoint
+from proa.weights.load import load_weights
+from tiny import make_tiny, tiny_reference
+from tiny_gguf import make_tiny_gguf
+from weights_cases import assert_same, load
+
+POOLS: list[list[list[int]]] = [[[]], [[0, 0]], [[], [0]], [[0], [0, 0], [0]]]  # of each node's workers
+ZEROS = np.zeros(1 << 20, np.uint8)
+
+
+def panels(pieces: Sequence[Fill]) -> torch.Tensor:
+    """The packed bytes of a parameter, uint8 [panels, bytes], wherever its pieces lie."""
+    found = []
+    for piece in pieces:
+        stride = piece.to.panel_bytes * piece.step
+        for panel in range(piece.to.panels):
+            raw = ctypes.string_at(piece.address + panel * stride, piece.to.panel_bytes)
+            found.append(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    return torch.stack(found)
+
+
+def unpacked(packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Panels of bfloat16 -> [rows, columns]; what fills them up must be zeros."""
+    whole = packed.view(torch.bfloat16).view(len(packed), -1, 16, 2).transpose(1, 2).reshape(len(packed) * 16, -1)
+    assert not whole[rows:].any()
+    assert not whole[:, columns:].any()
+    return whole[:rows, :columns]
+
+
+class Loaded:
+    """A model on native ops, and what its parameters are: bfloat16 tensors, or panels where they keep blocks."""
+
+    def __init__(self, path: Path, pool: Pool) -> None:
+        checkpoint = open_checkpoint(path)
+        declared = checkpoint.declare()
+        memory = Memory(pool, [None] * pool.nodes)
+        model = Decoder(declared.spec, CpuOps(Recorder(pool, memory, 4, 1, 1)).table())
+        self.progress: list[tuple[int, int]] = []
+        targets = dict(model.parameters())
+        report = load_weights(checkpoint, declared, targets, lambda *call: self.progress.append(call), pool)
+        assert report.bytes_read == checkpoint.tensor_bytes
+        self.values, self.kept = {}, {}
+        for name, target in targets.items():
+            if isinstance(target, torch.Tensor):
+                self.values[name] = target.to(torch.bfloat16)
+            elif isinstance(target, RowSink):
+                pieces = target.fills(StoredRows(Stored.BF16, 0, 0))
+                if pieces[0].to.format is Format.BF16:
+                    self.values[name] = unpacked(panels(pieces), *target.shape)
+                else:
+                    self.kept[name] = panels(pieces)
+        self._keep = model
+
+
+def turned(folder: Path) -> Path:
+    """The checkpoint with stacked experts as [experts, in, out]."""
+    tensors = tiny_reference("qwen2-moe").state_dict()
+    stacked = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
+    save_file(stacked, folder / "model.safetensors")
+    return folder
+
+
+def stored_as(folder: Path, dtype: torch.dtype) -> Path:
+    tensors = {name: tensor.to(dtype) for name, tensor in tiny_reference("qwen2-moe").state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("teams", POOLS, ids=str)
+@pytest.mark.parametrize("layout_of_file", ["turned", "per expert", "F64", "F32", "F16", "BF16"])
+def test_every_layout_and_pool(layout_of_file: str, teams: list[list[int]], tmp_path: Path) -> None:
+    """The numbers that plain tensors get, rounded once."""
+    if layout_of_file == "per expert":
+        path = make_tiny("qwen3-moe", tmp_path)
+    elif layout_of_file == "turned":
+        path = turned(make_tiny("qwen2-moe", tmp_path))
+    else:
+        types = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        path = stored_as(make_tiny("qwen2-moe", tmp_path), types[layout_of_file])
+    with Pool(teams, pin=False) as pool:
+        loaded = Loaded(path, pool)
+    assert not loaded.kept
+    assert_same(loaded.values, load(path, torch.bfloat16))
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_blocks_on_every_pool(quant: str, tmp_path: Path) -> None:
+    """Kept blocks are the same bytes on every pool; all else is what plain tensors get."""
+    path = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", quant, intermediate_size=96, moe_intermediate_size=32)
+    want = load(path, torch.bfloat16)
+    first: dict[str, torch.Tensor] = {}
+    for teams in POOLS:
+        with Pool(teams, pin=False) as pool:
+            loaded = Loaded(path, pool)
+        assert bool(loaded.kept) == (quant in KEPT)
+        assert_same(loaded.values, {name: want[name] for name in loaded.values})
+        first = first or loaded.kept
+        assert_same(loaded.kept, first)
+
+
+def test_a_file_that_only_torch_reads(tmp_path: Path) -> None:
+    folder = make_tiny("qwen2-moe", tmp_path)
+    torch.save(tiny_reference("qwen2-moe").state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with Pool([[], [0]], pin=False) as pool:
+        assert_same(Loaded(folder, pool).values, load(folder, torch.bfloat16))
+
+
+@pytest.mark.demo
+def test_a_whole_model_by_one_thread_and_by_teams() -> None:
+    with Pool([[]], pin=False) as one, Pool([[0], [0, 0]], pin=False) as teams:
+        by_one, by_teams = Loaded(demo_gguf(), one), Loaded(demo_gguf(), teams)
+    assert by_one.kept
+    assert_same(by_teams.kept, by_one.kept)
+    assert_same(by_teams.values, by_one.values)
+
+
+def test_progress(tmp_path: Path) -> None:
+    folder = make_tiny("llama2", tmp_path, max_shard_size="100KB")
+    with Pool([[0]], pin=False) as pool:
+        loaded = Loaded(folder, pool)
+    done = [done for done, _ in loaded.progress]
+    assert len(done) > 1
+    assert done == sorted(done)
+    assert {(done[-1], total) for _, total in loaded.progress} == {loaded.progress[-1]}
+
+
+def test_file_cut_off_after_opening(tmp_path: Path) -> None:
+    folder = make_tiny("llama2", tmp_path)
+    checkpoint = open_checkpoint(folder)
+    declared = checkpoint.declare()
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with Pool([[0]], pin=False) as pool:
+        recorder = Recorder(pool, Memory(pool, [None]), 4, 1, 1)
+        targets = dict(Decoder(declared.spec, CpuOps(recorder).table()).parameters())
+        with pytest.raises(WeightsError, match=r"model.safetensors ends too early"):
+            load_weights(checkpoint, declared, targets, lambda done, total: None, pool)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    to, out = layout(Format.BF16, 16, 32), np.zeros(2048, np.uint8)
+    good = Fill(StoredRows(Stored.BF16, ZEROS.ctypes.data, 64), to, out.ctypes.data, 1024, plain=True)
+    bad = Fill(StoredRows(Stored.BF16, 0, 64, fd), to, out.ctypes.data + 1024, 1024)
+    try:
+        with Pool([[0]], pin=False) as pool, pytest.raises(ReadError) as caught:
+            fill(pool, [good, bad])
+    finally:
+        os.close(fd)
+    assert (caught.value.job, caught.value.errno) == (1, errno.EISDIR)
+
+
+def rows_of(stored: str, stride: int = 1024, transposed: bool = False) -> StoredRows:
+    return StoredRows(Stored[stored], ZEROS.ctypes.data, stride, transposed=transposed)
+
+
+def to_of(stored: str, columns: int = 256) -> Layout:
+    form, group = kept_form([stored], columns)
+    return layout(form, 16, columns, group)
+
+
+@pytest.mark.parametrize(
+    ("rows", "to", "change", "problem"),
+    [
+        (rows_of("BF16"), to_of("BF16"), {"nbytes": 8191}, "too small"),
+        (rows_of("BF16"), to_of("BF16"), {"nbytes": 8191, "plain": True}, "too small"),
+        (rows_of("BF16"), to_of("BF16"), {"team": 1}, "team"),
+        (rows_of("BF16"), to_of("BF16"), {"step": 0}, "step"),
+        (rows_of("BF16"), to_of("BF16"), {"address": 0}, "null pointer"),
+        (rows_of("BF16", 510), to_of("BF16"), {}, "overlap"),
+        (rows_of("Q8_0"), to_of("BF16", 255), {}, "whole blocks"),
+        (rows_of("Q8_0"), to_of("Q4_0"), {}, "does not keep"),
+        (rows_of("BF16"), to_of("Q4_0"), {}, "No packed format keeps"),
+        (rows_of("Q8_0", transposed=True), to_of("BF16"), {}, "transposed"),
+        (rows_of("BF16", transposed=True), to_of("BF16"), {"plain": True}, "transposed"),
+    ],
+)
+def test_jobs_that_make_no_sense(rows: StoredRows, to: Layout, change: dict[str, int], problem: str) -> None:
+    out = np.zeros(1 << 20, np.uint8)
+    job = Fill(rows, to, **{"address": out.ctypes.data, "nbytes": 1 << 20, **change})
+    with Pool([[0]], pin=False) as pool, pytest.raises(ValueError, match=problem):
+        fill(pool, [job])
+    assert not out.any()
+
+
+def faults_here() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+def test_memory_is_touched_by_the_team() -> None:
+    """Where binding is refused, pages lie on the node of the thread that touches them first."""
+    nbytes = 32 << 20
+    with Pool([[], [0]], pin=False) as pool:
+        for team, by_caller in ((0, True), (1, False)):
+            with Arena(nbytes, huge=False) as arena:
+                before = faults_here()
+                touch(pool, [(team, arena, 0, nbytes)])
+                assert arena.info.touched_bytes == nbytes
+                assert (faults_here() - before) // (nbytes // os.sysconf("SC_PAGESIZE")) == by_caller
