@@ -14,6 +14,7 @@ from proa.config.options import CacheOptions, EngineOptions, ModelOptions
 from proa.errors import ModelNotFound, ResourceError, UsageError
 from proa.plan.overrides import config_overrides
 from proa.plan.prepare import prepare
+from tiny_gguf import make_tiny_gguf
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,6 +47,13 @@ def test_a_folder_becomes_a_plan(folder: Path) -> None:
     assert plan.memory.weights_bytes == 2 * prepared.declared.spec.num_params
     assert plan.roof.bandwidth_bytes_per_s > 1e8
     assert plan.memory.free_bytes == prepared.machine.available_bytes
+
+
+def test_a_gguf_file_becomes_a_plan(tmp_path: Path) -> None:
+    file = make_tiny_gguf("qwen3", tmp_path / "m.gguf", "Q8_0", hidden_size=64, intermediate_size=128)
+    prepared = prepare(str(file), EngineOptions(cache=CacheOptions(context=64)))
+    assert (prepared.plan.load_format, prepared.plan.dtype) == ("gguf", "bfloat16")
+    assert prepared.plan.memory.weights_bytes < 2 * prepared.declared.spec.num_params  # blocks stay blocks
 
 
 def test_overrides_reach_the_config(folder: Path) -> None:

@@ -7,12 +7,12 @@ as asked raises UsageError (wrong in itself) or ResourceError (wrong on this mac
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from proa.config.options import EngineOptions, MachineOptions
 from proa.errors import UsageError
 from proa.machine.machine import Machine
 from proa.machine.topology import teams
+from proa.models.names import Declared
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
@@ -21,10 +21,7 @@ from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
 from proa.plan.plan import MemoryBudget, Plan, Roof
 from proa.types import Decision
-
-if TYPE_CHECKING:
-    from proa.models.names import Declared
-    from proa.weights import sources
+from proa.weights import sources
 from proa.weights.checkpoint import Checkpoint
 from proa.weights.sources import stored_types
 
