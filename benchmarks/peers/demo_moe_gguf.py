@@ -72,8 +72,8 @@ def _write(reader: GGUFReader, path: Path, kind: GGMLQuantizationType) -> None:
 
 def _facts(reader: GGUFReader, split: Split) -> dict[str, Any]:
     """Metadata of the architecture, most of it as in the dense file."""
-    kept = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
-    kept += ("attention.head_count_kv", "attention.layer_norm_rms_epsilon", "rope.freq_base")
+    kept = ["block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"]
+    kept += ["attention.head_count_kv", "attention.layer_norm_rms_epsilon", "rope.freq_base"]
     facts = {key: _read(reader, f"llama.{key}") for key in kept}
     shared = facts["feed_forward_length"] // 2
     return facts | {
