@@ -43,7 +43,7 @@ class Options:
     """What to measure."""
 
     models: str = option(
-        "demo-dense,demo-bf16",
+        "demo-dense,demo-bf16,demo-q8_0",
         help=f"GGUF files, separated by commas; demo-dense, or the demo MoE as demo-{', demo-'.join(TYPES)}",
         metavar="LIST", common=True,
     )  # fmt: skip
@@ -210,7 +210,8 @@ def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def _print(cells: Sequence[Cell], facts: dict[str, Any], notes: Sequence[str]) -> None:
-    table = Table("model", "threads", "prompt", "Proa", "llama.cpp", "ratio", "Proa", "llama.cpp", "ratio", "equal")
+    columns = ("model", "threads", "prompt", "prefill\nProa", "\nllama.cpp", "\nratio")
+    table = Table(*columns, "decode\nProa", "\nllama.cpp", "\nratio", "equal tokens", title="tokens/s")
     for c in cells:
         gap = "" if c.logit_gap is None else f", then {c.logit_gap:.2g} apart"
         table.add_row(
@@ -221,6 +222,8 @@ def _print(cells: Sequence[Cell], facts: dict[str, Any], notes: Sequence[str]) -
         )  # fmt: skip
     console = Console(file=sys.stdout, width=120)
     console.print(table)
+    for line in (*(f"note: {note}" for note in notes), ", ".join(f"{name} {fact}" for name, fact in facts.items())):
+        console.print(line)
 
 
 def _write(line: str) -> None:
