@@ -55,6 +55,12 @@ def test_same_model_as_the_folder(name: str, tmp_path: Path) -> None:
     assert_same(load(file), stored(name, **overrides))
 
 
+def test_the_file_says_whether_qwen2_moe_has_biases(tmp_path: Path) -> None:
+    file = make_tiny_gguf("qwen2-moe", tmp_path / "m.gguf", qkv_bias=False)
+    assert not [name for name, _ in open_checkpoint(file).declare().spec.params() if name.endswith(".bias")]
+    assert_same(load(file), stored("qwen2-moe", qkv_bias=False))
+
+
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantised_values(quant: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -148,8 +148,8 @@ def _dense(architecture: str) -> Callable[[Reader, Shapes], dict[str, Any]]:
     return lambda c, shapes: {"architectures": [architecture]}
 
 
-def _qwen_moe(architecture: str, renormalise: bool) -> Callable[[Reader, Shapes], dict[str, Any]]:
-    """`renormalise`: what the architecture does when the file does not say it."""
+def _qwen_moe(architecture: str, renormalise: bool, bias_key: str) -> Callable[[Reader, Shapes], dict[str, Any]]:
+    """`renormalise`: what the architecture does when the file does not say it. `bias_key`: of biases of q, k and v."""
 
     def read(c: Reader, shapes: Shapes) -> dict[str, Any]:
         c.expect("expert_gating_func", 1)  # softmax
@@ -165,6 +165,7 @@ def _qwen_moe(architecture: str, renormalise: bool) -> Callable[[Reader, Shapes]
             "norm_topk_prob": c.get("expert_weights_norm", bool, renormalise),
             "mlp_only_layers": dense,
             "moe_intermediate_size": _shape(c, shapes, f"blk.{sparse}.ffn_down_exps.weight")[-1],
+            bias_key: "blk.0.attn_q.bias" in shapes,
         }
         if f"blk.{sparse}.ffn_down_shexp.weight" in shapes:
             config["shared_expert_intermediate_size"] = shapes[f"blk.{sparse}.ffn_down_shexp.weight"][-1]
@@ -183,6 +184,6 @@ _ARCHITECTURES: Mapping[str, Callable[[Reader, Shapes], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _dense("Qwen2ForCausalLM"),
     "qwen3": _dense("Qwen3ForCausalLM"),
-    "qwen2moe": _qwen_moe("Qwen2MoeForCausalLM", renormalise=False),
-    "qwen3moe": _qwen_moe("Qwen3MoeForCausalLM", renormalise=True),
+    "qwen2moe": _qwen_moe("Qwen2MoeForCausalLM", renormalise=False, bias_key="qkv_bias"),
+    "qwen3moe": _qwen_moe("Qwen3MoeForCausalLM", renormalise=True, bias_key="attention_bias"),
 }

@@ -7,7 +7,6 @@ as asked raises UsageError (wrong in itself) or ResourceError (wrong on this mac
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from proa.config.options import EngineOptions, MachineOptions
 from proa.errors import UsageError
