@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from proa.config.options import EngineOptions, MachineOptions
 from proa.errors import UsageError
 from proa.machine.machine import Machine
+from proa.models.names import Declared
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
@@ -22,9 +23,6 @@ from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
 from proa.weights import sources
 from proa.weights.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from proa.models.names import Declared
 
 # The roof of decode counts the KV of a conversation this long.
 ROOF_CONTEXT_TOKENS = 256
