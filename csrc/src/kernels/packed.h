@@ -70,11 +70,8 @@ inline void pack_lines(const PackedBlock& block, const uint16_t* const* rows, in
 }
 
 inline void sum_columns(const PackedBlock& block, int t, const uint16_t* row, int columns, int padded) {
-    for (int i = 0; i < padded / 16; ++i) {
-        float sum = 0;
-        for (int k = i * 16; k < (i + 1) * 16 && k < columns; ++k) sum += bf16_value(row[k]);
-        block.sums[size_t(i) * block.size + t] = sum;
-    }
+    for (int i = 0; i < padded / 16; ++i)
+        block.sums[size_t(i) * block.size + t] = reduce_add(load_bf16_first(row + i * 16, columns - i * 16));
 }
 
 // See Kernels::pack.

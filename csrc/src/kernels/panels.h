@@ -146,39 +146,38 @@ void run_panels(const Layout& l, const uint8_t* w, int panels, const XPair* x, c
     }
 }
 
-// One panel's weights rounded once to bfloat16, in bfloat16's layout; expanded: padded / 2 lines. with_factor: of the
-// whole panel, if there is one.
+// Groups [first, last) of a panel's weights rounded once to bfloat16, in bfloat16's layout: a line for two columns.
+// with_factor: of the whole panel, if there is one.
 template <class Code, class Scales, bool with_factor = true>
-void expand_panel(const Layout& l, const uint8_t* w, uint8_t* expanded) {
+inline void expand_groups(const Layout& l, const uint8_t* w, int first, int last, uint8_t* expanded) {
     constexpr int kPairs = Code::kValues / 2;
     const int group_lines = l.group / Code::kValues;
     const U32 high = set_u32(0xffff0000), half = set_u32(0x8000);
-    for (int g = 0; g < l.groups; ++g) {
+    for (int g = first; g < last; ++g) {
         F32 s = set(1.f), m = zero();
         if constexpr (Scales::kScaled) s = Scales::scale(w + l.code_bytes, g);
         if constexpr (Scales::kHasFactor && with_factor) s = mul(s, Scales::factor(w + l.code_bytes));
         if constexpr (Scales::kHasMin) m = Scales::minimum(w + l.code_bytes, g);
         for (int line = g * group_lines; line < (g + 1) * group_lines; ++line) {
             const typename Code::Line codes = Code::load(w + size_t(line) * Code::kBytes);
-            uint8_t* to = expanded + size_t(line) * kPairs * 64;
             unrolled<kPairs>([&](auto p) {
                 const auto pair = Code::template pair<p.value>(codes);
                 const U32 even = as_u32(fma(even_values(pair), s, m)), odd = as_u32(fma(odd_values(pair), s, m));
-                store_u32(to + p.value * 64, bit_or(shr<16>(add(even, half)), bit_and(add(odd, half), high)));
+                store_u32(expanded + p.value * 64, bit_or(shr<16>(add(even, half)), bit_and(add(odd, half), high)));
             });
+            expanded += kPairs * 64;
         }
     }
 }
 
-// The same without scales: every code's value, exactly.
+// The same of columns [first, last), whole lines, without scales: every code's value, exactly.
 template <class Code>
-void expand_codes(const Layout& l, const uint8_t* w, uint8_t* expanded) {
+inline void expand_codes(const uint8_t* w, int first, int last, uint8_t* expanded) {
     constexpr int kPairs = Code::kValues / 2;
-    for (int line = 0; line < l.padded / Code::kValues; ++line) {
+    for (int line = first / Code::kValues; line < last / Code::kValues; ++line) {
         const typename Code::Line codes = Code::load(w + size_t(line) * Code::kBytes);
-        unrolled<kPairs>([&](auto p) {
-            store_u32(expanded + (size_t(line) * kPairs + p.value) * 64,
-                      bf16_words(Code::template pair<p.value>(codes)));
-        });
+        unrolled<kPairs>(
+            [&](auto p) { store_u32(expanded + p.value * 64, bf16_words(Code::template pair<p.value>(codes))); });
+        expanded += kPairs * 64;
     }
 }

@@ -1,13 +1,6 @@
 // Elementwise operations on one row of bfloat16, float32 inside; and the choice of experts. `out` may be an input.
 #pragma once
 
-// The first n (<= 16) bfloat16; the other lanes are zero, and nothing beyond p[n - 1] is read.
-inline F32 load_bf16_first(const uint16_t* p, int n) {
-    if (n >= 16) return load_bf16(p);
-    uint16_t all[16] = {};
-    for (int i = 0; i < n; ++i) all[i] = p[i];
-    return load_bf16(all);
-}
 inline void store_bf16_first(uint16_t* p, int n, F32 x) {
     if (n >= 16) return store_bf16(p, x);
     uint16_t all[16];

@@ -16,7 +16,8 @@ size_t expand_bytes(const Layout& l, int panels, int tokens) {
 }
 
 void expand(const Layout& l, const uint8_t* w, void* out) {
-    with_format(l.format, [&]<class Code, class Scales>() { expand_panel<Code, Scales>(l, w, (uint8_t*)out); });
+    with_format(l.format,
+                [&]<class Code, class Scales>() { expand_groups<Code, Scales>(l, w, 0, l.groups, (uint8_t*)out); });
 }
 
 void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch) {
@@ -30,7 +31,8 @@ void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, floa
         Layout wide = l;
         wide.panel_bytes = size_t(l.padded) * 32;
         for (int i = 0; i < panels; ++i)
-            expand_panel<Code, Scales>(l, w + i * l.panel_bytes, (uint8_t*)scratch + i * wide.panel_bytes);
+            expand_groups<Code, Scales>(l, w + i * l.panel_bytes, 0, l.groups,
+                                        (uint8_t*)scratch + i * wide.panel_bytes);
         run_panels<Bf16Code, NoScale, kMostPlain>(wide, (const uint8_t*)scratch, panels, pairs, nullptr, x.tokens, out);
     });
 }

@@ -67,134 +67,194 @@ inline void multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t s
 
 // How scales are taken into account. bfloat16 holds every code exactly, and a code times its scale where the scale has
 // few bits (microscaling formats, nvfp4): those are exact. Others' scales are multiplied in float32 after each group's
-// sum, which is exact too, or, for many tokens, rounded into the weights: a group's sums, taken out of the tiles for
-// each token, then cost more than that.
-constexpr int kScaleAfterBelow = 32;  // tokens
-
+// sum, which is exact too, or, for more than a block of tokens, rounded into the weights: sums that are taken out of
+// the tiles for each group and token then cost more than that.
 inline bool exact_before(Format f) { return f == Format::kNvfp4 || f == Format::kMxfp4 || f == Format::kMxfp8; }
 inline bool exact_after(const Layout& l) { return l.format != Format::kFp16 && l.group % kTileColumns == 0; }
-inline bool scale_after(const Layout& l, int tokens) {
-    return exact_after(l) && !exact_before(l.format) && (l.groups == 1 || tokens < kScaleAfterBelow);
-}
 
 inline bool by_tiles(const Layout& l, int tokens) {
     return tokens >= (exact_before(l.format) || exact_after(l) ? kTilesFromTokens : kExpandFromTokens);
-}
-
-// One panel of codes, `w`, times one block. Sums of four groups, or of two for more than 16 tokens, are taken out of
-// the tiles together. out: [tokens][16].
-template <class Scales, bool two_rows>
-void multiply_groups(Tiles& tiles, const Layout& l, const uint8_t* w, const uint8_t* scales, const PackedBlock& block,
-                     float* out, Ahead& fetched) {
-    constexpr int kAtOnce = two_rows ? 2 : 4;
-    alignas(64) float sums[4][kTileRows * 16];
-    Ahead ahead = fetched;
-    const int steps = l.group / kTileColumns, size = block.size;
-    for (int first = 0; first < l.groups; first += kAtOnce) {
-        F32 scale[kAtOnce], minimum[kAtOnce];
-        unrolled<kAtOnce>([&](auto i) {
-            const int g = first + i.value;
-            scale[i.value] = minimum[i.value] = zero();
-            tiles.zero<i.value>();
-            if constexpr (two_rows) tiles.zero<i.value + 2>();
-            for (int k = g * steps; g < l.groups && k < (g + 1) * steps; ++k) {
-                tiles.load<6 + i.value % 2>(w + size_t(k) * kTileBytes);
-                tiles.load<4>(block.line(k, 0));
-                tiles.multiply<i.value, 4, 6 + i.value % 2>();
-                if constexpr (two_rows) tiles.load<5>(block.line(k, kTileRows));
-                if constexpr (two_rows) tiles.multiply<i.value + 2, 5, 6 + i.value % 2>();
-                ahead.step();
-            }
-            tiles.store<i.value>(sums[i.value]);
-            if constexpr (two_rows) tiles.store<i.value + 2>(sums[i.value + 2]);
-            if (g >= l.groups) return;
-            scale[i.value] = Scales::scale(scales, g);
-            if constexpr (Scales::kHasMin) minimum[i.value] = Scales::minimum(scales, g);
-        });
-        for (int t = 0; t < size; ++t) {
-            F32 total = first ? load(out + t * 16) : zero();
-            unrolled<kAtOnce>([&](auto i) {
-                const float* sum = two_rows && t >= kTileRows ? sums[i.value + 2] - kTileRows * 16 : sums[i.value];
-                total = fma(scale[i.value], load(sum + t * 16), total);
-                if constexpr (Scales::kHasMin)
-                    if (first + i.value < l.groups)
-                        total = fma(minimum[i.value], set(block.sum(first + i.value, l.group, t)), total);
-            });
-            store(out + t * 16, total);
-        }
-    }
-    fetched = ahead;
-}
-
-// All blocks times one panel of codes.
-template <class Scales>
-void multiply_codes(Tiles& tiles, const Layout& l, const uint8_t* w, const uint8_t* scales, const Packed& x, float* out,
-                    Ahead ahead) {
-    each_block(x, l.padded, [&](const PackedBlock& block) {
-        const bool two_rows = block.size > kTileRows;
-        tiles.shape(two_rows ? kTileRows : block.size, two_rows ? block.size - kTileRows : block.size);
-        float* to = out + size_t(block.first) * 16;
-        two_rows ? multiply_groups<Scales, true>(tiles, l, w, scales, block, to, ahead)
-                 : multiply_groups<Scales, false>(tiles, l, w, scales, block, to, ahead);
-    });
 }
 
 inline void scale_rows(F32 factor, float* out, int tokens) {
     for (int t = 0; t < tokens; ++t) store(out + t * 16, mul(factor, load(out + t * 16)));
 }
 
-// One or two panels whose scales are multiplied before the products, or are none. scratch: two panels in bfloat16.
-template <class Code, class Scales>
-void multiply_scaled(Tiles& tiles, const Layout& l, const uint8_t* here, int count, const Packed& x, float* out,
-                     uint8_t* scratch, const Ahead& ahead) {
-    const size_t stride = size_t(l.padded) * 32;
-    for (int p = 0; p < count; ++p)
-        expand_panel<Code, Scales, false>(l, here + p * l.panel_bytes, scratch + p * stride);
-    multiply_panels(tiles, l.padded, scratch, stride, count, x, out, ahead);
-    if constexpr (Scales::kHasFactor)
-        for (int p = 0; p < count; ++p)
-            scale_rows(Scales::factor(here + p * l.panel_bytes + l.code_bytes), out + size_t(p) * x.tokens * 16,
-                       x.tokens);
+// What a panel's sums are still to be multiplied with.
+template <class Scales, bool scaled>
+inline void apply_factor(const uint8_t* scales, float* out, int tokens) {
+    if constexpr (Scales::kHasFactor) scale_rows(Scales::factor(scales), out, tokens);
+    if constexpr (Scales::kScaled && !scaled) scale_rows(Scales::scale(scales, 0), out, tokens);
 }
 
-// The same with scales that are multiplied after the products.
-template <class Code, class Scales>
-void multiply_unscaled(Tiles& tiles, const Layout& l, const uint8_t* here, int count, const Packed& x, float* out,
-                       uint8_t* scratch, const Ahead& ahead) {
+// ---- one block of tokens: weights are expanded a little at a time, one part ahead of the products that read it from
+// L1
+
+constexpr int kPartColumns = 128;
+
+template <class Code, class Scales, bool scaled>
+inline void expand_columns(const Layout& l, const uint8_t* w, int first, int last, uint8_t* expanded) {
+    if constexpr (scaled)
+        expand_groups<Code, Scales, false>(l, w, first / l.group, last / l.group, expanded);
+    else
+        expand_codes<Code>(w, first, last, expanded);
+}
+
+// Sums that stay in the tiles to the end: scales multiplied before (scaled), or one for the whole row.
+template <class Code, class Scales, bool scaled, bool two_rows>
+void multiply_through(Tiles& tiles, const Layout& l, const uint8_t* w, const PackedBlock& block, float* out,
+                      uint8_t* scratch, Ahead& fetched) {
+    Ahead ahead = fetched;
+    const int part = scaled && l.group > kPartColumns ? l.group : kPartColumns;
+    uint8_t* parts[2] = {scratch, scratch + size_t(part) * 32};
+    tiles.zero<0>(), tiles.zero<2>();
+    const auto expand = [&](int i) {
+        const int end = (i + 1) * part < l.padded ? (i + 1) * part : l.padded;
+        if (i * part < end) expand_columns<Code, Scales, scaled>(l, w, i * part, end, parts[i % 2]);
+    };
+    expand(0);
+    for (int i = 0; i * part < l.padded; ++i) {
+        expand(i + 1);
+        for (int k = 0; k < part / kTileColumns && i * part + k * kTileColumns < l.padded; ++k) {
+            const int columns32 = i * (part / kTileColumns) + k;
+            tiles.load<6>(parts[i % 2] + size_t(k) * kTileBytes);
+            tiles.load<4>(block.line(columns32, 0));
+            tiles.multiply<0, 4, 6>();
+            if constexpr (two_rows) tiles.load<5>(block.line(columns32, kTileRows));
+            if constexpr (two_rows) tiles.multiply<2, 5, 6>();
+            ahead.step();
+        }
+    }
+    tiles.store<0>(out);
+    if constexpr (two_rows) tiles.store<2>(out + kTileRows * 16);
+    apply_factor<Scales, scaled>(w + l.code_bytes, out, block.size);
+    fetched = ahead;
+}
+
+// Adds sums [at once][16 rows][16] of groups from `first` on, times their scales, to out.
+template <class Scales, int at_once, bool two_rows>
+inline void add_groups(const Layout& l, const uint8_t* scales, int first, const PackedBlock& block,
+                       const float (&sums)[4][kTileRows * 16], float* out) {
+    F32 scale[at_once], minimum[at_once];
+    unrolled<at_once>([&](auto i) {
+        const bool any = first + i.value < l.groups;
+        scale[i.value] = any ? Scales::scale(scales, first + i.value) : zero();
+        if constexpr (Scales::kHasMin) minimum[i.value] = any ? Scales::minimum(scales, first + i.value) : zero();
+    });
+    for (int t = 0; t < block.size; ++t) {
+        F32 total = first ? load(out + t * 16) : zero();
+        const int upper = two_rows && t >= kTileRows ? 1 : 0;
+        unrolled<at_once>([&](auto i) {
+            total = fma(scale[i.value], load(sums[i.value + 2 * upper] + (t - kTileRows * upper) * 16), total);
+            if constexpr (Scales::kHasMin)
+                if (first + i.value < l.groups)
+                    total = fma(minimum[i.value], set(block.sum(first + i.value, l.group, t)), total);
+        });
+        store(out + t * 16, total);
+    }
+}
+
+// Sums of four groups, or of two for more than 16 tokens, are taken out of the tiles together.
+template <class Code, class Scales, bool two_rows>
+void multiply_groups(Tiles& tiles, const Layout& l, const uint8_t* w, const PackedBlock& block, float* out,
+                     uint8_t* scratch, Ahead& fetched) {
+    constexpr int kAtOnce = two_rows ? 2 : 4;
+    alignas(64) float sums[4][kTileRows * 16];
+    Ahead ahead = fetched;
+    const int steps = l.group / kTileColumns, part = kAtOnce * l.group;
+    const size_t part_bytes = size_t(part < l.padded ? part : l.padded) * 32;
+    const auto expand = [&](int first) {
+        const int end = (first + kAtOnce < l.groups ? first + kAtOnce : l.groups) * l.group;
+        if (first < l.groups) expand_codes<Code>(w, first * l.group, end, scratch + first / kAtOnce % 2 * part_bytes);
+    };
+    expand(0);
+    for (int first = 0; first < l.groups; first += kAtOnce) {
+        expand(first + kAtOnce);
+        const uint8_t* from = scratch + first / kAtOnce % 2 * part_bytes;
+        unrolled<kAtOnce>([&](auto i) {
+            tiles.zero<i.value>();
+            if constexpr (two_rows) tiles.zero<i.value + 2>();
+            for (int k = 0; k < steps && first + i.value < l.groups; ++k) {
+                const int columns32 = (first + i.value) * steps + k;
+                tiles.load<6 + i.value % 2>(from + size_t(i.value * steps + k) * kTileBytes);
+                tiles.load<4>(block.line(columns32, 0));
+                tiles.multiply<i.value, 4, 6 + i.value % 2>();
+                if constexpr (two_rows) tiles.load<5>(block.line(columns32, kTileRows));
+                if constexpr (two_rows) tiles.multiply<i.value + 2, 5, 6 + i.value % 2>();
+                ahead.step();
+            }
+            tiles.store<i.value>(sums[i.value]);
+            if constexpr (two_rows) tiles.store<i.value + 2>(sums[i.value + 2]);
+        });
+        add_groups<Scales, kAtOnce, two_rows>(l, w + l.code_bytes, first, block, sums, out);
+    }
+    fetched = ahead;
+}
+
+template <class Code, class Scales, bool two_rows>
+void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const PackedBlock& block,
+                        float* out, uint8_t* scratch) {
+    tiles.shape(two_rows ? kTileRows : block.size, two_rows ? block.size - kTileRows : block.size);
+    Ahead ahead(w + l.panel_bytes, size_t(panels - 1) * l.panel_bytes, panels * (l.padded / kTileColumns));
+    const bool after = exact_after(l) && !exact_before(l.format);
+    for (int p = 0; p < panels; ++p, w += l.panel_bytes, out += size_t(block.size) * 16) {
+        if constexpr (Scales::kScaled && !Scales::kHasFactor) {
+            if (after && (l.groups > 1 || Scales::kHasMin)) {
+                multiply_groups<Code, Scales, two_rows>(tiles, l, w, block, out, scratch, ahead);
+                continue;
+            }
+            if (after) {
+                multiply_through<Code, Scales, false, two_rows>(tiles, l, w, block, out, scratch, ahead);
+                continue;
+            }
+        }
+        multiply_through<Code, Scales, true, two_rows>(tiles, l, w, block, out, scratch, ahead);
+    }
+}
+
+// ---- more tokens: two panels are expanded whole, for all blocks
+
+template <class Code, class Scales, bool scaled>
+void multiply_expanded(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out,
+                       uint8_t* scratch) {
     const size_t stride = size_t(l.padded) * 32;
-    const bool one_scale = l.groups == 1 && !Scales::kHasMin;  // of each row: sums may stay in the tiles to the end
-    for (int p = 0; p < count; ++p) expand_codes<Code>(l, here + p * l.panel_bytes, scratch + p * stride);
-    if (one_scale) multiply_panels(tiles, l.padded, scratch, stride, count, x, out, ahead);
-    for (int p = 0; p < count; ++p) {
-        const uint8_t* scales = here + p * l.panel_bytes + l.code_bytes;
-        float* to = out + size_t(p) * x.tokens * 16;
-        if (one_scale)
-            scale_rows(Scales::scale(scales, 0), to, x.tokens);
-        else
-            multiply_codes<Scales>(tiles, l, scratch + p * stride, scales, x, to, ahead);
+    const int steps = block_count(x.tokens, x.block_tokens) * (l.padded / kTileColumns);
+    for (int i = 0; i < panels; i += 2, w += 2 * l.panel_bytes, out += size_t(2) * x.tokens * 16) {
+        const int count = panels - i < 2 ? 1 : 2, next = panels - i - count < 2 ? panels - i - count : 2;
+        for (int p = 0; p < count; ++p)
+            expand_columns<Code, Scales, scaled>(l, w + p * l.panel_bytes, 0, l.padded, scratch + p * stride);
+        multiply_panels(tiles, l.padded, scratch, stride, count, x, out,
+                        Ahead(w + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps));
+        for (int p = 0; p < count; ++p)
+            apply_factor<Scales, scaled>(w + p * l.panel_bytes + l.code_bytes, out + size_t(p) * x.tokens * 16,
+                                         x.tokens);
     }
 }
 
 // scratch: two panels in bfloat16, if the format is another. x is in tiles.
 void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* scratch) {
     Tiles tiles;
-    const int steps = block_count(x.tokens, x.block_tokens) * (l.padded / kTileColumns);
-    for (int i = 0; i < panels; i += 2) {
-        const uint8_t* here = w + size_t(i) * l.panel_bytes;
-        const int count = panels - i < 2 ? 1 : 2, next = panels - i - count < 2 ? panels - i - count : 2;
-        float* to = out + size_t(i) * x.tokens * 16;
-        const Ahead ahead(here + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps);
-        if (l.format == Format::kBf16) {
-            multiply_panels(tiles, l.padded, here, l.panel_bytes, count, x, to, ahead);
-            continue;
+    if (l.format == Format::kBf16) {
+        const int steps = block_count(x.tokens, x.block_tokens) * (l.padded / kTileColumns);
+        for (int i = 0; i < panels; i += 2, w += 2 * l.panel_bytes, out += size_t(2) * x.tokens * 16) {
+            const int count = panels - i < 2 ? 1 : 2, next = panels - i - count < 2 ? panels - i - count : 2;
+            multiply_panels(tiles, l.padded, w, l.panel_bytes, count, x, out,
+                            Ahead(w + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps));
         }
-        with_format(l.format, [&]<class Code, class Scales>() {
-            if constexpr (Scales::kScaled)
-                if (scale_after(l, x.tokens))
-                    return multiply_unscaled<Code, Scales>(tiles, l, here, count, x, to, scratch, ahead);
-            multiply_scaled<Code, Scales>(tiles, l, here, count, x, to, scratch, ahead);
-        });
+        return;
     }
+    with_format(l.format, [&]<class Code, class Scales>() {
+        if (x.tokens <= kTileTokens)
+            return each_block(x, l.padded, [&](const PackedBlock& block) {
+                block.size > kTileRows
+                    ? multiply_one_block<Code, Scales, true>(tiles, l, w, panels, block, out, scratch)
+                    : multiply_one_block<Code, Scales, false>(tiles, l, w, panels, block, out, scratch);
+            });
+        if constexpr (Scales::kScaled && !Scales::kHasFactor && !Scales::kHasMin)
+            if (l.groups == 1 && !exact_before(l.format))
+                return multiply_expanded<Code, Scales, false>(tiles, l, w, panels, x, out, scratch);
+        multiply_expanded<Code, Scales, true>(tiles, l, w, panels, x, out, scratch);
+    });
 }
 
 // The unit's products on registers alone, as peak() has them. Of `seed` and its negative in turn: sums stay small.
