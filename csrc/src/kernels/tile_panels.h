@@ -1,5 +1,5 @@
 // Panels of weights times packed activations by matrix tiles: 16 lines of a bfloat16 panel are an operand as they lie,
-// 16 tokens by 32 columns the other. Other formats are expanded to bfloat16 first, two panels at a time. Never: few
+// 16 tokens by 32 columns the other. Other formats are expanded to bfloat16. Never: few
 // tokens, which panels.h does better.
 //
 // Measured on Emerald Rapids: with weights and activations in L2, tiles come at 50 bytes a cycle, and this loop reaches
@@ -19,11 +19,11 @@ struct Ahead {
     }
 };
 
-// Two panels (or one) times one block of up to 32 tokens. x: its lines; out0, out1: [tokens][16].
-template <bool two_panels, bool two_rows>
+// Two panels (or one) times one block of up to 32 tokens. x: its lines; out0, out1: [tokens][16]. After each product of
+// tiles comes a step of what is done beside: the unit works on its own.
+template <bool two_panels, bool two_rows, class Beside>
 void multiply_block(Tiles& tiles, int padded, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int tokens,
-                    float* out0, float* out1, Ahead& fetched) {
-    Ahead ahead = fetched;
+                    float* out0, float* out1, Beside& beside) {
     tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
     const size_t step = size_t(tokens) * kLineBytes;
     for (int k = 0; k < padded / kTileColumns; ++k) {
@@ -39,7 +39,7 @@ void multiply_block(Tiles& tiles, int padded, const uint8_t* w0, const uint8_t* 
             tiles.multiply<2, 5, 6>();
             if constexpr (two_panels) tiles.multiply<3, 5, 7>();
         }
-        ahead.step();
+        beside.step();
     }
     tiles.store<0>(out0);
     if constexpr (two_panels) tiles.store<1>(out1);
@@ -48,27 +48,29 @@ void multiply_block(Tiles& tiles, int padded, const uint8_t* w0, const uint8_t* 
 }
 
 // One panel in bfloat16, or two `stride` bytes apart, times all tokens. out: [panels][tokens][16].
-inline void multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t stride, int panels, const Packed& x,
-                            float* out, Ahead ahead) {
-    const uint8_t* w1 = w + stride;
+template <class Beside>
+void multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t stride, int panels, const Packed& x, float* out,
+                     Beside& beside) {
     int shaped = 0;  // for blocks of this size
     each_block(x, padded, [&](const PackedBlock& block) {
         const int size = block.size;
         const bool two_rows = size > kTileRows;
         if (size != shaped) tiles.shape(two_rows ? kTileRows : size, two_rows ? size - kTileRows : 1), shaped = size;
         float *out0 = out + size_t(block.first) * 16, *out1 = out0 + size_t(x.tokens) * 16;
-        const auto run = [&](auto multiply) {
-            multiply(tiles, padded, w, w1, block.line(0, 0), size, out0, out1, ahead);
-        };
-        if (panels == 2) return two_rows ? run(multiply_block<true, true>) : run(multiply_block<true, false>);
-        two_rows ? run(multiply_block<false, true>) : run(multiply_block<false, false>);
+        const uint8_t *w1 = w + stride, *lines = block.line(0, 0);
+        if (panels == 2 && two_rows) multiply_block<true, true>(tiles, padded, w, w1, lines, size, out0, out1, beside);
+        if (panels == 2 && !two_rows)
+            multiply_block<true, false>(tiles, padded, w, w1, lines, size, out0, out1, beside);
+        if (panels == 1 && two_rows) multiply_block<false, true>(tiles, padded, w, w1, lines, size, out0, out1, beside);
+        if (panels == 1 && !two_rows)
+            multiply_block<false, false>(tiles, padded, w, w1, lines, size, out0, out1, beside);
     });
 }
 
 // How scales are taken into account. bfloat16 holds every code exactly, and a code times its scale where the scale has
 // few bits (microscaling formats, nvfp4): those are exact. Others' scales are multiplied in float32 after each group's
-// sum, which is exact too, or, for more than a block of tokens, rounded into the weights: sums that are taken out of
-// the tiles for each group and token then cost more than that.
+// sum, which is exact too, or, from 17 tokens on, rounded into the weights: sums that are taken out of the tiles for
+// each group and token then cost more than that.
 inline bool exact_before(Format f) { return f == Format::kNvfp4 || f == Format::kMxfp4 || f == Format::kMxfp8; }
 inline bool exact_after(const Layout& l) { return l.format != Format::kFp16 && l.group % kTileColumns == 0; }
 
@@ -103,8 +105,7 @@ inline void expand_columns(const Layout& l, const uint8_t* w, int first, int las
 // Sums that stay in the tiles to the end: scales multiplied before (scaled), or one for the whole row.
 template <class Code, class Scales, bool scaled, bool two_rows>
 void multiply_through(Tiles& tiles, const Layout& l, const uint8_t* w, const PackedBlock& block, float* out,
-                      uint8_t* scratch, Ahead& fetched) {
-    Ahead ahead = fetched;
+                      uint8_t* scratch, Ahead& ahead) {
     const int part = scaled && l.group > kPartColumns ? l.group : kPartColumns;
     uint8_t* parts[2] = {scratch, scratch + size_t(part) * 32};
     tiles.zero<0>(), tiles.zero<2>();
@@ -128,24 +129,22 @@ void multiply_through(Tiles& tiles, const Layout& l, const uint8_t* w, const Pac
     tiles.store<0>(out);
     if constexpr (two_rows) tiles.store<2>(out + kTileRows * 16);
     apply_factor<Scales, scaled>(w + l.code_bytes, out, block.size);
-    fetched = ahead;
 }
 
-// Adds sums [at once][16 rows][16] of groups from `first` on, times their scales, to out.
-template <class Scales, int at_once, bool two_rows>
+// Adds the sums of four groups from `first` on, times their scales, to out.
+template <class Scales>
 inline void add_groups(const Layout& l, const uint8_t* scales, int first, const PackedBlock& block,
                        const float (&sums)[4][kTileRows * 16], float* out) {
-    F32 scale[at_once], minimum[at_once];
-    unrolled<at_once>([&](auto i) {
+    F32 scale[4], minimum[4];
+    unrolled<4>([&](auto i) {
         const bool any = first + i.value < l.groups;
         scale[i.value] = any ? Scales::scale(scales, first + i.value) : zero();
         if constexpr (Scales::kHasMin) minimum[i.value] = any ? Scales::minimum(scales, first + i.value) : zero();
     });
     for (int t = 0; t < block.size; ++t) {
         F32 total = first ? load(out + t * 16) : zero();
-        const int upper = two_rows && t >= kTileRows ? 1 : 0;
-        unrolled<at_once>([&](auto i) {
-            total = fma(scale[i.value], load(sums[i.value + 2 * upper] + (t - kTileRows * upper) * 16), total);
+        unrolled<4>([&](auto i) {
+            total = fma(scale[i.value], load(sums[i.value] + t * 16), total);
             if constexpr (Scales::kHasMin)
                 if (first + i.value < l.groups)
                     total = fma(minimum[i.value], set(block.sum(first + i.value, l.group, t)), total);
@@ -154,41 +153,33 @@ inline void add_groups(const Layout& l, const uint8_t* scales, int first, const 
     }
 }
 
-// Sums of four groups, or of two for more than 16 tokens, are taken out of the tiles together.
-template <class Code, class Scales, bool two_rows>
+// At most 16 tokens: sums of four groups are taken out of the tiles together.
+template <class Code, class Scales>
 void multiply_groups(Tiles& tiles, const Layout& l, const uint8_t* w, const PackedBlock& block, float* out,
-                     uint8_t* scratch, Ahead& fetched) {
-    constexpr int kAtOnce = two_rows ? 2 : 4;
+                     uint8_t* scratch, Ahead& ahead) {
     alignas(64) float sums[4][kTileRows * 16];
-    Ahead ahead = fetched;
-    const int steps = l.group / kTileColumns, part = kAtOnce * l.group;
-    const size_t part_bytes = size_t(part < l.padded ? part : l.padded) * 32;
+    const int steps = l.group / kTileColumns;
+    const size_t part_bytes = size_t(4 * l.group < l.padded ? 4 * l.group : l.padded) * 32;
     const auto expand = [&](int first) {
-        const int end = (first + kAtOnce < l.groups ? first + kAtOnce : l.groups) * l.group;
-        if (first < l.groups) expand_codes<Code>(w, first * l.group, end, scratch + first / kAtOnce % 2 * part_bytes);
+        const int end = (first + 4 < l.groups ? first + 4 : l.groups) * l.group;
+        if (first < l.groups) expand_codes<Code>(w, first * l.group, end, scratch + first / 4 % 2 * part_bytes);
     };
     expand(0);
-    for (int first = 0; first < l.groups; first += kAtOnce) {
-        expand(first + kAtOnce);
-        const uint8_t* from = scratch + first / kAtOnce % 2 * part_bytes;
-        unrolled<kAtOnce>([&](auto i) {
+    for (int first = 0; first < l.groups; first += 4) {
+        expand(first + 4);
+        const uint8_t* from = scratch + first / 4 % 2 * part_bytes;
+        unrolled<4>([&](auto i) {
             tiles.zero<i.value>();
-            if constexpr (two_rows) tiles.zero<i.value + 2>();
             for (int k = 0; k < steps && first + i.value < l.groups; ++k) {
-                const int columns32 = (first + i.value) * steps + k;
                 tiles.load<6 + i.value % 2>(from + size_t(i.value * steps + k) * kTileBytes);
-                tiles.load<4>(block.line(columns32, 0));
+                tiles.load<4>(block.line((first + i.value) * steps + k, 0));
                 tiles.multiply<i.value, 4, 6 + i.value % 2>();
-                if constexpr (two_rows) tiles.load<5>(block.line(columns32, kTileRows));
-                if constexpr (two_rows) tiles.multiply<i.value + 2, 5, 6 + i.value % 2>();
                 ahead.step();
             }
             tiles.store<i.value>(sums[i.value]);
-            if constexpr (two_rows) tiles.store<i.value + 2>(sums[i.value + 2]);
         });
-        add_groups<Scales, kAtOnce, two_rows>(l, w + l.code_bytes, first, block, sums, out);
+        add_groups<Scales>(l, w + l.code_bytes, first, block, sums, out);
     }
-    fetched = ahead;
 }
 
 template <class Code, class Scales, bool two_rows>
@@ -196,15 +187,16 @@ void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int pan
                         float* out, uint8_t* scratch) {
     tiles.shape(two_rows ? kTileRows : block.size, two_rows ? block.size - kTileRows : block.size);
     Ahead ahead(w + l.panel_bytes, size_t(panels - 1) * l.panel_bytes, panels * (l.padded / kTileColumns));
-    const bool after = exact_after(l) && !exact_before(l.format);
+    const bool one_scale = l.groups == 1 && !Scales::kHasMin;  // of each row
+    const bool after = exact_after(l) && !exact_before(l.format) && (one_scale || !two_rows);
     for (int p = 0; p < panels; ++p, w += l.panel_bytes, out += size_t(block.size) * 16) {
         if constexpr (Scales::kScaled && !Scales::kHasFactor) {
-            if (after && (l.groups > 1 || Scales::kHasMin)) {
-                multiply_groups<Code, Scales, two_rows>(tiles, l, w, block, out, scratch, ahead);
+            if (after && one_scale) {
+                multiply_through<Code, Scales, false, two_rows>(tiles, l, w, block, out, scratch, ahead);
                 continue;
             }
             if (after) {
-                multiply_through<Code, Scales, false, two_rows>(tiles, l, w, block, out, scratch, ahead);
+                multiply_groups<Code, Scales>(tiles, l, w, block, out, scratch, ahead);
                 continue;
             }
         }
@@ -212,34 +204,66 @@ void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int pan
     }
 }
 
-// ---- more tokens: two panels are expanded whole, for all blocks
+// ---- more tokens: two panels are expanded whole, for all blocks, beside the products with the two before
+
+template <class Code, class Scales, bool scaled>
+struct Expansion {
+    const Layout& l;
+    const uint8_t* w;
+    uint8_t* to;
+    int unit, per_panel, all, per_step, done = 0;
+    Ahead ahead;  // what the next one reads
+
+    Expansion(const Layout& of, const uint8_t* panel, int panels, uint8_t* expanded, int steps, int next)
+        : l(of),
+          w(panel),
+          to(expanded),
+          unit(scaled ? of.group : kTileColumns),
+          per_panel(of.padded / unit),
+          all(panels * per_panel),
+          per_step((all + steps - 1) / steps),
+          ahead(panel + size_t(panels) * of.panel_bytes, size_t(next) * of.panel_bytes, steps) {}
+
+    void expand(int units) {
+        for (const int end = done + units < all ? done + units : all; done < end; ++done) {
+            const int panel = done / per_panel, column = done % per_panel * unit;
+            expand_columns<Code, Scales, scaled>(l, w + panel * l.panel_bytes, column, column + unit,
+                                                 to + (size_t(panel) * l.padded + column) * 32);
+        }
+    }
+    void step() { ahead.step(), expand(per_step); }
+};
 
 template <class Code, class Scales, bool scaled>
 void multiply_expanded(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out,
                        uint8_t* scratch) {
+    using Next = Expansion<Code, Scales, scaled>;
     const size_t stride = size_t(l.padded) * 32;
     const int steps = block_count(x.tokens, x.block_tokens) * (l.padded / kTileColumns);
-    for (int i = 0; i < panels; i += 2, w += 2 * l.panel_bytes, out += size_t(2) * x.tokens * 16) {
-        const int count = panels - i < 2 ? 1 : 2, next = panels - i - count < 2 ? panels - i - count : 2;
-        for (int p = 0; p < count; ++p)
-            expand_columns<Code, Scales, scaled>(l, w + p * l.panel_bytes, 0, l.padded, scratch + p * stride);
-        multiply_panels(tiles, l.padded, scratch, stride, count, x, out,
-                        Ahead(w + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps));
-        for (int p = 0; p < count; ++p)
-            apply_factor<Scales, scaled>(w + p * l.panel_bytes + l.code_bytes, out + size_t(p) * x.tokens * 16,
-                                         x.tokens);
+    const auto two = [&](int first) { return panels - first < 2 ? panels - first > 0 ? 1 : 0 : 2; };
+    Next(l, w, two(0), scratch, steps, two(2)).expand(1 << 30);
+    for (int i = 0; i < panels; i += 2) {
+        const uint8_t* here = scratch + size_t(i / 2 % 2) * 2 * stride;
+        Next next(l, w + size_t(i + 2) * l.panel_bytes, two(i + 2), scratch + size_t((i / 2 + 1) % 2) * 2 * stride,
+                  steps, two(i + 4));
+        float* to = out + size_t(i) * x.tokens * 16;
+        multiply_panels(tiles, l.padded, here, stride, two(i), x, to, next);
+        next.expand(1 << 30);
+        for (int p = 0; p < two(i); ++p)
+            apply_factor<Scales, scaled>(w + size_t(i + p) * l.panel_bytes + l.code_bytes,
+                                         to + size_t(p) * x.tokens * 16, x.tokens);
     }
 }
 
-// scratch: two panels in bfloat16, if the format is another. x is in tiles.
+// scratch: four panels in bfloat16, if the format is another. x is in tiles.
 void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* scratch) {
     Tiles tiles;
     if (l.format == Format::kBf16) {
         const int steps = block_count(x.tokens, x.block_tokens) * (l.padded / kTileColumns);
         for (int i = 0; i < panels; i += 2, w += 2 * l.panel_bytes, out += size_t(2) * x.tokens * 16) {
             const int count = panels - i < 2 ? 1 : 2, next = panels - i - count < 2 ? panels - i - count : 2;
-            multiply_panels(tiles, l.padded, w, l.panel_bytes, count, x, out,
-                            Ahead(w + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps));
+            Ahead ahead(w + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps);
+            multiply_panels(tiles, l.padded, w, l.panel_bytes, count, x, out, ahead);
         }
         return;
     }
