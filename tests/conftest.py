@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; programs under test would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

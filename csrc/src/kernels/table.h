@@ -11,7 +11,7 @@ int block_tokens(const Layout& l, int tokens) {
 
 size_t expand_bytes(const Layout& l, int panels, int tokens) {
     const size_t panel_bytes = size_t(l.padded) * 32;
-    if (by_tiles(l, tokens)) return l.format == Format::kBf16 ? 0 : 4 * panel_bytes;
+    if (by_tiles(l, tokens)) return l.format == Format::kBf16 ? 0 : 2 * panel_bytes;
     return expands(l.format, tokens) ? size_t(panels) * panel_bytes : 0;
 }
 

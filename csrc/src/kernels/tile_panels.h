@@ -19,11 +19,11 @@ struct Ahead {
     }
 };
 
-// Two panels (or one) times one block of up to 32 tokens. x: its lines; out0, out1: [tokens][16]. After each product of
-// tiles comes a step of what is done beside: the unit works on its own.
-template <bool two_panels, bool two_rows, class Beside>
+// Two panels (or one) times one block of up to 32 tokens. x: its lines; out0, out1: [tokens][16].
+template <bool two_panels, bool two_rows>
 void multiply_block(Tiles& tiles, int padded, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int tokens,
-                    float* out0, float* out1, Beside& beside) {
+                    float* out0, float* out1, Ahead& fetched) {
+    Ahead ahead = fetched;
     tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
     const size_t step = size_t(tokens) * kLineBytes;
     for (int k = 0; k < padded / kTileColumns; ++k) {
@@ -39,7 +39,7 @@ void multiply_block(Tiles& tiles, int padded, const uint8_t* w0, const uint8_t* 
             tiles.multiply<2, 5, 6>();
             if constexpr (two_panels) tiles.multiply<3, 5, 7>();
         }
-        beside.step();
+        ahead.step();
     }
     tiles.store<0>(out0);
     if constexpr (two_panels) tiles.store<1>(out1);
@@ -48,22 +48,20 @@ void multiply_block(Tiles& tiles, int padded, const uint8_t* w0, const uint8_t* 
 }
 
 // One panel in bfloat16, or two `stride` bytes apart, times all tokens. out: [panels][tokens][16].
-template <class Beside>
-void multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t stride, int panels, const Packed& x, float* out,
-                     Beside& beside) {
+inline void multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t stride, int panels, const Packed& x,
+                            float* out, Ahead ahead) {
+    const uint8_t* w1 = w + stride;
     int shaped = 0;  // for blocks of this size
     each_block(x, padded, [&](const PackedBlock& block) {
         const int size = block.size;
         const bool two_rows = size > kTileRows;
         if (size != shaped) tiles.shape(two_rows ? kTileRows : size, two_rows ? size - kTileRows : 1), shaped = size;
         float *out0 = out + size_t(block.first) * 16, *out1 = out0 + size_t(x.tokens) * 16;
-        const uint8_t *w1 = w + stride, *lines = block.line(0, 0);
-        if (panels == 2 && two_rows) multiply_block<true, true>(tiles, padded, w, w1, lines, size, out0, out1, beside);
-        if (panels == 2 && !two_rows)
-            multiply_block<true, false>(tiles, padded, w, w1, lines, size, out0, out1, beside);
-        if (panels == 1 && two_rows) multiply_block<false, true>(tiles, padded, w, w1, lines, size, out0, out1, beside);
-        if (panels == 1 && !two_rows)
-            multiply_block<false, false>(tiles, padded, w, w1, lines, size, out0, out1, beside);
+        const auto run = [&](auto multiply) {
+            multiply(tiles, padded, w, w1, block.line(0, 0), size, out0, out1, ahead);
+        };
+        if (panels == 2) return two_rows ? run(multiply_block<true, true>) : run(multiply_block<true, false>);
+        two_rows ? run(multiply_block<false, true>) : run(multiply_block<false, false>);
     });
 }
 
@@ -204,66 +202,34 @@ void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int pan
     }
 }
 
-// ---- more tokens: two panels are expanded whole, for all blocks, beside the products with the two before
-
-template <class Code, class Scales, bool scaled>
-struct Expansion {
-    const Layout& l;
-    const uint8_t* w;
-    uint8_t* to;
-    int unit, per_panel, all, per_step, done = 0;
-    Ahead ahead;  // what the next one reads
-
-    Expansion(const Layout& of, const uint8_t* panel, int panels, uint8_t* expanded, int steps, int next)
-        : l(of),
-          w(panel),
-          to(expanded),
-          unit(scaled ? of.group : kTileColumns),
-          per_panel(of.padded / unit),
-          all(panels * per_panel),
-          per_step((all + steps - 1) / steps),
-          ahead(panel + size_t(panels) * of.panel_bytes, size_t(next) * of.panel_bytes, steps) {}
-
-    void expand(int units) {
-        for (const int end = done + units < all ? done + units : all; done < end; ++done) {
-            const int panel = done / per_panel, column = done % per_panel * unit;
-            expand_columns<Code, Scales, scaled>(l, w + panel * l.panel_bytes, column, column + unit,
-                                                 to + (size_t(panel) * l.padded + column) * 32);
-        }
-    }
-    void step() { ahead.step(), expand(per_step); }
-};
+// ---- more tokens: two panels are expanded whole, for all blocks
 
 template <class Code, class Scales, bool scaled>
 void multiply_expanded(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out,
                        uint8_t* scratch) {
-    using Next = Expansion<Code, Scales, scaled>;
     const size_t stride = size_t(l.padded) * 32;
     const int steps = block_count(x.tokens, x.block_tokens) * (l.padded / kTileColumns);
-    const auto two = [&](int first) { return panels - first < 2 ? panels - first > 0 ? 1 : 0 : 2; };
-    Next(l, w, two(0), scratch, steps, two(2)).expand(1 << 30);
-    for (int i = 0; i < panels; i += 2) {
-        const uint8_t* here = scratch + size_t(i / 2 % 2) * 2 * stride;
-        Next next(l, w + size_t(i + 2) * l.panel_bytes, two(i + 2), scratch + size_t((i / 2 + 1) % 2) * 2 * stride,
-                  steps, two(i + 4));
-        float* to = out + size_t(i) * x.tokens * 16;
-        multiply_panels(tiles, l.padded, here, stride, two(i), x, to, next);
-        next.expand(1 << 30);
-        for (int p = 0; p < two(i); ++p)
-            apply_factor<Scales, scaled>(w + size_t(i + p) * l.panel_bytes + l.code_bytes,
-                                         to + size_t(p) * x.tokens * 16, x.tokens);
+    for (int i = 0; i < panels; i += 2, w += 2 * l.panel_bytes, out += size_t(2) * x.tokens * 16) {
+        const int count = panels - i < 2 ? 1 : 2, next = panels - i - count < 2 ? panels - i - count : 2;
+        for (int p = 0; p < count; ++p)
+            expand_columns<Code, Scales, scaled>(l, w + p * l.panel_bytes, 0, l.padded, scratch + p * stride);
+        multiply_panels(tiles, l.padded, scratch, stride, count, x, out,
+                        Ahead(w + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps));
+        for (int p = 0; p < count; ++p)
+            apply_factor<Scales, scaled>(w + p * l.panel_bytes + l.code_bytes, out + size_t(p) * x.tokens * 16,
+                                         x.tokens);
     }
 }
 
-// scratch: four panels in bfloat16, if the format is another. x is in tiles.
+// scratch: two panels in bfloat16, if the format is another. x is in tiles.
 void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* scratch) {
     Tiles tiles;
     if (l.format == Format::kBf16) {
         const int steps = block_count(x.tokens, x.block_tokens) * (l.padded / kTileColumns);
         for (int i = 0; i < panels; i += 2, w += 2 * l.panel_bytes, out += size_t(2) * x.tokens * 16) {
             const int count = panels - i < 2 ? 1 : 2, next = panels - i - count < 2 ? panels - i - count : 2;
-            Ahead ahead(w + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps);
-            multiply_panels(tiles, l.padded, w, l.panel_bytes, count, x, out, ahead);
+            multiply_panels(tiles, l.padded, w, l.panel_bytes, count, x, out,
+                            Ahead(w + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps));
         }
         return;
     }
