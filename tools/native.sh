@@ -37,7 +37,7 @@ build() {
 
 # run FOLDER LABEL: the tests of a build.
 run() {
-    "$ctest" --test-dir "$1" -L "$2" --output-on-failure --no-tests=error
+    "$ctest" --test-dir "$1" -L "$2" -j 2 --output-on-failure --no-tests=error
 }
 
 cmake=$(tool cmake)
