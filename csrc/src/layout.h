@@ -83,7 +83,9 @@ constexpr Layout layout_of(Format format, int rows, int columns, int group) {
     Layout l{};
     l.format = format, l.rows = rows, l.columns = columns;
     const int block = group ? group * facts.block_groups : kColumnUnit;
-    l.padded = round_up(columns, block > kColumnUnit ? block : kColumnUnit);
+    int unit = block;
+    while (unit % kColumnUnit) unit += block;
+    l.padded = round_up(columns, unit);
     l.group = group ? group : l.padded;
     l.groups = l.padded / l.group;
     l.panels = round_up(rows, kPanelRows) / kPanelRows;

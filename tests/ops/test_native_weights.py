@@ -64,6 +64,21 @@ def test_linear_matches_float64(pool, form, group, rows, columns):
         assert (off <= sum_bound(w, x)).all(), (tokens, (off / sum_bound(w, x)).max())
 
 
+# Groups that neither divide a tile's 32 columns nor are divided by them.
+ODD_GROUPS = [(Format.INT4_F16, 48), (Format.INT8_F32, 80), (Format.UINT4_F32, 96), (Format.FP8_ROW, 112)]
+
+
+@pytest.mark.parametrize(("form", "group"), ODD_GROUPS, ids=lambda v: getattr(v, "name", v))
+@pytest.mark.parametrize("columns", [48, 200, 576])
+def test_groups_of_any_multiple_of_sixteen(pool, form, group, columns):
+    w = random_weights(form, group, 37, columns, seed=columns)
+    packed = Packed([w])
+    for tokens in TOKENS:
+        bits, x = activations(tokens, columns, seed=tokens)
+        off = np.abs(product(pool, packed, bits, 37) - x @ w.values.T)
+        assert (off <= sum_bound(w, x)).all(), (tokens, (off / sum_bound(w, x)).max())
+
+
 @pytest.mark.parametrize("code", range(256))
 def test_every_code_of_e4m3(pool, code):
     values = np.full((16, 32), code, dtype=np.uint8)

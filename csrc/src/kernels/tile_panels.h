@@ -104,7 +104,8 @@ inline void expand_columns(const Layout& l, const uint8_t* w, int first, int las
 template <class Code, class Scales, bool scaled, bool two_rows>
 void multiply_through(Tiles& tiles, const Layout& l, const uint8_t* w, const PackedBlock& block, float* out,
                       uint8_t* scratch, Ahead& ahead) {
-    const int part = scaled && l.group > kPartColumns ? l.group : kPartColumns;
+    int part = scaled ? l.group : kPartColumns;  // whole groups and whole tiles
+    while (part < kPartColumns || part % kTileColumns) part += l.group;
     uint8_t* parts[2] = {scratch, scratch + size_t(part) * 32};
     tiles.zero<0>(), tiles.zero<2>();
     const auto expand = [&](int i) {
@@ -202,18 +203,19 @@ void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int pan
     }
 }
 
-// ---- more tokens: two panels are expanded whole, for all blocks
+// ---- more tokens, or bfloat16: two panels at a time, expanded whole for all blocks
 
 template <class Code, class Scales, bool scaled>
-void multiply_expanded(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out,
-                       uint8_t* scratch) {
-    const size_t stride = size_t(l.padded) * 32;
+void multiply_pairs(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out,
+                    uint8_t* scratch) {
+    const bool wide = l.format == Format::kBf16;
+    const size_t stride = wide ? l.panel_bytes : size_t(l.padded) * 32;
     const int steps = block_count(x.tokens, x.block_tokens) * (l.padded / kTileColumns);
     for (int i = 0; i < panels; i += 2, w += 2 * l.panel_bytes, out += size_t(2) * x.tokens * 16) {
         const int count = panels - i < 2 ? 1 : 2, next = panels - i - count < 2 ? panels - i - count : 2;
-        for (int p = 0; p < count; ++p)
+        for (int p = 0; p < count && !wide; ++p)
             expand_columns<Code, Scales, scaled>(l, w + p * l.panel_bytes, 0, l.padded, scratch + p * stride);
-        multiply_panels(tiles, l.padded, scratch, stride, count, x, out,
+        multiply_panels(tiles, l.padded, wide ? w : scratch, stride, count, x, out,
                         Ahead(w + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps));
         for (int p = 0; p < count; ++p)
             apply_factor<Scales, scaled>(w + p * l.panel_bytes + l.code_bytes, out + size_t(p) * x.tokens * 16,
@@ -224,17 +226,8 @@ void multiply_expanded(Tiles& tiles, const Layout& l, const uint8_t* w, int pane
 // scratch: two panels in bfloat16, if the format is another. x is in tiles.
 void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* scratch) {
     Tiles tiles;
-    if (l.format == Format::kBf16) {
-        const int steps = block_count(x.tokens, x.block_tokens) * (l.padded / kTileColumns);
-        for (int i = 0; i < panels; i += 2, w += 2 * l.panel_bytes, out += size_t(2) * x.tokens * 16) {
-            const int count = panels - i < 2 ? 1 : 2, next = panels - i - count < 2 ? panels - i - count : 2;
-            multiply_panels(tiles, l.padded, w, l.panel_bytes, count, x, out,
-                            Ahead(w + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps));
-        }
-        return;
-    }
     with_format(l.format, [&]<class Code, class Scales>() {
-        if (x.tokens <= kTileTokens)
+        if (l.format != Format::kBf16 && x.tokens <= kTileTokens)
             return each_block(x, l.padded, [&](const PackedBlock& block) {
                 block.size > kTileRows
                     ? multiply_one_block<Code, Scales, true>(tiles, l, w, panels, block, out, scratch)
@@ -242,8 +235,8 @@ void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed&
             });
         if constexpr (Scales::kScaled && !Scales::kHasFactor && !Scales::kHasMin)
             if (l.groups == 1 && !exact_before(l.format))
-                return multiply_expanded<Code, Scales, false>(tiles, l, w, panels, x, out, scratch);
-        multiply_expanded<Code, Scales, true>(tiles, l, w, panels, x, out, scratch);
+                return multiply_pairs<Code, Scales, false>(tiles, l, w, panels, x, out, scratch);
+        multiply_pairs<Code, Scales, true>(tiles, l, w, panels, x, out, scratch);
     });
 }
 
