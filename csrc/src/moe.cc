@@ -23,8 +23,9 @@ void pack(const Call& call, int task) {
 Packed packed_here(const Call& call, const Group& g, Carver& scratch) {
     const Layout& l = call.experts->gate_up->layout;
     char* pairs = scratch.take<char>(size_t(g.tokens) * size_t(l.padded / 2) * size_t(call.kernels->pair_bytes));
-    float* sums = scratch.take<float>(size_t(g.tokens) * size_t(l.padded / 16));
-    const Packed x = packed_rows(*call.kernels, l, pairs, call.x_sums ? sums : nullptr, 0, g.tokens);
+    const bool has_min = kFacts[int(l.format)].has_min;
+    float* sums = has_min ? scratch.take<float>(size_t(g.tokens) * size_t(l.padded / 16)) : nullptr;
+    const Packed x = packed_rows(*call.kernels, l, pairs, sums, 0, g.tokens);
     call.kernels->pack(call.op.x, size_t(call.op.x_stride), call.index.data() + g.first, 0, g.tokens, l.columns,
                        l.padded, x);
     return x;
@@ -32,15 +33,9 @@ Packed packed_here(const Call& call, const Group& g, Carver& scratch) {
 
 void multiply_up(const void* context, int task, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
-    const Matrix& w = *call.experts->gate_up;
-    const RowTasks::Place at = call.up_tasks.place(task);
-    const Group& g = call.group[size_t(at.repeat)];
-    const int panels = at.end - at.first;
-    Carver parts(scratch);
-    float* product = parts.take<float>(size_t(panels) * g.tokens * 16);
-    void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, panels, g.tokens));
-    const Packed x = call.by_expert ? packed_here(call, g, parts) : call.x(g);
-    call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, x, product, expanded);
+    call.multiply(*call.experts->gate_up, call.up_tasks, task, scratch, [&](const Group& g, Carver& parts) {
+        return call.by_expert ? packed_here(call, g, parts) : call.x(g);
+    });
 }
 
 void publish_up(const void* context, int task, const std::byte* scratch) {
@@ -60,8 +55,7 @@ void publish_up(const void* context, int task, const std::byte* scratch) {
 
 void multiply_down(const void* context, int task, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
-    const Experts& e = *call.experts;
-    const Matrix& w = *e.down;
+    const Matrix& w = *call.experts->down;
     const RowTasks::Place at = call.down_tasks.place(task);
     const int panels = at.end - at.first;
     Carver parts(scratch);
@@ -72,10 +66,8 @@ void multiply_down(const void* context, int task, std::byte* scratch) {
     for (int i = 0; i < call.groups; ++i) {
         const Group& g = call.group[size_t(i)];
         call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.h(g), part, expanded);
-        const float* bias =
-            e.down_bias ? e.down_bias + (size_t(g.expert) * w.layout.panels + at.first) * kPanelRows : nullptr;
         call.kernels->accumulate(part, panels, g.tokens, call.index.data() + g.first, call.weight.data() + g.first,
-                                 bias, total, call.tokens);
+                                 call.down_bias(g.expert, at.first), total, call.tokens);
     }
 }
 
@@ -128,18 +120,15 @@ void sort(Call& call, int tokens) {
     }
 }
 
+bool many_tokens(const Call& call) { return call.tokens > kManyTokens && call.most_tokens > kManyTokens; }
+
 // Panels of a task. matrices: experts of which it reads each of its panels; repeats: how often a panel has a task.
 int step_of(const Matrix& w, const Call& call, int unit, int matrices, int repeats, int threads) {
     const Layout& l = w.layout;
-    if (call.tokens > kManyTokens && call.most_tokens > kManyTokens)
+    if (many_tokens(call))
         return panels_to_compute(unit, size_t(l.panels) * size_t(repeats), threads, call.kernels->blocking);
     const size_t total = size_t(l.panels) * l.panel_bytes * size_t(call.groups);
     return panels_to_stream(unit, l.panel_bytes * size_t(matrices), total, threads);
-}
-
-// Whether experts are computed one by one: where there are enough tokens for that.
-bool by_expert(const Call& call) {
-    return call.kernels->blocking.result_bytes && call.tokens > kManyTokens && call.most_tokens > kManyTokens;
 }
 
 void carve(Call& call, Host& host, int parts, int lane) {
@@ -150,7 +139,7 @@ void carve(Call& call, Host& host, int parts, int lane) {
     const auto take = [&](Carver memory) {
         call.x_pairs = memory.take<char>(packed * (up.padded / 2) * call.kernels->pair_bytes);
         call.h_pairs = memory.take<char>(choices * (down.padded / 2) * call.kernels->pair_bytes);
-        call.x_sums = memory.take<float>(choices * (up.padded / 16));
+        call.x_sums = memory.take<float>(packed * (up.padded / 16));
         call.h_sums = memory.take<float>(choices * (down.padded / 16));
         call.results = memory.take<float>(choices * call.result_columns);
         return memory.used();
@@ -165,7 +154,7 @@ void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
     call.op = op, call.op.call.reset();
     call.experts = &e, call.kernels = host.kernels, call.tokens = tokens, call.shared_x = tokens == 1;
     sort(call, tokens);
-    call.by_expert = by_expert(call);
+    call.by_expert = call.kernels->blocking.result_bytes && many_tokens(call);
     const int threads = host.pool.threads(), groups = call.groups;
     const int parts = call.by_expert ? result_parts(*e.down, call.index.size(), host.kernels->blocking) : 1;
     call.up_tasks = RowTasks(*e.gate_up, step_of(*e.gate_up, call, call.panels_per_row(), 1, groups, threads), groups);

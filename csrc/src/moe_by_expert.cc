@@ -2,7 +2,6 @@
 // in memory by slots (a token's place at an expert) until the last phase adds up each token's, in the order of its
 // experts. The other way (moe.cc), a task adds up its rows of all experts in the cache, reads the weights' activations
 // once for every few rows, and that costs more than the results do as soon as products are as quick as AMX's.
-#include "error.h"
 #include "moe_call.h"
 
 namespace proa {
@@ -14,25 +13,17 @@ constexpr int kSumTokens = 8;  // of a task that adds up
 
 void multiply(const void* context, int task, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
-    const Matrix& w = *call.experts->down;
-    const RowTasks::Place at = call.down_tasks.place(task);
-    const Group& g = call.group[size_t(at.repeat)];
-    const int panels = at.end - at.first;
-    Carver parts(scratch);
-    float* product = parts.take<float>(size_t(panels) * g.tokens * 16);
-    void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, panels, g.tokens));
-    call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.h(g), product, expanded);
+    call.multiply(*call.experts->down, call.down_tasks, task, scratch,
+                  [&](const Group& g, Carver&) { return call.h(g); });
 }
 
 void publish(const void* context, int task, const std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
-    const Experts& e = *call.experts;
     const RowTasks::Place at = call.down_tasks.place(task);
     const Group& g = call.group[size_t(at.repeat)];
     const int panels = at.end - at.first;
-    const float* bias =
-        e.down_bias ? e.down_bias + (size_t(g.expert) * e.down->layout.panels + at.first) * kPanelRows : nullptr;
-    call.kernels->store_rows(reinterpret_cast<const float*>(scratch), panels, g.tokens, bias, panels * kPanelRows, true,
+    call.kernels->store_rows(reinterpret_cast<const float*>(scratch), panels, g.tokens,
+                             call.down_bias(g.expert, at.first), panels * kPanelRows, true,
                              call.results + size_t(g.first) * call.result_columns + at.column, call.result_columns);
 }
 

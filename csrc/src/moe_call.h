@@ -45,6 +45,23 @@ struct MoeCall {
         return packed_rows(*kernels, experts->down->layout, h_pairs, h_sums, size_t(g.first), g.tokens);
     }
     int panels_per_row() const { return experts->activation == Activation::kRelu2 ? 1 : 2; }
+    // Of an expert's rows from panel `first` on, or null.
+    const float* down_bias(int expert, int first) const {
+        const size_t panel = size_t(expert) * size_t(experts->down->layout.panels) + size_t(first);
+        return experts->down_bias ? experts->down_bias + panel * kPanelRows : nullptr;
+    }
+
+    // One group's product, at the beginning of the scratch. x_of(group, carver): its activations.
+    template <class F>
+    void multiply(const Matrix& w, const RowTasks& tasks, int task, std::byte* scratch, F&& x_of) const {
+        const RowTasks::Place at = tasks.place(task);
+        const Group& g = group[size_t(at.repeat)];
+        const int panels = at.end - at.first;
+        Carver parts(scratch);
+        float* product = parts.take<float>(size_t(panels) * g.tokens * 16);
+        void* expanded = parts.take<char>(kernels->expand_bytes(w.layout, panels, g.tokens));
+        kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, x_of(g, parts), product, expanded);
+    }
 };
 
 // The second half of a call whose experts are computed one by one, in `parts` parts of the result's columns, so that

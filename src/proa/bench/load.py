@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -84,18 +83,10 @@ def read_files(files: Iterable[Path], threads: int) -> float:
     begin = time.perf_counter()
     done = 0
     for file in files:
-        with closing(_Descriptor(file)) as opened, ThreadPoolExecutor(threads) as pool:
+        with file.open("rb", buffering=0) as opened, ThreadPoolExecutor(threads) as pool:
             starts = itertools.count(0, _READ_BYTES)  # next() is atomic under the interpreter lock
-            done += sum(pool.map(lambda _, fd=opened.fd, at=starts: _read(fd, at), range(threads)))
+            done += sum(pool.map(_read, itertools.repeat(opened.fileno(), threads), itertools.repeat(starts)))
     return done / (time.perf_counter() - begin)
-
-
-class _Descriptor:
-    def __init__(self, file: Path) -> None:
-        self.fd = os.open(file, os.O_RDONLY)
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 def _read(fd: int, starts: Iterable[int]) -> int:
