@@ -11,7 +11,7 @@ from proa.native.pool import Pool
 from proa.ops import reference
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory
-from proa.ops.table import AttentionBatch, KvPages, Maps, Ops, Parameters
+from proa.ops.table import AttentionBatch, KvPages, Maps, Parameters
 
 
 def fill(parameters: Parameters, values: dict[str, Tensor]) -> None:
@@ -32,7 +32,6 @@ class TorchRun:
     route = staticmethod(reference.route)
     best = staticmethod(reference.best)
     add = staticmethod(reference.add)
-    gated_add = staticmethod(reference.gated_add)
     write_kv = staticmethod(reference.write_kv)
     attention = staticmethod(reference.attention)
 
@@ -42,8 +41,11 @@ class TorchRun:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(self._maps(x.dtype), x, weight, bias)
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return experts(self._maps(x.dtype), x, ids, weights, gate_up, down)
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+        shared: Tensor | None = None, gate: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return experts(self._maps(x.dtype), x, ids, weights, gate_up, down, shared, gate)
 
     def mlp(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
         return mlp(self._maps(x.dtype), x, values)
@@ -55,7 +57,10 @@ def linear(maps: Maps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return made(x)
 
 
-def experts(maps: Maps, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def experts(
+    maps: Maps, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+    shared: Tensor | None = None, gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     count, hidden, width = down.shape
     made = maps.experts(count, hidden, width)
     values = {}
@@ -66,7 +71,7 @@ def experts(maps: Maps, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor
             f"{e}.down.weight": down[e],
         }
     fill(made.parameters(), values)
-    return made(x, ids, weights)
+    return made.start(x, ids, weights).finish(shared, gate)
 
 
 def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor]) -> Tensor:
@@ -82,9 +87,9 @@ class NativeRun:
     def __init__(self, isa: str) -> None:
         self._pool = Pool([[0]], isa=isa, pin=False)
 
-    def _record(self, rows: int, sequences: int = 1, pages: int = 1) -> tuple[Recorder, Ops]:
+    def _record(self, rows: int, sequences: int = 1, pages: int = 1) -> tuple[Recorder, CpuOps]:
         recorder = Recorder(self._pool, Memory(self._pool, [None]), rows, sequences, pages)
-        return recorder, CpuOps(recorder).table()
+        return recorder, CpuOps(recorder)
 
     @staticmethod
     def _run(recorder: Recorder) -> None:
@@ -108,12 +113,6 @@ class NativeRun:
         self._run(recorder)
         return out
 
-    def gated_add(self, x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
-        recorder, ops = self._record(len(x))
-        out = ops.gated_add(x.clone(), gate, y)
-        self._run(recorder)
-        return out
-
     def route(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         recorder, ops = self._record(len(logits))
         ids, weights = ops.route(logits, top_k, renormalise)
@@ -128,20 +127,23 @@ class NativeRun:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         recorder, ops = self._record(len(x))
-        y = linear(ops.maps, x, weight, bias)
+        y = linear(ops.table().maps, x, weight, bias)
         self._run(recorder)
         return y.clone()
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+        shared: Tensor | None = None, gate: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         recorder, ops = self._record(len(x))
         narrow, weights = ids.to(torch.int32).contiguous(), weights.contiguous()
-        y = experts(ops.maps, x, narrow, weights, gate_up, down)
+        y = experts(ops.table().maps, x, narrow, weights, gate_up, down, shared, gate)
         self._run(recorder)
         return y.clone()
 
     def mlp(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
         recorder, ops = self._record(len(x))
-        y = mlp(ops.maps, x, values)
+        y = mlp(ops.table().maps, x, values)
         self._run(recorder)
         return y.clone()
 

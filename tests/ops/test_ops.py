@@ -135,7 +135,8 @@ def test_best(ops: Run, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
 @pytest.mark.parametrize("routing", ["random", "one_expert", "empty_experts"])
-def test_moe_experts(ops: Run, dtype: torch.dtype, routing: str, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("beside", ["alone", "shared", "gated"])
+def test_moe_experts(ops: Run, dtype: torch.dtype, routing: str, beside: str, rng: torch.Generator) -> None:
     tokens, hidden, width, experts, top_k = 6, 40, 24, 8, 2
     x = rand(rng, tokens, hidden, dtype=dtype)
     gate_up = (rand(rng, experts, 2 * width, hidden) / math.sqrt(hidden)).to(dtype)
@@ -145,6 +146,8 @@ def test_moe_experts(ops: Run, dtype: torch.dtype, routing: str, rng: torch.Gene
         scores[:, 3:] = 0
     ids = scores.topk(top_k).indices if routing != "one_expert" else torch.tensor([[4, 5]] * tokens)
     weights = torch.rand(tokens, top_k, generator=rng)
+    shared = rand(rng, tokens, hidden, dtype=dtype) if beside != "alone" else None
+    gate_logit = rand(rng, tokens, 1, dtype=dtype) if beside == "gated" else None
 
     want = torch.zeros(tokens, hidden, dtype=torch.float64)
     size = torch.zeros_like(want)
@@ -160,10 +163,17 @@ def test_moe_experts(ops: Run, dtype: torch.dtype, routing: str, rng: torch.Gene
             )
             size[t] += w * (down[e].double().abs() @ (spread + act.abs() * torch.finfo(dtype).eps))
             size[t] += w * (down[e].double().abs() @ act.abs()) * (width * EPS32 + torch.finfo(dtype).eps / 2)
-    got = ops.experts(x, ids, weights, gate_up, down)
+    bound = size + stored(want, dtype)
+    if shared is not None:
+        scale = torch.ones(1) if gate_logit is None else torch.sigmoid(gate_logit.double())
+        part = scale * shared.double()
+        want = want + part
+        # The sum may be stored before the shared expert is added, and the scale and the scaled one be rounded too.
+        bound = bound + 2 * stored(part, dtype) + part.abs() * 8 * EPS32 + stored(want.abs() + bound, dtype)
+    got = ops.experts(x, ids, weights, gate_up, down, shared, gate_logit)
     assert got.dtype == dtype
-    assert_within(got, want, size + stored(want, dtype))
-    assert torch.equal(got, ops.experts(x, ids, weights, gate_up, down)), "not the same bits twice"
+    assert_within(got, want, bound)
+    assert torch.equal(got, ops.experts(x, ids, weights, gate_up, down, shared, gate_logit)), "not the same bits twice"
 
 
 CASES = {

@@ -13,7 +13,7 @@ from proa.ops.table import KvPages, Ops, Parameters
 
 
 class Block:
-    """x += mixer(norm1 x); x += ffn(norm2 x)."""
+    """x += mixer(norm1 x); x += ffn(norm2 x). The last sum is left to whoever reads it next, with its norm."""
 
     def __init__(self, s: spec.Block, model: spec.Model, ops: Ops) -> None:
         self._ops = ops
@@ -22,10 +22,12 @@ class Block:
         self.mixer = build_mixer(s.mixer, model.norm_eps, ops)
         self.ffn = build_ffn(s.ffn, ops)
 
-    def __call__(self, x: Tensor, step: Step, cache: KvPages) -> Tensor:
+    def __call__(self, x: Tensor, y: Tensor | None, step: Step, cache: KvPages) -> tuple[Tensor, Tensor]:
+        """The residual stream x + y (None: x alone), and the same of the next block."""
         self._ops.new_block()
-        x = self._ops.add(x, self.mixer(self.norm1(x), step, cache))
-        return self._ops.add(x, self.ffn(self.norm2(x)))
+        x, normed = self.norm1.of_sum(x, y)
+        x, normed = self.norm2.of_sum(x, self.mixer(normed, step, cache))
+        return x, self.ffn(normed)
 
     def parameters(self) -> Parameters:
         for name, part in (
@@ -39,7 +41,7 @@ class Decoder:
 
     def __init__(self, model: spec.Model, ops: Ops) -> None:
         self.spec = model
-        self.best = ops.best
+        self.best, self._add = ops.best, ops.add
         self.embed = ops.maps.embedding(model.vocab, model.hidden, model.tied)
         self.blocks = [Block(block, model, ops) for block in model.blocks]
         self.norm = RmsNorm(model.hidden, model.norm_eps, ops)
@@ -47,10 +49,10 @@ class Decoder:
 
     def __call__(self, tokens: Tensor, step: Step) -> Tensor:
         """tokens int64 [T] -> hidden states after the last block [T, hidden]; writes K and V of all rows."""
-        x = self.embed(tokens)
+        x, y = self.embed(tokens), None
         for block, cache in zip(self.blocks, step.caches, strict=True):
-            x = block(x, step, cache)
-        return x
+            x, y = block(x, y, step, cache)
+        return x if y is None else self._add(x, y)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> float32 [R, vocab]."""

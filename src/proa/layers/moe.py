@@ -21,13 +21,10 @@ class Moe:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         ids, weights = self._ops.route(self.router(x), self.spec.top_k, self.spec.router.renormalise)
-        routed = self.experts(x, ids, weights)
-        if self.shared is None:
-            return routed
-        shared = self.shared(x)
-        if self.shared_gate is None:
-            return self._ops.add(routed, shared)
-        return self._ops.gated_add(routed, self.shared_gate(x), shared)
+        routed = self.experts.start(x, ids, weights)
+        shared = self.shared(x) if self.shared else None
+        gate = self.shared_gate(x) if self.shared_gate else None
+        return routed.finish(shared, gate)
 
     def parameters(self) -> Parameters:
         yield from self.router.parameters()

@@ -16,7 +16,7 @@ from proa.native.pool import Pool
 from proa.native.program import Cache, Program
 from proa.native.weights import Activation, Experts, Matrix, Rows
 from proa.ops.packed import PANEL_ROWS, Memory, RowSink, Stack
-from proa.ops.table import AttentionBatch, KvPages, Ops, Parameters
+from proa.ops.table import Angles, AttentionBatch, KvPages, Ops, Parameters, QkNorm
 
 
 def rows_of(x: Tensor) -> Rows:
@@ -87,12 +87,11 @@ class CpuOps:
             maps=CpuMaps(self._to),
             new_block=self._to.new_block,
             rms_norm=self.rms_norm,
-            rotary=self.rotary,
             add=self.add,
-            gated_add=self.gated_add,
+            add_norm=self.add_norm,
+            rotate_store=self.rotate_store,
             route=self.route,
             best=self.best,
-            write_kv=self.write_kv,
             attention=self.attention,
         )
 
@@ -112,9 +111,23 @@ class CpuOps:
         self._to.program.add_add(rows_of(x), rows_of(y), x.shape[1])
         return x
 
-    def gated_add(self, x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
-        self._to.program.add_gated_add(rows_of(x), rows_of(gate), rows_of(y), x.shape[1])
-        return x
+    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x = self.add(x, y)
+        return x, self.rms_norm(x, weight, eps)
+
+    def rotate_store(
+        self, qkv: Tensor, heads: int, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
+    ) -> Tensor:
+        kv_heads = cache.keys.shape[2]
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
+        if norm:
+            q, k = (
+                self.rms_norm(t.reshape(len(t), -1, len(weight)), weight, norm.eps).view(t.shape)
+                for t, weight in ((q, norm.q), (k, norm.k))
+            )
+        q, k = (self.rotary(t, angles.cos, angles.sin, angles.interleaved) for t in (q, k))
+        self.write_kv(k, v, cache, slots)
+        return q
 
     def route(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         ids, weights = self._to.new(top_k, torch.int32), self._to.new(top_k, torch.float32)
@@ -275,13 +288,28 @@ class CpuMlp:
         yield from self._gated.sinks(0)
 
 
+class CpuUnderway:
+    """Recorded already; what is added to it is recorded by `finish`."""
+
+    def __init__(self, to: Recorder, routed: Tensor) -> None:
+        self._program, self._routed = to.program, routed
+
+    def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+        routed, width = self._routed, self._routed.shape[1]
+        if shared is not None and gate is not None:
+            self._program.add_gated_add(rows_of(routed), rows_of(gate), rows_of(shared), width)
+        elif shared is not None:
+            self._program.add_add(rows_of(routed), rows_of(shared), width)
+        return routed
+
+
 class CpuExperts:
     def __init__(self, to: Recorder, experts: int, hidden: int, width: int) -> None:
-        self._experts = experts
+        self._to, self._experts = to, experts
         self._gated = CpuGated(to, experts, hidden, width, bias=False)
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return self._gated.record(x, ids, weights)
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> CpuUnderway:
+        return CpuUnderway(self._to, self._gated.record(x, ids, weights))
 
     def parameters(self) -> Parameters:
         for e in range(self._experts):

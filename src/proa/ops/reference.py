@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proa.ops.table import AttentionBatch, KvPages, Ops, Parameters
+from proa.ops.table import Angles, AttentionBatch, KvPages, Ops, Parameters, QkNorm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,6 +69,24 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 def gated_add(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
     return x + torch.sigmoid(gate) * y
+
+
+def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x = add(x, y)
+    return x, rms_norm(x, weight, eps)
+
+
+def rotate_store(qkv: Tensor, heads: int, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor) -> Tensor:
+    kv_heads = cache.keys.shape[2]
+    q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
+    if norm:
+        q, k = (
+            rms_norm(t.reshape(len(t), -1, len(weight)), weight, norm.eps).view(t.shape)
+            for t, weight in ((q, norm.q), (k, norm.k))
+        )
+    q, k = (rotary(t, angles.cos, angles.sin, angles.interleaved) for t in (q, k))
+    write_kv(k, v, cache, slots)
+    return q
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
@@ -145,6 +163,18 @@ class TorchMlp:
         yield from self._down.parameters()
 
 
+class TorchUnderway:
+    """It is done already."""
+
+    def __init__(self, routed: Tensor) -> None:
+        self._routed = routed
+
+    def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+        if shared is None:
+            return self._routed
+        return add(self._routed, shared) if gate is None else gated_add(self._routed, gate, shared)
+
+
 class TorchExperts:
     """All experts of one layer, stacked."""
 
@@ -152,8 +182,8 @@ class TorchExperts:
         self.gate_up = torch.empty(experts, 2 * width, hidden, dtype=dtype)
         self.down = torch.empty(experts, hidden, width, dtype=dtype)
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return moe_experts(x, ids, weights, self.gate_up, self.down)
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> TorchUnderway:
+        return TorchUnderway(moe_experts(x, ids, weights, self.gate_up, self.down))
 
     def parameters(self) -> Parameters:
         width = self.down.shape[2]
@@ -208,11 +238,10 @@ def reference(dtype: torch.dtype) -> Ops:
         maps=TorchMaps(dtype),
         new_block=lambda: None,
         rms_norm=rms_norm,
-        rotary=rotary,
         add=add,
-        gated_add=gated_add,
+        add_norm=add_norm,
+        rotate_store=rotate_store,
         route=route,
         best=best,
-        write_kv=write_kv,
         attention=attention,
     )

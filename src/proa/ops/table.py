@@ -19,6 +19,16 @@ from proa.native.fill import Fill, StoredRows
 
 
 @dataclass(frozen=True)
+class DeviceBatch:
+    """An AttentionBatch as tensors that stay where they are, for a graph to read; S and T include padding."""
+
+    one_each: bool  # every sequence has one row: row s
+    q_starts: Tensor  # int32 [S + 1]: each sequence's first row
+    kv_lens: Tensor  # int32 [S], 0 for padding
+    page_table: Tensor  # int32 [S, most pages]
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """Where each sequence of a step keeps its KV.
 
@@ -29,7 +39,8 @@ class AttentionBatch:
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     page_table: tuple[Tensor, ...]  # int64 [pages of s], one per sequence
-    slots: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T]; -1: a row of padding
+    device: DeviceBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -45,19 +56,40 @@ class RmsNorm(Protocol):
         """x [..., N] / rms(x) * weight [N]; computed in float32, returned in x's dtype (arXiv 1910.07467)."""
 
 
-class Rotary(Protocol):
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """x [T, heads, D] with the first R dims rotated; cos, sin float32 [T, R/2] (arXiv 2104.09864)."""
-
-
 class Add(Protocol):
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """x + y in x's dtype. May be stored in x: whoever calls goes on with the result alone."""
 
 
-class GatedAdd(Protocol):
-    def __call__(self, x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
-        """x [T, H] + sigmoid(gate [T, 1]) * y [T, H]. May be stored in x."""
+class AddNorm(Protocol):
+    def __call__(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + y, which may be stored in x, and its rms_norm."""
+
+
+@dataclass(frozen=True)
+class QkNorm:
+    """RMSNorm of queries and keys: over each head where the weights are [D], over all heads together otherwise."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Of a step's rows: cos, sin float32 [T, R/2], for the first R dims of each head (arXiv 2104.09864)."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool  # pairs of neighbours, else of halves
+
+
+class RotateStore(Protocol):
+    def __call__(
+        self, qkv: Tensor, heads: int, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
+    ) -> Tensor:
+        """qkv [T, heads + 2 kv_heads, D]: normalise queries and keys, rotate both, store keys and values at
+        slots [T] (where they are not negative) -> queries [T, heads, D]. May work in qkv itself."""
 
 
 class Route(Protocol):
@@ -68,11 +100,6 @@ class Route(Protocol):
 class Best(Protocol):
     def __call__(self, logits: Tensor) -> Tensor:
         """float32 [R, vocab] -> int [R], the largest one's id, the lowest of equals; -1 where any is not finite."""
-
-
-class WriteKv(Protocol):
-    def __call__(self, keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
-        """Store keys, values [T, kv_heads, D] at slots [T]."""
 
 
 class PagedAttention(Protocol):
@@ -121,11 +148,17 @@ class Mlp(Protocol):
     def parameters(self) -> Parameters: ...
 
 
+class Underway(Protocol):
+    def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+        """The experts' sum [T, H] + shared [T, H], which is scaled by sigmoid(gate [T, 1]) if there is one."""
+
+
 class Experts(Protocol):
     """The routed experts of a layer. Parameters: "<e>.gate.weight" and so on."""
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Sum over k of weights[t, k] * expert[ids[t, k]](x[t]), experts added in ascending id, in float32."""
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> Underway:
+        """Sum over k of weights[t, k] * expert[ids[t, k]](x[t]), in a fixed order, in float32. What is computed until
+        `finish` may run beside them."""
 
     def parameters(self) -> Parameters: ...
 
@@ -162,7 +195,8 @@ class Maps(Protocol):
 
 class NewBlock(Protocol):
     def __call__(self) -> None:
-        """A block of layers begins: of what the ops have returned, only the residual stream is still read."""
+        """A block of layers begins: of what the ops have returned, only the residual stream is still read, and by the
+        next op what is to be added to it."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +204,11 @@ class Ops:
     maps: Maps
     new_block: NewBlock
     rms_norm: RmsNorm
-    rotary: Rotary
     add: Add
-    gated_add: GatedAdd
+    add_norm: AddNorm
+    rotate_store: RotateStore
     route: Route
     best: Best
-    write_kv: WriteKv
     attention: PagedAttention
 
 
