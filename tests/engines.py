@@ -14,10 +14,11 @@ from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.engine.engine import Engine
-from proa.engine.executor import EagerExecutor, Executor, RecordedExecutor, StepLimits
+from proa.engine.executor import EagerExecutor, Executor, RecordedExecutor
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner, StepOutput
 from proa.engine.scheduler import Scheduler, StepPlan
+from proa.engine.spans import StepLimits
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.pool import Pool

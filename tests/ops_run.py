@@ -113,9 +113,9 @@ class NativeRun:
         self._run(recorder)
         return out
 
-    def route(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         recorder, ops = self._record(len(logits))
-        ids, weights = ops.route(logits, top_k, renormalise)
+        ids, weights = ops.route(logits, slots, top_k, renormalise)
         self._run(recorder)
         return ids.long(), weights.clone()
 

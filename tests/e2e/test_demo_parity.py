@@ -89,8 +89,8 @@ def _follow(model: Decoder, reference: Any) -> tuple[dict[int, Tensor], list[flo
         layer.mlp.gate.register_forward_hook(lambda _m, _x, out, i=i: chosen.__setitem__(i, out[-1]))
         assert isinstance(block.ffn, Moe)
 
-        def follow(logits: Tensor, top_k: int, renormalise: bool, i: int = i) -> tuple[Tensor, Tensor]:
-            ids, _ = route(logits, top_k, renormalise)
+        def follow(logits: Tensor, slots: Tensor, top_k: int, renormalise: bool, i: int = i) -> tuple[Tensor, Tensor]:
+            ids, _ = route(logits, slots, top_k, renormalise)
             probs, theirs = torch.softmax(logits.float(), -1), chosen[i]
             for row in torch.nonzero((ids.sort().values != theirs.sort().values).any(-1))[:, 0]:
                 own, other = (probs[row, t[row]].min() for t in (ids, theirs))

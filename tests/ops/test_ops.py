@@ -114,7 +114,7 @@ def test_silu_mul(dtype: torch.dtype, rng: torch.Generator) -> None:
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 1), (8, 2), (128, 8), (16, 16)])
 def test_route(ops: Run, renormalise: bool, experts: int, top_k: int, rng: torch.Generator) -> None:
     logits = rand(rng, 9, experts)
-    ids, weights = ops.route(logits, top_k, renormalise)
+    ids, weights = ops.route(logits, torch.arange(len(logits)), top_k, renormalise)
     probs = torch.softmax(logits.double(), -1)
     order = probs.argsort(-1, descending=True)[:, :top_k]
     assert torch.equal(ids, order)

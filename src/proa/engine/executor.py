@@ -5,16 +5,15 @@ facts to where the model looks for them. Never: requests, sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from proa.engine.clock import Stage, StepClock
 from proa.engine.crew import Crew
+from proa.engine.spans import Span, StepLimits, positions_of
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin, is_dynamic
 from proa.layers.step import Step
@@ -26,15 +25,6 @@ from proa.ops.table import AttentionBatch, KvPages, batch_of
 FEW_TOKENS = 8
 # Angles of all positions are kept up to this context (16 MiB for 64 pairs), beyond it each step computes its own.
 KEPT_POSITIONS = 1 << 15
-
-
-class Span(msgspec.Struct, frozen=True):
-    """A sequence's part of a step: `tokens` at positions from `start` on; `pages` hold all of it."""
-
-    tokens: Sequence[int]
-    start: int
-    pages: Sequence[int]
-    num_prompt: int
 
 
 class Executor(Protocol):
@@ -86,24 +76,6 @@ class EagerExecutor:
     @property
     def logits(self) -> Tensor:
         return self._logits
-
-
-def positions_of(sequences: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """Of all rows, int64 [T]: the position, and the length that dynamic angles are made for."""
-    positions = torch.cat([torch.arange(s.start, s.start + len(s.tokens)) for s in sequences])
-    prompts = torch.cat([torch.full((len(s.tokens),), s.num_prompt) for s in sequences])
-    return positions, torch.maximum(prompts, positions + 1)
-
-
-@dataclass(frozen=True)
-class StepLimits:
-    """What a recorded program is made for."""
-
-    rows: int
-    sequences: int
-    context_tokens: int
-    page_tokens: int
-    head_rows: int
 
 
 class RecordedExecutor:

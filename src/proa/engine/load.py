@@ -16,11 +16,12 @@ from proa.cache.pool import allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.engine.crew import Crew, choose_few
 from proa.engine.engine import Engine
-from proa.engine.executor import EagerExecutor, RecordedExecutor, StepLimits
+from proa.engine.executor import EagerExecutor, RecordedExecutor
 from proa.engine.ipc import Loading, Ready
 from proa.engine.policy import Limits
 from proa.engine.runner import PROMPT_LOGITS_ROWS, Runner
 from proa.engine.scheduler import Scheduler
+from proa.engine.spans import StepLimits
 from proa.engine.threads import choose_threads
 from proa.layers.decoder import Decoder
 from proa.machine.claims import Claim

@@ -8,9 +8,10 @@ import msgspec
 import torch
 
 from proa.engine.clock import Stage
-from proa.engine.executor import Executor, Span
+from proa.engine.executor import Executor
 from proa.engine.request import Request
 from proa.engine.scheduler import StepItem, StepPlan
+from proa.engine.spans import Span
 from proa.sampling.logprobs import token_logprob
 from proa.sampling.rows import Row
 from proa.sampling.sampler import sample

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from proa.layers.attention import Attention
+from proa.layers.mlp import Mlp
 from proa.layers.moe import Moe
 from proa.models import spec
-from proa.ops.table import Mlp, Ops
+from proa.ops.table import Ops
 
 
 def build_mixer(s: spec.Attention, eps: float, ops: Ops) -> Attention:
@@ -15,6 +16,6 @@ def build_mixer(s: spec.Attention, eps: float, ops: Ops) -> Attention:
 def build_ffn(s: spec.Mlp | spec.Moe, ops: Ops) -> Mlp | Moe:
     match s:
         case spec.Mlp():
-            return ops.maps.mlp(s.hidden, s.width, s.bias)
+            return Mlp(s, ops)
         case spec.Moe():
             return Moe(s, ops)

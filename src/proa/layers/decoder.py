@@ -27,7 +27,7 @@ class Block:
         self._ops.new_block()
         x, normed = self.norm1.of_sum(x, y)
         x, normed = self.norm2.of_sum(x, self.mixer(normed, step, cache))
-        return x, self.ffn(normed)
+        return x, self.ffn(normed, step.batch.slots)
 
     def parameters(self) -> Parameters:
         for name, part in (

@@ -18,9 +18,9 @@ class Moe:
         self.shared = maps.mlp(s.shared.hidden, s.shared.width, s.shared.bias) if s.shared else None
         self.shared_gate = maps.linear({"shared_gate": 1}, s.hidden, False) if s.shared_gate else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        ids, weights = self._ops.route(self.router(x), self.spec.top_k, self.spec.router.renormalise)
+    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; rows of padding, of slot -1, go to no routed expert."""
+        ids, weights = self._ops.route(self.router(x), slots, self.spec.top_k, self.spec.router.renormalise)
         routed = self.experts.start(x, ids, weights)
         shared = self.shared(x) if self.shared else None
         gate = self.shared_gate(x) if self.shared_gate else None

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from proa.native.fill import StoredRows
 from proa.native.pool import Pool
 from proa.native.program import Cache, Program
-from proa.native.weights import Activation, Experts, Matrix, Rows
+from proa.native.weights import Matrix, Rows
+from proa.ops.gated import GatedStacks
 from proa.ops.packed import PANEL_ROWS, Memory, RowSink, Stack
 from proa.ops.table import Angles, AttentionBatch, KvPages, Ops, Parameters, QkNorm
 
@@ -129,7 +129,8 @@ class CpuOps:
         self.write_kv(k, v, cache, slots)
         return q
 
-    def route(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        """A program has no rows of padding: `slots` is not looked at."""
         ids, weights = self._to.new(top_k, torch.int32), self._to.new(top_k, torch.float32)
         self._to.program.add_route(
             rows_of(logits), logits.shape[1], top_k, renormalise, ids.data_ptr(), weights.data_ptr()
@@ -221,60 +222,21 @@ class CpuLinear:
 
 
 class CpuGated:
-    """One or more gated MLPs of one shape: a stack of gate and up, panel by panel, and one of down."""
+    """One or more gated MLPs of one shape."""
 
     def __init__(self, to: Recorder, count: int, hidden: int, width: int, bias: bool) -> None:
-        self._to, self.hidden, self.width = to, hidden, width
-        self._up = Stack(to.memory, count, width, hidden, interleaved=True)
-        self._down = Stack(to.memory, count, hidden, width)
-        panels = -(-width // PANEL_ROWS)
-        self._gate_bias = torch.zeros(count, panels, 2, PANEL_ROWS) if bias else None
-        self._down_bias = torch.zeros(count, -(-hidden // PANEL_ROWS) * PANEL_ROWS) if bias else None
+        self._to, self.stacks = to, GatedStacks(to.memory, count, hidden, width, bias)
 
     def record(self, x: Tensor, ids: Tensor | None, weights: Tensor | None) -> Tensor:
-        y = self._to.new(self.hidden)
-        biases = {}
-        if self._gate_bias is not None and self._down_bias is not None:
-            kept = self._to.keep(self._gate_bias), self._to.keep(self._down_bias)
-            biases = {"gate_bias": kept[0].data_ptr(), "down_bias": kept[1].data_ptr()}
-        experts = Experts(self._up.matrix, self._down.matrix, Activation.SILU, **biases)
+        y = self._to.new(self.stacks.hidden)
+        for bias in self.stacks.biases:
+            self._to.keep(bias)
+        experts = self.stacks.experts()
         if ids is None or weights is None:
             self._to.program.add_moe(experts, rows_of(x), rows_of(y))
         else:
             self._to.program.add_moe(experts, rows_of(x), rows_of(y), ids.data_ptr(), weights.data_ptr(), ids.shape[1])
         return y
-
-    def sinks(self, index: int) -> Parameters:
-        up, down = self._up, self._down
-        for part, name in enumerate(("gate", "up")):
-            where = lambda: (up, 0)  # noqa: E731
-            yield f"{name}.weight", RowSink(self.width, self.hidden, up.expect, where, index=index, part=part)
-        yield "down.weight", RowSink(self.hidden, self.width, down.expect, lambda: (down, 0), index=index)
-        if self._gate_bias is not None and self._down_bias is not None:
-            for part, name in enumerate(("gate", "up")):
-                yield f"{name}.bias", BiasSink(self._gate_bias[index, :, part], self.width)
-            yield "down.bias", self._down_bias[index, : self.hidden]
-
-
-class BiasSink:
-    """A bias whose numbers lie 16 here and 16 there: [panels, 16], of which `width` count."""
-
-    row_unit = 1
-
-    def __init__(self, panels: Tensor, width: int) -> None:
-        self._panels = panels
-        self.shape = (width,)
-
-    def expect(self, stored: str) -> None:
-        pass
-
-    def fills(self, rows: StoredRows) -> None:
-        return None
-
-    def write(self, first: int, rows: Tensor) -> None:
-        spread = torch.zeros(self._panels.numel())
-        spread[: self.shape[0]] = rows.flatten()
-        self._panels.copy_(spread.view(self._panels.shape))
 
 
 class CpuMlp:
@@ -285,7 +247,7 @@ class CpuMlp:
         return self._gated.record(x, None, None)
 
     def parameters(self) -> Parameters:
-        yield from self._gated.sinks(0)
+        yield from self._gated.stacks.sinks(0)
 
 
 class CpuUnderway:
@@ -313,7 +275,7 @@ class CpuExperts:
 
     def parameters(self) -> Parameters:
         for e in range(self._experts):
-            yield from ((f"{e}.{name}", sink) for name, sink in self._gated.sinks(e))
+            yield from ((f"{e}.{name}", sink) for name, sink in self._gated.stacks.sinks(e))
 
 
 class CpuEmbedding:

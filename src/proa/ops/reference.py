@@ -44,8 +44,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     weights, ids = torch.softmax(logits.float(), -1).topk(top_k, -1)
+    ids = torch.where(slots[:, None] < 0, -1, ids)
     return ids, weights / weights.sum(-1, keepdim=True) if renormalise else weights
 
 
@@ -56,7 +57,7 @@ def best(logits: Tensor) -> Tensor:
 def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """x [T, H]; gate_up [E, 2I, H], gate first; down [E, H, I] -> [T, H]."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in torch.unique(ids).tolist():
+    for expert in torch.unique(ids[ids >= 0]).tolist():
         rows, choice = torch.where(ids == expert)
         y = linear(silu_mul(linear(x[rows], gate_up[expert], None)), down[expert], None)
         out.index_add_(0, rows, y.float() * weights[rows, choice, None])

@@ -93,8 +93,9 @@ class RotateStore(Protocol):
 
 
 class Route(Protocol):
-    def __call__(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        """softmax over logits [T, E] in float32 -> ids int64 [T, k], weights float32 [T, k], best first."""
+    def __call__(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        """softmax over logits [T, E] in float32 -> ids int [T, k], weights float32 [T, k], best first. Rows whose slot
+        is negative are padding: ids -1."""
 
 
 class Best(Protocol):
@@ -157,8 +158,8 @@ class Experts(Protocol):
     """The routed experts of a layer. Parameters: "<e>.gate.weight" and so on."""
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> Underway:
-        """Sum over k of weights[t, k] * expert[ids[t, k]](x[t]), in a fixed order, in float32. What is computed until
-        `finish` may run beside them."""
+        """Sum over k of weights[t, k] * expert[ids[t, k]](x[t]), in a fixed order, in float32; id -1 is no expert.
+        What is computed until `finish` may run beside them."""
 
     def parameters(self) -> Parameters: ...
 

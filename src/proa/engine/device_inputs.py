@@ -1,0 +1,74 @@
+"""What a step's model reads, laid out for a GPU: one pinned block, copied over in one go. Never: launching anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from proa.engine.spans import Span
+from proa.ops.table import DeviceBatch
+
+
+class DeviceInputs:
+    """Room for `rows` rows of `sequences` sequences, on the host and on the device, at addresses that stay.
+
+    Rows and sequences beyond a step's own are padding: slot -1, length 0, token 0.
+    """
+
+    def __init__(self, rows: int, sequences: int, most_pages: int, *, one_each: bool, device: torch.device) -> None:
+        self.rows, self._sequences = rows, sequences
+        counts = (rows, rows, rows, sequences + 1, sequences, sequences * most_pages)
+        # int64 rows first, so that all are aligned; then int32.
+        nbytes = 8 * sum(counts[:3]) + 4 * sum(counts[3:])
+        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        mine, theirs = _views(self._host, counts), _views(self._device, counts)
+        self._tokens, self._slots, self._positions, self._q_starts, self._kv_lens = (t.numpy() for t in mine[:5])
+        self._page_table = mine[5].view(sequences, most_pages).numpy()
+        self.tokens, self.slots, self.positions = theirs[:3]
+        self.batch = DeviceBatch(one_each, theirs[3], theirs[4], theirs[5].view(sequences, most_pages))
+        self._pages: list[Sequence[int]] = [()] * sequences  # what stands in the table
+
+    def fill(self, sequences: Sequence[Span], page_tokens: int) -> int:
+        """Put a step in; how many rows it has. The last copy must have ended."""
+        row = 0
+        for i, s in enumerate(sequences):
+            end, first = s.start + len(s.tokens), row
+            row += len(s.tokens)
+            self._set_pages(i, s.pages)
+            self._tokens[first:row] = s.tokens
+            self._positions[first:row] = range(s.start, end)
+            self._slots[first:row] = [
+                s.pages[p // page_tokens] * page_tokens + p % page_tokens for p in range(s.start, end)
+            ]
+            self._q_starts[i], self._kv_lens[i] = first, end
+        self._slots[row:] = -1
+        self._tokens[row:] = self._positions[row:] = 0
+        self._q_starts[len(sequences) :] = row
+        self._kv_lens[len(sequences) :] = 0
+        return row
+
+    def copy(self) -> None:
+        """To the device, on the current stream."""
+        self._device.copy_(self._host, non_blocking=True)
+
+    def _set_pages(self, i: int, pages: Sequence[int]) -> None:
+        """A sequence mostly has the pages it had, or one more."""
+        before = self._pages[i]
+        if before == pages:
+            return
+        kept = len(before) if before == pages[: len(before)] else 0
+        self._page_table[i, kept : len(pages)] = pages[kept:]
+        self._pages[i] = list(pages)
+
+
+def _views(block: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    found, at = [], 0
+    for i, count in enumerate(counts):
+        dtype = torch.int64 if i < 3 else torch.int32
+        nbytes = count * dtype.itemsize
+        found.append(block[at : at + nbytes].view(dtype))
+        at += nbytes
+    return found

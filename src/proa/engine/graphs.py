@@ -1,0 +1,208 @@
+"""Runs a step's rows on a GPU. Steps of one token a sequence are CUDA graphs, captured when their batch size first
+comes; others are launched op by op. Belongs here: static buffers, capturing, waiting. Never: requests, sampling.
+
+A graph bakes addresses in, so everything that changes between steps stands in DeviceInputs; what one graph leaves for
+another (hidden states, logits) is copied to buffers outside of the graphs' common pool, which each of them reuses.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from proa.engine.clock import Stage, StepClock
+from proa.engine.device_inputs import DeviceInputs
+from proa.engine.spans import Span, StepLimits, positions_of
+from proa.layers.decoder import Decoder
+from proa.layers.rope import cos_sin, is_dynamic
+from proa.layers.step import Step
+from proa.models.spec import Rope
+from proa.ops.table import AttentionBatch, KvPages
+
+# Sequences of a decode step are padded up to the next of these: padding costs neither weights nor KV.
+SMALL_BUCKETS = (1, 2, 4, 8)
+BUCKET_STEP = 8
+WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
+
+
+class Session(Protocol):
+    """What must hold while the device computes a step: for hybrid models, CPU workers that listen."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None:
+        """The device has finished the step. Raises what went wrong in it."""
+
+
+class NoSession:
+    """The device needs nobody."""
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _Captured:
+    inputs: DeviceInputs
+    graph: torch.cuda.CUDAGraph
+
+
+class GraphExecutor:
+    """All calls come from one thread, which is bound to the device's stream here."""
+
+    def __init__(
+        self, model: Decoder, caches: tuple[KvPages, ...], limits: StepLimits, device: torch.device,
+        session: Session | None = None,
+    ) -> None:  # fmt: skip
+        self.spec, self.clock = model.spec, StepClock()
+        self._model, self._caches, self._limits, self._device = model, caches, limits, device
+        self._session: Session = session or NoSession()
+        self._most_pages = -(-limits.context_tokens // limits.page_tokens)
+        self._tables = _Tables({block.mixer.rope for block in model.spec.blocks}, limits, device)
+        self._buckets = buckets(min(limits.sequences, limits.rows))
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._steps: dict[int, _Captured] = {}
+        self._heads: dict[int, torch.cuda.CUDAGraph] = {}
+        self._inputs = DeviceInputs(
+            limits.rows, limits.sequences, self._most_pages, one_each=False, device=device
+        )  # of steps that are no graphs
+        self._hidden = torch.zeros(limits.rows, model.spec.hidden, dtype=torch.bfloat16, device=device)
+        self._scored = torch.zeros(limits.head_rows, dtype=torch.int64, device=device)
+        self._logits = torch.zeros(limits.head_rows, model.spec.vocab, device=device)
+        self._best = torch.zeros(limits.head_rows, dtype=torch.int32, device=device)
+        self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64).pin_memory()
+        self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32).pin_memory()
+        self._num_scored = 0
+        self._underway = False
+
+    @torch.inference_mode()
+    def forward(self, sequences: Sequence[Span]) -> None:
+        self._settle()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if all(len(s.tokens) == 1 for s in sequences):
+                self._decode(sequences)
+            else:
+                self._launch(sequences)
+        self.clock.lap(Stage.PROGRAM)
+
+    def _decode(self, sequences: Sequence[Span]) -> None:
+        bucket = self._buckets[bisect_left(self._buckets, len(sequences))]
+        captured = self._steps.get(bucket) or self._capture(bucket)
+        captured.inputs.fill(sequences, self._limits.page_tokens)
+        self._tables.fill(sequences)
+        self.clock.lap(Stage.INPUTS)
+        self._begin()
+        captured.inputs.copy()
+        captured.graph.replay()
+
+    def _launch(self, sequences: Sequence[Span]) -> None:
+        rows = self._inputs.fill(sequences, self._limits.page_tokens)
+        self._tables.fill(sequences)
+        self.clock.lap(Stage.INPUTS)
+        self._begin()
+        self._inputs.copy()
+        self._run(self._inputs, rows)
+        self._settle()  # a step without rows to score is followed by no call that would wait
+
+    def _run(self, inputs: DeviceInputs, rows: int) -> None:
+        batch = AttentionBatch((), (), (), inputs.slots[:rows], inputs.batch)
+        angles = self._tables.of(inputs.positions[:rows])
+        self._hidden[:rows].copy_(self._model(inputs.tokens[:rows], Step(batch, angles, self._caches)))
+
+    def _capture(self, bucket: int) -> _Captured:
+        """A graph of steps of `bucket` sequences. Its inputs are padding until they are filled."""
+        inputs = DeviceInputs(bucket, bucket, self._most_pages, one_each=True, device=self._device)
+        inputs.fill((), self._limits.page_tokens)
+        inputs.copy()
+        graph = self._graph(lambda: self._run(inputs, bucket))
+        self._steps[bucket] = _Captured(inputs, graph)
+        return self._steps[bucket]
+
+    def _graph(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        self._begin()
+        for _ in range(WARM_UP_RUNS):
+            launch()
+        self._settle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            launch()
+        return graph
+
+    @torch.inference_mode()
+    def score(self, rows: Sequence[int]) -> list[int]:
+        self._num_scored = count = len(rows)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
+            if bucket not in self._heads:
+                self._settle()
+                self._heads[bucket] = self._graph(lambda: self._run_head(bucket))
+            self._host_scored[:count] = torch.tensor(rows)
+            self.clock.lap(Stage.INPUTS)
+            self._scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
+            self._heads[bucket].replay()
+            self._host_best[:count].copy_(self._best[:count], non_blocking=True)
+            self._stream.synchronize()
+        self._settle()
+        self.clock.lap(Stage.PROGRAM)
+        best: list[int] = self._host_best[:count].tolist()
+        return best
+
+    def _run_head(self, rows: int) -> None:
+        logits = self._model.logits(self._hidden.index_select(0, self._scored[:rows]))
+        self._logits[:rows].copy_(logits)
+        self._best[:rows].copy_(self._model.best(logits))
+
+    @property
+    def logits(self) -> Tensor:
+        return self._logits[: self._num_scored].cpu()
+
+    def _begin(self) -> None:
+        self._session.begin()
+        self._underway = True
+
+    def _settle(self) -> None:
+        """Wait for what was launched; what it could tell has been told."""
+        if self._underway:
+            self._stream.synchronize()
+            self._underway = False
+            self._session.end()
+
+
+class _Tables:
+    """Angles by position, on the device: of all positions, or of each step's where they depend on its prompts."""
+
+    def __init__(self, ropes: set[Rope], limits: StepLimits, device: torch.device) -> None:
+        every = torch.arange(limits.context_tokens)
+        self._fixed = {
+            rope: tuple(t.to(device) for t in cos_sin(rope, every, every + 1)) for rope in ropes if not is_dynamic(rope)
+        }
+        self._changing = {
+            rope: torch.zeros(2, limits.rows, rope.dim // 2, device=device) for rope in ropes if is_dynamic(rope)
+        }
+
+    def fill(self, sequences: Sequence[Span]) -> None:
+        for rope, place in self._changing.items():
+            angles = torch.stack(cos_sin(rope, *positions_of(sequences)))
+            place[:, : angles.shape[1]].copy_(angles)
+
+    def of(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
+        found = {
+            rope: (cos.index_select(0, positions), sin.index_select(0, positions))
+            for rope, (cos, sin) in self._fixed.items()
+        }
+        return found | {rope: (t[0, : len(positions)], t[1, : len(positions)]) for rope, t in self._changing.items()}
+
+
+def buckets(most: int) -> tuple[int, ...]:
+    """Batch sizes that have a graph: 1, 2, 4, 8, then every BUCKET_STEP, and `most` itself."""
+    sizes = {size for size in SMALL_BUCKETS if size < most} | set(range(2 * BUCKET_STEP, most, BUCKET_STEP)) | {most}
+    return tuple(sorted(sizes))
