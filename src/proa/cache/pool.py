@@ -8,12 +8,14 @@ from proa.models.spec import Model
 from proa.ops.table import KvPages
 
 
-def allocate_pool(model: Model, num_pages: int, page_tokens: int, dtype: torch.dtype) -> tuple[KvPages, ...]:
+def allocate_pool(
+    model: Model, num_pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | None = None
+) -> tuple[KvPages, ...]:
     """KV storage for every block, num_pages x page_tokens tokens each; kv_bytes_per_token sums to its size.
 
     Not initialised: no op reads a slot before it was written, and RAM is touched only as the cache fills.
     """
     return tuple(
-        KvPages(*(torch.empty(num_pages, page_tokens, c.kv_heads, c.head_dim, dtype=dtype) for _ in range(2)))
+        KvPages(*(torch.empty(num_pages, page_tokens, c.kv_heads, c.head_dim, dtype=dtype, device=device) for _ in range(2)))
         for c in (block.mixer.cache for block in model.blocks)
     )

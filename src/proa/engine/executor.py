@@ -13,6 +13,7 @@ from torch import Tensor
 
 from proa.engine.clock import Stage, StepClock
 from proa.engine.crew import Crew
+from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin, is_dynamic
@@ -47,8 +48,11 @@ class Executor(Protocol):
 class EagerExecutor:
     """Calls the model; whatever its ops are, they compute when called."""
 
-    def __init__(self, model: Decoder, caches: tuple[KvPages, ...], page_tokens: int) -> None:
+    def __init__(
+        self, model: Decoder, caches: tuple[KvPages, ...], page_tokens: int, session: Session | None = None
+    ) -> None:
         self.spec, self.clock = model.spec, StepClock()
+        self._session: Session = session or NoSession()
         self._model, self._caches, self._page_tokens = model, caches, page_tokens
         self._ropes = {block.mixer.rope for block in model.spec.blocks}
         self._hidden = self._logits = torch.empty(0)
@@ -63,7 +67,11 @@ class EagerExecutor:
         positions, lengths = positions_of(sequences)
         angles = {rope: cos_sin(rope, positions, lengths) for rope in self._ropes}
         self.clock.lap(Stage.INPUTS)
-        self._hidden = self._model(tokens, Step(batch, angles, self._caches))
+        self._session.begin()
+        try:
+            self._hidden = self._model(tokens, Step(batch, angles, self._caches))
+        finally:
+            self._session.end()
         self.clock.lap(Stage.PROGRAM)
 
     @torch.inference_mode()

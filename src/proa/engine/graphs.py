@@ -10,13 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from proa.engine.clock import Stage, StepClock
 from proa.engine.device_inputs import DeviceInputs
+from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin, is_dynamic
@@ -28,25 +28,6 @@ from proa.ops.table import AttentionBatch, KvPages
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
-
-
-class Session(Protocol):
-    """What must hold while the device computes a step: for hybrid models, CPU workers that listen."""
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None:
-        """The device has finished the step. Raises what went wrong in it."""
-
-
-class NoSession:
-    """The device needs nobody."""
-
-    def begin(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,16 @@ import torch
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
 from proa.cache.radix import PrefixCache
-from proa.engine.crew import Crew, choose_few
+from proa.engine.cpu_side import CpuSide
+from proa.engine.crew import choose_few
 from proa.engine.engine import Engine
 from proa.engine.executor import EagerExecutor, RecordedExecutor
+from proa.engine.gpu import GpuBuild, SimBuild
 from proa.engine.ipc import Loading, Ready
 from proa.engine.policy import Limits
-from proa.engine.runner import PROMPT_LOGITS_ROWS, Runner
+from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
-from proa.engine.spans import StepLimits
+from proa.engine.spans import step_limits
 from proa.engine.threads import choose_threads
 from proa.layers.decoder import Decoder
 from proa.machine.claims import Claim
@@ -49,13 +51,13 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     torch.set_flush_denormal(True)
     checkpoint = open_checkpoint(Path(plan.path), plan.load_format, plan.override_config)
     declared = checkpoint.declare(plan.ignore_config_keys)
-    build = _Native(plan, plan.workers, declared.spec) if plan.workers else _Eager(plan, declared.spec)
+    build = _build(plan, declared.spec)
     targets = dict(build.model.parameters())
     begin = time.perf_counter()
     if plan.load_format == "dummy":
         fill_dummy(declared.spec, targets, plan.dummy_seed, plan.dummy_router)
     else:
-        load_weights(checkpoint, declared, targets, _paced(report), build.pool)
+        load_weights(checkpoint, declared, targets, _paced(report), build.pool, build.flush)
     load_seconds = time.perf_counter() - begin
     engine = Engine(build.runner(), _scheduler(plan), declared.spec.vocab)
     gc.collect()
@@ -63,8 +65,18 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     return engine, build.ready(load_seconds)
 
 
+def _build(plan: Plan, spec: Model) -> _Eager | _Native | GpuBuild | SimBuild:
+    if plan.workers is None:
+        return _Eager(plan, spec)
+    if plan.gpu is None:
+        return _Native(plan, plan.workers, spec)
+    return SimBuild(plan, spec) if plan.gpu.simulated else GpuBuild(plan, spec)
+
+
 class _Eager:
     """Ops in plain torch."""
+
+    flush = None
 
     def __init__(self, plan: Plan, spec: Model) -> None:
         self._plan, self._spec, self._dtype = plan, spec, DTYPES[plan.dtype]
@@ -96,47 +108,24 @@ class _Eager:
 class _Native:
     """A recorded program of native ops over packed weights."""
 
+    flush = None
+
     def __init__(self, plan: Plan, workers: Workers, spec: Model) -> None:
         self._plan, self._workers, self._spec = plan, workers, spec
         torch.set_num_threads(1)  # what is left to torch is small, and its threads would be in the workers' way
-        first, *others = [team.cpus for team in workers.teams]
-        self.pool = Pool(  # the calling thread works along as the first of the first team
-            [first[1:], *others],
-            isa=plan.isa,
-            pin=workers.binding != "none",
-            homes=workers.homes,
-            spin_us=workers.spin_us,
-        )
-        if workers.binding != "none":
-            self.pool.bind_caller(workers.homes[0] if workers.homes else first[:1])
-        self._decisions: list[Decision] = []
-        self._crew = Crew(self.pool, workers.trials[0], self._claim() if workers.binding == "core" else None)
-        nodes = [None if team.node == UNBOUND else team.node for team in workers.teams]
-        self._memory = Memory(self.pool, nodes, workers.interleave)
-        self._limits = StepLimits(
-            rows=plan.max_batch_tokens,
-            sequences=plan.max_running,
-            context_tokens=plan.context_tokens,
-            page_tokens=plan.page_tokens,
-            head_rows=max(plan.max_running, PROMPT_LOGITS_ROWS),
-        )
+        self._cpu = CpuSide(workers, plan.isa)
+        self._cpu.bind_caller()
+        self.pool, self._memory, self._crew = self._cpu.pool, self._cpu.memory, self._cpu.crew
+        self._decisions = self._cpu.decisions
+        self._limits = step_limits(plan)
         pages = -(-plan.context_tokens // plan.page_tokens)
         self._recorder = Recorder(self.pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
         self.model = Decoder(spec, CpuOps(self._recorder).table())
 
-    def _claim(self) -> Claim | None:
-        try:
-            return Claim([cpu for team in self._workers.teams for cpu in team.cpus])
-        except OSError as error:
-            why = f"other engines cannot be told which CPUs these are: {error.strerror}"
-            self._decisions.append(Decision("CPU binding", "core", "core", why))
-            return None
-
     def runner(self) -> Runner:
         caches = allocate_pool(self._spec, self._plan.num_pages, self._plan.page_tokens, torch.bfloat16)
         executor = RecordedExecutor(self.model, self._recorder, caches, self._limits, self._crew)
-        if why := self._memory.unbound():
-            self._decisions.append(Decision("NUMA memory", "bind", "unbound", why))
+        self._cpu.note_unbound()
 
         def step(i: int, share: float) -> None:
             executor.try_step(i * TRIAL_TOKEN_STRIDE % self._spec.vocab, share)  # other tokens, other experts

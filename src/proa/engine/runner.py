@@ -11,14 +11,11 @@ from proa.engine.clock import Stage
 from proa.engine.executor import Executor
 from proa.engine.request import Request
 from proa.engine.scheduler import StepItem, StepPlan
-from proa.engine.spans import Span
+from proa.engine.spans import PROMPT_LOGITS_ROWS, Span
 from proa.sampling.logprobs import token_logprob
 from proa.sampling.rows import Row
 from proa.sampling.sampler import sample
 from proa.types import TokenLogprob
-
-# Rows of logits made at once for prompt log-probabilities: bounds them at 64 x vocab float32.
-PROMPT_LOGITS_ROWS = 64
 
 
 class StepOutput(msgspec.Struct):

@@ -9,6 +9,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from proa.plan.plan import Plan
+
+
+# Rows of logits made at once for prompt log-probabilities: bounds them at 64 x vocab float32.
+PROMPT_LOGITS_ROWS = 64
+
 
 class Span(msgspec.Struct, frozen=True):
     """A sequence's part of a step: `tokens` at positions from `start` on; `pages` hold all of it."""
@@ -35,3 +41,13 @@ def positions_of(sequences: Sequence[Span]) -> tuple[Tensor, Tensor]:
     positions = torch.cat([torch.arange(s.start, s.start + len(s.tokens)) for s in sequences])
     prompts = torch.cat([torch.full((len(s.tokens),), s.num_prompt) for s in sequences])
     return positions, torch.maximum(prompts, positions + 1)
+
+
+def step_limits(plan: Plan) -> StepLimits:
+    return StepLimits(
+        rows=plan.max_batch_tokens,
+        sequences=plan.max_running,
+        context_tokens=plan.context_tokens,
+        page_tokens=plan.page_tokens,
+        head_rows=max(plan.max_running, PROMPT_LOGITS_ROWS),
+    )

@@ -1,4 +1,4 @@
-"""Gated MLPs packed for the native kernels: a stack of gate and up, panel by panel, one of down. Never: running them."""
+"""Gated MLPs packed for the native kernels: a stack of gate and up, panel by panel, one of down. Never: products."""
 
 from __future__ import annotations
 

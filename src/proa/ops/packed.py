@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from proa.errors import NativeError
 from proa.native.arena import Arena
 from proa.native.fill import Fill, StoredRows, fill, touch
-from proa.native.formats import Format, Stored, kept_form, layout
+from proa.native.formats import Format, kept_form, layout
 from proa.native.pool import Pool
 from proa.native.weights import Matrix, Piece
+from proa.ops.staging import STORED
 
 PANEL_ROWS = 16
 _ARENA_BYTES = 64 << 20  # taken at once: many small matrices share huge pages
@@ -123,6 +123,11 @@ class Stack:
         self._memory.bytes_by_format[form.name.lower()] += of.matrix_bytes * self._count
         return Matrix(of, self._pieces, self._count)
 
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """(address, bytes) of a matrix's pieces, in the order of its panels."""
+        self.matrix  # noqa: B018  memory is taken now at the latest
+        return [(piece.address + index * piece.stride, piece.stride) for piece in self._pieces if piece.stride]
+
     def fills(self, index: int, part: int, first: int, count: int, rows: StoredRows) -> list[Fill]:
         """Rows from `first` on of a matrix's part, each piece's by its team."""
         of, found = self.matrix.layout, []
@@ -146,11 +151,6 @@ class Stack:
         return self._memory.pool
 
 
-_STORED = {
-    torch.float64: Stored.F64, torch.float32: Stored.F32, torch.float16: Stored.F16, torch.bfloat16: Stored.BF16,
-}  # fmt: skip
-
-
 class RowSink:
     """Rows of one matrix of a stack, as the loader sees them. `part` 1: up, beside gate.
 
@@ -172,6 +172,6 @@ class RowSink:
 
     def write(self, first: int, rows: Tensor) -> None:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        stored = StoredRows(_STORED[rows.dtype], rows.data_ptr(), rows.stride(0) * rows.itemsize)
+        stored = StoredRows(STORED[rows.dtype], rows.data_ptr(), rows.stride(0) * rows.itemsize)
         stack, base = self._where()
         fill(stack.pool, stack.fills(self._index, self._part, base + first, len(rows), stored))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proa.ops.table import Angles, AttentionBatch, KvPages, Ops, Parameters, QkNorm
+from proa.ops.table import Angles, AttentionBatch, Experts, KvPages, NewExperts, Ops, Parameters, QkNorm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -211,8 +211,8 @@ class TorchEmbedding:
 class TorchMaps:
     """Weights as plain tensors of one type."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, new_experts: NewExperts | None) -> None:
+        self._dtype, self._new_experts = dtype, new_experts
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> TorchLinear:
         return TorchLinear(outs, inputs, bias, self._dtype)
@@ -223,7 +223,9 @@ class TorchMaps:
     def mlp(self, hidden: int, width: int, bias: bool) -> TorchMlp:
         return TorchMlp(hidden, width, bias, self._dtype)
 
-    def experts(self, experts: int, hidden: int, width: int) -> TorchExperts:
+    def experts(self, experts: int, hidden: int, width: int) -> Experts:
+        if self._new_experts is not None:
+            return self._new_experts(experts, hidden, width)
         return TorchExperts(experts, hidden, width, self._dtype)
 
     def embedding(self, vocab: int, hidden: int, tied: bool) -> TorchEmbedding:
@@ -233,10 +235,10 @@ class TorchMaps:
         return torch.empty(width, dtype=self._dtype)
 
 
-def reference(dtype: torch.dtype) -> Ops:
-    """All ops in plain torch, with weights of `dtype`."""
+def reference(dtype: torch.dtype, new_experts: NewExperts | None = None) -> Ops:
+    """All ops in plain torch, with weights of `dtype`; routed experts others' if `new_experts` makes them."""
     return Ops(
-        maps=TorchMaps(dtype),
+        maps=TorchMaps(dtype, new_experts),
         new_block=lambda: None,
         rms_norm=rms_norm,
         add=add,

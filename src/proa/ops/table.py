@@ -164,6 +164,11 @@ class Experts(Protocol):
     def parameters(self) -> Parameters: ...
 
 
+class NewExperts(Protocol):
+    def __call__(self, experts: int, hidden: int, width: int) -> Experts:
+        """The routed experts of the model's next MoE layer, wherever they live."""
+
+
 class Embedding(Protocol):
     """Parameter: "weight" [vocab, hidden]."""
 

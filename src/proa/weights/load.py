@@ -48,9 +48,11 @@ def load_weights(
     targets: Mapping[str, Target],
     progress: Progress,
     pool: Pool | None = None,
+    flush: Callable[[], None] | None = None,
 ) -> LoadReport:
     """Fill every parameter of `declared.spec` in `targets` (by our names: tensors of any float type, views welcome, or
-    sinks). `pool`: whose workers fill them, needed where there are sinks; the bytes do not depend on it.
+    sinks). `pool`: whose workers fill them, needed where there are sinks; the bytes do not depend on it. `flush` is
+    called when workers have done what sinks asked for, from time to time.
 
     `progress(done_bytes, total_bytes)` is called after every chunk or batch. Raises WeightsError before anything is
     read if a parameter has no source or a tensor no use, and later if a file is cut off or a value does not fit.
@@ -64,7 +66,7 @@ def load_weights(
         target = targets[name]
         if not isinstance(target, Tensor):
             target.expect(stored)
-    copy = _Copy(checkpoint.tensors, sources, targets, progress, pool)
+    copy = _Copy(checkpoint.tensors, sources, targets, progress, pool, flush)
     copy.run()
     return LoadReport(copy.done_bytes, time.monotonic() - start)
 
@@ -95,8 +97,9 @@ class _Copy:
         targets: Mapping[str, Target],
         progress: Progress,
         pool: Pool | None,
+        flush: Callable[[], None] | None,
     ) -> None:
-        self._pool = pool
+        self._pool, self._flush = pool, flush
         self._batch_bytes = _BATCH_BYTES * (pool.threads if pool else 1)
         self._tensors = tensors
         self._sources = sources
@@ -162,6 +165,8 @@ class _Copy:
             if error.errno:
                 raise OSError(error.errno, os.strerror(error.errno), str(file)) from None
             raise WeightsError(f"{file} ends too early.", FETCH_AGAIN) from None
+        if self._flush:
+            self._flush()
         self.done_bytes += nbytes
         self._progress(self.done_bytes, self._total_bytes)
 

@@ -1,0 +1,23 @@
+"""What must hold while a device computes a step: for models that CPU workers share, that they listen."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Session(Protocol):
+    def begin(self) -> None:
+        """A step is about to be launched."""
+
+    def end(self) -> None:
+        """The device has finished it. Raises what went wrong in it."""
+
+
+class NoSession:
+    """The device needs nobody."""
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass

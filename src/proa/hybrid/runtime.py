@@ -1,0 +1,69 @@
+"""One layer's routed experts, wherever they live: located once, handed to the CPU, computed on the GPU meanwhile, added
+up in float32. Never: where experts should live, kernels, synchronisation (transport.py).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from proa.hybrid.layer_memory import LayerMemory
+from proa.hybrid.transport import Transport
+from proa.ops.table import Parameters
+from proa.ops.triton.locate import Located
+
+
+class DeviceExperts(Protocol):
+    """The GPU's part."""
+
+    def locate(self, ids: Tensor) -> Located:
+        """ids int [T, k], -1: nobody's."""
+
+    def start(self, x: Tensor, at: Located) -> Tensor:
+        """What the GPU's experts make of x [T, hidden]; `finish` understands it."""
+
+    def finish(
+        self, started: Tensor, at: Located, weights: Tensor, cpu: Tensor | None, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        """The weighted sum of those, + cpu float32 [T, hidden] + shared, times sigmoid(gate): bfloat16 [T, hidden]."""
+
+
+class HybridExperts:
+    """Implements Experts of ops/table.py. `bind` comes after loading."""
+
+    def __init__(self, layer: int, memory: LayerMemory) -> None:
+        self.layer, self.memory = layer, memory
+        self._device: DeviceExperts | None = None
+        self._transport: Transport | None = None
+
+    def bind(self, device: DeviceExperts, transport: Transport | None) -> None:
+        """transport: None where the CPU has no expert of this layer."""
+        self._device, self._transport = device, transport
+
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> HybridUnderway:
+        if self._device is None:
+            raise ValueError("these experts are not bound to a device yet")
+        at = self._device.locate(ids)
+        if self._transport is not None:
+            self._transport.push(x, at.cpu, weights, self.layer)
+        return HybridUnderway(self._device, self._transport, at, weights, self._device.start(x, at), x)
+
+    def parameters(self) -> Parameters:
+        return self.memory.parameters()
+
+
+class HybridUnderway:
+    def __init__(
+        self, device: DeviceExperts, transport: Transport | None, at: Located, weights: Tensor, started: Tensor, x: Tensor
+    ) -> None:
+        self._device, self._transport = device, transport
+        self._at, self._weights, self._started, self._x = at, weights, started, x
+
+    def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+        cpu = None
+        if self._transport is not None:
+            cpu = self._x.new_empty(self._x.shape, dtype=torch.float32)
+            self._transport.pull(cpu)
+        return self._device.finish(self._started, self._at, self._weights, cpu, shared, gate)

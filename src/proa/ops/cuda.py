@@ -1,0 +1,162 @@
+"""The ops on an NVIDIA GPU: bfloat16 activations, kernels in Triton, cuBLAS for many rows. They compute when called, on
+the current stream, without waiting for anything: a CUDA graph can hold them. Never: kernels, residency of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from proa.ops.table import Angles, AttentionBatch, KvPages, NewExperts, Ops, Parameters, QkNorm
+from proa.ops.triton import attention, best, heads, linear, norm, route
+
+
+class CudaOps:
+    """Implements the functions of ops/table.py."""
+
+    def __init__(self, device: torch.device, new_experts: NewExperts) -> None:
+        self._maps = CudaMaps(device, new_experts)
+
+    def table(self) -> Ops:
+        return Ops(
+            maps=self._maps,
+            new_block=lambda: None,
+            rms_norm=self.rms_norm,
+            add=self.add,
+            add_norm=self.add_norm,
+            rotate_store=self.rotate_store,
+            route=self.route,
+            best=self.best,
+            attention=self.attention,
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        norm.rms_norm(x, weight, eps, out)
+        return out
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.add_(y)
+
+    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(x)
+        norm.add_rms_norm(x, y, weight, eps, out)
+        return x, out
+
+    def rotate_store(
+        self, qkv: Tensor, heads_: int, qk_norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
+    ) -> Tensor:
+        total, dim = qkv.shape[1:]
+        kv_heads, per_head = (total - heads_) // 2, None
+        if qk_norm is not None and len(qk_norm.q) == dim:
+            per_head = heads.HeadNorms(qk_norm.q, qk_norm.k, qk_norm.eps)
+        elif qk_norm is not None:
+            q, k = qkv[:, :heads_].flatten(1), qkv[:, heads_ : heads_ + kv_heads].flatten(1)
+            norm.rms_norm(q, qk_norm.q, qk_norm.eps, q)
+            norm.rms_norm(k, qk_norm.k, qk_norm.eps, k)
+        rotation = heads.Rotation(angles.cos, angles.sin, angles.interleaved)
+        heads.rotate_store(qkv, per_head, rotation, cache, slots)
+        return qkv[:, :heads_]
+
+    def route(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        ids = torch.empty(len(logits), top_k, dtype=torch.int32, device=logits.device)
+        weights = torch.empty(len(logits), top_k, device=logits.device)
+        route.route(logits, slots, top_k, renormalise, ids, weights)
+        return ids, weights
+
+    def best(self, logits: Tensor) -> Tensor:
+        rows, vocab = logits.shape
+        out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        best.best(logits, torch.empty(best.workspace_floats(rows, vocab), device=logits.device), out)
+        return out
+
+    def attention(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
+        """`batch` says where on the device it stands: DeviceBatch."""
+        at = batch.device
+        if at is None:
+            raise ValueError("attention on a GPU reads its batch from the device")
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if at.one_each:
+            attention.decode(q, cache, at, scale, window, out)
+        else:
+            attention.prefill(q, cache, at, scale, window, out)
+        return out
+
+
+class CudaLinear:
+    """Each part's rows are a view of one matrix, as the checkpoint has them."""
+
+    def __init__(
+        self, outs: Mapping[str, int], inputs: int, bias: bool, device: torch.device, out: torch.dtype = torch.bfloat16
+    ) -> None:
+        self._outs, self._out = dict(outs), out
+        rows = sum(outs.values())
+        self.weight = torch.empty(rows, inputs, dtype=torch.bfloat16, device=device)
+        self.bias = torch.empty(rows, dtype=torch.bfloat16, device=device) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) > linear.MOST_TOKENS:
+            return functional.linear(x, self.weight, self.bias).to(self._out)
+        out = torch.empty(len(x), len(self.weight), dtype=self._out, device=x.device)
+        linear.linear(x, self.weight, self.bias, out)
+        return out
+
+    def parameters(self) -> Parameters:
+        sizes = list(self._outs.values())
+        for name, part in zip(self._outs, torch.split(self.weight, sizes), strict=True):
+            yield f"{name}.weight", part
+        if self.bias is not None:
+            for name, vector in zip(self._outs, torch.split(self.bias, sizes), strict=True):
+                yield f"{name}.bias", vector
+
+
+class CudaMlp:
+    def __init__(self, hidden: int, width: int, bias: bool, device: torch.device) -> None:
+        self._gate_up = CudaLinear({"gate": width, "up": width}, hidden, bias, device)
+        self._down = CudaLinear({"down": hidden}, width, bias, device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self._gate_up(x).chunk(2, -1)
+        return self._down(functional.silu(gate).mul_(up))
+
+    def parameters(self) -> Parameters:
+        yield from self._gate_up.parameters()
+        yield from self._down.parameters()
+
+
+class CudaEmbedding:
+    def __init__(self, vocab: int, hidden: int, device: torch.device) -> None:
+        self._table = CudaLinear({"embed": vocab}, hidden, False, device, out=torch.float32)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self._table.weight.index_select(0, tokens)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self._table(x)
+
+    def parameters(self) -> Parameters:
+        yield "weight", self._table.weight
+
+
+class CudaMaps:
+    def __init__(self, device: torch.device, new_experts: NewExperts) -> None:
+        self._device = device
+        self.experts = new_experts
+
+    def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> CudaLinear:
+        return CudaLinear(outs, inputs, bias, self._device)
+
+    def head(self, vocab: int, hidden: int) -> CudaLinear:
+        return CudaLinear({"head": vocab}, hidden, False, self._device, out=torch.float32)
+
+    def mlp(self, hidden: int, width: int, bias: bool) -> CudaMlp:
+        return CudaMlp(hidden, width, bias, self._device)
+
+    def embedding(self, vocab: int, hidden: int, tied: bool) -> CudaEmbedding:
+        return CudaEmbedding(vocab, hidden, self._device)
+
+    def vector(self, width: int) -> Tensor:
+        return torch.empty(width, dtype=torch.bfloat16, device=self._device)

@@ -1,0 +1,109 @@
+"""Weights on their way to a GPU: workers fill pinned memory, from where they are copied. Never: which weights go there.
+
+A sink hands out jobs that fill its part of the staging; after each batch of jobs the loader calls `flush`. What does
+not fit comes in rows that are written one chunk at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from proa.native.fill import Fill, StoredRows, fill
+from proa.native.formats import Format, Stored, layout
+from proa.native.pool import Pool
+
+STORED = {
+    torch.float64: Stored.F64, torch.float32: Stored.F32, torch.float16: Stored.F16, torch.bfloat16: Stored.BF16,
+}  # fmt: skip
+
+
+class Staging:
+    """Host memory that is filled and copied out again and again; pinned where copies are DMA."""
+
+    def __init__(self, pool: Pool, nbytes: int, *, pinned: bool) -> None:
+        self.pool = pool
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._used = 0
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # bytes here, and where they go
+
+    def reserve(self, targets: Sequence[Tensor]) -> list[Tensor] | None:
+        """Bytes for each of these, which `flush` copies there; None where there is no room for all."""
+        places, at = [], self._used
+        for target in targets:
+            at = -(-at // 64) * 64
+            places.append(self._memory[at : at + target.nbytes])
+            at += target.nbytes
+        if at > len(self._memory):
+            return None
+        self._used = at
+        self._waiting += zip(places, targets, strict=True)
+        return places
+
+    def flush(self) -> None:
+        """Copy everything that was reserved, and wait for it."""
+        for place, target in self._waiting:
+            target.copy_(place.view(target.dtype).view(target.shape), non_blocking=True)
+        devices = {target.device for _, target in self._waiting if target.is_cuda}
+        for device in devices:
+            torch.cuda.synchronize(device)
+        self._waiting.clear()
+        self._used = 0
+
+
+class DeviceRows:
+    """A plain parameter on a GPU, bfloat16 [rows, columns] or [columns], as the loader sees it."""
+
+    row_unit = 1
+
+    def __init__(self, tensor: Tensor, staging: Staging) -> None:
+        self.shape = tuple(tensor.shape)
+        self._rows = tensor if tensor.dim() == 2 else tensor.unsqueeze(0)
+        self._staging = staging
+
+    def expect(self, stored: str) -> None:
+        pass
+
+    def fills(self, rows: StoredRows) -> list[Fill] | None:
+        places = self._staging.reserve([self._rows])
+        if places is None:
+            return None
+        count, columns = self._rows.shape
+        to = layout(Format.BF16, count, columns)
+        return [Fill(rows, to, places[0].data_ptr(), places[0].nbytes, plain=True)]
+
+    def write(self, first: int, rows: Tensor) -> None:
+        rows = rows.reshape(-1, self._rows.shape[1])
+        self._rows[first : first + len(rows)].copy_(rows)
+
+
+class DevicePanels:
+    """Rows of one matrix packed for the native kernels, in memory that the CPU may not address.
+
+    panels uint8 [panels, panel bytes], the matrix's own (of gate and up: every second one); rows float [rows, columns].
+    """
+
+    def __init__(self, panels: Tensor, rows: int, columns: int, staging: Staging) -> None:
+        self.shape = (rows, columns)
+        self.row_unit = 16
+        self._panels, self._staging = panels, staging
+
+    def expect(self, stored: str) -> None:
+        pass
+
+    def fills(self, rows: StoredRows) -> list[Fill] | None:
+        places = self._staging.reserve([self._panels])
+        return None if places is None else [self._fill(rows, places[0], self.shape[0])]
+
+    def write(self, first: int, rows: Tensor) -> None:
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        part = self._panels[first // 16 : -(-(first + len(rows)) // 16)]
+        place = torch.empty(part.shape, dtype=torch.uint8)
+        stored = StoredRows(STORED[rows.dtype], rows.data_ptr(), rows.stride(0) * rows.itemsize)
+        fill(self._staging.pool, [self._fill(stored, place, len(rows))])
+        part.copy_(place)
+
+    def _fill(self, rows: StoredRows, place: Tensor, count: int) -> Fill:
+        return Fill(rows, layout(Format.BF16, count, self.shape[1]), place.data_ptr(), place.nbytes)

@@ -1,0 +1,63 @@
+"""Where each chosen expert is computed: looked up in the layer's residency, inside the graph. Never: moving experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.triton.variant import Variant
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Of a layer's experts, on the device: the only truth about where they are. It changes between steps alone."""
+
+    up: Tensor  # int64 [E]: address of gate and up that the GPU computes with; 0: the CPU's
+    down: Tensor  # int64 [E]
+    cpu: Tensor  # int32 [E]: under which number the CPU has the expert; -1: the GPU's
+
+
+@dataclass(frozen=True)
+class Located:
+    """Of each pair [T, k] of a token and an expert."""
+
+    ids: Tensor  # int32, -1: nobody's
+    up: Tensor  # int64, 0 where the GPU has nothing to do
+    down: Tensor  # int64
+    cpu: Tensor  # int32, -1 where the CPU has nothing to do
+
+
+@triton.jit
+def _locate(ids, up_table, down_table, cpu_table, up, down, cpu, pairs, BLOCK: tl.constexpr):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < pairs
+    expert = tl.load(ids + pair, inside, -1)
+    real = expert >= 0
+    tl.store(up + pair, tl.load(up_table + expert, real, 0), inside)
+    tl.store(down + pair, tl.load(down_table + expert, real, 0), inside)
+    tl.store(cpu + pair, tl.load(cpu_table + expert, real, -1), inside)
+
+
+BLOCK = 128
+
+
+def locate(ids: Tensor, residency: Residency, out: Located) -> None:
+    """ids int32 [T, k], -1 for nobody's. Raises ValueError for ids of another type."""
+    if ids.dtype != torch.int32 or not ids.is_contiguous():
+        raise ValueError(f"ids are int32 and contiguous, not {ids.dtype} of strides {ids.stride()}")
+    pairs = ids.numel()
+    if pairs:
+        _locate[(triton.cdiv(pairs, BLOCK),)](
+            ids, residency.up, residency.down, residency.cpu, out.up, out.down, out.cpu, pairs, BLOCK, num_warps=1
+        )
+
+
+def variants() -> Iterator[Variant]:
+    types = {"ids": "*i32", "pairs": "i32", "cpu_table": "*i32", "cpu": "*i32"}
+    types |= dict.fromkeys(("up_table", "down_table", "up", "down"), "*i64")
+    yield Variant(_locate, types, {"BLOCK": BLOCK}, warps=1)
