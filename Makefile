@@ -24,6 +24,7 @@ check: native
 	@$(BIN)/python tools/check_imports.py
 	@$(BIN)/python tools/check_sizes.py
 	@$(BIN)/python tools/check_native.py
+	@$(BIN)/python tools/check_kernels.py
 
 native: venv
 	@sh tools/native.sh build

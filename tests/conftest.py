@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 import torch
+
+HAVE_GPU = torch.cuda.is_available()
+if not HAVE_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports a kernel
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; programs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,3 +26,20 @@ def _one_thread() -> None:
 def rng(request: pytest.FixtureRequest) -> torch.Generator:
     """Fresh random numbers, the same for the same test."""
     return torch.Generator().manual_seed(sum(request.node.nodeid.encode()))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where Triton's kernels run: on the GPU where there is one, else in Triton's interpreter."""
+    if HAVE_GPU:
+        return torch.device("cuda")
+    from interpreter import repair
+
+    repair()
+    return torch.device("cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAVE_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

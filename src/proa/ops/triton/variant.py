@@ -1,6 +1,5 @@
-"""How a kernel is compiled: tools/check_kernels.py builds every variant for every architecture, without a GPU.
-
-Each module of kernels has `variants()`, which names those that its launchers use.
+"""How a kernel is compiled, said once: tools/check_kernels.py builds every variant for every architecture, without a
+GPU. Each module of kernels has `variants()`, which names those that its launchers use.
 """
 
 from __future__ import annotations

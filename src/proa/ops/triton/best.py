@@ -1,0 +1,72 @@
+"""Greedy choice over a vocabulary, in two launches: one row alone would leave most of the GPU idle.
+
+Every logit becomes a key whose order as an integer is that of (logit, lowest id first): a maximum is all that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.triton.variant import Variant
+
+COLUMNS = 2048  # of a program
+NOT_FINITE: tl.constexpr = tl.constexpr(2**63 - 1)  # larger than any logit's key
+NOTHING: tl.constexpr = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _best_of_part(logits, keys, vocab, row_stride, parts, BLOCK: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    logit = tl.load(logits + row * row_stride + token, inside, 0.0)
+    logit = tl.where(logit == 0.0, 0.0, logit)  # of the two zeros, one
+    bits = logit.to(tl.int32, bitcast=True)
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = (rising.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+    key = tl.where(tl.abs(logit) < float("inf"), key, NOT_FINITE)
+    tl.store(keys + row * parts + part, tl.max(tl.where(inside, key, NOTHING), 0))
+
+
+@triton.jit
+def _best_of_row(keys, out, parts, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK)
+    key = tl.max(tl.load(keys + row * parts + part, part < parts, NOTHING), 0)
+    token = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+    tl.store(out + row, tl.where(key == NOT_FINITE, -1, token).to(tl.int32))
+
+
+def workspace_keys(rows: int, vocab: int) -> int:
+    """How many int64 the workspace of `best` has."""
+    return rows * -(-vocab // COLUMNS)
+
+
+def best(logits: Tensor, workspace: Tensor, out: Tensor) -> None:
+    """The largest logit's id, the lowest of equals; -1 where any of the row is not finite.
+
+    logits float32 [R, vocab], rows may be strided; workspace int64 [workspace_keys(R, vocab)] or more; out int32 [R].
+    """
+    rows, vocab = logits.shape
+    if logits.dtype is not torch.float32 or logits.stride(1) != 1:
+        raise ValueError(f"logits are float32 with whole rows, not {logits.dtype} of strides {logits.stride()}")
+    if workspace.dtype is not torch.int64 or workspace.numel() < workspace_keys(rows, vocab):
+        raise ValueError(f"the workspace is int64 [{workspace_keys(rows, vocab)}] or more, contiguous")
+    if out.shape != (rows,) or out.dtype is not torch.int32 or not out.is_contiguous():
+        raise ValueError(f"out is int32 [{rows}], contiguous, not {out.dtype} {tuple(out.shape)}")
+    if not rows:
+        return
+    parts = triton.cdiv(vocab, COLUMNS)
+    _best_of_part[(rows, parts)](logits, workspace, vocab, logits.stride(0), parts, BLOCK=COLUMNS)
+    _best_of_row[(rows,)](workspace, out, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
+
+
+def variants() -> Iterator[Variant]:
+    sizes = dict.fromkeys(("vocab", "row_stride", "parts"), "i32")
+    yield Variant(_best_of_part, {"logits": "*fp32", "keys": "*i64", **sizes}, {"BLOCK": COLUMNS}, aligned=("logits",))
+    yield Variant(_best_of_row, {"keys": "*i64", "out": "*i32", "parts": "i32"}, {"BLOCK": 128}, warps=1)

@@ -1,0 +1,188 @@
+"""What happens to q, k and v between their projection and attention, in one launch: the norm of each head, rotary
+embedding (arXiv 2104.09864), and the store into the paged cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.table import KvPages
+from proa.ops.triton.variant import Variant
+
+FEW_ROWS = 64  # up to here a program has one row, beyond it several
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm of each head of q and of k; weights bfloat16 [D]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Angles of each row, float32 [T, R/2]: the first R dims turn, in pairs (i, i + R/2), or (2i, 2i + 1)."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+@triton.jit
+def _turn(
+    source, target, live, row, weight, cos, sin, eps,
+    DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+    PAIRS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Both of a pair are read and written by the same thread: source and target may be one."""
+    size = 2 * HALF
+    if NORM:
+        column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+        x = tl.load(source + column, live & (column < DIM), 0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+    if HALF > 0:
+        pair = tl.arange(0, PAIRS)[None, :]
+        some = live & (pair < HALF)
+        first = 2 * pair if INTERLEAVED else pair
+        second = first + (1 if INTERLEAVED else HALF)
+        a, b = tl.load(source + first, some, 0.0).to(tl.float32), tl.load(source + second, some, 0.0).to(tl.float32)
+        if NORM:
+            a, b = a * scale, b * scale
+            a *= tl.load(weight + first, pair < HALF, 0.0).to(tl.float32)
+            b *= tl.load(weight + second, pair < HALF, 0.0).to(tl.float32)
+            a, b = a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)
+        c, s = tl.load(cos + row * HALF + pair, some, 0.0), tl.load(sin + row * HALF + pair, some, 0.0)
+        tl.store(target + first, (a * c - b * s).to(tl.bfloat16), some)
+        tl.store(target + second, (b * c + a * s).to(tl.bfloat16), some)
+    if REST > 0:
+        column = size + tl.arange(0, REST)[None, :]
+        some = live & (column < DIM)
+        x = tl.load(source + column, some, 0.0).to(tl.float32)
+        if NORM:
+            x = x * scale * tl.load(weight + column, column < DIM, 0.0).to(tl.float32)
+        tl.store(target + column, x.to(tl.bfloat16), some)
+
+
+@triton.jit
+def _rotate_store(
+    qkv, q_norm, k_norm, cos, sin, keys, values, slots, rows, heads, kv_heads, eps,
+    qkv_row, page_stride, token_stride, head_stride,
+    PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+    PAIRS: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    slot = tl.load(slots + row, row < rows, -1)
+    live = slot >= 0
+    source = qkv + row * qkv_row + head * DIM
+    place = (slot // PAGE_TOKENS) * page_stride + (slot % PAGE_TOKENS) * token_stride
+    if head < heads:
+        _turn(source, source, live, row, q_norm, cos, sin, eps, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
+    elif head < heads + kv_heads:
+        target = keys + place + (head - heads) * head_stride
+        _turn(source, target, live, row, k_norm, cos, sin, eps, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
+    else:
+        column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+        some = live & (column < DIM)
+        tl.store(
+            values + place + (head - heads - kv_heads) * head_stride + column, tl.load(source + column, some), some
+        )
+
+
+def rotate_store(
+    qkv: Tensor, norms: HeadNorms | None, rotation: Rotation | None, cache: KvPages, slots: Tensor
+) -> None:
+    """Norm and turn q in place; norm and turn k, and store it and v in the cache.
+
+    qkv bfloat16 [T, heads + 2 * kv_heads, D]: q, k, v, each row whole; slots int64 [T]. Rows of slot -1 are left alone.
+    The norm's result is rounded to bfloat16 before it turns. k of qkv stays as it is.
+    """
+    rows, total, dim = qkv.shape
+    page_tokens, kv_heads = cache.keys.shape[1], cache.keys.shape[2]
+    half = 0 if rotation is None else rotation.cos.shape[1]
+    _check(qkv, rotation, cache, slots)
+    if not rows:
+        return
+    block = 1 if rows <= FEW_ROWS else 8
+    _rotate_store[(triton.cdiv(rows, block), total)](
+        qkv,
+        None if norms is None else norms.q,
+        None if norms is None else norms.k,
+        None if rotation is None else rotation.cos,
+        None if rotation is None else rotation.sin,
+        cache.keys,
+        cache.values,
+        slots,
+        rows,
+        total - 2 * kv_heads,
+        kv_heads,
+        0.0 if norms is None else norms.eps,
+        qkv.stride(0),
+        *cache.keys.stride()[:3],
+        PAGE_TOKENS=page_tokens,
+        **_constants(dim, half, rotation is not None and rotation.interleaved, norms is not None, block),
+        num_warps=_warps(block),
+    )
+
+
+def _check(qkv: Tensor, rotation: Rotation | None, cache: KvPages, slots: Tensor) -> None:
+    rows, total, dim = qkv.shape
+    kv_heads = cache.keys.shape[2]
+    if qkv.stride()[1:] != (dim, 1) or total <= 2 * kv_heads or cache.keys.shape[3] != dim:
+        raise ValueError(
+            f"qkv {tuple(qkv.shape)} of strides {qkv.stride()} is not q, k and v of a cache {tuple(cache.keys.shape)}"
+        )
+    if cache.keys.stride() != cache.values.stride() or cache.keys.stride(3) != 1:
+        raise ValueError(f"keys and values lie differently: {cache.keys.stride()} and {cache.values.stride()}")
+    if slots.shape != (rows,) or not slots.is_contiguous():
+        raise ValueError(f"slots are int64 [{rows}], not {tuple(slots.shape)}")
+    if rotation is None:
+        return
+    angles = rotation.cos
+    if angles.shape != rotation.sin.shape or len(angles) != rows or 2 * angles.shape[1] > dim:
+        raise ValueError(f"cos {tuple(angles.shape)} and sin {tuple(rotation.sin.shape)} for {rows} rows of {dim}")
+    if not (angles.is_contiguous() and rotation.sin.is_contiguous()):
+        raise ValueError("cos and sin must be contiguous")
+
+
+def _constants(dim: int, half: int, interleaved: bool, norm: bool, rows: int) -> dict[str, int | bool]:
+    rest = dim - 2 * half
+    return {
+        "DIM": dim,
+        "HALF": half,
+        "INTERLEAVED": interleaved,
+        "NORM": norm,
+        "PAIRS": triton.next_power_of_2(half) if half else 0,
+        "REST": triton.next_power_of_2(rest) if rest else 0,
+        "ROWS": rows,
+    }
+
+
+def _warps(rows: int) -> int:
+    return min(4, rows)
+
+
+def variants() -> Iterator[Variant]:
+    tensors = dict.fromkeys(("qkv", "keys", "values"), "*bf16") | {"slots": "*i64"}
+    sizes = ("rows", "heads", "kv_heads", "qkv_row", "page_stride", "token_stride", "head_stride")
+    types = tensors | dict.fromkeys(sizes, "i32") | {"eps": "fp32"}
+    aligned = ("qkv", "keys", "values", "qkv_row", "page_stride", "token_stride", "head_stride")
+    for dim, half, interleaved, norm, rows in (
+        (128, 64, False, True, 1),
+        (256, 32, False, True, 8),
+        (80, 40, True, False, 8),
+        (128, 0, False, False, 1),
+    ):
+        constants: dict[str, object] = {"PAGE_TOKENS": 16, **_constants(dim, half, interleaved, norm, rows)}
+        optional = dict.fromkeys(("cos", "sin"), "*fp32" if half else None)
+        optional |= dict.fromkeys(("q_norm", "k_norm"), "*bf16" if norm else None)
+        given = {name: kind for name, kind in optional.items() if kind is not None}
+        absent = {name: None for name, kind in optional.items() if kind is None}
+        yield Variant(_rotate_store, types | given, constants | absent, warps=_warps(rows), aligned=aligned)

@@ -1,0 +1,38 @@
+"""Triton's interpreter runs kernels on CPU tensors. It takes bfloat16 for 16-bit integers in products and cuts it off
+where a GPU rounds it; here both are done as a GPU does. Imported only where kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_convert, _dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+
+def _rounded(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+    """Bits of `data` as another type of float."""
+    if (source, target) == (tl.float32, tl.bfloat16):
+        return torch.from_numpy(np.array(data, np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    if (source, target) == (tl.bfloat16, tl.float32):
+        return (data.view(np.uint16).astype(np.uint32) << 16).astype(np.uint32)
+    return _convert(data, source, target, mode)
+
+
+def _wide(value: Any) -> Any:
+    if value.dtype.scalar != tl.bfloat16:
+        return value
+    return interpreter.TensorHandle(_rounded(value.data, tl.bfloat16, tl.float32, None).view(np.float32), tl.float32)
+
+
+def _product(self: Any, a: Any, b: Any, d: Any, input_precision: Any, most_imprecise: Any) -> Any:
+    return _dot(self, _wide(a), _wide(b), d, input_precision, most_imprecise)
+
+
+def repair() -> None:
+    interpreter._convert_float = _rounded
+    interpreter.InterpreterBuilder.create_dot = _product

@@ -1,0 +1,46 @@
+"""tools/check_kernels.py tells a kernel that no architecture, or not every architecture, can run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).parents[2] / "tools" / "check_kernels.py"
+KERNELS = """
+import triton
+import triton.language as tl
+from proa.ops.triton.variant import Variant
+
+@triton.jit
+def product(a, b, out, N: tl.constexpr, WRONG: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    if WRONG:
+        at = at + tl.arange(0, 2 * N)
+    tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at)))
+
+def variants():
+    types = {"a": "*fp16", "b": "*fp16", "out": "*fp32"}
+    yield Variant(product, types, {"N": 16, "WRONG": False}, least=80)
+    yield Variant(product, types, {"N": 256, "WRONG": False}, warps=8, least=86)
+    yield Variant(product, types, {"N": 32, "WRONG": True}, least=90)
+    yield Variant(product, types, {"N": 64}, least=90)
+"""
+
+
+def test_it_names_what_fails(tmp_path: Path) -> None:
+    (tmp_path / "some_kernels.py").write_text(KERNELS)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, TOOL, "some_kernels"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert any("N=16 " in line and "from sm_80, at most" in line for line in lines)
+    problems = [line for line in lines if "from sm_" not in line]
+    assert not any("N=16 " in line for line in problems)
+    assert any("N=256 " in line and "sm_86 has 99 KiB" in line for line in problems)
+    assert any("N=32 " in line and "sm_90 does not compile" in line for line in problems)
+    assert any("N=64 " in line and "differ in WRONG" in line for line in problems)

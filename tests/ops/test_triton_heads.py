@@ -1,0 +1,113 @@
+"""Head norms, rotary embedding and the store into the cache, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
+from proa.ops.table import KvPages
+from proa.ops.triton.heads import HeadNorms, Rotation, rotate_store
+
+
+def rotary(x: Tensor, rotation: Rotation) -> Tensor:
+    """float64 [T, heads, D], as a product of complex numbers."""
+    half = rotation.cos.shape[1]
+    first = torch.arange(half) * (2 if rotation.interleaved else 1)
+    second = first + (1 if rotation.interleaved else half)
+    turn = torch.complex(rotation.cos.double(), rotation.sin.double())[:, None]
+    product = torch.complex(x[..., first], x[..., second]) * turn
+    out = x.clone()
+    out[..., first], out[..., second] = product.real, product.imag
+    return out
+
+
+def turned(x: Tensor, weight: Tensor | None, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+    """What x [T, heads, D] becomes, in float64, and the bound of its error."""
+    slack = torch.zeros_like(x, dtype=torch.float64)
+    if weight is not None:
+        exact = weight.double() * x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        rounded = exact.to(BF16)
+        # Where float32's error decides which way it is rounded, the result is the neighbour: a whole unit.
+        error = exact.abs() * (x.shape[-1] / 2 + 8) * EPS32
+        close = (exact + error).to(BF16) != (exact - error).to(BF16)
+        slack = torch.where(close, exact.abs() * torch.finfo(BF16).eps, 0)
+        x = rounded
+    if rotation is None:
+        return x.double(), slack
+    want = rotary(x.double(), rotation)
+    size = (x.double().abs() + slack).sum(-1, keepdim=True)
+    moved = slack.sum(-1, keepdim=True).expand_as(want)  # at most all of a head's neighbours at once
+    return want, size * 4 * EPS32 + stored(want) + moved * 1.01
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "dim", "turning", "interleaved"),
+    [
+        (1, 4, 1, 128, 128, False),
+        (5, 3, 3, 80, 80, True),
+        (3, 4, 2, 96, 32, False),
+        (2, 2, 1, 192, 64, True),
+        (70, 2, 1, 16, 8, False),
+        (3, 2, 1, 24, 0, False),
+    ],
+)
+def test_rotate_store(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    turning: int,
+    interleaved: bool,
+    norm: bool,
+    rng: torch.Generator,
+    device: torch.device,
+) -> None:
+    page_tokens, pages = 5, rows
+    qkv = rand(rng, rows, heads + 2 * kv_heads, dim)
+    slots = torch.randperm(pages * page_tokens, generator=rng)[:rows]
+    if rows > 1:
+        slots[rows // 2] = -1
+    live = slots >= 0
+    angles = rand(rng, rows, turning // 2, dtype=torch.float32) * 10
+    rotation = Rotation(angles.cos(), angles.sin(), interleaved) if turning else None
+    norms = HeadNorms(rand(rng, dim), rand(rng, dim), 1e-6) if norm else None
+
+    got = qkv.clone().to(device)
+    pool = poisoned(pages, 2, page_tokens, kv_heads, dim).to(device)
+    cache = KvPages(pool[:, 0], pool[:, 1])
+    rotate_store(
+        got,
+        None if norms is None else HeadNorms(norms.q.to(device), norms.k.to(device), norms.eps),
+        None if rotation is None else Rotation(rotation.cos.to(device), rotation.sin.to(device), interleaved),
+        cache,
+        slots.to(device),
+    )
+
+    q, k, v = (t.clone() for t in torch.split(qkv, [heads, kv_heads, kv_heads], 1))
+    want, bound = turned(q, None if norms is None else norms.q, rotation)
+    assert_within(got[:, :heads].cpu()[live], want[live], bound[live])
+    assert torch.equal(got[:, :heads].cpu()[~live], q[~live])
+    assert torch.equal(got[:, heads:].cpu(), qkv[:, heads:])
+    keys, values = (t.cpu().flatten(0, 1) for t in (cache.keys, cache.values))
+    want, bound = turned(k, None if norms is None else norms.k, rotation)
+    assert_within(keys[slots[live]], want[live], bound[live])
+    assert torch.equal(values[slots[live]], v[live])
+    for stored_rows in (keys, values):
+        untouched = torch.ones(len(stored_rows), dtype=torch.bool)
+        untouched[slots[live]] = False
+        assert stored_rows[untouched].isnan().all()
+
+
+def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
+    cache = KvPages(*torch.zeros(2, 1, 4, 2, 16, dtype=BF16, device=device))
+    qkv, slots = torch.zeros(3, 8, 16, dtype=BF16, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    angles = torch.zeros(2, 8, device=device)
+    with pytest.raises(ValueError, match="cos"):
+        rotate_store(qkv, None, Rotation(angles, angles, False), cache, slots)
+    with pytest.raises(ValueError, match="slots"):
+        rotate_store(qkv, None, None, cache, slots[:2])
+    with pytest.raises(ValueError, match="not q, k and v"):
+        rotate_store(qkv[:, :4], None, None, cache, slots)

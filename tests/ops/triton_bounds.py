@@ -1,0 +1,31 @@
+"""What the tests of Triton kernels share: random inputs, poisoned outputs, and errors compared with derived bounds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPS32 = torch.finfo(torch.float32).eps
+BF16 = torch.bfloat16
+
+
+def rand(rng: torch.Generator, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, generator=rng).to(dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """An output that nobody has written yet."""
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def stored(value: Tensor, dtype: torch.dtype = BF16) -> Tensor:
+    """What storing may add: half a unit in the last place, of subnormals too."""
+    info = torch.finfo(dtype)
+    return value.abs() * info.eps / 2 * 1.01 + info.smallest_normal * info.eps / 2
+
+
+def assert_within(got: Tensor, want: Tensor, bound: Tensor) -> None:
+    got, want, bound = got.cpu().double(), want.cpu(), bound.cpu()
+    assert got.shape == want.shape
+    assert torch.isfinite(got).all()
+    assert ((got - want).abs() <= bound).all(), f"worst excess {((got - want).abs() - bound).max():.3g}"

@@ -1,0 +1,95 @@
+"""Every Triton kernel compiles for every architecture, without a GPU. Run: python tools/check_kernels.py [module...]
+
+Each module of proa.ops.triton that has `variants()` names what its launchers use; each variant is compiled for sm_75
+to sm_120, and the shared memory of a block compared with what that architecture gives. Triton keeps what it compiled
+(~/.triton/cache), so a second run only reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+KIB = 1024
+SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may ask for
+PACKAGE = "proa.ops.triton"
+
+
+def attributes(variant) -> dict[tuple[int], list[list[object]]]:
+    return {(variant.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
+
+
+def shared_bytes(variant, capability: int) -> int:
+    """Compile for one architecture. Raises whatever the compiler does."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {
+        name: "constexpr" if name in variant.constants else variant.types[name] for name in variant.kernel.arg_names
+    }
+    source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes(variant))
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+
+
+def check(module: str, index: int) -> tuple[str, list[str]]:
+    """The line to print of a variant, and what is wrong with it."""
+    variant = list(importlib.import_module(module).variants())[index]
+    kernel = f"{module.rsplit('.', 1)[-1]}.{variant.kernel.__name__}"
+    constants = " ".join(f"{k}={v}" for k, v in variant.constants.items())
+    types = ",".join(sorted(set(variant.types.values())))
+    name = f"{kernel} {constants} ({types}) warps={variant.warps} stages={variant.stages}"
+    strange = set(variant.kernel.arg_names) ^ {*variant.types, *variant.constants}
+    if strange:
+        return name, [f"{name}: the variant and the kernel's arguments differ in {', '.join(sorted(strange))}"]
+    most, found = 0, []
+    for capability, limit in SHARED_BYTES.items():
+        if capability < variant.least:
+            continue
+        try:
+            used = shared_bytes(variant, capability)
+        except Exception as error:  # noqa: BLE001 - whatever the compiler throws is the finding
+            found.append(f"{name}: sm_{capability} does not compile: {type(error).__name__}: {error}")
+            continue
+        most = max(most, used)
+        if used > limit * KIB:
+            found.append(f"{name}: sm_{capability} has {limit} KiB of shared memory a block, not {used / KIB:.1f}")
+    return f"{name}: from sm_{variant.least}, at most {most / KIB:.1f} KiB shared", found
+
+
+def modules_of_kernels() -> list[str]:
+    package = importlib.import_module(PACKAGE)
+    return [f"{PACKAGE}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
+
+
+def work(modules: list[str]) -> list[tuple[str, int]]:
+    loaded = [(name, importlib.import_module(name)) for name in modules]
+    return [(name, i) for name, m in loaded if "variants" in vars(m) for i in range(len(list(m.variants())))]
+
+
+def main(arguments: list[str]) -> int:
+    if find_spec("triton") is None:
+        print("kernels: there is no Triton here to compile them; run: pip install 'triton>=3.6'")
+        return 1
+    os.environ.pop("TRITON_INTERPRET", None)  # interpreted functions cannot be compiled
+    sys.path.insert(0, str(ROOT / "src"))
+    todo = work(arguments or modules_of_kernels())
+    found: list[str] = []
+    with ProcessPoolExecutor(os.cpu_count()) as workers:
+        for line, problems in workers.map(check, *zip(*todo, strict=True)) if todo else ():
+            print(line, flush=True)
+            found += problems
+    span = f"sm_{min(SHARED_BYTES)} to sm_{max(SHARED_BYTES)}"
+    print("\n".join(found) or f"kernels: {len(todo)} variants compile for {span}")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
