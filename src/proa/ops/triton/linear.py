@@ -1,10 +1,10 @@
 """Linear maps of a few rows: bounded by reading the weights once. Belongs here: T <= 16. Never: more rows, for which a
 library's matrix product is as good, or packed weights.
 
-One row: a program sums some rows of the weights on the ordinary cores. More: the matrix unit multiplies all 16 rows that
-its tile has, and the warps of a program share the columns, so that even a program of 8 outputs keeps four warps loading.
-Both copy ahead into shared memory: a program has 16-24 KiB under way, and an SM holds several (HBM needs about 32 KiB
-an SM). Sums run in a fixed order: the same bits every time.
+One row: a program sums some rows of the weights on the ordinary cores. More: the matrix unit multiplies all 16 rows
+that its tile has, and the warps of a program share the columns, so that even a program of 8 outputs keeps four warps
+loading. Both copy ahead into shared memory: a program has 16-24 KiB under way, and an SM holds several (HBM needs about
+32 KiB an SM). Sums run in a fixed order: the same bits every time.
 """
 
 from __future__ import annotations
