@@ -1,0 +1,86 @@
+"""Routed experts of few tokens: each choice of a token (a pair) reads its expert by itself, at the speed of memory.
+Never: many tokens (experts_grouped.py), which would read an expert once for each.
+
+A program reads whole panels in the order in which they lie, copied ahead into shared memory: 8 KiB a stage, three
+under way. At one token and top 8 of 2048/768 that is 384 programs, about 70 KiB under way an SM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.triton.panels import VALUES, ExpertShape, activated, constants, panel_sums
+from proa.ops.triton.variant import Variant
+
+_PANELS, _LINES, _STAGES, _WARPS = 2, 64, 4, 4
+
+
+@triton.jit
+def _pair(
+    x, address, out, x_row, out_row, width,
+    SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
+    FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
+    COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Pairs run side by side, so that those of one expert find its panel in L2. SHARE pairs read the same row of x.
+
+    ACTIVATION None: the sums themselves, [pairs, width]; else panels are of gate and up, by turns.
+    """
+    pair, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    expert = tl.load(address + pair)
+    if expert == 0:
+        return
+    row = x + (pair // SHARE) * x_row
+    sums = panel_sums(
+        expert, block * PANELS, row, FORMAT, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, PANELS, LINES, STAGES, VALUES
+    )
+    if ACTIVATION is None:
+        y = tl.reshape(sums, [PANELS * 16])
+        at = block * PANELS * 16 + tl.arange(0, PANELS * 16)
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, [PANELS // 2, 2, 16]), (0, 2, 1)))
+        y = tl.reshape(activated(gate, up, ACTIVATION), [PANELS * 8])
+        at = block * PANELS * 8 + tl.arange(0, PANELS * 8)
+    tl.store(out + pair * out_row + at, y.to(out.dtype.element_ty), at < width)
+
+
+def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor) -> None:
+    """h [T * k, width] = activation(gate x) * (up x) of the pairs whose address is not 0; the others' rows stay.
+
+    x bfloat16 [T, hidden], up_address int64 [T, k], h bfloat16. Columns side by side.
+    """
+    pairs, share = up_address.numel(), up_address.shape[1]
+    grid = (pairs, triton.cdiv(of.up.panels, _PANELS))
+    _pair[grid](
+        x, up_address, h, x.stride(0), h.stride(0), of.width, SHARE=share, ACTIVATION=int(of.activation),
+        **_constants(of, True), num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def down(h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor) -> None:
+    """partial float32 [T * k, hidden] = down h of the pairs whose address is not 0; the others' rows stay."""
+    pairs = down_address.numel()
+    grid = (pairs, triton.cdiv(of.down.panels, _PANELS))
+    _pair[grid](
+        h, down_address, partial, h.stride(0), partial.stride(0), of.hidden, SHARE=1, ACTIVATION=None,
+        **_constants(of, False), num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def _constants(of: ExpertShape, up: bool) -> dict[str, object]:
+    blocks = {"PANELS": _PANELS, "LINES": _LINES, "STAGES": _STAGES, "VALUES": VALUES[of.format]}
+    return (constants(of.up, of.hidden) if up else constants(of.down, of.width)) | blocks
+
+
+def variants() -> Iterator[Variant]:
+    integers = dict.fromkeys(("x_row", "out_row", "width"), "i32")
+    aligned = ("x", "address", "out", "x_row", "out_row")
+    for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880), ExpertShape(2048, 1408)):
+        for up, out in ((True, "*bf16"), (False, "*fp32")):
+            types = {"x": "*bf16", "address": "*i64", "out": out} | integers
+            which = {"SHARE": 8 if up else 1, "ACTIVATION": int(of.activation) if up else None}
+            yield Variant(_pair, types, which | _constants(of, up), warps=_WARPS, aligned=aligned)

@@ -1,0 +1,201 @@
+"""Routed experts of many tokens: pairs are sorted by expert into blocks of one expert each, which the matrix unit
+multiplies; an expert is read once for a block of its tokens. Never: who is resident; address 0 is skipped.
+
+The order is made on the device, without atomics: within an expert, pairs stand in ascending order. A grid has as many
+blocks as the tokens could at most fill; those beyond the last return at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.triton.panels import VALUES, ExpertShape, activated, constants, panel_products
+from proa.ops.triton.variant import Variant
+
+BLOCK_TOKENS = (16, 32, 64, 128)
+_SCAN, _SCAN_WARPS = 2048, 4
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Pairs by expert, caller-owned int32: counts [E], blocks [1], order [most_blocks * block_tokens].
+
+    Entry i of block b is a pair or -1; a block's first entry is a pair. Blocks from `blocks` on are not written.
+    """
+
+    counts: Tensor
+    blocks: Tensor
+    order: Tensor
+
+
+def most_blocks(pairs: int, experts: int, block_tokens: int) -> int:
+    """Blocks that so many pairs fill at most, however they are routed."""
+    used = min(pairs, experts)
+    return used + (pairs - used) // block_tokens
+
+
+def block_tokens(pairs: int, experts: int) -> int:
+    """Of a call: about the pairs that an expert gets, so that little of a block is padding."""
+    mean = pairs / experts
+    return 16 if mean <= 12 else 32 if mean <= 32 else 64 if mean <= 96 else 128
+
+
+def groups(pairs: int, experts: int, device: torch.device) -> Groups:
+    """Room for up to so many pairs, in blocks of any size."""
+    entries = max(most_blocks(pairs, experts, size) * size for size in BLOCK_TOKENS)
+    sizes = (experts, 1, entries)
+    return Groups(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count(ids, counts, pairs, SCANS: tl.constexpr, SCAN: tl.constexpr):
+    expert = tl.program_id(0)
+    found = tl.zeros([SCAN], tl.int32)
+    for first in range(0, SCANS * SCAN, SCAN):
+        pair = first + tl.arange(0, SCAN)
+        found += (tl.load(ids + pair, pair < pairs, -1) == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found, 0))
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _place(
+    ids, counts, blocks, order, pairs,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SCANS: tl.constexpr, SCAN: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """A program writes the blocks of one expert."""
+    expert = tl.program_id(0)
+    other = tl.arange(0, ALL)
+    filled = tl.cdiv(tl.load(counts + other, other < EXPERTS, 0), BLOCK)
+    before = tl.sum(tl.where(other < expert, filled, 0), 0)
+    if expert == 0:
+        tl.store(blocks, tl.sum(filled, 0))
+    own = tl.load(counts + expert)
+    start = order + before * BLOCK
+    rest = own + tl.arange(0, BLOCK)
+    tl.store(start + rest, tl.full([BLOCK], -1, tl.int32), rest < tl.cdiv(own, BLOCK) * BLOCK)
+    placed = own * 0
+    for first in range(0, SCANS * SCAN, SCAN):
+        pair = first + tl.arange(0, SCAN)
+        mine = (tl.load(ids + pair, pair < pairs, -1) == expert).to(tl.int32)
+        tl.store(start + placed + tl.cumsum(mine, 0) - 1, pair, mine != 0)
+        placed += tl.sum(mine, 0)
+
+
+@triton.jit
+def _block(
+    x, address, order, blocks, out, x_row, out_row, width,
+    SHARE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
+    COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Blocks run side by side: those of one expert stand together and share its panels in L2. See experts_few._pair."""
+    block, part = tl.program_id(0), tl.program_id(1)
+    if block >= tl.load(blocks):
+        return
+    pair = tl.load(order + block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    expert = tl.load(address + tl.load(order + block * BLOCK))
+    if expert == 0:
+        return
+    exists = pair >= 0
+    rows = x + (tl.maximum(pair, 0) // SHARE) * x_row
+    sums = panel_products(
+        expert, part * PANELS, rows, exists,
+        FORMAT, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, PANELS, LINES, STAGES, VALUES,
+    )  # fmt: skip
+    if ACTIVATION is None:
+        y = sums
+        at = part * PANELS * 16 + tl.arange(0, PANELS * 16)
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK, PANELS // 2, 2, 16]), (0, 1, 3, 2)))
+        y = tl.reshape(activated(gate, up, ACTIVATION), [BLOCK, PANELS * 8])
+        at = part * PANELS * 8 + tl.arange(0, PANELS * 8)
+    inside = exists[:, None] & (at < width)[None, :]
+    tl.store(out + pair[:, None] * out_row + at[None, :], y.to(out.dtype.element_ty), inside)
+
+
+def group(ids: Tensor, experts: int, block_tokens: int, to: Groups) -> None:
+    """Sort the pairs of ids int32 [T, k] by expert into blocks of 16, 32, 64 or 128; ids of -1 are left out."""
+    pairs = ids.numel()
+    if len(to.counts) != experts or len(to.order) < most_blocks(pairs, experts, block_tokens) * block_tokens:
+        raise ValueError(f"the workspace has no room for {pairs} pairs of {experts} experts")
+    scan = _scan(pairs)
+    _count[(experts,)](ids, to.counts, pairs, **scan, num_warps=_SCAN_WARPS)
+    _place[(experts,)](
+        ids, to.counts, to.blocks, to.order, pairs, EXPERTS=experts, BLOCK=block_tokens,
+        ALL=triton.next_power_of_2(experts), **scan, num_warps=_SCAN_WARPS,
+    )  # fmt: skip
+
+
+def _scan(pairs: int) -> dict[str, int]:
+    """A power of two of steps: few kernels for all batches."""
+    scan = min(_SCAN, max(256, triton.next_power_of_2(pairs)))
+    return {"SCAN": scan, "SCANS": triton.next_power_of_2(triton.cdiv(pairs, scan))}
+
+
+def gate_up_grouped(x: Tensor, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor) -> None:
+    """As experts_few.gate_up, for pairs grouped into blocks of `block_tokens`."""
+    tile = _tile(block_tokens)
+    grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
+    _block[grid](
+        x, up_address, by.order, by.blocks, h, x.stride(0), h.stride(0), of.width, SHARE=up_address.shape[1],
+        ACTIVATION=int(of.activation), BLOCK=block_tokens, **_constants(of, True, tile), num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def down_grouped(
+    h: Tensor, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor
+) -> None:
+    """As experts_few.down, for pairs grouped into blocks of `block_tokens`."""
+    tile = _tile(block_tokens)
+    grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
+    _block[grid](
+        h, down_address, by.order, by.blocks, partial, h.stride(0), partial.stride(0), of.hidden, SHARE=1,
+        ACTIVATION=None, BLOCK=block_tokens, **_constants(of, False, tile), num_warps=tile.warps,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Panels of a program, lines of a stage, stages, warps. Shared memory stays below sm_120's 99 KiB."""
+
+    panels: int
+    lines: int
+    stages: int
+    warps: int
+
+
+def _tile(block_tokens: int) -> _Tile:
+    """Small blocks are bound by reading weights: 24 KiB of them under way a program. Large ones fill tiles."""
+    return {
+        16: _Tile(2, 64, 4, 4), 32: _Tile(4, 32, 4, 4), 64: _Tile(8, 32, 3, 4), 128: _Tile(8, 32, 3, 8),
+    }[block_tokens]  # fmt: skip
+
+
+def _constants(of: ExpertShape, up: bool, tile: _Tile) -> dict[str, object]:
+    blocks = {"PANELS": tile.panels, "LINES": tile.lines, "STAGES": tile.stages, "VALUES": VALUES[of.format]}
+    return (constants(of.up, of.hidden) if up else constants(of.down, of.width)) | blocks
+
+
+def variants() -> Iterator[Variant]:
+    for scan in (_scan(256), _scan(8192)):
+        yield Variant(_count, {"ids": "*i32", "counts": "*i32", "pairs": "i32"}, scan, warps=_SCAN_WARPS)
+        types = dict.fromkeys(("ids", "counts", "blocks", "order"), "*i32") | {"pairs": "i32"}
+        which: dict[str, object] = {"EXPERTS": 128, "BLOCK": 16, "ALL": 128}
+        yield Variant(_place, types, scan | which, warps=_SCAN_WARPS)
+    types = {"x": "*bf16", "address": "*i64", "order": "*i32", "blocks": "*i32"}
+    types |= dict.fromkeys(("x_row", "out_row", "width"), "i32")
+    aligned = ("x", "address", "order", "blocks", "out", "x_row", "out_row")
+    for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880)):
+        for size in BLOCK_TOKENS:
+            tile = _tile(size)
+            for up, out in ((True, "*bf16"), (False, "*fp32")):
+                which = {"SHARE": 8 if up else 1, "ACTIVATION": int(of.activation) if up else None, "BLOCK": size}
+                yield Variant(
+                    _block, types | {"out": out}, which | _constants(of, up, tile), warps=tile.warps, aligned=aligned
+                )

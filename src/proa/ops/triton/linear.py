@@ -1,0 +1,156 @@
+"""Linear maps of a few rows: bounded by reading the weights once. Belongs here: T <= 16. Never: more rows, for which a
+library's matrix product is as good, or packed weights.
+
+One row: a program sums some rows of the weights on the ordinary cores. More: the matrix unit multiplies all 16 rows
+that its tile has, and the warps of a program share the columns, so that even a program of 8 outputs keeps four warps
+loading. Both copy ahead into shared memory: a program has 16-24 KiB under way, and an SM holds several (HBM needs about
+32 KiB an SM). Sums run in a fixed order: the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.triton.variant import Variant
+
+MOST_TOKENS = 16
+_WARPS, _STAGES = 4, 4
+
+
+@triton.jit
+def _one(
+    x, weight, bias, out, weight_row, outputs,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < outputs
+    column = tl.arange(0, COLUMNS)
+    at = weight + tl.minimum(row, outputs - 1).to(tl.int64)[:, None] * weight_row + column[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in tl.range(0, K, COLUMNS, num_stages=STAGES):
+        if K % COLUMNS == 0:
+            value = tl.load(x + first + column)
+            part = tl.load(at + first)
+        else:
+            left = column < K - first
+            value = tl.load(x + first + column, left, 0.0)
+            part = tl.load(at + first, left[None, :], 0.0)
+        total += part.to(tl.float32) * value.to(tl.float32)[None, :]
+    y = tl.sum(total, 1)
+    if bias is not None:
+        y += tl.load(bias + row, inside, 0.0).to(tl.float32)
+    tl.store(out + row, y.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _few(
+    x, weight, bias, out, x_row, weight_row, out_row, tokens, outputs,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.arange(0, 16)
+    column = tl.arange(0, SLICES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    x_at = x + token.to(tl.int64)[None, :, None] * x_row + column[:, None, :]
+    at = weight + tl.minimum(row, outputs - 1).to(tl.int64)[None, :, None] * weight_row + column[:, None, :]
+    exists = (token < tokens)[None, :, None]
+    total = tl.zeros([SLICES, 16, ROWS], tl.float32)
+    for first in tl.range(0, K, SLICES * COLUMNS, num_stages=STAGES):
+        if K % (SLICES * COLUMNS) == 0:
+            value = tl.load(x_at + first, exists, 0.0)
+            part = tl.load(at + first)
+        else:
+            left = (column < K - first)[:, None, :]
+            value = tl.load(x_at + first, exists & left, 0.0)
+            part = tl.load(at + first, left, 0.0)
+        total = tl.dot(value, tl.permute(part, (0, 2, 1)), total)
+    y = tl.sum(total, 0)
+    if bias is not None:
+        y += tl.load(bias + row, row < outputs, 0.0).to(tl.float32)[None, :]
+    inside = (token < tokens)[:, None] & (row < outputs)[None, :]
+    tl.store(out + token.to(tl.int64)[:, None] * out_row + row[None, :], y.to(out.dtype.element_ty), inside)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What a program covers: `rows` of the weights, `columns` at a time in each of `slices`."""
+
+    rows: int
+    columns: int
+    slices: int
+
+
+def _block(tokens: int, outputs: int, inputs: int) -> _Block:
+    """Few rows where there are few programs. A stage is 8 KiB of weights for one token, 4-8 KiB for more."""
+    if tokens == 1:
+        rows = 16 if outputs >= 32768 else 8 if outputs >= 4096 else 4 if outputs >= 1024 else 1
+        return _Block(rows, min(4096 // rows, 2048, triton.next_power_of_2(inputs)), 1)
+    if outputs >= 16384:
+        return _Block(32, 64, 2)  # more rows share each load of x, which comes from L2
+    return _Block(16 if outputs >= 2048 else 8, 64, 4)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = x @ weight^T + bias with float32 sums. T up to 16, the number of rows of `x`.
+
+    x bfloat16 [T, K], weight bfloat16 [N, K], bias float32 or bfloat16 [N], out bfloat16 or float32 [T, N]. Rows may be
+    strided, columns not. Raises ValueError for other shapes, strides and types.
+    """
+    _check(x, weight, bias, out)
+    tokens, inputs = x.shape
+    outputs = len(weight)
+    if not tokens:
+        return
+    block = _block(tokens, outputs, inputs)
+    grid = (triton.cdiv(outputs, block.rows),)
+    sizes = {"K": inputs, "ROWS": block.rows, "COLUMNS": block.columns, "STAGES": _STAGES}
+    if tokens == 1:
+        _one[grid](x, weight, bias, out, weight.stride(0), outputs, **sizes, num_warps=_WARPS)
+    else:
+        strides = (x.stride(0), weight.stride(0), out.stride(0))
+        _few[grid](
+            x, weight, bias, out, *strides, tokens, outputs, **sizes, SLICES=block.slices, num_warps=_WARPS
+        )  # fmt: skip
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    tokens, inputs = x.shape
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"{tokens} rows, at most {MOST_TOKENS}")
+    if weight.shape[1:] != (inputs,) or out.shape != (tokens, len(weight)):
+        raise ValueError(f"shapes differ: x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):
+        raise ValueError(f"the bias must be {len(weight)} values side by side, not {tuple(bias.shape)}")
+    if x.stride(1) != 1 or weight.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError("the columns of x, weight and out must lie side by side")
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        raise ValueError(f"x and weight are bfloat16, not {x.dtype} and {weight.dtype}")
+
+
+def variants() -> Iterator[Variant]:
+    integers = dict.fromkeys(("x_row", "weight_row", "out_row", "tokens", "outputs"), "i32")
+    aligned = ("x", "weight", "out", "x_row", "weight_row")
+    cases = [
+        (1, 5120, 2048), (1, 2048, 4096), (1, 151936, 2048), (1, 128, 2048), (1, 2048, 2880),
+        (16, 5120, 2048), (16, 151936, 2048), (16, 128, 2048), (16, 2048, 2880),
+    ]  # fmt: skip
+    for (tokens, outputs, inputs), bias, out in [
+        (c, b, o) for c in cases for b, o in ((None, "*bf16"), ("*fp32", "*fp32"))
+    ]:
+        block, kernel = _block(tokens, outputs, inputs), _one if tokens == 1 else _few
+        types = {"x": "*bf16", "weight": "*bf16", "out": out} | integers | ({"bias": bias} if bias else {})
+        constants: dict[str, object] = {"K": inputs, "ROWS": block.rows, "COLUMNS": block.columns, "STAGES": _STAGES}
+        constants |= {"SLICES": block.slices} | ({} if bias else {"bias": None})
+        names = kernel.arg_names
+        yield Variant(
+            kernel,
+            {n: t for n, t in types.items() if n in names},
+            {n: c for n, c in constants.items() if n in names},
+            warps=_WARPS,
+            aligned=tuple(n for n in aligned if n in names),
+        )
