@@ -171,7 +171,10 @@ void failures_end_every_wait() {
     expect(PROA_ERROR_WORKER, "has ended", [](Bench& bench, auto&) { bench.host.pool.kill_worker_for_test(); });
     expect(PROA_ERROR_SYSTEM, "enough", [](auto&, proa::Doorbell& bell) { bell.fail(PROA_ERROR_SYSTEM, "enough"); });
     expect(PROA_ERROR_ARGUMENT, "while none was armed", [](auto&, proa::Doorbell& bell) { bell.disarm(); });
-    expect(PROA_ERROR_ARGUMENT, "number 3 after number 0", [](auto&, proa::Doorbell& bell) { bell.ring(3); });
+    expect(PROA_ERROR_ARGUMENT, "number 3 after number 0", [](auto&, proa::Doorbell& bell) {
+        bell.ring(3);
+        CHECK(!bell.wait(3, 60 * kSecond));
+    });
 }
 
 // It is answered all the same, told once, and names where it was.
