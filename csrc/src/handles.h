@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "doorbell.h"
 #include "host.h"
 #include "matrix.h"
 #include "moe.h"
@@ -24,4 +25,8 @@ struct proa_experts {
 
 struct proa_queue {
     proa::Queue queue;
+};
+
+struct proa_doorbell {
+    proa::Doorbell doorbell;
 };

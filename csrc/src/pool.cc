@@ -306,9 +306,11 @@ void Pool::idle(Worker& worker, int64_t since_ns) {
         relax();
     }
     if (now_ns() - since_ns < int64_t(options_.spin_us) * 1000) return;
+    if (awake_.load(std::memory_order_relaxed) > 0) return std::this_thread::yield();
     const uint32_t before = bell_.load(std::memory_order_seq_cst);
     asleep_.fetch_add(1, std::memory_order_seq_cst);
-    if (!any_work(worker.node) && !stop_.load() && !kill_.load()) bell_.wait(before, std::memory_order_seq_cst);
+    if (!any_work(worker.node) && !stop_.load() && !kill_.load() && awake_.load(std::memory_order_seq_cst) <= 0)
+        bell_.wait(before, std::memory_order_seq_cst);
     asleep_.fetch_sub(1, std::memory_order_seq_cst);
 }
 
@@ -337,6 +339,11 @@ void Pool::use(const std::vector<int>& workers) {
     threads_.store(threads, std::memory_order_relaxed);
     gate_.fetch_add(1, std::memory_order_seq_cst);
     gate_.notify_all();
+}
+
+void Pool::keep_awake() {
+    awake_.fetch_add(1, std::memory_order_seq_cst);
+    if (asleep_.load(std::memory_order_seq_cst)) wake();
 }
 
 void Pool::wake() {

@@ -78,6 +78,11 @@ class Pool {
     // The same on the calling thread alone: for work that is done before anybody else has noticed it.
     void run_alone(const Phase& phase, int lane = 0);
 
+    // Until as many calls of let_sleep, no worker that takes part sleeps, however long it idles: for callers who cannot
+    // wake one. From any thread.
+    void keep_awake();
+    void let_sleep() { awake_.fetch_sub(1, std::memory_order_seq_cst); }
+
     // Returns when no worker is inside a task function any more. Until then a slow worker may still read the inputs of
     // a task that another one has finished in its place. Callers whose buffers end with the call wait for it.
     void settle();
@@ -157,6 +162,7 @@ class Pool {
     std::atomic<bool> stop_{false}, kill_{false};
     alignas(64) std::atomic<uint32_t> bell_{0};
     std::atomic<int> asleep_{0};
+    std::atomic<int> awake_{0};                // calls of keep_awake that hold
     std::atomic<int> wanted_[kMaxNodes] = {};  // workers of each team that take part
     std::atomic<int> threads_{1};
     alignas(64) std::atomic<uint32_t> gate_{0};  // rung when that changes

@@ -15,6 +15,7 @@ ProaError
   ShuttingDown           the server drains and takes no new requests
   EngineDead             the engine process died or could not start
   NativeError            the native library is missing, does not fit, or failed
+  NumericsError          a result is infinite or no number
 """
 
 from __future__ import annotations
@@ -110,6 +111,10 @@ class EngineDead(ProaError):
 
 class NativeError(ProaError):
     kind = "native_error"
+
+
+class NumericsError(ProaError):
+    kind = "numerics_error"
 
 
 def _tree(root: type[ProaError]) -> list[type[ProaError]]:

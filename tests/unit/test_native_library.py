@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from proa import native
-from proa.errors import NativeError, ResourceError
+from proa.errors import NativeError, NumericsError, ResourceError
 from proa.native.library import ABI_VERSION, PATH, Library, Signatures, error_of, library
 
 HEADER = (Path(__file__).parents[2] / "csrc" / "include" / "proa" / "native.h").read_text()
@@ -97,6 +97,7 @@ def test_header_and_python_agree_on_version_and_codes() -> None:
         "PROA_ERROR_MEMORY": ResourceError,
         "PROA_ERROR_SYSTEM": NativeError,
         "PROA_ERROR_WORKER": NativeError,
+        "PROA_ERROR_NUMERICS": NumericsError,
     }
     assert constants["PROA_OK"] == "0"
 

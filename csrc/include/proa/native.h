@@ -28,6 +28,7 @@ extern "C" {
 #define PROA_ERROR_MEMORY 2    // there is not enough memory
 #define PROA_ERROR_SYSTEM 3    // the operating system refused something else
 #define PROA_ERROR_WORKER 4    // a worker thread died
+#define PROA_ERROR_NUMERICS 5  // a result is infinite or no number
 
 // The version that the library was built with: PROA_ABI_VERSION of its header.
 PROA_API int proa_abi_version(void);
@@ -299,6 +300,64 @@ PROA_API int proa_queue_submit(proa_queue* queue, int64_t layer, int64_t tokens,
 // From any thread. An error of a job is told for it and for all that follow, which are not run.
 PROA_API int proa_queue_done(const proa_queue* queue, uint64_t number, int* done);
 PROA_API int proa_queue_wait(const proa_queue* queue, uint64_t number);
+
+// ---- a doorbell: jobs for the experts from a GPU, through a block of memory that both sides address
+
+typedef struct proa_doorbell proa_doorbell;
+
+#define PROA_PROBE_LAYER (-1)  // a job of this layer is answered at once, without work
+
+// Offsets in the block. A job is written from `header` on (int32 layer, int32 tokens; ids int32, weights float32
+// [tokens][top_k]; x bfloat16 [tokens][hidden]), then its number, one more than the former's, released at `rung`
+// (uint32). The answer y float32 [tokens][hidden] is there when `answered` (uint32) holds the number; `dead` (uint32,
+// the high half of the same 64 bits) is 0, or the error code of a failure after which nothing is answered any more.
+typedef struct proa_doorbell_layout {
+    int64_t rung, answered, dead, header, ids, weights, x, y;
+    int64_t bytes;  // of the block
+} proa_doorbell_layout;
+
+PROA_API int proa_doorbell_layout_of(int64_t most_tokens, int64_t top_k, int64_t hidden, proa_doorbell_layout* out);
+
+typedef struct proa_doorbell_options {
+    const proa_experts* const* layers;
+    int64_t layer_count;
+    void* memory;  // the block, on a boundary of 64 bytes; cleared as far as needed
+    int64_t memory_bytes;
+    int64_t most_tokens, top_k, hidden;
+    const int32_t* cpus;  // where the doorbell's thread may run
+    int64_t cpu_count;    // 0: anywhere
+    int32_t lane;
+    int32_t spin_us;  // how long its thread goes on looking after the last step
+} proa_doorbell_options;
+
+// Layers and memory must outlive it. Whoever waits for an answer when it is destroyed is told of a failure.
+PROA_API int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, proa_doorbell** out);
+PROA_API int proa_doorbell_destroy(proa_doorbell* doorbell);
+
+// Before a step that may ring, and after it; steps may overlap. Between the two nobody who works for it sleeps.
+PROA_API int proa_doorbell_arm(proa_doorbell* doorbell);
+PROA_API int proa_doorbell_disarm(proa_doorbell* doorbell);
+
+// Fails with what a job failed with, at every call from then on; or with PROA_ERROR_NUMERICS, once for each time that a
+// job's result was not finite (the first such job since the last call).
+PROA_API int proa_doorbell_check(proa_doorbell* doorbell);
+
+// Makes it fail: whoever waits for an answer stops.
+PROA_API int proa_doorbell_fail(proa_doorbell* doorbell, const char* why);
+
+// The GPU's part, for a CPU that stands in for one. answered: 0 if it failed, or if the time was over.
+PROA_API int proa_doorbell_ring(proa_doorbell* doorbell, uint32_t number);
+PROA_API int proa_doorbell_wait(const proa_doorbell* doorbell, uint32_t number, int64_t timeout_us, int* answered);
+
+// Since it was created.
+typedef struct proa_doorbell_counters {
+    uint64_t jobs;
+    uint64_t pairs;         // of a token and an expert
+    uint64_t weight_bytes;  // of the experts that jobs needed, each once a job
+    uint64_t moe_ns;        // from ring to answer
+    uint64_t waiting_ns;    // from an answer to the next ring, or from arming
+} proa_doorbell_counters;
+PROA_API int proa_doorbell_get_counters(const proa_doorbell* doorbell, proa_doorbell_counters* out);
 
 #ifdef __cplusplus
 }

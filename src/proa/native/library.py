@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from proa.errors import NativeError, ResourceError
+from proa.errors import NativeError, NumericsError, ResourceError
 
 # Function -> the ctypes types of its parameters. All return an error code; see csrc/include/proa/native.h.
 Signatures = Mapping[str, tuple[Any, ...]]
@@ -27,7 +27,7 @@ ABI_VERSION = 1
 PATH = Path(__file__).with_name("libproa_native.so")
 
 _REBUILD = "In a checkout run `make native`; else reinstall Proa: pip install --force-reinstall --no-deps proa."
-_OK, _ARGUMENT, _MEMORY, _SYSTEM, _WORKER = range(5)
+_OK, _ARGUMENT, _MEMORY, _SYSTEM, _WORKER, _NUMERICS = range(6)
 
 
 @functools.cache
@@ -45,7 +45,8 @@ class Library:
 
     def bind(self, signatures: Signatures) -> ctypes.CDLL:
         """The library, with `signatures` declared: its functions take only what they say, and raise
-        ValueError for wrong arguments, ResourceError if memory ran out, NativeError for anything else.
+        ValueError for wrong arguments, ResourceError if memory ran out, NumericsError for results that are no numbers,
+        NativeError for anything else.
         """
         for name, parameters in signatures.items():
             function = self._function(name)
@@ -74,6 +75,8 @@ def error_of(code: int, text: str) -> Exception:
         return ResourceError(text, "Free some memory, or ask for less of it.")
     if code in (_SYSTEM, _WORKER):
         return NativeError(text)
+    if code == _NUMERICS:
+        return NumericsError(text, "Are the model's weights damaged, or meant for a wider type?")
     return NativeError(f"The native library failed with the unknown code {code}: {text}", _REBUILD)
 
 

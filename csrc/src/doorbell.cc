@@ -1,0 +1,265 @@
+#include "doorbell.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+namespace proa {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kWord = 64;  // a cache line each: the two sides write different ones
+constexpr uint64_t kNumber = 0xffffffff;
+constexpr size_t kOperations = 16;
+constexpr auto kLongestPark = std::chrono::milliseconds(20);  // then it looks whether somebody rang unarmed
+
+int64_t lines(int64_t bytes) { return (bytes + kWord - 1) / kWord * kWord; }
+
+uint64_t ns_since(Clock::time_point begin) {
+    return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
+}
+
+// The first row of y with a value that is infinite or no number, or -1. An exponent of all ones carries into the sign.
+int first_not_finite(const float* y, int rows, int columns) {
+    for (int row = 0; row < rows; ++row, y += columns) {
+        uint32_t carried = 0;
+        for (int i = 0; i < columns; ++i) {
+            uint32_t bits;
+            std::memcpy(&bits, y + i, sizeof bits);
+            carried |= (bits & 0x7f800000) + 0x00800000;
+        }
+        if (carried >> 31) return row;
+    }
+    return -1;
+}
+
+void add(std::atomic<uint64_t>& count, uint64_t more) { count.fetch_add(more, std::memory_order_relaxed); }
+
+}  // namespace
+
+DoorbellLayout doorbell_layout(int most_tokens, int top_k, int hidden) {
+    const int64_t pairs = int64_t(most_tokens) * top_k, values = int64_t(most_tokens) * hidden;
+    DoorbellLayout l{};
+    l.rung = 0, l.answered = kWord, l.dead = kWord + 4, l.header = 2 * kWord;
+    l.ids = 3 * kWord;
+    l.weights = l.ids + lines(pairs * 4);
+    l.x = l.weights + lines(pairs * 4);
+    l.y = l.x + lines(values * 2);
+    l.bytes = l.y + lines(values * 4);
+    return l;
+}
+
+Doorbell::Doorbell(std::shared_ptr<Host> host, std::vector<const Experts*> layers, std::byte* memory, DoorbellSize size,
+                   int lane, int spin_us, const std::vector<int>& cpus)
+    : host_(std::move(host)),
+      layers_(std::move(layers)),
+      memory_(memory),
+      size_(size),
+      layout_(doorbell_layout(size.most_tokens, size.top_k, size.hidden)),
+      lane_(lane),
+      spin_us_(spin_us),
+      operations_(kOperations) {
+    std::memset(memory_, 0, size_t(layout_.ids));
+    ids_.reserve(size_t(size.most_tokens) * size_t(size.top_k));
+    thread_ = std::thread([this] { serve(); });
+    try {
+        bind(cpus);
+    } catch (...) {
+        stop_.store(true);
+        unpark();
+        thread_.join();
+        throw;
+    }
+}
+
+Doorbell::~Doorbell() {
+    fail(PROA_ERROR_SYSTEM, "The doorbell was closed.");
+    stop_.store(true, std::memory_order_seq_cst);
+    unpark();
+    thread_.join();
+    host_->pool.settle();
+    while (armed_.load() > 0) disarm();
+}
+
+void Doorbell::bind(const std::vector<int>& cpus) {
+    if (cpus.empty()) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (int cpu : cpus) CPU_SET(cpu, &set);
+    if (const int error = pthread_setaffinity_np(thread_.native_handle(), sizeof set, &set))
+        throw Error(PROA_ERROR_SYSTEM,
+                    std::string("The doorbell's thread could not be bound to its CPUs: ") + std::strerror(error) + ".");
+}
+
+std::atomic_ref<uint32_t> Doorbell::rung() const { return std::atomic_ref<uint32_t>(*at<uint32_t>(layout_.rung)); }
+std::atomic_ref<uint64_t> Doorbell::answer() const {
+    return std::atomic_ref<uint64_t>(*at<uint64_t>(layout_.answered));
+}
+
+void Doorbell::arm() {
+    armed_.fetch_add(1, std::memory_order_seq_cst);
+    host_->pool.keep_awake();
+    if (parked_.load(std::memory_order_seq_cst)) unpark();
+}
+
+void Doorbell::disarm() {
+    int before = armed_.load();
+    while (before > 0 && !armed_.compare_exchange_weak(before, before - 1)) {
+    }
+    require(before > 0, "The doorbell is not armed.");
+    host_->pool.let_sleep();
+}
+
+void Doorbell::unpark() {
+    const std::lock_guard lock(mutex_);
+    unparked_.notify_all();
+}
+
+// Sleeps until a step is armed, or for a while.
+void Doorbell::park() {
+    std::unique_lock lock(mutex_);
+    parked_.store(true, std::memory_order_seq_cst);
+    unparked_.wait_until(lock, std::chrono::system_clock::now() + kLongestPark,
+                         [this] { return armed_.load(std::memory_order_seq_cst) > 0 || stop_.load(); });
+    parked_.store(false, std::memory_order_relaxed);
+}
+
+void Doorbell::check() {
+    // Results are looked at after the answer. It is given by one thread and at once: this ends.
+    while (!dead() && looked_.load(std::memory_order_acquire) != uint32_t(answer().load(std::memory_order_acquire)))
+        relax();
+    const std::lock_guard lock(mutex_);
+    if (failure_) std::rethrow_exception(failure_);
+    if (not_finite_.empty()) return;
+    const std::string what = std::exchange(not_finite_, {});
+    throw Error(PROA_ERROR_NUMERICS, what);
+}
+
+void Doorbell::fail(int code, const std::string& what) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (!failure_) failure_ = std::make_exception_ptr(Error(code, what));
+    }
+    answer().fetch_or(uint64_t(uint32_t(code)) << 32, std::memory_order_acq_rel);
+}
+
+void Doorbell::ring(uint32_t number) { rung().store(number, std::memory_order_release); }
+
+bool Doorbell::wait(uint32_t number, int64_t timeout_us) const {
+    const auto begin = Clock::now();
+    for (int spins = 0;; ++spins) {
+        const uint64_t seen = answer().load(std::memory_order_acquire);
+        if (seen >> 32) return false;
+        if ((seen & kNumber) == number) return true;
+        relax();
+        if (spins % 64) continue;
+        if (ns_since(begin) > uint64_t(timeout_us) * 1000) return false;
+        if (spins % 4096 == 0) std::this_thread::yield();  // where cores are few, the answer needs this one
+    }
+}
+
+DoorbellCounters Doorbell::counters() const {
+    const auto of = [](const Count& count) { return count.load(std::memory_order_relaxed); };
+    return {of(jobs_), of(pairs_), of(weight_bytes_), of(moe_ns_), of(waiting_ns_)};
+}
+
+void Doorbell::serve() {
+    auto idle_since = Clock::now();
+    uint32_t last = 0;
+    for (int spins = 1; !stop_.load(std::memory_order_relaxed); ++spins) {
+        const uint32_t number = rung().load(std::memory_order_acquire);
+        const bool armed = armed_.load(std::memory_order_relaxed) > 0;  // of a step that rang: it was armed before
+        if (number != last) {
+            if (!armed) fail(PROA_ERROR_ARGUMENT, "A step rang the doorbell while none was armed.");
+            add(waiting_ns_, ns_since(idle_since));
+            if (!dead()) answer_job(number);
+            last = number;
+            idle_since = Clock::now();
+            continue;
+        }
+        relax();
+        if (spins % 4096 == 0) std::this_thread::yield();  // where cores are few, the others need this one
+        if (armed || spins % 64 || ns_since(idle_since) < uint64_t(spin_us_) * 1000) continue;
+        park();
+        if (armed_.load(std::memory_order_relaxed) > 0) idle_since = Clock::now();
+    }
+}
+
+// The answer first: what may be found in the result is told before the next job, and costs the step no time.
+void Doorbell::answer_job(uint32_t number) {
+    const int32_t* header = at<int32_t>(layout_.header);
+    try {
+        if (number != looked_.load(std::memory_order_relaxed) + 1)
+            throw Error(PROA_ERROR_ARGUMENT, "The doorbell was rung with number " + std::to_string(number) +
+                                                 " after number " + std::to_string(looked_.load()) + ".");
+        run(header);
+    } catch (const Error& error) {
+        return fail(error.code(), error.what());
+    } catch (const std::exception& error) {
+        return fail(PROA_ERROR_SYSTEM, error.what());
+    }
+    uint64_t before = answer().load(std::memory_order_relaxed);
+    while (!answer().compare_exchange_weak(before, (before & ~kNumber) | number, std::memory_order_acq_rel)) {
+    }
+    if (layer_ != kProbeLayer) {
+        look_at_result();
+        count_weights();
+        if (++turn_ % kOperations == 0) host_->pool.settle();  // operations are about to be used anew
+    }
+    looked_.store(number, std::memory_order_release);
+}
+
+void Doorbell::run(const int32_t* header) {
+    layer_ = header[0], tokens_ = header[1];
+    if (layer_ == kProbeLayer) return;
+    if (layer_ < 0 || layer_ >= int(layers_.size()))
+        throw Error(PROA_ERROR_ARGUMENT,
+                    "A job names layer " + std::to_string(layer_) + " of " + std::to_string(layers_.size()) + ".");
+    if (tokens_ < 1 || tokens_ > size_.most_tokens)
+        throw Error(PROA_ERROR_ARGUMENT, "A job has " + std::to_string(tokens_) + " tokens; 1 to " +
+                                             std::to_string(size_.most_tokens) + " are possible.");
+    const auto begin = Clock::now();
+    const int32_t* ids = at<int32_t>(layout_.ids);
+    ids_.assign(ids, ids + size_t(tokens_) * size_t(size_.top_k));
+    Moe& op = operations_[turn_ % kOperations];
+    op.experts = layers_[size_t(layer_)];
+    op.top_k = size_.top_k, op.ids = ids_.data(), op.weights = at<float>(layout_.weights);
+    op.x = at<uint16_t>(layout_.x), op.x_stride = size_.hidden;
+    op.y = at<float>(layout_.y), op.y_stride = size_.hidden, op.wide = true;
+    proa::run(op, *host_, tokens_, lane_);
+    add(moe_ns_, ns_since(begin));
+}
+
+void Doorbell::look_at_result() {
+    const int row = first_not_finite(at<float>(layout_.y), tokens_, size_.hidden);
+    if (row < 0) return;
+    std::string experts;
+    for (int k = 0; k < size_.top_k; ++k) {
+        const int id = ids_[size_t(row) * size_t(size_.top_k) + size_t(k)];
+        if (id >= 0) experts += (experts.empty() ? "" : ", ") + std::to_string(id);
+    }
+    const std::lock_guard lock(mutex_);
+    if (not_finite_.empty())
+        not_finite_ = "NaN or infinity in the experts' sum: layer " + std::to_string(layer_) + ", row " +
+                      std::to_string(row) + " of " + std::to_string(tokens_) + ", experts " + experts + ".";
+}
+
+void Doorbell::count_weights() {
+    const Experts& e = *layers_[size_t(layer_)];
+    used_.assign(size_t(e.gate_up->count), false);
+    uint64_t pairs = 0, experts = 0;
+    for (int id : ids_) {
+        if (id < 0) continue;
+        ++pairs;
+        experts += !used_[size_t(id)];
+        used_[size_t(id)] = true;
+    }
+    add(pairs_, pairs), add(weight_bytes_, experts * (e.gate_up->matrix_bytes() + e.down->matrix_bytes()));
+    add(jobs_, 1);
+}
+
+}  // namespace proa

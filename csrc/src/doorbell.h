@@ -1,0 +1,111 @@
+// A bell that a GPU rings from inside its graph: one block of memory that both sides address, and the thread that runs
+// the experts of the layer it finds there. Belongs here: the block, the thread, its errors. Never: what experts
+// compute, and which are the CPU's.
+//
+// The other side writes a job, rings with the next number (a release of `rung`) and waits until `answer` (an acquire)
+// holds that number, or a failure. Why each sees what the other wrote stands in src/proa/hybrid/transport.py.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "host.h"
+#include "moe.h"
+
+namespace proa {
+
+constexpr int kProbeLayer = -1;  // a job without work: answered at once
+
+// Offsets in the block. `answer` is one word of 64 bits: its low half is the number of the last job answered, its high
+// half, `dead`, the code of a failure after which nothing is answered any more. One load tells both.
+struct DoorbellLayout {
+    int64_t rung, answered, dead, header;  // the header: int32 layer, int32 tokens
+    int64_t ids, weights, x, y, bytes;     // int32, float32 [tokens][top_k]; bfloat16, float32 [tokens][hidden]
+};
+DoorbellLayout doorbell_layout(int most_tokens, int top_k, int hidden);
+
+struct DoorbellSize {
+    int most_tokens, top_k, hidden;
+};
+
+struct DoorbellCounters {
+    uint64_t jobs, pairs, weight_bytes;  // pairs of a token and an expert; bytes of the experts that a job needed
+    uint64_t moe_ns, waiting_ns;         // waiting: from an answer to the next ring, while armed
+};
+
+class Doorbell {
+  public:
+    // `layers` and `memory` must outlive it, and nobody may ring any more when it goes. cpus: where its thread may run;
+    // empty: anywhere. spin_us: how long it goes on looking after the last step.
+    Doorbell(std::shared_ptr<Host> host, std::vector<const Experts*> layers, std::byte* memory, DoorbellSize size,
+             int lane, int spin_us, const std::vector<int>& cpus);
+    ~Doorbell();
+    Doorbell(const Doorbell&) = delete;
+    Doorbell& operator=(const Doorbell&) = delete;
+
+    // Before a step that may ring, and when it is over: between the two this thread and the workers do not sleep.
+    // Steps may overlap.
+    void arm();
+    void disarm();
+
+    // Throws what a job failed with, at every call from then on; or, once, that a job's result was not finite.
+    void check();
+
+    // Fails it from outside: whoever waits for an answer stops waiting.
+    void fail(int code, const std::string& what);
+
+    // The other side, where that is the CPU.
+    void ring(uint32_t number);
+    // Whether `number` was answered. False after a failure, or when the time is over.
+    bool wait(uint32_t number, int64_t timeout_us) const;
+
+    DoorbellCounters counters() const;
+
+  private:
+    using Count = std::atomic<uint64_t>;
+
+    std::atomic_ref<uint32_t> rung() const;
+    std::atomic_ref<uint64_t> answer() const;
+    bool dead() const { return answer().load(std::memory_order_acquire) >> 32; }
+    void bind(const std::vector<int>& cpus);
+    void serve();
+    void park();
+    void unpark();
+    void answer_job(uint32_t number);
+    void run(const int32_t* header);
+    void look_at_result();
+    void count_weights();
+    template <class T>
+    T* at(int64_t offset) const {
+        return reinterpret_cast<T*>(memory_ + offset);
+    }
+
+    std::shared_ptr<Host> host_;
+    const std::vector<const Experts*> layers_;
+    std::byte* const memory_;
+    const DoorbellSize size_;
+    const DoorbellLayout layout_;
+    const int lane_, spin_us_;
+    std::vector<Moe> operations_;  // taken in turn: a late worker may still read the former one's
+    std::vector<int32_t> ids_;     // of the job: those in the block are gone when the next one comes
+    std::vector<bool> used_;       // experts of the job
+    int layer_ = 0, tokens_ = 0;   // of the job
+    size_t turn_ = 0;              // jobs that used an operation
+    Count jobs_{0}, pairs_{0}, weight_bytes_{0}, moe_ns_{0}, waiting_ns_{0};
+    std::atomic<uint32_t> looked_{0};  // number of the last job whose result was looked at
+    std::atomic<int> armed_{0};
+    std::atomic<bool> stop_{false}, parked_{false};
+    mutable std::mutex mutex_;  // of what stands below
+    std::condition_variable unparked_;
+    std::exception_ptr failure_;
+    std::string not_finite_;
+    std::thread thread_;
+};
+
+}  // namespace proa

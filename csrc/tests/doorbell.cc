@@ -1,0 +1,222 @@
+// The doorbell, rung by a thread in the GPU's place: answers are those of the experts, failures end every wait, and
+// nobody is left behind.
+#include "doorbell.h"
+
+#include <chrono>
+#include <limits>
+#include <memory>
+
+#include "operations.h"
+#include "pack.h"
+
+using namespace testing;
+
+namespace {
+
+constexpr int kExperts = 5, kHidden = 64, kWidth = 32, kTopK = 3, kMostTokens = 6, kLayers = 3;
+constexpr int64_t kSecond = 1'000'000;
+
+struct Block {
+    proa::DoorbellLayout layout = proa::doorbell_layout(kMostTokens, kTopK, kHidden);
+    std::unique_ptr<std::byte, decltype(&std::free)> memory{
+        static_cast<std::byte*>(std::aligned_alloc(proa::kLineBytes, size_t(layout.bytes))), &std::free};
+
+    template <class T>
+    T* at(int64_t offset) const {
+        return reinterpret_cast<T*>(memory.get() + offset);
+    }
+};
+
+// Random bf16 weights, in panels.
+class Layer {
+  public:
+    explicit Layer(unsigned seed) {
+        Random random(seed);
+        fill(up_, up_memory_, proa::layout_of(proa::Format::kBf16, 2 * kWidth, kHidden, 0), random);
+        fill(down_, down_memory_, proa::layout_of(proa::Format::kBf16, kHidden, kWidth, 0), random);
+        experts = {&up_, &down_, proa::Activation::kSilu, 0, nullptr, nullptr};
+    }
+    // All of an expert's results are no numbers from now on.
+    void poison(int expert) {
+        const size_t each = down_memory_.size() / kExperts;
+        for (size_t i = 0; i < each; ++i) down_memory_[size_t(expert) * each + i] = 0x7fc0;
+    }
+    proa::Experts experts;
+
+  private:
+    static void fill(proa::Matrix& m, std::vector<uint16_t>& memory, const proa::Layout& l, Random& random) {
+        const size_t each = size_t(l.panels) * l.panel_bytes;
+        memory = random.rows(each * kExperts / 2 + 32, 0.2f);
+        auto* data = reinterpret_cast<uint8_t*>(memory.data());
+        data += -reinterpret_cast<uintptr_t>(data) & 63;
+        memory.resize(each * kExperts / 2 + 32);
+        m = {l, kExperts, {{0, l.panels, data, each}}};
+    }
+    proa::Matrix up_, down_;
+    std::vector<uint16_t> up_memory_, down_memory_;
+};
+
+struct Job {
+    int layer, tokens;
+    std::vector<int32_t> ids;
+    std::vector<float> weights;
+    std::vector<uint16_t> x;
+
+    Job(Random& random, int layer_, int tokens_) : layer(layer_), tokens(tokens_) {
+        for (int t = 0; t < tokens; ++t)
+            for (int k = 0, first = random.below(kExperts); k < kTopK; ++k)
+                ids.push_back(random.below(3) ? (first + k) % kExperts : -1);
+        weights = random.floats(ids.size());
+        x = random.rows(size_t(tokens) * kHidden);
+    }
+    std::vector<float> exact(const Layer& of, proa::Host& host) const {
+        std::vector<float> y(x.size());
+        run_once(proa::Moe{&of.experts, kTopK, ids.data(), weights.data(), x.data(), kHidden, y.data(), kHidden, true},
+                 host, tokens);
+        return y;
+    }
+    void write(const Block& block) const {
+        const int32_t header[2] = {layer, tokens};
+        std::memcpy(block.at<int32_t>(block.layout.header), header, sizeof header);
+        std::memcpy(block.at<int32_t>(block.layout.ids), ids.data(), ids.size() * 4);
+        std::memcpy(block.at<float>(block.layout.weights), weights.data(), weights.size() * 4);
+        std::memcpy(block.at<uint16_t>(block.layout.x), x.data(), x.size() * 2);
+    }
+};
+
+struct Bench {
+    proa::Host host;
+    std::vector<std::unique_ptr<Layer>> layers;
+    Block block;
+
+    explicit Bench(int pool) : host(pool_options(pool), proa::select_kernels("").kernels) {
+        for (unsigned i = 0; i < kLayers; ++i) layers.push_back(std::make_unique<Layer>(i));
+    }
+    std::unique_ptr<proa::Doorbell> bell(int spin_us = 100) {
+        std::vector<const proa::Experts*> experts;
+        for (const auto& layer : layers) experts.push_back(&layer->experts);
+        const std::shared_ptr<proa::Host> unowned(&host, [](proa::Host*) {});
+        const proa::DoorbellSize size{kMostTokens, kTopK, kHidden};
+        return std::make_unique<proa::Doorbell>(unowned, experts, block.memory.get(), size, 1, spin_us,
+                                                std::vector<int>{});
+    }
+};
+
+// What `check` throws with, or 0.
+int failure(proa::Doorbell& bell, std::string* what = nullptr) {
+    try {
+        bell.check();
+    } catch (const proa::Error& error) {
+        if (what) *what = error.what();
+        return error.code();
+    }
+    return 0;
+}
+
+void answers_are_the_experts(int pool, int rounds) {
+    Bench bench(pool);
+    const auto bell = bench.bell();
+    Random random(7);
+    uint32_t number = 0;
+    for (int step = 0; step < rounds; ++step) {
+        bell->arm();
+        for (int layer = 0; layer < kLayers; ++layer) {
+            const Job job(random, layer, 1 + random.below(kMostTokens));
+            const std::vector<float> want = job.exact(*bench.layers[size_t(layer)], bench.host);
+            std::fill_n(bench.block.at<float>(bench.block.layout.y), want.size(),
+                        std::numeric_limits<float>::quiet_NaN());
+            job.write(bench.block);
+            bell->ring(++number);
+            CHECK(bell->wait(number, 60 * kSecond));
+            CHECK(!std::memcmp(want.data(), bench.block.at<float>(bench.block.layout.y), want.size() * 4));
+        }
+        bell->disarm();
+        if (step % 16 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // it sleeps, and wakes
+        CHECK(failure(*bell) == 0);
+    }
+    CHECK(bell->counters().jobs == number);
+}
+
+// Every bad job ends the wait, and all that follow.
+void failures_end_every_wait() {
+    const auto expect = [](int code, const char* text, const std::function<void(Bench&, proa::Doorbell&)>& spoil) {
+        Bench bench(1);
+        const auto bell = bench.bell();
+        Random random(1);
+        Job(random, 0, 2).write(bench.block);
+        bell->arm();
+        spoil(bench, *bell);
+        for (uint32_t number = 1; number < 50; ++number) {
+            bell->ring(number);
+            if (!bell->wait(number, 60 * kSecond)) break;
+            CHECK(number + 1 < 50);
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        std::string what;
+        CHECK(failure(*bell, &what) == code);
+        CHECK(what.find(text) != std::string::npos);
+        CHECK(failure(*bell) == code);
+        const auto begin = std::chrono::steady_clock::now();
+        bell->ring(50);
+        CHECK(!bell->wait(50, 60 * kSecond));
+        CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(1));
+    };
+    const auto header = [](Bench& bench) { return bench.block.at<int32_t>(bench.block.layout.header); };
+    const auto id = [](Bench& bench) { return bench.block.at<int32_t>(bench.block.layout.ids); };
+    expect(PROA_ERROR_ARGUMENT, "layer 3", [&](Bench& bench, auto&) { header(bench)[0] = kLayers; });
+    expect(PROA_ERROR_ARGUMENT, "layer -2", [&](Bench& bench, auto&) { header(bench)[0] = -2; });
+    expect(PROA_ERROR_ARGUMENT, "0 tokens", [&](Bench& bench, auto&) { header(bench)[1] = 0; });
+    expect(PROA_ERROR_ARGUMENT, "7 tokens", [&](Bench& bench, auto&) { header(bench)[1] = 7; });
+    expect(PROA_ERROR_ARGUMENT, "Expert id 99", [&](Bench& bench, auto&) { id(bench)[4] = 99; });
+    expect(PROA_ERROR_WORKER, "has ended", [](Bench& bench, auto&) { bench.host.pool.kill_worker_for_test(); });
+    expect(PROA_ERROR_SYSTEM, "enough", [](auto&, proa::Doorbell& bell) { bell.fail(PROA_ERROR_SYSTEM, "enough"); });
+    expect(PROA_ERROR_ARGUMENT, "while none was armed", [](auto&, proa::Doorbell& bell) { bell.disarm(); });
+    expect(PROA_ERROR_ARGUMENT, "number 3 after number 0", [](auto&, proa::Doorbell& bell) {
+        bell.ring(3);
+        CHECK(!bell.wait(3, 60 * kSecond));
+    });
+}
+
+// It is answered all the same, told once, and names where it was.
+void what_is_not_finite_is_told() {
+    Bench bench(1);
+    bench.layers[2]->poison(4);
+    const auto bell = bench.bell();
+    Random random(3);
+    Job job(random, 2, 3);
+    job.ids = {0, 1, 2, -1, 4, 3, 2, 1, 0};
+    job.write(bench.block);
+    bell->arm();
+    for (uint32_t number : {1, 2}) {
+        bell->ring(number);
+        CHECK(bell->wait(number, 60 * kSecond));
+        std::string what;
+        CHECK(failure(*bell, &what) == PROA_ERROR_NUMERICS);
+        CHECK(what.find("layer 2, row 1 of 3, experts 4, 3") != std::string::npos);
+        CHECK(failure(*bell) == 0);
+    }
+}
+
+void it_ends_whatever_it_is_doing() {
+    Bench bench(1);
+    Random random(5);
+    const Job job(random, 1, kMostTokens);
+    for (int i = 0; i < 60; ++i) {
+        const auto bell = bench.bell(i % 2 ? 0 : 1000);
+        if (i % 3) bell->arm();
+        if (i % 3 == 2) {
+            job.write(bench.block);
+            bell->ring(1);
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    for (int pool = 0; pool < kPools; ++pool) answers_are_the_experts(pool, 60);
+    failures_end_every_wait();
+    what_is_not_finite_is_told();
+    it_ends_whatever_it_is_doing();
+    return 0;
+}

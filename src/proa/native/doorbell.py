@@ -1,0 +1,160 @@
+"""The doorbell: jobs for the experts of several layers, from a GPU inside its graph. Belongs here: the block of memory
+that both sides address, and the thread that answers. Never: who writes a job (hybrid/transport.py), torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Collection, Sequence
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+
+from proa.native.library import Signatures, library
+from proa.native.pool import Pool
+from proa.native.weights import Experts
+
+PROBE_LAYER = -1  # a job of this layer is answered at once, without work
+
+
+class BlockLayout(ctypes.Structure):
+    """Offsets in bytes from the block's beginning, which stands on a boundary of 64 bytes.
+
+    rung, answered, dead: uint32. header: int32 layer, int32 tokens. ids int32, weights float32 [T, k];
+    x bfloat16, y float32 [T, hidden]. answered and dead are the halves of one word of 64 bits.
+    """
+
+    rung: int
+    answered: int
+    dead: int
+    header: int
+    ids: int
+    weights: int
+    x: int
+    y: int
+    bytes: int  # of the block
+    _fields_ = [
+        (name, c_int64) for name in ("rung", "answered", "dead", "header", "ids", "weights", "x", "y", "bytes")
+    ]
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [
+        ("layers", POINTER(c_void_p)), ("layer_count", c_int64), ("memory", c_void_p), ("memory_bytes", c_int64),
+        ("most_tokens", c_int64), ("top_k", c_int64), ("hidden", c_int64),
+        ("cpus", POINTER(c_int32)), ("cpu_count", c_int64), ("lane", c_int32), ("spin_us", c_int32),
+    ]  # fmt: skip
+
+
+class _Counters(ctypes.Structure):
+    _fields_ = [(name, c_uint64) for name in ("jobs", "pairs", "weight_bytes", "moe_ns", "waiting_ns")]
+
+
+_SIGNATURES: Signatures = {
+    "proa_doorbell_layout_of": (c_int64, c_int64, c_int64, POINTER(BlockLayout)),
+    "proa_doorbell_create": (c_void_p, POINTER(_Options), POINTER(c_void_p)),
+    "proa_doorbell_destroy": (c_void_p,),
+    "proa_doorbell_arm": (c_void_p,),
+    "proa_doorbell_disarm": (c_void_p,),
+    "proa_doorbell_check": (c_void_p,),
+    "proa_doorbell_fail": (c_void_p, c_char_p),
+    "proa_doorbell_ring": (c_void_p, c_uint32),
+    "proa_doorbell_wait": (c_void_p, c_uint32, c_int64, POINTER(c_int)),
+    "proa_doorbell_get_counters": (c_void_p, POINTER(_Counters)),
+}
+
+
+@functools.cache
+def _native() -> ctypes.CDLL:
+    return library().bind(_SIGNATURES)
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """What the largest job has: tokens, experts a token, values a row."""
+
+    most_tokens: int
+    top_k: int
+    hidden: int
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Of a doorbell since it was made."""
+
+    jobs: int
+    pairs: int  # of a token and an expert
+    weight_bytes: int  # of the experts that jobs needed, each once a job
+    moe_s: float  # from ring to answer
+    waiting_s: float  # from an answer to the next ring, or from arming
+
+
+def block_layout(size: JobSize) -> BlockLayout:
+    """How the block of such jobs lies in memory. Raises ValueError for impossible sizes."""
+    layout = BlockLayout()
+    _native().proa_doorbell_layout_of(size.most_tokens, size.top_k, size.hidden, ctypes.byref(layout))
+    return layout
+
+
+class Doorbell:
+    """The thread that runs jobs written into the block at `memory_address`, as the pool's caller on `lane`.
+
+    The memory, `memory_bytes` on a boundary of 64 bytes, must outlive it, and so must the pool. cpus: where its thread
+    may run, best beside the workers'; empty: wherever the system likes. spin_us: how long it goes on looking for a ring
+    after the last step. Raises ValueError for memory that is too small and layers of other widths, NativeError where
+    the thread cannot be bound.
+    """
+
+    def __init__(
+        self, pool: Pool, layers: Sequence[Experts], memory_address: int, memory_bytes: int, size: JobSize, *,
+        lane: int = 0, spin_us: int = 1000, cpus: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        self.size = size
+        self._keep = pool, tuple(layers)
+        self._handle = c_void_p()
+        options = _Options(
+            (c_void_p * len(layers))(*(layer.handle.value for layer in layers)), len(layers),
+            memory_address, memory_bytes, size.most_tokens, size.top_k, size.hidden,
+            (c_int32 * len(cpus))(*cpus), len(cpus), lane, spin_us,
+        )  # fmt: skip
+        _native().proa_doorbell_create(pool.handle, ctypes.byref(options), ctypes.byref(self._handle))
+        self._end = weakref.finalize(self, _native().proa_doorbell_destroy, c_void_p(self._handle.value))
+
+    def arm(self) -> None:
+        """Before a step that may ring is launched: nobody who works for this doorbell sleeps from now on."""
+        _native().proa_doorbell_arm(self._handle)
+
+    def disarm(self) -> None:
+        """The step is over. Raises ValueError if none was armed."""
+        _native().proa_doorbell_disarm(self._handle)
+
+    def check(self) -> None:
+        """After a step, before its results are used. Raises, at every call, what a job failed with (NativeError,
+        ValueError); or, once, NumericsError if a job's result was not finite."""
+        _native().proa_doorbell_check(self._handle)
+
+    def fail(self, why: str) -> None:
+        """Whoever waits for an answer stops waiting; `check` raises NativeError with this text."""
+        _native().proa_doorbell_fail(self._handle, why.encode())
+
+    def ring(self, number: int) -> None:
+        """The GPU's part, for a CPU that stands in for one: the job with this number is written."""
+        _native().proa_doorbell_ring(self._handle, number)
+
+    def wait(self, number: int, timeout_s: float) -> bool:
+        """Whether it was answered; False after a failure, or when the time is over."""
+        answered = c_int()
+        _native().proa_doorbell_wait(self._handle, number, int(timeout_s * 1e6), ctypes.byref(answered))
+        return bool(answered.value)
+
+    def counters(self) -> Counters:
+        """What it did so far."""
+        found = _Counters()
+        _native().proa_doorbell_get_counters(self._handle, ctypes.byref(found))
+        return Counters(found.jobs, found.pairs, found.weight_bytes, found.moe_ns * 1e-9, found.waiting_ns * 1e-9)
+
+    def close(self) -> None:
+        """End the thread. Whoever waits for an answer is told of a failure; nothing may be called after it."""
+        self._handle = c_void_p()
+        self._end()
