@@ -122,7 +122,7 @@ class GpuOptions:
 
     gpu: str = option(
         "auto",
-        help="auto, none, a GPU's number, or one simulated in RAM: sim:SIZE, or with a throttled link sim:512MiB,pcie=8GB/s",
+        help="auto, none, a GPU's number, or one simulated in RAM: sim:SIZE or sim:SIZE,pcie=RATE (512MiB, 8GB/s)",
         metavar="GPU",
         kind="word",
         common=True,

@@ -29,8 +29,10 @@ class AskedGpu:
 
 def asked_gpu(text: str) -> AskedGpu:
     """Of "auto", "none", "1", "sim:512MiB" or "sim:512MiB,pcie=8GB/s". Raises UsageError."""
-    if text == "auto" or text == "none":
-        return AskedGpu(text)
+    if text == "auto":
+        return AskedGpu("auto")
+    if text == "none":
+        return AskedGpu("none")
     if text.isascii() and text.isdigit():
         return AskedGpu("index", int(text))
     if not text.startswith("sim:"):
@@ -47,8 +49,10 @@ def asked_gpu(text: str) -> AskedGpu:
 
 def asked_experts(text: str) -> int | Literal["auto", "all"]:
     """Of "auto", "all", "none" (0) or a number. Raises UsageError."""
-    if text == "auto" or text == "all":
-        return text
+    if text == "auto":
+        return "auto"
+    if text == "all":
+        return "all"
     if text == "none":
         return 0
     if text.isascii() and text.isdigit():

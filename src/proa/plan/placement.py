@@ -50,9 +50,9 @@ def place(
 ) -> tuple[tuple[int, ...], ...]:
     """Ids of resident experts of each layer, within the budget: always the first of a layer.
 
-    All experts of the blocks in `whole` come first. Then up to `wanted` of each layer: "uniform" takes one of every layer
-    in turn, so that what does not divide goes to the first layers; "front-loading" fills layer after layer, the last
-    one in part.
+    All experts of the blocks in `whole` come first. Then up to `wanted` of each layer: "uniform" takes one of every
+    layer in turn, so that what does not divide goes to the first layers; "front-loading" fills layer after layer, the
+    last one in part.
     """
     counts = [0] * len(layers)
     left_bytes = budget_bytes

@@ -11,7 +11,8 @@ from proa.types import Decision
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of RAM: what is free now, what is left alone, and what goes where.
 
-    process + weights + loading + kv + workspace <= usable: the formulas stand in plan/budget.py.
+    process + weights + loading + kv + workspace + simulated VRAM <= usable: the formulas stand in plan/budget.py, with
+    a GPU in plan/vram.py. Then weights are routed experts, and the KV is in VRAM.
     """
 
     free_bytes: int
@@ -21,6 +22,7 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int
     loading_bytes: int  # transient: what the loader holds beside the weights
     process_bytes: int = 0  # the two processes themselves: Python, torch, tokenizer
+    simulated_vram_bytes: int = 0  # what stands in for the memory of a simulated GPU
 
     @property
     def usable_bytes(self) -> int:
