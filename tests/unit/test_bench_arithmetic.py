@@ -22,7 +22,7 @@ from proa.config.field import declarations
 from proa.config.options import CacheOptions, EngineOptions
 from proa.engine.ipc import Stats
 from proa.errors import UsageError
-from proa.plan.resolve import ROOF_CONTEXT_TOKENS
+from proa.plan.roof import ROOF_CONTEXT_TOKENS
 
 # starts at 10 s; first token after 0.5 s; then one every 0.1 s, with one stall of 0.3 s
 TIMING = Timing(10.0, (10.5, 10.6, 10.7, 11.0, 11.1), prompt_tokens=100, output_tokens=5, cached_tokens=16)

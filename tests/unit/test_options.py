@@ -11,7 +11,7 @@ from hypothesis import given
 
 from option_strategies import instances
 from proa.config.field import argument, declarations, option, values_of
-from proa.config.options import EngineOptions, ServeOptions
+from proa.config.options import EngineOptions, GpuOptions, ServeOptions
 from proa.config.parse import HelpShown, Parsed, asked, from_keywords, help_text, parse, to_argv
 from proa.config.value import check, parse_size
 from proa.errors import UsageError
@@ -184,6 +184,7 @@ def declared_locally(group: type, **hints: type) -> type:
 
 
 def test_keywords() -> None:
+    assert from_keywords(EngineOptions, gpu=1, gpu_experts=16).gpus == GpuOptions(gpu="1", gpu_experts="16")
     options = from_keywords(EngineOptions, context=4096, ram="8GiB", ignore_config_key=["a"], prefix_cache=False)
     assert (options.cache.context, options.machine.ram) == (4096, 8 << 30)
     assert options.model.ignore_config_key == ("a",)

@@ -19,7 +19,8 @@ from proa.errors import ProaError, ResourceError, UsageError
 from proa.machine.machine import Machine
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, RopeScaling, Router
 from proa.plan.plan import Plan
-from proa.plan.resolve import ROOF_CONTEXT_TOKENS, Host, resolve
+from proa.plan.resolve import Host, resolve
+from proa.plan.roof import ROOF_CONTEXT_TOKENS
 
 GIB = 1 << 30
 BANDWIDTH = 100e9

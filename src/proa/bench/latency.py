@@ -21,7 +21,7 @@ from proa.errors import ProaError
 from proa.llm import AsyncLLM
 from proa.machine.probe import probe
 from proa.plan.plan import Plan
-from proa.plan.resolve import ROOF_CONTEXT_TOKENS
+from proa.plan.roof import ROOF_CONTEXT_TOKENS
 from proa.types import SamplingParams
 
 QUESTION = "How long does one request wait?"

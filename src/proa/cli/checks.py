@@ -178,6 +178,6 @@ def _computing(machine: Machine) -> Finding:
         isa, reason = wished_isa()
     except (NativeError, UsageError) as e:
         return Finding("computing", "broken", e.message, e.remedy)
-    gpus = ", ".join(machine.gpus) or f"GPUs {machine.gpus_note}"
+    gpus = ", ".join(gpu.name for gpu in machine.gpus) or f"GPUs {machine.gpus_note}"
     why = f" ({reason})" if reason else ""
     return Finding("computing", "ok", f"on the CPU, native {isa} kernels{why}; {gpus}")

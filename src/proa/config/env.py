@@ -82,6 +82,12 @@ def read_env(environ: Mapping[str, str] | None = None) -> Environment:
     return Environment(Path(cache), values["isa"], values["log"])
 
 
+def cuda_environ(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What CUDA itself reads to choose and number GPUs, of this process's environment."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if name in environ}
+
+
 # What the libraries under the engine read, unless the user has set it.
 _LIBRARY_DEFAULTS = {
     "OMP_WAIT_POLICY": "passive",

@@ -117,6 +117,41 @@ class MachineOptions:
 
 
 @dataclass(frozen=True)
+class GpuOptions:
+    """What Proa may use of a GPU."""
+
+    gpu: str = option(
+        "auto",
+        help="auto, none, a GPU's number, or one simulated in RAM: sim:SIZE or sim:SIZE,pcie=RATE (512MiB, 8GB/s)",
+        metavar="GPU",
+        kind="word",
+        common=True,
+    )
+    vram: int | None = option(
+        None,
+        help="most VRAM to use; default: what is free now, minus 1 % of the total or 256 MiB, whichever is more",
+        metavar="SIZE",
+        kind="size",
+        low=1,
+        common=True,
+    )
+    gpu_experts: str = option(
+        "auto",
+        help="routed experts of each layer that live in VRAM: auto (as many as fit), all, none or a number",
+        metavar="N",
+        kind="word",
+    )
+    gpu_resident_layers: str | None = option(
+        None, help="layers whose experts all live in VRAM, such as 0-5,9", metavar="LAYERS", kind="word"
+    )
+    expert_placement: str = option(
+        "auto",
+        help="which experts live in VRAM: as many of each layer (uniform), or the first layers' (front-loading)",
+        choices=("auto", "uniform", "front-loading"),
+    )
+
+
+@dataclass(frozen=True)
 class ServerOptions:
     """HTTP."""
 
@@ -137,6 +172,7 @@ class EngineOptions:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     machine: MachineOptions = field(default_factory=MachineOptions)
+    gpus: GpuOptions = field(default_factory=GpuOptions)
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,11 @@ def from_data(option: Declaration, value: Any, where: str) -> Any:
         return check(option, tuple(value), where)
     if option.info.kind == "size" and isinstance(value, str):
         return from_text(option, value, where)
-    if option.type is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if option.type is float:
+            value = float(value)
+        elif option.info.kind == "word":
+            value = str(value)
     if type(value) is not option.type:
         raise _wrong(option, _shown(value), where)
     return check(option, value, where)
@@ -90,7 +93,7 @@ def expects(option: Declaration) -> str:
     if option.type is bool:
         return "true or false"
     if option.type is str:
-        return "text"
+        return "text or a whole number" if option.info.kind == "word" else "text"
     low, high = _bounds(option)
     if info.kind == "size":
         return "a size such as 24GiB, 512M or 1.5G" + (f", at least {low:.0f} B" if low > 0 else "")

@@ -16,6 +16,25 @@ class NumaNode(msgspec.Struct, frozen=True):
     memory_allowed: bool = True  # False: a cpuset keeps this process off the node's memory
 
 
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU that this process may use. None means: the driver does not say."""
+
+    index: int | None  # as CUDA numbers it in this process; None: simulated
+    name: str
+    uuid: str = ""
+    bus_id: str = ""  # PCI address
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]  # CUDA's compute capability
+    pcie_generation: int | None = None  # the best that GPU, slot and system do together
+    pcie_width: int | None = None  # lanes, likewise
+    pcie_bytes_per_s: float | None = None  # one way: by generation and width, or the rate asked of a simulated link
+    memory_bytes_per_s: float | None = None  # by its data sheet: memory clock x bus width
+    numa_node: int | None = None
+    driver: str = ""  # version
+    simulated: bool = False
+
+
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """One host as this process sees it. None means: the kernel does not say; `notes` tell what is missing."""
 
@@ -34,8 +53,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     available_bytes: int  # RAM this process may still take: the kernel's estimate, cut by every control group
     memory_bound_by: str = "free memory"  # what decided available_bytes
-    gpus: tuple[str, ...] = ()
-    gpus_note: str = "not probed: this version computes on CPUs only"
+    gpus: tuple[Gpu, ...] = ()  # in CUDA's order
+    gpus_note: str = ""  # why there are none, or fewer than the machine has
+    torch_cuda: str | None = None  # the CUDA version that torch was built with; None: built without
     notes: tuple[str, ...] = ()
 
     @property

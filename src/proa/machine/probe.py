@@ -1,13 +1,15 @@
-"""Look at this machine: `probe()` reads /proc and /sys, nothing else. Never: measuring, decisions."""
+"""Look at this machine: `probe()` reads /proc and /sys, and asks the driver for GPUs. Never: measuring, decisions."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from proa.config.env import cuda_environ
 from proa.errors import ResourceError
 from proa.machine.cgroup import CgroupLimits, cgroup_limits
 from proa.machine.claims import claimed_cpus
 from proa.machine.files import cpu_list, kib, number, read, size, table
+from proa.machine.gpus import Nvml, find_gpus, torch_cuda
 from proa.machine.machine import Machine, NumaNode
 
 # Instruction sets that decide which matrix kernels can run (x86-64, then Arm).
@@ -19,8 +21,8 @@ ISA_FLAGS = (
 )  # fmt: skip
 
 
-def probe(root: Path = Path("/")) -> Machine:
-    """Describe the machine whose /proc and /sys lie under `root`.
+def probe(root: Path = Path("/"), nvml: Nvml | None = None) -> Machine:
+    """Describe the machine whose /proc and /sys lie under `root`; `nvml` stands in for the GPU driver's library.
 
     Raises ResourceError where there is no Linux /proc.
     """
@@ -34,6 +36,7 @@ def probe(root: Path = Path("/")) -> Machine:
     cores, packages = _cores(root, cpus)
     l3, l3_bytes = _l3(root, cpus)
     nodes = _numa(root)
+    found = find_gpus(cuda_environ(), root, nvml)
     total, available, bound_by = _memory(table(memory), limits, notes)
     if not nodes:
         notes.append("no NUMA information: treated as one node")
@@ -55,6 +58,9 @@ def probe(root: Path = Path("/")) -> Machine:
         total_bytes=total,
         available_bytes=available,
         memory_bound_by=bound_by,
+        gpus=found.gpus,
+        gpus_note=found.note,
+        torch_cuda=torch_cuda(),
         notes=tuple(notes),
     )
 

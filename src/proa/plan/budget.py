@@ -1,4 +1,5 @@
-"""What a model needs in RAM: pure formulas over its spec. Never: options, free memory, decisions.
+"""What a model needs in RAM where the CPU does everything: pure formulas over its spec. Never: options, free memory,
+decisions. With a GPU: plan/vram.py.
 
 process + weights + loading + kv + workspace
 """
@@ -33,9 +34,10 @@ MASK_BYTES = 7
 
 @dataclass(frozen=True)
 class Demand:
-    """Bytes that a model needs as a function of what is still open: its context and its KV pages."""
+    """Bytes of one memory that a model needs as a function of what is still open: its context and its KV pages."""
 
     weights_bytes: int
+    fixed_bytes: int  # whatever the model
     workspace_base_bytes: int
     workspace_bytes_per_context_token: int
     page_bytes: int
@@ -50,22 +52,32 @@ class Demand:
 
     def total_bytes(self, context_tokens: int, num_pages: int) -> int:
         kv_bytes = num_pages * self.page_bytes
-        return PROCESS_BYTES + self.weights_bytes + LOADING_BYTES + kv_bytes + self.workspace_bytes(context_tokens)
+        return self.fixed_bytes + self.weights_bytes + kv_bytes + self.workspace_bytes(context_tokens)
 
 
 def demand(spec: Model, elem_bytes: int, page_tokens: int, max_running: int, batch_tokens: int) -> Demand:
     """The demand of a model held in `elem_bytes` per parameter, running steps of up to `batch_tokens`."""
-    logits = spec.vocab * (max_running * SAMPLED_LOGIT_BYTES + SCORED_ROWS * SCORED_LOGIT_BYTES)
-    activations = batch_tokens * max((_row_bytes(block) for block in spec.blocks), default=0)
+    activations = batch_tokens * row_bytes(spec)
     # One layer at a time, one sequence at a time: its pages gathered into K and V, and its mask.
     gathered = max((block.mixer.cache.elems_per_token for block in spec.blocks), default=0) * elem_bytes
     return Demand(
         weights_bytes=spec.num_params * elem_bytes,
-        workspace_base_bytes=logits + activations,
+        fixed_bytes=PROCESS_BYTES + LOADING_BYTES,
+        workspace_base_bytes=logits_bytes(spec, max_running) + activations,
         workspace_bytes_per_context_token=gathered + batch_tokens * MASK_BYTES,
         page_bytes=page_tokens * spec.kv_bytes_per_token(elem_bytes),
         page_tokens=page_tokens,
     )
+
+
+def logits_bytes(spec: Model, max_running: int) -> int:
+    """Logits of a step's sampled rows and of a piece of a scored prompt, with all that is made of them."""
+    return spec.vocab * (max_running * SAMPLED_LOGIT_BYTES + SCORED_ROWS * SCORED_LOGIT_BYTES)
+
+
+def row_bytes(spec: Model) -> int:
+    """Activations of one row in the widest layer."""
+    return max((_row_bytes(block) for block in spec.blocks), default=0)
 
 
 def _row_bytes(block: Block) -> int:

@@ -10,7 +10,7 @@ from proa.errors import ResourceError, UsageError
 from proa.machine.machine import Machine
 from proa.models.spec import Block, Model
 from proa.obs.units import format_bytes
-from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, Demand
+from proa.plan.budget import Demand
 from proa.types import Decision
 
 # Where memory is short and nobody asked for a length, a context below this is refused instead of granted.
@@ -30,6 +30,7 @@ class Case:
     need: Demand
     machine: Machine
     usable_bytes: int
+    space: str = "memory"  # what is short where the context is cut, for the table
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,30 @@ class Fitted:
     decisions: tuple[Decision, ...]
 
 
+@dataclass(frozen=True)
+class Short:
+    """Memory does not reach for `context_tokens`, which would take `total_bytes`; only for `fitting`."""
+
+    context_tokens: int
+    total_bytes: int
+    fitting: int
+
+
 def fit(case: Case) -> Fitted:
+    """reach() where all is in RAM.
+
+    Raises UsageError as it does, ResourceError where memory does not suffice.
+    """
+    got = reach(case)
+    if isinstance(got, Short):
+        raise _refusal(case, got)
+    return got
+
+
+def reach(case: Case) -> Fitted | Short:
     """One user's context first, then the pages that other requests want, as far as memory reaches.
 
-    Raises UsageError for a context the model is not made for, ResourceError where memory does not suffice.
+    Raises UsageError for a context the model is not made for, or more than --kv-memory holds.
     """
     asked, need = case.options.cache.context, case.need
     full = supported_context(case.spec)
@@ -59,7 +80,7 @@ def fit(case: Case) -> Fitted:
     fitting = bisect_right(range(1, longest + 1), case.usable_bytes, key=total_bytes)  # it only grows with context
     least = asked or (min(full, LEAST_CONTEXT_TOKENS) if given is None else 1)
     if fitting < least:
-        raise _refusal(case, least, total_bytes(least), fitting)
+        return Short(least, total_bytes(least), fitting)
     context = asked or fitting
     pages = _wanted_pages(case, context) if given is None else given
     return Fitted(context, pages, (_context_row(case, context, full), _pages_row(case, context, pages)))
@@ -88,7 +109,7 @@ def _pages_asked(case: Case) -> int | None:
         raise UsageError(
             f"--kv-memory {format_bytes(asked)} holds {pages * need.page_tokens} tokens of {case.model}; "
             f"a context of {context} needs {format_bytes(least)}.",
-            f"Use --kv-memory {_size(least)} or more" + (", or a shorter --context." if context > 1 else "."),
+            f"Use --kv-memory {size_flag(least)} or more" + (", or a shorter --context." if context > 1 else "."),
             param="kv_memory",
         )
     return pages
@@ -109,7 +130,7 @@ def _context_row(case: Case, context: int, full: int) -> Decision:
         return Decision("context", str(asked), str(context), f"as asked; the model is made for {full}")
     if context == full:
         return Decision("context", "auto", str(context), "all the model is made for")
-    limit = "memory" if case.options.cache.kv_memory is None else "--kv-memory"
+    limit = case.space if case.options.cache.kv_memory is None else "--kv-memory"
     return Decision("context", "auto", str(context), f"the longest that fits {limit}; the model is made for {full}")
 
 
@@ -131,26 +152,33 @@ def _too_long(model: str, asked: int, full: int) -> UsageError:
     )
 
 
-def _refusal(case: Case, context: int, total_bytes: int, fitting: int) -> ResourceError:
-    """What is needed, what is free, the largest parts, and which flags would help."""
-    need, machine, usable = case.need, case.machine, case.usable_bytes
-    workspace_bytes = need.workspace_bytes(context)
-    fixed_bytes = PROCESS_BYTES + LOADING_BYTES
-    kv = "KV cache" + (f" for a context of {context}" if case.options.cache.kv_memory is None else "")
+def listed_parts(case: Case, short: Short, weights: str, fixed: str) -> str:
+    """What the bytes that are missing would be for, the largest part first."""
+    need, total_bytes = case.need, short.total_bytes
+    workspace_bytes = need.workspace_bytes(short.context_tokens)
+    kv = "KV cache" + (f" for a context of {short.context_tokens}" if case.options.cache.kv_memory is None else "")
     parts = {
-        f"weights as {case.dtype}": need.weights_bytes,
-        kv: total_bytes - need.weights_bytes - workspace_bytes - fixed_bytes,
+        weights: need.weights_bytes,
+        kv: total_bytes - need.weights_bytes - workspace_bytes - need.fixed_bytes,
         "workspace": workspace_bytes,
-        "the program itself": fixed_bytes,
+        fixed: need.fixed_bytes,
     }
-    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]))
+    return ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size
+    )
+
+
+def _refusal(case: Case, short: Short) -> ResourceError:
+    """What is needed, what is free, the largest parts, and which flags would help."""
+    machine, usable, total_bytes = case.machine, case.usable_bytes, short.total_bytes
+    listed = listed_parts(case, short, f"weights as {case.dtype}", "the program itself")
     free = f"{format_bytes(machine.available_bytes)} free of {format_bytes(machine.total_bytes)}"
     if machine.memory_bound_by != "free memory":
         free += f", bound by {machine.memory_bound_by}"
     return ResourceError(
         f"{case.model} does not fit into memory: it needs {format_bytes(total_bytes)} ({listed}), but "
         f"{format_bytes(usable)} may be used ({free}).",
-        _remedies(case, total_bytes, fitting),
+        _remedies(case, total_bytes, short.fitting),
     )
 
 
@@ -167,7 +195,7 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
     if case.machine.available_bytes >= total_bytes:
         by_ram = asked.machine.ram is not None and asked.machine.ram < total_bytes
         spare = case.machine.available_bytes - total_bytes
-        helps.append(f"use --ram {_size(total_bytes)}" if by_ram else f"use --ram-reserve {spare >> 20}M")
+        helps.append(f"use --ram {size_flag(total_bytes)}" if by_ram else f"use --ram-reserve {spare >> 20}M")
     elif case.machine.total_bytes >= total_bytes:
         helps.append(f"free {format_bytes(missing)} of memory")
     else:
@@ -176,6 +204,6 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
     return f"{sentence[0].upper()}{sentence[1:]}."
 
 
-def _size(count: int) -> str:
+def size_flag(count: int) -> str:
     """Bytes as a flag takes them, rounded up to MiB."""
     return f"{-(-count >> 20)}M"

@@ -11,7 +11,8 @@ from proa.types import Decision
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of RAM: what is free now, what is left alone, and what goes where.
 
-    process + weights + loading + kv + workspace <= usable: the formulas stand in plan/budget.py.
+    process + weights + loading + kv + workspace + simulated VRAM <= usable: the formulas stand in plan/budget.py, with
+    a GPU in plan/vram.py. Then weights are routed experts, and the KV is in VRAM.
     """
 
     free_bytes: int
@@ -21,21 +22,105 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int
     loading_bytes: int  # transient: what the loader holds beside the weights
     process_bytes: int = 0  # the two processes themselves: Python, torch, tokenizer
+    simulated_vram_bytes: int = 0  # what stands in for the memory of a simulated GPU
 
     @property
     def usable_bytes(self) -> int:
         return self.free_bytes - self.reserve_bytes
 
 
-class Roof(msgspec.Struct, frozen=True, kw_only=True):
-    """The physical limit of decode for one request: bytes that must be read per token over RAM bandwidth."""
+class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of VRAM: what is free now, what is left alone, and what goes where.
 
-    bytes_per_token: int
+    context + dense + kv + workspace + graphs + experts <= usable: the formulas stand in plan/vram.py.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    reserve_bytes: int
+    context_bytes: int  # CUDA's own: context, libraries, modules of kernels
+    dense_bytes: int  # attention, norms, routers, shared experts, dense FFNs, embedding, head
+    kv_bytes: int
+    workspace_bytes: int
+    graphs_bytes: int
+    experts_bytes: int  # slots of resident experts, packed as in RAM
+
+    @property
+    def usable_bytes(self) -> int:
+        return self.free_bytes - self.reserve_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        parts = self.context_bytes + self.dense_bytes + self.kv_bytes + self.workspace_bytes + self.graphs_bytes
+        return parts + self.experts_bytes
+
+
+class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs on the GPU: everything but the routed experts that are not resident.
+
+    `blocks`, `experts`, `expert_bytes` and `resident` have one entry for each MoE layer, in the model's order.
+    """
+
+    index: int | None  # cuda:index; None: simulated
+    name: str
+    uuid: str = ""
+    capability: tuple[int, int] = (0, 0)
+    numa_node: int | None = None
+    pcie_bytes_per_s: float | None = None  # of a simulated GPU: copies are throttled to this; None: they are not
+    vram: VramBudget
+    placement: str  # uniform, front-loading
+    blocks: tuple[int, ...] = ()  # which block of the model each MoE layer is
+    experts: tuple[int, ...] = ()  # how many routed experts it has
+    expert_bytes: tuple[int, ...] = ()  # packed bytes of one of them
+    resident: tuple[tuple[int, ...], ...] = ()  # ascending ids of those in VRAM
+    inclusive: bool = False  # RAM keeps a copy of resident experts too; else it holds only the others
+
+    @property
+    def simulated(self) -> bool:
+        return self.index is None
+
+    @property
+    def device(self) -> str:
+        return "sim" if self.index is None else f"cuda:{self.index}"
+
+    @property
+    def gpu_only(self) -> bool:
+        """No routed expert is left to the CPU."""
+        return all(len(ids) == count for ids, count in zip(self.resident, self.experts, strict=True))
+
+
+class VramRoof(msgspec.Struct, frozen=True, kw_only=True):
+    """What decode of one request reads from VRAM per token, and how fast that can be."""
+
+    dense_bytes_per_token: int  # dense weights and KV: nothing runs beside these
+    expert_bytes_per_token: int  # resident experts, if routing were even: the CPU runs its own meanwhile
     bandwidth_bytes_per_s: float
+    source: str  # where the bandwidth is from
+
+
+class Roof(msgspec.Struct, frozen=True, kw_only=True):
+    """The physical limit of decode for one request: bytes that must be read per token over bandwidth.
+
+    With a GPU: 1 / (dense / VRAM + max(resident experts / VRAM, the CPU's experts / RAM)).
+    """
+
+    bytes_per_token: int  # read from RAM
+    bandwidth_bytes_per_s: float  # of RAM
+    vram: VramRoof | None = None
 
     @property
     def tokens_per_s(self) -> float:
-        return self.bandwidth_bytes_per_s / self.bytes_per_token
+        if self.vram is None:
+            return self.bandwidth_bytes_per_s / self.bytes_per_token
+        ram_s = self.bytes_per_token / self.bandwidth_bytes_per_s
+        rate = self.vram.bandwidth_bytes_per_s
+        return 1 / (self.vram.dense_bytes_per_token / rate + max(self.vram.expert_bytes_per_token / rate, ram_s))
+
+    @property
+    def bound_by(self) -> str:
+        """What takes most of a token's time."""
+        ram_s = self.bytes_per_token / self.bandwidth_bytes_per_s
+        return "RAM" if self.vram is None or 2 * ram_s * self.tokens_per_s > 1 else "VRAM"
 
 
 class Workers(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,5 +158,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     isa: str = ""  # of the native kernels; empty: ops in plain torch
     workers: Workers | None = None  # of the native kernels
     memory: MemoryBudget
+    gpu: GpuPlan | None = None  # None: everything runs on the CPU
     roof: Roof
     decisions: tuple[Decision, ...] = ()

@@ -9,23 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from proa.config.options import EngineOptions, MachineOptions
-from proa.errors import UsageError
-from proa.machine.machine import Machine
+from proa.errors import ResourceError, UsageError
+from proa.machine.machine import Gpu, Machine
 from proa.models.names import Declared
-from proa.models.spec import Model
 from proa.obs.units import format_bytes
-from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
+from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
+from proa.plan.device import choose
 from proa.plan.fit import Case, Fitted, fit
+from proa.plan.gpu_asked import asked_gpu
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
-from proa.plan.plan import MemoryBudget, Plan, Roof
+from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof
+from proa.plan.roof import cpu_roof, split_roof
+from proa.plan.split import asks_for_experts, split
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
 from proa.weights import sources
 from proa.weights.checkpoint import Checkpoint
-
-# The roof of decode counts the KV of a conversation this long.
-ROOF_CONTEXT_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     spec, asked, machine = declared.spec, options.scheduler, host.machine
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
-    isa, compute_row = _compute(dtype, host)
+    isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in nothing else
     workers, worker_rows = plan_workers(options.machine, machine, threads) if isa else no_workers(options.machine)
     batch_tokens, batch_row = _batch_tokens(options)
     usable_bytes, ram_row = _ram(options.machine, machine)
@@ -56,7 +56,9 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     if isa and checkpoint.load_format == "gguf":
         packed = packed_size(spec, _stored_types(declared, checkpoint))
         need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
-    fitted = fit(Case(model, spec, options, dtype, need, machine, usable_bytes))
+    case = Case(model, spec, options, dtype, need, machine, usable_bytes)
+    placed = _place(case, checkpoint.load_format, batch_tokens, active_bytes, host.bandwidth)
+    fitted = placed.fitted
     return Plan(
         model=model,
         path=str(checkpoint.path),
@@ -77,13 +79,14 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
         threads=threads,
         isa=isa,
         workers=workers,
-        memory=_budget(machine, usable_bytes, need, fitted),
-        roof=_roof(spec, active_bytes, elem_bytes, host.bandwidth),
+        memory=placed.memory,
+        gpu=placed.gpu,
+        roof=placed.roof,
         decisions=(
             _load_format(options.model.load_format, checkpoint, bool(isa)),
             dtype_row,
-            compute_row,
-            *fitted.decisions,
+            _compute(dtype, host, placed.gpu),
+            *placed.decisions,
             _prefix_cache(options.cache.prefix_cache),
             Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue"),
             batch_row,
@@ -94,16 +97,76 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     )
 
 
-def _budget(machine: Machine, usable_bytes: int, need: Demand, fitted: Fitted) -> MemoryBudget:
-    return MemoryBudget(
-        free_bytes=machine.available_bytes,
-        reserve_bytes=machine.available_bytes - usable_bytes,
+@dataclass(frozen=True)
+class _Placed:
+    """Where everything lies, and how fast that can be."""
+
+    gpu: GpuPlan | None
+    memory: MemoryBudget
+    fitted: Fitted
+    roof: Roof
+    decisions: tuple[Decision, ...]
+
+
+def _place(case: Case, load_format: str, batch_tokens: int, active_bytes: int, bandwidth: float) -> _Placed:
+    """With a GPU where there is one and the model allows; without, with the reason; or the refusal."""
+    options = case.options.gpus
+    asked = asked_gpu(options.gpu)
+    certain = asked.explicit or asks_for_experts(options)
+    chosen = choose(asked, case.machine)
+    why, refused = chosen.why, None
+    if chosen.gpu is not None and (hindered := _hindrance(case.dtype, load_format)):
+        if certain:
+            raise UsageError(f"{case.model} cannot use a GPU: {hindered[0]}.", hindered[1], param="gpu")
+        why = f"CPU only: {hindered[0]}"
+    elif chosen.gpu is not None:
+        try:
+            return _with_gpu(case, chosen.gpu, chosen.why, batch_tokens, bandwidth)
+        except ResourceError as error:
+            if certain:
+                raise
+            why, refused = error.message, error
+    elif certain:
+        raise UsageError(f"Experts in VRAM were asked for, but no GPU is used: {why}.", "Leave --gpu-experts and "
+                         "--gpu-resident-layers out, or see `proa doctor`.", param="gpu_experts")  # fmt: skip
+    try:
+        return _on_cpu(case, why, active_bytes, bandwidth)
+    except ResourceError as error:
+        if refused is None:
+            raise
+        raise ResourceError(f"{error.message} With the GPU neither: {refused.message}", error.remedy) from refused
+
+
+def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: float) -> _Placed:
+    got = split(case, gpu, batch_tokens)
+    row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
+    roof = split_roof(case.spec, got.gpu, gpu, bandwidth)
+    return _Placed(got.gpu, got.memory, got.fitted, roof, (row, *got.decisions))
+
+
+def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) -> _Placed:
+    fitted, need = fit(case), case.need
+    memory = MemoryBudget(
+        free_bytes=case.machine.available_bytes,
+        reserve_bytes=case.machine.available_bytes - case.usable_bytes,
         weights_bytes=need.weights_bytes,
         kv_bytes=fitted.num_pages * need.page_bytes,
         workspace_bytes=need.workspace_bytes(fitted.context_tokens),
         loading_bytes=LOADING_BYTES,
         process_bytes=PROCESS_BYTES,
     )
+    roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], bandwidth)
+    row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
+    return _Placed(None, memory, fitted, roof, (row, *fitted.decisions))
+
+
+def _hindrance(dtype: str, load_format: str) -> tuple[str, str] | None:
+    """What about the model keeps it off GPUs, and the remedy."""
+    if load_format == "gguf":
+        return "quantised weights are not on the GPU yet", "Use --gpu none, or a checkpoint in safetensors."
+    if dtype != "bfloat16":
+        return f"the GPU computes in bfloat16, not {dtype}", "Use --dtype bfloat16, or --gpu none."
+    return None
 
 
 def _stored_types(declared: Declared, checkpoint: Checkpoint) -> dict[str, str]:
@@ -130,12 +193,15 @@ def _dtype(asked: str, checkpoint: Checkpoint) -> tuple[str, Decision]:
     return stored, Decision("dtype", asked, stored, "the checkpoint's own")
 
 
-def _compute(dtype: str, host: Host) -> tuple[str, Decision]:
-    """The native kernels' instruction set, or nothing where they cannot be used."""
+def _compute(dtype: str, host: Host, gpu: GpuPlan | None) -> Decision:
     if dtype != "bfloat16":
-        why = f"the native kernels compute in bfloat16, not {dtype}: slower"
-        return "", Decision("computing", "auto", "plain torch", why)
-    return host.isa, Decision("computing", "auto", f"native {host.isa}", host.isa_reason or "the best of this CPU")
+        return Decision(
+            "computing", "auto", "plain torch", f"the native kernels compute in bfloat16, not {dtype}: slower"
+        )
+    if gpu is not None and gpu.gpu_only:
+        return Decision("computing", "auto", gpu.device, "everything is in VRAM")
+    got = f"native {host.isa}" if gpu is None else f"{gpu.device}, native {host.isa} for experts in RAM"
+    return Decision("computing", "auto", got, host.isa_reason or "the best of this CPU")
 
 
 def _threads(asked: int | None, machine: Machine) -> tuple[int, Decision]:
@@ -180,9 +246,3 @@ def _ram(asked: MachineOptions, machine: Machine) -> tuple[int, Decision]:
     if machine.memory_bound_by != "free memory":
         why += f"; bound by {machine.memory_bound_by}"
     return got, Decision("RAM", "auto" if asked.ram is None else format_bytes(asked.ram), format_bytes(got), why)
-
-
-def _roof(spec: Model, active_bytes: int, elem_bytes: int, bandwidth: float) -> Roof:
-    """Decode of one request reads every active parameter and its KV once a token."""
-    kv = ROOF_CONTEXT_TOKENS * spec.kv_bytes_per_token(elem_bytes)
-    return Roof(bytes_per_token=active_bytes + kv, bandwidth_bytes_per_s=bandwidth)

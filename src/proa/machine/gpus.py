@@ -1,0 +1,181 @@
+"""NVIDIA GPUs, as the driver's management library (NVML) sees them: no torch, no CUDA context. Never: decisions.
+
+NVML numbers GPUs by PCI address. CUDA numbers those that CUDA_VISIBLE_DEVICES leaves, in its order, and without
+CUDA_DEVICE_ORDER=PCI_BUS_ID the fastest first, which matters only where GPUs differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from proa.machine.files import number, read
+from proa.machine.machine import Gpu
+
+T = TypeVar("T")
+
+# One lane, one way, after line coding: bytes/s by PCIe generation.
+LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+
+
+class Nvml(Protocol):
+    """What is asked of the module pynvml; handles are opaque."""
+
+    NVMLError: type[Exception]
+    NVML_CLOCK_MEM: int
+
+    def nvmlInit(self) -> None: ...  # noqa: N802 - the library's names
+    def nvmlShutdown(self) -> None: ...  # noqa: N802
+    def nvmlSystemGetDriverVersion(self) -> str: ...  # noqa: N802
+    def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
+    def nvmlDeviceGetHandleByIndex(self, index: int, /) -> Any: ...  # noqa: N802
+    def nvmlDeviceGetName(self, handle: Any, /) -> str: ...  # noqa: N802
+    def nvmlDeviceGetUUID(self, handle: Any, /) -> str: ...  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, /) -> Any: ...  # noqa: N802
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, /) -> Sequence[int]: ...  # noqa: N802
+    def nvmlDeviceGetMigMode(self, handle: Any, /) -> Sequence[int]: ...  # noqa: N802
+    def nvmlDeviceGetPciInfo(self, handle: Any, /) -> Any: ...  # noqa: N802
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any, /) -> int: ...  # noqa: N802
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: Any, /) -> int: ...  # noqa: N802
+    def nvmlDeviceGetMaxClockInfo(self, handle: Any, kind: int, /) -> int: ...  # noqa: N802
+    def nvmlDeviceGetMemoryBusWidth(self, handle: Any, /) -> int: ...  # noqa: N802
+
+
+@dataclass(frozen=True)
+class FoundGpus:
+    """GPUs in CUDA's order; `note` says why there are none, or fewer than the machine has, or what is not certain."""
+
+    gpus: tuple[Gpu, ...] = ()
+    note: str = ""
+
+
+def find_gpus(environ: Mapping[str, str], root: Path = Path("/"), nvml: Nvml | None = None) -> FoundGpus:
+    """The GPUs that CUDA would show a process of this environment. `root` holds /sys; `nvml` stands in for pynvml."""
+    if nvml is None:
+        try:
+            import pynvml  # only here: a machine without GPUs needs it for one question
+        except ImportError:
+            return FoundGpus(note="not looked for: the package nvidia-ml-py is not installed")
+        nvml = _typed(pynvml)
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return FoundGpus(note=f"none found: no NVIDIA driver answers ({error})")
+    try:
+        return _found(nvml, environ, root)
+    except nvml.NVMLError as error:
+        return FoundGpus(note=f"none found: the NVIDIA driver failed ({error})")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that the installed torch was built with, without importing it; None: none, or no torch."""
+    try:
+        file = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+    except metadata.PackageNotFoundError:
+        return None
+    return cuda_of(read(file) or "")
+
+
+def cuda_of(version_py: str) -> str | None:
+    """The CUDA version that torch/version.py states."""
+    match = re.search(r"""^cuda\b[^=\n]*=\s*['"]([\d.]+)['"]""", version_py, re.MULTILINE)
+    return match[1] if match else None
+
+
+def visible(uuids: Sequence[str], asked: str | None) -> tuple[tuple[int, ...], str]:
+    """Which of the GPUs CUDA_VISIBLE_DEVICES leaves, in its order, and what to say of it.
+
+    CUDA's rules: numbers or beginnings of UUIDs; nothing counts from the first wrong entry on; a GPU named twice hides
+    all.
+    """
+    if asked is None:
+        return tuple(range(len(uuids))), ""
+    left: list[int] = []
+    for entry in (part.strip() for part in asked.split(",")):
+        if entry.isdigit():
+            matches = [int(entry)] if int(entry) < len(uuids) else []
+        else:
+            matches = [i for i, uuid in enumerate(uuids) if entry and uuid.lower().startswith(entry.lower())]
+        if len(matches) != 1:
+            break
+        left += matches
+    if len(set(left)) < len(left):
+        left = []
+    note = f"CUDA_VISIBLE_DEVICES={asked} leaves {len(left)} of {len(uuids)} GPUs" if len(left) < len(uuids) else ""
+    return tuple(left), note
+
+
+def _typed(module: ModuleType) -> Nvml:
+    found: Any = module
+    typed: Nvml = found
+    return typed
+
+
+def _found(nvml: Nvml, environ: Mapping[str, str], root: Path) -> FoundGpus:
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    driver = nvml.nvmlSystemGetDriverVersion()
+    shown, hidden = visible([nvml.nvmlDeviceGetUUID(h) for h in handles], environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus, notes = [], [hidden] if hidden else []
+    for index, physical in enumerate(shown):
+        seen = _describe(nvml, handles[physical], root)
+        if isinstance(seen, Gpu):
+            gpus.append(msgspec.structs.replace(seen, index=index, driver=driver))
+        else:
+            notes.append(f"GPU {index} cannot be used: {seen}")
+    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
+        notes.append("GPUs differ, and CUDA may number them otherwise: set CUDA_DEVICE_ORDER=PCI_BUS_ID")
+    return FoundGpus(tuple(gpus), "; ".join(notes) or ("" if handles else "none found: the NVIDIA driver sees none"))
+
+
+def _describe(nvml: Nvml, handle: Any, root: Path) -> Gpu | str:
+    """The GPU, its number and driver left open; or why it cannot be used."""
+
+    def tried(ask: Callable[[], T]) -> T | None:
+        try:
+            return ask()
+        except nvml.NVMLError:  # not every GPU answers every question
+            return None
+
+    mig = tried(lambda: nvml.nvmlDeviceGetMigMode(handle))
+    if mig is not None and mig[0]:
+        return "it is split by MIG"
+    memory = tried(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    if memory is None:
+        return "it does not tell how much memory it has"
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    bus_id = _bus_id(nvml.nvmlDeviceGetPciInfo(handle))
+    generation = tried(lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+    width = tried(lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
+    lane = LANE_BYTES_PER_S.get(generation or 0)
+    clock_mhz = tried(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM))
+    bus_bits = tried(lambda: nvml.nvmlDeviceGetMemoryBusWidth(handle))
+    node = number(root / f"sys/bus/pci/devices/{bus_id}/numa_node")
+    return Gpu(
+        index=None,
+        name=nvml.nvmlDeviceGetName(handle),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        bus_id=bus_id,
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        capability=(major, minor),
+        pcie_generation=generation,
+        pcie_width=width,
+        pcie_bytes_per_s=lane * width if lane and width else None,
+        # Two transfers a clock, in the clocks that NVML states for HBM and GDDR alike.
+        memory_bytes_per_s=2e6 * clock_mhz * bus_bits / 8 if clock_mhz and bus_bits else None,
+        numa_node=node if node is not None and node >= 0 else None,  # -1: the firmware does not say
+    )
+
+
+def _bus_id(pci: Any) -> str:
+    """As /sys writes it: "0000:17:00.0"."""
+    return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"

@@ -1,0 +1,84 @@
+"""Which routed experts live in VRAM: pure functions of sizes. Never: what else needs VRAM, options, decisions.
+
+An expert in VRAM is a copy of its packed panels in RAM (csrc/src/layout.h, bfloat16), so it has their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from proa.models.spec import Model, Moe
+
+PANEL_ROWS, COLUMN_UNIT, BF16_BYTES = 16, 32, 2
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """A block of the model that routes."""
+
+    block: int
+    experts: int
+    top_k: int
+    expert_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.experts * self.expert_bytes
+
+
+def moe_layers(spec: Model) -> tuple[MoeLayer, ...]:
+    return tuple(
+        MoeLayer(i, block.ffn.experts, block.ffn.top_k, expert_bytes(block.ffn))
+        for i, block in enumerate(spec.blocks)
+        if isinstance(block.ffn, Moe)
+    )
+
+
+def expert_bytes(ffn: Moe) -> int:
+    """Packed bytes of one expert: gate and up alternate panel by panel, down follows."""
+    return 2 * packed_bytes(ffn.width, ffn.hidden) + packed_bytes(ffn.hidden, ffn.width)
+
+
+def packed_bytes(rows: int, columns: int) -> int:
+    """Bytes of a bfloat16 matrix in panels: rows padded to 16, columns to 32."""
+    return _padded(rows, PANEL_ROWS) * _padded(columns, COLUMN_UNIT) * BF16_BYTES
+
+
+def place(
+    layers: Sequence[MoeLayer], budget_bytes: int, strategy: str, wanted: Sequence[int], whole: frozenset[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Ids of resident experts of each layer, within the budget: always the first of a layer.
+
+    All experts of the blocks in `whole` come first. Then up to `wanted` of each layer: "uniform" takes one of every
+    layer in turn, so that what does not divide goes to the first layers; "front-loading" fills layer after layer, the
+    last one in part.
+    """
+    counts = [0] * len(layers)
+    left_bytes = budget_bytes
+    pinned = [layer.experts if layer.block in whole else 0 for layer in layers]
+    for order in (_layer_by_layer(pinned), _ORDERS[strategy](wanted)):
+        for i, nth in order:
+            if nth == counts[i] and layers[i].expert_bytes <= left_bytes:
+                counts[i] += 1
+                left_bytes -= layers[i].expert_bytes
+    return tuple(tuple(range(count)) for count in counts)
+
+
+def resident_bytes(layers: Sequence[MoeLayer], resident: Sequence[Sequence[int]]) -> int:
+    return sum(layer.expert_bytes * len(ids) for layer, ids in zip(layers, resident, strict=True))
+
+
+def _layer_by_layer(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((i, nth) for i, count in enumerate(counts) for nth in range(count))
+
+
+def _in_turn(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((i, nth) for nth in range(max(counts, default=0)) for i, count in enumerate(counts) if nth < count)
+
+
+_ORDERS = {"uniform": _in_turn, "front-loading": _layer_by_layer}
+
+
+def _padded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit

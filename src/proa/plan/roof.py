@@ -1,0 +1,50 @@
+"""The physical limit of decode: what one token must read, over bandwidth. Pure. Never: measuring."""
+
+from __future__ import annotations
+
+from proa.machine.machine import Gpu
+from proa.models.spec import Model
+from proa.plan.placement import BF16_BYTES, moe_layers
+from proa.plan.plan import GpuPlan, Roof, VramRoof
+from proa.plan.vram import dense_read_bytes
+
+# The KV of a conversation this long counts.
+ROOF_CONTEXT_TOKENS = 256
+
+# Where the driver does not tell: no GPU reads faster (B200), so that the roof is a limit still.
+FASTEST_VRAM_BYTES_PER_S = 8e12
+
+
+def cpu_roof(spec: Model, active_bytes: int, elem_bytes: int, bandwidth: float) -> Roof:
+    """Decode of one request reads every active parameter and its KV once a token."""
+    kv = ROOF_CONTEXT_TOKENS * spec.kv_bytes_per_token(elem_bytes)
+    return Roof(bytes_per_token=active_bytes + kv, bandwidth_bytes_per_s=bandwidth)
+
+
+def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float) -> Roof:
+    """Dense weights and KV come from VRAM, then resident experts from VRAM while the others come from RAM.
+
+    Every expert counts as often as any other.
+    """
+    in_vram = in_ram = 0.0
+    for layer, resident in zip(moe_layers(spec), plan.resident, strict=True):
+        read_bytes = layer.top_k * layer.expert_bytes
+        share = len(resident) / layer.experts
+        in_vram += read_bytes * share
+        in_ram += read_bytes * (1 - share)
+    rate, source = _vram_rate(gpu, bandwidth)
+    vram = VramRoof(
+        dense_bytes_per_token=dense_read_bytes(spec) + ROOF_CONTEXT_TOKENS * spec.kv_bytes_per_token(BF16_BYTES),
+        expert_bytes_per_token=round(in_vram),
+        bandwidth_bytes_per_s=rate,
+        source=source,
+    )
+    return Roof(bytes_per_token=round(in_ram), bandwidth_bytes_per_s=bandwidth, vram=vram)
+
+
+def _vram_rate(gpu: Gpu, ram_rate: float) -> tuple[float, str]:
+    if gpu.simulated:
+        return ram_rate, "RAM's, for it is simulated there"
+    if gpu.memory_bytes_per_s is None:
+        return FASTEST_VRAM_BYTES_PER_S, "not told by the driver: that of the fastest GPU"
+    return gpu.memory_bytes_per_s, "by its data sheet"

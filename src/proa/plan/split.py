@@ -1,0 +1,242 @@
+"""A model over one GPU and RAM: what lies where, or why it cannot. Never: which GPU, formulas (plan/vram.py), the order
+of experts (plan/placement.py).
+
+Dense weights first, then KV, then experts: docs/decisions/018-vram-plan.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from proa.config.options import GpuOptions
+from proa.errors import ResourceError, UsageError
+from proa.machine.machine import Gpu
+from proa.obs.units import format_bytes
+from proa.plan.budget import Demand
+from proa.plan.fit import Case, Fitted, Short, listed_parts, reach, size_flag
+from proa.plan.gpu_asked import asked_experts, asked_layers
+from proa.plan.placement import MoeLayer, moe_layers, place, resident_bytes
+from proa.plan.plan import GpuPlan, MemoryBudget, VramBudget
+from proa.plan.vram import (
+    context_bytes,
+    graphs_bytes,
+    host_workspace_bytes,
+    loading_bytes,
+    process_bytes,
+    vram_demand,
+)
+from proa.types import Decision
+
+# Left to others and to what allocators cannot use; nobody else uses a simulated GPU.
+LEAST_RESERVE_BYTES, RESERVE_SHARE = 256 << 20, 100
+
+
+@dataclass(frozen=True)
+class Split:
+    """What the GPU gets, and what stays in RAM."""
+
+    gpu: GpuPlan
+    memory: MemoryBudget
+    fitted: Fitted
+    decisions: tuple[Decision, ...]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Experts wanted in VRAM: so many of each MoE layer, all of the blocks in `whole`. `must`: fewer is an error."""
+
+    asked: str
+    wanted: tuple[int, ...]
+    whole: frozenset[int]
+    must: bool
+
+    def counts(self, layers: tuple[MoeLayer, ...]) -> list[int]:
+        return [x.experts if x.block in self.whole else n for x, n in zip(layers, self.wanted, strict=True)]
+
+    def least(self, layers: tuple[MoeLayer, ...]) -> list[int]:
+        """Fewer of any layer is an error."""
+        return self.counts(layers) if self.must else [x.experts if x.block in self.whole else 0 for x in layers]
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Bytes that experts may take: of RAM with a copy of each there, of RAM otherwise."""
+
+    inclusive_bytes: int
+    exclusive_bytes: int
+
+
+def asks_for_experts(asked: GpuOptions) -> bool:
+    """Something that only a GPU can do was asked for by name."""
+    return asked_experts(asked.gpu_experts) not in ("auto", 0) or asked.gpu_resident_layers is not None
+
+
+def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
+    """`case` is that of the RAM: its machine and usable bytes; its demand is not looked at.
+
+    Raises UsageError for experts and contexts that the model does not have, ResourceError where they do not fit.
+    """
+    asked, running = case.options.gpus, case.options.scheduler.max_running
+    layers = moe_layers(case.spec)
+    wish = _wish(asked, layers, len(case.spec.blocks))
+    budget_bytes, vram_row = _usable(asked, gpu)
+    need = vram_demand(case.spec, case.options.cache.page_tokens, running, batch_tokens, gpu.simulated)
+    vram = replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
+    room = _room(case, layers, batch_tokens, gpu, budget_bytes)
+    fitted = _reach(vram, gpu, _share(vram, layers, wish, room))
+    left_bytes = budget_bytes - need.total_bytes(fitted.context_tokens, fitted.num_pages)
+    strategy = "uniform" if asked.expert_placement == "auto" else asked.expert_placement
+    resident = place(layers, left_bytes, strategy, wish.wanted, wish.whole)
+    experts_bytes = resident_bytes(layers, resident)
+    if any(len(ids) < least for ids, least in zip(resident, wish.least(layers), strict=True)):
+        raise _experts_do_not_fit(gpu, _bytes_of(layers, wish.least(layers)), left_bytes)
+    total_bytes = sum(layer.total_bytes for layer in layers)
+    inclusive = experts_bytes < total_bytes <= room.inclusive_bytes
+    in_ram_bytes = total_bytes if inclusive else total_bytes - experts_bytes
+    if not inclusive and in_ram_bytes > room.exclusive_bytes:
+        raise _ram_refusal(case, in_ram_bytes, room.exclusive_bytes, experts_bytes)
+    plan = GpuPlan(
+        index=gpu.index,
+        name=gpu.name,
+        uuid=gpu.uuid,
+        capability=gpu.capability,
+        numa_node=gpu.numa_node,
+        pcie_bytes_per_s=gpu.pcie_bytes_per_s,
+        vram=_vram_budget(gpu, budget_bytes, need, fitted, case, experts_bytes),
+        placement=strategy,
+        blocks=tuple(layer.block for layer in layers),
+        experts=tuple(layer.experts for layer in layers),
+        expert_bytes=tuple(layer.expert_bytes for layer in layers),
+        resident=resident,
+        inclusive=inclusive,
+    )
+    memory = MemoryBudget(
+        free_bytes=case.machine.available_bytes,
+        reserve_bytes=case.machine.available_bytes - case.usable_bytes,
+        weights_bytes=in_ram_bytes,
+        kv_bytes=0,
+        workspace_bytes=host_workspace_bytes(case.spec, running, batch_tokens),
+        loading_bytes=loading_bytes(layers, inclusive),
+        process_bytes=process_bytes(gpu.simulated),
+        simulated_vram_bytes=plan.vram.used_bytes if gpu.simulated else 0,
+    )
+    return Split(plan, memory, fitted, (*fitted.decisions, vram_row, _experts_row(wish, plan)))
+
+
+def _wish(asked: GpuOptions, layers: tuple[MoeLayer, ...], num_blocks: int) -> Wish:
+    count, whole = asked_experts(asked.gpu_experts), asked_layers(asked.gpu_resident_layers, num_blocks)
+    if asks_for_experts(asked) and not layers:
+        remedy = "Leave --gpu-experts and --gpu-resident-layers out."
+        raise UsageError("The model has no routed experts to place.", remedy, param="gpu_experts")
+    most = max((layer.experts for layer in layers), default=0)
+    if isinstance(count, int) and count > most:
+        raise UsageError(
+            f"--gpu-experts {count} is more than the {most} experts of a layer.", "Use --gpu-experts all.",
+            param="gpu_experts",
+        )  # fmt: skip
+    wanted = tuple(min(layer.experts, count) if isinstance(count, int) else layer.experts for layer in layers)
+    text = asked.gpu_experts + (f", layers {asked.gpu_resident_layers} whole" if whole else "")
+    return Wish(text, wanted, whole, must=count != "auto")
+
+
+def _usable(asked: GpuOptions, gpu: Gpu) -> tuple[int, Decision]:
+    reserve = 0 if gpu.simulated else max(LEAST_RESERVE_BYTES, gpu.total_bytes // RESERVE_SHARE)
+    room = max(0, gpu.free_bytes - reserve)
+    got = room if asked.vram is None else min(asked.vram, room)
+    free = f"{format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}"
+    why = f"{free}, {format_bytes(reserve)} left to others"
+    return got, Decision("VRAM", "auto" if asked.vram is None else format_bytes(asked.vram), format_bytes(got), why)
+
+
+def _room(case: Case, layers: tuple[MoeLayer, ...], batch_tokens: int, gpu: Gpu, budget_bytes: int) -> _Room:
+    other = process_bytes(gpu.simulated) + (budget_bytes if gpu.simulated else 0)
+    other += host_workspace_bytes(case.spec, case.options.scheduler.max_running, batch_tokens)
+    inclusive, exclusive = (case.usable_bytes - other - loading_bytes(layers, keep) for keep in (True, False))
+    return _Room(inclusive, exclusive)
+
+
+def _bytes_of(layers: tuple[MoeLayer, ...], counts: Sequence[int]) -> int:
+    return sum(layer.expert_bytes * count for layer, count in zip(layers, counts, strict=True))
+
+
+def _share(case: Case, layers: tuple[MoeLayer, ...], wish: Wish, room: _Room) -> int:
+    """VRAM that context and KV leave to experts.
+
+    Where nobody asked for a length, half of what dense weights leave, or less if all wanted experts take less; but
+    never less than is asked for by name, or than RAM cannot hold.
+    """
+    total_bytes, wanted_bytes = sum(layer.total_bytes for layer in layers), _bytes_of(layers, wish.counts(layers))
+    least_bytes = _bytes_of(layers, wish.least(layers))
+    if total_bytes > room.inclusive_bytes:
+        whole_expert = max((layer.expert_bytes for layer in layers), default=1) - 1
+        least_bytes = max(least_bytes, min(wanted_bytes, total_bytes - room.exclusive_bytes + whole_expert))
+    half = (case.usable_bytes - case.need.total_bytes(0, 0)) // 2
+    return max(min(wanted_bytes, half), least_bytes)
+
+
+def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
+    """Context and pages in what experts leave, but at least the context asked for, or the least."""
+    nothing = reach(replace(case, usable_bytes=0))
+    least = nothing.total_bytes if isinstance(nothing, Short) else 0
+    got = reach(replace(case, usable_bytes=min(case.usable_bytes, max(least, case.usable_bytes - experts_bytes))))
+    if isinstance(got, Short):
+        listed = listed_parts(case, got, "dense weights", "CUDA")
+        vram = case.options.gpus.vram
+        helps = [f"--vram {size_flag(got.total_bytes)} or more"] if vram and vram < got.total_bytes else []
+        helps += [f"--context {got.fitting}"] if got.fitting > 0 else []
+        raise ResourceError(
+            f"{gpu.name} cannot hold {case.model} even without its routed experts: that takes "
+            f"{format_bytes(got.total_bytes)} of VRAM ({listed}), and {format_bytes(case.usable_bytes)} may be used.",
+            f"Use {', or '.join([*helps, '--gpu none'])}.",
+        )
+    return got
+
+
+def _vram_budget(gpu: Gpu, budget_bytes: int, need: Demand, fitted: Fitted, case: Case, experts: int) -> VramBudget:
+    return VramBudget(
+        total_bytes=gpu.total_bytes,
+        free_bytes=gpu.free_bytes,
+        reserve_bytes=gpu.free_bytes - budget_bytes,
+        context_bytes=context_bytes(gpu.simulated),
+        dense_bytes=need.weights_bytes,
+        kv_bytes=fitted.num_pages * need.page_bytes,
+        workspace_bytes=need.workspace_bytes(fitted.context_tokens),
+        graphs_bytes=graphs_bytes(case.spec, case.options.scheduler.max_running, gpu.simulated),
+        experts_bytes=experts,
+    )
+
+
+def _experts_row(wish: Wish, plan: GpuPlan) -> Decision:
+    name, total = "experts in VRAM", sum(plan.experts)
+    if not total:
+        return Decision(name, wish.asked, "none", "the model has no routed experts: the GPU runs all of it")
+    counts = [len(ids) for ids in plan.resident]
+    got = f"{sum(counts)} of {total}: {format_bytes(plan.vram.experts_bytes)}"
+    if plan.gpu_only:
+        return Decision(name, wish.asked, got, "all fit: the GPU runs everything, and RAM keeps no copies")
+    if not sum(counts):
+        return Decision(name, wish.asked, "none", "as asked" if wish.must else "none fits beside dense weights and KV")
+    copies = "RAM keeps a copy of each" if plan.inclusive else "RAM holds only the others"
+    spread = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
+    why = f"{plan.placement}: {spread} of each of {len(counts)} layers; {copies}; the CPU runs the others"
+    return Decision(name, wish.asked, got, why)
+
+
+def _experts_do_not_fit(gpu: Gpu, wanted_bytes: int, left_bytes: int) -> ResourceError:
+    return ResourceError(
+        f"The experts asked for take {format_bytes(wanted_bytes)} of VRAM; beside dense weights and KV cache, "
+        f"{gpu.name} has {format_bytes(max(0, left_bytes))} for them.",
+        "Ask for fewer, or leave --gpu-experts and --gpu-resident-layers out: as many as fit are taken.",
+        param="gpu_experts",
+    )  # fmt: skip
+
+
+def _ram_refusal(case: Case, needed_bytes: int, room_bytes: int, resident: int) -> ResourceError:
+    machine = case.machine
+    return ResourceError(
+        f"{case.model} does not fit into VRAM and RAM together: of its routed experts {format_bytes(resident)} fit "
+        f"into VRAM, {format_bytes(needed_bytes)} remain, and RAM has {format_bytes(max(0, room_bytes))} for them "
+        f"({format_bytes(machine.available_bytes)} free of {format_bytes(machine.total_bytes)}).",
+        f"Free {format_bytes(needed_bytes - room_bytes)} of memory, use a shorter --context, or a smaller model.",
+    )
