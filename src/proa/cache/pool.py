@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from proa.models.spec import Model
+from proa.models.spec import Model, PagedKv
 from proa.ops.table import KvPages
 
 
@@ -15,7 +16,8 @@ def allocate_pool(
 
     Not initialised: no op reads a slot before it was written, and RAM is touched only as the cache fills.
     """
-    return tuple(
-        KvPages(*(torch.empty(num_pages, page_tokens, c.kv_heads, c.head_dim, dtype=dtype, device=device) for _ in range(2)))
-        for c in (block.mixer.cache for block in model.blocks)
-    )
+
+    def one(c: PagedKv) -> Tensor:
+        return torch.empty(num_pages, page_tokens, c.kv_heads, c.head_dim, dtype=dtype, device=device)
+
+    return tuple(KvPages(one(block.mixer.cache), one(block.mixer.cache)) for block in model.blocks)

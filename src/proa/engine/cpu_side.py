@@ -1,4 +1,4 @@
-"""The CPU's workers of an engine, and the memory that they fill and read. Never: what they compute, how many (plan/)."""
+"""The CPU's workers of an engine, and the memory that they fill and read. Never: what they compute, how many."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LEAST_WITH_LAUNCHER = 2  # CPUs of a team: with no more, launching shares one wi
 
 
 class CpuSide:
-    """The pool's caller, whoever it is, works along as the first of the first team; a launcher, if there is one, has the
-    last CPU of the last team to itself, where that leaves workers enough.
+    """The pool's caller, whoever it is, works along as the first of the first team. A
+    launcher, if there is one, has the last CPU of the last team to itself, where that leaves workers enough.
     """
 
     def __init__(self, workers: Workers, isa: str, *, launcher: bool = False) -> None:

@@ -26,16 +26,11 @@ from proa.engine.scheduler import Scheduler
 from proa.engine.spans import step_limits
 from proa.engine.threads import choose_threads
 from proa.layers.decoder import Decoder
-from proa.machine.claims import Claim
-from proa.machine.topology import UNBOUND
 from proa.models.spec import Model
-from proa.native.pool import Pool
 from proa.ops.cpu import CpuOps, Recorder
-from proa.ops.packed import Memory
 from proa.ops.reference import reference
-from proa.ops.table import Ops
+from proa.ops.table import Ops, Target
 from proa.plan.plan import Plan, Workers
-from proa.types import Decision
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.dummy import fill_dummy
 from proa.weights.load import load_weights
@@ -52,10 +47,10 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     checkpoint = open_checkpoint(Path(plan.path), plan.load_format, plan.override_config)
     declared = checkpoint.declare(plan.ignore_config_keys)
     build = _build(plan, declared.spec)
-    targets = dict(build.model.parameters())
+    targets = build.targets()
     begin = time.perf_counter()
     if plan.load_format == "dummy":
-        fill_dummy(declared.spec, targets, plan.dummy_seed, plan.dummy_router)
+        fill_dummy(declared.spec, targets, plan.dummy_seed, plan.dummy_router, build.pool, build.flush)
     else:
         load_weights(checkpoint, declared, targets, _paced(report), build.pool, build.flush)
     load_seconds = time.perf_counter() - begin
@@ -83,6 +78,9 @@ class _Eager:
         torch.set_num_threads(plan.threads)
         self.pool = None
         self.model = Decoder(spec, reference(self._dtype))
+
+    def targets(self) -> dict[str, Target]:
+        return dict(self.model.parameters())
 
     def runner(self) -> Runner:
         plan = self._plan
@@ -121,6 +119,9 @@ class _Native:
         pages = -(-plan.context_tokens // plan.page_tokens)
         self._recorder = Recorder(self.pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
         self.model = Decoder(spec, CpuOps(self._recorder).table())
+
+    def targets(self) -> dict[str, Target]:
+        return dict(self.model.parameters())
 
     def runner(self) -> Runner:
         caches = allocate_pool(self._spec, self._plan.num_pages, self._plan.page_tokens, torch.bfloat16)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from proa.plan.plan import Plan
 
-
 # Rows of logits made at once for prompt log-probabilities: bounds them at 64 x vocab float32.
 PROMPT_LOGITS_ROWS = 64
 

@@ -43,7 +43,13 @@ class GpuExperts:
         return self._space.partial
 
     def finish(
-        self, started: Tensor, at: Located, weights: Tensor, cpu: Tensor | None, shared: Tensor | None, gate: Tensor | None
+        self,
+        started: Tensor,
+        at: Located,
+        weights: Tensor,
+        cpu: Tensor | None,
+        shared: Tensor | None,
+        gate: Tensor | None,
     ) -> Tensor:
         out = torch.empty(len(weights), self._shape.hidden, dtype=torch.bfloat16, device=weights.device)
         combine(started, weights, at.down, Added(cpu, shared, gate), out)

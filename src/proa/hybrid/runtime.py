@@ -25,7 +25,13 @@ class DeviceExperts(Protocol):
         """What the GPU's experts make of x [T, hidden]; `finish` understands it."""
 
     def finish(
-        self, started: Tensor, at: Located, weights: Tensor, cpu: Tensor | None, shared: Tensor | None, gate: Tensor | None
+        self,
+        started: Tensor,
+        at: Located,
+        weights: Tensor,
+        cpu: Tensor | None,
+        shared: Tensor | None,
+        gate: Tensor | None,
     ) -> Tensor:
         """The weighted sum of those, + cpu float32 [T, hidden] + shared, times sigmoid(gate): bfloat16 [T, hidden]."""
 
@@ -56,7 +62,13 @@ class HybridExperts:
 
 class HybridUnderway:
     def __init__(
-        self, device: DeviceExperts, transport: Transport | None, at: Located, weights: Tensor, started: Tensor, x: Tensor
+        self,
+        device: DeviceExperts,
+        transport: Transport | None,
+        at: Located,
+        weights: Tensor,
+        started: Tensor,
+        x: Tensor,
     ) -> None:
         self._device, self._transport = device, transport
         self._at, self._weights, self._started, self._x = at, weights, started, x

@@ -43,7 +43,13 @@ class SimExperts:
         return x
 
     def finish(
-        self, started: Tensor, at: Located, weights: Tensor, cpu: Tensor | None, shared: Tensor | None, gate: Tensor | None
+        self,
+        started: Tensor,
+        at: Located,
+        weights: Tensor,
+        cpu: Tensor | None,
+        shared: Tensor | None,
+        gate: Tensor | None,
     ) -> Tensor:
         x = started
         total = torch.zeros(x.shape, dtype=torch.float32) if cpu is None else cpu

@@ -34,9 +34,7 @@ class BlockLayout(ctypes.Structure):
     x: int
     y: int
     bytes: int  # of the block
-    _fields_ = [
-        (name, c_int64) for name in ("rung", "answered", "dead", "header", "ids", "weights", "x", "y", "bytes")
-    ]
+    _fields_ = [(name, c_int64) for name in ("rung", "answered", "dead", "header", "ids", "weights", "x", "y", "bytes")]
 
 
 class _Options(ctypes.Structure):

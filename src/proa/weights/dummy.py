@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import NormalDist
 
 import torch
@@ -17,25 +17,33 @@ from torch import Tensor
 
 from proa.errors import UsageError
 from proa.models.spec import Model, Moe
-from proa.ops.table import Target
+from proa.native.fill import Fill, StoredRows, fill
+from proa.native.formats import Stored
+from proa.native.pool import Pool
+from proa.ops.table import Sink, Target
 
 _POOL = 1 << 22  # random numbers made once and reused at random offsets: filling runs at memory speed
+_BATCH_BYTES = 32 << 20  # of random numbers for each worker
 _PANEL_ROWS = 16  # of packed weights (csrc/src/layout.h)
 _ROUTER_SPREAD = 1.0  # standard deviation of router logits over tokens
 _RARELY, _ALMOST_ALWAYS = 1e-4, 0.98
 
 
-def fill_dummy(spec: Model, targets: Mapping[str, Target], seed: int, router: str) -> None:
+def fill_dummy(
+    spec: Model, targets: Mapping[str, Target], seed: int, router: str,
+    workers: Pool | None = None, flush: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
     """Fill `targets` (by our names, any float type) so that activations stay finite and near 1.
 
     router: "uniform" (all experts alike) or "zipf" (in each layer the n-th hottest expert is chosen with a
-    frequency proportional to 1/n, capped near 1). The same seed gives the same weights.
-    Raises UsageError for another router.
+    frequency proportional to 1/n, capped near 1). The same seed gives the same weights, whether `workers` fill sinks or
+    not; `flush` is called as load_weights calls it. Raises UsageError for another router.
     """
     if router not in ("uniform", "zipf"):
         raise UsageError(f"There is no dummy router {router!r}.", "Use uniform or zipf.", param="dummy_router")
     pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed))
     depth = 2 * len(spec.blocks)
+    batch = _Batch(pool, workers, flush) if workers else None
     for name, shape in spec.params():
         target, kind = targets[name], name.split(".")[-2]
         if isinstance(target, Tensor) or kind == "router" or len(shape) == 1:
@@ -48,10 +56,71 @@ def fill_dummy(spec: Model, targets: Mapping[str, Target], seed: int, router: st
                 target.write(0, whole)
             continue
         step = _rows_at_once(shape[1])
+        if batch and step >= shape[0] and batch.add(target, name, _scale(name, shape[1], depth), _seed(seed, name)):
+            continue
         for first in range(0, shape[0], step):
             rows = torch.empty(min(step, shape[0] - first), shape[1])
             _fill_rows(rows, name, first, pool, depth, seed)
             target.write(first, rows)
+    if batch:
+        batch.run()
+
+
+class _Batch:
+    """Sinks that workers fill from the random numbers, once enough have come together."""
+
+    def __init__(self, numbers: Tensor, workers: Pool, flush: Callable[[], None] | None) -> None:
+        self._numbers, self._workers, self._flush = numbers, workers, flush
+        self._scaled: dict[float, Tensor] = {}
+        self._jobs: list[Fill] = []
+        self._zeroed: list[tuple[Sink, Tensor]] = []
+        self._waiting_bytes = 0
+
+    def add(self, target: Sink, name: str, scale: float, seed: int) -> bool:
+        """Whether it will be filled: a matrix that is one copy of the numbers, see _fill."""
+        rows, cols = target.shape
+        if name.endswith("embed.weight"):
+            return False
+        if scale not in self._scaled:
+            self._scaled[scale] = self._numbers * scale
+        numbers, offset = self._scaled[scale], (seed % (_POOL // 2)) % (_POOL - rows * cols)
+        stored = StoredRows(Stored.F32, numbers[offset:].data_ptr(), cols * 4)
+        jobs = target.fills(stored)
+        if jobs is None and self._jobs:
+            self.run()  # there may be room now
+            jobs = target.fills(stored)
+        if jobs is None:
+            return False
+        self._jobs += jobs
+        self._waiting_bytes += rows * cols * 4
+        if _zero_row(name):
+            head = numbers[offset : offset + min(rows, _PANEL_ROWS) * cols].view(-1, cols).clone()
+            head[0] = 0.0
+            self._zeroed.append((target, head))
+        if self._waiting_bytes >= _BATCH_BYTES * self._workers.threads:
+            self.run()
+        return True
+
+    def run(self) -> None:
+        if self._jobs:
+            fill(self._workers, self._jobs)
+        if self._flush:
+            self._flush()
+        for target, head in self._zeroed:
+            target.write(0, head)
+        self._jobs, self._zeroed, self._waiting_bytes = [], [], 0
+
+
+def _zero_row(name: str) -> bool:
+    """Whether channel 0 of the residual stream would be written."""
+    return name.split(".")[-2] in ("o", "down")
+
+
+def _scale(name: str, cols: int, depth: int) -> float:
+    """What layers add to the residual stays small beside the embedding, whose elements are near 1."""
+    if name.endswith("embed.weight"):
+        return 1.0
+    return (0.5 / math.sqrt(depth) if _zero_row(name) else 1.0) / math.sqrt(cols)
 
 
 def _fill_rows(rows: Tensor, name: str, first: int, pool: Tensor, depth: int, seed: int) -> None:
@@ -62,13 +131,10 @@ def _fill_rows(rows: Tensor, name: str, first: int, pool: Tensor, depth: int, se
     elif kind.startswith(("norm", "q_norm", "k_norm")):
         rows.fill_(1.0)
     else:
-        # What layers add to the residual stays small beside the embedding, whose elements are near 1.
-        gain = 0.5 / math.sqrt(depth) if kind in ("o", "down") else 1.0
-        scale = 1.0 if kind == "embed" else gain / math.sqrt(rows.shape[-1])
-        _fill(rows, first, pool, scale, _seed(seed, name))
+        _fill(rows, first, pool, _scale(name, rows.shape[-1], depth), _seed(seed, name))
     if kind == "embed":
         rows[:, 0] = 1.0
-    elif kind in ("o", "down") and first == 0:
+    elif _zero_row(name) and first == 0:
         rows[0] = 0.0
 
 

@@ -158,9 +158,7 @@ def _pull(y, out, out_row, answer, state, hidden, BLOCK: tl.constexpr, WAIT: tl.
     tl.store(out + row * out_row + column, value, inside)
 
 
-def push(
-    x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int, block: Block, state: Tensor
-) -> None:
+def push(x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int, block: Block, state: Tensor) -> None:
     """Hand `layer`'s pairs that are the CPU's, and the rows that have one, to the CPU and ring; if none is, do nothing.
 
     x bfloat16 [T, hidden], rows may be strided; ids int32 or int64, weights float32, up_address int64 [T, k]: a pair
