@@ -218,6 +218,34 @@ def test_splits_fill_the_processors_and_no_more() -> None:
 
 
 @pytest.mark.gpu
+def test_a_graph_follows_lengths_on_the_device(rng: torch.Generator, device: torch.device) -> None:
+    """Captured once, replayed after sequences grew and one ended."""
+    p = paged([300, 40, 77], 2, 128, 16, rng, device)
+    q, out = rand(rng, 3, 8, 128).to(device), poisoned(3, 8, 128).to(device)
+    softmax = softmax_of(128, 8, None, False, rng)
+    workspace = torch.empty(workspace_floats(3, 8, 128, 9), device=device)
+    lens = torch.tensor([1, 1, 1], dtype=torch.int32, device=device)
+
+    def step() -> None:
+        decode(q, p.cache, p.page_table, lens, softmax, 9, workspace, out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for now in ([1, 1, 1], [150, 39, 64], [300, 40, 0]):
+        lens.copy_(torch.tensor(now))
+        out.fill_(torch.nan)
+        graph.replay()
+        for s, n in enumerate(now):
+            if not n:
+                assert not out[s].any()
+                continue
+            want, bound = attended(q[s : s + 1].cpu(), p.keys[s][:n], p.values[s][:n], softmax, torch.float64)
+            assert_within(out[s : s + 1], want, bound)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window"), [(32, 4, 128, None), (64, 8, 64, 128), (16, 2, 256, None)]
 )
