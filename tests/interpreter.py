@@ -1,5 +1,6 @@
-"""Triton's interpreter runs kernels on CPU tensors. It takes bfloat16 for 16-bit integers in products and cuts it off
-where a GPU rounds it; here both are done as a GPU does. Imported only where kernels are interpreted.
+"""Triton's interpreter runs kernels on CPU tensors. It takes bfloat16 for 16-bit integers in products, cuts it off
+where a GPU rounds it, and NumPy 2.4 no longer lets it use its scalars as bounds of a loop; here it does as a GPU does.
+Imported only where kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+_patch_tensor = interpreter._patch_lang_tensor
 _convert, _dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
 
@@ -33,6 +35,12 @@ def _product(self: Any, a: Any, b: Any, d: Any, input_precision: Any, most_impre
     return _dot(self, _wide(a), _wide(b), d, input_precision, most_imprecise)
 
 
+def _patch(tensor: Any, scope: Any) -> None:
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
 def repair() -> None:
+    interpreter._patch_lang_tensor = _patch
     interpreter._convert_float = _rounded
     interpreter.InterpreterBuilder.create_dot = _product

@@ -50,17 +50,19 @@ def check(module: str, index: int) -> tuple[str, list[str]]:
     if strange:
         return name, [f"{name}: the variant and the kernel's arguments differ in {', '.join(sorted(strange))}"]
     most, found = 0, []
+    failed: dict[str, list[str]] = {}  # by what the compiler says, the architectures
     for capability, limit in SHARED_BYTES.items():
         if capability < variant.least:
             continue
         try:
             used = shared_bytes(variant, capability)
         except Exception as error:  # noqa: BLE001 - whatever the compiler throws is the finding
-            found.append(f"{name}: sm_{capability} does not compile: {type(error).__name__}: {error}")
+            failed.setdefault(f"{type(error).__name__}: {error}", []).append(f"sm_{capability}")
             continue
         most = max(most, used)
         if used > limit * KIB:
             found.append(f"{name}: sm_{capability} has {limit} KiB of shared memory a block, not {used / KIB:.1f}")
+    found += [f"{name}: does not compile for {', '.join(where)}: {error}" for error, where in failed.items()]
     return f"{name}: from sm_{variant.least}, at most {most / KIB:.1f} KiB shared", found
 
 

@@ -1,0 +1,344 @@
+"""Causal attention over a paged cache, with an online softmax in float32 (arXiv 1805.02867, 2205.14135).
+
+A program's tile holds all query heads that share a KV head, so that K and V are read once for them. `decode` cuts each
+sequence's past into splits, which fill the GPU, and combines what they found; `prefill` has a tile per few query rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.table import KvPages
+from proa.ops.triton.variant import Variant
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOWEST: tl.constexpr = tl.constexpr(-1e30)  # where a maximum begins: finite, so that no difference is NaN
+PREFILL_TILE = 64  # query rows x heads of a group
+MOST_SPLITS = 256
+PART = 16  # splits that are combined at once
+DIMS = (64, 80, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """softmax(scale * q k) over the last `window` positions, a query's own included.
+
+    sinks float32 [heads]: a logit of each head that takes its share of the softmax and has no value.
+    """
+
+    scale: float
+    window: int | None = None
+    sinks: Tensor | None = None
+
+
+@triton.jit
+def _attend(
+    q, acc, most, total, keys, values, pages, first, last, seen, scale, page_stride, token_stride, window,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Add positions first <= p < last to the state of a tile q [M, D]: acc [M, D], most [M], total [M].
+
+    seen [M] is the last position that a row sees. Not MASKED: every row sees all, and they are whole blocks.
+    scale includes log2(e): exponentials are of base 2.
+    """
+    dim = tl.arange(0, q.shape[1])[None, :]
+    for start in range(first, last, TOKENS):
+        position = start + tl.arange(0, TOKENS)
+        here = dim < DIM
+        if MASKED:
+            here = (position < last)[:, None] & here
+            page = tl.load(pages + position // PAGE_TOKENS, position < last, 0).to(tl.int64)
+        else:
+            page = tl.load(pages + position // PAGE_TOKENS).to(tl.int64)
+        at = (page * page_stride + (position % PAGE_TOKENS) * token_stride)[:, None] + dim
+        logits = tl.dot(q, tl.trans(tl.load(keys + at, here, 0.0))) * scale
+        if MASKED:
+            visible = (position[None, :] <= seen[:, None]) & (position < last)[None, :]
+            if WINDOW:
+                visible &= position[None, :] > seen[:, None] - window
+            logits = tl.where(visible, logits, float("-inf"))
+        more = tl.maximum(most, tl.max(logits, 1))
+        weights = tl.exp2(logits - more[:, None])
+        shrink = tl.exp2(most - more)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(tl.bfloat16), tl.load(values + at, here, 0.0), acc * shrink[:, None])
+        most = more
+    return acc, most, total
+
+
+@triton.jit
+def _decode(
+    q, keys, values, page_table, kv_lens, sinks, partial, sizes, heads, window, scale,
+    q_row, table_row, page_stride, token_stride, head_stride,
+    GROUP: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(2)
+    member = tl.arange(0, TILE)
+    head = kv_head * GROUP + member
+    mine = member < GROUP
+    result = (sequence * heads + head) * splits + split
+    kv_len = tl.load(kv_lens + sequence)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(0, kv_len - window)
+    share = tl.cdiv(tl.cdiv(kv_len - begin, splits), TOKENS) * TOKENS
+    first = begin + split * share
+    last = tl.minimum(kv_len, first + share)
+    if first >= last:
+        tl.store(sizes + result, tl.full([TILE], float("-inf"), tl.float32), mine)
+        return
+    dim = tl.arange(0, WIDE)[None, :]
+    some = mine[:, None] & (dim < DIM)
+    tile = tl.load(q + sequence * q_row + head[:, None] * DIM + dim, some, 0.0)
+    most, total = tl.full([TILE], LOWEST, tl.float32), tl.zeros([TILE], tl.float32)
+    if SINKS:  # noqa: SIM102 - a constant decides here, the device below
+        if split == 0:
+            most = tl.maximum(tl.load(sinks + head, mine, 0.0) * LOG2E, LOWEST)
+            total += 1.0
+    acc, most, total = _attend(
+        tile, tl.zeros([TILE, WIDE], tl.float32), most, total, keys + kv_head * head_stride,
+        values + kv_head * head_stride, page_table + sequence * table_row, first, last,
+        tl.full([TILE], 2**31 - 1, tl.int32), scale * LOG2E, page_stride, token_stride, window,
+        True, False, PAGE_TOKENS, DIM, TOKENS,
+    )  # fmt: skip
+    tl.store(partial + result[:, None] * DIM + dim, acc / total[:, None], some)
+    tl.store(sizes + result, most + tl.log2(total), mine)
+
+
+@triton.jit
+def _combine(
+    partial, sizes, out, heads, splits, out_row,
+    DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Weigh what the splits of a row and head found; sizes are log2 of their sums, -inf of those that had nothing."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = (row * heads + head) * splits
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, WIDE)[None, :]
+    size = tl.load(sizes + at + split, split < splits, float("-inf"))
+    most = tl.maximum(tl.max(size, 0), LOWEST)
+    total = tl.sum(tl.exp2(size - most), 0)
+    acc = tl.zeros([WIDE], tl.float32)
+    for start in range(0, splits, PART):
+        part = start + tl.arange(0, PART)
+        its_size = tl.load(sizes + at + part, part < splits, float("-inf"))
+        found = (its_size != float("-inf"))[:, None] & (dim < DIM)  # nobody wrote the others
+        acc += tl.sum(
+            tl.exp2(its_size - most)[:, None] * tl.load(partial + (at + part)[:, None] * DIM + dim, found, 0.0), 0
+        )
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    column = tl.arange(0, WIDE)
+    tl.store(out + row * out_row + head * DIM + column, acc.to(tl.bfloat16), column < DIM)
+
+
+@triton.jit
+def _prefill(
+    q, keys, values, page_table, q_starts, kv_lens, sinks, out, sequences, window, scale,
+    q_row, out_row, table_row, page_stride, token_stride, head_stride,
+    GROUP: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """A tile is TILE // GROUP query rows; those of sequence s have the numbers from q_starts[s] // ROWS + s on."""
+    ROWS: tl.constexpr = TILE // GROUP
+    index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the last rows have most to read
+    s = tl.arange(0, SEQUENCES)
+    before = (s < sequences) & (tl.load(q_starts + s, s < sequences, 0) // ROWS + s <= index)
+    sequence = (tl.sum(before.to(tl.int32), 0) - 1).to(tl.int64)
+    q_start = tl.load(q_starts + sequence)
+    q_len = tl.load(q_starts + sequence + 1) - q_start
+    first_row = (index - q_start // ROWS - sequence.to(tl.int32)) * ROWS
+    if first_row >= q_len:
+        return
+    member = tl.arange(0, TILE)
+    row = first_row + member // GROUP
+    live = (row < q_len) & (member < ROWS * GROUP)
+    head = kv_head * GROUP + member % GROUP
+    past = tl.load(kv_lens + sequence) - q_len
+    seen = past + tl.minimum(row, q_len - 1)
+    lowest, end = past + first_row, past + tl.minimum(first_row + ROWS, q_len)
+    begin = 0
+    whole = 0  # from here to `lowest` every row sees everything
+    if WINDOW:
+        begin = tl.maximum(0, lowest - window + 1)
+        whole = begin + tl.cdiv(tl.maximum(0, end - window - begin), TOKENS) * TOKENS
+    whole_end = whole + tl.maximum(0, lowest + 1 - whole) // TOKENS * TOKENS
+    dim = tl.arange(0, WIDE)[None, :]
+    some = live[:, None] & (dim < DIM)
+    token = (q_start + row).to(tl.int64)
+    tile = tl.load(q + token[:, None] * q_row + head[:, None] * DIM + dim, some, 0.0)
+    most, total = tl.full([TILE], LOWEST, tl.float32), tl.zeros([TILE], tl.float32)
+    if SINKS:
+        most = tl.maximum(tl.load(sinks + head, live, 0.0) * LOG2E, LOWEST)
+        total += 1.0
+    acc = tl.zeros([TILE, WIDE], tl.float32)
+    pages = page_table + sequence * table_row
+    keys += kv_head * head_stride
+    values += kv_head * head_stride
+    scale *= LOG2E
+    if WINDOW:
+        acc, most, total = _attend(
+            tile, acc, most, total, keys, values, pages, begin, tl.minimum(whole, end), seen, scale,
+            page_stride, token_stride, window, True, True, PAGE_TOKENS, DIM, TOKENS,
+        )  # fmt: skip
+    acc, most, total = _attend(
+        tile, acc, most, total, keys, values, pages, whole, whole_end, seen, scale,
+        page_stride, token_stride, window, False, WINDOW, PAGE_TOKENS, DIM, TOKENS,
+    )  # fmt: skip
+    acc, most, total = _attend(
+        tile, acc, most, total, keys, values, pages, whole_end, end, seen, scale,
+        page_stride, token_stride, window, True, WINDOW, PAGE_TOKENS, DIM, TOKENS,
+    )  # fmt: skip
+    tl.store(out + token[:, None] * out_row + head[:, None] * DIM + dim, (acc / total[:, None]).to(tl.bfloat16), some)
+
+
+def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
+    """How many parts a sequence's past is cut into: one sequence alone shall keep every multiprocessor busy, and short
+    ones that share a batch with it shall not cost many empty programs.
+    """
+    alone = -(-2 * processors // kv_heads)
+    together = -(-8 * processors // (sequences * kv_heads))
+    return max(1, min(alone, together, MOST_SPLITS))
+
+
+def workspace_floats(sequences: int, heads: int, dim: int, splits: int) -> int:
+    """How many float32 the workspace of `decode` has."""
+    return sequences * heads * splits * (dim + 1)
+
+
+def decode(
+    q: Tensor,
+    cache: KvPages,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    softmax: Softmax,
+    splits: int,
+    workspace: Tensor,
+    out: Tensor,
+) -> None:
+    """Attention of one query row per sequence: row s is at position kv_lens[s] - 1. Rows of kv_lens 0 become zeros.
+
+    q, out bfloat16 [S, heads, D], heads side by side; page_table int32 [S, max_pages]; kv_lens int32 [S];
+    workspace float32 [workspace_floats(S, heads, D, splits)] or more.
+    """
+    _check(q, cache, page_table, kv_lens, softmax, out)
+    sequences, heads, dim = q.shape
+    if len(kv_lens) != sequences:
+        raise ValueError(f"{sequences} query rows for {len(kv_lens)} sequences")
+    floats = workspace_floats(sequences, heads, dim, splits)
+    if workspace.dtype is not torch.float32 or workspace.numel() < floats or not workspace.is_contiguous():
+        raise ValueError(f"the workspace is float32 [{floats}] or more, contiguous")
+    if not sequences:
+        return
+    kv_heads = cache.keys.shape[2]
+    sizes = workspace.view(-1)[sequences * heads * splits * dim :]
+    constants, warps, stages = _decode_shape(heads // kv_heads, dim)
+    _decode[(sequences, kv_heads, splits)](
+        q, cache.keys, cache.values, page_table, kv_lens, softmax.sinks, workspace, sizes, heads, softmax.window or 0,
+        softmax.scale, q.stride(0), page_table.stride(0), *cache.keys.stride()[:3], PAGE_TOKENS=cache.keys.shape[1],
+        WINDOW=softmax.window is not None, SINKS=softmax.sinks is not None, **constants,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    _combine[(sequences, heads)](
+        workspace, sizes, out, heads, splits, out.stride(0), DIM=dim, WIDE=triton.next_power_of_2(dim),
+        SPLITS=triton.next_power_of_2(splits), PART=PART,
+    )  # fmt: skip
+
+
+def prefill(
+    q: Tensor,
+    cache: KvPages,
+    page_table: Tensor,
+    q_starts: Tensor,
+    kv_lens: Tensor,
+    softmax: Softmax,
+    out: Tensor,
+) -> None:
+    """Attention of q_starts[s + 1] - q_starts[s] query rows of each sequence s, the last at position kv_lens[s] - 1.
+
+    q, out bfloat16 [T, heads, D], heads side by side; page_table int32 [S, max_pages]; q_starts int32 [S + 1], not
+    falling; kv_lens int32 [S]. Rows of no sequence are not written.
+    """
+    _check(q, cache, page_table, kv_lens, softmax, out)
+    rows, heads, dim = q.shape
+    sequences, kv_heads = len(kv_lens), cache.keys.shape[2]
+    if q_starts.shape != (sequences + 1,) or q_starts.dtype is not torch.int32:
+        raise ValueError(f"q_starts is int32 [{sequences + 1}], not {q_starts.dtype} {tuple(q_starts.shape)}")
+    if not rows or not sequences:
+        return
+    constants, warps, stages = _prefill_shape(heads // kv_heads, dim)
+    tiles = rows // (constants["TILE"] // constants["GROUP"]) + sequences
+    _prefill[(tiles, kv_heads)](
+        q, cache.keys, cache.values, page_table, q_starts, kv_lens, softmax.sinks, out, sequences, softmax.window or 0,
+        softmax.scale, q.stride(0), out.stride(0), page_table.stride(0), *cache.keys.stride()[:3],
+        PAGE_TOKENS=cache.keys.shape[1], WINDOW=softmax.window is not None, SINKS=softmax.sinks is not None,
+        SEQUENCES=triton.next_power_of_2(sequences), **constants, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _check(q: Tensor, cache: KvPages, page_table: Tensor, kv_lens: Tensor, softmax: Softmax, out: Tensor) -> None:
+    heads, dim = q.shape[1:]
+    kv_heads = cache.keys.shape[2]
+    if heads % kv_heads or heads // kv_heads > PREFILL_TILE or cache.keys.shape[3] != dim or dim not in DIMS:
+        raise ValueError(f"q {tuple(q.shape)} does not go with a cache {tuple(cache.keys.shape)}, D one of {DIMS}")
+    if q.stride()[1:] != (dim, 1) or out.shape != q.shape or out.stride()[1:] != (dim, 1):
+        raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} must have whole heads side by side")
+    if cache.keys.stride() != cache.values.stride() or cache.keys.stride(3) != 1:
+        raise ValueError(f"keys and values lie differently: {cache.keys.stride()} and {cache.values.stride()}")
+    if {page_table.dtype, kv_lens.dtype} != {torch.int32} or len(page_table) != len(kv_lens):
+        raise ValueError(f"page_table and kv_lens are int32 of one length, not {len(page_table)} and {len(kv_lens)}")
+    if softmax.window is not None and softmax.window < 1:
+        raise ValueError(f"a window has at least 1 position, not {softmax.window}")
+    sinks = softmax.sinks
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype is not torch.float32):
+        raise ValueError(f"sinks are float32 [{heads}], not {sinks.dtype} {tuple(sinks.shape)}")
+
+
+def _decode_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
+    """Constants, warps and stages. A tile of few heads reads as fast as it can: many bytes on their way."""
+    wide = triton.next_power_of_2(dim)
+    tile = max(16, triton.next_power_of_2(group))
+    return {"GROUP": group, "DIM": dim, "WIDE": wide, "TILE": tile, "TOKENS": min(64, 8192 // wide)}, 4, 5
+
+
+def _prefill_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
+    wide = triton.next_power_of_2(dim)
+    stages = 5 if wide <= 128 else 4  # 5 keep two blocks of K and V; sm_86 to sm_120 have 99 KiB
+    return {"GROUP": group, "DIM": dim, "WIDE": wide, "TILE": PREFILL_TILE, "TOKENS": min(64, 8192 // wide)}, 4, stages
+
+
+def variants() -> Iterator[Variant]:
+    strides = ("q_row", "page_stride", "token_stride", "head_stride")
+    bf16 = dict.fromkeys(("q", "keys", "values"), "*bf16")
+    ints = dict.fromkeys(("page_table", "kv_lens"), "*i32") | dict.fromkeys((*strides, "table_row", "window"), "i32")
+    common = bf16 | ints | {"scale": "fp32"}
+    aligned = ("q", "keys", "values", *strides)
+    for group, dim, window, sinks in (
+        (1, 64, True, True),
+        (12, 80, False, False),
+        (8, 128, False, False),
+        (32, 128, True, False),
+        (8, 256, True, False),
+    ):
+        options: dict[str, object] = {"PAGE_TOKENS": 16, "WINDOW": window, "SINKS": sinks}
+        types = common | ({"sinks": "*fp32"} if sinks else {})
+        options |= {} if sinks else {"sinks": None}
+        constants, warps, stages = _decode_shape(group, dim)
+        outs = {"partial": "*fp32", "sizes": "*fp32", "heads": "i32"}
+        yield Variant(_decode, types | outs, constants | options, warps, stages, (*aligned, "partial"))
+        constants, warps, stages = _prefill_shape(group, dim)
+        outs = {"q_starts": "*i32", "out": "*bf16", "sequences": "i32", "out_row": "i32"}
+        more = constants | options | {"SEQUENCES": 8}
+        least = 75 if dim <= 128 else 80
+        yield Variant(_prefill, types | outs, more, warps, stages, (*aligned, "out", "out_row"), least)
+    for dim in (80, 256):
+        constants = {"DIM": dim, "WIDE": triton.next_power_of_2(dim), "SPLITS": MOST_SPLITS, "PART": PART}
+        types = dict.fromkeys(("partial", "sizes"), "*fp32") | {"out": "*bf16"}
+        types |= dict.fromkeys(("heads", "splits", "out_row"), "i32")
+        yield Variant(_combine, types, constants, aligned=("partial", "out", "out_row"))

@@ -1,0 +1,275 @@
+"""Paged attention by Triton against float64.
+
+A logit in float32 is off by (D + 4) roundings of scale * sum|q||k|, which moves a weight by as much, relatively;
+weights are rounded to bfloat16 before they meet V; a running sum over n positions is rescaled once a block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
+from proa.ops.table import KvPages
+from proa.ops.triton.attention import Softmax, decode, prefill, splits_for, workspace_floats
+
+
+@dataclass
+class Paged:
+    """Sequences whose pages lie anywhere; what nobody may read is NaN."""
+
+    cache: KvPages
+    page_table: Tensor
+    kv_lens: Tensor
+    keys: list[Tensor]  # of each sequence, [kv_len, kv_heads, D]
+    values: list[Tensor]
+
+
+def paged(
+    kv_lens: list[int], kv_heads: int, dim: int, page_tokens: int, rng: torch.Generator, device: torch.device
+) -> Paged:
+    counts = [-(-n // page_tokens) for n in kv_lens]
+    order = torch.randperm(sum(counts) + 3, generator=rng)
+    pool = poisoned(len(order), 2, page_tokens, kv_heads, dim)
+    table = torch.full((len(kv_lens), max(counts) + 2), -(2**20), dtype=torch.int32)
+    keys, values = [], []
+    for s, (n, pages) in enumerate(zip(kv_lens, torch.split(order[:-3], counts), strict=True)):
+        table[s, : len(pages)] = pages
+        place = pages.repeat_interleave(page_tokens)[:n], torch.arange(n) % page_tokens
+        keys.append(rand(rng, n, kv_heads, dim))
+        values.append(rand(rng, n, kv_heads, dim))
+        pool[place[0], 0, place[1]], pool[place[0], 1, place[1]] = keys[-1], values[-1]
+    pool = pool.to(device)
+    lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+    return Paged(KvPages(pool[:, 0], pool[:, 1]), table.to(device), lens, keys, values)
+
+
+def attended(q: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of one sequence's q [n, heads, D], the last n positions: the result in `wide`, and its error's bound."""
+    rows, heads, dim = q.shape
+    kv_len, group = len(keys), heads // keys.shape[1]
+    q, keys, values = (t.to(wide).transpose(0, 1) for t in (q, keys, values))
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    distance = torch.arange(kv_len - rows, kv_len)[:, None] - torch.arange(kv_len)
+    hidden = ((distance < 0) | (distance >= (softmax.window or kv_len + 1))).to(q.device)
+    logits = (q @ keys.mT * softmax.scale).masked_fill(hidden, -torch.inf)
+    if softmax.sinks is not None:
+        sink = softmax.sinks.to(wide).to(q.device)[:, None, None].expand(heads, rows, 1)
+        weights = torch.softmax(torch.cat((logits, sink), -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(logits, -1)
+    off = (q.abs() @ keys.abs().mT * softmax.scale).masked_fill(hidden, 0).amax(-1, keepdim=True) * (dim + 6) * EPS32
+    half = torch.finfo(BF16).eps / 2
+    relative = 2 * off + half + (kv_len + 32) * EPS32
+    want = weights @ values
+    size = weights @ values.abs()
+    return want.transpose(0, 1), (size * relative * 1.01 + stored(want)).transpose(0, 1)
+
+
+def run_decode(q: Tensor, p: Paged, softmax: Softmax, splits: int) -> Tensor:
+    rows, heads, dim = q.shape
+    out = poisoned(rows, heads + 1, dim).to(q.device)
+    workspace = poisoned(workspace_floats(rows, heads, dim, splits), dtype=torch.float32).to(q.device)
+    decode(q, p.cache, p.page_table, p.kv_lens, softmax, splits, workspace, out[:, :heads])
+    assert out[:, heads:].isnan().all()
+    return out[:, :heads]
+
+
+def softmax_of(dim: int, heads: int, window: int | None, sinks: bool, rng: torch.Generator) -> Softmax:
+    return Softmax(1 / math.sqrt(dim), window, torch.randn(heads, generator=rng) * 2 if sinks else None)
+
+
+def on(softmax: Softmax, device: torch.device) -> Softmax:
+    sinks = None if softmax.sinks is None else softmax.sinks.to(device)
+    return Softmax(softmax.scale, softmax.window, sinks)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("kv_lens", "heads", "kv_heads", "dim", "page_tokens", "window", "splits"),
+    [
+        ([1], 1, 1, 64, 16, None, 1),
+        ([130, 0, 64, 1], 8, 2, 64, 16, None, 3),
+        ([70, 3], 5, 1, 80, 7, None, 2),
+        ([200], 12, 1, 96, 16, 33, 4),
+        ([65, 0, 129], 2, 2, 128, 16, None, 17),
+        ([40, 41, 1], 4, 2, 192, 5, 40, 2),
+        ([100], 20, 1, 256, 64, 1, 2),
+        ([0, 0], 4, 4, 64, 16, 8, 2),
+    ],
+)
+def test_decode(
+    kv_lens: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_tokens: int,
+    window: int | None,
+    splits: int,
+    sinks: bool,
+    rng: torch.Generator,
+    device: torch.device,
+) -> None:
+    p = paged(kv_lens, kv_heads, dim, page_tokens, rng, device)
+    q = rand(rng, len(kv_lens), heads + 2, dim)[:, :heads]  # of rows that go on
+    softmax = softmax_of(dim, heads, window, sinks, rng)
+    out = run_decode(q.to(device), p, on(softmax, device), splits)
+    for s, n in enumerate(kv_lens):
+        if n:
+            want, bound = attended(q[s : s + 1], p.keys[s], p.values[s], softmax, torch.float64)
+            assert_within(out[s : s + 1], want, bound)
+        else:
+            assert torch.equal(out[s], torch.zeros_like(out[s]))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "heads", "kv_heads", "dim", "page_tokens", "window"),
+    [
+        ([1], [1], 1, 1, 64, 16, None),
+        ([70], [70], 1, 1, 64, 16, None),
+        ([9, 0, 3, 1], [140, 0, 3, 65], 8, 1, 64, 16, None),
+        ([5, 13], [5, 90], 12, 2, 80, 7, None),
+        ([33], [230], 2, 1, 128, 16, 20),
+        ([20, 7], [20, 150], 5, 1, 96, 16, 64),
+        ([66, 2], [68, 70], 2, 2, 192, 5, 1),
+        ([6], [80], 16, 1, 256, 64, None),
+        ([0, 4, 0], [0, 4, 0], 3, 1, 64, 16, 100),
+    ],
+)
+def test_prefill(
+    q_lens: list[int],
+    kv_lens: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_tokens: int,
+    window: int | None,
+    sinks: bool,
+    rng: torch.Generator,
+    device: torch.device,
+) -> None:
+    p = paged(kv_lens, kv_heads, dim, page_tokens, rng, device)
+    starts = [sum(q_lens[:s]) for s in range(len(q_lens) + 1)]
+    rows = starts[-1] + 3  # the last three belong to nobody
+    q = rand(rng, rows, heads + 2, dim)[:, :heads]
+    softmax = softmax_of(dim, heads, window, sinks, rng)
+    out = poisoned(rows, heads, dim).to(device)
+    q_starts = torch.tensor(starts, dtype=torch.int32, device=device)
+    prefill(q.to(device), p.cache, p.page_table, q_starts, p.kv_lens, on(softmax, device), out)
+    for s, n in enumerate(q_lens):
+        if n:
+            mine = slice(starts[s], starts[s + 1])
+            want, bound = attended(q[mine], p.keys[s], p.values[s], softmax, torch.float64)
+            assert_within(out[mine], want, bound)
+    assert out[starts[-1] :].isnan().all()
+
+
+def test_a_sink_takes_its_share_alone(device: torch.device) -> None:
+    """One position of logit 0 and value 1 beside a sink of log 3: a quarter; a sink of -inf takes nothing."""
+    ones, zeros = torch.ones(1, 16, 1, 64, dtype=BF16), torch.zeros(1, 16, 1, 64, dtype=BF16)
+    cache = KvPages(zeros.to(device), ones.to(device))
+    softmax = Softmax(1.0, None, torch.tensor([math.log(3), -math.inf], device=device))
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    p = Paged(cache, table, torch.ones(1, dtype=torch.int32, device=device), [], [])
+    q = torch.ones(1, 2, 64, dtype=BF16, device=device)
+    want = torch.tensor([0.25, 1.0]).to(BF16)[:, None].expand(2, 64)
+    for splits in (1, 2):
+        assert torch.equal(run_decode(q, p, softmax, splits)[0].cpu(), want)
+    out, starts = poisoned(1, 2, 64).to(device), torch.tensor([0, 1], dtype=torch.int32, device=device)
+    prefill(q, cache, table, starts, p.kv_lens, softmax, out)
+    assert torch.equal(out[0].cpu(), want)
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    cache = KvPages(*torch.zeros(2, 1, 16, 2, 64, dtype=BF16, device=device))
+    q, table = torch.zeros(1, 4, 64, dtype=BF16, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
+    lens, workspace = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(4 * 65, device=device)
+    for message, args in {
+        "does not go": (q[:, :3], cache, table, lens, Softmax(1.0), 1, workspace, q[:, :3]),
+        "int32": (q, cache, table.long(), lens, Softmax(1.0), 1, workspace, q),
+        "workspace": (q, cache, table, lens, Softmax(1.0), 2, workspace, q),
+        "window": (q, cache, table, lens, Softmax(1.0, 0), 1, workspace, q),
+        "sinks": (q, cache, table, lens, Softmax(1.0, None, torch.zeros(3)), 1, workspace, q),
+        "side by side": (
+            q.transpose(1, 2).contiguous().transpose(1, 2),
+            cache,
+            table,
+            lens,
+            Softmax(1.0),
+            1,
+            workspace,
+            q,
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            decode(*args)
+
+
+def test_splits_fill_the_processors_and_no_more() -> None:
+    assert splits_for(1, 4, 132) * 4 >= 2 * 132
+    assert splits_for(1, 1, 132) == 256
+    assert splits_for(512, 8, 132) == 1
+    assert 1 <= splits_for(64, 4, 132) * 64 * 4 <= 2 * 8 * 132
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_lengths_on_the_device(rng: torch.Generator, device: torch.device) -> None:
+    """Captured once, replayed after sequences grew and one ended."""
+    p = paged([300, 40, 77], 2, 128, 16, rng, device)
+    q, out = rand(rng, 3, 8, 128).to(device), poisoned(3, 8, 128).to(device)
+    softmax = softmax_of(128, 8, None, False, rng)
+    workspace = torch.empty(workspace_floats(3, 8, 128, 9), device=device)
+    lens = torch.tensor([1, 1, 1], dtype=torch.int32, device=device)
+
+    def step() -> None:
+        decode(q, p.cache, p.page_table, lens, softmax, 9, workspace, out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for now in ([1, 1, 1], [150, 39, 64], [300, 40, 0]):
+        lens.copy_(torch.tensor(now))
+        out.fill_(torch.nan)
+        graph.replay()
+        for s, n in enumerate(now):
+            if not n:
+                assert not out[s].any()
+                continue
+            want, bound = attended(q[s : s + 1].cpu(), p.keys[s][:n], p.values[s][:n], softmax, torch.float64)
+            assert_within(out[s : s + 1], want, bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window"), [(32, 4, 128, None), (64, 8, 64, 128), (16, 2, 256, None)]
+)
+def test_long_contexts(
+    heads: int, kv_heads: int, dim: int, window: int | None, rng: torch.Generator, device: torch.device
+) -> None:
+    """Decode of 64K positions beside short ones, and a chunk of 2048 rows over a past."""
+    softmax = softmax_of(dim, heads, window, True, rng)
+    kv_lens = [65536, 7, 0, 12345]
+    p = paged(kv_lens, kv_heads, dim, 16, rng, device)
+    q = rand(rng, len(kv_lens), heads, dim).to(device)
+    out = run_decode(q, p, on(softmax, device), splits_for(len(kv_lens), kv_heads, 132))
+    for s in (0, 1, 3):
+        want, bound = attended(
+            q[s : s + 1], p.keys[s].to(device), p.values[s].to(device), on(softmax, device), torch.float64
+        )
+        assert_within(out[s : s + 1], want, bound)
+    assert not out[2].any()
+
+    p = paged([4096, 100], kv_heads, dim, 16, rng, device)
+    q = rand(rng, 2048 + 100, heads, dim).to(device)
+    out, starts = poisoned(*q.shape).to(device), torch.tensor([0, 2048, 2148], dtype=torch.int32, device=device)
+    prefill(q, p.cache, p.page_table, starts, p.kv_lens, on(softmax, device), out)
+    for s, mine in enumerate((slice(0, 2048), slice(2048, 2148))):
+        keys, values = p.keys[s].to(device), p.values[s].to(device)
+        want, bound = attended(q[mine], keys, values, on(softmax, device), torch.float64)
+        assert_within(out[mine], want, bound)
