@@ -85,13 +85,19 @@ def expected(layer: Layer, x: Tensor, ids: Tensor) -> Expected:
 
 
 def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSpace:
-    """By the launcher, or as few pairs (0), or in blocks of `kind`."""
+    """By the launcher, or as few pairs (0), or in blocks of `kind`. Nothing before or after the pairs is written."""
     tokens, top_k = routing.ids.shape
-    space = expert_space(tokens, top_k, layer.count, layer.shape, layer.device)
-    space.h.fill_(torch.nan)
-    space.partial.fill_(torch.nan)
-    for tensor in (space.groups.counts, space.groups.blocks, space.groups.order):
+    room = expert_space(tokens, top_k, layer.count, layer.shape, layer.device)
+    for tensor in (room.groups.counts, room.groups.blocks, room.groups.order):
         tensor.fill_(1 << 30)
+    h, partial = (poisoned(len(t) + 2, t.shape[1], dtype=t.dtype).to(layer.device) for t in (room.h, room.partial))
+    space = ExpertSpace(h[1:-1], partial[1:-1], room.groups)
+    launch(layer, x, routing, kind, space)
+    assert all(t[[0, -1]].isnan().all() for t in (h, partial))
+    return space
+
+
+def launch(layer: Layer, x: Tensor, routing: Routing, kind: int | None, space: ExpertSpace) -> None:
     at = routing.addresses
     if kind is None:
         experts(x, routing, layer.shape, space)
@@ -102,7 +108,6 @@ def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSp
         experts_grouped.group(routing.ids, layer.count, kind, space.groups)
         experts_grouped.gate_up_grouped(x, at.up, space.groups, kind, layer.shape, space.h)
         experts_grouped.down_grouped(space.h, at.down, space.groups, kind, layer.shape, space.partial)
-    return space
 
 
 def check(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator, kind: int | None) -> None:
