@@ -1,0 +1,268 @@
+"""Experts on the GPU against float64, from the bytes that the CPU's kernels read.
+
+Sums of n products in float32 are off by n + c roundings; silu's slope is at most 1.1; what gate_up stores is rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
+from packing import Packed, random_weights
+from proa.native.formats import Format
+from proa.native.weights import Activation
+from proa.ops.triton import experts_few, experts_grouped
+from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
+from proa.ops.triton.panels import ExpertShape
+from proa.ops.triton.route import Addresses, Routing
+
+
+class Layer:
+    """Packed experts; `absent` are not readable by the GPU."""
+
+    def __init__(
+        self, count: int, shape: ExpertShape, device: torch.device, absent: tuple[int, ...] = (), seed: int = 1
+    ) -> None:
+        self.count, self.shape, self.device = count, shape, device
+        sizes = ((shape.width, shape.hidden), (shape.width, shape.hidden), (shape.hidden, shape.width))
+        parts = [
+            [random_weights(Format.BF16, 0, *size, seed=seed + 1000 * i + e) for e in range(count)]
+            for i, size in enumerate(sizes)
+        ]
+        self.gate, self.up, self.down = (torch.from_numpy(np.stack([w.values for w in part])) for part in parts)
+        packed = Packed(parts[0], paired=parts[1]), Packed(parts[2])
+        self._packed = packed  # on a CPU the kernels read this memory itself
+        self._bytes = [torch.frombuffer(p.memory, dtype=torch.uint8).to(device) for p in packed]
+        assert [p.layout.panel_bytes for p in packed] == [shape.up.panel_bytes, shape.down.panel_bytes]
+        tables = [b.data_ptr() + torch.arange(count) * p.layout.matrix_bytes for b, p in zip(self._bytes, packed)]  # noqa: B905
+        for table in tables:
+            table[list(absent)] = 0
+        self.tables = Addresses(*(table.to(device) for table in tables))
+
+    def routing(self, ids: Tensor, rng: torch.Generator) -> Routing:
+        """As the router would write it; ids of -1 are padding."""
+        weights = torch.where(ids < 0, 0, torch.rand(ids.shape, generator=rng))
+        at = [torch.where(ids < 0, 0, table.cpu()[ids]) for table in (self.tables.up, self.tables.down)]
+        to = self.device
+        return Routing(ids.int().to(to), weights.to(to), Addresses(at[0].to(to), at[1].to(to)))
+
+
+@dataclass
+class Expected:
+    """Of every pair, in float64, with how far off a kernel may be."""
+
+    h: Tensor
+    h_bound: Tensor
+    y: Tensor
+    y_bound: Tensor
+
+
+def expected(layer: Layer, x: Tensor, ids: Tensor) -> Expected:
+    hidden, width = layer.shape.hidden, layer.shape.width
+    pairs, top_k, to = ids.numel(), ids.shape[1], layer.device
+    of = Expected(*(torch.zeros(pairs, n, dtype=torch.float64, device=to) for n in (width, width, hidden, hidden)))
+    for e in set(ids.flatten().tolist()) - {-1}:
+        mine = torch.where(ids.flatten() == e)[0].to(to)
+        rows, weights = x[mine // top_k].double(), [w[e].to(to) for w in (layer.gate, layer.up, layer.down)]
+        gate, up = rows @ weights[0].T, rows @ weights[1].T
+        gate_error, up_error = (rows.abs() @ w.abs().T * (hidden + 2) * EPS32 for w in weights[:2])
+        act = gate * gate.sigmoid() * up
+        if layer.shape.activation is Activation.GELU_TANH:
+            act = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        error = 1.15 * gate_error * (up.abs() + up_error) + gate.abs() * up_error
+        error += (gate * up).abs() * (gate.abs() + gate.abs() ** 3 + 16) * EPS32  # exp errs by its argument's rounding
+        h_bound = error + stored(act.abs() + error)
+        sizes = weights[2].abs().T
+        of.h[mine], of.h_bound[mine], of.y[mine] = act, h_bound, act @ weights[2].T
+        of.y_bound[mine] = h_bound @ sizes + (act.abs() + h_bound) @ sizes * (width + 2) * EPS32
+    return of
+
+
+def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSpace:
+    """By the launcher, or as few pairs (0), or in blocks of `kind`. Nothing before or after the pairs is written."""
+    tokens, top_k = routing.ids.shape
+    room = expert_space(tokens, top_k, layer.count, layer.shape, layer.device)
+    for tensor in (room.groups.counts, room.groups.blocks, room.groups.order):
+        tensor.fill_(1 << 30)
+    h, partial = (poisoned(len(t) + 2, t.shape[1], dtype=t.dtype).to(layer.device) for t in (room.h, room.partial))
+    space = ExpertSpace(h[1:-1], partial[1:-1], room.groups)
+    launch(layer, x, routing, kind, space)
+    assert all(t[[0, -1]].isnan().all() for t in (h, partial))
+    return space
+
+
+def launch(layer: Layer, x: Tensor, routing: Routing, kind: int | None, space: ExpertSpace) -> None:
+    at = routing.addresses
+    if kind is None:
+        experts(x, routing, layer.shape, space)
+    elif kind == 0:
+        experts_few.gate_up(x, at.up, layer.shape, space.h)
+        experts_few.down(space.h, at.down, layer.shape, space.partial)
+    else:
+        experts_grouped.group(routing.ids, layer.count, kind, space.groups)
+        experts_grouped.gate_up_grouped(x, at.up, space.groups, kind, layer.shape, space.h)
+        experts_grouped.down_grouped(space.h, at.down, space.groups, kind, layer.shape, space.partial)
+
+
+def check(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator, kind: int | None) -> None:
+    """All pairs that can be read are right, the others' rows untouched; the same bits twice."""
+    routing = layer.routing(ids, rng)
+    space, again = run(layer, x, routing, kind), run(layer, x, routing, kind)
+    want, read = expected(layer, x, ids), routing.addresses.up.flatten() != 0
+    h, partial = space.h[:, : layer.shape.width], space.partial
+    assert_within(h[read], want.h[read], want.h_bound[read])
+    assert_within(partial[read], want.y[read], want.y_bound[read])
+    assert h[~read].isnan().all()
+    assert partial[~read].isnan().all()
+    assert torch.equal(partial[read], again.partial[read])
+
+
+def choose(rng: torch.Generator, tokens: int, count: int, top_k: int) -> Tensor:
+    return torch.rand(tokens, count, generator=rng).topk(top_k).indices
+
+
+SHAPES = [(32, 16), (40, 24), (256, 128), (72, 150)]
+
+
+@pytest.mark.parametrize("kind", [0, 16])
+@pytest.mark.parametrize(("hidden", "width"), SHAPES)
+@pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 1, 1), (3, 5, 2)])
+def test_shapes(
+    kind: int, hidden: int, width: int, tokens: int, count: int, top_k: int, rng: torch.Generator, device: torch.device
+) -> None:
+    layer = Layer(count, ExpertShape(hidden, width), device)
+    check(layer, rand(rng, tokens, hidden).to(device), choose(rng, tokens, count, top_k), rng, kind)
+
+
+@pytest.mark.parametrize("kind", [0, 16, 32, 64, 128])
+def test_absent_experts_and_padding_rows(kind: int, rng: torch.Generator, device: torch.device) -> None:
+    """Neither is computed, and what padding rows hold does not matter."""
+    layer = Layer(6, ExpertShape(40, 24), device, absent=(0, 3))
+    ids, x = choose(rng, 9, 6, 3), rand(rng, 9, 40)
+    ids[2], x[2], ids[8], x[8] = -1, torch.nan, -1, torch.inf
+    ids[4] = torch.tensor([0, 3, 1])
+    check(layer, x.to(device), ids, rng, kind)
+
+
+@pytest.mark.parametrize("kind", [0, 16, 32])
+def test_all_tokens_on_one_expert(kind: int, rng: torch.Generator, device: torch.device) -> None:
+    layer = Layer(60, ExpertShape(32, 16), device)
+    check(layer, rand(rng, 33, 32).to(device), torch.full((33, 1), 59), rng, kind)
+
+
+@pytest.mark.parametrize("kind", [0, 16])
+def test_gelu(kind: int, rng: torch.Generator, device: torch.device) -> None:
+    layer = Layer(3, ExpertShape(40, 24, activation=Activation.GELU_TANH), device)
+    check(layer, rand(rng, 2, 40).to(device), choose(rng, 2, 3, 2), rng, kind)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 33])
+def test_the_launcher_takes_any_batch(tokens: int, rng: torch.Generator, device: torch.device) -> None:
+    layer = Layer(7, ExpertShape(40, 24), device, absent=(2,))
+    check(layer, rand(rng, tokens, 48)[:, :40].to(device), choose(rng, tokens, 7, 4), rng, None)
+
+
+@pytest.mark.parametrize("pairs", [(1, 1), (5, 3), (40, 8), (300, 2)])
+@pytest.mark.parametrize("size", [16, 32])
+def test_groups(pairs: tuple[int, int], size: int, rng: torch.Generator, device: torch.device) -> None:
+    """Every pair once, by expert, ascending; no more blocks than needed."""
+    experts_, (tokens, top_k) = 11, pairs
+    ids = torch.randint(-1, experts_, (tokens, top_k), generator=rng)
+    ids[ids == 4] = 5  # one expert that nobody takes
+    to = experts_grouped.groups(tokens * top_k, experts_, device)
+    experts_grouped.group(ids.int().to(device), experts_, size, to)
+    want: list[list[int]] = []
+    for expert in range(experts_):
+        mine = torch.where(ids.flatten() == expert)[0].tolist()
+        want += [mine[i : i + size] for i in range(0, len(mine), size)]
+    blocks = int(to.blocks)
+    assert blocks <= experts_grouped.most_blocks(tokens * top_k, experts_, size)
+    got = to.order.cpu()[: blocks * size].view(-1, size).tolist()
+    assert got == [block + [-1] * (size - len(block)) for block in want]
+
+
+@pytest.mark.parametrize("experts_", [1, 3, 128])
+@pytest.mark.parametrize("size", experts_grouped.BLOCK_TOKENS)
+def test_the_bound_on_blocks_is_reached_and_never_passed(experts_: int, size: int) -> None:
+    for pairs in (1, 2, 40, 300, 4096):
+        one_each = [1] * (min(pairs, experts_) - 1)
+        worst = [*one_each, pairs - len(one_each)]
+        used = sum(-(-n // size) for n in worst)
+        assert used <= experts_grouped.most_blocks(pairs, experts_, size)
+        even = [pairs // experts_ + (i < pairs % experts_) for i in range(experts_)]
+        assert sum(-(-n // size) for n in even) <= experts_grouped.most_blocks(pairs, experts_, size)
+
+
+@pytest.mark.parametrize("given", [(), ("cpu",), ("shared",), ("shared", "gate"), ("cpu", "shared", "gate")])
+@pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(1, 1, 32), (3, 4, 40), (2, 8, 700)])
+def test_combine(
+    given: tuple[str, ...], tokens: int, top_k: int, hidden: int, rng: torch.Generator, device: torch.device
+) -> None:
+    partial = torch.randn(tokens * top_k, hidden, generator=rng)
+    weights = torch.rand(tokens, top_k, generator=rng)
+    address = torch.randint(0, 2, (tokens, top_k), generator=rng) * 64
+    partial[address.flatten() == 0] = torch.nan  # nobody wrote it
+    want = (partial.nan_to_num().double().view(tokens, top_k, hidden) * weights.double()[..., None]).sum(1)
+    size = (partial.nan_to_num().abs().double().view(tokens, top_k, hidden) * weights.double()[..., None]).sum(1)
+    cpu = torch.randn(tokens, hidden, generator=rng) if "cpu" in given else None
+    shared, gate = rand(rng, tokens, hidden) if "shared" in given else None, None
+    if "gate" in given:
+        gate = rand(rng, tokens, 1)
+    for extra in (cpu, None if shared is None else shared.double() * (1 if gate is None else gate.double().sigmoid())):
+        if extra is not None:
+            want, size = want + extra.double(), size + extra.double().abs()
+    out = poisoned(tokens, hidden).to(device)
+    added = Added(*(None if t is None else t.to(device) for t in (cpu, shared, gate)))
+    combine(partial.to(device), weights.to(device), address.to(device), added, out)
+    assert_within(out, want, size * (top_k + 16) * EPS32 + stored(want.abs() + size * (top_k + 16) * EPS32))
+
+
+def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device) -> None:
+    with pytest.raises(ValueError, match="BF16"):
+        ExpertShape(64, 32, Format.INT4_F16, 32)
+    with pytest.raises(ValueError, match="SILU"):
+        ExpertShape(64, 32, activation=Activation.RELU2)
+    layer = Layer(3, ExpertShape(32, 16), device)
+    routing = layer.routing(choose(rng, 4, 3, 2), rng)
+    with pytest.raises(ValueError, match="no room"):
+        experts(rand(rng, 4, 32).to(device), routing, layer.shape, expert_space(3, 2, 3, layer.shape, device))
+    with pytest.raises(ValueError, match="x is"):
+        experts(rand(rng, 4, 40).to(device), routing, layer.shape, expert_space(4, 2, 3, layer.shape, device))
+
+
+@functools.cache
+def model_layer(device: torch.device) -> Layer:
+    return Layer(16, ExpertShape(2048, 768), device, absent=(3,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [None, 0, *experts_grouped.BLOCK_TOKENS])
+@pytest.mark.parametrize("tokens", [1, 8, 32, 200, 1024])
+def test_shapes_of_models(tokens: int, kind: int | None, rng: torch.Generator, device: torch.device) -> None:
+    layer = model_layer(device)
+    check(layer, rand(rng, tokens, 2048).to(device), choose(rng, tokens, 16, 8), rng, kind)
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_the_layer(rng: torch.Generator, device: torch.device) -> None:
+    """Captured once, replayed with other experts in place of those at capture."""
+    layer, tokens = model_layer(device), 4
+    x, first, second = rand(rng, tokens, 2048).to(device), *(choose(rng, tokens, 16, 8) for _ in range(2))
+    routing, other = layer.routing(first, rng), layer.routing(second, rng)
+    eager = run(layer, x, other, None).partial
+    space = run(layer, x, routing, None)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        experts(x, routing, layer.shape, space)
+    for to, of in ((routing.ids, other.ids), (routing.addresses.up, other.addresses.up),
+                   (routing.addresses.down, other.addresses.down)):  # fmt: skip
+        to.copy_(of)
+    graph.replay()
+    read = other.addresses.up.flatten() != 0
+    assert torch.equal(space.partial[read], eager[read])
