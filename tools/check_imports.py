@@ -13,8 +13,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "proa"
 
 ORDER = (
-    "errors", "types", "obs", "config", "models", "machine", "native", "ops", "weights", "demo", "hub", "layers",
-    "cache", "sampling", "plan", "engine", "text", "llm", "server", "bench", "cli",
+    "errors", "types", "obs", "config", "models", "machine", "native", "ops", "weights", "hybrid", "demo", "hub",
+    "layers", "cache", "sampling", "plan", "engine", "text", "llm", "server", "bench", "cli",
 )  # fmt: skip
 
 # Modules that run in the API process; importing torch there costs seconds of start-up.

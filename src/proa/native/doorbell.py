@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 
@@ -35,6 +35,27 @@ class BlockLayout(ctypes.Structure):
     y: int
     bytes: int  # of the block
     _fields_ = [(name, c_int64) for name in ("rung", "answered", "dead", "header", "ids", "weights", "x", "y", "bytes")]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`nbytes` at an address on a boundary of 64 bytes; `owner` is kept, so that they stay."""
+
+    address: int
+    nbytes: int
+    owner: object
+
+
+@dataclass(frozen=True)
+class Service:
+    """Who answers: a thread that is the pool's caller on `lane`."""
+
+    lane: int = 0
+    spin_us: int = 1000  # how long it goes on looking for a ring after the last step
+    cpus: tuple[int, ...] = ()  # where it may run, best where no worker does; empty: wherever the system likes
+
+
+ANY_SERVICE = Service()
 
 
 class _Options(ctypes.Structure):
@@ -96,25 +117,22 @@ def block_layout(size: JobSize) -> BlockLayout:
 
 
 class Doorbell:
-    """The thread that runs jobs written into the block at `memory_address`, as the pool's caller on `lane`.
+    """The thread that runs jobs written into a block of memory (see block_layout).
 
-    The memory, `memory_bytes` on a boundary of 64 bytes, must outlive it, and so must the pool. cpus: where its thread
-    may run, best beside the workers'; empty: wherever the system likes. spin_us: how long it goes on looking for a ring
-    after the last step. Raises ValueError for memory that is too small and layers of other widths, NativeError where
-    the thread cannot be bound.
+    Raises ValueError for memory that is too small and layers of other widths, NativeError where the thread cannot be
+    bound to its CPUs.
     """
 
     def __init__(
-        self, pool: Pool, layers: Sequence[Experts], memory_address: int, memory_bytes: int, size: JobSize, *,
-        lane: int = 0, spin_us: int = 1000, cpus: Collection[int] = (),
-    ) -> None:  # fmt: skip
+        self, pool: Pool, layers: Sequence[Experts], size: JobSize, memory: Memory, service: Service = ANY_SERVICE
+    ) -> None:
         self.size = size
-        self._keep = pool, tuple(layers)
+        self._keep = pool, tuple(layers), memory
         self._handle = c_void_p()
         options = _Options(
             (c_void_p * len(layers))(*(layer.handle.value for layer in layers)), len(layers),
-            memory_address, memory_bytes, size.most_tokens, size.top_k, size.hidden,
-            (c_int32 * len(cpus))(*cpus), len(cpus), lane, spin_us,
+            memory.address, memory.nbytes, size.most_tokens, size.top_k, size.hidden,
+            (c_int32 * len(service.cpus))(*service.cpus), len(service.cpus), service.lane, service.spin_us,
         )  # fmt: skip
         _native().proa_doorbell_create(pool.handle, ctypes.byref(options), ctypes.byref(self._handle))
         self._end = weakref.finalize(self, _native().proa_doorbell_destroy, c_void_p(self._handle.value))

@@ -5,19 +5,19 @@ wrote stands in hybrid/transport.py. Never: what the CPU does with it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.bell_block import Block, check_pull, check_push
 from proa.ops.triton.variant import Variant
 
 # State words in device memory, int32: the last job's number; whether this layer has one; who has arrived, and with how
 # many rows. Behind them, for each row of the step, how many of its pairs are the CPU's.
 NUMBER, PENDING, ARRIVED, ROWS = 0, 1, 2, 4
 _NUMBER, _PENDING, _ARRIVED, _ROWS = (tl.constexpr(i) for i in (NUMBER, PENDING, ARRIVED, ROWS))
-_COUNT_BITS = tl.constexpr(24)  # of the rows in ARRIVED; above them the programs
+_PROGRAM = tl.constexpr(1 << 24)  # one that has arrived, in ARRIVED; below it the rows are counted
 MOST_PROGRAMS = 64
 TILE_VALUES = 16384  # of a program of push
 PULL_VALUES = 4096  # of a program of pull
@@ -54,19 +54,6 @@ mov.u32 $0, 0;
 }""")
 
 
-@dataclass(frozen=True)
-class Block:
-    """Views of the memory that both sides address: pinned host memory, which is not a device's."""
-
-    rung: Tensor  # int32 [1]
-    answer: Tensor  # int64 [1]: answered in the low half, dead in the high one
-    header: Tensor  # int32 [2]: layer, tokens
-    ids: Tensor  # int32 [most tokens, k]
-    weights: Tensor  # float32 [most tokens, k]
-    x: Tensor  # bfloat16 [most tokens, hidden]
-    y: Tensor  # float32 [most tokens, hidden]
-
-
 @triton.jit
 def _ring(rung, number):
     tl.debug_barrier()  # after what all threads of this program wrote, and what they saw of others
@@ -81,13 +68,14 @@ def _await(answer, number):
 
 @triton.jit
 def _push_rows(
-    x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, first, tokens, hidden,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr,
+    x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, first, tokens,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     row, k = first + tl.arange(0, TILE), tl.arange(0, CHOICES)
     wide, column = row.to(tl.int64)[:, None], tl.arange(0, BLOCK)[None, :]
     there = row < tokens
-    inside = there[:, None] & (column < hidden)
+    inside = there[:, None] & (column < HIDDEN)
     value = tl.load(x + wide * x_row + column, inside)  # on its way while the pairs are counted
     pair = row[:, None] * TOP_K + k[None, :]
     is_pair = there[:, None] & (k < TOP_K)[None, :]
@@ -96,38 +84,40 @@ def _push_rows(
     weight = tl.load(weights + pair, is_pair, 0.0)
     theirs = (chosen >= 0) & (up == 0)
     pairs = tl.sum(theirs.to(tl.int32), 1)
-    # A row of -1 must be written where another program may ring, but not where nobody does.
-    written = is_pair & (pairs > 0)[:, None] if ALONE else is_pair
+    # Ids of -1 must be written where any other row rings; another program's may.
+    written = is_pair & (tl.sum(pairs, 0) > 0) if ALONE else is_pair
     tl.store(to_ids + pair, tl.where(theirs, chosen, -1), written)
     tl.store(to_weights + pair, weight, written)
     tl.store(state + _ROWS + row, pairs, there)
     theirs_too = (pairs > 0)[:, None]
-    tl.store(to_x + wide * hidden + column, value, inside & theirs_too)
-    for start in range(BLOCK, hidden, BLOCK):
-        more = there[:, None] & (start + column < hidden) & theirs_too
-        tl.store(to_x + wide * hidden + start + column, tl.load(x + wide * x_row + start + column, more), more)
+    tl.store(to_x + wide * HIDDEN + column, value, inside & theirs_too)
+    for start in range(BLOCK, HIDDEN, BLOCK):
+        more = there[:, None] & (start + column < HIDDEN) & theirs_too
+        tl.store(to_x + wide * HIDDEN + start + column, tl.load(x + wide * x_row + start + column, more), more)
     return tl.sum((pairs > 0).to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["layer", "tokens"])
 def _push(
-    x, x_row, ids, weights, up_address, header, to_ids, to_weights, to_x, rung, state, layer, tokens, hidden,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    x, x_row, ids, weights, up_address, header, to_ids, to_weights, to_x, rung, state, layer, tokens,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.zeros((), tl.int32)
-    for first in range(tl.program_id(0) * TILE, tokens, PROGRAMS * TILE):
+    number = tl.load(state + _NUMBER) + 1  # only whoever comes last changes it
+    rows = 0
+    for i in range(ROUNDS):
+        first = (i * PROGRAMS + tl.program_id(0)) * TILE
         rows += _push_rows(
-            x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, first, tokens, hidden,
-            TOP_K, CHOICES, TILE, BLOCK, PROGRAMS == 1,
+            x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, first, tokens,
+            HIDDEN, TOP_K, CHOICES, TILE, BLOCK, PROGRAMS == 1,
         )  # fmt: skip
     last = True
     if PROGRAMS > 1:
         tl.debug_barrier()  # the arrival below tells of all threads' stores
-        before = tl.atomic_add(state + _ARRIVED, (1 << _COUNT_BITS) + rows, sem="acq_rel", scope="sys")
-        last = (before >> _COUNT_BITS) == PROGRAMS - 1
-        rows += before & ((1 << _COUNT_BITS) - 1)
+        before = tl.atomic_add(state + _ARRIVED, _PROGRAM + rows, sem="acq_rel", scope="sys")
+        last = before // _PROGRAM == PROGRAMS - 1
+        rows += before % _PROGRAM
     if last:
-        number = tl.load(state + _NUMBER) + 1
         tl.debug_barrier()  # all threads have read it
         tl.store(state + _ARRIVED, 0)
         tl.store(state + _PENDING, (rows > 0).to(tl.int32))
@@ -146,15 +136,15 @@ def _wait(answer, state):
 
 
 @triton.jit
-def _pull(y, out, out_row, answer, state, hidden, BLOCK: tl.constexpr, WAIT: tl.constexpr):
+def _pull(y, out, out_row, answer, state, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, WAIT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < hidden
+    inside = column < HIDDEN
     pairs = tl.load(state + _ROWS + row)
     if WAIT:
         _wait(answer, state)
     # volatile: the CPU wrote these since the last pull, and no cache may answer
-    value = tl.load(y + row * hidden + column, inside & (pairs > 0), 0.0, volatile=True)
+    value = tl.load(y + row * HIDDEN + column, inside & (pairs > 0), 0.0, volatile=True)
     tl.store(out + row * out_row + column, value, inside)
 
 
@@ -166,13 +156,11 @@ def push(x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int
     ValueError.
     """
     tokens, top_k = ids.shape
-    _check(x, ids, weights, up_address, block, state)
-    tile, block_columns, programs, warps = _push_shape(tokens, x.shape[1])
-    _push[(programs,)](
+    check_push(x, ids, weights, up_address, block)
+    shape = _push_shape(tokens, x.shape[1], top_k)
+    _push[(shape["PROGRAMS"],)](
         x, x.stride(0), ids, weights, up_address, block.header, block.ids, block.weights, block.x, block.rung, state,
-        layer, tokens, x.shape[1],
-        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), TILE=tile, BLOCK=block_columns, PROGRAMS=programs,
-        num_warps=warps,
+        layer, tokens, **shape, num_warps=_push_warps(shape),
     )  # fmt: skip
 
 
@@ -180,36 +168,34 @@ def pull(out: Tensor, block: Block, state: Tensor) -> None:
     """Wait for the answer of the last push, if it rang, and copy it to out float32 [T, hidden]: zeros in rows that had
     no pair of the CPU's. After a failure on the CPU it waits for nothing, and out is whatever was there.
     """
+    check_pull(out, block)
     tokens, hidden = out.shape
-    if tokens > len(block.y) or hidden != block.y.shape[1] or out.stride(1) != 1 or out.element_size() != 4:
-        raise ValueError(f"out is float32 [T, {block.y.shape[1]}] of up to {len(block.y)} rows, not {tuple(out.shape)}")
     polled = tokens * hidden <= MOST_POLLED_VALUES
     if not polled:
         _wait[(1,)](block.answer, state, num_warps=1)
     columns, warps = _pull_shape(hidden)
     _pull[(tokens, triton.cdiv(hidden, columns))](
-        block.y, out, out.stride(0), block.answer, state, hidden, BLOCK=columns, WAIT=polled, num_warps=warps
+        block.y, out, out.stride(0), block.answer, state, HIDDEN=hidden, BLOCK=columns, WAIT=polled, num_warps=warps
     )
 
 
-def _check(x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, block: Block, state: Tensor) -> None:
-    most, top_k = block.ids.shape
-    tokens, hidden = x.shape
-    if not 1 <= tokens <= most or hidden != block.x.shape[1] or x.stride(1) != 1 or x.element_size() != 2:
-        raise ValueError(f"x is bfloat16 [T, {block.x.shape[1]}] of 1 to {most} rows, not {tuple(x.shape)}")
-    for name, of in (("ids", ids), ("weights", weights), ("up_address", up_address)):
-        if tuple(of.shape) != (tokens, top_k) or not of.is_contiguous():
-            raise ValueError(f"{name} is [{tokens}, {top_k}] without gaps, not {tuple(of.shape)}")
-    if len(state) < ROWS + most:
-        raise ValueError(f"the state has {len(state)} words, not {ROWS + most}")
-
-
-def _push_shape(tokens: int, hidden: int) -> tuple[int, int, int, int]:
-    """Rows and columns of a tile, programs, warps. A few rows are one program's: nobody then waits for another."""
+def _push_shape(tokens: int, hidden: int, top_k: int) -> dict[str, int]:
+    """A few rows are one program's: then nobody waits for another."""
     tile = min(triton.next_power_of_2(tokens), 8)
-    columns = min(triton.next_power_of_2(hidden), TILE_VALUES // tile)
     programs = min(triton.cdiv(tokens, tile), MOST_PROGRAMS)
-    return tile, columns, programs, min(16, max(1, tile * columns // 256))
+    return {
+        "HIDDEN": hidden,
+        "TOP_K": top_k,
+        "CHOICES": triton.next_power_of_2(top_k),
+        "TILE": tile,
+        "BLOCK": min(triton.next_power_of_2(hidden), TILE_VALUES // tile),
+        "PROGRAMS": programs,
+        "ROUNDS": triton.cdiv(tokens, tile * programs),
+    }
+
+
+def _push_warps(shape: dict[str, int]) -> int:
+    return min(16, max(1, shape["TILE"] * shape["BLOCK"] // 256))  # a thread has 16 bytes or more
 
 
 def _pull_shape(hidden: int) -> tuple[int, int]:
@@ -221,17 +207,16 @@ def _pull_shape(hidden: int) -> tuple[int, int]:
 def variants() -> Iterator[Variant]:
     inputs = {"x": "*bf16", "weights": "*fp32", "up_address": "*i64"}
     to = {"header": "*i32", "to_ids": "*i32", "to_weights": "*fp32", "to_x": "*bf16", "rung": "*i32", "state": "*i32"}
-    numbers = dict.fromkeys(("x_row", "layer", "tokens", "hidden"), "i32")
-    aligned = ("x", "ids", "weights", "up_address", "to_ids", "to_weights", "to_x", "x_row", "hidden")
+    numbers = dict.fromkeys(("x_row", "layer", "tokens"), "i32")
+    aligned = ("x", "ids", "weights", "up_address", "to_ids", "to_weights", "to_x", "x_row")
     for ids in ("*i32", "*i64"):
         for tokens, hidden, top_k in ((1, 2048, 8), (4, 7168, 8), (32, 2048, 10), (4096, 2880, 4)):
-            tile, columns, programs, warps = _push_shape(tokens, hidden)
-            choices = triton.next_power_of_2(top_k)
-            constants = {"TOP_K": top_k, "CHOICES": choices, "TILE": tile, "BLOCK": columns, "PROGRAMS": programs}
-            yield Variant(_push, inputs | {"ids": ids} | to | numbers, constants, warps=warps, aligned=aligned)
+            shape = _push_shape(tokens, hidden, top_k)
+            types = inputs | {"ids": ids} | to | numbers
+            yield Variant(_push, types, shape, warps=_push_warps(shape), aligned=aligned)
     yield Variant(_wait, {"answer": "*i64", "state": "*i32"}, {}, warps=1)
-    types = {"y": "*fp32", "out": "*fp32", "out_row": "i32", "answer": "*i64", "state": "*i32", "hidden": "i32"}
+    types = {"y": "*fp32", "out": "*fp32", "out_row": "i32", "answer": "*i64", "state": "*i32"}
     for hidden, polled in ((2048, True), (2048, False), (7168, True)):
         columns, warps = _pull_shape(hidden)
-        constants = {"BLOCK": columns, "WAIT": polled}
-        yield Variant(_pull, types, constants, warps=warps, aligned=("y", "out", "out_row", "hidden"))
+        constants = {"HIDDEN": hidden, "BLOCK": columns, "WAIT": polled}
+        yield Variant(_pull, types, constants, warps=warps, aligned=("y", "out", "out_row"))

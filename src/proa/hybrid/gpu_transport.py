@@ -1,0 +1,101 @@
+"""A GPU's way to the CPU. Why it is right stands in transport.py. Never: anything that a CPU alone could need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from proa.errors import NativeError
+from proa.hybrid.transport import empty_round
+from proa.native.doorbell import ANY_SERVICE, Counters, Doorbell, JobSize, Memory, Service, block_layout
+from proa.native.pool import Pool
+from proa.native.weights import Experts
+from proa.ops.bell_block import views
+from proa.ops.triton import bell
+
+ANSWER_TIMEOUT_S = 1.0  # for an empty job at start
+_NO_ANSWER = "The CPU did not answer an empty job of {device} within {seconds:g} s."
+_REMEDY = (
+    "Either the two do not see each other's writes in pinned memory (a remote or virtual GPU, a broken IOMMU), or the "
+    "CPUs are so busy that the doorbell's thread gets no turn: look at `proa doctor` and at what else runs here."
+)
+
+
+class GpuTransport:
+    """Of a GPU: push and pull launch kernels on the current stream, and may be captured in a graph.
+
+    Raises what Doorbell raises.
+    """
+
+    def __init__(
+        self, pool: Pool, layers: Sequence[Experts], size: JobSize, device: torch.device,
+        service: Service = ANY_SERVICE,
+    ) -> None:  # fmt: skip
+        layout = block_layout(size)
+        memory = torch.zeros(layout.bytes, dtype=torch.uint8, pin_memory=True)
+        self.device, self.size = device, size
+        self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service)
+        self._block = views(memory, layout, size)
+        self._state = torch.zeros(bell.ROWS + size.most_tokens, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # the zeros are there before a step on any stream
+
+    def arm(self) -> None:
+        self.doorbell.arm()
+
+    def disarm(self) -> None:
+        self.doorbell.disarm()
+
+    def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
+        bell.push(x, ids, weights, up_address, layer, self._block, self._state)
+
+    def pull(self, out: Tensor) -> None:
+        bell.pull(out, self._block, self._state)
+
+    def check(self) -> None:
+        self.doorbell.check()
+
+    def counters(self) -> Counters:
+        return self.doorbell.counters()
+
+    def probe_us(self, rounds: int = 200) -> float:
+        """Measured in a graph, as in service."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        again = empty_round(self, self.size, self.device)
+        self.arm()
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                stream.wait_stream(torch.cuda.default_stream(self.device))  # the tensors of the round
+                again()  # compiles and loads the kernels
+                self._finish(stream)
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    for _ in range(rounds):
+                        again()
+                graph.replay()
+                self._finish(stream)
+                begin = time.perf_counter()
+                graph.replay()
+                self._finish(stream)
+                took_s = time.perf_counter() - begin
+        finally:
+            self.disarm()
+        self.check()
+        return took_s / rounds * 1e6
+
+    def _finish(self, stream: torch.cuda.Stream) -> None:
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(stream)
+        deadline_s = time.perf_counter() + ANSWER_TIMEOUT_S
+        while not done.query():  # type: ignore[no-untyped-call]
+            if time.perf_counter() > deadline_s:
+                text = _NO_ANSWER.format(device=self.device, seconds=ANSWER_TIMEOUT_S)
+                self.doorbell.fail(text)
+                stream.synchronize()
+                raise NativeError(text, _REMEDY)
+
+    def close(self) -> None:
+        """Whatever still waits on the GPU is told of a failure, and is waited for."""
+        self.doorbell.close()
+        torch.cuda.synchronize(self.device)

@@ -1,0 +1,163 @@
+"""How a step hands experts to the CPU and takes their sum back: the only synchronisation of CPU and GPU. Belongs here:
+the block of memory that both address, who writes it when, and why each sees what the other wrote. Never: which experts
+are the CPU's, and what anybody computes.
+
+In each MoE layer the GPU pushes: it writes layer, tokens, ids, weights and rows into the block, then the job's number
+into `rung`. A CPU thread that looks at `rung` (csrc/src/doorbell.cc) runs the experts, writes y, then the same number
+into `answered`. The GPU pulls: it looks at `answered`, then copies y. One block is enough for a lane, since the next
+push comes after the pull. If no pair is the CPU's, push does not ring and pull does not wait: both read that from one
+word in the GPU's memory. The number lives there too and push adds one to it, so that a replayed graph goes on counting.
+
+Why a job is whole when its number is seen (kernels: ops/triton/bell.py):
+1. Every thread of a program stores its part of the job, then the program meets at a barrier: what the threads stored is
+   before anything that any of them does next.
+2. With several programs, one thread of each then adds itself to a counter in the GPU's memory, as an acquire and a
+   release for the whole system. Whoever finds that it came last has, by that, everything that the others stored before
+   itself; it meets the other threads of its program at a barrier again.
+3. One thread stores the number with st.release.sys. A release covers what the thread stored and what was before it by
+   1 and 2; on the bus, all of that is written before the number.
+4. The CPU's thread loads the number as an acquire. What it loads afterwards is at least as new as the job. The pool's
+   workers get it from that thread through the pool's own releases and acquires.
+Why y is whole when its number is seen: the workers store rows of y and say so by a release; the doorbell's thread has
+acquired all of them when it stores `answered` as a release. The GPU's polling thread loads it with ld.acquire.sys and
+meets its program at a barrier; only then y is loaded, past the caches that might hold a former one (volatile). Where a
+kernel of one program waits for those of the next one, the border between kernels does the barrier's work.
+Why nothing is written too early: the CPU reads a job only between its number's arrival and its own answer (a worker
+that is late may read rows later still, and drops what it made of them), the GPU writes the next one only after it saw
+that answer and read y in a former kernel. The state words are touched by kernels of one stream alone.
+No atomics work from the GPU on host memory, so there are none: each word has one writer.
+`dead` is the high half of the word that holds `answered`: one load tells whether to go on waiting. It is never cleared,
+so nothing waits after a failure, and `check` says what it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from proa.native.doorbell import ANY_SERVICE, PROBE_LAYER, Counters, Doorbell, JobSize, Memory, Service, block_layout
+from proa.native.pool import Pool
+from proa.native.weights import Experts
+from proa.ops.bell_block import check_pull, check_push, views
+
+
+class Transport(Protocol):
+    """One lane's way to the CPU. A step: arm, then push and pull in each MoE layer, disarm when it is over, check."""
+
+    def arm(self) -> None:
+        """Before a step is launched: the CPU's threads are awake from now on."""
+
+    def disarm(self) -> None:
+        """The step is over, not only launched."""
+
+    def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
+        """Hand over the pairs of `layer` that are the CPU's: id >= 0 and up_address 0.
+
+        x bfloat16 [T, hidden]; ids int32 or int64, weights float32, up_address int64 [T, k]. Raises ValueError.
+        """
+
+    def pull(self, out: Tensor) -> None:
+        """out float32 [T, hidden] = the CPU's part of the last push, zeros where it has none."""
+
+    def check(self) -> None:
+        """After a step, before its results are used. Raises NativeError, ValueError for good once a job has failed;
+        NumericsError, once, after a sum that is not finite."""
+
+    def probe_us(self, rounds: int = 200) -> float:
+        """Microseconds of a round trip without work. Raises NativeError if nobody answers."""
+
+    def counters(self) -> Counters:
+        """What the CPU did so far."""
+
+    def close(self) -> None:
+        """No step may be under way."""
+
+
+class HostTransport:
+    """The same where a CPU stands in for the GPU: tensors on the CPU, and push and pull that have happened when they
+    return. A pull that is not answered in `timeout_s` fails the doorbell."""
+
+    def __init__(
+        self, pool: Pool, layers: Sequence[Experts], size: JobSize, service: Service = ANY_SERVICE,
+        *, timeout_s: float = 60.0,
+    ) -> None:  # fmt: skip
+        layout = block_layout(size)
+        memory = torch.zeros(layout.bytes, dtype=torch.uint8)
+        self.size, self.timeout_s = size, timeout_s
+        self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service)
+        self._block = views(memory, layout, size)
+        self._number = 0
+        self._rows: Tensor | None = None  # bool [T]: rows of the last push that the CPU has a pair of
+
+    def arm(self) -> None:
+        self.doorbell.arm()
+
+    def disarm(self) -> None:
+        self.doorbell.disarm()
+
+    def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
+        check_push(x, ids, weights, up_address, self._block)
+        block, tokens = self._block, len(x)
+        theirs = (ids >= 0) & (up_address == 0)
+        rows = theirs.any(1)
+        self._rows = rows if bool(rows.any()) else None
+        if self._rows is None:
+            return
+        block.ids[:tokens] = ids.where(theirs, -1)
+        block.weights[:tokens] = weights
+        block.x[:tokens][rows] = x[rows]
+        block.header[0], block.header[1] = layer, tokens
+        self._number = (self._number + 1) % (1 << 32)
+        self.doorbell.ring(self._number)
+
+    def pull(self, out: Tensor) -> None:
+        check_pull(out, self._block)
+        out.zero_()
+        rows = self._rows
+        if rows is None:
+            return
+        if not self.doorbell.wait(self._number, self.timeout_s):
+            self.doorbell.fail(f"The CPU did not answer a job of the simulated GPU within {self.timeout_s:g} s.")
+            return  # as a GPU, which cannot raise: check() says why
+        out[rows] = self._block.y[: len(out)][rows]
+
+    def check(self) -> None:
+        self.doorbell.check()
+
+    def counters(self) -> Counters:
+        return self.doorbell.counters()
+
+    def probe_us(self, rounds: int = 200) -> float:
+        again = empty_round(self, self.size, torch.device("cpu"))
+        self.arm()
+        try:
+            again()
+            begin = time.perf_counter()
+            for _ in range(rounds):
+                again()
+            took_s = time.perf_counter() - begin
+        finally:
+            self.disarm()
+        self.check()
+        return took_s / rounds * 1e6
+
+    def close(self) -> None:
+        self.doorbell.close()
+
+
+def empty_round(transport: Transport, size: JobSize, device: torch.device) -> Callable[[], None]:
+    """Push and pull of a job of one row that the CPU answers at once."""
+    x = torch.zeros(1, size.hidden, dtype=torch.bfloat16, device=device)
+    ids, up = (torch.zeros(1, size.top_k, dtype=torch.int64, device=device) for _ in range(2))
+    weights = torch.zeros(1, size.top_k, device=device)
+    out = torch.empty(1, size.hidden, device=device)
+
+    def again() -> None:
+        transport.push(x, ids, weights, up, PROBE_LAYER)
+        transport.pull(out)
+
+    return again

@@ -1,0 +1,148 @@
+"""A simulated GPU hands jobs to the CPU and gets exactly what the experts give when called directly."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from bell_cases import Layer, random_job
+from proa.errors import NativeError, NumericsError
+from proa.hybrid.transport import HostTransport
+from proa.native.doorbell import JobSize, Service
+from proa.native.pool import Pool
+
+SIZE = JobSize(most_tokens=7, top_k=3, hidden=64)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("teams", [[[]], [[0]]])
+def test_answers_are_the_experts_bit_for_bit(teams: list[list[int]], rng: torch.Generator) -> None:
+    layers = [Layer(SIZE.hidden, seed) for seed in range(3)]
+    with Pool(teams, pin=False) as pool:
+        transport = HostTransport(pool, [layer.experts for layer in layers], SIZE, Service(lane=1))
+        jobs = [
+            (i % 3, job, job.exact(pool, layers[i % 3]))
+            for i in range(48)
+            for job in (random_job(rng, 1 + i % SIZE.most_tokens, SIZE, resident=(0, 0.4, 0.9, 1)[i % 4]),)
+        ]
+        rang = sum(bool((job.theirs() >= 0).any()) for _, job, _ in jobs)
+        assert 0 < rang < len(jobs)
+        for _ in range(50):
+            transport.arm()
+            for layer, job, want in jobs:
+                out = torch.full(job.x.shape, torch.nan)
+                transport.push(*job.to(CPU), layer)
+                transport.pull(out)
+                assert torch.equal(out, want)
+            transport.disarm()
+        transport.check()
+        assert transport.counters().jobs == rang * 50
+        transport.close()
+
+
+def test_rows_of_the_cpu_stay_unread_where_it_has_no_pair(rng: torch.Generator) -> None:
+    """A padding row may hold NaN, and what the last job left in y is nobody's."""
+    layer = Layer(SIZE.hidden, 0)
+    with Pool([[]], pin=False) as pool:
+        transport = HostTransport(pool, [layer.experts], SIZE)
+        transport.arm()
+        for _ in range(2):
+            job = random_job(rng, 4, SIZE, resident=0)
+            job.ids[1:3] = -1
+            job.ids[0, 0] = job.ids[3, 0] = 2
+            job.x[1:3] = torch.nan
+            out = torch.full(job.x.shape, torch.nan)
+            transport.push(*job.to(CPU), 0)
+            transport.pull(out)
+            assert torch.equal(out[1:3], torch.zeros(2, SIZE.hidden))
+            assert out[0].any()
+        transport.disarm()
+        transport.check()
+
+
+def test_a_dead_worker_is_an_error_of_the_step(rng: torch.Generator) -> None:
+    layer = Layer(SIZE.hidden, 0)
+    with Pool([[0]], pin=False) as pool:
+        transport = HostTransport(pool, [layer.experts], SIZE)
+        transport.arm()
+        pool.kill_worker_for_test()
+        begin = time.perf_counter()
+        out = torch.empty(4, SIZE.hidden)
+        with pytest.raises(NativeError, match="worker thread"):  # noqa: PT012
+            while time.perf_counter() - begin < 2:
+                transport.push(*random_job(rng, 4, SIZE, resident=0).to(CPU), 0)
+                transport.pull(out)
+                transport.check()
+        begin = time.perf_counter()
+        for _ in range(50):  # the rest of the step
+            transport.push(*random_job(rng, 4, SIZE, resident=0).to(CPU), 0)
+            transport.pull(out)
+        assert time.perf_counter() - begin < 1
+        transport.disarm()
+
+
+def test_a_sum_that_is_not_finite_names_its_layer(rng: torch.Generator) -> None:
+    layers = [Layer(SIZE.hidden, 0), Layer(SIZE.hidden, 1, poisoned=(2,))]
+    with Pool([[0]], pin=False) as pool:
+        transport = HostTransport(pool, [layer.experts for layer in layers], SIZE)
+        job = random_job(rng, 1, SIZE, resident=0)
+        job.ids[0] = torch.tensor([5, -1, 2])
+        out = torch.empty(1, SIZE.hidden)
+        transport.arm()
+        for layer in (0, 1):
+            transport.push(*job.to(CPU), layer)
+            transport.pull(out)
+        transport.disarm()
+        assert out.isnan().any(), "never scrubbed"
+        with pytest.raises(NumericsError, match=r"layer 1, row 0 of 1, experts 5, 2\."):
+            transport.check()
+        transport.check()
+
+
+def test_nobody_answers_a_closed_transport(rng: torch.Generator) -> None:
+    with Pool([[]], pin=False) as pool:
+        transport = HostTransport(pool, [Layer(SIZE.hidden, 0).experts], SIZE)
+        transport.arm()
+        transport.close()
+        with pytest.raises(ValueError, match="null pointer"):
+            transport.push(*random_job(rng, 1, SIZE, resident=0).to(CPU), 0)
+
+
+def test_a_wrong_layer_is_an_error_of_the_step(rng: torch.Generator) -> None:
+    with Pool([[]], pin=False) as pool:
+        transport = HostTransport(pool, [Layer(SIZE.hidden, 0).experts], SIZE)
+        transport.arm()
+        transport.push(*random_job(rng, 1, SIZE, resident=0).to(CPU), 1)
+        transport.pull(torch.empty(1, SIZE.hidden))
+        with pytest.raises(ValueError, match="layer 1 of 1"):
+            transport.check()
+
+
+def test_the_probe_takes_microseconds() -> None:
+    with Pool([[]], pin=False) as pool:
+        transport = HostTransport(pool, [Layer(SIZE.hidden, 0).experts], SIZE)
+        assert 0 < transport.probe_us(50) < 1e6
+        assert transport.counters().jobs == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"x": torch.zeros(2, 64)}, r"x is bfloat16 \[T, 64\]"),
+        ({"x": torch.zeros(2, 60).bfloat16()}, r"x is bfloat16 \[T, 64\]"),
+        ({"x": torch.zeros(8, 64).bfloat16()}, "1 to 7 rows"),
+        ({"ids": torch.zeros(2, 3)}, r"ids is torch.int32 \[2, 3\]"),
+        ({"weights": torch.zeros(3, 2).t()}, r"weights is torch.float32 \[2, 3\] without gaps"),
+        ({"up_address": torch.zeros(2, 2).long()}, r"up_address is torch.int64 \[2, 3\]"),
+    ],
+)
+def test_tensors_that_do_not_fit(change: dict[str, torch.Tensor], text: str) -> None:
+    good = {"x": torch.zeros(2, 64).bfloat16(), "ids": torch.zeros(2, 3).int(), "weights": torch.zeros(2, 3)}
+    with Pool([[]], pin=False) as pool:
+        transport = HostTransport(pool, [Layer(SIZE.hidden, 0).experts], SIZE)
+        with pytest.raises(ValueError, match=text):
+            transport.push(**(good | {"up_address": torch.zeros(2, 3).long()} | change), layer=0)
+        with pytest.raises(ValueError, match=r"out is float32 \[T, 64\]"):
+            transport.pull(torch.zeros(8, 64))

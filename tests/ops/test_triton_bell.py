@@ -1,0 +1,115 @@
+"""What push writes and pull reads, in Triton's interpreter, which cannot run the two instructions of PTX that ring and
+wait: here a ring stores the number, and waiting asks whether it was answered. On a GPU tests/hybrid tries all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+from bell_cases import random_job
+from conftest import HAVE_GPU
+from proa.native.doorbell import JobSize, block_layout
+from proa.ops.bell_block import Block, views
+from proa.ops.triton import bell
+
+pytestmark = pytest.mark.skipif(
+    HAVE_GPU, reason="kernels are compiled here; tests/hybrid/test_gpu_transport.py runs them"
+)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[int]:
+    """Numbers that pull waited for."""
+    numbers: list[int] = []
+
+    def ring(rung: Any, number: Any) -> None:
+        tl.store(rung, number)
+
+    def wait(answer: Any, number: Any) -> None:
+        numbers.append(int(number.handle.data.item()))
+
+    monkeypatch.setattr(bell, "_ring", ring)
+    monkeypatch.setattr(bell, "_await", wait)
+    return numbers
+
+
+def block_of(size: JobSize) -> tuple[Block, torch.Tensor]:
+    layout = block_layout(size)
+    block = views(torch.zeros(layout.bytes, dtype=torch.uint8), layout, size)
+    for part in (block.ids, block.weights, block.x, block.y):
+        part.fill_(77)
+    return block, torch.zeros(bell.ROWS + size.most_tokens, dtype=torch.int32)
+
+
+# One program; several; more tiles than programs; rows longer than a tile; widths that are no power of two.
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "top_k"), [(1, 64, 3), (3, 48, 1), (8, 64, 2), (21, 32, 3), (530, 16, 2), (9, 2500, 6)]
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_push_and_pull(
+    waits: list[int], rng: torch.Generator, tokens: int, hidden: int, top_k: int, dtype: torch.dtype
+) -> None:
+    size = JobSize(tokens + 2, top_k, hidden)
+    block, state = block_of(size)
+    for number, (resident, layer) in enumerate([(0.5, 3), (0.0, -1), (0.9, 2)], 1):
+        job = random_job(rng, tokens, size, resident)
+        job.ids[0, 0], job.up_address[0, 0] = 1, 0  # one pair at least is the CPU's
+        x = torch.empty(tokens, hidden + 8, dtype=torch.bfloat16)[:, :hidden].copy_(job.x)
+        bell.push(x, job.ids.to(dtype), job.weights, job.up_address, layer, block, state)
+        theirs, rows = job.theirs(), (job.theirs() >= 0).any(1)
+        assert block.rung.item() == number
+        assert block.header.tolist() == [layer, tokens]
+        assert torch.equal(block.ids[:tokens], theirs)
+        assert torch.equal(block.weights[:tokens], job.weights)
+        assert torch.equal(block.x[:tokens][rows], job.x[rows])
+        assert torch.equal(state[bell.ROWS :][:tokens], (theirs >= 0).sum(1).int())
+        assert state[: bell.ROWS].tolist() == [number, 1, 0, 0]
+        block.y.normal_(generator=rng)
+        out = torch.full((tokens, hidden), torch.nan)
+        bell.pull(out, block, state)
+        assert torch.equal(out, block.y[:tokens].where(rows[:, None], 0))
+        assert set(waits) == {number}
+        waits.clear()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 30])
+def test_nothing_for_the_cpu_rings_nothing(waits: list[int], rng: torch.Generator, tokens: int) -> None:
+    size = JobSize(tokens, 2, 32)
+    block, state = block_of(size)
+    for resident in (0.5, 1.0, 0.5):
+        before = block.rung.item()
+        job = random_job(rng, tokens, size, resident)
+        job.ids[-1, 0], job.up_address[-1, 0] = 1, int(resident == 1.0)
+        bell.push(job.x, job.ids, job.weights, job.up_address, 0, block, state)
+        out = torch.full((tokens, 32), torch.nan)
+        waits.clear()
+        bell.pull(out, block, state)
+        assert block.rung.item() == before + (resident < 1)
+        assert bool(waits) == (resident < 1)
+        assert bool(out.any()) == (resident < 1)
+
+
+def test_a_row_that_is_not_handed_over_is_not_written(waits: list[int], rng: torch.Generator) -> None:
+    size = JobSize(4, 2, 32)
+    block, state = block_of(size)
+    job = random_job(rng, 4, size, resident=0)
+    job.ids[1:3] = -1
+    job.ids[0, 0] = job.ids[3, 0] = 0
+    job.x[1:3] = torch.nan
+    bell.push(job.x, job.ids, job.weights, job.up_address, 0, block, state)
+    assert (block.x[1:3] == 77).all()
+    assert not waits
+
+
+def test_numbers_go_on_beyond_31_bits(waits: list[int], rng: torch.Generator) -> None:
+    size = JobSize(1, 1, 16)
+    block, state = block_of(size)
+    state[bell.NUMBER] = 2**31 - 1
+    job = random_job(rng, 1, size, resident=0)
+    job.ids[:] = 0
+    bell.push(job.x, job.ids, job.weights, job.up_address, 0, block, state)
+    assert block.rung.item() == -(2**31)

@@ -1,0 +1,236 @@
+"""The doorbell from Python: what it refuses, its errors, its counters, quiet when no step is armed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bell_cases import EXPERTS, WIDTH, Layer
+from proa.errors import NativeError, NumericsError
+from proa.native.doorbell import PROBE_LAYER, Doorbell, JobSize, Memory, Service, block_layout
+from proa.native.pool import Pool
+
+SIZE = JobSize(most_tokens=5, top_k=2, hidden=64)
+
+
+class Rig:
+    """A doorbell over `layers` layers, and what a GPU would do to its block."""
+
+    def __init__(self, pool: Pool, poisoned: tuple[int, ...] = (), service: Service | None = None) -> None:
+        self.layers = [Layer(SIZE.hidden, seed, poisoned) for seed in range(2)]
+        self.layout = block_layout(SIZE)
+        self.block = torch.zeros(self.layout.bytes, dtype=torch.uint8)
+        memory = Memory(self.block.data_ptr(), self.layout.bytes, self.block)
+        experts = [layer.experts for layer in self.layers]
+        self.bell = Doorbell(pool, experts, SIZE, memory, service or Service(spin_us=100))
+        self.number = 0
+
+    def words(self, at: int) -> torch.Tensor:
+        return self.block[at : at + 64].view(torch.int32)
+
+    def ring(self, layer: int = 0, tokens: int = 1, ids: tuple[int, ...] = (0, 1)) -> bool:
+        """Whether the job was answered."""
+        self.words(self.layout.header)[:2] = torch.tensor([layer, tokens])
+        self.words(self.layout.ids)[: len(ids)] = torch.tensor(ids)
+        self.block[self.layout.weights :][: 4 * len(ids)].view(torch.float32)[:] = 1.0
+        self.number += 1
+        self.bell.ring(self.number)
+        return self.bell.wait(self.number, 60)
+
+
+def test_the_block_has_room_for_all() -> None:
+    layout = block_layout(SIZE)
+    assert (layout.rung, layout.answered, layout.dead, layout.header) == (0, 64, 68, 128)
+    parts = [(layout.ids, 5 * 2 * 4), (layout.weights, 5 * 2 * 4), (layout.x, 5 * 64 * 2), (layout.y, 5 * 64 * 4)]
+    ends = [at + size for at, size in parts]
+    assert all(at % 64 == 0 for at, _ in parts)
+    assert all(end <= at for end, (at, _) in zip([136, *ends], [*parts, (layout.bytes, 0)], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"size": JobSize(0, 2, 64)}, r"1 to 2\^20 tokens"),
+        ({"size": JobSize(5, 2, 63)}, "rows are not as long"),
+        ({"size": JobSize(6, 2, 64)}, "too small"),
+        ({"offset": 4}, "aligned to 64"),
+        ({"layers": 0}, "1 to 65536 layers"),
+        ({"service": Service(lane=2)}, "lanes 0 and 1"),
+        ({"service": Service(cpus=(-1,))}, "CPUs 0 to 1023"),
+        ({"service": Service(spin_us=-1)}, "cannot be negative"),
+    ],
+)
+def test_what_cannot_be(change: dict[str, object], text: str) -> None:
+    options = {"size": SIZE, "offset": 0, "layers": 1, "service": Service()} | change
+    layer = Layer(64, 0)
+    nbytes = block_layout(SIZE).bytes
+    block = torch.zeros(nbytes + 64, dtype=torch.uint8)
+    memory = Memory(block.data_ptr() + options["offset"], nbytes, block)
+    with Pool([[]], pin=False) as pool, pytest.raises(ValueError, match=text):
+        Doorbell(pool, [layer.experts] * options["layers"], options["size"], memory, options["service"])
+
+
+def test_a_thread_that_cannot_be_bound_is_an_error() -> None:
+    with Pool([[]], pin=False) as pool, pytest.raises(NativeError, match="could not be bound to its CPUs"):
+        Rig(pool, service=Service(cpus=(1000,)))
+
+
+def test_its_thread_runs_where_it_is_bound() -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    with Pool([[]], pin=False) as pool:
+        before = set(os.listdir("/proc/self/task"))
+        rig = Rig(pool, service=Service(cpus=(mine[-1],)))
+        (thread,) = set(os.listdir("/proc/self/task")) - before
+        assert os.sched_getaffinity(int(thread)) == {mine[-1]}
+        rig.bell.close()
+        assert not Path(f"/proc/self/task/{thread}").exists()
+
+
+def test_counters() -> None:
+    with Pool([[0]], pin=False) as pool:
+        rig = Rig(pool)
+        rig.bell.arm()
+        assert rig.ring(0, 2, (0, -1, 0, 3))
+        assert rig.ring(PROBE_LAYER)
+        assert rig.ring(1, 1, (-1, 5))
+        rig.bell.check()  # results, and with them counters, are looked at after the answer
+        found = rig.bell.counters()
+        panels = -(-WIDTH // 16) * 2
+        expert_bytes = panels * 64 * 32 + (64 // 16) * 64 * 32  # down: 48 columns, padded to 64
+        assert (found.jobs, found.pairs, found.weight_bytes) == (2, 4, 3 * expert_bytes)
+        assert found.moe_s > 0 and found.waiting_s > 0  # noqa: PT018
+
+
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        ((2, 1, (0, 0)), "layer 2 of 2"),
+        ((0, 6, (0, 0)), "6 tokens; 1 to 5"),
+        ((0, 1, (0, EXPERTS)), f"Expert id {EXPERTS}"),
+        ((0, 1, (-2, 0)), "Expert id -2"),
+    ],
+)
+def test_malformed_jobs_fail_for_good(job: tuple[int, int, tuple[int, ...]], text: str) -> None:
+    with Pool([[0]], pin=False) as pool:
+        rig = Rig(pool)
+        rig.bell.arm()
+        assert rig.ring()
+        assert not rig.ring(*job)
+        assert not rig.ring()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=text):
+                rig.bell.check()
+        assert rig.words(rig.layout.answered)[:2].tolist() == [1, 1]
+
+
+def test_a_dead_worker_ends_the_wait() -> None:
+    with Pool([[0]], pin=False) as pool:
+        rig = Rig(pool)
+        rig.bell.arm()
+        assert rig.ring()
+        begin = time.perf_counter()
+        pool.kill_worker_for_test()
+        while rig.ring():
+            time.sleep(0.001)
+        assert time.perf_counter() - begin < 2
+        with pytest.raises(NativeError, match="worker thread of the CPU pool on CPU 0 has ended"):
+            rig.bell.check()
+
+
+def test_a_sum_that_is_not_finite_is_answered_and_told_once() -> None:
+    with Pool([[0]], pin=False) as pool:
+        rig = Rig(pool, poisoned=(4,))
+        rig.bell.arm()
+        assert rig.ring(1, 2, (0, 1, 4, -1))
+        assert rig.ring(0, 1, (0, 1))
+        with pytest.raises(NumericsError, match=r"layer 1, row 1 of 2, experts 4\."):
+            rig.bell.check()
+        rig.bell.check()
+
+
+def test_failing_from_outside() -> None:
+    with Pool([[]], pin=False) as pool:
+        rig = Rig(pool)
+        rig.bell.arm()
+        rig.bell.fail("The GPU has left.")
+        assert not rig.ring()
+        with pytest.raises(NativeError, match="The GPU has left"):
+            rig.bell.check()
+
+
+def test_waiting_ends_when_the_time_is_over() -> None:
+    with Pool([[]], pin=False) as pool:
+        rig = Rig(pool)
+        begin = time.perf_counter()
+        assert not rig.bell.wait(1, 0.05)
+        assert 0.05 <= time.perf_counter() - begin < 2
+
+
+def test_ringing_without_arming_is_an_error_and_no_hang() -> None:
+    with Pool([[]], pin=False) as pool:
+        rig = Rig(pool, service=Service(spin_us=0))
+        time.sleep(0.01)  # it sleeps
+        begin = time.perf_counter()
+        assert not rig.ring()
+        assert time.perf_counter() - begin < 2
+        with pytest.raises(ValueError, match="while none was armed"):
+            rig.bell.check()
+
+
+def test_disarming_what_is_not_armed() -> None:
+    with Pool([[]], pin=False) as pool:
+        rig = Rig(pool)
+        rig.bell.arm()
+        rig.bell.arm()  # the next step is launched before the former has ended
+        rig.bell.disarm()
+        assert rig.ring()
+        rig.bell.disarm()
+        with pytest.raises(ValueError, match="not armed"):
+            rig.bell.disarm()
+
+
+def test_nobody_uses_the_cpu_while_disarmed_and_all_are_awake_while_armed() -> None:
+    with Pool([[0]], pin=False, spin_us=100) as pool:
+        rig = Rig(pool)
+        for _ in range(2):
+            rig.bell.arm()
+            assert rig.ring()
+            before = time.process_time()
+            time.sleep(0.1)
+            assert time.process_time() - before > 0.02  # two threads, on however busy a machine
+            rig.bell.disarm()
+            time.sleep(0.05)
+            before = time.process_time()
+            time.sleep(0.5)
+            assert time.process_time() - before < 0.01
+
+
+def test_it_ends_whatever_it_is_doing() -> None:
+    with Pool([[0]], pin=False) as pool:
+        for armed in (False, True):
+            for _ in range(10):
+                rig = Rig(pool)
+                if armed:
+                    rig.bell.arm()
+                    rig.bell.ring(1)
+                del rig
+                gc.collect()
+
+
+def test_it_outlives_its_pools_handle() -> None:
+    pool = Pool([[0]], pin=False)
+    rig = Rig(pool)
+    pool.close()
+    rig.bell.arm()
+    assert rig.ring()
+
+
+def test_sizes_are_checked_before_memory_is_made() -> None:
+    with pytest.raises(ValueError, match="values"):
+        block_layout(replace(SIZE, hidden=0))
