@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fakes import make_plan
-from proa.bench.latency import LatencyOptions, bytes_per_token, latency_figures
+from proa.bench.latency import LatencyOptions, latency_figures
 from proa.bench.prompts import distinct_prompts
 from proa.bench.result import MeasuredRoof, Result, bandwidth_meter, busy_notes, result
 from proa.bench.serve import ServeBenchOptions, arrival_times, load_figures
@@ -22,7 +22,7 @@ from proa.config.field import declarations
 from proa.config.options import CacheOptions, EngineOptions
 from proa.engine.ipc import Stats
 from proa.errors import UsageError
-from proa.plan.roof import ROOF_CONTEXT_TOKENS
+from proa.plan.roof import ROOF_CONTEXT_TOKENS, roof_at
 
 # starts at 10 s; first token after 0.5 s; then one every 0.1 s, with one stall of 0.3 s
 TIMING = Timing(10.0, (10.5, 10.6, 10.7, 11.0, 11.1), prompt_tokens=100, output_tokens=5, cached_tokens=16)
@@ -123,9 +123,9 @@ def test_poisson_arrivals_have_the_rate_and_repeat() -> None:
 def test_the_roof_counts_the_kv_of_the_measured_length() -> None:
     plan = make_plan(num_pages=64, page_tokens=16)  # 2**20 bytes of KV: 1024 a token
     base = plan.roof.bytes_per_token
-    assert bytes_per_token(plan, ROOF_CONTEXT_TOKENS) == base
-    assert bytes_per_token(plan, ROOF_CONTEXT_TOKENS + 100) == base + 100 * 1024
-    assert bytes_per_token(plan, 56) == base - 200 * 1024
+    assert roof_at(plan, ROOF_CONTEXT_TOKENS) == plan.roof
+    assert roof_at(plan, ROOF_CONTEXT_TOKENS + 100).bytes_per_token == base + 100 * 1024
+    assert roof_at(plan, 56).bytes_per_token == base - 200 * 1024
 
 
 def make_result(**more: object) -> Result:

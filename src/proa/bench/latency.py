@@ -21,7 +21,7 @@ from proa.errors import ProaError
 from proa.llm import AsyncLLM
 from proa.machine.probe import probe
 from proa.plan.plan import Plan
-from proa.plan.roof import ROOF_CONTEXT_TOKENS
+from proa.plan.roof import roof_at
 from proa.types import SamplingParams
 
 QUESTION = "How long does one request wait?"
@@ -76,8 +76,10 @@ async def measure(target: Target, options: LatencyOptions, notes: tuple[str, ...
     figures = latency_figures(timings)
     if target.plan is None:
         return result("latency", QUESTION, target.model, options, figures, notes=(*notes, _NO_ROOF))
+    expected = roof_at(target.plan, options.prompt_tokens + options.output_tokens // 2)
     roof = MeasuredRoof(
-        bytes_per_token=bytes_per_token(target.plan, options.prompt_tokens + options.output_tokens // 2),
+        bytes_per_token=expected.bytes_per_token,
+        vram=expected.vram,
         bandwidth_before_bytes_per_s=before,
         bandwidth_after_bytes_per_s=after,
     )
@@ -105,12 +107,6 @@ def latency_figures(timings: Sequence[Timing]) -> dict[str, float | None]:
         **stage_us(timings),
         "cached_prompt_tokens": float(sum(t.cached_tokens or 0 for t in timings)),
     }
-
-
-def bytes_per_token(plan: Plan, context_tokens: int) -> int:
-    """What one decode step of one request reads when its KV is `context_tokens` long."""
-    kv_per_token = plan.memory.kv_bytes // (plan.num_pages * plan.page_tokens)
-    return plan.roof.bytes_per_token + (context_tokens - ROOF_CONTEXT_TOKENS) * kv_per_token
 
 
 @asynccontextmanager

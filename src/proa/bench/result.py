@@ -19,12 +19,14 @@ from proa.machine.machine import Machine
 from proa.machine.probe import probe
 from proa.machine.rates import buffer_bytes, read_bandwidth
 from proa.obs.version import proa_version
+from proa.plan.plan import Roof, VramRoof
 
 
 class MeasuredRoof(msgspec.Struct, frozen=True, kw_only=True):
     """RAM reading speed before and after the timed runs, and what decode of one request must read per token."""
 
-    bytes_per_token: int
+    bytes_per_token: int  # from RAM
+    vram: VramRoof | None = None
     bandwidth_before_bytes_per_s: float
     bandwidth_after_bytes_per_s: float
 
@@ -35,7 +37,8 @@ class MeasuredRoof(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float:
-        return self.bandwidth_bytes_per_s / self.bytes_per_token
+        rate = self.bandwidth_bytes_per_s
+        return Roof(bytes_per_token=self.bytes_per_token, bandwidth_bytes_per_s=rate, vram=self.vram).tokens_per_s
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

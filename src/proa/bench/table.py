@@ -47,6 +47,10 @@ def _figures(result: Result) -> Table:
     if roof is not None:
         speed = format_rate(roof.bandwidth_bytes_per_s)
         table.add_row("roof", f"{format_bytes(roof.bytes_per_token)} per token, RAM reads {speed}")
+        if (vram := roof.vram) is not None:
+            read_bytes = format_bytes(vram.dense_bytes_per_token + vram.expert_bytes_per_token)
+            rate = format_rate(vram.bandwidth_bytes_per_s)
+            table.add_row("", f"{read_bytes} per token, VRAM reads {rate} ({vram.source})")
     return table
 
 

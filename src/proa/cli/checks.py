@@ -17,10 +17,11 @@ import msgspec
 from proa.config.env import read_env
 from proa.config.options import ServerOptions
 from proa.errors import NativeError, UsageError
-from proa.machine.machine import Machine
+from proa.machine.machine import Gpu, Machine
 from proa.machine.rates import buffer_bytes, read_bandwidth
 from proa.native.pool import wished_isa
 from proa.obs.units import format_bytes, format_rate
+from proa.plan.device import best_effort, obstacle
 
 Status = Literal["ok", "note", "broken"]
 
@@ -46,7 +47,8 @@ def findings(machine: Machine) -> Iterator[Finding]:
     yield _bandwidth(machine)
     yield from _disks()
     yield port(ServerOptions().host, ServerOptions().port)
-    yield _computing(machine)
+    yield _computing()
+    yield from gpus(machine)
 
 
 def _python() -> Iterator[Finding]:
@@ -169,7 +171,7 @@ def port(host: str, number: int) -> Finding:
     return Finding("port", "ok", f"{host}:{number} is free")
 
 
-def _computing(machine: Machine) -> Finding:
+def _computing() -> Finding:
     try:
         import torch  # noqa: F401  # seconds, and it may be what is broken
     except (ImportError, OSError) as e:
@@ -178,6 +180,39 @@ def _computing(machine: Machine) -> Finding:
         isa, reason = wished_isa()
     except (NativeError, UsageError) as e:
         return Finding("computing", "broken", e.message, e.remedy)
-    gpus = ", ".join(gpu.name for gpu in machine.gpus) or f"GPUs {machine.gpus_note}"
     why = f" ({reason})" if reason else ""
-    return Finding("computing", "ok", f"on the CPU, native {isa} kernels{why}; {gpus}")
+    return Finding("computing", "ok", f"on the CPU, native {isa} kernels{why}")
+
+
+def gpus(machine: Machine) -> Iterator[Finding]:
+    """Each GPU, and whether the engine can use it."""
+    if not machine.gpus:
+        yield Finding("GPU", "ok", f"{machine.gpus_note or 'none found'}: the CPU computes")
+    elif machine.gpus_note:
+        yield Finding("GPU", "note", machine.gpus_note, "See CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.")
+    for gpu in machine.gpus:
+        detail = _gpu_line(gpu)
+        if why := obstacle(gpu, machine.torch_cuda):
+            remedy = "Install a CUDA build of torch." if machine.torch_cuda is None else "The CPU computes instead."
+            yield Finding("GPU", "note", f"{detail}; not usable: {why}", remedy)
+        elif best_effort(gpu):
+            yield Finding("GPU", "note", f"{detail}; best effort: no matrix instructions for bfloat16",
+                          f"Used only if asked for: --gpu {gpu.index}.")  # fmt: skip
+        else:
+            yield Finding("GPU", "ok", f"{detail}; usable, torch is built with CUDA {machine.torch_cuda}")
+
+
+def _gpu_line(gpu: Gpu) -> str:
+    facts = [
+        f"{gpu.index}: {gpu.name}",
+        f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free",
+        f"compute capability {gpu.capability[0]}.{gpu.capability[1]}",
+    ]
+    if gpu.pcie_generation and gpu.pcie_width:
+        rate = f" ({format_rate(gpu.pcie_bytes_per_s)})" if gpu.pcie_bytes_per_s else ""
+        facts.append(f"PCIe {gpu.pcie_generation}.0 x{gpu.pcie_width}{rate}")
+    if gpu.memory_bytes_per_s:
+        facts.append(f"memory {format_rate(gpu.memory_bytes_per_s)} by its data sheet")
+    if gpu.numa_node is not None:
+        facts.append(f"NUMA node {gpu.numa_node}")
+    return ", ".join([*facts, f"driver {gpu.driver}"])

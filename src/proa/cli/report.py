@@ -8,10 +8,16 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
     model        {asked, path, format, dtype, parameters, active_parameters, layers, experts, experts_per_token}
     context_tokens, max_running
     memory       {free_bytes, reserve_bytes, usable_bytes, weights_bytes, kv_bytes, workspace_bytes,
-                  loading_bytes, process_bytes, kv_pages, page_tokens}
+                  loading_bytes, process_bytes, simulated_vram_bytes, kv_pages, page_tokens}
+                 of RAM, but pages wherever they are
+    gpu          {index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement, blocks, experts,
+                  expert_bytes, resident, inclusive, device, gpu_only} or null; vram: {total_bytes, free_bytes,
+                  reserve_bytes, usable_bytes, context_bytes, dense_bytes, kv_bytes, workspace_bytes, graphs_bytes,
+                  experts_bytes}; blocks to resident: an entry for each MoE layer
     options      [{name, value, source}]       those that differ from their defaults
     decisions    [{name, asked, got, why}]
-    roof         {bytes_per_token, bandwidth_bytes_per_s, tokens_per_s}
+    roof         {bytes_per_token, bandwidth_bytes_per_s, vram, bound_by, tokens_per_s}; vram: null or
+                 {dense_bytes_per_token, expert_bytes_per_token, bandwidth_bytes_per_s, source}
     ready        {load_seconds, weights_bytes, peak_rss_bytes, decode_threads, prefill_threads,
                  ops: {op: implementation}, formats: {weight format: bytes}, pages: {kind of page: bytes},
                  decisions: [{name, asked, got, why}]} or null
@@ -33,7 +39,7 @@ from proa.config.parse import Asked
 from proa.engine.ipc import Ready
 from proa.models.spec import Model, Moe
 from proa.obs.units import format_bytes, format_count, format_duration, format_rate
-from proa.plan.plan import Plan
+from proa.plan.plan import GpuPlan, Plan, Roof
 from proa.types import Decision
 
 
@@ -77,11 +83,12 @@ def report_json(report: Report) -> dict[str, Any]:
             "kv_pages": plan.num_pages,
             "page_tokens": plan.page_tokens,
         },
+        "gpu": _gpu_fields(plan.gpu),
         "options": [{"name": a.name, "value": a.value, "source": a.source} for a in report.asked],
         "decisions": _rows(plan.decisions),
         "roof": {
-            "bytes_per_token": plan.roof.bytes_per_token,
-            "bandwidth_bytes_per_s": plan.roof.bandwidth_bytes_per_s,
+            **_builtins(plan.roof),
+            "bound_by": plan.roof.bound_by,
             "tokens_per_s": plan.roof.tokens_per_s,
         },
         "ready": _ready_fields(report.ready),
@@ -117,22 +124,57 @@ def render_ready(ready: Ready) -> RenderableType:
 
 
 def _facts(report: Report) -> Table:
-    plan, memory, roof = report.plan, report.plan.memory, report.plan.roof
+    plan, roof = report.plan, report.plan.roof
     table = _grid()
     table.add_row("model", f"{_model_line(report.spec)}; {plan.load_format}, computed in {plan.dtype}")
     table.add_row("from", plan.path)
-    table.add_row(
-        "memory",
-        f"weights {format_bytes(memory.weights_bytes)} + KV cache {format_bytes(memory.kv_bytes)} + workspace "
-        f"{format_bytes(memory.workspace_bytes)} of {format_bytes(memory.usable_bytes)} usable "
-        f"({format_bytes(memory.free_bytes)} free - {format_bytes(memory.reserve_bytes)} reserve)",
-    )
-    table.add_row(
-        "roof",
-        f"{roof.tokens_per_s:.0f} tokens/s for one request: {format_bytes(roof.bytes_per_token)} read per token, "
-        f"{format_rate(roof.bandwidth_bytes_per_s)} measured from RAM",
-    )
+    if plan.gpu is not None:
+        table.add_row("VRAM", _vram_line(plan.gpu))
+    table.add_row("memory" if plan.gpu is None else "RAM", _memory_line(plan))
+    table.add_row("roof", _roof_line(roof))
     return table
+
+
+def _memory_line(plan: Plan) -> str:
+    memory = plan.memory
+    kept = "weights" if plan.gpu is None else "experts"
+    parts = {
+        f"{kept} {format_bytes(memory.weights_bytes)}": memory.weights_bytes,
+        f"KV cache {format_bytes(memory.kv_bytes)}": memory.kv_bytes,
+        f"workspace {format_bytes(memory.workspace_bytes)}": memory.workspace_bytes,
+        f"simulated VRAM {format_bytes(memory.simulated_vram_bytes)}": memory.simulated_vram_bytes,
+    }
+    return (
+        f"{' + '.join(part for part, size in parts.items() if size)} of {format_bytes(memory.usable_bytes)} usable "
+        f"({format_bytes(memory.free_bytes)} free - {format_bytes(memory.reserve_bytes)} reserve)"
+    )
+
+
+def _vram_line(gpu: GpuPlan) -> str:
+    vram = gpu.vram
+    parts = {
+        "dense weights": vram.dense_bytes,
+        "KV cache": vram.kv_bytes,
+        "experts": vram.experts_bytes,
+        "workspace": vram.workspace_bytes,
+        "CUDA": vram.context_bytes + vram.graphs_bytes,
+    }
+    return (
+        f"{' + '.join(f'{name} {format_bytes(size)}' for name, size in parts.items() if size)} of "
+        f"{format_bytes(vram.usable_bytes)} usable on {gpu.device}, {gpu.name}"
+    )
+
+
+def _roof_line(roof: Roof) -> str:
+    start = f"{roof.tokens_per_s:.0f} tokens/s for one request: "
+    from_ram = f"{format_bytes(roof.bytes_per_token)} read per token, {format_rate(roof.bandwidth_bytes_per_s)}"
+    if roof.vram is None:
+        return f"{start}{from_ram} measured from RAM"
+    read_bytes = roof.vram.dense_bytes_per_token + roof.vram.expert_bytes_per_token
+    rate = format_rate(roof.vram.bandwidth_bytes_per_s)
+    in_vram = f"{format_bytes(read_bytes)} read per token from VRAM, {rate} ({roof.vram.source})"
+    beside = f"; {from_ram} measured from RAM" if roof.bytes_per_token else ""
+    return f"{start}{in_vram}{beside}; {roof.bound_by} binds"
 
 
 def _decisions(rows: Sequence[Decision]) -> Table:
@@ -172,6 +214,19 @@ def _experts(spec: Model) -> tuple[int, int]:
         if isinstance(block.ffn, Moe):
             return block.ffn.experts, block.ffn.top_k
     return 0, 0
+
+
+def _gpu_fields(gpu: GpuPlan | None) -> dict[str, Any] | None:
+    if gpu is None:
+        return None
+    fields = _builtins(gpu)
+    fields["vram"]["usable_bytes"] = gpu.vram.usable_bytes
+    return {**fields, "device": gpu.device, "gpu_only": gpu.gpu_only}
+
+
+def _builtins(value: msgspec.Struct) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(value)
+    return plain
 
 
 def _ready_fields(ready: Ready | None) -> dict[str, Any] | None:

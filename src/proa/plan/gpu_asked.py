@@ -37,12 +37,12 @@ def asked_gpu(text: str) -> AskedGpu:
         return AskedGpu("index", int(text))
     if not text.startswith("sim:"):
         raise _wrong("gpu", text, "auto, none, a GPU's number, or a simulated one such as sim:512MiB,pcie=8GB/s")
-    size, _, link = text.removeprefix("sim:").partition(",")
+    size, comma, link = text.removeprefix("sim:").partition(",")
     try:
-        sim_bytes, rate = parse_size(size), _rate(link) if link else None
+        sim_bytes, rate = parse_size(size), _rate(link) if comma else None
     except ValueError:
         sim_bytes, rate = 0, None
-    if sim_bytes <= 0 or (link and not rate):
+    if sim_bytes <= 0 or (rate is not None and rate <= 0):
         raise _wrong("gpu", text, "a size and perhaps the rate of its link: sim:512MiB, or sim:512MiB,pcie=8GB/s")
     return AskedGpu("sim", 0, sim_bytes, rate)
 

@@ -125,7 +125,7 @@ def _place(case: Case, load_format: str, batch_tokens: int, active_bytes: int, b
         except ResourceError as error:
             if certain:
                 raise
-            why, refused = error.message, error
+            why, refused = error.message.rstrip("."), error
     elif certain:
         raise UsageError(f"Experts in VRAM were asked for, but no GPU is used: {why}.", "Leave --gpu-experts and "
                          "--gpu-resident-layers out, or see `proa doctor`.", param="gpu_experts")  # fmt: skip

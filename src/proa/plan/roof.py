@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from proa.machine.machine import Gpu
 from proa.models.spec import Model
 from proa.plan.placement import BF16_BYTES, moe_layers
-from proa.plan.plan import GpuPlan, Roof, VramRoof
+from proa.plan.plan import GpuPlan, Plan, Roof, VramRoof
 from proa.plan.vram import dense_read_bytes
 
 # The KV of a conversation this long counts.
@@ -40,6 +42,17 @@ def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float) -> Roof:
         source=source,
     )
     return Roof(bytes_per_token=round(in_ram), bandwidth_bytes_per_s=bandwidth, vram=vram)
+
+
+def roof_at(plan: Plan, context_tokens: int) -> Roof:
+    """The plan's roof where the conversation is `context_tokens` long."""
+    kv_bytes = plan.memory.kv_bytes if plan.gpu is None else plan.gpu.vram.kv_bytes
+    more_bytes = (context_tokens - ROOF_CONTEXT_TOKENS) * (kv_bytes // (plan.num_pages * plan.page_tokens))
+    roof, vram = plan.roof, plan.roof.vram
+    if vram is None:
+        return msgspec.structs.replace(roof, bytes_per_token=roof.bytes_per_token + more_bytes)
+    vram = msgspec.structs.replace(vram, dense_bytes_per_token=vram.dense_bytes_per_token + more_bytes)
+    return msgspec.structs.replace(roof, vram=vram)
 
 
 def _vram_rate(gpu: Gpu, ram_rate: float) -> tuple[float, str]:

@@ -1,0 +1,89 @@
+"""Which experts live in VRAM: goldens, and what must hold for any sizes and budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proa.models.spec import Moe, Router
+from proa.native.formats import Format, layout
+from proa.plan.placement import MoeLayer, expert_bytes, packed_bytes, place, resident_bytes
+
+# Four layers of eight experts of 10 bytes, as blocks 1 to 4 of a model.
+LAYERS = tuple(MoeLayer(block, 8, 2, 10) for block in range(1, 5))
+ALL = (8, 8, 8, 8)
+
+
+def counts(
+    budget: int, strategy: str = "uniform", wanted: tuple[int, ...] = ALL, whole: tuple[int, ...] = ()
+) -> list[int]:
+    placed = place(LAYERS, budget, strategy, wanted, frozenset(whole))
+    assert all(ids == tuple(range(len(ids))) for ids in placed)
+    return [len(ids) for ids in placed]
+
+
+@pytest.mark.parametrize(
+    ("budget", "uniform", "front_loading"),
+    [
+        (320, [8, 8, 8, 8], [8, 8, 8, 8]),
+        (1000, [8, 8, 8, 8], [8, 8, 8, 8]),
+        (319, [8, 8, 8, 7], [8, 8, 8, 7]),
+        (160, [4, 4, 4, 4], [8, 8, 0, 0]),
+        (180, [5, 5, 4, 4], [8, 8, 2, 0]),
+        (29, [1, 1, 0, 0], [2, 0, 0, 0]),
+        (9, [0, 0, 0, 0], [0, 0, 0, 0]),
+        (0, [0, 0, 0, 0], [0, 0, 0, 0]),
+        (-50, [0, 0, 0, 0], [0, 0, 0, 0]),
+    ],
+)
+def test_strategies(budget: int, uniform: list[int], front_loading: list[int]) -> None:
+    assert counts(budget) == uniform
+    assert counts(budget, "front-loading") == front_loading
+
+
+def test_a_number_is_a_limit() -> None:
+    assert counts(1000, wanted=(3, 3, 3, 3)) == [3, 3, 3, 3]
+    assert counts(50, wanted=(3, 3, 3, 3)) == [2, 1, 1, 1]
+
+
+def test_whole_layers_come_first() -> None:
+    assert counts(200, whole=(3,)) == [4, 4, 8, 4]
+    assert counts(1000, wanted=(0, 0, 0, 0), whole=(2, 4)) == [0, 8, 0, 8]
+    assert counts(120, wanted=(0, 0, 0, 0), whole=(2, 4)) == [0, 8, 0, 4]  # the caller tells that it does not fit
+    assert counts(1000, wanted=(0, 0, 0, 0), whole=(0, 1)) == [8, 0, 0, 0]  # block 0 is dense
+
+
+@given(
+    layers=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 50)), max_size=6),
+    budget=st.integers(-10, 4000),
+    strategy=st.sampled_from(["uniform", "front-loading"]),
+    data=st.data(),
+)
+def test_any_budget(layers: list[tuple[int, int]], budget: int, strategy: str, data: st.DataObject) -> None:
+    made = [MoeLayer(i, experts, 1, nbytes) for i, (experts, nbytes) in enumerate(layers)]
+    wanted = [data.draw(st.integers(0, layer.experts)) for layer in made]
+    whole = data.draw(st.frozensets(st.integers(0, 6), max_size=2))
+    placed = place(made, budget, strategy, wanted, whole)
+    most = [layer.experts if layer.block in whole else n for layer, n in zip(made, wanted, strict=True)]
+    assert place(made, budget, strategy, wanted, whole) == placed
+    assert all(ids == tuple(range(len(ids))) for ids in placed)
+    assert all(len(ids) <= limit for ids, limit in zip(placed, most, strict=True))
+    used = resident_bytes(made, placed)
+    assert used <= max(0, budget)
+    missing = [layer.expert_bytes for layer, ids, n in zip(made, placed, most, strict=True) if len(ids) < n]
+    assert all(used + nbytes > budget for nbytes in missing)  # nothing that is wanted would fit still
+    if sum(n * layer.expert_bytes for layer, n in zip(made, most, strict=True)) <= budget:
+        assert not missing
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(16, 32), (17, 33), (768, 2048), (1, 1), (48, 576), (2880, 2880), (100, 1856)]
+)
+def test_bytes_are_those_of_the_native_layout(rows: int, columns: int) -> None:
+    assert packed_bytes(rows, columns) == layout(Format.BF16, rows, columns).matrix_bytes
+
+
+def test_an_expert_is_gate_up_and_down() -> None:
+    ffn = Moe(hidden=100, experts=4, top_k=2, width=40, router=Router("softmax", True))
+    assert expert_bytes(ffn) == 2 * (48 * 128 * 2) + 112 * 64 * 2

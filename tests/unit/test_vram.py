@@ -1,0 +1,429 @@
+"""A model over VRAM and RAM: goldens, what was asked, refusals, and what must hold for any machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions, SchedulerOptions
+from proa.errors import ProaError, ResourceError, UsageError
+from proa.machine.machine import Gpu, Machine
+from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
+from proa.plan.placement import moe_layers
+from proa.plan.plan import GpuPlan, Plan
+from proa.plan.resolve import Host, resolve
+from proa.plan.roof import FASTEST_VRAM_BYTES_PER_S, ROOF_CONTEXT_TOKENS, roof_at
+from proa.plan.vram import CONTEXT_BYTES, dense_bytes, dense_read_bytes, vram_demand
+
+GIB = 1 << 30
+RAM_RATE, VRAM_RATE = 100e9, 4e12
+GROUPS = {
+    "model": ModelOptions, "cache": CacheOptions, "scheduler": SchedulerOptions, "machine": MachineOptions,
+    "gpus": GpuOptions,
+}  # fmt: skip
+
+
+def model(vocab: int, layers: int, block: Block, positions: int, tied: bool = False) -> Model:
+    return Model(block.mixer.hidden, vocab, (block,) * layers, 1e-6, positions, tied)
+
+
+def attention(hidden: int, heads: int, kv_heads: int, head_dim: int) -> Attention:
+    return Attention(hidden, heads, kv_heads, head_dim, Rope(head_dim))
+
+
+def moe(hidden: int, experts: int, top_k: int, width: int, shared: int = 0) -> Moe:
+    router = Router("softmax", True)
+    return Moe(hidden, experts, top_k, width, router, Mlp(hidden, shared) if shared else None, bool(shared))
+
+
+QWEN3_30B = model(151936, 48, Block(attention(2048, 32, 4, 128), moe(2048, 128, 8, 768)), 40960)
+MIXTRAL = model(32000, 32, Block(attention(4096, 32, 8, 128), moe(4096, 8, 2, 14336)), 32768)
+DEMO = model(49152, 30, Block(attention(576, 9, 3, 64), moe(576, 16, 12, 48, 768)), 8192, tied=True)
+DENSE = model(32000, 16, Block(attention(2048, 32, 8, 64), Mlp(2048, 8192)), 4096)
+# A first layer without experts, as DeepSeek has.
+MIXED = replace(DEMO, blocks=(Block(DEMO.blocks[0].mixer, Mlp(576, 1536)), *DEMO.blocks[1:]))
+EXPERTS_BYTES = 48 * 128 * 3 * 2048 * 768 * 2  # of Qwen3-30B: 54 GiB
+
+
+def gpu(total_gib: float, **facts: Any) -> Gpu:
+    settled = {"capability": (9, 0), "memory_bytes_per_s": VRAM_RATE, "uuid": "GPU-1", "numa_node": 0, **facts}
+    return Gpu(index=0, name="Test GPU", total_bytes=int(total_gib * GIB), free_bytes=int(total_gib * GIB), **settled)
+
+
+def machine(ram_gib: float, *gpus: Gpu) -> Machine:
+    return Machine(
+        cpu="Test CPU", online_cpus=8, usable_cpus=tuple(range(8)), total_bytes=int(ram_gib * GIB),
+        available_bytes=int(ram_gib * GIB), gpus=gpus, torch_cuda="12.8",
+    )  # fmt: skip
+
+
+def plan(spec: Model, box: Machine, *, load_format: str = "safetensors", **asked: Any) -> Plan:
+    groups = {
+        name: group(**{key: asked.pop(key) for key in list(asked) if key in group.__dataclass_fields__})
+        for name, group in GROUPS.items()
+    }
+    assert not asked
+    checkpoint = SimpleNamespace(path="/models/m", load_format=load_format, dtype="bfloat16")
+    isa = "" if load_format == "gguf" else "avx512-bf16"  # packed sizes of GGUF need a checkpoint's headers
+    return resolve(
+        EngineOptions(**groups), "some/model", checkpoint, SimpleNamespace(spec=spec), Host(box, RAM_RATE, isa, "")
+    )
+
+
+def row(of: Plan, name: str) -> tuple[str, str, str]:
+    found = next(d for d in of.decisions if d.name == name)
+    return found.asked, found.got, found.why
+
+
+def counts(of: Plan) -> list[int]:
+    assert of.gpu is not None
+    return [len(ids) for ids in of.gpu.resident]
+
+
+def check(of: Plan, spec: Model) -> GpuPlan:
+    """What must hold of any plan with a GPU."""
+    got, layers = of.gpu, moe_layers(spec)
+    assert got is not None
+    vram, memory = got.vram, of.memory
+    assert vram.used_bytes <= vram.usable_bytes
+    assert vram.dense_bytes == dense_bytes(spec)
+    assert vram.kv_bytes == of.num_pages * of.page_tokens * spec.kv_bytes_per_token(2)
+    assert 0 < of.context_tokens <= min(spec.max_positions, of.num_pages * of.page_tokens)
+    assert got.blocks == tuple(layer.block for layer in layers)
+    assert got.expert_bytes == tuple(layer.expert_bytes for layer in layers)
+    assert vram.experts_bytes == sum(n * layer.expert_bytes for n, layer in zip(counts(of), layers, strict=True))
+    total = sum(layer.total_bytes for layer in layers)
+    assert memory.weights_bytes == (total if got.inclusive else total - vram.experts_bytes)
+    assert memory.kv_bytes == 0
+    parts = (memory.process_bytes, memory.weights_bytes, memory.loading_bytes, memory.workspace_bytes)
+    assert sum(parts) + memory.simulated_vram_bytes <= memory.usable_bytes
+    assert memory.simulated_vram_bytes == (vram.used_bytes if got.simulated else 0)
+    assert not (got.gpu_only and got.inclusive)
+    assert of.roof.tokens_per_s > 0
+    return got
+
+
+# ---- goldens ----
+
+
+def test_everything_fits_and_the_gpu_does_all() -> None:
+    got = plan(QWEN3_30B, machine(124, gpu(140)))
+    on = check(got, QWEN3_30B)
+    assert on.gpu_only
+    assert counts(got) == [128] * 48
+    assert on.vram.experts_bytes == EXPERTS_BYTES
+    assert got.memory.weights_bytes == 0
+    assert got.context_tokens == 40960
+    assert row(got, "experts in VRAM")[1:] == (
+        "6144 of 6144: 54.0 GiB", "all fit: the GPU runs everything, and RAM keeps no copies"
+    )  # fmt: skip
+    assert row(got, "GPU")[:2] == ("auto", "cuda:0: Test GPU")
+    assert row(got, "computing")[1] == "cuda:0"
+    assert (on.device, on.uuid, on.numa_node, on.capability) == ("cuda:0", "GPU-1", 0, (9, 0))
+
+
+def test_more_vram_than_ram_holds_is_enough() -> None:
+    check(plan(QWEN3_30B, machine(8, gpu(140))), QWEN3_30B)
+
+
+def test_some_experts_fit_and_ram_keeps_copies_of_them() -> None:
+    got = plan(QWEN3_30B, machine(124, gpu(24)))
+    on = check(got, QWEN3_30B)
+    assert on.inclusive
+    assert not on.gpu_only
+    assert max(counts(got)) - min(counts(got)) <= 1
+    assert sorted(counts(got), reverse=True) == counts(got)
+    assert on.vram.usable_bytes - on.vram.used_bytes < on.expert_bytes[0]
+    assert got.context_tokens == 40960
+    assert "RAM keeps a copy of each; the CPU runs the others" in row(got, "experts in VRAM")[2]
+    assert row(got, "computing")[1] == "cuda:0, native avx512-bf16 for experts in RAM"
+
+
+def test_where_ram_is_short_it_holds_only_the_others() -> None:
+    got = plan(QWEN3_30B, machine(52, gpu(24)))
+    on = check(got, QWEN3_30B)
+    assert not on.inclusive
+    assert got.context_tokens == 40960
+    assert "RAM holds only the others" in row(got, "experts in VRAM")[2]
+
+
+def test_where_both_are_short_the_context_gives_way() -> None:
+    """32 + 32 GiB hold 57 GiB of weights only with a shorter context: experts that RAM cannot hold come first."""
+    got = plan(QWEN3_30B, machine(32, gpu(32)))
+    check(got, QWEN3_30B)
+    assert 1024 <= got.context_tokens < 40960
+    assert "fits VRAM beside the experts' share" in row(got, "context")[2]
+
+
+def test_half_of_what_dense_weights_leave_is_for_experts() -> None:
+    """5 GiB beside Qwen3's dense weights: half of what is left is less than a full context."""
+    got = plan(QWEN3_30B, machine(124, gpu(6)))
+    on = check(got, QWEN3_30B)
+    need = vram_demand(QWEN3_30B, 16, 4, 512, False)
+    rest = on.vram.usable_bytes - need.total_bytes(0, 0)
+    growing = on.vram.kv_bytes + on.vram.workspace_bytes - need.workspace_base_bytes
+    assert rest // 2 - need.page_bytes <= growing <= rest // 2
+    assert on.vram.experts_bytes > rest // 2 - on.expert_bytes[0]
+    # A length that is asked for takes what it needs.
+    asked = plan(QWEN3_30B, machine(124, gpu(6)), context=2 * got.context_tokens - 1024)
+    assert check(asked, QWEN3_30B).vram.experts_bytes < on.vram.experts_bytes
+
+
+def test_nothing_but_dense_weights_fits() -> None:
+    vram = vram_demand(MIXTRAL, 16, 1, 512, False).total_bytes(1024, 64) + moe_layers(MIXTRAL)[0].expert_bytes - 1
+    got = plan(MIXTRAL, machine(124, gpu(24)), vram=vram, context=1024, max_running=1)
+    assert not any(counts(got))
+    assert check(got, MIXTRAL).inclusive
+    assert row(got, "experts in VRAM")[1:] == ("none", "none fits beside dense weights and KV")
+    one = plan(MIXTRAL, machine(124, gpu(24)), vram=vram + 1, context=1024, max_running=1)
+    assert counts(one) == [1] + [0] * 31
+
+
+def test_too_small_a_gpu_is_left_alone_or_refused() -> None:
+    box = machine(124, gpu(3))
+    got = plan(QWEN3_30B, box)
+    assert got.gpu is None
+    asked, shown, why = row(got, "GPU")
+    assert (asked, shown) == ("auto", "none")
+    assert "Test GPU cannot hold some/model even without its routed experts: that takes" in why
+    assert got == replaced_gpu_row(plan(QWEN3_30B, machine(124)), got)
+    with pytest.raises(ResourceError, match=r"cannot hold some/model .* Use --gpu none"):
+        plan(QWEN3_30B, box, gpu="0")
+
+
+def replaced_gpu_row(of: Plan, by: Plan) -> Plan:
+    rows = tuple(next(d for d in by.decisions if d.name == "GPU") if d.name == "GPU" else d for d in of.decisions)
+    return msgspec.structs.replace(of, decisions=rows)
+
+
+def test_a_model_too_large_for_both_is_refused_with_both() -> None:
+    with pytest.raises(ResourceError, match=r"does not fit into memory.*With the GPU neither.*VRAM and RAM together"):
+        plan(QWEN3_30B, machine(20, gpu(24)))
+    with pytest.raises(ResourceError, match=r"^some/model does not fit into VRAM and RAM together"):
+        plan(QWEN3_30B, machine(20, gpu(24)), gpu="0")
+
+
+def test_a_dense_model_is_all_in_vram() -> None:
+    got = plan(DENSE, machine(8, gpu(24)))
+    assert check(got, DENSE).gpu_only
+    assert (got.memory.weights_bytes, counts(got)) == (0, [])
+    with pytest.raises(UsageError, match="no routed experts"):
+        plan(DENSE, machine(8, gpu(24)), gpu_experts="4")
+
+
+def test_layers_without_experts_are_counted_by_block() -> None:
+    got = plan(MIXED, machine(8, gpu(24)), gpu_experts="none", gpu_resident_layers="0-2")
+    assert check(got, MIXED).blocks == tuple(range(1, 30))
+    assert counts(got) == [16, 16] + [0] * 27
+
+
+# ---- what was asked ----
+
+
+def test_experts_by_number() -> None:
+    got = plan(QWEN3_30B, machine(124, gpu(24)), gpu_experts="20")
+    check(got, QWEN3_30B)
+    assert counts(got) == [20] * 48
+    assert row(got, "experts in VRAM")[0] == "20"
+    assert counts(plan(QWEN3_30B, machine(124, gpu(24)), gpu_experts="none")) == [0] * 48
+    whole = plan(QWEN3_30B, machine(124, gpu(24)), gpu_experts="20", gpu_resident_layers="1,47")
+    assert counts(whole) == [20, 128] + [20] * 45 + [128]
+    assert row(whole, "experts in VRAM")[0] == "20, layers 1,47 whole"
+
+
+def test_what_is_asked_comes_before_a_context_that_nobody_asked_for() -> None:
+    got = plan(QWEN3_30B, machine(124, gpu(24)), gpu_experts="44")
+    check(got, QWEN3_30B)
+    assert counts(got) == [44] * 48
+    assert got.context_tokens < 40960
+
+
+def test_front_loading_fills_the_first_layers() -> None:
+    got = counts(plan(QWEN3_30B, machine(124, gpu(24)), expert_placement="front-loading"))
+    full = got.count(128)
+    assert got[:full] == [128] * full
+    assert not any(got[full + 1 :])
+    assert full > 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "match"),
+    [
+        ({"gpu_experts": "64"}, ResourceError, r"experts asked for take 27\.0 GiB of VRAM"),
+        ({"gpu_experts": "all"}, ResourceError, r"take 54\.0 GiB"),
+        ({"gpu_resident_layers": "0-40"}, ResourceError, "experts asked for take"),
+        ({"gpu_experts": "129"}, UsageError, "more than the 128 experts"),
+        ({"gpu_resident_layers": "48"}, UsageError, "layers from 0 to 47"),
+        ({"gpu": "1"}, UsageError, r"There are 0 \(Test GPU\)"),
+        ({"gpu": "gpu0"}, UsageError, "--gpu is 'gpu0'"),
+        ({"gpu": "none", "gpu_experts": "8"}, UsageError, "no GPU is used: as asked"),
+        ({"gpu": "0", "dtype": "float32"}, UsageError, "computes in bfloat16, not float32.*Use --dtype bfloat16"),
+        ({"gpu": "0", "load_format": "gguf"}, UsageError, "quantised weights are not on the GPU yet"),
+        ({"gpu_experts": "8", "dtype": "float32"}, UsageError, "bfloat16"),
+        ({"gpu": "0", "vram": GIB}, ResourceError, r"Use --vram \d+M or more, or --gpu none"),
+        ({"gpu": "sim:1G"}, ResourceError, "simulated, 1.00 GiB cannot hold"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(asked: dict[str, Any], error: type[ProaError], match: str) -> None:
+    with pytest.raises(error, match=match) as refused:
+        plan(QWEN3_30B, machine(124, gpu(24)), **asked)
+    assert refused.value.remedy
+
+
+def test_experts_without_a_gpu_are_refused() -> None:
+    with pytest.raises(UsageError, match="no GPU is used: no GPU was found"):
+        plan(QWEN3_30B, machine(124), gpu_experts="8")
+    assert plan(QWEN3_30B, machine(124), gpu_experts="none").gpu is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"gpu": "none"}, "as asked"),
+        ({"dtype": "float16"}, "CPU only: the GPU computes in bfloat16, not float16"),
+        ({"load_format": "gguf"}, "CPU only: quantised weights are not on the GPU yet"),
+    ],
+)
+def test_the_cpu_alone_and_why(asked: dict[str, Any], why: str) -> None:
+    got = plan(DEMO, machine(8, gpu(24)), **asked)
+    assert got.gpu is None
+    assert row(got, "GPU")[1:] == ("none", why)
+    assert got.roof.vram is None
+
+
+def test_vram_is_a_limit() -> None:
+    got = check(plan(QWEN3_30B, machine(124, gpu(140)), vram=20 * GIB), QWEN3_30B)
+    assert got.vram.usable_bytes == 20 * GIB
+    assert check(plan(QWEN3_30B, machine(124, gpu(24)), vram=900 * GIB), QWEN3_30B).vram.reserve_bytes == 256 << 20
+    assert check(plan(QWEN3_30B, machine(124, gpu(140))), QWEN3_30B).vram.reserve_bytes == 140 * GIB // 100
+
+
+def test_kv_memory_is_of_vram() -> None:
+    got = plan(QWEN3_30B, machine(124, gpu(24)), kv_memory=GIB)
+    assert check(got, QWEN3_30B).vram.kv_bytes == GIB // got.page_tokens // 98304 * got.page_tokens * 98304
+
+
+def test_a_simulated_gpu_lives_in_ram() -> None:
+    got = plan(DEMO, machine(6), gpu="sim:384MiB,pcie=8GB/s", context=512, gpu_experts="5")
+    on = check(got, DEMO)
+    assert (on.device, on.simulated, on.pcie_bytes_per_s) == ("sim", True, 8e9)
+    assert on.inclusive
+    assert counts(got) == [5] * 30
+    assert on.vram.context_bytes == on.vram.graphs_bytes == on.vram.reserve_bytes == 0
+    assert got.roof.vram is not None
+    assert got.roof.vram.bandwidth_bytes_per_s == RAM_RATE
+    with pytest.raises(ResourceError):
+        plan(DEMO, machine(6), gpu="sim:6GiB", context=512)
+
+
+def test_the_plan_is_json_and_back() -> None:
+    for asked in ({}, {"gpu": "sim:1GiB"}):
+        got = plan(DEMO, machine(6, gpu(24)), **asked)
+        assert msgspec.json.decode(msgspec.json.encode(got), type=Plan) == got
+
+
+def test_every_decision_is_explained() -> None:
+    for decision in plan(QWEN3_30B, machine(124, gpu(24))).decisions:
+        assert decision.got
+        assert decision.why, decision.name
+
+
+# ---- formulas ----
+
+
+def test_dense_weights_are_all_but_routed_experts() -> None:
+    """Widths of Qwen3 need no padding: 2 bytes a parameter, 4 a norm's."""
+    routed, norms = 48 * 128 * 3 * 2048 * 768, (48 * 2 + 1) * 2048
+    assert dense_bytes(QWEN3_30B) == 2 * (QWEN3_30B.num_params - routed) + 2 * norms
+    assert dense_bytes(QWEN3_30B) - dense_read_bytes(QWEN3_30B) == 151936 * 2048 * 2
+    assert dense_read_bytes(DEMO) == dense_bytes(DEMO)  # tied: the head is read
+
+
+def test_the_demand_grows_with_what_it_depends_on() -> None:
+    base = vram_demand(QWEN3_30B, 16, 4, 512, False)
+    assert vram_demand(QWEN3_30B, 16, 4, 1024, False).workspace_base_bytes > base.workspace_base_bytes
+    assert vram_demand(QWEN3_30B, 16, 64, 512, False).fixed_bytes > base.fixed_bytes > CONTEXT_BYTES
+    assert vram_demand(QWEN3_30B, 16, 4, 512, True).fixed_bytes == 0
+    assert base.page_bytes == 16 * 98304
+
+
+def test_the_roof_is_what_binds() -> None:
+    all_in = plan(QWEN3_30B, machine(124, gpu(140))).roof
+    assert (all_in.bytes_per_token, all_in.bound_by) == (0, "VRAM")
+    assert all_in.vram is not None
+    active = 48 * 8 * 3 * 2048 * 768 * 2
+    dense = dense_read_bytes(QWEN3_30B) + ROOF_CONTEXT_TOKENS * 98304
+    assert (all_in.vram.dense_bytes_per_token, all_in.vram.expert_bytes_per_token) == (dense, active)
+    assert all_in.tokens_per_s == pytest.approx(VRAM_RATE / (dense + active))
+    half = plan(QWEN3_30B, machine(124, gpu(140)), gpu_experts="64").roof
+    assert (half.bytes_per_token, half.bound_by) == (active // 2, "RAM")
+    assert half.tokens_per_s == pytest.approx(1 / (dense / VRAM_RATE + active / 2 / RAM_RATE))
+    unknown = plan(QWEN3_30B, machine(124, gpu(140, memory_bytes_per_s=None))).roof
+    assert unknown.tokens_per_s == pytest.approx(FASTEST_VRAM_BYTES_PER_S / (dense + active))
+
+
+def test_the_roof_counts_the_kv_of_a_length() -> None:
+    got = plan(QWEN3_30B, machine(124, gpu(24)))
+    longer, base = roof_at(got, ROOF_CONTEXT_TOKENS + 1000).vram, got.roof.vram
+    assert longer is not None
+    assert base is not None
+    assert longer.dense_bytes_per_token == base.dense_bytes_per_token + 1000 * 98304
+    assert roof_at(got, ROOF_CONTEXT_TOKENS) == got.roof
+
+
+# ---- any machine ----
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    spec=st.sampled_from([QWEN3_30B, QWEN3_30B, MIXTRAL, DEMO, MIXED, DENSE]),
+    ram_gib=st.floats(2, 150),
+    vram_gib=st.floats(0.5, 100),
+    asked=st.fixed_dictionaries(
+        {},
+        optional={
+            "gpu": st.sampled_from(["auto", "0", "0", "none", "sim:512MiB", "sim:8GiB,pcie=1GB/s"]),
+            "context": st.integers(1, 5000),
+            "kv_memory": st.integers(GIB // 4, 4 * GIB),
+            "page_tokens": st.integers(1, 256),
+            "max_running": st.integers(1, 100),
+            "max_batch_tokens": st.integers(1, 5000),
+            "vram": st.integers(GIB, 100 * GIB),
+            "ram": st.integers(GIB, 200 * GIB),
+            "gpu_experts": st.sampled_from(["auto", "auto", "all", "none", "1", "8"]),
+            "gpu_resident_layers": st.sampled_from(["0", "2,9"]),
+            "expert_placement": st.sampled_from(["auto", "uniform", "front-loading"]),
+        },
+    ),
+)
+def test_any_plan_fits_or_is_refused(spec: Model, ram_gib: float, vram_gib: float, asked: dict[str, Any]) -> None:
+    got = plan_or_refusal(spec, machine(ram_gib, gpu(vram_gib)), asked)
+    if not isinstance(got, Plan):
+        assert got.remedy
+        return
+    if got.gpu is None:
+        assert asked.get("gpu", "auto") in ("auto", "none")
+        assert "gpu_resident_layers" not in asked
+        assert asked.get("gpu_experts", "auto") in ("auto", "none")
+        return
+    on = check(got, spec)
+    assert on.vram.usable_bytes <= asked.get("vram", on.vram.usable_bytes)
+    assert got.context_tokens == asked.get("context", got.context_tokens)
+    assert on.vram.kv_bytes <= asked.get("kv_memory", on.vram.kv_bytes)
+    if (number := asked.get("gpu_experts", "auto")).isdigit() and "gpu_resident_layers" not in asked:
+        assert set(counts(got)) <= {min(int(number), count) for count in on.experts}
+    if on.vram.used_bytes + max(on.expert_bytes, default=0) <= on.vram.usable_bytes and number == "auto":
+        assert on.gpu_only  # no room is left unused
+
+
+def plan_or_refusal(spec: Model, box: Machine, asked: dict[str, Any]) -> Plan | ProaError:
+    try:
+        return plan(spec, box, **asked)
+    except (ResourceError, UsageError) as refused:
+        return refused
