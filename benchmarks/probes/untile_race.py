@@ -17,7 +17,7 @@ ROWS, WORDS = 16, 16  # of a panel; of 64 bytes
 
 
 @triton.jit
-def untile(src, out, row_words, line_stride, row_stride, word_stride, BLOCK: tl.constexpr) -> None:  # noqa: ANN001, N803
+def untile(src, out, row_words, line_stride, row_stride, word_stride, BLOCK: tl.constexpr) -> None:  # noqa: N803
     """A program moves BLOCK words of all 16 rows of a panel. Strides in words, of a 64-byte tile column or a word."""
     panel, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.arange(0, 16)[:, None]
@@ -35,7 +35,7 @@ def main() -> None:
     out = torch.empty_like(rows)
     moved = 2 * packed.numel() * 4
 
-    def rate(run) -> float:  # noqa: ANN001
+    def rate(run) -> float:
         return moved / triton.testing.do_bench(run, return_mode="median") / 1e6
 
     print(

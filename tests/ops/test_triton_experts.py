@@ -17,10 +17,9 @@ from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
 from packing import Packed, random_weights
 from proa.native.formats import Format
 from proa.native.weights import Activation
+from proa.ops.residency import ExpertShape, Located
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
-from proa.ops.triton.panels import ExpertShape
-from proa.ops.triton.route import Addresses, Routing
 
 
 class Layer:
@@ -43,14 +42,23 @@ class Layer:
         tables = [b.data_ptr() + torch.arange(count) * p.layout.matrix_bytes for b, p in zip(self._bytes, packed)]  # noqa: B905
         for table in tables:
             table[list(absent)] = 0
-        self.tables = Addresses(*(table.to(device) for table in tables))
+        self.up, self.down = (table.to(device) for table in tables)
 
     def routing(self, ids: Tensor, rng: torch.Generator) -> Routing:
         """As the router would write it; ids of -1 are padding."""
         weights = torch.where(ids < 0, 0, torch.rand(ids.shape, generator=rng))
-        at = [torch.where(ids < 0, 0, table.cpu()[ids]) for table in (self.tables.up, self.tables.down)]
+        at = [torch.where(ids < 0, 0, table.cpu()[ids]) for table in (self.up, self.down)]
         to = self.device
-        return Routing(ids.int().to(to), weights.to(to), Addresses(at[0].to(to), at[1].to(to)))
+        here = ids.int().to(to)
+        return Routing(Located(here, at[0].to(to), at[1].to(to), torch.full_like(here, -1)), weights.to(to))
+
+
+@dataclass
+class Routing:
+    """Where each pair's expert is, and its weight."""
+
+    at: Located
+    weights: Tensor
 
 
 @dataclass
@@ -86,7 +94,7 @@ def expected(layer: Layer, x: Tensor, ids: Tensor) -> Expected:
 
 def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSpace:
     """By the launcher, or as few pairs (0), or in blocks of `kind`. Nothing before or after the pairs is written."""
-    tokens, top_k = routing.ids.shape
+    tokens, top_k = routing.at.ids.shape
     room = expert_space(tokens, top_k, layer.count, layer.shape, layer.device)
     for tensor in (room.groups.counts, room.groups.blocks, room.groups.order):
         tensor.fill_(1 << 30)
@@ -98,14 +106,14 @@ def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSp
 
 
 def launch(layer: Layer, x: Tensor, routing: Routing, kind: int | None, space: ExpertSpace) -> None:
-    at = routing.addresses
+    at = routing.at
     if kind is None:
-        experts(x, routing, layer.shape, space)
+        experts(x, routing.at, layer.shape, space)
     elif kind == 0:
         experts_few.gate_up(x, at.up, layer.shape, space.h)
         experts_few.down(space.h, at.down, layer.shape, space.partial)
     else:
-        experts_grouped.group(routing.ids, layer.count, kind, space.groups)
+        experts_grouped.group(routing.at.ids, layer.count, kind, space.groups)
         experts_grouped.gate_up_grouped(x, at.up, space.groups, kind, layer.shape, space.h)
         experts_grouped.down_grouped(space.h, at.down, space.groups, kind, layer.shape, space.partial)
 
@@ -114,7 +122,7 @@ def check(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator, kind: int 
     """All pairs that can be read are right, the others' rows untouched; the same bits twice."""
     routing = layer.routing(ids, rng)
     space, again = run(layer, x, routing, kind), run(layer, x, routing, kind)
-    want, read = expected(layer, x, ids), routing.addresses.up.flatten() != 0
+    want, read = expected(layer, x, ids), routing.at.up.flatten() != 0
     h, partial = space.h[:, : layer.shape.width], space.partial
     assert_within(h[read], want.h[read], want.h_bound[read])
     assert_within(partial[read], want.y[read], want.y_bound[read])
@@ -259,10 +267,10 @@ def test_a_graph_holds_the_layer(rng: torch.Generator, device: torch.device) -> 
     space = run(layer, x, routing, None)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        experts(x, routing, layer.shape, space)
-    for to, of in ((routing.ids, other.ids), (routing.addresses.up, other.addresses.up),
-                   (routing.addresses.down, other.addresses.down)):  # fmt: skip
+        experts(x, routing.at, layer.shape, space)
+    for to, of in ((routing.at.ids, other.at.ids), (routing.at.up, other.at.up),
+                   (routing.at.down, other.at.down)):  # fmt: skip
         to.copy_(of)
     graph.replay()
-    read = other.addresses.up.flatten() != 0
+    read = other.at.up.flatten() != 0
     assert torch.equal(space.partial[read], eager[read])

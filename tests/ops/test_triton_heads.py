@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
-from proa.ops.table import KvPages
-from proa.ops.triton.heads import HeadNorms, Rotation, rotate_store
+from proa.ops.table import Angles, KvPages, QkNorm
+from proa.ops.triton.heads import rotate_store
 
 
-def rotary(x: Tensor, rotation: Rotation) -> Tensor:
+def rotary(x: Tensor, rotation: Angles) -> Tensor:
     """float64 [T, heads, D], as a product of complex numbers."""
     half = rotation.cos.shape[1]
     first = torch.arange(half) * (2 if rotation.interleaved else 1)
@@ -23,7 +23,7 @@ def rotary(x: Tensor, rotation: Rotation) -> Tensor:
     return out
 
 
-def turned(x: Tensor, weight: Tensor | None, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+def turned(x: Tensor, weight: Tensor | None, rotation: Angles | None) -> tuple[Tensor, Tensor]:
     """What x [T, heads, D] becomes, in float64, and the bound of its error."""
     slack = torch.zeros_like(x, dtype=torch.float64)
     if weight is not None:
@@ -72,16 +72,16 @@ def test_rotate_store(
         slots[rows // 2] = -1
     live = slots >= 0
     angles = rand(rng, rows, turning // 2, dtype=torch.float32) * 10
-    rotation = Rotation(angles.cos(), angles.sin(), interleaved) if turning else None
-    norms = HeadNorms(rand(rng, dim), rand(rng, dim), 1e-6) if norm else None
+    rotation = Angles(angles.cos(), angles.sin(), interleaved) if turning else None
+    norms = QkNorm(rand(rng, dim), rand(rng, dim), 1e-6) if norm else None
 
     got = qkv.clone().to(device)
     pool = poisoned(pages, 2, page_tokens, kv_heads, dim).to(device)
     cache = KvPages(pool[:, 0], pool[:, 1])
     rotate_store(
         got,
-        None if norms is None else HeadNorms(norms.q.to(device), norms.k.to(device), norms.eps),
-        None if rotation is None else Rotation(rotation.cos.to(device), rotation.sin.to(device), interleaved),
+        None if norms is None else QkNorm(norms.q.to(device), norms.k.to(device), norms.eps),
+        None if rotation is None else Angles(rotation.cos.to(device), rotation.sin.to(device), interleaved),
         cache,
         slots.to(device),
     )
@@ -106,7 +106,7 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     qkv, slots = torch.zeros(3, 8, 16, dtype=BF16, device=device), torch.zeros(3, dtype=torch.int64, device=device)
     angles = torch.zeros(2, 8, device=device)
     with pytest.raises(ValueError, match="cos"):
-        rotate_store(qkv, None, Rotation(angles, angles, False), cache, slots)
+        rotate_store(qkv, None, Angles(angles, angles, False), cache, slots)
     with pytest.raises(ValueError, match="slots"):
         rotate_store(qkv, None, None, cache, slots[:2])
     with pytest.raises(ValueError, match="not q, k and v"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import resource
 import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -18,15 +20,16 @@ from proa.engine.cpu_side import CpuSide
 from proa.engine.crew import choose_few
 from proa.engine.engine import Engine
 from proa.engine.executor import EagerExecutor, RecordedExecutor
-from proa.engine.gpu import GpuBuild, SimBuild
 from proa.engine.ipc import Loading, Ready
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
+from proa.engine.sim_gpu import SimBuild
 from proa.engine.spans import step_limits
 from proa.engine.threads import choose_threads
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
+from proa.native.pool import Pool
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.reference import reference
 from proa.ops.table import Ops, Target
@@ -60,23 +63,44 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     return engine, build.ready(load_seconds)
 
 
-def _build(plan: Plan, spec: Model) -> _Eager | _Native | GpuBuild | SimBuild:
+class _Build(Protocol):
+    """A planned model on the way to a Runner: made, filled, then bound."""
+
+    @property
+    def pool(self) -> Pool | None: ...
+
+    @property
+    def flush(self) -> Callable[[], None] | None: ...
+
+    def targets(self) -> dict[str, Target]: ...
+
+    def runner(self) -> Runner: ...
+
+    def ready(self, load_seconds: float) -> Ready: ...
+
+
+def _build(plan: Plan, spec: Model) -> _Build:
     if plan.workers is None:
         return _Eager(plan, spec)
     if plan.gpu is None:
         return _Native(plan, plan.workers, spec)
-    return SimBuild(plan, spec) if plan.gpu.simulated else GpuBuild(plan, spec)
+    if plan.gpu.simulated:
+        return SimBuild(plan, spec)
+    # Triton comes with CUDA builds of torch, and only they have a GPU.
+    gpu = importlib.import_module("proa.engine.gpu")
+    build: _Build = gpu.GpuBuild(plan, spec)
+    return build
 
 
 class _Eager:
     """Ops in plain torch."""
 
-    flush = None
+    pool: Pool | None = None
+    flush: Callable[[], None] | None = None
 
     def __init__(self, plan: Plan, spec: Model) -> None:
         self._plan, self._spec, self._dtype = plan, spec, DTYPES[plan.dtype]
         torch.set_num_threads(plan.threads)
-        self.pool = None
         self.model = Decoder(spec, reference(self._dtype))
 
     def targets(self) -> dict[str, Target]:
@@ -106,14 +130,15 @@ class _Eager:
 class _Native:
     """A recorded program of native ops over packed weights."""
 
-    flush = None
+    flush: Callable[[], None] | None = None
 
     def __init__(self, plan: Plan, workers: Workers, spec: Model) -> None:
         self._plan, self._workers, self._spec = plan, workers, spec
         torch.set_num_threads(1)  # what is left to torch is small, and its threads would be in the workers' way
         self._cpu = CpuSide(workers, plan.isa)
         self._cpu.bind_caller()
-        self.pool, self._memory, self._crew = self._cpu.pool, self._cpu.memory, self._cpu.crew
+        self.pool = self._cpu.pool
+        self._memory, self._crew = self._cpu.memory, self._cpu.crew
         self._decisions = self._cpu.decisions
         self._limits = step_limits(plan)
         pages = -(-plan.context_tokens // plan.page_tokens)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
+from proa.ops.residency import Located
 from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
-from proa.ops.triton.locate import Located, locate
+from proa.ops.triton.locate import locate
 
 
 class GpuSpaces:

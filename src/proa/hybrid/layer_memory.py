@@ -11,9 +11,9 @@ from torch import Tensor
 from proa.hybrid.slots import ExpertSlots
 from proa.ops.gated import GatedStacks
 from proa.ops.packed import Memory, Stack
+from proa.ops.residency import ExpertShape
 from proa.ops.staging import Staging
 from proa.ops.table import Parameters
-from proa.ops.triton.panels import ExpertShape
 
 
 class LayerMemory:

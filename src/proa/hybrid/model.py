@@ -15,8 +15,8 @@ from proa.hybrid.transport import Transport
 from proa.native.doorbell import JobSize
 from proa.native.weights import Experts
 from proa.ops.packed import Memory
+from proa.ops.residency import ExpertShape
 from proa.ops.staging import Staging
-from proa.ops.triton.panels import ExpertShape
 
 NewDevice = Callable[[LayerMemory], DeviceExperts]
 NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
@@ -24,7 +24,7 @@ NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
 
 @dataclass(frozen=True)
 class Placement:
-    """resident: of each MoE layer, in the model's order, the experts that the device has. inclusive: RAM has them too."""
+    """resident: of each MoE layer, in the model's order, the experts that the device has. inclusive: so has RAM."""
 
     resident: tuple[tuple[int, ...], ...]
     inclusive: bool

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.transport import Transport
+from proa.ops.residency import Located
 from proa.ops.table import Parameters
-from proa.ops.triton.locate import Located
 
 
 class DeviceExperts(Protocol):
@@ -53,7 +53,7 @@ class HybridExperts:
             raise ValueError("these experts are not bound to a device yet")
         at = self._device.locate(ids)
         if self._transport is not None:
-            self._transport.push(x, at.cpu, weights, self.layer)
+            self._transport.push(x, at.cpu, weights, at.up, self.layer)
         return HybridUnderway(self._device, self._transport, at, weights, self._device.start(x, at), x)
 
     def parameters(self) -> Parameters:

@@ -1,4 +1,4 @@
-"""The GPU's part of a layer where a CPU stands in for the GPU: native kernels over the slots. Never: native's arithmetic."""
+"""The GPU's part of a layer where a CPU stands in for the GPU: native kernels over the slots. Never: arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from proa.hybrid.layer_memory import LayerMemory
 from proa.native.pool import Pool
 from proa.native.weights import Activation, Experts, Matrix, Piece, Rows, moe
-from proa.ops.triton.locate import Located
+from proa.ops.residency import Located
 
 LANE = 1  # of the pool: the doorbell's jobs have the other
 

@@ -1,4 +1,4 @@
-"""A device's memory for some of a layer's experts, packed exactly as the CPU packs them. Never: which experts these are,
+"""A device's memory for some of a layer's experts, packed exactly as the CPU packs them. Never: which experts they are,
 what is computed with them.
 """
 
@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from proa.ops.residency import ExpertShape, Residency
 from proa.ops.staging import DevicePanels, Staging
 from proa.ops.table import Parameters
-from proa.ops.triton.locate import Residency
-from proa.ops.triton.panels import ExpertShape
 
 
 class ExpertSlots:

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from proa.ops.table import Angles, AttentionBatch, KvPages, NewExperts, Ops, Parameters, QkNorm
-from proa.ops.triton import attention, best, heads, linear, norm, route
+from proa.ops.triton import attention, best, linear, route
+from proa.ops.triton import heads as rotations
+from proa.ops.triton import norm as norms
 
 
 class CudaOps:
@@ -19,6 +21,7 @@ class CudaOps:
 
     def __init__(self, device: torch.device, new_experts: NewExperts) -> None:
         self._maps = CudaMaps(device, new_experts)
+        self._processors: int = torch.cuda.get_device_properties(device).multi_processor_count
 
     def table(self) -> Ops:
         return Ops(
@@ -35,7 +38,7 @@ class CudaOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        norm.rms_norm(x, weight, eps, out)
+        norms.rms_norm(x, weight, eps, out)
         return out
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -43,23 +46,20 @@ class CudaOps:
 
     def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(x)
-        norm.add_rms_norm(x, y, weight, eps, out)
+        norms.add_rms_norm(x, y, weight, eps, out)
         return x, out
 
     def rotate_store(
-        self, qkv: Tensor, heads_: int, qk_norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
+        self, qkv: Tensor, heads: int, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
     ) -> Tensor:
-        total, dim = qkv.shape[1:]
-        kv_heads, per_head = (total - heads_) // 2, None
-        if qk_norm is not None and len(qk_norm.q) == dim:
-            per_head = heads.HeadNorms(qk_norm.q, qk_norm.k, qk_norm.eps)
-        elif qk_norm is not None:
-            q, k = qkv[:, :heads_].flatten(1), qkv[:, heads_ : heads_ + kv_heads].flatten(1)
-            norm.rms_norm(q, qk_norm.q, qk_norm.eps, q)
-            norm.rms_norm(k, qk_norm.k, qk_norm.eps, k)
-        rotation = heads.Rotation(angles.cos, angles.sin, angles.interleaved)
-        heads.rotate_store(qkv, per_head, rotation, cache, slots)
-        return qkv[:, :heads_]
+        kv_heads, per_head = cache.keys.shape[2], norm
+        if norm is not None and len(norm.q) != qkv.shape[2]:  # over all heads together
+            per_head = None
+            for part, weight in ((qkv[:, :heads], norm.q), (qkv[:, heads : heads + kv_heads], norm.k)):
+                rows = part.flatten(1)
+                norms.rms_norm(rows, weight, norm.eps, rows)
+        rotations.rotate_store(qkv, per_head, angles, cache, slots)
+        return qkv[:, :heads]
 
     def route(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         ids = torch.empty(len(logits), top_k, dtype=torch.int32, device=logits.device)
@@ -68,9 +68,9 @@ class CudaOps:
         return ids, weights
 
     def best(self, logits: Tensor) -> Tensor:
-        rows, vocab = logits.shape
-        out = torch.empty(rows, dtype=torch.int32, device=logits.device)
-        best.best(logits, torch.empty(best.workspace_floats(rows, vocab), device=logits.device), out)
+        keys = best.workspace_keys(*logits.shape)
+        out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        best.best(logits, torch.empty(keys, dtype=torch.int64, device=logits.device), out)
         return out
 
     def attention(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
@@ -79,10 +79,14 @@ class CudaOps:
         if at is None:
             raise ValueError("attention on a GPU reads its batch from the device")
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if at.one_each:
-            attention.decode(q, cache, at, scale, window, out)
-        else:
-            attention.prefill(q, cache, at, scale, window, out)
+        softmax = attention.Softmax(scale, window)
+        if not at.one_each:
+            attention.prefill(q, cache, at.page_table, at.q_starts, at.kv_lens, softmax, out)
+            return out
+        rows, heads, dim = q.shape
+        splits = attention.splits_for(rows, cache.keys.shape[2], self._processors)
+        space = torch.empty(attention.workspace_floats(rows, heads, dim, splits), device=q.device)
+        attention.decode(q, cache, at.page_table, at.kv_lens, softmax, splits, space, out)
         return out
 
 

@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.residency import ExpertShape, Located
 from proa.ops.triton.experts_few import down, gate_up
 from proa.ops.triton.experts_grouped import Groups, block_tokens, down_grouped, gate_up_grouped, group, groups
-from proa.ops.triton.panels import ExpertShape
-from proa.ops.triton.route import Routing
 from proa.ops.triton.variant import Variant
 
 FEW_PAIRS = 64  # up to here, hardly two pairs share an expert
@@ -42,13 +41,13 @@ def expert_space(tokens: int, top_k: int, experts: int, of: ExpertShape, device:
     )
 
 
-def experts(x: Tensor, routing: Routing, of: ExpertShape, space: ExpertSpace) -> None:
-    """partial[t * k + j] of `space` = expert routing.ids[t, j] of x[t], where its address is not 0.
+def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace) -> None:
+    """partial[t * k + j] of `space` = expert at.ids[t, j] of x[t], where its address is not 0.
 
     x bfloat16 [T, hidden]. How T * k pairs run depends on their number and the number of experts alone.
     """
-    at, pairs = routing.addresses, routing.ids.numel()
-    _check(x, routing, of, space)
+    pairs = at.ids.numel()
+    _check(x, at, of, space)
     if not pairs:
         return
     if pairs <= FEW_PAIRS:
@@ -57,16 +56,18 @@ def experts(x: Tensor, routing: Routing, of: ExpertShape, space: ExpertSpace) ->
         return
     by, total = space.groups, len(space.groups.counts)
     size = block_tokens(pairs, total)
-    group(routing.ids, total, size, by)
+    group(at.ids, total, size, by)
     gate_up_grouped(x, at.up, by, size, of, space.h)
     down_grouped(space.h, at.down, by, size, of, space.partial)
 
 
-def _check(x: Tensor, routing: Routing, of: ExpertShape, space: ExpertSpace) -> None:
-    pairs = routing.ids.numel()
-    routing.check(tuple(routing.ids.shape))
-    if x.shape != (len(routing.ids), of.hidden) or x.stride(1) != 1 or x.dtype != torch.bfloat16:
-        raise ValueError(f"x is bfloat16 [{len(routing.ids)}, {of.hidden}], not {x.dtype} {tuple(x.shape)}")
+def _check(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace) -> None:
+    pairs, tokens = at.ids.numel(), len(at.ids)
+    for tensor, dtype in ((at.ids, torch.int32), (at.up, torch.int64), (at.down, torch.int64)):
+        if tensor.dtype != dtype or tensor.shape != at.ids.shape or not tensor.is_contiguous():
+            raise ValueError(f"of each pair {dtype} {tuple(at.ids.shape)}, not {tensor.dtype} {tuple(tensor.shape)}")
+    if x.shape != (tokens, of.hidden) or x.stride(1) != 1 or x.dtype != torch.bfloat16:
+        raise ValueError(f"x is bfloat16 [{tokens}, {of.hidden}], not {x.dtype} {tuple(x.shape)}")
     if pairs > len(space.h) or space.h.shape[1] < of.width or space.partial.shape[1:] != (of.hidden,):
         raise ValueError(f"the workspace has no room for {pairs} pairs of {of.width} and {of.hidden}")
 

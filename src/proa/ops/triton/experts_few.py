@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.triton.panels import VALUES, ExpertShape, activated, constants, panel_sums
+from proa.ops.residency import ExpertShape
+from proa.ops.triton.panels import VALUES, activated, constants, panel_sums
 from proa.ops.triton.variant import Variant
 
 _PANELS, _LINES, _STAGES, _WARPS = 2, 64, 4, 4

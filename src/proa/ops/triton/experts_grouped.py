@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.triton.panels import VALUES, ExpertShape, activated, constants, panel_products
+from proa.ops.residency import ExpertShape
+from proa.ops.triton.panels import VALUES, activated, constants, panel_products
 from proa.ops.triton.variant import Variant
 
 BLOCK_TOKENS = (16, 32, 64, 128)

@@ -5,34 +5,15 @@ embedding (arXiv 2104.09864), and the store into the paged cache.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.table import KvPages
+from proa.ops.table import Angles, KvPages, QkNorm
 from proa.ops.triton.variant import Variant
 
 FEW_ROWS = 64  # up to here a program has one row, beyond it several
-
-
-@dataclass(frozen=True)
-class HeadNorms:
-    """RMSNorm of each head of q and of k; weights bfloat16 [D]."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Angles of each row, float32 [T, R/2]: the first R dims turn, in pairs (i, i + R/2), or (2i, 2i + 1)."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
 
 
 @triton.jit
@@ -96,9 +77,7 @@ def _rotate_store(
         )
 
 
-def rotate_store(
-    qkv: Tensor, norms: HeadNorms | None, rotation: Rotation | None, cache: KvPages, slots: Tensor
-) -> None:
+def rotate_store(qkv: Tensor, norms: QkNorm | None, rotation: Angles | None, cache: KvPages, slots: Tensor) -> None:
     """Norm and turn q in place; norm and turn k, and store it and v in the cache.
 
     qkv bfloat16 [T, heads + 2 * kv_heads, D]: q, k, v, each row whole; slots int64 [T]. Rows of slot -1 are left alone.
@@ -132,7 +111,7 @@ def rotate_store(
     )
 
 
-def _check(qkv: Tensor, rotation: Rotation | None, cache: KvPages, slots: Tensor) -> None:
+def _check(qkv: Tensor, rotation: Angles | None, cache: KvPages, slots: Tensor) -> None:
     rows, total, dim = qkv.shape
     kv_heads = cache.keys.shape[2]
     if qkv.stride()[1:] != (dim, 1) or total <= 2 * kv_heads or cache.keys.shape[3] != dim:

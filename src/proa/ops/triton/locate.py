@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.residency import Located, Residency
 from proa.ops.triton.variant import Variant
-
-
-@dataclass(frozen=True)
-class Residency:
-    """Of a layer's experts, on the device: the only truth about where they are. It changes between steps alone."""
-
-    up: Tensor  # int64 [E]: address of gate and up that the GPU computes with; 0: the CPU's
-    down: Tensor  # int64 [E]
-    cpu: Tensor  # int32 [E]: under which number the CPU has the expert; -1: the GPU's
-
-
-@dataclass(frozen=True)
-class Located:
-    """Of each pair [T, k] of a token and an expert."""
-
-    ids: Tensor  # int32, -1: nobody's
-    up: Tensor  # int64, 0 where the GPU has nothing to do
-    down: Tensor  # int64
-    cpu: Tensor  # int32, -1 where the CPU has nothing to do
 
 
 @triton.jit

@@ -7,48 +7,13 @@ decoded in registers: a format is a branch of `decoded`, and scales would be rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import triton
 import triton.language as tl
 
-from proa.native.formats import Format, Layout, layout
-from proa.native.weights import Activation
+from proa.native.formats import Format, Layout
 
 ROWS = 16
-READ = (Format.BF16,)  # what the kernels decode
-ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)
 VALUES = {Format.BF16: 2}  # of a word
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """One expert: gate and up [width, hidden], panel by panel, and down [hidden, width], packed in `format`.
-
-    Raises ValueError for a format or an activation that the kernels do not have.
-    """
-
-    hidden: int
-    width: int
-    format: Format = Format.BF16
-    group: int = 0
-    activation: Activation = Activation.SILU
-
-    def __post_init__(self) -> None:
-        if self.format not in READ:
-            raise ValueError(f"GPU kernels read experts of {[f.name for f in READ]}, not {self.format.name}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"GPU kernels have {[a.name for a in ACTIVATIONS]}, not {self.activation.name}")
-
-    @cached_property
-    def up(self) -> Layout:
-        panels = 2 * -(-self.width // ROWS)
-        return layout(self.format, panels * ROWS, self.hidden, self.group)
-
-    @cached_property
-    def down(self) -> Layout:
-        return layout(self.format, self.hidden, self.width, self.group)
 
 
 def constants(of: Layout, columns: int) -> dict[str, object]:

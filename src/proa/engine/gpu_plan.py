@@ -1,0 +1,47 @@
+"""What both builds of a planned GPU share, the real one and the simulated one."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import fields
+
+from proa.engine.cpu_side import CpuSide
+from proa.engine.ipc import Ready
+from proa.hybrid.model import Placement
+from proa.models.spec import Model, Moe
+from proa.ops.table import Ops
+from proa.plan.plan import GpuPlan, Plan, Workers
+from proa.types import Decision
+
+
+def top_k(spec: Model) -> int:
+    """Of the layers' experts a token, the most."""
+    return max((block.ffn.top_k for block in spec.blocks if isinstance(block.ffn, Moe)), default=1)
+
+
+def needed(plan: Plan) -> tuple[GpuPlan, Workers]:
+    if plan.gpu is None or plan.workers is None:
+        raise ValueError("this plan has no GPU, or no workers to pack weights for it")
+    return plan.gpu, plan.workers
+
+
+def placement_of(gpu: GpuPlan) -> Placement:
+    return Placement(gpu.resident, gpu.inclusive)
+
+
+def ready(plan: Plan, cpu: CpuSide, load_seconds: float, ops: str, decisions: Sequence[Decision]) -> Ready:
+    gpu, _ = needed(plan)
+    formats = dict(cpu.memory.bytes_by_format)
+    vram_bytes = gpu.vram.dense_bytes + gpu.vram.experts_bytes
+    return Ready(
+        load_seconds=load_seconds,
+        weights_bytes=sum(formats.values()) + vram_bytes,
+        ops={field.name: ops for field in fields(Ops)},
+        decode_threads=sum(cpu.crew.few),
+        prefill_threads=sum(cpu.crew.many),
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        formats=formats,
+        pages=cpu.memory.pages(),
+        decisions=(*cpu.decisions, *decisions),
+    )

@@ -1,0 +1,59 @@
+"""A planned model on a CPU that stands in for a GPU. Never: Triton, which a CPU's torch does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from proa.cache.pool import allocate_pool
+from proa.engine.cpu_side import CpuSide
+from proa.engine.executor import EagerExecutor
+from proa.engine.gpu_plan import needed, placement_of, ready, top_k
+from proa.engine.ipc import Ready
+from proa.engine.runner import Runner
+from proa.hybrid.model import HybridModel
+from proa.hybrid.sim_experts import SimExperts
+from proa.hybrid.transport import HostTransport, Transport
+from proa.layers.decoder import Decoder
+from proa.models.spec import Model
+from proa.native.doorbell import JobSize, Service
+from proa.native.weights import Experts
+from proa.ops.reference import reference
+from proa.ops.staging import Staging
+from proa.ops.table import Target
+from proa.plan.plan import Plan
+
+STAGING_BYTES = 32 << 20
+
+
+class SimBuild:
+    """The same with a CPU in the GPU's place: plain torch, and native kernels for its experts."""
+
+    def __init__(self, plan: Plan, spec: Model) -> None:
+        self._plan, self._spec = plan, spec
+        self._gpu, self._workers = needed(plan)
+        torch.set_num_threads(1)
+        self._cpu = CpuSide(self._workers, plan.isa)
+        self.pool = self._cpu.pool
+        staging = Staging(self.pool, STAGING_BYTES, pinned=False)
+        self.flush = staging.flush
+        self._hybrid = HybridModel(placement_of(self._gpu), torch.device("cpu"), self._cpu.memory, staging)
+        self.model = Decoder(spec, reference(torch.bfloat16, self._hybrid.new_experts))
+
+    def targets(self) -> dict[str, Target]:
+        return dict(self.model.parameters())
+
+    def runner(self) -> Runner:
+        plan = self._plan
+        self._hybrid.bind(
+            plan.max_batch_tokens, top_k(self._spec), lambda memory: SimExperts(memory, self.pool), self._transport
+        )
+        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16)
+        return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)
+
+    def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
+        return HostTransport(self.pool, layers, size, Service(spin_us=self._workers.spin_us))
+
+    def ready(self, load_seconds: float) -> Ready:
+        return ready(self._plan, self._cpu, load_seconds, "torch, for a simulated GPU", [])
