@@ -7,10 +7,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from proa.cli.checks import disk, package_state, port
+from proa.cli.checks import disk, gpus, package_state, port
+from proa.machine.machine import Gpu, Machine
 
 PROGRAM = (
     "import sys; {before}; from proa.cli.main import main; sys.argv = ['proa', 'doctor', *{argv}]; sys.exit(main())"
@@ -34,6 +37,7 @@ def test_json() -> None:
     assert content["machine"]["total_bytes"] > 0
     for finding in content["findings"]:
         assert finding["status"] == "ok" or finding["remedy"] or finding["name"] == "CPU"
+    assert findings["GPU"]["detail"]
 
 
 def test_a_broken_torch_is_found_and_told() -> None:
@@ -79,3 +83,47 @@ def test_ports() -> None:
 )
 def test_package_states(requirement: str, installed: str | None, expected: tuple[str, str, str]) -> None:
     assert package_state(requirement, lambda name: installed) == expected
+
+
+CARD = Gpu(
+    index=1, name="NVIDIA H200", total_bytes=140 << 30, free_bytes=139 << 30, capability=(9, 0), pcie_generation=5,
+    pcie_width=16, pcie_bytes_per_s=63e9, memory_bytes_per_s=4.9e12, numa_node=1, driver="570.1",
+)  # fmt: skip
+BOX = Machine(cpu="Test", online_cpus=1, usable_cpus=(0,), total_bytes=1, available_bytes=1, torch_cuda="12.8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, [("ok", "no GPU, for a test: the CPU computes")]),
+        ({"gpus": (CARD,), "gpus_note": ""}, [("ok", "usable, torch is built with CUDA 12.8")]),
+        ({"gpus": (CARD,)}, [("note", "no GPU, for a test"), ("ok", "usable")]),
+        (
+            {"gpus": (CARD,), "gpus_note": "", "torch_cuda": None},
+            [("note", "torch is built without CUDA")],
+        ),
+        (
+            {"gpus": (msgspec.structs.replace(CARD, capability=(7, 5)),), "gpus_note": ""},
+            [("note", "best effort: no matrix instructions for bfloat16")],
+        ),
+        (
+            {"gpus": (msgspec.structs.replace(CARD, capability=(6, 1)),), "gpus_note": ""},
+            [("note", "not usable: compute capability 6.1 is below 7.5")],
+        ),
+    ],
+)
+def test_gpus(changes: dict[str, Any], told: list[tuple[str, str]]) -> None:
+    found = list(gpus(msgspec.structs.replace(BOX, **{"gpus_note": "no GPU, for a test", **changes})))
+    assert [finding.status for finding in found] == [status for status, _ in told]
+    for finding, (_, expected) in zip(found, told, strict=True):
+        assert expected in finding.detail
+    assert all(finding.remedy for finding in found if finding.status == "note")
+
+
+def test_a_gpu_is_described() -> None:
+    (finding,) = gpus(msgspec.structs.replace(BOX, gpus=(CARD,)))
+    for part in (
+        "1: NVIDIA H200", "139 GiB of 140 GiB free", "compute capability 9.0", "PCIe 5.0 x16 (63.0 GB/s)",
+        "memory 4900 GB/s by its data sheet", "NUMA node 1", "driver 570.1",
+    ):  # fmt: skip
+        assert part in finding.detail

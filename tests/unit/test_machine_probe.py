@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fake_nvml import Card, FakeNvml
 from proa.errors import ResourceError
 from proa.machine.files import cpu_list, size
 from proa.machine.machine import Machine
@@ -79,7 +80,8 @@ def cgroup1(path: str, shown: str, groups: dict[str, dict[str, str]]) -> dict[st
 
 
 def test_a_laptop_with_eight_cores(tmp_path: Path) -> None:
-    machine = probe(tree(tmp_path, host(16, 32, 24, "avx2 fma avx512f sse2") | topology(8, 2)))
+    nvml = FakeNvml(broken="Library Not Found")
+    machine = probe(tree(tmp_path, host(16, 32, 24, "avx2 fma avx512f sse2") | topology(8, 2)), nvml)
     assert machine.cpu == "Test CPU"
     assert machine.isa == ("avx2", "fma", "avx512f")
     assert (machine.online_cpus, machine.usable_cores, machine.physical_cores, machine.packages) == (16, 16, 8, 1)
@@ -87,9 +89,18 @@ def test_a_laptop_with_eight_cores(tmp_path: Path) -> None:
     assert (machine.total_bytes, machine.available_bytes) == (32 * GIB, 24 * GIB)
     assert machine.memory_bound_by == "free memory"
     assert machine.gpus == ()
+    assert machine.gpus_note == "none found: no NVIDIA driver answers (Library Not Found)"
     assert machine.quota_cores is None
     assert machine.numa == ()
     assert any("NUMA" in note for note in machine.notes)
+
+
+def test_gpus_are_a_part_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    nvml = FakeNvml((Card(uuid="GPU-a"), Card(uuid="GPU-b")))
+    machine = probe(tree(tmp_path, host(4, 8, 7, "avx2")), nvml)
+    assert [(gpu.index, gpu.uuid) for gpu in machine.gpus] == [(0, "GPU-b")]
+    assert machine.gpus_note == "CUDA_VISIBLE_DEVICES=1 leaves 1 of 2 GPUs"
 
 
 def test_a_server_with_two_nodes(tmp_path: Path) -> None:

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from proa.config.options import CacheOptions, EngineOptions, ModelOptions
+from proa.config.options import CacheOptions, EngineOptions, GpuOptions, ModelOptions
 from proa.errors import ModelNotFound, ResourceError, UsageError
+from proa.machine.machine import Gpu
+from proa.machine.probe import probe
 from proa.plan.overrides import config_overrides
 from proa.plan.prepare import prepare
 from tiny_gguf import make_tiny_gguf
@@ -40,7 +43,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_becomes_a_plan(folder: Path) -> None:
-    prepared = prepare(str(folder), EngineOptions(model=DUMMY, cache=CacheOptions(context=100)))
+    asked = EngineOptions(model=DUMMY, cache=CacheOptions(context=100), gpus=GpuOptions("none"))
+    prepared = prepare(str(folder), asked)
     plan = prepared.plan
     assert (plan.model, plan.path) == (str(folder), str(folder))
     assert (plan.load_format, plan.dtype, plan.context_tokens) == ("dummy", "bfloat16", 100)
@@ -72,7 +76,16 @@ def test_too_large_is_refused_before_loading(folder: Path) -> None:
     giant = CONFIG | {"hidden_size": 65536, "intermediate_size": 1 << 22, "num_hidden_layers": 100}
     (folder / "config.json").write_text(json.dumps(giant))
     with pytest.raises(ResourceError, match=r"does not fit into memory: it needs \d+ TiB"):
-        prepare(str(folder), EngineOptions(model=DUMMY))
+        prepare(str(folder), EngineOptions(model=DUMMY, gpus=GpuOptions("none")))
+
+
+def test_what_the_probe_finds_reaches_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Gpu(index=0, name="Card", total_bytes=8 << 30, free_bytes=7 << 30, capability=(9, 0))
+    found = msgspec.structs.replace(probe(), gpus=(card,), torch_cuda="12.8")
+    monkeypatch.setattr("proa.plan.prepare.probe", lambda: found)
+    plan = prepare(str(folder), EngineOptions(model=DUMMY)).plan
+    assert plan.gpu is not None
+    assert (plan.gpu.name, plan.gpu.vram.free_bytes) == ("Card", 7 << 30)
 
 
 def test_a_model_on_the_hub_is_judged_before_it_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

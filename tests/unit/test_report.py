@@ -16,7 +16,7 @@ from proa.engine.ipc import Ready
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
 from proa.obs.progress import _Lines, show_progress
 from proa.obs.units import format_bytes, format_count, format_duration, format_rate
-from proa.plan.plan import MemoryBudget, Plan, Roof
+from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, VramBudget, VramRoof
 from proa.types import Decision
 
 GIB = 1 << 30
@@ -36,6 +36,23 @@ PLAN = Plan(
     decisions=(
         Decision("context", "auto", "8192 tokens", "the model's own"),
         Decision("odd [bold]names[/bold]", "a", "b", "are not markup"),
+    ),
+)  # fmt: skip
+HYBRID = msgspec.structs.replace(
+    PLAN,
+    memory=msgspec.structs.replace(PLAN.memory, kv_bytes=0),
+    gpu=GpuPlan(
+        index=0, name="Test GPU", placement="uniform", blocks=(0, 1, 2), experts=(8, 8, 8), expert_bytes=(100,) * 3,
+        resident=((0, 1), (0,), ()), inclusive=True,
+        vram=VramBudget(
+            total_bytes=25 * GIB, free_bytes=24 * GIB, reserve_bytes=GIB, context_bytes=GIB // 2, dense_bytes=2 * GIB,
+            kv_bytes=4 * GIB, workspace_bytes=GIB, graphs_bytes=GIB // 2, experts_bytes=300,
+        ),
+    ),
+    roof=Roof(
+        bytes_per_token=250_000_000, bandwidth_bytes_per_s=25e9,
+        vram=VramRoof(dense_bytes_per_token=1 << 30, expert_bytes_per_token=1 << 20, bandwidth_bytes_per_s=1e12,
+                      source="by its data sheet"),
     ),
 )  # fmt: skip
 READY = Ready(load_seconds=2.0, weights_bytes=2 * GIB, ops={"linear": "reference", "rms_norm": "fast"},
@@ -62,6 +79,28 @@ def test_the_report_names_model_memory_decisions_roof() -> None:
         "port = 8001 (--port)", "api_key = (hidden) (serve.yaml line 3)",
     ):  # fmt: skip
         assert part in shown
+
+
+def test_with_a_gpu_both_memories_are_shown() -> None:
+    shown = text_of(render_plan(Report("1.2", HYBRID, SPARSE)), width=200)
+    for part in (
+        "dense weights 2.00 GiB + KV cache 4.00 GiB + experts 300 B + workspace 1.00 GiB + CUDA 1.00 GiB",
+        "of 23.0 GiB usable on cuda:0, Test GPU",
+        "RAM    experts 2.00 GiB + workspace 512 MiB of 7.00 GiB usable",
+        "90 tokens/s", "1.00 GiB read per token from VRAM, 1000 GB/s (by its data sheet)",
+        "238 MiB read per token, 25.0 GB/s measured from RAM; RAM binds",
+    ):  # fmt: skip
+        assert part in shown
+    told = report_json(Report("1.2", HYBRID, SPARSE))
+    assert told["gpu"]["vram"]["usable_bytes"] == 23 * GIB
+    assert (told["gpu"]["device"], told["gpu"]["gpu_only"], told["gpu"]["resident"]) == (
+        "cuda:0",
+        False,
+        [[0, 1], [0], []],
+    )
+    assert (told["roof"]["bound_by"], told["roof"]["vram"]["source"]) == ("RAM", "by its data sheet")
+    assert json.loads(json.dumps(told)) == told
+    assert report_json(Report("1.2", PLAN, SPARSE))["gpu"] is None
 
 
 def test_a_dense_model_has_no_experts() -> None:
@@ -116,10 +155,12 @@ def test_json_has_one_shape() -> None:
 def test_the_json_shape_is_documented() -> None:
     import proa.cli.report as module
 
-    for key, value in report_json(Report("1.2", PLAN, SPARSE, ASKED, READY)).items():
+    for key, value in report_json(Report("1.2", HYBRID, SPARSE, ASKED, READY)).items():
         assert key in (module.__doc__ or "")
         for name in value if isinstance(value, dict) else ():
             assert name in (module.__doc__ or "")
+            for inner in value[name] if name == "vram" else ():
+                assert inner in (module.__doc__ or "")
 
 
 # ---- progress ----

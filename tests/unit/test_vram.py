@@ -19,7 +19,15 @@ from proa.plan.placement import moe_layers
 from proa.plan.plan import GpuPlan, Plan
 from proa.plan.resolve import Host, resolve
 from proa.plan.roof import FASTEST_VRAM_BYTES_PER_S, ROOF_CONTEXT_TOKENS, roof_at
-from proa.plan.vram import CONTEXT_BYTES, dense_bytes, dense_read_bytes, vram_demand
+from proa.plan.vram import (
+    CONTEXT_BYTES,
+    dense_bytes,
+    dense_read_bytes,
+    host_workspace_bytes,
+    loading_bytes,
+    process_bytes,
+    vram_demand,
+)
 
 GIB = 1 << 30
 RAM_RATE, VRAM_RATE = 100e9, 4e12
@@ -420,6 +428,22 @@ def test_any_plan_fits_or_is_refused(spec: Model, ram_gib: float, vram_gib: floa
         assert set(counts(got)) <= {min(int(number), count) for count in on.experts}
     if on.vram.used_bytes + max(on.expert_bytes, default=0) <= on.vram.usable_bytes and number == "auto":
         assert on.gpu_only  # no room is left unused
+
+
+@settings(max_examples=100, deadline=None)
+@given(ram_gib=st.floats(4, 70), vram_gib=st.floats(6, 70), strategy=st.sampled_from(["uniform", "front-loading"]))
+def test_ram_and_vram_add_up(ram_gib: float, vram_gib: float, strategy: str) -> None:
+    """Qwen3-30B is refused only where what VRAM has beside the least context and what RAM has do not hold it."""
+    box, layer = machine(ram_gib, gpu(vram_gib)), moe_layers(QWEN3_30B)[0]
+    got = plan_or_refusal(QWEN3_30B, box, {"gpu": "0", "expert_placement": strategy})
+    if isinstance(got, Plan):
+        check(got, QWEN3_30B)
+        return
+    reserves = max(256 << 20, box.gpus[0].total_bytes // 100) + min(GIB, box.total_bytes // 20)
+    vram = vram_demand(QWEN3_30B, 16, 4, 512, False).total_bytes(1024, 64)
+    host = process_bytes(False) + host_workspace_bytes(QWEN3_30B, 4, 512) + loading_bytes([layer], False)
+    room = box.gpus[0].free_bytes + box.available_bytes - reserves - vram - host
+    assert room < EXPERTS_BYTES + 2 * layer.expert_bytes
 
 
 def plan_or_refusal(spec: Model, box: Machine, asked: dict[str, Any]) -> Plan | ProaError:

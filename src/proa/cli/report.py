@@ -225,7 +225,7 @@ def _gpu_fields(gpu: GpuPlan | None) -> dict[str, Any] | None:
 
 
 def _builtins(value: msgspec.Struct) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(value)
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value))
     return plain
 
 
