@@ -1,0 +1,76 @@
+"""Experts split in any way over a GPU and the CPU: as near to float32 as plain torch in bfloat16, prefill and decode,
+alone and in a batch. On a simulated GPU everywhere, on a real one where there is one.
+
+Routers choose all experts here, as in test_native_logits.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines import Loaded, load_decoder
+from families.test_native_logits import all_experts, prompts
+from hybrid_engines import SPLITS, load_split
+from proa.engine.spans import Span, StepLimits
+from proa.native.pool import Pool
+from tiny import TINY, make_tiny
+
+MOE = [name for name in sorted(TINY) if "experts" in str(TINY[name].config)]
+PAGE_TOKENS, PAGES = 4, 128
+LIMITS = StepLimits(rows=64, sequences=5, context_tokens=128, page_tokens=PAGE_TOKENS, head_rows=64)
+CASES = [
+    pytest.param("sim", name, split, id=f"sim-{name}-{split}") for name in MOE for split in SPLITS
+] + [
+    pytest.param("cuda", name, split, id=f"cuda-{name}-{split}", marks=pytest.mark.gpu)
+    for name in sorted(TINY) for split in (SPLITS if name in MOE else ["all on the GPU"])
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool([[0]], pin=False) as made:
+        yield made
+
+
+def forced(model: Loaded, texts: list[list[int]], prompt_tokens: list[int]) -> Tensor:
+    """Logits of all rows: the prompts of all sequences in one step, then one token each as long as they last."""
+    executor = model.make(LIMITS, PAGES)
+    most = -(-LIMITS.context_tokens // PAGE_TOKENS)
+    pages = [list(range(i * most // 2, (i + 1) * most // 2)) for i in range(len(texts))]
+    found: list[Tensor] = []
+
+    def step(parts: list[tuple[int, int, int]]) -> None:
+        """(sequence, from, to)"""
+        executor.forward([Span(texts[i][a:b], a, pages[i], prompt_tokens[i]) for i, a, b in parts])
+        rows = sum(b - a for _, a, b in parts)
+        best = executor.score(range(rows))
+        found.append(executor.logits.clone().float())
+        assert best == found[-1].argmax(-1).tolist()
+
+    step([(i, 0, n) for i, n in enumerate(prompt_tokens)])
+    for t in range(max(len(text) - n for text, n in zip(texts, prompt_tokens, strict=True))):
+        parts = [(i, n + t, n + t + 1) for i, n in enumerate(prompt_tokens) if n + t < len(texts[i])]
+        step(parts)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("device", "name", "split"), CASES)
+def test_no_further_from_float32_than_torch_in_bfloat16(
+    device: str, name: str, split: str, pool: Pool, tmp_path: Path
+) -> None:
+    folder = make_tiny(name, tmp_path)
+    override = all_experts(folder)
+    for lengths, prompt_tokens in (([19], [11]), ([9, 30, 4, 13, 21], [1, 22, 2, 5, 17])):
+        texts = prompts(lengths)
+        exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)
+        plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, prompt_tokens)
+        got = forced(load_split(folder, pool, SPLITS[split], device, **override), texts, prompt_tokens)
+        scale = exact.abs().max()
+        off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
+        assert off_plain <= 0.05 * scale, "the yardstick itself is off"
+        assert off_got <= 1.05 * off_plain + 1e-4 * scale

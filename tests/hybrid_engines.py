@@ -1,0 +1,103 @@
+"""Tiny checkpoints with their experts split over a GPU and the CPU, real or simulated. Never: tests."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engines import Loaded
+from proa.cache.pool import allocate_pool
+from proa.engine.executor import EagerExecutor, Executor
+from proa.engine.gpu_plan import top_k
+from proa.engine.spans import StepLimits
+from proa.hybrid.model import HybridModel, Placement
+from proa.hybrid.sim_experts import SimExperts
+from proa.hybrid.transport import HostTransport, Transport
+from proa.layers.decoder import Decoder
+from proa.models.spec import Model, Moe
+from proa.native.doorbell import JobSize
+from proa.native.pool import Pool
+from proa.native.weights import Experts
+from proa.ops.packed import Memory
+from proa.ops.reference import reference
+from proa.ops.staging import DeviceRows, Staging
+from proa.weights.checkpoint import open_checkpoint
+from proa.weights.load import load_weights
+
+
+@dataclass(frozen=True)
+class Split:
+    """`share` of each layer's experts on the device, spread over the ids; inclusive: RAM has them as well."""
+
+    share: float
+    inclusive: bool = False
+
+    def placement(self, spec: Model) -> Placement:
+        resident = []
+        for moe in (block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)):
+            count = round(moe.experts * self.share)
+            resident.append(tuple(sorted(i * moe.experts // count for i in range(count))) if count else ())
+        return Placement(tuple(resident), self.inclusive)
+
+
+SPLITS = {
+    "all on the CPU": Split(0.0),
+    "half": Split(0.5),
+    "half, RAM has all": Split(0.5, inclusive=True),
+    "all on the GPU": Split(1.0),
+}
+
+
+def load_split(folder: Path, pool: Pool, split: Split, device: str, **override: object) -> Loaded:
+    """device: "sim" or "cuda". Executors have a `hybrid` to look into."""
+    checkpoint = open_checkpoint(folder, "auto", override)
+    declared = checkpoint.declare()
+    spec, cuda = declared.spec, device == "cuda"
+    at = torch.device("cuda:0" if cuda else "cpu")
+
+    def make(limits: StepLimits, num_pages: int) -> Executor:
+        staging = Staging(pool, 1 << 20, pinned=cuda)
+        ram = Memory(pool, [None] * pool.nodes)
+        hybrid = HybridModel(split.placement(spec), at, ram, staging)
+        ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts).table() if cuda else reference(
+            torch.bfloat16, hybrid.new_experts
+        )  # fmt: skip
+        model = Decoder(spec, ops)
+        targets = {
+            name: DeviceRows(target, staging) if cuda and isinstance(target, torch.Tensor) else target
+            for name, target in model.parameters()
+        }
+        load_weights(checkpoint, declared, targets, lambda done, total: None, pool, staging.flush)
+
+        def transport(layers: Sequence[Experts], size: JobSize) -> Transport:
+            if not cuda:
+                return HostTransport(pool, layers, size)
+            made: Transport = _cuda("hybrid.gpu_transport").GpuTransport(pool, layers, size, at)
+            return made
+
+        chosen = top_k(spec)
+        if cuda:
+            gpu = _cuda("hybrid.gpu_experts")
+            spaces = gpu.GpuSpaces(limits.rows, chosen)
+            hybrid.bind(limits.rows, chosen, lambda memory: gpu.GpuExperts(memory, spaces.of(memory)), transport)
+        else:
+            hybrid.bind(limits.rows, chosen, lambda memory: SimExperts(memory, pool), transport)
+        caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at)
+        if not cuda:
+            return EagerExecutor(model, caches, limits.page_tokens, hybrid)
+        for cache in caches:
+            cache.keys.zero_()
+            cache.values.zero_()
+        executor: Executor = _cuda("engine.graphs").GraphExecutor(model, caches, limits, at, hybrid)
+        return executor
+
+    return Loaded(spec, make)
+
+
+def _cuda(module: str) -> object:
+    """Modules that need Triton."""
+    return importlib.import_module(f"proa.{module}")
