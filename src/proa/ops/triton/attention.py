@@ -21,7 +21,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # where a maximum begins: finite, so that no difference is NaN
 PREFILL_TILE = 64  # query rows x heads of a group
 MOST_SPLITS = 256
-PART = 16  # splits that are combined at once
+PART = 32  # splits that are combined at once
 DIMS = (64, 80, 96, 128, 192, 256)
 
 
@@ -73,6 +73,15 @@ def _attend(
 
 
 @triton.jit
+def _range_and_share(kv_len, splits, window, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Where the positions begin that a decoded row sees, and how many of them a split takes: whole blocks."""
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(0, kv_len - window)
+    return begin, tl.cdiv(tl.cdiv(kv_len - begin, splits), TOKENS) * TOKENS
+
+
+@triton.jit
 def _decode(
     q, keys, values, page_table, kv_lens, sinks, partial, sizes, heads, window, scale,
     q_row, table_row, page_stride, token_stride, head_stride,
@@ -86,14 +95,10 @@ def _decode(
     mine = member < GROUP
     result = (sequence * heads + head) * splits + split
     kv_len = tl.load(kv_lens + sequence)
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(0, kv_len - window)
-    share = tl.cdiv(tl.cdiv(kv_len - begin, splits), TOKENS) * TOKENS
+    begin, share = _range_and_share(kv_len, splits, window, TOKENS, WINDOW)
     first = begin + split * share
     last = tl.minimum(kv_len, first + share)
     if first >= last:
-        tl.store(sizes + result, tl.full([TILE], float("-inf"), tl.float32), mine)
         return
     dim = tl.arange(0, WIDE)[None, :]
     some = mine[:, None] & (dim < DIM)
@@ -115,25 +120,27 @@ def _decode(
 
 @triton.jit
 def _combine(
-    partial, sizes, out, heads, splits, out_row,
-    DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr,
+    partial, sizes, kv_lens, out, heads, splits, window, out_row,
+    DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
-    """Weigh what the splits of a row and head found; sizes are log2 of their sums, -inf of those that had nothing."""
+    """Weigh what the splits of a row and head found. Sizes are log2 of their sums of exponentials."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kv_len = tl.load(kv_lens + row)
+    begin, share = _range_and_share(kv_len, splits, window, TOKENS, WINDOW)
+    used = tl.cdiv(kv_len - begin, tl.maximum(share, 1))  # nobody wrote the others
     at = (row * heads + head) * splits
     split, dim = tl.arange(0, SPLITS), tl.arange(0, WIDE)[None, :]
-    size = tl.load(sizes + at + split, split < splits, float("-inf"))
+    size = tl.load(sizes + at + split, split < used, float("-inf"))
     most = tl.maximum(tl.max(size, 0), LOWEST)
     total = tl.sum(tl.exp2(size - most), 0)
     acc = tl.zeros([WIDE], tl.float32)
-    for start in range(0, splits, PART):
+    for start in range(0, used, PART):
         part = start + tl.arange(0, PART)
-        its_size = tl.load(sizes + at + part, part < splits, float("-inf"))
-        found = (its_size != float("-inf"))[:, None] & (dim < DIM)  # nobody wrote the others
-        acc += tl.sum(
-            tl.exp2(its_size - most)[:, None] * tl.load(partial + (at + part)[:, None] * DIM + dim, found, 0.0), 0
-        )
-    acc = acc / tl.where(total == 0.0, 1.0, total)
+        weight = tl.exp2(tl.load(sizes + at + part, part < used, float("-inf")) - most)
+        found = tl.load(partial + (at + part)[:, None] * DIM + dim, (part < used)[:, None] & (dim < DIM), 0.0)
+        acc += tl.sum(weight[:, None] * found, 0)
+    acc = acc / tl.where(used == 0, 1.0, total)
     column = tl.arange(0, WIDE)
     tl.store(out + row * out_row + head * DIM + column, acc.to(tl.bfloat16), column < DIM)
 
@@ -246,7 +253,8 @@ def decode(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     _combine[(sequences, heads)](
-        workspace, sizes, out, heads, splits, out.stride(0), DIM=dim, WIDE=triton.next_power_of_2(dim),
+        workspace, sizes, kv_lens, out, heads, splits, softmax.window or 0, out.stride(0), DIM=dim,
+        WIDE=constants["WIDE"], TOKENS=constants["TOKENS"], WINDOW=softmax.window is not None,
         SPLITS=triton.next_power_of_2(splits), PART=PART,
     )  # fmt: skip
 
@@ -338,7 +346,9 @@ def variants() -> Iterator[Variant]:
         least = 75 if dim <= 128 else 80
         yield Variant(_prefill, types | outs, more, warps, stages, (*aligned, "out", "out_row"), least)
     for dim in (80, 256):
-        constants = {"DIM": dim, "WIDE": triton.next_power_of_2(dim), "SPLITS": MOST_SPLITS, "PART": PART}
-        types = dict.fromkeys(("partial", "sizes"), "*fp32") | {"out": "*bf16"}
-        types |= dict.fromkeys(("heads", "splits", "out_row"), "i32")
-        yield Variant(_combine, types, constants, aligned=("partial", "out", "out_row"))
+        shape = _decode_shape(1, dim)[0]
+        combine: dict[str, object] = {"DIM": dim, "WIDE": shape["WIDE"], "TOKENS": shape["TOKENS"], "WINDOW": True}
+        types = dict.fromkeys(("partial", "sizes"), "*fp32") | {"kv_lens": "*i32", "out": "*bf16"}
+        types |= dict.fromkeys(("heads", "splits", "window", "out_row"), "i32")
+        combine |= {"SPLITS": MOST_SPLITS, "PART": PART}
+        yield Variant(_combine, types, combine, aligned=("partial", "out", "out_row"))
