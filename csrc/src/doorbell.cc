@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -23,6 +24,8 @@ uint64_t ns_since(Clock::time_point begin) {
     return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
 }
 
+constexpr int64_t kLookAlone = 1 << 16;  // values; with more, all workers look
+
 // The first row of y with a value that is infinite or no number, or -1. An exponent of all ones carries into the sign.
 int first_not_finite(const float* y, int rows, int columns) {
     for (int row = 0; row < rows; ++row, y += columns) {
@@ -35,6 +38,27 @@ int first_not_finite(const float* y, int rows, int columns) {
         if (carried >> 31) return row;
     }
     return -1;
+}
+
+struct Look {
+    const float* y;
+    int rows, columns, tasks;
+    mutable std::atomic<int> first;  // found so far; rows if none
+
+    void at(int begin, int end) const {
+        const int found = first_not_finite(y + size_t(begin) * size_t(columns), end - begin, columns);
+        int before = first.load(std::memory_order_relaxed);
+        while (found >= 0 && begin + found < before && !first.compare_exchange_weak(before, begin + found)) {
+        }
+    }
+};
+
+void look_in_parallel(const Look& look, Pool& pool, int lane) {
+    const auto part = [](const void* context, int task, const std::byte*) {
+        const Look& l = *static_cast<const Look*>(context);
+        l.at(block_begin(l.rows, l.tasks, task), block_begin(l.rows, l.tasks, task + 1));
+    };
+    pool.run(published(look.tasks, pool.nodes(), &look, part), lane);
 }
 
 void add(std::atomic<uint64_t>& count, uint64_t more) { count.fetch_add(more, std::memory_order_relaxed); }
@@ -197,20 +221,20 @@ void Doorbell::answer_job(uint32_t number) {
             throw Error(PROA_ERROR_ARGUMENT, "The doorbell was rung with number " + std::to_string(number) +
                                                  " after number " + std::to_string(looked_.load()) + ".");
         run(header);
+        uint64_t before = answer().load(std::memory_order_relaxed);
+        while (!answer().compare_exchange_weak(before, (before & ~kNumber) | number, std::memory_order_acq_rel)) {
+        }
+        if (layer_ != kProbeLayer) {
+            look_at_result();
+            count_weights();
+            if (++turn_ % kOperations == 0) host_->pool.settle();  // operations are about to be used anew
+        }
+        looked_.store(number, std::memory_order_release);
     } catch (const Error& error) {
-        return fail(error.code(), error.what());
+        fail(error.code(), error.what());
     } catch (const std::exception& error) {
-        return fail(PROA_ERROR_SYSTEM, error.what());
+        fail(PROA_ERROR_SYSTEM, error.what());
     }
-    uint64_t before = answer().load(std::memory_order_relaxed);
-    while (!answer().compare_exchange_weak(before, (before & ~kNumber) | number, std::memory_order_acq_rel)) {
-    }
-    if (layer_ != kProbeLayer) {
-        look_at_result();
-        count_weights();
-        if (++turn_ % kOperations == 0) host_->pool.settle();  // operations are about to be used anew
-    }
-    looked_.store(number, std::memory_order_release);
 }
 
 void Doorbell::run(const int32_t* header) {
@@ -235,8 +259,15 @@ void Doorbell::run(const int32_t* header) {
 }
 
 void Doorbell::look_at_result() {
-    const int row = first_not_finite(at<float>(layout_.y), tokens_, size_.hidden);
-    if (row < 0) return;
+    Pool& pool = host_->pool;
+    const Look look{at<float>(layout_.y), tokens_, size_.hidden, std::min(tokens_, pool.threads()), tokens_};
+    if (int64_t(tokens_) * size_.hidden <= kLookAlone) {
+        look.at(0, tokens_);
+    } else {
+        look_in_parallel(look, pool, lane_);
+    }
+    const int row = look.first.load();
+    if (row == tokens_) return;
     std::string experts;
     for (int k = 0; k < size_.top_k; ++k) {
         const int id = ids_[size_t(row) * size_t(size_.top_k) + size_t(k)];

@@ -101,6 +101,28 @@ def test_a_sum_that_is_not_finite_names_its_layer(rng: torch.Generator) -> None:
         transport.check()
 
 
+def test_the_first_row_of_many_that_is_not_finite(rng: torch.Generator) -> None:
+    """So many that all workers look."""
+    size = JobSize(most_tokens=1100, top_k=2, hidden=64)
+    layer = Layer(size.hidden, 0, poisoned=(5,))
+    with Pool([[0, 0], [0]], pin=False) as pool:
+        transport = HostTransport(pool, [layer.experts], size)
+        job = random_job(rng, 1100, size, resident=0)
+        out = torch.empty(1100, size.hidden)
+        transport.arm()
+        for bad in ((), (1050, 1077), (0,), (300, 1099)):
+            job.ids[job.ids == 5] = -1
+            job.ids[list(bad)] = torch.tensor([5, -1])
+            transport.push(*job.to(CPU), 0)
+            transport.pull(out)
+            assert out.isnan().any(1).nonzero().flatten().tolist() == list(bad)
+            if bad:
+                with pytest.raises(NumericsError, match=rf"layer 0, row {bad[0]} of 1100, experts 5\."):
+                    transport.check()
+            transport.check()
+        transport.disarm()
+
+
 def test_nobody_answers_a_closed_transport(rng: torch.Generator) -> None:
     with Pool([[]], pin=False) as pool:
         transport = HostTransport(pool, [Layer(SIZE.hidden, 0).experts], SIZE)

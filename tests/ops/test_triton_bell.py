@@ -47,12 +47,19 @@ def block_of(size: JobSize) -> tuple[Block, torch.Tensor]:
 
 # One program; several; more tiles than programs; rows longer than a tile; widths that are no power of two.
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "top_k"), [(1, 64, 3), (3, 48, 1), (8, 64, 2), (21, 32, 3), (530, 16, 2), (9, 2500, 6)]
+    ("tokens", "hidden", "top_k"), [(1, 64, 3), (3, 48, 1), (8, 64, 2), (21, 32, 3), (37, 16, 2), (9, 2500, 6)]
 )
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_push_and_pull(
-    waits: list[int], rng: torch.Generator, tokens: int, hidden: int, top_k: int, dtype: torch.dtype
+    waits: list[int],
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    hidden: int,
+    top_k: int,
+    dtype: torch.dtype,
 ) -> None:
+    monkeypatch.setattr(bell, "MOST_PROGRAMS", 3)
     size = JobSize(tokens + 2, top_k, hidden)
     block, state = block_of(size)
     for number, (resident, layer) in enumerate([(0.5, 3), (0.0, -1), (0.9, 2)], 1):

@@ -120,7 +120,7 @@ def _push(
     if last:
         tl.debug_barrier()  # all threads have read it
         tl.store(state + _ARRIVED, 0)
-        tl.store(state + _PENDING, (rows > 0).to(tl.int32))
+        tl.store(state + _PENDING, tl.where(rows > 0, 1, 0))
         if rows > 0:
             tl.store(state + _NUMBER, number)
             tl.store(header, layer)
