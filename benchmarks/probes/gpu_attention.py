@@ -173,7 +173,7 @@ def small_ones(bandwidth: float) -> None:
         qkv, slots = rand(rows, 40, 128), torch.arange(rows, device="cuda")
         cache = paged(1, rows + PAGE_TOKENS, 4, 128)[0]
         angles = torch.rand(rows, 64, device="cuda")
-        norms, rotation = heads.HeadNorms(rand(128), rand(128), 1e-6), heads.Rotation(angles, angles, False)
+        norms, rotation = QkNorm(rand(128), rand(128), 1e-6), Angles(angles, angles, False)
         time = microseconds([lambda: heads.rotate_store(qkv, norms, rotation, cache, slots)])  # noqa: B023
         print(f"head norms, rotary and store, {rows} x 40 x 128: {time:.1f} us")
     for rows in (1, 32):

@@ -42,12 +42,12 @@ class Layer:
         tables = [b.data_ptr() + torch.arange(count) * p.layout.matrix_bytes for b, p in zip(self._bytes, packed)]  # noqa: B905
         for table in tables:
             table[list(absent)] = 0
-        self.up, self.down = (table.to(device) for table in tables)
+        self.up_table, self.down_table = (table.to(device) for table in tables)
 
     def routing(self, ids: Tensor, rng: torch.Generator) -> Routing:
         """As the router would write it; ids of -1 are padding."""
         weights = torch.where(ids < 0, 0, torch.rand(ids.shape, generator=rng))
-        at = [torch.where(ids < 0, 0, table.cpu()[ids]) for table in (self.up, self.down)]
+        at = [torch.where(ids < 0, 0, table.cpu()[ids]) for table in (self.up_table, self.down_table)]
         to = self.device
         here = ids.int().to(to)
         return Routing(Located(here, at[0].to(to), at[1].to(to), torch.full_like(here, -1)), weights.to(to))

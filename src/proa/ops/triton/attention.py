@@ -22,7 +22,7 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)  # where a maximum begins: finite, so
 PREFILL_TILE = 64  # query rows x heads of a group
 MOST_SPLITS = 256
 PART = 32  # splits that are combined at once
-DIMS = (64, 80, 96, 128, 192, 256)
+MOST_DIM, DIM_UNIT = 256, 8  # of a head
 
 
 @dataclass(frozen=True)
@@ -293,8 +293,10 @@ def prefill(
 def _check(q: Tensor, cache: KvPages, page_table: Tensor, kv_lens: Tensor, softmax: Softmax, out: Tensor) -> None:
     heads, dim = q.shape[1:]
     kv_heads = cache.keys.shape[2]
-    if heads % kv_heads or heads // kv_heads > PREFILL_TILE or cache.keys.shape[3] != dim or dim not in DIMS:
-        raise ValueError(f"q {tuple(q.shape)} does not go with a cache {tuple(cache.keys.shape)}, D one of {DIMS}")
+    if heads % kv_heads or heads // kv_heads > PREFILL_TILE or cache.keys.shape[3] != dim:
+        raise ValueError(f"q {tuple(q.shape)} does not go with a cache {tuple(cache.keys.shape)}")
+    if dim % DIM_UNIT or dim > MOST_DIM:
+        raise ValueError(f"heads of {dim} values: multiples of {DIM_UNIT} up to {MOST_DIM}")
     if q.stride()[1:] != (dim, 1) or out.shape != q.shape or out.stride()[1:] != (dim, 1):
         raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} must have whole heads side by side")
     if cache.keys.stride() != cache.values.stride() or cache.keys.stride(3) != 1:
@@ -310,13 +312,13 @@ def _check(q: Tensor, cache: KvPages, page_table: Tensor, kv_lens: Tensor, softm
 
 def _decode_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
     """Constants, warps and stages. A tile of few heads reads as fast as it can: many bytes on their way."""
-    wide = triton.next_power_of_2(dim)
+    wide = max(16, triton.next_power_of_2(dim))
     tile = max(16, triton.next_power_of_2(group))
     return {"GROUP": group, "DIM": dim, "WIDE": wide, "TILE": tile, "TOKENS": min(64, 8192 // wide)}, 4, 5
 
 
 def _prefill_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
-    wide = triton.next_power_of_2(dim)
+    wide = max(16, triton.next_power_of_2(dim))
     stages = 5 if wide <= 128 else 4  # 5 keep two blocks of K and V; sm_86 to sm_120 have 99 KiB
     return {"GROUP": group, "DIM": dim, "WIDE": wide, "TILE": PREFILL_TILE, "TOKENS": min(64, 8192 // wide)}, 4, stages
 
