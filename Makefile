@@ -1,6 +1,6 @@
 # make demo   a real model answers through a real server        make native    build csrc, beside the Python package
 # make test   all CPU tests                                     make sanitize  csrc's tests under ASan, UBSan and TSan
-# make check  formatting, lint, types, imports, sizes, symbols  make qemu      csrc's tests on emulated older CPUs
+# make check  formatting, lint, types, sizes, symbols, kernels  make qemu      csrc's tests on emulated older CPUs
 # make format, make docs, make clean
 # Another environment than .venv: make native BIN=/path/to/venv/bin
 .PHONY: demo test check native sanitize qemu format docs clean venv

@@ -21,6 +21,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # where a maximum begins: finite, so that no difference is NaN
 PREFILL_TILE = 64  # query rows x heads of a group
 MOST_SPLITS = 256
+FEW_SEQUENCES = 256  # up to here one compiled kernel serves all numbers of sequences
 PART = 32  # splits that are combined at once
 MOST_DIM, DIM_UNIT = 256, 8  # of a head
 
@@ -145,7 +146,7 @@ def _combine(
     tl.store(out + row * out_row + head * DIM + column, acc.to(tl.bfloat16), column < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
 def _prefill(
     q, keys, values, page_table, q_starts, kv_lens, sinks, out, sequences, window, scale,
     q_row, out_row, table_row, page_stride, token_stride, head_stride,
@@ -270,8 +271,8 @@ def prefill(
 ) -> None:
     """Attention of q_starts[s + 1] - q_starts[s] query rows of each sequence s, the last at position kv_lens[s] - 1.
 
-    q, out bfloat16 [T, heads, D], heads side by side; page_table int32 [S, max_pages]; q_starts int32 [S + 1], not
-    falling; kv_lens int32 [S]. Rows of no sequence are not written.
+    q, out bfloat16 [T, heads, D], heads side by side; page_table int32 [S, max_pages]; q_starts int32 [S + 1], from
+    0 on, not falling; kv_lens int32 [S]. Rows of no sequence are not written.
     """
     _check(q, cache, page_table, kv_lens, softmax, out)
     rows, heads, dim = q.shape
@@ -286,7 +287,8 @@ def prefill(
         q, cache.keys, cache.values, page_table, q_starts, kv_lens, softmax.sinks, out, sequences, softmax.window or 0,
         softmax.scale, q.stride(0), out.stride(0), page_table.stride(0), *cache.keys.stride()[:3],
         PAGE_TOKENS=cache.keys.shape[1], WINDOW=softmax.window is not None, SINKS=softmax.sinks is not None,
-        SEQUENCES=triton.next_power_of_2(sequences), **constants, num_warps=warps, num_stages=stages,
+        SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), **constants,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -344,8 +346,8 @@ def variants() -> Iterator[Variant]:
         yield Variant(_decode, types | outs, constants | options, warps, stages, (*aligned, "partial"))
         constants, warps, stages = _prefill_shape(group, dim)
         outs = {"q_starts": "*i32", "out": "*bf16", "sequences": "i32", "out_row": "i32"}
-        more = constants | options | {"SEQUENCES": 8}
-        least = 75 if dim <= 128 else 80
+        more = constants | options | {"SEQUENCES": FEW_SEQUENCES}
+        least = 75 if group in (1, 8) and dim <= 128 else 80  # D of 256 is too much for sm_75, and the others take long
         yield Variant(_prefill, types | outs, more, warps, stages, (*aligned, "out", "out_row"), least)
     for dim in (80, 256):
         shape = _decode_shape(1, dim)[0]

@@ -51,7 +51,7 @@ def _turn(
         tl.store(target + column, x.to(tl.bfloat16), some)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # which differs from step to step
 def _rotate_store(
     qkv, q_norm, k_norm, cos, sin, keys, values, slots, rows, heads, kv_heads, eps,
     qkv_row, page_stride, token_stride, head_stride,
