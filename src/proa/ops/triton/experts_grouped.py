@@ -140,7 +140,7 @@ def _scan(pairs: int) -> dict[str, int]:
 
 def gate_up_grouped(x: Tensor, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor) -> None:
     """As experts_few.gate_up, for pairs grouped into blocks of `block_tokens`."""
-    tile = _tile(block_tokens)
+    tile = _TILES[block_tokens]
     grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
     _block[grid](
         x, up_address, by.order, by.blocks, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=up_address.shape[1],
@@ -152,7 +152,7 @@ def down_grouped(
     h: Tensor, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor
 ) -> None:
     """As experts_few.down, for pairs grouped into blocks of `block_tokens`."""
-    tile = _tile(block_tokens)
+    tile = _TILES[block_tokens]
     grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
     _block[grid](
         h, down_address, by.order, by.blocks, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1,
@@ -170,11 +170,8 @@ class _Tile:
     warps: int
 
 
-def _tile(block_tokens: int) -> _Tile:
-    """Small blocks are bound by reading weights: 24 KiB of them under way a program. Large ones fill tiles."""
-    return {
-        16: _Tile(4, 64, 3, 4), 32: _Tile(4, 32, 4, 4), 64: _Tile(8, 32, 3, 4), 128: _Tile(8, 32, 3, 8),
-    }[block_tokens]  # fmt: skip
+# Small blocks are bound by reading weights: two stages of 16 KiB, or three of 8, under way. Large ones fill tiles.
+_TILES = {16: _Tile(4, 64, 3, 4), 32: _Tile(4, 32, 4, 4), 64: _Tile(8, 32, 3, 4), 128: _Tile(8, 32, 3, 8)}
 
 
 def _constants(of: ExpertShape, up: bool, tile: _Tile) -> dict[str, object]:
@@ -193,7 +190,7 @@ def variants() -> Iterator[Variant]:
     aligned = ("x", "address", "order", "blocks", "out", "x_row", "out_row")
     for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880)):
         for size in BLOCK_TOKENS:
-            tile = _tile(size)
+            tile = _TILES[size]
             for up, out in ((True, "*bf16"), (False, "*fp32")):
                 which = {
                     "WIDTH": of.width if up else of.hidden,
