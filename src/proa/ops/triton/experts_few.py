@@ -22,14 +22,14 @@ _PANELS, _LINES, _STAGES, _WARPS = 2, 64, 4, 4
 
 @triton.jit
 def _pair(
-    x, address, out, x_row, out_row, width,
-    SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, address, out, x_row, out_row,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
     FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
     COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Pairs run side by side, so that those of one expert find its panel in L2. SHARE pairs read the same row of x.
 
-    ACTIVATION None: the sums themselves, [pairs, width]; else panels are of gate and up, by turns.
+    ACTIVATION None: the sums themselves, [pairs, WIDTH]; else panels are of gate and up, by turns.
     """
     pair, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     expert = tl.load(address + pair)
@@ -46,7 +46,7 @@ def _pair(
         gate, up = tl.split(tl.permute(tl.reshape(sums, [PANELS // 2, 2, 16]), (0, 2, 1)))
         y = tl.reshape(activated(gate, up, ACTIVATION), [PANELS * 8])
         at = block * PANELS * 8 + tl.arange(0, PANELS * 8)
-    tl.store(out + pair * out_row + at, y.to(out.dtype.element_ty), at < width)
+    tl.store(out + pair * out_row + at, y.to(out.dtype.element_ty), at < WIDTH)
 
 
 def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor) -> None:
@@ -57,7 +57,7 @@ def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor) -> None:
     pairs, share = up_address.numel(), up_address.shape[1]
     grid = (pairs, triton.cdiv(of.up.panels, _PANELS))
     _pair[grid](
-        x, up_address, h, x.stride(0), h.stride(0), of.width, SHARE=share, ACTIVATION=int(of.activation),
+        x, up_address, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share, ACTIVATION=int(of.activation),
         **_constants(of, True), num_warps=_WARPS,
     )  # fmt: skip
 
@@ -67,7 +67,7 @@ def down(h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor) -> N
     pairs = down_address.numel()
     grid = (pairs, triton.cdiv(of.down.panels, _PANELS))
     _pair[grid](
-        h, down_address, partial, h.stride(0), partial.stride(0), of.hidden, SHARE=1, ACTIVATION=None,
+        h, down_address, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None,
         **_constants(of, False), num_warps=_WARPS,
     )  # fmt: skip
 
@@ -78,10 +78,14 @@ def _constants(of: ExpertShape, up: bool) -> dict[str, object]:
 
 
 def variants() -> Iterator[Variant]:
-    integers = dict.fromkeys(("x_row", "out_row", "width"), "i32")
+    integers = dict.fromkeys(("x_row", "out_row"), "i32")
     aligned = ("x", "address", "out", "x_row", "out_row")
     for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880), ExpertShape(2048, 1408)):
         for up, out in ((True, "*bf16"), (False, "*fp32")):
             types = {"x": "*bf16", "address": "*i64", "out": out} | integers
-            which = {"SHARE": 8 if up else 1, "ACTIVATION": int(of.activation) if up else None}
+            which = {
+                "WIDTH": of.width if up else of.hidden,
+                "SHARE": 8 if up else 1,
+                "ACTIVATION": int(of.activation) if up else None,
+            }
             yield Variant(_pair, types, which | _constants(of, up), warps=_WARPS, aligned=aligned)

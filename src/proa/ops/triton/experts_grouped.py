@@ -90,8 +90,8 @@ def _place(
 
 @triton.jit
 def _block(
-    x, address, order, blocks, out, x_row, out_row, width,
-    SHARE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    x, address, order, blocks, out, x_row, out_row,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
     COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def _block(
         gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK, PANELS // 2, 2, 16]), (0, 1, 3, 2)))
         y = tl.reshape(activated(gate, up, ACTIVATION), [BLOCK, PANELS * 8])
         at = part * PANELS * 8 + tl.arange(0, PANELS * 8)
-    inside = exists[:, None] & (at < width)[None, :]
+    inside = exists[:, None] & (at < WIDTH)[None, :]
     tl.store(out + pair[:, None] * out_row + at[None, :], y.to(out.dtype.element_ty), inside)
 
 
@@ -141,10 +141,10 @@ def _scan(pairs: int) -> dict[str, int]:
 
 def gate_up_grouped(x: Tensor, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor) -> None:
     """As experts_few.gate_up, for pairs grouped into blocks of `block_tokens`."""
-    tile = _tile(block_tokens)
+    tile = _TILES[block_tokens]
     grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
     _block[grid](
-        x, up_address, by.order, by.blocks, h, x.stride(0), h.stride(0), of.width, SHARE=up_address.shape[1],
+        x, up_address, by.order, by.blocks, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=up_address.shape[1],
         ACTIVATION=int(of.activation), BLOCK=block_tokens, **_constants(of, True, tile), num_warps=tile.warps,
     )  # fmt: skip
 
@@ -153,10 +153,10 @@ def down_grouped(
     h: Tensor, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor
 ) -> None:
     """As experts_few.down, for pairs grouped into blocks of `block_tokens`."""
-    tile = _tile(block_tokens)
+    tile = _TILES[block_tokens]
     grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
     _block[grid](
-        h, down_address, by.order, by.blocks, partial, h.stride(0), partial.stride(0), of.hidden, SHARE=1,
+        h, down_address, by.order, by.blocks, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1,
         ACTIVATION=None, BLOCK=block_tokens, **_constants(of, False, tile), num_warps=tile.warps,
     )  # fmt: skip
 
@@ -171,11 +171,8 @@ class _Tile:
     warps: int
 
 
-def _tile(block_tokens: int) -> _Tile:
-    """Small blocks are bound by reading weights: 24 KiB of them under way a program. Large ones fill tiles."""
-    return {
-        16: _Tile(2, 64, 4, 4), 32: _Tile(4, 32, 4, 4), 64: _Tile(8, 32, 3, 4), 128: _Tile(8, 32, 3, 8),
-    }[block_tokens]  # fmt: skip
+# Small blocks are bound by reading weights: two stages of 16 KiB, or three of 8, under way. Large ones fill tiles.
+_TILES = {16: _Tile(4, 64, 3, 4), 32: _Tile(4, 32, 4, 4), 64: _Tile(8, 32, 3, 4), 128: _Tile(8, 32, 3, 8)}
 
 
 def _constants(of: ExpertShape, up: bool, tile: _Tile) -> dict[str, object]:
@@ -190,13 +187,18 @@ def variants() -> Iterator[Variant]:
         which: dict[str, object] = {"EXPERTS": 128, "BLOCK": 16, "ALL": 128}
         yield Variant(_place, types, scan | which, warps=_SCAN_WARPS)
     types = {"x": "*bf16", "address": "*i64", "order": "*i32", "blocks": "*i32"}
-    types |= dict.fromkeys(("x_row", "out_row", "width"), "i32")
+    types |= dict.fromkeys(("x_row", "out_row"), "i32")
     aligned = ("x", "address", "order", "blocks", "out", "x_row", "out_row")
     for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880)):
         for size in BLOCK_TOKENS:
-            tile = _tile(size)
+            tile = _TILES[size]
             for up, out in ((True, "*bf16"), (False, "*fp32")):
-                which = {"SHARE": 8 if up else 1, "ACTIVATION": int(of.activation) if up else None, "BLOCK": size}
+                which = {
+                    "WIDTH": of.width if up else of.hidden,
+                    "SHARE": 8 if up else 1,
+                    "ACTIVATION": int(of.activation) if up else None,
+                    "BLOCK": size,
+                }
                 yield Variant(
                     _block, types | {"out": out}, which | _constants(of, up, tile), warps=tile.warps, aligned=aligned
                 )

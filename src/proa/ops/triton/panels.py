@@ -14,6 +14,7 @@ from proa.native.formats import Format, Layout
 
 ROWS = 16
 VALUES = {Format.BF16: 2}  # of a word
+WIDE = tl.constexpr(64)  # rows from which Hopper has an instruction that reads the weights from shared memory
 
 
 def constants(of: Layout, columns: int) -> dict[str, object]:
@@ -83,24 +84,35 @@ def panel_products(
 
     Rows that do not exist count as zeros. Weights are rounded to bfloat16 once, if they are of another format.
     """
-    row = tl.arange(0, PANELS * 16)
-    panel = tl.minimum(first + row // 16, COUNT - 1).to(tl.int64)
-    line = tl.arange(0, LINES)
-    column = tl.arange(0, LINES * VALUES)
+    panel = tl.minimum(first + tl.arange(0, PANELS), COUNT - 1).to(tl.int64)
+    if x.shape[0] >= WIDE:
+        # A thread copies four lines of four rows, which it can turn before wgmma's operand is stored.
+        line = (tl.arange(0, LINES // 4)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
+        panel = panel[None, :, None, None]
+        row = tl.arange(0, 16)[None, None, None, :]
+    else:
+        # Of four lines, the second and third change places in shared memory: the lanes of a warp, which take every
+        # other line, then meet in a bank two at a time instead of four.
+        pair = tl.arange(0, 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        line = (tl.arange(0, LINES // 4)[None, None, :] * 4 + pair[:, :, None])[:, :, :, None, None]
+        panel = panel[None, None, None, :, None]
+        row = tl.arange(0, 16)[None, None, None, None, :]
     words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-    at = words + (panel * PANEL_WORDS + row % 16)[None, :] + line[:, None] * 16
+    at = words + panel * PANEL_WORDS + line * 16 + row
+    column = tl.arange(0, LINES * VALUES)
     x_at = x[:, None] + column[None, :]
     total = tl.zeros([x.shape[0], PANELS * 16], tl.float32)
     for start in tl.range(0, PANEL_LINES, LINES, num_stages=STAGES):
         if PANEL_LINES % LINES == 0:
             part = tl.load(at + start * 16)
         else:
-            part = tl.load(at + start * 16, (line < PANEL_LINES - start)[:, None], 0)
+            part = tl.load(at + start * 16, line < PANEL_LINES - start, 0)
         if COLUMNS % (LINES * VALUES) == 0:
             value = tl.load(x_at + start * VALUES, exists[:, None], 0.0)
         else:
             value = tl.load(x_at + start * VALUES, exists[:, None] & (column < COLUMNS - start * VALUES)[None, :], 0.0)
-        total = tl.dot(value, halves(part, FORMAT), total)
+        part = tl.permute(part, (0, 2, 1, 3) if x.shape[0] >= WIDE else (2, 0, 1, 3, 4))
+        total = tl.dot(value, halves(tl.reshape(part, [LINES, PANELS * 16]), FORMAT), total)
     return total
 
 

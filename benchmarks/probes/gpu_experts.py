@@ -1,0 +1,225 @@
+"""How near the GPU kernels of linear maps and experts come to memory's speed. Needs a GPU and the native library.
+
+Everything runs in CUDA graphs over several copies of the weights, so that L2 does not flatter. The share is bytes of
+weights over the time, by the rate at which this GPU copies (read and written) in the same run.
+Run: PYTHONPATH=src python benchmarks/probes/gpu_experts.py [linear] [experts] [blocks] [sweep]
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from proa.ops.triton import experts_few, experts_grouped
+from proa.ops.triton.experts import Added, combine, expert_space, experts
+from proa.ops.triton.linear import linear
+from proa.ops.triton.panels import ExpertShape
+from proa.ops.triton.route import Addresses, Routing, route
+
+DEVICE = torch.device("cuda")
+SHAPE, EXPERTS, TOP_K, LAYERS = ExpertShape(2048, 768), 128, 8, 4
+BYTES = SHAPE.up.matrix_bytes + SHAPE.down.matrix_bytes  # of an expert
+TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024)
+
+
+def microseconds(calls: Sequence[Callable[[], None]]) -> float:
+    """Median time of one of the calls, which a graph holds one after another."""
+    for call in calls:
+        call()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(13):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times[3:])
+
+
+def copy_rate() -> float:
+    source = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE)
+    to = torch.empty_like(source)
+    return 2 * source.numel() / microseconds([lambda: to.copy_(source)] * 3) / 1e3
+
+
+def row(name: str, us: float, nbytes: int, flops: float, copy: float) -> None:
+    rate = nbytes / us / 1e3
+    print(f"{name:58} {us:9.1f} us {rate:7.0f} GB/s {rate / copy:5.0%} {flops / us / 1e6:7.1f} TFLOP/s", flush=True)
+
+
+def time_linear(copy: float) -> None:
+    for outputs, inputs in ((5120, 2048), (2048, 4096), (151936, 2048), (128, 2048), (512, 2048), (2048, 768)):
+        copies = max(3, min(200, (1 << 30) // (outputs * inputs * 2)))
+        weights = [torch.randn(outputs, inputs, device=DEVICE).bfloat16() for _ in range(copies)]
+        for tokens in (1, 2, 4, 8, 16):
+            time_matrix(copy, weights, tokens)
+
+
+def time_matrix(copy: float, weights: Sequence[Tensor], tokens: int) -> None:
+    outputs, inputs = weights[0].shape
+    x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
+    out = torch.empty(tokens, outputs, dtype=torch.bfloat16, device=DEVICE)
+    nbytes, flops = weights[0].numel() * 2, 2 * tokens * outputs * inputs
+    us = microseconds([lambda w=w: linear(x, w, None, out) for w in weights])
+    row(f"linear {outputs} x {inputs}, {tokens} rows", us, nbytes, flops, copy)
+    us = microseconds([lambda w=w: torch.mm(x, w.T, out=out) for w in weights])
+    row(f"    torch.mm, {tokens} rows", us, nbytes, flops, copy)
+
+
+class Layer:
+    """Random bytes in the packed layout: what they decode to does not matter here."""
+
+    def __init__(self) -> None:
+        sizes = SHAPE.up.matrix_bytes, SHAPE.down.matrix_bytes
+        self.memory = [torch.randn(EXPERTS * n // 2, device=DEVICE).mul_(0.02).bfloat16() for n in sizes]
+        order = torch.arange(EXPERTS, device=DEVICE)
+        self.tables = Addresses(*(m.data_ptr() + order * n for m, n in zip(self.memory, sizes, strict=True)))
+
+
+def routing_of(layer: Layer, tokens: int) -> Routing:
+    logits = torch.randn(tokens, EXPERTS, device=DEVICE)
+    ids, weights = (torch.empty(tokens, TOP_K, dtype=t, device=DEVICE) for t in (torch.int32, torch.float32))
+    at = Addresses(*(torch.empty(tokens, TOP_K, dtype=torch.int64, device=DEVICE) for _ in range(2)))
+    out = Routing(ids, weights, at)
+    route(logits, torch.arange(tokens, device=DEVICE), TOP_K, True, layer.tables, out)
+    return out
+
+
+class Case:
+    """A batch in each of several layers."""
+
+    def __init__(self, layers: Sequence[Layer], tokens: int) -> None:
+        self.tokens, self.layers = tokens, layers
+        self.x = torch.randn(tokens, SHAPE.hidden, device=DEVICE).bfloat16()
+        self.routings = [routing_of(layer, tokens) for layer in layers]
+        self.space = expert_space(tokens, TOP_K, EXPERTS, SHAPE, DEVICE)
+        self.out = torch.empty_like(self.x)
+        self.active = statistics.mean(len(r.ids.unique()) for r in self.routings)
+        self.nbytes = int(self.active * BYTES)
+        self.flops = 2 * tokens * TOP_K * 3 * SHAPE.hidden * SHAPE.width
+
+    def each(self, call: Callable[[Routing], None]) -> float:
+        return microseconds([lambda r=r: call(r) for r in self.routings])
+
+    def whole(self, routing: Routing) -> None:
+        experts(self.x, routing, SHAPE, self.space)
+        self.combine(routing)
+
+    def combine(self, routing: Routing) -> None:
+        combine(self.space.partial, routing.weights, routing.addresses.down, Added(), self.out)
+
+    def few_up(self, routing: Routing) -> None:
+        experts_few.gate_up(self.x, routing.addresses.up, SHAPE, self.space.h)
+
+    def few_down(self, routing: Routing) -> None:
+        experts_few.down(self.space.h, routing.addresses.down, SHAPE, self.space.partial)
+
+    def group(self, routing: Routing, size: int) -> None:
+        experts_grouped.group(routing.ids, EXPERTS, size, self.space.groups)
+
+    def grouped_up(self, routing: Routing, size: int) -> None:
+        """With its group, which belongs to one routing."""
+        self.group(routing, size)
+        experts_grouped.gate_up_grouped(self.x, routing.addresses.up, self.space.groups, size, SHAPE, self.space.h)
+
+    def grouped_down(self, routing: Routing, size: int) -> None:
+        self.group(routing, size)
+        at, by = routing.addresses.down, self.space.groups
+        experts_grouped.down_grouped(self.space.h, at, by, size, SHAPE, self.space.partial)
+
+
+def time_experts(copy: float, layers: Sequence[Layer]) -> None:
+    for tokens in TOKENS:
+        case = Case(layers, tokens)
+        name = f"experts, {tokens} tokens, {case.active:.0f} active"
+        row(f"{name}: all", case.each(case.whole), case.nbytes, case.flops, copy)
+        time_parts(case, copy)
+
+
+def time_parts(case: Case, copy: float) -> None:
+    pairs, up, down = case.tokens * TOP_K, 2 / 3, 1 / 3
+    if pairs <= 64:
+        row("    gate_up", case.each(case.few_up), int(case.nbytes * up), case.flops * up, copy)
+        row("    down", case.each(case.few_down), int(case.nbytes * down), case.flops * down, copy)
+    else:
+        size = experts_grouped.block_tokens(pairs, EXPERTS)
+        row(f"    group into blocks of {size}", case.each(lambda r: case.group(r, size)), pairs * 4, 0, copy)
+        us = case.each(lambda r: case.grouped_up(r, size))
+        row("    group and gate_up", us, int(case.nbytes * up), case.flops * up, copy)
+        us = case.each(lambda r: case.grouped_down(r, size))
+        row("    group and down", us, int(case.nbytes * down), case.flops * down, copy)
+    row("    combine", case.each(case.combine), case.space.partial.numel() * 4, 0, copy)
+    logits = torch.randn(case.tokens, EXPERTS, device=DEVICE)
+    slots, tables = torch.arange(case.tokens, device=DEVICE), case.layers[0].tables
+    us = microseconds([lambda: route(logits, slots, TOP_K, True, tables, case.routings[0])] * 20)
+    row("    route", us, logits.numel() * 4, 0, copy)
+
+
+def time_few(case: Case, name: str, copy: float) -> None:
+    up, down = case.each(case.few_up), case.each(case.few_down)
+    row(f"{name}, up {up:.1f} us", up + down, case.nbytes, case.flops, copy)
+
+
+def time_grouped(case: Case, size: int, name: str, copy: float) -> None:
+    up, down = case.each(lambda r: case.grouped_up(r, size)), case.each(lambda r: case.grouped_down(r, size))
+    row(f"{name}, up {up:.1f} us", up + down, case.nbytes, case.flops, copy)
+
+
+def time_blocks(copy: float, layers: Sequence[Layer]) -> None:
+    """Every way to run every batch: what the launcher's choice should be."""
+    for tokens in TOKENS:
+        case = Case(layers, tokens)
+        if tokens * TOP_K <= 512:
+            time_few(case, f"{tokens} tokens: pair by pair", copy)
+        for size in experts_grouped.BLOCK_TOKENS:
+            time_grouped(case, size, f"{tokens} tokens: blocks of {size}", copy)
+
+
+def time_sweep(copy: float, layers: Sequence[Layer]) -> None:
+    """Other tiles than those chosen: panels, lines, stages, warps."""
+    case = Case(layers, 1)
+    for panels, lines, stages, warps in itertools.product((2, 4), (32, 64, 128), (3, 4, 6), (2, 4, 8)):
+        if lines * panels * 64 * stages > 96 << 10 or lines >= warps * 32:
+            continue
+        experts_few._PANELS, experts_few._LINES, experts_few._STAGES, experts_few._WARPS = panels, lines, stages, warps
+        time_few(case, f"1 token: {(panels, lines, stages, warps)}", copy)
+    small = [(2, 64, 4, 4), (4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (4, 64, 3, 8), (8, 32, 3, 4), (8, 64, 3, 8)]
+    large = [(8, 32, 3, 4), (8, 32, 3, 8), (8, 32, 4, 8), (8, 64, 3, 8), (16, 32, 3, 8)]
+    for tokens, size, tiles in (
+        (32, 16, small),
+        (128, 16, small),
+        (256, 32, small),
+        (1024, 64, large),
+        (4096, 128, large),
+    ):
+        case = Case(layers, tokens)
+        for tile in tiles:
+            experts_grouped._TILES[size] = experts_grouped._Tile(*tile)
+            time_grouped(case, size, f"{tokens} tokens: blocks of {size}, {tile}", copy)
+
+
+def main(what: Sequence[str]) -> None:
+    torch.manual_seed(1)
+    copy = copy_rate()
+    print(f"{torch.cuda.get_device_name()}, copy {copy:.0f} GB/s read and written")
+    if "linear" in what:
+        time_linear(copy)
+    if set(what) - {"linear"}:
+        layers = [Layer() for _ in range(LAYERS)]
+        for name, run in (("experts", time_experts), ("blocks", time_blocks), ("sweep", time_sweep)):
+            if name in what:
+                run(copy, layers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["linear", "experts"])
