@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from proa.ops.table import KvPages
+from proa.ops.table import Angles, KvPages, QkNorm
 from proa.ops.triton import attention, best, heads, norm
 
 PAGE_TOKENS = 16

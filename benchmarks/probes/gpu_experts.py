@@ -11,15 +11,17 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton.experts import Added, combine, expert_space, experts
 from proa.ops.triton.linear import linear
-from proa.ops.triton.panels import ExpertShape
-from proa.ops.triton.route import Addresses, Routing, route
+from proa.ops.triton.locate import locate
+from proa.ops.triton.route import route
 
 DEVICE = torch.device("cuda")
 SHAPE, EXPERTS, TOP_K, LAYERS = ExpertShape(2048, 768), 128, 8, 4
@@ -83,16 +85,24 @@ class Layer:
         sizes = SHAPE.up.matrix_bytes, SHAPE.down.matrix_bytes
         self.memory = [torch.randn(EXPERTS * n // 2, device=DEVICE).mul_(0.02).bfloat16() for n in sizes]
         order = torch.arange(EXPERTS, device=DEVICE)
-        self.tables = Addresses(*(m.data_ptr() + order * n for m, n in zip(self.memory, sizes, strict=True)))
+        up, down = (m.data_ptr() + order * n for m, n in zip(self.memory, sizes, strict=True))
+        self.residency = Residency(up, down, torch.full_like(order, -1, dtype=torch.int32))
+
+
+@dataclass(frozen=True)
+class Routing:
+    at: Located
+    weights: Tensor
 
 
 def routing_of(layer: Layer, tokens: int) -> Routing:
     logits = torch.randn(tokens, EXPERTS, device=DEVICE)
     ids, weights = (torch.empty(tokens, TOP_K, dtype=t, device=DEVICE) for t in (torch.int32, torch.float32))
-    at = Addresses(*(torch.empty(tokens, TOP_K, dtype=torch.int64, device=DEVICE) for _ in range(2)))
-    out = Routing(ids, weights, at)
-    route(logits, torch.arange(tokens, device=DEVICE), TOP_K, True, layer.tables, out)
-    return out
+    up, down = (torch.empty(tokens, TOP_K, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    at = Located(ids, up, down, torch.empty_like(ids))
+    route(logits, torch.arange(tokens, device=DEVICE), TOP_K, True, ids, weights)
+    locate(ids, layer.residency, at)
+    return Routing(at, weights)
 
 
 class Case:
@@ -104,7 +114,7 @@ class Case:
         self.routings = [routing_of(layer, tokens) for layer in layers]
         self.space = expert_space(tokens, TOP_K, EXPERTS, SHAPE, DEVICE)
         self.out = torch.empty_like(self.x)
-        self.active = statistics.mean(len(r.ids.unique()) for r in self.routings)
+        self.active = statistics.mean(len(r.at.ids.unique()) for r in self.routings)
         self.nbytes = int(self.active * BYTES)
         self.flops = 2 * tokens * TOP_K * 3 * SHAPE.hidden * SHAPE.width
 
@@ -112,29 +122,29 @@ class Case:
         return microseconds([lambda r=r: call(r) for r in self.routings])
 
     def whole(self, routing: Routing) -> None:
-        experts(self.x, routing, SHAPE, self.space)
+        experts(self.x, routing.at, SHAPE, self.space)
         self.combine(routing)
 
     def combine(self, routing: Routing) -> None:
-        combine(self.space.partial, routing.weights, routing.addresses.down, Added(), self.out)
+        combine(self.space.partial, routing.weights, routing.at.down, Added(), self.out)
 
     def few_up(self, routing: Routing) -> None:
-        experts_few.gate_up(self.x, routing.addresses.up, SHAPE, self.space.h)
+        experts_few.gate_up(self.x, routing.at.up, SHAPE, self.space.h)
 
     def few_down(self, routing: Routing) -> None:
-        experts_few.down(self.space.h, routing.addresses.down, SHAPE, self.space.partial)
+        experts_few.down(self.space.h, routing.at.down, SHAPE, self.space.partial)
 
     def group(self, routing: Routing, size: int) -> None:
-        experts_grouped.group(routing.ids, EXPERTS, size, self.space.groups)
+        experts_grouped.group(routing.at.ids, EXPERTS, size, self.space.groups)
 
     def grouped_up(self, routing: Routing, size: int) -> None:
         """With its group, which belongs to one routing."""
         self.group(routing, size)
-        experts_grouped.gate_up_grouped(self.x, routing.addresses.up, self.space.groups, size, SHAPE, self.space.h)
+        experts_grouped.gate_up_grouped(self.x, routing.at.up, self.space.groups, size, SHAPE, self.space.h)
 
     def grouped_down(self, routing: Routing, size: int) -> None:
         self.group(routing, size)
-        at, by = routing.addresses.down, self.space.groups
+        at, by = routing.at.down, self.space.groups
         experts_grouped.down_grouped(self.space.h, at, by, size, SHAPE, self.space.partial)
 
 
