@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,6 +15,14 @@ if not HAVE_GPU:
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; programs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+HAVE_TRITON = find_spec("triton") is not None  # not on every machine that has no GPU
+collect_ignore_glob = [] if HAVE_TRITON else ["*/test_triton_*.py", "*/test_check_kernels.py"]
+
+
+def pytest_report_header() -> str:
+    kernels = "on the GPU" if HAVE_GPU else "in Triton's interpreter"
+    return f"GPU kernels: tested {kernels}" if HAVE_TRITON else "GPU kernels: not tested, there is no Triton here"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -139,6 +139,8 @@ def test_decode(
         ([66, 2], [68, 70], 2, 2, 192, 5, 1),
         ([6], [80], 16, 1, 256, 64, None),
         ([0, 4, 0], [0, 4, 0], 3, 1, 64, 16, 100),
+        ([3], [65], 16, 1, 64, 16, None),  # the first row sees all of a block but its last position
+        ([4], [200], 32, 1, 64, 16, 70),  # of a tile's two rows, the second alone does not see where it begins
     ],
 )
 def test_prefill(

@@ -29,7 +29,7 @@ def test_best(rows: int, vocab: int, offset: float, rng: torch.Generator, device
 
 
 def test_equals_and_what_is_not_finite(rng: torch.Generator, device: torch.device) -> None:
-    logits = rand(rng, 9, 5000, dtype=torch.float32) - 100
+    logits = rand(rng, 10, 5000, dtype=torch.float32) - 100
     logits[0, [4999, 700, 2100]] = 50
     logits[1, 4999] = math.inf
     logits[2, 0] = -math.inf
@@ -39,7 +39,8 @@ def test_equals_and_what_is_not_finite(rng: torch.Generator, device: torch.devic
     logits[6] = torch.finfo(torch.float32).min
     logits[7], logits[7, 17] = 0, 1e-45
     logits[8, 4998] = torch.finfo(torch.float32).max
-    assert chosen(logits.to(device)) == [700, -1, -1, -1, 3, 3, 0, 17, 4998]
+    logits[9, [17, 18, 3000]] = torch.tensor([-1 - 2**-23, -1, -1 - 2**-23])  # neighbours
+    assert chosen(logits.to(device)) == [700, -1, -1, -1, 3, 3, 0, 17, 4998, 18]
 
 
 @pytest.mark.gpu
