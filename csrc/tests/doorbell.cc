@@ -134,6 +134,7 @@ void answers_are_the_experts(int pool, int rounds) {
         bell->disarm();
         if (step % 16 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // it sleeps, and wakes
     }
+    CHECK(failure(*bell) == 0);
     CHECK(bell->counters().jobs == number);
 }
 

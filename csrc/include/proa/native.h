@@ -349,7 +349,7 @@ PROA_API int proa_doorbell_fail(proa_doorbell* doorbell, const char* why);
 PROA_API int proa_doorbell_ring(proa_doorbell* doorbell, uint32_t number);
 PROA_API int proa_doorbell_wait(const proa_doorbell* doorbell, uint32_t number, int64_t timeout_us, int* answered);
 
-// Since it was created.
+// Since it was created; a job counts once proa_doorbell_check has returned after it.
 typedef struct proa_doorbell_counters {
     uint64_t jobs;
     uint64_t pairs;         // of a token and an expert

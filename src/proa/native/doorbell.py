@@ -100,7 +100,7 @@ class JobSize:
 
 @dataclass(frozen=True)
 class Counters:
-    """Of a doorbell since it was made."""
+    """Of a doorbell since it was made. A job counts once `check` has returned after it."""
 
     jobs: int
     pairs: int  # of a token and an expert
