@@ -20,7 +20,7 @@ from proa.native.weights import Activation
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
 from proa.ops.triton.panels import ExpertShape
-from proa.ops.triton.route import Addresses, Routing
+from proa.ops.triton.route import Addresses, Routing, route
 
 
 class Layer:
@@ -221,6 +221,29 @@ def test_combine(
     added = Added(*(None if t is None else t.to(device) for t in (cpu, shared, gate)))
     combine(partial.to(device), weights.to(device), address.to(device), added, out)
     assert_within(out, want, size * (top_k + 16) * EPS32 + stored(want.abs() + size * (top_k + 16) * EPS32))
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_a_whole_layer(tokens: int, rng: torch.Generator, device: torch.device) -> None:
+    """Router, experts of the GPU, a sum from the CPU for the others: together every expert once."""
+    layer, top_k = Layer(9, ExpertShape(40, 24), device, absent=(1, 4, 8)), 4
+    x, logits = rand(rng, tokens, 40).to(device), torch.randn(tokens, 9, generator=rng).to(device)
+    ids, weights = (torch.empty(tokens, top_k, dtype=t, device=device) for t in (torch.int32, torch.float32))
+    at = Addresses(*(torch.empty(tokens, top_k, dtype=torch.int64, device=device) for _ in range(2)))
+    slots = torch.arange(tokens, device=device)
+    slots[1] = -1
+    routing = Routing(ids, weights, at)
+    route(logits, slots, top_k, True, layer.tables, routing)
+    space, out = run(layer, x, routing, None), poisoned(tokens, 40).to(device)
+    want, share = expected(layer, x, ids.long()), weights.double()[..., None]
+    y, bound = (t.view(tokens, top_k, 40) for t in (want.y, want.y_bound))
+    elsewhere = (at.down == 0)[..., None]
+    cpu = torch.where(elsewhere, y * share, 0).sum(1).float()
+    combine(space.partial, weights, at.down, Added(cpu=cpu), out)
+    total, size = (y * share).sum(1), (y.abs() * share).sum(1)
+    error = (bound * share).sum(1) + size * (top_k + 16) * EPS32
+    assert_within(out, total, error + stored(total.abs() + error))
+    assert not out[1].any()
 
 
 def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device) -> None:
