@@ -188,6 +188,7 @@ def time_blocks(copy: float, layers: Sequence[Layer]) -> None:
 
 
 def sweep_linear(copy: float) -> None:
+    """Other blocks: rows, columns, slices, warps, stages."""
     chosen = linear_maps._block
     one = [
         (4, 1024, 1, 4, 4),
@@ -218,7 +219,7 @@ def sweep_linear(copy: float) -> None:
 
 
 def time_sweep(copy: float, layers: Sequence[Layer]) -> None:
-    """Other tiles than those chosen: panels, lines, stages, warps; of linear maps rows, columns, slices, warps, stages."""
+    """Other tiles than those chosen: panels, lines, stages, warps."""
     sweep_linear(copy)
     case = Case(layers, 1)
     for panels, lines, stages, warps in itertools.product((2, 4), (32, 64, 128), (3, 4, 6), (2, 4, 8)):
