@@ -18,6 +18,7 @@ from torch import Tensor
 
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.triton import experts_few, experts_grouped
+from proa.ops.triton import linear as linear_maps
 from proa.ops.triton.experts import Added, combine, expert_space, experts
 from proa.ops.triton.linear import linear
 from proa.ops.triton.locate import locate
@@ -67,15 +68,16 @@ def time_linear(copy: float) -> None:
             time_matrix(copy, weights, tokens)
 
 
-def time_matrix(copy: float, weights: Sequence[Tensor], tokens: int) -> None:
+def time_matrix(copy: float, weights: Sequence[Tensor], tokens: int, *, beside: bool = True) -> None:
     outputs, inputs = weights[0].shape
     x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
     out = torch.empty(tokens, outputs, dtype=torch.bfloat16, device=DEVICE)
     nbytes, flops = weights[0].numel() * 2, 2 * tokens * outputs * inputs
     us = microseconds([lambda w=w: linear(x, w, None, out) for w in weights])
     row(f"linear {outputs} x {inputs}, {tokens} rows", us, nbytes, flops, copy)
-    us = microseconds([lambda w=w: torch.mm(x, w.T, out=out) for w in weights])
-    row(f"    torch.mm, {tokens} rows", us, nbytes, flops, copy)
+    if beside:
+        us = microseconds([lambda w=w: torch.mm(x, w.T, out=out) for w in weights])
+        row(f"    torch.mm, {tokens} rows", us, nbytes, flops, copy)
 
 
 class Layer:
@@ -170,8 +172,8 @@ def time_parts(case: Case, copy: float) -> None:
         row("    group and down", us, int(case.nbytes * down), case.flops * down, copy)
     row("    combine", case.each(case.combine), case.space.partial.numel() * 4, 0, copy)
     logits = torch.randn(case.tokens, EXPERTS, device=DEVICE)
-    slots, tables = torch.arange(case.tokens, device=DEVICE), case.layers[0].tables
-    us = microseconds([lambda: route(logits, slots, TOP_K, True, tables, case.routings[0])] * 20)
+    slots, made = torch.arange(case.tokens, device=DEVICE), case.routings[0]
+    us = microseconds([lambda: route(logits, slots, TOP_K, True, made.at.ids, made.weights)] * 20)
     row("    route", us, logits.numel() * 4, 0, copy)
 
 
@@ -195,8 +197,40 @@ def time_blocks(copy: float, layers: Sequence[Layer]) -> None:
             time_grouped(case, size, f"{tokens} tokens: blocks of {size}", copy)
 
 
+def sweep_linear(copy: float) -> None:
+    """Other blocks: rows, columns, slices, warps, stages."""
+    chosen = linear_maps._block
+    one = [
+        (4, 1024, 1, 4, 4),
+        (8, 512, 1, 4, 4),
+        (8, 1024, 1, 4, 3),
+        (4, 2048, 1, 4, 2),
+        (16, 256, 1, 4, 4),
+        (2, 2048, 1, 4, 3),
+    ]
+    few = [
+        (16, 64, 4, 4, 4),
+        (8, 64, 8, 8, 4),
+        (16, 64, 8, 8, 4),
+        (8, 128, 4, 4, 4),
+        (32, 64, 2, 4, 4),
+        (32, 128, 2, 4, 4),
+    ]
+    for (outputs, inputs), (tokens, blocks) in itertools.product(
+        ((5120, 2048), (2048, 4096), (151936, 2048), (128, 2048)), ((1, one), (4, few), (16, few))
+    ):
+        copies = max(3, min(200, (1 << 30) // (outputs * inputs * 2)))
+        weights = [torch.randn(outputs, inputs, device=DEVICE).bfloat16() for _ in range(copies)]
+        for block in blocks:
+            linear_maps._block = lambda *_, block=block: linear_maps._Block(*block)
+            print(block, end=" ")
+            time_matrix(copy, weights, tokens, beside=False)
+    linear_maps._block = chosen
+
+
 def time_sweep(copy: float, layers: Sequence[Layer]) -> None:
     """Other tiles than those chosen: panels, lines, stages, warps."""
+    sweep_linear(copy)
     case = Case(layers, 1)
     for panels, lines, stages, warps in itertools.product((2, 4), (32, 64, 128), (3, 4, 6), (2, 4, 8)):
         if lines * panels * 64 * stages > 96 << 10 or lines >= warps * 32:

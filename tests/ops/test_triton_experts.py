@@ -17,9 +17,11 @@ from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
 from packing import Packed, random_weights
 from proa.native.formats import Format
 from proa.native.weights import Activation
-from proa.ops.residency import ExpertShape, Located
+from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
+from proa.ops.triton.locate import locate
+from proa.ops.triton.route import route
 
 
 class Layer:
@@ -231,6 +233,33 @@ def test_combine(
     assert_within(out, want, size * (top_k + 16) * EPS32 + stored(want.abs() + size * (top_k + 16) * EPS32))
 
 
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_a_whole_layer(tokens: int, rng: torch.Generator, device: torch.device) -> None:
+    """Router, experts of the GPU, a sum from the CPU for the others: together every expert once."""
+    layer, top_k = Layer(9, ExpertShape(40, 24), device, absent=(1, 4, 8)), 4
+    x, logits = rand(rng, tokens, 40).to(device), torch.randn(tokens, 9, generator=rng).to(device)
+    ids, weights = (torch.empty(tokens, top_k, dtype=t, device=device) for t in (torch.int32, torch.float32))
+    up, down = (torch.empty(tokens, top_k, dtype=torch.int64, device=device) for _ in range(2))
+    at = Located(ids, up, down, torch.empty_like(ids))
+    slots = torch.arange(tokens, device=device)
+    slots[1] = -1
+    route(logits, slots, top_k, True, ids, weights)
+    numbers = torch.where(layer.up_table == 0, torch.arange(9, device=device), -1).int()
+    locate(ids, Residency(layer.up_table, layer.down_table, numbers), at)
+    assert torch.equal(at.cpu, torch.where(up == 0, ids, -1))
+    routing = Routing(at, weights)
+    space, out = run(layer, x, routing, None), poisoned(tokens, 40).to(device)
+    want, share = expected(layer, x, ids.long()), weights.double()[..., None]
+    y, bound = (t.view(tokens, top_k, 40) for t in (want.y, want.y_bound))
+    elsewhere = (at.down == 0)[..., None]
+    cpu = torch.where(elsewhere, y * share, 0).sum(1).float()
+    combine(space.partial, weights, at.down, Added(cpu=cpu), out)
+    total, size = (y * share).sum(1), (y.abs() * share).sum(1)
+    error = (bound * share).sum(1) + size * (top_k + 16) * EPS32
+    assert_within(out, total, error + stored(total.abs() + error))
+    assert not out[1].any()
+
+
 def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device) -> None:
     with pytest.raises(ValueError, match="BF16"):
         ExpertShape(64, 32, Format.INT4_F16, 32)
@@ -239,9 +268,9 @@ def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device
     layer = Layer(3, ExpertShape(32, 16), device)
     routing = layer.routing(choose(rng, 4, 3, 2), rng)
     with pytest.raises(ValueError, match="no room"):
-        experts(rand(rng, 4, 32).to(device), routing, layer.shape, expert_space(3, 2, 3, layer.shape, device))
+        experts(rand(rng, 4, 32).to(device), routing.at, layer.shape, expert_space(3, 2, 3, layer.shape, device))
     with pytest.raises(ValueError, match="x is"):
-        experts(rand(rng, 4, 40).to(device), routing, layer.shape, expert_space(4, 2, 3, layer.shape, device))
+        experts(rand(rng, 4, 40).to(device), routing.at, layer.shape, expert_space(4, 2, 3, layer.shape, device))
 
 
 @functools.cache

@@ -44,7 +44,8 @@ def expert_space(tokens: int, top_k: int, experts: int, of: ExpertShape, device:
 def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace) -> None:
     """partial[t * k + j] of `space` = expert at.ids[t, j] of x[t], where its address is not 0.
 
-    x bfloat16 [T, hidden]. How T * k pairs run depends on their number and the number of experts alone.
+    x bfloat16 [T, hidden]. How T * k pairs run depends on their number and the number of experts alone. Pairs of one
+    expert have one address.
     """
     pairs = at.ids.numel()
     _check(x, at, of, space)

@@ -20,7 +20,7 @@ from proa.ops.triton.panels import VALUES, activated, constants, panel_products
 from proa.ops.triton.variant import Variant
 
 BLOCK_TOKENS = (16, 32, 64, 128)
-_SCAN, _SCAN_WARPS = 2048, 4
+_SCAN, _SCAN_WARPS = 8192, 8
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ def most_blocks(pairs: int, experts: int, block_tokens: int) -> int:
 
 
 def block_tokens(pairs: int, experts: int) -> int:
-    """Of a call: about the pairs that an expert gets, so that little of a block is padding."""
+    """Of a call: a size that the pairs of most experts fit in, if they were spread evenly at random."""
     mean = pairs / experts
-    return 16 if mean <= 12 else 32 if mean <= 32 else 64 if mean <= 96 else 128
+    return 16 if mean <= 10 else 32 if mean <= 22 else 64 if mean <= 50 else 128
 
 
 def groups(pairs: int, experts: int, device: torch.device) -> Groups:

@@ -2,8 +2,8 @@
 library's matrix product is as good, or packed weights.
 
 One row: a program sums some rows of the weights on the ordinary cores. More: the matrix unit multiplies all 16 rows
-that its tile has, and the warps of a program share the columns, so that even a program of 8 outputs keeps four warps
-loading. Both copy ahead into shared memory: a program has 16-24 KiB under way, and an SM holds several (HBM needs about
+that its tile has, and the warps of a program share the columns, so that even a program of 8 outputs keeps eight warps
+loading. Both copy ahead into shared memory: a program has 12-48 KiB under way, and an SM holds several (HBM needs about
 32 KiB an SM). Sums run in a fixed order: the same bits every time.
 """
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from proa.ops.triton.variant import Variant
 
 MOST_TOKENS = 16
-_WARPS, _STAGES = 4, 4
 
 
 @triton.jit
@@ -48,7 +47,7 @@ def _one(
     tl.store(out + row, y.to(out.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _few(
     x, weight, bias, out, x_row, weight_row, out_row, tokens, outputs,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
@@ -78,21 +77,29 @@ def _few(
 
 @dataclass(frozen=True)
 class _Block:
-    """What a program covers: `rows` of the weights, `columns` at a time in each of `slices`."""
+    """What a program covers: `rows` of the weights, `columns` at a time in each of `slices`. Each warp has a slice."""
 
     rows: int
     columns: int
-    slices: int
+    slices: int = 1
+    warps: int = 4
+    stages: int = 4
 
 
 def _block(tokens: int, outputs: int, inputs: int) -> _Block:
-    """Few rows where there are few programs. A stage is 8 KiB of weights for one token, 4-8 KiB for more."""
+    """Few rows where there are few programs. Weights under way an SM, by calculation, on 132 SMs:
+
+    1 row: 116 KiB for 5120 x 2048, 93 for 2048 x 4096, 144 for 151936 x 2048; a router of 128 has a program of one
+    load an SM. More: 58, 46 and 144 KiB; a router is read by 16 programs.
+    """
     if tokens == 1:
         rows = 16 if outputs >= 32768 else 8 if outputs >= 4096 else 4 if outputs >= 1024 else 1
-        return _Block(rows, min(4096 // rows, 2048, triton.next_power_of_2(inputs)), 1)
+        return _Block(rows, min(4096 // rows, 2048, triton.next_power_of_2(inputs)))
     if outputs >= 16384:
-        return _Block(32, 64, 2)  # more rows share each load of x, which comes from L2
-    return _Block(16 if outputs >= 2048 else 8, 64, 4)
+        return _Block(32, 64, slices=2)  # more rows share each load of x, which comes from L2
+    if outputs >= 4096:
+        return _Block(16, 64, slices=4)
+    return _Block(16 if outputs >= 1024 else 8, 64, slices=8, warps=8)  # one program an SM, or fewer
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -108,13 +115,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         return
     block = _block(tokens, outputs, inputs)
     grid = (triton.cdiv(outputs, block.rows),)
-    sizes = {"K": inputs, "ROWS": block.rows, "COLUMNS": block.columns, "STAGES": _STAGES}
+    sizes = {"K": inputs, "ROWS": block.rows, "COLUMNS": block.columns, "STAGES": block.stages}
     if tokens == 1:
-        _one[grid](x, weight, bias, out, weight.stride(0), outputs, **sizes, num_warps=_WARPS)
+        _one[grid](x, weight, bias, out, weight.stride(0), outputs, **sizes, num_warps=block.warps)
     else:
         strides = (x.stride(0), weight.stride(0), out.stride(0))
         _few[grid](
-            x, weight, bias, out, *strides, tokens, outputs, **sizes, SLICES=block.slices, num_warps=_WARPS
+            x, weight, bias, out, *strides, tokens, outputs, **sizes, SLICES=block.slices, num_warps=block.warps
         )  # fmt: skip
 
 
@@ -137,20 +144,25 @@ def variants() -> Iterator[Variant]:
     aligned = ("x", "weight", "out", "x_row", "weight_row")
     cases = [
         (1, 5120, 2048), (1, 2048, 4096), (1, 151936, 2048), (1, 128, 2048), (1, 2048, 2880),
-        (16, 5120, 2048), (16, 151936, 2048), (16, 128, 2048), (16, 2048, 2880),
+        (16, 2048, 4096), (16, 5120, 2048), (16, 151936, 2048), (16, 128, 2048), (16, 2048, 2880),
     ]  # fmt: skip
     for (tokens, outputs, inputs), bias, out in [
         (c, b, o) for c in cases for b, o in ((None, "*bf16"), ("*fp32", "*fp32"))
     ]:
         block, kernel = _block(tokens, outputs, inputs), _one if tokens == 1 else _few
         types = {"x": "*bf16", "weight": "*bf16", "out": out} | integers | ({"bias": bias} if bias else {})
-        constants: dict[str, object] = {"K": inputs, "ROWS": block.rows, "COLUMNS": block.columns, "STAGES": _STAGES}
+        constants: dict[str, object] = {
+            "K": inputs,
+            "ROWS": block.rows,
+            "COLUMNS": block.columns,
+            "STAGES": block.stages,
+        }
         constants |= {"SLICES": block.slices} | ({} if bias else {"bias": None})
         names = kernel.arg_names
         yield Variant(
             kernel,
             {n: t for n, t in types.items() if n in names},
             {n: c for n, c in constants.items() if n in names},
-            warps=_WARPS,
+            warps=block.warps,
             aligned=tuple(n for n in aligned if n in names),
         )
