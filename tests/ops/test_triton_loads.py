@@ -1,0 +1,49 @@
+"""Weights are copied 16 bytes a thread. If the compiler knows too little of a pointer it takes 4: right, but slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COMPILE = """
+import json, re, sys
+sys.path[:0] = ["src", "tools"]
+import check_kernels
+from proa.ops.triton import experts_few, experts_grouped, linear
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+found = {}
+for module in (linear, experts_few, experts_grouped):
+    for v in module.variants():
+        if v.kernel.__name__ in ("_count", "_place") or "bias" in v.types or {2880, 1408} & set(v.constants.values()):
+            continue
+        names = v.kernel.arg_names
+        signature = {n: "constexpr" if n in v.constants else v.types[n] for n in names}
+        source = ASTSource(v.kernel, signature, dict(v.constants), check_kernels.attributes(v))
+        options = {"num_warps": v.warps, "num_stages": v.stages}
+        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        copies = [int(n, 16) for n in re.findall(r"cp\\.async\\.\\w+\\.shared\\.global[^;]*?, 0x([0-9a-f]+)", ptx)]
+        loads = [16] * len(re.findall(r"ld\\.global\\S*\\.v4\\.b32", ptx))
+        found[f"{module.__name__}.{v.kernel.__name__} {dict(v.constants)}"] = copies + loads
+print(json.dumps(found))
+"""
+
+
+def test_weights_are_copied_16_bytes_at_a_time() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) >= 15
+    for name, sizes in found.items():
+        assert sizes.count(16) >= 4, name
+        # A linear map of one row copies x as well, a part of a kilobyte for each of several rows of weights.
+        assert len(sizes) - sizes.count(16) <= (sizes.count(16) // 4 if "linear._one" in name else 0), name
