@@ -21,12 +21,13 @@ from proa.native.fill import Fill, StoredRows, fill
 from proa.native.formats import Stored
 from proa.native.pool import Pool
 from proa.ops.table import Sink, Target
+from proa.weights.frequencies import ALMOST_ALWAYS, frequencies
 
 _POOL = 1 << 22  # random numbers made once and reused at random offsets: filling runs at memory speed
 _BATCH_BYTES = 32 << 20  # of random numbers for each worker
 _PANEL_ROWS = 16  # of packed weights (csrc/src/layout.h)
 _ROUTER_SPREAD = 1.0  # standard deviation of router logits over tokens
-_RARELY, _ALMOST_ALWAYS = 1e-4, 0.98
+_RARELY = 1e-4
 
 
 def fill_dummy(
@@ -175,21 +176,10 @@ def _fill_router(target: Tensor, moe: Moe, router: str, seed: int) -> None:
     directions = torch.randn(moe.experts, moe.hidden, generator=generator)
     directions[:, 0] = 0.0
     directions *= _ROUTER_SPREAD / directions.norm(dim=1, keepdim=True)
-    wanted = torch.full((moe.experts,), moe.top_k / moe.experts)
+    wanted = frequencies(router, moe.experts, moe.top_k)
     if router == "zipf":
-        wanted = zipf_frequencies(moe.experts, moe.top_k)[torch.randperm(moe.experts, generator=generator)]
+        wanted = [wanted[i] for i in torch.randperm(moe.experts, generator=generator).tolist()]
     normal = NormalDist()
-    quantiles = [normal.inv_cdf(min(max(p, _RARELY), _ALMOST_ALWAYS)) for p in wanted.tolist()]
+    quantiles = [normal.inv_cdf(min(max(p, _RARELY), ALMOST_ALWAYS)) for p in wanted]
     directions[:, 0] = _ROUTER_SPREAD * torch.tensor(quantiles)
     target.copy_(directions)
-
-
-def zipf_frequencies(experts: int, top_k: int) -> Tensor:
-    """How often each expert is chosen, hottest first: c / n, at most _ALMOST_ALWAYS, top_k in sum."""
-    rank = torch.arange(1, experts + 1, dtype=torch.float64)
-    low, high = 0.0, float(experts)
-    for _ in range(60):  # bisection for c; the sum grows with it
-        middle = (low + high) / 2
-        total = (middle / rank).clamp(max=_ALMOST_ALWAYS).sum()
-        low, high = (low, middle) if total > top_k else (middle, high)
-    return (low / rank).clamp(max=_ALMOST_ALWAYS)
