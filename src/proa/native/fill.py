@@ -79,6 +79,8 @@ class Fill:
     def part(self, first: int, count: int) -> Fill:
         """Rows [first, first + count) of it; but for plain ones, `first` is a multiple of a panel's rows."""
         to = self.to
+        if count == to.rows:
+            return self
         skipped = first * to.columns * 2 if self.plain else first // PANEL_ROWS * self.step * to.panel_bytes
         return replace(
             self,
