@@ -96,7 +96,8 @@ def test_what_a_step_reads() -> None:
     assert read.resident == pytest.approx((4 + 2) * (1 - 0.75**2) * TINY_EXPERT_BYTES)
     every = 2 * expected_distinct(frequencies("zipf", 8, 2), 2) * TINY_EXPERT_BYTES
     assert step_bytes(TINY_SPEC, gpu_plan(4, 2), "zipf", 2, 1, 777.0).resident == pytest.approx(every - 777)
-    assert step_bytes(TINY_SPEC, gpu_plan(0, 0), "zipf", 2, 1, every + 1).resident == 0
+    assert step_bytes(TINY_SPEC, gpu_plan(4, 2), "zipf", 2, 1, every + 1).resident == 0
+    assert step_bytes(TINY_SPEC, gpu_plan(0, 0), "zipf", 2, 1, every - 1).resident == 0, "the CPU read all there is"
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ class Bench:
 
     def _notes(self) -> list[str]:
         shape, gpu = self._case.shape, self._gpu
-        notes = [f"on {gpu.name}"]
+        notes = [f"GPU: {gpu.name}"]
         if gpu.simulated:
             notes.append("the GPU is simulated: VRAM counts as fast as RAM, and what the GPU does is done by the CPU")
         if shape.note:

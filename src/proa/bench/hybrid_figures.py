@@ -100,7 +100,7 @@ def step_bytes(
         distinct = expected_distinct(frequencies(router, layer.experts, layer.top_k), requests)
         all_bytes += distinct * layer.expert_bytes
         resident_bytes += distinct * layer.expert_bytes * len(resident) / layer.experts
-    if router != "uniform":
+    if router != "uniform" and any(gpu.resident):
         resident_bytes = max(0.0, all_bytes - cpu_bytes)
     return StepBytes(dense=dense_read_bytes(spec) + kv_bytes, resident=resident_bytes, cpu=cpu_bytes)
 
