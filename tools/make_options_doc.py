@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from proa.cli.bench_hybrid import HybridCommand
 from proa.cli.bench_kernels import KernelsCommand
 from proa.cli.bench_latency import LatencyCommand
 from proa.cli.bench_load import LoadCommand
@@ -82,13 +83,13 @@ def document() -> str:
         parts += [f"### {title}\n", _table(options)]
     for command, group in (
         ("chat [MODEL]", ChatOptions), ("bench latency", LatencyCommand), ("bench serve", ServeBenchCommand),
-        ("bench kernels", KernelsCommand), ("bench load", LoadCommand), ("models", ModelsOptions),
-        ("doctor", DoctorOptions),
+        ("bench kernels", KernelsCommand), ("bench load", LoadCommand), ("bench hybrid", HybridCommand),
+        ("models", ModelsOptions), ("doctor", DoctorOptions),
     ):  # fmt: skip
         own = [o for o in declarations(group).values() if "engine" not in o.path]
         parts += [f"## proa {command}\n", _table(own)]
         if len(own) < len(declarations(group)):
-            parts.append("And the engine's options above: " + _titles(serve.values()) + ".\n")
+            parts.append("And the engine's options above: " + _titles(declarations(group).values()) + ".\n")
     parts += ["## Environment\n", _environment()]
     return "\n".join(parts)
 

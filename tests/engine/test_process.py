@@ -16,9 +16,11 @@ import pytest
 
 from engines import request, tokens_of
 from fakes import make_plan
+from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions
 from proa.engine.client import EngineClient
 from proa.errors import ContextLengthExceeded, EngineDead, QueueFull, RequestError, UsageError, WeightsError
 from proa.plan.plan import Plan
+from proa.plan.prepare import prepare
 from proa.types import EngineRequest, TokenEvent
 from tiny import make_tiny
 
@@ -203,5 +205,33 @@ def test_an_engine_does_not_outlive_its_frontend(folder: Path, tmp_path: Path) -
         frontend.kill()
         await frontend.wait()
         await until(lambda: not Path(f"/proc/{engine}").exists() or "Z" in Path(f"/proc/{engine}/stat").read_text())
+
+    asyncio.run(go())
+
+
+def test_what_the_cpu_did_for_a_gpu_is_counted(folder: Path) -> None:
+    """Every layer of every step has a job where the CPU has all experts."""
+    options = EngineOptions(
+        model=ModelOptions(dtype="bfloat16"), cache=CacheOptions(context=128), machine=MachineOptions(threads=1),
+        gpus=GpuOptions(gpu="sim:64MiB", gpu_experts="none"),
+    )  # fmt: skip
+    plan = prepare(str(folder), options).plan
+    assert plan.gpu is not None
+    layers, (expert_bytes, *_) = len(plan.gpu.resident), plan.gpu.expert_bytes
+
+    async def go() -> None:
+        async with running(plan) as client:
+            ready = await client.wait_ready()
+            assert ready.round_trip_us is not None
+            assert 0 < ready.round_trip_us < 1e6
+            assert client.stats.cpu_jobs == 0, "the probe's are not counted"
+            await collect(client, request("a", [5, 6, 7], 10))
+            await until(lambda: client.stats.running == 0)
+            stats = client.stats
+            assert stats.cpu_jobs == stats.steps * layers
+            per_job = stats.cpu_weight_bytes / stats.cpu_jobs / expert_bytes
+            assert 3 <= per_job <= 3 + (8 - 3) / stats.steps  # top 3 of a token; more in the prompt's step only
+            assert 0 < stats.cpu_experts_seconds < stats.program_seconds
+            assert stats.cpu_waiting_seconds > 0
 
     asyncio.run(go())

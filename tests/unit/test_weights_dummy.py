@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from proa.errors import UsageError
 from proa.models.families import declare
 from proa.models.spec import Model
-from proa.weights.dummy import fill_dummy, zipf_frequencies
+from proa.native.formats import Format, layout
+from proa.native.pool import Pool
+from proa.ops.packed import Memory, RowSink, Stack
+from proa.ops.staging import DevicePanels, DeviceRows, Staging
+from proa.ops.table import Target
+from proa.weights.dummy import fill_dummy
+from proa.weights.frequencies import zipf_frequencies
 from tiny import TINY, reference_params, tiny_reference
 
 LARGER: dict[str, Any] = {
@@ -85,7 +94,7 @@ def test_uniform(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe"])
 def test_zipf(name: str) -> None:
-    found, want = frequencies(name, "zipf"), zipf_frequencies(32, 4).numpy()
+    found, want = frequencies(name, "zipf"), np.array(zipf_frequencies(32, 4))
     assert want.sum() == pytest.approx(4.0)
     for layer in found:
         assert layer.sum() == pytest.approx(4.0)
@@ -99,6 +108,47 @@ def test_hot_experts_are_not_the_same_in_every_layer() -> None:
     fill_dummy(spec, targets, 0, "zipf")
     hottest = [int(targets[f"blocks.{i}.ffn.router.weight"][:, 0].argmax()) for i in range(6)]
     assert len(set(hottest)) > 2
+
+
+def unpacked(memory: Tensor, rows: int, columns: int) -> Tensor:
+    """bfloat16 [rows, columns] of panels uint8 [panels, panel bytes]: 16 rows, two columns at a time."""
+    lines = memory.view(torch.bfloat16).view(len(memory), -1, 16, 2)
+    return lines.transpose(1, 2).reshape(16 * len(memory), -1)[:rows, :columns]
+
+
+@pytest.mark.parametrize("staging_bytes", [1 << 20, 4 << 10], ids=["room for all", "room for few"])
+def test_workers_fill_the_same_numbers(staging_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proa.weights.dummy._POOL", 1 << 12)  # matrices of several copies, and of parts of one
+    spec = spec_of(tiny_reference("qwen3-moe"))
+    wanted = {name: torch.full(shape, torch.nan) for name, shape in spec.params()}
+    fill_dummy(spec, wanted, 3, "uniform")
+    with Pool([[], []], pin=False) as pool:
+        staging, memory = Staging(pool, staging_bytes, pinned=False), Memory(pool, [None, None])
+        targets: dict[str, Target] = {}
+        read: dict[str, Callable[[], Tensor]] = {}
+        for number, (name, shape) in enumerate(spec.params()):
+            if len(shape) == 1 or number % 3 == 0:
+                rows = torch.full(shape, torch.nan, dtype=torch.bfloat16)
+                targets[name], read[name] = DeviceRows(rows, staging), lambda rows=rows: rows
+            elif number % 3 == 1:
+                of = layout(Format.BF16, *shape)
+                panels = torch.full((of.panels, of.panel_bytes), 255, dtype=torch.uint8)
+                targets[name] = DevicePanels(panels, *shape, staging)
+                read[name] = lambda panels=panels, shape=shape: unpacked(panels, *shape)
+            else:
+                stack = Stack(memory, 1, *shape)  # each team has some of its panels
+                targets[name] = RowSink(*shape, stack.expect, lambda stack=stack: (stack, 0))
+                read[name] = lambda stack=stack, shape=shape: unpacked(of_stack(stack), *shape)
+        assert {"q", "head", "embed", "down"} <= {name.split(".")[-2] for name in targets}
+        fill_dummy(spec, targets, 3, "uniform", pool, staging.flush)
+        for name, values in wanted.items():
+            assert torch.equal(read[name](), values.bfloat16()), name
+
+
+def of_stack(stack: Stack) -> Tensor:
+    """uint8 [panels, panel bytes] of its one matrix."""
+    parts = [ctypes.string_at(address, nbytes) for address, nbytes in stack.spans(0)]
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).view(stack.matrix.layout.panels, -1)
 
 
 def test_unknown_router() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from proa.errors import UsageError
 
 # Plain prose, so that routing is that of real text. The beginning of H. Melville, Moby-Dick (1851).
@@ -37,3 +39,14 @@ def distinct_prompts(text_tokens: list[int], count: int, length: int) -> list[li
         raise UsageError(f"{count} prompts of {length} tokens cannot differ.", "Use prompts of two tokens or more.")
     body = text_tokens * (-(-length // len(text_tokens)))
     return [[letters[i % len(letters)], letters[i // len(letters)], *body[: length - 2]] for i in range(count)]
+
+
+def random_prompts(vocab: int, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """`count` prompts of `length` random tokens, the same every time: for random weights, to which text is nothing
+    else, and answers to prompts that end alike are alike. The first two tokens spell the prompt's number.
+
+    Raises UsageError if `length` is too short to tell them apart.
+    """
+    draw = random.Random(seed)
+    starts = distinct_prompts(list(range(vocab)), count, min(length, 2))
+    return [[*start, *draw.choices(range(vocab), k=length - 2)] for start in starts]

@@ -48,6 +48,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     question: str
     model: str
     figures: dict[str, float | None]
+    split: dict[str, float] = {}  # of a step's time, where the bench asks for it
     roof: MeasuredRoof | None = None
     errors: dict[str, int] = {}  # message -> how many requests ended with it
     notes: tuple[str, ...] = ()
@@ -66,7 +67,7 @@ def result(
 ) -> Result:
     """A Result of now, on this machine, by this version.
 
-    `options` is the bench's group; `more` may be roof, errors and notes.
+    `options` is the bench's group; `more` may be split, roof, errors and notes.
     """
     return Result(
         bench=bench,

@@ -15,9 +15,10 @@ BENCHMARKS = {
     "serve": "proa.cli.bench_serve",
     "kernels": "proa.cli.bench_kernels",
     "load": "proa.cli.bench_load",
+    "hybrid": "proa.cli.bench_hybrid",
 }
 OVERVIEW = """\
-usage: proa bench latency|serve|kernels|load [options]
+usage: proa bench latency|serve|kernels|load|hybrid [options]
 
 Measure a model or the CPU's kernels on this machine, beside the physical limit.
 
@@ -25,6 +26,7 @@ Measure a model or the CPU's kernels on this machine, beside the physical limit.
   serve    many requests at once over HTTP: throughput, and what each of them waits
   kernels  the experts of one layer on the CPU, in every weight format, without a model
   load     a model from its files into memory: GB/s, and peak memory
+  hybrid   a GPU and the CPU together, with random weights: tokens/s, where a step's time goes
 
 The first two load a model themselves, or measure a running server with --url; --json prints everything.
 `proa bench latency --help` and so on show their options.
@@ -39,5 +41,7 @@ def run(argv: Sequence[str]) -> int:
         raise HelpShown("\n".join([OVERVIEW, *map(full_help, BENCHMARKS.values())]))
     if word not in BENCHMARKS:
         shown = f"There is no benchmark {word}." if word else "Which benchmark?"
-        raise UsageError(shown, f"{did_you_mean(word, BENCHMARKS)} It is latency, serve, kernels or load.".strip())
+        raise UsageError(
+            shown, f"{did_you_mean(word, BENCHMARKS)} It is latency, serve, kernels, load or hybrid.".strip()
+        )
     return load(BENCHMARKS[word])(argv[1:])

@@ -62,7 +62,14 @@ class Engine:
         return events
 
     def stats(self) -> Stats:
-        return self.scheduler.stats(**self.clock.seconds())
+        done = self.runner.executor.counters()
+        return self.scheduler.stats(
+            **self.clock.seconds(),
+            cpu_jobs=done.jobs,
+            cpu_weight_bytes=done.weight_bytes,
+            cpu_experts_seconds=done.moe_s,
+            cpu_waiting_seconds=done.waiting_s,
+        )
 
     def _with_logprobs(self, event: TokenEvent, output: StepOutput) -> TokenEvent:
         logprob = output.logprobs.get(event.id)

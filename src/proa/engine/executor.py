@@ -19,6 +19,7 @@ from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin, is_dynamic
 from proa.layers.step import Step
 from proa.models.spec import Model, Rope
+from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.ops.cpu import Recorder
 from proa.ops.table import AttentionBatch, KvPages, batch_of
 
@@ -43,6 +44,9 @@ class Executor(Protocol):
     @property
     def logits(self) -> Tensor:
         """Of the rows scored last, float32 [R, vocab], valid until the next call."""
+
+    def counters(self) -> Counters:
+        """What the CPU did for a GPU so far."""
 
 
 class EagerExecutor:
@@ -84,6 +88,9 @@ class EagerExecutor:
     @property
     def logits(self) -> Tensor:
         return self._logits
+
+    def counters(self) -> Counters:
+        return self._session.counters()
 
 
 class RecordedExecutor:
@@ -175,6 +182,9 @@ class RecordedExecutor:
     @property
     def logits(self) -> Tensor:
         return self._logits[: self._num_scored]
+
+    def counters(self) -> Counters:
+        return NOTHING_COUNTED
 
 
 def _numbers(recorder: Recorder, count: int) -> Tensor:

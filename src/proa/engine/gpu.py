@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -51,6 +52,7 @@ class GpuBuild:
         self._hybrid = HybridModel(placement_of(self._gpu), self._device, self._cpu.memory, self._staging)
         self.model = Decoder(spec, CudaOps(self._device, self._hybrid.new_experts).table())
         self._decisions: list[Decision] = []
+        self._round_trip_us: float | None = None
 
     def targets(self) -> dict[str, Target]:
         """Tensors of the GPU are filled through the staging."""
@@ -80,10 +82,12 @@ class GpuBuild:
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(spin_us=self._workers.spin_us, cpus=self._cpu.caller_cpus)
         transport = GpuTransport(self.pool, layers, size, self._device, service)
-        why = f"an empty round trip takes {transport.probe_us():.1f} us"
+        self._round_trip_us = transport.probe_us()
+        why = f"an empty round trip takes {self._round_trip_us:.1f} us"
         self._decisions.append(Decision("CPU and GPU", "auto", "doorbells", why))
         return transport
 
     def ready(self, load_seconds: float) -> Ready:
         major, minor = torch.cuda.get_device_capability(self._device)
-        return ready(self._plan, self._cpu, load_seconds, f"triton sm_{major}{minor}", self._decisions)
+        told = ready(self._plan, self._cpu, load_seconds, f"triton sm_{major}{minor}", self._decisions)
+        return msgspec.structs.replace(told, round_trip_us=self._round_trip_us)

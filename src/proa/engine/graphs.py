@@ -22,6 +22,7 @@ from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin, is_dynamic
 from proa.layers.step import Step
 from proa.models.spec import Rope
+from proa.native.doorbell import Counters
 from proa.ops.table import AttentionBatch, KvPages
 
 # Sequences of a decode step are padded up to the next of these: padding costs neither weights nor KV.
@@ -145,6 +146,9 @@ class GraphExecutor:
     @property
     def logits(self) -> Tensor:
         return self._logits[: self._num_scored].cpu()
+
+    def counters(self) -> Counters:
+        return self._session.counters()
 
     def _begin(self) -> None:
         self._session.begin()

@@ -52,6 +52,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     formats: dict[str, int] = {}  # how weights lie in RAM -> bytes
     pages: dict[str, int] = {}  # the kind of page they lie on -> bytes
     decisions: tuple[Decision, ...] = ()  # that only the loaded model could tell
+    round_trip_us: float | None = None  # of a GPU's job without work, to the CPU and back; None: there are no jobs
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +89,10 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     program_seconds: float = 0.0
     sample_seconds: float = 0.0
     publish_seconds: float = 0.0  # up to the step before
+    cpu_jobs: int = 0  # a GPU's, for experts that the CPU has: one a layer and step, if any is chosen
+    cpu_weight_bytes: int = 0  # of the experts that they needed, each once a job
+    cpu_experts_seconds: float = 0.0  # within program_seconds: from a job's arrival to its answer
+    cpu_waiting_seconds: float = 0.0  # from an answer to the next job
 
     @property
     def host_seconds(self) -> float:

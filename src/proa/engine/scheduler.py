@@ -25,6 +25,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -98,8 +99,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def stats(self, **seconds: float) -> Stats:
-        """Counters for the frontend; `seconds` are the engine's."""
+    def stats(self, **more: Any) -> Stats:
+        """Counters for the frontend; `more` are the engine's, by their names in Stats."""
         return Stats(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -111,7 +112,7 @@ class Scheduler:
             cached_prompt_tokens=self._cached_prompt_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=self._preemptions,
-            **seconds,
+            **more,
         )
 
     # ---- intake

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from proa.native.doorbell import NOTHING_COUNTED, Counters
+
 
 class Session(Protocol):
     def begin(self) -> None:
@@ -11,6 +13,9 @@ class Session(Protocol):
 
     def end(self) -> None:
         """The device has finished it. Raises what went wrong in it."""
+
+    def counters(self) -> Counters:
+        """What the CPU did for the device so far."""
 
 
 class NoSession:
@@ -21,3 +26,6 @@ class NoSession:
 
     def end(self) -> None:
         pass
+
+    def counters(self) -> Counters:
+        return NOTHING_COUNTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from proa.cache.pool import allocate_pool
@@ -25,6 +26,7 @@ from proa.ops.table import Target
 from proa.plan.plan import Plan
 
 STAGING_BYTES = 32 << 20
+PROBE_ROUNDS = 50
 
 
 class SimBuild:
@@ -40,6 +42,7 @@ class SimBuild:
         self.flush = staging.flush
         self._hybrid = HybridModel(placement_of(self._gpu), torch.device("cpu"), self._cpu.memory, staging)
         self.model = Decoder(spec, reference(torch.bfloat16, self._hybrid.new_experts))
+        self._round_trip_us: float | None = None
 
     def targets(self) -> dict[str, Target]:
         return dict(self.model.parameters())
@@ -53,7 +56,10 @@ class SimBuild:
         return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
-        return HostTransport(self.pool, layers, size, Service(spin_us=self._workers.spin_us))
+        transport = HostTransport(self.pool, layers, size, Service(spin_us=self._workers.spin_us))
+        self._round_trip_us = transport.probe_us(PROBE_ROUNDS)
+        return transport
 
     def ready(self, load_seconds: float) -> Ready:
-        return ready(self._plan, self._cpu, load_seconds, "torch, for a simulated GPU", [])
+        told = ready(self._plan, self._cpu, load_seconds, "torch, for a simulated GPU", [])
+        return msgspec.structs.replace(told, round_trip_us=self._round_trip_us)

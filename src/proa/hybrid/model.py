@@ -12,7 +12,7 @@ import torch
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.runtime import DeviceExperts, HybridExperts
 from proa.hybrid.transport import Transport
-from proa.native.doorbell import JobSize
+from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize
 from proa.native.weights import Experts
 from proa.ops.packed import Memory
 from proa.ops.residency import ExpertShape
@@ -69,3 +69,7 @@ class HybridModel:
         if self.transport is not None:
             self.transport.disarm()
             self.transport.check()
+
+    def counters(self) -> Counters:
+        """What the CPU did so far."""
+        return NOTHING_COUNTED if self.transport is None else self.transport.counters()

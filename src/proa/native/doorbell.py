@@ -109,6 +109,9 @@ class Counters:
     waiting_s: float  # from an answer to the next ring, or from arming
 
 
+NOTHING_COUNTED = Counters(jobs=0, pairs=0, weight_bytes=0, moe_s=0.0, waiting_s=0.0)
+
+
 def block_layout(size: JobSize) -> BlockLayout:
     """How the block of such jobs lies in memory. Raises ValueError for impossible sizes."""
     layout = BlockLayout()

@@ -10,7 +10,7 @@ from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 
 from proa.native.arena import Arena
-from proa.native.formats import Layout, Stored
+from proa.native.formats import PANEL_ROWS, Layout, Stored, layout
 from proa.native.library import Signatures, library
 from proa.native.pool import Pool
 
@@ -75,6 +75,20 @@ class Fill:
     team: int = 0
     step: int = 1
     plain: bool = False
+
+    def part(self, first: int, count: int) -> Fill:
+        """Rows [first, first + count) of it; but for plain ones, `first` is a multiple of a panel's rows."""
+        to = self.to
+        if count == to.rows:
+            return self
+        skipped = first * to.columns * 2 if self.plain else first // PANEL_ROWS * self.step * to.panel_bytes
+        return replace(
+            self,
+            rows=self.rows.after(first),
+            to=layout(to.format, count, to.columns, to.group),
+            address=self.address + skipped,
+            nbytes=self.nbytes - skipped,
+        )
 
 
 class ReadError(Exception):

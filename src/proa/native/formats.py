@@ -103,6 +103,9 @@ _SIGNATURES: Signatures = {
 }
 
 
+PANEL_ROWS = 16  # csrc/src/layout.h
+
+
 @functools.cache
 def _native() -> ctypes.CDLL:
     return library().bind(_SIGNATURES)

@@ -59,6 +59,12 @@ SAMPLED: dict[str, Declared] = {
     "program_seconds": Declared("proa_engine_program_seconds", "counter", "Time of steps: the model"),
     "sample_seconds": Declared("proa_engine_sample_seconds", "counter", "Time of steps: choosing tokens"),
     "publish_seconds": Declared("proa_engine_publish_seconds", "counter", "Time of steps: telling the server process"),
+    "cpu_jobs": Declared("proa_cpu_expert_jobs", "counter", "Times a layer of a step on the GPU called for the CPU"),
+    "cpu_weight_bytes": Declared("proa_cpu_expert_bytes", "counter", "Weights of experts that these jobs needed"),
+    "cpu_experts_seconds": Declared("proa_cpu_expert_seconds", "counter", "Time of steps: these jobs"),
+    "cpu_waiting_seconds": Declared(
+        "proa_cpu_waiting_seconds", "counter", "Time the CPU waited for the next of these jobs"
+    ),
     "prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, cached ones included"),
     "cached_prompt_tokens": Declared(
         "proa_prefix_hit_tokens", "counter", "Prompt tokens that the prefix cache provided"

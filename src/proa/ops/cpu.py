@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from proa.native.formats import PANEL_ROWS
 from proa.native.pool import Pool
 from proa.native.program import Cache, Program
 from proa.native.weights import Matrix, Rows
 from proa.ops.gated import GatedStacks
-from proa.ops.packed import PANEL_ROWS, Memory, RowSink, Stack
+from proa.ops.packed import Memory, RowSink, Stack
 from proa.ops.table import Angles, AttentionBatch, KvPages, Ops, Parameters, QkNorm
 
 

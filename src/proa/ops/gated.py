@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from proa.native.formats import PANEL_ROWS
 from proa.native.weights import Activation, Experts
-from proa.ops.packed import PANEL_ROWS, Memory, RowSink, Stack
+from proa.ops.packed import Memory, RowSink, Stack
 from proa.ops.table import Parameters
 
 

@@ -16,12 +16,11 @@ from torch import Tensor
 from proa.errors import NativeError
 from proa.native.arena import Arena
 from proa.native.fill import Fill, StoredRows, fill, touch
-from proa.native.formats import Format, kept_form, layout
+from proa.native.formats import PANEL_ROWS, Format, kept_form, layout
 from proa.native.pool import Pool
 from proa.native.weights import Matrix, Piece
 from proa.ops.staging import STORED
 
-PANEL_ROWS = 16
 _ARENA_BYTES = 64 << 20  # taken at once: many small matrices share huge pages
 
 

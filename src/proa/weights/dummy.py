@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from statistics import NormalDist
 
 import torch
@@ -18,15 +19,15 @@ from torch import Tensor
 from proa.errors import UsageError
 from proa.models.spec import Model, Moe
 from proa.native.fill import Fill, StoredRows, fill
-from proa.native.formats import Stored
+from proa.native.formats import PANEL_ROWS, Stored
 from proa.native.pool import Pool
 from proa.ops.table import Sink, Target
+from proa.weights.frequencies import ALMOST_ALWAYS, frequencies
 
 _POOL = 1 << 22  # random numbers made once and reused at random offsets: filling runs at memory speed
 _BATCH_BYTES = 32 << 20  # of random numbers for each worker
-_PANEL_ROWS = 16  # of packed weights (csrc/src/layout.h)
 _ROUTER_SPREAD = 1.0  # standard deviation of router logits over tokens
-_RARELY, _ALMOST_ALWAYS = 1e-4, 0.98
+_RARELY = 1e-4
 
 
 def fill_dummy(
@@ -55,11 +56,12 @@ def fill_dummy(
             if not isinstance(target, Tensor):
                 target.write(0, whole)
             continue
-        step = _rows_at_once(shape[1])
-        if batch and step >= shape[0] and batch.add(target, name, _scale(name, shape[1], depth), _seed(seed, name)):
+        if batch and batch.add(target, name, _scale(name, shape[1], depth), _seed(seed, name)):
             continue
+        step = _rows_at_once(shape[1])
+        place = torch.empty(min(step, shape[0]), shape[1])
         for first in range(0, shape[0], step):
-            rows = torch.empty(min(step, shape[0] - first), shape[1])
+            rows = place[: shape[0] - first]
             _fill_rows(rows, name, first, pool, depth, seed)
             target.write(first, rows)
     if batch:
@@ -77,24 +79,27 @@ class _Batch:
         self._waiting_bytes = 0
 
     def add(self, target: Sink, name: str, scale: float, seed: int) -> bool:
-        """Whether it will be filled: a matrix that is one copy of the numbers, see _fill."""
+        """Whether it will be filled: a matrix of copies of the numbers, see _fill."""
         rows, cols = target.shape
         if name.endswith("embed.weight"):
             return False
-        if scale not in self._scaled:
-            self._scaled[scale] = self._numbers * scale
-        numbers, offset = self._scaled[scale], (seed % (_POOL // 2)) % (_POOL - rows * cols)
-        stored = StoredRows(Stored.F32, numbers[offset:].data_ptr(), cols * 4)
-        jobs = target.fills(stored)
+        # Rows are asked for as if they followed one another from address 0, then looked up copy by copy.
+        counted = StoredRows(Stored.F32, 0, cols * 4)
+        jobs = target.fills(counted)
         if jobs is None and self._jobs:
             self.run()  # there may be room now
-            jobs = target.fills(stored)
+            jobs = target.fills(counted)
         if jobs is None:
             return False
-        self._jobs += jobs
+        if scale not in self._scaled:
+            self._scaled[scale] = self._numbers * scale
+        numbers = self._scaled[scale]
+        for job in jobs:
+            self._jobs += _of_copies(job, numbers, (rows, cols), seed)
         self._waiting_bytes += rows * cols * 4
         if _zero_row(name):
-            head = numbers[offset : offset + min(rows, _PANEL_ROWS) * cols].view(-1, cols).clone()
+            offset, count = _offset(0, min(rows, _rows_at_once(cols)) * cols, seed), min(rows, PANEL_ROWS)
+            head = numbers[offset : offset + count * cols].view(-1, cols).clone()
             head[0] = 0.0
             self._zeroed.append((target, head))
         if self._waiting_bytes >= _BATCH_BYTES * self._workers.threads:
@@ -109,6 +114,18 @@ class _Batch:
         for target, head in self._zeroed:
             target.write(0, head)
         self._jobs, self._zeroed, self._waiting_bytes = [], [], 0
+
+
+def _of_copies(job: Fill, numbers: Tensor, shape: tuple[int, ...], seed: int) -> Iterator[Fill]:
+    """The job, whose rows are counted from address 0, cut where _fill begins another copy of the numbers."""
+    rows, cols = shape
+    per_copy, row_bytes = _rows_at_once(cols), cols * 4
+    begin = job.rows.start // row_bytes
+    for first in range(begin // per_copy * per_copy, begin + job.to.rows, per_copy):
+        low, high = max(first, begin), min(first + per_copy, begin + job.to.rows)
+        start = _offset(first, min(per_copy, rows - first) * cols, seed) + (low - first) * cols
+        stored = StoredRows(Stored.F32, numbers.data_ptr() + start * 4, row_bytes)
+        yield replace(job.part(low - begin, high - low), rows=stored)
 
 
 def _zero_row(name: str) -> bool:
@@ -144,18 +161,22 @@ def _seed(seed: int, name: str) -> int:
 
 def _rows_at_once(cols: int) -> int:
     """Rows copied from the pool in one go: whole panels, so that packed weights take them."""
-    return max(1, _POOL // 2 // cols // _PANEL_ROWS) * _PANEL_ROWS
+    return max(1, _POOL // 2 // cols // PANEL_ROWS) * PANEL_ROWS
 
 
 def _fill(target: Tensor, at: int, pool: Tensor, scale: float, seed: int) -> None:
     """Whole rows from the pool, starting anywhere; a prime stride keeps rows from repeating soon."""
     rows, cols = target.shape[0], target[0].numel()
-    start = seed % (_POOL // 2)
     per_copy = _rows_at_once(cols)
     for first in range(0, rows, per_copy):
         part = target[first : first + per_copy]
-        offset = (start + (at + first) * 7919) % (_POOL - part.numel()) if part.numel() < _POOL else 0
+        offset = _offset(at + first, part.numel(), seed)
         part.copy_(pool[offset : offset + part.numel()].view(part.shape)).mul_(scale)
+
+
+def _offset(first: int, count: int, seed: int) -> int:
+    """Where the `count` numbers begin that rows from `first` on are copied from."""
+    return (seed % (_POOL // 2) + first * 7919) % (_POOL - count) if count < _POOL else 0
 
 
 def _moe(spec: Model, name: str) -> Moe:
@@ -175,21 +196,10 @@ def _fill_router(target: Tensor, moe: Moe, router: str, seed: int) -> None:
     directions = torch.randn(moe.experts, moe.hidden, generator=generator)
     directions[:, 0] = 0.0
     directions *= _ROUTER_SPREAD / directions.norm(dim=1, keepdim=True)
-    wanted = torch.full((moe.experts,), moe.top_k / moe.experts)
+    wanted = frequencies(router, moe.experts, moe.top_k)
     if router == "zipf":
-        wanted = zipf_frequencies(moe.experts, moe.top_k)[torch.randperm(moe.experts, generator=generator)]
+        wanted = [wanted[i] for i in torch.randperm(moe.experts, generator=generator).tolist()]
     normal = NormalDist()
-    quantiles = [normal.inv_cdf(min(max(p, _RARELY), _ALMOST_ALWAYS)) for p in wanted.tolist()]
+    quantiles = [normal.inv_cdf(min(max(p, _RARELY), ALMOST_ALWAYS)) for p in wanted]
     directions[:, 0] = _ROUTER_SPREAD * torch.tensor(quantiles)
     target.copy_(directions)
-
-
-def zipf_frequencies(experts: int, top_k: int) -> Tensor:
-    """How often each expert is chosen, hottest first: c / n, at most _ALMOST_ALWAYS, top_k in sum."""
-    rank = torch.arange(1, experts + 1, dtype=torch.float64)
-    low, high = 0.0, float(experts)
-    for _ in range(60):  # bisection for c; the sum grows with it
-        middle = (low + high) / 2
-        total = (middle / rank).clamp(max=_ALMOST_ALWAYS).sum()
-        low, high = (low, middle) if total > top_k else (middle, high)
-    return (low / rank).clamp(max=_ALMOST_ALWAYS)

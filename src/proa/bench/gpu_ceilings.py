@@ -1,0 +1,55 @@
+"""The process `python -m proa.bench.gpu_ceilings INDEX`: measures a GPU's memory and its link, prints GpuRates as JSON.
+Nobody imports it. Never: Proa's own kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from proa.bench.gpu_rates import GpuRates
+
+MOST_BYTES = 4 << 30  # far more than any cache
+UPLOAD_BYTES = 256 << 20
+ROUNDS = 10
+
+
+def rates(device: torch.device) -> GpuRates:
+    """Takes up to an eighth of the free memory, twice."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    nbytes = min(MOST_BYTES, free_bytes // 8) // 4096 * 4096
+    here, there = (torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(2))
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    found_copy = 2 * nbytes / _best_s(lambda: there.copy_(here))
+    found_read = nbytes / _best_s(lambda: torch.sum(here, dim=0, out=total))
+    upload_bytes = min(UPLOAD_BYTES, nbytes)
+    pinned = torch.zeros(upload_bytes // 4, dtype=torch.float32, pin_memory=True)
+    place = there[: len(pinned)]
+    found_upload = upload_bytes / _best_s(lambda: place.copy_(pinned, non_blocking=True))
+    return GpuRates(copy=found_copy, read=found_read, upload=found_upload)
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    """Seconds of the fastest round, by the device's own clock."""
+    found: list[float] = []
+    for _ in range(ROUNDS + 1):  # the first one loads the kernel
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return min(found[1:])
+
+
+def main() -> None:
+    device = torch.device("cuda", int(sys.argv[1]))
+    torch.cuda.set_device(device)
+    sys.stdout.write(msgspec.json.encode(rates(device)).decode())
+
+
+if __name__ == "__main__":
+    main()

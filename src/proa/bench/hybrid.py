@@ -1,0 +1,251 @@
+"""What do a GPU and the CPU reach together? Decoding of random weights of real shapes, made in memory. Never: the
+arithmetic (hybrid_figures.py), layout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from proa.bench.gpu_rates import GpuRates, measure_gpu
+from proa.bench.hybrid_figures import (
+    Moment,
+    Rates,
+    Span,
+    common_span,
+    figures_of,
+    middle,
+    split_ms,
+    step_bytes,
+    uncached_steps,
+)
+from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
+from proa.bench.prompts import random_prompts
+from proa.bench.result import Result, bandwidth_meter, busy_notes, result
+from proa.config.field import option
+from proa.config.options import (
+    CacheOptions,
+    EngineOptions,
+    GpuOptions,
+    MachineOptions,
+    ModelOptions,
+    SchedulerOptions,
+)
+from proa.engine.client import EngineClient
+from proa.engine.handle import EngineHandle
+from proa.engine.ipc import Ready
+from proa.errors import ProaError, UsageError
+from proa.machine.probe import probe
+from proa.plan.plan import GpuPlan
+from proa.plan.prepare import Prepared, prepare
+from proa.types import EngineRequest, Sampling
+
+QUESTION = "What do a GPU and the CPU reach together?"
+WARM_UP_TOKENS = 4  # of each request, after its prompt: steps of the batch's size are captured as graphs
+MOST_REQUESTS = 4096
+
+
+@dataclass(frozen=True)
+class HybridEngineOptions:
+    """The engine's options that a model of random weights has."""
+
+    machine: MachineOptions = field(default_factory=MachineOptions)
+    gpus: GpuOptions = field(default_factory=GpuOptions)
+
+
+@dataclass(frozen=True)
+class HybridOptions:
+    """What to measure."""
+
+    shape: str = option(
+        "qwen3-30b-a3b",
+        help="model: sizes of its layers, with random weights made in memory; in qwen3-next attention stands in for "
+        "linear attention, and it has no shared expert",
+        choices=tuple(MODEL_SHAPES), common=True,
+    )  # fmt: skip
+    layers: int | None = option(None, help="so many of its layers; default: all", low=1, high=1000, common=True)
+    format: str = option("bf16", help="format of the experts' weights", choices=("bf16",), common=True)
+    resident: float | None = option(
+        None, help="percent of each layer's experts in VRAM; default: as many as fit", metavar="PERCENT",
+        low=0, high=100, common=True,
+    )  # fmt: skip
+    requests: str = option(
+        "1,2,4,8", help="how many requests decode together, one run after the other", metavar="LIST", common=True
+    )
+    context: int = option(1024, help="length of each prompt", low=2, high=1 << 19, common=True)
+    output_tokens: int = option(64, help="steps that are timed, at least", low=2, high=1 << 19, common=True)
+    router: str = option(
+        "uniform", help="all experts alike, or few hot ones (Zipf's law)", choices=("uniform", "zipf"), common=True
+    )
+    runs: int = option(3, help="runs of each number of requests; the one of median rate counts", low=1, high=1000)
+    max_batch_tokens: int = option(512, help="tokens of one step while prompts are read", low=1, high=1 << 20)
+    engine: HybridEngineOptions = field(default_factory=HybridEngineOptions)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the options mean."""
+
+    shape: ModelShape
+    counts: tuple[int, ...]  # of requests
+    engine: EngineOptions
+
+    @property
+    def most(self) -> int:
+        return max(self.counts)
+
+
+def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
+    """Load the model, then measure each number of requests and report it at once. Raises ProaError."""
+    notes = busy_notes(os.getloadavg()[0], probe().usable_cores)
+    case = case_of(options)
+    with tempfile.TemporaryDirectory(prefix="proa-shape-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(case.shape.config()))
+        prepared = prepare(folder, case.engine)
+        gpu = prepared.plan.gpu
+        if gpu is None:
+            why = next((d.why for d in prepared.plan.decisions if d.name == "GPU"), "none was found")
+            raise UsageError(f"There is no GPU to share experts with: {why}.", "Simulate one: --gpu sim:6GiB.")
+        rates = None if gpu.index is None else measure_gpu(gpu.index)  # before the engine takes its memory
+        asyncio.run(_measure_all(options, case, prepared, rates, notes, report))
+
+
+def case_of(options: HybridOptions) -> Case:
+    """Raises UsageError."""
+    shape = MODEL_SHAPES[options.shape].cut(options.layers)
+    counts = parse_counts(options.requests)
+    most = max(counts)
+    if options.max_batch_tokens <= most:
+        raise UsageError(f"--max-batch-tokens {options.max_batch_tokens} is too few for {most} requests.", "Use more.")
+    page_tokens = CacheOptions().page_tokens
+    tokens = options.context + WARM_UP_TOKENS + answer_tokens(options, most)
+    pages = -(-tokens // page_tokens) + 1
+    kv_bytes = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim  # keys and values, bfloat16
+    engine = EngineOptions(
+        model=ModelOptions(dtype="bfloat16", load_format="dummy", dummy_router=options.router),
+        cache=CacheOptions(context=tokens, kv_memory=most * pages * page_tokens * kv_bytes, page_tokens=page_tokens),
+        scheduler=SchedulerOptions(max_running=most, max_batch_tokens=options.max_batch_tokens),
+        machine=options.engine.machine,
+        gpus=_gpus(options, shape),
+    )
+    return Case(shape, counts, engine)
+
+
+def _gpus(options: HybridOptions, shape: ModelShape) -> GpuOptions:
+    gpus = options.engine.gpus
+    if options.resident is None:
+        return gpus
+    if gpus.gpu_experts != "auto" or gpus.gpu_resident_layers is not None:
+        raise UsageError("--resident and --gpu-experts or --gpu-resident-layers say different things.", "Give one.")
+    return replace(gpus, gpu_experts=str(round(shape.experts * options.resident / 100)))
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """ "1,2,4,8". Raises UsageError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_REQUESTS for word in words):
+        takes = f"It takes numbers from 1 to {MOST_REQUESTS}, separated by commas."
+        raise UsageError(f"--requests is {text!r}.", takes, param="requests")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def answer_tokens(options: HybridOptions, requests: int) -> int:
+    """Of each request: the steps that are timed, and those until all requests decode."""
+    return options.output_tokens + 1 + uncached_steps(requests, CacheOptions().page_tokens, options.max_batch_tokens)
+
+
+async def _measure_all(
+    options: HybridOptions, case: Case, prepared: Prepared, rates: GpuRates | None, notes: Sequence[str],
+    report: Callable[[Result], None],
+) -> None:  # fmt: skip
+    engine = await EngineClient.launch(prepared.plan)
+    try:
+        ready = await engine.wait_ready()
+        bench = Bench(options, case, prepared, ready, rates)
+        for count in case.counts:
+            report(await bench.measure(engine, count, tuple(notes)))
+    finally:
+        await engine.close()
+
+
+class Bench:
+    """A loaded engine's runs."""
+
+    def __init__(
+        self, options: HybridOptions, case: Case, prepared: Prepared, ready: Ready, rates: GpuRates | None
+    ) -> None:
+        if prepared.plan.gpu is None:
+            raise ValueError("this plan has no GPU")
+        self._gpu: GpuPlan = prepared.plan.gpu
+        self._options, self._case, self._prepared = options, case, prepared
+        self._ready, self._rates = ready, rates
+        self._meter = bandwidth_meter(prepared.plan.threads)
+        self._prompts = random_prompts(case.shape.vocab, case.most, options.context)
+
+    async def measure(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
+        """`requests` at once, `runs` times, their prompts cached by a run before; RAM's speed before and after."""
+        options, prompts = self._options, self._prompts[:requests]
+        tokens = answer_tokens(options, requests)
+        await _ask_all(engine, prompts, 1)
+        await _ask_all(engine, prompts, WARM_UP_TOKENS + tokens - options.output_tokens)
+        before = await asyncio.to_thread(self._meter)
+        spans = [_whole(await _ask_all(engine, prompts, tokens), options.output_tokens) for _ in range(options.runs)]
+        ram = max(before, await asyncio.to_thread(self._meter))
+        span = middle(spans)
+        rates = self._rates_of(ram)
+        context_tokens = options.context + tokens / 2
+        cpu_bytes = span.per_step("cpu_weight_bytes")
+        spec = self._prepared.declared.spec
+        read = step_bytes(spec, self._gpu, options.router, requests, context_tokens, cpu_bytes)
+        figures = figures_of(span, self._gpu, requests, read, rates)
+        figures |= {"round_trip_us": self._ready.round_trip_us, "load_s": self._ready.load_seconds}
+        split = split_ms(span, self._ready.round_trip_us)
+        told = (*notes, *self._notes())
+        return result("hybrid", QUESTION, self._case.shape.name, options, figures, split=split, notes=told)
+
+    def _rates_of(self, ram: float) -> Rates:
+        if self._rates is None:
+            return Rates(hbm=ram, ram=ram, pcie=self._gpu.pcie_bytes_per_s)
+        return Rates(hbm=self._rates.memory, ram=ram, pcie=self._rates.upload)
+
+    def _notes(self) -> list[str]:
+        shape, gpu = self._case.shape, self._gpu
+        notes = [f"GPU: {gpu.name}"]
+        if gpu.simulated:
+            notes.append("the GPU is simulated: VRAM counts as fast as RAM, and what the GPU does is done by the CPU")
+        if shape.note:
+            notes.append(f"{shape.name}: {shape.note}")
+        return notes
+
+
+def _whole(span: Span | None, steps: int) -> Span:
+    if span is None or span.steps < steps:
+        found = 0 if span is None else span.steps
+        raise ProaError(f"All requests decoded together for {found} steps only, not for {steps}.", "Use fewer at once.")
+    return span
+
+
+async def _ask_all(engine: EngineHandle, prompts: Sequence[list[int]], output_tokens: int) -> Span | None:
+    """All at once, greedy, each with exactly so many tokens."""
+    sampling = Sampling(max_tokens=output_tokens, temperature=0.0)
+    requests = [EngineRequest(id=f"r{i}", tokens=prompt, sampling=sampling) for i, prompt in enumerate(prompts)]
+    return common_span(await asyncio.gather(*(_ask(engine, request) for request in requests)))
+
+
+async def _ask(engine: EngineHandle, request: EngineRequest) -> list[Moment]:
+    moments, made = [], 0
+    async for event in engine.generate(request):
+        if event.tokens:
+            moments.append(Moment(time.perf_counter(), engine.stats))
+        made += len(event.tokens)
+    if made != request.sampling.max_tokens:
+        raise ProaError(
+            f"The engine made {made} tokens instead of {request.sampling.max_tokens}.", "Report this as a bug."
+        )
+    return moments

@@ -1,0 +1,160 @@
+"""The arithmetic of `proa bench hybrid`: what a step had to read, how fast that can be, where its time went. Never:
+clocks, engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import median_low
+
+import msgspec
+
+from proa.engine.ipc import Stats
+from proa.models.spec import Model
+from proa.plan.placement import BF16_BYTES, moe_layers
+from proa.plan.plan import GpuPlan
+from proa.plan.vram import dense_read_bytes
+from proa.weights.frequencies import frequencies
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a token came, by a monotonic clock, and the engine's counters then."""
+
+    time_s: float
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Span:
+    """Decoding from one moment to another, with every request of a run taking part."""
+
+    begin: Moment
+    end: Moment
+
+    @property
+    def steps(self) -> int:
+        return self.end.stats.steps - self.begin.stats.steps
+
+    @property
+    def step_s(self) -> float:
+        return (self.end.time_s - self.begin.time_s) / self.steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        made = self.end.stats.generated_tokens - self.begin.stats.generated_tokens
+        return made / (self.end.time_s - self.begin.time_s)
+
+    def per_step(self, counter: str) -> float:
+        """Of a counter of Stats."""
+        return float(getattr(self.end.stats, counter) - getattr(self.begin.stats, counter)) / self.steps
+
+
+def common_span(arrivals: Iterable[Sequence[Moment]]) -> Span | None:
+    """From the last one's first token to the first one's last; None where they have no step in common."""
+    each = list(arrivals)
+    begin = max((moments[0] for moments in each), key=lambda moment: moment.time_s)
+    end = min((moments[-1] for moments in each), key=lambda moment: moment.time_s)
+    return Span(begin, end) if end.stats.steps > begin.stats.steps and end.time_s > begin.time_s else None
+
+
+def middle(spans: Iterable[Span]) -> Span:
+    """The span of median rate: all figures are of one span, so that parts add up."""
+    each = list(spans)
+    rate = median_low(span.tokens_per_s for span in each)
+    return next(span for span in each if span.tokens_per_s == rate)
+
+
+class StepBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decode step must read, each byte once however many requests need it."""
+
+    dense: float  # from VRAM: dense weights, KV of all requests
+    resident: float  # from VRAM: experts
+    cpu: float  # from RAM: experts
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes per second, measured in the same run."""
+
+    hbm: float
+    ram: float
+    pcie: float | None = None  # from pinned RAM to VRAM; None: there is no link
+
+
+def expected_distinct(chosen: Iterable[float], requests: int) -> float:
+    """Of experts that a token chooses with these frequencies, how many `requests` tokens choose, on average."""
+    return sum(1 - (1 - frequency) ** requests for frequency in chosen)
+
+
+def step_bytes(
+    spec: Model, gpu: GpuPlan, router: str, requests: int, context_tokens: float, cpu_bytes: float
+) -> StepBytes:
+    """`cpu_bytes` are counted. Resident experts: under even routing, expected by their number; else what the CPU leaves
+    of all that are expected.
+    """
+    kv_bytes = requests * context_tokens * spec.kv_bytes_per_token(BF16_BYTES)
+    resident_bytes = all_bytes = 0.0
+    for layer, resident in zip(moe_layers(spec), gpu.resident, strict=True):
+        distinct = expected_distinct(frequencies(router, layer.experts, layer.top_k), requests)
+        all_bytes += distinct * layer.expert_bytes
+        resident_bytes += distinct * layer.expert_bytes * len(resident) / layer.experts
+    if router != "uniform" and any(gpu.resident):
+        resident_bytes = max(0.0, all_bytes - cpu_bytes)
+    return StepBytes(dense=dense_read_bytes(spec) + kv_bytes, resident=resident_bytes, cpu=cpu_bytes)
+
+
+def roof_tokens_per_s(read: StepBytes, rates: Rates, requests: int) -> float:
+    """Resident experts and the CPU's are read at the same time, dense weights before and after."""
+    step_s = read.dense / rates.hbm + max(read.resident / rates.hbm, read.cpu / rates.ram)
+    return requests / step_s
+
+
+def split_ms(span: Span, round_trip_us: float | None) -> dict[str, float]:
+    """Where a step's time goes. cpu_experts_ms and host_ms are measured, transport_ms is the time of an empty round
+    trip for each job; gpu_ms is the rest of the step: these four add up. cpu_waiting_ms, measured: what passes of a
+    step while the CPU has no job.
+    """
+    cpu = 1e3 * span.per_step("cpu_experts_seconds")
+    host = 1e3 * span.per_step("host_seconds")
+    transport = 1e-3 * (round_trip_us or 0.0) * span.per_step("cpu_jobs")
+    return {
+        "cpu_experts_ms": cpu,
+        "transport_ms": transport,
+        "gpu_ms": 1e3 * span.step_s - cpu - transport - host,
+        "host_ms": host,
+        "cpu_waiting_ms": 1e3 * span.per_step("cpu_waiting_seconds"),
+    }
+
+
+def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: Rates) -> dict[str, float | None]:
+    """fixed_us_per_layer: where the CPU has every expert, what a step takes beside them, by layers."""
+    roof, layers = roof_tokens_per_s(read, rates, requests), len(gpu.resident)
+    resident = sum(map(len, gpu.resident))
+    fixed_s = span.step_s - span.per_step("cpu_experts_seconds")
+    return {
+        "requests": requests,
+        "tokens_per_s": span.tokens_per_s,
+        "tokens_per_s_per_request": span.tokens_per_s / requests,
+        "step_ms": 1e3 * span.step_s,
+        "roof_tokens_per_s": roof,
+        "roof_share": span.tokens_per_s / roof,
+        "fixed_us_per_layer": None if resident else 1e6 * fixed_s / layers,
+        "layers": layers,
+        "steps": span.steps,
+        "resident_share": resident / sum(gpu.experts),
+        "dense_bytes_per_step": read.dense,
+        "resident_bytes_per_step": read.resident,
+        "cpu_bytes_per_step": read.cpu,
+        "cpu_jobs_per_step": span.per_step("cpu_jobs"),
+        "hbm_bytes_per_s": rates.hbm,
+        "ram_bytes_per_s": rates.ram,
+        "pcie_bytes_per_s": rates.pcie,
+    }
+
+
+def uncached_steps(requests: int, page_tokens: int, batch_tokens: int) -> int:
+    """At most so many steps pass between the first and the last of `requests` to get its first token, where all but a
+    page of each prompt is cached; one each for their coming one after the other."""
+    return ceil(requests * page_tokens / max(1, batch_tokens - requests)) + requests

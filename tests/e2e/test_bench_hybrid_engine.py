@@ -1,0 +1,52 @@
+"""The hybrid bench as a user runs it, on a CPU that stands in for a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+COMMAND = [sys.executable, "-c", "import sys; from proa.cli.main import main; sys.exit(main())", "bench", "hybrid"]
+QUICK = ["--shape=tiny", "--context=40", "--output-tokens=12", "--runs=2", "--threads=1"]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *QUICK, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
+    done = bench("--gpu=sim:64MiB", "--resident=0", "--requests=1,3", "--router=zipf", "--json")
+    assert done.returncode == 0, done.stderr
+    results: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["figures"]["requests"] for r in results] == [1, 3]
+    for found in results:
+        figures, split = found["figures"], found["split"]
+        assert (found["bench"], found["model"], found["options"]["router"]) == ("hybrid", "tiny", "zipf")
+        assert figures["steps"] >= 12
+        assert figures["cpu_jobs_per_step"] == 2, "every layer of every step calls for the CPU"
+        expert_bytes, requests = 3 * 64 * 32 * 2, figures["requests"]
+        assert 2 * 2 <= figures["cpu_bytes_per_step"] / expert_bytes <= 2 * min(8, 2 * requests)
+        assert (figures["resident_share"], figures["layers"]) == (0, 2)
+        parts = ("cpu_experts_ms", "transport_ms", "gpu_ms", "host_ms")
+        assert min(split.values()) > 0
+        assert sum(split[part] for part in parts) == pytest.approx(figures["step_ms"])
+        assert figures["fixed_us_per_layer"] == pytest.approx(500 * (figures["step_ms"] - split["cpu_experts_ms"]))
+        assert figures["tokens_per_s"] == pytest.approx(1e3 * requests / figures["step_ms"])
+        assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
+        assert figures["round_trip_us"] > 0
+
+
+def test_everything_on_the_gpu_and_a_table() -> None:
+    done = bench("--gpu=sim:64MiB", "--resident=100", "--requests=2")
+    assert done.returncode == 0, done.stderr
+    assert "experts in VRAM    100 %" in done.stdout
+    assert "experts of the CPU 0 B" in done.stdout
+
+
+def test_without_a_gpu_there_is_nothing_to_share() -> None:
+    done = bench("--gpu=none")
+    assert done.returncode == 2
+    assert "--gpu sim:" in done.stderr

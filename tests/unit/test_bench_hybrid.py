@@ -1,0 +1,238 @@
+"""The hybrid bench: its shapes, its arithmetic, its options, its table."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from proa.bench.gpu_rates import measure_gpu
+from proa.bench.hybrid import HybridEngineOptions, HybridOptions, answer_tokens, case_of, parse_counts
+from proa.bench.hybrid_figures import (
+    Moment,
+    Rates,
+    Span,
+    StepBytes,
+    common_span,
+    expected_distinct,
+    figures_of,
+    middle,
+    roof_tokens_per_s,
+    split_ms,
+    step_bytes,
+)
+from proa.bench.hybrid_shapes import MODEL_SHAPES
+from proa.bench.hybrid_table import render_hybrid
+from proa.bench.prompts import random_prompts
+from proa.bench.result import result
+from proa.config.options import GpuOptions
+from proa.engine.ipc import Stats
+from proa.errors import ResourceError, UsageError
+from proa.models.families import declare
+from proa.plan.plan import GpuPlan, VramBudget
+from proa.plan.vram import dense_bytes
+from proa.weights.frequencies import frequencies
+
+TINY = MODEL_SHAPES["tiny"]
+TINY_SPEC = declare(TINY.config()).spec
+TINY_EXPERT_BYTES = 3 * 64 * 32 * 2  # gate, up, down in bfloat16; nothing is padded
+TINY_KV_BYTES = 2 * 2 * 2 * 16 * 2  # a token: keys and values of 2 layers, 2 heads of 16, bfloat16
+
+
+def gpu_plan(*resident: int) -> GpuPlan:
+    nothing = dict.fromkeys(VramBudget.__struct_fields__, 0)
+    return GpuPlan(
+        index=None, name="simulated", vram=VramBudget(**nothing), placement="uniform", blocks=(0, 1), experts=(8, 8),
+        expert_bytes=(TINY_EXPERT_BYTES,) * 2, resident=tuple(tuple(range(count)) for count in resident),
+    )  # fmt: skip
+
+
+def moment(time_s: float, **counters: Any) -> Moment:
+    return Moment(time_s, Stats(**counters))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active", "expert_bytes"),
+    [("qwen3-30b-a3b", 30.5e9, 3.3e9, 9 << 20), ("minimax-m2", 228.7e9, 10e9, 27 << 20), ("qwen3-next", 80e9, 3e9,
+      6 << 20)],
+)  # fmt: skip
+def test_shapes_are_those_of_the_models(name: str, parameters: float, active: float, expert_bytes: int) -> None:
+    shape = MODEL_SHAPES[name]
+    spec = declare(shape.config()).spec
+    assert spec.num_params == pytest.approx(parameters, rel=0.02)
+    assert spec.num_active_params == pytest.approx(active, rel=0.1)
+    assert len(declare(shape.cut(3).config()).spec.blocks) == 3
+    assert 3 * shape.hidden * shape.width * 2 == expert_bytes
+    with pytest.raises(UsageError, match=f"has {shape.layers}"):
+        shape.cut(shape.layers + 1)
+
+
+@pytest.mark.parametrize(("experts", "top_k", "requests"), [(3, 1, 2), (4, 2, 3), (5, 3, 2), (5, 2, 1), (4, 4, 2)])
+def test_expected_experts_are_the_mean_over_all_routings(experts: int, top_k: int, requests: int) -> None:
+    choices = list(itertools.combinations(range(experts), top_k))
+    routings = list(itertools.product(choices, repeat=requests))
+    mean = sum(len(set().union(*routing)) for routing in routings) / len(routings)
+    assert expected_distinct(frequencies("uniform", experts, top_k), requests) == pytest.approx(mean)
+
+
+def test_hot_experts_are_shared_by_more_requests() -> None:
+    for router in ("uniform", "zipf"):
+        assert expected_distinct(frequencies(router, 128, 8), 1) == pytest.approx(8)
+    assert expected_distinct([0.5, 0.25, 0.25], 2) == pytest.approx(0.75 + 2 * (1 - 0.75**2))
+    uniform, zipf = (expected_distinct(frequencies(router, 128, 8), 8) for router in ("uniform", "zipf"))
+    assert uniform == pytest.approx(128 * (1 - (15 / 16) ** 8))
+    assert 8 < zipf < uniform
+
+
+def test_what_a_step_reads() -> None:
+    dense = dense_bytes(TINY_SPEC) - 512 * 64 * 2  # the embedding gives one row a token
+    read = step_bytes(TINY_SPEC, gpu_plan(4, 2), "uniform", 2, 100.5, cpu_bytes=777.0)
+    assert read.dense == dense + 2 * 100.5 * TINY_KV_BYTES
+    assert read.cpu == 777
+    assert read.resident == pytest.approx((4 + 2) * (1 - 0.75**2) * TINY_EXPERT_BYTES)
+    every = 2 * expected_distinct(frequencies("zipf", 8, 2), 2) * TINY_EXPERT_BYTES
+    assert step_bytes(TINY_SPEC, gpu_plan(4, 2), "zipf", 2, 1, 777.0).resident == pytest.approx(every - 777)
+    assert step_bytes(TINY_SPEC, gpu_plan(4, 2), "zipf", 2, 1, every + 1).resident == 0
+    assert step_bytes(TINY_SPEC, gpu_plan(0, 0), "zipf", 2, 1, every - 1).resident == 0, "the CPU read all there is"
+
+
+@pytest.mark.parametrize(
+    ("resident", "cpu", "step_s"),
+    [(4e9, 0, 3.0), (4e9, 5e9, 3.0), (4e9, 15e9, 4.0), (0, 5e9, 2.0)],
+    ids=["GPU only", "the GPU is longer", "the CPU is longer", "CPU only"],
+)
+def test_the_roof_is_the_longer_of_both(resident: float, cpu: float, step_s: float) -> None:
+    read, rates = StepBytes(dense=2e9, resident=resident, cpu=cpu), Rates(hbm=2e9, ram=5e9)
+    assert roof_tokens_per_s(read, rates, 6) == pytest.approx(6 / step_s)
+
+
+def test_a_span_begins_when_all_decode_and_ends_with_the_first() -> None:
+    first = [moment(1.0, steps=10), moment(2.0, steps=12), moment(9.0, steps=20)]
+    last = [moment(3.0, steps=14), moment(8.0, steps=19), moment(10.0, steps=21)]
+    span = common_span([first, last])
+    assert span == Span(last[0], first[2])
+    assert (span.steps, span.step_s) == (6, 1.0)
+    assert common_span([first[:1], last]) is None
+    assert common_span([first, first]) == Span(first[0], first[2])
+
+
+def test_the_run_in_the_middle_counts_whole() -> None:
+    spans = [Span(moment(0.0), moment(s, steps=1, generated_tokens=12)) for s in (3.0, 1.0, 4.0, 2.0)]
+    assert middle(spans) is spans[0]  # rates 4, 12, 3, 6: the lower of the two in the middle
+    assert middle(spans[1:]) is spans[3]
+
+
+def a_span() -> Span:
+    """10 steps of 2 ms, 4 requests; the CPU has 2 layers' jobs in each."""
+    begin = {"steps": 5, "generated_tokens": 100, "cpu_jobs": 7, "cpu_weight_bytes": 1000, "schedule_seconds": 1.0}
+    end = {"steps": 15, "generated_tokens": 140, "cpu_jobs": 27, "cpu_weight_bytes": 6000, "schedule_seconds": 1.001,
+           "inputs_seconds": 0.001, "program_seconds": 0.018, "sample_seconds": 0.0, "cpu_experts_seconds": 0.012,
+           "cpu_waiting_seconds": 0.003}  # fmt: skip
+    return Span(moment(1.0, **begin), moment(1.02, **end))
+
+
+def test_the_split_adds_up() -> None:
+    split = split_ms(a_span(), round_trip_us=50.0)
+    wanted = {"cpu_experts_ms": 1.2, "transport_ms": 0.1, "gpu_ms": 0.5, "host_ms": 0.2, "cpu_waiting_ms": 0.3}
+    assert split == pytest.approx(wanted)
+    assert split_ms(a_span(), None)["gpu_ms"] == pytest.approx(0.6)
+
+
+def test_figures() -> None:
+    read, rates = StepBytes(dense=1e6, resident=0, cpu=500), Rates(hbm=1e9, ram=1e9, pcie=5e8)
+    figures = figures_of(a_span(), gpu_plan(0, 0), 4, read, rates)
+    assert figures["tokens_per_s"] == pytest.approx(2000)
+    assert figures["tokens_per_s_per_request"] == pytest.approx(500)
+    assert figures["step_ms"] == pytest.approx(2)
+    assert figures["roof_tokens_per_s"] == pytest.approx(4 / 1.0005e-3)
+    assert figures["roof_share"] == pytest.approx(2000 / (4 / 1.0005e-3))
+    assert figures["fixed_us_per_layer"] == pytest.approx((2000 - 1200) / 2)
+    assert figures["cpu_jobs_per_step"] == pytest.approx(2)
+    assert (figures["ram_bytes_per_s"], figures["pcie_bytes_per_s"]) == (1e9, 5e8)
+    some = figures_of(a_span(), gpu_plan(1, 0), 4, read, rates)
+    assert some["fixed_us_per_layer"] is None, "the GPU's experts are in the rest of a step"
+    assert some["resident_share"] == 1 / 16
+
+
+@pytest.mark.parametrize(
+    ("percent", "experts"), [(None, "auto"), (0, "0"), (50, "64"), (12.5, "16"), (99.9, "128"), (100, "128")]
+)
+def test_resident_is_a_number_of_experts(percent: float | None, experts: str) -> None:
+    assert case_of(HybridOptions(resident=percent)).engine.gpus.gpu_experts == experts
+
+
+def test_the_engine_has_room_for_all_requests() -> None:
+    options = HybridOptions(layers=2, requests="3,1", context=100, output_tokens=10, router="zipf")
+    case = case_of(options)
+    scheduler, cache, model = case.engine.scheduler, case.engine.cache, case.engine.model
+    assert (case.counts, scheduler.max_running, model.load_format, model.dummy_router) == ((3, 1), 3, "dummy", "zipf")
+    assert cache.context is not None
+    assert cache.kv_memory is not None
+    assert cache.context >= 100 + answer_tokens(options, 3) > 110
+    kv_bytes_per_token = declare(case.shape.config()).spec.kv_bytes_per_token(2)
+    assert cache.kv_memory // (kv_bytes_per_token * 16) >= 3 * -(-cache.context // 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"requests": ""}, "--requests"), ({"requests": "1,,2"}, "--requests"), ({"requests": "0"}, "--requests"),
+        ({"requests": "-1"}, "--requests"), ({"requests": "5000"}, "--requests"), ({"layers": 49}, "has 48"),
+        ({"requests": "8", "max_batch_tokens": 8}, "too few"),
+        ({"resident": 50, "engine": HybridEngineOptions(gpus=GpuOptions(gpu_experts="3"))}, "--gpu-experts"),
+        ({"resident": 0, "engine": HybridEngineOptions(gpus=GpuOptions(gpu_resident_layers="0"))}, "--resident"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        case_of(HybridOptions(**options))
+
+
+def test_each_number_of_requests_once() -> None:
+    assert parse_counts("2, 1,2,8") == (2, 1, 8)
+
+
+def test_prompts_are_random_and_the_same_every_time() -> None:
+    prompts = random_prompts(512, 20, 40)
+    assert prompts == random_prompts(512, 20, 40)
+    assert len({tuple(prompt[:2]) for prompt in prompts}) == 20
+    assert len({prompt[-1] for prompt in prompts}) > 10
+    assert {len(prompt) for prompt in prompts} == {40}
+    assert random_prompts(8, 3, 2) != random_prompts(8, 1, 2) * 3
+    with pytest.raises(UsageError):
+        random_prompts(512, 2, 1)
+
+
+def test_the_table_shows_what_the_json_has() -> None:
+    read, rates = StepBytes(dense=1 << 20, resident=0, cpu=5 << 20), Rates(hbm=4.2e12, ram=2.5e11, pcie=5.5e10)
+    figures = figures_of(a_span(), gpu_plan(0, 0), 4, read, rates) | {"round_trip_us": 13.5, "load_s": 2.0}
+    found = result(
+        "hybrid", "What?", "tiny", HybridOptions(), figures, split=split_ms(a_span(), 50.0), notes=("on a boat",)
+    )
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render_hybrid([found]))
+    text = console.export_text()
+    console.file.close()
+    for part in ("2000", "500", "5.00 MiB", "250 GB/s", "55.0 GB/s", "4200 GB/s", "13.5 us", "400 us", "on a boat"):
+        assert part in text, part
+    told = msgspec.json.decode(msgspec.json.encode(found))
+    assert told["split"]["cpu_experts_ms"] == pytest.approx(1.2)
+    assert told["figures"]["roof_share"] == figures["roof_share"]
+
+
+def test_a_gpu_that_cannot_be_measured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ResourceError, match="exit code 1"):
+        measure_gpu(0)
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_memory_is_faster_than_its_link() -> None:
+    rates = measure_gpu(0)
+    assert 1e9 < rates.upload < rates.copy
+    assert rates.copy < 8e12, "no GPU is so fast"
+    assert 0.5 < rates.read / rates.copy < 2
