@@ -334,12 +334,13 @@ void Arena::populate(char* at, size_t bytes) {
     if (madvise(at, bytes, kMadvPopulateWrite) != 0) throw Error(PROA_ERROR_MEMORY, no_pages(bytes, node_, errno));
 }
 
+uint64_t Arena::huge_bytes() const { return huge_mapped_bytes(data_, mapped_bytes_); }
+
 proa_arena_info Arena::info() const {
     proa_arena_info info = {};
     info.bytes = bytes_;
     info.mapped_bytes = mapped_bytes_;
     for (const auto& block : touched_) info.touched_bytes += block.load(std::memory_order_acquire) * facts_.huge_bytes;
-    info.huge_bytes = huge_mapped_bytes(data_, mapped_bytes_);
     info.pages = pages_;
     info.node = node_;
     std::strncpy(info.reason, reason_.c_str(), sizeof info.reason - 1);
@@ -402,6 +403,10 @@ int proa_arena_fd(const proa_arena* arena, int* out) {
 
 int proa_arena_get_info(const proa_arena* arena, proa_arena_info* out) {
     return give(arena, out, [](const proa::Arena& a) { return a.info(); });
+}
+
+int proa_arena_get_huge_bytes(const proa_arena* arena, uint64_t* out) {
+    return give(arena, out, [](const proa::Arena& a) { return a.huge_bytes(); });
 }
 
 int proa_arena_touch(proa_arena* arena, size_t first, size_t count) {

@@ -73,6 +73,7 @@ class Arena {
     // Gives memory to [first, first + count); keeps contents. Any number of threads may call it at once.
     void touch(size_t first, size_t count);
     proa_arena_info info() const;
+    uint64_t huge_bytes() const;  // slow: see native.h
 
   private:
     bool map_hugetlb(int node);

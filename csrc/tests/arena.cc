@@ -65,9 +65,9 @@ void use(Arena& arena) {
     for (size_t i = 0; i < bytes; i += 1000) CHECK(arena.data()[i] == static_cast<char>(i % 127));
     const auto info = arena.info();
     CHECK(info.touched_bytes == info.mapped_bytes && info.mapped_bytes >= bytes && info.bytes == bytes);
-    CHECK(info.huge_bytes <= info.mapped_bytes);
-    std::printf("pages %d node %d: %" PRIu64 " of %" PRIu64 " bytes huge; %s\n", info.pages, info.node, info.huge_bytes,
-                info.touched_bytes, info.reason);
+    CHECK(arena.huge_bytes() <= info.mapped_bytes);
+    std::printf("pages %d node %d: %" PRIu64 " of %" PRIu64 " bytes huge; %s\n", info.pages, info.node,
+                arena.huge_bytes(), info.touched_bytes, info.reason);
 }
 
 PageFacts no_huge_pages() {
@@ -83,14 +83,14 @@ void test_the_best_of_this_machine() {
     use(arena);
     const auto info = arena.info();
     CHECK((info.pages == PROA_PAGES_HUGETLB) == (info.reason[0] == 0 || facts.hugetlb_free >= 17));
-    if (facts.shmem_collapse) CHECK(info.pages >= PROA_PAGES_SHMEM_HUGE && info.huge_bytes > 0);
+    if (facts.shmem_collapse) CHECK(info.pages >= PROA_PAGES_SHMEM_HUGE && arena.huge_bytes() > 0);
 }
 
 void test_each_kind() {
     auto facts = no_huge_pages();
     Arena small(5 * kMib, -1, 0, facts);
     use(small);
-    CHECK(small.info().pages == PROA_PAGES_SMALL && small.info().huge_bytes == 0 && small.fd() >= 0);
+    CHECK(small.info().pages == PROA_PAGES_SMALL && small.huge_bytes() == 0 && small.fd() >= 0);
     CHECK(contains(small.info().reason, "shmem_enabled is \"never\""));
 
     facts.anon_huge = true;
@@ -108,7 +108,7 @@ void test_each_kind() {
 
     Arena plain(5 * kMib, -1, PROA_ARENA_SMALL_PAGES);
     use(plain);
-    CHECK(plain.info().pages == PROA_PAGES_SMALL && plain.info().huge_bytes == 0);
+    CHECK(plain.info().pages == PROA_PAGES_SMALL && plain.huge_bytes() == 0);
 }
 
 void test_kernels_without_populate() {

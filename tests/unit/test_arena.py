@@ -97,7 +97,7 @@ def test_what_was_got_is_told() -> None:
         small.touch()
         assert arena.info.pages in ("hugetlb", "shmem-huge", "anon-huge", "small")
         assert (arena.info.pages == "hugetlb") == (arena.info.reason == "")
-        assert (small.info.pages, small.info.huge_bytes) == ("small", 0)
+        assert (small.info.pages, small.huge_bytes) == ("small", 0)
         assert "asked" in small.info.reason
         assert small.info.node is None
 

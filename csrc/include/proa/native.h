@@ -21,7 +21,7 @@ extern "C" {
 
 // ---- version and errors
 
-#define PROA_ABI_VERSION 1
+#define PROA_ABI_VERSION 2
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // the caller passed something wrong
@@ -53,7 +53,6 @@ typedef struct proa_arena_info {
     uint64_t bytes;          // as asked
     uint64_t mapped_bytes;   // in whole pages
     uint64_t touched_bytes;  // that have pages by proa_arena_touch
-    uint64_t huge_bytes;     // that lie on huge pages now, by the kernel's account
     int32_t pages;           // PROA_PAGES_*
     int32_t node;            // the NUMA node it is bound to, or -1
     char reason[1000];       // why there is nothing better; "" if this is the best
@@ -76,6 +75,10 @@ PROA_API int proa_arena_data(const proa_arena* arena, void** out);    // page-al
 PROA_API int proa_arena_bytes(const proa_arena* arena, size_t* out);  // as asked
 PROA_API int proa_arena_fd(const proa_arena* arena, int* out);        // stays the arena's; -1 if there is no file
 PROA_API int proa_arena_get_info(const proa_arena* arena, proa_arena_info* out);
+
+// Bytes that lie on huge pages now, by the kernel's account of the whole process: that takes it milliseconds for each
+// gigabyte that the process maps.
+PROA_API int proa_arena_get_huge_bytes(const proa_arena* arena, uint64_t* out);
 
 // ---- pool: the threads that compute, and the instruction set they use
 

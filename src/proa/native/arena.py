@@ -26,7 +26,6 @@ class _Info(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("mapped_bytes", ctypes.c_uint64),
         ("touched_bytes", ctypes.c_uint64),
-        ("huge_bytes", ctypes.c_uint64),
         ("pages", ctypes.c_int32),
         ("node", ctypes.c_int32),
         ("reason", ctypes.c_char * 1000),
@@ -42,6 +41,7 @@ SIGNATURES: Signatures = {
     "proa_arena_bytes": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)),
     "proa_arena_fd": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
     "proa_arena_get_info": (ctypes.c_void_p, ctypes.POINTER(_Info)),
+    "proa_arena_get_huge_bytes": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64)),
 }
 
 
@@ -57,7 +57,6 @@ class ArenaInfo:
     bytes: int
     mapped_bytes: int  # in whole pages
     touched_bytes: int  # that have memory
-    huge_bytes: int  # that lie on huge pages now, by the kernel's account
     pages: str
     node: int | None  # the NUMA node it is bound to
     reason: str  # why it is nothing better; "" for the best
@@ -124,11 +123,19 @@ class Arena:
             bytes=got.bytes,
             mapped_bytes=got.mapped_bytes,
             touched_bytes=got.touched_bytes,
-            huge_bytes=got.huge_bytes,
             pages=_PAGES[got.pages],
             node=got.node if got.node >= 0 else None,
             reason=got.reason.decode(errors="replace"),
         )
+
+    @property
+    def huge_bytes(self) -> int:
+        """Bytes that lie on huge pages now, by the kernel's account, which takes milliseconds for each gigabyte that this
+        process maps.
+        """
+        got = ctypes.c_uint64()
+        _native().proa_arena_get_huge_bytes(self._open().handle, ctypes.byref(got))
+        return got.value
 
     def touch(self, offset: int = 0, nbytes: int | None = None) -> None:
         """Give memory to a part, to all that follows `offset` unless `nbytes` is given. Contents stay.
