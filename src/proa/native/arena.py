@@ -130,9 +130,7 @@ class Arena:
 
     @property
     def huge_bytes(self) -> int:
-        """Bytes that lie on huge pages now, by the kernel's account, which takes milliseconds for each gigabyte that this
-        process maps.
-        """
+        """Bytes that lie on huge pages now, by the kernel's account: milliseconds for each gigabyte of the process."""
         got = ctypes.c_uint64()
         _native().proa_arena_get_huge_bytes(self._open().handle, ctypes.byref(got))
         return got.value
