@@ -102,13 +102,16 @@ class Packed:
         return Piece(first, base + offset, self.layout.matrix_bytes, count * self.layout.matrix_bytes - offset)
 
 
-def random_weights(form: Format, group: int, rows: int, columns: int, seed: int) -> Weights:
+def random_weights(
+    form: Format, group: int, rows: int, columns: int, seed: int, *, every_code: bool = False
+) -> Weights:
+    """every_code: in each column one after the other, instead of random ones."""
     rng = np.random.default_rng(seed)
     if form in (Format.BF16, Format.FP16):
         return _plain(form, rng, rows, columns)
     blocks = {Format.Q4_K: 8, Format.Q6_K: 16}.get(form, 1)
     groups = -(-columns // (group * blocks)) * blocks if group else 1
-    codes, code_values = _codes(form, rng, rows, columns)
+    codes, code_values = _codes(form, rng, rows, columns, every_code)
     weights = Weights(form, group, code_values, code_values, {"codes": codes})
     scale = _scales(form, rng, rows, groups, weights)
     spread = np.arange(columns) // (group or columns)
@@ -133,24 +136,24 @@ def _plain(form: Format, rng: np.random.Generator, rows: int, columns: int) -> W
     return Weights(form, 0, exact, np.abs(exact), {"codes": bits})
 
 
-def _codes(form: Format, rng: np.random.Generator, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    shape = (rows, columns)
+def _codes(
+    form: Format, rng: np.random.Generator, rows: int, columns: int, every: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    bits = 6 if form is Format.Q6_K else 4 if form >= Format.INT4_F32 else 8
+    codes = rng.integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
+    if every:
+        codes = ((np.arange(rows)[:, None] + np.arange(columns)) % (1 << bits)).astype(np.uint8)
     match form:
         case Format.FP8_ROW | Format.FP8_PANEL | Format.MXFP8:
-            codes = rng.integers(0, 256, shape).astype(np.uint8)
             codes[(codes & 0x7F) == 0x7F] = 1
             return codes, e4m3_values(codes)
         case Format.INT8_F32 | Format.INT8_F16:
-            codes = rng.integers(0, 256, shape).astype(np.uint8)
             codes.flat[0] = 128
             return codes, codes.view(np.int8).astype(np.float64)
         case Format.NVFP4 | Format.MXFP4:
-            codes = rng.integers(0, 16, shape).astype(np.uint8)
             return codes, e2m1_values(codes)
         case Format.Q6_K:
-            codes = rng.integers(0, 64, shape).astype(np.uint8)
             return codes, codes.astype(np.float64) - 32
-    codes = rng.integers(0, 16, shape).astype(np.uint8)
     signed = form in (Format.INT4_F32, Format.INT4_F16, Format.INT4_BF16)
     return codes, codes.astype(np.float64) - (8 if signed else 0)
 

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from proa.native.library import Signatures, library
 
@@ -53,6 +54,16 @@ class Stored(IntEnum):
     BF16 = 30
 
 
+class Form(NamedTuple):
+    """How a matrix is packed. group: columns of a scale, 0: all of a row."""
+
+    format: Format
+    group: int
+
+
+BF16_FORM = Form(Format.BF16, 0)
+
+
 @dataclass(frozen=True)
 class Kept:
     """A checkpoint's block type that is packed without rounding."""
@@ -72,12 +83,12 @@ KEPT = {
 }
 
 
-def kept_form(stored: Collection[str], columns: int) -> tuple[Format, int]:
-    """(format, group) of a stack of matrices whose parts a checkpoint stores as `stored`: the checkpoint's own where
+def kept_form(stored: Collection[str], columns: int) -> Form:
+    """Of a stack of matrices whose parts a checkpoint stores as `stored`: the checkpoint's own where
     all are of one type that can be kept, else bfloat16.
     """
     kept = KEPT.get(next(iter(stored))) if len(stored) == 1 else None
-    return (kept.format, kept.group) if kept and columns % kept.block_columns == 0 else (Format.BF16, 0)
+    return Form(kept.format, kept.group) if kept and columns % kept.block_columns == 0 else BF16_FORM
 
 
 class _LayoutInfo(ctypes.Structure):

@@ -7,41 +7,38 @@ from functools import cached_property
 
 from torch import Tensor
 
-from proa.native.formats import Format, Layout, layout
+from proa.native.formats import BF16_FORM, Form, Layout, layout
 from proa.native.weights import Activation
 
 ROWS = 16  # of a panel
-READ = (Format.BF16,)  # what GPU kernels decode
 ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """One expert: gate and up [width, hidden], panel by panel, and down [hidden, width], packed in `format`.
+    """One expert: gate and up [width, hidden], panel by panel, and down [hidden, width], each in its form.
 
-    Raises ValueError for a format or an activation that the kernels do not have.
+    Raises ValueError for an activation that the kernels do not have.
     """
 
     hidden: int
     width: int
-    format: Format = Format.BF16
-    group: int = 0
+    up_form: Form = BF16_FORM
+    down_form: Form = BF16_FORM
     activation: Activation = Activation.SILU
 
     def __post_init__(self) -> None:
-        if self.format not in READ:
-            raise ValueError(f"GPU kernels read experts of {[f.name for f in READ]}, not {self.format.name}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"GPU kernels have {[a.name for a in ACTIVATIONS]}, not {self.activation.name}")
 
     @cached_property
     def up(self) -> Layout:
         panels = 2 * -(-self.width // ROWS)
-        return layout(self.format, panels * ROWS, self.hidden, self.group)
+        return layout(self.up_form.format, panels * ROWS, self.hidden, self.up_form.group)
 
     @cached_property
     def down(self) -> Layout:
-        return layout(self.format, self.hidden, self.width, self.group)
+        return layout(self.down_form.format, self.hidden, self.width, self.down_form.group)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.residency import ExpertShape
-from proa.ops.triton.panels import VALUES, activated, constants, panel_sums
+from proa.ops.triton.formats import EXAMPLES
+from proa.ops.triton.panels import activated, constants, lines_of, panel_sums
 from proa.ops.triton.variant import Variant
 
 _PANELS, _LINES, _STAGES, _WARPS = 2, 64, 4, 4
@@ -24,8 +25,9 @@ _PANELS, _LINES, _STAGES, _WARPS = 2, 64, 4, 4
 def _pair(
     x, address, out, x_row, out_row,
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
-    FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
-    COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
+    CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
+    PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
+    STAGES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Pairs run side by side, so that those of one expert find its panel in L2. SHARE pairs read the same row of x.
 
@@ -37,8 +39,9 @@ def _pair(
         return
     row = x + (pair // SHARE) * x_row
     sums = panel_sums(
-        expert, block * PANELS, row, FORMAT, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, PANELS, LINES, STAGES, VALUES
-    )
+        expert, block * PANELS, row,
+        CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
+    )  # fmt: skip
     if ACTIVATION is None:
         y = tl.reshape(sums, [PANELS * 16])
         at = block * PANELS * 16 + tl.arange(0, PANELS * 16)
@@ -73,19 +76,21 @@ def down(h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor) -> N
 
 
 def _constants(of: ExpertShape, up: bool) -> dict[str, object]:
-    blocks = {"PANELS": _PANELS, "LINES": _LINES, "STAGES": _STAGES, "VALUES": VALUES[of.format]}
-    return (constants(of.up, of.hidden) if up else constants(of.down, of.width)) | blocks
+    packed, columns = (of.up, of.hidden) if up else (of.down, of.width)
+    blocks = {"PANELS": _PANELS, "LINES": lines_of(packed, _LINES), "STAGES": _STAGES}
+    return constants(packed, columns) | blocks
 
 
 def variants() -> Iterator[Variant]:
-    integers = dict.fromkeys(("x_row", "out_row"), "i32")
+    types = {"x": "*bf16", "address": "*i64"} | dict.fromkeys(("x_row", "out_row"), "i32")
     aligned = ("x", "address", "out", "x_row", "out_row")
-    for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880), ExpertShape(2048, 1408)):
-        for up, out in ((True, "*bf16"), (False, "*fp32")):
-            types = {"x": "*bf16", "address": "*i64", "out": out} | integers
-            which = {
-                "WIDTH": of.width if up else of.hidden,
-                "SHARE": 8 if up else 1,
-                "ACTIVATION": int(of.activation) if up else None,
-            }
-            yield Variant(_pair, types, which | _constants(of, up), warps=_WARPS, aligned=aligned)
+    plain = (ExpertShape(2048, 768), ExpertShape(2880, 2880), ExpertShape(2048, 1408))
+    cases = [(of, up) for of in plain for up in (True, False)]
+    for of, up in cases + [(ExpertShape(2048, 768, form), True) for form in EXAMPLES]:
+        which = {
+            "WIDTH": of.width if up else of.hidden,
+            "SHARE": 8 if up else 1,
+            "ACTIVATION": int(of.activation) if up else None,
+        }
+        out = {"out": "*bf16" if up else "*fp32"}
+        yield Variant(_pair, types | out, which | _constants(of, up), warps=_WARPS, aligned=aligned)

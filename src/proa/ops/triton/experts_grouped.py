@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.residency import ExpertShape
-from proa.ops.triton.panels import VALUES, activated, constants, panel_products
+from proa.ops.triton.formats import EXAMPLES
+from proa.ops.triton.panels import activated, columns_of, constants, panel_products
 from proa.ops.triton.variant import Variant
 
 BLOCK_TOKENS = (16, 32, 64, 128)
@@ -92,8 +93,9 @@ def _place(
 def _block(
     x, address, order, blocks, out, x_row, out_row,
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
-    COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
+    CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
+    PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
+    STAGES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Blocks run side by side: those of one expert stand together and share its panels in L2. See experts_few._pair."""
     block, part = tl.program_id(0), tl.program_id(1)
@@ -107,7 +109,7 @@ def _block(
     rows = x + (tl.maximum(pair, 0) // SHARE) * x_row
     sums = panel_products(
         expert, part * PANELS, rows, exists,
-        FORMAT, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, PANELS, LINES, STAGES, VALUES,
+        CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
     )  # fmt: skip
     if ACTIVATION is None:
         y = sums
@@ -176,8 +178,9 @@ _TILES = {16: _Tile(4, 64, 3, 4), 32: _Tile(4, 32, 4, 4), 64: _Tile(8, 32, 3, 4)
 
 
 def _constants(of: ExpertShape, up: bool, tile: _Tile) -> dict[str, object]:
-    blocks = {"PANELS": tile.panels, "LINES": tile.lines, "STAGES": tile.stages, "VALUES": VALUES[of.format]}
-    return (constants(of.up, of.hidden) if up else constants(of.down, of.width)) | blocks
+    packed, columns = (of.up, of.hidden) if up else (of.down, of.width)
+    blocks = {"PANELS": tile.panels, "LINES": columns_of(packed, tile.lines), "STAGES": tile.stages}
+    return constants(packed, columns) | blocks
 
 
 def variants() -> Iterator[Variant]:
@@ -189,16 +192,19 @@ def variants() -> Iterator[Variant]:
     types = {"x": "*bf16", "address": "*i64", "order": "*i32", "blocks": "*i32"}
     types |= dict.fromkeys(("x_row", "out_row"), "i32")
     aligned = ("x", "address", "order", "blocks", "out", "x_row", "out_row")
-    for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880)):
-        for size in BLOCK_TOKENS:
-            tile = _TILES[size]
-            for up, out in ((True, "*bf16"), (False, "*fp32")):
-                which = {
-                    "WIDTH": of.width if up else of.hidden,
-                    "SHARE": 8 if up else 1,
-                    "ACTIVATION": int(of.activation) if up else None,
-                    "BLOCK": size,
-                }
-                yield Variant(
-                    _block, types | {"out": out}, which | _constants(of, up, tile), warps=tile.warps, aligned=aligned
-                )
+    cases = [
+        (of, up, size)
+        for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880))
+        for size in BLOCK_TOKENS
+        for up in (True, False)
+    ]
+    cases += [(ExpertShape(2048, 768, down_form=form), False, size) for form in EXAMPLES for size in (16, 128)]
+    for of, up, size in cases:
+        which = {
+            "WIDTH": of.width if up else of.hidden,
+            "SHARE": 8 if up else 1,
+            "ACTIVATION": int(of.activation) if up else None,
+            "BLOCK": size,
+        }
+        out, tile = {"out": "*bf16" if up else "*fp32"}, _TILES[size]
+        yield Variant(_block, types | out, which | _constants(of, up, tile), warps=tile.warps, aligned=aligned)

@@ -1,91 +1,254 @@
 """How kernels read packed weights (csrc/src/layout.h) as they lie: the bytes that the CPU's kernels read, in VRAM or in
-mapped host memory. Belongs here: what depends on the layout and its formats. Never: what is done with the products.
+mapped host memory. Belongs here: where panels lie, products with them. Never: what codes mean (formats.py), what
+products are for.
 
 A panel is lines of 64 bytes; a line is a 32-bit word of each of 16 rows. Words are loaded, 16 bytes a thread, and
-decoded in registers: a format is a branch of `decoded`, and scales would be read beside the words.
+decoded in registers; scales are read beside them, a vector of 16 rows at a time, mostly from L1.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import constexpr_function
 
 from proa.native.formats import Format, Layout
+from proa.ops.triton import formats
+from proa.ops.triton.formats import LINE_WORDS, VALUES
 
 ROWS = 16
-VALUES = {Format.BF16: 2}  # of a word
 WIDE = tl.constexpr(64)  # rows from which Hopper has an instruction that reads the weights from shared memory
 
 
 def constants(of: Layout, columns: int) -> dict[str, object]:
     """Of a kernel that multiplies with packed weights, `columns` of which count."""
-    lines = of.padded_columns // VALUES[of.format]
     return {
-        "FORMAT": int(of.format), "COLUMNS": columns, "PANEL_LINES": lines, "PANEL_WORDS": of.panel_bytes // 4,
-        "COUNT": of.panels,
+        "COLUMNS": columns, "PANEL_LINES": of.padded_columns // VALUES[of.format],
+        "PANEL_WORDS": of.panel_bytes // 4, "COUNT": of.panels, "GROUP": of.group or of.padded_columns,
+        "VALUES": VALUES[of.format], **formats.names(of.format),
     }  # fmt: skip
 
 
-@triton.jit
-def decoded(words, i: tl.constexpr, FORMAT: tl.constexpr):
-    """Value i of each word, float32."""
-    tl.static_assert(FORMAT == 0)
-    bits = words << 16 if i == 0 else words & -65536
-    return bits.to(tl.float32, bitcast=True)
+def lines_of(of: Layout, most: int) -> int:
+    """Lines of a stage where up to `most` of one word are wanted: as many bytes, and few beyond the panel's end."""
+    lines = most // (4 if LINE_WORDS[of.format] > 1 else 1)
+    panel_lines = of.padded_columns // VALUES[of.format]
+    while of.format is not Format.BF16 and lines > 16 and panel_lines % lines:
+        lines //= 2
+    return lines
+
+
+def columns_of(of: Layout, bf16_lines: int) -> int:
+    """Lines of a stage that have as many columns as `bf16_lines` of bfloat16, and are at least 4."""
+    return max(4, bf16_lines * VALUES[Format.BF16] // VALUES[of.format])
 
 
 @triton.jit
-def halves(words, FORMAT: tl.constexpr):
-    """Values of words [lines, rows] as bfloat16 [columns, rows]."""
-    tl.static_assert(FORMAT == 0)
+def halves(words):
+    """Values of bfloat16 words [lines, rows] as bfloat16 [columns, rows]."""
     pair = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
     bits = tl.reshape(tl.permute(pair, (0, 2, 1)), [words.shape[0] * 2, words.shape[1]])
     return bits.to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
+def _words(at, mask, CODE: tl.constexpr):
+    """Three words of each line and row: of six bits, two of low bits and one of high ones; else all the same one."""
+    low = tl.load(at) if mask is None else tl.load(at, mask, 0)
+    more, high = low, low
+    if CODE == "six":
+        if mask is None:
+            more, high = tl.load(at + 16), tl.load(at + 32)
+        else:
+            more, high = tl.load(at + 16, mask, 0), tl.load(at + 32, mask, 0)
+    return low, more, high
+
+
+@triton.jit
+def _value(words, i: tl.constexpr, CODE: tl.constexpr):
+    low, more, high = words
+    if CODE == "six":
+        return formats.six_bits(low if i < 8 else more, high, i)
+    else:
+        return formats.value(low, i, CODE)
+
+
+@triton.jit
+def _row_value(x, column, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
+    value = tl.load(x + column) if WHOLE else tl.load(x + column, column < COLUMNS, 0.0)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def panel_sums(
     address, first, x,
-    FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
-    COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
+    CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
+    PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
+    STAGES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Products of PANELS panels from `first` on with one row of activations: float32 [PANELS, 16].
+    """Products of PANELS panels from `first` on with one row of activations: float32 [PANELS, 16]. Weights are not
+    rounded: scales are applied to sums of a word's products.
 
     LINES is less than the threads of a program, so that each loads its own few of x and no barrier is needed for them.
     Panels beyond COUNT are the last one again.
     """
+    STEP: tl.constexpr = 16 * formats.line_words(CODE)
+    BY_GROUP: tl.constexpr = formats.by_group(CODE, SCALE, GROUP, PANEL_LINES * VALUES)
+    WHOLE: tl.constexpr = COLUMNS % (LINES * VALUES) == 0
+    GROUPS: tl.constexpr = _groups_of(LINES, GROUP // VALUES)
     panel = tl.minimum(first + tl.arange(0, PANELS), COUNT - 1).to(tl.int64)
-    line = tl.arange(0, LINES)
+    line, row = tl.arange(0, LINES), tl.arange(0, 16)
     words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-    at = words + panel[:, None, None] * PANEL_WORDS + line[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    at = words + panel[:, None, None] * PANEL_WORDS + line[None, :, None] * STEP + row[None, None, :]
+    area = words + panel * PANEL_WORDS + PANEL_LINES * STEP
     total = tl.zeros([PANELS, LINES, 16], tl.float32)
+    other = tl.zeros([PANELS, LINES, 16], tl.float32)  # of float16's second rows
     for start in tl.range(0, PANEL_LINES, LINES, num_stages=STAGES):
         if PANEL_LINES % LINES == 0:
-            part = tl.load(at + start * 16)
+            part = _words(at + start * STEP, None, CODE)
         else:
-            part = tl.load(at + start * 16, (line < PANEL_LINES - start)[None, :, None], 0)
-        for i in tl.static_range(VALUES):
-            column = (start + line) * VALUES + i
-            if COLUMNS % (LINES * VALUES) == 0:
-                value = tl.load(x + column)
+            part = _words(at + start * STEP, (line < PANEL_LINES - start)[None, :, None], CODE)
+        if CODE == "fp16":
+            column = (start + line)[:, None] * 2 + (row // 8)[None, :]  # a word is two rows of one column
+            value = _row_value(x, column, COLUMNS, WHOLE)[None, :, :]
+            total += formats.half(part[0], 0) * value
+            other += formats.half(part[0], 1) * value
+        else:
+            products = tl.zeros([PANELS, LINES, 16], tl.float32) if BY_GROUP else total
+            x_sum = tl.zeros([LINES], tl.float32)
+            for i in tl.static_range(VALUES):
+                value = _row_value(x, (start + line) * VALUES + i, COLUMNS, WHOLE)
+                products += _value(part, i, CODE) * value[None, :, None]
+                x_sum += value
+            if CODE == "e4m3":
+                products = tl.where(formats.not_numbers(part[0]), float("nan"), products)
+            if BY_GROUP:
+                group = (start + tl.arange(0, GROUPS) * (LINES // GROUPS)) * VALUES // GROUP
+                group = tl.minimum(group, PANEL_LINES * VALUES // GROUP - 1)[None, :, None]
+                scale = formats.scale(area[:, None, None], group, row[None, None, :], CODE, SCALE)
+                total += products * formats.unit_of(CODE) * _spread(scale, LINES)
+                if CODE == "uint4":
+                    minimum = formats.minimum(area[:, None, None], group, row[None, None, :], SCALE)
+                    total += _spread(minimum, LINES) * x_sum[None, :, None]
             else:
-                value = tl.load(x + column, column < COLUMNS, 0.0)
-            total += decoded(part, i, FORMAT) * value.to(tl.float32)[None, :, None]
-    return tl.sum(total, 1)
+                total = products
+    sums = tl.sum(total, 1)
+    if CODE == "fp16":
+        return tl.reshape(tl.join(_columns(sums), _columns(tl.sum(other, 1))), [PANELS, 16])
+    else:
+        return sums * _panel_scale(area[:, None], row[None, :], CODE, SCALE, BY_GROUP)
+
+
+@constexpr_function
+def _groups_of(lines, group_lines):
+    """Into how many parts of one group each a stage's lines are cut."""
+    return max(1, lines // group_lines) if lines % group_lines == 0 or group_lines % lines == 0 else lines
+
+
+@triton.jit
+def _spread(scales, LINES: tl.constexpr):
+    """Of groups [panels, groups, rows] to their lines [panels, lines, rows]."""
+    groups: tl.constexpr = scales.shape[1]
+    shape: tl.constexpr = (scales.shape[0], groups, LINES // groups, scales.shape[2])
+    return tl.reshape(tl.broadcast_to(scales[:, :, None, :], shape), [scales.shape[0], LINES, scales.shape[2]])
+
+
+@triton.jit
+def _columns(sums):
+    """Of float16: the words of even columns and those of odd ones, added up."""
+    return tl.sum(tl.reshape(sums, [sums.shape[0], 2, 8]), 1)
+
+
+@triton.jit
+def _panel_scale(area, row, CODE: tl.constexpr, SCALE: tl.constexpr, BY_GROUP: tl.constexpr):
+    """What is left to multiply sums over whole rows with."""
+    if BY_GROUP:
+        return formats.factor(area, SCALE) if SCALE == "e4m3" else 1.0
+    elif SCALE == "none":
+        return 1.0
+    else:
+        scale = formats.scale(area, 0, row, CODE, SCALE) * formats.unit_of(CODE)
+        return scale * formats.factor(area, SCALE) if SCALE == "e4m3" else scale
+
+
+@triton.jit
+def _weight(words, scale, minimum, i: tl.constexpr, CODE: tl.constexpr):
+    """Values i of the words, rounded to bfloat16 once; without a scale they are not rounded."""
+    value = _value(words, i, CODE)
+    if scale is not None:
+        value = value * formats.unit_of(CODE) * scale
+    if minimum is not None:
+        value += minimum
+    return value.to(tl.bfloat16)
+
+
+@triton.jit
+def _four(words, scale, minimum, i: tl.constexpr, step: tl.constexpr, CODE: tl.constexpr):
+    """Values i, i + step, i + 2 step, i + 3 step side by side, in two new dimensions."""
+    even = tl.join(
+        _weight(words, scale, minimum, i, CODE), _weight(words, scale, minimum, i + 2 * step, CODE)
+    )  # fmt: skip
+    odd = tl.join(
+        _weight(words, scale, minimum, i + step, CODE), _weight(words, scale, minimum, i + 3 * step, CODE)
+    )  # fmt: skip
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _eight(words, scale, minimum, i: tl.constexpr, step: tl.constexpr, CODE: tl.constexpr):
+    even = _four(words, scale, minimum, i, 2 * step, CODE)
+    return tl.join(even, _four(words, scale, minimum, i + step, 2 * step, CODE))
+
+
+@triton.jit
+def _weights(words, scale, minimum, CODE: tl.constexpr, VALUES: tl.constexpr):
+    """bfloat16 [..., VALUES] of words [...]."""
+    if VALUES == 4:
+        all_ = _four(words, scale, minimum, 0, 1, CODE)
+    elif VALUES == 8:
+        all_ = _eight(words, scale, minimum, 0, 1, CODE)
+    else:
+        tl.static_assert(VALUES == 16)
+        even = _eight(words, scale, minimum, 0, 2, CODE)
+        all_ = tl.join(even, _eight(words, scale, minimum, 1, 2, CODE))
+    return tl.reshape(all_, words[0].shape + [VALUES])  # noqa: RUF005 - Triton knows no other way
+
+
+@triton.jit
+def _scaled(
+    words, area, group, row,
+    CODE: tl.constexpr, SCALE: tl.constexpr, VALUES: tl.constexpr, BY_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Words' values as bfloat16 [..., VALUES], times the scales of their groups."""
+    scale, minimum = None, None
+    if BY_GROUP:
+        scale = formats.scale(area, group, row, CODE, SCALE)
+        if CODE == "uint4":
+            minimum = formats.minimum(area, group, row, SCALE)
+    if CODE == "e4m3":
+        one = 1.0 / formats.unit_of(CODE)
+        scale = tl.where(formats.not_numbers(words[0]), float("nan"), one if scale is None else scale)
+    return _weights(words, scale, minimum, CODE, VALUES)
 
 
 @triton.jit
 def panel_products(
     address, first, x, exists,
-    FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
-    COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
+    CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
+    PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
+    STAGES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """The same with rows at addresses x [B] of activations, on the matrix unit: float32 [B, PANELS * 16].
 
-    Rows that do not exist count as zeros. Weights are rounded to bfloat16 once, if they are of another format.
+    Rows that do not exist count as zeros. Weights with their scales are rounded to bfloat16 once.
     """
+    STEP: tl.constexpr = 16 * formats.line_words(CODE)
+    BY_GROUP: tl.constexpr = formats.by_group(CODE, SCALE, GROUP, PANEL_LINES * VALUES)
+    AS_WIDE: tl.constexpr = x.shape[0] >= WIDE
     panel = tl.minimum(first + tl.arange(0, PANELS), COUNT - 1).to(tl.int64)
-    if x.shape[0] >= WIDE:
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+    row_area = (words + panel * PANEL_WORDS + PANEL_LINES * STEP)[:, None]
+    if AS_WIDE:
         # A thread copies four lines of four rows, which it can turn before wgmma's operand is stored.
         line = (tl.arange(0, LINES // 4)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
         panel = panel[None, :, None, None]
@@ -97,23 +260,51 @@ def panel_products(
         line = (tl.arange(0, LINES // 4)[None, None, :] * 4 + pair[:, :, None])[:, :, :, None, None]
         panel = panel[None, None, None, :, None]
         row = tl.arange(0, 16)[None, None, None, None, :]
-    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-    at = words + panel * PANEL_WORDS + line * 16 + row
+    # Four lines have their scales in common, unless groups are smaller.
+    quads = tl.arange(0, LINES // 4) * 4
+    if GROUP % (4 * VALUES):
+        scaled_line = line
+    elif AS_WIDE:
+        scaled_line = quads[:, None, None, None]
+    else:
+        scaled_line = quads[None, None, :, None, None]
+    at = words + panel * PANEL_WORDS + line * STEP + row
+    area = words + panel * PANEL_WORDS + PANEL_LINES * STEP
     column = tl.arange(0, LINES * VALUES)
     x_at = x[:, None] + column[None, :]
     total = tl.zeros([x.shape[0], PANELS * 16], tl.float32)
     for start in tl.range(0, PANEL_LINES, LINES, num_stages=STAGES):
         if PANEL_LINES % LINES == 0:
-            part = tl.load(at + start * 16)
+            part = _words(at + start * STEP, None, CODE)
         else:
-            part = tl.load(at + start * 16, line < PANEL_LINES - start, 0)
+            part = _words(at + start * STEP, line < PANEL_LINES - start, CODE)
         if COLUMNS % (LINES * VALUES) == 0:
             value = tl.load(x_at + start * VALUES, exists[:, None], 0.0)
         else:
             value = tl.load(x_at + start * VALUES, exists[:, None] & (column < COLUMNS - start * VALUES)[None, :], 0.0)
-        part = tl.permute(part, (0, 2, 1, 3) if x.shape[0] >= WIDE else (2, 0, 1, 3, 4))
-        total = tl.dot(value, halves(tl.reshape(part, [LINES, PANELS * 16]), FORMAT), total)
-    return total
+        if CODE == "bf16":
+            turned = tl.permute(part[0], (0, 2, 1, 3) if AS_WIDE else (2, 0, 1, 3, 4))
+            weights = halves(tl.reshape(turned, [LINES, PANELS * 16]))
+        elif CODE == "fp16":
+            # A word is two rows of one column; the upper eight words of a line are its odd columns.
+            rows = tl.join(formats.half(part[0], 0), formats.half(part[0], 1)).to(tl.bfloat16)
+            if AS_WIDE:
+                rows = tl.permute(tl.reshape(rows, [LINES // 4, PANELS, 4, 2, 16]), (0, 2, 3, 1, 4))
+            else:
+                rows = tl.permute(tl.reshape(rows, [2, 2, LINES // 4, PANELS, 2, 16]), (2, 0, 1, 4, 3, 5))
+            weights = tl.reshape(rows, [LINES * 2, PANELS * 16])
+        else:
+            group = tl.minimum((start + scaled_line) * VALUES // GROUP, PANEL_LINES * VALUES // GROUP - 1)
+            scaled = _scaled(part, area, group, row, CODE, SCALE, VALUES, BY_GROUP)
+            turned = tl.permute(scaled, (0, 2, 4, 1, 3) if AS_WIDE else (2, 0, 1, 5, 3, 4))
+            weights = tl.reshape(turned, [LINES * VALUES, PANELS * 16])
+        total = tl.dot(value, weights, total)
+    scale = _panel_scale(row_area, tl.arange(0, 16)[None, :], CODE, SCALE, BY_GROUP)
+    if SCALE == "none" or (BY_GROUP and SCALE != "e4m3"):
+        return total
+    else:
+        scale = tl.broadcast_to(scale, [PANELS, 16])
+        return total * tl.reshape(scale, [1, PANELS * 16])
 
 
 @triton.jit

@@ -1,0 +1,172 @@
+"""What the codes and scales of packed weights mean (csrc/src/layout.h), decoded in registers. Belongs here: formats.
+Never: where panels lie, products.
+
+Codes become float32 without a conversion of integers: bits are put where a float has them. 4-bit and 8-bit floats pass
+through float16, which holds each of them, its smallest ones too, as a normal number of float32 afterwards.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import constexpr_function
+
+from proa.native.formats import Form, Format
+
+# Values of a word, and words of a line.
+VALUES = {form: 2 if form <= Format.FP16 else 4 if form <= Format.INT8_F16 else 8 for form in Format} | {
+    Format.Q6_K: 16
+}
+LINE_WORDS = dict.fromkeys(Format, 1) | {Format.Q6_K: 3}
+
+# One of each kind of code and of scale, as checkpoints have them: what is compiled for every architecture.
+EXAMPLES = (
+    Form(Format.FP16, 0), Form(Format.FP8_ROW, 0), Form(Format.FP8_PANEL, 128), Form(Format.MXFP8, 32),
+    Form(Format.INT8_F16, 32), Form(Format.INT4_F16, 32), Form(Format.INT4_BF16, 128), Form(Format.UINT4_F32, 32),
+    Form(Format.UINT4_F16, 32), Form(Format.NVFP4, 16), Form(Format.MXFP4, 32), Form(Format.Q4_K, 32),
+    Form(Format.Q6_K, 16),
+)  # fmt: skip
+
+# What a word holds, and what a group's scale is. Codes of "uint4" have minimums, those of "e4m3" have NaN.
+_CODES = {
+    Format.BF16: "bf16", Format.FP16: "fp16", Format.FP8_ROW: "e4m3", Format.FP8_PANEL: "e4m3", Format.MXFP8: "e4m3",
+    Format.INT8_F32: "int8", Format.INT8_F16: "int8", Format.INT4_F32: "int4", Format.INT4_F16: "int4",
+    Format.INT4_BF16: "int4", Format.UINT4_F32: "uint4", Format.UINT4_F16: "uint4", Format.UINT4_BF16: "uint4",
+    Format.NVFP4: "e2m1", Format.MXFP4: "e2m1", Format.Q4_K: "uint4", Format.Q6_K: "six",
+}  # fmt: skip
+_SCALES = {
+    Format.BF16: "none", Format.FP16: "none", Format.FP8_ROW: "f32", Format.FP8_PANEL: "panel", Format.MXFP8: "e8m0",
+    Format.INT8_F32: "f32", Format.INT8_F16: "f16", Format.INT4_F32: "f32", Format.INT4_F16: "f16",
+    Format.INT4_BF16: "bf16", Format.UINT4_F32: "f32", Format.UINT4_F16: "f16", Format.UINT4_BF16: "bf16",
+    Format.NVFP4: "e4m3", Format.MXFP4: "e8m0", Format.Q4_K: "q4_k", Format.Q6_K: "q6_k",
+}  # fmt: skip
+
+
+def names(of: Format) -> dict[str, object]:
+    """Of a kernel that decodes the format."""
+    return {"CODE": _CODES[of], "SCALE": _SCALES[of]}
+
+
+@constexpr_function
+def unit_of(code):
+    """Values as `value` gives them are so many times too small."""
+    return 256.0 if code == "e4m3" else 16384.0 if code == "e2m1" else 1.0
+
+
+@constexpr_function
+def line_words(code):
+    return 3 if code == "six" else 1
+
+
+@constexpr_function
+def by_group(code, scale, group, padded):
+    """Whether scales, or minimums, are applied on the way along a row."""
+    return code == "uint4" or (scale != "none" and group < padded)
+
+
+@triton.jit
+def _integer(words, shift: tl.constexpr, bits: tl.constexpr, zero: tl.constexpr):
+    """Bits of words from `shift` on, below bit 16, less `zero`: they are the lowest bits of 2^23 / 2^shift + code."""
+    mask: tl.constexpr = ((1 << bits) - 1) << shift
+    magic: tl.constexpr = (150 - shift) << 23
+    number: tl.constexpr = float((1 << (23 - shift)) + zero)
+    return ((words & mask) | magic).to(tl.float32, bitcast=True) - number
+
+
+@triton.jit
+def half(words, odd: tl.constexpr):
+    """The lower or the upper float16 of words, as float32."""
+    return (words >> 16 if odd else words).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def value(words, i: tl.constexpr, CODE: tl.constexpr):
+    """Value i of each word, float32, without its scale and `unit_of` times too small, exactly; of formats with NaN
+    see `not_numbers`.
+    """
+    pair: tl.constexpr = i // 2
+    if CODE == "bf16":
+        return (words << 16 if i == 0 else words & -65536).to(tl.float32, bitcast=True)
+    elif CODE == "int8":
+        return _integer((words >> 16 if i % 2 else words) ^ 0x8080, 8 * pair, 8, 128)
+    elif CODE == "int4" or CODE == "uint4":
+        return _integer(words >> 16 if i % 2 else words, 4 * pair, 4, 8 if CODE == "int4" else 0)
+    elif CODE == "e4m3":
+        if pair == 0:
+            both = ((words << 7) & 0x3F803F80) | ((words << 8) & -0x7FFF8000)
+        else:
+            both = ((words >> 1) & 0x3F803F80) | (words & -0x7FFF8000)
+        return half(both, i % 2)
+    else:
+        tl.static_assert(CODE == "e2m1")
+        if pair == 3:
+            both = ((words >> 3) & 0x0E000E00) | (words & -0x7FFF8000)
+        else:
+            both = ((words << (9 - 4 * pair)) & 0x0E000E00) | ((words << (12 - 4 * pair)) & -0x7FFF8000)
+        return half(both, i % 2)
+
+
+@triton.jit
+def six_bits(low, high, i: tl.constexpr):
+    """Value i of lines of Q6_K, where `low` is the word that has its low bits."""
+    upper = ((high >> (16 * (i % 2) + 2 * (i // 2))) & 3) << 4
+    bits = ((low >> (16 * (i % 2) + 4 * (i // 2 % 4))) & 15) | upper
+    return _integer(bits, 0, 6, 32)
+
+
+@triton.jit
+def not_numbers(words):
+    """Whether one of each word's four e4m3 is NaN: all seven bits of its size are set."""
+    return (((words & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) != 0
+
+
+@triton.jit
+def scale(area, group, row, CODE: tl.constexpr, SCALE: tl.constexpr):
+    """Scales float32 of groups and rows of a panel, whose scales stand at `area` (of int32); all broadcast together."""
+    if SCALE == "panel":
+        return tl.load(area.to(tl.pointer_type(tl.float32)) + group)
+    elif SCALE == "e8m0":
+        code = tl.load(area.to(tl.pointer_type(tl.uint8)) + group * 16 + row).to(tl.int32)
+        return tl.where(code == 255, 0x7FC00000, code << 23).to(tl.float32, bitcast=True)  # 2^-127 is taken as 0
+    elif SCALE == "e4m3":
+        code = tl.load(area.to(tl.pointer_type(tl.uint8)) + 64 + group * 16 + row).to(tl.int16)
+        return (code << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    elif SCALE == "q4_k":
+        block = area.to(tl.pointer_type(tl.uint8)) + (group // 8) * 320
+        factor = tl.load(block + 64 + (group % 8) * 32 + row).to(tl.float32)
+        return tl.load(block.to(tl.pointer_type(tl.float16)) + row).to(tl.float32) * factor
+    elif SCALE == "q6_k":
+        block = area.to(tl.pointer_type(tl.int8)) + (group // 16) * 288
+        factor = tl.load(block + 32 + (group % 16) * 16 + row).to(tl.float32)
+        return tl.load(block.to(tl.pointer_type(tl.float16)) + row).to(tl.float32) * factor
+    else:
+        return _plain_scale(area, group * 32 if CODE == "uint4" else group * 16, row, SCALE)
+
+
+@triton.jit
+def minimum(area, group, row, SCALE: tl.constexpr):
+    """Minimums, as `scale`: what is added to code * scale."""
+    if SCALE == "q4_k":
+        block = area.to(tl.pointer_type(tl.uint8)) + (group // 8) * 320
+        factor = tl.load(block + 80 + (group % 8) * 32 + row).to(tl.float32)
+        return tl.load(block.to(tl.pointer_type(tl.float16)) + 16 + row).to(tl.float32) * -factor
+    else:
+        return _plain_scale(area, group * 32 + 16, row, SCALE)
+
+
+@triton.jit
+def _plain_scale(area, first, row, SCALE: tl.constexpr):
+    tl.static_assert(SCALE == "f32" or SCALE == "f16" or SCALE == "bf16")
+    if SCALE == "f32":
+        return tl.load(area.to(tl.pointer_type(tl.float32)) + first + row)
+    elif SCALE == "f16":
+        return tl.load(area.to(tl.pointer_type(tl.float16)) + first + row).to(tl.float32)
+    else:
+        return tl.load(area.to(tl.pointer_type(tl.bfloat16)) + first + row).to(tl.float32)
+
+
+@triton.jit
+def factor(area, SCALE: tl.constexpr):
+    """Of whole panels, float32, for formats that have one."""
+    tl.static_assert(SCALE == "e4m3")
+    return tl.load(area.to(tl.pointer_type(tl.float32)))

@@ -1,0 +1,139 @@
+"""Experts of every packed format on the GPU against float64, from the bytes that the CPU's kernels read.
+
+Pair by pair nothing of a weight is rounded; on the matrix unit it is, to bfloat16, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ops.triton_bounds import EPS32, assert_within, poisoned, rand
+from packing import CASES, Packed, Weights, random_weights
+from proa.native.formats import Form, Format
+from proa.ops.residency import ExpertShape
+from proa.ops.triton import experts_few, experts_grouped
+from proa.ops.triton.formats import VALUES
+
+FORMS = [Form(*case) for case in CASES]
+BF16_ROUNDING = 2.0**-8 * 1.01  # half a unit in the last of 8 places
+
+
+def names(form: Form) -> str:
+    return form.format.name
+
+
+class Downs:
+    """Experts of which only down is used: [rows, columns] matrices of one format."""
+
+    def __init__(self, stack: list[Weights], device: torch.device) -> None:
+        self.stack = stack
+        rows, columns = stack[0].values.shape
+        self.shape = ExpertShape(rows, columns, down_form=Form(stack[0].format, stack[0].group))
+        self._packed = Packed(stack)  # on a CPU the kernels read this memory itself
+        data = torch.frombuffer(self._packed.memory, dtype=torch.uint8)
+        self._bytes = data.to(device)
+        self.address = self._bytes.data_ptr() + torch.arange(len(stack)) * self._packed.layout.matrix_bytes
+        self.device = device
+
+    def products(self, x: Tensor, ids: Tensor, block_tokens: int) -> Tensor:
+        """float32 [pairs, rows] of x [pairs, columns] and experts ids int64 [pairs]; block_tokens 0: pair by pair."""
+        pairs, address = len(ids), self.address[ids].to(self.device)[:, None]
+        x, out = x.to(self.device), poisoned(pairs, self.shape.hidden, dtype=torch.float32).to(self.device)
+        if block_tokens == 0:
+            experts_few.down(x, address, self.shape, out)
+            return out
+        by = experts_grouped.groups(pairs, len(self.stack), self.device)
+        experts_grouped.group(ids.int()[:, None].to(self.device), len(self.stack), block_tokens, by)
+        experts_grouped.down_grouped(x, address, by, block_tokens, self.shape, out)
+        return out
+
+
+@dataclass
+class Expected:
+    """Products in float64, and how far off a kernel may be."""
+
+    y: Tensor
+    bound: Tensor
+
+
+def expected(stack: list[Weights], x: Tensor, ids: Tensor, rounded: bool) -> Expected:
+    columns = x.shape[1]
+    values, sizes = (torch.from_numpy(np.stack([getattr(w, f) for w in stack]))[ids] for f in ("values", "scaled"))
+    x = x.double()[:, :, None]
+    y, size = (values @ x)[..., 0], (sizes @ x.abs())[..., 0]
+    bound = size * (columns + 8) * EPS32
+    if rounded and stack[0].format is not Format.BF16:
+        bound = bound + (values.abs() @ x.abs())[..., 0] * BF16_ROUNDING
+    return Expected(y, bound)
+
+
+def check(stack: list[Weights], x: Tensor, ids: Tensor, block_tokens: int, device: torch.device) -> None:
+    downs = Downs(stack, device)
+    got, want = downs.products(x, ids, block_tokens), expected(stack, x, ids, block_tokens > 0)
+    assert_within(got, want.y, want.bound)
+    assert torch.equal(got, downs.products(x, ids, block_tokens))
+
+
+@pytest.mark.parametrize("block_tokens", [0, 16, 64])
+@pytest.mark.parametrize("form", FORMS, ids=names)
+@pytest.mark.parametrize("size", [(40, 150), (17, 544)], ids=str)
+def test_products(
+    form: Form, size: tuple[int, int], block_tokens: int, rng: torch.Generator, device: torch.device
+) -> None:
+    stack = [random_weights(form.format, form.group, *size, seed=e) for e in range(2)]
+    check(stack, rand(rng, 2, size[1]), torch.tensor([1, 0]), block_tokens, device)
+
+
+SCALED = [form for form in FORMS if form.format > Format.FP16]
+E4M3 = [form for form in FORMS if form.format in (Format.FP8_ROW, Format.FP8_PANEL, Format.MXFP8)]
+
+
+@pytest.mark.parametrize("block_tokens", [0, 16])
+@pytest.mark.parametrize("form", SCALED, ids=names)
+def test_every_code_alone(form: Form, block_tokens: int, device: torch.device) -> None:
+    """At every place of a word, without other terms that could hide what is wrong."""
+    places = VALUES[form.format]
+    rows = 256 if places == 4 else 64  # as many as there are codes, or more
+    weights = random_weights(form.format, form.group, rows, 256, seed=1, every_code=True)
+    x, ids = torch.eye(256)[:places].bfloat16(), torch.zeros(places, dtype=torch.int64)
+    got = Downs([weights], device).products(x, ids, block_tokens)
+    values, sizes = (torch.from_numpy(a)[:, :places].T for a in (weights.values, weights.scaled))
+    assert_within(got, values, sizes * 6 * EPS32 + (values.abs() * BF16_ROUNDING if block_tokens else 0))
+
+
+@pytest.mark.parametrize("block_tokens", [0, 16, 64])
+@pytest.mark.parametrize("form", E4M3, ids=names)
+def test_codes_that_are_no_numbers(form: Form, block_tokens: int, rng: torch.Generator, device: torch.device) -> None:
+    """Their rows are NaN, all others are right."""
+    good = random_weights(form.format, form.group, 40, 256, seed=1)
+    bad = replace(good, arrays={**good.arrays, "codes": good.arrays["codes"].copy()})
+    spoilt = {3: 0x7F, 17: 0xFF, 18: 0x7F, 32: 0xFF}
+    for row, code in spoilt.items():
+        bad.arrays["codes"][row, 5 * row % 256] = code
+    x, ids = rand(rng, 2, 256), torch.zeros(2, dtype=torch.int64)
+    got, want = Downs([bad], device).products(x, ids, block_tokens), expected([good], x, ids, block_tokens > 0)
+    assert got[:, list(spoilt)].isnan().all()
+    others = [row for row in range(40) if row not in spoilt]
+    assert_within(got[:, others], want.y[:, others], want.bound[:, others])
+
+
+@pytest.mark.parametrize("block_tokens", [0, 16, 64])
+@pytest.mark.parametrize("group", [16, 48, 256])
+@pytest.mark.parametrize("form", [Format.FP8_ROW, Format.INT4_F32, Format.UINT4_BF16], ids=str)
+def test_groups_of_any_size(
+    form: Format, group: int, block_tokens: int, rng: torch.Generator, device: torch.device
+) -> None:
+    stack = [random_weights(form, group, 20, 300, seed=2)]
+    check(stack, rand(rng, 2, 300), torch.tensor([0, 0]), block_tokens, device)
+
+
+@pytest.mark.parametrize("block_tokens", [0, 16])
+@pytest.mark.parametrize("form", [Form(Format.UINT4_F16, 0), Form(Format.INT4_F16, 0)], ids=names)
+def test_one_group(form: Form, block_tokens: int, rng: torch.Generator, device: torch.device) -> None:
+    stack = [random_weights(form.format, 0, 20, 300, seed=2)]
+    check(stack, rand(rng, 2, 300), torch.tensor([0, 0]), block_tokens, device)
