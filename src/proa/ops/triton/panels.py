@@ -44,14 +44,6 @@ def columns_of(of: Layout, bf16_lines: int) -> int:
 
 
 @triton.jit
-def halves(words):
-    """Values of bfloat16 words [lines, rows] as bfloat16 [columns, rows]."""
-    pair = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
-    bits = tl.reshape(tl.permute(pair, (0, 2, 1)), [words.shape[0] * 2, words.shape[1]])
-    return bits.to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
 def _words(at, mask, CODE: tl.constexpr):
     """Three words of each line and row: of six bits, two of low bits and one of high ones; else all the same one."""
     low = tl.load(at) if mask is None else tl.load(at, mask, 0)
@@ -232,6 +224,34 @@ def _scaled(
 
 
 @triton.jit
+def _plain(words, AS_WIDE: tl.constexpr, CODE: tl.constexpr):
+    """Lines' words as bfloat16, lines and columns first, panels and rows last."""
+    if CODE == "bf16":
+        turned = tl.permute(words, (0, 2, 1, 3) if AS_WIDE else (2, 0, 1, 3, 4))
+        quads: tl.constexpr = turned.shape[0]
+        lines = tl.reshape(turned, [quads * 4, words.numel // (quads * 4)])
+        pair = tl.join(lines.to(tl.int16), (lines >> 16).to(tl.int16))
+        return tl.permute(pair, (0, 2, 1)).to(tl.bfloat16, bitcast=True)
+    else:
+        # A word is two rows of one column; the upper eight words of a line are its odd columns.
+        rows = tl.join(formats.half(words, 0), formats.half(words, 1)).to(tl.bfloat16)
+        shape: tl.constexpr = words.shape
+        if AS_WIDE:
+            rows = tl.reshape(rows, [shape[0], shape[1], 4, 2, 16])
+            return tl.permute(rows, (0, 2, 3, 1, 4))
+        else:
+            rows = tl.reshape(rows, [2, 2, shape[2], shape[3], 2, 16])
+            return tl.permute(rows, (2, 0, 1, 4, 3, 5))
+
+
+@triton.jit
+def _fours(LINES: tl.constexpr, AS_WIDE: tl.constexpr):
+    """The first of each four lines, which have their scales in common where groups are not smaller."""
+    first = tl.arange(0, LINES // 4) * 4
+    return first[:, None, None, None] if AS_WIDE else first[None, None, :, None, None]
+
+
+@triton.jit
 def panel_products(
     address, first, x, exists,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
@@ -260,14 +280,7 @@ def panel_products(
         line = (tl.arange(0, LINES // 4)[None, None, :] * 4 + pair[:, :, None])[:, :, :, None, None]
         panel = panel[None, None, None, :, None]
         row = tl.arange(0, 16)[None, None, None, None, :]
-    # Four lines have their scales in common, unless groups are smaller.
-    quads = tl.arange(0, LINES // 4) * 4
-    if GROUP % (4 * VALUES):
-        scaled_line = line
-    elif AS_WIDE:
-        scaled_line = quads[:, None, None, None]
-    else:
-        scaled_line = quads[None, None, :, None, None]
+    scaled_line = line if GROUP % (4 * VALUES) else _fours(LINES, AS_WIDE)
     at = words + panel * PANEL_WORDS + line * STEP + row
     area = words + panel * PANEL_WORDS + PANEL_LINES * STEP
     column = tl.arange(0, LINES * VALUES)
@@ -282,29 +295,19 @@ def panel_products(
             value = tl.load(x_at + start * VALUES, exists[:, None], 0.0)
         else:
             value = tl.load(x_at + start * VALUES, exists[:, None] & (column < COLUMNS - start * VALUES)[None, :], 0.0)
-        if CODE == "bf16":
-            turned = tl.permute(part[0], (0, 2, 1, 3) if AS_WIDE else (2, 0, 1, 3, 4))
-            weights = halves(tl.reshape(turned, [LINES, PANELS * 16]))
-        elif CODE == "fp16":
-            # A word is two rows of one column; the upper eight words of a line are its odd columns.
-            rows = tl.join(formats.half(part[0], 0), formats.half(part[0], 1)).to(tl.bfloat16)
-            if AS_WIDE:
-                rows = tl.permute(tl.reshape(rows, [LINES // 4, PANELS, 4, 2, 16]), (0, 2, 3, 1, 4))
-            else:
-                rows = tl.permute(tl.reshape(rows, [2, 2, LINES // 4, PANELS, 2, 16]), (2, 0, 1, 4, 3, 5))
-            weights = tl.reshape(rows, [LINES * 2, PANELS * 16])
+        group = tl.minimum((start + scaled_line) * VALUES // GROUP, PANEL_LINES * VALUES // GROUP - 1)
+        if CODE == "bf16" or CODE == "fp16":
+            many = _plain(part[0], AS_WIDE, CODE)
         else:
-            group = tl.minimum((start + scaled_line) * VALUES // GROUP, PANEL_LINES * VALUES // GROUP - 1)
-            scaled = _scaled(part, area, group, row, CODE, SCALE, VALUES, BY_GROUP)
-            turned = tl.permute(scaled, (0, 2, 4, 1, 3) if AS_WIDE else (2, 0, 1, 5, 3, 4))
-            weights = tl.reshape(turned, [LINES * VALUES, PANELS * 16])
+            many = _scaled(part, area, group, row, CODE, SCALE, VALUES, BY_GROUP)
+            many = tl.permute(many, (0, 2, 4, 1, 3) if AS_WIDE else (2, 0, 1, 5, 3, 4))
+        weights = tl.reshape(many, [LINES * VALUES, PANELS * 16])
         total = tl.dot(value, weights, total)
     scale = _panel_scale(row_area, tl.arange(0, 16)[None, :], CODE, SCALE, BY_GROUP)
     if SCALE == "none" or (BY_GROUP and SCALE != "e4m3"):
         return total
     else:
-        scale = tl.broadcast_to(scale, [PANELS, 16])
-        return total * tl.reshape(scale, [1, PANELS * 16])
+        return total * tl.reshape(tl.broadcast_to(scale, [PANELS, 16]), [1, PANELS * 16])
 
 
 @triton.jit
