@@ -52,8 +52,10 @@ SPLITS = {
 }
 
 
-def load_split(folder: Path, pool: Pool, split: Split, device: str, **override: object) -> Loaded:
-    """device: "sim" or "cuda". Executors have a `hybrid` to look into."""
+def load_split(
+    folder: Path, pool: Pool, split: Split, device: str, made: list[HybridModel] | None = None, **override: object
+) -> Loaded:
+    """device: "sim" or "cuda". made: gets the experts of each executor, to look into."""
     checkpoint = open_checkpoint(folder, "auto", override)
     declared = checkpoint.declare()
     spec, cuda = declared.spec, device == "cuda"
@@ -63,6 +65,8 @@ def load_split(folder: Path, pool: Pool, split: Split, device: str, **override: 
         staging = Staging(pool, 1 << 20, pinned=cuda)
         ram = Memory(pool, [None] * pool.nodes)
         hybrid = HybridModel(split.placement(spec), at, ram, staging)
+        if made is not None:
+            made.append(hybrid)
         ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts).table() if cuda else reference(
             torch.bfloat16, hybrid.new_experts
         )  # fmt: skip
@@ -76,8 +80,8 @@ def load_split(folder: Path, pool: Pool, split: Split, device: str, **override: 
         def transport(layers: Sequence[Experts], size: JobSize) -> Transport:
             if not cuda:
                 return HostTransport(pool, layers, size)
-            made: Transport = _cuda("hybrid.gpu_transport").GpuTransport(pool, layers, size, at)
-            return made
+            doorbell: Transport = _cuda("hybrid.gpu_transport").GpuTransport(pool, layers, size, at)
+            return doorbell
 
         chosen = top_k(spec)
         if cuda:

@@ -48,9 +48,11 @@ _LAYER = {
 
 
 def make_tiny_gguf(
-    name: str, file: Path, quant: str = "F32", rope_factors: tuple[float, ...] = (), **overrides: Any
+    name: str, file: Path, quant: str = "F32", rope_factors: tuple[float, ...] = (), down: str = "", **overrides: Any
 ) -> Path:
-    """Write the model `tiny_reference(name, **overrides)`; its matrices as `quant`, all else as F32."""
+    """Write the model `tiny_reference(name, **overrides)`; its matrices as `quant` (those of FFNs that lead back into
+    the residual stream as `down`), all else as F32.
+    """
     model = tiny_reference(name, **overrides)
     arch = ARCHITECTURES[TINY[name].architecture]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -58,8 +60,8 @@ def make_tiny_gguf(
     _write_metadata(writer, model.config, arch)
     if rope_factors:
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
-    kind = gguf.GGMLQuantizationType[quant]
     for tensor, values in gguf_tensors(model, arch):
+        kind = gguf.GGMLQuantizationType[down if down and "ffn_down" in tensor else quant]
         if values.ndim > 1 and "ffn_gate_inp" not in tensor and kind != gguf.GGMLQuantizationType.F32:
             writer.add_tensor(tensor, gguf.quantize(values, kind), raw_dtype=kind)
         else:

@@ -96,7 +96,7 @@ def counts(of: Plan) -> list[int]:
 
 def check(of: Plan, spec: Model) -> GpuPlan:
     """What must hold of any plan with a GPU."""
-    got, layers = of.gpu, moe_layers(spec)
+    got, layers = of.gpu, moe_layers(spec, {})
     assert got is not None
     vram, memory = got.vram, of.memory
     assert vram.used_bytes <= vram.usable_bytes
@@ -184,7 +184,7 @@ def test_half_of_what_dense_weights_leave_is_for_experts() -> None:
 
 
 def test_nothing_but_dense_weights_fits() -> None:
-    vram = vram_demand(MIXTRAL, 16, 1, 512, False).total_bytes(1024, 64) + moe_layers(MIXTRAL)[0].expert_bytes - 1
+    vram = vram_demand(MIXTRAL, 16, 1, 512, False).total_bytes(1024, 64) + moe_layers(MIXTRAL, {})[0].expert_bytes - 1
     got = plan(MIXTRAL, machine(124, gpu(24)), vram=vram, context=1024, max_running=1)
     assert not any(counts(got))
     assert check(got, MIXTRAL).inclusive
@@ -272,7 +272,6 @@ def test_front_loading_fills_the_first_layers() -> None:
         ({"gpu": "gpu0"}, UsageError, "--gpu is 'gpu0'"),
         ({"gpu": "none", "gpu_experts": "8"}, UsageError, "no GPU is used: as asked"),
         ({"gpu": "0", "dtype": "float32"}, UsageError, "computes in bfloat16, not float32.*Use --dtype bfloat16"),
-        ({"gpu": "0", "load_format": "gguf"}, UsageError, "quantised weights are not on the GPU yet"),
         ({"gpu_experts": "8", "dtype": "float32"}, UsageError, "bfloat16"),
         ({"gpu": "0", "vram": GIB}, ResourceError, r"Use --vram \d+M or more, or --gpu none"),
         ({"gpu": "sim:1G"}, ResourceError, "simulated, 1.00 GiB cannot hold"),
@@ -295,7 +294,6 @@ def test_experts_without_a_gpu_are_refused() -> None:
     [
         ({"gpu": "none"}, "as asked"),
         ({"dtype": "float16"}, "CPU only: the GPU computes in bfloat16, not float16"),
-        ({"load_format": "gguf"}, "CPU only: quantised weights are not on the GPU yet"),
     ],
 )
 def test_the_cpu_alone_and_why(asked: dict[str, Any], why: str) -> None:
@@ -434,7 +432,7 @@ def test_any_plan_fits_or_is_refused(spec: Model, ram_gib: float, vram_gib: floa
 @given(ram_gib=st.floats(4, 70), vram_gib=st.floats(6, 70), strategy=st.sampled_from(["uniform", "front-loading"]))
 def test_ram_and_vram_add_up(ram_gib: float, vram_gib: float, strategy: str) -> None:
     """Qwen3-30B is refused only where what VRAM has beside the least context and what RAM has do not hold it."""
-    box, layer = machine(ram_gib, gpu(vram_gib)), moe_layers(QWEN3_30B)[0]
+    box, layer = machine(ram_gib, gpu(vram_gib)), moe_layers(QWEN3_30B, {})[0]
     got = plan_or_refusal(QWEN3_30B, box, {"gpu": "0", "expert_placement": strategy})
     if isinstance(got, Plan):
         check(got, QWEN3_30B)

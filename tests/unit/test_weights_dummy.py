@@ -14,7 +14,7 @@ from torch import Tensor
 from proa.errors import UsageError
 from proa.models.families import declare
 from proa.models.spec import Model
-from proa.native.formats import Format, layout
+from proa.native.formats import BF16_FORM, Format, layout
 from proa.native.pool import Pool
 from proa.ops.packed import Memory, RowSink, Stack
 from proa.ops.staging import DevicePanels, DeviceRows, Staging
@@ -118,7 +118,7 @@ def unpacked(memory: Tensor, rows: int, columns: int) -> Tensor:
 
 @pytest.mark.parametrize("staging_bytes", [1 << 20, 4 << 10], ids=["room for all", "room for few"])
 def test_workers_fill_the_same_numbers(staging_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proa.weights.dummy._POOL", 1 << 12)  # matrices of several copies, and of parts of one
+    monkeypatch.setattr("proa.weights.random_pool.POOL", 1 << 12)  # matrices of several copies, and of parts of one
     spec = spec_of(tiny_reference("qwen3-moe"))
     wanted = {name: torch.full(shape, torch.nan) for name, shape in spec.params()}
     fill_dummy(spec, wanted, 3, "uniform")
@@ -133,7 +133,9 @@ def test_workers_fill_the_same_numbers(staging_bytes: int, monkeypatch: pytest.M
             elif number % 3 == 1:
                 of = layout(Format.BF16, *shape)
                 panels = torch.full((of.panels, of.panel_bytes), 255, dtype=torch.uint8)
-                targets[name] = DevicePanels(panels, *shape, staging)
+                targets[name] = DevicePanels(
+                    *shape, lambda stored: None, lambda panels=panels: (panels, BF16_FORM), staging
+                )
                 read[name] = lambda panels=panels, shape=shape: unpacked(panels, *shape)
             else:
                 stack = Stack(memory, 1, *shape)  # each team has some of its panels

@@ -70,7 +70,10 @@ class HybridOptions:
         choices=tuple(MODEL_SHAPES), common=True,
     )  # fmt: skip
     layers: int | None = option(None, help="so many of its layers; default: all", low=1, high=1000, common=True)
-    format: str = option("bf16", help="format of the experts' weights", choices=("bf16",), common=True)
+    format: str = option(
+        "bf16", help="format of the experts' weights: see --dummy-format",
+        choices=("bf16", "fp8", "int4", "nvfp4", "mxfp4"), common=True,
+    )  # fmt: skip
     resident: float | None = option(
         None, help="percent of each layer's experts in VRAM; default: as many as fit", metavar="PERCENT",
         low=0, high=100, common=True,
@@ -128,7 +131,9 @@ def case_of(options: HybridOptions) -> Case:
     pages = -(-tokens // page_tokens) + 1
     kv_bytes = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim  # keys and values, bfloat16
     engine = EngineOptions(
-        model=ModelOptions(dtype="bfloat16", load_format="dummy", dummy_router=options.router),
+        model=ModelOptions(
+            dtype="bfloat16", load_format="dummy", dummy_router=options.router, dummy_format=options.format
+        ),
         cache=CacheOptions(context=tokens, kv_memory=most * pages * page_tokens * kv_bytes, page_tokens=page_tokens),
         scheduler=SchedulerOptions(max_running=most, max_batch_tokens=options.max_batch_tokens),
         machine=options.engine.machine,

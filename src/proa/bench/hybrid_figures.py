@@ -12,8 +12,8 @@ from statistics import median_low
 import msgspec
 
 from proa.engine.ipc import Stats
-from proa.models.spec import Model
-from proa.plan.placement import BF16_BYTES, moe_layers
+from proa.models.spec import Model, Moe
+from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.vram import dense_read_bytes
 from proa.weights.frequencies import frequencies
@@ -96,10 +96,11 @@ def step_bytes(
     """
     kv_bytes = requests * context_tokens * spec.kv_bytes_per_token(BF16_BYTES)
     resident_bytes = all_bytes = 0.0
-    for layer, resident in zip(moe_layers(spec), gpu.resident, strict=True):
+    layers = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
+    for layer, expert_bytes, resident in zip(layers, gpu.expert_bytes, gpu.resident, strict=True):
         distinct = expected_distinct(frequencies(router, layer.experts, layer.top_k), requests)
-        all_bytes += distinct * layer.expert_bytes
-        resident_bytes += distinct * layer.expert_bytes * len(resident) / layer.experts
+        all_bytes += distinct * expert_bytes
+        resident_bytes += distinct * expert_bytes * len(resident) / layer.experts
     if router != "uniform" and any(gpu.resident):
         resident_bytes = max(0.0, all_bytes - cpu_bytes)
     return StepBytes(dense=dense_read_bytes(spec) + kv_bytes, resident=resident_bytes, cpu=cpu_bytes)

@@ -36,6 +36,11 @@ class ModelOptions:
         help="routing of dummy weights: uniform or zipf (few hot experts)",
         choices=("uniform", "zipf"),
     )
+    dummy_format: str = option(
+        "bf16",
+        help="format of the routed experts of dummy weights: fp8 in blocks of 128, int4 in groups of 32",
+        choices=("bf16", "fp8", "int4", "nvfp4", "mxfp4"),
+    )
     ignore_config_key: tuple[str, ...] = option(
         (), help="config key to accept although Proa does not know it (repeatable)", metavar="KEY"
     )

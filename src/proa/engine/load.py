@@ -53,7 +53,9 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     targets = build.targets()
     begin = time.perf_counter()
     if plan.load_format == "dummy":
-        fill_dummy(declared.spec, targets, plan.dummy_seed, plan.dummy_router, build.pool, build.flush)
+        fill_dummy(
+            declared.spec, targets, plan.dummy_seed, plan.dummy_router, build.pool, build.flush, plan.dummy_format
+        )
     else:
         load_weights(checkpoint, declared, targets, _paced(report), build.pool, build.flush)
     load_seconds = time.perf_counter() - begin

@@ -20,7 +20,7 @@ class GpuSpaces:
 
     def of(self, memory: LayerMemory) -> ExpertSpace:
         device = memory.slots.up.device
-        key = (memory.shape, memory.experts, device)
+        key = (memory.hidden, memory.shape.down.padded_columns, memory.experts, device)
         if key not in self._made:
             self._made[key] = expert_space(self._tokens, self._top_k, memory.experts, memory.shape, device)
         return self._made[key]

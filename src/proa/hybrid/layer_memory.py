@@ -4,48 +4,78 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from proa.hybrid.slots import ExpertSlots
+from proa.native.formats import Form, kept_form
 from proa.ops.gated import GatedStacks
 from proa.ops.packed import Memory, Stack
 from proa.ops.residency import ExpertShape
-from proa.ops.staging import Staging
+from proa.ops.staging import DevicePanels, Staging
 from proa.ops.table import Parameters
 
 
 class LayerMemory:
-    """`resident`: experts that the device has. `inclusive`: RAM has those as well; else only the others."""
+    """`resident`: experts that the device has. `inclusive`: RAM has those as well; else only the others.
+
+    Slots and stacks have one form, that of what the checkpoint stores: it is known, and memory taken, once all sinks
+    have been told what to expect.
+    """
 
     def __init__(
-        self, shape: ExpertShape, experts: int, resident: Sequence[int], inclusive: bool, device: torch.device,
+        self, hidden: int, width: int, experts: int, resident: Sequence[int], inclusive: bool, device: torch.device,
         ram: Memory, staging: Staging,
     ) -> None:  # fmt: skip
-        self.shape, self.experts = shape, experts
-        self.slots = ExpertSlots(shape, resident, device)
-        here = self.slots.slot_of
-        self.in_ram = [e for e in range(experts) if inclusive or e not in here]
-        self.cpu_computes = len(here) < experts
-        self.stacks = GatedStacks(ram, len(self.in_ram), shape.hidden, shape.width, bias=False) if self.in_ram else None
-        self._staging = staging
+        self.hidden, self.width, self.experts = hidden, width, experts
+        self._resident, self._device, self._staging = frozenset(resident), device, staging
+        self._order = tuple(resident)
+        self._up_stored: set[str] = set()
+        self._down_stored: set[str] = set()
+        self.in_ram = [e for e in range(experts) if inclusive or e not in self._resident]
+        self.cpu_computes = len(resident) < experts
+        self.stacks = (
+            GatedStacks(ram, len(self.in_ram), hidden, width, False, self._up_stored, self._down_stored)
+            if self.in_ram
+            else None
+        )
+
+    @property
+    def shape(self) -> ExpertShape:
+        """Of each expert, wherever it is."""
+        up, down = kept_form(self._up_stored, self.hidden), kept_form(self._down_stored, self.width)
+        return ExpertShape(self.hidden, self.width, up, down)
+
+    @cached_property
+    def slots(self) -> ExpertSlots:
+        return ExpertSlots(self.shape, self._order, self._device)
 
     def parameters(self) -> Parameters:
         number = {expert: i for i, expert in enumerate(self.in_ram)}
         for e in range(self.experts):
-            if self.stacks is not None and e in number:
-                sinks = self.stacks.sinks(number[e])
-            else:
-                sinks = self.slots.sinks(e, self._staging)
+            sinks = self.stacks.sinks(number[e]) if self.stacks and e in number else self._slot_sinks(e)
             yield from ((f"{e}.{name}", sink) for name, sink in sinks)
+
+    def _slot_sinks(self, expert: int) -> Parameters:
+        """gate, up, down (.weight)."""
+        up, down = self._up_stored.add, self._down_stored.add
+        sizes = ((self.width, self.hidden, up), (self.width, self.hidden, up), (self.hidden, self.width, down))
+        for part, (rows, columns, expect) in enumerate(sizes):
+
+            def where(part: int = part) -> tuple[Tensor, Form]:
+                of = self.slots.shape
+                return self.slots.panels(expert)[part], of.down_form if part == 2 else of.up_form
+
+            yield f"{('gate', 'up', 'down')[part]}.weight", DevicePanels(rows, columns, expect, where, self._staging)
 
     def fill_slots(self) -> None:
         """Copy what RAM has too, once it is loaded."""
         if self.stacks is None:
             return
         for number, expert in enumerate(self.in_ram):
-            if expert in self.slots.slot_of:
+            if expert in self._resident:
                 up, down = (_spans(stack, number) for stack in (self.stacks.up, self.stacks.down))
                 self.slots.copy_in(expert, up, down)
 

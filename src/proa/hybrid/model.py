@@ -15,7 +15,6 @@ from proa.hybrid.transport import Transport
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize
 from proa.native.weights import Experts
 from proa.ops.packed import Memory
-from proa.ops.residency import ExpertShape
 from proa.ops.staging import Staging
 
 NewDevice = Callable[[LayerMemory], DeviceExperts]
@@ -40,9 +39,8 @@ class HybridModel:
 
     def new_experts(self, experts: int, hidden: int, width: int) -> HybridExperts:
         resident = self._placement.resident[len(self.layers)]
-        shape = ExpertShape(hidden, width)
         memory = LayerMemory(
-            shape, experts, resident, self._placement.inclusive, self._device, self._ram, self._staging
+            hidden, width, experts, resident, self._placement.inclusive, self._device, self._ram, self._staging
         )
         number = sum(layer.memory.cpu_computes for layer in self.layers)  # among those that the CPU knows
         self.layers.append(HybridExperts(number, memory))
@@ -53,7 +51,7 @@ class HybridModel:
         shared = [layer.memory for layer in self.layers if layer.memory.cpu_computes]
         if shared:
             stacks = [memory.stacks for memory in shared]
-            size = JobSize(most_tokens, top_k, shared[0].shape.hidden)
+            size = JobSize(most_tokens, top_k, shared[0].hidden)
             self.transport = new_transport([stack.experts() for stack in stacks if stack is not None], size)
         for layer in self.layers:
             layer.memory.fill_slots()

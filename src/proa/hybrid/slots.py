@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from proa.ops.residency import ExpertShape, Residency
-from proa.ops.staging import DevicePanels, Staging
-from proa.ops.table import Parameters
 
 
 class ExpertSlots:
@@ -36,12 +34,10 @@ class ExpertSlots:
                 cpu[expert] = number
         return Residency(up.to(self.up.device), down.to(self.up.device), cpu.to(self.up.device))
 
-    def sinks(self, expert: int, staging: Staging) -> Parameters:
-        """gate, up, down (.weight)."""
-        slot, hidden, width = self.slot_of[expert], self.shape.hidden, self.shape.width
-        yield "gate.weight", DevicePanels(self.up[slot, 0::2], width, hidden, staging)
-        yield "up.weight", DevicePanels(self.up[slot, 1::2], width, hidden, staging)
-        yield "down.weight", DevicePanels(self.down[slot], hidden, width, staging)
+    def panels(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of gate, up and down: uint8 [panels, panel bytes]."""
+        slot = self.slot_of[expert]
+        return self.up[slot, 0::2], self.up[slot, 1::2], self.down[slot]
 
     def copy_in(self, expert: int, up: Sequence[Tensor], down: Sequence[Tensor]) -> None:
         """From spans of packed bytes, in the panels' order."""

@@ -83,11 +83,20 @@ KEPT = {
 }
 
 
+# Of random weights, which are made in these formats; by names that no checkpoint has.
+DUMMY = {
+    "dummy fp8": Kept(Format.FP8_PANEL, 128, 1),
+    "dummy int4": Kept(Format.INT4_BF16, 32, 1),
+    "dummy nvfp4": Kept(Format.NVFP4, 16, 1),
+    "dummy mxfp4": Kept(Format.MXFP4, 32, 1),
+}
+
+
 def kept_form(stored: Collection[str], columns: int) -> Form:
-    """Of a stack of matrices whose parts a checkpoint stores as `stored`: the checkpoint's own where
-    all are of one type that can be kept, else bfloat16.
+    """Of a stack of matrices whose parts a checkpoint stores as `stored`: the checkpoint's own where all are of one
+    type that can be kept, else bfloat16.
     """
-    kept = KEPT.get(next(iter(stored))) if len(stored) == 1 else None
+    kept = (KEPT | DUMMY).get(next(iter(stored))) if len(stored) == 1 else None
     return Form(kept.format, kept.group) if kept and columns % kept.block_columns == 0 else BF16_FORM
 
 

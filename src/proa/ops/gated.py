@@ -14,10 +14,13 @@ from proa.ops.table import Parameters
 class GatedStacks:
     """`count` MLPs of one shape: down(silu(gate x) * up x)."""
 
-    def __init__(self, memory: Memory, count: int, hidden: int, width: int, bias: bool) -> None:
+    def __init__(
+        self, memory: Memory, count: int, hidden: int, width: int, bias: bool,
+        up_stored: set[str] | None = None, down_stored: set[str] | None = None,
+    ) -> None:  # fmt: skip
         self.hidden, self.width = hidden, width
-        self.up = Stack(memory, count, width, hidden, interleaved=True)
-        self.down = Stack(memory, count, hidden, width)
+        self.up = Stack(memory, count, width, hidden, interleaved=True, stored=up_stored)
+        self.down = Stack(memory, count, hidden, width, stored=down_stored)
         panels = -(-width // PANEL_ROWS)
         self.biases: tuple[Tensor, ...] = ()  # of gate and up [count, panels, 2, 16], of down; native kernels read them
         if bias:

@@ -83,11 +83,15 @@ class Memory:
 class Stack:
     """`count` matrices [rows, columns] of one format. With `interleaved`, each is two (gate, up), panel by panel."""
 
-    def __init__(self, memory: Memory, count: int, rows: int, columns: int, *, interleaved: bool = False) -> None:
+    def __init__(
+        self, memory: Memory, count: int, rows: int, columns: int, *, interleaved: bool = False,
+        stored: set[str] | None = None,
+    ) -> None:  # fmt: skip
+        """stored: the checkpoint's types, where others add to them and must get the same format."""
         self.rows, self.columns, self._count = rows, columns, count
         self._step = 2 if interleaved else 1
         self._memory = memory
-        self._stored: set[str] = set()
+        self._stored = set() if stored is None else stored
         self._pieces: list[Piece] = []
         self._matrix: Matrix | None = None
 

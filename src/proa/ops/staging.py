@@ -6,13 +6,13 @@ not fit comes in rows that are written one chunk at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from proa.native.fill import Fill, StoredRows, fill
-from proa.native.formats import Format, Stored, layout
+from proa.native.formats import Form, Format, Stored, layout
 from proa.native.pool import Pool
 
 STORED = {
@@ -82,28 +82,35 @@ class DeviceRows:
 class DevicePanels:
     """Rows of one matrix packed for the native kernels, in memory that the CPU may not address.
 
-    panels uint8 [panels, panel bytes], the matrix's own (of gate and up: every second one); rows float [rows, columns].
+    `where` tells the matrix's panels, uint8 [panels, panel bytes] (of gate and up: every second one), and their form;
+    it is asked once all sinks know what they will get. rows float [rows, columns].
     """
 
-    def __init__(self, panels: Tensor, rows: int, columns: int, staging: Staging) -> None:
-        self.shape = (rows, columns)
-        self.row_unit = 16
-        self._panels, self._staging = panels, staging
+    row_unit = 16
 
-    def expect(self, stored: str) -> None:
-        pass
+    def __init__(
+        self, rows: int, columns: int, expect: Callable[[str], None], where: Callable[[], tuple[Tensor, Form]],
+        staging: Staging,
+    ) -> None:  # fmt: skip
+        self.shape = (rows, columns)
+        self.expect = expect
+        self._where, self._staging = where, staging
 
     def fills(self, rows: StoredRows) -> list[Fill] | None:
-        places = self._staging.reserve([self._panels])
-        return None if places is None else [self._fill(rows, places[0], self.shape[0])]
+        panels, form = self._where()
+        places = self._staging.reserve([panels])
+        return None if places is None else [self._fill(rows, places[0], self.shape[0], form)]
 
     def write(self, first: int, rows: Tensor) -> None:
+        """Raises ValueError where the form is not bfloat16: the staging is too small for the matrix."""
+        panels, form = self._where()
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        part = self._panels[first // 16 : -(-(first + len(rows)) // 16)]
+        part = panels[first // 16 : -(-(first + len(rows)) // 16)]
         place = torch.empty(part.shape, dtype=torch.uint8)
         stored = StoredRows(STORED[rows.dtype], rows.data_ptr(), rows.stride(0) * rows.itemsize)
-        fill(self._staging.pool, [self._fill(stored, place, len(rows))])
+        fill(self._staging.pool, [self._fill(stored, place, len(rows), form)])
         part.copy_(place)
 
-    def _fill(self, rows: StoredRows, place: Tensor, count: int) -> Fill:
-        return Fill(rows, layout(Format.BF16, count, self.shape[1]), place.data_ptr(), place.nbytes)
+    def _fill(self, rows: StoredRows, place: Tensor, count: int, form: Form) -> Fill:
+        to = layout(form.format, count, self.shape[1], form.group)
+        return Fill(rows, to, place.data_ptr(), place.nbytes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from proa.config.options import EngineOptions
 from proa.errors import ResourceError, UsageError
@@ -31,6 +32,7 @@ class Case:
     machine: Machine
     usable_bytes: int
     space: str = "memory"  # what is short where the context is cut, for the table
+    stored: Mapping[str, str] = field(default_factory=dict)  # types of parameters that may be kept; see packed_size
 
 
 @dataclass(frozen=True)

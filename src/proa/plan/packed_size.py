@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from proa.models.spec import Model, Moe
-from proa.native.formats import Format, kept_form, layout
+from proa.native.formats import BF16_FORM, Form, Format, kept_form, layout
 
 # Gate and up of all experts of a layer are one stack, and so are its down matrices.
 _EXPERT = re.compile(r"(blocks\.\d+\.ffn\.experts)\.\d+\.(gate|up|down)\.weight")
@@ -37,6 +37,22 @@ def packed_size(spec: Model, stored: Mapping[str, str]) -> PackedSize:
         total += nbytes
         active += nbytes * _read_share(spec, name)
     return PackedSize(int(total), int(active))
+
+
+def dummy_types(spec: Model, form: str) -> dict[str, str]:
+    """What random weights are stored as, where routed experts have a format of their own; else empty."""
+    if form == "bf16":
+        return {}
+    return {name: f"dummy {form}" if _EXPERT.fullmatch(name) else "BF16" for name, _ in spec.params()}
+
+
+def expert_forms(stored: Mapping[str, str], block: int, ffn: Moe) -> tuple[Form, Form]:
+    """Of a block's gate and up, and of down; see packed_size for `stored`, which may be empty: all is bfloat16."""
+    if not stored:
+        return BF16_FORM, BF16_FORM
+    names = [f"blocks.{block}.ffn.experts.{e}" for e in range(ffn.experts)]
+    up = {stored[f"{name}.{part}.weight"] for name in names for part in ("gate", "up")}
+    return kept_form(up, ffn.hidden), kept_form({stored[f"{name}.down.weight"] for name in names}, ffn.width)
 
 
 def _stack(name: str) -> str:

@@ -1,14 +1,16 @@
 """Which routed experts live in VRAM: pure functions of sizes. Never: what else needs VRAM, options, decisions.
 
-An expert in VRAM is a copy of its packed panels in RAM (csrc/src/layout.h, bfloat16), so it has their size.
+An expert in VRAM is a copy of its packed panels in RAM (csrc/src/layout.h), so it has their size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from proa.models.spec import Model, Moe
+from proa.native.formats import BF16_FORM, Form, layout
+from proa.plan.packed_size import expert_forms
 
 PANEL_ROWS, COLUMN_UNIT, BF16_BYTES = 16, 32, 2
 
@@ -27,21 +29,24 @@ class MoeLayer:
         return self.experts * self.expert_bytes
 
 
-def moe_layers(spec: Model) -> tuple[MoeLayer, ...]:
+def moe_layers(spec: Model, stored: Mapping[str, str]) -> tuple[MoeLayer, ...]:
+    """`stored`: the checkpoint's type of each parameter, by our names; empty: all are packed as bfloat16."""
     return tuple(
-        MoeLayer(i, block.ffn.experts, block.ffn.top_k, expert_bytes(block.ffn))
+        MoeLayer(i, block.ffn.experts, block.ffn.top_k, expert_bytes(block.ffn, *expert_forms(stored, i, block.ffn)))
         for i, block in enumerate(spec.blocks)
         if isinstance(block.ffn, Moe)
     )
 
 
-def expert_bytes(ffn: Moe) -> int:
+def expert_bytes(ffn: Moe, up: Form = BF16_FORM, down: Form = BF16_FORM) -> int:
     """Packed bytes of one expert: gate and up alternate panel by panel, down follows."""
-    return 2 * packed_bytes(ffn.width, ffn.hidden) + packed_bytes(ffn.hidden, ffn.width)
+    return 2 * packed_bytes(ffn.width, ffn.hidden, up) + packed_bytes(ffn.hidden, ffn.width, down)
 
 
-def packed_bytes(rows: int, columns: int) -> int:
-    """Bytes of a bfloat16 matrix in panels: rows padded to 16, columns to 32."""
+def packed_bytes(rows: int, columns: int, form: Form = BF16_FORM) -> int:
+    """Bytes of a matrix in panels. Of bfloat16: rows padded to 16, columns to 32."""
+    if form != BF16_FORM:
+        return layout(form.format, rows, columns, form.group).matrix_bytes
     return _padded(rows, PANEL_ROWS) * _padded(columns, COLUMN_UNIT) * BF16_BYTES
 
 

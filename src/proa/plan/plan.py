@@ -144,6 +144,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # bfloat16, float16, float32
     dummy_seed: int = 0
     dummy_router: str = "uniform"
+    dummy_format: str = "bf16"  # of routed experts
     ignore_config_keys: tuple[str, ...] = ()
     override_config: dict[str, object] = {}
     context_tokens: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from proa.config.options import EngineOptions, MachineOptions
+from proa.config.options import EngineOptions, MachineOptions, ModelOptions
 from proa.errors import ResourceError, UsageError
 from proa.machine.machine import Gpu, Machine
 from proa.models.names import Declared
@@ -18,7 +18,7 @@ from proa.plan.device import choose
 from proa.plan.fit import Case, Fitted, fit
 from proa.plan.gpu_asked import asked_gpu
 from proa.plan.overrides import config_overrides
-from proa.plan.packed_size import packed_size
+from proa.plan.packed_size import dummy_types, packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof
 from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import asks_for_experts, split
@@ -53,11 +53,13 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     page_tokens, elem_bytes = options.cache.page_tokens, ELEM_BYTES[dtype]
     need = demand(spec, elem_bytes, page_tokens, asked.max_running, batch_tokens)
     active_bytes = spec.num_active_params * elem_bytes
-    if isa and checkpoint.load_format == "gguf":
-        packed = packed_size(spec, _stored_types(declared, checkpoint))
+    _check_dummy(options.model, checkpoint, dtype)
+    stored = _stored_types(options.model, declared, checkpoint) if isa else {}
+    if stored:
+        packed = packed_size(spec, stored)
         need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
-    case = Case(model, spec, options, dtype, need, machine, usable_bytes)
-    placed = _place(case, checkpoint.load_format, batch_tokens, active_bytes, host.bandwidth)
+    case = Case(model, spec, options, dtype, need, machine, usable_bytes, stored=stored)
+    placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
     fitted = placed.fitted
     return Plan(
         model=model,
@@ -66,6 +68,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
         dtype=dtype,
         dummy_seed=options.model.dummy_seed,
         dummy_router=options.model.dummy_router,
+        dummy_format=options.model.dummy_format,
         ignore_config_keys=options.model.ignore_config_key,
         override_config=config_overrides(options.model.override_config),
         context_tokens=fitted.context_tokens,
@@ -83,7 +86,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
         gpu=placed.gpu,
         roof=placed.roof,
         decisions=(
-            _load_format(options.model.load_format, checkpoint, bool(isa)),
+            _load_format(options.model, checkpoint, bool(isa), placed.gpu),
             dtype_row,
             _compute(dtype, host, placed.gpu),
             *placed.decisions,
@@ -108,14 +111,14 @@ class _Placed:
     decisions: tuple[Decision, ...]
 
 
-def _place(case: Case, load_format: str, batch_tokens: int, active_bytes: int, bandwidth: float) -> _Placed:
+def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -> _Placed:
     """With a GPU where there is one and the model allows; without, with the reason; or the refusal."""
     options = case.options.gpus
     asked = asked_gpu(options.gpu)
     certain = asked.explicit or asks_for_experts(options)
     chosen = choose(asked, case.machine)
     why, refused = chosen.why, None
-    if chosen.gpu is not None and (hindered := _hindrance(case.dtype, load_format)):
+    if chosen.gpu is not None and (hindered := _hindrance(case.dtype)):
         if certain:
             raise UsageError(f"{case.model} cannot use a GPU: {hindered[0]}.", hindered[1], param="gpu")
         why = f"CPU only: {hindered[0]}"
@@ -160,26 +163,43 @@ def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) ->
     return _Placed(None, memory, fitted, roof, (row, *fitted.decisions))
 
 
-def _hindrance(dtype: str, load_format: str) -> tuple[str, str] | None:
+def _hindrance(dtype: str) -> tuple[str, str] | None:
     """What about the model keeps it off GPUs, and the remedy."""
-    if load_format == "gguf":
-        return "quantised weights are not on the GPU yet", "Use --gpu none, or a checkpoint in safetensors."
     if dtype != "bfloat16":
         return f"the GPU computes in bfloat16, not {dtype}", "Use --dtype bfloat16, or --gpu none."
     return None
 
 
-def _stored_types(declared: Declared, checkpoint: Checkpoint) -> dict[str, str]:
+def _check_dummy(asked: ModelOptions, checkpoint: Checkpoint, dtype: str) -> None:
+    form = asked.dummy_format
+    if form != "bf16" and (checkpoint.load_format != "dummy" or dtype != "bfloat16"):
+        what = f"weights are {checkpoint.load_format}" if checkpoint.load_format != "dummy" else f"the dtype is {dtype}"
+        raise UsageError(
+            f"--dummy-format {form} is for random weights beside bfloat16, and {what}.", "Leave it out.",
+            param="dummy_format",
+        )  # fmt: skip
+
+
+def _stored_types(asked: ModelOptions, declared: Declared, checkpoint: Checkpoint) -> dict[str, str]:
+    """Of each parameter; empty where nothing can be kept as it is stored."""
+    if checkpoint.load_format == "dummy":
+        return dummy_types(declared.spec, asked.dummy_format)
+    if checkpoint.load_format != "gguf":
+        return {}
     return sources.stored_types(sources.resolve(declared, checkpoint.tensors), checkpoint.tensors)
 
 
-def _load_format(asked: str, checkpoint: Checkpoint, native: bool) -> Decision:
+def _load_format(asked: ModelOptions, checkpoint: Checkpoint, native: bool, gpu: GpuPlan | None) -> Decision:
     kept = "blocks of Q4_0, Q4_1, Q8_0, Q4_K and Q6_K are kept as they are, others rounded once to bfloat16"
-    why = {
-        "dummy": "random weights of the true shapes: answers mean nothing",
-        "gguf": kept if native else "dequantised while loading, each weight rounded once",
-    }.get(checkpoint.load_format, "the files found" if asked == "auto" else "as asked")
-    return Decision("weights", asked, checkpoint.load_format, why)
+    if gpu is not None:
+        kept = "routed experts: " + kept + "; all else becomes bfloat16 on the GPU"
+    dummy = "random weights of the true shapes: answers mean nothing"
+    if asked.dummy_format != "bf16":
+        dummy += f"; routed experts in {asked.dummy_format}"
+    why = {"dummy": dummy, "gguf": kept if native else "dequantised while loading, each weight rounded once"}.get(
+        checkpoint.load_format, "the files found" if asked.load_format == "auto" else "as asked"
+    )
+    return Decision("weights", asked.load_format, checkpoint.load_format, why)
 
 
 def _dtype(asked: str, checkpoint: Checkpoint) -> tuple[str, Decision]:

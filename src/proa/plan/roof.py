@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from proa.machine.machine import Gpu
-from proa.models.spec import Model
-from proa.plan.placement import BF16_BYTES, moe_layers
+from proa.models.spec import Model, Moe
+from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan, Plan, Roof, VramRoof
 from proa.plan.vram import dense_read_bytes
 
@@ -29,9 +29,12 @@ def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float) -> Roof:
     Every expert counts as often as any other.
     """
     in_vram = in_ram = 0.0
-    for layer, resident in zip(moe_layers(spec), plan.resident, strict=True):
-        read_bytes = layer.top_k * layer.expert_bytes
-        share = len(resident) / layer.experts
+    top_k = [block.ffn.top_k for block in spec.blocks if isinstance(block.ffn, Moe)]
+    for chosen, expert_bytes, experts, resident in zip(
+        top_k, plan.expert_bytes, plan.experts, plan.resident, strict=True
+    ):
+        read_bytes = chosen * expert_bytes
+        share = len(resident) / experts
         in_vram += read_bytes * share
         in_ram += read_bytes * (1 - share)
     rate, source = _vram_rate(gpu, bandwidth)

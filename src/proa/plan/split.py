@@ -78,7 +78,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     Raises UsageError for experts and contexts that the model does not have, ResourceError where they do not fit.
     """
     asked, running = case.options.gpus, case.options.scheduler.max_running
-    layers = moe_layers(case.spec)
+    layers = moe_layers(case.spec, case.stored)
     wish = _wish(asked, layers, len(case.spec.blocks))
     budget_bytes, vram_row = _usable(asked, gpu)
     need = vram_demand(case.spec, case.options.cache.page_tokens, running, batch_tokens, gpu.simulated)

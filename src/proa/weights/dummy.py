@@ -22,9 +22,11 @@ from proa.native.fill import Fill, StoredRows, fill
 from proa.native.formats import PANEL_ROWS, Stored
 from proa.native.pool import Pool
 from proa.ops.table import Sink, Target
+from proa.weights import random_pool
+from proa.weights.dummy_codes import CodedExperts
 from proa.weights.frequencies import ALMOST_ALWAYS, frequencies
+from proa.weights.random_pool import copies, offset, rows_at_once
 
-_POOL = 1 << 22  # random numbers made once and reused at random offsets: filling runs at memory speed
 _BATCH_BYTES = 32 << 20  # of random numbers for each worker
 _ROUTER_SPREAD = 1.0  # standard deviation of router logits over tokens
 _RARELY = 1e-4
@@ -32,19 +34,21 @@ _RARELY = 1e-4
 
 def fill_dummy(
     spec: Model, targets: Mapping[str, Target], seed: int, router: str,
-    workers: Pool | None = None, flush: Callable[[], None] | None = None,
+    workers: Pool | None = None, flush: Callable[[], None] | None = None, form: str = "bf16",
 ) -> None:  # fmt: skip
     """Fill `targets` (by our names, any float type) so that activations stay finite and near 1.
 
     router: "uniform" (all experts alike) or "zipf" (in each layer the n-th hottest expert is chosen with a
     frequency proportional to 1/n, capped near 1). The same seed gives the same weights, whether `workers` fill sinks or
-    not; `flush` is called as load_weights calls it. Raises UsageError for another router.
+    not; `flush` is called as load_weights calls it. form: of routed experts; others than bf16 need sinks and workers.
+    Raises UsageError for another router.
     """
     if router not in ("uniform", "zipf"):
         raise UsageError(f"There is no dummy router {router!r}.", "Use uniform or zipf.", param="dummy_router")
-    pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed))
+    pool = torch.randn(random_pool.POOL, generator=torch.Generator().manual_seed(seed))
     depth = 2 * len(spec.blocks)
     batch = _Batch(pool, workers, flush) if workers else None
+    coded = _coded_experts(targets, form, seed, workers, flush)
     for name, shape in spec.params():
         target, kind = targets[name], name.split(".")[-2]
         if isinstance(target, Tensor) or kind == "router" or len(shape) == 1:
@@ -56,9 +60,12 @@ def fill_dummy(
             if not isinstance(target, Tensor):
                 target.write(0, whole)
             continue
+        if coded and ".ffn.experts." in name:
+            coded.add(target, _scale(name, shape[1], depth), _seed(seed, name), _zero_row(name))
+            continue
         if batch and batch.add(target, name, _scale(name, shape[1], depth), _seed(seed, name)):
             continue
-        step = _rows_at_once(shape[1])
+        step = rows_at_once(shape[1])
         place = torch.empty(min(step, shape[0]), shape[1])
         for first in range(0, shape[0], step):
             rows = place[: shape[0] - first]
@@ -66,6 +73,23 @@ def fill_dummy(
             target.write(first, rows)
     if batch:
         batch.run()
+    if coded:
+        coded.run()
+
+
+def _coded_experts(
+    targets: Mapping[str, Target], form: str, seed: int, workers: Pool | None, flush: Callable[[], None] | None
+) -> CodedExperts | None:
+    """None where they are bfloat16; else all their sinks know what to expect."""
+    if form == "bf16":
+        return None
+    if workers is None:
+        raise ValueError(f"random experts in {form} are packed by workers, and there are none")
+    coded = CodedExperts(form, seed, workers, flush)
+    for name, target in targets.items():
+        if ".ffn.experts." in name and not isinstance(target, Tensor):
+            target.expect(coded.stored)
+    return coded
 
 
 class _Batch:
@@ -98,8 +122,8 @@ class _Batch:
             self._jobs += _of_copies(job, numbers, (rows, cols), seed)
         self._waiting_bytes += rows * cols * 4
         if _zero_row(name):
-            offset, count = _offset(0, min(rows, _rows_at_once(cols)) * cols, seed), min(rows, PANEL_ROWS)
-            head = numbers[offset : offset + count * cols].view(-1, cols).clone()
+            start, count = offset(0, min(rows, rows_at_once(cols)) * cols, seed), min(rows, PANEL_ROWS)
+            head = numbers[start : start + count * cols].view(-1, cols).clone()
             head[0] = 0.0
             self._zeroed.append((target, head))
         if self._waiting_bytes >= _BATCH_BYTES * self._workers.threads:
@@ -118,14 +142,11 @@ class _Batch:
 
 def _of_copies(job: Fill, numbers: Tensor, shape: tuple[int, ...], seed: int) -> Iterator[Fill]:
     """The job, whose rows are counted from address 0, cut where _fill begins another copy of the numbers."""
-    rows, cols = shape
-    per_copy, row_bytes = _rows_at_once(cols), cols * 4
-    begin = job.rows.start // row_bytes
-    for first in range(begin // per_copy * per_copy, begin + job.to.rows, per_copy):
-        low, high = max(first, begin), min(first + per_copy, begin + job.to.rows)
-        start = _offset(first, min(per_copy, rows - first) * cols, seed) + (low - first) * cols
+    columns, row_bytes = shape[1], shape[1] * 4
+    for part in copies(job, row_bytes, shape, seed):
+        start = part.start + part.before * columns
         stored = StoredRows(Stored.F32, numbers.data_ptr() + start * 4, row_bytes)
-        yield replace(job.part(low - begin, high - low), rows=stored)
+        yield replace(job.part(part.low, part.high - part.low), rows=stored)
 
 
 def _zero_row(name: str) -> bool:
@@ -141,7 +162,7 @@ def _scale(name: str, cols: int, depth: int) -> float:
 
 
 def _fill_rows(rows: Tensor, name: str, first: int, pool: Tensor, depth: int, seed: int) -> None:
-    """Rows of a parameter from `first` on; `first` is a multiple of _rows_at_once."""
+    """Rows of a parameter from `first` on; `first` is a multiple of rows_at_once."""
     kind = name.split(".")[-2]
     if name.endswith(".bias"):
         rows.zero_()
@@ -159,24 +180,14 @@ def _seed(seed: int, name: str) -> int:
     return zlib.crc32(f"{seed} {name}".encode())
 
 
-def _rows_at_once(cols: int) -> int:
-    """Rows copied from the pool in one go: whole panels, so that packed weights take them."""
-    return max(1, _POOL // 2 // cols // PANEL_ROWS) * PANEL_ROWS
-
-
 def _fill(target: Tensor, at: int, pool: Tensor, scale: float, seed: int) -> None:
     """Whole rows from the pool, starting anywhere; a prime stride keeps rows from repeating soon."""
     rows, cols = target.shape[0], target[0].numel()
-    per_copy = _rows_at_once(cols)
+    per_copy = rows_at_once(cols)
     for first in range(0, rows, per_copy):
         part = target[first : first + per_copy]
-        offset = _offset(at + first, part.numel(), seed)
-        part.copy_(pool[offset : offset + part.numel()].view(part.shape)).mul_(scale)
-
-
-def _offset(first: int, count: int, seed: int) -> int:
-    """Where the `count` numbers begin that rows from `first` on are copied from."""
-    return (seed % (_POOL // 2) + first * 7919) % (_POOL - count) if count < _POOL else 0
+        start = offset(at + first, part.numel(), seed)
+        part.copy_(pool[start : start + part.numel()].view(part.shape)).mul_(scale)
 
 
 def _moe(spec: Model, name: str) -> Moe:

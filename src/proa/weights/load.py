@@ -132,6 +132,10 @@ class _Copy:
         for name in names:
             source, target = self._sources.params[name], self._targets[name]
             of_this = self._jobs(rows, source, target)
+            if of_this is None and jobs and not isinstance(target, Tensor):
+                self._run(file, jobs, nbytes)  # there may be room now
+                jobs, nbytes = [], 0
+                of_this = self._jobs(rows, source, target)
             if of_this is None:
                 self._fill(rows, source, target)
                 continue

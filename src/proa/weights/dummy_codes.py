@@ -1,0 +1,141 @@
+"""Random experts of a packed format: codes and scales, packed without a detour over floats. Never: other weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from proa.native.fill import Fill, StoredRows
+from proa.native.formats import DUMMY, PANEL_ROWS, Format, Source, Stored, pack
+from proa.native.pool import Pool
+from proa.ops.table import Sink
+from proa.weights import random_pool
+from proa.weights.random_pool import copies
+
+_E2M1_RMS = math.sqrt((0 + 0.25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8)
+_INT4_RMS = math.sqrt(2 * sum(q * q for q in range(8)) / 15)
+_E4M3_RMS = 32.0
+_BATCH_BYTES = 32 << 20  # of codes for each worker
+_COUNTED_BYTES = 4  # of a number, where rows are counted from address 0
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Rows of a matrix: where they go, their codes and scales."""
+
+    to: Fill
+    source: Source
+    alive: tuple[Tensor, ...]
+
+
+class CodedExperts:
+    """Fills sinks of experts in the format `dummy_format` (a name of DUMMY), by as many threads as `workers` has."""
+
+    def __init__(self, dummy_format: str, seed: int, workers: Pool, flush: Callable[[], None] | None) -> None:
+        self.stored = f"dummy {dummy_format}"
+        self._form, self._group = DUMMY[self.stored].format, DUMMY[self.stored].group
+        self._generator = torch.Generator().manual_seed(seed)
+        self._codes, self._zero, self._rms = self._random_codes()
+        self._scales: dict[float, tuple[Tensor, float]] = {}
+        self._workers, self._flush = workers, flush
+        self._jobs: list[list[_Job]] = []
+        self._waiting_bytes = 0
+
+    def add(self, target: Sink, std: float, seed: int, zero_row: bool) -> None:
+        """A matrix whose weights have the standard deviation `std`; zero_row: but for its first row, which is zero.
+
+        Raises ValueError where there is no room for it at all.
+        """
+        row_bytes = target.shape[1] * _COUNTED_BYTES
+        counted = StoredRows(Stored.F32, 0, row_bytes)
+        jobs = target.fills(counted)
+        if jobs is None and self._jobs:
+            self.run()  # there may be room now
+            jobs = target.fills(counted)
+        if jobs is None:
+            raise ValueError(f"there is no room for a matrix of {target.shape}")
+        for job in jobs:
+            for part in copies(job, row_bytes, target.shape, seed):
+                to = job.part(part.low, part.high - part.low)
+                made = [self._job(to, part.start, part.before, std)]
+                if zero_row and job.rows.start == 0 and part.low == 0:
+                    made.append(self._head(made[0]))
+                self._jobs.append(made)
+        self._waiting_bytes += target.shape[0] * target.shape[1]
+        if self._waiting_bytes >= _BATCH_BYTES * self._workers.threads:
+            self.run()
+
+    def run(self) -> None:
+        with ThreadPoolExecutor(self._workers.threads) as threads:
+            list(threads.map(_pack, self._jobs))
+        if self._flush:
+            self._flush()
+        self._jobs, self._waiting_bytes = [], 0
+
+    def _random_codes(self) -> tuple[Tensor, int, float]:
+        """One a byte; that of zero; the root of their mean square."""
+        match self._form:
+            case Format.FP8_PANEL:
+                numbers = torch.randn(random_pool.POOL, generator=self._generator) * _E4M3_RMS
+                return numbers.to(torch.float8_e4m3fn).view(torch.uint8), 0, _E4M3_RMS
+            case Format.INT4_BF16:
+                return self._integers(1, 16), 8, _INT4_RMS
+        return self._integers(0, 16), 0, _E2M1_RMS
+
+    def _integers(self, low: int, end: int) -> Tensor:
+        return torch.randint(low, end, (random_pool.POOL,), dtype=torch.uint8, generator=self._generator)
+
+    def _scales_for(self, std: float) -> tuple[Tensor, float]:
+        """Random ones, as their bytes are stored, and the factor of them all."""
+        if std not in self._scales:
+            scale, factor = std / self._rms, 1.0
+            around = torch.rand(random_pool.POOL, generator=self._generator) * 0.2 + 0.9
+            match self._form:
+                case Format.FP8_PANEL:
+                    made = around * scale
+                case Format.INT4_BF16:
+                    made = (around * scale).bfloat16()
+                case Format.NVFP4:
+                    made, factor = self._integers(0x37, 0x3A), scale  # near 1
+                case _:
+                    low = math.floor(math.log2(scale))
+                    share = (scale**2 / 4.0**low - 1) / 3  # of the next power of two
+                    made = ((around - 0.9) / 0.2 < share).to(torch.uint8) + (127 + low)
+            self._scales[std] = made, factor
+        return self._scales[std]
+
+    def _job(self, to: Fill, start: int, before: int, std: float) -> _Job:
+        columns = to.to.columns
+        scales, factor = self._scales_for(std)
+        groups = -(-columns // self._group)
+        scale_rows = PANEL_ROWS if self._form is Format.FP8_PANEL else 1  # any number of panels would do
+        first = start % (random_pool.POOL // 2) + before // scale_rows * groups
+        source = Source(
+            self._codes.data_ptr() + start + before * columns, columns,
+            scales.data_ptr() + first * scales.itemsize, groups * scales.itemsize, scale_rows,
+            None, None, None, 0, factor,
+        )  # fmt: skip
+        return _Job(to, source, (self._codes, scales))
+
+    def _head(self, job: _Job) -> _Job:
+        """Its first panel again, with zeros in the first row."""
+        rows, columns, source = min(PANEL_ROWS, job.to.to.rows), job.to.to.columns, job.source
+        first = (source.codes or 0) - self._codes.data_ptr()
+        codes = self._codes[first : first + rows * columns].view(rows, columns).clone()
+        codes[0] = self._zero
+        same = Source(
+            codes.data_ptr(), columns, source.scales, source.scale_stride, source.scale_rows,
+            None, None, None, 0, source.factor,
+        )  # fmt: skip
+        return _Job(job.to.part(0, rows), same, (codes, *job.alive))
+
+
+def _pack(jobs: list[_Job]) -> None:
+    for job in jobs:
+        to = job.to
+        pack(to.to, job.source, to.to.rows, to.step, to.address, to.nbytes)

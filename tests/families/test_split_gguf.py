@@ -1,0 +1,53 @@
+"""GGUF experts split over a GPU and the CPU: their blocks are kept wherever they are, all else is bfloat16 on the GPU.
+
+The yardstick is plain torch in bfloat16, which rounds each weight of a block once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines import load_decoder
+from families.test_native_logits import all_experts, prompts
+from families.test_split_logits import forced
+from hybrid_engines import SPLITS, load_split
+from proa.hybrid.model import HybridModel
+from proa.native.formats import Format
+from proa.native.pool import Pool
+from tiny_gguf import make_tiny_gguf
+
+DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = {
+    "Q4_0": Format.INT4_F16, "Q4_1": Format.UINT4_F16, "Q8_0": Format.INT8_F16, "Q5_0": Format.BF16, "F16": Format.BF16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool([[0]], pin=False) as made:
+        yield made
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("up", "down"), [("Q4_0", "Q8_0"), ("Q4_1", "Q4_1"), ("Q5_0", "Q4_0"), ("Q8_0", "F16")])
+def test_no_further_from_float32_than_torch_in_bfloat16(
+    up: str, down: str, split: str, device: str, pool: Pool, tmp_path: Path
+) -> None:
+    file = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", up, down=down, moe_intermediate_size=32)
+    override = all_experts(file)
+    texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
+    exact = forced(load_decoder(file, torch.float32, **override), texts, prompt_tokens)
+    plain = forced(load_decoder(file, torch.bfloat16, **override), texts, prompt_tokens)
+    made: list[HybridModel] = []
+    got = forced(load_split(file, pool, SPLITS[split], device, made, **override), texts, prompt_tokens)
+    shapes = [layer.memory.shape for layer in made[0].layers]
+    assert {(s.up_form.format, s.down_form.format) for s in shapes} == {(KINDS[up], KINDS[down])}
+    scale = exact.abs().max()
+    off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
+    assert off_plain <= 0.05 * scale, "the yardstick itself is off"
+    assert off_got <= 1.05 * off_plain + 1e-4 * scale
