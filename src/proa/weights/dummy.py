@@ -30,6 +30,7 @@ from proa.weights.random_pool import copies, offset, rows_at_once
 _BATCH_BYTES = 32 << 20  # of random numbers for each worker
 _ROUTER_SPREAD = 1.0  # standard deviation of router logits over tokens
 _RARELY = 1e-4
+_EXPERTS = ".ffn.experts."
 
 
 def fill_dummy(
@@ -47,8 +48,9 @@ def fill_dummy(
         raise UsageError(f"There is no dummy router {router!r}.", "Use uniform or zipf.", param="dummy_router")
     pool = torch.randn(random_pool.POOL, generator=torch.Generator().manual_seed(seed))
     depth = 2 * len(spec.blocks)
-    batch = _Batch(pool, workers, flush) if workers else None
-    coded = _coded_experts(targets, form, seed, workers, flush)
+    filling = _Filling(pool, workers, flush, form, seed) if workers else None
+    if form != "bf16":
+        _expect_codes(targets, form, filling)
     for name, shape in spec.params():
         target, kind = targets[name], name.split(".")[-2]
         if isinstance(target, Tensor) or kind == "router" or len(shape) == 1:
@@ -60,10 +62,7 @@ def fill_dummy(
             if not isinstance(target, Tensor):
                 target.write(0, whole)
             continue
-        if coded and ".ffn.experts." in name:
-            coded.add(target, _scale(name, shape[1], depth), _seed(seed, name), _zero_row(name))
-            continue
-        if batch and batch.add(target, name, _scale(name, shape[1], depth), _seed(seed, name)):
+        if filling and filling.add(target, name, _scale(name, shape[1], depth), _seed(seed, name)):
             continue
         step = rows_at_once(shape[1])
         place = torch.empty(min(step, shape[0]), shape[1])
@@ -71,31 +70,47 @@ def fill_dummy(
             rows = place[: shape[0] - first]
             _fill_rows(rows, name, first, pool, depth, seed)
             target.write(first, rows)
-    if batch:
-        batch.run()
-    if coded:
-        coded.run()
+    if filling:
+        filling.run()
 
 
-def _coded_experts(
-    targets: Mapping[str, Target], form: str, seed: int, workers: Pool | None, flush: Callable[[], None] | None
-) -> CodedExperts | None:
-    """None where they are bfloat16; else all their sinks know what to expect."""
-    if form == "bf16":
-        return None
-    if workers is None:
+class _Filling:
+    """What workers fill: numbers and codes. Both wait in one staging, so that all is there before it is flushed."""
+
+    def __init__(self, numbers: Tensor, workers: Pool, flush: Callable[[], None] | None, form: str, seed: int) -> None:
+        self._flush = flush
+        self._batch = _Batch(numbers, workers, self.run)
+        self.coded = CodedExperts(form, seed, workers, self.run) if form != "bf16" else None
+
+    def add(self, target: Sink, name: str, scale: float, seed: int) -> bool:
+        """Whether it will be filled."""
+        if self.coded and _EXPERTS in name:
+            self.coded.add(target, scale, seed, _zero_row(name))
+            return True
+        return self._batch.add(target, name, scale, seed)
+
+    def run(self) -> None:
+        self._batch.fill()
+        if self.coded:
+            self.coded.pack()
+        if self._flush:
+            self._flush()
+        self._batch.clear_rows()
+
+
+def _expect_codes(targets: Mapping[str, Target], form: str, filling: _Filling | None) -> None:
+    if filling is None or filling.coded is None:
         raise ValueError(f"random experts in {form} are packed by workers, and there are none")
-    coded = CodedExperts(form, seed, workers, flush)
     for name, target in targets.items():
-        if ".ffn.experts." in name and not isinstance(target, Tensor):
-            target.expect(coded.stored)
-    return coded
+        if _EXPERTS in name and not isinstance(target, Tensor):
+            target.expect(filling.coded.stored)
 
 
 class _Batch:
     """Sinks that workers fill from the random numbers, once enough have come together."""
 
-    def __init__(self, numbers: Tensor, workers: Pool, flush: Callable[[], None] | None) -> None:
+    def __init__(self, numbers: Tensor, workers: Pool, flush: Callable[[], None]) -> None:
+        """flush: calls `fill`, then `clear_rows`."""
         self._numbers, self._workers, self._flush = numbers, workers, flush
         self._scaled: dict[float, Tensor] = {}
         self._jobs: list[Fill] = []
@@ -110,8 +125,8 @@ class _Batch:
         # Rows are asked for as if they followed one another from address 0, then looked up copy by copy.
         counted = StoredRows(Stored.F32, 0, cols * 4)
         jobs = target.fills(counted)
-        if jobs is None and self._jobs:
-            self.run()  # there may be room now
+        if jobs is None:
+            self._flush()  # there may be room now
             jobs = target.fills(counted)
         if jobs is None:
             return False
@@ -127,17 +142,18 @@ class _Batch:
             head[0] = 0.0
             self._zeroed.append((target, head))
         if self._waiting_bytes >= _BATCH_BYTES * self._workers.threads:
-            self.run()
+            self._flush()
         return True
 
-    def run(self) -> None:
+    def fill(self) -> None:
         if self._jobs:
             fill(self._workers, self._jobs)
-        if self._flush:
-            self._flush()
+        self._jobs, self._waiting_bytes = [], 0
+
+    def clear_rows(self) -> None:
         for target, head in self._zeroed:
             target.write(0, head)
-        self._jobs, self._zeroed, self._waiting_bytes = [], [], 0
+        self._zeroed = []
 
 
 def _of_copies(job: Fill, numbers: Tensor, shape: tuple[int, ...], seed: int) -> Iterator[Fill]:

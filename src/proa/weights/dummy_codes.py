@@ -36,7 +36,8 @@ class _Job:
 class CodedExperts:
     """Fills sinks of experts in the format `dummy_format` (a name of DUMMY), by as many threads as `workers` has."""
 
-    def __init__(self, dummy_format: str, seed: int, workers: Pool, flush: Callable[[], None] | None) -> None:
+    def __init__(self, dummy_format: str, seed: int, workers: Pool, flush: Callable[[], None]) -> None:
+        """flush: calls `pack`, and then empties what jobs were handed out for."""
         self.stored = f"dummy {dummy_format}"
         self._form, self._group = DUMMY[self.stored].format, DUMMY[self.stored].group
         self._generator = torch.Generator().manual_seed(seed)
@@ -54,8 +55,8 @@ class CodedExperts:
         row_bytes = target.shape[1] * _COUNTED_BYTES
         counted = StoredRows(Stored.F32, 0, row_bytes)
         jobs = target.fills(counted)
-        if jobs is None and self._jobs:
-            self.run()  # there may be room now
+        if jobs is None:
+            self._flush()  # there may be room now
             jobs = target.fills(counted)
         if jobs is None:
             raise ValueError(f"there is no room for a matrix of {target.shape}")
@@ -68,13 +69,12 @@ class CodedExperts:
                 self._jobs.append(made)
         self._waiting_bytes += target.shape[0] * target.shape[1]
         if self._waiting_bytes >= _BATCH_BYTES * self._workers.threads:
-            self.run()
+            self._flush()
 
-    def run(self) -> None:
+    def pack(self) -> None:
+        """Do what waits."""
         with ThreadPoolExecutor(self._workers.threads) as threads:
             list(threads.map(_pack, self._jobs))
-        if self._flush:
-            self._flush()
         self._jobs, self._waiting_bytes = [], 0
 
     def _random_codes(self) -> tuple[Tensor, int, float]:
