@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,8 +16,10 @@ from proa.config.options import CacheOptions, EngineOptions, GpuOptions, ModelOp
 from proa.errors import ModelNotFound, ResourceError, UsageError
 from proa.machine.machine import Gpu
 from proa.machine.probe import probe
+from proa.native.formats import Format, layout
 from proa.plan.overrides import config_overrides
 from proa.plan.prepare import prepare
+from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf
 
 CONFIG = {
@@ -58,6 +61,48 @@ def test_blocks_of_a_gguf_count_as_they_will_lie(tmp_path: Path) -> None:
     prepared = prepare(str(file))
     assert prepared.plan.isa
     assert prepared.plan.memory.weights_bytes < 1.5 * prepared.declared.spec.num_params
+
+
+def test_experts_of_a_gguf_lie_in_vram_as_they_will_in_ram(tmp_path: Path) -> None:
+    file = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", "Q4_0", down="Q8_0", moe_intermediate_size=32)
+    prepared = prepare(str(file), EngineOptions(gpus=GpuOptions(gpu="sim:64MiB", gpu_experts="3")))
+    gpu, layers = prepared.plan.gpu, len(prepared.declared.spec.blocks)
+    assert gpu is not None
+    up, down = layout(Format.INT4_F16, 64, 64, 32), layout(Format.INT8_F16, 64, 32, 32)
+    assert gpu.expert_bytes == (up.matrix_bytes + down.matrix_bytes,) * layers
+    assert gpu.resident == ((0, 1, 2),) * layers
+    row = next(d for d in prepared.plan.decisions if d.name == "weights")
+    assert "blocks of Q4_0" in row.why
+    assert "all else becomes bfloat16 on the GPU" in row.why
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4", "mxfp4"])
+def test_random_experts_have_a_format(form: str, tmp_path: Path) -> None:
+    made = make_tiny("qwen3-moe", tmp_path, hidden_size=128, moe_intermediate_size=128)
+    gpus = [GpuOptions(gpu="sim:256MiB"), GpuOptions(gpu="none")]
+    (plain, coded), (plain_cpu, coded_cpu) = (
+        [
+            prepare(str(made), EngineOptions(model=replace(DUMMY, dtype="bfloat16", dummy_format=f), gpus=gpu)).plan
+            for f in ("bf16", form)
+        ]
+        for gpu in gpus
+    )
+    assert plain.gpu is not None
+    assert coded.gpu is not None
+    halves = 2 if form == "fp8" else 4
+    for of, bf16 in zip(coded.gpu.expert_bytes, plain.gpu.expert_bytes, strict=True):
+        assert bf16 / halves < of < bf16 / halves * 1.2
+    assert coded.gpu.vram.dense_bytes == plain.gpu.vram.dense_bytes
+    saved = plain_cpu.memory.weights_bytes - coded_cpu.memory.weights_bytes
+    assert saved == pytest.approx(sum(8 * b * (1 - 1 / halves) for b in plain.gpu.expert_bytes), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "model", [ModelOptions(dummy_format="int4"), replace(DUMMY, dummy_format="int4", dtype="float32")]
+)
+def test_only_random_weights_beside_bfloat16_have_a_format(model: ModelOptions, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--dummy-format int4 is for random weights"):
+        prepare(str(make_tiny("qwen3-moe", tmp_path)), EngineOptions(model=model))
 
 
 def test_overrides_reach_the_config(folder: Path) -> None:
