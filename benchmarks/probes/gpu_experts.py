@@ -2,11 +2,13 @@
 
 Everything runs in CUDA graphs over several copies of the weights, so that L2 does not flatter. The share is bytes of
 weights over the time, by the rate at which this GPU copies (read and written) in the same run.
-Run: PYTHONPATH=src python benchmarks/probes/gpu_experts.py [linear] [experts] [blocks] [sweep]
+Formats other than bfloat16 hold random codes, and scales that are numbers.
+Run: PYTHONPATH=src python benchmarks/probes/gpu_experts.py [linear] [experts] [blocks] [sweep] [--format int4-f16]...
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
 import sys
@@ -16,17 +18,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from proa.native.formats import BF16_FORM, Format, Layout
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton import linear as linear_maps
 from proa.ops.triton.experts import Added, combine, expert_space, experts
+from proa.ops.triton.formats import EXAMPLES, LINE_WORDS, VALUES
 from proa.ops.triton.linear import linear
 from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route
 
 DEVICE = torch.device("cuda")
-SHAPE, EXPERTS, TOP_K, LAYERS = ExpertShape(2048, 768), 128, 8, 4
-BYTES = SHAPE.up.matrix_bytes + SHAPE.down.matrix_bytes  # of an expert
+EXPERTS, TOP_K, LAYERS = 128, 8, 4
+FORMS = {form.format.name.lower().replace("_", "-"): form for form in (BF16_FORM, *EXAMPLES)}
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024)
 
 
@@ -81,14 +85,28 @@ def time_matrix(copy: float, weights: Sequence[Tensor], tokens: int, *, beside: 
 
 
 class Layer:
-    """Random bytes in the packed layout: what they decode to does not matter here."""
+    """Random bytes in the packed layout: what they decode to does not matter here, but that they are numbers."""
 
-    def __init__(self) -> None:
-        sizes = SHAPE.up.matrix_bytes, SHAPE.down.matrix_bytes
-        self.memory = [torch.randn(EXPERTS * n // 2, device=DEVICE).mul_(0.02).bfloat16() for n in sizes]
+    def __init__(self, shape: ExpertShape) -> None:
+        self.shape = shape
+        self.memory = [self.random(of) for of in (shape.up, shape.down)]
         order = torch.arange(EXPERTS, device=DEVICE)
+        sizes = shape.up.matrix_bytes, shape.down.matrix_bytes
         up, down = (m.data_ptr() + order * n for m, n in zip(self.memory, sizes, strict=True))
         self.residency = Residency(up, down, torch.full_like(order, -1, dtype=torch.int32))
+
+    def random(self, of: Layout) -> Tensor:
+        """uint8 [EXPERTS * panels, panel bytes]. Bytes of a float's upper half below 64 are not NaN, nor large."""
+        nbytes = EXPERTS * of.matrix_bytes
+        if of.format in (Format.BF16, Format.FP16):
+            plain = torch.bfloat16 if of.format is Format.BF16 else torch.float16
+            numbers = torch.randn(nbytes // 2, device=DEVICE).mul_(0.02).to(plain)
+            return numbers.view(torch.uint8).view(-1, of.panel_bytes)
+        made = torch.randint(0, 64, (nbytes // of.panel_bytes, of.panel_bytes), dtype=torch.uint8, device=DEVICE)
+        codes = of.padded_columns // VALUES[of.format] * 64 * LINE_WORDS[of.format]
+        if VALUES[of.format] > 4:  # all bits of a code; of 8, those of a NaN are left out
+            made[:, :codes].random_(0, 256)
+        return made
 
 
 @dataclass(frozen=True)
@@ -111,30 +129,31 @@ class Case:
     """A batch in each of several layers."""
 
     def __init__(self, layers: Sequence[Layer], tokens: int) -> None:
-        self.tokens, self.layers = tokens, layers
-        self.x = torch.randn(tokens, SHAPE.hidden, device=DEVICE).bfloat16()
+        self.tokens, self.layers, self.shape = tokens, layers, layers[0].shape
+        shape = self.shape
+        self.x = torch.randn(tokens, shape.hidden, device=DEVICE).bfloat16()
         self.routings = [routing_of(layer, tokens) for layer in layers]
-        self.space = expert_space(tokens, TOP_K, EXPERTS, SHAPE, DEVICE)
+        self.space = expert_space(tokens, TOP_K, EXPERTS, shape, DEVICE)
         self.out = torch.empty_like(self.x)
         self.active = statistics.mean(len(r.at.ids.unique()) for r in self.routings)
-        self.nbytes = int(self.active * BYTES)
-        self.flops = 2 * tokens * TOP_K * 3 * SHAPE.hidden * SHAPE.width
+        self.nbytes = int(self.active * (shape.up.matrix_bytes + shape.down.matrix_bytes))
+        self.flops = 2 * tokens * TOP_K * 3 * shape.hidden * shape.width
 
     def each(self, call: Callable[[Routing], None]) -> float:
         return microseconds([lambda r=r: call(r) for r in self.routings])
 
     def whole(self, routing: Routing) -> None:
-        experts(self.x, routing.at, SHAPE, self.space)
+        experts(self.x, routing.at, self.shape, self.space)
         self.combine(routing)
 
     def combine(self, routing: Routing) -> None:
         combine(self.space.partial, routing.weights, routing.at.down, Added(), self.out)
 
     def few_up(self, routing: Routing) -> None:
-        experts_few.gate_up(self.x, routing.at.up, SHAPE, self.space.h)
+        experts_few.gate_up(self.x, routing.at.up, self.shape, self.space.h)
 
     def few_down(self, routing: Routing) -> None:
-        experts_few.down(self.space.h, routing.at.down, SHAPE, self.space.partial)
+        experts_few.down(self.space.h, routing.at.down, self.shape, self.space.partial)
 
     def group(self, routing: Routing, size: int) -> None:
         experts_grouped.group(routing.at.ids, EXPERTS, size, self.space.groups)
@@ -142,12 +161,12 @@ class Case:
     def grouped_up(self, routing: Routing, size: int) -> None:
         """With its group, which belongs to one routing."""
         self.group(routing, size)
-        experts_grouped.gate_up_grouped(self.x, routing.at.up, self.space.groups, size, SHAPE, self.space.h)
+        experts_grouped.gate_up_grouped(self.x, routing.at.up, self.space.groups, size, self.shape, self.space.h)
 
     def grouped_down(self, routing: Routing, size: int) -> None:
         self.group(routing, size)
         at, by = routing.at.down, self.space.groups
-        experts_grouped.down_grouped(self.space.h, at, by, size, SHAPE, self.space.partial)
+        experts_grouped.down_grouped(self.space.h, at, by, size, self.shape, self.space.partial)
 
 
 def time_experts(copy: float, layers: Sequence[Layer]) -> None:
@@ -252,18 +271,24 @@ def time_sweep(copy: float, layers: Sequence[Layer]) -> None:
             time_grouped(case, size, f"{tokens} tokens: blocks of {size}, {tile}", copy)
 
 
-def main(what: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="*", default=["linear", "experts"])
+    parser.add_argument("--format", action="append", choices=[*FORMS, "all"], help="of experts; may be repeated")
+    asked = parser.parse_args(arguments)
+    what, named = asked.what, asked.format or ["bf16"]
     torch.manual_seed(1)
     copy = copy_rate()
     print(f"{torch.cuda.get_device_name()}, copy {copy:.0f} GB/s read and written")
     if "linear" in what:
         time_linear(copy)
-    if set(what) - {"linear"}:
-        layers = [Layer() for _ in range(LAYERS)]
-        for name, run in (("experts", time_experts), ("blocks", time_blocks), ("sweep", time_sweep)):
-            if name in what:
+    for name in (FORMS if "all" in named else named) if set(what) - {"linear"} else ():
+        print(f"experts of {name}:")
+        layers = [Layer(ExpertShape(2048, 768, FORMS[name], FORMS[name])) for _ in range(LAYERS)]
+        for part, run in (("experts", time_experts), ("blocks", time_blocks), ("sweep", time_sweep)):
+            if part in what:
                 run(copy, layers)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["linear", "experts"])
+    main(sys.argv[1:])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.triton_bounds import EPS32, assert_within, poisoned, rand
+from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
 from packing import CASES, Packed, Weights, random_weights
 from proa.native.formats import Form, Format
 from proa.ops.residency import ExpertShape
@@ -137,3 +137,31 @@ def test_groups_of_any_size(
 def test_one_group(form: Form, block_tokens: int, rng: torch.Generator, device: torch.device) -> None:
     stack = [random_weights(form.format, 0, 20, 300, seed=2)]
     check(stack, rand(rng, 2, 300), torch.tensor([0, 0]), block_tokens, device)
+
+
+@pytest.mark.parametrize("block_tokens", [0, 16, 64])
+@pytest.mark.parametrize(
+    "form",
+    [FORMS[i] for i in (Format.FP16, Format.FP8_PANEL, Format.INT4_F16, Format.MXFP4, Format.Q6_K)],
+    ids=names,
+)
+def test_gate_and_up(form: Form, block_tokens: int, rng: torch.Generator, device: torch.device) -> None:
+    """Their panels stand by turns, the last ones filled up."""
+    width, hidden = 40, 288
+    gate, up = ([random_weights(form.format, form.group, width, hidden, seed=s)] for s in (1, 2))
+    packed, shape = Packed(gate, paired=up), ExpertShape(hidden, width, form)
+    data = torch.frombuffer(packed.memory, dtype=torch.uint8).to(device)
+    x, ids = rand(rng, 3, hidden), torch.zeros(3, dtype=torch.int64)
+    address, h = torch.full((3, 1), data.data_ptr()), poisoned(3, width)
+    address, h, given = address.to(device), h.to(device), x.to(device)
+    if block_tokens == 0:
+        experts_few.gate_up(given, address, shape, h)
+    else:
+        by = experts_grouped.groups(3, 1, device)
+        experts_grouped.group(ids.int()[:, None].to(device), 1, block_tokens, by)
+        experts_grouped.gate_up_grouped(given, address, by, block_tokens, shape, h)
+    a, b = (expected(part, x, ids, block_tokens > 0) for part in (gate, up))
+    want = a.y * a.y.sigmoid() * b.y
+    error = 1.15 * a.bound * (b.y.abs() + b.bound) + a.y.abs() * b.bound  # the slope of silu is at most 1.1
+    error += (a.y * b.y).abs() * (a.y.abs() + 16) * EPS32  # exp errs by its argument's rounding
+    assert_within(h, want, error + stored(want.abs() + error))
