@@ -27,7 +27,7 @@ def _pair(
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
-    STAGES: tl.constexpr, VALUES: tl.constexpr,
+    STAGES: tl.constexpr, VALUES: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """Pairs run side by side, so that those of one expert find its panel in L2. SHARE pairs read the same row of x.
 
@@ -40,7 +40,7 @@ def _pair(
     row = x + (pair // SHARE) * x_row
     sums = panel_sums(
         expert, block * PANELS, row,
-        CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
+        CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES, QUADS,
     )  # fmt: skip
     if ACTIVATION is None:
         y = tl.reshape(sums, [PANELS * 16])
@@ -61,7 +61,7 @@ def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor) -> None:
     grid = (pairs, triton.cdiv(of.up.panels, _PANELS))
     _pair[grid](
         x, up_address, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share, ACTIVATION=int(of.activation),
-        **_constants(of, True), num_warps=_WARPS,
+        **_constants(of, True, _by_four(x, of.hidden)), num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -71,13 +71,18 @@ def down(h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor) -> N
     grid = (pairs, triton.cdiv(of.down.panels, _PANELS))
     _pair[grid](
         h, down_address, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None,
-        **_constants(of, False), num_warps=_WARPS,
+        **_constants(of, False, _by_four(h, of.width)), num_warps=_WARPS,
     )  # fmt: skip
 
 
-def _constants(of: ExpertShape, up: bool) -> dict[str, object]:
+def _by_four(x: Tensor, columns: int) -> bool:
+    """Whether four values can be read at once."""
+    return columns % 4 == 0 and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
+
+
+def _constants(of: ExpertShape, up: bool, by_four: bool) -> dict[str, object]:
     packed, columns = (of.up, of.hidden) if up else (of.down, of.width)
-    blocks = {"PANELS": _PANELS, "LINES": lines_of(packed, _LINES), "STAGES": _STAGES}
+    blocks = {"PANELS": _PANELS, "LINES": lines_of(packed, _LINES), "STAGES": _STAGES, "QUADS": by_four}
     return constants(packed, columns) | blocks
 
 
@@ -93,4 +98,4 @@ def variants() -> Iterator[Variant]:
             "ACTIVATION": int(of.activation) if up else None,
         }
         out = {"out": "*bf16" if up else "*fp32"}
-        yield Variant(_pair, types | out, which | _constants(of, up), warps=_WARPS, aligned=aligned)
+        yield Variant(_pair, types | out, which | _constants(of, up, True), warps=_WARPS, aligned=aligned)

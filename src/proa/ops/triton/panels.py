@@ -72,17 +72,49 @@ def _row_value(x, column, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _quad(x, at, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
+    """Four neighbouring bfloat16, of which all or none are inside, as a word of 64 bits."""
+    quads = x.to(tl.pointer_type(tl.int64)) + at
+    return tl.load(quads) if WHOLE else tl.load(quads, at < COLUMNS // 4, 0)
+
+
+@triton.jit
+def _of_quad(quad, i: tl.constexpr):
+    pair = (quad >> 32 if i >= 2 else quad).to(tl.int32)
+    return (pair & -65536 if i % 2 else pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _add_lines(
+    products, words, x, column,
+    CODE: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, VALUES: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """Products of words [panels, lines, 16], without scales, added up; and the sums of their x. column: of lines."""
+    x_sum = tl.zeros([words[0].shape[1]], tl.float32)
+    for i in tl.static_range(VALUES):
+        if QUADS and VALUES % 4 == 0:
+            if i % 4 == 0:
+                quad = _quad(x, (column + i) // 4, COLUMNS, WHOLE)
+            value = _of_quad(quad, i % 4)
+        else:
+            value = _row_value(x, column + i, COLUMNS, WHOLE)
+        products += _value(words, i, CODE) * value[None, :, None]
+        x_sum += value
+    return products, x_sum
+
+
+@triton.jit
 def panel_sums(
     address, first, x,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
-    STAGES: tl.constexpr, VALUES: tl.constexpr,
+    STAGES: tl.constexpr, VALUES: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """Products of PANELS panels from `first` on with one row of activations: float32 [PANELS, 16]. Weights are not
     rounded: scales are applied to sums of a word's products.
 
     LINES is less than the threads of a program, so that each loads its own few of x and no barrier is needed for them.
-    Panels beyond COUNT are the last one again.
+    Panels beyond COUNT are the last one again. QUADS: x can be read four values at a time.
     """
     STEP: tl.constexpr = 16 * formats.line_words(CODE)
     BY_GROUP: tl.constexpr = formats.by_group(CODE, SCALE, GROUP, PANEL_LINES * VALUES)
@@ -107,11 +139,9 @@ def panel_sums(
             other += formats.half(part[0], 1) * value
         else:
             products = tl.zeros([PANELS, LINES, 16], tl.float32) if BY_GROUP else total
-            x_sum = tl.zeros([LINES], tl.float32)
-            for i in tl.static_range(VALUES):
-                value = _row_value(x, (start + line) * VALUES + i, COLUMNS, WHOLE)
-                products += _value(part, i, CODE) * value[None, :, None]
-                x_sum += value
+            products, x_sum = _add_lines(
+                products, part, x, (start + line) * VALUES, CODE, COLUMNS, WHOLE, VALUES, QUADS
+            )
             if CODE == "e4m3":
                 products = tl.where(formats.not_numbers(part[0]), float("nan"), products)
             if BY_GROUP:
