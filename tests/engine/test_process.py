@@ -23,6 +23,7 @@ from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
 from proa.types import EngineRequest, TokenEvent
 from tiny import make_tiny
+from tiny_gguf import make_tiny_gguf
 
 
 @pytest.fixture(scope="module")
@@ -233,5 +234,25 @@ def test_what_the_cpu_did_for_a_gpu_is_counted(folder: Path) -> None:
             assert 3 <= per_job <= 3 + (8 - 3) / stats.steps  # top 3 of a token; more in the prompt's step only
             assert 0 < stats.cpu_experts_seconds < stats.program_seconds
             assert stats.cpu_waiting_seconds > 0
+
+    asyncio.run(go())
+
+
+def test_a_gguf_over_a_gpu_and_the_cpu(tmp_path: Path) -> None:
+    """Its experts keep their blocks; all else is bfloat16 on the GPU."""
+    file = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", "Q4_0", down="Q8_0", moe_intermediate_size=32)
+    options = EngineOptions(
+        cache=CacheOptions(context=128), machine=MachineOptions(threads=1),
+        gpus=GpuOptions(gpu="sim:64MiB", gpu_experts="3"),
+    )  # fmt: skip
+    plan = prepare(str(file), options).plan
+
+    async def go() -> None:
+        async with running(plan) as client:
+            ready = await client.wait_ready()
+            assert set(ready.formats) == {"int4_f16", "int8_f16"}
+            assert sum(ready.formats.values()) == plan.memory.weights_bytes
+            assert len(await collect(client, request("a", [5, 6, 7], 10))) > 0
+            assert client.stats.cpu_jobs > 0
 
     asyncio.run(go())

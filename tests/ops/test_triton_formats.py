@@ -62,7 +62,7 @@ class Expected:
 
 
 def expected(stack: list[Weights], x: Tensor, ids: Tensor, rounded: bool) -> Expected:
-    columns = x.shape[1]
+    x, columns = x.cpu(), x.shape[1]
     values, sizes = (torch.from_numpy(np.stack([getattr(w, f) for w in stack]))[ids] for f in ("values", "scaled"))
     x = x.double()[:, :, None]
     y, size = (values @ x)[..., 0], (sizes @ x.abs())[..., 0]
@@ -130,6 +130,14 @@ def test_groups_of_any_size(
 ) -> None:
     stack = [random_weights(form, group, 20, 300, seed=2)]
     check(stack, rand(rng, 2, 300), torch.tensor([0, 0]), block_tokens, device)
+
+
+@pytest.mark.parametrize("form", [Form(Format.INT4_F16, 32), Form(Format.FP8_PANEL, 128)], ids=names)
+def test_rows_that_are_not_aligned(form: Form, rng: torch.Generator, device: torch.device) -> None:
+    stack = [random_weights(form.format, form.group, 20, 256, seed=2)]
+    wide = rand(rng, 3, 261).to(device)
+    for x in (wide[:, 1:257], wide[:, 4:260], wide[:2, :256]):
+        check(stack, x, torch.zeros(len(x), dtype=torch.int64), 0, device)
 
 
 @pytest.mark.parametrize("block_tokens", [0, 16])
