@@ -62,13 +62,16 @@ class Expected:
 
 
 def expected(stack: list[Weights], x: Tensor, ids: Tensor, rounded: bool) -> Expected:
-    x, columns = x.cpu(), x.shape[1]
-    values, sizes = (torch.from_numpy(np.stack([getattr(w, f) for w in stack]))[ids] for f in ("values", "scaled"))
-    x = x.double()[:, :, None]
-    y, size = (values @ x)[..., 0], (sizes @ x.abs())[..., 0]
-    bound = size * (columns + 8) * EPS32
-    if rounded and stack[0].format is not Format.BF16:
-        bound = bound + (values.abs() @ x.abs())[..., 0] * BF16_ROUNDING
+    x, columns = x.cpu().double(), x.shape[1]
+    y, bound = (torch.zeros(len(ids), len(stack[0].values), dtype=torch.float64) for _ in range(2))
+    for e, weights in enumerate(stack):
+        values, sizes = torch.from_numpy(weights.values).T, torch.from_numpy(weights.scaled).T
+        mine = x[ids == e]
+        y[ids == e] = mine @ values
+        error = mine.abs() @ sizes * (columns + 8) * EPS32
+        if rounded and weights.format is not Format.BF16:
+            error += mine.abs() @ values.abs() * BF16_ROUNDING
+        bound[ids == e] = error
     return Expected(y, bound)
 
 
@@ -173,3 +176,15 @@ def test_gate_and_up(form: Form, block_tokens: int, rng: torch.Generator, device
     error = 1.15 * a.bound * (b.y.abs() + b.bound) + a.y.abs() * b.bound  # the slope of silu is at most 1.1
     error += (a.y * b.y).abs() * (a.y.abs() + 16) * EPS32  # exp errs by its argument's rounding
     assert_within(h, want, error + stored(want.abs() + error))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_tokens", [0, *experts_grouped.BLOCK_TOKENS])
+@pytest.mark.parametrize("form", FORMS, ids=names)
+@pytest.mark.parametrize("size", [(2048, 768), (768, 2048), (720, 2880)], ids=str)
+def test_shapes_of_models(
+    form: Form, size: tuple[int, int], block_tokens: int, rng: torch.Generator, device: torch.device
+) -> None:
+    stack = [random_weights(form.format, form.group, *size, seed=e) for e in range(3)]
+    for pairs in (1, 8, 200):
+        check(stack, rand(rng, pairs, size[1]), torch.randint(0, 3, (pairs,), generator=rng), block_tokens, device)

@@ -66,7 +66,7 @@ class Pool:
     """Teams of workers, one for each memory node; the thread that calls works along and needs no CPU here.
 
     `teams`: the CPUs of each team's workers, possibly none. `pin` binds each worker to its CPU or, where `homes` are
-    given, to all of its team's. Raises ValueError, ResourceError, NativeError where a worker cannot be bound.
+    given, to all of its team's: those are `cpus`. Raises ValueError, ResourceError, NativeError where a worker cannot be bound.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Pool:
         self.isa, self.isa_reason = select_isa(isa)
         self.threads = sum(map(len, teams)) + 1
         self.nodes = len(teams)
+        self.cpus = frozenset(cpu for team in homes or teams for cpu in team) if pin else frozenset[int]()
         if homes and len(homes) != len(teams):
             raise ValueError(f"There are {len(teams)} teams and {len(homes)} homes.")
         options = _Options(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -73,9 +74,14 @@ class CodedExperts:
 
     def pack(self) -> None:
         """Do what waits."""
-        with ThreadPoolExecutor(self._workers.threads) as threads:
+        with ThreadPoolExecutor(self._workers.threads, initializer=self._unbind) as threads:
             list(threads.map(_pack, self._jobs))
         self._jobs, self._waiting_bytes = [], 0
+
+    def _unbind(self) -> None:
+        """The calling thread may be bound to one CPU, which its threads inherit; workers sleep meanwhile."""
+        if self._workers.cpus:
+            os.sched_setaffinity(0, os.sched_getaffinity(0) | self._workers.cpus)
 
     def _random_codes(self) -> tuple[Tensor, int, float]:
         """One a byte; that of zero; the root of their mean square."""
