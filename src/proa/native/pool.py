@@ -66,7 +66,8 @@ class Pool:
     """Teams of workers, one for each memory node; the thread that calls works along and needs no CPU here.
 
     `teams`: the CPUs of each team's workers, possibly none. `pin` binds each worker to its CPU or, where `homes` are
-    given, to all of its team's: those are `cpus`. Raises ValueError, ResourceError, NativeError where a worker cannot be bound.
+    given, to all of its team's: those are `cpus`. Raises ValueError, ResourceError, NativeError where a worker cannot
+    be bound.
     """
 
     def __init__(
