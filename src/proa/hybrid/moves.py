@@ -61,7 +61,7 @@ class Moves:
         self, layers: Sequence[LayerMemory], tables: Tables, top_k: int, spare: int, inclusive: bool, copiers: Copiers
     ) -> None:
         self.moved = Moved()
-        self._layers, self._tables, self._top_k, self._inclusive = layers, tables, top_k, inclusive
+        self._layers, self.tables, self._top_k, self._inclusive = layers, tables, top_k, inclusive
         self._copiers = copiers
         self._spare: dict[ExpertShape, list[Slot]] = {}
         for layer in layers:
@@ -91,7 +91,7 @@ class Moves:
     def between_steps(self) -> None:
         """The last step has ended and the next one, on the current stream, has not been launched."""
         self._moves = [move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move))]
-        self._tables.publish()
+        self.tables.publish()
 
     def meanwhile(self) -> None:
         """A step is under way, or has just been: look at what was chosen, and start copies."""
@@ -101,7 +101,7 @@ class Moves:
         if self._counting is None or self._counting.done():
             if self._counting is not None:
                 self._observe()
-            self._counting = self._copiers.counts.start([(self._counted, self._tables.counts)])
+            self._counting = self._copiers.counts.start([(self._counted, self.tables.counts)])
         for swap in self.heat.swaps(self._resident, self._movable):
             spare = self._spare[self._layers[swap.layer].shape]
             if spare:
@@ -136,14 +136,14 @@ class Moves:
         swap, where = move.swap, self._where[move.swap.layer]
         if move.coming:
             where.slot_of[swap.promote] = move.slot
-            self._tables.to_gpu(swap.layer, swap.promote, move.slot)
+            self.tables.to_gpu(swap.layer, swap.promote, move.slot)
             self._resident[swap.layer, swap.promote] = True
             move.coming, move.copy = False, None
             if not self._inclusive:
                 return False
         if not self._inclusive:
             where.number_of[swap.evict] = where.number_of.pop(swap.promote)
-        self._tables.to_cpu(swap.layer, swap.evict, where.number_of[swap.evict])
+        self.tables.to_cpu(swap.layer, swap.evict, where.number_of[swap.evict])
         self._resident[swap.layer, swap.evict] = False
         self._movable[swap.layer, [swap.promote, swap.evict]] = True
         self._spare[self._layers[swap.layer].shape].append(where.slot_of.pop(swap.evict))
