@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from proa.cache.pool import allocate_pool
 from proa.engine.executor import EagerExecutor, Executor
 from proa.engine.gpu_plan import top_k
 from proa.engine.spans import StepLimits
-from proa.hybrid.model import HybridModel, Placement
+from proa.hybrid.copies import Copiers, GpuCopier, HostCopier
+from proa.hybrid.model import HybridModel, Parts, Placement
 from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
 from proa.layers.decoder import Decoder
@@ -35,13 +36,14 @@ class Split:
 
     share: float
     inclusive: bool = False
+    spare: int = 0
 
     def placement(self, spec: Model) -> Placement:
         resident = []
         for moe in (block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)):
             count = round(moe.experts * self.share)
             resident.append(tuple(sorted(i * moe.experts // count for i in range(count))) if count else ())
-        return Placement(tuple(resident), self.inclusive)
+        return Placement(tuple(resident), self.inclusive, self.spare)
 
 
 SPLITS = {
@@ -52,8 +54,11 @@ SPLITS = {
 }
 
 
-def load_split(folder: Path, pool: Pool, split: Split, device: str, **override: object) -> Loaded:
-    """device: "sim" or "cuda". Executors have a `hybrid` to look into."""
+def load_split(
+    folder: Path, pool: Pool, split: Split, device: str, copiers: Callable[[], Copiers] | None = None,
+    keep: list[HybridModel] | None = None, **override: object,
+) -> Loaded:  # fmt: skip
+    """device: "sim" or "cuda". Each executor's experts are added to `keep`."""
     checkpoint = open_checkpoint(folder, "auto", override)
     declared = checkpoint.declare()
     spec, cuda = declared.spec, device == "cuda"
@@ -63,6 +68,8 @@ def load_split(folder: Path, pool: Pool, split: Split, device: str, **override: 
         staging = Staging(pool, 1 << 20, pinned=cuda)
         ram = Memory(pool, [None] * pool.nodes)
         hybrid = HybridModel(split.placement(spec), at, ram, staging)
+        if keep is not None:
+            keep.append(hybrid)
         ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts).table() if cuda else reference(
             torch.bfloat16, hybrid.new_experts
         )  # fmt: skip
@@ -83,9 +90,10 @@ def load_split(folder: Path, pool: Pool, split: Split, device: str, **override: 
         if cuda:
             gpu = _cuda("hybrid.gpu_experts")
             spaces = gpu.GpuSpaces(limits.rows, chosen)
-            hybrid.bind(limits.rows, chosen, lambda memory: gpu.GpuExperts(memory, spaces.of(memory)), transport)
+            experts = lambda memory, residency: gpu.GpuExperts(memory, residency, spaces.of(memory))  # noqa: E731
         else:
-            hybrid.bind(limits.rows, chosen, lambda memory: SimExperts(memory, pool), transport)
+            experts = lambda memory, residency: SimExperts(memory, residency, pool)  # noqa: E731
+        hybrid.bind(limits.rows, chosen, Parts(experts, transport, copiers or (lambda: _copiers(at))))
         caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at)
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid)
@@ -96,6 +104,12 @@ def load_split(folder: Path, pool: Pool, split: Split, device: str, **override: 
         return executor
 
     return Loaded(spec, make)
+
+
+def _copiers(device: torch.device) -> Copiers:
+    if device.type == "cuda":
+        return Copiers(GpuCopier(device), GpuCopier(device))
+    return Copiers(HostCopier(), HostCopier())
 
 
 def _cuda(module: str) -> object:

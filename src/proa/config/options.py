@@ -146,8 +146,9 @@ class GpuOptions:
     )
     expert_placement: str = option(
         "auto",
-        help="which experts live in VRAM: as many of each layer (uniform), or the first layers' (front-loading)",
-        choices=("auto", "uniform", "front-loading"),
+        help="which experts live in VRAM: as many of each layer (uniform), the first layers' (front-loading), or "
+        "uniform at first and then the most used (dynamic); auto = dynamic where RAM keeps copies, else uniform",
+        choices=("auto", "dynamic", "uniform", "front-loading"),
     )
 
 

@@ -74,6 +74,7 @@ class EagerExecutor:
         self._session.begin()
         try:
             self._hidden = self._model(tokens, Step(batch, angles, self._caches))
+            self._session.launched()
         finally:
             self._session.end()
         self.clock.lap(Stage.PROGRAM)

@@ -17,9 +17,10 @@ from proa.engine.graphs import GraphExecutor
 from proa.engine.ipc import Ready
 from proa.engine.runner import Runner
 from proa.engine.spans import step_limits
+from proa.hybrid.copies import Copiers, GpuCopier
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces
 from proa.hybrid.gpu_transport import GpuTransport
-from proa.hybrid.model import HybridModel
+from proa.hybrid.model import HybridModel, Parts
 from proa.hybrid.transport import Transport
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
@@ -66,9 +67,12 @@ class GpuBuild:
         self._cpu.note_unbound()
         chosen = top_k(self._spec)
         spaces = GpuSpaces(plan.max_batch_tokens, chosen)
-        self._hybrid.bind(
-            plan.max_batch_tokens, chosen, lambda memory: GpuExperts(memory, spaces.of(memory)), self._transport
+        parts = Parts(
+            lambda memory, residency: GpuExperts(memory, residency, spaces.of(memory)),
+            self._transport,
+            lambda: Copiers(GpuCopier(self._device), GpuCopier(self._device)),
         )
+        self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
         if self._cpu.launcher_cpus:
             self.pool.bind_caller(self._cpu.launcher_cpus)
         caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device)

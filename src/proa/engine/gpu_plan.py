@@ -27,7 +27,7 @@ def needed(plan: Plan) -> tuple[GpuPlan, Workers]:
 
 
 def placement_of(gpu: GpuPlan) -> Placement:
-    return Placement(gpu.resident, gpu.inclusive)
+    return Placement(gpu.resident, gpu.inclusive, gpu.spare)
 
 
 def ready(plan: Plan, cpu: CpuSide, load_seconds: float, ops: str, decisions: Sequence[Decision]) -> Ready:

@@ -85,6 +85,7 @@ class GraphExecutor:
         self._begin()
         captured.inputs.copy()
         captured.graph.replay()
+        self._session.launched()
 
     def _launch(self, sequences: Sequence[Span]) -> None:
         rows = self._inputs.fill(sequences, self._limits.page_tokens)
@@ -93,6 +94,7 @@ class GraphExecutor:
         self._begin()
         self._inputs.copy()
         self._run(self._inputs, rows)
+        self._session.launched()
         self._settle()  # a step without rows to score is followed by no call that would wait
 
     def _run(self, inputs: DeviceInputs, rows: int) -> None:

@@ -9,7 +9,10 @@ from proa.native.doorbell import NOTHING_COUNTED, Counters
 
 class Session(Protocol):
     def begin(self) -> None:
-        """A step is about to be launched."""
+        """A step is about to be launched on the current stream; the last one has ended."""
+
+    def launched(self) -> None:
+        """It has been launched: the device may be at it for a while."""
 
     def end(self) -> None:
         """The device has finished it. Raises what went wrong in it."""
@@ -22,6 +25,9 @@ class NoSession:
     """The device needs nobody."""
 
     def begin(self) -> None:
+        pass
+
+    def launched(self) -> None:
         pass
 
     def end(self) -> None:

@@ -13,7 +13,8 @@ from proa.engine.executor import EagerExecutor
 from proa.engine.gpu_plan import needed, placement_of, ready, top_k
 from proa.engine.ipc import Ready
 from proa.engine.runner import Runner
-from proa.hybrid.model import HybridModel
+from proa.hybrid.copies import Copiers, HostCopier
+from proa.hybrid.model import HybridModel, Parts
 from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
 from proa.layers.decoder import Decoder
@@ -49,9 +50,12 @@ class SimBuild:
 
     def runner(self) -> Runner:
         plan = self._plan
-        self._hybrid.bind(
-            plan.max_batch_tokens, top_k(self._spec), lambda memory: SimExperts(memory, self.pool), self._transport
+        parts = Parts(
+            lambda memory, residency: SimExperts(memory, residency, self.pool),
+            self._transport,
+            lambda: Copiers(HostCopier(self._gpu.pcie_bytes_per_s), HostCopier()),
         )
+        self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts)
         caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16)
         return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)
 

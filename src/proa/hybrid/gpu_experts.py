@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
-from proa.ops.residency import Located
+from proa.ops.residency import Located, Residency
 from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
 from proa.ops.triton.locate import locate
 
@@ -29,9 +29,8 @@ class GpuSpaces:
 class GpuExperts:
     """Implements DeviceExperts."""
 
-    def __init__(self, memory: LayerMemory, space: ExpertSpace) -> None:
-        self._shape, self._space = memory.shape, space
-        self._residency = memory.slots.residency(memory.experts, memory.in_ram)
+    def __init__(self, memory: LayerMemory, residency: Residency, space: ExpertSpace) -> None:
+        self._shape, self._space, self._residency = memory.shape, space, residency
 
     def locate(self, ids: Tensor) -> Located:
         up, down = (torch.empty(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))

@@ -27,31 +27,35 @@ class LayerMemory:
         self.slots = ExpertSlots(shape, resident, device)
         here = self.slots.slot_of
         self.in_ram = [e for e in range(experts) if inclusive or e not in here]
+        self.number_of = {expert: number for number, expert in enumerate(self.in_ram)}  # among the CPU's
         self.cpu_computes = len(here) < experts
         self.stacks = GatedStacks(ram, len(self.in_ram), shape.hidden, shape.width, bias=False) if self.in_ram else None
         self._staging = staging
 
     def parameters(self) -> Parameters:
-        number = {expert: i for i, expert in enumerate(self.in_ram)}
         for e in range(self.experts):
-            if self.stacks is not None and e in number:
-                sinks = self.stacks.sinks(number[e])
+            if self.stacks is not None and e in self.number_of:
+                sinks = self.stacks.sinks(self.number_of[e])
             else:
                 sinks = self.slots.sinks(e, self._staging)
             yield from ((f"{e}.{name}", sink) for name, sink in sinks)
 
     def fill_slots(self) -> None:
         """Copy what RAM has too, once it is loaded."""
+        for expert, slot in self.slots.slot_of.items():
+            if expert in self.number_of:
+                for to, packed in self.slots.slot(slot).parts(*self.in_place(self.number_of[expert])):
+                    to.copy_(packed)
+
+    def in_place(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Packed bytes of an expert in RAM, piece by piece: of gate and up, of down."""
         if self.stacks is None:
-            return
-        for number, expert in enumerate(self.in_ram):
-            if expert in self.slots.slot_of:
-                up, down = (_spans(stack, number) for stack in (self.stacks.up, self.stacks.down))
-                self.slots.copy_in(expert, up, down)
+            raise ValueError("RAM has no expert of this layer")
+        up, down = (_spans(stack, number) for stack in (self.stacks.up, self.stacks.down))
+        return up, down
 
 
 def _spans(stack: Stack, index: int) -> list[Tensor]:
-    """A matrix's packed bytes, piece by piece."""
     return [
         torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
         for address, nbytes in stack.spans(index)

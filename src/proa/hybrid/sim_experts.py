@@ -1,4 +1,5 @@
-"""The GPU's part of a layer where a CPU stands in for the GPU: native kernels over the slots. Never: arithmetic."""
+"""The GPU's part of a layer where a CPU stands in for the GPU: native kernels over packed experts, by address.
+Never: arithmetic, whose experts they are."""
 
 from __future__ import annotations
 
@@ -7,30 +8,24 @@ from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.native.pool import Pool
-from proa.native.weights import Activation, Experts, Matrix, Piece, Rows, moe
-from proa.ops.residency import Located
+from proa.native.weights import Experts, Matrix, Piece, Rows, moe
+from proa.ops.residency import Located, Residency
 
 LANE = 1  # of the pool: the doorbell's jobs have the other
 
 
 class SimExperts:
-    """Implements DeviceExperts. Slots are told apart by their addresses, as a GPU does."""
+    """Implements DeviceExperts. Weights are read where their addresses say, as a GPU does."""
 
-    def __init__(self, memory: LayerMemory, pool: Pool) -> None:
-        self._pool, self._memory = pool, memory
-        slots = memory.slots
-        self._residency = slots.residency(memory.experts, memory.in_ram)
-        self._experts = None
-        if slots.resident:
-            up, down = (
-                Matrix(of, [Piece(0, part.data_ptr(), of.matrix_bytes, part.nbytes)], len(slots.resident))
-                for of, part in ((memory.shape.up, slots.up), (memory.shape.down, slots.down))
-            )
-            self._experts = Experts(up, down, Activation.SILU)
+    def __init__(self, memory: LayerMemory, residency: Residency, pool: Pool) -> None:
+        self._pool, self._shape, self._residency = pool, memory.shape, residency
+        self._at: dict[tuple[int, int], Experts] = {}
 
     def locate(self, ids: Tensor) -> Located:
         found, real = ids.clamp(min=0).long(), ids >= 0
         table = self._residency
+        if table.counts is not None:
+            table.counts.add_(torch.bincount(found[real], minlength=len(table.counts)))
         return Located(
             ids,
             torch.where(real, table.up[found], 0),
@@ -53,17 +48,26 @@ class SimExperts:
     ) -> Tensor:
         x = started
         total = torch.zeros(x.shape, dtype=torch.float32) if cpu is None else cpu
-        if self._experts is not None and bool((at.up != 0).any()):
-            base, stride = self._memory.slots.up.data_ptr(), self._memory.shape.up.matrix_bytes
-            slots = torch.where(at.up != 0, (at.up - base) // stride, -1).to(torch.int32).contiguous()
-            weights = weights.float().contiguous()
-            y = torch.empty(x.shape, dtype=torch.float32)
-            rows = Rows(x.data_ptr(), x.stride(0)), Rows(y.data_ptr(), y.stride(0), wide=True)
-            moe(
-                self._pool, self._experts, *rows, len(x),
-                ids=slots.data_ptr(), weights=weights.data_ptr(), top_k=slots.shape[1], lane=LANE,
-            )  # fmt: skip
-            total = total + y
+        for up, down in sorted(set(zip(at.up.flatten().tolist(), at.down.flatten().tolist(), strict=True))):
+            if up:
+                rows, choices = (at.up == up).nonzero(as_tuple=True)
+                y = self._one(self._expert(up, down), x[rows])
+                total = total.index_add(0, rows, weights[rows, choices, None].float() * y)
         if shared is not None:
             total = total + (shared.float() if gate is None else torch.sigmoid(gate.float()) * shared.float())
         return total.to(x.dtype)
+
+    def _one(self, expert: Experts, x: Tensor) -> Tensor:
+        y = torch.empty(x.shape, dtype=torch.float32)
+        rows = Rows(x.data_ptr(), x.stride(0)), Rows(y.data_ptr(), y.stride(0), wide=True)
+        moe(self._pool, expert, *rows, len(x), ids=0, weights=0, top_k=0, lane=LANE)
+        return y
+
+    def _expert(self, up: int, down: int) -> Experts:
+        if (up, down) not in self._at:
+            gate_up, low = (
+                Matrix(of, [Piece(0, address, of.matrix_bytes, of.matrix_bytes)])
+                for of, address in ((self._shape.up, up), (self._shape.down, down))
+            )
+            self._at[up, down] = Experts(gate_up, low, self._shape.activation)
+        return self._at[up, down]

@@ -51,6 +51,7 @@ class Residency:
     up: Tensor  # int64 [E]: address of gate and up that the GPU computes with; 0: the CPU's
     down: Tensor  # int64 [E]
     cpu: Tensor  # int32 [E]: under which number the CPU has the expert; -1: the GPU's
+    counts: Tensor | None = None  # int32 [E]: each choice of an expert is added here when it is located
 
 
 @dataclass(frozen=True)
