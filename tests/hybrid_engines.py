@@ -83,9 +83,11 @@ def load_split(folder: Path, pool: Pool, split: Split, device: str, **override: 
         if cuda:
             gpu = _cuda("hybrid.gpu_experts")
             spaces = gpu.GpuSpaces(limits.rows, chosen)
-            hybrid.bind(limits.rows, chosen, lambda memory: gpu.GpuExperts(memory, spaces.of(memory)), transport)
+            hybrid.bind(
+                limits.rows, chosen, lambda memory, faults: gpu.GpuExperts(memory, spaces.of(memory), faults), transport
+            )
         else:
-            hybrid.bind(limits.rows, chosen, lambda memory: SimExperts(memory, pool), transport)
+            hybrid.bind(limits.rows, chosen, lambda memory, faults: SimExperts(memory, pool, faults), transport)
         caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at)
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid)

@@ -65,7 +65,10 @@ class GpuBuild:
         chosen = top_k(self._spec)
         spaces = GpuSpaces(plan.max_batch_tokens, chosen)
         self._hybrid.bind(
-            plan.max_batch_tokens, chosen, lambda memory: GpuExperts(memory, spaces.of(memory)), self._transport
+            plan.max_batch_tokens,
+            chosen,
+            lambda memory, faults: GpuExperts(memory, spaces.of(memory), faults),
+            self._transport,
         )
         if self._cpu.launcher_cpus:
             self.pool.bind_caller(self._cpu.launcher_cpus)

@@ -47,7 +47,10 @@ class SimBuild:
     def runner(self) -> Runner:
         plan = self._plan
         self._hybrid.bind(
-            plan.max_batch_tokens, top_k(self._spec), lambda memory: SimExperts(memory, self.pool), self._transport
+            plan.max_batch_tokens,
+            top_k(self._spec),
+            lambda memory, faults: SimExperts(memory, self.pool, faults),
+            self._transport,
         )
         caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16)
         return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
+from proa.ops.faults import LayerFaults
 from proa.ops.residency import Located
-from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
+from proa.ops.triton.experts import Added, ExpertSpace, Watch, combine, expert_space, experts
 from proa.ops.triton.locate import locate
 
 
@@ -29,8 +30,8 @@ class GpuSpaces:
 class GpuExperts:
     """Implements DeviceExperts."""
 
-    def __init__(self, memory: LayerMemory, space: ExpertSpace) -> None:
-        self._shape, self._space = memory.shape, space
+    def __init__(self, memory: LayerMemory, space: ExpertSpace, faults: LayerFaults) -> None:
+        self._shape, self._space, self._faults = memory.shape, space, faults
         self._residency = memory.slots.residency(memory.experts, memory.in_ram)
 
     def locate(self, ids: Tensor) -> Located:
@@ -46,6 +47,7 @@ class GpuExperts:
     def finish(
         self,
         started: Tensor,
+        x: Tensor,
         at: Located,
         weights: Tensor,
         cpu: Tensor | None,
@@ -53,5 +55,5 @@ class GpuExperts:
         gate: Tensor | None,
     ) -> Tensor:
         out = torch.empty(len(weights), self._shape.hidden, dtype=torch.bfloat16, device=weights.device)
-        combine(started, weights, at.down, Added(cpu, shared, gate), out)
+        combine(started, weights, at.down, Added(cpu, shared, gate), out, Watch(self._faults, at.ids, x))
         return out

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 
 import torch
 
+from proa.hybrid.faults import Fault, FaultRecords
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.runtime import DeviceExperts, HybridExperts
 from proa.hybrid.transport import Transport
 from proa.native.doorbell import JobSize
 from proa.native.weights import Experts
+from proa.ops.faults import LayerFaults
 from proa.ops.packed import Memory
 from proa.ops.residency import ExpertShape
 from proa.ops.staging import Staging
 
-NewDevice = Callable[[LayerMemory], DeviceExperts]
+NewDevice = Callable[[LayerMemory, LayerFaults], DeviceExperts]
 NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
 
 
@@ -37,6 +39,7 @@ class HybridModel:
         self._placement, self._device, self._ram, self._staging = placement, device, ram, staging
         self.layers: list[HybridExperts] = []
         self.transport: Transport | None = None
+        self._faults: FaultRecords | None = None
 
     def new_experts(self, experts: int, hidden: int, width: int) -> HybridExperts:
         resident = self._placement.resident[len(self.layers)]
@@ -55,9 +58,11 @@ class HybridModel:
             stacks = [memory.stacks for memory in shared]
             size = JobSize(most_tokens, top_k, shared[0].shape.hidden)
             self.transport = new_transport([stack.experts() for stack in stacks if stack is not None], size)
-        for layer in self.layers:
+        self._faults = FaultRecords(most_tokens, top_k, self._device)
+        for number, layer in enumerate(self.layers):
             layer.memory.fill_slots()
-            layer.bind(new_device(layer.memory), self.transport if layer.memory.cpu_computes else None)
+            device = new_device(layer.memory, self._faults.of(number))
+            layer.bind(device, self.transport if layer.memory.cpu_computes else None)
 
     def begin(self) -> None:
         """A step is about to be launched."""
@@ -69,3 +74,7 @@ class HybridModel:
         if self.transport is not None:
             self.transport.disarm()
             self.transport.check()
+
+    def faults(self, rows: int) -> list[Fault]:
+        """Of the rows of the steps since the last call: which were not finite, and where that began."""
+        return [] if self._faults is None else self._faults.take(rows)

@@ -8,6 +8,7 @@ from torch import Tensor
 from proa.hybrid.layer_memory import LayerMemory
 from proa.native.pool import Pool
 from proa.native.weights import Activation, Experts, Matrix, Piece, Rows, moe
+from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
 from proa.ops.residency import Located
 
 LANE = 1  # of the pool: the doorbell's jobs have the other
@@ -16,8 +17,8 @@ LANE = 1  # of the pool: the doorbell's jobs have the other
 class SimExperts:
     """Implements DeviceExperts. Slots are told apart by their addresses, as a GPU does."""
 
-    def __init__(self, memory: LayerMemory, pool: Pool) -> None:
-        self._pool, self._memory = pool, memory
+    def __init__(self, memory: LayerMemory, pool: Pool, faults: LayerFaults) -> None:
+        self._pool, self._memory, self._faults = pool, memory, faults
         slots = memory.slots
         self._residency = slots.residency(memory.experts, memory.in_ram)
         self._experts = None
@@ -45,25 +46,47 @@ class SimExperts:
     def finish(
         self,
         started: Tensor,
+        x: Tensor,
         at: Located,
         weights: Tensor,
         cpu: Tensor | None,
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        x = started
         total = torch.zeros(x.shape, dtype=torch.float32) if cpu is None else cpu
-        if self._experts is not None and bool((at.up != 0).any()):
-            base, stride = self._memory.slots.up.data_ptr(), self._memory.shape.up.matrix_bytes
-            slots = torch.where(at.up != 0, (at.up - base) // stride, -1).to(torch.int32).contiguous()
-            weights = weights.float().contiguous()
-            y = torch.empty(x.shape, dtype=torch.float32)
-            rows = Rows(x.data_ptr(), x.stride(0)), Rows(y.data_ptr(), y.stride(0), wide=True)
-            moe(
-                self._pool, self._experts, *rows, len(x),
-                ids=slots.data_ptr(), weights=weights.data_ptr(), top_k=slots.shape[1], lane=LANE,
-            )  # fmt: skip
-            total = total + y
+        own = self._own(started, at, weights)
+        if own is not None:
+            total = total + own
         if shared is not None:
             total = total + (shared.float() if gate is None else torch.sigmoid(gate.float()) * shared.float())
+        if not bool(total.isfinite().all()):
+            self._note(total, {INPUT: x, CPU: cpu, SHARED: shared}, own, at)
         return total.to(x.dtype)
+
+    def _own(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
+        """The sum of the device's own experts, float32."""
+        if self._experts is None or not bool((at.up != 0).any()):
+            return None
+        base, stride = self._memory.slots.up.data_ptr(), self._memory.shape.up.matrix_bytes
+        slots = torch.where(at.up != 0, (at.up - base) // stride, -1).to(torch.int32).contiguous()
+        weights = weights.float().contiguous()
+        y = torch.empty(x.shape, dtype=torch.float32)
+        rows = Rows(x.data_ptr(), x.stride(0)), Rows(y.data_ptr(), y.stride(0), wide=True)
+        moe(
+            self._pool, self._experts, *rows, len(x),
+            ids=slots.data_ptr(), weights=weights.data_ptr(), top_k=slots.shape[1], lane=LANE,
+        )  # fmt: skip
+        return y
+
+    def _note(self, total: Tensor, parts: dict[int, Tensor | None], own: Tensor | None, at: Located) -> None:
+        """As the GPU does; but of its own experts only the sum is known, so all that the row chose are named."""
+        for row in (~total.isfinite().all(1)).nonzero().flatten().tolist():
+            record = self._faults.records[row]
+            if record[LAYER] or at.ids[row, 0] < 0:
+                continue
+            mine = sum(1 << k for k, address in enumerate(at.up[row].tolist()) if address)
+            sources = sum(bit for bit, part in parts.items() if part is not None and not part[row].isfinite().all())
+            if own is not None and not own[row].isfinite().all():
+                sources |= mine
+            record[LAYER], record[SOURCES], record[OWN] = self._faults.layer + 1, sources, mine
+            record[IDS:] = at.ids[row]
