@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from proa.hybrid.faults import Fault
 
 
 class Session(Protocol):
@@ -10,7 +13,11 @@ class Session(Protocol):
         """A step is about to be launched."""
 
     def end(self) -> None:
-        """The device has finished it. Raises what went wrong in it."""
+        """The device has finished it. Raises NumericsError, once, for sums that are not finite, and whatever else went
+        wrong in it."""
+
+    def faults(self, rows: int) -> Sequence[Fault]:
+        """Of `rows` rows of the steps since the last call, those that were not finite: one of each, the first first."""
 
 
 class NoSession:
@@ -21,3 +28,6 @@ class NoSession:
 
     def end(self) -> None:
         pass
+
+    def faults(self, rows: int) -> Sequence[Fault]:
+        return ()
