@@ -16,6 +16,7 @@ from proa.types import EngineRequest, TokenEvent, TokenLogprob
 
 log = logging.getLogger(__name__)
 
+
 class Engine:
     """Owns scheduler and runner; everything happens in submit, abort and step, called from one thread."""
 

@@ -1,5 +1,4 @@
-"""Sequences whose values became infinite or no numbers in a step: which, and where that began. Never: ending requests.
-"""
+"""Sequences whose values became infinite or no numbers in a step: which, and where that began. Never: ending requests."""
 
 from __future__ import annotations
 
