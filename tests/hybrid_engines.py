@@ -90,9 +90,9 @@ def load_split(
         if cuda:
             gpu = _cuda("hybrid.gpu_experts")
             spaces = gpu.GpuSpaces(limits.rows, chosen)
-            experts = lambda memory, residency: gpu.GpuExperts(memory, residency, spaces.of(memory))  # noqa: E731
+            experts = lambda memory, residency, faults: gpu.GpuExperts(memory, residency, spaces.of(memory), faults)  # noqa: E731
         else:
-            experts = lambda memory, residency: SimExperts(memory, residency, pool)  # noqa: E731
+            experts = lambda memory, residency, faults: SimExperts(memory, residency, pool, faults)  # noqa: E731
         hybrid.bind(limits.rows, chosen, Parts(experts, transport, copiers or (lambda: _copiers(at))))
         caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at)
         if not cuda:

@@ -68,7 +68,7 @@ class GpuBuild:
         chosen = top_k(self._spec)
         spaces = GpuSpaces(plan.max_batch_tokens, chosen)
         parts = Parts(
-            lambda memory, residency: GpuExperts(memory, residency, spaces.of(memory)),
+            lambda memory, residency, faults: GpuExperts(memory, residency, spaces.of(memory), faults),
             self._transport,
             lambda: Copiers(GpuCopier(self._device), GpuCopier(self._device)),
         )

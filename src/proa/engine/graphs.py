@@ -18,6 +18,7 @@ from proa.engine.clock import Stage, StepClock
 from proa.engine.device_inputs import DeviceInputs
 from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
+from proa.engine.watch import WatchedSession
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin, is_dynamic
 from proa.layers.step import Step
@@ -46,7 +47,7 @@ class GraphExecutor:
     ) -> None:  # fmt: skip
         self.spec, self.clock = model.spec, StepClock()
         self._model, self._caches, self._limits, self._device = model, caches, limits, device
-        self._session: Session = session or NoSession()
+        self._session = WatchedSession(session or NoSession(), model.spec)
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
         self._tables = _Tables({block.mixer.rope for block in model.spec.blocks}, limits, device)
         self._buckets = buckets(min(limits.sequences, limits.rows))
@@ -65,10 +66,13 @@ class GraphExecutor:
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32).pin_memory()
         self._num_scored = 0
         self._underway = False
+        self._sequences: Sequence[Span] = ()
+        self._suspect = False  # whether the last step may have rows that are not finite
 
     @torch.inference_mode()
     def forward(self, sequences: Sequence[Span]) -> None:
         self._settle()
+        self._sequences, self._suspect = sequences, True  # until all rows are scored
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if all(len(s.tokens) == 1 for s in sequences):
                 self._decode(sequences)
@@ -138,7 +142,16 @@ class GraphExecutor:
         self._settle()
         self.clock.lap(Stage.PROGRAM)
         best: list[int] = self._host_best[:count].tolist()
+        rows_of_step = sum(len(s.tokens) for s in self._sequences)
+        self._suspect = count < rows_of_step or min(best) < 0
         return best
+
+    @torch.inference_mode()
+    def broken(self) -> dict[int, str]:
+        """Decode looks for nothing that its logits do not show."""
+        self._settle()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            return self._session.broken(self._sequences, look=self._suspect)
 
     def _run_head(self, rows: int) -> None:
         logits = self._model.logits(self._hidden.index_select(0, self._scored[:rows]))

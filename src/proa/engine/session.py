@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from proa.hybrid.faults import Fault
 from proa.native.doorbell import NOTHING_COUNTED, Counters
 
 
@@ -15,7 +17,11 @@ class Session(Protocol):
         """It has been launched: the device may be at it for a while."""
 
     def end(self) -> None:
-        """The device has finished it. Raises what went wrong in it."""
+        """The device has finished it. Raises NumericsError, once, for sums that are not finite, and whatever else went
+        wrong in it."""
+
+    def faults(self, rows: int) -> Sequence[Fault]:
+        """Of `rows` rows of the steps since the last call, those that were not finite: one of each, the first first."""
 
     def counters(self) -> Counters:
         """What the CPU did for the device so far."""
@@ -35,3 +41,6 @@ class NoSession:
 
     def counters(self) -> Counters:
         return NOTHING_COUNTED
+
+    def faults(self, rows: int) -> Sequence[Fault]:
+        return ()

@@ -51,7 +51,7 @@ class SimBuild:
     def runner(self) -> Runner:
         plan = self._plan
         parts = Parts(
-            lambda memory, residency: SimExperts(memory, residency, self.pool),
+            lambda memory, residency, faults: SimExperts(memory, residency, self.pool, faults),
             self._transport,
             lambda: Copiers(HostCopier(self._gpu.pcie_bytes_per_s), HostCopier()),
         )

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
+from proa.ops.faults import LayerFaults
 from proa.ops.residency import Located, Residency
-from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
+from proa.ops.triton.experts import Added, ExpertSpace, Watch, combine, expert_space, experts
 from proa.ops.triton.locate import locate
 
 
@@ -29,8 +30,8 @@ class GpuSpaces:
 class GpuExperts:
     """Implements DeviceExperts."""
 
-    def __init__(self, memory: LayerMemory, residency: Residency, space: ExpertSpace) -> None:
-        self._shape, self._space, self._residency = memory.shape, space, residency
+    def __init__(self, memory: LayerMemory, residency: Residency, space: ExpertSpace, faults: LayerFaults) -> None:
+        self._shape, self._space, self._residency, self._faults = memory.shape, space, residency, faults
 
     def locate(self, ids: Tensor) -> Located:
         up, down = (torch.empty(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
@@ -45,6 +46,7 @@ class GpuExperts:
     def finish(
         self,
         started: Tensor,
+        x: Tensor,
         at: Located,
         weights: Tensor,
         cpu: Tensor | None,
@@ -52,5 +54,5 @@ class GpuExperts:
         gate: Tensor | None,
     ) -> Tensor:
         out = torch.empty(len(weights), self._shape.hidden, dtype=torch.bfloat16, device=weights.device)
-        combine(started, weights, at.down, Added(cpu, shared, gate), out)
+        combine(started, weights, at.down, Added(cpu, shared, gate), out, Watch(self._faults, at.ids, x))
         return out

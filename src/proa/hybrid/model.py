@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from proa.hybrid.copies import Copiers
+from proa.hybrid.faults import Fault, FaultRecords
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.moves import Moves
 from proa.hybrid.runtime import DeviceExperts, HybridExperts
@@ -17,11 +18,12 @@ from proa.hybrid.tables import Tables
 from proa.hybrid.transport import Transport
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize
 from proa.native.weights import Experts
+from proa.ops.faults import LayerFaults
 from proa.ops.packed import Memory
 from proa.ops.residency import ExpertShape, Residency
 from proa.ops.staging import Staging
 
-NewDevice = Callable[[LayerMemory, Residency], DeviceExperts]
+NewDevice = Callable[[LayerMemory, Residency, LayerFaults], DeviceExperts]
 NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
 
 
@@ -54,6 +56,7 @@ class HybridModel:
         self.layers: list[HybridExperts] = []
         self.transport: Transport | None = None
         self.moves: Moves | None = None
+        self._faults: FaultRecords | None = None
 
     def new_experts(self, experts: int, hidden: int, width: int) -> HybridExperts:
         resident = self._placement.resident[len(self.layers)]
@@ -77,8 +80,10 @@ class HybridModel:
             memory.fill_slots()
         spare = self._placement.spare
         tables = Tables(memories, self._device, counted=spare > 0)
-        for layer, residency in zip(self.layers, tables.residency, strict=True):
-            layer.bind(parts.experts(layer.memory, residency), self.transport if layer.memory.cpu_computes else None)
+        self._faults = FaultRecords(most_tokens, top_k, self._device)
+        for number, (layer, residency) in enumerate(zip(self.layers, tables.residency, strict=True)):
+            device = parts.experts(layer.memory, residency, self._faults.of(number))
+            layer.bind(device, self.transport if layer.memory.cpu_computes else None)
         if spare:
             self.moves = Moves(memories, tables, top_k, spare, self._placement.inclusive, parts.copiers())
 
@@ -103,3 +108,7 @@ class HybridModel:
     def counters(self) -> Counters:
         """What the CPU did so far."""
         return NOTHING_COUNTED if self.transport is None else self.transport.counters()
+
+    def faults(self, rows: int) -> list[Fault]:
+        """Of the rows of the steps since the last call: which were not finite, and where that began."""
+        return [] if self._faults is None else self._faults.take(rows)

@@ -9,6 +9,7 @@ from torch import Tensor
 from proa.hybrid.layer_memory import LayerMemory
 from proa.native.pool import Pool
 from proa.native.weights import Experts, Matrix, Piece, Rows, moe
+from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
 from proa.ops.residency import Located, Residency
 
 LANE = 1  # of the pool: the doorbell's jobs have the other
@@ -17,8 +18,8 @@ LANE = 1  # of the pool: the doorbell's jobs have the other
 class SimExperts:
     """Implements DeviceExperts. Weights are read where their addresses say, as a GPU does."""
 
-    def __init__(self, memory: LayerMemory, residency: Residency, pool: Pool) -> None:
-        self._pool, self._shape, self._residency = pool, memory.shape, residency
+    def __init__(self, memory: LayerMemory, residency: Residency, pool: Pool, faults: LayerFaults) -> None:
+        self._pool, self._shape, self._residency, self._faults = pool, memory.shape, residency, faults
         self._at: dict[tuple[int, int], Experts] = {}
 
     def locate(self, ids: Tensor) -> Located:
@@ -40,22 +41,34 @@ class SimExperts:
     def finish(
         self,
         started: Tensor,
+        x: Tensor,
         at: Located,
         weights: Tensor,
         cpu: Tensor | None,
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        x = started
         total = torch.zeros(x.shape, dtype=torch.float32) if cpu is None else cpu
-        for up, down in sorted(set(zip(at.up.flatten().tolist(), at.down.flatten().tolist(), strict=True))):
-            if up:
-                rows, choices = (at.up == up).nonzero(as_tuple=True)
-                y = self._one(self._expert(up, down), x[rows])
-                total = total.index_add(0, rows, weights[rows, choices, None].float() * y)
+        own = self._own(started, at, weights)
+        if own is not None:
+            total = total + own
         if shared is not None:
             total = total + (shared.float() if gate is None else torch.sigmoid(gate.float()) * shared.float())
+        if not bool(total.isfinite().all()):
+            self._note(total, {INPUT: x, CPU: cpu, SHARED: shared}, own, at)
         return total.to(x.dtype)
+
+    def _own(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
+        """The sum of the device's own experts, float32."""
+        pairs = sorted(set(zip(at.up.flatten().tolist(), at.down.flatten().tolist(), strict=True)) - {(0, 0)})
+        if not pairs:
+            return None
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for up, down in pairs:
+            rows, choices = (at.up == up).nonzero(as_tuple=True)
+            y = self._one(self._expert(up, down), x[rows])
+            total.index_add_(0, rows, weights[rows, choices, None].float() * y)
+        return total
 
     def _one(self, expert: Experts, x: Tensor) -> Tensor:
         y = torch.empty(x.shape, dtype=torch.float32)
@@ -71,3 +84,16 @@ class SimExperts:
             )
             self._at[up, down] = Experts(gate_up, low, self._shape.activation)
         return self._at[up, down]
+
+    def _note(self, total: Tensor, parts: dict[int, Tensor | None], own: Tensor | None, at: Located) -> None:
+        """As the GPU does; but of its own experts only the sum is known, so all that the row chose are named."""
+        for row in (~total.isfinite().all(1)).nonzero().flatten().tolist():
+            record = self._faults.records[row]
+            if record[LAYER] or at.ids[row, 0] < 0:
+                continue
+            mine = sum(1 << k for k, address in enumerate(at.up[row].tolist()) if address)
+            sources = sum(bit for bit, part in parts.items() if part is not None and not part[row].isfinite().all())
+            if own is not None and not own[row].isfinite().all():
+                sources |= mine
+            record[LAYER], record[SOURCES], record[OWN] = self._faults.layer + 1, sources, mine
+            record[IDS:] = at.ids[row]
