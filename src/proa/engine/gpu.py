@@ -80,7 +80,10 @@ class GpuBuild:
             cache.keys.zero_()
             cache.values.zero_()
         return Runner(
-            GraphExecutor(self.model, caches, step_limits(plan), self._device, self._hybrid), plan.page_tokens
+            GraphExecutor(
+                self.model, caches, step_limits(plan), self._device, self._hybrid, sleeps=not self._gpu.gpu_only
+            ),
+            plan.page_tokens,
         )
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:

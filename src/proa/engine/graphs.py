@@ -43,8 +43,10 @@ class GraphExecutor:
 
     def __init__(
         self, model: Decoder, caches: tuple[KvPages, ...], limits: StepLimits, device: torch.device,
-        session: Session | None = None,
+        session: Session | None = None, *, sleeps: bool = False,
     ) -> None:  # fmt: skip
+        """sleeps: the calling thread leaves its CPU to others while it waits for the device, and comes back a little
+        later."""
         self.spec, self.clock = model.spec, StepClock()
         self._model, self._caches, self._limits, self._device = model, caches, limits, device
         self._session = WatchedSession(session or NoSession(), model.spec)
@@ -52,6 +54,7 @@ class GraphExecutor:
         self._tables = _Tables({block.mixer.rope for block in model.spec.blocks}, limits, device)
         self._buckets = buckets(min(limits.sequences, limits.rows))
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event(blocking=sleeps)
         self._pool = torch.cuda.graph_pool_handle()
         self._steps: dict[int, _Captured] = {}
         self._heads: dict[int, torch.cuda.CUDAGraph] = {}
@@ -138,8 +141,10 @@ class GraphExecutor:
             self._scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
             self._heads[bucket].replay()
             self._host_best[:count].copy_(self._best[:count], non_blocking=True)
-            self._stream.synchronize()
-        self._settle()
+        if self._underway:
+            self._settle()
+        else:
+            self._wait()
         self.clock.lap(Stage.PROGRAM)
         best: list[int] = self._host_best[:count].tolist()
         rows_of_step = sum(len(s.tokens) for s in self._sequences)
@@ -172,9 +177,13 @@ class GraphExecutor:
     def _settle(self) -> None:
         """Wait for what was launched; what it could tell has been told."""
         if self._underway:
-            self._stream.synchronize()
+            self._wait()
             self._underway = False
             self._session.end()
+
+    def _wait(self) -> None:
+        self._done.record(self._stream)
+        self._done.synchronize()
 
 
 class _Tables:
