@@ -54,7 +54,7 @@ class GraphExecutor:
         self._tables = _Tables({block.mixer.rope for block in model.spec.blocks}, limits, device)
         self._buckets = buckets(min(limits.sequences, limits.rows))
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._done = torch.cuda.Event(blocking=sleeps)
+        self._done = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._steps: dict[int, _Captured] = {}
         self._heads: dict[int, torch.cuda.CUDAGraph] = {}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
 from proa.ops.residency import ExpertShape, Located
+from proa.ops.triton import early
 from proa.ops.triton.experts_few import down, gate_up
 from proa.ops.triton.experts_grouped import Groups, block_tokens, down_grouped, gate_up_grouped, group, groups
 from proa.ops.triton.variant import Variant
@@ -138,9 +139,10 @@ def _note(
 def _combine(
     partial, weights, address, cpu, shared, gate, out, records, ids, x, layer,
     partial_row, cpu_row, shared_row, gate_row, out_row, x_row, hidden,
-    TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Float32, in the order of the choices, then the CPU's sum, then the shared expert."""
+    early.begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden
@@ -190,7 +192,7 @@ def combine(
     strides = (0 if t is None else t.stride(0) for t in (partial, added.cpu, added.shared, added.shared_gate, out, x))
     _combine[(tokens, triton.cdiv(hidden, _COLUMNS))](
         partial, weights, down_address, added.cpu, added.shared, added.shared_gate, out, records, ids, x, layer,
-        *strides, hidden, TOP_K=top_k, COLUMNS=_COLUMNS, num_warps=_WARPS,
+        *strides, hidden, TOP_K=top_k, COLUMNS=_COLUMNS, **early.options(out.device), num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -204,6 +206,10 @@ def _check_watch(watch: Watch, tokens: int, top_k: int, hidden: int) -> None:
 
 
 def variants() -> Iterator[Variant]:
+    return early.both(_plain())
+
+
+def _plain() -> Iterator[Variant]:
     types = {"partial": "*fp32", "weights": "*fp32", "address": "*i64", "out": "*bf16"}
     rows = ("partial_row", "cpu_row", "shared_row", "gate_row", "out_row", "x_row")
     types |= dict.fromkeys((*rows, "hidden", "layer"), "i32")

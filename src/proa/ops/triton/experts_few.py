@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.residency import ExpertShape
+from proa.ops.triton import early
 from proa.ops.triton.panels import VALUES, activated, constants, panel_sums
 from proa.ops.triton.variant import Variant
 
@@ -26,11 +27,13 @@ def _pair(
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
     FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
     COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Pairs run side by side, so that those of one expert find its panel in L2. SHARE pairs read the same row of x.
 
     ACTIVATION None: the sums themselves, [pairs, WIDTH]; else panels are of gate and up, by turns.
     """
+    early.begin(EARLY)
     pair, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     expert = tl.load(address + pair)
     if expert == 0:
@@ -58,7 +61,7 @@ def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor) -> None:
     grid = (pairs, triton.cdiv(of.up.panels, _PANELS))
     _pair[grid](
         x, up_address, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share, ACTIVATION=int(of.activation),
-        **_constants(of, True), num_warps=_WARPS,
+        **_constants(of, True), **early.options(x.device), num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -68,7 +71,7 @@ def down(h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor) -> N
     grid = (pairs, triton.cdiv(of.down.panels, _PANELS))
     _pair[grid](
         h, down_address, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None,
-        **_constants(of, False), num_warps=_WARPS,
+        **_constants(of, False), **early.options(h.device), num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -78,6 +81,10 @@ def _constants(of: ExpertShape, up: bool) -> dict[str, object]:
 
 
 def variants() -> Iterator[Variant]:
+    return early.both(_plain())
+
+
+def _plain() -> Iterator[Variant]:
     integers = dict.fromkeys(("x_row", "out_row"), "i32")
     aligned = ("x", "address", "out", "x_row", "out_row")
     for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880), ExpertShape(2048, 1408)):
