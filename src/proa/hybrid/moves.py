@@ -89,9 +89,8 @@ class Moves:
         return np.flatnonzero(self._resident[layer]).tolist()
 
     def between_steps(self) -> None:
-        """The last step has ended and the next one, on the current stream, has not been launched."""
+        """The last step has ended and the next one has not been launched; the tables are published after this."""
         self._moves = [move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move))]
-        self.tables.publish()
 
     def meanwhile(self) -> None:
         """A step is under way, or has just been: look at what was chosen, and start copies."""
