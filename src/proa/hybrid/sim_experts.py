@@ -16,6 +16,22 @@ from proa.ops.residency import Located, Residency
 LANE = 1  # of the pool: the doorbell's jobs have the other
 
 
+def locate(ids: Tensor, residency: Residency) -> Located:
+    """What ops/triton/locate.py does, in plain torch."""
+    found, real = ids.clamp(min=0).long(), ids >= 0
+    if residency.counts is not None:
+        residency.counts.add_(torch.bincount(found[real], minlength=len(residency.counts)))
+    up, down = (torch.where(real, of[found], 0) for of in (residency.up, residency.down))
+    cpu = torch.where(real, residency.cpu[found], -1).to(torch.int32)
+    if (here := residency.in_place) is not None and len(ids) == 1:
+        missing = (cpu >= 0) & (here.up[found] != 0)
+        misses = int(missing.sum())
+        fetched = missing & (missing.cumsum(1) > misses - int(here.share[misses]))
+        up, down = (torch.where(fetched, of[found], at) for of, at in ((here.up, up), (here.down, down)))
+        cpu = torch.where(fetched, -1, cpu)
+    return Located(ids, up, down, cpu)
+
+
 class SimExperts:
     """Implements DeviceExperts. Weights are read where their addresses say, as a GPU does."""
 
@@ -28,19 +44,7 @@ class SimExperts:
         self._at: dict[tuple[int, int], Experts] = {}
 
     def locate(self, ids: Tensor) -> Located:
-        found, real = ids.clamp(min=0).long(), ids >= 0
-        table = self._residency
-        if table.counts is not None:
-            table.counts.add_(torch.bincount(found[real], minlength=len(table.counts)))
-        up, down = (torch.where(real, of[found], 0) for of in (table.up, table.down))
-        cpu = torch.where(real, table.cpu[found], -1).to(torch.int32)
-        if (here := table.in_place) is not None and len(ids) == 1:
-            missing = (cpu >= 0) & (here.up[found] != 0)
-            misses = int(missing.sum())
-            fetched = missing & (missing.cumsum(1) > misses - int(here.share[misses]))
-            up, down = (torch.where(fetched, of[found], at) for of, at in ((here.up, up), (here.down, down)))
-            cpu = torch.where(fetched, -1, cpu)
-        return Located(ids, up, down, cpu)
+        return locate(ids, self._residency)
 
     def start(self, x: Tensor, at: Located) -> Tensor:
         """x itself: the sum needs weights, so it is made at the end."""
