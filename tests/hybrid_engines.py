@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from proa.cache.pool import allocate_pool
 from proa.engine.executor import EagerExecutor, Executor
 from proa.engine.gpu_plan import top_k
 from proa.engine.spans import StepLimits
+from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier, HostCopier
 from proa.hybrid.model import HybridModel, Parts, Placement
 from proa.hybrid.sim_experts import SimExperts
@@ -37,6 +39,7 @@ class Split:
     share: float
     inclusive: bool = False
     spare: int = 0
+    in_place: bool = False
 
     def placement(self, spec: Model) -> Placement:
         resident = []
@@ -44,6 +47,21 @@ class Split:
             count = round(moe.experts * self.share)
             resident.append(tuple(sorted(i * moe.experts // count for i in range(count))) if count else ())
         return Placement(tuple(resident), self.inclusive, self.spare)
+
+
+@dataclass
+class Kept:
+    """What a test may look into; registered: RAM that the driver knows."""
+
+    hybrid: HybridModel
+    registered: Any
+
+    def close(self) -> None:
+        if self.hybrid.moves is not None:
+            self.hybrid.moves.close()
+        if self.registered is not None:
+            torch.cuda.synchronize()
+            self.registered.close()
 
 
 SPLITS = {
@@ -56,7 +74,7 @@ SPLITS = {
 
 def load_split(
     folder: Path, pool: Pool, split: Split, device: str, copiers: Callable[[], Copiers] | None = None,
-    keep: list[HybridModel] | None = None, **override: object,
+    keep: list[Kept] | None = None, **override: object,
 ) -> Loaded:  # fmt: skip
     """device: "sim" or "cuda". Each executor's experts are added to `keep`."""
     checkpoint = open_checkpoint(folder, "auto", override)
@@ -68,8 +86,6 @@ def load_split(
         staging = Staging(pool, 1 << 20, pinned=cuda)
         ram = Memory(pool, [None] * pool.nodes)
         hybrid = HybridModel(split.placement(spec), at, ram, staging)
-        if keep is not None:
-            keep.append(hybrid)
         ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts).table() if cuda else reference(
             torch.bfloat16, hybrid.new_experts
         )  # fmt: skip
@@ -93,7 +109,11 @@ def load_split(
             experts = lambda memory, residency, faults: gpu.GpuExperts(memory, residency, spaces.of(memory), faults)  # noqa: E731
         else:
             experts = lambda memory, residency, faults: SimExperts(memory, residency, pool, faults)  # noqa: E731
-        hybrid.bind(limits.rows, chosen, Parts(experts, transport, copiers or (lambda: _copiers(at))))
+        registered = _cuda("hybrid.pinning").register(ram.spans(), at) if cuda and split.in_place else None
+        rates = InPlaceRates(1.0, 0.0) if split.in_place else None  # shares are set by tests
+        hybrid.bind(limits.rows, chosen, Parts(experts, transport, copiers or (lambda: _copiers(at)), rates))
+        if keep is not None:
+            keep.append(Kept(hybrid, registered))
         caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at)
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid)

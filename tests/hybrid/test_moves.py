@@ -14,7 +14,7 @@ from torch import Tensor
 from engines import Loaded, load_decoder
 from families.test_native_logits import all_experts, prompts
 from families.test_split_logits import LIMITS, MOE, PAGES, forced
-from hybrid_engines import Split, load_split
+from hybrid_engines import Kept, Split, load_split
 from proa.engine.executor import Executor
 from proa.engine.spans import Span
 from proa.hybrid.copies import Copiers, HostCopier, Pairs
@@ -99,25 +99,25 @@ class Moving:
     """A split model whose experts never rest."""
 
     loaded: Loaded
-    hybrids: list[HybridModel]
+    kept: list[Kept]
 
     @property
     def moves(self) -> Moves:
-        moves = self.hybrids[-1].moves
+        moves = self.kept[-1].hybrid.moves
         assert moves is not None
         return moves
 
 
 def restless(folder: Path, pool: Pool, split: Split, device: str, copiers: Copiers, **override: object) -> Moving:
-    hybrids: list[HybridModel] = []
-    loaded = load_split(folder, pool, split, device, lambda: copiers, hybrids, **override)
+    kept: list[Kept] = []
+    loaded = load_split(folder, pool, split, device, lambda: copiers, kept, **override)
 
     def make(*sizes: object) -> Executor:
         executor = loaded.make(*sizes)
         made.moves.heat = Restless()
         return executor
 
-    made = Moving(Loaded(loaded.spec, make), hybrids)
+    made = Moving(Loaded(loaded.spec, make), kept)
     return made
 
 
@@ -141,10 +141,10 @@ def test_logits_stay_right_while_experts_move(
     off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
     assert off_got <= 1.05 * off_plain + 1e-4 * exact.abs().max()
     steps, takes = 1 + 25, asks if inclusive else 2 * asks
-    assert model.moves.moved.experts >= min(len(model.hybrids[-1].layers), 2 / takes) * steps - 4
+    assert model.moves.moved.experts >= min(len(model.moves.layers), 2 / takes) * steps - 4
     nbytes = sum(to.nbytes for copy in copier.started for to, _ in copy.pairs)
     assert model.moves.moved.nbytes == nbytes
-    check_places(model.hybrids[-1], inclusive)
+    check_places(model.kept[-1].hybrid, inclusive)
 
 
 def check_places(hybrid: HybridModel, inclusive: bool) -> None:
@@ -167,10 +167,10 @@ def check_places(hybrid: HybridModel, inclusive: bool) -> None:
 @pytest.mark.parametrize("inclusive", [True, False])
 def test_hot_experts_come_to_the_gpu(inclusive: bool, device: str, pool: Pool, tmp_path: Path) -> None:
     """One sequence after another, one token again and again: what it chooses is in VRAM in the end, and stays."""
-    hybrids: list[HybridModel] = []
+    kept: list[Kept] = []
     folder = make_tiny("qwen3-moe", tmp_path)
-    executor = load_split(folder, pool, Split(0.5, inclusive, spare=2), device, keep=hybrids).make(LIMITS, PAGES)
-    moves = hybrids[0].moves
+    executor = load_split(folder, pool, Split(0.5, inclusive, spare=2), device, keep=kept).make(LIMITS, PAGES)
+    moves = kept[0].hybrid.moves
     assert moves is not None
     for token in (3, 11):
         before = counts(moves)
@@ -188,8 +188,8 @@ def test_hot_experts_come_to_the_gpu(inclusive: bool, device: str, pool: Pool, t
             executor.score([0])
         assert moves.moved.experts == moved, "nothing moves that need not"
     assert moves.moved.experts > 0
-    check_places(hybrids[0], inclusive)
-    moves.close()
+    check_places(kept[0].hybrid, inclusive)
+    kept[0].close()
 
 
 def counts(moves: Moves) -> Tensor:

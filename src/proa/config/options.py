@@ -150,6 +150,12 @@ class GpuOptions:
         "uniform at first and then the most used (dynamic); auto = dynamic where RAM keeps copies, else uniform",
         choices=("auto", "dynamic", "uniform", "front-loading"),
     )
+    co_fetch: str = option(
+        "auto",
+        help="let the GPU read some of a token's experts in RAM while the CPU computes the others: off, or auto (as "
+        "many as end together, where the CPU leaves bandwidth)",
+        choices=("auto", "off"),
+    )
 
 
 @dataclass(frozen=True)

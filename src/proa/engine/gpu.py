@@ -17,15 +17,18 @@ from proa.engine.graphs import GraphExecutor
 from proa.engine.ipc import Ready
 from proa.engine.runner import Runner
 from proa.engine.spans import step_limits
+from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier
-from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces
+from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, in_place_bytes_per_s
 from proa.hybrid.gpu_transport import GpuTransport
 from proa.hybrid.model import HybridModel, Parts
+from proa.hybrid.pinning import Registered, register
 from proa.hybrid.transport import Transport
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts
+from proa.obs.units import format_bytes, format_rate
 from proa.ops.cuda import CudaOps
 from proa.ops.staging import DeviceRows, Staging
 from proa.ops.table import Target
@@ -67,10 +70,12 @@ class GpuBuild:
         self._cpu.note_unbound()
         chosen = top_k(self._spec)
         spaces = GpuSpaces(plan.max_batch_tokens, chosen)
+        in_place = self._read_in_place(spaces)
         parts = Parts(
             lambda memory, residency, faults: GpuExperts(memory, residency, spaces.of(memory), faults),
             self._transport,
             lambda: Copiers(GpuCopier(self._device), GpuCopier(self._device)),
+            in_place,
         )
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
         if self._cpu.launcher_cpus:
@@ -85,6 +90,32 @@ class GpuBuild:
             ),
             plan.page_tokens,
         )
+
+    def _read_in_place(self, spaces: GpuSpaces) -> InPlaceRates | None:
+        """Register the experts in RAM with the driver, and see how fast the GPU reads them there."""
+        if not self._gpu.spare and not self._gpu.co_fetch:
+            return None
+        registered = register(self._cpu.memory.spans(), self._device)
+        self._decisions.append(Decision("pinned RAM", "auto", format_bytes(registered.nbytes), registered.why))
+        if not self._gpu.co_fetch:
+            return None
+        if why := self._unreadable(registered):
+            self._decisions.append(Decision("co-fetch", "auto", "off", why))
+            return None
+        memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
+        rates = InPlaceRates(in_place_bytes_per_s(memory, spaces.of(memory)), self._plan.roof.bandwidth_bytes_per_s)
+        why = (
+            f"the GPU reads experts in RAM at {format_rate(rates.bus_bytes_per_s)}; how many depends on the CPU's rate"
+        )
+        self._decisions.append(Decision("co-fetch", "auto", "on", why))
+        return rates
+
+    def _unreadable(self, registered: Registered) -> str:
+        if not registered.in_place:
+            return f"the GPU cannot read this RAM at the CPU's addresses: {registered.why}"
+        if self.pool.nodes > 1:
+            return "each expert lies on several memory nodes, in pieces"
+        return ""
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(spin_us=self._workers.spin_us, cpus=self._cpu.caller_cpus)

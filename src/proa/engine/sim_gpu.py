@@ -13,6 +13,7 @@ from proa.engine.executor import EagerExecutor
 from proa.engine.gpu_plan import needed, placement_of, ready, top_k
 from proa.engine.ipc import Ready
 from proa.engine.runner import Runner
+from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, HostCopier
 from proa.hybrid.model import HybridModel, Parts
 from proa.hybrid.sim_experts import SimExperts
@@ -49,11 +50,14 @@ class SimBuild:
         return dict(self.model.parameters())
 
     def runner(self) -> Runner:
-        plan = self._plan
+        plan, ram = self._plan, self._plan.roof.bandwidth_bytes_per_s
         parts = Parts(
-            lambda memory, residency, faults: SimExperts(memory, residency, self.pool, faults),
+            lambda memory, residency, faults: SimExperts(
+                memory, residency, self.pool, faults, self._gpu.pcie_bytes_per_s
+            ),
             self._transport,
             lambda: Copiers(HostCopier(self._gpu.pcie_bytes_per_s), HostCopier()),
+            InPlaceRates(self._gpu.pcie_bytes_per_s or ram, ram) if self._gpu.co_fetch else None,
         )
         self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts)
         caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16)

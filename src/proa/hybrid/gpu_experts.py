@@ -11,6 +11,8 @@ from proa.ops.residency import Located, Residency
 from proa.ops.triton.experts import Added, ExpertSpace, Watch, combine, expert_space, experts
 from proa.ops.triton.locate import locate
 
+PROBED_AT_ONCE = 4  # as many as a step of one token may leave to the bus
+
 
 class GpuSpaces:
     """Memory between kernels, shared by layers of one shape: their calls follow one another."""
@@ -25,6 +27,31 @@ class GpuSpaces:
         if key not in self._made:
             self._made[key] = expert_space(self._tokens, self._top_k, memory.experts, memory.shape, device)
         return self._made[key]
+
+
+def in_place_bytes_per_s(memory: LayerMemory, space: ExpertSpace, at_once: int = PROBED_AT_ONCE) -> float:
+    """At which the GPU reads experts in RAM, which must be registered: `at_once` in one call, others in the next."""
+    device, shape = memory.slots.up.device, memory.shape
+    count = min(at_once, len(memory.in_ram), len(space.partial))
+    batches = [_in_ram(memory, first, count, device) for first in range(0, len(memory.in_ram) - count + 1, count)]
+    x = torch.zeros(1, shape.hidden, dtype=torch.bfloat16, device=device)
+    experts(x, batches[0], shape, space)  # compiles
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for at in batches:
+        experts(x, at, shape, space)
+    end.record()
+    end.synchronize()
+    seconds: float = begin.elapsed_time(end) * 1e-3
+    return len(batches) * count * (shape.up.matrix_bytes + shape.down.matrix_bytes) / seconds
+
+
+def _in_ram(memory: LayerMemory, first: int, count: int, device: torch.device) -> Located:
+    """One token's choice of experts, by their numbers there."""
+    places = [memory.addresses(number) for number in range(first, first + count)]
+    up, down = (torch.tensor([at], dtype=torch.int64, device=device) for at in zip(*places, strict=True))
+    ids = torch.arange(count, dtype=torch.int32, device=device)[None]
+    return Located(ids, up, down, torch.full_like(ids, -1))
 
 
 class GpuExperts:

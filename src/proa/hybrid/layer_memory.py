@@ -54,6 +54,16 @@ class LayerMemory:
         up, down = (_spans(stack, number) for stack in (self.stacks.up, self.stacks.down))
         return up, down
 
+    def addresses(self, number: int) -> tuple[int, int]:
+        """Of an expert in RAM, gate and up and down; 0 and 0 where one of them lies in several pieces."""
+        if self.stacks is None:
+            raise ValueError("RAM has no expert of this layer")
+        spans = [stack.spans(number) for stack in (self.stacks.up, self.stacks.down)]
+        if any(len(pieces) != 1 for pieces in spans):
+            return 0, 0
+        (up, _), (down, _) = (pieces[0] for pieces in spans)
+        return up, down
+
 
 def _spans(stack: Stack, index: int) -> list[Tensor]:
     return [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from proa.hybrid.co_fetch import CoFetch, InPlaceRates
 from proa.hybrid.copies import Copiers
 from proa.hybrid.faults import Fault, FaultRecords
 from proa.hybrid.layer_memory import LayerMemory
@@ -46,6 +47,7 @@ class Parts:
     experts: NewDevice
     transport: NewTransport
     copiers: Callable[[], Copiers]
+    in_place: InPlaceRates | None = None  # None: the GPU does not read experts in RAM
 
 
 class HybridModel:
@@ -57,6 +59,8 @@ class HybridModel:
         self.transport: Transport | None = None
         self.moves: Moves | None = None
         self._faults: FaultRecords | None = None
+        self.co_fetch: CoFetch | None = None
+        self.tables: Tables | None = None
 
     def new_experts(self, experts: int, hidden: int, width: int) -> HybridExperts:
         resident = self._placement.resident[len(self.layers)]
@@ -79,18 +83,27 @@ class HybridModel:
         for memory in memories:
             memory.fill_slots()
         spare = self._placement.spare
-        tables = Tables(memories, self._device, counted=spare > 0)
+        reads = parts.in_place
+        self.tables = Tables(memories, self._device, top_k, counted=spare > 0, in_place=reads is not None)
+        if reads is not None:
+            self.co_fetch = CoFetch(reads, top_k)
         self._faults = FaultRecords(most_tokens, top_k, self._device)
-        for number, (layer, residency) in enumerate(zip(self.layers, tables.residency, strict=True)):
+        for number, (layer, residency) in enumerate(zip(self.layers, self.tables.residency, strict=True)):
             device = parts.experts(layer.memory, residency, self._faults.of(number))
             layer.bind(device, self.transport if layer.memory.cpu_computes else None)
         if spare:
-            self.moves = Moves(memories, tables, top_k, spare, self._placement.inclusive, parts.copiers())
+            self.moves = Moves(memories, self.tables, top_k, spare, self._placement.inclusive, parts.copiers())
 
     def begin(self) -> None:
         """A step is about to be launched, on the current stream."""
         if self.moves is not None:
             self.moves.between_steps()
+        if self.tables is not None:
+            if self.co_fetch is not None and self.transport is not None:
+                share = self.co_fetch.share(self.transport.counters())
+                if share is not None:
+                    self.tables.share(share)
+            self.tables.publish()
         if self.transport is not None:
             self.transport.arm()
 

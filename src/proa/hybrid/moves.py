@@ -61,7 +61,7 @@ class Moves:
         self, layers: Sequence[LayerMemory], tables: Tables, top_k: int, spare: int, inclusive: bool, copiers: Copiers
     ) -> None:
         self.moved = Moved()
-        self._layers, self.tables, self._top_k, self._inclusive = layers, tables, top_k, inclusive
+        self.layers, self.tables, self._top_k, self._inclusive = layers, tables, top_k, inclusive
         self._copiers = copiers
         self._spare: dict[ExpertShape, list[Slot]] = {}
         for layer in layers:
@@ -89,9 +89,8 @@ class Moves:
         return np.flatnonzero(self._resident[layer]).tolist()
 
     def between_steps(self) -> None:
-        """The last step has ended and the next one, on the current stream, has not been launched."""
+        """The last step has ended and the next one has not been launched; the tables are published after this."""
         self._moves = [move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move))]
-        self.tables.publish()
 
     def meanwhile(self) -> None:
         """A step is under way, or has just been: look at what was chosen, and start copies."""
@@ -103,7 +102,7 @@ class Moves:
                 self._observe()
             self._counting = self._copiers.counts.start([(self._counted, self.tables.counts)])
         for swap in self.heat.swaps(self._resident, self._movable):
-            spare = self._spare[self._layers[swap.layer].shape]
+            spare = self._spare[self.layers[swap.layer].shape]
             if spare:
                 self._start(swap, spare.pop())
 
@@ -118,7 +117,7 @@ class Moves:
         self.heat.observe(chosen, float(chosen.sum(1).max(initial=0)) / self._top_k)
 
     def _start(self, swap: Swap, slot: Slot) -> None:
-        layer, number = self._layers[swap.layer], self._where[swap.layer].number_of[swap.promote]
+        layer, number = self.layers[swap.layer], self._where[swap.layer].number_of[swap.promote]
         pairs = slot.parts(*layer.in_place(number))
         self._movable[swap.layer, [swap.promote, swap.evict]] = False
         self._moves.append(_Move(swap, slot, self._copiers.weights.start(pairs)))
@@ -126,7 +125,7 @@ class Moves:
 
     def _out_pairs(self, move: _Move) -> list[tuple[torch.Tensor, torch.Tensor]]:
         swap, where = move.swap, self._where[move.swap.layer]
-        place = self._layers[swap.layer].in_place(where.number_of[swap.promote])
+        place = self.layers[swap.layer].in_place(where.number_of[swap.promote])
         pairs = [(packed, here) for here, packed in where.slot_of[swap.evict].parts(*place)]
         self.moved.nbytes += sum(to.nbytes for to, _ in pairs)
         return pairs
@@ -146,7 +145,7 @@ class Moves:
         self.tables.to_cpu(swap.layer, swap.evict, where.number_of[swap.evict])
         self._resident[swap.layer, swap.evict] = False
         self._movable[swap.layer, [swap.promote, swap.evict]] = True
-        self._spare[self._layers[swap.layer].shape].append(where.slot_of.pop(swap.evict))
+        self._spare[self.layers[swap.layer].shape].append(where.slot_of.pop(swap.evict))
         self.moved.experts += 1
         return True
 

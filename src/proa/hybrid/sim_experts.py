@@ -3,6 +3,8 @@ Never: arithmetic, whose experts they are."""
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -15,24 +17,36 @@ from proa.ops.residency import Located, Residency
 LANE = 1  # of the pool: the doorbell's jobs have the other
 
 
+def locate(ids: Tensor, residency: Residency) -> Located:
+    """What ops/triton/locate.py does, in plain torch."""
+    found, real = ids.clamp(min=0).long(), ids >= 0
+    if residency.counts is not None:
+        residency.counts.add_(torch.bincount(found[real], minlength=len(residency.counts)))
+    up, down = (torch.where(real, of[found], 0) for of in (residency.up, residency.down))
+    cpu = torch.where(real, residency.cpu[found], -1).to(torch.int32)
+    if (here := residency.in_place) is not None and len(ids) == 1:
+        missing = (cpu >= 0) & (here.up[found] != 0)
+        misses = int(missing.sum())
+        fetched = missing & (missing.cumsum(1) > misses - int(here.share[misses]))
+        up, down = (torch.where(fetched, of[found], at) for of, at in ((here.up, up), (here.down, down)))
+        cpu = torch.where(fetched, -1, cpu)
+    return Located(ids, up, down, cpu)
+
+
 class SimExperts:
     """Implements DeviceExperts. Weights are read where their addresses say, as a GPU does."""
 
-    def __init__(self, memory: LayerMemory, residency: Residency, pool: Pool, faults: LayerFaults) -> None:
+    def __init__(
+        self, memory: LayerMemory, residency: Residency, pool: Pool, faults: LayerFaults,
+        bus_bytes_per_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """bus_bytes_per_s: what is read in place takes as long as this allows."""
+        self._bus_bytes_per_s = bus_bytes_per_s
         self._pool, self._shape, self._residency, self._faults = pool, memory.shape, residency, faults
         self._at: dict[tuple[int, int], Experts] = {}
 
     def locate(self, ids: Tensor) -> Located:
-        found, real = ids.clamp(min=0).long(), ids >= 0
-        table = self._residency
-        if table.counts is not None:
-            table.counts.add_(torch.bincount(found[real], minlength=len(table.counts)))
-        return Located(
-            ids,
-            torch.where(real, table.up[found], 0),
-            torch.where(real, table.down[found], 0),
-            torch.where(real, table.cpu[found], -1).to(torch.int32),
-        )
+        return locate(ids, self._residency)
 
     def start(self, x: Tensor, at: Located) -> Tensor:
         """x itself: the sum needs weights, so it is made at the end."""
@@ -63,12 +77,21 @@ class SimExperts:
         pairs = sorted(set(zip(at.up.flatten().tolist(), at.down.flatten().tolist(), strict=True)) - {(0, 0)})
         if not pairs:
             return None
+        begin, fetched = time.perf_counter(), 0
         total = torch.zeros(x.shape, dtype=torch.float32)
         for up, down in pairs:
             rows, choices = (at.up == up).nonzero(as_tuple=True)
             y = self._one(self._expert(up, down), x[rows])
             total.index_add_(0, rows, weights[rows, choices, None].float() * y)
+            fetched += self._in_place(up)
+        if self._bus_bytes_per_s is not None and fetched:
+            least_s = fetched * (self._shape.up.matrix_bytes + self._shape.down.matrix_bytes) / self._bus_bytes_per_s
+            time.sleep(max(0.0, begin + least_s - time.perf_counter()))
         return total
+
+    def _in_place(self, up: int) -> bool:
+        here = self._residency.in_place
+        return here is not None and bool((here.up == up).any())
 
     def _one(self, expert: Experts, x: Tensor) -> Tensor:
         y = torch.empty(x.shape, dtype=torch.float32)

@@ -75,6 +75,7 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes: tuple[int, ...] = ()  # packed bytes of one of them
     resident: tuple[tuple[int, ...], ...] = ()  # ascending ids of those in VRAM
     spare: int = 0  # experts of each size that may change places at once, each with a slot beyond the residents'
+    co_fetch: bool = False  # the GPU may read experts in RAM, beside the CPU
     inclusive: bool = False  # RAM keeps a copy of resident experts too; else it holds only the others
 
     @property
