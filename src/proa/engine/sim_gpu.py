@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from proa.cache.pool import allocate_pool
 from proa.engine.cpu_side import CpuSide
 from proa.engine.executor import EagerExecutor
 from proa.engine.gpu_plan import needed, placement_of, ready, top_k
-from proa.engine.ipc import Ready
+from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.hybrid.model import HybridModel
 from proa.hybrid.sim_experts import SimExperts
@@ -44,7 +44,7 @@ class SimBuild:
     def targets(self) -> dict[str, Target]:
         return dict(self.model.parameters())
 
-    def runner(self) -> Runner:
+    def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan = self._plan
         self._hybrid.bind(
             plan.max_batch_tokens,
