@@ -48,7 +48,16 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu") and not HAVE_GPU:
+        if HAVE_GPU and runs_kernels(item):
+            item.add_marker(pytest.mark.gpu)
+        elif item.get_closest_marker("gpu") and not HAVE_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def runs_kernels(item: pytest.Item) -> bool:
+    """Its `device` is the fixture above, not a parameter of its own."""
+    given = item.callspec.params if isinstance(item, pytest.Function) and "callspec" in vars(item) else {}
+    return isinstance(item, pytest.Function) and "device" in item.fixturenames and "device" not in given

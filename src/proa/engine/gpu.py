@@ -4,7 +4,7 @@ Never: decisions, steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from proa.cache.pool import allocate_pool
 from proa.engine.cpu_side import CpuSide
-from proa.engine.gpu_plan import needed, placement_of, ready, top_k
+from proa.engine.gpu_plan import cuda_index, needed, placement_of, ready, top_k
 from proa.engine.graphs import GraphExecutor
-from proa.engine.ipc import Ready
+from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.engine.spans import step_limits
+from proa.engine.warm_up import warm_up
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, in_place_bytes_per_s
@@ -44,7 +45,9 @@ class GpuBuild:
     def __init__(self, plan: Plan, spec: Model) -> None:
         self._plan, self._spec = plan, spec
         self._gpu, self._workers = needed(plan)
-        self._device = torch.device(self._gpu.device)
+        uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        index = cuda_index(self._gpu, uuids)
+        self._device = torch.device("cuda", index)
         torch.cuda.set_device(self._device)
         share = self._gpu.vram.used_bytes / torch.cuda.get_device_properties(self._device).total_memory
         torch.cuda.memory.set_per_process_memory_fraction(min(1.0, share), self._device)
@@ -57,6 +60,9 @@ class GpuBuild:
         self.model = Decoder(spec, CudaOps(self._device, self._hybrid.new_experts).table())
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
+        if index != self._gpu.index:
+            why = "CUDA numbers GPUs in another order than the driver: this is the one with the same UUID"
+            self._decisions.append(Decision("GPU", self._gpu.device, str(self._device), why))
 
     def targets(self) -> dict[str, Target]:
         """Tensors of the GPU are filled through the staging."""
@@ -65,7 +71,7 @@ class GpuBuild:
             for name, target in self.model.parameters()
         }
 
-    def runner(self) -> Runner:
+    def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan = self._plan
         self._cpu.note_unbound()
         chosen = top_k(self._spec)
@@ -84,12 +90,11 @@ class GpuBuild:
         for cache in caches:  # no slot is read before it is written, but masked ones are multiplied with 0
             cache.keys.zero_()
             cache.values.zero_()
-        return Runner(
-            GraphExecutor(
-                self.model, caches, step_limits(plan), self._device, self._hybrid, sleeps=not self._gpu.gpu_only
-            ),
-            plan.page_tokens,
+        executor = GraphExecutor(
+            self.model, caches, step_limits(plan), self._device, self._hybrid, sleeps=not self._gpu.gpu_only
         )
+        self._decisions.append(warm_up(executor.warm_ups(), report))
+        return Runner(executor, plan.page_tokens)
 
     def _read_in_place(self, spaces: GpuSpaces) -> InPlaceRates | None:
         """Register the experts in RAM with the driver, and see how fast the GPU reads them there."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from proa.ops.table import AttentionBatch, KvPages
 # Sequences of a decode step are padded up to the next of these: padding costs neither weights nor KV.
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
+WARM_BUCKETS = 3  # decode graphs that are there before the first request
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
 
 
@@ -71,6 +73,26 @@ class GraphExecutor:
         self._underway = False
         self._sequences: Sequence[Span] = ()
         self._suspect = False  # whether the last step may have rows that are not finite
+
+    def warm_ups(self) -> list[Callable[[], None]]:
+        """Steps of padding alone that compile what requests will need, the most needed first."""
+        decode = (partial(self._warm_decode, bucket) for bucket in self._buckets[:WARM_BUCKETS])
+        return [*decode, *(partial(self._warm_prefill, rows) for rows in warm_rows(self._limits.rows))]
+
+    @torch.inference_mode()
+    def _warm_decode(self, bucket: int) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._capture(bucket)
+            self._capture_head(bucket)
+
+    @torch.inference_mode()
+    def _warm_prefill(self, rows: int) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._inputs.fill((), self._limits.page_tokens)
+            self._begin()
+            self._inputs.copy()
+            self._run(self._inputs, rows)
+            self._settle()
 
     @torch.inference_mode()
     def forward(self, sequences: Sequence[Span]) -> None:
@@ -118,6 +140,11 @@ class GraphExecutor:
         self._steps[bucket] = _Captured(inputs, graph)
         return self._steps[bucket]
 
+    def _capture_head(self, bucket: int) -> torch.cuda.CUDAGraph:
+        self._settle()
+        self._heads[bucket] = self._graph(lambda: self._run_head(bucket))
+        return self._heads[bucket]
+
     def _graph(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         self._begin()
         for _ in range(WARM_UP_RUNS):
@@ -133,13 +160,11 @@ class GraphExecutor:
         self._num_scored = count = len(rows)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
-            if bucket not in self._heads:
-                self._settle()
-                self._heads[bucket] = self._graph(lambda: self._run_head(bucket))
+            head = self._heads.get(bucket) or self._capture_head(bucket)
             self._host_scored[:count] = torch.tensor(rows)
             self.clock.lap(Stage.INPUTS)
             self._scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
-            self._heads[bucket].replay()
+            head.replay()
             self._host_best[:count].copy_(self._best[:count], non_blocking=True)
         if self._underway:
             self._settle()
@@ -215,3 +240,10 @@ def buckets(most: int) -> tuple[int, ...]:
     """Batch sizes that have a graph: 1, 2, 4, 8, then every BUCKET_STEP, and `most` itself."""
     sizes = {size for size in SMALL_BUCKETS if size < most} | set(range(2 * BUCKET_STEP, most, BUCKET_STEP)) | {most}
     return tuple(sorted(sizes))
+
+
+def warm_rows(most: int) -> list[int]:
+    """Prefills that between them run every kernel there is for up to `most` rows: kernels change at powers of two, and
+    are compiled once more for numbers that 16 divides."""
+    powers = [1 << i for i in range(1, most.bit_length())]
+    return sorted({rows for power in powers for rows in (power, power + 1) if rows <= most} | {most} - {1})

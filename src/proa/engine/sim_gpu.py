@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -11,7 +11,7 @@ from proa.cache.pool import allocate_pool
 from proa.engine.cpu_side import CpuSide
 from proa.engine.executor import EagerExecutor
 from proa.engine.gpu_plan import needed, placement_of, ready, top_k
-from proa.engine.ipc import Ready
+from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, HostCopier
@@ -49,7 +49,7 @@ class SimBuild:
     def targets(self) -> dict[str, Target]:
         return dict(self.model.parameters())
 
-    def runner(self) -> Runner:
+    def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan, ram = self._plan, self._plan.roof.bandwidth_bytes_per_s
         parts = Parts(
             lambda memory, residency, faults: SimExperts(

@@ -1,4 +1,4 @@
-"""Sequences whose values became infinite or no numbers in a step: which, and where it began. Never: ending requests."""
+"""Which sequences of a step became infinite or no numbers, and where that began. Never: ending requests."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import sys
 import threading
 
 import msgspec
+import torch
 import zmq
 
 from proa.engine.clock import Stage
@@ -80,6 +81,10 @@ def run(channel: Channel) -> int:
             log.error("%s", told)
         channel.send(Failed(type(told).__name__, told.message, told.remedy))
         return told.exit_code
+    except torch.OutOfMemoryError as error:
+        log.exception("the GPU's memory ran out")
+        channel.send(Failed("ResourceError", f"The GPU's memory ran out: {error}", "Lower --vram or --context."))
+        return 4
     except MemoryError:
         channel.send(Failed("ResourceError", "The engine ran out of memory.", "Lower --context or --max-running."))
         return 4
