@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,12 +23,14 @@ from typing import Any
 import torch
 from freetoken_files import PACKAGE, REMEDY
 
+from proa.bench.hybrid_shapes import ModelShape
 from proa.errors import ProaError, UsageError
 
 VERSION = "0.2.1"  # whose functions are replaced here
 STRATEGIES = {"hybrid": "hybrid", "cpu": "cpu", "vram": "fused"}  # our name of a mode: its own
-WARM_UP_TOKENS = 24  # compiles, tunes, fills the expert cache
-MISSES_TOKENS = 24
+SETTLE_TOKENS = 32  # of each answer, not timed: reading a prompt empties the expert cache
+WARM_UP_TOKENS = 16  # after those: compiles, tunes
+MISSES_TOKENS = 16
 _QUIET = 1 << 30  # steps between two lines of its log
 _SMALL = 0.2  # of what a layer adds, so that a token's own embedding decides about its experts
 
@@ -37,13 +40,25 @@ class Case:
     """What to run. `cache_share`: of all experts, how many its cache in VRAM holds; only for hybrid."""
 
     model: Path
-    vocab: int
+    shape: ModelShape
     mode: str
     cache_share: float
     threads: int  # 0: its own choice
     counts: tuple[int, ...]  # of requests
     prompt_tokens: int
-    output_tokens: int
+    output_tokens: int  # that are timed
+
+    @property
+    def slots(self) -> int:
+        """Of the cache, as FreeToken counts them. Raises UsageError."""
+        experts = self.shape.experts
+        found = ceil(experts * self.shape.layers * self.cache_share)
+        if found < experts:  # it reads prompts a layer at a time
+            raise UsageError(
+                f"A cache of {found} experts is less than a layer's {experts}.",
+                "Use more of --layers or --cache-share.",
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -164,14 +179,15 @@ class Program:
 
     def decode(self, requests: int, output_tokens: int) -> Decoded:
         """New random prompts at once. Sampled, not greedy: of the same token's repetition routing would be uneven."""
+        made = SETTLE_TOKENS + output_tokens
         case = self._case
-        prompts = [self._draw.choices(range(3, case.vocab), k=case.prompt_tokens) for _ in range(requests)]
-        sampling = self._core.SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=output_tokens)
+        prompts = [self._draw.choices(range(3, case.shape.vocab), k=case.prompt_tokens) for _ in range(requests)]
+        sampling = self._core.SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=made)
         self.llm.pending_requests = [(prompt, sampling, None) for prompt in prompts]
         self.llm.status_map, self.llm.counter, self.llm.arrivals = {}, 0, {}
         with suppress(self._finished):
             self.llm.run_forever()
-        return decoded([self.llm.arrivals.get(i, []) for i in range(requests)], output_tokens)
+        return decoded([self.llm.arrivals.get(i, []) for i in range(requests)], made)
 
     def measure(self, runs: int) -> dict[int, list[Decoded]]:
         for count in self._case.counts:
@@ -187,7 +203,7 @@ class Program:
         cache.collect_stats = True
         self.llm.rebuild_cache(moe_cache_size=cache.cache_size)
         self.decode(requests, WARM_UP_TOKENS)
-        cache.reset_stats()
+        cache.reset_stats()  # the prompt's own experts are not counted, those of settling are
         self.decode(requests, MISSES_TOKENS)
         found = cache.decode_miss_stats()
         return Misses(found["active_per_layer"], found["fetched_per_layer"], found["cpu_per_layer"])
@@ -211,7 +227,7 @@ class Program:
 def engine_options(case: Case) -> dict[str, Any]:
     """As its server would have them, but for room for just these requests."""
     most = max(case.counts)
-    tokens = case.prompt_tokens + max(case.output_tokens, WARM_UP_TOKENS, MISSES_TOKENS) + 1
+    tokens = case.prompt_tokens + SETTLE_TOKENS + max(case.output_tokens, WARM_UP_TOKENS, MISSES_TOKENS) + 1
     options: dict[str, Any] = {
         "moe_strategy": STRATEGIES[case.mode],
         "use_dummy_weight": True,
@@ -223,7 +239,10 @@ def engine_options(case: Case) -> dict[str, Any]:
         "moe_cpu_threads": case.threads,
         "decode_log_interval": _QUIET,
     }
-    return options | ({"moe_cache_rate": case.cache_share} if case.mode == "hybrid" else {})
+    if case.mode == "hybrid":
+        options["moe_cache_size"] = case.slots
+        options["moe_prefill_overlap"] = case.slots >= 2 * case.shape.experts  # two layers at a time
+    return options
 
 
 def timed(base: type) -> Any:
@@ -243,12 +262,13 @@ def timed(base: type) -> Any:
     return Timed
 
 
-def decoded(arrivals: Sequence[Sequence[float]], output_tokens: int) -> Decoded:
-    """From the last request's first token to the first one's last, as Proa's bench counts. Raises ProaError."""
-    if any(len(moments) != output_tokens for moments in arrivals):
-        made = ", ".join(str(len(moments)) for moments in arrivals)
-        raise ProaError(f"FreeToken made {made} tokens instead of {output_tokens} each.", "See what it wrote above.")
-    begin, end = max(moments[0] for moments in arrivals), min(moments[-1] for moments in arrivals)
+def decoded(arrivals: Sequence[Sequence[float]], made: int) -> Decoded:
+    """While all requests decode, as Proa's bench counts, after SETTLE_TOKENS; each made `made`. Raises ProaError."""
+    if any(len(moments) != made for moments in arrivals):
+        found = ", ".join(str(len(moments)) for moments in arrivals)
+        raise ProaError(f"FreeToken made {found} tokens instead of {made} each.", "See what it wrote above.")
+    begin = max(moments[SETTLE_TOKENS - 1] for moments in arrivals)
+    end = min(moments[-1] for moments in arrivals)
     if end <= begin:
         raise ProaError("Its requests never decoded together.", "Use more --output-tokens or fewer --requests.")
     tokens = sum(begin < moment <= end for moments in arrivals for moment in moments)

@@ -26,8 +26,8 @@ FP8_BLOCK = 128  # rows and columns that share a scale
 FORMATS = ("bf16", "fp8")
 
 
-def provide(wheels: str, keep: Path) -> list[str]:
-    """Make the package importable here and in child processes: from `wheels`, or "" for what is installed.
+def provide(wheels: str | None, keep: Path) -> list[str]:
+    """Make the package importable here and in child processes: from `wheels`, None for what is installed.
 
     Of the wheels, those are left out whose package is installed already, FreeToken excepted. What is built and
     measured once goes to `keep`. Gives back notes. Raises UsageError.

@@ -40,11 +40,11 @@ SPARE_CORES = 2  # with these free its workers wait spinning
 class Options:
     """What to run."""
 
-    wheels: str = option(
-        "", help="folder of wheels (see README.md); default: what is installed", metavar="FOLDER", common=True
+    wheels: str | None = option(
+        None, help="folder of wheels (see README.md); default: what is installed", metavar="FOLDER", common=True
     )
-    keep: str = option(
-        "", help="folder for what is unpacked, compiled and measured once; default: a temporary one", metavar="FOLDER",
+    keep: str | None = option(
+        None, help="folder for what is unpacked, compiled and measured once; default: a temporary one", metavar="FOLDER",
         common=True,
     )  # fmt: skip
     shape: str = option("qwen3-30b-a3b", help="model", choices=tuple(MODEL_SHAPES), common=True)
@@ -56,7 +56,7 @@ class Options:
     )  # fmt: skip
     requests: str = option("1,4", help="how many requests decode together", metavar="LIST", common=True)
     prompt_tokens: int = option(128, help="length of each prompt", low=2, high=1 << 19, common=True)
-    output_tokens: int = option(128, help="length of each answer", low=2, high=1 << 19, common=True)
+    output_tokens: int = option(128, help="steps that are timed, of each answer", low=2, high=1 << 19, common=True)
     cache_share: float = option(
         10.0,
         help="percent of all experts in the cache, in hybrid mode",
@@ -119,7 +119,7 @@ def run(argv: Sequence[str]) -> None:
         _print(rows)
 
 
-def _folder(keep: str) -> AbstractContextManager[str]:
+def _folder(keep: str | None) -> AbstractContextManager[str]:
     return nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="proa-freetoken-")
 
 
@@ -134,7 +134,7 @@ def _measure(
     rates = [] if options.mode == "vram" else _rates(kept, model, options)
     threads = options.threads or pick_threads(rates, options.mode)
     share = options.cache_share / 100
-    case = Case(model, shape.vocab, options.mode, share, threads, counts, options.prompt_tokens, options.output_tokens)
+    case = Case(model, shape, options.mode, share, threads, counts, options.prompt_tokens, options.output_tokens)
     program = Program(case)
     measured = program.measure(options.runs)
     facts = program.facts()
