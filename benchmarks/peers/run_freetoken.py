@@ -44,8 +44,8 @@ class Options:
         None, help="folder of wheels (see README.md); default: what is installed", metavar="FOLDER", common=True
     )
     keep: str | None = option(
-        None, help="folder for what is unpacked, compiled and measured once; default: a temporary one", metavar="FOLDER",
-        common=True,
+        None, help="folder for what is unpacked, compiled and measured once; default: a temporary one",
+        metavar="FOLDER", common=True,
     )  # fmt: skip
     shape: str = option("qwen3-30b-a3b", help="model", choices=tuple(MODEL_SHAPES), common=True)
     layers: int | None = option(None, help="so many of its layers; default: all", low=1, high=1000, common=True)
