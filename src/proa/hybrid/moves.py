@@ -101,6 +101,8 @@ class Moves:
             if self._counting is not None:
                 self._observe()
             self._counting = self._copiers.counts.start([(self._counted, self.tables.counts)])
+        if not any(self._spare.values()):
+            return
         for swap in self.heat.swaps(self._resident, self._movable):
             spare = self._spare[self.layers[swap.layer].shape]
             if spare:
