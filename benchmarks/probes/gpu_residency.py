@@ -23,7 +23,7 @@ import torch
 
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier
-from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, in_place_bytes_per_s
+from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
 from proa.hybrid.heat import Heat
 from proa.hybrid.model import HybridModel, Parts, Placement
@@ -164,11 +164,12 @@ def rates(model: Model) -> None:
     print(f"the CPU alone reads {reading.stop() / 1e9:6.1f} GB/s")
     memory = model.layers[0]
     for at_once in range(1, TOP_K + 1):
-        alone = in_place_bytes_per_s(memory, model.spaces.of(memory), at_once)
+        read = ReadInPlace(memory, model.spaces.of(memory), at_once)
+        alone = read.bytes_per_s()
         reading = Reading(model)
         time.sleep(0.2)
         before, begin = reading.nbytes, time.perf_counter()
-        beside = [in_place_bytes_per_s(memory, model.spaces.of(memory), at_once) for _ in range(8)]
+        beside = [read.bytes_per_s() for _ in range(8)]
         cpu = (reading.nbytes - before) / (time.perf_counter() - begin)
         reading.stop()
         print(

@@ -39,7 +39,7 @@ def test_swaps_of_any_heat(layers: int, experts: int, seed: int, resident: float
 
 
 def test_nothing_moves_for_chance_alone() -> None:
-    """Hotter by less than the transfer costs, and two deviations of chance, is not hot enough."""
+    """Hotter by less than the transfer costs, and than chance gives, is not hot enough."""
     heat = Heat(1, 2)
     inside, may = np.array([[True, False]]), np.ones((1, 2), bool)
     heat.heat[:] = [[100, 100 + LEAST_GAIN + CHANCE * 200**0.5]]
@@ -68,7 +68,7 @@ def test_a_long_prompt_seeds_but_does_not_rule() -> None:
 
 # ---- against an LRU that keeps whatever was chosen last, at no cost ----
 
-LAYERS, TOP_K, MOST = 16, 8, 2  # so many experts a step in 16 layers: 6 in 48
+LAYERS, TOP_K, MOST = 16, 8, 2  # so many experts a step in 16 layers: in 48 it would be 6
 
 
 def zipf_trace(rng: np.random.Generator, exponent: float, experts: int, tokens: int) -> Ids:
@@ -135,9 +135,9 @@ def test_after_a_drift_as_good_as_an_lru(exponent: float, slots: int) -> None:
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0])
 def test_without_a_drift_little_moves(exponent: float) -> None:
-    """A copy costs no more than a read: of all that steps read, swaps are less than half a hundredth."""
+    """A copy costs no more than a read: of all that steps read, swaps are less than a hundredth."""
     trace = zipf_trace(np.random.default_rng(1), exponent, 128, 1000)
     ours, moved = heat_hits(trace, 128, 32)
     static = np.isin(trace, np.arange(32)).mean((1, 2))
-    assert moved[500:].mean() < 0.005 * LAYERS * TOP_K
+    assert moved[500:].mean() < 0.01 * LAYERS * TOP_K
     assert ours[500:].mean() >= 0.98 * static[500:].mean()

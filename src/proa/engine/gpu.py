@@ -20,7 +20,7 @@ from proa.engine.spans import step_limits
 from proa.engine.warm_up import warm_up
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier
-from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, in_place_bytes_per_s
+from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
 from proa.hybrid.model import HybridModel, Parts
 from proa.hybrid.pinning import Registered, register
@@ -108,7 +108,9 @@ class GpuBuild:
             self._decisions.append(Decision("co-fetch", "auto", "off", why))
             return None
         memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
-        rates = InPlaceRates(in_place_bytes_per_s(memory, spaces.of(memory)), self._plan.roof.bandwidth_bytes_per_s)
+        rates = InPlaceRates(
+            ReadInPlace(memory, spaces.of(memory)).bytes_per_s(), self._plan.roof.bandwidth_bytes_per_s
+        )
         why = (
             f"the GPU reads experts in RAM at {format_rate(rates.bus_bytes_per_s)}; how many depends on the CPU's rate"
         )

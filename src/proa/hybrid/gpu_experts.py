@@ -29,21 +29,27 @@ class GpuSpaces:
         return self._made[key]
 
 
-def in_place_bytes_per_s(memory: LayerMemory, space: ExpertSpace, at_once: int = PROBED_AT_ONCE) -> float:
-    """At which the GPU reads experts in RAM, which must be registered: `at_once` in one call, others in the next."""
-    device, shape = memory.slots.up.device, memory.shape
-    count = min(at_once, len(memory.in_ram), len(space.partial))
-    batches = [_in_ram(memory, first, count, device) for first in range(0, len(memory.in_ram) - count + 1, count)]
-    x = torch.zeros(1, shape.hidden, dtype=torch.bfloat16, device=device)
-    experts(x, batches[0], shape, space)  # compiles
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for at in batches:
-        experts(x, at, shape, space)
-    end.record()
-    end.synchronize()
-    seconds: float = begin.elapsed_time(end) * 1e-3
-    return len(batches) * count * (shape.up.matrix_bytes + shape.down.matrix_bytes) / seconds
+class ReadInPlace:
+    """The GPU reads a layer's experts in RAM, which must be registered: `at_once` in one call, others in the next."""
+
+    def __init__(self, memory: LayerMemory, space: ExpertSpace, at_once: int = PROBED_AT_ONCE) -> None:
+        device, self._shape, self._space = memory.slots.up.device, memory.shape, space
+        total, self._count = len(memory.in_ram), min(at_once, len(memory.in_ram), len(space.partial))
+        firsts = range(0, total - self._count + 1, self._count)
+        self._batches = [_in_ram(memory, first, self._count, device) for first in firsts]
+        self._x = torch.zeros(1, memory.shape.hidden, dtype=torch.bfloat16, device=device)
+        experts(self._x, self._batches[0], self._shape, self._space)  # compiles
+
+    def bytes_per_s(self) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for at in self._batches:
+            experts(self._x, at, self._shape, self._space)
+        end.record()
+        end.synchronize()
+        seconds: float = begin.elapsed_time(end) * 1e-3
+        one = self._shape.up.matrix_bytes + self._shape.down.matrix_bytes
+        return len(self._batches) * self._count * one / seconds
 
 
 def _in_ram(memory: LayerMemory, first: int, count: int, device: torch.device) -> Located:

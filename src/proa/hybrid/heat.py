@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-HALF_LIFE_TOKENS = 64
+HALF_LIFE_TOKENS = 32
 WINDOW_TOKENS = HALF_LIFE_TOKENS / math.log(2)
 MOST_STEP_TOKENS = 64  # a step of more, a prompt's, counts as so many: it seeds, but does not rule
 LEAST_GAIN = 2.0  # reads by the CPU in the next window that a swap saves
-CHANCE = 1.5  # standard deviations of the difference of two equal experts
+CHANCE = 1.25  # standard deviations of the difference of two equal experts
 
 Counts = NDArray[np.int64]
 Heats = NDArray[np.float32]

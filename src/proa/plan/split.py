@@ -160,7 +160,7 @@ def _place(asked: str, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish
         return with_row(static, "no layer has experts in VRAM and others in RAM: none can change places")
     if asked == "auto" and not static.inclusive:
         return with_row(static, "RAM keeps no copies: experts would have to be copied both ways; dynamic does that")
-    spare = spare_slots(max(layer.expert_bytes for layer in layers))
+    spare = spare_slots(max(layer.expert_bytes for layer in layers), sum(map(len, static.resident)))
     needed_bytes = spare_bytes(layers, spare)
     moving = replace(among(left_bytes - needed_bytes, "dynamic"), spare=spare, spare_bytes=needed_bytes)
     in_ram_bytes = total_bytes - resident_bytes(layers, moving.resident)
