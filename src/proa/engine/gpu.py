@@ -20,6 +20,7 @@ from proa.engine.spans import step_limits
 from proa.engine.warm_up import warm_up
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier
+from proa.hybrid.cpu_reads import CpuReads
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
 from proa.hybrid.model import HybridModel, Parts
@@ -36,6 +37,7 @@ from proa.ops.table import Target
 from proa.plan.plan import Plan
 from proa.types import Decision
 
+BESIDE_S = 0.2  # for which GPU and CPU read RAM together at start, to see how fast that is
 STAGING_BYTES_PER_THREAD = 32 << 20  # twice what the loader gives each worker at a time
 
 
@@ -52,7 +54,7 @@ class GpuBuild:
         share = self._gpu.vram.used_bytes / torch.cuda.get_device_properties(self._device).total_memory
         torch.cuda.memory.set_per_process_memory_fraction(min(1.0, share), self._device)
         torch.set_num_threads(1)
-        self._cpu = CpuSide(self._workers, plan.isa, launcher=True)
+        self._cpu = CpuSide(self._workers, plan.isa)
         self.pool = self._cpu.pool
         self._staging = Staging(self.pool, STAGING_BYTES_PER_THREAD * self.pool.threads, pinned=True)
         self.flush = self._staging.flush
@@ -84,8 +86,6 @@ class GpuBuild:
             in_place,
         )
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
-        if self._cpu.launcher_cpus:
-            self.pool.bind_caller(self._cpu.launcher_cpus)
         caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device)
         for cache in caches:  # no slot is read before it is written, but masked ones are multiplied with 0
             cache.keys.zero_()
@@ -108,11 +108,14 @@ class GpuBuild:
             self._decisions.append(Decision("co-fetch", "auto", "off", why))
             return None
         memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
-        rates = InPlaceRates(
-            ReadInPlace(memory, spaces.of(memory)).bytes_per_s(), self._plan.roof.bandwidth_bytes_per_s
-        )
+        gpu = ReadInPlace(memory, spaces.of(memory))
+        alone, _ = gpu.bytes_per_s()
+        times = max(1, round(BESIDE_S * alone / gpu.nbytes))
+        beside = gpu.bytes_per_s(times, CpuReads(memory, self.pool, top_k(self._spec)))
+        rates = InPlaceRates(alone, sum(beside))
         why = (
-            f"the GPU reads experts in RAM at {format_rate(rates.bus_bytes_per_s)}; how many depends on the CPU's rate"
+            f"the GPU reads experts in RAM at {format_rate(alone)} alone, at {format_rate(beside[0])} beside the CPU's "
+            f"{format_rate(beside[1])}; how many depends on the CPU's rate in service"
         )
         self._decisions.append(Decision("co-fetch", "auto", "on", why))
         return rates

@@ -15,7 +15,7 @@ LEAST_BYTES = 64 << 20  # read before its rate counts
 
 @dataclass(frozen=True)
 class InPlaceRates:
-    """bus: at which the GPU reads experts in RAM alone; ram: at which this RAM can be read by everybody together."""
+    """bus: at which the GPU reads experts in RAM alone; ram: at which GPU and CPU read them together."""
 
     bus_bytes_per_s: float
     ram_bytes_per_s: float

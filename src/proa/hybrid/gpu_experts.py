@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -40,16 +43,27 @@ class ReadInPlace:
         self._x = torch.zeros(1, memory.shape.hidden, dtype=torch.bfloat16, device=device)
         experts(self._x, self._batches[0], self._shape, self._space)  # compiles
 
-    def bytes_per_s(self) -> float:
+    @property
+    def nbytes(self) -> int:
+        """Of all that is read."""
+        return len(self._batches) * self._count * (self._shape.up.matrix_bytes + self._shape.down.matrix_bytes)
+
+    def bytes_per_s(self, times: int = 1, meanwhile: Callable[[], int] | None = None) -> tuple[float, float]:
+        """The GPU's rate, reading all `times` times; and that of what is called `meanwhile` again and again, which says
+        how many bytes it has read.
+        """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began_s, beside = time.perf_counter(), 0
         begin.record()
-        for at in self._batches:
+        for at in self._batches * times:
             experts(self._x, at, self._shape, self._space)
         end.record()
+        while meanwhile is not None and not end.query():  # type: ignore[no-untyped-call]
+            beside += meanwhile()
         end.synchronize()
+        took_s = time.perf_counter() - began_s
         seconds: float = begin.elapsed_time(end) * 1e-3
-        one = self._shape.up.matrix_bytes + self._shape.down.matrix_bytes
-        return len(self._batches) * self._count * one / seconds
+        return times * self.nbytes / seconds, beside / took_s
 
 
 def _in_ram(memory: LayerMemory, first: int, count: int, device: torch.device) -> Located:

@@ -47,7 +47,6 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
     isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in nothing else
-    workers, worker_rows = plan_workers(options.machine, machine, threads) if isa else no_workers(options.machine)
     batch_tokens, batch_row = _batch_tokens(options)
     usable_bytes, ram_row = _ram(options.machine, machine)
     page_tokens, elem_bytes = options.cache.page_tokens, ELEM_BYTES[dtype]
@@ -58,6 +57,10 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
         need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
     case = Case(model, spec, options, dtype, need, machine, usable_bytes)
     placed = _place(case, checkpoint.load_format, batch_tokens, active_bytes, host.bandwidth)
+    launched = placed.gpu is not None
+    workers, worker_rows = (
+        plan_workers(options.machine, machine, threads, launched=launched) if isa else no_workers(options.machine)
+    )
     fitted = placed.fitted
     return Plan(
         model=model,
