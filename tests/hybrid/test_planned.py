@@ -26,7 +26,7 @@ def load(folder: Path, **asked: str) -> tuple[Engine, HybridModel]:
         gpus=GpuOptions(gpu="sim:64MiB,pcie=1GB/s", gpu_experts="3", **asked),
     )
     engine, _ = load_engine(prepare(str(folder), options).plan, lambda loading: None)
-    hybrid = engine.runner.executor._session
+    hybrid = engine.runner.executor._session._session  # the watched one
     assert isinstance(hybrid, HybridModel)
     return engine, hybrid
 
