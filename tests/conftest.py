@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -29,6 +30,13 @@ def pytest_report_header() -> str:
 def _one_thread() -> None:
     """Small tensors: threads only add noise and waiting."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _subnormals() -> Iterator[None]:
+    """Loading an engine flushes them to zero in its thread; hypothesis refuses to make floats then."""
+    yield
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture
