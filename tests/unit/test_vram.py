@@ -366,6 +366,13 @@ def test_who_may_change_places(box: Machine, asked: dict[str, Any], placement: s
     assert why in said[2]
 
 
+def test_co_fetch_is_for_experts_in_ram() -> None:
+    for asked, box, fetches in (("auto", 24, True), ("auto", 140, False), ("off", 24, False)):
+        got = plan(QWEN3_30B, machine(124, gpu(box)), co_fetch=asked)
+        assert check(got, QWEN3_30B).co_fetch is fetches
+    assert row(got, "co-fetch") == ("off", "off", "as asked")
+
+
 def test_asked_experts_leave_no_room_to_move() -> None:
     """Slots for experts in motion never cost one that was asked for."""
     most = max(counts(plan(QWEN3_30B, machine(124, gpu(24)), context=1024, expert_placement="uniform")))
