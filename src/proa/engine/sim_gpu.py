@@ -22,10 +22,12 @@ from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts
+from proa.obs.units import format_rate
 from proa.ops.reference import reference
 from proa.ops.staging import Staging
 from proa.ops.table import Target
 from proa.plan.plan import Plan
+from proa.types import Decision
 
 STAGING_BYTES = 32 << 20
 PROBE_ROUNDS = 50
@@ -43,6 +45,7 @@ class SimBuild:
         staging = Staging(self.pool, STAGING_BYTES, pinned=False)
         self.flush = staging.flush
         self._hybrid = HybridModel(placement_of(self._gpu), torch.device("cpu"), self._cpu.memory, staging)
+        self._decisions: list[Decision] = []
         self.model = Decoder(spec, reference(torch.bfloat16, self._hybrid.new_experts))
         self._round_trip_us: float | None = None
 
@@ -59,6 +62,9 @@ class SimBuild:
             lambda: Copiers(HostCopier(self._gpu.pcie_bytes_per_s), HostCopier()),
             InPlaceRates(self._gpu.pcie_bytes_per_s or ram, ram) if self._gpu.co_fetch else None,
         )
+        if parts.in_place is not None:
+            why = f"simulated, at {format_rate(parts.in_place.bus_bytes_per_s)}; how many depends on the CPU's rate"
+            self._decisions.append(Decision("co-fetch", "auto", "on", why))
         self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts)
         caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16)
         return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)

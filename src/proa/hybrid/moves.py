@@ -78,9 +78,7 @@ class Moves:
             self._resident[i, list(layer.slots.slot_of)] = True
         self._moves: list[_Move] = []
         self.heat = Heat(*self._resident.shape)
-        self._counted = torch.zeros_like(tables.counts, device="cpu")  # pinned below where it is the target of DMA
-        if tables.counts.is_cuda:
-            self._counted = self._counted.pin_memory()
+        self._counted = torch.zeros(tables.counts.shape, dtype=torch.int32, pin_memory=tables.counts.is_cuda)
         self._last = np.zeros(self._resident.shape, np.int32)
         self._counting: Copy | None = None
 

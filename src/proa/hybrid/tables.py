@@ -29,7 +29,7 @@ class Tables:
     ) -> None:
         self.experts = max((layer.experts for layer in layers), default=0)
         self._layers, self._in_place = layers, in_place
-        words = -(-self.experts * (2 * _ADDRESSES + 1) // 4) * 4  # rows begin on 16 bytes
+        words = (self.experts * (2 * _ADDRESSES + 1) // 4 + 1) * 4  # more than enough; rows begin on 16 bytes
         pinned = device.type == "cuda"
         self._host = torch.zeros(len(layers), words, dtype=torch.int32, pin_memory=pinned)
         self._device = torch.zeros(len(layers), words, dtype=torch.int32, device=device)

@@ -126,6 +126,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         co_fetch=asked.co_fetch == "auto" and experts_bytes < total_bytes,
         inclusive=placed.inclusive,
     )
+    off = [Decision("co-fetch", "off", "off", "as asked")] if asked.co_fetch == "off" else []
     memory = MemoryBudget(
         free_bytes=case.machine.available_bytes,
         reserve_bytes=case.machine.available_bytes - case.usable_bytes,
@@ -136,7 +137,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         process_bytes=process_bytes(gpu.simulated),
         simulated_vram_bytes=plan.vram.used_bytes if gpu.simulated else 0,
     )
-    return Split(plan, memory, fitted, (*fitted.decisions, vram_row, _experts_row(wish, plan), *placed.decisions))
+    return Split(plan, memory, fitted, (*fitted.decisions, vram_row, _experts_row(wish, plan), *placed.decisions, *off))
 
 
 def _place(asked: str, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish, room: _Room) -> _Placed:
