@@ -75,5 +75,5 @@ class SimBuild:
         return transport
 
     def ready(self, load_seconds: float) -> Ready:
-        told = ready(self._plan, self._cpu, load_seconds, "torch, for a simulated GPU", [])
+        told = ready(self._plan, self._cpu, load_seconds, "torch, for a simulated GPU", self._decisions)
         return msgspec.structs.replace(told, round_trip_us=self._round_trip_us)
