@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
 
 from proa.engine.session import Session
@@ -11,8 +10,6 @@ from proa.engine.spans import Span
 from proa.errors import NumericsError
 from proa.hybrid.faults import Fault
 from proa.models.spec import Model, Moe
-
-log = logging.getLogger(__name__)
 
 
 class WatchedSession:
@@ -46,8 +43,6 @@ class WatchedSession:
         for fault in self._session.faults(ends[-1]):
             place = next(i for i, end in enumerate(ends) if fault.row < end)
             found.setdefault(place, self._told(fault))
-        if said:
-            log.error("%s", said)
         return found if found or not said else dict.fromkeys(range(len(sequences)), said)
 
     def _told(self, fault: Fault) -> str:
