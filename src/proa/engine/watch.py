@@ -30,6 +30,11 @@ class WatchedSession:
         except NumericsError as error:
             self._said = error.message
 
+    @property
+    def complained(self) -> bool:
+        """Whether `broken` has something to say, asked or not."""
+        return self._said != ""
+
     def broken(self, sequences: Sequence[Span], *, look: bool) -> dict[int, str]:
         """Why sequences of the step that has ended are not finite, by their places.
 
