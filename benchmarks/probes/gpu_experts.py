@@ -17,10 +17,11 @@ import torch
 import triton
 from torch import Tensor
 
+from proa.ops.faults import IDS, LayerFaults
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton import linear as linear_maps
-from proa.ops.triton.experts import Added, combine, expert_space, experts
+from proa.ops.triton.experts import Added, Watch, combine, expert_space, experts
 from proa.ops.triton.linear import linear
 from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route
@@ -172,10 +173,29 @@ def time_parts(case: Case, copy: float) -> None:
         us = case.each(lambda r: case.grouped_down(r, size))
         row("    group and down", us, int(case.nbytes * down), case.flops * down, copy)
     row("    combine", case.each(case.combine), case.space.partial.numel() * 4, 0, copy)
+    time_combine(case)
     logits = torch.randn(case.tokens, EXPERTS, device=DEVICE)
     slots, made = torch.arange(case.tokens, device=DEVICE), case.routings[0]
     us = microseconds([lambda: route(logits, slots, TOP_K, True, made.at.ids, made.weights)] * 20)
     row("    route", us, logits.numel() * 4, 0, copy)
+
+
+def time_combine(case: Case) -> None:
+    """What it costs to look whether rows are finite: the same sums with and without, in turn."""
+    made, partial = case.routings[0], case.space.partial.normal_()
+    cpu = torch.randn(case.tokens, SHAPE.hidden, device=DEVICE)
+    records = torch.zeros(case.tokens, IDS + TOP_K, dtype=torch.int32, device=DEVICE)
+    found = {}
+    for watch in (None, Watch(LayerFaults(records, 0), made.at.ids, case.x)) * 3:
+        call = partial_call(partial, made, Added(cpu), case.out, watch)
+        found.setdefault(watch is None, []).append(microseconds([call] * 200))
+    without, watched = (statistics.median(found[key]) for key in (True, False))
+    assert not records.any()
+    print(f"    combine with the CPU's sum {without:.2f} us, and looking {watched:.2f} us, {watched - without:+.2f}")
+
+
+def partial_call(partial: Tensor, made: Routing, added: Added, out: Tensor, watch: Watch | None) -> Callable[[], None]:
+    return lambda: combine(partial, made.weights, made.at.down, added, out, watch)
 
 
 def time_few(case: Case, name: str, copy: float) -> None:

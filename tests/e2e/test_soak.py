@@ -27,7 +27,7 @@ LENGTHS = [
 WARM_UP = 0.3  # of the time: caches fill, graphs are captured
 CONTEXT, VOCAB = 1024, 500
 # Python's own memory breathes by some MiB, and the KV of all pages is 5; leaked pages and rows show in counts.
-RAM_SLACK_BYTES, VRAM_SLACK_BYTES = 24 << 20, 64 << 20
+RAM_SLACK_BYTES, VRAM_SLACK_BYTES = 12 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ async def idle(llm: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize(("gpu", "seconds"), LENGTHS)
-def test_nothing_leaks(gpu: str, seconds: float, tmp_path: Path) -> None:
+def test_nothing_leaks(gpu: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Plain torch on a CPU keeps a compiled kernel for each shape it meets, up to some tens of MiB: here none.
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1")
     folder = make_model(tmp_path / "tiny", max_position_embeddings=CONTEXT)
     options = {"context": CONTEXT, "max_running": 6, "max_batch_tokens": 256, "max_queued": 24}
 

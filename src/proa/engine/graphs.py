@@ -180,6 +180,8 @@ class GraphExecutor:
     def broken(self) -> dict[int, str]:
         """Decode looks for nothing that its logits do not show."""
         self._settle()
+        if not (self._suspect or self._session.complained):
+            return {}
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             return self._session.broken(self._sequences, look=self._suspect)
 

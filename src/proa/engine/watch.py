@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
 
 from proa.engine.session import Session
@@ -12,8 +11,6 @@ from proa.errors import NumericsError
 from proa.hybrid.faults import Fault
 from proa.models.spec import Model, Moe
 from proa.native.doorbell import Counters
-
-log = logging.getLogger(__name__)
 
 
 class WatchedSession:
@@ -40,6 +37,11 @@ class WatchedSession:
         except NumericsError as error:
             self._said = error.message
 
+    @property
+    def complained(self) -> bool:
+        """Whether `broken` has something to say, asked or not."""
+        return self._said != ""
+
     def broken(self, sequences: Sequence[Span], *, look: bool) -> dict[int, str]:
         """Why sequences of the step that has ended are not finite, by their places.
 
@@ -53,8 +55,6 @@ class WatchedSession:
         for fault in self._session.faults(ends[-1]):
             place = next(i for i, end in enumerate(ends) if fault.row < end)
             found.setdefault(place, self._told(fault))
-        if said:
-            log.error("%s", said)
         return found if found or not said else dict.fromkeys(range(len(sequences)), said)
 
     def _told(self, fault: Fault) -> str:

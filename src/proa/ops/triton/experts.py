@@ -110,27 +110,29 @@ def _note(
     records, layer, ids, x, partial, address, cpu, shared, token, column, inside,
     x_row, partial_row, cpu_row, shared_row, hidden, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of the programs that find a row not finite, the first one in its first layer writes the record."""
+    """Of the programs that find a row not finite, the first one in its first layer writes the record. What it tells
+    comes from this program's columns."""
     record = records + token * (_IDS + TOP_K)
-    if tl.load(ids + token * TOP_K) >= 0 and tl.atomic_cas(record + _LAYER, 0, layer) == 0:
-        sources = 0
-        own = 0
+    sources = 0
+    own = 0
+    for k in tl.static_range(TOP_K):
+        pair = token * TOP_K + k
+        mine = tl.load(address + pair) != 0
+        value = tl.load(partial + pair * partial_row + column, inside & mine, 0.0)
+        own |= tl.where(mine, 1 << k, 0)
+        sources |= _not_finite(value) << k
+    if cpu is not None:
+        sources |= _not_finite(tl.load(cpu + token * cpu_row + column, inside, 0.0)) * _CPU
+    if shared is not None:
+        value = tl.load(shared + token * shared_row + column, inside, 0.0).to(tl.float32)
+        sources |= _not_finite(value) * _SHARED
+    for first in range(0, hidden, COLUMNS):
+        at = first + tl.arange(0, COLUMNS)
+        value = tl.load(x + token * x_row + at, at < hidden, 0.0).to(tl.float32)
+        sources |= _not_finite(value) * _INPUT
+    if tl.atomic_cas(record + _LAYER, 0, layer) == 0:
         for k in tl.static_range(TOP_K):
-            pair = token * TOP_K + k
-            mine = tl.load(address + pair) != 0
-            value = tl.load(partial + pair * partial_row + column, inside & mine, 0.0)
-            own |= tl.where(mine, 1 << k, 0)
-            sources |= _not_finite(value) << k
-            tl.store(record + _IDS + k, tl.load(ids + pair))
-        if cpu is not None:
-            sources |= _not_finite(tl.load(cpu + token * cpu_row + column, inside, 0.0)) * _CPU
-        if shared is not None:
-            value = tl.load(shared + token * shared_row + column, inside, 0.0).to(tl.float32)
-            sources |= _not_finite(value) * _SHARED
-        for first in range(0, hidden, COLUMNS):
-            at = first + tl.arange(0, COLUMNS)
-            value = tl.load(x + token * x_row + at, at < hidden, 0.0).to(tl.float32)
-            sources |= _not_finite(value) * _INPUT
+            tl.store(record + _IDS + k, tl.load(ids + token * TOP_K + k))
         tl.store(record + _SOURCES, sources)
         tl.store(record + _OWN, own)
 
@@ -160,11 +162,15 @@ def _combine(
             value *= tl.sigmoid(tl.load(gate + token * gate_row).to(tl.float32))
         total += value
     tl.store(out + token * out_row + column, total.to(out.dtype.element_ty), inside)
-    if records is not None and _not_finite(total) != 0:
-        _note(
-            records, layer, ids, x, partial, address, cpu, shared, token, column, inside,
-            x_row, partial_row, cpu_row, shared_row, hidden, TOP_K, COLUMNS,
-        )  # fmt: skip
+    if records is not None:  # one condition after another: in a kernel, `and` computes both sides
+        bad = _not_finite(total) != 0
+        if bad:
+            exists = tl.load(ids + token * TOP_K) >= 0  # a row of padding has no experts
+            if exists:
+                _note(
+                    records, layer, ids, x, partial, address, cpu, shared, token, column, inside,
+                    x_row, partial_row, cpu_row, shared_row, hidden, TOP_K, COLUMNS,
+                )  # fmt: skip
 
 
 def combine(
