@@ -34,24 +34,23 @@ class GpuExperts:
         self._residency = memory.slots.residency(memory.experts, memory.in_ram)
 
     def locate(self, ids: Tensor) -> Located:
-        up, down = (torch.empty(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
-        at = Located(ids, up, down, torch.empty_like(ids))
+        at = Located(torch.empty(ids.shape, dtype=torch.int64, device=ids.device), torch.empty_like(ids))
         locate(ids, self._residency, at)
         return at
 
-    def start(self, x: Tensor, at: Located) -> Tensor:
-        experts(x, at, self._shape, self._space)
+    def start(self, x: Tensor, ids: Tensor) -> Tensor:
+        experts(x, ids, self._residency, self._shape, self._space)
         return self._space.partial
 
     def finish(
         self,
         started: Tensor,
-        at: Located,
+        ids: Tensor,
         weights: Tensor,
         cpu: Tensor | None,
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
         out = torch.empty(len(weights), self._shape.hidden, dtype=torch.bfloat16, device=weights.device)
-        combine(started, weights, at.down, Added(cpu, shared, gate), out)
+        combine(started, weights, ids, self._residency.down, Added(cpu, shared, gate), out)
         return out

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from proa.ops.residency import ExpertShape
 from proa.ops.triton import early
-from proa.ops.triton.panels import VALUES, activated, constants, panel_sums
+from proa.ops.triton.panels import VALUES, activated, address_of, constants, panel_sums
 from proa.ops.triton.variant import Variant
 
 _PANELS, _LINES, _STAGES, _WARPS = 2, 64, 4, 4
@@ -23,7 +23,7 @@ _PANELS, _LINES, _STAGES, _WARPS = 2, 64, 4, 4
 
 @triton.jit
 def _pair(
-    x, address, out, x_row, out_row,
+    x, ids, table, out, x_row, out_row,
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
     FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
     COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
@@ -35,7 +35,7 @@ def _pair(
     """
     early.begin(EARLY)
     pair, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    expert = tl.load(address + pair)
+    expert = address_of(table, tl.load(ids + pair))
     if expert == 0:
         return
     row = x + (pair // SHARE) * x_row
@@ -52,25 +52,25 @@ def _pair(
     tl.store(out + pair * out_row + at, y.to(out.dtype.element_ty), at < WIDTH)
 
 
-def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor) -> None:
-    """h [T * k, width] = activation(gate x) * (up x) of the pairs whose address is not 0; the others' rows stay.
+def gate_up(x: Tensor, ids: Tensor, table: Tensor, of: ExpertShape, h: Tensor) -> None:
+    """h [T * k, width] = activation(gate x) * (up x) of the pairs whose expert has an address; the others' rows stay.
 
-    x bfloat16 [T, hidden], up_address int64 [T, k], h bfloat16. Columns side by side.
+    x bfloat16 [T, hidden], ids int32 [T, k], table int64 [E] (Residency.up), h bfloat16. Columns side by side.
     """
-    pairs, share = up_address.numel(), up_address.shape[1]
+    pairs, share = ids.numel(), ids.shape[1]
     grid = (pairs, triton.cdiv(of.up.panels, _PANELS))
     _pair[grid](
-        x, up_address, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share, ACTIVATION=int(of.activation),
+        x, ids, table, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share, ACTIVATION=int(of.activation),
         **_constants(of, True), **early.options(x.device), num_warps=_WARPS,
     )  # fmt: skip
 
 
-def down(h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor) -> None:
-    """partial float32 [T * k, hidden] = down h of the pairs whose address is not 0; the others' rows stay."""
-    pairs = down_address.numel()
+def down(h: Tensor, ids: Tensor, table: Tensor, of: ExpertShape, partial: Tensor) -> None:
+    """partial float32 [T * k, hidden] = down h of the pairs whose expert has an address; the others' rows stay."""
+    pairs = ids.numel()
     grid = (pairs, triton.cdiv(of.down.panels, _PANELS))
     _pair[grid](
-        h, down_address, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None,
+        h, ids, table, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None,
         **_constants(of, False), **early.options(h.device), num_warps=_WARPS,
     )  # fmt: skip
 
@@ -86,10 +86,10 @@ def variants() -> Iterator[Variant]:
 
 def _plain() -> Iterator[Variant]:
     integers = dict.fromkeys(("x_row", "out_row"), "i32")
-    aligned = ("x", "address", "out", "x_row", "out_row")
+    aligned = ("x", "ids", "table", "out", "x_row", "out_row")
     for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880), ExpertShape(2048, 1408)):
         for up, out in ((True, "*bf16"), (False, "*fp32")):
-            types = {"x": "*bf16", "address": "*i64", "out": out} | integers
+            types = {"x": "*bf16", "ids": "*i32", "table": "*i64", "out": out} | integers
             which = {
                 "WIDTH": of.width if up else of.hidden,
                 "SHARE": 8 if up else 1,
