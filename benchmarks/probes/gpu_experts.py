@@ -230,11 +230,18 @@ def time_sweep(copy: float, layers: Sequence[Layer]) -> None:
     """Other tiles than those chosen: panels, lines, stages, warps."""
     sweep_linear(copy)
     case = Case(layers, 1)
-    for panels, lines, stages, warps in itertools.product((2, 4), (32, 64, 128), (3, 4, 6), (2, 4, 8)):
+    few: dict[str, tuple[float, tuple[int, ...]]] = {}
+    for tile in itertools.product((2, 4, 8), (32, 64, 128), (3, 4, 6), (2, 4, 8)):
+        panels, lines, stages, warps = tile
         if lines * panels * 64 * stages > 96 << 10 or lines >= warps * 32:
             continue
-        experts_few._PANELS, experts_few._LINES, experts_few._STAGES, experts_few._WARPS = panels, lines, stages, warps
-        time_few(case, f"1 token: {(panels, lines, stages, warps)}", copy)
+        experts_few._TILES |= dict.fromkeys(("up", "down"), experts_few.Tile(*tile))
+        for which, call in (("up", case.few_up), ("down", case.few_down)):
+            us = case.each(call)
+            few[which] = min(few.get(which, (us, tile)), (us, tile))
+            row(f"1 token: {which} {tile}", us, case.nbytes * (2 if which == "up" else 1) // 3, 0, copy)
+    for which, (us, tile) in few.items():
+        print(f"fastest for 1 token, {which}: panels, lines, stages, warps = {tile}, {us:.1f} us")
     small = [(2, 64, 4, 4), (4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (4, 64, 3, 8), (8, 32, 3, 4), (8, 64, 3, 8)]
     large = [(8, 32, 3, 4), (8, 32, 3, 8), (8, 32, 4, 8), (8, 64, 3, 8), (16, 32, 3, 8)]
     for tokens, size, tiles in (

@@ -8,6 +8,7 @@ under way. At one token and top 8 of 2048/768 that is 384 programs, about 70 KiB
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -18,7 +19,18 @@ from proa.ops.triton import early
 from proa.ops.triton.panels import VALUES, activated, address_of, constants, panel_sums
 from proa.ops.triton.variant import Variant
 
-_PANELS, _LINES, _STAGES, _WARPS = 2, 64, 4, 4
+
+@dataclass(frozen=True)
+class Tile:
+    """Panels of a program, lines of a stage, stages, warps."""
+
+    panels: int
+    lines: int
+    stages: int
+    warps: int
+
+
+_TILES = {"up": Tile(2, 64, 4, 4), "down": Tile(2, 64, 4, 4)}
 
 
 @triton.jit
@@ -58,25 +70,27 @@ def gate_up(x: Tensor, ids: Tensor, table: Tensor, of: ExpertShape, h: Tensor) -
     x bfloat16 [T, hidden], ids int32 [T, k], table int64 [E] (Residency.up), h bfloat16. Columns side by side.
     """
     pairs, share = ids.numel(), ids.shape[1]
-    grid = (pairs, triton.cdiv(of.up.panels, _PANELS))
+    tile = _TILES["up"]
+    grid = (pairs, triton.cdiv(of.up.panels, tile.panels))
     _pair[grid](
         x, ids, table, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share, ACTIVATION=int(of.activation),
-        **_constants(of, True), **early.options(x.device), num_warps=_WARPS,
+        **_constants(of, True, tile), **early.options(x.device), num_warps=tile.warps,
     )  # fmt: skip
 
 
 def down(h: Tensor, ids: Tensor, table: Tensor, of: ExpertShape, partial: Tensor) -> None:
     """partial float32 [T * k, hidden] = down h of the pairs whose expert has an address; the others' rows stay."""
     pairs = ids.numel()
-    grid = (pairs, triton.cdiv(of.down.panels, _PANELS))
+    tile = _TILES["down"]
+    grid = (pairs, triton.cdiv(of.down.panels, tile.panels))
     _pair[grid](
         h, ids, table, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None,
-        **_constants(of, False), **early.options(h.device), num_warps=_WARPS,
+        **_constants(of, False, tile), **early.options(h.device), num_warps=tile.warps,
     )  # fmt: skip
 
 
-def _constants(of: ExpertShape, up: bool) -> dict[str, object]:
-    blocks = {"PANELS": _PANELS, "LINES": _LINES, "STAGES": _STAGES, "VALUES": VALUES[of.format]}
+def _constants(of: ExpertShape, up: bool, tile: Tile) -> dict[str, object]:
+    blocks = {"PANELS": tile.panels, "LINES": tile.lines, "STAGES": tile.stages, "VALUES": VALUES[of.format]}
     return (constants(of.up, of.hidden) if up else constants(of.down, of.width)) | blocks
 
 
@@ -95,4 +109,5 @@ def _plain() -> Iterator[Variant]:
                 "SHARE": 8 if up else 1,
                 "ACTIVATION": int(of.activation) if up else None,
             }
-            yield Variant(_pair, types, which | _constants(of, up), warps=_WARPS, aligned=aligned)
+            tile = _TILES["up" if up else "down"]
+            yield Variant(_pair, types, which | _constants(of, up, tile), warps=tile.warps, aligned=aligned)
