@@ -18,6 +18,7 @@ from torch import Tensor
 from proa.ops.residency import ExpertShape
 from proa.ops.triton import early
 from proa.ops.triton.panels import VALUES, activated, address_of, constants, panel_products
+from proa.ops.triton.panels_first import panels_first
 from proa.ops.triton.variant import Variant
 
 BLOCK_TOKENS = (16, 32, 64, 128)
@@ -98,7 +99,7 @@ def _block(
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
     COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
-    EARLY: tl.constexpr,
+    FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Blocks run side by side: those of one expert stand together and share its panels in L2. See experts_few._pair."""
     early.begin(EARLY)
@@ -111,16 +112,26 @@ def _block(
         return
     exists = pair >= 0
     rows = x + (tl.maximum(pair, 0) // SHARE) * x_row
-    sums = panel_products(
-        expert, part * PANELS, rows, exists,
-        FORMAT, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, PANELS, LINES, STAGES, VALUES,
-    )  # fmt: skip
+    if FIRST:
+        sums = panels_first(
+            expert, part * PANELS, rows, exists, FORMAT, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, PANELS, LINES,
+            STAGES, VALUES, ACTIVATION is not None,
+        )  # fmt: skip
+    else:
+        sums = panel_products(
+            expert, part * PANELS, rows, exists,
+            FORMAT, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, PANELS, LINES, STAGES, VALUES,
+        )  # fmt: skip
     if ACTIVATION is None:
-        y = sums
+        y = tl.trans(sums) if FIRST else sums
         at = part * PANELS * 16 + tl.arange(0, PANELS * 16)
     else:
-        gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK, PANELS // 2, 2, 16]), (0, 1, 3, 2)))
-        y = tl.reshape(activated(gate, up, ACTIVATION), [BLOCK, PANELS * 8])
+        if FIRST:
+            gate, up = tl.split(tl.permute(tl.reshape(sums, [2, PANELS * 8, BLOCK]), (1, 2, 0)))
+            y = tl.trans(activated(gate, up, ACTIVATION).to(out.dtype.element_ty))
+        else:
+            gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK, PANELS // 2, 2, 16]), (0, 1, 3, 2)))
+            y = tl.reshape(activated(gate, up, ACTIVATION), [BLOCK, PANELS * 8])
         at = part * PANELS * 8 + tl.arange(0, PANELS * 8)
     inside = exists[:, None] & (at < WIDTH)[None, :]
     tl.store(out + pair[:, None] * out_row + at[None, :], y.to(out.dtype.element_ty), inside)
@@ -173,20 +184,30 @@ def down_grouped(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Panels of a program, lines of a stage, stages, warps. Shared memory stays below sm_120's 99 KiB."""
+    """Panels of a program, lines of a stage, stages, warps; whether weights are the first operand (panels_first.py).
+
+    Shared memory stays below sm_120's 99 KiB.
+    """
 
     panels: int
     lines: int
     stages: int
     warps: int
+    first: bool = False
 
 
 # Small blocks are bound by reading weights: two stages of 16 KiB, or three of 8, under way. Large ones fill tiles.
-_TILES = {16: _Tile(4, 64, 3, 4), 32: _Tile(4, 32, 4, 4), 64: _Tile(8, 32, 3, 4), 128: _Tile(8, 32, 3, 8)}
+_TILES = {
+    16: _Tile(4, 64, 3, 4),
+    32: _Tile(4, 32, 4, 4),
+    64: _Tile(8, 32, 3, 4, first=True),
+    128: _Tile(8, 32, 3, 4, first=True),
+}
 
 
 def _constants(of: ExpertShape, up: bool, tile: _Tile) -> dict[str, object]:
-    blocks = {"PANELS": tile.panels, "LINES": tile.lines, "STAGES": tile.stages, "VALUES": VALUES[of.format]}
+    blocks = {"PANELS": tile.panels, "LINES": tile.lines, "STAGES": tile.stages, "FIRST": tile.first}
+    blocks |= {"VALUES": VALUES[of.format]}
     return (constants(of.up, of.hidden) if up else constants(of.down, of.width)) | blocks
 
 
