@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from proa.ops.residency import ExpertShape, Residency
@@ -180,9 +181,10 @@ def time_few(case: Case, name: str, copy: float) -> None:
     row(f"{name}, up {up:.1f} us", up + down, case.nbytes, case.flops, copy)
 
 
-def time_grouped(case: Case, size: int, name: str, copy: float) -> None:
+def time_grouped(case: Case, size: int, name: str, copy: float) -> float:
     up, down = case.each(lambda r: case.grouped_up(r, size)), case.each(lambda r: case.grouped_down(r, size))
     row(f"{name}, up {up:.1f} us", up + down, case.nbytes, case.flops, copy)
+    return up + down
 
 
 def time_blocks(copy: float, layers: Sequence[Layer]) -> None:
@@ -242,19 +244,35 @@ def time_sweep(copy: float, layers: Sequence[Layer]) -> None:
             row(f"1 token: {which} {tile}", us, case.nbytes * (2 if which == "up" else 1) // 3, 0, copy)
     for which, (us, tile) in few.items():
         print(f"fastest for 1 token, {which}: panels, lines, stages, warps = {tile}, {us:.1f} us")
+    sweep_grouped(copy, layers)
+
+
+def sweep_grouped(copy: float, layers: Sequence[Layer]) -> None:
+    """The last of a tile says whether weights are the first operand."""
     small = [(2, 64, 4, 4), (4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (4, 64, 3, 8), (8, 32, 3, 4), (8, 64, 3, 8)]
+    small_first = [(4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (8, 32, 3, 4), (8, 32, 4, 4), (8, 64, 3, 4)]
     large = [(8, 32, 3, 4), (8, 32, 3, 8), (8, 32, 4, 8), (8, 64, 3, 8), (16, 32, 3, 8)]
-    for tokens, size, tiles in (
-        (32, 16, small),
-        (128, 16, small),
-        (256, 32, small),
-        (1024, 64, large),
-        (4096, 128, large),
+    large_first = [(8, 32, 3, 4), (8, 32, 4, 4), (8, 64, 3, 4), (8, 32, 3, 8), (16, 32, 3, 8), (16, 32, 4, 8)]
+    for tokens, size, tiles, first in (
+        (32, 16, small, small_first),
+        (128, 16, small, small_first),
+        (256, 32, small, small_first),
+        (512, 64, large, large_first),
+        (1024, 64, large, large_first),
+        (1024, 128, large, large_first),
+        (4096, 128, large, large_first),
     ):
-        case = Case(layers, tokens)
-        for tile in tiles:
+        case, found = Case(layers, tokens), {}
+        chosen = experts_grouped._TILES[size]
+        for tile in [(*t, False) for t in tiles] + [(*t, True) for t in first]:
             experts_grouped._TILES[size] = experts_grouped._Tile(*tile)
-            time_grouped(case, size, f"{tokens} tokens: blocks of {size}, {tile}", copy)
+            try:
+                found[tile] = time_grouped(case, size, f"{tokens} tokens: blocks of {size}, {tile}", copy)
+            except triton.runtime.OutOfResources as error:
+                print(f"{tokens} tokens: blocks of {size}, {tile}: {error}")
+        experts_grouped._TILES[size] = chosen
+        best = min(found, key=lambda tile: found[tile])
+        print(f"fastest for {tokens} tokens, blocks of {size}: {best}, {found[best]:.1f} us with two groups")
 
 
 def main(what: Sequence[str]) -> None:
