@@ -129,10 +129,10 @@ class Case:
         combine(self.space.partial, routing.weights, routing.ids, routing.at.down, Added(), self.out)
 
     def few_up(self, routing: Routing) -> None:
-        experts_few.gate_up(self.x, routing.ids, routing.at.up, SHAPE, self.space.h)
+        experts_few.gate_up(self.x, routing.ids, routing.at, SHAPE, self.space.h)
 
     def few_down(self, routing: Routing) -> None:
-        experts_few.down(self.space.h, routing.ids, routing.at.down, SHAPE, self.space.partial)
+        experts_few.down(self.space.h, routing.ids, routing.at, SHAPE, self.space.partial)
 
     def group(self, routing: Routing, size: int) -> None:
         experts_grouped.group(routing.ids, EXPERTS, size, self.space.groups)

@@ -3,7 +3,8 @@ kernel in its place, in one CUDA graph, over enough layers that L2 does not flat
 
 Ways to launch, one process each (kernels are compiled for one of them):
   early        as in service: each kernel begins before the one before it has ended, and fetches its weights meanwhile
-  unfetched    the same without fetching
+  linear       the same, but experts fetch nothing for the next kernel
+  unfetched    nothing is fetched
   shallow      a kernel lets the next begin only after its own wait: two under way, not many
   usual        one after another
 Run: PYTHONPATH=src python benchmarks/probes/gpu_step.py [all | WAY [tiles] [tokens=N] [context=N]]
@@ -30,12 +31,13 @@ from proa.ops.table import Angles, KvPages, QkNorm
 from proa.ops.triton import attention, early, experts_few, heads, linear, norm, route
 from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
 
-WAYS = ("usual", "shallow", "unfetched", "early")
+WAYS = ("usual", "shallow", "unfetched", "linear", "early")
 DEVICE = torch.device("cuda")
 SHAPE, EXPERTS, TOP_K, HEADS, KV_HEADS, DIM = ExpertShape(2048, 768), 128, 8, 32, 4, 128
 MODEL_LAYERS, LAYERS, VOCAB, PAGE_TOKENS = 48, 8, 151936, 16
 TILES = [(2, 32, 4, 2), (2, 32, 6, 2), (2, 64, 3, 4), (2, 64, 4, 4), (2, 64, 6, 4), (2, 128, 3, 8), (2, 128, 4, 8),
-         (4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (4, 64, 4, 8), (4, 128, 3, 8), (8, 32, 3, 4), (8, 64, 3, 8)]  # fmt: skip
+         (4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (4, 64, 4, 8), (4, 128, 3, 8), (8, 32, 3, 4),
+         (8, 64, 3, 8)]  # fmt: skip
 
 
 @triton.jit
@@ -58,6 +60,9 @@ def choose(way: str) -> None:
         early.allow, early.wait = _no_allow, _wait_and_allow
     elif way == "unfetched":
         linear._ahead = lambda outputs, inputs: False
+        experts_few._lines_ahead = lambda of, pairs, blocks: experts_few._NOTHING_AHEAD
+    elif way == "linear":
+        experts_few._lines_ahead = lambda of, pairs, blocks: experts_few._NOTHING_AHEAD
     elif way != "early":
         raise SystemExit(f"{way} is none of {', '.join(WAYS)}")
 

@@ -27,6 +27,8 @@ found = {}
 for module in check_kernels.modules_of_kernels():
     for v in vars(importlib.import_module(module)).get("variants", list)():
         name = f"{module.rsplit('.', 1)[-1]}.{v.kernel.__name__}"
+        if v.kernel.__name__ == "_pair":
+            name += " down" if v.constants["ACTIVATION"] is None else " up"
         if v.constants.get("EARLY") and name not in found:
             found[name] = check_kernels.compiled(v, 90).asm["ptx"]
 print(json.dumps(found))
@@ -50,8 +52,8 @@ def test_nothing_but_weights_is_touched_before_the_wait(programs: dict[str, str]
     assert len(programs) >= 17
     for name, ptx in programs.items():
         before, after = ptx.split("griddepcontrol.wait", 1)
-        assert "griddepcontrol" not in after, name
-        assert before.count("griddepcontrol.launch_dependents") == 1, name
+        assert "griddepcontrol.wait" not in after, name
+        assert ptx.count("griddepcontrol.launch_dependents") == 1, name
         touched = ACCESS.findall(before)
         assert all(t.startswith("ld") for t in touched), (name, touched)
         assert bool(touched) == (name in WEIGHTS_FIRST), (name, touched)
@@ -62,6 +64,11 @@ def test_nothing_but_weights_is_touched_before_the_wait(programs: dict[str, str]
 def test_linear_maps_fetch_their_weights_while_they_wait(programs: dict[str, str]) -> None:
     for name in ("linear._one", "heads._rotate_store"):
         assert "prefetch.global.L2" in programs[name].split("griddepcontrol.wait")[0], name
+
+
+def test_gate_up_fetches_down_after_its_own_weights(programs: dict[str, str]) -> None:
+    for name, fetches in (("experts_few._pair up", True), ("experts_few._pair down", False)):
+        assert ("prefetch.global.L2" in programs[name].rsplit("cp.async.cg", 1)[1]) == fetches, name
 
 
 def test_an_interpreter_launches_nothing_early() -> None:

@@ -116,8 +116,8 @@ def launch(layer: Layer, x: Tensor, routing: Routing, kind: int | None, space: E
     if kind is None:
         experts(x, ids, at, layer.shape, space)
     elif kind == 0:
-        experts_few.gate_up(x, ids, at.up, layer.shape, space.h)
-        experts_few.down(space.h, ids, at.down, layer.shape, space.partial)
+        experts_few.gate_up(x, ids, at, layer.shape, space.h)
+        experts_few.down(space.h, ids, at, layer.shape, space.partial)
     else:
         experts_grouped.group(ids, layer.count, kind, space.groups)
         experts_grouped.gate_up_grouped(x, ids, at.up, space.groups, kind, layer.shape, space.h)

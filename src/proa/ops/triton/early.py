@@ -53,6 +53,14 @@ def begin(EARLY: tl.constexpr):
 
 
 @triton.jit
+def begin_near(EARLY: tl.constexpr):
+    """As `begin`, but kernels after this one begin only when the one before it has ended: what they fetch earlier would
+    not stay in L2 until they need it."""
+    wait(EARLY)
+    allow(EARLY)
+
+
+@triton.jit
 def fetch(addresses):
     """Bring the lines of L2 in which these addresses lie. They must be some tensor's."""
     tl.inline_asm_elementwise(_FETCH, "=r,l", [addresses.to(tl.uint64)], tl.int32, is_pure=False, pack=1)

@@ -54,8 +54,8 @@ def experts(x: Tensor, ids: Tensor, at: Residency, of: ExpertShape, space: Exper
     if not pairs:
         return
     if pairs <= FEW_PAIRS:
-        gate_up(x, ids, at.up, of, space.h)
-        down(space.h, ids, at.down, of, space.partial)
+        gate_up(x, ids, at, of, space.h)
+        down(space.h, ids, at, of, space.partial)
         return
     by, total = space.groups, len(space.groups.counts)
     size = block_tokens(pairs, total)
