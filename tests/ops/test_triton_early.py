@@ -71,6 +71,13 @@ def test_gate_up_fetches_down_after_its_own_weights(programs: dict[str, str]) ->
         assert ("prefetch.global.L2" in programs[name].rsplit("cp.async.cg", 1)[1]) == fetches, name
 
 
+def test_nothing_begins_while_the_cpu_works(programs: dict[str, str]) -> None:
+    for name in ("bell._pull", "bell._wait"):
+        waiting, answered = programs[name].split("ld.acquire.sys", 1)
+        assert "launch_dependents" not in waiting, name
+        assert "launch_dependents" in answered, name
+
+
 def test_an_interpreter_launches_nothing_early() -> None:
     assert early.options(torch.device("cpu")) == {"EARLY": False}
 
@@ -78,9 +85,9 @@ def test_an_interpreter_launches_nothing_early() -> None:
 @pytest.mark.gpu
 def test_a_chain_of_early_kernels_is_a_chain(rng: torch.Generator, device: torch.device) -> None:
     """Each kernel reads what the one before wrote: of a thousand, replayed, every bit is that of one after another."""
-    weight, scale = (rand(rng, 4096, 4096) / 64).to(device), torch.ones(4096, dtype=BF16, device=device)
-    first = rand(rng, 1, 4096).to(device)
-    rows = [poisoned(1, 4096).to(device) for _ in range(4)]
+    weight, scale = (rand(rng, 2048, 2048) / 64).to(device), torch.ones(2048, dtype=BF16, device=device)
+    first = rand(rng, 1, 2048).to(device)
+    rows = [poisoned(1, 2048).to(device) for _ in range(4)]
 
     def run(after_each: bool) -> Tensor:
         rows[0].copy_(first)

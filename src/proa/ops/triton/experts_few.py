@@ -74,12 +74,14 @@ def _pair(
     expert = address_of(table, chosen)
     if expert == 0:
         return
+    if AHEAD > 0:
+        following = tl.load(next_table + chosen)  # before the weights, which it would wait for
     row = x + (pair // SHARE) * x_row
     sums = panel_sums(
         expert, block * PANELS, row, FORMAT, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, PANELS, LINES, STAGES, VALUES
     )
     if AHEAD > 0:
-        _fetch_share(tl.load(next_table + chosen), block, AHEAD, NEXT_WORDS, NEXT_COUNT, BLOCKS)
+        _fetch_share(following, block, AHEAD, NEXT_WORDS, NEXT_COUNT, BLOCKS)
     if ACTIVATION is None:
         y = tl.reshape(sums, [PANELS * 16])
         at = block * PANELS * 16 + tl.arange(0, PANELS * 16)
