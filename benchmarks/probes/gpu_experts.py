@@ -17,11 +17,12 @@ import torch
 import triton
 from torch import Tensor
 
-from proa.ops.residency import ExpertShape, Residency
+from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton import linear as linear_maps
 from proa.ops.triton.experts import Added, combine, expert_space, experts
 from proa.ops.triton.linear import linear
+from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route
 
 DEVICE = torch.device("cuda")
@@ -93,16 +94,19 @@ class Layer:
 
 @dataclass(frozen=True)
 class Routing:
-    ids: Tensor
+    at: Located
     weights: Tensor
-    at: Residency
+    table: Tensor  # of down's addresses
 
 
 def routing_of(layer: Layer, tokens: int) -> Routing:
     logits = torch.randn(tokens, EXPERTS, device=DEVICE)
     ids, weights = (torch.empty(tokens, TOP_K, dtype=t, device=DEVICE) for t in (torch.int32, torch.float32))
+    up, down = (torch.empty(tokens, TOP_K, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    at = Located(ids, up, down, torch.empty_like(ids))
     route(logits, torch.arange(tokens, device=DEVICE), TOP_K, True, ids, weights)
-    return Routing(ids, weights, layer.residency)
+    locate(ids, layer.residency, at)
+    return Routing(at, weights, layer.residency.down)
 
 
 class Case:
@@ -114,7 +118,7 @@ class Case:
         self.routings = [routing_of(layer, tokens) for layer in layers]
         self.space = expert_space(tokens, TOP_K, EXPERTS, SHAPE, DEVICE)
         self.out = torch.empty_like(self.x)
-        self.active = statistics.mean(len(r.ids.unique()) for r in self.routings)
+        self.active = statistics.mean(len(r.at.ids.unique()) for r in self.routings)
         self.nbytes = int(self.active * BYTES)
         self.flops = 2 * tokens * TOP_K * 3 * SHAPE.hidden * SHAPE.width
 
@@ -122,31 +126,30 @@ class Case:
         return microseconds([lambda r=r: call(r) for r in self.routings])
 
     def whole(self, routing: Routing) -> None:
-        experts(self.x, routing.ids, routing.at, SHAPE, self.space)
+        experts(self.x, routing.at, SHAPE, self.space, routing.table)
         self.combine(routing)
 
     def combine(self, routing: Routing) -> None:
-        combine(self.space.partial, routing.weights, routing.ids, routing.at.down, Added(), self.out)
+        combine(self.space.partial, routing.weights, routing.at.down, Added(), self.out)
 
     def few_up(self, routing: Routing) -> None:
-        experts_few.gate_up(self.x, routing.ids, routing.at, SHAPE, self.space.h)
+        experts_few.gate_up(self.x, routing.at.up, SHAPE, self.space.h)
 
     def few_down(self, routing: Routing) -> None:
-        experts_few.down(self.space.h, routing.ids, routing.at, SHAPE, self.space.partial)
+        experts_few.down(self.space.h, routing.at.down, SHAPE, self.space.partial)
 
     def group(self, routing: Routing, size: int) -> None:
-        experts_grouped.group(routing.ids, EXPERTS, size, self.space.groups)
+        experts_grouped.group(routing.at.ids, EXPERTS, size, self.space.groups)
 
     def grouped_up(self, routing: Routing, size: int) -> None:
         """With its group, which belongs to one routing."""
         self.group(routing, size)
-        ids, at, by = routing.ids, routing.at.up, self.space.groups
-        experts_grouped.gate_up_grouped(self.x, ids, at, by, size, SHAPE, self.space.h)
+        experts_grouped.gate_up_grouped(self.x, routing.at.up, self.space.groups, size, SHAPE, self.space.h)
 
     def grouped_down(self, routing: Routing, size: int) -> None:
         self.group(routing, size)
-        ids, at, by = routing.ids, routing.at.down, self.space.groups
-        experts_grouped.down_grouped(self.space.h, ids, at, by, size, SHAPE, self.space.partial)
+        at, by = routing.at.down, self.space.groups
+        experts_grouped.down_grouped(self.space.h, at, by, size, SHAPE, self.space.partial)
 
 
 def time_experts(copy: float, layers: Sequence[Layer]) -> None:
@@ -172,7 +175,7 @@ def time_parts(case: Case, copy: float) -> None:
     row("    combine", case.each(case.combine), case.space.partial.numel() * 4, 0, copy)
     logits = torch.randn(case.tokens, EXPERTS, device=DEVICE)
     slots, made = torch.arange(case.tokens, device=DEVICE), case.routings[0]
-    us = microseconds([lambda: route(logits, slots, TOP_K, True, made.ids, made.weights)] * 20)
+    us = microseconds([lambda: route(logits, slots, TOP_K, True, made.at.ids, made.weights)] * 20)
     row("    route", us, logits.numel() * 4, 0, copy)
 
 

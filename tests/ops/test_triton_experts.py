@@ -44,26 +44,22 @@ class Layer:
         tables = [b.data_ptr() + torch.arange(count) * p.layout.matrix_bytes for b, p in zip(self._bytes, packed)]  # noqa: B905
         for table in tables:
             table[list(absent)] = 0
-        up, down = (table.to(device) for table in tables)
-        numbers = torch.where(up == 0, torch.arange(count, device=device), -1).int()
-        self.residency = Residency(up, down, numbers)
+        self.up_table, self.down_table = (table.to(device) for table in tables)
 
     def routing(self, ids: Tensor, rng: torch.Generator) -> Routing:
         """As the router would write it; ids of -1 are padding."""
         weights = torch.where(ids < 0, 0, torch.rand(ids.shape, generator=rng))
-        return Routing(ids.int().to(self.device), weights.to(self.device))
-
-    def reads(self, ids: Tensor) -> Tensor:
-        """bool [pairs]: whether the GPU reads the pair's expert."""
-        ids = ids.flatten().long().to(self.device)
-        return (ids >= 0) & (self.residency.up[ids.clamp(min=0)] != 0)
+        at = [torch.where(ids < 0, 0, table.cpu()[ids]) for table in (self.up_table, self.down_table)]
+        to = self.device
+        here = ids.int().to(to)
+        return Routing(Located(here, at[0].to(to), at[1].to(to), torch.full_like(here, -1)), weights.to(to))
 
 
 @dataclass
 class Routing:
-    """Each pair's expert, and its weight."""
+    """Where each pair's expert is, and its weight."""
 
-    ids: Tensor  # int32 [T, k]
+    at: Located
     weights: Tensor
 
 
@@ -100,7 +96,7 @@ def expected(layer: Layer, x: Tensor, ids: Tensor) -> Expected:
 
 def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSpace:
     """By the launcher, or as few pairs (0), or in blocks of `kind`. Nothing before or after the pairs is written."""
-    tokens, top_k = routing.ids.shape
+    tokens, top_k = routing.at.ids.shape
     room = expert_space(tokens, top_k, layer.count, layer.shape, layer.device)
     for tensor in (room.groups.counts, room.groups.blocks, room.groups.order):
         tensor.fill_(1 << 30)
@@ -112,23 +108,23 @@ def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSp
 
 
 def launch(layer: Layer, x: Tensor, routing: Routing, kind: int | None, space: ExpertSpace) -> None:
-    ids, at = routing.ids, layer.residency
+    at = routing.at
     if kind is None:
-        experts(x, ids, at, layer.shape, space)
+        experts(x, routing.at, layer.shape, space, layer.down_table)
     elif kind == 0:
-        experts_few.gate_up(x, ids, at, layer.shape, space.h)
-        experts_few.down(space.h, ids, at, layer.shape, space.partial)
+        experts_few.gate_up(x, at.up, layer.shape, space.h)
+        experts_few.down(space.h, at.down, layer.shape, space.partial)
     else:
-        experts_grouped.group(ids, layer.count, kind, space.groups)
-        experts_grouped.gate_up_grouped(x, ids, at.up, space.groups, kind, layer.shape, space.h)
-        experts_grouped.down_grouped(space.h, ids, at.down, space.groups, kind, layer.shape, space.partial)
+        experts_grouped.group(routing.at.ids, layer.count, kind, space.groups)
+        experts_grouped.gate_up_grouped(x, at.up, space.groups, kind, layer.shape, space.h)
+        experts_grouped.down_grouped(space.h, at.down, space.groups, kind, layer.shape, space.partial)
 
 
 def check(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator, kind: int | None) -> None:
     """All pairs that can be read are right, the others' rows untouched; the same bits twice."""
     routing = layer.routing(ids, rng)
     space, again = run(layer, x, routing, kind), run(layer, x, routing, kind)
-    want, read = expected(layer, x, ids), layer.reads(ids)
+    want, read = expected(layer, x, ids), routing.at.up.flatten() != 0
     h, partial = space.h[:, : layer.shape.width], space.partial
     assert_within(h[read], want.h[read], want.h_bound[read])
     assert_within(partial[read], want.y[read], want.y_bound[read])
@@ -220,9 +216,8 @@ def test_combine(
 ) -> None:
     partial = torch.randn(tokens * top_k, hidden, generator=rng)
     weights = torch.rand(tokens, top_k, generator=rng)
-    table = torch.tensor([64, 0, 128, 0])
-    ids = torch.randint(-1, 4, (tokens, top_k), generator=rng, dtype=torch.int32)
-    partial[((ids < 0) | (table[ids] == 0)).flatten()] = torch.nan  # nobody wrote it
+    address = torch.randint(0, 2, (tokens, top_k), generator=rng) * 64
+    partial[address.flatten() == 0] = torch.nan  # nobody wrote it
     want = (partial.nan_to_num().double().view(tokens, top_k, hidden) * weights.double()[..., None]).sum(1)
     size = (partial.nan_to_num().abs().double().view(tokens, top_k, hidden) * weights.double()[..., None]).sum(1)
     cpu = torch.randn(tokens, hidden, generator=rng) if "cpu" in given else None
@@ -234,7 +229,7 @@ def test_combine(
             want, size = want + extra.double(), size + extra.double().abs()
     out = poisoned(tokens, hidden).to(device)
     added = Added(*(None if t is None else t.to(device) for t in (cpu, shared, gate)))
-    combine(partial.to(device), weights.to(device), ids.to(device), table.to(device), added, out)
+    combine(partial.to(device), weights.to(device), address.to(device), added, out)
     assert_within(out, want, size * (top_k + 16) * EPS32 + stored(want.abs() + size * (top_k + 16) * EPS32))
 
 
@@ -244,20 +239,21 @@ def test_a_whole_layer(tokens: int, rng: torch.Generator, device: torch.device) 
     layer, top_k = Layer(9, ExpertShape(40, 24), device, absent=(1, 4, 8)), 4
     x, logits = rand(rng, tokens, 40).to(device), torch.randn(tokens, 9, generator=rng).to(device)
     ids, weights = (torch.empty(tokens, top_k, dtype=t, device=device) for t in (torch.int32, torch.float32))
-    at = Located(torch.empty(tokens, top_k, dtype=torch.int64, device=device), torch.empty_like(ids))
+    up, down = (torch.empty(tokens, top_k, dtype=torch.int64, device=device) for _ in range(2))
+    at = Located(ids, up, down, torch.empty_like(ids))
     slots = torch.arange(tokens, device=device)
     slots[1] = -1
     route(logits, slots, top_k, True, ids, weights)
-    locate(ids, layer.residency, at)
-    assert torch.equal(at.cpu, torch.where(at.up == 0, ids, -1))
-    assert torch.equal(at.up.flatten() != 0, layer.reads(ids))
-    routing = Routing(ids, weights)
+    numbers = torch.where(layer.up_table == 0, torch.arange(9, device=device), -1).int()
+    locate(ids, Residency(layer.up_table, layer.down_table, numbers), at)
+    assert torch.equal(at.cpu, torch.where(up == 0, ids, -1))
+    routing = Routing(at, weights)
     space, out = run(layer, x, routing, None), poisoned(tokens, 40).to(device)
     want, share = expected(layer, x, ids.long()), weights.double()[..., None]
     y, bound = (t.view(tokens, top_k, 40) for t in (want.y, want.y_bound))
-    elsewhere = (at.up == 0)[..., None]
+    elsewhere = (at.down == 0)[..., None]
     cpu = torch.where(elsewhere, y * share, 0).sum(1).float()
-    combine(space.partial, weights, ids, layer.residency.down, Added(cpu=cpu), out)
+    combine(space.partial, weights, at.down, Added(cpu=cpu), out)
     total, size = (y * share).sum(1), (y.abs() * share).sum(1)
     error = (bound * share).sum(1) + size * (top_k + 16) * EPS32
     assert_within(out, total, error + stored(total.abs() + error))
@@ -270,16 +266,11 @@ def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device
     with pytest.raises(ValueError, match="SILU"):
         ExpertShape(64, 32, activation=Activation.RELU2)
     layer = Layer(3, ExpertShape(32, 16), device)
-    at = layer.routing(choose(rng, 4, 3, 2), rng).ids, layer.residency
+    routing = layer.routing(choose(rng, 4, 3, 2), rng)
     with pytest.raises(ValueError, match="no room"):
-        experts(rand(rng, 4, 32).to(device), *at, layer.shape, expert_space(3, 2, 3, layer.shape, device))
+        experts(rand(rng, 4, 32).to(device), routing.at, layer.shape, expert_space(3, 2, 3, layer.shape, device))
     with pytest.raises(ValueError, match="x is"):
-        experts(rand(rng, 4, 40).to(device), *at, layer.shape, expert_space(4, 2, 3, layer.shape, device))
-    with pytest.raises(ValueError, match="addresses are"):
-        experts(rand(rng, 4, 32).to(device), *at, layer.shape, expert_space(4, 2, 5, layer.shape, device))
-    with pytest.raises(ValueError, match="ids are"):
-        experts(rand(rng, 4, 32).to(device), at[0].long(), at[1], layer.shape,
-                expert_space(4, 2, 3, layer.shape, device))  # fmt: skip
+        experts(rand(rng, 4, 40).to(device), routing.at, layer.shape, expert_space(4, 2, 3, layer.shape, device))
 
 
 @functools.cache
@@ -305,8 +296,10 @@ def test_a_graph_holds_the_layer(rng: torch.Generator, device: torch.device) -> 
     space = run(layer, x, routing, None)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        experts(x, routing.ids, layer.residency, layer.shape, space)
-    routing.ids.copy_(other.ids)
+        experts(x, routing.at, layer.shape, space)
+    for to, of in ((routing.at.ids, other.at.ids), (routing.at.up, other.at.up),
+                   (routing.at.down, other.at.down)):  # fmt: skip
+        to.copy_(of)
     graph.replay()
-    read = layer.reads(other.ids)
+    read = other.at.up.flatten() != 0
     assert torch.equal(space.partial[read], eager[read])

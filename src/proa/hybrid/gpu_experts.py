@@ -34,23 +34,24 @@ class GpuExperts:
         self._residency = memory.slots.residency(memory.experts, memory.in_ram)
 
     def locate(self, ids: Tensor) -> Located:
-        at = Located(torch.empty(ids.shape, dtype=torch.int64, device=ids.device), torch.empty_like(ids))
+        up, down = (torch.empty(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
+        at = Located(ids, up, down, torch.empty_like(ids))
         locate(ids, self._residency, at)
         return at
 
-    def start(self, x: Tensor, ids: Tensor) -> Tensor:
-        experts(x, ids, self._residency, self._shape, self._space)
+    def start(self, x: Tensor, at: Located) -> Tensor:
+        experts(x, at, self._shape, self._space, self._residency.down)
         return self._space.partial
 
     def finish(
         self,
         started: Tensor,
-        ids: Tensor,
+        at: Located,
         weights: Tensor,
         cpu: Tensor | None,
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
         out = torch.empty(len(weights), self._shape.hidden, dtype=torch.bfloat16, device=weights.device)
-        combine(started, weights, ids, self._residency.down, Added(cpu, shared, gate), out)
+        combine(started, weights, at.down, Added(cpu, shared, gate), out)
         return out

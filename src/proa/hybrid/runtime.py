@@ -1,5 +1,5 @@
-"""One layer's routed experts, wherever they live: handed to the CPU, computed on the GPU meanwhile, added up in
-float32. Never: where experts should live, kernels, synchronisation (transport.py).
+"""One layer's routed experts, wherever they live: located once, handed to the CPU, computed on the GPU meanwhile, added
+up in float32. Never: where experts should live, kernels, synchronisation (transport.py).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class DeviceExperts(Protocol):
     """The GPU's part."""
 
     def locate(self, ids: Tensor) -> Located:
-        """Whose each pair is, for the CPU. ids int [T, k], -1: nobody's."""
+        """ids int [T, k], -1: nobody's."""
 
-    def start(self, x: Tensor, ids: Tensor) -> Tensor:
+    def start(self, x: Tensor, at: Located) -> Tensor:
         """What the GPU's experts make of x [T, hidden]; `finish` understands it."""
 
     def finish(
         self,
         started: Tensor,
-        ids: Tensor,
+        at: Located,
         weights: Tensor,
         cpu: Tensor | None,
         shared: Tensor | None,
@@ -51,10 +51,10 @@ class HybridExperts:
     def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> HybridUnderway:
         if self._device is None:
             raise ValueError("these experts are not bound to a device yet")
+        at = self._device.locate(ids)
         if self._transport is not None:
-            at = self._device.locate(ids)
             self._transport.push(x, at.cpu, weights, at.up, self.layer)
-        return HybridUnderway(self._device, self._transport, ids, weights, self._device.start(x, ids), x)
+        return HybridUnderway(self._device, self._transport, at, weights, self._device.start(x, at), x)
 
     def parameters(self) -> Parameters:
         return self.memory.parameters()
@@ -65,17 +65,17 @@ class HybridUnderway:
         self,
         device: DeviceExperts,
         transport: Transport | None,
-        ids: Tensor,
+        at: Located,
         weights: Tensor,
         started: Tensor,
         x: Tensor,
     ) -> None:
         self._device, self._transport = device, transport
-        self._ids, self._weights, self._started, self._x = ids, weights, started, x
+        self._at, self._weights, self._started, self._x = at, weights, started, x
 
     def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor:
         cpu = None
         if self._transport is not None:
             cpu = self._x.new_empty(self._x.shape, dtype=torch.float32)
             self._transport.pull(cpu)
-        return self._device.finish(self._started, self._ids, self._weights, cpu, shared, gate)
+        return self._device.finish(self._started, self._at, self._weights, cpu, shared, gate)

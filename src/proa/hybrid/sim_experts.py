@@ -31,26 +31,31 @@ class SimExperts:
     def locate(self, ids: Tensor) -> Located:
         found, real = ids.clamp(min=0).long(), ids >= 0
         table = self._residency
-        return Located(torch.where(real, table.up[found], 0), torch.where(real, table.cpu[found], -1).to(torch.int32))
+        return Located(
+            ids,
+            torch.where(real, table.up[found], 0),
+            torch.where(real, table.down[found], 0),
+            torch.where(real, table.cpu[found], -1).to(torch.int32),
+        )
 
-    def start(self, x: Tensor, ids: Tensor) -> Tensor:
+    def start(self, x: Tensor, at: Located) -> Tensor:
         """x itself: the sum needs weights, so it is made at the end."""
         return x
 
     def finish(
         self,
         started: Tensor,
-        ids: Tensor,
+        at: Located,
         weights: Tensor,
         cpu: Tensor | None,
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        x, up = started, self.locate(ids).up
+        x = started
         total = torch.zeros(x.shape, dtype=torch.float32) if cpu is None else cpu
-        if self._experts is not None and bool((up != 0).any()):
+        if self._experts is not None and bool((at.up != 0).any()):
             base, stride = self._memory.slots.up.data_ptr(), self._memory.shape.up.matrix_bytes
-            slots = torch.where(up != 0, (up - base) // stride, -1).to(torch.int32).contiguous()
+            slots = torch.where(at.up != 0, (at.up - base) // stride, -1).to(torch.int32).contiguous()
             weights = weights.float().contiguous()
             y = torch.empty(x.shape, dtype=torch.float32)
             rows = Rows(x.data_ptr(), x.stride(0)), Rows(y.data_ptr(), y.stride(0), wide=True)

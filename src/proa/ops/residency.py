@@ -57,5 +57,7 @@ class Residency:
 class Located:
     """Of each pair [T, k] of a token and an expert."""
 
+    ids: Tensor  # int32, -1: nobody's
     up: Tensor  # int64, 0 where the GPU has nothing to do
+    down: Tensor  # int64
     cpu: Tensor  # int32, -1 where the CPU has nothing to do

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.residency import ExpertShape, Residency
+from proa.ops.residency import ExpertShape, Located
 from proa.ops.triton import early
-from proa.ops.triton.experts_few import down, gate_up
+from proa.ops.triton.experts_few import Next, down, gate_up
 from proa.ops.triton.experts_grouped import Groups, block_tokens, down_grouped, gate_up_grouped, group, groups
-from proa.ops.triton.panels import address_of
 from proa.ops.triton.variant import Variant
 
 FEW_PAIRS = 64  # up to here, hardly two pairs share an expert
@@ -43,36 +42,32 @@ def expert_space(tokens: int, top_k: int, experts: int, of: ExpertShape, device:
     )
 
 
-def experts(x: Tensor, ids: Tensor, at: Residency, of: ExpertShape, space: ExpertSpace) -> None:
-    """partial[t * k + j] of `space` = expert ids[t, j] of x[t], where the GPU reads it.
+def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace, soon: Tensor | None = None) -> None:
+    """partial[t * k + j] of `space` = expert at.ids[t, j] of x[t], where its address is not 0.
 
-    x bfloat16 [T, hidden], ids int32 [T, k], -1: nobody's. How T * k pairs run depends on their number and the number
-    of experts alone.
+    x bfloat16 [T, hidden]. How T * k pairs run depends on their number and the number of experts alone. Pairs of one
+    expert have one address. soon int64 [E]: down's addresses in VRAM (Residency.down), of which some is fetched early.
     """
-    pairs = ids.numel()
-    _check(x, ids, at, of, space)
+    pairs = at.ids.numel()
+    _check(x, at, of, space)
     if not pairs:
         return
     if pairs <= FEW_PAIRS:
-        gate_up(x, ids, at, of, space.h)
-        down(space.h, ids, at, of, space.partial)
+        gate_up(x, at.up, of, space.h, None if soon is None else Next(at.ids, soon))
+        down(space.h, at.down, of, space.partial)
         return
     by, total = space.groups, len(space.groups.counts)
     size = block_tokens(pairs, total)
-    group(ids, total, size, by)
-    gate_up_grouped(x, ids, at.up, by, size, of, space.h)
-    down_grouped(space.h, ids, at.down, by, size, of, space.partial)
+    group(at.ids, total, size, by)
+    gate_up_grouped(x, at.up, by, size, of, space.h)
+    down_grouped(space.h, at.down, by, size, of, space.partial)
 
 
-def _check(x: Tensor, ids: Tensor, at: Residency, of: ExpertShape, space: ExpertSpace) -> None:
-    pairs, tokens = ids.numel(), len(ids)
-    if ids.dtype != torch.int32 or not ids.is_contiguous():
-        raise ValueError(f"ids are int32 and contiguous, not {ids.dtype} of strides {ids.stride()}")
-    for table in (at.up, at.down):
-        if table.dtype != torch.int64 or table.shape != space.groups.counts.shape or not table.is_contiguous():
-            raise ValueError(
-                f"addresses are int64 {tuple(space.groups.counts.shape)}, not {table.dtype} {tuple(table.shape)}"
-            )
+def _check(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace) -> None:
+    pairs, tokens = at.ids.numel(), len(at.ids)
+    for tensor, dtype in ((at.ids, torch.int32), (at.up, torch.int64), (at.down, torch.int64)):
+        if tensor.dtype != dtype or tensor.shape != at.ids.shape or not tensor.is_contiguous():
+            raise ValueError(f"of each pair {dtype} {tuple(at.ids.shape)}, not {tensor.dtype} {tuple(tensor.shape)}")
     if x.shape != (tokens, of.hidden) or x.stride(1) != 1 or x.dtype != torch.bfloat16:
         raise ValueError(f"x is bfloat16 [{tokens}, {of.hidden}], not {x.dtype} {tuple(x.shape)}")
     if pairs > len(space.h) or space.h.shape[1] < of.width or space.partial.shape[1:] != (of.hidden,):
@@ -92,7 +87,7 @@ class Added:
 
 @triton.jit
 def _combine(
-    partial, weights, ids, table, cpu, shared, gate, out, partial_row, cpu_row, shared_row, gate_row, out_row, hidden,
+    partial, weights, address, cpu, shared, gate, out, partial_row, cpu_row, shared_row, gate_row, out_row, hidden,
     TOP_K: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Float32, in the order of the choices, then the CPU's sum, then the shared expert."""
@@ -103,7 +98,7 @@ def _combine(
     total = tl.zeros([COLUMNS], tl.float32)
     for k in tl.static_range(TOP_K):
         pair = token * TOP_K + k
-        mine = address_of(table, tl.load(ids + pair)) != 0
+        mine = tl.load(address + pair) != 0
         value = tl.load(partial + pair * partial_row + column, inside & mine, 0.0)
         total += tl.where(mine, tl.load(weights + pair), 0.0) * value
     if cpu is not None:
@@ -116,11 +111,10 @@ def _combine(
     tl.store(out + token * out_row + column, total.to(out.dtype.element_ty), inside)
 
 
-def combine(partial: Tensor, weights: Tensor, ids: Tensor, table: Tensor, added: Added, out: Tensor) -> None:
-    """out [T, hidden] bfloat16 = sum over k of weights * partial where the GPU reads the expert, and what is `added`.
+def combine(partial: Tensor, weights: Tensor, down_address: Tensor, added: Added, out: Tensor) -> None:
+    """out [T, hidden] bfloat16 = sum over k of weights * partial where the address is not 0, and what is `added`.
 
-    partial float32 [>= T * k, hidden], weights float32 and ids int32 [T, k], table int64 [E] (Residency.down). Columns
-    side by side.
+    partial float32 [>= T * k, hidden], weights float32 and down_address int64 [T, k]. Columns side by side.
     """
     tokens, top_k = weights.shape
     hidden = out.shape[1]
@@ -133,7 +127,7 @@ def combine(partial: Tensor, weights: Tensor, ids: Tensor, table: Tensor, added:
         return
     strides = (0 if t is None else t.stride(0) for t in (partial, added.cpu, added.shared, added.shared_gate, out))
     _combine[(tokens, triton.cdiv(hidden, _COLUMNS))](
-        partial, weights, ids, table, added.cpu, added.shared, added.shared_gate, out, *strides, hidden,
+        partial, weights, down_address, added.cpu, added.shared, added.shared_gate, out, *strides, hidden,
         TOP_K=top_k, COLUMNS=_COLUMNS, **early.options(out.device), num_warps=_WARPS,
     )  # fmt: skip
 
@@ -143,7 +137,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _plain() -> Iterator[Variant]:
-    types = {"partial": "*fp32", "weights": "*fp32", "ids": "*i32", "table": "*i64", "out": "*bf16"}
+    types = {"partial": "*fp32", "weights": "*fp32", "address": "*i64", "out": "*bf16"}
     types |= dict.fromkeys(("partial_row", "cpu_row", "shared_row", "gate_row", "out_row", "hidden"), "i32")
     extra = {"cpu": "*fp32", "shared": "*bf16", "gate": "*bf16"}
     for given in ((), ("cpu",), ("shared", "gate"), ("cpu", "shared", "gate")):

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.residency import ExpertShape, Residency
+from proa.ops.residency import ExpertShape
 from proa.ops.triton import early
-from proa.ops.triton.panels import VALUES, activated, address_of, constants, panel_sums
+from proa.ops.triton.panels import VALUES, activated, constants, panel_sums
 from proa.ops.triton.variant import Variant
 
 MOST_AHEAD_BYTES = 12 << 20  # of down: some 3 us of an H200's memory, a quarter of its L2
@@ -54,7 +54,7 @@ def _fetch_share(
 
 @triton.jit
 def _pair(
-    x, ids, table, next_table, out, x_row, out_row,
+    x, address, ids, next_table, out, x_row, out_row,
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
     FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
     COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
@@ -62,25 +62,24 @@ def _pair(
 ):  # fmt: skip
     """Pairs run side by side, so that those of one expert find its panel in L2. SHARE pairs read the same row of x.
 
-    ACTIVATION None: the sums themselves, [pairs, WIDTH]; else panels are of gate and up, by turns, and AHEAD lines of
-    each panel at `next_table` are fetched.
+    ACTIVATION None: the sums themselves, [pairs, WIDTH]; else panels are of gate and up, by turns. AHEAD lines are
+    fetched of each panel of the expert's in `next_table`.
     """
     if ACTIVATION is None:
         early.begin_near(EARLY)
     else:
         early.begin(EARLY)
     pair, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    chosen = tl.load(ids + pair)
-    expert = address_of(table, chosen)
+    expert = tl.load(address + pair)
     if expert == 0:
         return
     if AHEAD > 0:
-        following = tl.load(next_table + chosen)  # before the weights, which it would wait for
+        following = tl.load(next_table + tl.load(ids + pair))  # before the weights, which it would wait for
     row = x + (pair // SHARE) * x_row
     sums = panel_sums(
         expert, block * PANELS, row, FORMAT, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, PANELS, LINES, STAGES, VALUES
     )
-    if AHEAD > 0:
+    if AHEAD > 0 and following != 0:
         _fetch_share(following, block, AHEAD, NEXT_WORDS, NEXT_COUNT, BLOCKS)
     if ACTIVATION is None:
         y = tl.reshape(sums, [PANELS * 16])
@@ -92,30 +91,41 @@ def _pair(
     tl.store(out + pair * out_row + at, y.to(out.dtype.element_ty), at < WIDTH)
 
 
-def gate_up(x: Tensor, ids: Tensor, at: Residency, of: ExpertShape, h: Tensor) -> None:
-    """h [T * k, width] = activation(gate x) * (up x) of the pairs whose expert the GPU reads; the others' rows stay.
+@dataclass(frozen=True)
+class Next:
+    """What is read after gate_up: of each pair's expert, down in `table`, int64 [E] addresses in VRAM; 0: nothing."""
 
-    x bfloat16 [T, hidden], ids int32 [T, k], h bfloat16. Columns side by side.
+    ids: Tensor  # int32 [T, k], not negative where gate and up have an address
+    table: Tensor
+
+
+def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor, soon: Next | None = None) -> None:
+    """h [T * k, width] = activation(gate x) * (up x) of the pairs whose address is not 0; the others' rows stay.
+
+    x bfloat16 [T, hidden], up_address int64 [T, k], h bfloat16. Columns side by side.
     """
-    pairs, share = ids.numel(), ids.shape[1]
+    pairs, share = up_address.numel(), up_address.shape[1]
     tile = _TILES["up"]
     grid = (pairs, triton.cdiv(of.up.panels, tile.panels))
     how = early.options(x.device)
-    ahead = _lines_ahead(of, *grid) if how["EARLY"] else _NOTHING_AHEAD
+    soon = soon if how["EARLY"] else None
+    ids, table = (None, None) if soon is None else (soon.ids, soon.table)
+    ahead = _NOTHING_AHEAD if soon is None else _lines_ahead(of, *grid)
     _pair[grid](
-        x, ids, at.up, at.down, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share,
+        x, up_address, ids, table, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share,
         ACTIVATION=int(of.activation), **_constants(of, True, tile), **ahead, **how, num_warps=tile.warps,
     )  # fmt: skip
 
 
-def down(h: Tensor, ids: Tensor, at: Residency, of: ExpertShape, partial: Tensor) -> None:
-    """partial float32 [T * k, hidden] = down h of the pairs whose expert the GPU reads; the others' rows stay."""
-    pairs = ids.numel()
+def down(h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor) -> None:
+    """partial float32 [T * k, hidden] = down h of the pairs whose address is not 0; the others' rows stay."""
+    pairs = down_address.numel()
     tile = _TILES["down"]
     grid = (pairs, triton.cdiv(of.down.panels, tile.panels))
     _pair[grid](
-        h, ids, at.down, None, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None,
-        **_constants(of, False, tile), **_NOTHING_AHEAD, **early.options(h.device), num_warps=tile.warps,
+        h, down_address, None, None, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1,
+        ACTIVATION=None, **_constants(of, False, tile), **_NOTHING_AHEAD, **early.options(h.device),
+        num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -136,7 +146,7 @@ def variants() -> Iterator[Variant]:
     shapes = (ExpertShape(2048, 768), ExpertShape(2880, 2880), ExpertShape(2048, 1408))
     for of, up, is_early in itertools.product(shapes, (True, False), (False, True)):
         tile = _TILES["up" if up else "down"]
-        types = {"x": "*bf16", "ids": "*i32", "table": "*i64", "out": "*bf16" if up else "*fp32"} | integers
+        types = {"x": "*bf16", "address": "*i64", "out": "*bf16" if up else "*fp32"} | integers
         which: dict[str, object] = {
             "WIDTH": of.width if up else of.hidden,
             "SHARE": 8 if up else 1,
@@ -144,8 +154,11 @@ def variants() -> Iterator[Variant]:
             "EARLY": is_early,
         }
         which |= _constants(of, up, tile)
-        which |= _lines_ahead(of, 8, triton.cdiv(of.up.panels, tile.panels)) if up and is_early else _NOTHING_AHEAD
-        types, which = (types | {"next_table": "*i64"}, which) if up else (types, which | {"next_table": None})
-        aligned = ("x", "ids", "table", "out", "x_row", "out_row", *(("next_table",) if up else ()))
+        if up and is_early:
+            types |= {"ids": "*i32", "next_table": "*i64"}
+            which |= _lines_ahead(of, 8, triton.cdiv(of.up.panels, tile.panels))
+        else:
+            which |= _NOTHING_AHEAD | {"ids": None, "next_table": None}
+        aligned = ("x", "address", "out", "x_row", "out_row")
         least = early.LEAST if is_early else 75
         yield Variant(_pair, types, which, warps=tile.warps, aligned=aligned, least=least)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from proa.ops.residency import ExpertShape
 from proa.ops.triton import early
-from proa.ops.triton.panels import VALUES, activated, address_of, constants, panel_products
+from proa.ops.triton.panels import VALUES, activated, constants, panel_products
 from proa.ops.triton.panels_first import panels_first
 from proa.ops.triton.variant import Variant
 
@@ -95,7 +95,7 @@ def _place(
 
 @triton.jit
 def _block(
-    x, ids, table, order, blocks, out, x_row, out_row,
+    x, address, order, blocks, out, x_row, out_row,
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
     COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
@@ -107,7 +107,7 @@ def _block(
     if block >= tl.load(blocks):
         return
     pair = tl.load(order + block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    expert = address_of(table, tl.load(ids + tl.load(order + block * BLOCK)))
+    expert = tl.load(address + tl.load(order + block * BLOCK))
     if expert == 0:
         return
     exists = pair >= 0
@@ -156,27 +156,25 @@ def _scan(pairs: int) -> dict[str, int]:
     return {"SCAN": scan, "SCANS": triton.next_power_of_2(triton.cdiv(pairs, scan))}
 
 
-def gate_up_grouped(
-    x: Tensor, ids: Tensor, table: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor
-) -> None:
+def gate_up_grouped(x: Tensor, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor) -> None:
     """As experts_few.gate_up, for pairs grouped into blocks of `block_tokens`."""
     tile = _TILES[block_tokens]
-    grid = (most_blocks(ids.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
+    grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
     _block[grid](
-        x, ids, table, by.order, by.blocks, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=ids.shape[1],
+        x, up_address, by.order, by.blocks, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=up_address.shape[1],
         ACTIVATION=int(of.activation), BLOCK=block_tokens, **_constants(of, True, tile), **early.options(x.device),
         num_warps=tile.warps,
     )  # fmt: skip
 
 
 def down_grouped(
-    h: Tensor, ids: Tensor, table: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor
+    h: Tensor, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor
 ) -> None:
     """As experts_few.down, for pairs grouped into blocks of `block_tokens`."""
     tile = _TILES[block_tokens]
-    grid = (most_blocks(ids.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
+    grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
     _block[grid](
-        h, ids, table, by.order, by.blocks, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1,
+        h, down_address, by.order, by.blocks, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1,
         ACTIVATION=None, BLOCK=block_tokens, **_constants(of, False, tile), **early.options(h.device),
         num_warps=tile.warps,
     )  # fmt: skip
@@ -221,9 +219,9 @@ def _plain() -> Iterator[Variant]:
         types = dict.fromkeys(("ids", "counts", "blocks", "order"), "*i32") | {"pairs": "i32"}
         which: dict[str, object] = {"EXPERTS": 128, "BLOCK": 16, "ALL": 128}
         yield Variant(_place, types, scan | which, warps=_SCAN_WARPS)
-    types = {"x": "*bf16", "ids": "*i32", "table": "*i64", "order": "*i32", "blocks": "*i32"}
+    types = {"x": "*bf16", "address": "*i64", "order": "*i32", "blocks": "*i32"}
     types |= dict.fromkeys(("x_row", "out_row"), "i32")
-    aligned = ("x", "ids", "table", "order", "blocks", "out", "x_row", "out_row")
+    aligned = ("x", "address", "order", "blocks", "out", "x_row", "out_row")
     for of in (ExpertShape(2048, 768), ExpertShape(2880, 2880)):
         for size in BLOCK_TOKENS:
             tile = _TILES[size]

@@ -1,6 +1,4 @@
-"""Where each chosen expert is computed, for whoever hands pairs to the CPU: looked up in the layer's residency, inside
-the graph. Never: moving experts.
-"""
+"""Where each chosen expert is computed: looked up in the layer's residency, inside the graph. Never: moving experts."""
 
 from __future__ import annotations
 
@@ -17,13 +15,14 @@ from proa.ops.triton.variant import Variant
 
 
 @triton.jit
-def _locate(ids, up_table, cpu_table, up, cpu, pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _locate(ids, up_table, down_table, cpu_table, up, down, cpu, pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     early.begin(EARLY)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs
     expert = tl.load(ids + pair, inside, -1)
     real = expert >= 0
     tl.store(up + pair, tl.load(up_table + expert, real, 0), inside)
+    tl.store(down + pair, tl.load(down_table + expert, real, 0), inside)
     tl.store(cpu + pair, tl.load(cpu_table + expert, real, -1), inside)
 
 
@@ -37,7 +36,7 @@ def locate(ids: Tensor, residency: Residency, out: Located) -> None:
     pairs = ids.numel()
     if pairs:
         _locate[(triton.cdiv(pairs, BLOCK),)](
-            ids, residency.up, residency.cpu, out.up, out.cpu, pairs, BLOCK,
+            ids, residency.up, residency.down, residency.cpu, out.up, out.down, out.cpu, pairs, BLOCK,
             **early.options(ids.device), num_warps=1,
         )  # fmt: skip
 
@@ -48,5 +47,5 @@ def variants() -> Iterator[Variant]:
 
 def _plain() -> Iterator[Variant]:
     types = {"ids": "*i32", "pairs": "i32", "cpu_table": "*i32", "cpu": "*i32"}
-    types |= dict.fromkeys(("up_table", "up"), "*i64")
+    types |= dict.fromkeys(("up_table", "down_table", "up", "down"), "*i64")
     yield Variant(_locate, types, {"BLOCK": BLOCK}, warps=1)

@@ -27,12 +27,6 @@ def constants(of: Layout, columns: int) -> dict[str, object]:
 
 
 @triton.jit
-def address_of(table, expert):
-    """Of an expert that the GPU reads; 0 of another one, and of -1, nobody's."""
-    return tl.load(table + tl.maximum(expert, 0), expert >= 0, 0)
-
-
-@triton.jit
 def decoded(words, i: tl.constexpr, FORMAT: tl.constexpr):
     """Value i of each word, float32."""
     tl.static_assert(FORMAT == 0)
