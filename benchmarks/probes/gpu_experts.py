@@ -97,6 +97,7 @@ class Layer:
 class Routing:
     at: Located
     weights: Tensor
+    table: Tensor  # of down's addresses
 
 
 def routing_of(layer: Layer, tokens: int) -> Routing:
@@ -106,7 +107,7 @@ def routing_of(layer: Layer, tokens: int) -> Routing:
     at = Located(ids, up, down, torch.empty_like(ids))
     route(logits, torch.arange(tokens, device=DEVICE), TOP_K, True, ids, weights)
     locate(ids, layer.residency, at)
-    return Routing(at, weights)
+    return Routing(at, weights, layer.residency.down)
 
 
 class Case:
@@ -126,7 +127,7 @@ class Case:
         return microseconds([lambda r=r: call(r) for r in self.routings])
 
     def whole(self, routing: Routing) -> None:
-        experts(self.x, routing.at, SHAPE, self.space)
+        experts(self.x, routing.at, SHAPE, self.space, routing.table)
         self.combine(routing)
 
     def combine(self, routing: Routing) -> None:

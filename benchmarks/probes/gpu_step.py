@@ -3,7 +3,8 @@ kernel in its place, in one CUDA graph, over enough layers that L2 does not flat
 
 Ways to launch, one process each (kernels are compiled for one of them):
   early        as in service: each kernel begins before the one before it has ended, and fetches its weights meanwhile
-  unfetched    the same without fetching
+  linear       the same, but experts fetch nothing for the next kernel
+  unfetched    nothing is fetched
   shallow      a kernel lets the next begin only after its own wait: two under way, not many
   usual        one after another
 Run: PYTHONPATH=src python benchmarks/probes/gpu_step.py [all | WAY [tiles] [tokens=N] [context=N]]
@@ -25,17 +26,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from proa.ops.residency import ExpertShape, Residency
+from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.table import Angles, KvPages, QkNorm
 from proa.ops.triton import attention, early, experts_few, heads, linear, norm, route
 from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
+from proa.ops.triton.locate import locate
 
-WAYS = ("usual", "shallow", "unfetched", "early")
+WAYS = ("usual", "shallow", "unfetched", "linear", "early")
 DEVICE = torch.device("cuda")
 SHAPE, EXPERTS, TOP_K, HEADS, KV_HEADS, DIM = ExpertShape(2048, 768), 128, 8, 32, 4, 128
 MODEL_LAYERS, LAYERS, VOCAB, PAGE_TOKENS = 48, 8, 151936, 16
 TILES = [(2, 32, 4, 2), (2, 32, 6, 2), (2, 64, 3, 4), (2, 64, 4, 4), (2, 64, 6, 4), (2, 128, 3, 8), (2, 128, 4, 8),
-         (4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (4, 64, 4, 8), (4, 128, 3, 8), (8, 32, 3, 4), (8, 64, 3, 8)]  # fmt: skip
+         (4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (4, 64, 4, 8), (4, 128, 3, 8), (8, 32, 3, 4),
+         (8, 64, 3, 8)]  # fmt: skip
 
 
 @triton.jit
@@ -58,6 +61,9 @@ def choose(way: str) -> None:
         early.allow, early.wait = _no_allow, _wait_and_allow
     elif way == "unfetched":
         linear._ahead = lambda outputs, inputs: False
+        experts_few._lines_ahead = lambda of, pairs, blocks: experts_few._NOTHING_AHEAD
+    elif way == "linear":
+        experts_few._lines_ahead = lambda of, pairs, blocks: experts_few._NOTHING_AHEAD
     elif way != "early":
         raise SystemExit(f"{way} is none of {', '.join(WAYS)}")
 
@@ -78,7 +84,7 @@ class Layer:
         self.memory = [rand(EXPERTS * n // 2) for n in sizes]
         order = torch.arange(EXPERTS, device=DEVICE)
         up, down = (m.data_ptr() + order * n for m, n in zip(self.memory, sizes, strict=True))
-        self.at = Residency(up, down, torch.full_like(order, -1, dtype=torch.int32))
+        self.residency = Residency(up, down, torch.full_like(order, -1, dtype=torch.int32))
 
 
 @dataclass
@@ -91,7 +97,7 @@ class Rows:
     qkv: Tensor
     attended: Tensor
     logits: Tensor
-    ids: Tensor
+    at: Located
     weights: Tensor
     vocabulary: Tensor
 
@@ -99,13 +105,15 @@ class Rows:
 class Step:
     def __init__(self, tokens: int, context: int) -> None:
         bf16 = dict.fromkeys(("dtype",), torch.bfloat16)
+        kinds = (torch.int32, torch.int64, torch.int64, torch.int32)
         self.tokens = tokens
         self.layers = [Layer(tokens, context) for _ in range(LAYERS)]
         self.head, self.last = rand(VOCAB, 2048), torch.ones(2048, device=DEVICE, **bf16)
         self.rows = Rows(
             rand(tokens, 2048), rand(tokens, 2048), rand(tokens, 2048), rand(tokens, HEADS + 2 * KV_HEADS, DIM),
             rand(tokens, HEADS, DIM), rand(tokens, EXPERTS),
-            torch.empty(tokens, TOP_K, dtype=torch.int32, device=DEVICE), torch.empty(tokens, TOP_K, device=DEVICE),
+            Located(*(torch.empty(tokens, TOP_K, dtype=t, device=DEVICE) for t in kinds)),
+            torch.empty(tokens, TOP_K, device=DEVICE),
             torch.empty(tokens, VOCAB, device=DEVICE),
         )  # fmt: skip
         pages = -(-context // PAGE_TOKENS)
@@ -130,9 +138,10 @@ class Step:
         self.map(r.attended.flatten(1), of.out, r.y)
         norm.add_rms_norm(r.x, r.y, after, 1e-6, r.normed)
         self.map(r.normed, of.router, r.logits)
-        route.route(r.logits, self.slots, TOP_K, True, r.ids, r.weights)
-        experts(r.normed, r.ids, of.at, SHAPE, self.space)
-        combine(self.space.partial, r.weights, r.ids, of.at.down, Added(), r.y)
+        route.route(r.logits, self.slots, TOP_K, True, r.at.ids, r.weights)
+        locate(r.at.ids, of.residency, r.at)
+        experts(r.normed, r.at, SHAPE, self.space, of.residency.down)
+        combine(self.space.partial, r.weights, r.at.down, Added(), r.y)
 
     def map(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         if self.tokens <= linear.MOST_TOKENS:

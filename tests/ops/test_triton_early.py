@@ -27,6 +27,8 @@ found = {}
 for module in check_kernels.modules_of_kernels():
     for v in vars(importlib.import_module(module)).get("variants", list)():
         name = f"{module.rsplit('.', 1)[-1]}.{v.kernel.__name__}"
+        if v.kernel.__name__ == "_pair":
+            name += " down" if v.constants["ACTIVATION"] is None else " up"
         if v.constants.get("EARLY") and name not in found:
             found[name] = check_kernels.compiled(v, 90).asm["ptx"]
 print(json.dumps(found))
@@ -50,8 +52,8 @@ def test_nothing_but_weights_is_touched_before_the_wait(programs: dict[str, str]
     assert len(programs) >= 17
     for name, ptx in programs.items():
         before, after = ptx.split("griddepcontrol.wait", 1)
-        assert "griddepcontrol" not in after, name
-        assert before.count("griddepcontrol.launch_dependents") == 1, name
+        assert "griddepcontrol.wait" not in after, name
+        assert ptx.count("griddepcontrol.launch_dependents") == 1, name
         touched = ACCESS.findall(before)
         assert all(t.startswith("ld") for t in touched), (name, touched)
         assert bool(touched) == (name in WEIGHTS_FIRST), (name, touched)
@@ -64,6 +66,18 @@ def test_linear_maps_fetch_their_weights_while_they_wait(programs: dict[str, str
         assert "prefetch.global.L2" in programs[name].split("griddepcontrol.wait")[0], name
 
 
+def test_gate_up_fetches_down_after_its_own_weights(programs: dict[str, str]) -> None:
+    for name, fetches in (("experts_few._pair up", True), ("experts_few._pair down", False)):
+        assert ("prefetch.global.L2" in programs[name].rsplit("cp.async.cg", 1)[1]) == fetches, name
+
+
+def test_nothing_begins_while_the_cpu_works(programs: dict[str, str]) -> None:
+    for name in ("bell._pull", "bell._wait"):
+        waiting, answered = programs[name].split("ld.acquire.sys", 1)
+        assert "launch_dependents" not in waiting, name
+        assert "launch_dependents" in answered, name
+
+
 def test_an_interpreter_launches_nothing_early() -> None:
     assert early.options(torch.device("cpu")) == {"EARLY": False}
 
@@ -71,9 +85,9 @@ def test_an_interpreter_launches_nothing_early() -> None:
 @pytest.mark.gpu
 def test_a_chain_of_early_kernels_is_a_chain(rng: torch.Generator, device: torch.device) -> None:
     """Each kernel reads what the one before wrote: of a thousand, replayed, every bit is that of one after another."""
-    weight, scale = (rand(rng, 4096, 4096) / 64).to(device), torch.ones(4096, dtype=BF16, device=device)
-    first = rand(rng, 1, 4096).to(device)
-    rows = [poisoned(1, 4096).to(device) for _ in range(4)]
+    weight, scale = (rand(rng, 2048, 2048) / 64).to(device), torch.ones(2048, dtype=BF16, device=device)
+    first = rand(rng, 1, 2048).to(device)
+    rows = [poisoned(1, 2048).to(device) for _ in range(4)]
 
     def run(after_each: bool) -> Tensor:
         rows[0].copy_(first)

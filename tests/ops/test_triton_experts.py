@@ -110,7 +110,7 @@ def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSp
 def launch(layer: Layer, x: Tensor, routing: Routing, kind: int | None, space: ExpertSpace) -> None:
     at = routing.at
     if kind is None:
-        experts(x, routing.at, layer.shape, space)
+        experts(x, routing.at, layer.shape, space, layer.down_table)
     elif kind == 0:
         experts_few.gate_up(x, at.up, layer.shape, space.h)
         experts_few.down(space.h, at.down, layer.shape, space.partial)
@@ -140,7 +140,7 @@ def choose(rng: torch.Generator, tokens: int, count: int, top_k: int) -> Tensor:
 SHAPES = [(32, 16), (40, 24), (256, 128), (72, 150)]
 
 
-@pytest.mark.parametrize("kind", [0, 16])
+@pytest.mark.parametrize("kind", [0, 16, 64])
 @pytest.mark.parametrize(("hidden", "width"), SHAPES)
 @pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 1, 1), (3, 5, 2)])
 def test_shapes(

@@ -140,8 +140,9 @@ def _answered(answer, state):
 
 @triton.jit
 def _wait(answer, state, EARLY: tl.constexpr):
-    early.begin(EARLY)
+    early.wait(EARLY)
     _answered(answer, state)
+    early.allow(EARLY)
 
 
 @triton.jit
@@ -149,13 +150,14 @@ def _pull(
     y, out, out_row, answer, state,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, WAIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    early.begin(EARLY)
+    early.wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
     pairs = tl.load(state + _ROWS + row)
     if WAIT:
         _answered(answer, state)
+    early.allow(EARLY)  # now: programs that wait on the GPU while the CPU works would keep others from it
     # volatile: the CPU wrote these since the last pull, and no cache may answer
     value = tl.load(y + row * HIDDEN + column, inside & (pairs > 0), 0.0, volatile=True)
     tl.store(out + row * out_row + column, value, inside)

@@ -3,7 +3,8 @@ that their launch and their first steps cost no time. Belongs here: the mechanis
 
 The rule. A kernel with the constant EARLY, launched with `options`, calls `begin` in every program, first of all; or
 `allow`, then what may come early, then `wait`. Before `wait` it reads nothing but weights, which no kernel writes, and
-writes nothing. Tables of addresses are no weights: copies change them between steps.
+writes nothing. Tables of addresses are no weights: copies change them between steps. `allow` may come later, where
+the next kernel should: what begins holds registers and shared memory, and what it fetches must stay in L2.
 
 Why that is right. `wait` returns when the kernel before it on the stream has ended and its writes are seen. That one
 ended after its own `wait`, so the one before it had ended too, and so on: after `wait` everything earlier has ended and
@@ -50,6 +51,14 @@ def wait(EARLY: tl.constexpr):
 def begin(EARLY: tl.constexpr):
     allow(EARLY)
     wait(EARLY)
+
+
+@triton.jit
+def begin_near(EARLY: tl.constexpr):
+    """As `begin`, but kernels after this one begin only when the one before it has ended: what they fetch earlier would
+    not stay in L2 until they need it."""
+    wait(EARLY)
+    allow(EARLY)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
 from proa.ops.residency import ExpertShape, Located
 from proa.ops.triton import early
-from proa.ops.triton.experts_few import down, gate_up
+from proa.ops.triton.experts_few import Next, down, gate_up
 from proa.ops.triton.experts_grouped import Groups, block_tokens, down_grouped, gate_up_grouped, group, groups
 from proa.ops.triton.variant import Variant
 
@@ -45,18 +45,18 @@ def expert_space(tokens: int, top_k: int, experts: int, of: ExpertShape, device:
     )
 
 
-def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace) -> None:
+def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace, soon: Tensor | None = None) -> None:
     """partial[t * k + j] of `space` = expert at.ids[t, j] of x[t], where its address is not 0.
 
     x bfloat16 [T, hidden]. How T * k pairs run depends on their number and the number of experts alone. Pairs of one
-    expert have one address.
+    expert have one address. soon int64 [E]: down's addresses in VRAM (Residency.down), of which some is fetched early.
     """
     pairs = at.ids.numel()
     _check(x, at, of, space)
     if not pairs:
         return
     if pairs <= FEW_PAIRS:
-        gate_up(x, at.up, of, space.h)
+        gate_up(x, at.up, of, space.h, None if soon is None else Next(at.ids, soon))
         down(space.h, at.down, of, space.partial)
         return
     by, total = space.groups, len(space.groups.counts)
