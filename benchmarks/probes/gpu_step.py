@@ -1,71 +1,32 @@
 """What a decode step of a Qwen3-30B-A3B costs on a GPU that holds all of it, and what would make it faster: every
 kernel in its place, in one CUDA graph, over enough layers that L2 does not flatter. Needs a GPU; 12 GiB.
 
-Ways to launch, one process each (kernels are compiled for one of them):
-  early        as in service: each kernel begins before the one before it has ended, and fetches its weights meanwhile
-  linear       the same, but experts fetch nothing for the next kernel
-  unfetched    nothing is fetched
-  shallow      a kernel lets the next begin only after its own wait: two under way, not many
-  usual        one after another
-Run: PYTHONPATH=src python benchmarks/probes/gpu_step.py [all | WAY [tiles] [tokens=N] [context=N]]
-`all` runs every way, then `early tiles`, and names the fastest. tiles: other blocks of the experts, in their place.
+Run: PYTHONPATH=src python benchmarks/probes/gpu_step.py [tiles] [tokens=N] [context=N]
+tiles: also with other blocks of the experts, and which are fastest.
 """
 
 from __future__ import annotations
 
-import re
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.table import Angles, KvPages, QkNorm
-from proa.ops.triton import attention, early, experts_few, heads, linear, norm, route
+from proa.ops.triton import attention, experts_few, heads, linear, norm, route
 from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
 from proa.ops.triton.locate import locate
 
-WAYS = ("usual", "shallow", "unfetched", "linear", "early")
 DEVICE = torch.device("cuda")
 SHAPE, EXPERTS, TOP_K, HEADS, KV_HEADS, DIM = ExpertShape(2048, 768), 128, 8, 32, 4, 128
 MODEL_LAYERS, LAYERS, VOCAB, PAGE_TOKENS = 48, 8, 151936, 16
 TILES = [(2, 32, 4, 2), (2, 32, 6, 2), (2, 64, 3, 4), (2, 64, 4, 4), (2, 64, 6, 4), (2, 128, 3, 8), (2, 128, 4, 8),
          (4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (4, 64, 4, 8), (4, 128, 3, 8), (8, 32, 3, 4),
          (8, 64, 3, 8)]  # fmt: skip
-
-
-@triton.jit
-def _no_allow(EARLY: tl.constexpr):  # noqa: N803 - as a constant of Triton
-    pass
-
-
-@triton.jit
-def _wait_and_allow(EARLY: tl.constexpr):  # noqa: N803 - as a constant of Triton
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-def choose(way: str) -> None:
-    """Before any kernel is compiled."""
-    if way == "usual":
-        early.options = lambda device: {"EARLY": False}
-    elif way == "shallow":
-        early.allow, early.wait = _no_allow, _wait_and_allow
-    elif way == "unfetched":
-        linear._ahead = lambda outputs, inputs: False
-        experts_few._lines_ahead = lambda of, pairs, blocks: experts_few._NOTHING_AHEAD
-    elif way == "linear":
-        experts_few._lines_ahead = lambda of, pairs, blocks: experts_few._NOTHING_AHEAD
-    elif way != "early":
-        raise SystemExit(f"{way} is none of {', '.join(WAYS)}")
 
 
 def rand(*shape: int) -> Tensor:
@@ -140,7 +101,7 @@ class Step:
         self.map(r.normed, of.router, r.logits)
         route.route(r.logits, self.slots, TOP_K, True, r.at.ids, r.weights)
         locate(r.at.ids, of.residency, r.at)
-        experts(r.normed, r.at, SHAPE, self.space, of.residency.down)
+        experts(r.normed, r.at, SHAPE, self.space)
         combine(self.space.partial, r.weights, r.at.down, Added(), r.y)
 
     def map(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -186,31 +147,14 @@ def sweep(step: Step) -> None:
         print(f"fastest {which}: panels, lines, stages, warps = {best}: {found[best]:.3f} ms a step")
 
 
-def measure(way: str, options: Sequence[str]) -> None:
-    choose(way)
+def main(options: Sequence[str]) -> None:
     torch.manual_seed(1)
     numbers = {"tokens": 1, "context": 1000} | {k: int(v) for k, v in (o.split("=") for o in options if "=" in o)}
     step = Step(**numbers)
     text = ", ".join(f"{k} {v}" for k, v in numbers.items())
-    print(f"step {way}, {text}: {milliseconds(step.run):.3f} ms, {torch.cuda.get_device_name()}", flush=True)
+    print(f"step, {text}: {milliseconds(step.run):.3f} ms, {torch.cuda.get_device_name()}", flush=True)
     if "tiles" in options:
         sweep(step)
-
-
-def main(arguments: Sequence[str]) -> None:
-    if arguments and arguments[0] != "all":
-        measure(arguments[0], arguments[1:])
-        return
-    found = {}
-    runs = [(way, more) for more in ((), ("tokens=4",)) for way in WAYS] + [("early", ("tiles",))]
-    for way, more in runs:
-        done = subprocess.run([sys.executable, __file__, way, *more], capture_output=True, text=True, check=False)
-        print(done.stdout.rstrip(), done.stderr[-2000:] if done.returncode else "", flush=True)
-        time = re.search(r"([\d.]+) ms", done.stdout)
-        if time:
-            found[(way, *more)] = float(time[1])
-    best = min((k for k in found if len(k) == 1), key=lambda k: found[k])
-    print(f"fastest way: {best[0]}, {found[best]:.3f} ms")
 
 
 if __name__ == "__main__":

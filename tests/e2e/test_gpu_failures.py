@@ -74,7 +74,7 @@ def test_death_under_load(
         pytest.skip("with one CPU there is no worker beside the caller")
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
     folder = make_model(tmp_path / "tiny", max_position_embeddings=8192)
     flags = ("--context=8192", "--dtype=bfloat16", f"--gpu={gpu}", "--gpu-experts=4", "--served-model-name=tiny")
     with serving(folder, *flags) as (process, report):

@@ -110,7 +110,7 @@ def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSp
 def launch(layer: Layer, x: Tensor, routing: Routing, kind: int | None, space: ExpertSpace) -> None:
     at = routing.at
     if kind is None:
-        experts(x, routing.at, layer.shape, space, layer.down_table)
+        experts(x, routing.at, layer.shape, space)
     elif kind == 0:
         experts_few.gate_up(x, at.up, layer.shape, space.h)
         experts_few.down(space.h, at.down, layer.shape, space.partial)

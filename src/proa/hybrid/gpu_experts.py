@@ -87,7 +87,7 @@ class GpuExperts:
         return at
 
     def start(self, x: Tensor, at: Located) -> Tensor:
-        experts(x, at, self._shape, self._space, self._residency.down)
+        experts(x, at, self._shape, self._space)
         return self._space.partial
 
     def finish(

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.table import KvPages
-from proa.ops.triton import early
 from proa.ops.triton.variant import Variant
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -88,9 +87,8 @@ def _decode(
     q, keys, values, page_table, kv_lens, sinks, partial, sizes, heads, window, scale,
     q_row, table_row, page_stride, token_stride, head_stride,
     GROUP: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    early.begin(EARLY)
     sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
     member = tl.arange(0, TILE)
@@ -125,10 +123,9 @@ def _decode(
 def _combine(
     partial, sizes, kv_lens, out, heads, splits, window, out_row,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    PART: tl.constexpr, EARLY: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """Weigh what the splits of a row and head found. Sizes are log2 of their sums of exponentials."""
-    early.begin(EARLY)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_len = tl.load(kv_lens + row)
     begin, share = _range_and_share(kv_len, splits, window, TOKENS, WINDOW)
@@ -254,12 +251,12 @@ def decode(
         q, cache.keys, cache.values, page_table, kv_lens, softmax.sinks, workspace, sizes, heads, softmax.window or 0,
         softmax.scale, q.stride(0), page_table.stride(0), *cache.keys.stride()[:3], PAGE_TOKENS=cache.keys.shape[1],
         WINDOW=softmax.window is not None, SINKS=softmax.sinks is not None, **constants,
-        **early.options(q.device), num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     _combine[(sequences, heads)](
         workspace, sizes, kv_lens, out, heads, splits, softmax.window or 0, out.stride(0), DIM=dim,
         WIDE=constants["WIDE"], TOKENS=constants["TOKENS"], WINDOW=softmax.window is not None,
-        SPLITS=triton.next_power_of_2(splits), PART=PART, **early.options(q.device),
+        SPLITS=triton.next_power_of_2(splits), PART=PART, 
     )  # fmt: skip
 
 
@@ -333,7 +330,7 @@ def variants() -> Iterator[Variant]:
         if one.kernel is _prefill:
             yield one
         else:
-            yield from early.both([one])
+            yield one
 
 
 def _plain() -> Iterator[Variant]:

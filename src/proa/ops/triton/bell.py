@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.bell_block import Block, check_pull, check_push
-from proa.ops.triton import early
 from proa.ops.triton.variant import Variant
 
 # State words in device memory, int32: the last job's number; whether this layer has one; who has arrived, and with how
@@ -103,9 +102,7 @@ def _push(
     x, x_row, ids, weights, up_address, header, to_ids, to_weights, to_x, rung, state, layer, tokens,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, ROUNDS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    early.begin(EARLY)
     number = tl.load(state + _NUMBER) + 1  # only whoever comes last changes it
     rows = 0
     for i in range(ROUNDS):
@@ -139,25 +136,21 @@ def _answered(answer, state):
 
 
 @triton.jit
-def _wait(answer, state, EARLY: tl.constexpr):
-    early.wait(EARLY)
+def _wait(answer, state):
     _answered(answer, state)
-    early.allow(EARLY)
 
 
 @triton.jit
 def _pull(
     y, out, out_row, answer, state,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, WAIT: tl.constexpr, EARLY: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    early.wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
     pairs = tl.load(state + _ROWS + row)
     if WAIT:
         _answered(answer, state)
-    early.allow(EARLY)  # now: programs that wait on the GPU while the CPU works would keep others from it
     # volatile: the CPU wrote these since the last pull, and no cache may answer
     value = tl.load(y + row * HIDDEN + column, inside & (pairs > 0), 0.0, volatile=True)
     tl.store(out + row * out_row + column, value, inside)
@@ -175,7 +168,7 @@ def push(x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int
     shape = _push_shape(tokens, x.shape[1], top_k)
     _push[(shape["PROGRAMS"],)](
         x, x.stride(0), ids, weights, up_address, block.header, block.ids, block.weights, block.x, block.rung, state,
-        layer, tokens, **shape, **early.options(x.device), num_warps=_push_warps(shape),
+        layer, tokens, **shape, num_warps=_push_warps(shape),
     )  # fmt: skip
 
 
@@ -187,11 +180,11 @@ def pull(out: Tensor, block: Block, state: Tensor) -> None:
     tokens, hidden = out.shape
     polled = tokens * hidden <= MOST_POLLED_VALUES
     if not polled:
-        _wait[(1,)](block.answer, state, **early.options(out.device), num_warps=1)
+        _wait[(1,)](block.answer, state, num_warps=1)
     columns, warps = _pull_shape(hidden)
     _pull[(tokens, triton.cdiv(hidden, columns))](
         block.y, out, out.stride(0), block.answer, state, HIDDEN=hidden, BLOCK=columns, WAIT=polled,
-        **early.options(out.device), num_warps=warps,
+        num_warps=warps,
     )  # fmt: skip
 
 
@@ -221,10 +214,6 @@ def _pull_shape(hidden: int) -> tuple[int, int]:
 
 
 def variants() -> Iterator[Variant]:
-    return early.both(_plain())
-
-
-def _plain() -> Iterator[Variant]:
     inputs = {"x": "*bf16", "weights": "*fp32", "up_address": "*i64"}
     to = {"header": "*i32", "to_ids": "*i32", "to_weights": "*fp32", "to_x": "*bf16", "rung": "*i32", "state": "*i32"}
     numbers = dict.fromkeys(("x_row", "layer", "tokens"), "i32")

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.triton import early
 from proa.ops.triton.variant import Variant
 
 COLUMNS = 2048  # of a program
@@ -21,8 +20,7 @@ NOTHING: tl.constexpr = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _best_of_part(logits, keys, vocab, row_stride, parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    early.begin(EARLY)
+def _best_of_part(logits, keys, vocab, row_stride, parts, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
@@ -36,8 +34,7 @@ def _best_of_part(logits, keys, vocab, row_stride, parts, BLOCK: tl.constexpr, E
 
 
 @triton.jit
-def _best_of_row(keys, out, parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    early.begin(EARLY)
+def _best_of_row(keys, out, parts, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     key = tl.max(tl.load(keys + row * parts + part, part < parts, NOTHING), 0)
@@ -65,16 +62,11 @@ def best(logits: Tensor, workspace: Tensor, out: Tensor) -> None:
     if not rows:
         return
     parts = triton.cdiv(vocab, COLUMNS)
-    how = early.options(logits.device)
-    _best_of_part[(rows, parts)](logits, workspace, vocab, logits.stride(0), parts, BLOCK=COLUMNS, **how)
-    _best_of_row[(rows,)](workspace, out, parts, BLOCK=triton.next_power_of_2(parts), **how, num_warps=1)
+    _best_of_part[(rows, parts)](logits, workspace, vocab, logits.stride(0), parts, BLOCK=COLUMNS)
+    _best_of_row[(rows,)](workspace, out, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
 
 
 def variants() -> Iterator[Variant]:
-    return early.both(_plain())
-
-
-def _plain() -> Iterator[Variant]:
     sizes = dict.fromkeys(("vocab", "row_stride", "parts"), "i32")
     yield Variant(_best_of_part, {"logits": "*fp32", "keys": "*i64", **sizes}, {"BLOCK": COLUMNS}, aligned=("logits",))
     yield Variant(_best_of_row, {"keys": "*i64", "out": "*i32", "parts": "i32"}, {"BLOCK": 128}, warps=1)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
 from proa.ops.residency import ExpertShape, Located
-from proa.ops.triton import early
-from proa.ops.triton.experts_few import Next, down, gate_up
+from proa.ops.triton.experts_few import down, gate_up
 from proa.ops.triton.experts_grouped import Groups, block_tokens, down_grouped, gate_up_grouped, group, groups
 from proa.ops.triton.variant import Variant
 
@@ -45,18 +44,18 @@ def expert_space(tokens: int, top_k: int, experts: int, of: ExpertShape, device:
     )
 
 
-def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace, soon: Tensor | None = None) -> None:
+def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace) -> None:
     """partial[t * k + j] of `space` = expert at.ids[t, j] of x[t], where its address is not 0.
 
     x bfloat16 [T, hidden]. How T * k pairs run depends on their number and the number of experts alone. Pairs of one
-    expert have one address. soon int64 [E]: down's addresses in VRAM (Residency.down), of which some is fetched early.
+    expert have one address.
     """
     pairs = at.ids.numel()
     _check(x, at, of, space)
     if not pairs:
         return
     if pairs <= FEW_PAIRS:
-        gate_up(x, at.up, of, space.h, None if soon is None else Next(at.ids, soon))
+        gate_up(x, at.up, of, space.h)
         down(space.h, at.down, of, space.partial)
         return
     by, total = space.groups, len(space.groups.counts)
@@ -141,10 +140,9 @@ def _note(
 def _combine(
     partial, weights, address, cpu, shared, gate, out, records, ids, x, layer,
     partial_row, cpu_row, shared_row, gate_row, out_row, x_row, hidden,
-    TOP_K: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Float32, in the order of the choices, then the CPU's sum, then the shared expert."""
-    early.begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden
@@ -198,7 +196,7 @@ def combine(
     strides = (0 if t is None else t.stride(0) for t in (partial, added.cpu, added.shared, added.shared_gate, out, x))
     _combine[(tokens, triton.cdiv(hidden, _COLUMNS))](
         partial, weights, down_address, added.cpu, added.shared, added.shared_gate, out, records, ids, x, layer,
-        *strides, hidden, TOP_K=top_k, COLUMNS=_COLUMNS, **early.options(out.device), num_warps=_WARPS,
+        *strides, hidden, TOP_K=top_k, COLUMNS=_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -212,10 +210,6 @@ def _check_watch(watch: Watch, tokens: int, top_k: int, hidden: int) -> None:
 
 
 def variants() -> Iterator[Variant]:
-    return early.both(_plain())
-
-
-def _plain() -> Iterator[Variant]:
     types = {"partial": "*fp32", "weights": "*fp32", "address": "*i64", "out": "*bf16"}
     rows = ("partial_row", "cpu_row", "shared_row", "gate_row", "out_row", "x_row")
     types |= dict.fromkeys((*rows, "hidden", "layer"), "i32")

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.residency import ExpertShape
-from proa.ops.triton import early
 from proa.ops.triton.panels import VALUES, activated, constants, panel_products
 from proa.ops.triton.panels_first import panels_first
 from proa.ops.triton.variant import Variant
@@ -57,8 +56,7 @@ def groups(pairs: int, experts: int, device: torch.device) -> Groups:
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count(ids, counts, pairs, SCANS: tl.constexpr, SCAN: tl.constexpr, EARLY: tl.constexpr):
-    early.begin(EARLY)
+def _count(ids, counts, pairs, SCANS: tl.constexpr, SCAN: tl.constexpr):
     expert = tl.program_id(0)
     found = tl.zeros([SCAN], tl.int32)
     for first in range(0, SCANS * SCAN, SCAN):
@@ -71,10 +69,8 @@ def _count(ids, counts, pairs, SCANS: tl.constexpr, SCAN: tl.constexpr, EARLY: t
 def _place(
     ids, counts, blocks, order, pairs,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SCANS: tl.constexpr, SCAN: tl.constexpr, ALL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program writes the blocks of one expert."""
-    early.begin(EARLY)
     expert = tl.program_id(0)
     other = tl.arange(0, ALL)
     filled = tl.cdiv(tl.load(counts + other, other < EXPERTS, 0), BLOCK)
@@ -99,10 +95,9 @@ def _block(
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
     COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
-    FIRST: tl.constexpr, EARLY: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     """Blocks run side by side: those of one expert stand together and share its panels in L2. See experts_few._pair."""
-    early.begin(EARLY)
     block, part = tl.program_id(0), tl.program_id(1)
     if block >= tl.load(blocks):
         return
@@ -142,7 +137,7 @@ def group(ids: Tensor, experts: int, block_tokens: int, to: Groups) -> None:
     pairs = ids.numel()
     if len(to.counts) != experts or len(to.order) < most_blocks(pairs, experts, block_tokens) * block_tokens:
         raise ValueError(f"the workspace has no room for {pairs} pairs of {experts} experts")
-    scan = _scan(pairs) | early.options(ids.device)
+    scan = _scan(pairs)
     _count[(experts,)](ids, to.counts, pairs, **scan, num_warps=_SCAN_WARPS)
     _place[(experts,)](
         ids, to.counts, to.blocks, to.order, pairs, EXPERTS=experts, BLOCK=block_tokens,
@@ -162,7 +157,7 @@ def gate_up_grouped(x: Tensor, up_address: Tensor, by: Groups, block_tokens: int
     grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
     _block[grid](
         x, up_address, by.order, by.blocks, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=up_address.shape[1],
-        ACTIVATION=int(of.activation), BLOCK=block_tokens, **_constants(of, True, tile), **early.options(x.device),
+        ACTIVATION=int(of.activation), BLOCK=block_tokens, **_constants(of, True, tile), 
         num_warps=tile.warps,
     )  # fmt: skip
 
@@ -175,7 +170,7 @@ def down_grouped(
     grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
     _block[grid](
         h, down_address, by.order, by.blocks, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1,
-        ACTIVATION=None, BLOCK=block_tokens, **_constants(of, False, tile), **early.options(h.device),
+        ACTIVATION=None, BLOCK=block_tokens, **_constants(of, False, tile), 
         num_warps=tile.warps,
     )  # fmt: skip
 
@@ -210,10 +205,6 @@ def _constants(of: ExpertShape, up: bool, tile: _Tile) -> dict[str, object]:
 
 
 def variants() -> Iterator[Variant]:
-    return early.both(_plain())
-
-
-def _plain() -> Iterator[Variant]:
     for scan in (_scan(256), _scan(8192)):
         yield Variant(_count, {"ids": "*i32", "counts": "*i32", "pairs": "i32"}, scan, warps=_SCAN_WARPS)
         types = dict.fromkeys(("ids", "counts", "blocks", "order"), "*i32") | {"pairs": "i32"}

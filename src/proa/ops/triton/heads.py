@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.table import Angles, KvPages, QkNorm
-from proa.ops.triton import early
 from proa.ops.triton.variant import Variant
 
 FEW_ROWS = 64  # up to here a program has one row, beyond it several
@@ -57,13 +56,8 @@ def _rotate_store(
     qkv, q_norm, k_norm, cos, sin, keys, values, slots, rows, heads, kv_heads, eps,
     qkv_row, page_stride, token_stride, head_stride,
     PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
-    PAIRS: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    PAIRS: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    early.allow(EARLY)
-    if EARLY and NORM:
-        early.fetch_rows(q_norm + tl.arange(0, 1), DIM)
-        early.fetch_rows(k_norm + tl.arange(0, 1), DIM)
-    early.wait(EARLY)
     head = tl.program_id(1)
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     slot = tl.load(slots + row, row < rows, -1)
@@ -113,7 +107,6 @@ def rotate_store(qkv: Tensor, norms: QkNorm | None, rotation: Angles | None, cac
         *cache.keys.stride()[:3],
         PAGE_TOKENS=page_tokens,
         **_constants(dim, half, rotation is not None and rotation.interleaved, norms is not None, block),
-        **early.options(qkv.device),
         num_warps=_warps(block),
     )
 
@@ -156,10 +149,6 @@ def _warps(rows: int) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    return early.both(_plain())
-
-
-def _plain() -> Iterator[Variant]:
     tensors = dict.fromkeys(("qkv", "keys", "values"), "*bf16") | {"slots": "*i64"}
     sizes = ("rows", "heads", "kv_heads", "qkv_row", "page_stride", "token_stride", "head_stride")
     types = tensors | dict.fromkeys(sizes, "i32") | {"eps": "fp32"}

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.triton import early
 from proa.ops.triton.variant import Variant
 
 MOST_TOKENS = 16
@@ -27,17 +26,11 @@ MOST_TOKENS = 16
 def _one(
     x, weight, bias, out, weight_row, outputs,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    early.allow(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < outputs
     column = tl.arange(0, COLUMNS)
-    rows = weight + tl.minimum(row, outputs - 1).to(tl.int64) * weight_row
-    at = rows[:, None] + column[None, :]
-    if AHEAD:
-        early.fetch_rows(rows, K)
-    early.wait(EARLY)
+    at = weight + tl.minimum(row, outputs - 1).to(tl.int64)[:, None] * weight_row + column[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(0, K, COLUMNS, num_stages=STAGES):
         if K % COLUMNS == 0:
@@ -58,18 +51,12 @@ def _one(
 def _few(
     x, weight, bias, out, x_row, weight_row, out_row, tokens, outputs,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    early.allow(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, 16)
     column = tl.arange(0, SLICES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     x_at = x + token.to(tl.int64)[None, :, None] * x_row + column[:, None, :]
-    rows = weight + tl.minimum(row, outputs - 1).to(tl.int64) * weight_row
-    at = rows[None, :, None] + column[:, None, :]
-    if AHEAD:
-        early.fetch_rows(rows, K)
-    early.wait(EARLY)
+    at = weight + tl.minimum(row, outputs - 1).to(tl.int64)[None, :, None] * weight_row + column[:, None, :]
     exists = (token < tokens)[None, :, None]
     total = tl.zeros([SLICES, 16, ROWS], tl.float32)
     for first in tl.range(0, K, SLICES * COLUMNS, num_stages=STAGES):
@@ -115,11 +102,6 @@ def _block(tokens: int, outputs: int, inputs: int) -> _Block:
     return _Block(16 if outputs >= 1024 else 8, 64, slices=8, warps=8)  # one program an SM, or fewer
 
 
-def _ahead(outputs: int, inputs: int) -> bool:
-    """Whether each program brings its rows into L2 while it waits: not of a matrix that L2 could not hold."""
-    return outputs * inputs * 2 <= early.MOST_AHEAD_BYTES
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = x @ weight^T + bias with float32 sums. T up to 16, the number of rows of `x`.
 
@@ -134,15 +116,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     block = _block(tokens, outputs, inputs)
     grid = (triton.cdiv(outputs, block.rows),)
     sizes = {"K": inputs, "ROWS": block.rows, "COLUMNS": block.columns, "STAGES": block.stages}
-    how = early.options(x.device)
-    how["AHEAD"] = how["EARLY"] and _ahead(outputs, inputs)
     if tokens == 1:
-        _one[grid](x, weight, bias, out, weight.stride(0), outputs, **sizes, **how, num_warps=block.warps)
+        _one[grid](x, weight, bias, out, weight.stride(0), outputs, **sizes, num_warps=block.warps)
     else:
         strides = (x.stride(0), weight.stride(0), out.stride(0))
         _few[grid](
-            x, weight, bias, out, *strides, tokens, outputs, **sizes, **how, SLICES=block.slices,
-            num_warps=block.warps,
+            x, weight, bias, out, *strides, tokens, outputs, **sizes, SLICES=block.slices, num_warps=block.warps
         )  # fmt: skip
 
 
@@ -167,8 +146,8 @@ def variants() -> Iterator[Variant]:
         (1, 5120, 2048), (1, 2048, 4096), (1, 151936, 2048), (1, 128, 2048), (1, 2048, 2880),
         (16, 2048, 4096), (16, 5120, 2048), (16, 151936, 2048), (16, 128, 2048), (16, 2048, 2880),
     ]  # fmt: skip
-    for (tokens, outputs, inputs), bias, out, is_early in [
-        (c, b, o, e) for c in cases for b, o in ((None, "*bf16"), ("*fp32", "*fp32")) for e in (False, True)
+    for (tokens, outputs, inputs), bias, out in [
+        (c, b, o) for c in cases for b, o in ((None, "*bf16"), ("*fp32", "*fp32"))
     ]:
         block, kernel = _block(tokens, outputs, inputs), _one if tokens == 1 else _few
         types = {"x": "*bf16", "weight": "*bf16", "out": out} | integers | ({"bias": bias} if bias else {})
@@ -177,11 +156,8 @@ def variants() -> Iterator[Variant]:
             "ROWS": block.rows,
             "COLUMNS": block.columns,
             "STAGES": block.stages,
-            "SLICES": block.slices,
-            "EARLY": is_early,
-            "AHEAD": is_early and _ahead(outputs, inputs),
         }
-        constants |= {} if bias else {"bias": None}
+        constants |= {"SLICES": block.slices} | ({} if bias else {"bias": None})
         names = kernel.arg_names
         yield Variant(
             kernel,
@@ -189,5 +165,4 @@ def variants() -> Iterator[Variant]:
             {n: c for n, c in constants.items() if n in names},
             warps=block.warps,
             aligned=tuple(n for n in aligned if n in names),
-            least=early.LEAST if is_early else 75,
         )

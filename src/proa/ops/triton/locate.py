@@ -10,16 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.residency import Located, Residency
-from proa.ops.triton import early
 from proa.ops.triton.variant import Variant
 
 
 @triton.jit
 def _locate(
     ids, up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu, pairs,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    early.begin(EARLY)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs
     expert = tl.load(ids + pair, inside, -1)
@@ -55,15 +53,11 @@ def locate(ids: Tensor, residency: Residency, out: Located) -> None:
     if pairs:
         _locate[(triton.cdiv(pairs, BLOCK),)](
             ids, residency.up, residency.down, residency.cpu, residency.counts, *places, out.up, out.down, out.cpu,
-            pairs, BLOCK, **early.options(ids.device), num_warps=1,
+            pairs, BLOCK, num_warps=1,
         )  # fmt: skip
 
 
 def variants() -> Iterator[Variant]:
-    return early.both(_plain())
-
-
-def _plain() -> Iterator[Variant]:
     types = {"ids": "*i32", "pairs": "i32", "cpu_table": "*i32", "cpu": "*i32"}
     types |= dict.fromkeys(("up_table", "down_table", "up", "down"), "*i64")
     in_place = {"up_place": "*i64", "down_place": "*i64", "share": "*i32"}

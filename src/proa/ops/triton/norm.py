@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.triton import early
 from proa.ops.triton.variant import Variant
 
 MOST_COLUMNS = 16384
@@ -17,14 +16,12 @@ MOST_COLUMNS = 16384
 @triton.jit
 def _norm(
     x, y, weight, out, x_row, x_group, y_row, out_row, out_group, width, eps,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    early.allow(EARLY)
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
-    early.wait(EARLY)
     at = x + row * x_row + group * x_group + column
     value = tl.load(at, inside, 0.0).to(tl.float32)
     if ADD:
@@ -82,7 +79,7 @@ def _launch(
     strides = (x.stride(0), group_strides[0], y_row, out.stride(0), group_strides[1])
     if grid[0]:
         _norm[grid](
-            x, y, weight, out, *strides, width, eps, BLOCK=block, ADD=y is not None, **early.options(x.device),
+            x, y, weight, out, *strides, width, eps, BLOCK=block, ADD=y is not None, 
             num_warps=_warps(block),
         )  # fmt: skip
 
@@ -92,10 +89,6 @@ def _warps(block: int) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    return early.both(_plain())
-
-
-def _plain() -> Iterator[Variant]:
     strides = dict.fromkeys(("x_row", "x_group", "y_row", "out_row", "out_group", "width"), "i32")
     tensors = dict.fromkeys(("x", "weight", "out"), "*bf16")
     for y in (None, "*bf16", "*fp32"):

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.triton import early
 from proa.ops.triton.variant import Variant
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
@@ -32,10 +31,9 @@ def _scores(logits, exists, SCORE: tl.constexpr):
 def _route(
     logits, slots, ids, weights, logits_row,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr,
-    BLOCK: tl.constexpr, CHOSEN: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """A program is a token."""
-    early.begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     real = tl.load(slots + token) >= 0
     expert = tl.arange(0, BLOCK)
@@ -86,16 +84,12 @@ def route(logits: Tensor, slots: Tensor, top_k: int, renormalise: bool, ids: Ten
     block = triton.next_power_of_2(experts)
     _route[(tokens,)](
         logits, slots, ids, weights, logits.stride(0), EXPERTS=experts, TOP_K=top_k, RENORMALISE=renormalise,
-        SCORE=SOFTMAX, BLOCK=block, CHOSEN=triton.next_power_of_2(top_k), **early.options(logits.device),
+        SCORE=SOFTMAX, BLOCK=block, CHOSEN=triton.next_power_of_2(top_k), 
         num_warps=_WARPS,
     )  # fmt: skip
 
 
 def variants() -> Iterator[Variant]:
-    return early.both(_plain())
-
-
-def _plain() -> Iterator[Variant]:
     types = {"logits": "*bf16", "slots": "*i64", "ids": "*i32", "weights": "*fp32", "logits_row": "i32"}
     for experts, top_k, renormalise in ((128, 8, True), (60, 4, False), (512, 10, True), (1024, 32, False)):
         block = triton.next_power_of_2(experts)
