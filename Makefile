@@ -1,9 +1,9 @@
 # make demo   a real model answers through a real server        make native    build csrc, beside the Python package
-# make test   all CPU tests                                     make sanitize  csrc's tests under ASan, UBSan and TSan
+# make test   all CPU tests; make test-gpu: those of a GPU      make sanitize  csrc's tests under ASan, UBSan and TSan
 # make check  formatting, lint, types, sizes, symbols, kernels  make qemu      csrc's tests on emulated older CPUs
 # make format, make docs, make clean
 # Another environment than .venv: make native BIN=/path/to/venv/bin
-.PHONY: demo test check native sanitize qemu format docs clean venv
+.PHONY: demo test test-gpu check native sanitize qemu format docs clean venv
 
 OWN := .venv/bin
 BIN ?= $(OWN)
@@ -16,6 +16,10 @@ demo: native
 
 test: native
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+test-gpu: native
+	@$(BIN)/python tools/need_gpu.py
+	@$(BIN)/python -m pytest -q -m gpu $(ARGS)
 
 check: native
 	@$(BIN)/ruff format --check src tests tools

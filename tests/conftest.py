@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -31,6 +32,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _subnormals() -> Iterator[None]:
+    """Loading an engine flushes them to zero in its thread; hypothesis refuses to make floats then."""
+    yield
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> torch.Generator:
     """Fresh random numbers, the same for the same test."""
@@ -48,7 +56,16 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu") and not HAVE_GPU:
+        if HAVE_GPU and runs_kernels(item):
+            item.add_marker(pytest.mark.gpu)
+        elif item.get_closest_marker("gpu") and not HAVE_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def runs_kernels(item: pytest.Item) -> bool:
+    """Its `device` is the fixture above, not a parameter of its own."""
+    given = item.callspec.params if isinstance(item, pytest.Function) and "callspec" in vars(item) else {}
+    return isinstance(item, pytest.Function) and "device" in item.fixturenames and "device" not in given

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,9 @@ from proa.cache.pool import allocate_pool
 from proa.engine.executor import EagerExecutor, Executor
 from proa.engine.gpu_plan import top_k
 from proa.engine.spans import StepLimits
-from proa.hybrid.model import HybridModel, Placement
+from proa.hybrid.co_fetch import InPlaceRates
+from proa.hybrid.copies import Copiers, GpuCopier, HostCopier
+from proa.hybrid.model import HybridModel, Parts, Placement
 from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
 from proa.layers.decoder import Decoder
@@ -35,13 +38,30 @@ class Split:
 
     share: float
     inclusive: bool = False
+    spare: int = 0
+    in_place: bool = False
 
     def placement(self, spec: Model) -> Placement:
         resident = []
         for moe in (block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)):
             count = round(moe.experts * self.share)
             resident.append(tuple(sorted(i * moe.experts // count for i in range(count))) if count else ())
-        return Placement(tuple(resident), self.inclusive)
+        return Placement(tuple(resident), self.inclusive, self.spare)
+
+
+@dataclass
+class Kept:
+    """What a test may look into; registered: RAM that the driver knows."""
+
+    hybrid: HybridModel
+    registered: Any
+
+    def close(self) -> None:
+        if self.hybrid.moves is not None:
+            self.hybrid.moves.close()
+        if self.registered is not None:
+            torch.cuda.synchronize()
+            self.registered.close()
 
 
 SPLITS = {
@@ -53,9 +73,10 @@ SPLITS = {
 
 
 def load_split(
-    folder: Path, pool: Pool, split: Split, device: str, made: list[HybridModel] | None = None, **override: object
-) -> Loaded:
-    """device: "sim" or "cuda". made: gets the experts of each executor, to look into."""
+    folder: Path, pool: Pool, split: Split, device: str, copiers: Callable[[], Copiers] | None = None,
+    keep: list[Kept] | None = None, **override: object,
+) -> Loaded:  # fmt: skip
+    """device: "sim" or "cuda". Each executor's experts are added to `keep`."""
     checkpoint = open_checkpoint(folder, "auto", override)
     declared = checkpoint.declare()
     spec, cuda = declared.spec, device == "cuda"
@@ -65,8 +86,6 @@ def load_split(
         staging = Staging(pool, 1 << 20, pinned=cuda)
         ram = Memory(pool, [None] * pool.nodes)
         hybrid = HybridModel(split.placement(spec), at, ram, staging)
-        if made is not None:
-            made.append(hybrid)
         ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts).table() if cuda else reference(
             torch.bfloat16, hybrid.new_experts
         )  # fmt: skip
@@ -87,9 +106,14 @@ def load_split(
         if cuda:
             gpu = _cuda("hybrid.gpu_experts")
             spaces = gpu.GpuSpaces(limits.rows, chosen)
-            hybrid.bind(limits.rows, chosen, lambda memory: gpu.GpuExperts(memory, spaces.of(memory)), transport)
+            experts = lambda memory, residency, faults: gpu.GpuExperts(memory, residency, spaces.of(memory), faults)  # noqa: E731
         else:
-            hybrid.bind(limits.rows, chosen, lambda memory: SimExperts(memory, pool), transport)
+            experts = lambda memory, residency, faults: SimExperts(memory, residency, pool, faults)  # noqa: E731
+        registered = _cuda("hybrid.pinning").register(ram.spans(), at) if cuda and split.in_place else None
+        rates = InPlaceRates(1.0, 0.0) if split.in_place else None  # shares are set by tests
+        hybrid.bind(limits.rows, chosen, Parts(experts, transport, copiers or (lambda: _copiers(at)), rates))
+        if keep is not None:
+            keep.append(Kept(hybrid, registered))
         caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at)
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid)
@@ -100,6 +124,12 @@ def load_split(
         return executor
 
     return Loaded(spec, make)
+
+
+def _copiers(device: torch.device) -> Copiers:
+    if device.type == "cuda":
+        return Copiers(GpuCopier(device), GpuCopier(device))
+    return Copiers(HostCopier(), HostCopier())
 
 
 def _cuda(module: str) -> object:

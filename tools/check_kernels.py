@@ -25,8 +25,8 @@ def attributes(variant) -> dict[tuple[int], list[list[object]]]:
     return {(variant.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
 
 
-def shared_bytes(variant, capability: int) -> int:
-    """Compile for one architecture. Raises whatever the compiler does."""
+def compiled(variant, capability: int):
+    """For one architecture. Raises whatever the compiler does."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -36,7 +36,7 @@ def shared_bytes(variant, capability: int) -> int:
     }
     source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes(variant))
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def check(module: str, index: int) -> tuple[str, list[str]]:
@@ -55,7 +55,7 @@ def check(module: str, index: int) -> tuple[str, list[str]]:
         if capability < variant.least:
             continue
         try:
-            used = shared_bytes(variant, capability)
+            used = compiled(variant, capability).metadata.shared
         except Exception as error:  # noqa: BLE001 - whatever the compiler throws is the finding
             failed.setdefault(f"{type(error).__name__}: {error}", []).append(f"sm_{capability}")
             continue

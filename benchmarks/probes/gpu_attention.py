@@ -28,11 +28,8 @@ BF16 = torch.bfloat16
 def microseconds(calls: list[Callable[[], None]]) -> float:
     """Of one call, the median of ten replays of a graph that makes all of them a few times."""
     rounds = max(1, 40 // len(calls))
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
+    for call in calls:
+        call()  # compiles; on the stream that fills the caches: another one would not wait for them
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls * rounds:

@@ -16,13 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from proa.native.formats import BF16_FORM, Format, Layout
+from proa.ops.faults import IDS, LayerFaults
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton import linear as linear_maps
-from proa.ops.triton.experts import Added, combine, expert_space, experts
+from proa.ops.triton.experts import Added, Watch, combine, expert_space, experts
 from proa.ops.triton.formats import EXAMPLES, LINE_WORDS, VALUES
 from proa.ops.triton.linear import linear
 from proa.ops.triton.locate import locate
@@ -113,6 +115,7 @@ class Layer:
 class Routing:
     at: Located
     weights: Tensor
+    table: Tensor  # of down's addresses
 
 
 def routing_of(layer: Layer, tokens: int) -> Routing:
@@ -122,7 +125,7 @@ def routing_of(layer: Layer, tokens: int) -> Routing:
     at = Located(ids, up, down, torch.empty_like(ids))
     route(logits, torch.arange(tokens, device=DEVICE), TOP_K, True, ids, weights)
     locate(ids, layer.residency, at)
-    return Routing(at, weights)
+    return Routing(at, weights, layer.residency.down)
 
 
 class Case:
@@ -190,10 +193,29 @@ def time_parts(case: Case, copy: float) -> None:
         us = case.each(lambda r: case.grouped_down(r, size))
         row("    group and down", us, int(case.nbytes * down), case.flops * down, copy)
     row("    combine", case.each(case.combine), case.space.partial.numel() * 4, 0, copy)
+    time_combine(case)
     logits = torch.randn(case.tokens, EXPERTS, device=DEVICE)
     slots, made = torch.arange(case.tokens, device=DEVICE), case.routings[0]
     us = microseconds([lambda: route(logits, slots, TOP_K, True, made.at.ids, made.weights)] * 20)
     row("    route", us, logits.numel() * 4, 0, copy)
+
+
+def time_combine(case: Case) -> None:
+    """What it costs to look whether rows are finite: the same sums with and without, in turn."""
+    made, partial = case.routings[0], case.space.partial.normal_()
+    cpu = torch.randn(case.tokens, case.shape.hidden, device=DEVICE)
+    records = torch.zeros(case.tokens, IDS + TOP_K, dtype=torch.int32, device=DEVICE)
+    found = {}
+    for watch in (None, Watch(LayerFaults(records, 0), made.at.ids, case.x)) * 3:
+        call = partial_call(partial, made, Added(cpu), case.out, watch)
+        found.setdefault(watch is None, []).append(microseconds([call] * 200))
+    without, watched = (statistics.median(found[key]) for key in (True, False))
+    assert not records.any()
+    print(f"    combine with the CPU's sum {without:.2f} us, and looking {watched:.2f} us, {watched - without:+.2f}")
+
+
+def partial_call(partial: Tensor, made: Routing, added: Added, out: Tensor, watch: Watch | None) -> Callable[[], None]:
+    return lambda: combine(partial, made.weights, made.at.down, added, out, watch)
 
 
 def time_few(case: Case, name: str, copy: float) -> None:
@@ -201,9 +223,10 @@ def time_few(case: Case, name: str, copy: float) -> None:
     row(f"{name}, up {up:.1f} us", up + down, case.nbytes, case.flops, copy)
 
 
-def time_grouped(case: Case, size: int, name: str, copy: float) -> None:
+def time_grouped(case: Case, size: int, name: str, copy: float) -> float:
     up, down = case.each(lambda r: case.grouped_up(r, size)), case.each(lambda r: case.grouped_down(r, size))
     row(f"{name}, up {up:.1f} us", up + down, case.nbytes, case.flops, copy)
+    return up + down
 
 
 def time_blocks(copy: float, layers: Sequence[Layer]) -> None:
@@ -251,24 +274,49 @@ def time_sweep(copy: float, layers: Sequence[Layer]) -> None:
     """Other tiles than those chosen: panels, lines, stages, warps."""
     sweep_linear(copy)
     case = Case(layers, 1)
-    for panels, lines, stages, warps in itertools.product((2, 4), (32, 64, 128), (3, 4, 6), (2, 4, 8)):
+    few: dict[str, tuple[float, tuple[int, ...]]] = {}
+    for tile in itertools.product((2, 4, 8), (32, 64, 128), (3, 4, 6), (2, 4, 8)):
+        panels, lines, stages, warps = tile
         if lines * panels * 64 * stages > 96 << 10 or lines >= warps * 32:
             continue
-        experts_few._PANELS, experts_few._LINES, experts_few._STAGES, experts_few._WARPS = panels, lines, stages, warps
-        time_few(case, f"1 token: {(panels, lines, stages, warps)}", copy)
+        experts_few._TILES |= dict.fromkeys(experts_few._TILES, experts_few.Tile(*tile))
+        for which, call in (("up", case.few_up), ("down", case.few_down)):
+            us = case.each(call)
+            few[which] = min(few.get(which, (us, tile)), (us, tile))
+            row(f"1 token: {which} {tile}", us, case.nbytes * (2 if which == "up" else 1) // 3, 0, copy)
+    for which, (us, tile) in few.items():
+        print(f"fastest for 1 token, {which}: panels, lines, stages, warps = {tile}, {us:.1f} us")
+    sweep_grouped(copy, layers)
+
+
+def sweep_grouped(copy: float, layers: Sequence[Layer]) -> None:
+    """The last of a tile says whether weights are the first operand."""
     small = [(2, 64, 4, 4), (4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (4, 64, 3, 8), (8, 32, 3, 4), (8, 64, 3, 8)]
+    small_first = [(4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (8, 32, 3, 4), (8, 32, 4, 4), (8, 64, 3, 4)]
     large = [(8, 32, 3, 4), (8, 32, 3, 8), (8, 32, 4, 8), (8, 64, 3, 8), (16, 32, 3, 8)]
-    for tokens, size, tiles in (
-        (32, 16, small),
-        (128, 16, small),
-        (256, 32, small),
-        (1024, 64, large),
-        (4096, 128, large),
+    large_first = [(8, 32, 3, 4), (8, 32, 4, 4), (8, 64, 3, 4), (8, 32, 3, 8), (16, 32, 3, 8), (16, 32, 4, 8)]
+    for tokens, size, tiles, first in (
+        (32, 16, small, small_first),
+        (128, 16, small, small_first),
+        (256, 32, small, small_first),
+        (512, 64, large, large_first),
+        (1024, 64, large, large_first),
+        (1024, 128, large, large_first),
+        (4096, 128, large, large_first),
     ):
-        case = Case(layers, tokens)
-        for tile in tiles:
-            experts_grouped._TILES[size] = experts_grouped._Tile(*tile)
-            time_grouped(case, size, f"{tokens} tokens: blocks of {size}, {tile}", copy)
+        case, found = Case(layers, tokens), {}
+        plain = case.shape.up.format is Format.BF16
+        of = experts_grouped._TILES if plain else experts_grouped._DECODED
+        chosen = of[size]
+        for tile in [(*t, False) for t in tiles] + [(*t, True) for t in first if plain]:
+            of[size] = experts_grouped._Tile(*tile)
+            try:
+                found[tile] = time_grouped(case, size, f"{tokens} tokens: blocks of {size}, {tile}", copy)
+            except triton.runtime.OutOfResources as error:
+                print(f"{tokens} tokens: blocks of {size}, {tile}: {error}")
+        of[size] = chosen
+        best = min(found, key=lambda tile: found[tile])
+        print(f"fastest for {tokens} tokens, blocks of {size}: {best}, {found[best]:.1f} us with two groups")
 
 
 def main(arguments: Sequence[str]) -> None:

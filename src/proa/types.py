@@ -134,6 +134,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first token; [0] is None
     cached_tokens: int | None = None  # prompt tokens that the prefix cache provided; once, with the first token
     finish: FinishReason | None = None
+    error: str = ""  # what finish "error" means
     stop_token: int | None = None  # the eos or stop token that ended it; not part of the text
 
 
@@ -159,6 +160,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None
+    error: str = ""  # what finish "error" means
     stop_reason: str | int | None = None  # the stop string or stop token id that matched, None for eos
     prompt_tokens: list[int] | None = None  # on each choice's first chunk
     prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -14,8 +14,7 @@ import torch
 from engines import load_decoder
 from families.test_native_logits import all_experts, prompts
 from families.test_split_logits import forced
-from hybrid_engines import SPLITS, load_split
-from proa.hybrid.model import HybridModel
+from hybrid_engines import SPLITS, Kept, load_split
 from proa.native.formats import Format
 from proa.native.pool import Pool
 from tiny_gguf import make_tiny_gguf
@@ -43,9 +42,9 @@ def test_no_further_from_float32_than_torch_in_bfloat16(
     texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
     exact = forced(load_decoder(file, torch.float32, **override), texts, prompt_tokens)
     plain = forced(load_decoder(file, torch.bfloat16, **override), texts, prompt_tokens)
-    made: list[HybridModel] = []
-    got = forced(load_split(file, pool, SPLITS[split], device, made, **override), texts, prompt_tokens)
-    shapes = [layer.memory.shape for layer in made[0].layers]
+    keep: list[Kept] = []
+    got = forced(load_split(file, pool, SPLITS[split], device, keep=keep, **override), texts, prompt_tokens)
+    shapes = [layer.memory.shape for layer in keep[0].hybrid.layers]
     assert {(s.up_form.format, s.down_form.format) for s in shapes} == {(KINDS[up], KINDS[down])}
     scale = exact.abs().max()
     off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))

@@ -249,7 +249,8 @@ def test_a_graph_follows_lengths_on_the_device(rng: torch.Generator, device: tor
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "window"), [(32, 4, 128, None), (64, 8, 64, 128), (16, 2, 256, None)]
+    ("heads", "kv_heads", "dim", "window"),
+    [(32, 4, 128, None), (64, 8, 64, 128), (16, 2, 256, None), (16, 16, 128, None)],
 )
 def test_long_contexts(
     heads: int, kv_heads: int, dim: int, window: int | None, rng: torch.Generator, device: torch.device

@@ -140,7 +140,7 @@ def choose(rng: torch.Generator, tokens: int, count: int, top_k: int) -> Tensor:
 SHAPES = [(32, 16), (40, 24), (256, 128), (72, 150)]
 
 
-@pytest.mark.parametrize("kind", [0, 16])
+@pytest.mark.parametrize("kind", [0, 16, 64])
 @pytest.mark.parametrize(("hidden", "width"), SHAPES)
 @pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 1, 1), (3, 5, 2)])
 def test_shapes(

@@ -8,6 +8,7 @@ import pytest
 
 from proa.config.env import SWITCHES, child_environ, read_env
 from proa.errors import UsageError
+from proa.obs.version import proa_version
 
 
 def test_nothing_set() -> None:
@@ -68,3 +69,11 @@ def test_nobodys_home_matters_only_when_the_cache_is_needed(monkeypatch: pytest.
         environment = read_env(environ)
         with pytest.raises(UsageError, match="Set PROA_CACHE"):
             _ = environment.cache
+
+
+def test_compiled_kernels_lie_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROA_CACHE", "/data")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    assert child_environ()["TRITON_CACHE_DIR"] == f"/data/triton/{proa_version()}"
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    assert child_environ()["TRITON_CACHE_DIR"] == "/mine"

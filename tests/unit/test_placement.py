@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from proa.models.spec import Moe, Router
 from proa.native.formats import Format, layout
-from proa.plan.placement import MoeLayer, expert_bytes, packed_bytes, place, resident_bytes
+from proa.plan.placement import MoeLayer, expert_bytes, packed_bytes, place, resident_bytes, spare_bytes, spare_slots
 
 # Four layers of eight experts of 10 bytes, as blocks 1 to 4 of a model.
 LAYERS = tuple(MoeLayer(block, 8, 2, 10) for block in range(1, 5))
@@ -52,6 +52,17 @@ def test_whole_layers_come_first() -> None:
     assert counts(1000, wanted=(0, 0, 0, 0), whole=(2, 4)) == [0, 8, 0, 8]
     assert counts(120, wanted=(0, 0, 0, 0), whole=(2, 4)) == [0, 8, 0, 4]  # the caller tells that it does not fit
     assert counts(1000, wanted=(0, 0, 0, 0), whole=(0, 1)) == [8, 0, 0, 0]  # block 0 is dense
+
+
+@pytest.mark.parametrize(
+    ("expert_bytes", "resident", "spare"),
+    [(9 << 20, 3000, 8), (9 << 20, 64, 4), (9 << 20, 15, 1), (20 << 20, 3000, 4), (88 << 20, 3000, 1), (1000, 3000, 8)],
+)
+def test_spare_slots(expert_bytes: int, resident: int, spare: int) -> None:
+    """80 MiB, eight, a sixteenth of the residents; one at least. Layers of other sizes have their own."""
+    assert spare_slots(expert_bytes, resident) == spare
+    assert spare_bytes(LAYERS, spare) == 10 * spare
+    assert spare_bytes([*LAYERS, MoeLayer(5, 8, 2, 30), MoeLayer(6, 8, 2, 30)], 3) == 120
 
 
 @given(

@@ -14,7 +14,7 @@ from proa.cli.report import Report, render_plan, render_ready, report_json
 from proa.config.parse import Asked
 from proa.engine.ipc import Ready
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
-from proa.obs.progress import _Lines, show_progress
+from proa.obs.progress import COMPILING, _Lines, show_progress
 from proa.obs.units import format_bytes, format_count, format_duration, format_rate
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, VramBudget, VramRoof
 from proa.types import Decision
@@ -216,6 +216,20 @@ def test_a_terminal_gets_bars() -> None:
     assert isinstance(console.file, io.StringIO)
     assert "loading weights" in console.file.getvalue()
     assert "10.0/10.0 MiB" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_kernels_are_counted_not_weighed(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=terminal)
+    with show_progress(console) as report:
+        report(COMPILING, 3, 16)
+        report(COMPILING, 16, 16)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert f"{COMPILING}: 3 of 16" in text or terminal
+    assert "16/16" in text or not terminal
+    assert " B" not in text
+    assert "bytes" not in text
 
 
 # ---- units ----

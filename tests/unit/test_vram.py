@@ -113,6 +113,9 @@ def check(of: Plan, spec: Model) -> GpuPlan:
     assert sum(parts) + memory.simulated_vram_bytes <= memory.usable_bytes
     assert memory.simulated_vram_bytes == (vram.used_bytes if got.simulated else 0)
     assert not (got.gpu_only and got.inclusive)
+    assert vram.spare_bytes == got.spare * sum(set(got.expert_bytes))
+    assert (got.placement == "dynamic") == (got.spare > 0)
+    assert not got.spare or any(0 < n < layer.experts for n, layer in zip(counts(of), layers, strict=True))
     assert of.roof.tokens_per_s > 0
     return got
 
@@ -177,7 +180,7 @@ def test_half_of_what_dense_weights_leave_is_for_experts() -> None:
     rest = on.vram.usable_bytes - need.total_bytes(0, 0)
     growing = on.vram.kv_bytes + on.vram.workspace_bytes - need.workspace_base_bytes
     assert rest // 2 - need.page_bytes <= growing <= rest // 2
-    assert on.vram.experts_bytes > rest // 2 - on.expert_bytes[0]
+    assert on.vram.experts_bytes + on.vram.spare_bytes > rest // 2 - on.expert_bytes[0]
     # A length that is asked for takes what it needs.
     asked = plan(QWEN3_30B, machine(124, gpu(6)), context=2 * got.context_tokens - 1024)
     assert check(asked, QWEN3_30B).vram.experts_bytes < on.vram.experts_bytes
@@ -404,7 +407,7 @@ def test_the_roof_counts_the_kv_of_a_length() -> None:
             "ram": st.integers(GIB, 200 * GIB),
             "gpu_experts": st.sampled_from(["auto", "auto", "all", "none", "1", "8"]),
             "gpu_resident_layers": st.sampled_from(["0", "2,9"]),
-            "expert_placement": st.sampled_from(["auto", "uniform", "front-loading"]),
+            "expert_placement": st.sampled_from(["auto", "dynamic", "uniform", "front-loading"]),
         },
     ),
 )
@@ -429,7 +432,11 @@ def test_any_plan_fits_or_is_refused(spec: Model, ram_gib: float, vram_gib: floa
 
 
 @settings(max_examples=100, deadline=None)
-@given(ram_gib=st.floats(4, 70), vram_gib=st.floats(6, 70), strategy=st.sampled_from(["uniform", "front-loading"]))
+@given(
+    ram_gib=st.floats(4, 70),
+    vram_gib=st.floats(6, 70),
+    strategy=st.sampled_from(["dynamic", "uniform", "front-loading"]),
+)
 def test_ram_and_vram_add_up(ram_gib: float, vram_gib: float, strategy: str) -> None:
     """Qwen3-30B is refused only where what VRAM has beside the least context and what RAM has do not hold it."""
     box, layer = machine(ram_gib, gpu(vram_gib)), moe_layers(QWEN3_30B, {})[0]

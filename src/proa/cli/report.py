@@ -11,9 +11,9 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
                   loading_bytes, process_bytes, simulated_vram_bytes, kv_pages, page_tokens}
                  of RAM, but pages wherever they are
     gpu          {index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement, blocks, experts,
-                  expert_bytes, resident, inclusive, device, gpu_only} or null; vram: {total_bytes, free_bytes,
-                  reserve_bytes, usable_bytes, context_bytes, dense_bytes, kv_bytes, workspace_bytes, graphs_bytes,
-                  experts_bytes}; blocks to resident: an entry for each MoE layer
+                  expert_bytes, resident, spare, co_fetch, inclusive, device, gpu_only} or null; vram: {total_bytes,
+                  free_bytes, reserve_bytes, usable_bytes, context_bytes, dense_bytes, kv_bytes, workspace_bytes,
+                  graphs_bytes, experts_bytes, spare_bytes}; blocks to resident: an entry for each MoE layer
     options      [{name, value, source}]       those that differ from their defaults
     decisions    [{name, asked, got, why}]
     roof         {bytes_per_token, bandwidth_bytes_per_s, vram, bound_by, tokens_per_s}; vram: null or
@@ -155,7 +155,7 @@ def _vram_line(gpu: GpuPlan) -> str:
     parts = {
         "dense weights": vram.dense_bytes,
         "KV cache": vram.kv_bytes,
-        "experts": vram.experts_bytes,
+        "experts": vram.experts_bytes + vram.spare_bytes,
         "workspace": vram.workspace_bytes,
         "CUDA": vram.context_bytes + vram.graphs_bytes,
     }

@@ -16,6 +16,7 @@ from proa.config.field import declarations, option
 from proa.config.suggest import did_you_mean
 from proa.config.value import from_text
 from proa.errors import UsageError
+from proa.obs.version import proa_version
 
 PREFIX = "PROA_"
 
@@ -101,10 +102,19 @@ def child_environ(**switches: str) -> dict[str, str]:
 
     OpenMP threads must sleep while they wait: spinning ones starve each other when the cores are shared with
     anything else. oneDNN's caches hold a compiled kernel of a third of a megabyte for every shape they see, 1024 by
-    default, which no memory plan could count on. See docs/decisions/010.
+    default, which no memory plan could count on. See docs/decisions/010. Triton keeps compiled GPU kernels by its own
+    version, source and architecture; here beside what else Proa may delete, by Proa's version.
     """
     return {
         **_LIBRARY_DEFAULTS,
+        **_kernel_cache(),
         **os.environ,
         **{PREFIX + name.upper(): value for name, value in switches.items()},
     }
+
+
+def _kernel_cache() -> dict[str, str]:
+    try:
+        return {"TRITON_CACHE_DIR": str(read_env().cache / "triton" / proa_version())}
+    except UsageError:  # no home folder: Triton has its own idea of where, and of what to say
+        return {}

@@ -151,8 +151,15 @@ class GpuOptions:
     )
     expert_placement: str = option(
         "auto",
-        help="which experts live in VRAM: as many of each layer (uniform), or the first layers' (front-loading)",
-        choices=("auto", "uniform", "front-loading"),
+        help="which experts live in VRAM: as many of each layer (uniform), the first layers' (front-loading), or "
+        "uniform at first and then the most used (dynamic); auto = dynamic where RAM keeps copies, else uniform",
+        choices=("auto", "dynamic", "uniform", "front-loading"),
+    )
+    co_fetch: str = option(
+        "auto",
+        help="let the GPU read some of a token's experts in RAM while the CPU computes the others: off, or auto (as "
+        "many as end together, where the CPU leaves bandwidth)",
+        choices=("auto", "off"),
     )
 
 

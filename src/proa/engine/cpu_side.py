@@ -10,21 +10,13 @@ from proa.ops.packed import Memory
 from proa.plan.plan import Workers
 from proa.types import Decision
 
-LEAST_WITH_LAUNCHER = 2  # CPUs of a team: with no more, launching shares one with a worker
-
 
 class CpuSide:
-    """The pool's caller, whoever it is, works along as the first of the first team. A
-    launcher, if there is one, has the last CPU of the last team to itself, where that leaves workers enough.
-    """
+    """The pool's caller, whoever it is, works along as the first of the first team."""
 
-    def __init__(self, workers: Workers, isa: str, *, launcher: bool = False) -> None:
+    def __init__(self, workers: Workers, isa: str) -> None:
         self._workers = workers
-        teams = [team.cpus for team in workers.teams]
-        self.launcher_cpus: tuple[int, ...] = ()
-        if launcher and len(teams[-1]) > LEAST_WITH_LAUNCHER:
-            self.launcher_cpus, teams[-1] = teams[-1][-1:], teams[-1][:-1]
-        first, *others = teams
+        first, *others = [team.cpus for team in workers.teams]
         self.caller_cpus = () if workers.binding == "none" else workers.homes[0] if workers.homes else first[:1]
         self.pool = Pool(
             [first[1:], *others],
@@ -35,8 +27,7 @@ class CpuSide:
         )
         self.decisions: list[Decision] = []
         claim = self._claim() if workers.binding == "core" else None
-        everybody = [min(count, len(team)) for count, team in zip(workers.trials[0], teams, strict=True)]
-        self.crew = Crew(self.pool, everybody, claim)
+        self.crew = Crew(self.pool, workers.trials[0], claim)
         nodes = [None if team.node == UNBOUND else team.node for team in workers.teams]
         self.memory = Memory(self.pool, nodes, workers.interleave)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from proa.engine.clock import Stage
@@ -11,6 +13,8 @@ from proa.engine.scheduler import Scheduler, StepPlan
 from proa.errors import RequestError
 from proa.layers.rope import dynamic_lengths
 from proa.types import EngineRequest, TokenEvent, TokenLogprob
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -55,7 +59,7 @@ class Engine:
             return []
         output = self.runner.run(plan)
         self._collect_prompt_logprobs(plan, output)
-        broken = [self._break(request_id) for request_id in sorted(output.broken)]
+        broken = [self._break(*why) for why in sorted(output.broken.items())]
         events = self.scheduler.commit(plan, output.tokens)
         events = broken + [self._with_logprobs(event, output) for event in events]
         self.clock.lap(Stage.SCHEDULE)
@@ -79,10 +83,11 @@ class Engine:
         own = [logprob][: len(event.tokens)] if logprob is not None else None
         return msgspec.structs.replace(event, logprobs=own, prompt_logprobs=prompt_logprobs)
 
-    def _break(self, request_id: str) -> TokenEvent:
-        """Logits were NaN or infinite: end that request, never a made-up token."""
+    def _break(self, request_id: str, why: str) -> TokenEvent:
+        """Values were NaN or infinite: end that request, never a made-up token."""
+        log.error("Request %s: %s", request_id, why)
         self.abort(request_id)
-        return TokenEvent(id=request_id, finish="error")
+        return TokenEvent(id=request_id, finish="error", error=why)
 
     def _collect_prompt_logprobs(self, plan: StepPlan, output: StepOutput) -> None:
         for item in plan.items:

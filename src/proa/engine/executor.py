@@ -15,6 +15,7 @@ from proa.engine.clock import Stage, StepClock
 from proa.engine.crew import Crew
 from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
+from proa.engine.watch import WatchedSession
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin, is_dynamic
 from proa.layers.step import Step
@@ -41,6 +42,10 @@ class Executor(Protocol):
     def score(self, rows: Sequence[int]) -> list[int]:
         """The best next token after each of these rows of the last step; -1 where logits are not finite."""
 
+    def broken(self) -> dict[int, str]:
+        """Sequences of the last step, by their places, that are known not to be finite, and why. Called once a step,
+        after what is sampled from it was scored."""
+
     @property
     def logits(self) -> Tensor:
         """Of the rows scored last, float32 [R, vocab], valid until the next call."""
@@ -56,7 +61,8 @@ class EagerExecutor:
         self, model: Decoder, caches: tuple[KvPages, ...], page_tokens: int, session: Session | None = None
     ) -> None:
         self.spec, self.clock = model.spec, StepClock()
-        self._session: Session = session or NoSession()
+        self._session = WatchedSession(session or NoSession(), model.spec)
+        self._sequences: Sequence[Span] = ()
         self._model, self._caches, self._page_tokens = model, caches, page_tokens
         self._ropes = {block.mixer.rope for block in model.spec.blocks}
         self._hidden = self._logits = torch.empty(0)
@@ -70,10 +76,12 @@ class EagerExecutor:
         batch = batch_of([len(s.tokens) for s in sequences], kv_lens, [s.pages for s in sequences], self._page_tokens)
         positions, lengths = positions_of(sequences)
         angles = {rope: cos_sin(rope, positions, lengths) for rope in self._ropes}
+        self._sequences = sequences
         self.clock.lap(Stage.INPUTS)
         self._session.begin()
         try:
             self._hidden = self._model(tokens, Step(batch, angles, self._caches))
+            self._session.launched()
         finally:
             self._session.end()
         self.clock.lap(Stage.PROGRAM)
@@ -84,6 +92,9 @@ class EagerExecutor:
         best: list[int] = self._model.best(self._logits).tolist()
         self.clock.lap(Stage.PROGRAM)
         return best
+
+    def broken(self) -> dict[int, str]:
+        return self._session.broken(self._sequences, look=True)
 
     @property
     def logits(self) -> Tensor:
@@ -178,6 +189,9 @@ class RecordedExecutor:
         self.clock.lap(Stage.PROGRAM)
         best: list[int] = self._best[: len(rows)].tolist()
         return best
+
+    def broken(self) -> dict[int, str]:
+        return {}
 
     @property
     def logits(self) -> Tensor:

@@ -4,7 +4,7 @@ Never: decisions, steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -12,25 +12,32 @@ from torch import Tensor
 
 from proa.cache.pool import allocate_pool
 from proa.engine.cpu_side import CpuSide
-from proa.engine.gpu_plan import needed, placement_of, ready, top_k
+from proa.engine.gpu_plan import cuda_index, needed, placement_of, ready, top_k
 from proa.engine.graphs import GraphExecutor
-from proa.engine.ipc import Ready
+from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.engine.spans import step_limits
-from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces
+from proa.engine.warm_up import warm_up
+from proa.hybrid.co_fetch import InPlaceRates
+from proa.hybrid.copies import Copiers, GpuCopier
+from proa.hybrid.cpu_reads import CpuReads
+from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
-from proa.hybrid.model import HybridModel
+from proa.hybrid.model import HybridModel, Parts
+from proa.hybrid.pinning import Registered, register
 from proa.hybrid.transport import Transport
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts
+from proa.obs.units import format_bytes, format_rate
 from proa.ops.cuda import CudaOps
 from proa.ops.staging import DeviceRows, Staging
 from proa.ops.table import Target
 from proa.plan.plan import Plan
 from proa.types import Decision
 
+BESIDE_S = 0.2  # for which GPU and CPU read RAM together at start, to see how fast that is
 STAGING_BYTES_PER_THREAD = 32 << 20  # twice what the loader gives each worker at a time
 
 
@@ -40,12 +47,14 @@ class GpuBuild:
     def __init__(self, plan: Plan, spec: Model) -> None:
         self._plan, self._spec = plan, spec
         self._gpu, self._workers = needed(plan)
-        self._device = torch.device(self._gpu.device)
+        uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        index = cuda_index(self._gpu, uuids)
+        self._device = torch.device("cuda", index)
         torch.cuda.set_device(self._device)
         share = self._gpu.vram.used_bytes / torch.cuda.get_device_properties(self._device).total_memory
         torch.cuda.memory.set_per_process_memory_fraction(min(1.0, share), self._device)
         torch.set_num_threads(1)
-        self._cpu = CpuSide(self._workers, plan.isa, launcher=True)
+        self._cpu = CpuSide(self._workers, plan.isa)
         self.pool = self._cpu.pool
         self._staging = Staging(self.pool, STAGING_BYTES_PER_THREAD * self.pool.threads, pinned=True)
         self.flush = self._staging.flush
@@ -53,6 +62,9 @@ class GpuBuild:
         self.model = Decoder(spec, CudaOps(self._device, self._hybrid.new_experts).table())
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
+        if index != self._gpu.index:
+            why = "CUDA numbers GPUs in another order than the driver: this is the one with the same UUID"
+            self._decisions.append(Decision("GPU", self._gpu.device, str(self._device), why))
 
     def targets(self) -> dict[str, Target]:
         """Tensors of the GPU are filled through the staging."""
@@ -61,23 +73,59 @@ class GpuBuild:
             for name, target in self.model.parameters()
         }
 
-    def runner(self) -> Runner:
+    def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan = self._plan
         self._cpu.note_unbound()
         chosen = top_k(self._spec)
         spaces = GpuSpaces(plan.max_batch_tokens, chosen)
-        self._hybrid.bind(
-            plan.max_batch_tokens, chosen, lambda memory: GpuExperts(memory, spaces.of(memory)), self._transport
+        in_place = self._read_in_place(spaces)
+        parts = Parts(
+            lambda memory, residency, faults: GpuExperts(memory, residency, spaces.of(memory), faults),
+            self._transport,
+            lambda: Copiers(GpuCopier(self._device), GpuCopier(self._device)),
+            in_place,
         )
-        if self._cpu.launcher_cpus:
-            self.pool.bind_caller(self._cpu.launcher_cpus)
+        self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
         caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device)
         for cache in caches:  # no slot is read before it is written, but masked ones are multiplied with 0
             cache.keys.zero_()
             cache.values.zero_()
-        return Runner(
-            GraphExecutor(self.model, caches, step_limits(plan), self._device, self._hybrid), plan.page_tokens
+        executor = GraphExecutor(
+            self.model, caches, step_limits(plan), self._device, self._hybrid, sleeps=not self._gpu.gpu_only
         )
+        self._decisions.append(warm_up(executor.warm_ups(), report))
+        return Runner(executor, plan.page_tokens)
+
+    def _read_in_place(self, spaces: GpuSpaces) -> InPlaceRates | None:
+        """Register the experts in RAM with the driver, and see how fast the GPU reads them there."""
+        if not self._gpu.spare and not self._gpu.co_fetch:
+            return None
+        registered = register(self._cpu.memory.spans(), self._device)
+        self._decisions.append(Decision("pinned RAM", "auto", format_bytes(registered.nbytes), registered.why))
+        if not self._gpu.co_fetch:
+            return None
+        if why := self._unreadable(registered):
+            self._decisions.append(Decision("co-fetch", "auto", "off", why))
+            return None
+        memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
+        gpu = ReadInPlace(memory, spaces.of(memory))
+        alone, _ = gpu.bytes_per_s()
+        times = max(1, round(BESIDE_S * alone / gpu.nbytes))
+        beside = gpu.bytes_per_s(times, CpuReads(memory, self.pool, top_k(self._spec)))
+        rates = InPlaceRates(alone, sum(beside))
+        why = (
+            f"the GPU reads experts in RAM at {format_rate(alone)} alone, at {format_rate(beside[0])} beside the CPU's "
+            f"{format_rate(beside[1])}; how many depends on the CPU's rate in service"
+        )
+        self._decisions.append(Decision("co-fetch", "auto", "on", why))
+        return rates
+
+    def _unreadable(self, registered: Registered) -> str:
+        if not registered.in_place:
+            return f"the GPU cannot read this RAM at the CPU's addresses: {registered.why}"
+        if self.pool.nodes > 1:
+            return "each expert lies on several memory nodes, in pieces"
+        return ""
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(spin_us=self._workers.spin_us, cpus=self._cpu.caller_cpus)

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from proa.engine.cpu_side import CpuSide
 from proa.engine.ipc import Ready
+from proa.errors import ResourceError
 from proa.hybrid.model import Placement
 from proa.models.spec import Model, Moe
 from proa.ops.table import Ops
@@ -26,8 +27,24 @@ def needed(plan: Plan) -> tuple[GpuPlan, Workers]:
     return plan.gpu, plan.workers
 
 
+def cuda_index(gpu: GpuPlan, uuids: Sequence[str]) -> int:
+    """CUDA's number of the planned GPU, where CUDA shows GPUs with these UUIDs. Raises ResourceError."""
+    if gpu.index is None:
+        raise ValueError("a simulated GPU has no number")
+    wanted = gpu.uuid.removeprefix("GPU-")
+    matching = [i for i, uuid in enumerate(uuids) if uuid.removeprefix("GPU-") == wanted]
+    if len(matching) == 1:
+        return matching[0]
+    if len(uuids) == 1 and gpu.index == 0:  # virtual GPUs may go by two names, but here is only one
+        return 0
+    raise ResourceError(
+        f"{gpu.name} ({gpu.uuid or 'without a UUID'}) is not among the {len(uuids)} GPUs that CUDA shows.",
+        "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or show it alone with CUDA_VISIBLE_DEVICES.",
+    )
+
+
 def placement_of(gpu: GpuPlan) -> Placement:
-    return Placement(gpu.resident, gpu.inclusive)
+    return Placement(gpu.resident, gpu.inclusive, gpu.spare)
 
 
 def ready(plan: Plan, cpu: CpuSide, load_seconds: float, ops: str, decisions: Sequence[Decision]) -> Ready:

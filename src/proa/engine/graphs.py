@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from proa.engine.clock import Stage, StepClock
 from proa.engine.device_inputs import DeviceInputs
 from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
+from proa.engine.watch import WatchedSession
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin, is_dynamic
 from proa.layers.step import Step
@@ -28,6 +30,7 @@ from proa.ops.table import AttentionBatch, KvPages
 # Sequences of a decode step are padded up to the next of these: padding costs neither weights nor KV.
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
+WARM_BUCKETS = 3  # decode graphs that are there before the first request
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
 
 
@@ -42,15 +45,18 @@ class GraphExecutor:
 
     def __init__(
         self, model: Decoder, caches: tuple[KvPages, ...], limits: StepLimits, device: torch.device,
-        session: Session | None = None,
+        session: Session | None = None, *, sleeps: bool = False,
     ) -> None:  # fmt: skip
+        """sleeps: the calling thread leaves its CPU to others while it waits for the device, and comes back a little
+        later."""
         self.spec, self.clock = model.spec, StepClock()
         self._model, self._caches, self._limits, self._device = model, caches, limits, device
-        self._session: Session = session or NoSession()
+        self._session = WatchedSession(session or NoSession(), model.spec)
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
         self._tables = _Tables({block.mixer.rope for block in model.spec.blocks}, limits, device)
         self._buckets = buckets(min(limits.sequences, limits.rows))
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._steps: dict[int, _Captured] = {}
         self._heads: dict[int, torch.cuda.CUDAGraph] = {}
@@ -65,10 +71,33 @@ class GraphExecutor:
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32).pin_memory()
         self._num_scored = 0
         self._underway = False
+        self._sequences: Sequence[Span] = ()
+        self._suspect = False  # whether the last step may have rows that are not finite
+
+    def warm_ups(self) -> list[Callable[[], None]]:
+        """Steps of padding alone that compile what requests will need, the most needed first."""
+        decode = (partial(self._warm_decode, bucket) for bucket in self._buckets[:WARM_BUCKETS])
+        return [*decode, *(partial(self._warm_prefill, rows) for rows in warm_rows(self._limits.rows))]
+
+    @torch.inference_mode()
+    def _warm_decode(self, bucket: int) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._capture(bucket)
+            self._capture_head(bucket)
+
+    @torch.inference_mode()
+    def _warm_prefill(self, rows: int) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._inputs.fill((), self._limits.page_tokens)
+            self._begin()
+            self._inputs.copy()
+            self._run(self._inputs, rows)
+            self._settle()
 
     @torch.inference_mode()
     def forward(self, sequences: Sequence[Span]) -> None:
         self._settle()
+        self._sequences, self._suspect = sequences, True  # until all rows are scored
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if all(len(s.tokens) == 1 for s in sequences):
                 self._decode(sequences)
@@ -85,6 +114,7 @@ class GraphExecutor:
         self._begin()
         captured.inputs.copy()
         captured.graph.replay()
+        self._session.launched()
 
     def _launch(self, sequences: Sequence[Span]) -> None:
         rows = self._inputs.fill(sequences, self._limits.page_tokens)
@@ -93,6 +123,7 @@ class GraphExecutor:
         self._begin()
         self._inputs.copy()
         self._run(self._inputs, rows)
+        self._session.launched()
         self._settle()  # a step without rows to score is followed by no call that would wait
 
     def _run(self, inputs: DeviceInputs, rows: int) -> None:
@@ -109,6 +140,11 @@ class GraphExecutor:
         self._steps[bucket] = _Captured(inputs, graph)
         return self._steps[bucket]
 
+    def _capture_head(self, bucket: int) -> torch.cuda.CUDAGraph:
+        self._settle()
+        self._heads[bucket] = self._graph(lambda: self._run_head(bucket))
+        return self._heads[bucket]
+
     def _graph(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         self._begin()
         for _ in range(WARM_UP_RUNS):
@@ -124,19 +160,30 @@ class GraphExecutor:
         self._num_scored = count = len(rows)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
-            if bucket not in self._heads:
-                self._settle()
-                self._heads[bucket] = self._graph(lambda: self._run_head(bucket))
+            head = self._heads.get(bucket) or self._capture_head(bucket)
             self._host_scored[:count] = torch.tensor(rows)
             self.clock.lap(Stage.INPUTS)
             self._scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
-            self._heads[bucket].replay()
+            head.replay()
             self._host_best[:count].copy_(self._best[:count], non_blocking=True)
-            self._stream.synchronize()
-        self._settle()
+        if self._underway:
+            self._settle()
+        else:
+            self._wait()
         self.clock.lap(Stage.PROGRAM)
         best: list[int] = self._host_best[:count].tolist()
+        rows_of_step = sum(len(s.tokens) for s in self._sequences)
+        self._suspect = count < rows_of_step or min(best) < 0
         return best
+
+    @torch.inference_mode()
+    def broken(self) -> dict[int, str]:
+        """Decode looks for nothing that its logits do not show."""
+        self._settle()
+        if not (self._suspect or self._session.complained):
+            return {}
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            return self._session.broken(self._sequences, look=self._suspect)
 
     def _run_head(self, rows: int) -> None:
         logits = self._model.logits(self._hidden.index_select(0, self._scored[:rows]))
@@ -157,9 +204,13 @@ class GraphExecutor:
     def _settle(self) -> None:
         """Wait for what was launched; what it could tell has been told."""
         if self._underway:
-            self._stream.synchronize()
+            self._wait()
             self._underway = False
             self._session.end()
+
+    def _wait(self) -> None:
+        self._done.record(self._stream)
+        self._done.synchronize()
 
 
 class _Tables:
@@ -191,3 +242,10 @@ def buckets(most: int) -> tuple[int, ...]:
     """Batch sizes that have a graph: 1, 2, 4, 8, then every BUCKET_STEP, and `most` itself."""
     sizes = {size for size in SMALL_BUCKETS if size < most} | set(range(2 * BUCKET_STEP, most, BUCKET_STEP)) | {most}
     return tuple(sorted(sizes))
+
+
+def warm_rows(most: int) -> list[int]:
+    """Prefills that between them run every kernel there is for up to `most` rows: kernels change at powers of two, and
+    are compiled once more for numbers that 16 divides."""
+    powers = [1 << i for i in range(1, most.bit_length())]
+    return sorted({rows for power in powers for rows in (power, power + 1) if rows <= most} | {most} - {1})

@@ -59,7 +59,7 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     else:
         load_weights(checkpoint, declared, targets, _paced(report), build.pool, build.flush)
     load_seconds = time.perf_counter() - begin
-    engine = Engine(build.runner(), _scheduler(plan), declared.spec.vocab)
+    engine = Engine(build.runner(report), _scheduler(plan), declared.spec.vocab)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
     return engine, build.ready(load_seconds)
@@ -76,7 +76,7 @@ class _Build(Protocol):
 
     def targets(self) -> dict[str, Target]: ...
 
-    def runner(self) -> Runner: ...
+    def runner(self, report: Callable[[Loading], None]) -> Runner: ...
 
     def ready(self, load_seconds: float) -> Ready: ...
 
@@ -108,7 +108,7 @@ class _Eager:
     def targets(self) -> dict[str, Target]:
         return dict(self.model.parameters())
 
-    def runner(self) -> Runner:
+    def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan = self._plan
         caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, self._dtype)
         self._executor = EagerExecutor(self.model, caches, plan.page_tokens)
@@ -150,7 +150,7 @@ class _Native:
     def targets(self) -> dict[str, Target]:
         return dict(self.model.parameters())
 
-    def runner(self) -> Runner:
+    def runner(self, report: Callable[[Loading], None]) -> Runner:
         caches = allocate_pool(self._spec, self._plan.num_pages, self._plan.page_tokens, torch.bfloat16)
         executor = RecordedExecutor(self.model, self._recorder, caches, self._limits, self._crew)
         self._cpu.note_unbound()

@@ -19,12 +19,12 @@ from proa.types import TokenLogprob
 
 
 class StepOutput(msgspec.Struct):
-    """By request id. A request whose logits were not finite is in `broken` and has no token."""
+    """By request id. A request whose values were not finite is in `broken`, with the reason, and has no token."""
 
     tokens: dict[str, int] = {}
     logprobs: dict[str, TokenLogprob] = {}
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-    broken: set[str] = set()
+    broken: dict[str, str] = {}
 
 
 class Runner:
@@ -49,6 +49,10 @@ class Runner:
                 rows.append(end - 1)
         if sampled:
             self._sample(sampled, rows, out)
+        for place, why in self.executor.broken().items():
+            request_id = plan.items[place].request.id
+            out.broken[request_id] = why
+            out.tokens.pop(request_id, None)
         end = 0
         for item in plan.items:
             end += item.num_tokens
@@ -63,7 +67,7 @@ class Runner:
         for i, (request, best) in enumerate(zip(requests, self.executor.score(ends), strict=True)):
             row = Row(request.sampling, request.tokens, request.num_prompt)
             if best < 0:
-                out.broken.add(request.id)
+                out.broken[request.id] = "The model's logits were not finite."
             elif row.takes_best:
                 out.tokens[request.id] = best
             else:

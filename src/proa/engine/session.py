@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from proa.hybrid.faults import Fault
 from proa.native.doorbell import NOTHING_COUNTED, Counters
 
 
 class Session(Protocol):
     def begin(self) -> None:
-        """A step is about to be launched."""
+        """A step is about to be launched on the current stream; the last one has ended."""
+
+    def launched(self) -> None:
+        """It has been launched: the device may be at it for a while."""
 
     def end(self) -> None:
-        """The device has finished it. Raises what went wrong in it."""
+        """The device has finished it. Raises NumericsError, once, for sums that are not finite, and whatever else went
+        wrong in it."""
+
+    def faults(self, rows: int) -> Sequence[Fault]:
+        """Of `rows` rows of the steps since the last call, those that were not finite: one of each, the first first."""
 
     def counters(self) -> Counters:
         """What the CPU did for the device so far."""
@@ -24,8 +33,14 @@ class NoSession:
     def begin(self) -> None:
         pass
 
+    def launched(self) -> None:
+        pass
+
     def end(self) -> None:
         pass
 
     def counters(self) -> Counters:
         return NOTHING_COUNTED
+
+    def faults(self, rows: int) -> Sequence[Fault]:
+        return ()

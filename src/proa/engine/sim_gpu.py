@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -11,19 +11,23 @@ from proa.cache.pool import allocate_pool
 from proa.engine.cpu_side import CpuSide
 from proa.engine.executor import EagerExecutor
 from proa.engine.gpu_plan import needed, placement_of, ready, top_k
-from proa.engine.ipc import Ready
+from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
-from proa.hybrid.model import HybridModel
+from proa.hybrid.co_fetch import InPlaceRates
+from proa.hybrid.copies import Copiers, HostCopier
+from proa.hybrid.model import HybridModel, Parts
 from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts
+from proa.obs.units import format_rate
 from proa.ops.reference import reference
 from proa.ops.staging import Staging
 from proa.ops.table import Target
 from proa.plan.plan import Plan
+from proa.types import Decision
 
 STAGING_BYTES = 32 << 20
 PROBE_ROUNDS = 50
@@ -41,17 +45,27 @@ class SimBuild:
         staging = Staging(self.pool, STAGING_BYTES, pinned=False)
         self.flush = staging.flush
         self._hybrid = HybridModel(placement_of(self._gpu), torch.device("cpu"), self._cpu.memory, staging)
+        self._decisions: list[Decision] = []
         self.model = Decoder(spec, reference(torch.bfloat16, self._hybrid.new_experts))
         self._round_trip_us: float | None = None
 
     def targets(self) -> dict[str, Target]:
         return dict(self.model.parameters())
 
-    def runner(self) -> Runner:
-        plan = self._plan
-        self._hybrid.bind(
-            plan.max_batch_tokens, top_k(self._spec), lambda memory: SimExperts(memory, self.pool), self._transport
+    def runner(self, report: Callable[[Loading], None]) -> Runner:
+        plan, ram = self._plan, self._plan.roof.bandwidth_bytes_per_s
+        parts = Parts(
+            lambda memory, residency, faults: SimExperts(
+                memory, residency, self.pool, faults, self._gpu.pcie_bytes_per_s
+            ),
+            self._transport,
+            lambda: Copiers(HostCopier(self._gpu.pcie_bytes_per_s), HostCopier()),
+            InPlaceRates(self._gpu.pcie_bytes_per_s or ram, ram) if self._gpu.co_fetch else None,
         )
+        if parts.in_place is not None:
+            why = f"simulated, at {format_rate(parts.in_place.bus_bytes_per_s)}; how many depends on the CPU's rate"
+            self._decisions.append(Decision("co-fetch", "auto", "on", why))
+        self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts)
         caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16)
         return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)
 
@@ -61,5 +75,5 @@ class SimBuild:
         return transport
 
     def ready(self, load_seconds: float) -> Ready:
-        told = ready(self._plan, self._cpu, load_seconds, "torch, for a simulated GPU", [])
+        told = ready(self._plan, self._cpu, load_seconds, "torch, for a simulated GPU", self._decisions)
         return msgspec.structs.replace(told, round_trip_us=self._round_trip_us)

@@ -12,6 +12,7 @@ import sys
 import threading
 
 import msgspec
+import torch
 import zmq
 
 from proa.engine.clock import Stage
@@ -29,7 +30,7 @@ from proa.engine.ipc import (
     Tokens,
 )
 from proa.engine.load import load_engine
-from proa.errors import ProaError
+from proa.errors import EngineDead, ProaError
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +69,22 @@ def run(channel: Channel) -> int:
     if not isinstance(start, Start) or start.protocol != PROTOCOL:
         channel.send(Failed("EngineDead", f"Frontend and engine speak different protocols (engine: {PROTOCOL})."))
         return 1
+    loaded = False
     try:
         engine, ready = load_engine(start.plan, channel.send)
+        loaded = True
         channel.send(ready)
         serve(engine, channel)
     except ProaError as error:
-        channel.send(Failed(type(error).__name__, error.message, error.remedy))
-        return error.exit_code
+        told = EngineDead(f"The engine failed: {error.message}", error.remedy) if loaded else error
+        if loaded:
+            log.error("%s", told)
+        channel.send(Failed(type(told).__name__, told.message, told.remedy))
+        return told.exit_code
+    except torch.OutOfMemoryError as error:
+        log.exception("the GPU's memory ran out")
+        channel.send(Failed("ResourceError", f"The GPU's memory ran out: {error}", "Lower --vram or --context."))
+        return 4
     except MemoryError:
         channel.send(Failed("ResourceError", "The engine ran out of memory.", "Lower --context or --max-running."))
         return 4

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
-from proa.ops.residency import Located
-from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
+from proa.ops.faults import LayerFaults
+from proa.ops.residency import Located, Residency
+from proa.ops.triton.experts import Added, ExpertSpace, Watch, combine, expert_space, experts
 from proa.ops.triton.locate import locate
+
+PROBED_AT_ONCE = 4  # as many as a step of one token may leave to the bus
 
 
 class GpuSpaces:
@@ -26,12 +32,53 @@ class GpuSpaces:
         return self._made[key]
 
 
+class ReadInPlace:
+    """The GPU reads a layer's experts in RAM, which must be registered: `at_once` in one call, others in the next."""
+
+    def __init__(self, memory: LayerMemory, space: ExpertSpace, at_once: int = PROBED_AT_ONCE) -> None:
+        device, self._shape, self._space = memory.slots.up.device, memory.shape, space
+        total, self._count = len(memory.in_ram), min(at_once, len(memory.in_ram), len(space.partial))
+        firsts = range(0, total - self._count + 1, self._count)
+        self._batches = [_in_ram(memory, first, self._count, device) for first in firsts]
+        self._x = torch.zeros(1, memory.shape.hidden, dtype=torch.bfloat16, device=device)
+        experts(self._x, self._batches[0], self._shape, self._space)  # compiles
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is read."""
+        return len(self._batches) * self._count * (self._shape.up.matrix_bytes + self._shape.down.matrix_bytes)
+
+    def bytes_per_s(self, times: int = 1, meanwhile: Callable[[], int] | None = None) -> tuple[float, float]:
+        """The GPU's rate, reading all `times` times; and that of what is called `meanwhile` again and again, which says
+        how many bytes it has read.
+        """
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began_s, beside = time.perf_counter(), 0
+        begin.record()
+        for at in self._batches * times:
+            experts(self._x, at, self._shape, self._space)
+        end.record()
+        while meanwhile is not None and not end.query():  # type: ignore[no-untyped-call]
+            beside += meanwhile()
+        end.synchronize()
+        took_s = time.perf_counter() - began_s
+        seconds: float = begin.elapsed_time(end) * 1e-3
+        return times * self.nbytes / seconds, beside / took_s
+
+
+def _in_ram(memory: LayerMemory, first: int, count: int, device: torch.device) -> Located:
+    """One token's choice of experts, by their numbers there."""
+    places = [memory.addresses(number) for number in range(first, first + count)]
+    up, down = (torch.tensor([at], dtype=torch.int64, device=device) for at in zip(*places, strict=True))
+    ids = torch.arange(count, dtype=torch.int32, device=device)[None]
+    return Located(ids, up, down, torch.full_like(ids, -1))
+
+
 class GpuExperts:
     """Implements DeviceExperts."""
 
-    def __init__(self, memory: LayerMemory, space: ExpertSpace) -> None:
-        self._shape, self._space = memory.shape, space
-        self._residency = memory.slots.residency(memory.experts, memory.in_ram)
+    def __init__(self, memory: LayerMemory, residency: Residency, space: ExpertSpace, faults: LayerFaults) -> None:
+        self._shape, self._space, self._residency, self._faults = memory.shape, space, residency, faults
 
     def locate(self, ids: Tensor) -> Located:
         up, down = (torch.empty(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
@@ -46,6 +93,7 @@ class GpuExperts:
     def finish(
         self,
         started: Tensor,
+        x: Tensor,
         at: Located,
         weights: Tensor,
         cpu: Tensor | None,
@@ -53,5 +101,5 @@ class GpuExperts:
         gate: Tensor | None,
     ) -> Tensor:
         out = torch.empty(len(weights), self._shape.hidden, dtype=torch.bfloat16, device=weights.device)
-        combine(started, weights, at.down, Added(cpu, shared, gate), out)
+        combine(started, weights, at.down, Added(cpu, shared, gate), out, Watch(self._faults, at.ids, x))
         return out

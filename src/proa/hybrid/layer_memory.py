@@ -30,12 +30,13 @@ class LayerMemory:
         ram: Memory, staging: Staging,
     ) -> None:  # fmt: skip
         self.hidden, self.width, self.experts = hidden, width, experts
-        self._resident, self._device, self._staging = frozenset(resident), device, staging
-        self._order = tuple(resident)
+        self._resident, self._device, self._staging = tuple(resident), device, staging
         self._up_stored: set[str] = set()
         self._down_stored: set[str] = set()
-        self.in_ram = [e for e in range(experts) if inclusive or e not in self._resident]
-        self.cpu_computes = len(resident) < experts
+        here = frozenset(resident)
+        self.in_ram = [e for e in range(experts) if inclusive or e not in here]
+        self.number_of = {expert: number for number, expert in enumerate(self.in_ram)}  # among the CPU's
+        self.cpu_computes = len(here) < experts
         self.stacks = (
             GatedStacks(ram, len(self.in_ram), hidden, width, False, self._up_stored, self._down_stored)
             if self.in_ram
@@ -50,12 +51,14 @@ class LayerMemory:
 
     @cached_property
     def slots(self) -> ExpertSlots:
-        return ExpertSlots(self.shape, self._order, self._device)
+        return ExpertSlots(self.shape, self._resident, self._device)
 
     def parameters(self) -> Parameters:
-        number = {expert: i for i, expert in enumerate(self.in_ram)}
         for e in range(self.experts):
-            sinks = self.stacks.sinks(number[e]) if self.stacks and e in number else self._slot_sinks(e)
+            if self.stacks is not None and e in self.number_of:
+                sinks = self.stacks.sinks(self.number_of[e])
+            else:
+                sinks = self._slot_sinks(e)
             yield from ((f"{e}.{name}", sink) for name, sink in sinks)
 
     def _slot_sinks(self, expert: int) -> Parameters:
@@ -72,16 +75,30 @@ class LayerMemory:
 
     def fill_slots(self) -> None:
         """Copy what RAM has too, once it is loaded."""
+        for expert, slot in self.slots.slot_of.items():
+            if expert in self.number_of:
+                for to, packed in self.slots.slot(slot).parts(*self.in_place(self.number_of[expert])):
+                    to.copy_(packed)
+
+    def in_place(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Packed bytes of an expert in RAM, piece by piece: of gate and up, of down."""
         if self.stacks is None:
-            return
-        for number, expert in enumerate(self.in_ram):
-            if expert in self._resident:
-                up, down = (_spans(stack, number) for stack in (self.stacks.up, self.stacks.down))
-                self.slots.copy_in(expert, up, down)
+            raise ValueError("RAM has no expert of this layer")
+        up, down = (_spans(stack, number) for stack in (self.stacks.up, self.stacks.down))
+        return up, down
+
+    def addresses(self, number: int) -> tuple[int, int]:
+        """Of an expert in RAM, gate and up and down; 0 and 0 where one of them lies in several pieces."""
+        if self.stacks is None:
+            raise ValueError("RAM has no expert of this layer")
+        spans = [stack.spans(number) for stack in (self.stacks.up, self.stacks.down)]
+        if any(len(pieces) != 1 for pieces in spans):
+            return 0, 0
+        (up, _), (down, _) = (pieces[0] for pieces in spans)
+        return up, down
 
 
 def _spans(stack: Stack, index: int) -> list[Tensor]:
-    """A matrix's packed bytes, piece by piece."""
     return [
         torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
         for address, nbytes in stack.spans(index)

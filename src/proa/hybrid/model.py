@@ -9,24 +9,45 @@ from dataclasses import dataclass
 
 import torch
 
+from proa.hybrid.co_fetch import CoFetch, InPlaceRates
+from proa.hybrid.copies import Copiers
+from proa.hybrid.faults import Fault, FaultRecords
 from proa.hybrid.layer_memory import LayerMemory
+from proa.hybrid.moves import Moves
 from proa.hybrid.runtime import DeviceExperts, HybridExperts
+from proa.hybrid.tables import Tables
 from proa.hybrid.transport import Transport
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize
 from proa.native.weights import Experts
+from proa.ops.faults import LayerFaults
 from proa.ops.packed import Memory
+from proa.ops.residency import Residency
 from proa.ops.staging import Staging
 
-NewDevice = Callable[[LayerMemory], DeviceExperts]
+NewDevice = Callable[[LayerMemory, Residency, LayerFaults], DeviceExperts]
 NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """resident: of each MoE layer, in the model's order, the experts that the device has. inclusive: so has RAM."""
+    """resident: of each MoE layer, in the model's order, the experts that the device has. inclusive: so has RAM.
+
+    spare: how many experts of each size may change places at once; 0: all stay.
+    """
 
     resident: tuple[tuple[int, ...], ...]
     inclusive: bool
+    spare: int = 0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a GPU and a CPU in its place have each of their own."""
+
+    experts: NewDevice
+    transport: NewTransport
+    copiers: Callable[[], Copiers]
+    in_place: InPlaceRates | None = None  # None: the GPU does not read experts in RAM
 
 
 class HybridModel:
@@ -36,6 +57,10 @@ class HybridModel:
         self._placement, self._device, self._ram, self._staging = placement, device, ram, staging
         self.layers: list[HybridExperts] = []
         self.transport: Transport | None = None
+        self.moves: Moves | None = None
+        self._faults: FaultRecords | None = None
+        self.co_fetch: CoFetch | None = None
+        self.tables: Tables | None = None
 
     def new_experts(self, experts: int, hidden: int, width: int) -> HybridExperts:
         resident = self._placement.resident[len(self.layers)]
@@ -46,21 +71,45 @@ class HybridModel:
         self.layers.append(HybridExperts(number, memory))
         return self.layers[-1]
 
-    def bind(self, most_tokens: int, top_k: int, new_device: NewDevice, new_transport: NewTransport) -> None:
+    def bind(self, most_tokens: int, top_k: int, parts: Parts) -> None:
         """Weights are loaded: jobs have up to `most_tokens` rows of `top_k` experts."""
-        shared = [layer.memory for layer in self.layers if layer.memory.cpu_computes]
+        memories = [layer.memory for layer in self.layers]
+        shared = [memory for memory in memories if memory.cpu_computes]
         if shared:
             stacks = [memory.stacks for memory in shared]
             size = JobSize(most_tokens, top_k, shared[0].hidden)
-            self.transport = new_transport([stack.experts() for stack in stacks if stack is not None], size)
-        for layer in self.layers:
-            layer.memory.fill_slots()
-            layer.bind(new_device(layer.memory), self.transport if layer.memory.cpu_computes else None)
+            self.transport = parts.transport([stack.experts() for stack in stacks if stack is not None], size)
+        for memory in memories:
+            memory.fill_slots()
+        spare = self._placement.spare
+        reads = parts.in_place
+        self.tables = Tables(memories, self._device, top_k, counted=spare > 0, in_place=reads is not None)
+        if reads is not None:
+            self.co_fetch = CoFetch(reads, top_k)
+        self._faults = FaultRecords(most_tokens, top_k, self._device)
+        for number, (layer, residency) in enumerate(zip(self.layers, self.tables.residency, strict=True)):
+            device = parts.experts(layer.memory, residency, self._faults.of(number))
+            layer.bind(device, self.transport if layer.memory.cpu_computes else None)
+        if spare:
+            self.moves = Moves(memories, self.tables, top_k, spare, self._placement.inclusive, parts.copiers())
 
     def begin(self) -> None:
-        """A step is about to be launched."""
+        """A step is about to be launched, on the current stream."""
+        if self.moves is not None:
+            self.moves.between_steps()
+        if self.tables is not None:
+            if self.co_fetch is not None and self.transport is not None:
+                share = self.co_fetch.share(self.transport.counters())
+                if share is not None:
+                    self.tables.share(share)
+            self.tables.publish()
         if self.transport is not None:
             self.transport.arm()
+
+    def launched(self) -> None:
+        """It has been: here is time."""
+        if self.moves is not None:
+            self.moves.meanwhile()
 
     def end(self) -> None:
         """The device has finished it. Raises what went wrong on the CPU."""
@@ -71,3 +120,7 @@ class HybridModel:
     def counters(self) -> Counters:
         """What the CPU did so far."""
         return NOTHING_COUNTED if self.transport is None else self.transport.counters()
+
+    def faults(self, rows: int) -> list[Fault]:
+        """Of the rows of the steps since the last call: which were not finite, and where that began."""
+        return [] if self._faults is None else self._faults.take(rows)

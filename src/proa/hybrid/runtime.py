@@ -27,13 +27,15 @@ class DeviceExperts(Protocol):
     def finish(
         self,
         started: Tensor,
+        x: Tensor,
         at: Located,
         weights: Tensor,
         cpu: Tensor | None,
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        """The weighted sum of those, + cpu float32 [T, hidden] + shared, times sigmoid(gate): bfloat16 [T, hidden]."""
+        """The weighted sum of those, + cpu float32 [T, hidden] + shared, times sigmoid(gate): bfloat16 [T, hidden].
+        Rows that are not finite are noted."""
 
 
 class HybridExperts:
@@ -78,4 +80,4 @@ class HybridUnderway:
         if self._transport is not None:
             cpu = self._x.new_empty(self._x.shape, dtype=torch.float32)
             self._transport.pull(cpu)
-        return self._device.finish(self._started, self._at, self._weights, cpu, shared, gate)
+        return self._device.finish(self._started, self._x, self._at, self._weights, cpu, shared, gate)

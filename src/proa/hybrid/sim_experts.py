@@ -1,42 +1,52 @@
-"""The GPU's part of a layer where a CPU stands in for the GPU: native kernels over the slots. Never: arithmetic."""
+"""The GPU's part of a layer where a CPU stands in for the GPU: native kernels over packed experts, by address.
+Never: arithmetic, whose experts they are."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.native.pool import Pool
-from proa.native.weights import Activation, Experts, Matrix, Piece, Rows, moe
-from proa.ops.residency import Located
+from proa.native.weights import Experts, Matrix, Piece, Rows, moe
+from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
+from proa.ops.residency import Located, Residency
 
 LANE = 1  # of the pool: the doorbell's jobs have the other
 
 
-class SimExperts:
-    """Implements DeviceExperts. Slots are told apart by their addresses, as a GPU does."""
+def locate(ids: Tensor, residency: Residency) -> Located:
+    """What ops/triton/locate.py does, in plain torch."""
+    found, real = ids.clamp(min=0).long(), ids >= 0
+    if residency.counts is not None:
+        residency.counts.add_(torch.bincount(found[real], minlength=len(residency.counts)))
+    up, down = (torch.where(real, of[found], 0) for of in (residency.up, residency.down))
+    cpu = torch.where(real, residency.cpu[found], -1).to(torch.int32)
+    if (here := residency.in_place) is not None and len(ids) == 1:
+        missing = (cpu >= 0) & (here.up[found] != 0)
+        misses = int(missing.sum())
+        fetched = missing & (missing.cumsum(1) > misses - int(here.share[misses]))
+        up, down = (torch.where(fetched, of[found], at) for of, at in ((here.up, up), (here.down, down)))
+        cpu = torch.where(fetched, -1, cpu)
+    return Located(ids, up, down, cpu)
 
-    def __init__(self, memory: LayerMemory, pool: Pool) -> None:
-        self._pool, self._memory = pool, memory
-        slots = memory.slots
-        self._residency = slots.residency(memory.experts, memory.in_ram)
-        self._experts = None
-        if slots.resident:
-            up, down = (
-                Matrix(of, [Piece(0, part.data_ptr(), of.matrix_bytes, part.nbytes)], len(slots.resident))
-                for of, part in ((memory.shape.up, slots.up), (memory.shape.down, slots.down))
-            )
-            self._experts = Experts(up, down, Activation.SILU)
+
+class SimExperts:
+    """Implements DeviceExperts. Weights are read where their addresses say, as a GPU does."""
+
+    def __init__(
+        self, memory: LayerMemory, residency: Residency, pool: Pool, faults: LayerFaults,
+        bus_bytes_per_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """bus_bytes_per_s: what is read in place takes as long as this allows."""
+        self._bus_bytes_per_s = bus_bytes_per_s
+        self._pool, self._shape, self._residency, self._faults = pool, memory.shape, residency, faults
+        self._at: dict[tuple[int, int], Experts] = {}
 
     def locate(self, ids: Tensor) -> Located:
-        found, real = ids.clamp(min=0).long(), ids >= 0
-        table = self._residency
-        return Located(
-            ids,
-            torch.where(real, table.up[found], 0),
-            torch.where(real, table.down[found], 0),
-            torch.where(real, table.cpu[found], -1).to(torch.int32),
-        )
+        return locate(ids, self._residency)
 
     def start(self, x: Tensor, at: Located) -> Tensor:
         """x itself: the sum needs weights, so it is made at the end."""
@@ -45,25 +55,68 @@ class SimExperts:
     def finish(
         self,
         started: Tensor,
+        x: Tensor,
         at: Located,
         weights: Tensor,
         cpu: Tensor | None,
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        x = started
         total = torch.zeros(x.shape, dtype=torch.float32) if cpu is None else cpu
-        if self._experts is not None and bool((at.up != 0).any()):
-            base, stride = self._memory.slots.up.data_ptr(), self._memory.shape.up.matrix_bytes
-            slots = torch.where(at.up != 0, (at.up - base) // stride, -1).to(torch.int32).contiguous()
-            weights = weights.float().contiguous()
-            y = torch.empty(x.shape, dtype=torch.float32)
-            rows = Rows(x.data_ptr(), x.stride(0)), Rows(y.data_ptr(), y.stride(0), wide=True)
-            moe(
-                self._pool, self._experts, *rows, len(x),
-                ids=slots.data_ptr(), weights=weights.data_ptr(), top_k=slots.shape[1], lane=LANE,
-            )  # fmt: skip
-            total = total + y
+        own = self._own(started, at, weights)
+        if own is not None:
+            total = total + own
         if shared is not None:
             total = total + (shared.float() if gate is None else torch.sigmoid(gate.float()) * shared.float())
+        if not bool(total.isfinite().all()):
+            self._note(total, {INPUT: x, CPU: cpu, SHARED: shared}, own, at)
         return total.to(x.dtype)
+
+    def _own(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
+        """The sum of the device's own experts, float32."""
+        pairs = sorted(set(zip(at.up.flatten().tolist(), at.down.flatten().tolist(), strict=True)) - {(0, 0)})
+        if not pairs:
+            return None
+        begin, fetched = time.perf_counter(), 0
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for up, down in pairs:
+            rows, choices = (at.up == up).nonzero(as_tuple=True)
+            y = self._one(self._expert(up, down), x[rows])
+            total.index_add_(0, rows, weights[rows, choices, None].float() * y)
+            fetched += self._in_place(up)
+        if self._bus_bytes_per_s is not None and fetched:
+            least_s = fetched * (self._shape.up.matrix_bytes + self._shape.down.matrix_bytes) / self._bus_bytes_per_s
+            time.sleep(max(0.0, begin + least_s - time.perf_counter()))
+        return total
+
+    def _in_place(self, up: int) -> bool:
+        here = self._residency.in_place
+        return here is not None and bool((here.up == up).any())
+
+    def _one(self, expert: Experts, x: Tensor) -> Tensor:
+        y = torch.empty(x.shape, dtype=torch.float32)
+        rows = Rows(x.data_ptr(), x.stride(0)), Rows(y.data_ptr(), y.stride(0), wide=True)
+        moe(self._pool, expert, *rows, len(x), ids=0, weights=0, top_k=0, lane=LANE)
+        return y
+
+    def _expert(self, up: int, down: int) -> Experts:
+        if (up, down) not in self._at:
+            gate_up, low = (
+                Matrix(of, [Piece(0, address, of.matrix_bytes, of.matrix_bytes)])
+                for of, address in ((self._shape.up, up), (self._shape.down, down))
+            )
+            self._at[up, down] = Experts(gate_up, low, self._shape.activation)
+        return self._at[up, down]
+
+    def _note(self, total: Tensor, parts: dict[int, Tensor | None], own: Tensor | None, at: Located) -> None:
+        """As the GPU does; but of its own experts only the sum is known, so all that the row chose are named."""
+        for row in (~total.isfinite().all(1)).nonzero().flatten().tolist():
+            record = self._faults.records[row]
+            if record[LAYER] or at.ids[row, 0] < 0:
+                continue
+            mine = sum(1 << k for k, address in enumerate(at.up[row].tolist()) if address)
+            sources = sum(bit for bit, part in parts.items() if part is not None and not part[row].isfinite().all())
+            if own is not None and not own[row].isfinite().all():
+                sources |= mine
+            record[LAYER], record[SOURCES], record[OWN] = self._faults.layer + 1, sources, mine
+            record[IDS:] = at.ids[row]

@@ -5,15 +5,34 @@ what is computed with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from proa.ops.residency import ExpertShape, Residency
+from proa.ops.residency import ExpertShape
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Room for one expert. up, down: uint8 [panels, panel bytes] of the device."""
+
+    up: Tensor
+    down: Tensor
+
+    def parts(self, up: Sequence[Tensor], down: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """What belongs together: the slot's bytes, and these spans of packed bytes in the panels' order."""
+        pairs = []
+        for memory, spans in ((self.up, up), (self.down, down)):
+            whole, at = memory.view(-1), 0
+            for span in spans:
+                pairs.append((whole[at : at + len(span)], span))
+                at += len(span)
+        return pairs
 
 
 class ExpertSlots:
-    """Slot i holds expert resident[i]. up, down: uint8 [slots, panels, panel bytes], not initialised."""
+    """Slot i holds expert resident[i] at first. up, down: uint8 [slots, panels, panel bytes], not initialised."""
 
     def __init__(self, shape: ExpertShape, resident: Sequence[int], device: torch.device) -> None:
         self.shape, self.resident = shape, tuple(resident)
@@ -23,27 +42,10 @@ class ExpertSlots:
             for of in (shape.up, shape.down)
         )
 
-    def residency(self, experts: int, on_cpu: Sequence[int]) -> Residency:
-        """The layer's tables, where `on_cpu` lists the experts that the CPU computes, by their numbers there."""
-        up, down = torch.zeros(experts, dtype=torch.int64), torch.zeros(experts, dtype=torch.int64)
-        cpu = torch.full((experts,), -1, dtype=torch.int32)
-        for expert, slot in self.slot_of.items():
-            up[expert], down[expert] = self.up[slot].data_ptr(), self.down[slot].data_ptr()
-        for number, expert in enumerate(on_cpu):
-            if expert not in self.slot_of:
-                cpu[expert] = number
-        return Residency(up.to(self.up.device), down.to(self.up.device), cpu.to(self.up.device))
+    def slot(self, number: int) -> Slot:
+        return Slot(self.up[number], self.down[number])
 
     def panels(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of gate, up and down: uint8 [panels, panel bytes]."""
         slot = self.slot_of[expert]
         return self.up[slot, 0::2], self.up[slot, 1::2], self.down[slot]
-
-    def copy_in(self, expert: int, up: Sequence[Tensor], down: Sequence[Tensor]) -> None:
-        """From spans of packed bytes, in the panels' order."""
-        slot = self.slot_of[expert]
-        for memory, spans in ((self.up[slot], up), (self.down[slot], down)):
-            whole, at = memory.view(-1), 0
-            for span in spans:
-                whole[at : at + len(span)].copy_(span)
-                at += len(span)

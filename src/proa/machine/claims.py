@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,11 +24,13 @@ class Claim:
 
     def __init__(self, cpus: Sequence[int]) -> None:
         spans = format_spans(sorted(cpus)).split(", ")
-        self._sockets = [_named(spans[first : first + _SPANS]) for first in range(0, len(spans), _SPANS)]
+        sockets = [_named(spans[first : first + _SPANS]) for first in range(0, len(spans), _SPANS)]
+        self.close = weakref.finalize(self, _close, sockets)
 
-    def close(self) -> None:
-        for each in self._sockets:
-            each.close()
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
 
 
 def claimed_cpus(root: Path = Path("/")) -> frozenset[int]:

@@ -11,15 +11,19 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from proa.obs.units import format_bytes, format_duration, format_rate
 
 Report = Callable[[str, int, int], None]  # (phase, done bytes, total bytes; 0 = not known)
+COMPILING = "compiling GPU kernels"
+COUNTED = {COMPILING}  # phases that count something else than bytes
 
 _LINE_EVERY_S = 5.0
 
@@ -32,11 +36,23 @@ def show_progress(console: Console) -> Iterator[Report]:
         yield _Lines(console, time.monotonic)
         return
     columns = (
-        TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(binary_units=True),
-        TransferSpeedColumn(), TimeRemainingColumn(compact=True),
+        TextColumn("{task.description}"), BarColumn(bar_width=None), _Amount(binary_units=True),
+        _Speed(), TimeRemainingColumn(compact=True),
     )  # fmt: skip
     with Progress(*columns, console=console) as progress:
         yield _Bars(progress)
+
+
+class _Amount(DownloadColumn):
+    def render(self, task: Task) -> Text:
+        if task.description in COUNTED:
+            return Text(f"{task.completed:.0f}/{task.total or 0:.0f}", style="progress.download")
+        return super().render(task)
+
+
+class _Speed(TransferSpeedColumn):
+    def render(self, task: Task) -> Text:
+        return Text() if task.description in COUNTED else super().render(task)
 
 
 class _Bars:
@@ -72,6 +88,8 @@ class _Lines:
         self._console.print(self._line(done_bytes, total_bytes, now), soft_wrap=True, markup=False)
 
     def _line(self, done_bytes: int, total_bytes: int, now: float) -> str:
+        if self._phase in COUNTED:
+            return f"{self._phase}: {done_bytes} of {total_bytes}"
         elapsed_s, moved = now - self._began[0], done_bytes - self._began[1]
         words = [f"{self._phase}: {format_bytes(done_bytes)}"]
         if total_bytes:

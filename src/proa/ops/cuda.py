@@ -102,8 +102,10 @@ class CudaLinear:
         self.bias = torch.empty(rows, dtype=torch.bfloat16, device=device) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(x) > linear.MOST_TOKENS:
-            return functional.linear(x, self.weight, self.bias).to(self._out)
+        if len(x) > linear.MOST_TOKENS and self._out == x.dtype:
+            return functional.linear(x, self.weight, self.bias)
+        if len(x) > linear.MOST_TOKENS:  # a head, which has no bias: its sums are not rounded
+            return torch.mm(x, self.weight.T, out_dtype=self._out)
         out = torch.empty(len(x), len(self.weight), dtype=self._out, device=x.device)
         linear.linear(x, self.weight, self.bias, out)
         return out

@@ -62,6 +62,10 @@ class Memory:
         first, self._used[team] = self._used[team], self._used[team] + nbytes
         return first
 
+    def spans(self) -> list[tuple[int, int]]:
+        """(address, bytes) of the memory taken so far, in whole pages: each of one arena, so that no matrix is cut."""
+        return [(arena.data, arena.info.touched_bytes) for arenas in self._arenas for arena in arenas]
+
     def pages(self) -> dict[str, int]:
         """Bytes by the kind of page they lie on."""
         kinds: Counter[str] = Counter()

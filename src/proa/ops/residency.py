@@ -42,12 +42,26 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
+class InPlace:
+    """Where the GPU can read experts of the CPU in RAM, over the bus, and how many of them it should.
+
+    Of a step of one token alone: of the m choices that are the CPU's and have an address here, the last share[m].
+    """
+
+    up: Tensor  # int64 [E]: address of gate and up in RAM; 0: the GPU cannot read it
+    down: Tensor  # int64 [E]
+    share: Tensor  # int32 [k + 1]
+
+
+@dataclass(frozen=True)
 class Residency:
     """Of a layer's experts, on the device: the only truth about where they are. It changes between steps alone."""
 
     up: Tensor  # int64 [E]: address of gate and up that the GPU computes with; 0: the CPU's
     down: Tensor  # int64 [E]
     cpu: Tensor  # int32 [E]: under which number the CPU has the expert; -1: the GPU's
+    counts: Tensor | None = None  # int32 [E]: each choice of an expert is added here when it is located
+    in_place: InPlace | None = None
 
 
 @dataclass(frozen=True)

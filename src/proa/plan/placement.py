@@ -14,6 +14,10 @@ from proa.plan.packed_size import expert_forms
 
 PANEL_ROWS, COLUMN_UNIT, BF16_BYTES = 16, 32, 2
 
+# Of experts that change places in a step. At 55 GB/s, 80 MiB are 1.5 ms, less than a step that waits for the CPU.
+SPARE_BYTES, MOST_SPARE = 80 << 20, 8
+RESIDENT_PER_SPARE = 16  # spare slots are a small part of all
+
 
 @dataclass(frozen=True)
 class MoeLayer:
@@ -23,6 +27,7 @@ class MoeLayer:
     experts: int
     top_k: int
     expert_bytes: int
+    forms: tuple[Form, Form] = (BF16_FORM, BF16_FORM)  # of gate and up, of down
 
     @property
     def total_bytes(self) -> int:
@@ -31,10 +36,11 @@ class MoeLayer:
 
 def moe_layers(spec: Model, stored: Mapping[str, str]) -> tuple[MoeLayer, ...]:
     """`stored`: the checkpoint's type of each parameter, by our names; empty: all are packed as bfloat16."""
+    routed = [(i, block.ffn) for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)]
+    forms = [expert_forms(stored, i, ffn) for i, ffn in routed]
     return tuple(
-        MoeLayer(i, block.ffn.experts, block.ffn.top_k, expert_bytes(block.ffn, *expert_forms(stored, i, block.ffn)))
-        for i, block in enumerate(spec.blocks)
-        if isinstance(block.ffn, Moe)
+        MoeLayer(i, ffn.experts, ffn.top_k, expert_bytes(ffn, *of), of)
+        for (i, ffn), of in zip(routed, forms, strict=True)
     )
 
 
@@ -56,8 +62,8 @@ def place(
     """Ids of resident experts of each layer, within the budget: always the first of a layer.
 
     All experts of the blocks in `whole` come first. Then up to `wanted` of each layer: "uniform" takes one of every
-    layer in turn, so that what does not divide goes to the first layers; "front-loading" fills layer after layer, the
-    last one in part.
+    layer in turn, so that what does not divide goes to the first layers; "dynamic" begins so; "front-loading" fills
+    layer after layer, the last one in part.
     """
     counts = [0] * len(layers)
     left_bytes = budget_bytes
@@ -68,6 +74,16 @@ def place(
                 counts[i] += 1
                 left_bytes -= layers[i].expert_bytes
     return tuple(tuple(range(count)) for count in counts)
+
+
+def spare_slots(expert_bytes: int, resident: int) -> int:
+    """How many experts may change places at once, of `resident` in VRAM. In a step, so many are copied at most."""
+    return max(1, min(MOST_SPARE, SPARE_BYTES // expert_bytes, resident // RESIDENT_PER_SPARE))
+
+
+def spare_bytes(layers: Sequence[MoeLayer], spare: int) -> int:
+    """Their slots: experts of another size or in other formats need others."""
+    return spare * sum(nbytes for nbytes, _ in {(layer.expert_bytes, layer.forms) for layer in layers})
 
 
 def resident_bytes(layers: Sequence[MoeLayer], resident: Sequence[Sequence[int]]) -> int:
@@ -82,7 +98,7 @@ def _in_turn(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     return ((i, nth) for nth in range(max(counts, default=0)) for i, count in enumerate(counts) if nth < count)
 
 
-_ORDERS = {"uniform": _in_turn, "front-loading": _layer_by_layer}
+_ORDERS = {"uniform": _in_turn, "dynamic": _in_turn, "front-loading": _layer_by_layer}
 
 
 def _padded(count: int, unit: int) -> int:

@@ -32,7 +32,7 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
 class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of VRAM: what is free now, what is left alone, and what goes where.
 
-    context + dense + kv + workspace + graphs + experts <= usable: the formulas stand in plan/vram.py.
+    context + dense + kv + workspace + graphs + experts + spare <= usable: the formulas stand in plan/vram.py.
     """
 
     total_bytes: int
@@ -44,6 +44,7 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int
     graphs_bytes: int
     experts_bytes: int  # slots of resident experts, packed as in RAM
+    spare_bytes: int = 0  # slots for experts that change places
 
     @property
     def usable_bytes(self) -> int:
@@ -52,7 +53,7 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def used_bytes(self) -> int:
         parts = self.context_bytes + self.dense_bytes + self.kv_bytes + self.workspace_bytes + self.graphs_bytes
-        return parts + self.experts_bytes
+        return parts + self.experts_bytes + self.spare_bytes
 
 
 class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,11 +69,13 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     numa_node: int | None = None
     pcie_bytes_per_s: float | None = None  # of a simulated GPU: copies are throttled to this; None: they are not
     vram: VramBudget
-    placement: str  # uniform, front-loading
+    placement: str  # uniform, front-loading; dynamic: uniform at first
     blocks: tuple[int, ...] = ()  # which block of the model each MoE layer is
     experts: tuple[int, ...] = ()  # how many routed experts it has
     expert_bytes: tuple[int, ...] = ()  # packed bytes of one of them
     resident: tuple[tuple[int, ...], ...] = ()  # ascending ids of those in VRAM
+    spare: int = 0  # experts of each size that may change places at once, each with a slot beyond the residents'
+    co_fetch: bool = False  # the GPU may read experts in RAM, beside the CPU
     inclusive: bool = False  # RAM keeps a copy of resident experts too; else it holds only the others
 
     @property

@@ -19,7 +19,7 @@ from proa.plan.fit import Case, Fitted, fit
 from proa.plan.gpu_asked import asked_gpu
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import dummy_types, packed_size
-from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof
+from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
 from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import asks_for_experts, split
 from proa.plan.workers import no_workers, plan_workers
@@ -47,7 +47,6 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
     isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in nothing else
-    workers, worker_rows = plan_workers(options.machine, machine, threads) if isa else no_workers(options.machine)
     batch_tokens, batch_row = _batch_tokens(options)
     usable_bytes, ram_row = _ram(options.machine, machine)
     page_tokens, elem_bytes = options.cache.page_tokens, ELEM_BYTES[dtype]
@@ -60,6 +59,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
         need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
     case = Case(model, spec, options, dtype, need, machine, usable_bytes, stored=stored)
     placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
+    workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     fitted = placed.fitted
     return Plan(
         model=model,
@@ -161,6 +161,12 @@ def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) ->
     roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], bandwidth)
     row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
     return _Placed(None, memory, fitted, roof, (row, *fitted.decisions))
+
+
+def _workers(
+    asked: MachineOptions, machine: Machine, threads: int, isa: str, *, launched: bool
+) -> tuple[Workers | None, tuple[Decision, ...]]:
+    return plan_workers(asked, machine, threads, launched=launched) if isa else no_workers(asked)
 
 
 def _hindrance(dtype: str) -> tuple[str, str] | None:

@@ -16,7 +16,7 @@ from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
 from proa.plan.fit import Case, Fitted, Short, listed_parts, reach, size_flag
 from proa.plan.gpu_asked import asked_experts, asked_layers
-from proa.plan.placement import MoeLayer, moe_layers, place, resident_bytes
+from proa.plan.placement import MoeLayer, moe_layers, place, resident_bytes, spare_bytes, spare_slots
 from proa.plan.plan import GpuPlan, MemoryBudget, VramBudget
 from proa.plan.vram import (
     context_bytes,
@@ -58,6 +58,9 @@ class Wish:
         """Fewer of any layer is an error."""
         return self.counts(layers) if self.must else [x.experts if x.block in self.whole else 0 for x in layers]
 
+    def is_met(self, layers: tuple[MoeLayer, ...], resident: Sequence[Sequence[int]]) -> bool:
+        return all(len(ids) >= least for ids, least in zip(resident, self.least(layers), strict=True))
+
 
 @dataclass(frozen=True)
 class _Room:
@@ -65,6 +68,18 @@ class _Room:
 
     inclusive_bytes: int
     exclusive_bytes: int
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Experts in VRAM, and how many of them may change places at once."""
+
+    strategy: str
+    resident: tuple[tuple[int, ...], ...]
+    inclusive: bool
+    spare: int = 0
+    spare_bytes: int = 0
+    decisions: tuple[Decision, ...] = ()
 
 
 def asks_for_experts(asked: GpuOptions) -> bool:
@@ -86,15 +101,13 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     room = _room(case, layers, batch_tokens, gpu, budget_bytes)
     fitted = _reach(vram, gpu, _share(vram, layers, wish, room))
     left_bytes = budget_bytes - need.total_bytes(fitted.context_tokens, fitted.num_pages)
-    strategy = "uniform" if asked.expert_placement == "auto" else asked.expert_placement
-    resident = place(layers, left_bytes, strategy, wish.wanted, wish.whole)
-    experts_bytes = resident_bytes(layers, resident)
-    if any(len(ids) < least for ids, least in zip(resident, wish.least(layers), strict=True)):
+    placed = _place(asked.expert_placement, layers, left_bytes, wish, room)
+    experts_bytes = resident_bytes(layers, placed.resident)
+    if not wish.is_met(layers, placed.resident):
         raise _experts_do_not_fit(gpu, _bytes_of(layers, wish.least(layers)), left_bytes)
     total_bytes = sum(layer.total_bytes for layer in layers)
-    inclusive = experts_bytes < total_bytes <= room.inclusive_bytes
-    in_ram_bytes = total_bytes if inclusive else total_bytes - experts_bytes
-    if not inclusive and in_ram_bytes > room.exclusive_bytes:
+    in_ram_bytes = total_bytes if placed.inclusive else total_bytes - experts_bytes
+    if not placed.inclusive and in_ram_bytes > room.exclusive_bytes:
         raise _ram_refusal(case, in_ram_bytes, room.exclusive_bytes, experts_bytes)
     plan = GpuPlan(
         index=gpu.index,
@@ -103,25 +116,65 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         capability=gpu.capability,
         numa_node=gpu.numa_node,
         pcie_bytes_per_s=gpu.pcie_bytes_per_s,
-        vram=_vram_budget(gpu, budget_bytes, need, fitted, case, experts_bytes),
-        placement=strategy,
+        vram=_vram_budget(gpu, budget_bytes, need, fitted, case, experts_bytes, placed.spare_bytes),
+        placement=placed.strategy,
         blocks=tuple(layer.block for layer in layers),
         experts=tuple(layer.experts for layer in layers),
         expert_bytes=tuple(layer.expert_bytes for layer in layers),
-        resident=resident,
-        inclusive=inclusive,
+        resident=placed.resident,
+        spare=placed.spare,
+        co_fetch=asked.co_fetch == "auto" and experts_bytes < total_bytes,
+        inclusive=placed.inclusive,
     )
+    off = [Decision("co-fetch", "off", "off", "as asked")] if asked.co_fetch == "off" else []
     memory = MemoryBudget(
         free_bytes=case.machine.available_bytes,
         reserve_bytes=case.machine.available_bytes - case.usable_bytes,
         weights_bytes=in_ram_bytes,
         kv_bytes=0,
         workspace_bytes=host_workspace_bytes(case.spec, running, batch_tokens),
-        loading_bytes=loading_bytes(layers, inclusive),
+        loading_bytes=loading_bytes(layers, placed.inclusive),
         process_bytes=process_bytes(gpu.simulated),
         simulated_vram_bytes=plan.vram.used_bytes if gpu.simulated else 0,
     )
-    return Split(plan, memory, fitted, (*fitted.decisions, vram_row, _experts_row(wish, plan)))
+    return Split(plan, memory, fitted, (*fitted.decisions, vram_row, _experts_row(wish, plan), *placed.decisions, *off))
+
+
+def _place(asked: str, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish, room: _Room) -> _Placed:
+    """Slots that stay empty for experts in motion cost some residents, but never what was asked for, or RAM lacks."""
+    total_bytes = sum(layer.total_bytes for layer in layers)
+
+    def among(budget_bytes: int, strategy: str) -> _Placed:
+        resident = place(layers, budget_bytes, strategy, wish.wanted, wish.whole)
+        inclusive = resident_bytes(layers, resident) < total_bytes <= room.inclusive_bytes
+        return _Placed(strategy, resident, inclusive)
+
+    def with_row(of: _Placed, why: str) -> _Placed:
+        return replace(of, decisions=(Decision("expert placement", asked, of.strategy, why),))
+
+    static = among(left_bytes, asked if asked == "front-loading" else "uniform")
+    if not layers:
+        return static
+    if asked in ("uniform", "front-loading"):
+        return with_row(static, "as asked; experts stay where they are")
+    if not _can_move(layers, static.resident):
+        return with_row(static, "no layer has experts in VRAM and others in RAM: none can change places")
+    if asked == "auto" and not static.inclusive:
+        return with_row(static, "RAM keeps no copies: experts would have to be copied both ways; dynamic does that")
+    spare = spare_slots(max(layer.expert_bytes for layer in layers), sum(map(len, static.resident)))
+    needed_bytes = spare_bytes(layers, spare)
+    moving = replace(among(left_bytes - needed_bytes, "dynamic"), spare=spare, spare_bytes=needed_bytes)
+    in_ram_bytes = total_bytes - resident_bytes(layers, moving.resident)
+    fits = moving.inclusive or in_ram_bytes <= room.exclusive_bytes
+    if not fits or not _can_move(layers, moving.resident) or not wish.is_met(layers, moving.resident):
+        return with_row(static, f"no room for the {format_bytes(needed_bytes)} of VRAM that moving experts need")
+    both = "" if moving.inclusive else ", each for one that goes back to RAM"
+    why = f"the same number of each layer; hot experts come in, at most {spare} at a time{both}"
+    return with_row(moving, f"{why}; {format_bytes(needed_bytes)} of VRAM for those on their way")
+
+
+def _can_move(layers: tuple[MoeLayer, ...], resident: Sequence[Sequence[int]]) -> bool:
+    return any(0 < len(ids) < layer.experts for layer, ids in zip(layers, resident, strict=True))
 
 
 def _wish(asked: GpuOptions, layers: tuple[MoeLayer, ...], num_blocks: int) -> Wish:
@@ -193,7 +246,9 @@ def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
     return got
 
 
-def _vram_budget(gpu: Gpu, budget_bytes: int, need: Demand, fitted: Fitted, case: Case, experts: int) -> VramBudget:
+def _vram_budget(
+    gpu: Gpu, budget_bytes: int, need: Demand, fitted: Fitted, case: Case, experts: int, spare: int
+) -> VramBudget:
     return VramBudget(
         total_bytes=gpu.total_bytes,
         free_bytes=gpu.free_bytes,
@@ -204,6 +259,7 @@ def _vram_budget(gpu: Gpu, budget_bytes: int, need: Demand, fitted: Fitted, case
         workspace_bytes=need.workspace_bytes(fitted.context_tokens),
         graphs_bytes=graphs_bytes(case.spec, case.options.scheduler.max_running, gpu.simulated),
         experts_bytes=experts,
+        spare_bytes=spare,
     )
 
 

@@ -15,10 +15,18 @@ from proa.types import Decision
 # asleep only when nobody asks for anything.
 SPIN_US = 1000
 SAVING_SPIN_US = 50
+# Beside a GPU they are woken before a step is launched, and the GPU's part of the first layer takes longer than that. A
+# step came 0.4 ms earlier than with a millisecond, on 16 CPUs of which each had a worker (docs/performance.md).
+LAUNCHED_SPIN_US = 20
 
 
-def plan_workers(asked: MachineOptions, machine: Machine, threads: int) -> tuple[Workers, tuple[Decision, ...]]:
-    """Teams for `threads` CPUs; where no number was asked for, also for their SMT siblings, which may be worth it."""
+def plan_workers(
+    asked: MachineOptions, machine: Machine, threads: int, *, launched: bool = False
+) -> tuple[Workers, tuple[Decision, ...]]:
+    """Teams for `threads` CPUs; where no number was asked for, also for their SMT siblings, which may be worth it.
+
+    launched: steps are a GPU's, which calls for the workers; whoever launches them needs a CPU between two steps.
+    """
     machine, others = _apart(asked, machine)
     found = teams(machine, threads if asked.threads else max(threads, machine.usable_cores))
     nodes = _interleaved(asked, machine, found)
@@ -28,7 +36,7 @@ def plan_workers(asked: MachineOptions, machine: Machine, threads: int) -> tuple
         binding=asked.cpu_binding,
         homes=homes(machine, found) if asked.cpu_binding == "node" else (),
         interleave=nodes,
-        spin_us=SAVING_SPIN_US if asked.power_saving else SPIN_US,
+        spin_us=LAUNCHED_SPIN_US if launched else SAVING_SPIN_US if asked.power_saving else SPIN_US,
         saving=asked.power_saving,
     )
     return workers, (_binding(workers, others), _memory(asked.numa_memory, workers), _power(workers))

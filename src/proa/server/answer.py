@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from proa.errors import EngineDead, ShuttingDown
+from proa.errors import ShuttingDown
 from proa.llm import AsyncLLM
 from proa.obs.metrics import Metrics
 from proa.server.replies import PromptDetails, Usage
 from proa.server.service import Tally
+from proa.text.answer import broken_answer
 from proa.text.merge import merge
 from proa.types import Chunk, FinishReason, SamplingParams
 
@@ -50,7 +51,7 @@ class Job:
 async def answer_objects(llm: AsyncLLM, job: Job, tally: Tally, metrics: Metrics) -> AsyncGenerator[Any, None]:
     """The stream objects of a job, the usage last if wanted. Closing it aborts what still runs.
 
-    Raises the engine's refusal before the first object; ShuttingDown or EngineDead when an answer is cut off.
+    Raises the engine's refusal before the first object; ShuttingDown or NumericsError when an answer is cut off.
     """
     usage = Usage(prompt_tokens=sum(map(len, job.prompts)))
     usage.total_tokens = tally.prompt_tokens = usage.prompt_tokens
@@ -90,7 +91,7 @@ def _refuse_cut_off(chunk: Chunk) -> None:
     if chunk.finish == "abort":
         raise ShuttingDown("The server stopped before this answer was complete.", "Ask again.")
     if chunk.finish == "error":
-        raise EngineDead("The engine failed before this answer was complete.", "The server's log says why.")
+        raise broken_answer(chunk.error)
 
 
 def _without_token(chunk: Chunk) -> Chunk:

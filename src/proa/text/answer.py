@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from proa.errors import EngineDead, ProaError
+from proa.errors import EngineDead, NumericsError
 from proa.types import Chunk, FinishReason, TokenLogprob
 
 
@@ -18,6 +18,7 @@ class Choice(msgspec.Struct, kw_only=True):
     tokens: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None
+    error: str = ""  # what finish "error" means
     stop_reason: str | int | None = None
 
 
@@ -57,7 +58,7 @@ class AnswerFold:
                 choice.logprobs = []
             choice.logprobs += chunk.logprobs
         if chunk.finish is not None:
-            choice.finish, choice.stop_reason = chunk.finish, chunk.stop_reason
+            choice.finish, choice.stop_reason, choice.error = chunk.finish, chunk.stop_reason, chunk.error
         if chunk.prompt_tokens is not None:
             self._answer.prompt_tokens = chunk.prompt_tokens
         if chunk.prompt_logprobs is not None:
@@ -74,18 +75,20 @@ class AnswerFold:
 
 
 def complete(answer: Answer) -> Answer:
-    """`answer` itself. Raises EngineDead or ProaError if a choice ended before its end."""
+    """`answer` itself. Raises EngineDead or NumericsError if a choice ended before its end."""
     for choice in answer.choices:
         if choice.finish == "abort":
             raise EngineDead(
                 f"The engine was stopped after {len(choice.tokens)} tokens of the answer.", "Ask again once it runs."
             )
         if choice.finish == "error":
-            raise ProaError(
-                f"The model's logits were not finite after {len(choice.tokens)} tokens of the answer.",
-                "Check its weights and its dtype.",
-            )
+            raise broken_answer(choice.error)
     return answer
+
+
+def broken_answer(why: str) -> NumericsError:
+    """Of an answer that ended with "error": the engine ends one so when the model's values are not finite."""
+    return NumericsError(why or "The model's logits were not finite.", "Check its weights and its dtype.")
 
 
 def fold(chunks: Iterable[Chunk]) -> Answer:

@@ -62,6 +62,7 @@ class ChoiceStream:
             tokens=tokens,
             logprobs=None if self._request.sampling.logprobs is None else token_logprobs,
             finish=finish,
+            error=event.error,
             stop_reason=stop_reason,
             prompt_tokens=self._request.tokens if is_first else None,
             prompt_logprobs=event.prompt_logprobs,

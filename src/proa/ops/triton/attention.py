@@ -256,7 +256,7 @@ def decode(
     _combine[(sequences, heads)](
         workspace, sizes, kv_lens, out, heads, splits, softmax.window or 0, out.stride(0), DIM=dim,
         WIDE=constants["WIDE"], TOKENS=constants["TOKENS"], WINDOW=softmax.window is not None,
-        SPLITS=triton.next_power_of_2(splits), PART=PART,
+        SPLITS=triton.next_power_of_2(splits), PART=PART, 
     )  # fmt: skip
 
 
@@ -326,6 +326,14 @@ def _prefill_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
 
 
 def variants() -> Iterator[Variant]:
+    for one in _plain():
+        if one.kernel is _prefill:
+            yield one
+        else:
+            yield one
+
+
+def _plain() -> Iterator[Variant]:
     strides = ("q_row", "page_stride", "token_stride", "head_stride")
     bf16 = dict.fromkeys(("q", "keys", "values"), "*bf16")
     ints = dict.fromkeys(("page_table", "kv_lens"), "*i32") | dict.fromkeys((*strides, "table_row", "window"), "i32")

@@ -129,20 +129,28 @@ def _push(
 
 
 @triton.jit
-def _wait(answer, state):
+def _answered(answer, state):
     pending, number = tl.load(state + _PENDING), tl.load(state + _NUMBER)
     if pending != 0:
         _await(answer, number)
 
 
 @triton.jit
-def _pull(y, out, out_row, answer, state, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, WAIT: tl.constexpr):
+def _wait(answer, state):
+    _answered(answer, state)
+
+
+@triton.jit
+def _pull(
+    y, out, out_row, answer, state,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
     pairs = tl.load(state + _ROWS + row)
     if WAIT:
-        _wait(answer, state)
+        _answered(answer, state)
     # volatile: the CPU wrote these since the last pull, and no cache may answer
     value = tl.load(y + row * HIDDEN + column, inside & (pairs > 0), 0.0, volatile=True)
     tl.store(out + row * out_row + column, value, inside)
@@ -175,8 +183,9 @@ def pull(out: Tensor, block: Block, state: Tensor) -> None:
         _wait[(1,)](block.answer, state, num_warps=1)
     columns, warps = _pull_shape(hidden)
     _pull[(tokens, triton.cdiv(hidden, columns))](
-        block.y, out, out.stride(0), block.answer, state, HIDDEN=hidden, BLOCK=columns, WAIT=polled, num_warps=warps
-    )
+        block.y, out, out.stride(0), block.answer, state, HIDDEN=hidden, BLOCK=columns, WAIT=polled,
+        num_warps=warps,
+    )  # fmt: skip
 
 
 def _push_shape(tokens: int, hidden: int, top_k: int) -> dict[str, int]:

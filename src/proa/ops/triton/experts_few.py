@@ -8,17 +8,31 @@ under way. At one token and top 8 of 2048/768 that is 384 programs, about 70 KiB
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.native.formats import Format, Layout
 from proa.ops.residency import ExpertShape
 from proa.ops.triton.formats import EXAMPLES
 from proa.ops.triton.panels import activated, constants, lines_of, panel_sums
 from proa.ops.triton.variant import Variant
 
-_PANELS, _LINES, _STAGES, _WARPS = 2, 64, 4, 4
+
+@dataclass(frozen=True)
+class Tile:
+    """Panels of a program, lines of a stage, stages, warps."""
+
+    panels: int
+    lines: int
+    stages: int
+    warps: int
+
+
+# Of bfloat16; of formats whose codes are decoded first.
+_TILES = {"up": Tile(2, 128, 3, 8), "down": Tile(2, 128, 3, 8), "decoded": Tile(2, 64, 4, 4)}
 
 
 @triton.jit
@@ -58,32 +72,34 @@ def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor) -> None:
     x bfloat16 [T, hidden], up_address int64 [T, k], h bfloat16. Columns side by side.
     """
     pairs, share = up_address.numel(), up_address.shape[1]
-    grid = (pairs, triton.cdiv(of.up.panels, _PANELS))
+    tile = _tile(of.up, "up")
+    grid = (pairs, triton.cdiv(of.up.panels, tile.panels))
     _pair[grid](
         x, up_address, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share, ACTIVATION=int(of.activation),
-        **_constants(of, True, _by_four(x, of.hidden)), num_warps=_WARPS,
+        **_constants(of.up, of.hidden, tile, x), num_warps=tile.warps,
     )  # fmt: skip
 
 
 def down(h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor) -> None:
     """partial float32 [T * k, hidden] = down h of the pairs whose address is not 0; the others' rows stay."""
     pairs = down_address.numel()
-    grid = (pairs, triton.cdiv(of.down.panels, _PANELS))
+    tile = _tile(of.down, "down")
+    grid = (pairs, triton.cdiv(of.down.panels, tile.panels))
     _pair[grid](
         h, down_address, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None,
-        **_constants(of, False, _by_four(h, of.width)), num_warps=_WARPS,
+        **_constants(of.down, of.width, tile, h), num_warps=tile.warps,
     )  # fmt: skip
 
 
-def _by_four(x: Tensor, columns: int) -> bool:
-    """Whether four values can be read at once."""
-    return columns % 4 == 0 and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
+def _tile(of: Layout, which: str) -> Tile:
+    return _TILES[which if of.format is Format.BF16 else "decoded"]
 
 
-def _constants(of: ExpertShape, up: bool, by_four: bool) -> dict[str, object]:
-    packed, columns = (of.up, of.hidden) if up else (of.down, of.width)
-    blocks = {"PANELS": _PANELS, "LINES": lines_of(packed, _LINES), "STAGES": _STAGES, "QUADS": by_four}
-    return constants(packed, columns) | blocks
+def _constants(of: Layout, columns: int, tile: Tile, x: Tensor | None = None) -> dict[str, object]:
+    """x: the activations; without, they are such that four can be read at once."""
+    quads = columns % 4 == 0 and (x is None or (x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0))
+    blocks = {"PANELS": tile.panels, "LINES": lines_of(of, tile.lines), "STAGES": tile.stages, "QUADS": quads}
+    return constants(of, columns) | blocks
 
 
 def variants() -> Iterator[Variant]:
@@ -98,4 +114,7 @@ def variants() -> Iterator[Variant]:
             "ACTIVATION": int(of.activation) if up else None,
         }
         out = {"out": "*bf16" if up else "*fp32"}
-        yield Variant(_pair, types | out, which | _constants(of, up, True), warps=_WARPS, aligned=aligned)
+        packed, columns = (of.up, of.hidden) if up else (of.down, of.width)
+        tile = _tile(packed, "up" if up else "down")
+        of_tile = _constants(packed, columns, tile)
+        yield Variant(_pair, types | out, which | of_tile, warps=tile.warps, aligned=aligned)

@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.native.formats import Format, Layout
 from proa.ops.residency import ExpertShape
 from proa.ops.triton.formats import EXAMPLES
 from proa.ops.triton.panels import activated, columns_of, constants, panel_products
+from proa.ops.triton.panels_first import panels_first
 from proa.ops.triton.variant import Variant
 
 BLOCK_TOKENS = (16, 32, 64, 128)
@@ -95,7 +97,7 @@ def _block(
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
-    STAGES: tl.constexpr, VALUES: tl.constexpr,
+    STAGES: tl.constexpr, VALUES: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Blocks run side by side: those of one expert stand together and share its panels in L2. See experts_few._pair."""
     block, part = tl.program_id(0), tl.program_id(1)
@@ -107,16 +109,26 @@ def _block(
         return
     exists = pair >= 0
     rows = x + (tl.maximum(pair, 0) // SHARE) * x_row
-    sums = panel_products(
-        expert, part * PANELS, rows, exists,
-        CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
-    )  # fmt: skip
+    if FIRST:
+        sums = panels_first(
+            expert, part * PANELS, rows, exists, CODE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, PANELS, LINES,
+            STAGES, VALUES, ACTIVATION is not None,
+        )  # fmt: skip
+    else:
+        sums = panel_products(
+            expert, part * PANELS, rows, exists,
+            CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
+        )  # fmt: skip
     if ACTIVATION is None:
-        y = sums
+        y = tl.trans(sums) if FIRST else sums
         at = part * PANELS * 16 + tl.arange(0, PANELS * 16)
     else:
-        gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK, PANELS // 2, 2, 16]), (0, 1, 3, 2)))
-        y = tl.reshape(activated(gate, up, ACTIVATION), [BLOCK, PANELS * 8])
+        if FIRST:
+            gate, up = tl.split(tl.permute(tl.reshape(sums, [2, PANELS * 8, BLOCK]), (1, 2, 0)))
+            y = tl.trans(activated(gate, up, ACTIVATION).to(out.dtype.element_ty))
+        else:
+            gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK, PANELS // 2, 2, 16]), (0, 1, 3, 2)))
+            y = tl.reshape(activated(gate, up, ACTIVATION), [BLOCK, PANELS * 8])
         at = part * PANELS * 8 + tl.arange(0, PANELS * 8)
     inside = exists[:, None] & (at < WIDTH)[None, :]
     tl.store(out + pair[:, None] * out_row + at[None, :], y.to(out.dtype.element_ty), inside)
@@ -143,7 +155,7 @@ def _scan(pairs: int) -> dict[str, int]:
 
 def gate_up_grouped(x: Tensor, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor) -> None:
     """As experts_few.gate_up, for pairs grouped into blocks of `block_tokens`."""
-    tile = _TILES[block_tokens]
+    tile = _tile(of.up, block_tokens)
     grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
     _block[grid](
         x, up_address, by.order, by.blocks, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=up_address.shape[1],
@@ -155,7 +167,7 @@ def down_grouped(
     h: Tensor, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor
 ) -> None:
     """As experts_few.down, for pairs grouped into blocks of `block_tokens`."""
-    tile = _TILES[block_tokens]
+    tile = _tile(of.down, block_tokens)
     grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
     _block[grid](
         h, down_address, by.order, by.blocks, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1,
@@ -165,22 +177,37 @@ def down_grouped(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Panels of a program, lines of a stage, stages, warps. Shared memory stays below sm_120's 99 KiB."""
+    """Panels of a program, lines of a stage, stages, warps; whether weights are the first operand (panels_first.py).
+
+    Shared memory stays below sm_120's 99 KiB.
+    """
 
     panels: int
     lines: int
     stages: int
     warps: int
+    first: bool = False
 
 
 # Small blocks are bound by reading weights: two stages of 16 KiB, or three of 8, under way. Large ones fill tiles.
-_TILES = {16: _Tile(4, 64, 3, 4), 32: _Tile(4, 32, 4, 4), 64: _Tile(8, 32, 3, 4), 128: _Tile(8, 32, 3, 8)}
+_TILES = {
+    16: _Tile(4, 64, 3, 4),
+    32: _Tile(4, 32, 4, 4),
+    64: _Tile(8, 32, 3, 4, first=True),
+    128: _Tile(8, 32, 3, 4, first=True),
+}
+_DECODED = {16: _Tile(4, 64, 3, 4), 32: _Tile(4, 32, 4, 4), 64: _Tile(8, 32, 3, 4), 128: _Tile(8, 32, 3, 8)}
+
+
+def _tile(of: Layout, block_tokens: int) -> _Tile:
+    """Of bfloat16, or of a format whose codes are decoded first, which `first` cannot be."""
+    return (_TILES if of.format is Format.BF16 else _DECODED)[block_tokens]
 
 
 def _constants(of: ExpertShape, up: bool, tile: _Tile) -> dict[str, object]:
     packed, columns = (of.up, of.hidden) if up else (of.down, of.width)
     blocks = {"PANELS": tile.panels, "LINES": columns_of(packed, tile.lines), "STAGES": tile.stages}
-    return constants(packed, columns) | blocks
+    return constants(packed, columns) | blocks | {"FIRST": tile.first}
 
 
 def variants() -> Iterator[Variant]:
@@ -206,5 +233,5 @@ def variants() -> Iterator[Variant]:
             "ACTIVATION": int(of.activation) if up else None,
             "BLOCK": size,
         }
-        out, tile = {"out": "*bf16" if up else "*fp32"}, _TILES[size]
+        out, tile = {"out": "*bf16" if up else "*fp32"}, _tile(of.up if up else of.down, size)
         yield Variant(_block, types | out, which | _constants(of, up, tile), warps=tile.warps, aligned=aligned)

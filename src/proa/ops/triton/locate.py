@@ -14,31 +14,53 @@ from proa.ops.triton.variant import Variant
 
 
 @triton.jit
-def _locate(ids, up_table, down_table, cpu_table, up, down, cpu, pairs, BLOCK: tl.constexpr):
+def _locate(
+    ids, up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu, pairs,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs
     expert = tl.load(ids + pair, inside, -1)
     real = expert >= 0
-    tl.store(up + pair, tl.load(up_table + expert, real, 0), inside)
-    tl.store(down + pair, tl.load(down_table + expert, real, 0), inside)
-    tl.store(cpu + pair, tl.load(cpu_table + expert, real, -1), inside)
+    gate_up, low = tl.load(up_table + expert, real, 0), tl.load(down_table + expert, real, 0)
+    number = tl.load(cpu_table + expert, real, -1)
+    if share is not None:  # one token, one program
+        place = tl.load(up_place + expert, real, 0)
+        missing = (number >= 0) & (place != 0)
+        misses = tl.sum(missing.to(tl.int32), 0)
+        kept = misses - tl.load(share + misses)
+        fetched = missing & (tl.cumsum(missing.to(tl.int32), 0) > kept)
+        gate_up = tl.where(fetched, place, gate_up)
+        low = tl.where(fetched, tl.load(down_place + expert, real, 0), low)
+        number = tl.where(fetched, -1, number)
+    tl.store(up + pair, gate_up, inside)
+    tl.store(down + pair, low, inside)
+    tl.store(cpu + pair, number, inside)
+    if counts is not None:
+        tl.atomic_add(counts + expert, 1, real, sem="relaxed")
 
 
 BLOCK = 128
 
 
 def locate(ids: Tensor, residency: Residency, out: Located) -> None:
-    """ids int32 [T, k], -1 for nobody's. Raises ValueError for ids of another type."""
+    """ids int32 [T, k], -1 for nobody's: they are not counted. Raises ValueError for ids of another type."""
     if ids.dtype != torch.int32 or not ids.is_contiguous():
         raise ValueError(f"ids are int32 and contiguous, not {ids.dtype} of strides {ids.stride()}")
     pairs = ids.numel()
+    here = residency.in_place if len(ids) == 1 and pairs <= BLOCK else None
+    places = (here.up, here.down, here.share) if here else (None, None, None)
     if pairs:
         _locate[(triton.cdiv(pairs, BLOCK),)](
-            ids, residency.up, residency.down, residency.cpu, out.up, out.down, out.cpu, pairs, BLOCK, num_warps=1
-        )
+            ids, residency.up, residency.down, residency.cpu, residency.counts, *places, out.up, out.down, out.cpu,
+            pairs, BLOCK, num_warps=1,
+        )  # fmt: skip
 
 
 def variants() -> Iterator[Variant]:
     types = {"ids": "*i32", "pairs": "i32", "cpu_table": "*i32", "cpu": "*i32"}
     types |= dict.fromkeys(("up_table", "down_table", "up", "down"), "*i64")
-    yield Variant(_locate, types, {"BLOCK": BLOCK}, warps=1)
+    in_place = {"up_place": "*i64", "down_place": "*i64", "share": "*i32"}
+    for more in ({}, {"counts": "*i32"}, in_place, {"counts": "*i32"} | in_place):
+        absent = dict.fromkeys(name for name in ("counts", *in_place) if name not in more)
+        yield Variant(_locate, types | more, {"BLOCK": BLOCK} | absent, warps=1)

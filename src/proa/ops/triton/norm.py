@@ -15,11 +15,13 @@ MOST_COLUMNS = 16384
 
 @triton.jit
 def _norm(
-    x, y, weight, out, x_row, x_group, y_row, out_row, out_group, width, eps, BLOCK: tl.constexpr, ADD: tl.constexpr
-):
+    x, y, weight, out, x_row, x_group, y_row, out_row, out_group, width, eps,
+    BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
     at = x + row * x_row + group * x_group + column
     value = tl.load(at, inside, 0.0).to(tl.float32)
     if ADD:
@@ -28,8 +30,7 @@ def _norm(
         tl.store(at, value, inside)
         value = value.to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    scaled = normed * tl.load(weight + column, inside, 0.0).to(tl.float32)
-    tl.store(out + row * out_row + group * out_group + column, scaled.to(out.dtype.element_ty), inside)
+    tl.store(out + row * out_row + group * out_group + column, (normed * scale).to(out.dtype.element_ty), inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -77,7 +78,10 @@ def _launch(
     y_row = 0 if y is None else y.stride(0)
     strides = (x.stride(0), group_strides[0], y_row, out.stride(0), group_strides[1])
     if grid[0]:
-        _norm[grid](x, y, weight, out, *strides, width, eps, BLOCK=block, ADD=y is not None, num_warps=_warps(block))
+        _norm[grid](
+            x, y, weight, out, *strides, width, eps, BLOCK=block, ADD=y is not None, 
+            num_warps=_warps(block),
+        )  # fmt: skip
 
 
 def _warps(block: int) -> int:

@@ -12,6 +12,8 @@ from torch import Tensor
 from proa.ops.triton.variant import Variant
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
+_WARPS = 1  # which needs no barrier
+LOWEST = tl.constexpr(-(2**31))
 SOFTMAX = 0  # kinds of score; another one is a branch of _scores
 
 
@@ -37,16 +39,17 @@ def _route(
     expert = tl.arange(0, BLOCK)
     exists = expert < EXPERTS
     given = tl.load(logits + token * logits_row + expert, exists & real, 0.0).to(tl.float32)
-    left = _scores(given, exists, SCORE)
+    # Scores are not negative, or -inf: their bits are in the same order, and integers are reduced by one instruction.
+    left = _scores(given, exists, SCORE).to(tl.int32, bitcast=True)
     place = tl.arange(0, CHOSEN)
     chosen = tl.zeros([CHOSEN], tl.int32)
     values = tl.zeros([CHOSEN], tl.float32)
     for k in tl.static_range(TOP_K):
-        best, first = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
-        first = tl.minimum(first, EXPERTS - 1)  # among NaN any may come out, but one that exists
-        chosen = tl.where(place == k, first, chosen)
-        values = tl.where(place == k, best, values)
-        left = tl.where(expert == first, float("-inf"), left)
+        best = tl.max(left, 0)
+        first = tl.min(tl.where(left == best, expert, BLOCK), 0)
+        chosen = tl.where(place == k, tl.minimum(first, EXPERTS - 1), chosen)  # among NaN any, but one that exists
+        values = tl.where(place == k, best.to(tl.float32, bitcast=True), values)
+        left = tl.where(expert == first, LOWEST, left)
     if RENORMALISE:
         values = values / tl.sum(values, 0)
     at, inside = token * TOP_K + place, place < TOP_K
@@ -81,12 +84,9 @@ def route(logits: Tensor, slots: Tensor, top_k: int, renormalise: bool, ids: Ten
     block = triton.next_power_of_2(experts)
     _route[(tokens,)](
         logits, slots, ids, weights, logits.stride(0), EXPERTS=experts, TOP_K=top_k, RENORMALISE=renormalise,
-        SCORE=SOFTMAX, BLOCK=block, CHOSEN=triton.next_power_of_2(top_k), num_warps=_warps(block),
+        SCORE=SOFTMAX, BLOCK=block, CHOSEN=triton.next_power_of_2(top_k), 
+        num_warps=_WARPS,
     )  # fmt: skip
-
-
-def _warps(block: int) -> int:
-    return max(1, block // 256)  # one warp needs no barrier
 
 
 def variants() -> Iterator[Variant]:
@@ -97,4 +97,4 @@ def variants() -> Iterator[Variant]:
             "EXPERTS": experts, "TOP_K": top_k, "RENORMALISE": renormalise, "SCORE": SOFTMAX, "BLOCK": block,
             "CHOSEN": triton.next_power_of_2(top_k),
         }  # fmt: skip
-        yield Variant(_route, types, constants, warps=_warps(block), aligned=("logits",))
+        yield Variant(_route, types, constants, warps=_WARPS, aligned=("logits",))

@@ -1,0 +1,255 @@
+"""Decoding of random weights by Proa and FreeToken in turns: the same shape, share of experts in VRAM and requests.
+
+See README.md. Each run is a process of its own that has the machine to itself: `proa bench hybrid`, then
+run_freetoken.py, then Proa again. Reading of RAM is measured between any two runs, the link before each of Proa's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from beside import main
+from rich.console import Console
+from rich.table import Table
+
+from proa.bench.hybrid import parse_counts
+from proa.bench.hybrid_shapes import MODEL_SHAPES
+from proa.bench.result import bandwidth_meter, busy_notes, commit
+from proa.config.field import option
+from proa.config.parse import parse
+from proa.errors import ProaError, UsageError
+from proa.machine.probe import probe
+
+MODES = ("hybrid", "cpu", "vram")
+LOG_LINES = 12  # of a run that failed, shown
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    wheels: str | None = option(
+        None, help="FreeToken's wheels (see README.md); default: what is installed", metavar="FOLDER", common=True
+    )
+    keep: str | None = option(
+        None,
+        help="folder for logs and what FreeToken compiles; default: a temporary one",
+        metavar="FOLDER",
+        common=True,
+    )
+    shape: str = option("qwen3-30b-a3b", help="model", choices=tuple(MODEL_SHAPES), common=True)
+    layers: int | None = option(24, help="so many of its layers", low=1, high=1000, common=True)
+    modes: str = option(
+        "hybrid,vram", help="where experts are: some in VRAM (hybrid), all on the CPU (cpu), all in VRAM (vram)",
+        metavar="LIST", common=True,
+    )  # fmt: skip
+    requests: str = option("1,4", help="how many requests decode together", metavar="LIST", common=True)
+    prompt_tokens: int = option(128, help="length of each prompt", low=2, high=1 << 19, common=True)
+    output_tokens: int = option(64, help="steps that are timed", low=2, high=1 << 19, common=True)
+    cache_share: float = option(
+        10.0, help="percent of the experts in VRAM, in hybrid mode", metavar="PERCENT", low=1, high=100, common=True
+    )
+    rounds: int = option(2, help="runs of each program in each mode", low=1, high=1000, common=True)
+    runs: int = option(2, help="times that each number of requests is measured in a run", low=1, high=1000, common=True)
+    minutes: float = option(
+        8.5, help="time for all: what will not fit any more is left out, and said", low=0.1, high=10000, common=True
+    )
+    json: bool = option(False, help="one object a cell instead of a table", common=True)
+
+
+@dataclass
+class Machine:
+    """What was measured between the runs, bytes per second."""
+
+    ram: list[float] = field(default_factory=list)
+    pcie: list[float] = field(default_factory=list)
+    hbm: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Rates and the ratio (Proa / FreeToken) are medians of the rounds; a round's ratio is of its two runs."""
+
+    mode: str
+    requests: int
+    proa_tokens_per_s: float
+    freetoken_tokens_per_s: float
+    ratio: float
+    ratios: list[float]
+    proa_rounds: list[float]
+    freetoken_rounds: list[float]
+    proa_roof_tokens_per_s: float
+    proa_resident_share: float
+    freetoken_resident_share: float
+    freetoken_hit_share: float | None
+
+
+Pair = tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]  # requests -> Proa's figures, FreeToken's row
+
+
+def run(argv: Sequence[str]) -> None:
+    options = parse(Options, argv, prog="beside_freetoken.py", summary="times Proa and FreeToken in turns").options
+    modes = parse_modes(options.modes)
+    counts = parse_counts(options.requests)
+    machine, notes = Machine(), list(busy_notes(os.getloadavg()[0], probe().usable_cores))
+    with _folder(options.keep) as kept:
+        pairs = _alternate(options, modes, Path(kept), machine, notes)
+    cells = [cell(mode, count, pairs[mode]) for mode in modes for count in counts if pairs[mode]]
+    facts: dict[str, Any] = {"shape": options.shape, "layers": options.layers, "commit": commit(), "cpu": probe().cpu}
+    facts["peer"] = next((row["peer"] for each in pairs.values() for _, rows in each for row in rows.values()), None)
+    if options.json:
+        for one in cells:
+            sys.stdout.write(json.dumps({**asdict(one), **facts, "machine": asdict(machine), "notes": notes}) + "\n")
+    else:
+        _print(cells, facts, machine, notes)
+    sys.stdout.flush()
+    if not all(pairs.values()):
+        missing = ", ".join(mode for mode in modes if not pairs[mode])
+        raise ProaError(f"There is no result for {missing}: {'; '.join(notes)}")
+
+
+def parse_modes(text: str) -> list[str]:
+    """Raises UsageError."""
+    modes = [word.strip() for word in text.split(",")]
+    if not set(modes) <= set(MODES):
+        raise UsageError(f"--modes is {text!r}.", f"It takes {', '.join(MODES)}, separated by commas.", param="modes")
+    return list(dict.fromkeys(modes))
+
+
+def _folder(keep: str | None) -> AbstractContextManager[str]:
+    return nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="proa-beside-")
+
+
+def _alternate(
+    options: Options, modes: Sequence[str], kept: Path, machine: Machine, notes: list[str]
+) -> dict[str, list[Pair]]:  # fmt: skip
+    """All modes in a round, so that time that runs out costs rounds, not modes. A run that fails ends its mode."""
+    meter = bandwidth_meter(probe().usable_cores)
+    pairs: dict[str, list[Pair]] = {mode: [] for mode in modes}
+    slowest_s = dict.fromkeys(modes, 0.0)
+    end = time.monotonic() + 60 * options.minutes
+    machine.ram.append(meter())
+    for i in range(options.rounds):
+        for mode in [mode for mode in modes if len(pairs[mode]) == i]:
+            begin = time.monotonic()
+            if begin + slowest_s[mode] > end:
+                notes.append(f"round {i + 1} of {mode} was left out: its time ran out")
+                continue
+            found: list[dict[int, dict[str, Any]]] = []
+            try:
+                for name, command in commands(options, mode, kept, first=i == 0).items():
+                    rows = run_logged(command, kept / f"{i + 1}-{mode}-{name}.log", end - time.monotonic())
+                    found.append(by_requests(rows))
+                    machine.ram.append(meter())
+            except ProaError as error:
+                notes.append(f"round {i + 1} of {mode}: {error}")
+                continue
+            slowest_s[mode] = max(slowest_s[mode], time.monotonic() - begin)
+            pairs[mode].append((found[0], found[1]))
+            for figures in list(found[0].values())[:1]:  # all of a run's are the same
+                machine.pcie += [figures["pcie_bytes_per_s"]] if figures["pcie_bytes_per_s"] else []
+                machine.hbm.append(figures["hbm_bytes_per_s"])
+    return pairs
+
+
+def commands(options: Options, mode: str, kept: Path, *, first: bool) -> dict[str, list[str]]:
+    """Proa's and FreeToken's; hits are counted in the first round only, for that takes time."""
+    resident = {"hybrid": options.cache_share, "cpu": 0, "vram": 100}[mode]
+    common = {
+        "shape": options.shape, "requests": options.requests, "output-tokens": options.output_tokens,
+        "runs": options.runs, "format": "bf16",
+    }  # fmt: skip
+    common |= {} if options.layers is None else {"layers": options.layers}
+    ours = {**common, "resident": resident, "context": options.prompt_tokens}
+    theirs = {**common, "mode": mode, "prompt-tokens": options.prompt_tokens, "keep": kept / "freetoken"}
+    theirs |= {"cache-share": options.cache_share} | ({} if options.wheels is None else {"wheels": options.wheels})
+    script = Path(__file__).with_name("run_freetoken.py")
+    counted = ["--misses"] if first and mode == "hybrid" else []
+    return {
+        "proa": [sys.executable, "-m", "proa.cli.main", "bench", "hybrid", "--json", *_flags(ours)],
+        "freetoken": [sys.executable, str(script), "--json", *counted, *_flags(theirs)],
+    }
+
+
+def _flags(values: Mapping[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def run_logged(command: Sequence[str], log: Path, limit_s: float) -> list[dict[str, Any]]:
+    """The JSON lines that a command prints; what else it says goes to `log`. Raises ProaError with its end."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        try:
+            out, _ = process.communicate(timeout=max(1.0, limit_s))
+        except subprocess.TimeoutExpired:
+            raise ProaError(f"{log.stem} did not end within {limit_s:.0f} s.", _end_of(log)) from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its own session: workers too
+                process.wait()
+    if process.returncode:
+        raise ProaError(f"{log.stem} ended with exit code {process.returncode}.", _end_of(log))
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+def _end_of(log: Path) -> str:
+    return " | ".join(log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:])
+
+
+def by_requests(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Of Proa's results (their figures are meant) or FreeToken's rows."""
+    flat = [row.get("figures", row) for row in rows]
+    return {int(row["requests"]): row for row in flat}
+
+
+def cell(mode: str, requests: int, pairs: Sequence[Pair]) -> Cell:
+    """Raises ProaError if a run has no figures for so many requests."""
+    try:
+        ours, theirs = [pair[0][requests] for pair in pairs], [pair[1][requests] for pair in pairs]
+    except KeyError:
+        raise ProaError(f"A run in mode {mode} has no result for {requests} requests.") from None
+    our_rates, their_rates = ([float(row["tokens_per_s"]) for row in side] for side in (ours, theirs))
+    ratios = [a / b for a, b in zip(our_rates, their_rates, strict=True)]
+    return Cell(
+        mode, requests, median(our_rates), median(their_rates), median(ratios), ratios, our_rates, their_rates,
+        proa_roof_tokens_per_s=median(row["roof_tokens_per_s"] for row in ours),
+        proa_resident_share=ours[0]["resident_share"],
+        freetoken_resident_share=theirs[0]["resident_share"],
+        freetoken_hit_share=theirs[0]["hit_share"],
+    )  # fmt: skip
+
+
+def _print(cells: Sequence[Cell], facts: Mapping[str, Any], machine: Machine, notes: Sequence[str]) -> None:
+    columns = ("mode", "requests", "Proa\ntokens/s", "FreeToken\ntokens/s", "ratio", "of each\nround", "Proa's\nroof")
+    table = Table(*columns, "in VRAM\nProa", "FreeToken\n(hits)", title="decode")
+    for c in cells:
+        hits = "" if c.freetoken_hit_share is None else f" ({c.freetoken_hit_share:.1%})"
+        table.add_row(
+            c.mode, str(c.requests), f"{c.proa_tokens_per_s:.1f}", f"{c.freetoken_tokens_per_s:.1f}", f"{c.ratio:.2f}",
+            " ".join(f"{ratio:.2f}" for ratio in c.ratios), f"{c.proa_roof_tokens_per_s:.1f}",
+            f"{c.proa_resident_share:.1%}", f"{c.freetoken_resident_share:.1%}{hits}",
+        )  # fmt: skip
+    console = Console(file=sys.stdout, width=120)
+    console.print(table)
+    for name, rates in (("RAM, read", machine.ram), ("PCIe, to VRAM", machine.pcie), ("VRAM", machine.hbm)):
+        if rates:
+            console.print(f"{name}, GB/s, between runs: {' '.join(f'{rate / 1e9:.0f}' for rate in rates)}")
+    for line in (*(f"note: {note}" for note in notes), ", ".join(f"{name} {fact}" for name, fact in facts.items())):
+        console.print(line, markup=False)
+
+
+if __name__ == "__main__":
+    main(run)

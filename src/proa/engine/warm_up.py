@@ -1,0 +1,34 @@
+"""Kernels compiled and graphs captured before the first request. Never: which there are, how they are made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from proa.engine.ipc import Loading
+from proa.obs.progress import COMPILING
+from proa.obs.units import format_duration
+from proa.types import Decision
+
+MOST_S = 15.0  # what is not ready by then is made when it is first needed
+
+
+def warm_up(
+    tasks: Sequence[Callable[[], None]],
+    report: Callable[[Loading], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Decision:
+    """Do the tasks one after the other, the most needed first, until the time is over. The row says how far it came."""
+    begin, done = clock(), 0
+    for task in tasks:
+        report(Loading(COMPILING, done, len(tasks)))
+        if clock() - begin > MOST_S:
+            break
+        task()
+        done += 1
+    took = format_duration(clock() - begin)
+    if done == len(tasks):
+        report(Loading(COMPILING, done, done))
+        return Decision("GPU kernels", "auto", "compiled", f"{done} batch sizes in {took}; more when they first come")
+    why = f"{done} of {len(tasks)} batch sizes in {took}; the others when they first come"
+    return Decision("GPU kernels", "auto", "in part", why)

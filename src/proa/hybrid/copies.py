@@ -1,0 +1,107 @@
+"""Copies between RAM and a device beside the steps: started, asked about, not waited for. Never: what, and when."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Pairs = Sequence[tuple[Tensor, Tensor]]  # (to, from), of one size and type, without gaps
+
+_CHUNK_BYTES = 1 << 18
+
+
+class Copy(Protocol):
+    def done(self) -> bool:
+        """All of it has arrived, for whatever starts from now on. Raises what went wrong."""
+
+
+class Copier(Protocol):
+    def start(self, pairs: Pairs) -> Copy:
+        """One after another, behind what was started before. Both sides stay as they are until it is done."""
+
+    def close(self) -> None:
+        """No copy is under way from now on."""
+
+
+@dataclass(frozen=True)
+class Copiers:
+    """weights: of whole experts. counts: of a few KB that must not queue behind those."""
+
+    weights: Copier
+    counts: Copier
+
+
+class GpuCopier:
+    """On a stream of its own. From RAM that is registered it is DMA; from other RAM the driver copies it first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, pairs: Pairs) -> Copy:
+        with torch.cuda.stream(self._stream):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return _Recorded(event)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class _Recorded:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        arrived: bool = self._event.query()  # type: ignore[no-untyped-call]
+        return arrived
+
+
+class HostCopier:
+    """Where a CPU stands in for the GPU: by a thread, at `bytes_per_s` of wall time, or as fast as it goes."""
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._rate = bytes_per_s
+        self._waiting: queue.SimpleQueue[tuple[Pairs, _Flag] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="simulated-pcie", daemon=True)
+        self._thread.start()
+
+    def start(self, pairs: Pairs) -> Copy:
+        flag = _Flag()
+        self._waiting.put((pairs, flag))
+        return flag
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        free_s = time.perf_counter()  # when the link has passed on what came so far
+        while (job := self._waiting.get()) is not None:
+            pairs, flag = job
+            free_s = max(free_s, time.perf_counter())
+            for to, source in pairs:
+                for at in range(0, to.nbytes, _CHUNK_BYTES):
+                    nbytes = min(_CHUNK_BYTES, to.nbytes - at)
+                    ctypes.memmove(to.data_ptr() + at, source.data_ptr() + at, nbytes)
+                    if self._rate is not None:
+                        free_s += nbytes / self._rate
+                        time.sleep(max(0.0, free_s - time.perf_counter()))
+            flag.arrived.set()
+
+
+class _Flag:
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+
+    def done(self) -> bool:
+        return self.arrived.is_set()

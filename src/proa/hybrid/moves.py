@@ -1,0 +1,162 @@
+"""Experts that change places while steps run: the GPU gets what is hot. Belongs here: the order of copies and table
+entries, by which every expert can be read by somebody in every step. Never: what is hot (heat.py), steps.
+
+A slot more than the resident experts need is spare, anywhere on the device: tables hold addresses. It serves any layer
+whose experts have its size. A move is
+1. a copy of the newcomer from RAM to a spare slot, beside any number of steps, of which none reads that slot;
+2. once it has arrived, before the next step: the tables say that the GPU has the newcomer. If RAM has a copy of the
+   evicted expert they say as well that the CPU has that, and its slot is spare: this was all.
+3. Else nobody reads the newcomer's place in RAM any more, and a second copy brings the evicted expert there from its
+   slot, which the GPU still reads;
+4. once it has arrived, before the next step: the tables say that the CPU has it, under the newcomer's former number.
+
+Why no step sees half of it: tables change on the step's stream, before the step and after the last one has ended; a
+slot or a place that the tables no longer name is read by no step from then on, and is not written before. (A worker of
+the CPU that is late may read such a place still; what it made of that is dropped.) A step waits for no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from proa.hybrid.copies import Copiers, Copy
+from proa.hybrid.heat import Heat, Swap
+from proa.hybrid.layer_memory import LayerMemory
+from proa.hybrid.slots import Slot
+from proa.hybrid.tables import Tables
+
+_Size = tuple[int, int]  # bytes of gate and up, and of down: a slot serves any format of its size
+
+
+@dataclass
+class _Move:
+    swap: Swap
+    slot: Slot  # the newcomer's
+    copy: Copy | None
+    coming: bool = True  # the newcomer is; else it has come, and the evicted one is leaving
+
+
+@dataclass
+class Moved:
+    """Since the start."""
+
+    experts: int = 0  # promoted, each for another one
+    nbytes: int = 0  # copied both ways
+
+
+@dataclass
+class _Where:
+    """A layer's experts: slots of those on the GPU, numbers of those in RAM."""
+
+    slot_of: dict[int, Slot]
+    number_of: dict[int, int]
+
+
+class Moves:
+    """`spare` slots for each size of experts bound how many move at once. One thread calls."""
+
+    def __init__(
+        self, layers: Sequence[LayerMemory], tables: Tables, top_k: int, spare: int, inclusive: bool, copiers: Copiers
+    ) -> None:
+        self.moved = Moved()
+        self.layers, self.tables, self._top_k, self._inclusive = layers, tables, top_k, inclusive
+        self._copiers = copiers
+        self._spare: dict[_Size, list[Slot]] = {}
+        self._size = [(layer.shape.up.matrix_bytes, layer.shape.down.matrix_bytes) for layer in layers]
+        for layer, size in zip(layers, self._size, strict=True):
+            if size not in self._spare:
+                self._spare[size] = [_empty(layer) for _ in range(spare)]
+        self._where = [
+            _Where({e: layer.slots.slot(slot) for e, slot in layer.slots.slot_of.items()}, dict(layer.number_of))
+            for layer in layers
+        ]
+        self._resident = np.zeros((len(layers), tables.experts), bool)
+        self._movable = np.zeros_like(self._resident)
+        for i, layer in enumerate(layers):
+            self._movable[i, : layer.experts] = True
+            self._resident[i, list(layer.slots.slot_of)] = True
+        self._moves: list[_Move] = []
+        self.heat = Heat(*self._resident.shape)
+        self._counted = torch.zeros(tables.counts.shape, dtype=torch.int32, pin_memory=tables.counts.is_cuda)
+        self._last = np.zeros(self._resident.shape, np.int32)
+        self._counting: Copy | None = None
+
+    def resident(self, layer: int) -> list[int]:
+        """Who is on the GPU, or about to leave it."""
+        return np.flatnonzero(self._resident[layer]).tolist()
+
+    def between_steps(self) -> None:
+        """The last step has ended and the next one has not been launched; the tables are published after this."""
+        self._moves = [move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move))]
+
+    def meanwhile(self) -> None:
+        """A step is under way, or has just been: look at what was chosen, and start copies."""
+        for move in self._moves:
+            if move.copy is None:
+                move.copy = self._copiers.weights.start(self._out_pairs(move))
+        if self._counting is None or self._counting.done():
+            if self._counting is not None:
+                self._observe()
+            self._counting = self._copiers.counts.start([(self._counted, self.tables.counts)])
+        if not any(self._spare.values()):
+            return
+        for swap in self.heat.swaps(self._resident, self._movable):
+            spare = self._spare[self._size[swap.layer]]
+            if spare:
+                self._start(swap, spare.pop())
+
+    def close(self) -> None:
+        self._copiers.weights.close()
+        self._copiers.counts.close()
+
+    def _observe(self) -> None:
+        now = self._counted.numpy().copy()
+        chosen = (now - self._last).astype(np.int64)  # int32 wraps as the device's counters do
+        self._last = now
+        self.heat.observe(chosen, float(chosen.sum(1).max(initial=0)) / self._top_k)
+
+    def _start(self, swap: Swap, slot: Slot) -> None:
+        layer, number = self.layers[swap.layer], self._where[swap.layer].number_of[swap.promote]
+        pairs = slot.parts(*layer.in_place(number))
+        self._movable[swap.layer, [swap.promote, swap.evict]] = False
+        self._moves.append(_Move(swap, slot, self._copiers.weights.start(pairs)))
+        self.moved.nbytes += sum(to.nbytes for to, _ in pairs)
+
+    def _out_pairs(self, move: _Move) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        swap, where = move.swap, self._where[move.swap.layer]
+        place = self.layers[swap.layer].in_place(where.number_of[swap.promote])
+        pairs = [(packed, here) for here, packed in where.slot_of[swap.evict].parts(*place)]
+        self.moved.nbytes += sum(to.nbytes for to, _ in pairs)
+        return pairs
+
+    def _is_over(self, move: _Move) -> bool:
+        """A copy has ended: what follows, and whether that was the last."""
+        swap, where = move.swap, self._where[move.swap.layer]
+        if move.coming:
+            where.slot_of[swap.promote] = move.slot
+            self.tables.to_gpu(swap.layer, swap.promote, move.slot)
+            self._resident[swap.layer, swap.promote] = True
+            move.coming, move.copy = False, None
+            if not self._inclusive:
+                return False
+        if not self._inclusive:
+            where.number_of[swap.evict] = where.number_of.pop(swap.promote)
+        self.tables.to_cpu(swap.layer, swap.evict, where.number_of[swap.evict])
+        self._resident[swap.layer, swap.evict] = False
+        self._movable[swap.layer, [swap.promote, swap.evict]] = True
+        self._spare[self._size[swap.layer]].append(where.slot_of.pop(swap.evict))
+        self.moved.experts += 1
+        return True
+
+
+def _empty(layer: LayerMemory) -> Slot:
+    device = layer.slots.up.device
+    up, down = (
+        torch.empty(of.panels, of.panel_bytes, dtype=torch.uint8, device=device)
+        for of in (layer.shape.up, layer.shape.down)
+    )
+    return Slot(up, down)

@@ -1,0 +1,26 @@
+"""How a device notes that a row's values are infinite or no numbers, where that begins. Never: reading the notes,
+changing the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# A record's columns: the layer's number + 1 (0: nothing noted), what is not finite, which choices are the device's own,
+# then the chosen experts.
+LAYER, SOURCES, OWN, IDS = 0, 1, 2, 3
+# Bits of SOURCES, beside one for each choice.
+CPU, SHARED, INPUT = 1 << 28, 1 << 29, 1 << 30
+
+
+@dataclass(frozen=True)
+class LayerFaults:
+    """records: int32 [rows, IDS + k], of each row of a step the first layer that found it not finite.
+
+    `layer` counts layers with experts.
+    """
+
+    records: Tensor
+    layer: int

@@ -1,0 +1,51 @@
+"""Products of many tokens with packed weights on the matrix unit, the weights as its first operand: a word of a panel
+is two neighbouring columns of one row, just what a thread holds of that operand. So weights go from shared memory to
+registers and into the product; nothing is turned or stored again. Never: few tokens (panels.py).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def panels_first(
+    address, first, x, exists,
+    CODE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
+    COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """As panels.panel_products, but of bfloat16 alone, and float32 [PANELS * 16, B].
+
+    PAIRED: every second panel first, then the others. It leaves a row of gate and its row of up with one thread, if a
+    program has four warps and eight panels.
+    """
+    tl.static_assert(CODE == "bf16")
+    place = tl.arange(0, PANELS)
+    if PAIRED:
+        place = place % (PANELS // 2) * 2 + place // (PANELS // 2)
+    panel = tl.minimum(first + place, COUNT - 1).to(tl.int64)[:, None, None, None]
+    line = tl.arange(0, LINES)
+    # Eight rows by themselves: shared memory then holds eight rows of a line and the next line's after them, and the
+    # 8 x 4 words that a warp loads at once lie in 32 banks.
+    row = (tl.arange(0, 2)[:, None] * 8 + tl.arange(0, 8)[None, :])[None, None, :, :]
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+    at = words + panel * PANEL_WORDS + line[None, :, None, None] * 16 + row
+    column = tl.arange(0, LINES * VALUES)
+    x_at = x[:, None] + column[None, :]
+    total = tl.zeros([PANELS * 16, x.shape[0]], tl.float32)
+    for start in tl.range(0, PANEL_LINES, LINES, num_stages=STAGES):
+        if PANEL_LINES % LINES == 0:
+            part = tl.load(at + start * 16)
+        else:
+            part = tl.load(at + start * 16, (line < PANEL_LINES - start)[None, :, None, None], 0)
+        if COLUMNS % (LINES * VALUES) == 0:
+            value = tl.load(x_at + start * VALUES, exists[:, None], 0.0)
+        else:
+            value = tl.load(x_at + start * VALUES, exists[:, None] & (column < COLUMNS - start * VALUES)[None, :], 0.0)
+        part = tl.reshape(tl.permute(part, (0, 2, 3, 1)), [PANELS * 16, LINES])
+        both = tl.join(part.to(tl.int16), (part >> 16).to(tl.int16))
+        weights = tl.reshape(both, [PANELS * 16, LINES * VALUES]).to(tl.bfloat16, bitcast=True)
+        total = tl.dot(weights, tl.trans(value), total)
+    return total

@@ -1,0 +1,97 @@
+"""A worker thread or the engine's process dies under load: every request gets an error within 2 s, the server ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from e2e.test_cli_serve import LIMIT_S, children_of, command_line, serving
+from gpu_llm import GPUS, make_model
+
+CLIENTS = 4
+# What Python runs first in each of the server's processes: SIGUSR1 ends a worker of the pool.
+SITE = """
+import signal
+from proa.native.pool import Pool
+
+made, init = [], Pool.__init__
+
+def remember(self, *args, **kwargs):
+    init(self, *args, **kwargs)
+    made.append(self)
+    signal.signal(signal.SIGUSR1, lambda *_: self.kill_worker_for_test())
+
+Pool.__init__ = remember
+"""
+
+
+class Client(threading.Thread):
+    """Reads one streamed answer to its end."""
+
+    def __init__(self, url: str, model: str, number: int) -> None:
+        super().__init__()
+        self._url, self._body = f"{url}/v1/completions", {
+            "model": model, "prompt": [5 + number, 6, 7], "max_tokens": 4000, "stream": True, "ignore_eos": True
+        }  # fmt: skip
+        self.tokens, self.error, self.ended = 0, "", 0.0
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=LIMIT_S, trust_env=False) as reply:
+            for line in reply.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    self.error = event["error"]["message"]
+                    break
+                self.tokens += 1
+        self.ended = time.monotonic()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGUSR1, "a worker thread"), (signal.SIGKILL, "SIGKILL")], ids=["worker", "process"]
+)
+def test_death_under_load(
+    gpu: str, number: signal.Signals, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("with one CPU there is no worker beside the caller")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    folder = make_model(tmp_path / "tiny", max_position_embeddings=8192)
+    flags = ("--context=8192", "--dtype=bfloat16", f"--gpu={gpu}", "--gpu-experts=4", "--served-model-name=tiny")
+    with serving(folder, *flags) as (process, report):
+        assert report["gpu"]["device"] == ("sim" if gpu.startswith("sim") else "cuda:0")
+        (engine,) = [child for child in children_of(process.pid) if "proa.engine.worker" in command_line(child)]
+        clients = [Client(report["url"], "tiny", i) for i in range(CLIENTS)]
+        for client in clients:
+            client.start()
+        wait_for(lambda: all(client.tokens > 3 for client in clients))
+        begin = time.monotonic()
+        os.kill(engine, number)
+        for client in clients:
+            client.join(LIMIT_S)
+        took_s = max(client.ended for client in clients) - begin
+        assert [says in client.error for client in clients] == [True] * CLIENTS, [c.error for c in clients]
+        assert 0 < took_s < 2
+        assert process.wait(LIMIT_S) == 6
+        assert process.stderr is not None
+        assert says in process.stderr.read()
+        assert not Path(f"/proc/{engine}").exists()

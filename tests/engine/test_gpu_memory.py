@@ -1,0 +1,104 @@
+"""What a GPU's engine takes is what was planned, and stays the same however long it runs."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines import request
+from gpu_llm import make_model
+from proa.config.options import EngineOptions
+from proa.config.parse import from_keywords
+from proa.engine.engine import Engine
+from proa.engine.ipc import Loading, Ready
+from proa.engine.load import load_engine
+from proa.plan.plan import Plan
+from proa.plan.prepare import prepare
+
+pytestmark = pytest.mark.gpu
+ROUND_REQUESTS = 40
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Iterator[tuple[Plan, Engine, Ready, list[Loading]]]:
+    gc.collect()  # what earlier tests left
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    folder = make_model(tmp_path / "tiny", max_position_embeddings=4096)
+    asked = {
+        "dtype": "bfloat16", "gpu": "0", "gpu_experts": "4", "context": 4096, "max_running": 12,
+        "max_batch_tokens": 1024,
+    }  # fmt: skip
+    plan = prepare(str(folder), from_keywords(EngineOptions, **asked), None).plan
+    reports: list[Loading] = []
+    engine, ready = load_engine(plan, reports.append)
+    yield plan, engine, ready, reports
+    del engine
+    torch.cuda.memory.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def play(engine: Engine, seed: int) -> int:
+    """A round of short, long, cancelled and drawn requests in bursts; how many steps it took."""
+    rng, steps, alive = random.Random(seed), 0, []
+    waiting = [
+        request(
+            f"{seed}-{i}", [rng.randrange(3, 500) for _ in range(rng.choice((1, 7, 90, 1500)))], rng.randrange(1, 30),
+            temperature=rng.choice((0.0, 1.0)), prompt_logprobs=rng.choice((None, None, 2)),
+        )
+        for i in range(ROUND_REQUESTS)
+    ]  # fmt: skip
+    while waiting or engine.has_work:
+        if waiting and rng.random() < 0.2:
+            for _ in range(min(len(waiting), rng.randrange(1, 16))):
+                alive.append(waiting[-1].id)
+                engine.submit(waiting.pop())
+        if alive and rng.random() < 0.05:
+            engine.abort(rng.choice(alive))
+        events = engine.step()
+        assert all(event.finish != "error" for event in events)
+        steps += bool(events)
+    engine.scheduler.check()
+    return steps
+
+
+def test_nothing_grows_and_the_plan_holds(loaded: tuple[Plan, Engine, Ready, list[Loading]]) -> None:
+    plan, engine, _, _ = loaded
+    assert plan.gpu is not None
+    vram = plan.gpu.vram
+    assert play(engine, 0) > 20  # graphs of all sizes are made
+    for bucket in engine.runner.executor._buckets:  # type: ignore[attr-defined]
+        for i in range(bucket):
+            engine.submit(request(f"b{bucket}-{i}", [5, 6, 7 + i], 4))
+        while engine.has_work:
+            engine.step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    assert sum(play(engine, seed) for seed in range(1, 5)) > 200
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before[0]
+    assert torch.cuda.memory_reserved() <= before[1] + (32 << 20), "blocks of the largest prefill may come late"
+    free, total = torch.cuda.mem_get_info()
+    assert total - free <= vram.total_bytes - vram.free_bytes + vram.used_bytes
+
+
+def test_it_is_ready_when_it_says_so(loaded: tuple[Plan, Engine, Ready, list[Loading]]) -> None:
+    """Kernels were compiled while loading, and said so; the first request captures nothing more."""
+    _, engine, ready, reports = loaded
+    rows = {row.name: row for row in ready.decisions}
+    assert rows["GPU kernels"].got in ("compiled", "in part")
+    assert rows["CPU and GPU"].got == "doorbells"
+    compiling = [r for r in reports if r.phase == "compiling GPU kernels"]
+    assert compiling[0].done_bytes == 0 < compiling[0].total_bytes
+    executor = engine.runner.executor
+    captured = dict(executor._steps)  # type: ignore[attr-defined]
+    assert set(captured) == {1, 2, 4}
+    engine.submit(request("first", [5, 6, 7], 8))
+    while engine.has_work:
+        engine.step()
+    assert dict(executor._steps) == captured  # type: ignore[attr-defined]

@@ -1,0 +1,143 @@
+"""Whole engines whose experts are split over a GPU and the CPU: any mix of prefill and decode, batches that grow and
+shrink over all sizes that have a graph, prefixes, preemption, sampling. A simulated GPU everywhere, a real one if any.
+
+Near ties of routers are left out as in families/test_native_logits.py: all experts are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines import Loaded, RecordingRunner, finish_all, load_decoder, make_engine, request, tokens_of
+from families.test_native_logits import all_experts, prompts
+from hybrid_engines import Split, load_split
+from proa.engine.engine import Engine
+from proa.native.pool import Pool
+from proa.types import TokenEvent
+from tiny import make_tiny
+
+DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool([[0]], pin=False) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3-moe", tmp_path_factory.mktemp("tiny"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of these lengths, the answers' lengths, how many first tokens all share, and the engine."""
+
+    lengths: tuple[int, ...]
+    answers: tuple[int, ...]
+    shared: int = 0
+    engine: dict[str, int] = field(default_factory=dict)
+
+    def texts(self) -> dict[str, list[int]]:
+        made = prompts(list(self.lengths))
+        return {f"r{i}": made[0][: self.shared] + text[self.shared :] for i, text in enumerate(made)}
+
+
+CASES = {
+    "decode in chunks of prefill": Case((41, 1, 30), (12, 20, 3), engine={"max_batch_tokens": 7}),
+    "as many as there are graphs for, and more": Case(
+        (5, 1, 9, 3, 3, 17, 2, 6, 4, 8, 1, 2), (2, 3, 5, 4, 7, 9, 3, 11, 2, 6, 8, 1),
+        engine={"max_running": 9, "num_pages": 128, "max_batch_tokens": 24},
+    ),
+    "preemption": Case((24, 25, 26, 27, 28), (9,) * 5, engine={"num_pages": 40, "prefix_cache": False}),
+    "a prefix that is cached": Case((30, 31, 45), (4, 5, 6), shared=20, engine={"max_running": 1}),
+}  # fmt: skip
+
+
+def run(
+    model: Loaded, texts: dict[str, list[int]], answers: tuple[int, ...], engine: dict[str, int], **wishes: object
+) -> tuple[Engine, RecordingRunner, dict[str, list[TokenEvent]]]:
+    made, runner = make_engine(model, **engine)
+    for (name, tokens), count in zip(texts.items(), answers, strict=True):
+        made.submit(request(name, tokens, count, **wishes))
+    return made, runner, finish_all(made)
+
+
+def logits_of(model: Loaded, texts: dict[str, list[int]], wanted: dict[str, list[int]]) -> Tensor:
+    """Of these positions, where the texts are prompts."""
+    ones = (1,) * len(texts)
+    _, runner, _ = run(model, texts, ones, {"num_pages": 256, "max_running": len(texts), "max_batch_tokens": 512})
+    return torch.stack([runner.logits[name][position] for name in texts for position in wanted[name]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_no_further_from_float32_than_torch_in_bfloat16(device: str, case: str, pool: Pool, folder: Path) -> None:
+    asked, override = CASES[case], all_experts(folder)
+    texts = asked.texts()
+    split = load_split(folder, pool, Split(0.5), device, **override)
+    engine, runner, events = run(split, texts, asked.answers, asked.engine)
+    assert (engine.stats().preemptions > 0) == (case == "preemption")
+    assert (engine.stats().cached_prompt_tokens > 0) == (asked.shared > 0)
+    whole = {name: tokens + tokens_of(events[name])[:-1] for name, tokens in texts.items()}
+    wanted = {name: sorted(runner.logits[name]) for name in texts}
+    assert {name: positions[-1] for name, positions in wanted.items()} == {n: len(t) - 1 for n, t in whole.items()}
+    got = torch.stack([runner.logits[name][position] for name in texts for position in wanted[name]])
+    exact, plain = (
+        logits_of(load_decoder(folder, dtype, **override), whole, wanted) for dtype in (torch.float32, torch.bfloat16)
+    )
+    scale = exact.abs().max()
+    off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
+    assert off_plain <= 0.05 * scale, "the yardstick itself is off"
+    assert off_got <= 1.05 * off_plain + 1e-4 * scale
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_steps_give_the_same_bits(device: str, pool: Pool, folder: Path) -> None:
+    asked = CASES["as many as there are graphs for, and more"]
+    model = load_split(folder, pool, Split(0.5), device)
+    first, second = (run(model, asked.texts(), asked.answers, asked.engine)[1].logits for _ in range(2))
+    for name, rows in first.items():
+        assert all(torch.equal(row, second[name][position]) for position, row in rows.items())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_draws_come_from_the_logits_of_their_row(device: str, pool: Pool, folder: Path) -> None:
+    """Greedy and drawn rows in one batch; top_k 1 makes a draw certain."""
+    asked = CASES["as many as there are graphs for, and more"]
+    model, texts = load_split(folder, pool, Split(0.5), device), asked.texts()
+    engine, runner = make_engine(model, **asked.engine)
+    for i, ((name, tokens), count) in enumerate(zip(texts.items(), asked.answers, strict=True)):
+        engine.submit(request(name, tokens, count, temperature=i % 2 * 1.3, top_k=1, logprobs=2))
+    events = finish_all(engine)
+    for name, tokens in texts.items():
+        answer = tokens_of(events[name])
+        rows = [runner.logits[name][len(tokens) - 1 + i] for i in range(len(answer))]
+        assert answer == [int(row.argmax()) for row in rows]
+        scores = [s for event in events[name] for s in event.logprobs or []]
+        want = torch.log_softmax(torch.stack(rows), -1)[range(len(rows)), answer]
+        assert [s.logprob for s in scores] == pytest.approx(want.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_log_probabilities_of_long_prompts(device: str, pool: Pool, folder: Path) -> None:
+    """More rows than are scored at once, beside a request that decodes."""
+    model = load_split(folder, pool, Split(0.5), device)
+    engine, runner = make_engine(model, num_pages=128)
+    texts = dict(zip(("short", "long", "longer"), prompts([3, 90, 150]), strict=True))
+    for name, tokens in texts.items():
+        engine.submit(request(name, tokens, 20 if name == "short" else 2, prompt_logprobs=2))
+    events = finish_all(engine)
+    for name, tokens in texts.items():
+        (scores,) = [e.prompt_logprobs for e in events[name] if e.prompt_logprobs is not None]
+        rows = torch.stack([runner.logits[name][p] for p in range(len(tokens) - 1)])
+        want = torch.log_softmax(rows, -1)[range(len(rows)), tokens[1:]]
+        assert scores[0] is None
+        assert [s.logprob for s in scores[1:] if s] == pytest.approx(want.tolist(), abs=1e-4)

@@ -1,0 +1,56 @@
+"""Which sequences of a step are said to be broken, and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from proa.engine.session import NoSession
+from proa.engine.spans import Span
+from proa.engine.watch import WatchedSession
+from proa.errors import NativeError, NumericsError
+from proa.hybrid.faults import Fault
+from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
+
+ATTENTION = Attention(8, 2, 1, 4, Rope(4))
+MOE = Block(ATTENTION, Moe(8, 4, 2, 8, Router("softmax", True), None, False))
+SPEC = Model(8, 16, (Block(ATTENTION, Mlp(8, 8)), MOE, MOE), 1e-6, 64, False)
+STEP = [Span([1] * n, 0, [0], n) for n in (1, 4, 2)]  # rows 0, 1 to 4, 5 to 6
+
+
+class Device(NoSession):
+    def __init__(self, faults: list[Fault], error: Exception | None) -> None:
+        self.found, self.error, self.asked = faults, error, []
+
+    def end(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def faults(self, rows: int) -> list[Fault]:
+        self.asked.append(rows)
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("faults", "said", "look", "want"),
+    [
+        ([], "", True, {}),
+        ([Fault(3, 0, "x")], "", False, {}),
+        ([Fault(4, 0, "x"), Fault(5, 1, "y")], "", True, {1: "layer 1, from x", 2: "layer 2, from y"}),
+        ([Fault(1, 1, "x"), Fault(2, 0, "y")], "", True, {1: "layer 2, from x"}),
+        ([Fault(0, 1, "x")], "somewhere", False, {0: "layer 2, from x"}),
+        ([], "somewhere", False, dict.fromkeys(range(3), "somewhere")),
+    ],
+)
+def test_rows_become_sequences(faults: list[Fault], said: str, look: bool, want: dict[int, str]) -> None:
+    device = Device(faults, NumericsError(said) if said else None)
+    session = WatchedSession(device, SPEC)
+    session.end()
+    got = session.broken(STEP, look=look)
+    assert {place: why.partition(" in ")[2].rstrip(".") or why for place, why in got.items()} == want
+    assert device.asked == ([7] if look or said else [])
+    assert session.broken(STEP, look=False) == {}, "said once"
+
+
+def test_other_errors_are_raised() -> None:
+    with pytest.raises(NativeError):
+        WatchedSession(Device([], NativeError("dead")), SPEC).end()

@@ -1,0 +1,62 @@
+"""How many experts the GPU reads in RAM: goldens, the optimum by trying all, and rates that are measured in service."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proa.hybrid.co_fetch import LEAST_BYTES, CoFetch, InPlaceRates, balanced
+from proa.native.doorbell import Counters
+
+GB = 1e9
+RATES = InPlaceRates(50 * GB, 1000 * GB)
+
+
+@pytest.mark.parametrize(
+    ("bus", "ram", "cpu", "shares"),
+    [
+        (50, 1000, 50, (0, 0, 1, 1, 2, 2, 3, 3, 4)),  # halves, the odd one to the CPU
+        (50, 1000, 150, (0, 0, 0, 0, 1, 1, 1, 1, 2)),  # a quarter, what is over to the CPU
+        (50, 1000, 1000, (0,) * 9),  # RAM is used up
+        (50, 200, 190, (0,) * 9),  # 10 GB/s are left of it
+        (50, 200, 170, (0, 0, 0, 0, 0, 0, 1, 1, 1)),
+        (100, 1000, 1, tuple(range(9))),
+    ],
+)
+def test_as_many_as_end_together(bus: float, ram: float, cpu: float, shares: tuple[int, ...]) -> None:
+    assert balanced(8, InPlaceRates(bus * GB, ram * GB), cpu * GB) == shares
+
+
+@given(st.integers(1, 12), st.floats(1, 200), st.floats(1, 2000), st.floats(1, 1000))
+def test_no_other_number_ends_sooner(top_k: int, bus: float, ram: float, cpu: float) -> None:
+    shares, left = balanced(top_k, InPlaceRates(bus, ram), cpu), min(bus, ram - cpu)
+    assert len(shares) == top_k + 1
+    if left <= 0:
+        assert not any(shares)
+        return
+    for misses, fetched in enumerate(shares):
+        assert 0 <= fetched <= misses
+        took = max(fetched / left, (misses - fetched) / cpu)
+        assert all(took <= max(n / left, (misses - n) / cpu) for n in range(misses + 1))
+
+
+def counters(jobs: int, pairs: int, nbytes: float, moe_s: float) -> Counters:
+    return Counters(jobs, pairs, int(nbytes), moe_s, 0.0)
+
+
+def test_the_cpu_is_measured_first() -> None:
+    fetch = CoFetch(RATES, 8)
+    assert not any(fetch.shares)
+    assert fetch.share(counters(10, 40, LEAST_BYTES - 1, 0.001)) is None
+    assert fetch.share(counters(20, 80, LEAST_BYTES + 50 * GB, 1.001)) == (0, 0, 1, 1, 2, 2, 3, 3, 4)
+    assert fetch.share(counters(30, 120, LEAST_BYTES + 100 * GB, 2.001)) is None, "nothing new"
+    assert fetch.share(counters(30, 120, LEAST_BYTES + 100 * GB, 2.001)) is None, "nothing happened"
+    assert fetch.shares == (0, 0, 1, 1, 2, 2, 3, 3, 4)
+
+
+def test_prompts_do_not_count() -> None:
+    """Their experts are bound by arithmetic: 100 pairs a job are not a token's."""
+    fetch = CoFetch(RATES, 8)
+    assert fetch.share(counters(10, 1000, 5 * GB, 10)) is None
+    assert fetch.share(counters(20, 1080, 30 * GB, 10.5)) == (0, 0, 1, 1, 2, 2, 3, 3, 4)

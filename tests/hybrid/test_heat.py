@@ -1,0 +1,143 @@
+"""Which experts change places: what must hold for any counts, and how good it is on Zipf's law with a drift."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from proa.hybrid.heat import CHANCE, HALF_LIFE_TOKENS, LEAST_GAIN, MOST_STEP_TOKENS, Heat
+
+Ids = NDArray[np.int64]  # [tokens, layers, k]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 4), st.integers(2, 9), st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(0, 1))
+def test_swaps_of_any_heat(layers: int, experts: int, seed: int, resident: float, movable: float) -> None:
+    rng = np.random.default_rng(seed)
+    inside, may = rng.random((layers, experts)) < resident, rng.random((layers, experts)) < movable
+    heat = Heat(layers, experts)
+    for _ in range(5):
+        heat.observe(rng.integers(0, 30, (layers, experts)), int(rng.integers(1, 40)))
+        found = heat.swaps(inside, may)
+        assert found == heat.swaps(inside, may)
+        assert len({swap.layer for swap in found}) == len(found)
+        gains = [heat.heat[s.layer, s.promote] - heat.heat[s.layer, s.evict] for s in found]
+        assert gains == sorted(gains, reverse=True)
+        for swap in found:
+            assert not inside[swap.layer, swap.promote]
+            assert inside[swap.layer, swap.evict]
+            assert may[swap.layer, [swap.promote, swap.evict]].all()
+        count = inside.sum(1)
+        for swap in found:
+            inside[swap.layer, [swap.promote, swap.evict]] = True, False
+        assert (inside.sum(1) == count).all()
+
+
+def test_nothing_moves_for_chance_alone() -> None:
+    """Hotter by less than the transfer costs, and than chance gives, is not hot enough."""
+    heat = Heat(1, 2)
+    inside, may = np.array([[True, False]]), np.ones((1, 2), bool)
+    heat.heat[:] = [[100, 100 + LEAST_GAIN + CHANCE * 200**0.5]]
+    assert not heat.swaps(inside, may)
+    heat.heat[:] = [[100, 100 + LEAST_GAIN + CHANCE * 240**0.5]]
+    assert [(s.promote, s.evict) for s in heat.swaps(inside, may)] == [(1, 0)]
+
+
+def test_heat_halves() -> None:
+    heat = Heat(1, 2)
+    heat.observe(np.array([[8, 0]]), 1)
+    for _ in range(HALF_LIFE_TOKENS):
+        heat.observe(np.array([[0, 0]]), 1)
+    assert heat.heat.tolist() == [[pytest.approx(4, rel=1e-4), 0]]
+
+
+def test_a_long_prompt_seeds_but_does_not_rule() -> None:
+    """Of a prompt of any length, an expert that all tokens choose gets what MOST_STEP_TOKENS tokens give it."""
+    for tokens in (MOST_STEP_TOKENS, 4096):
+        heat = Heat(1, 2)
+        heat.observe(np.array([[tokens, 0]]), tokens)
+        assert heat.heat[0, 0] == MOST_STEP_TOKENS
+    heat.observe(np.zeros((1, 2), np.int64), 0)
+    assert heat.heat[0, 0] == MOST_STEP_TOKENS
+
+
+# ---- against an LRU that keeps whatever was chosen last, at no cost ----
+
+LAYERS, TOP_K, MOST = 16, 8, 2  # so many experts a step in 16 layers: in 48 it would be 6
+
+
+def zipf_trace(rng: np.random.Generator, exponent: float, experts: int, tokens: int) -> Ids:
+    """Each layer has its own order of experts; k different ones a token."""
+    weights = 1 / np.arange(1, experts + 1) ** exponent
+    log = np.log(np.stack([rng.permutation(weights) for _ in range(LAYERS)]))
+    keys = log + rng.gumbel(size=(tokens, LAYERS, experts))
+    found: Ids = np.argpartition(-keys, TOP_K, axis=2)[:, :, :TOP_K]
+    return found
+
+
+def lru_hits(trace: Ids, slots: int) -> NDArray[np.float64]:
+    """Share of each token's choices that it has."""
+    hits = np.zeros(len(trace))
+    for layer in range(LAYERS):
+        kept = OrderedDict.fromkeys(range(slots))
+        for t, ids in enumerate(trace[:, layer].tolist()):
+            for expert in ids:
+                hits[t] += expert in kept
+                kept[expert] = None
+                kept.move_to_end(expert)
+                if len(kept) > slots:
+                    kept.popitem(last=False)
+    return hits / (LAYERS * TOP_K)
+
+
+def heat_hits(trace: Ids, experts: int, slots: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The same of heat, whose swaps take effect two steps later, and how many there were."""
+    heat = Heat(LAYERS, experts)
+    inside, may = np.zeros((LAYERS, experts), bool), np.ones((LAYERS, experts), bool)
+    inside[:, :slots] = True
+    hits, moved = np.zeros(len(trace)), np.zeros(len(trace))
+    moving: deque[tuple[int, int, int, int]] = deque()
+    for t, ids in enumerate(trace):
+        while moving and moving[0][0] <= t:
+            _, layer, promote, evict = moving.popleft()
+            inside[layer, [promote, evict]] = True, False
+            may[layer, [promote, evict]] = True
+        hits[t] = np.take_along_axis(inside, ids, 1).mean()
+        chosen = np.zeros((LAYERS, experts), np.int64)
+        np.put_along_axis(chosen, ids, 1, 1)
+        heat.observe(chosen, 1)
+        for swap in heat.swaps(inside, may)[:MOST]:
+            may[swap.layer, [swap.promote, swap.evict]] = False
+            moving.append((t + 2, swap.layer, swap.promote, swap.evict))
+            moved[t] += 1
+    return hits, moved
+
+
+@pytest.mark.parametrize("exponent", [0.6, 1.0])
+@pytest.mark.parametrize("slots", [32, 64])
+def test_after_a_drift_as_good_as_an_lru(exponent: float, slots: int) -> None:
+    """500 tokens after all layers' favourites changed, and before that: at least 90 % of an LRU's hits."""
+    experts, rng = 128, np.random.default_rng(slots)
+    trace = np.concatenate([zipf_trace(rng, exponent, experts, 700) for _ in range(2)])
+    ours, _ = heat_hits(trace, experts, slots)
+    theirs = lru_hits(trace, slots)
+    static = np.isin(trace, np.arange(slots)).mean((1, 2))
+    for settled in (slice(500, 700), slice(1200, 1400)):
+        assert ours[settled].mean() >= 0.9 * theirs[settled].mean()
+        assert ours[settled].mean() >= static[settled].mean()
+    assert ours[700:720].mean() < 0.9 * ours[1200:].mean(), "there was no drift"
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
+def test_without_a_drift_little_moves(exponent: float) -> None:
+    """A copy costs no more than a read: of all that steps read, swaps are less than a hundredth."""
+    trace = zipf_trace(np.random.default_rng(1), exponent, 128, 1000)
+    ours, moved = heat_hits(trace, 128, 32)
+    static = np.isin(trace, np.arange(32)).mean((1, 2))
+    assert moved[500:].mean() < 0.01 * LAYERS * TOP_K
+    assert ours[500:].mean() >= 0.98 * static[500:].mean()

@@ -1,0 +1,61 @@
+"""The GPU reads some experts of a single token in RAM: the same logits, moving experts or not, and the CPU has less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines import Loaded, load_decoder
+from families.test_native_logits import all_experts, prompts
+from families.test_split_logits import forced
+from hybrid.test_moves import DEVICES, Restless
+from hybrid_engines import Kept, Split, load_split
+from proa.engine.executor import Executor
+from proa.native.pool import Pool
+from tiny import make_tiny
+
+PROMPT, TOKENS = 5, 20
+
+
+def fetching(folder: Path, pool: Pool, split: Split, device: str, kept: list[Kept], **override: object) -> Loaded:
+    """Half of what is missing, the odd one too."""
+    loaded = load_split(folder, pool, split, device, keep=kept, **override)
+
+    def make(*sizes: object) -> Executor:
+        executor = loaded.make(*sizes)
+        hybrid = kept[-1].hybrid
+        assert hybrid.tables is not None
+        hybrid.tables.share([(m + 1) // 2 for m in range(9)])
+        hybrid.co_fetch = None  # which would set it by rates
+        if hybrid.moves is not None:
+            hybrid.moves.heat = Restless()
+        return executor
+
+    return Loaded(loaded.spec, make)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("teams", [1, 2])
+@pytest.mark.parametrize(("inclusive", "spare"), [(True, 0), (False, 0), (True, 2), (False, 2)])
+def test_logits_with_experts_read_in_ram(inclusive: bool, spare: int, teams: int, device: str, tmp_path: Path) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    override = all_experts(folder)
+    texts, kept = prompts([TOKENS]), list[Kept]()
+    exact = forced(load_decoder(folder, torch.float32, **override), texts, [PROMPT])
+    plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, [PROMPT])
+    with Pool([[0]] * teams, pin=False) as pool:
+        split = Split(0.4, inclusive, spare, in_place=True)
+        got = forced(fetching(folder, pool, split, device, kept, **override), texts, [PROMPT])
+        off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
+        assert off_got <= 1.05 * off_plain + 1e-4 * exact.abs().max()
+        hybrid = kept[0].hybrid
+        assert hybrid.transport is not None
+        pairs, layers, single = hybrid.transport.counters().pairs, len(hybrid.layers), TOKENS - PROMPT
+        if not spare:  # 5 of 8 experts are missing; in single steps, two of them are left to the CPU
+            left = 2 if teams == 1 else 5
+            assert pairs == layers * (5 * PROMPT + left * single), "warm-up has no pairs"
+        elif teams == 1:
+            assert pairs < layers * 5 * TOKENS
+        kept[0].close()

@@ -1,0 +1,214 @@
+"""Experts change places while steps run: logits stay right, every expert is read by somebody, nothing is read half."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines import Loaded, load_decoder
+from families.test_native_logits import all_experts, prompts
+from families.test_split_logits import LIMITS, MOE, PAGES, forced
+from hybrid_engines import Kept, Split, load_split
+from proa.engine.executor import Executor
+from proa.engine.spans import Span
+from proa.hybrid.copies import Copiers, HostCopier, Pairs
+from proa.hybrid.heat import Swap
+from proa.hybrid.model import HybridModel
+from proa.hybrid.moves import Moves
+from proa.native.pool import Pool
+from tiny import make_tiny
+
+DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool([[0]], pin=False) as made:
+        yield made
+
+
+@dataclass
+class SlowCopy:
+    """Its target is full of NaN from the start until it has arrived, when it is asked for the `asks`-th time."""
+
+    pairs: Pairs
+    asks: int
+
+    def __post_init__(self) -> None:
+        for to, _ in self.pairs:
+            to.fill_(0xFF)
+
+    def done(self) -> bool:
+        self.asks -= 1
+        if self.asks == 0:
+            for to, source in self.pairs:
+                to.copy_(source)
+        return self.asks <= 0
+
+
+@dataclass
+class SlowCopier:
+    asks: int
+    started: list[SlowCopy] = field(default_factory=list)
+
+    def start(self, pairs: Pairs) -> SlowCopy:
+        self.started.append(SlowCopy(pairs, self.asks))
+        return self.started[-1]
+
+    def close(self) -> None:
+        pass
+
+
+class PromptCopier:
+    """All has arrived at once."""
+
+    def start(self, pairs: Pairs) -> SlowCopy:
+        return SlowCopy(pairs, 1)
+
+    def close(self) -> None:
+        pass
+
+
+class Restless:
+    """In place of Heat: every movable pair of a layer, in turn."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def observe(self, chosen: object, tokens: float) -> None:
+        pass
+
+    def swaps(self, resident: Tensor, movable: Tensor) -> list[Swap]:
+        self.turn += 1
+        found = []
+        for layer, (inside, may) in enumerate(zip(resident, movable, strict=True)):
+            ins, outs = ([int(e) for e in (side & may).nonzero()[0]] for side in (~inside, inside))
+            if ins and outs:
+                found.append(Swap(layer, ins[self.turn % len(ins)], outs[self.turn // 2 % len(outs)]))
+        return found
+
+
+@dataclass
+class Moving:
+    """A split model whose experts never rest."""
+
+    loaded: Loaded
+    kept: list[Kept]
+
+    @property
+    def moves(self) -> Moves:
+        moves = self.kept[-1].hybrid.moves
+        assert moves is not None
+        return moves
+
+
+def restless(folder: Path, pool: Pool, split: Split, device: str, copiers: Copiers, **override: object) -> Moving:
+    kept: list[Kept] = []
+    loaded = load_split(folder, pool, split, device, lambda: copiers, kept, **override)
+
+    def make(*sizes: object) -> Executor:
+        executor = loaded.make(*sizes)
+        made.moves.heat = Restless()
+        return executor
+
+    made = Moving(Loaded(loaded.spec, make), kept)
+    return made
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inclusive", [True, False])
+@pytest.mark.parametrize("asks", [1, 2, 5])
+@pytest.mark.parametrize("name", MOE)
+def test_logits_stay_right_while_experts_move(
+    name: str, asks: int, inclusive: bool, device: str, pool: Pool, tmp_path: Path
+) -> None:
+    """All experts are chosen in every step, and slots and places that are being written are full of NaN."""
+    folder = make_tiny(name, tmp_path)
+    override = all_experts(folder)
+    texts = prompts([30, 9])
+    exact = forced(load_decoder(folder, torch.float32, **override), texts, [5, 3])
+    plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, [5, 3])
+    copier = SlowCopier(asks)
+    split = Split(0.5, inclusive, spare=2)
+    model = restless(folder, pool, split, device, Copiers(copier, PromptCopier()), **override)
+    got = forced(model.loaded, texts, [5, 3])
+    off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
+    assert off_got <= 1.05 * off_plain + 1e-4 * exact.abs().max()
+    steps, takes = 1 + 25, asks if inclusive else 2 * asks
+    assert model.moves.moved.experts >= min(len(model.moves.layers), 2 / takes) * steps - 4
+    nbytes = sum(to.nbytes for copy in copier.started for to, _ in copy.pairs)
+    assert model.moves.moved.nbytes == nbytes
+    check_places(model.kept[-1].hybrid, inclusive)
+
+
+def check_places(hybrid: HybridModel, inclusive: bool) -> None:
+    """Of every expert the tables name one side, and what is there are its own bytes."""
+    moves = hybrid.moves
+    assert moves is not None
+    for i, layer in enumerate(hybrid.layers):
+        memory, residency = layer.memory, moves.tables.residency[i]
+        up, cpu = residency.up.cpu(), residency.cpu.cpu()
+        assert ((up != 0) ^ (cpu >= 0)).all()
+        assert (up != 0).sum() >= len(memory.slots.resident)
+        assert len(set(up[up != 0].tolist())) == (up != 0).sum()
+        numbers = cpu[cpu >= 0].tolist()
+        assert len(set(numbers)) == len(numbers)
+        if inclusive:
+            assert numbers == [e for e in range(memory.experts) if not up[e]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inclusive", [True, False])
+def test_hot_experts_come_to_the_gpu(inclusive: bool, device: str, pool: Pool, tmp_path: Path) -> None:
+    """One sequence after another, one token again and again: what it chooses is in VRAM in the end, and stays."""
+    kept: list[Kept] = []
+    folder = make_tiny("qwen3-moe", tmp_path)
+    executor = load_split(folder, pool, Split(0.5, inclusive, spare=2), device, keep=kept).make(LIMITS, PAGES)
+    moves = kept[0].hybrid.moves
+    assert moves is not None
+    for token in (3, 11):
+        before = counts(moves)
+        for _ in range(150):
+            executor.forward([Span([token], 0, [0], 1)])
+            executor.score([0])
+            time.sleep(0.0005)  # copies have time
+        chosen = counts(moves) - before
+        for layer, row in enumerate(chosen):
+            hot = row.topk(min(int((row > 0).sum()), len(moves.resident(layer)))).indices.tolist()
+            assert set(hot) <= set(moves.resident(layer))
+        moved = moves.moved.experts
+        for _ in range(20):
+            executor.forward([Span([token], 0, [0], 1)])
+            executor.score([0])
+        assert moves.moved.experts == moved, "nothing moves that need not"
+    assert moves.moved.experts > 0
+    check_places(kept[0].hybrid, inclusive)
+    kept[0].close()
+
+
+def counts(moves: Moves) -> Tensor:
+    return moves.tables.counts.cpu().clone()
+
+
+@pytest.mark.parametrize("rate", [None, 20e6])
+def test_a_simulated_link_takes_its_time(rate: float | None) -> None:
+    copier = HostCopier(rate)
+    source = torch.randint(0, 255, (2_000_000,), dtype=torch.uint8)
+    to = torch.zeros_like(source)
+    begin = time.perf_counter()
+    copies = [copier.start([(to[i : i + 500_000], source[i : i + 500_000])]) for i in range(0, 2_000_000, 500_000)]
+    assert time.perf_counter() - begin < 0.05
+    if rate is not None:
+        assert not copies[0].done()
+    while not copies[-1].done():
+        time.sleep(0.001)
+    took_s = time.perf_counter() - begin
+    assert torch.equal(to, source)
+    assert rate is None or took_s >= 2_000_000 / rate
+    copier.close()

@@ -1,0 +1,56 @@
+"""A planned engine on a simulated GPU: hot experts come to it by themselves, and the CPU gets less to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engines import finish_all, request, tokens_of
+from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions
+from proa.engine.engine import Engine
+from proa.engine.load import load_engine
+from proa.hybrid.model import HybridModel
+from proa.plan.prepare import prepare
+from tiny import make_tiny
+
+TOKENS = 150
+
+
+def load(folder: Path, **asked: str) -> tuple[Engine, HybridModel]:
+    """Dummy weights whose routers prefer some experts, three of eight of them in VRAM."""
+    options = EngineOptions(
+        ModelOptions(load_format="dummy", dummy_router="zipf", dtype="bfloat16"),
+        CacheOptions(context=512),
+        machine=MachineOptions(threads=2, cpu_binding="none"),
+        gpus=GpuOptions(gpu="sim:64MiB,pcie=1GB/s", gpu_experts="3", **asked),
+    )
+    engine, _ = load_engine(prepare(str(folder), options).plan, lambda loading: None)
+    hybrid = engine.runner.executor._session._session  # the watched one
+    assert isinstance(hybrid, HybridModel)
+    return engine, hybrid
+
+
+def pairs_of(engine: Engine, hybrid: HybridModel) -> int:
+    """Pairs that the CPU computed for TOKENS tokens once all had time to settle."""
+    assert hybrid.transport is not None
+    prompt = list(range(20, 40))
+    engine.submit(request("first", prompt, 60))
+    finish_all(engine)
+    before = hybrid.transport.counters().pairs
+    engine.submit(request("second", prompt, TOKENS))
+    assert len(tokens_of(finish_all(engine)["second"])) == TOKENS
+    return hybrid.transport.counters().pairs - before
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_the_cpu_has_less_to_do(name: str, tmp_path: Path) -> None:
+    folder = make_tiny(name, tmp_path)
+    static, moving = (load(folder, expert_placement=p, co_fetch="off") for p in ("uniform", "auto"))
+    few, many = pairs_of(*moving), pairs_of(*static)
+    moves = moving[1].moves
+    assert static[1].moves is None
+    assert moves is not None
+    assert moves.moved.experts > 0
+    assert moves.moved.nbytes >= moves.moved.experts * moves.layers[0].shape.up.matrix_bytes
+    assert few < many

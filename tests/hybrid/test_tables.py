@@ -1,0 +1,66 @@
+"""What a device's tables say of layers of any sizes, before and after changes."""
+
+from __future__ import annotations
+
+import torch
+
+from proa.hybrid.layer_memory import LayerMemory
+from proa.hybrid.tables import Tables
+from proa.native.pool import Pool
+from proa.ops.packed import Memory
+from proa.ops.staging import Staging
+
+CPU = torch.device("cpu")
+
+
+def layers(pool: Pool) -> list[LayerMemory]:
+    """Of odd numbers of experts, so that rows must be padded; the second without copies in RAM."""
+    ram, staging = Memory(pool, [None]), Staging(pool, 1 << 20, pinned=False)
+    return [
+        LayerMemory(32, 16, 7, (1, 4), True, CPU, ram, staging),
+        LayerMemory(32, 16, 3, (2,), False, CPU, ram, staging),
+        LayerMemory(32, 16, 5, (), True, CPU, ram, staging),
+    ]
+
+
+def test_a_model_without_routed_experts_has_tables_too() -> None:
+    tables = Tables([], CPU, 1, counted=False, in_place=False)
+    tables.publish()
+    assert tables.residency == []
+
+
+def test_rows_say_where_experts_are() -> None:
+    with Pool([[]], pin=False) as pool:
+        memory = layers(pool)
+        tables = Tables(memory, CPU, 4, counted=True, in_place=True)
+        first, second, third = tables.residency
+        assert first.cpu.tolist() == [0, -1, 2, 3, -1, 5, 6]
+        assert second.cpu.tolist() == [0, 1, -1]
+        assert third.cpu.tolist() == [0, 1, 2, 3, 4]
+        slots = [memory[0].slots.slot(i) for i in range(2)]
+        assert first.up.tolist() == [0, slots[0].up.data_ptr(), 0, 0, slots[1].up.data_ptr(), 0, 0]
+        assert first.down.tolist() == [0, slots[0].down.data_ptr(), 0, 0, slots[1].down.data_ptr(), 0, 0]
+        for layer, of in zip(memory, tables.residency, strict=True):
+            assert of.in_place is not None
+            there = list(zip(of.in_place.up.tolist(), of.in_place.down.tolist(), strict=True))
+            assert there == [layer.addresses(n) if n >= 0 else (0, 0) for n in of.cpu.tolist()]
+            assert of.counts is not None
+            assert of.counts.tolist() == [0] * layer.experts
+
+
+def test_changes_show_once_they_are_published() -> None:
+    with Pool([[]], pin=False) as pool:
+        memory = layers(pool)
+        tables = Tables(memory, CPU, 4, counted=False, in_place=False)
+        first, _, third = tables.residency
+        assert first.counts is first.in_place is None
+        before = [t.clone() for of in tables.residency for t in (of.up, of.down, of.cpu)]
+        slot = memory[0].slots.slot(0)
+        tables.to_gpu(0, 6, slot)
+        tables.to_cpu(0, 1, 1)
+        assert all(torch.equal(a, b) for a, b in zip(before, [t for of in tables.residency for t in
+                                                              (of.up, of.down, of.cpu)], strict=True))  # fmt: skip
+        tables.publish()
+        assert first.cpu.tolist() == [0, 1, 2, 3, -1, 5, -1]
+        assert first.up[[1, 6]].tolist() == [0, slot.up.data_ptr()]
+        assert torch.equal(third.cpu, before[8])
