@@ -48,10 +48,11 @@ _LAYER = {
 
 
 def make_tiny_gguf(
-    name: str, file: Path, quant: str = "F32", rope_factors: tuple[float, ...] = (), down: str = "", **overrides: Any
-) -> Path:
+    name: str, file: Path, quant: str = "F32", rope_factors: tuple[float, ...] = (), down: str = "", first: str = "",
+    **overrides: Any,
+) -> Path:  # fmt: skip
     """Write the model `tiny_reference(name, **overrides)`; its matrices as `quant` (those of FFNs that lead back into
-    the residual stream as `down`), all else as F32.
+    the residual stream as `down`, all of the first layer's FFN as `first`), all else as F32.
     """
     model = tiny_reference(name, **overrides)
     arch = ARCHITECTURES[TINY[name].architecture]
@@ -61,7 +62,8 @@ def make_tiny_gguf(
     if rope_factors:
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
     for tensor, values in gguf_tensors(model, arch):
-        kind = gguf.GGMLQuantizationType[down if down and "ffn_down" in tensor else quant]
+        wanted = down if down and "ffn_down" in tensor else quant
+        kind = gguf.GGMLQuantizationType[first if first and tensor.startswith("blk.0.ffn_") else wanted]
         if values.ndim > 1 and "ffn_gate_inp" not in tensor and kind != gguf.GGMLQuantizationType.F32:
             writer.add_tensor(tensor, gguf.quantize(values, kind), raw_dtype=kind)
         else:

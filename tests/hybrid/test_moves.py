@@ -21,8 +21,10 @@ from proa.hybrid.copies import Copiers, HostCopier, Pairs
 from proa.hybrid.heat import Swap
 from proa.hybrid.model import HybridModel
 from proa.hybrid.moves import Moves
+from proa.native.formats import Format
 from proa.native.pool import Pool
 from tiny import make_tiny
+from tiny_gguf import make_tiny_gguf
 
 DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -128,8 +130,24 @@ def restless(folder: Path, pool: Pool, split: Split, device: str, copiers: Copie
 def test_logits_stay_right_while_experts_move(
     name: str, asks: int, inclusive: bool, device: str, pool: Pool, tmp_path: Path
 ) -> None:
+    check_logits(make_tiny(name, tmp_path), asks, inclusive, device, pool)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inclusive", [True, False])
+def test_packed_experts_move_where_layers_have_formats_of_their_own(
+    inclusive: bool, device: str, pool: Pool, tmp_path: Path
+) -> None:
+    file = tmp_path / "m.gguf"
+    made = make_tiny_gguf("qwen3-moe", file, "Q4_0", down="Q8_0", first="Q4_1", moe_intermediate_size=32)
+    layers = check_logits(made, 2, inclusive, device, pool).layers
+    forms = [(layer.shape.up_form.format, layer.shape.down_form.format) for layer in layers]
+    assert forms == [(Format.UINT4_F16, Format.UINT4_F16)] + [(Format.INT4_F16, Format.INT8_F16)] * (len(layers) - 1)
+    assert len(layers) > 1
+
+
+def check_logits(folder: Path, asks: int, inclusive: bool, device: str, pool: Pool) -> Moves:
     """All experts are chosen in every step, and slots and places that are being written are full of NaN."""
-    folder = make_tiny(name, tmp_path)
     override = all_experts(folder)
     texts = prompts([30, 9])
     exact = forced(load_decoder(folder, torch.float32, **override), texts, [5, 3])
@@ -145,6 +163,7 @@ def test_logits_stay_right_while_experts_move(
     nbytes = sum(to.nbytes for copy in copier.started for to, _ in copy.pairs)
     assert model.moves.moved.nbytes == nbytes
     check_places(model.kept[-1].hybrid, inclusive)
+    return model.moves
 
 
 def check_places(hybrid: HybridModel, inclusive: bool) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proa.models.spec import Moe, Router
-from proa.native.formats import Format, layout
+from proa.native.formats import Form, Format, layout
 from proa.plan.placement import MoeLayer, expert_bytes, packed_bytes, place, resident_bytes, spare_bytes, spare_slots
 
 # Four layers of eight experts of 10 bytes, as blocks 1 to 4 of a model.
@@ -63,6 +63,13 @@ def test_spare_slots(expert_bytes: int, resident: int, spare: int) -> None:
     assert spare_slots(expert_bytes, resident) == spare
     assert spare_bytes(LAYERS, spare) == 10 * spare
     assert spare_bytes([*LAYERS, MoeLayer(5, 8, 2, 30), MoeLayer(6, 8, 2, 30)], 3) == 120
+
+
+def test_formats_of_one_size_have_spare_slots_of_their_own() -> None:
+    """An expert is as large, but its gate and up, or its down, may not be."""
+    forms = (Form(Format.INT4_F16, 32), Form(Format.INT8_F16, 32))
+    mixed = [*LAYERS, MoeLayer(5, 8, 2, 10, forms), MoeLayer(6, 8, 2, 10, forms)]
+    assert spare_bytes(mixed, 3) == 60
 
 
 @given(
