@@ -115,7 +115,6 @@ class Layer:
 class Routing:
     at: Located
     weights: Tensor
-    table: Tensor  # of down's addresses
 
 
 def routing_of(layer: Layer, tokens: int) -> Routing:
@@ -125,7 +124,7 @@ def routing_of(layer: Layer, tokens: int) -> Routing:
     at = Located(ids, up, down, torch.empty_like(ids))
     route(logits, torch.arange(tokens, device=DEVICE), TOP_K, True, ids, weights)
     locate(ids, layer.residency, at)
-    return Routing(at, weights, layer.residency.down)
+    return Routing(at, weights)
 
 
 class Case:
