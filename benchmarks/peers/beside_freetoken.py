@@ -250,7 +250,8 @@ def _print(cells: Sequence[Cell], facts: Mapping[str, Any], machine: Machine, no
             f"{c.proa_resident_share:.1%}", f"{c.freetoken_resident_share:.1%}{hits}",
         )  # fmt: skip
     console = Console(file=sys.stdout, width=120)
-    console.print(table)
+    if cells:
+        console.print(table)
     for name, rates in (("RAM, read", machine.ram), ("PCIe, to VRAM", machine.pcie), ("VRAM", machine.hbm)):
         if rates:
             console.print(f"{name}, GB/s, between runs: {' '.join(f'{rate / 1e9:.0f}' for rate in rates)}")
