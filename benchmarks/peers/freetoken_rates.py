@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 from beside import main
@@ -15,19 +16,27 @@ from freetoken_calls import module
 
 
 def run(argv: Sequence[str]) -> None:
-    bench, device = module("freetoken.moe.benchbw"), module("freetoken.gpu_select").bind_assigned_gpu()
-    rows: list[dict[str, Any]] = []
-    for threads in map(int, argv[1:]):
-        found = bench.run_benchbw(device_index=device.index, checkpoints=(argv[0],), cpu_threads=threads)
-        for key in found["benched"]:
-            row = found["layer_kinds"][key]
-            rows.append({
-                "asked_threads": threads,
-                "threads": row["cpu_threads"],
-                "cpu": row["cpu_moe_gbs"], "pcie": row["pcie_gather_gbs"],
-                "cpu_beside_pcie": row["cpu_moe_overlap_gbs"], "pcie_beside_cpu": row["pcie_gather_overlap_gbs"],
-            })  # fmt: skip
+    with redirect_stdout(sys.stderr):  # it prints, too
+        rows = [row for threads in map(int, argv[1:]) for row in _measure(argv[0], threads)]
     sys.stdout.write(json.dumps(rows))
+
+
+def _measure(model: str, threads: int) -> list[dict[str, Any]]:
+    """GB/s of each kind of layer."""
+    bench, device = module("freetoken.moe.benchbw"), module("freetoken.gpu_select").bind_assigned_gpu()
+    found = bench.run_benchbw(device_index=device.index, checkpoints=(model,), cpu_threads=threads)
+    rows = [found["layer_kinds"][key] for key in found["benched"]]
+    return [
+        {
+            "asked_threads": threads,
+            "threads": row["cpu_threads"],
+            "cpu": row["cpu_moe_gbs"],
+            "pcie": row["pcie_gather_gbs"],
+            "cpu_beside_pcie": row["cpu_moe_overlap_gbs"],
+            "pcie_beside_cpu": row["pcie_gather_overlap_gbs"],
+        }
+        for row in rows
+    ]
 
 
 if __name__ == "__main__":
