@@ -1,5 +1,6 @@
-"""The process `python freetoken_rates.py MODEL THREADS...`: FreeToken's own bench (`ft bench bw`) of CPU and link for
-each number of workers. Leaves the profile by which its engine divides experts between them, and prints the rates.
+"""The process `python freetoken_rates.py OUT MODEL THREADS...`: FreeToken's own bench (`ft bench bw`) of CPU and link
+for each number of workers. Leaves the profile by which its engine divides experts between them, and the rates in the
+file OUT, for what it compiles prints too.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from beside import main
@@ -16,9 +17,9 @@ from freetoken_calls import module
 
 
 def run(argv: Sequence[str]) -> None:
-    with redirect_stdout(sys.stderr):  # it prints, too
-        rows = [row for threads in map(int, argv[1:]) for row in _measure(argv[0], threads)]
-    sys.stdout.write(json.dumps(rows))
+    out, model, *threads = argv
+    rows = [row for number in map(int, threads) for row in _measure(model, number)]
+    Path(out).write_text(json.dumps(rows))
 
 
 def _measure(model: str, threads: int) -> list[dict[str, Any]]:

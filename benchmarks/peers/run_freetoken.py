@@ -162,9 +162,10 @@ def _rates(kept: Path, model: Path, options: Options) -> list[dict[str, Any]]:
     done = kept / f"rates-{model.name}-{'-'.join(map(str, numbers))}.json"
     if not done.exists():
         script = Path(__file__).with_name("freetoken_rates.py")
-        command = [sys.executable, str(script), str(model), *map(str, numbers)]
+        unfinished = done.with_suffix(".part")
+        command = [sys.executable, str(script), str(unfinished), str(model), *map(str, numbers)]
         try:
-            found = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=RATES_TIMEOUT_S, check=False)
+            found = subprocess.run(command, stdout=sys.stderr, timeout=RATES_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             raise ProaError(f"FreeToken's own bench took more than {RATES_TIMEOUT_S:.0f} s.") from None
         if found.returncode:
@@ -172,7 +173,7 @@ def _rates(kept: Path, model: Path, options: Options) -> list[dict[str, Any]]:
                 f"FreeToken's own bench failed (exit code {found.returncode}).",
                 "See what it wrote above; it needs nvcc.",
             )
-        done.write_text(found.stdout)
+        unfinished.rename(done)
     rows: list[dict[str, Any]] = json.loads(done.read_text())
     if not rows:
         raise UsageError("FreeToken has no CPU kernel for these experts here.", "Use --mode vram.")
