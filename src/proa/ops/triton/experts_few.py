@@ -29,7 +29,7 @@ class Tile:
     warps: int
 
 
-_TILES = {"up": Tile(2, 128, 3, 8), "down": Tile(2, 128, 3, 8)}
+_TILES = {"up": Tile(2, 64, 4, 4), "down": Tile(2, 64, 4, 4)}
 
 
 @triton.jit
