@@ -56,8 +56,8 @@ class Options:
         metavar="LIST", common=True,
     )  # fmt: skip
     requests: str = option("1,4", help="how many requests decode together", metavar="LIST", common=True)
-    prompt_tokens: int = option(128, help="length of each prompt", low=2, high=1 << 19, common=True)
-    output_tokens: int = option(64, help="steps that are timed", low=2, high=1 << 19, common=True)
+    prompt_tokens: int = option(128, help="length of each prompt", low=2, high=1 << 16, common=True)
+    output_tokens: int = option(64, help="steps that are timed", low=2, high=1 << 15, common=True)
     cache_share: float = option(
         10.0, help="percent of the experts in VRAM, in hybrid mode", metavar="PERCENT", low=1, high=100, common=True
     )
@@ -117,7 +117,7 @@ def run(argv: Sequence[str]) -> None:
     sys.stdout.flush()
     if not all(pairs.values()):
         missing = ", ".join(mode for mode in modes if not pairs[mode])
-        raise ProaError(f"There is no result for {missing}: {'; '.join(notes)}")
+        raise ProaError(f"There is no result for {missing}.", "; ".join(notes))
 
 
 def parse_modes(text: str) -> list[str]:
@@ -154,7 +154,11 @@ def _alternate(
                     found.append(by_requests(rows))
                     machine.ram.append(meter())
             except ProaError as error:
-                notes.append(f"round {i + 1} of {mode}: {error}")
+                alone = [
+                    f"Proa alone, {n}: {row['tokens_per_s']:.1f} tokens/s"
+                    for n, row in (found[0] if found else {}).items()
+                ]
+                notes.append("; ".join([f"round {i + 1} of {mode}: {error}", *alone]))
                 continue
             slowest_s[mode] = max(slowest_s[mode], time.monotonic() - begin)
             pairs[mode].append((found[0], found[1]))
@@ -190,16 +194,19 @@ def _flags(values: Mapping[str, object]) -> list[str]:
 def run_logged(command: Sequence[str], log: Path, limit_s: float) -> list[dict[str, Any]]:
     """The JSON lines that a command prints; what else it says goes to `log`. Raises ProaError with its end."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        ) as process,
+    ):  # fmt: skip
         try:
             out, _ = process.communicate(timeout=max(1.0, limit_s))
         except subprocess.TimeoutExpired:
             raise ProaError(f"{log.stem} did not end within {limit_s:.0f} s.", _end_of(log)) from None
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its own session: workers too
-                process.wait()
+                os.killpg(process.pid, signal.SIGKILL)  # a session of its own: its workers too
     if process.returncode:
         raise ProaError(f"{log.stem} ended with exit code {process.returncode}.", _end_of(log))
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
@@ -243,7 +250,8 @@ def _print(cells: Sequence[Cell], facts: Mapping[str, Any], machine: Machine, no
             f"{c.proa_resident_share:.1%}", f"{c.freetoken_resident_share:.1%}{hits}",
         )  # fmt: skip
     console = Console(file=sys.stdout, width=120)
-    console.print(table)
+    if cells:
+        console.print(table)
     for name, rates in (("RAM, read", machine.ram), ("PCIe, to VRAM", machine.pcie), ("VRAM", machine.hbm)):
         if rates:
             console.print(f"{name}, GB/s, between runs: {' '.join(f'{rate / 1e9:.0f}' for rate in rates)}")

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -67,7 +66,6 @@ class Decoded:
 
     requests: int
     tokens_per_s: float
-    step_ms: float
 
 
 @dataclass(frozen=True)
@@ -225,7 +223,7 @@ class Program:
 
 
 def engine_options(case: Case) -> dict[str, Any]:
-    """As its server would have them, but for room for just these requests."""
+    """As its server would have them, but for room for not much more than these requests."""
     most = max(case.counts)
     tokens = case.prompt_tokens + SETTLE_TOKENS + max(case.output_tokens, WARM_UP_TOKENS, MISSES_TOKENS) + 1
     options: dict[str, Any] = {
@@ -233,9 +231,9 @@ def engine_options(case: Case) -> dict[str, Any]:
         "use_dummy_weight": True,
         "max_running_req": most,
         "cuda_graph_max_bs": most,
-        "max_extend_tokens": max(2048, most * case.prompt_tokens),
-        "num_token_override": 4 * most * tokens,  # old prompts stay a while
-        "max_seq_len_override": tokens,
+        "max_extend_tokens": max(8192, most * case.prompt_tokens),
+        "num_token_override": max(16384, 4 * most * tokens),  # old prompts stay a while
+        "max_seq_len_override": max(4096, tokens),
         "moe_cpu_threads": case.threads,
         "decode_log_interval": _QUIET,
     }
@@ -249,7 +247,7 @@ def timed(base: type) -> Any:
     """Its class, which notes when tokens come: `arrivals`, request -> seconds."""
     token = module("freetoken.message").DetokenizeMsg
 
-    class Timed(base):
+    class Timed(base):  # type: ignore[misc]
         arrivals: dict[int, list[float]]
 
         def offline_send_result(self, reply: Sequence[Any]) -> None:
@@ -272,10 +270,4 @@ def decoded(arrivals: Sequence[Sequence[float]], made: int) -> Decoded:
     if end <= begin:
         raise ProaError("Its requests never decoded together.", "Use more --output-tokens or fewer --requests.")
     tokens = sum(begin < moment <= end for moments in arrivals for moment in moments)
-    rate = tokens / (end - begin)
-    return Decoded(len(arrivals), rate, 1e3 * len(arrivals) / rate)
-
-
-def middle(runs: Sequence[Decoded]) -> tuple[float, float]:
-    """Medians: tokens per second, milliseconds a step."""
-    return median(run.tokens_per_s for run in runs), median(run.step_ms for run in runs)
+    return Decoded(len(arrivals), tokens / (end - begin))

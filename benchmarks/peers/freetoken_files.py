@@ -24,6 +24,7 @@ PACKAGE = "freetoken"
 REMEDY = "See FreeToken in benchmarks/peers/README.md for how to install it."
 FP8_BLOCK = 128  # rows and columns that share a scale
 FORMATS = ("bf16", "fp8")
+POSITIONS = 1 << 17  # it keeps a table of all of them
 
 
 def provide(wheels: str | None, keep: Path) -> list[str]:
@@ -35,13 +36,14 @@ def provide(wheels: str | None, keep: Path) -> list[str]:
     os.environ["XDG_CACHE_HOME"] = str(keep / "cache")  # its bandwidth profile
     os.environ["TVM_FFI_CACHE_DIR"] = str(keep / "kernels")  # what it compiles with nvcc
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
-    notes = _unpack_all(Path(wheels), keep / "site") if wheels else []
+    notes = unpack_all(Path(wheels), keep / "site") if wheels else []
     if importlib.util.find_spec(PACKAGE) is None:
         raise UsageError("FreeToken is not installed here.", REMEDY)
     return notes
 
 
-def _unpack_all(wheels: Path, site: Path) -> list[str]:
+def unpack_all(wheels: Path, site: Path) -> list[str]:
+    """Into `site`, which becomes importable. Gives back notes. Raises UsageError."""
     found = sorted(wheels.glob("*.whl"))
     if not any(path.name.startswith(f"{PACKAGE}-") for path in found):
         raise UsageError(f"There is no wheel of FreeToken in {wheels}.", REMEDY)
@@ -80,7 +82,7 @@ def write_model(folder: Path, shape: ModelShape, weights: str) -> Path:
 
     `weights` is one of FORMATS: all linear layers have it, but routers and the head.
     """
-    config = shape.config()
+    config = shape.config() | {"max_position_embeddings": POSITIONS}
     if weights == "fp8":
         config["quantization_config"] = {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",

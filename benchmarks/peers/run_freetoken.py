@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from beside import main
-from freetoken_calls import STRATEGIES, Case, Decoded, Program, middle, module, need_gpu, version
+from freetoken_calls import STRATEGIES, Case, Decoded, Program, module, need_gpu, version
 from freetoken_files import FORMATS, provide, write_model
 from rich.console import Console
 from rich.table import Table
@@ -55,8 +56,8 @@ class Options:
         choices=tuple(STRATEGIES), common=True,
     )  # fmt: skip
     requests: str = option("1,4", help="how many requests decode together", metavar="LIST", common=True)
-    prompt_tokens: int = option(128, help="length of each prompt", low=2, high=1 << 19, common=True)
-    output_tokens: int = option(128, help="steps that are timed, of each answer", low=2, high=1 << 19, common=True)
+    prompt_tokens: int = option(128, help="length of each prompt", low=2, high=1 << 16, common=True)
+    output_tokens: int = option(128, help="steps that are timed, of each answer", low=2, high=1 << 15, common=True)
     cache_share: float = option(
         10.0,
         help="percent of all experts in the cache, in hybrid mode",
@@ -110,7 +111,7 @@ def run(argv: Sequence[str]) -> None:
     options = parse(Options, argv, prog="run_freetoken.py", summary="times FreeToken on random weights").options
     shape = MODEL_SHAPES[options.shape].cut(options.layers)
     counts = parse_counts(options.requests)
-    with _folder(options.keep) as kept:
+    with _folder(options.keep) as kept, redirect_stdout(sys.stderr):  # it prints, too
         notes = list(busy_notes(os.getloadavg()[0], probe().usable_cores))
         rows = _measure(options, shape, counts, Path(kept), notes)
     if options.json:
@@ -146,11 +147,11 @@ def _measure(
 
 
 def _row(options: Options, shape: ModelShape, found: Sequence[Decoded], misses: Any, **facts: Any) -> Row:
-    rate, step_ms = middle(found)
+    requests, rate = found[0].requests, median(one.tokens_per_s for one in found)
     return Row(
-        shape=shape.name, layers=shape.layers, format=options.format, mode=options.mode, requests=found[0].requests,
+        shape=shape.name, layers=shape.layers, format=options.format, mode=options.mode, requests=requests,
         prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens, tokens_per_s=rate,
-        tokens_per_s_runs=[one.tokens_per_s for one in found], step_ms=step_ms,
+        tokens_per_s_runs=[one.tokens_per_s for one in found], step_ms=1e3 * requests / rate,
         hit_share=None if misses is None else misses.hit_share, **facts,
     )  # fmt: skip
 
@@ -161,9 +162,10 @@ def _rates(kept: Path, model: Path, options: Options) -> list[dict[str, Any]]:
     done = kept / f"rates-{model.name}-{'-'.join(map(str, numbers))}.json"
     if not done.exists():
         script = Path(__file__).with_name("freetoken_rates.py")
-        command = [sys.executable, str(script), str(model), *map(str, numbers)]
+        unfinished = done.with_suffix(".part")
+        command = [sys.executable, str(script), str(unfinished), str(model), *map(str, numbers)]
         try:
-            found = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=RATES_TIMEOUT_S, check=False)
+            found = subprocess.run(command, stdout=sys.stderr, timeout=RATES_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             raise ProaError(f"FreeToken's own bench took more than {RATES_TIMEOUT_S:.0f} s.") from None
         if found.returncode:
@@ -171,7 +173,7 @@ def _rates(kept: Path, model: Path, options: Options) -> list[dict[str, Any]]:
                 f"FreeToken's own bench failed (exit code {found.returncode}).",
                 "See what it wrote above; it needs nvcc.",
             )
-        done.write_text(found.stdout)
+        unfinished.rename(done)
     rows: list[dict[str, Any]] = json.loads(done.read_text())
     if not rows:
         raise UsageError("FreeToken has no CPU kernel for these experts here.", "Use --mode vram.")

@@ -100,6 +100,14 @@ def test_what_a_step_reads() -> None:
     assert step_bytes(TINY_SPEC, gpu_plan(0, 0), "zipf", 2, 1, every - 1).resident == 0, "the CPU read all there is"
 
 
+def test_what_the_gpu_reads_in_ram_counts_as_read_from_ram() -> None:
+    fetching = msgspec.structs.replace(gpu_plan(4, 2), co_fetch=True)
+    alone = step_bytes(TINY_SPEC, fetching, "uniform", 1, 100, cpu_bytes=1.0)
+    missed = 2 * 2 * TINY_EXPERT_BYTES - alone.resident
+    assert alone.cpu == pytest.approx(missed)
+    assert step_bytes(TINY_SPEC, fetching, "uniform", 2, 100, 1.0).cpu == 1.0, "nothing is fetched for several"
+
+
 @pytest.mark.parametrize(
     ("resident", "cpu", "step_s"),
     [(4e9, 0, 3.0), (4e9, 5e9, 3.0), (4e9, 15e9, 4.0), (0, 5e9, 2.0)],

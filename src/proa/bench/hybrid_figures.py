@@ -72,7 +72,7 @@ class StepBytes(msgspec.Struct, frozen=True, kw_only=True):
 
     dense: float  # from VRAM: dense weights, KV of all requests
     resident: float  # from VRAM: experts
-    cpu: float  # from RAM: experts
+    cpu: float  # from RAM: experts, of the CPU and those that the GPU reads there
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,8 @@ def step_bytes(
     spec: Model, gpu: GpuPlan, router: str, requests: int, context_tokens: float, cpu_bytes: float
 ) -> StepBytes:
     """`cpu_bytes` are counted. Resident experts: under even routing, expected by their number; else what the CPU leaves
-    of all that are expected.
+    of all that are expected. What the GPU reads in RAM is not counted: under even routing it is the rest of those that
+    are not resident, else it counts as resident, and the roof is higher than it should be.
     """
     kv_bytes = requests * context_tokens * spec.kv_bytes_per_token(BF16_BYTES)
     resident_bytes = all_bytes = 0.0
@@ -103,6 +104,8 @@ def step_bytes(
         resident_bytes += distinct * expert_bytes * len(resident) / layer.experts
     if router != "uniform" and any(gpu.resident):
         resident_bytes = max(0.0, all_bytes - cpu_bytes)
+    elif gpu.co_fetch and requests == 1:
+        cpu_bytes = max(cpu_bytes, all_bytes - resident_bytes)
     return StepBytes(dense=dense_read_bytes(spec) + kv_bytes, resident=resident_bytes, cpu=cpu_bytes)
 
 

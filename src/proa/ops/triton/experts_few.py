@@ -32,7 +32,7 @@ class Tile:
 
 
 # Of bfloat16; of formats whose codes are decoded first.
-_TILES = {"up": Tile(2, 128, 3, 8), "down": Tile(2, 128, 3, 8), "decoded": Tile(2, 64, 4, 4)}
+_TILES = {"up": Tile(2, 64, 4, 4), "down": Tile(2, 64, 4, 4), "decoded": Tile(2, 64, 4, 4)}
 
 
 @triton.jit

@@ -1,0 +1,453 @@
+"""benchmarks/peers: FreeToken's scripts without FreeToken and without a GPU; a stand-in has its interface."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from proa.bench.hybrid_shapes import MODEL_SHAPES
+from proa.cli.bench_hybrid import HybridCommand
+from proa.config.parse import parse
+from proa.errors import ProaError, UsageError
+
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / "benchmarks" / "peers"
+TINY = MODEL_SHAPES["tiny"]
+
+# What the scripts use of FreeToken 0.2.1. Its engine makes a token every two milliseconds for each request.
+STAND_IN = {
+    "freetoken/__init__.py": "",
+    "freetoken/core.py": """
+from dataclasses import dataclass
+@dataclass
+class SamplingParams:
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    max_tokens: int = 1024
+""",
+    "freetoken/message.py": """
+class DetokenizeMsg:
+    def __init__(self, uid): self.uid = uid
+""",
+    "freetoken/engine/__init__.py": "",
+    "freetoken/engine/engine.py": "def _make_dummy_weight_state_dict(state, *, device, host_keys): raise KeyError",
+    "freetoken/moe/__init__.py": "",
+    "freetoken/moe/expert_banks.py": "def _dummy_fill(role, tensor): raise KeyError(role)",
+    "freetoken/gpu_select.py": """
+import torch
+def bind_assigned_gpu(): return torch.device("cuda", 0)
+""",
+    "freetoken/moe/benchbw.py": """
+import os
+from pathlib import Path
+def run_benchbw(device_index, checkpoints, cpu_threads):
+    assert device_index == 0 and (Path(checkpoints[0]) / "config.json").exists()
+    print("what goes to stdout by itself")
+    Path(os.environ["XDG_CACHE_HOME"]).mkdir(parents=True, exist_ok=True)
+    row = {"cpu_threads": cpu_threads or 7, "cpu_moe_gbs": 20.0, "pcie_gather_gbs": 10.0,
+           "cpu_moe_overlap_gbs": 15.0 + cpu_threads, "pcie_gather_overlap_gbs": 9.0}
+    return {"benched": ["kind"], "layer_kinds": {"kind": row, "older": None}}
+""",
+    "freetoken/llm/__init__.py": """
+import torch
+torch.cuda.is_available = lambda: True
+from .llm import LLM
+""",
+    "freetoken/llm/llm.py": """
+import json, time
+from pathlib import Path
+from types import SimpleNamespace as Names
+import torch
+from freetoken.engine import engine
+from freetoken.message import DetokenizeMsg
+from freetoken.moe import expert_banks
+class RequestAllFinished(Exception): pass
+class LLM:
+    def __init__(self, model, dtype, **options):
+        print("a log on stdout")
+        config = json.loads((Path(model) / "config.json").read_text())
+        assert dtype is torch.bfloat16 and options["use_dummy_weight"]
+        experts = config["num_experts"] * config["num_hidden_layers"]
+        for role in ("gate_up", "down"):
+            expert_banks._dummy_fill(role, torch.empty(4, 8, 16, dtype=dtype))
+        engine._make_dummy_weight_state_dict({"a.weight": torch.empty(2, 2)}, device=torch.device("cpu"),
+                                             host_keys=frozenset())
+        cache = workers = None
+        if options["moe_strategy"] != "fused":
+            cache = Names(cache_size=options.get("moe_cache_size", 2 * config["num_experts"]),
+                          num_experts=config["num_experts"], num_layers=config["num_hidden_layers"],
+                          hybrid_fetch_fraction=[0.375], collect_stats=False, reset_stats=self.reset,
+                          decode_miss_stats=lambda: self.stats)
+            workers = Names(num_threads=options["moe_cpu_threads"] or 7, isa="avx512bf16")
+        self.engine = Names(moe_offload_cache=cache, cpu_moe_executor=workers, config=Names(attention_backend="triton"))
+        self.stats = None
+    def reset(self): self.stats = {"active_per_layer": 2.0, "fetched_per_layer": 0.5, "cpu_per_layer": 1.0}
+    def rebuild_cache(self, moe_cache_size): assert self.engine.moe_offload_cache.collect_stats
+    def offline_send_result(self, reply): pass
+    def run_forever(self):
+        left = {uid: sampling.max_tokens for uid, (_, sampling, _) in enumerate(self.pending_requests)}
+        assert all(sampling.ignore_eos and sampling.temperature == 1 for _, sampling, _ in self.pending_requests)
+        while left:
+            time.sleep(0.002)
+            self.offline_send_result([object(), *(DetokenizeMsg(uid) for uid in left)])
+            left = {uid: count - 1 for uid, count in left.items() if count > 1}
+        raise RequestAllFinished
+""",
+}
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PEERS))
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    """A folder with the stand-in as a wheel."""
+    return write_wheel(tmp_path / "wheels", "freetoken", "0.2.1", STAND_IN)
+
+
+def write_wheel(folder: Path, name: str, version: str, files: dict[str, str], tags: str = "py3-none-any") -> Path:
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tags}.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+        wheel.writestr(
+            f"{name}-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"
+        )
+    return folder
+
+
+def run_script(*argv: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "default"}
+    command = [sys.executable, str(PEERS / "run_freetoken.py"), *map(str, argv)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def import_state(peers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `provide` changes in this process is undone."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+
+
+def test_freetoken_that_is_not_installed_is_named() -> None:
+    done = run_script("--shape=tiny")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "FreeToken is not installed here. See FreeToken in benchmarks/peers/README.md" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("import_state")
+@pytest.mark.parametrize(
+    ("version", "tags", "files", "what"),
+    [
+        ("0.2.1", "cp39-cp39-manylinux_2_17_x86_64", {}, "freetoken-0.2.1-cp39-.* is not for this Python"),
+        ("0.2.1", "py3-none-any", {"freetoken/llm.py": "import msgpaque"}, "cannot be used here .*'msgpaque'"),
+        ("0.3", "py3-none-any", {}, "This is FreeToken 0.3. Install 0.2.1"),
+    ],
+)
+def test_wheels_that_do_not_fit_are_named(
+    tmp_path: Path, version: str, tags: str, files: dict[str, str], what: str
+) -> None:  # fmt: skip
+    from run_freetoken import run
+
+    folder = write_wheel(tmp_path / "wheels", "freetoken", version, {"freetoken/__init__.py": "", **files}, tags)
+    with pytest.raises(UsageError, match=what):
+        run(["--shape=tiny", f"--wheels={folder}"])
+
+
+@pytest.mark.usefixtures("peers")
+def test_a_folder_without_its_wheel_is_named(tmp_path: Path) -> None:
+    from freetoken_files import unpack_all
+
+    write_wheel(tmp_path, "other", "1.0", {})
+    with pytest.raises(UsageError, match=f"no wheel of FreeToken in {tmp_path}.*README"):
+        unpack_all(tmp_path, tmp_path / "site")
+
+
+def test_hybrid_rows(tmp_path: Path, wheels: Path) -> None:
+    write_wheel(wheels, "rich", "1.0", {"rich/broken.py": ""})  # is installed, and stays as it is
+    argv = ["--shape=tiny", "--wheels", wheels, "--keep", tmp_path / "keep", "--requests=1,3", "--prompt-tokens=5"]
+    argv += ["--output-tokens=20", "--cache-share=70", "--runs=2", "--misses", "--json"]
+    done = run_script(*argv)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["requests"] for row in rows] == [1, 3]
+    cpus = len(os.sched_getaffinity(0))
+    more = [{"asked_threads": cpus - 2, "threads": cpus - 2, "cpu": 20.0, "pcie": 10.0,
+             "cpu_beside_pcie": 13.0 + cpus, "pcie_beside_cpu": 9.0}] if cpus > 4 else []  # fmt: skip
+    for row in rows:
+        wanted = {
+            "peer": "FreeToken 0.2.1", "shape": "tiny", "layers": 2, "format": "bf16", "mode": "hybrid",
+            "prompt_tokens": 5, "output_tokens": 20, "hit_share": 0.25, "resident_share": 12 / 16, "fetch_share": 0.375,
+            "cpu_threads": cpus - 2 if cpus > 4 else 7, "cpu_isa": "avx512bf16", "attention": "triton",
+        }  # fmt: skip
+        assert wanted.items() <= row.items()
+        assert row["rates"][1:] == more
+        assert (row["rates"][0]["asked_threads"], row["rates"][0]["threads"]) == (0, 7)
+        # sleeping takes at least as long as asked; how much longer is the machine's affair
+        assert 0 < row["tokens_per_s"] <= 500 * row["requests"] * 1.01
+        assert row["step_ms"] == pytest.approx(1e3 * row["requests"] / row["tokens_per_s"])
+        assert len(row["tokens_per_s_runs"]) == 2
+        assert any("rich" in note for note in row["notes"])
+    assert not (tmp_path / "keep" / "site" / "rich").exists()
+    (tmp_path / "keep" / "site" / "freetoken" / "moe" / "benchbw.py").write_text("raise KeyError")  # is not run again
+    again = run_script(*argv)
+    assert again.returncode == 0, again.stderr
+
+
+def test_all_in_vram_needs_no_rates(tmp_path: Path, wheels: Path) -> None:
+    done = run_script("--shape=tiny", "--wheels", wheels, "--mode=vram", "--requests=2", "--output-tokens=4", "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (row["mode"], row["resident_share"], row["hit_share"], row["cpu_threads"]) == ("vram", 1.0, None, None)
+    assert row["rates"] == []
+
+
+@pytest.mark.usefixtures("peers")
+def test_a_cache_smaller_than_a_layer_is_refused(tmp_path: Path) -> None:
+    from freetoken_calls import Case, engine_options
+
+    def case(share: float, mode: str = "hybrid") -> Case:
+        return Case(tmp_path, TINY, mode, share, 3, (1, 4), 100, 50)
+
+    with pytest.raises(UsageError, match="A cache of 4 experts is less than a layer's 8"):
+        engine_options(case(0.25))
+    one_layer, both = engine_options(case(0.5)), engine_options(case(1.0))
+    assert (one_layer["moe_cache_size"], one_layer["moe_prefill_overlap"]) == (8, False)
+    assert (both["moe_cache_size"], both["moe_prefill_overlap"]) == (16, True)
+    assert (both["moe_strategy"], both["moe_cpu_threads"], both["cuda_graph_max_bs"]) == ("hybrid", 3, 4)
+    resident = engine_options(case(0.25, "vram"))
+    assert resident["moe_strategy"] == "fused"
+    assert "moe_cache_size" not in resident
+
+
+@pytest.mark.usefixtures("peers")
+@pytest.mark.parametrize("name", ["tiny", "qwen3-30b-a3b"])
+def test_model_folder(tmp_path: Path, name: str) -> None:
+    """transformers, which FreeToken reads configs and tokenizers with, finds all sizes."""
+    from freetoken_files import write_model
+    from transformers import AutoConfig, AutoTokenizer
+
+    shape = MODEL_SHAPES[name].cut(2)
+    for weights in ("bf16", "fp8"):
+        folder = write_model(tmp_path / weights, shape, weights)
+        config = AutoConfig.from_pretrained(folder)
+        sizes = (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
+        assert sizes == (shape.hidden, 2, shape.heads, shape.kv_heads)
+        experts = (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, config.vocab_size)
+        assert experts == (shape.experts, shape.top_k, shape.width, shape.vocab)
+        assert config.max_position_embeddings == 1 << 17
+        quantised = getattr(config, "quantization_config", None)
+        assert (quantised is None) == (weights == "bf16")
+        if quantised is not None:
+            assert (quantised["quant_method"], quantised["weight_block_size"]) == ("fp8", [128, 128])
+        assert AutoTokenizer.from_pretrained(folder).eos_token_id == 1
+
+
+@pytest.mark.usefixtures("peers")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_random_experts(dtype: torch.dtype) -> None:
+    from freetoken_calls import RandomWeights
+
+    weights = RandomWeights()
+    sizes = {}
+    for role in ("gate_up", "down"):
+        bank = torch.full((3, 256, 128), float("nan")).to(dtype)
+        scale = torch.full((3, 2, 1), float("nan"), dtype=torch.bfloat16)
+        weights.expert(role, bank)
+        weights.expert(f"{role}_scale", scale)
+        values = bank.float()
+        assert values.isfinite().all()
+        assert (values == values[:1]).all()
+        sizes[role] = values.std().item() * (scale[0, 0].item() if dtype == torch.float8_e4m3fn else 1)
+    # standard deviations of 3 x 2**15 equal thirds: within 1 %, and the rounding of values and scales
+    assert sizes["gate_up"] == pytest.approx(128**-0.5, rel=0.03)
+    assert sizes["down"] == pytest.approx(0.2 * 128**-0.5, rel=0.03)
+
+
+@pytest.mark.usefixtures("peers")
+def test_random_dense_weights() -> None:
+    from freetoken_calls import RandomWeights
+
+    layer = "model.layers.0.self_attn"
+    state = {
+        "model.embed_tokens.weight": torch.empty(512, 64, dtype=torch.bfloat16),
+        "model.norm.weight": torch.empty(64, dtype=torch.bfloat16),
+        f"{layer}.qkv_proj.weight": torch.empty(256, 128, dtype=torch.float8_e4m3fn),
+        f"{layer}.qkv_proj.weight_scale_inv": torch.empty(2, 1, dtype=torch.bfloat16),
+        f"{layer}.o_proj.weight": torch.empty(256, 64, dtype=torch.bfloat16),
+        "steps": torch.empty(3, dtype=torch.int32),
+    }
+    made = RandomWeights().dense(state, device=torch.device("cpu"))
+    assert {name: (v.shape, v.dtype) for name, v in made.items()} == {n: (v.shape, v.dtype) for n, v in state.items()}
+    spread = {name: value.float().std().item() for name, value in made.items() if value.dim() > 1}
+    assert spread["model.embed_tokens.weight"] == pytest.approx(1, rel=0.03)
+    assert spread[f"{layer}.qkv_proj.weight"] == pytest.approx(1, rel=0.03)
+    assert spread[f"{layer}.o_proj.weight"] == pytest.approx(0.2 / 8, rel=0.03)
+    assert made[f"{layer}.qkv_proj.weight_scale_inv"].float() == pytest.approx(128**-0.5, rel=2**-8)
+    assert (made["model.norm.weight"] == 1).all()
+    assert (made["steps"] == 0).all()
+    with pytest.raises(UsageError, match="should lie in RAM"):
+        RandomWeights().dense(state, device=torch.device("cpu"), host_keys=frozenset({"model.embed_tokens.weight"}))
+
+
+@pytest.mark.usefixtures("peers")
+def test_only_steps_of_all_requests_count() -> None:
+    from freetoken_calls import SETTLE_TOKENS, decoded
+
+    first = [float(i) for i in range(SETTLE_TOKENS + 4)]  # a token a second
+    later = [moment + 2 for moment in first]
+    found = decoded([first, later], SETTLE_TOKENS + 4)
+    # from the later one's last settling token, two seconds after the first one's, to the first one's end
+    assert (found.requests, found.tokens_per_s) == (2, 2.0)
+    with pytest.raises(ProaError, match=f"made {SETTLE_TOKENS + 4}, 1 tokens instead of {SETTLE_TOKENS + 4}"):
+        decoded([first, [1.0]], SETTLE_TOKENS + 4)
+    with pytest.raises(ProaError, match="never decoded together"):
+        decoded([first, [moment + 4 for moment in first]], SETTLE_TOKENS + 4)
+
+
+@pytest.mark.usefixtures("peers")
+def test_threads_by_measured_rates() -> None:
+    from run_freetoken import pick_threads, thread_candidates
+
+    def row(asked: int, cpu: float, beside: float) -> dict[str, Any]:
+        return {"asked_threads": asked, "cpu": cpu, "cpu_beside_pcie": beside, "pcie_beside_cpu": 50.0}
+
+    assert (thread_candidates(2), thread_candidates(16)) == ([0], [0, 14])
+    assert pick_threads([row(0, 100, 70), row(14, 101, 80)], "hybrid") == 14
+    assert pick_threads([row(0, 100, 70), row(14, 101, 80)], "cpu") == 0  # 1 % is nothing
+    assert pick_threads([], "vram") == 0
+
+
+@pytest.fixture
+def beside(peers: None) -> ModuleType:
+    import beside_freetoken
+
+    return beside_freetoken
+
+
+@pytest.mark.parametrize(("mode", "resident"), [("hybrid", 12.5), ("cpu", 0.0), ("vram", 100.0)])
+def test_both_are_asked_for_the_same(beside: ModuleType, tmp_path: Path, mode: str, resident: float) -> None:
+    from run_freetoken import Options
+
+    asked = beside.Options(
+        shape="tiny", layers=1, requests="2,3", prompt_tokens=7, output_tokens=9, cache_share=12.5, runs=4, wheels="w"
+    )
+    made = beside.commands(asked, mode, tmp_path, first=True)
+    ours = parse(HybridCommand, made["proa"][5:], prog="proa", summary="s").options
+    theirs = parse(Options, made["freetoken"][2:], prog="f", summary="s").options
+    assert made["proa"][1:5] == ["-m", "proa.cli.main", "bench", "hybrid"]
+    same = ("shape", "layers", "format", "requests", "output_tokens", "runs")
+    for name in same:
+        assert getattr(ours.bench, name) == getattr(theirs, name), name
+    assert (theirs.shape, theirs.layers, theirs.requests, theirs.output_tokens, theirs.runs) == ("tiny", 1, "2,3", 9, 4)
+    assert (ours.bench.context, theirs.prompt_tokens) == (7, 7)
+    assert (ours.bench.resident, theirs.cache_share, theirs.mode) == (resident, 12.5, mode)
+    assert (ours.json, theirs.json, theirs.wheels, theirs.misses) == (True, True, "w", mode == "hybrid")
+    assert "--misses" not in beside.commands(asked, mode, tmp_path, first=False)["freetoken"]
+
+
+def printing(*rows: dict[str, Any]) -> list[str]:
+    return [sys.executable, "-c", f"import sys; sys.stdout.write({''.join(json.dumps(r) + chr(10) for r in rows)!r})"]
+
+
+def proa_row(rate: float) -> dict[str, Any]:
+    return {"figures": {"requests": 1, "tokens_per_s": rate, "roof_tokens_per_s": 200.0, "resident_share": 0.1,
+                        "pcie_bytes_per_s": 5e10, "hbm_bytes_per_s": 4e12}}  # fmt: skip
+
+
+def freetoken_row(rate: float) -> dict[str, Any]:
+    return {"requests": 1, "tokens_per_s": rate, "resident_share": 0.125, "hit_share": 0.09, "peer": "FreeToken 0"}
+
+
+def run_beside(
+    beside: ModuleType, monkeypatch: pytest.MonkeyPatch, made: list[dict[str, list[str]]], *argv: str
+) -> list[str]:
+    """What is run in each round and mode is given; RAM reads 1 GB/s. Gives back the modes in order."""
+    asked: list[str] = []
+
+    def commands(options: object, mode: str, kept: Path, *, first: bool) -> dict[str, list[str]]:
+        asked.append(mode)
+        return made[len(asked) - 1]
+
+    monkeypatch.setattr(beside, "commands", commands)
+    monkeypatch.setattr(beside, "bandwidth_meter", lambda threads: lambda: 1e9)
+    beside.run(["--requests=1", "--rounds=2", "--json", *argv])
+    return asked
+
+
+def test_medians_and_ratios(
+    beside: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def pair(ours: float, theirs: float) -> dict[str, list[str]]:
+        return {"proa": printing(proa_row(ours)), "freetoken": printing(freetoken_row(theirs))}
+
+    made = [pair(90, 60), pair(400, 500), pair(110, 100), pair(500, 500)]
+    assert run_beside(beside, monkeypatch, made, f"--keep={tmp_path}") == ["hybrid", "vram"] * 2
+    hybrid, vram = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (hybrid["mode"], hybrid["proa_tokens_per_s"], hybrid["freetoken_tokens_per_s"]) == ("hybrid", 100, 80)
+    assert hybrid["ratios"] == [1.5, 1.1]
+    assert hybrid["ratio"] == pytest.approx(1.3)
+    assert (hybrid["freetoken_hit_share"], hybrid["freetoken_resident_share"]) == (0.09, 0.125)
+    assert (vram["mode"], vram["ratio"]) == ("vram", pytest.approx(0.9))
+    assert hybrid["peer"] == "FreeToken 0"
+    assert hybrid["machine"] == {"ram": [1e9] * 9, "pcie": [5e10] * 4, "hbm": [4e12] * 4}
+
+
+def test_a_run_that_fails_costs_its_mode_alone(
+    beside: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = [sys.executable, "-c", "import sys; sys.exit('the reason')"]
+    good = {"proa": printing(proa_row(50)), "freetoken": printing(freetoken_row(25))}
+    made = [{"proa": printing(proa_row(70)), "freetoken": broken}, good, good]
+    with pytest.raises(
+        ProaError, match=r"no result for hybrid\..*round 1 of hybrid: .*exit code 1.*the reason"
+    ) as error:
+        run_beside(beside, monkeypatch, made)
+    assert "Proa alone, 1: 70.0 tokens/s" in str(error.value)
+    (vram,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (vram["mode"], vram["ratios"]) == ("vram", [2.0, 2.0])
+
+
+def test_rounds_for_which_there_is_no_time_are_left_out(
+    beside: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s, limits_s = 0.0, []
+
+    def run_logged(command: list[str], log: Path, limit_s: float) -> list[dict[str, Any]]:
+        nonlocal now_s
+        now_s += 40
+        limits_s.append(limit_s)
+        return [freetoken_row(25) if command == ["theirs"] else proa_row(50)]
+
+    monkeypatch.setattr(beside, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(beside, "run_logged", run_logged)
+    made = [{"proa": ["ours"], "freetoken": ["theirs"]}] * 2
+    assert run_beside(beside, monkeypatch, made, "--modes=cpu", "--minutes=2") == ["cpu"]
+    assert limits_s == [120, 80]
+    (cell,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert cell["ratios"] == [2.0]
+    assert any("round 2 of cpu was left out" in note for note in cell["notes"])
+
+
+def test_a_run_that_hangs_is_ended(beside: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ProaError, match="1-cpu-proa did not end within"):
+        beside.run_logged([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "1-cpu-proa.log", 1.0)
+
+
+def test_modes_are_checked(beside: ModuleType) -> None:
+    assert beside.parse_modes("vram, cpu,vram") == ["vram", "cpu"]
+    with pytest.raises(UsageError, match="'gpu'"):
+        beside.parse_modes("gpu")
