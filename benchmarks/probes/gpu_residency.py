@@ -63,7 +63,7 @@ class Model:
         )
         self.spaces = GpuSpaces(8, TOP_K)
         parts = Parts(
-            lambda memory, residency: GpuExperts(memory, residency, self.spaces.of(memory)),
+            lambda memory, residency, faults: GpuExperts(memory, residency, self.spaces.of(memory), faults),
             lambda of, size: GpuTransport(pool, of, size, DEVICE, Service(cpus=(cpu,))),
             lambda: Copiers(GpuCopier(DEVICE), GpuCopier(DEVICE)),
             InPlaceRates(1.0, 0.0),  # shares are set here
