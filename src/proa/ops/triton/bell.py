@@ -114,7 +114,7 @@ def _push(
     last = True
     if PROGRAMS > 1:
         tl.debug_barrier()  # the arrival below tells of all threads' stores
-        before = tl.atomic_add(state + _ARRIVED, _PROGRAM + rows, sem="acq_rel", scope="sys")
+        before = tl.atomic_add(state + _ARRIVED, rows + _PROGRAM, sem="acq_rel", scope="sys")
         last = before // _PROGRAM == PROGRAMS - 1
         rows += before % _PROGRAM
     if last:
