@@ -117,9 +117,6 @@ def load_split(
         caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at)
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid)
-        for cache in caches:
-            cache.keys.zero_()
-            cache.values.zero_()
         executor: Executor = _cuda("engine.graphs").GraphExecutor(model, caches, limits, at, hybrid)
         return executor
 

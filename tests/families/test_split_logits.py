@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import hybrid_engines
 from engines import Loaded, load_decoder
 from families.test_native_logits import all_experts, prompts
 from hybrid_engines import SPLITS, load_split
+from proa.cache.pool import allocate_pool
 from proa.engine.spans import Span, StepLimits
 from proa.native.pool import Pool
 from tiny import TINY, make_tiny
@@ -74,3 +76,17 @@ def test_no_further_from_float32_than_torch_in_bfloat16(
         off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
         assert off_plain <= 0.05 * scale, "the yardstick itself is off"
         assert off_got <= 1.05 * off_plain + 1e-4 * scale
+
+
+@pytest.mark.gpu
+def test_what_other_streams_still_fill_is_awaited(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    texts = prompts([19])
+    expected = forced(load_split(folder, pool, SPLITS["half"], "cuda"), texts, [11])
+
+    def late(*args: object) -> object:
+        torch.cuda._sleep(1 << 30)  # about half a second, on the stream where the cache is then filled with zeros
+        return allocate_pool(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hybrid_engines, "allocate_pool", late)
+    assert torch.equal(forced(load_split(folder, pool, SPLITS["half"], "cuda"), texts, [11]), expected)

@@ -145,6 +145,13 @@ def test_saving_power(tmp_path: Path) -> None:
     assert f"after {SAVING_SPIN_US} us" in rows["power saving"].why
 
 
+def test_beside_a_gpu_saving_power_changes_nothing_and_says_so(tmp_path: Path) -> None:
+    _, rows = plan_workers(MachineOptions(power_saving=True), probe(ONE.write(tmp_path)), 16, launched=True)
+    row = next(row for row in rows if row.name == "power saving")
+    assert (row.asked, row.got) == ("on", "off")
+    assert "fewer are not tried" in row.why
+
+
 def test_plain_torch_says_that_it_heeds_none_of_it() -> None:
     workers, rows = no_workers(MachineOptions(cpu_binding="node", numa_memory="interleave", power_saving=True))
     assert workers is None

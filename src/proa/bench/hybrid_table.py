@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from proa.bench.result import Result
+from proa.bench.table import number, origin
 from proa.obs.units import format_bytes, format_rate
 
 _COLUMNS = ("requests", "tokens/s", "each", "roof", "of it %", "ms a step", "CPU", "transport", "GPU", "host")
@@ -34,7 +35,7 @@ def render_hybrid(results: Sequence[Result]) -> Group:
         _facts(results),
         Text(_LEGEND),
         *(Text(f"note: {note}") for note in first.notes),
-        Text(_origin(first), style="dim"),
+        Text(origin(first), style="dim"),
     )
 
 
@@ -43,10 +44,10 @@ def _row(result: Result) -> list[str]:
     shown = ("requests", "tokens_per_s", "tokens_per_s_per_request", "roof_tokens_per_s")
     share = figures["roof_share"]
     return [
-        *(_number(figures[name]) for name in shown),
-        _number(None if share is None else 100 * share),
-        _number(figures["step_ms"]),
-        *(_number(result.split[part]) for part in _PARTS),
+        *(number(figures[name]) for name in shown),
+        number(None if share is None else 100 * share),
+        number(figures["step_ms"]),
+        *(number(result.split[part]) for part in _PARTS),
     ]
 
 
@@ -58,25 +59,12 @@ def _facts(results: Sequence[Result]) -> Table:
         figures = result.figures
         parts = {"dense and KV": "dense", "experts in VRAM": "resident", "experts of the CPU": "cpu"}
         read = ", ".join(f"{text} {format_bytes(figures[f'{n}_bytes_per_step'] or 0)}" for text, n in parts.items())
-        table.add_row(f"a step of {_number(figures['requests'])} reads", read)
+        table.add_row(f"a step of {number(figures['requests'])} reads", read)
     for text, name in (("VRAM", "hbm"), ("RAM", "ram"), ("link to the GPU", "pcie")):
         rates = [rate for r in results if (rate := r.figures[f"{name}_bytes_per_s"]) is not None]
         table.add_row(text, format_rate(max(rates)) if rates else "unknown")
-    table.add_row("empty round trip", f"{_number(first['round_trip_us'])} us")
-    fixed = ", ".join(_number(r.figures["fixed_us_per_layer"]) for r in results)
+    table.add_row("empty round trip", f"{number(first['round_trip_us'])} us")
+    fixed = ", ".join(number(r.figures["fixed_us_per_layer"]) for r in results)
     if first["fixed_us_per_layer"] is not None:
         table.add_row("a layer beside its experts", f"{fixed} us: all of a step but the CPU's experts, by layers")
     return table
-
-
-def _number(value: float | None) -> str:
-    """Three significant digits; whole numbers whole."""
-    if value is None:
-        return "unknown"
-    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def _origin(result: Result) -> str:
-    machine, options = result.machine, ", ".join(f"{name} {value}" for name, value in result.options.items())
-    version = f"proa {result.version}" + (f" ({result.commit})" if result.commit else "")
-    return f"{machine.cpu}, {machine.usable_cores} cores; {version}; {result.date}; {options}"

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from proa.bench.kernel_ceilings import Ceilings
 from proa.bench.kernels import Cell, RunFacts
+from proa.bench.table import number
 from proa.obs.units import format_bytes
 
 _COLUMNS = ("tokens", "us", "GB/s", "GFLOP/s", "bound", "of the roof", "RAM GB/s before, after")
@@ -49,9 +50,9 @@ def render_cells(cells: Sequence[Cell]) -> Group:
         share = Text(f"{100 * cell.roof_share:.1f} %", style="bold")
         table.add_row(
             str(cell.tokens),
-            _number(cell.us),
-            _number(cell.gbytes_per_s),
-            _number(cell.gflops),
+            number(cell.us),
+            number(cell.gbytes_per_s),
+            number(cell.gflops),
             cell.bound,
             share,
             reads,
@@ -59,8 +60,3 @@ def render_cells(cells: Sequence[Cell]) -> Group:
     return Group(
         Text(title, style="bold"), Text(memory, style="dim"), *(Text(f"note: {note}") for note in first.notes), table
     )
-
-
-def _number(value: float) -> str:
-    """Three significant digits; large numbers whole."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -21,7 +21,7 @@ def render(result: Result) -> Group:
         _figures(result),
         *(Text(f"failed {count} times: {message}", style="red") for message, count in result.errors.items()),
         *(Text(f"note: {note}") for note in result.notes),
-        Text(_origin(result), style="dim"),
+        Text(origin(result), style="dim"),
     )
 
 
@@ -34,7 +34,7 @@ def _times(result: Result) -> Table:
         what, is_time, _ = name.partition("_ms_median")
         if is_time:
             values = (result.figures[f"{what}_ms_{statistic}"] for statistic in _STATISTICS)
-            table.add_row(what, *map(_number, values))
+            table.add_row(what, *map(number, values))
     return table
 
 
@@ -58,19 +58,20 @@ def _words(name: str, value: float | None) -> tuple[str, str]:
     """("decode_tokens_per_s", 12.3) -> ("decode tokens", "12.3 / s")."""
     for ending, unit in (("_us_per_step", " us / step"), ("_per_s", " / s"), ("_s", " s"), ("_share", " %")):
         if name.endswith(ending) and value is not None:
-            shown = _number(100 * value if unit == " %" else value)
+            shown = number(100 * value if unit == " %" else value)
             return name.removesuffix("" if unit == " %" else ending).replace("_", " "), shown + unit
-    return name.replace("_", " "), _number(value)
+    return name.replace("_", " "), number(value)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     """Three significant digits; whole numbers whole."""
     if value is None:
         return "unknown"
     return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def _origin(result: Result) -> str:
+def origin(result: Result) -> str:
+    """Where and with what a result was measured."""
     machine, options = result.machine, ", ".join(f"{name} {value}" for name, value in result.options.items())
     version = f"proa {result.version}" + (f" ({result.commit})" if result.commit else "")
     return f"{machine.cpu}, {machine.usable_cores} cores; {version}; {result.date}; {options}"

@@ -14,10 +14,12 @@ def allocate_pool(
 ) -> tuple[KvPages, ...]:
     """KV storage for every block, num_pages x page_tokens tokens each; kv_bytes_per_token sums to its size.
 
-    Not initialised: no op reads a slot before it was written, and RAM is touched only as the cache fills.
+    RAM is not initialised: it is touched only as the cache fills, and no op reads a slot before it was written. A GPU's
+    kernels multiply what they mask with 0, so that `device` memory holds zeros.
     """
+    new = torch.empty if device is None or device.type == "cpu" else torch.zeros
 
     def one(c: PagedKv) -> Tensor:
-        return torch.empty(num_pages, page_tokens, c.kv_heads, c.head_dim, dtype=dtype, device=device)
+        return new(num_pages, page_tokens, c.kv_heads, c.head_dim, dtype=dtype, device=device)
 
     return tuple(KvPages(one(block.mixer.cache), one(block.mixer.cache)) for block in model.blocks)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from proa.engine.page_table import PageTable
 from proa.engine.spans import Span
 from proa.ops.table import DeviceBatch
 
@@ -26,10 +27,9 @@ class DeviceInputs:
         self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         mine, theirs = _views(self._host, counts), _views(self._device, counts)
         self._tokens, self._slots, self._positions, self._q_starts, self._kv_lens = (t.numpy() for t in mine[:5])
-        self._page_table = mine[5].view(sequences, most_pages).numpy()
+        self._pages = PageTable(mine[5].view(sequences, most_pages).numpy())
         self.tokens, self.slots, self.positions = theirs[:3]
         self.batch = DeviceBatch(one_each, theirs[3], theirs[4], theirs[5].view(sequences, most_pages))
-        self._pages: list[Sequence[int]] = [()] * sequences  # what stands in the table
 
     def fill(self, sequences: Sequence[Span], page_tokens: int) -> int:
         """Put a step in; how many rows it has. The last copy must have ended."""
@@ -37,7 +37,7 @@ class DeviceInputs:
         for i, s in enumerate(sequences):
             end, first = s.start + len(s.tokens), row
             row += len(s.tokens)
-            self._set_pages(i, s.pages)
+            self._pages.set(i, s.pages)
             self._tokens[first:row] = s.tokens
             self._positions[first:row] = range(s.start, end)
             self._slots[first:row] = [
@@ -53,15 +53,6 @@ class DeviceInputs:
     def copy(self) -> None:
         """To the device, on the current stream."""
         self._device.copy_(self._host, non_blocking=True)
-
-    def _set_pages(self, i: int, pages: Sequence[int]) -> None:
-        """A sequence mostly has the pages it had, or one more."""
-        before = self._pages[i]
-        if before == pages:
-            return
-        kept = len(before) if before == pages[: len(before)] else 0
-        self._page_table[i, kept : len(pages)] = pages[kept:]
-        self._pages[i] = list(pages)
 
 
 def _views(block: Tensor, counts: Sequence[int]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from proa.engine.clock import Stage, StepClock
 from proa.engine.crew import Crew
+from proa.engine.page_table import PageTable
 from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
 from proa.engine.watch import WatchedSession
@@ -118,10 +119,10 @@ class RecordedExecutor:
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
         tokens, slots, positions = (_numbers(recorder, limits.rows) for _ in range(3))
         self._tokens, self._slots, self._positions = tokens.numpy(), slots.numpy(), positions.numpy()
-        self._page_table = np.zeros((limits.sequences, self._most_pages), np.int32)
+        table = np.zeros((limits.sequences, self._most_pages), np.int32)
         self._q_lens, self._kv_lens = (np.zeros(limits.sequences, np.int32) for _ in range(2))
-        self._addresses = (self._q_lens.ctypes.data, self._kv_lens.ctypes.data, self._page_table.ctypes.data)
-        self._pages: list[list[int]] = [[] for _ in range(limits.sequences)]  # what stands in the table
+        self._addresses = (self._q_lens.ctypes.data, self._kv_lens.ctypes.data, table.ctypes.data)
+        self._pages = PageTable(table)
         ropes = {block.mixer.rope for block in model.spec.blocks}
         angles = {rope: _angles(rope, positions, limits.context_tokens, recorder) for rope in ropes}
         self._changing = {rope: places for rope, places in angles.items() if not _is_kept(rope, limits.context_tokens)}
@@ -143,7 +144,7 @@ class RecordedExecutor:
         slots: list[int] = []
         for i, s in enumerate(sequences):
             end = s.start + len(s.tokens)
-            self._set_pages(i, s.pages)
+            self._pages.set(i, s.pages)
             self._q_lens[i], self._kv_lens[i] = len(s.tokens), end
             tokens += s.tokens
             positions += range(s.start, end)
@@ -162,19 +163,10 @@ class RecordedExecutor:
     def try_step(self, token: int, share: float) -> None:
         """Compute the first `share` of a step of one token, for its time alone. Writes to the first page."""
         self._tokens[0], self._positions[0], self._slots[0] = token, 0, 0
-        self._set_pages(0, [0])
+        self._pages.set(0, [0])
         self._q_lens[0] = self._kv_lens[0] = 1
         self._program.set_batch(1, *self._addresses, self._most_pages, self._cache_pages, self._limits.page_tokens)
         self._program.run(0, max(1, round(self._body * share)), 1)
-
-    def _set_pages(self, i: int, pages: Sequence[int]) -> None:
-        """A sequence mostly has the pages it had, or one more."""
-        before = self._pages[i]
-        if before == pages:
-            return
-        kept = len(before) if before == pages[: len(before)] else 0
-        self._page_table[i, kept : len(pages)] = pages[kept:]
-        self._pages[i] = list(pages)
 
     def _compute_angles(self, sequences: Sequence[Span], rows: int) -> None:
         for rope, places in self._changing.items():

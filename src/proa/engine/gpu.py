@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -87,9 +86,6 @@ class GpuBuild:
         )
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
         caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device)
-        for cache in caches:  # no slot is read before it is written, but masked ones are multiplied with 0
-            cache.keys.zero_()
-            cache.values.zero_()
         executor = GraphExecutor(
             self.model, caches, step_limits(plan), self._device, self._hybrid, sleeps=not self._gpu.gpu_only
         )
@@ -137,5 +133,5 @@ class GpuBuild:
 
     def ready(self, load_seconds: float) -> Ready:
         major, minor = torch.cuda.get_device_capability(self._device)
-        told = ready(self._plan, self._cpu, load_seconds, f"triton sm_{major}{minor}", self._decisions)
-        return msgspec.structs.replace(told, round_trip_us=self._round_trip_us)
+        ops = f"triton sm_{major}{minor}"
+        return ready(self._plan, self._cpu, load_seconds, ops, self._round_trip_us, self._decisions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -10,6 +9,7 @@ from proa.engine.cpu_side import CpuSide
 from proa.engine.ipc import Ready
 from proa.errors import ResourceError
 from proa.hybrid.model import Placement
+from proa.machine.usage import peak_rss_bytes
 from proa.models.spec import Model, Moe
 from proa.ops.table import Ops
 from proa.plan.plan import GpuPlan, Plan, Workers
@@ -47,7 +47,9 @@ def placement_of(gpu: GpuPlan) -> Placement:
     return Placement(gpu.resident, gpu.inclusive, gpu.spare)
 
 
-def ready(plan: Plan, cpu: CpuSide, load_seconds: float, ops: str, decisions: Sequence[Decision]) -> Ready:
+def ready(
+    plan: Plan, cpu: CpuSide, load_seconds: float, ops: str, round_trip_us: float | None, decisions: Sequence[Decision]
+) -> Ready:
     gpu, _ = needed(plan)
     formats = dict(cpu.memory.bytes_by_format)
     vram_bytes = gpu.vram.dense_bytes + gpu.vram.experts_bytes
@@ -57,8 +59,9 @@ def ready(plan: Plan, cpu: CpuSide, load_seconds: float, ops: str, decisions: Se
         ops={field.name: ops for field in fields(Ops)},
         decode_threads=sum(cpu.crew.few),
         prefill_threads=sum(cpu.crew.many),
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_rss_bytes=peak_rss_bytes(),
         formats=formats,
         pages=cpu.memory.pages(),
         decisions=(*cpu.decisions, *decisions),
+        round_trip_us=round_trip_us,
     )

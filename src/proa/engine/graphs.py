@@ -73,6 +73,7 @@ class GraphExecutor:
         self._underway = False
         self._sequences: Sequence[Span] = ()
         self._suspect = False  # whether the last step may have rows that are not finite
+        torch.cuda.synchronize(device)  # weights, caches and buffers were filled on streams that this one never awaits
 
     def warm_ups(self) -> list[Callable[[], None]]:
         """Steps of padding alone that compile what requests will need, the most needed first."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -28,6 +27,7 @@ from proa.engine.sim_gpu import SimBuild
 from proa.engine.spans import step_limits
 from proa.engine.threads import choose_threads
 from proa.layers.decoder import Decoder
+from proa.machine.usage import peak_rss_bytes
 from proa.models.spec import Model
 from proa.native.pool import Pool
 from proa.ops.cpu import CpuOps, Recorder
@@ -125,7 +125,7 @@ class _Eager:
             ops={field.name: "torch" for field in fields(Ops)},
             decode_threads=self._executor.decode_threads,
             prefill_threads=self._executor.prefill_threads,
-            peak_rss_bytes=_peak_rss_bytes(),
+            peak_rss_bytes=peak_rss_bytes(),
         )
 
 
@@ -170,15 +170,11 @@ class _Native:
             ops={field.name: f"native {self.pool.isa}" for field in fields(Ops)},
             decode_threads=sum(self._crew.few),
             prefill_threads=sum(self._crew.many),
-            peak_rss_bytes=_peak_rss_bytes(),
+            peak_rss_bytes=peak_rss_bytes(),
             formats=formats,
             pages=self._memory.pages(),
             decisions=tuple(self._decisions),
         )
-
-
-def _peak_rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _scheduler(plan: Plan) -> Scheduler:

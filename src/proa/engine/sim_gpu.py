@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
 
 from proa.cache.pool import allocate_pool
@@ -75,5 +74,5 @@ class SimBuild:
         return transport
 
     def ready(self, load_seconds: float) -> Ready:
-        told = ready(self._plan, self._cpu, load_seconds, "torch, for a simulated GPU", self._decisions)
-        return msgspec.structs.replace(told, round_trip_us=self._round_trip_us)
+        ops = "torch, for a simulated GPU"
+        return ready(self._plan, self._cpu, load_seconds, ops, self._round_trip_us, self._decisions)

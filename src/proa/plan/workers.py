@@ -39,7 +39,7 @@ def plan_workers(
         spin_us=LAUNCHED_SPIN_US if launched else SAVING_SPIN_US if asked.power_saving else SPIN_US,
         saving=asked.power_saving,
     )
-    return workers, (_binding(workers, others), _memory(asked.numa_memory, workers), _power(workers))
+    return workers, (_binding(workers, others), _memory(asked.numa_memory, workers), _power(workers, launched))
 
 
 def no_workers(asked: MachineOptions) -> tuple[None, tuple[Decision, ...]]:
@@ -108,7 +108,9 @@ def _memory(asked: str, workers: Workers) -> Decision:
     return Decision("NUMA memory", asked, asked, why)
 
 
-def _power(workers: Workers) -> Decision:
-    word = "on" if workers.saving else "off"
+def _power(workers: Workers, launched: bool) -> Decision:
+    asked = "on" if workers.saving else "off"
     why = f"an idle worker sleeps after {workers.spin_us} us"
-    return Decision("power saving", word, word, why + ("; as few as lose a tenth decode" if workers.saving else ""))
+    if workers.saving and launched:
+        return Decision("power saving", asked, "off", f"{why}, as always beside a GPU; fewer are not tried there")
+    return Decision("power saving", asked, asked, why + ("; as few as lose a tenth decode" if workers.saving else ""))
