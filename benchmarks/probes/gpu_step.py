@@ -136,7 +136,7 @@ def milliseconds(run: Callable[[], None]) -> float:
 
 def sweep(step: Step) -> None:
     """Of gate_up, then of down, by what the whole step takes."""
-    for which in ("up", "down"):
+    for which in ("up of few", "down"):
         found = {}
         for tile in TILES:
             experts_few._TILES[which] = experts_few.Tile(*tile)

@@ -1,8 +1,8 @@
 """Routed experts of few tokens: each choice of a token (a pair) reads its expert by itself, at the speed of memory.
 Never: many tokens (experts_grouped.py), which would read an expert once for each.
 
-A program reads whole panels in the order in which they lie, copied ahead into shared memory: 8 KiB a stage, three
-under way. At one token and top 8 of 2048/768 that is 384 programs, about 70 KiB under way an SM.
+A program reads whole panels in the order in which they lie, copied ahead into shared memory: 4 or 8 KiB a stage, three
+under way. At one token and top 8 of 2048/768 that is 384 programs for gate and up and 1024 for down.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ class Tile:
     warps: int
 
 
-# Of bfloat16; of formats whose codes are decoded first.
-_TILES = {"up": Tile(2, 64, 4, 4), "down": Tile(2, 64, 4, 4), "decoded": Tile(2, 64, 4, 4)}
+# Of bfloat16, by measurement (docs/performance.md), where FEW pairs are a step of one token; of formats whose codes are
+# decoded first.
+_FEW = 16
+_TILES = {
+    "up of few": Tile(2, 64, 4, 2), "up": Tile(2, 32, 4, 2), "down": Tile(1, 64, 4, 2), "decoded": Tile(2, 64, 4, 4)
+}  # fmt: skip
 
 
 @triton.jit
@@ -72,7 +76,7 @@ def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor) -> None:
     x bfloat16 [T, hidden], up_address int64 [T, k], h bfloat16. Columns side by side.
     """
     pairs, share = up_address.numel(), up_address.shape[1]
-    tile = _tile(of.up, "up")
+    tile = _tile(of.up, "up of few" if pairs <= _FEW else "up")
     grid = (pairs, triton.cdiv(of.up.panels, tile.panels))
     _pair[grid](
         x, up_address, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share, ACTIVATION=int(of.activation),
@@ -106,8 +110,9 @@ def variants() -> Iterator[Variant]:
     types = {"x": "*bf16", "address": "*i64"} | dict.fromkeys(("x_row", "out_row"), "i32")
     aligned = ("x", "address", "out", "x_row", "out_row")
     plain = (ExpertShape(2048, 768), ExpertShape(2880, 2880), ExpertShape(2048, 1408))
-    cases = [(of, up) for of in plain for up in (True, False)]
-    for of, up in cases + [(ExpertShape(2048, 768, form), True) for form in EXAMPLES]:
+    cases = [(of, name) for of in plain for name in ("up of few", "up", "down")]
+    for of, name in cases + [(ExpertShape(2048, 768, form), "up") for form in EXAMPLES]:
+        up = name != "down"
         which = {
             "WIDTH": of.width if up else of.hidden,
             "SHARE": 8 if up else 1,
@@ -115,6 +120,6 @@ def variants() -> Iterator[Variant]:
         }
         out = {"out": "*bf16" if up else "*fp32"}
         packed, columns = (of.up, of.hidden) if up else (of.down, of.width)
-        tile = _tile(packed, "up" if up else "down")
+        tile = _tile(packed, name)
         of_tile = _constants(packed, columns, tile)
         yield Variant(_pair, types | out, which | of_tile, warps=tile.warps, aligned=aligned)

@@ -79,8 +79,15 @@ def _quad(x, at, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _of_quad(quad, i: tl.constexpr):
-    pair = (quad >> 32 if i >= 2 else quad).to(tl.int32)
+def _two(x, at, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
+    """Two of them, as a word of 32 bits: four bytes a thread can be on their way while others are multiplied."""
+    pairs = x.to(tl.pointer_type(tl.int32)) + at
+    return tl.load(pairs) if WHOLE else tl.load(pairs, at < COLUMNS // 2, 0)
+
+
+@triton.jit
+def _of_word(word, i: tl.constexpr):
+    pair = (word >> 32 if i >= 2 else word).to(tl.int32)
     return (pair & -65536 if i % 2 else pair << 16).to(tl.float32, bitcast=True)
 
 
@@ -95,7 +102,11 @@ def _add_lines(
         if QUADS and VALUES % 4 == 0:
             if i % 4 == 0:
                 quad = _quad(x, (column + i) // 4, COLUMNS, WHOLE)
-            value = _of_quad(quad, i % 4)
+            value = _of_word(quad, i % 4)
+        elif QUADS and VALUES == 2:
+            if i == 0:
+                two = _two(x, column // 2, COLUMNS, WHOLE)
+            value = _of_word(two, i)
         else:
             value = _row_value(x, column + i, COLUMNS, WHOLE)
         products += _value(words, i, CODE) * value[None, :, None]
