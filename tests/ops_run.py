@@ -11,7 +11,7 @@ from proa.native.pool import Pool
 from proa.ops import reference
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory
-from proa.ops.table import AttentionBatch, KvPages, Maps, Parameters
+from proa.ops.table import AttentionBatch, Chosen, KvPages, Maps, Parameters
 
 
 def fill(parameters: Parameters, values: dict[str, Tensor]) -> None:
@@ -71,7 +71,7 @@ def experts(
             f"{e}.down.weight": down[e],
         }
     fill(made.parameters(), values)
-    return made.start(x, ids, weights).finish(shared, gate)
+    return made.start(x, Chosen(ids, weights)).finish(shared, gate)
 
 
 def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor]) -> Tensor:

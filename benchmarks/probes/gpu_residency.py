@@ -36,6 +36,7 @@ from proa.native.weights import Experts, Rows, moe
 from proa.ops.packed import Memory
 from proa.ops.residency import ExpertShape
 from proa.ops.staging import Staging
+from proa.ops.table import Chosen
 
 DEVICE = torch.device("cuda:0")
 SHAPE, EXPERTS, RESIDENT, TOP_K = ExpertShape(2048, 768), 128, 64, 8
@@ -97,7 +98,7 @@ class Model:
 
         def run() -> None:
             for layer, chosen in zip(self.hybrid.layers, ids, strict=True):
-                layer.start(x, chosen, weights).finish(None, None)
+                layer.start(x, Chosen(chosen, weights)).finish(None, None)
 
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):

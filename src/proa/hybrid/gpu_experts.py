@@ -78,12 +78,12 @@ class GpuExperts:
     """Implements DeviceExperts."""
 
     def __init__(self, memory: LayerMemory, residency: Residency, space: ExpertSpace, faults: LayerFaults) -> None:
-        self._shape, self._space, self._residency, self._faults = memory.shape, space, residency, faults
+        self._shape, self._space, self.residency, self._faults = memory.shape, space, residency, faults
 
     def locate(self, ids: Tensor) -> Located:
         up, down = (torch.empty(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
         at = Located(ids, up, down, torch.empty_like(ids))
-        locate(ids, self._residency, at)
+        locate(ids, self.residency, at)
         return at
 
     def start(self, x: Tensor, at: Located) -> Tensor:

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.transport import Transport
-from proa.ops.residency import Located
-from proa.ops.table import Parameters
+from proa.ops.residency import Located, Residency
+from proa.ops.table import Chosen, Parameters
 
 
 class DeviceExperts(Protocol):
     """The GPU's part."""
+
+    @property
+    def residency(self) -> Residency: ...
 
     def locate(self, ids: Tensor) -> Located:
         """ids int [T, k], -1: nobody's."""
@@ -50,13 +53,22 @@ class HybridExperts:
         """transport: None where the CPU has no expert of this layer."""
         self._device, self._transport = device, transport
 
-    def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> HybridUnderway:
+    @property
+    def residency(self) -> Residency:
+        return self._bound.residency
+
+    @property
+    def _bound(self) -> DeviceExperts:
         if self._device is None:
             raise ValueError("these experts are not bound to a device yet")
-        at = self._device.locate(ids)
+        return self._device
+
+    def start(self, x: Tensor, chosen: Chosen) -> HybridUnderway:
+        device, weights = self._bound, chosen.weights
+        at = device.locate(chosen.ids) if chosen.at is None else chosen.at
         if self._transport is not None:
             self._transport.push(x, at.cpu, weights, at.up, self.layer)
-        return HybridUnderway(self._device, self._transport, at, weights, self._device.start(x, at), x)
+        return HybridUnderway(device, self._transport, at, weights, device.start(x, at), x)
 
     def parameters(self) -> Parameters:
         return self.memory.parameters()

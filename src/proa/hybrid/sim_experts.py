@@ -42,11 +42,11 @@ class SimExperts:
     ) -> None:  # fmt: skip
         """bus_bytes_per_s: what is read in place takes as long as this allows."""
         self._bus_bytes_per_s = bus_bytes_per_s
-        self._pool, self._shape, self._residency, self._faults = pool, memory.shape, residency, faults
+        self._pool, self._shape, self.residency, self._faults = pool, memory.shape, residency, faults
         self._at: dict[tuple[int, int], Experts] = {}
 
     def locate(self, ids: Tensor) -> Located:
-        return locate(ids, self._residency)
+        return locate(ids, self.residency)
 
     def start(self, x: Tensor, at: Located) -> Tensor:
         """x itself: the sum needs weights, so it is made at the end."""
@@ -90,7 +90,7 @@ class SimExperts:
         return total
 
     def _in_place(self, up: int) -> bool:
-        here = self._residency.in_place
+        here = self.residency.in_place
         return here is not None and bool((here.up == up).any())
 
     def _one(self, expert: Experts, x: Tensor) -> Tensor:

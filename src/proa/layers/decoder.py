@@ -26,8 +26,7 @@ class Block:
         """The residual stream x + y (None: x alone), and the same of the next block."""
         self._ops.new_block()
         x, normed = self.norm1.of_sum(x, y)
-        x, normed = self.norm2.of_sum(x, self.mixer(normed, step, cache))
-        return x, self.ffn(normed, step.batch.slots)
+        return self.ffn(x, self.mixer(normed, step, cache), self.norm2.norm, step.batch.slots)
 
     def parameters(self) -> Parameters:
         for name, part in (

@@ -5,16 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from proa.models import spec
-from proa.ops.table import Ops, Parameters
+from proa.ops.table import Norm, Ops, Parameters
 
 
 class Mlp:
     def __init__(self, s: spec.Mlp, ops: Ops) -> None:
-        self._mlp = ops.maps.mlp(s.hidden, s.width, s.bias)
+        self._mlp, self._add_norm = ops.maps.mlp(s.hidden, s.width, s.bias), ops.add_norm
 
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; rows of padding are computed like others."""
-        return self._mlp(x)
+    def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y [T, hidden], and what the layer makes of its norm; rows of padding are computed like others."""
+        x, normed = self._add_norm(x, y, norm.weight, norm.eps)
+        return x, self._mlp(normed)
 
     def parameters(self) -> Parameters:
         return self._mlp.parameters()

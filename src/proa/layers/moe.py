@@ -6,25 +6,25 @@ from torch import Tensor
 
 from proa.layers.parameters import prefixed
 from proa.models import spec
-from proa.ops.table import Ops, Parameters
+from proa.ops.table import Norm, Ops, Parameters, RouterRule
 
 
 class Moe:
     def __init__(self, s: spec.Moe, ops: Ops) -> None:
-        self.spec, self._ops = s, ops
+        self._ops, self._rule = ops, RouterRule(s.top_k, s.router.renormalise)
         maps = ops.maps
         self.router = maps.linear({"router": s.experts}, s.hidden, False)
         self.experts = maps.experts(s.experts, s.hidden, s.width)
         self.shared = maps.mlp(s.shared.hidden, s.shared.width, s.shared.bias) if s.shared else None
         self.shared_gate = maps.linear({"shared_gate": 1}, s.hidden, False) if s.shared_gate else None
 
-    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; rows of padding, of slot -1, go to no routed expert."""
-        ids, weights = self._ops.route(self.router(x), slots, self.spec.top_k, self.spec.router.renormalise)
-        routed = self.experts.start(x, ids, weights)
-        shared = self.shared(x) if self.shared else None
-        gate = self.shared_gate(x) if self.shared_gate else None
-        return routed.finish(shared, gate)
+    def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y [T, hidden], and what the layer makes of its norm; rows of slot -1 go to no routed expert."""
+        x, normed, chosen = self._ops.choose(x, y, norm, self.router, slots, self._rule, self.experts.residency)
+        routed = self.experts.start(normed, chosen)
+        shared = self.shared(normed) if self.shared else None
+        gate = self.shared_gate(normed) if self.shared_gate else None
+        return x, routed.finish(shared, gate)
 
     def parameters(self) -> Parameters:
         yield from self.router.parameters()

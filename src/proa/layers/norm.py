@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from proa.ops.table import Ops, Parameters
+from proa.ops.table import Norm, Ops, Parameters
 
 
 class RmsNorm:
@@ -20,6 +20,11 @@ class RmsNorm:
     def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + y and its norm; y None: nothing is added."""
         return (x, self(x)) if y is None else self._add_norm(x, y, self.weight, self.eps)
+
+    @property
+    def norm(self) -> Norm:
+        """For ops that have it inside."""
+        return Norm(self.weight, self.eps)
 
     def parameters(self) -> Parameters:
         yield "weight", self.weight

@@ -15,9 +15,10 @@ from proa.native.formats import PANEL_ROWS
 from proa.native.pool import Pool
 from proa.native.program import Cache, Program
 from proa.native.weights import Matrix, Rows
+from proa.ops.choose import in_steps
 from proa.ops.gated import GatedStacks
 from proa.ops.packed import Memory, RowSink, Stack
-from proa.ops.table import Angles, AttentionBatch, KvPages, Ops, Parameters, QkNorm
+from proa.ops.table import Angles, AttentionBatch, Chosen, KvPages, Ops, Parameters, QkNorm
 
 
 def rows_of(x: Tensor) -> Rows:
@@ -91,7 +92,7 @@ class CpuOps:
             add=self.add,
             add_norm=self.add_norm,
             rotate_store=self.rotate_store,
-            route=self.route,
+            choose=in_steps(self.add_norm, self.route),
             best=self.best,
             attention=self.attention,
         )
@@ -271,8 +272,12 @@ class CpuExperts:
         self._to, self._experts = to, experts
         self._gated = CpuGated(to, experts, hidden, width, bias=False)
 
-    def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> CpuUnderway:
-        return CpuUnderway(self._to, self._gated.record(x, ids, weights))
+    @property
+    def residency(self) -> None:
+        return None
+
+    def start(self, x: Tensor, chosen: Chosen) -> CpuUnderway:
+        return CpuUnderway(self._to, self._gated.record(x, chosen.ids, chosen.weights))
 
     def parameters(self) -> Parameters:
         for e in range(self._experts):

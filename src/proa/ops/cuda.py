@@ -10,8 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proa.ops.table import Angles, AttentionBatch, KvPages, NewExperts, Ops, Parameters, QkNorm
-from proa.ops.triton import attention, best, linear, route
+from proa.ops.choose import in_steps
+from proa.ops.residency import Located, Residency
+from proa.ops.table import (
+    Angles,
+    AttentionBatch,
+    Chosen,
+    KvPages,
+    LinearMap,
+    NewExperts,
+    Norm,
+    Ops,
+    Parameters,
+    QkNorm,
+    RouterRule,
+)  # fmt: skip
+from proa.ops.triton import attention, best, choose, linear, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
 
@@ -21,6 +35,8 @@ class CudaOps:
 
     def __init__(self, device: torch.device, new_experts: NewExperts) -> None:
         self._maps = CudaMaps(device, new_experts)
+        self._in_steps = in_steps(self.add_norm, self.route)
+        self._choice_space = choose.choice_space(device)
         self._processors: int = torch.cuda.get_device_properties(device).multi_processor_count
 
     def table(self) -> Ops:
@@ -31,7 +47,7 @@ class CudaOps:
             add=self.add,
             add_norm=self.add_norm,
             rotate_store=self.rotate_store,
-            route=self.route,
+            choose=self.choose,
             best=self.best,
             attention=self.attention,
         )
@@ -67,6 +83,17 @@ class CudaOps:
         route.route(logits, slots, top_k, renormalise, ids, weights)
         return ids, weights
 
+    def choose(
+        self, x: Tensor, y: Tensor, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
+        residency: Residency | None,
+    ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
+        few = len(x) <= choose.MOST_ROWS and x.shape[1] <= choose.MOST_COLUMNS
+        if residency is None or not few or not isinstance(router, CudaLinear) or router.bias is not None:
+            return self._in_steps(x, y, norm, router, slots, rule, residency)
+        out = _new_choice(x, rule.top_k)
+        choose.choose(x, y, norm, router.weight, slots, rule, residency, self._choice_space, out)
+        return out.total, out.normed, Chosen(out.at.ids, out.weights, out.at)
+
     def best(self, logits: Tensor) -> Tensor:
         keys = best.workspace_keys(*logits.shape)
         out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
@@ -88,6 +115,15 @@ class CudaOps:
         space = torch.empty(attention.workspace_floats(rows, heads, dim, splits), device=q.device)
         attention.decode(q, cache, at.page_table, at.kv_lens, softmax, splits, space, out)
         return out
+
+
+def _new_choice(x: Tensor, top_k: int) -> choose.Choice:
+    def pairs(dtype: torch.dtype) -> Tensor:
+        return torch.empty(len(x), top_k, dtype=dtype, device=x.device)
+
+    at = Located(pairs(torch.int32), pairs(torch.int64), pairs(torch.int64), pairs(torch.int32))
+    total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    return choose.Choice(total, normed, pairs(torch.float32), at)
 
 
 class CudaLinear:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proa.ops.table import Angles, AttentionBatch, Experts, KvPages, NewExperts, Ops, Parameters, QkNorm
+from proa.ops.choose import in_steps
+from proa.ops.table import Angles, AttentionBatch, Chosen, Experts, KvPages, NewExperts, Ops, Parameters, QkNorm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -183,8 +184,12 @@ class TorchExperts:
         self.gate_up = torch.empty(experts, 2 * width, hidden, dtype=dtype)
         self.down = torch.empty(experts, hidden, width, dtype=dtype)
 
-    def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> TorchUnderway:
-        return TorchUnderway(moe_experts(x, ids, weights, self.gate_up, self.down))
+    @property
+    def residency(self) -> None:
+        return None
+
+    def start(self, x: Tensor, chosen: Chosen) -> TorchUnderway:
+        return TorchUnderway(moe_experts(x, chosen.ids, chosen.weights, self.gate_up, self.down))
 
     def parameters(self) -> Parameters:
         width = self.down.shape[2]
@@ -244,7 +249,7 @@ def reference(dtype: torch.dtype, new_experts: NewExperts | None = None) -> Ops:
         add=add,
         add_norm=add_norm,
         rotate_store=rotate_store,
-        route=route,
+        choose=in_steps(add_norm, route),
         best=best,
         attention=attention,
     )

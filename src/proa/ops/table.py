@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from proa.native.fill import Fill, StoredRows
+from proa.ops.residency import Located, Residency
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,41 @@ class Route(Protocol):
         is negative are padding: ids -1."""
 
 
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm's weight [N], and what is added to the mean of squares."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class RouterRule:
+    """How a router's logits become a choice: see Route."""
+
+    top_k: int
+    renormalise: bool
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Each row's experts: ids int [T, k], -1: none; weights float32 [T, k]. at: where they are, if that was looked up
+    with the choice."""
+
+    ids: Tensor
+    weights: Tensor
+    at: Located | None = None
+
+
+class Choose(Protocol):
+    def __call__(
+        self, x: Tensor, y: Tensor, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
+        residency: Residency | None,
+    ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
+        """x + y and its norm, as add_norm; the experts that `route` takes from router(norm). residency: of the layer's
+        experts on the device, where they can be looked up."""
+
+
 class Best(Protocol):
     def __call__(self, logits: Tensor) -> Tensor:
         """float32 [R, vocab] -> int [R], the largest one's id, the lowest of equals; -1 where any is not finite."""
@@ -157,7 +193,11 @@ class Underway(Protocol):
 class Experts(Protocol):
     """The routed experts of a layer. Parameters: "<e>.gate.weight" and so on."""
 
-    def start(self, x: Tensor, ids: Tensor, weights: Tensor) -> Underway:
+    @property
+    def residency(self) -> Residency | None:
+        """Where they are, if a device has some of them."""
+
+    def start(self, x: Tensor, chosen: Chosen) -> Underway:
         """Sum over k of weights[t, k] * expert[ids[t, k]](x[t]), in a fixed order, in float32; id -1 is no expert.
         What is computed until `finish` may run beside them."""
 
@@ -213,7 +253,7 @@ class Ops:
     add: Add
     add_norm: AddNorm
     rotate_store: RotateStore
-    route: Route
+    choose: Choose
     best: Best
     attention: PagedAttention
 

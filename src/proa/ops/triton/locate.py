@@ -14,17 +14,13 @@ from proa.ops.triton.variant import Variant
 
 
 @triton.jit
-def _locate(
-    ids, up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu, pairs,
-    BLOCK: tl.constexpr,
+def places(
+    expert, real, up_table, down_table, cpu_table, counts, up_place, down_place, share,
 ):  # fmt: skip
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = pair < pairs
-    expert = tl.load(ids + pair, inside, -1)
-    real = expert >= 0
+    """Of experts int32 [n], where `real`: addresses and the CPU's numbers. share: given for one token alone."""
     gate_up, low = tl.load(up_table + expert, real, 0), tl.load(down_table + expert, real, 0)
     number = tl.load(cpu_table + expert, real, -1)
-    if share is not None:  # one token, one program
+    if share is not None:
         place = tl.load(up_place + expert, real, 0)
         missing = (number >= 0) & (place != 0)
         misses = tl.sum(missing.to(tl.int32), 0)
@@ -33,11 +29,25 @@ def _locate(
         gate_up = tl.where(fetched, place, gate_up)
         low = tl.where(fetched, tl.load(down_place + expert, real, 0), low)
         number = tl.where(fetched, -1, number)
+    if counts is not None:
+        tl.atomic_add(counts + expert, 1, real, sem="relaxed")
+    return gate_up, low, number
+
+
+@triton.jit
+def _locate(
+    ids, up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu, pairs,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < pairs
+    expert = tl.load(ids + pair, inside, -1)
+    gate_up, low, number = places(
+        expert, expert >= 0, up_table, down_table, cpu_table, counts, up_place, down_place, share
+    )  # fmt: skip
     tl.store(up + pair, gate_up, inside)
     tl.store(down + pair, low, inside)
     tl.store(cpu + pair, number, inside)
-    if counts is not None:
-        tl.atomic_add(counts + expert, 1, real, sem="relaxed")
 
 
 BLOCK = 128

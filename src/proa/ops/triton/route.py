@@ -28,19 +28,15 @@ def _scores(logits, exists, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _route(
-    logits, slots, ids, weights, logits_row,
+def best_experts(
+    logits, exists,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr,
     BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """A program is a token."""
-    token = tl.program_id(0).to(tl.int64)
-    real = tl.load(slots + token) >= 0
+    """logits float32 [BLOCK] of a token -> ids int32 and weights float32 [CHOSEN], of which the first TOP_K count."""
     expert = tl.arange(0, BLOCK)
-    exists = expert < EXPERTS
-    given = tl.load(logits + token * logits_row + expert, exists & real, 0.0).to(tl.float32)
     # Scores are not negative, or -inf: their bits are in the same order, and integers are reduced by one instruction.
-    left = _scores(given, exists, SCORE).to(tl.int32, bitcast=True)
+    left = _scores(logits, exists, SCORE).to(tl.int32, bitcast=True)
     place = tl.arange(0, CHOSEN)
     chosen = tl.zeros([CHOSEN], tl.int32)
     values = tl.zeros([CHOSEN], tl.float32)
@@ -52,6 +48,23 @@ def _route(
         left = tl.where(expert == first, LOWEST, left)
     if RENORMALISE:
         values = values / tl.sum(values, 0)
+    return chosen, values
+
+
+@triton.jit
+def _route(
+    logits, slots, ids, weights, logits_row,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr,
+    BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """A program is a token."""
+    token = tl.program_id(0).to(tl.int64)
+    real = tl.load(slots + token) >= 0
+    expert = tl.arange(0, BLOCK)
+    exists = expert < EXPERTS
+    given = tl.load(logits + token * logits_row + expert, exists & real, 0.0).to(tl.float32)
+    chosen, values = best_experts(given, exists, EXPERTS, TOP_K, RENORMALISE, SCORE, BLOCK, CHOSEN)
+    place = tl.arange(0, CHOSEN)
     at, inside = token * TOP_K + place, place < TOP_K
     tl.store(ids + at, tl.where(real, chosen, -1), inside)
     tl.store(weights + at, tl.where(real, values, 0.0), inside)

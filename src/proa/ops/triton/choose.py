@@ -1,0 +1,169 @@
+"""What stands before the experts of a few rows in one kernel: the residual add, the norm, the router, the choice, where
+the chosen experts are. Never: many rows, which take those steps one by one (ops/choose.py).
+
+A program has some experts' rows of the router and a row of x, whose norm each of them computes again. Of a row's
+programs the last to arrive sees all logits, and chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.residency import Located, Residency
+from proa.ops.table import Norm, RouterRule
+from proa.ops.triton.locate import places
+from proa.ops.triton.route import MOST_CHOSEN, MOST_EXPERTS, SOFTMAX, best_experts
+from proa.ops.triton.variant import Variant
+
+MOST_ROWS, MOST_COLUMNS = 4, 8192
+_WARPS = 1  # sums and choices need no barrier
+
+
+@dataclass(frozen=True)
+class ChoiceSpace:
+    """Memory between a call's programs; calls follow one another."""
+
+    logits: Tensor  # bfloat16 [MOST_ROWS, MOST_EXPERTS]
+    arrived: Tensor  # int32 [MOST_ROWS], 0 between calls
+
+
+def choice_space(device: torch.device) -> ChoiceSpace:
+    return ChoiceSpace(
+        torch.empty(MOST_ROWS, MOST_EXPERTS, dtype=torch.bfloat16, device=device),
+        torch.zeros(MOST_ROWS, dtype=torch.int32, device=device),
+    )
+
+
+@triton.jit
+def _choose(
+    x, y, weight, router, slots, logits, arrived, total, normed, ids, weights,
+    up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu,
+    x_row, y_row, router_row, logits_row, width, eps,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
+    expert, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    inside = column < width
+    mine = tl.load(router + expert.to(tl.int64) * router_row + column, inside, 0.0)
+    value = tl.load(x + row * x_row + column, inside, 0.0).to(tl.float32)
+    value += tl.load(y + row * y_row + column, inside, 0.0).to(tl.float32)
+    value = value.to(tl.bfloat16).to(tl.float32)  # what the residual stream keeps is what is normalised
+    scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    norm = (value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * scale).to(tl.bfloat16)
+    if expert == 0:
+        tl.store(total + row * width + column, value.to(tl.bfloat16), inside)
+        tl.store(normed + row * width + column, norm, inside)
+    logit = tl.sum(norm.to(tl.float32) * mine.to(tl.float32), 0)
+    tl.store(logits + row * logits_row + expert, logit.to(tl.bfloat16))
+    tl.debug_barrier()  # the arrival below tells of all threads' stores
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == EXPERTS - 1:
+        tl.store(arrived + row, 0)
+        real = tl.load(slots + row) >= 0
+        every = tl.arange(0, BLOCK)
+        given = tl.load(logits + row * logits_row + every, every < EXPERTS, 0.0, cache_modifier=".cg").to(tl.float32)
+        chosen, values = best_experts(
+            tl.where(real, given, 0.0), every < EXPERTS, EXPERTS, TOP_K, RENORMALISE, SCORE, BLOCK, CHOSEN
+        )
+        place = tl.arange(0, CHOSEN)
+        at, counted = row * TOP_K + place, place < TOP_K
+        tl.store(ids + at, tl.where(real, chosen, -1), counted)
+        tl.store(weights + at, tl.where(real, values, 0.0), counted)
+        if up_table is not None:
+            gate_up, low, number = places(
+                chosen, counted & real, up_table, down_table, cpu_table, counts, up_place, down_place, share
+            )
+            tl.store(up + at, gate_up, counted)
+            tl.store(down + at, low, counted)
+            tl.store(cpu + at, number, counted)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `choose` writes, of R rows. total, normed bfloat16 [R, N]; at.ids int32, weights float32 [R, k]."""
+
+    total: Tensor
+    normed: Tensor
+    weights: Tensor
+    at: Located
+
+
+def choose(
+    x: Tensor, y: Tensor, norm: Norm, router: Tensor, slots: Tensor, rule: RouterRule, residency: Residency,
+    space: ChoiceSpace, out: Choice,
+) -> None:  # fmt: skip
+    """total = x + y, normed = rms_norm(total); route's choice from normed @ router^T rounded to bfloat16, and where
+    `residency` says that it is.
+
+    x, y bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS; router bfloat16 [E, N]; slots int64 [R]. Raises
+    ValueError for other shapes and types.
+    """
+    _check(x, y, norm, router, slots, rule, out)
+    rows, width = x.shape
+    experts = len(router)
+    here = residency.in_place if rows == 1 else None
+    in_place = (here.up, here.down, here.share) if here else (None, None, None)
+    if rows:
+        _choose[(experts, rows)](
+            x, y, norm.weight, router, slots, space.logits, space.arrived, out.total, out.normed, out.at.ids,
+            out.weights, residency.up, residency.down, residency.cpu, residency.counts, *in_place, out.at.up,
+            out.at.down, out.at.cpu, x.stride(0), y.stride(0), router.stride(0), space.logits.stride(0), width,
+            norm.eps, **_constants(experts, width, rule), num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def _constants(experts: int, width: int, rule: RouterRule) -> dict[str, object]:
+    return {
+        "EXPERTS": experts, "TOP_K": rule.top_k, "RENORMALISE": rule.renormalise, "SCORE": SOFTMAX,
+        "COLUMNS": triton.next_power_of_2(width), "BLOCK": triton.next_power_of_2(experts),
+        "CHOSEN": triton.next_power_of_2(rule.top_k),
+    }  # fmt: skip
+
+
+def _check(
+    x: Tensor, y: Tensor, norm: Norm, router: Tensor, slots: Tensor, rule: RouterRule, out: Choice
+) -> None:  # fmt: skip
+    (rows, width), experts = x.shape, len(router)
+    if rows > MOST_ROWS or width > MOST_COLUMNS:
+        raise ValueError(f"x is [{rows}, {width}], at most [{MOST_ROWS}, {MOST_COLUMNS}]")
+    if not 0 < rule.top_k <= min(experts, MOST_CHOSEN) or experts > MOST_EXPERTS:
+        raise ValueError(f"{rule.top_k} of {experts} experts: at most {MOST_CHOSEN} of {MOST_EXPERTS}, and not all")
+    shapes = {"y": (y, (rows, width)), "router": (router, (experts, width)), "the norm": (norm.weight, (width,))}
+    for name, (tensor, shape) in shapes.items():
+        if tensor.shape != shape or tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1:
+            raise ValueError(f"{name} is bfloat16 {shape} of whole rows, not {tensor.dtype} {tuple(tensor.shape)}")
+    if x.dtype != torch.bfloat16 or x.stride(1) != 1 or slots.shape != (rows,) or slots.dtype != torch.int64:
+        raise ValueError(f"x is bfloat16 and slots int64 [{rows}], not {x.dtype} and {slots.dtype}")
+    at, pairs = out.at, (rows, rule.top_k)
+    for tensor, dtype in (
+        (at.ids, torch.int32), (at.up, torch.int64), (at.down, torch.int64), (at.cpu, torch.int32),
+        (out.weights, torch.float32),
+    ):  # fmt: skip
+        if tensor.shape != pairs or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(f"of each pair {dtype} {pairs}, not {tensor.dtype} {tuple(tensor.shape)}")
+    for tensor in (out.total, out.normed):
+        if tensor.shape != x.shape or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+            raise ValueError(f"sums and norms are bfloat16 {tuple(x.shape)}, not {tensor.dtype} {tuple(tensor.shape)}")
+
+
+def variants() -> Iterator[Variant]:
+    types = dict.fromkeys(("x", "y", "weight", "router", "logits", "total", "normed"), "*bf16")
+    types |= dict.fromkeys(("slots", "up_table", "down_table", "up", "down"), "*i64") | {"weights": "*fp32"}
+    types |= dict.fromkeys(("arrived", "ids", "cpu_table", "cpu"), "*i32") | {"eps": "fp32"}
+    types |= dict.fromkeys(("x_row", "y_row", "router_row", "logits_row", "width"), "i32")
+    in_place = {"up_place": "*i64", "down_place": "*i64", "share": "*i32"}
+    aligned = ("x", "y", "weight", "router", "logits", "total", "normed", "x_row", "y_row", "router_row", "width")
+    for experts, width, rule, more in (
+        (128, 2048, RouterRule(8, True), {}),
+        (512, 2048, RouterRule(10, True), {"counts": "*i32"} | in_place),
+        (1024, 8192, RouterRule(32, False), {"counts": "*i32"}),
+    ):
+        absent = dict.fromkeys(name for name in ("counts", *in_place) if name not in more)
+        constants = _constants(experts, width, rule) | absent
+        yield Variant(_choose, types | more, constants, warps=_WARPS, aligned=aligned)

@@ -1,0 +1,147 @@
+"""The kernel in front of a few rows' experts: sums and norms against float64, the logits against float64 of the norm
+that it gave, its choice and places bit for bit those of the kernels that do one thing each, on the logits that it gave.
+
+A norm is rounded once to bfloat16, and its sum of n squares is off by n roundings of float32; so are n products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.triton_bounds import EPS32, assert_within, stored
+from proa.ops.residency import InPlace, Located, Residency
+from proa.ops.table import Norm, RouterRule
+from proa.ops.triton.choose import Choice, ChoiceSpace, choice_space, choose
+from proa.ops.triton.locate import locate
+from proa.ops.triton.route import route
+
+EPS = 1e-6
+
+
+def poisoned(rows: int, width: int, top_k: int, device: torch.device) -> Choice:
+    def full(dtype: torch.dtype, columns: int, value: float) -> Tensor:
+        return torch.full((rows, columns), value, dtype=dtype, device=device)
+
+    nan = float("nan")
+    addresses = (full(torch.int64, top_k, 7) for _ in range(2))
+    at = Located(full(torch.int32, top_k, -9), *addresses, full(torch.int32, top_k, -9))
+    total, normed = (full(torch.bfloat16, width, nan) for _ in range(2))
+    return Choice(total, normed, full(torch.float32, top_k, nan), at)
+
+
+def some_residency(experts: int, top_k: int, rng: torch.Generator, device: torch.device) -> Residency:
+    """A third of them on the device; of the others most can be read in place, half of a step's misses are."""
+    mine = torch.rand(experts, generator=rng) < 0.33
+    up, down, here_up, here_down = (torch.randint(1, 1 << 40, (experts,), generator=rng) for _ in range(4))
+    cpu = torch.where(mine, -1, torch.arange(experts)).to(torch.int32)
+    readable = torch.rand(experts, generator=rng) < 0.8
+    share = torch.arange(top_k + 1, dtype=torch.int32) // 2
+    here = InPlace(*(torch.where(readable, of, 0).to(device) for of in (here_up, here_down)), share.to(device))
+    tables = (torch.where(mine, of, 0).to(device) for of in (up, down))
+    return Residency(*tables, cpu.to(device), torch.zeros(experts, dtype=torch.int32, device=device), here)
+
+
+def case(rows: int, width: int, experts: int, rng: torch.Generator, device: torch.device) -> tuple[Tensor, ...]:
+    x, y = (torch.randn(rows, width, generator=rng).to(torch.bfloat16).to(device) for _ in range(2))
+    weight = (1 + 0.1 * torch.randn(width, generator=rng)).to(torch.bfloat16).to(device)
+    router = (torch.randn(experts, width, generator=rng) * width**-0.5).to(torch.bfloat16).to(device)
+    return x, y, weight, router
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("width", "experts", "rule"),
+    [(64, 8, RouterRule(2, True)), (96, 60, RouterRule(4, False)), (256, 128, RouterRule(8, True))],
+)
+def test_as_step_by_step(
+    rows: int, width: int, experts: int, rule: RouterRule, rng: torch.Generator, device: torch.device
+) -> None:
+    x, y, weight, router = case(rows, width, experts, rng, device)
+    residency = some_residency(experts, rule.top_k, rng, device)
+    slots = torch.arange(rows, device=device)
+    if rows > 1:
+        slots[1] = -1
+    before, space = x.clone(), choice_space(device)
+    for call in range(2):  # the second finds what the first left
+        out = poisoned(rows, width, rule.top_k, device)
+        choose(x, y, Norm(weight, EPS), router, slots, rule, residency, space, out)
+        _check(out, space, x, y, weight, router, slots, rule, replace(residency, counts=None))
+        assert residency.counts is not None
+        assert int(residency.counts.sum()) == (call + 1) * int((slots >= 0).sum()) * rule.top_k
+        assert not space.arrived.any()
+    assert torch.equal(x, before)
+
+
+def _check(
+    out: Choice, space: ChoiceSpace, x: Tensor, y: Tensor, weight: Tensor, router: Tensor, slots: Tensor,
+    rule: RouterRule, residency: Residency,
+) -> None:  # fmt: skip
+    (rows, width), experts = x.shape, len(router)
+    total = (x.float() + y.float()).to(torch.bfloat16)
+    assert torch.equal(out.total, total)
+    exact = total.double() * torch.rsqrt(total.double().pow(2).mean(1, keepdim=True) + EPS) * weight.double()
+    assert_within(out.normed, exact, stored(exact) + exact.abs() * (width + 8) * EPS32)
+    logits, given = space.logits[:rows, :experts], out.normed.double()
+    products, sizes = given @ router.double().T, given.abs() @ router.double().abs().T
+    assert_within(logits, products, stored(products) + (width + 8) * EPS32 * sizes)
+    step = poisoned(rows, width, rule.top_k, x.device)
+    route(logits.contiguous(), slots, rule.top_k, rule.renormalise, step.at.ids, step.weights)
+    locate(step.at.ids, residency, step.at)
+    assert torch.equal(out.weights, step.weights)
+    for name in ("ids", "up", "down", "cpu"):
+        assert torch.equal(getattr(out.at, name), getattr(step.at, name)), name
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")  # numpy's, in the interpreter
+def test_a_row_that_is_no_number_chooses_experts_that_exist(rng: torch.Generator, device: torch.device) -> None:
+    x, y, weight, router = case(2, 64, 8, rng, device)
+    x[1, 3] = float("nan")
+    out = poisoned(2, 64, 2, device)
+    rule, residency = RouterRule(2, True), some_residency(8, 2, rng, device)
+    choose(x, y, Norm(weight, EPS), router, torch.arange(2, device=device), rule, residency, choice_space(device), out)
+    assert out.weights[0].isfinite().all()
+    assert out.weights[1].isnan().all()
+    assert ((out.at.ids >= 0) & (out.at.ids < 8)).all()
+
+
+def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device) -> None:
+    residency, space = some_residency(8, 2, rng, device), choice_space(device)
+
+    def call(rows: int = 1, width: int = 64, top_k: int = 2, room: int = 2) -> None:
+        x, y, weight, router = case(rows, width, 8, rng, device)
+        slots, out = torch.arange(rows, device=device), poisoned(rows, width, room, device)
+        choose(x, y, Norm(weight, EPS), router, slots, RouterRule(top_k, True), residency, space, out)
+
+    call()
+    for wrong in ({"rows": 5}, {"width": 16384}, {"top_k": 9, "room": 9}, {"room": 3}):
+        with pytest.raises(ValueError, match=r"at most|of each pair"):
+            call(**wrong)
+
+
+@pytest.mark.gpu
+def test_it_says_the_same_in_a_graph(rng: torch.Generator) -> None:
+    device, rule = torch.device("cuda"), RouterRule(8, True)
+    x, y, weight, router = case(4, 2048, 128, rng, device)
+    residency, space, slots = some_residency(128, 8, rng, device), choice_space(device), torch.arange(4, device=device)
+    plain, replayed = (poisoned(4, 2048, 8, device) for _ in range(2))
+
+    def run(out: Choice) -> None:
+        choose(x, y, Norm(weight, EPS), router, slots, rule, residency, space, out)
+
+    run(plain)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(50):
+            run(replayed)
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(plain.normed, replayed.normed)
+    assert torch.equal(plain.weights, replayed.weights)
+    assert torch.equal(plain.at.ids, replayed.at.ids)
+    assert not space.arrived.any()
