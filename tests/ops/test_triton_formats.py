@@ -83,7 +83,7 @@ def check(stack: list[Weights], x: Tensor, ids: Tensor, block_tokens: int, devic
 
 @pytest.mark.parametrize("block_tokens", [0, 16, 64])
 @pytest.mark.parametrize("form", FORMS, ids=names)
-@pytest.mark.parametrize("size", [(40, 150), (17, 544)], ids=str)
+@pytest.mark.parametrize("size", [(40, 150), (17, 544), (17, 192)], ids=str)
 def test_products(
     form: Form, size: tuple[int, int], block_tokens: int, rng: torch.Generator, device: torch.device
 ) -> None:

@@ -129,7 +129,7 @@ def panel_sums(
     """
     STEP: tl.constexpr = 16 * formats.line_words(CODE)
     BY_GROUP: tl.constexpr = formats.by_group(CODE, SCALE, GROUP, PANEL_LINES * VALUES)
-    WHOLE: tl.constexpr = COLUMNS % (LINES * VALUES) == 0
+    WHOLE: tl.constexpr = whole_stages(COLUMNS, PANEL_LINES, LINES, VALUES)
     GROUPS: tl.constexpr = _groups_of(LINES, GROUP // VALUES)
     panel = tl.minimum(first + tl.arange(0, PANELS), COUNT - 1).to(tl.int64)
     line, row = tl.arange(0, LINES), tl.arange(0, 16)
@@ -170,6 +170,12 @@ def panel_sums(
         return tl.reshape(tl.join(_columns(sums), _columns(tl.sum(other, 1))), [PANELS, 16])
     else:
         return sums * _panel_scale(area[:, None], row[None, :], CODE, SCALE, BY_GROUP)
+
+
+@constexpr_function
+def whole_stages(columns, panel_lines, lines, values):
+    """Whether stages read no column of x beyond the last; a panel may have more than x, filled up to whole groups."""
+    return -(-panel_lines // lines) * lines * values == columns
 
 
 @constexpr_function
@@ -332,7 +338,7 @@ def panel_products(
             part = _words(at + start * STEP, None, CODE)
         else:
             part = _words(at + start * STEP, line < PANEL_LINES - start, CODE)
-        if COLUMNS % (LINES * VALUES) == 0:
+        if whole_stages(COLUMNS, PANEL_LINES, LINES, VALUES):
             value = tl.load(x_at + start * VALUES, exists[:, None], 0.0)
         else:
             value = tl.load(x_at + start * VALUES, exists[:, None] & (column < COLUMNS - start * VALUES)[None, :], 0.0)

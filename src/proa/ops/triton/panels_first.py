@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from proa.ops.triton.panels import whole_stages
+
 
 @triton.jit
 def panels_first(
@@ -40,7 +42,7 @@ def panels_first(
             part = tl.load(at + start * 16)
         else:
             part = tl.load(at + start * 16, (line < PANEL_LINES - start)[None, :, None, None], 0)
-        if COLUMNS % (LINES * VALUES) == 0:
+        if whole_stages(COLUMNS, PANEL_LINES, LINES, VALUES):
             value = tl.load(x_at + start * VALUES, exists[:, None], 0.0)
         else:
             value = tl.load(x_at + start * VALUES, exists[:, None] & (column < COLUMNS - start * VALUES)[None, :], 0.0)
