@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from families.test_native_logits import all_experts, prompts
 from hybrid_engines import Split, load_split
 from proa.engine.engine import Engine
 from proa.native.pool import Pool
+from proa.sampling.choose import choose
+from proa.sampling.rows import Row
 from proa.types import TokenEvent
 from tiny import make_tiny
 
@@ -124,6 +127,34 @@ def test_draws_come_from_the_logits_of_their_row(device: str, pool: Pool, folder
         scores = [s for event in events[name] for s in event.logprobs or []]
         want = torch.log_softmax(torch.stack(rows), -1)[range(len(rows)), answer]
         assert [s.logprob for s in scores] == pytest.approx(want.tolist(), abs=1e-4)
+
+
+DRAWS: list[dict[str, Any]] = [
+    {}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0}, {"top_k": 7, "logprobs": 3},
+    {"repetition_penalty": 1.3, "min_p": 0.05}, {"presence_penalty": 1.0, "temperature": 0.0},
+    {"min_tokens": 30, "stop_token_ids": (3, 4, 5)}, {"logit_bias": {9: 5.0}, "frequency_penalty": 0.7, "logprobs": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_kind_of_draw_is_the_cpus(device: str, pool: Pool, folder: Path) -> None:
+    """From the logits of the same row, side by side in one batch."""
+    asked = CASES["as many as there are graphs for, and more"]
+    model, texts = load_split(folder, pool, Split(0.5), device), asked.texts()
+    engine, runner = make_engine(model, **asked.engine)
+    sent = [
+        request(name, tokens, count, **{"temperature": 1.0, "seed": 7 * i, **DRAWS[i % len(DRAWS)]})
+        for i, ((name, tokens), count) in enumerate(zip(texts.items(), asked.answers, strict=True))
+    ]
+    for one in sent:
+        engine.submit(one)
+    events = finish_all(engine)
+    for one in sent:
+        answer = tokens_of(events[one.id])
+        for i, token in enumerate(answer):
+            row = Row(one.sampling, one.tokens + answer[:i], len(one.tokens))
+            logits = runner.logits[one.id][len(one.tokens) - 1 + i][None]
+            assert choose([int(logits.argmax())], [row], logits)[0].token == token
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,5 +1,5 @@
 """Runs a step's rows through a model: eagerly, op by op, or as a recorded program. Belongs here: getting a step's
-facts to where the model looks for them. Never: requests, sampling.
+facts to where the model looks for them. Never: requests, how tokens are drawn.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from proa.models.spec import Model, Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.ops.cpu import Recorder
 from proa.ops.table import AttentionBatch, KvPages, batch_of
+from proa.sampling.choose import Choice, choose
+from proa.sampling.rows import Row
 
 # Steps up to this many tokens are bound by reading weights, longer ones by arithmetic: each has its thread count.
 FEW_TOKENS = 8
@@ -42,6 +44,9 @@ class Executor(Protocol):
 
     def score(self, rows: Sequence[int]) -> list[int]:
         """The best next token after each of these rows of the last step; -1 where logits are not finite."""
+
+    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> list[Choice]:
+        """The next token after each of these rows of the last step, as each is asked for."""
 
     def broken(self) -> dict[int, str]:
         """Sequences of the last step, by their places, that are known not to be finite, and why. Called once a step,
@@ -93,6 +98,9 @@ class EagerExecutor:
         best: list[int] = self._model.best(self._logits).tolist()
         self.clock.lap(Stage.PROGRAM)
         return best
+
+    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> list[Choice]:
+        return choose(self.score(rows), asked, self.logits)
 
     def broken(self) -> dict[int, str]:
         return self._session.broken(self._sequences, look=True)
@@ -181,6 +189,9 @@ class RecordedExecutor:
         self.clock.lap(Stage.PROGRAM)
         best: list[int] = self._best[: len(rows)].tolist()
         return best
+
+    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> list[Choice]:
+        return choose(self.score(rows), asked, self.logits)
 
     def broken(self) -> dict[int, str]:
         return {}

@@ -1,5 +1,5 @@
 """Runs a step's rows on a GPU. Steps of one token a sequence are CUDA graphs, captured when their batch size first
-comes; others are launched op by op. Belongs here: static buffers, capturing, waiting. Never: requests, sampling.
+comes; others are launched op by op. Belongs here: static buffers, capturing, waiting. Never: requests, drawing.
 
 A graph bakes addresses in, so everything that changes between steps stands in DeviceInputs; what one graph leaves for
 another (hidden states, logits) is copied to buffers outside of the graphs' common pool, which each of them reuses.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from proa.engine.clock import Stage, StepClock
 from proa.engine.device_inputs import DeviceInputs
+from proa.engine.device_sampler import DeviceSampler
 from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
 from proa.engine.watch import WatchedSession
@@ -26,6 +27,8 @@ from proa.layers.step import Step
 from proa.models.spec import Rope
 from proa.native.doorbell import Counters
 from proa.ops.table import AttentionBatch, KvPages
+from proa.sampling.choose import Choice
+from proa.sampling.rows import Row
 
 # Sequences of a decode step are padded up to the next of these: padding costs neither weights nor KV.
 SMALL_BUCKETS = (1, 2, 4, 8)
@@ -69,6 +72,7 @@ class GraphExecutor:
         self._best = torch.zeros(limits.head_rows, dtype=torch.int32, device=device)
         self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64).pin_memory()
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32).pin_memory()
+        self._sampler = DeviceSampler(min(limits.sequences, limits.rows), model.spec.vocab, device)
         self._num_scored = 0
         self._underway = False
         self._sequences: Sequence[Span] = ()
@@ -78,13 +82,23 @@ class GraphExecutor:
     def warm_ups(self) -> list[Callable[[], None]]:
         """Steps of padding alone that compile what requests will need, the most needed first."""
         decode = (partial(self._warm_decode, bucket) for bucket in self._buckets[:WARM_BUCKETS])
-        return [*decode, *(partial(self._warm_prefill, rows) for rows in warm_rows(self._limits.rows))]
+        return [
+            *decode,
+            self._warm_sampler,
+            *(partial(self._warm_prefill, rows) for rows in warm_rows(self._limits.rows)),
+        ]
 
     @torch.inference_mode()
     def _warm_decode(self, bucket: int) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._capture(bucket)
             self._capture_head(bucket)
+
+    @torch.inference_mode()
+    def _warm_sampler(self) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._sampler.warm_up(self._logits, self._best)
+            self._wait()
 
     @torch.inference_mode()
     def _warm_prefill(self, rows: int) -> None:
@@ -156,8 +170,18 @@ class GraphExecutor:
             launch()
         return graph
 
-    @torch.inference_mode()
     def score(self, rows: Sequence[int]) -> list[int]:
+        return self._score(rows, ())
+
+    @torch.inference_mode()
+    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> list[Choice]:
+        tokens = self._score(rows, asked)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            return self._sampler.read(tokens, asked, self._logits)
+
+    @torch.inference_mode()
+    def _score(self, rows: Sequence[int], asked: Sequence[Row]) -> list[int]:
+        """asked: of each row what it draws, or nothing at all: then each has its best token."""
         self._num_scored = count = len(rows)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
@@ -166,16 +190,18 @@ class GraphExecutor:
             self.clock.lap(Stage.INPUTS)
             self._scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
             head.replay()
+            if asked:
+                self._sampler.launch(self._logits, self._best, asked)
             self._host_best[:count].copy_(self._best[:count], non_blocking=True)
         if self._underway:
             self._settle()
         else:
             self._wait()
         self.clock.lap(Stage.PROGRAM)
-        best: list[int] = self._host_best[:count].tolist()
+        tokens: list[int] = self._host_best[:count].tolist()
         rows_of_step = sum(len(s.tokens) for s in self._sequences)
-        self._suspect = count < rows_of_step or min(best) < 0
-        return best
+        self._suspect = count < rows_of_step or -1 in tokens
+        return tokens
 
     @torch.inference_mode()
     def broken(self) -> dict[int, str]:

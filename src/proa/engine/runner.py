@@ -14,7 +14,6 @@ from proa.engine.scheduler import StepItem, StepPlan
 from proa.engine.spans import PROMPT_LOGITS_ROWS, Span
 from proa.sampling.logprobs import token_logprob
 from proa.sampling.rows import Row
-from proa.sampling.sampler import sample
 from proa.types import TokenLogprob
 
 
@@ -62,33 +61,14 @@ class Runner:
         return out
 
     def _sample(self, requests: Sequence[Request], ends: Sequence[int], out: StepOutput) -> None:
-        drawn: list[int] = []
-        rows: list[Row] = []
-        for i, (request, best) in enumerate(zip(requests, self.executor.score(ends), strict=True)):
-            row = Row(request.sampling, request.tokens, request.num_prompt)
-            if best < 0:
+        rows = [Row(request.sampling, request.tokens, request.num_prompt, request.id) for request in requests]
+        for request, choice in zip(requests, self.executor.sample(ends, rows), strict=True):
+            if choice.token < 0:
                 out.broken[request.id] = "The model's logits were not finite."
-            elif row.takes_best:
-                out.tokens[request.id] = best
-            else:
-                drawn.append(i)
-                rows.append(row)
-        if drawn:
-            self._draw([requests[i].id for i in drawn], drawn, rows, out)
-        for i, request in enumerate(requests):
-            if request.sampling.logprobs is not None and request.id in out.tokens:
-                self._explain(i, request, out)
-
-    @torch.inference_mode()
-    def _draw(self, ids: Sequence[str], places: list[int], rows: Sequence[Row], out: StepOutput) -> None:
-        logits = self.executor.logits
-        chosen = logits if len(places) == len(logits) else logits[places]
-        out.tokens.update(zip(ids, sample(chosen, rows), strict=True))
-
-    @torch.inference_mode()
-    def _explain(self, place: int, request: Request, out: StepOutput) -> None:
-        top = request.sampling.logprobs or 0
-        out.logprobs[request.id] = token_logprob(self.executor.logits[place], out.tokens[request.id], top)
+                continue
+            out.tokens[request.id] = choice.token
+            if choice.logprob is not None:
+                out.logprobs[request.id] = choice.logprob
 
     @torch.inference_mode()
     def _score_prompt(self, item: StepItem, row: int, out: StepOutput) -> None:

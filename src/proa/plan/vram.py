@@ -29,6 +29,10 @@ GRAPH_NODES_PER_BLOCK, GRAPH_NODES_AROUND, GRAPH_NODE_BYTES, GRAPH_ROWS_MOST = 1
 # maximum and sum.
 ATTENTION_PARTS = 64
 
+# Of a GPU's sampler: changed logits of a step, and what small vocabularies take. Its candidates fit into what the CPU's
+# sampler would take; logits themselves are there twice, in float32 (engine/device_sampler.py, engine/graphs.py).
+SAMPLER_BYTES, LOGIT_BYTES = 4 << 20, 8
+
 # The CPU's results of the down projection wait by slots, so many bytes at a time (decision 017).
 SLOTS_BYTES = 64 << 20
 
@@ -62,6 +66,7 @@ def vram_demand(spec: Model, page_tokens: int, max_running: int, batch_tokens: i
         weights_bytes=dense_bytes(spec),
         fixed_bytes=context_bytes(simulated) + graphs_bytes(spec, max_running, simulated),
         workspace_base_bytes=logits_bytes(spec, max_running)
+        + (0 if simulated else SAMPLER_BYTES)
         + batch_tokens * (row_bytes(spec) + experts)
         + max_running * partials,
         # Page tables: an int64 for each page of each running request.

@@ -17,6 +17,7 @@ class Row(msgspec.Struct, frozen=True):
     sampling: Sampling
     tokens: Sequence[int]
     num_prompt: int
+    request: str = ""  # its id, the same from step to step
 
     @property
     def num_output(self) -> int:

@@ -1,0 +1,103 @@
+"""Log-probabilities of a row: of the token that was chosen, and of the best ones. Never: changed logits, choosing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.triton.variant import Variant
+from proa.ops.triton.weights import (
+    BEST_WEIGHT,
+    COLUMNS,
+    NOTHING,
+    Space,
+    keys_of,
+    largest_key,
+    parts_of,
+    score_of,
+    scores_at,
+    token_of,
+    weigh,
+)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _top_of_part(logits, row_stride, vocab, rows, top, parts, count, BLOCK: tl.constexpr):
+    """top [J, parts, count]: each part's keys, the largest first."""
+    job, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + job).to(tl.int64)
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    key = keys_of(scores_at(logits + row * row_stride, token, vocab), token)
+    key = tl.where(token < vocab, key, NOTHING)
+    for i in range(0, count):
+        largest = tl.max(key, 0)
+        tl.store(top + (job * parts + part) * count + i, largest)
+        key = tl.where(key == largest, NOTHING, key)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _explain(
+    logits, row_stride, vocab, rows, tokens, keys, masses, top, ids, logprobs, parts, count, PARTS: tl.constexpr
+):  # fmt: skip
+    job = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + job).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    mass = tl.sum(tl.load(masses + job * parts + part, part < parts, 0), 0)
+    largest = score_of(largest_key(keys + job * parts, parts, PARTS)).to(tl.float64)
+    log_sum = largest + tl.log(tl.maximum(mass, 1).to(tl.float64) / BEST_WEIGHT)
+    chosen = tl.load(tokens + row)
+    inside = (chosen >= 0) & (chosen < vocab)
+    score = tl.load(logits + row * row_stride + chosen, inside, 0.0)
+    tl.store(logprobs + job * (count + 1), (score.to(tl.float64) - log_sum).to(tl.float32))
+    # Each part's list is in order: take the largest of their heads, and of that part the next one.
+    lists = top + (job * parts + part) * count
+    place = tl.zeros([PARTS], tl.int32)
+    for i in range(0, count):
+        head = tl.load(lists + place, (part < parts) & (place < count), NOTHING)
+        best = tl.max(head, 0)
+        tl.store(ids + job * count + i, token_of(best))
+        tl.store(logprobs + job * (count + 1) + 1 + i, (score_of(best).to(tl.float64) - log_sum).to(tl.float32))
+        place += (head == best).to(tl.int32)
+
+
+def workspace_keys(rows: int, vocab: int, count: int) -> int:
+    """How many int64 the workspace of `explain` has."""
+    return rows * parts_of(vocab) * count
+
+
+def explain(
+    logits: Tensor, rows: Tensor, tokens: Tensor, ones: tuple[Tensor, Tensor], space: Space, workspace: Tensor,
+    ids: Tensor, logprobs: Tensor,
+) -> None:  # fmt: skip
+    """Natural log-probabilities of J rows: of tokens[row], then of the best ones, the lowest id of equals first.
+
+    logits float32 [R, vocab], rows may be strided; rows int32 [J]; tokens int32 [R], of negative ones nothing is said;
+    ones: kinds, all WHOLE, int32 [J], and inverses, all 1, float64 [J]; workspace int64 [workspace_keys(J, vocab,
+    count)] or more; ids int32 [J, count] and logprobs float32 [J, count + 1], contiguous, count up to the vocabulary.
+    """
+    number, count = ids.shape
+    if count > space.vocab or logprobs.shape != (number, count + 1) or len(rows) != number:
+        raise ValueError(f"{len(rows)} rows, ids {tuple(ids.shape)} and logprobs {tuple(logprobs.shape)} do not fit")
+    if workspace.dtype is not torch.int64 or workspace.numel() < workspace_keys(number, space.vocab, count):
+        raise ValueError(f"the workspace is int64 [{workspace_keys(number, space.vocab, count)}] or more, contiguous")
+    weigh(logits, rows, *ones, space)
+    if not number:
+        return
+    vocab, stride, parts = space.vocab, logits.stride(0), parts_of(space.vocab)
+    _top_of_part[(number, parts)](logits, stride, vocab, rows, workspace, parts, count, BLOCK=COLUMNS)
+    _explain[(number,)](
+        logits, stride, vocab, rows, tokens, space.keys, space.masses, workspace, ids, logprobs, parts, count,
+        PARTS=triton.next_power_of_2(parts), num_warps=1,
+    )  # fmt: skip
+
+
+def variants() -> Iterator[Variant]:
+    sizes = dict.fromkeys(("row_stride", "vocab", "parts", "count"), "i32")
+    rows = {"logits": "*fp32", "rows": "*i32", "top": "*i64", **sizes}
+    yield Variant(_top_of_part, rows, {"BLOCK": COLUMNS})
+    more = {"tokens": "*i32", "keys": "*i64", "masses": "*i64", "ids": "*i32", "logprobs": "*fp32"}
+    yield Variant(_explain, {**rows, **more}, {"PARTS": 128}, warps=1)

@@ -1,0 +1,226 @@
+"""What drawing and scoring make of a row of logits first: its largest, and of every part the sum of
+exp((logit - largest) / temperature). Belongs here: that, and changing single logits for a
+while. Never: which token is drawn.
+
+Weights are whole numbers, 2**40 for the best token: sums of integers do not depend on their order, so that the same row
+gives the same token however the work is spread. What is less than 2**-41 of the best token weighs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.triton.variant import Variant
+
+COLUMNS = 2048  # of a program
+BINS = 512  # of log-weights, BINS_PER_NAT of them for each nat below the best; the last one ends below 2**-41
+BINS_PER_NAT: tl.constexpr = tl.constexpr(18.0)
+BEST_WEIGHT: tl.constexpr = tl.constexpr(1099511627776.0)  # 2**40
+NOTHING: tl.constexpr = tl.constexpr(-(2**63))
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # finite
+
+# What a job is after.
+BEST, WHOLE, CUT = 0, 1, 2
+IS_BEST: tl.constexpr = tl.constexpr(BEST)
+IS_CUT: tl.constexpr = tl.constexpr(CUT)
+
+EDIT_WORDS = 5  # int32: row, token, then as float32 repetition, less, plus
+
+
+@triton.jit
+def scores_at(logits, token, vocab):
+    """float32; what is no number weighs nothing, its row is somebody else's to report."""
+    score = tl.load(logits + token, token < vocab, float("-inf"))
+    return tl.where(score < float("inf"), score + 0.0, float("-inf"))  # of the two zeros, one
+
+
+@triton.jit
+def keys_of(score, token):
+    """int64 whose order is that of (score, lowest id first)."""
+    bits = score.to(tl.int32, bitcast=True)
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (rising.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def token_of(key):
+    return (0x7FFFFFFF - (key & 0x7FFFFFFF)).to(tl.int32)
+
+
+@triton.jit
+def score_of(key):
+    rising = (key >> 32).to(tl.int32)
+    return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest_key(keys, parts, PARTS: tl.constexpr):
+    part = tl.arange(0, PARTS)
+    return tl.max(tl.load(keys + part, part < parts, NOTHING), 0)
+
+
+@triton.jit
+def logs_of(score, largest, inverse):
+    """float64 log-weights, the best token's 0; the difference is float32's, as on the CPU."""
+    return (score - tl.maximum(largest, LOWEST)).to(tl.float64) * inverse
+
+
+@triton.jit
+def weights_of(log):
+    return (tl.exp(log) * BEST_WEIGHT + 0.5).to(tl.int64)
+
+
+@triton.jit
+def bins_of(log, BINS: tl.constexpr):
+    return tl.minimum(log * -BINS_PER_NAT, BINS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def _largest(logits, row_stride, vocab, rows, keys, counts, found, parts, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    job, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + job).to(tl.int64)
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    key = keys_of(scores_at(logits + row * row_stride, token, vocab), token)
+    tl.store(keys + job * parts + part, tl.max(tl.where(token < vocab, key, NOTHING), 0))
+    if part == 0:
+        tl.store(counts + job * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+        tl.store(found + job, 0)
+
+
+@triton.jit
+def _weigh(
+    logits, row_stride, vocab, rows, kinds, inverses, keys, masses, counts, parts,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    job, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kind = tl.load(kinds + job)
+    if kind == IS_BEST:
+        return
+    row = tl.load(rows + job).to(tl.int64)
+    largest = score_of(largest_key(keys + job * parts, parts, PARTS))
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    log = logs_of(scores_at(logits + row * row_stride, token, vocab), largest, tl.load(inverses + job))
+    weight = weights_of(log)
+    tl.store(masses + job * parts + part, tl.sum(weight, 0))
+    if kind == IS_CUT:
+        bins = tl.histogram(bins_of(log, BINS), BINS, mask=weight > 0)
+        tl.atomic_add(counts + job * BINS + tl.arange(0, BINS), bins, mask=bins > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count"])
+def _edit(logits, row_stride, vocab, edits, saved, count, BLOCK: tl.constexpr):
+    """Penalties and biases, rounded step by step as on the CPU."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = edits + i * 5
+    row, token = tl.load(at, i < count, 0).to(tl.int64), tl.load(at + 1, i < count, 0)
+    inside = (i < count) & (token < vocab)
+    repetition = tl.load(at + 2, inside, 0x3F800000).to(tl.float32, bitcast=True)
+    less = tl.load(at + 3, inside, 0).to(tl.float32, bitcast=True)
+    plus = tl.load(at + 4, inside, 0).to(tl.float32, bitcast=True)
+    score = tl.load(logits + row * row_stride + token, inside, 0.0)
+    tl.store(saved + i, score, inside)
+    score = tl.where(score > 0, tl.div_rn(score, repetition), score * repetition)
+    tl.store(logits + row * row_stride + token, score - less + plus, inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _restore(logits, row_stride, vocab, edits, saved, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = edits + i * 5
+    row, token = tl.load(at, i < count, 0).to(tl.int64), tl.load(at + 1, i < count, 0)
+    inside = (i < count) & (token < vocab)
+    tl.store(logits + row * row_stride + token, tl.load(saved + i, inside, 0.0), inside)
+
+
+EDITS = 256  # of a program
+
+
+def parts_of(vocab: int) -> int:
+    return -(-vocab // COLUMNS)
+
+
+class Space:
+    """Of up to `jobs` rows of `vocab` logits: what the passes over a row leave for each other, on the device."""
+
+    def __init__(self, jobs: int, vocab: int, most_kept: int, device: torch.device) -> None:
+        """most_kept: candidates of a cut; rows that have more are not drawn here."""
+        parts = parts_of(vocab)
+        self.jobs, self.vocab, self.most_kept = jobs, vocab, most_kept
+        self.keys, self.masses = (torch.zeros(jobs, parts, dtype=torch.int64, device=device) for _ in range(2))
+        self.counts = torch.zeros(jobs, BINS, dtype=torch.int32, device=device)
+        self.found = torch.zeros(jobs, dtype=torch.int32, device=device)
+        wide = (torch.zeros(jobs, most_kept, dtype=torch.int64, device=device) for _ in range(3))
+        self.kept_keys, self.kept_weights, self.before = wide
+        self.ranks = torch.zeros(jobs, most_kept, dtype=torch.int32, device=device)
+
+
+def space_bytes(jobs: int, vocab: int, most_kept: int) -> int:
+    return jobs * (16 * parts_of(vocab) + 4 * BINS + 4 + 28 * most_kept)
+
+
+def check_logits(logits: Tensor, jobs: int, space: Space) -> None:
+    """Raises ValueError for what the kernels would read wrongly."""
+    if logits.dtype is not torch.float32 or logits.stride(1) != 1:
+        raise ValueError(f"logits are float32 with whole rows, not {logits.dtype} of strides {logits.stride()}")
+    if jobs > space.jobs or logits.shape[1] != space.vocab:
+        raise ValueError(f"{jobs} rows of {logits.shape[1]} do not fit a space for {space.jobs} of {space.vocab}")
+
+
+def weigh(logits: Tensor, rows: Tensor, kinds: Tensor, inverses: Tensor, space: Space) -> None:
+    """Fill space.keys (of every part the largest), space.masses (of every part the sum of weights, int64; not of BEST)
+    and space.counts (of CUT: tokens by their log-weight).
+
+    logits float32 [R, vocab], rows may be strided; rows, kinds int32 [J]: which rows, BEST, WHOLE or CUT; inverses
+    float64 [J]: 1 / temperature.
+    """
+    check_logits(logits, len(rows), space)
+    if not len(rows):
+        return
+    vocab, stride, parts = space.vocab, logits.stride(0), parts_of(space.vocab)
+    grid = (len(rows), parts)
+    _largest[grid](
+        logits, stride, vocab, rows, space.keys, space.counts, space.found, parts, BLOCK=COLUMNS, BINS=BINS
+    )  # fmt: skip
+    _weigh[grid](
+        logits, stride, vocab, rows, kinds, inverses, space.keys, space.masses, space.counts, parts,
+        BLOCK=COLUMNS, PARTS=triton.next_power_of_2(parts), BINS=BINS,
+    )  # fmt: skip
+
+
+def edit(logits: Tensor, edits: Tensor, saved: Tensor) -> None:
+    """Change single logits, and keep what they were.
+
+    edits int32 [N, EDIT_WORDS], every (row, token) once: positive logits are divided by `repetition`, others multiplied
+    with it; then `less` is taken away and `plus` added. Tokens beyond the vocabulary are left out. saved float32 [N].
+    """
+    if edits.shape[1:] != (EDIT_WORDS,) or edits.dtype is not torch.int32 or not edits.is_contiguous():
+        raise ValueError(f"edits are int32 [N, {EDIT_WORDS}], contiguous, not {edits.dtype} {tuple(edits.shape)}")
+    if len(saved) < len(edits):
+        raise ValueError(f"there is room to save {len(saved)} logits, not {len(edits)}")
+    grid = (triton.cdiv(len(edits), EDITS),)
+    _edit[grid](logits, logits.stride(0), logits.shape[1], edits, saved, len(edits), BLOCK=EDITS)
+
+
+def restore(logits: Tensor, edits: Tensor, saved: Tensor) -> None:
+    """Undo `edit`."""
+    grid = (triton.cdiv(len(edits), EDITS),)
+    _restore[grid](logits, logits.stride(0), logits.shape[1], edits, saved, len(edits), BLOCK=EDITS)
+
+
+def variants() -> Iterator[Variant]:
+    sizes = dict.fromkeys(("row_stride", "vocab", "parts"), "i32")
+    rows = {"logits": "*fp32", "rows": "*i32", "keys": "*i64", "counts": "*i32"}
+    yield Variant(_largest, {**rows, **sizes, "found": "*i32"}, {"BLOCK": COLUMNS, "BINS": BINS})
+    yield Variant(
+        _weigh,
+        {**rows, **sizes, "kinds": "*i32", "inverses": "*fp64", "masses": "*i64"},
+        {"BLOCK": COLUMNS, "PARTS": 128, "BINS": BINS},
+    )
+    edits = {"logits": "*fp32", "row_stride": "i32", "vocab": "i32", "edits": "*i32", "saved": "*fp32", "count": "i32"}
+    yield Variant(_edit, edits, {"BLOCK": EDITS})
+    yield Variant(_restore, edits, {"BLOCK": EDITS})

@@ -1,0 +1,172 @@
+"""The sampler of a GPU, its kernels interpreted where there is none: requests as on the CPU, step after step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from proa.engine.device_sampler import MOST_EDITS, DeviceSampler, sampler_bytes
+from proa.ops.reference import best
+from proa.sampling.adjust import adjust
+from proa.sampling.choose import Choice, choose
+from proa.sampling.edits import Tally
+from proa.sampling.rows import Row
+from proa.types import Sampling
+
+VOCAB = 60
+
+
+def row(name: str, tokens: list[int], num_prompt: int, **wishes: Any) -> Row:
+    return Row(Sampling(max_tokens=100, **wishes), tokens, num_prompt, name)
+
+
+def on_device(sampler: DeviceSampler, logits: torch.Tensor, rows: Sequence[Row], device: torch.device) -> list[Choice]:
+    there, tokens = logits.to(device), best(logits).int().to(device)
+    sampler.launch(there, tokens, rows)
+    choices = sampler.read(tokens.tolist(), rows, there)
+    assert torch.equal(there.cpu().nan_to_num(7.0), logits.nan_to_num(7.0)), "others read the logits after it"
+    return choices
+
+
+def assert_same(got: Sequence[Choice], want: Sequence[Choice]) -> None:
+    assert [c.token for c in got] == [c.token for c in want]
+    for a, b in zip(got, want, strict=True):
+        assert (a.logprob is None) == (b.logprob is None)
+        if a.logprob and b.logprob:
+            assert a.logprob.token == a.token
+            assert a.logprob.logprob == pytest.approx(b.logprob.logprob, abs=1e-5, rel=1e-6)
+            assert [t for t, _ in a.logprob.top] == [t for t, _ in b.logprob.top]
+            assert [p for _, p in a.logprob.top] == pytest.approx([p for _, p in b.logprob.top], abs=1e-5, rel=1e-6)
+
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "greedy, explained": {"temperature": 0.0, "logprobs": 2},
+    "penalised and greedy": {"temperature": 0.0, "repetition_penalty": 1.5, "logprobs": 0},
+    "plain": {"logprobs": 60},
+    "cut": {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "logprobs": 100},
+    "all penalties": {"presence_penalty": 0.7, "frequency_penalty": -0.3, "repetition_penalty": 0.8, "min_p": 0.02},
+    "biased": {"logit_bias": {3: 4.0, 59: -100.0, 7: 2.5}, "frequency_penalty": 0.5, "top_k": 3},
+    "not yet": {"min_tokens": 4, "eos_token_ids": (5, 6), "stop_token_ids": (6, 3), "logit_bias": {5: 9.0}},
+}
+
+
+def test_answers_of_eight_steps(rng: torch.Generator, device: torch.device) -> None:
+    """Requests that come and go in changing order, each with its own history."""
+    sampler = DeviceSampler(len(ANSWERS), VOCAB, device)
+    texts = {name: [1, 3, 3, 40 + i] for i, name in enumerate(ANSWERS)}
+    for step in range(8):
+        names = [name for i, name in enumerate(ANSWERS) if (step * i) % 5 != 4][:: 1 - 2 * (step % 2)]
+        rows = [row(name, texts[name], 4, seed=11, **ANSWERS[name]) for name in names]
+        logits = torch.randn(len(rows), VOCAB, generator=rng) * 2
+        want = choose(best(logits).tolist(), rows, logits)
+        assert_same(on_device(sampler, logits, rows, device), want)
+        for name, choice in zip(names, want, strict=True):
+            texts[name].append(choice.token)
+
+
+def test_rows_that_are_not_finite(rng: torch.Generator, device: torch.device) -> None:
+    """Drawn, explained or changed, they are reported; their neighbours get what they would without them."""
+    names = list(ANSWERS)
+    rows = [row(name, [1, 2], 2, **ANSWERS[name]) for name in names]
+    logits = torch.randn(len(rows), VOCAB, generator=rng)
+    clean = choose(best(logits).tolist(), rows, logits)
+    bad = {1: math.nan, 3: math.inf, 4: -math.inf, 5: math.nan}
+    for i, value in bad.items():
+        logits[i, 7 * i] = value
+    got = on_device(DeviceSampler(len(rows), VOCAB, device), logits, rows, device)
+    assert [i for i, choice in enumerate(got) if choice == Choice(-1)] == list(bad)
+    kept = [i for i in range(len(rows)) if i not in bad]
+    assert_same([got[i] for i in kept], [clean[i] for i in kept])
+
+
+def test_rows_for_which_there_is_no_room_are_drawn_on_the_cpu(rng: torch.Generator, device: torch.device) -> None:
+    rows = [
+        row("long", list(range(40)), 40, repetition_penalty=1.2, logprobs=1),
+        row("longer", list(range(50)), 50, repetition_penalty=1.2, temperature=0.0, logprobs=3),
+        row("short", [1, 2], 2, repetition_penalty=1.2, top_p=0.9),
+        row("broken", list(range(50)), 50, repetition_penalty=1.2, logprobs=2),
+    ]
+    logits = torch.randn(len(rows), VOCAB, generator=rng)
+    logits[3, 3] = math.nan
+    sampler = DeviceSampler(len(rows), VOCAB, device, most_edits=45)
+    for _ in range(2):
+        assert_same(on_device(sampler, logits, rows, device), choose(best(logits).tolist(), rows, logits))
+
+
+def test_a_flat_distribution_is_drawn_on_the_cpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proa.engine.device_sampler.MOST_KEPT", 16)
+    rows = [row("flat", [1], 1, top_p=0.9, logprobs=1), row("peaked", [1], 1, top_p=0.9, logprobs=1)]
+    logits = torch.arange(2.0)[:, None] * torch.linspace(0, 60, VOCAB)
+    want = choose(best(logits).tolist(), rows, logits)
+    got = on_device(DeviceSampler(2, VOCAB, device), logits, rows, device)
+    assert [c.token for c in got] == [c.token for c in want]
+    assert got[0] == want[0], "with the CPU's own log-probabilities"
+
+
+def test_nothing_asked_is_nothing_done(device: torch.device) -> None:
+    logits = torch.zeros(2, VOCAB)
+    rows = [row("a", [1], 1, temperature=0.0), row("b", [1], 1, temperature=0.0)]
+    sampler = DeviceSampler(2, VOCAB, device)
+    on_device(sampler, logits, [row("c", [1], 1, logprobs=3)], device)
+    assert on_device(sampler, logits, rows, device) == [Choice(0), Choice(0)], "nor what was asked before"
+
+
+HISTORIES = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)
+CHANGES = st.fixed_dictionaries(
+    {
+        "repetition_penalty": st.sampled_from([1.0, 1.3, 0.5]),
+        "presence_penalty": st.sampled_from([0.0, 1.1, -2.0]),
+        "frequency_penalty": st.sampled_from([0.0, 0.3, -0.7]),
+        "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=4),
+        "min_tokens": st.integers(0, 8),
+        "eos_token_ids": st.sampled_from([(), (4,)]),
+        "stop_token_ids": st.sampled_from([(), (4, 9)]),
+    }
+)
+
+
+@settings(deadline=None)
+@given(HISTORIES, st.lists(st.integers(0, VOCAB - 1), max_size=80), CHANGES, st.integers(0, 2**31))
+def test_edits_give_the_bits_of_the_definition(
+    prompt: list[int], answer: list[int], changes: dict[str, Any], seed: int
+) -> None:
+    """Kept from token to token, or made at the end."""
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    kept = Tally(row("r", prompt, len(prompt), **changes))
+    for length in range(len(answer) + 1):
+        now = row("r", prompt + answer[:length], len(prompt), **changes)
+        edits = torch.from_numpy(kept.edits(now))
+    whole = torch.from_numpy(Tally(now).edits(now))
+    assert sorted(whole.tolist()) == sorted(edits.tolist())
+    assert len({token for token, *_ in edits.tolist()}) == len(edits)
+    got, tokens = logits.clone(), edits[:, 0].long()
+    repetition, less, plus = edits[:, 1:].contiguous().view(torch.float32).T
+    values = got[tokens]
+    got[tokens] = torch.where(values > 0, values / repetition, values * repetition) - less + plus
+    assert torch.equal(got, adjust(logits[None], [now])[0])
+
+
+@pytest.mark.parametrize("vocab", [50, 512, 151_936])
+@pytest.mark.parametrize("rows", [1, 64, 256])
+def test_it_is_no_larger_than_planned(vocab: int, rows: int) -> None:
+    from proa.plan.budget import SAMPLED_LOGIT_BYTES
+    from proa.plan.vram import LOGIT_BYTES, SAMPLER_BYTES
+
+    assert sampler_bytes(rows, vocab) <= SAMPLER_BYTES + rows * vocab * (SAMPLED_LOGIT_BYTES - LOGIT_BYTES)
+    if vocab * rows > 20_000:
+        return
+    sampler = DeviceSampler(rows, vocab, torch.device("cpu"))
+    held = [sampler._edits, sampler._saved, *sampler._ones, sampler._workspace, sampler._ids, sampler._logprobs]
+    held += [t for t in vars(sampler._space).values() if isinstance(t, torch.Tensor)] + [sampler._inputs._device]
+    assert sum(t.nbytes for t in held) <= sampler_bytes(rows, vocab)
+    assert sampler_bytes(rows, vocab) <= 1.1 * sum(t.nbytes for t in held)
+    assert len(sampler._edits) == MOST_EDITS
