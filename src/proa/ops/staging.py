@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from proa.native.fill import Fill, StoredRows, fill
-from proa.native.formats import Form, Format, Stored, layout
+from proa.native.formats import PANEL_ROWS, Form, Format, Stored, layout
 from proa.native.pool import Pool
 
 STORED = {
@@ -86,7 +86,7 @@ class DevicePanels:
     it is asked once all sinks know what they will get. rows float [rows, columns].
     """
 
-    row_unit = 16
+    row_unit = PANEL_ROWS
 
     def __init__(
         self, rows: int, columns: int, expect: Callable[[str], None], where: Callable[[], tuple[Tensor, Form]],
@@ -105,7 +105,7 @@ class DevicePanels:
         """Raises ValueError where the form is not bfloat16: the staging is too small for the matrix."""
         panels, form = self._where()
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        part = panels[first // 16 : -(-(first + len(rows)) // 16)]
+        part = panels[first // PANEL_ROWS : -(-(first + len(rows)) // PANEL_ROWS)]
         place = torch.empty(part.shape, dtype=torch.uint8)
         stored = StoredRows(STORED[rows.dtype], rows.data_ptr(), rows.stride(0) * rows.itemsize)
         fill(self._staging.pool, [self._fill(stored, place, len(rows), form)])
