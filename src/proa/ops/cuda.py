@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proa.ops.parts import named_parts
+from proa.ops.cuda_linear import CudaLinear, PlainMatrix
+from proa.ops.staging import Staging
 from proa.ops.table import Angles, AttentionBatch, KvPages, NewExperts, Ops, Parameters, QkNorm
-from proa.ops.triton import attention, best, linear, route
+from proa.ops.triton import attention, best, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
 
@@ -20,8 +21,8 @@ from proa.ops.triton import norm as norms
 class CudaOps:
     """Implements the functions of ops/table.py."""
 
-    def __init__(self, device: torch.device, new_experts: NewExperts) -> None:
-        self._maps = CudaMaps(device, new_experts)
+    def __init__(self, device: torch.device, new_experts: NewExperts, staging: Staging) -> None:
+        self._maps = CudaMaps(device, new_experts, staging)
         self._processors: int = torch.cuda.get_device_properties(device).multi_processor_count
 
     def table(self) -> Ops:
@@ -91,35 +92,10 @@ class CudaOps:
         return out
 
 
-class CudaLinear:
-    """Each part's rows are a view of one matrix, as the checkpoint has them."""
-
-    def __init__(
-        self, outs: Mapping[str, int], inputs: int, bias: bool, device: torch.device, out: torch.dtype = torch.bfloat16
-    ) -> None:
-        self._outs, self._out = dict(outs), out
-        rows = sum(outs.values())
-        self.weight = torch.empty(rows, inputs, dtype=torch.bfloat16, device=device)
-        self.bias = torch.empty(rows, dtype=torch.bfloat16, device=device) if bias else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if len(x) > linear.MOST_TOKENS and self._out == x.dtype:
-            return functional.linear(x, self.weight, self.bias)
-        if len(x) > linear.MOST_TOKENS:  # a head, which has no bias: its sums are not rounded
-            return torch.mm(x, self.weight.T, out_dtype=self._out)
-        out = torch.empty(len(x), len(self.weight), dtype=self._out, device=x.device)
-        linear.linear(x, self.weight, self.bias, out)
-        return out
-
-    def parameters(self) -> Parameters:
-        yield from named_parts(self._outs, "weight", self.weight)
-        yield from named_parts(self._outs, "bias", self.bias)
-
-
 class CudaMlp:
-    def __init__(self, hidden: int, width: int, bias: bool, device: torch.device) -> None:
-        self._gate_up = CudaLinear({"gate": width, "up": width}, hidden, bias, device)
-        self._down = CudaLinear({"down": hidden}, width, bias, device)
+    def __init__(self, hidden: int, width: int, bias: bool, device: torch.device, staging: Staging) -> None:
+        self._gate_up = CudaLinear({"gate": width, "up": width}, hidden, bias, device, staging)
+        self._down = CudaLinear({"down": hidden}, width, bias, device, staging)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up(x).chunk(2, -1)
@@ -131,32 +107,36 @@ class CudaMlp:
 
 
 class CudaEmbedding:
+    """Rows of bfloat16, whatever the checkpoint has: they are looked up."""
+
     def __init__(self, vocab: int, hidden: int, device: torch.device) -> None:
-        self._table = CudaLinear({"embed": vocab}, hidden, False, device, out=torch.float32)
+        self._table = PlainMatrix(torch.empty(vocab, hidden, dtype=torch.bfloat16, device=device))
 
     def __call__(self, tokens: Tensor) -> Tensor:
         return self._table.weight.index_select(0, tokens)
 
     def logits(self, x: Tensor) -> Tensor:
-        return self._table(x)
+        return self._table.product(x, None, torch.float32)
 
     def parameters(self) -> Parameters:
         yield "weight", self._table.weight
 
 
 class CudaMaps:
-    def __init__(self, device: torch.device, new_experts: NewExperts) -> None:
-        self._device = device
+    """Weights come through the staging."""
+
+    def __init__(self, device: torch.device, new_experts: NewExperts, staging: Staging) -> None:
+        self._device, self._staging = device, staging
         self.experts = new_experts
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> CudaLinear:
-        return CudaLinear(outs, inputs, bias, self._device)
+        return CudaLinear(outs, inputs, bias, self._device, self._staging)
 
     def head(self, vocab: int, hidden: int) -> CudaLinear:
-        return CudaLinear({"head": vocab}, hidden, False, self._device, out=torch.float32)
+        return CudaLinear({"head": vocab}, hidden, False, self._device, self._staging, out=torch.float32)
 
     def mlp(self, hidden: int, width: int, bias: bool) -> CudaMlp:
-        return CudaMlp(hidden, width, bias, self._device)
+        return CudaMlp(hidden, width, bias, self._device, self._staging)
 
     def embedding(self, vocab: int, hidden: int, tied: bool) -> CudaEmbedding:
         return CudaEmbedding(vocab, hidden, self._device)

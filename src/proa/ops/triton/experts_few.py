@@ -53,7 +53,7 @@ def _pair(
         return
     row = x + (pair // SHARE) * x_row
     sums = panel_sums(
-        expert, block * PANELS, row,
+        expert, block * PANELS, row, 0, PANEL_LINES,
         CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES, QUADS,
     )  # fmt: skip
     if ACTIVATION is None:

@@ -116,7 +116,7 @@ def _block(
         )  # fmt: skip
     else:
         sums = panel_products(
-            expert, part * PANELS, rows, exists,
+            expert, part * PANELS, rows, exists, 0, PANEL_LINES,
             CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
         )  # fmt: skip
     if ACTIVATION is None:

@@ -105,7 +105,7 @@ def _add_lines(
 
 @triton.jit
 def panel_sums(
-    address, first, x,
+    address, first, x, begin, end,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr, QUADS: tl.constexpr,
@@ -113,6 +113,7 @@ def panel_sums(
     """Products of PANELS panels from `first` on with one row of activations: float32 [PANELS, ROWS]. Weights are not
     rounded: scales are applied to sums of a word's products.
 
+    Only of lines [begin, end), where `end` is the last of them or both are multiples of LINES.
     LINES is less than the threads of a program, so that each loads its own few of x and no barrier is needed for them.
     Panels beyond COUNT are the last one again. QUADS: x can be read four values at a time.
     """
@@ -127,7 +128,7 @@ def panel_sums(
     area = words + panel * PANEL_WORDS + PANEL_LINES * STEP
     total = tl.zeros([PANELS, LINES, ROWS], tl.float32)
     other = tl.zeros([PANELS, LINES, ROWS], tl.float32)  # of float16's second rows
-    for start in tl.range(0, PANEL_LINES, LINES, num_stages=STAGES):
+    for start in tl.range(begin, end, LINES, num_stages=STAGES):
         if PANEL_LINES % LINES == 0:
             part = _words(at + start * STEP, None, CODE)
         else:
@@ -283,7 +284,7 @@ def _fours(LINES: tl.constexpr, AS_WIDE: tl.constexpr):
 
 @triton.jit
 def panel_products(
-    address, first, x, exists,
+    address, first, x, exists, begin, end,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr,
@@ -316,7 +317,7 @@ def panel_products(
     column = tl.arange(0, LINES * VALUES)
     x_at = x[:, None] + column[None, :]
     total = tl.zeros([x.shape[0], PANELS * ROWS], tl.float32)
-    for start in tl.range(0, PANEL_LINES, LINES, num_stages=STAGES):
+    for start in tl.range(begin, end, LINES, num_stages=STAGES):
         if PANEL_LINES % LINES == 0:
             part = _words(at + start * STEP, None, CODE)
         else:
