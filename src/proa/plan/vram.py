@@ -30,8 +30,8 @@ GRAPH_NODES_PER_BLOCK, GRAPH_NODES_AROUND, GRAPH_NODE_BYTES, GRAPH_ROWS_MOST = 1
 # maximum and sum.
 ATTENTION_PARTS = 64
 
-# Programs that share the columns of packed linear layers leave their sums: up to 396 of them 128 x 128 in float32.
-LINEAR_PARTIAL_BYTES = 25 << 20
+# Programs that share the columns of packed linear layers leave their sums: up to 198 of them 128 x 128 in float32.
+LINEAR_PARTIAL_BYTES = 13 << 20
 
 # The CPU's results of the down projection wait by slots, so many bytes at a time (decision 017).
 SLOTS_BYTES = 64 << 20

@@ -21,14 +21,14 @@ from proa.native.formats import Form, Format, Layout, layout
 from proa.ops.triton.panels import ROWS, columns_of, constants, lines_of, panel_products, panel_sums
 from proa.ops.triton.variant import Variant
 
-# Columns are shared only up to so many programs: 3 for each of 132 SMs, with some 12 KiB of weights under way each.
-MOST_PROGRAMS = 396
+MOST_PROGRAMS = 396  # that share columns
 _LEAST_STEPS = 4  # stages of a program's columns: as many as are under way
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of x (1: on the ordinary cores) and panels of a program; lines of a stage, stages, warps.
+    """Rows of x (1: on the ordinary cores) and panels of a program; lines of a stage, stages, warps; up to how many
+    programs share columns.
 
     Lines: of one row at most so many of a word; of more as many as have the columns of so many of bfloat16.
     """
@@ -38,11 +38,17 @@ class Tile:
     lines: int
     stages: int
     warps: int
+    programs: int
 
 
-_ONE, _ONE_OF_MANY_ROWS = Tile(1, 1, 64, 4, 4), Tile(1, 2, 64, 4, 4)
+# Of few rows, 3 programs for each of 132 SMs have some 36 KiB of weights under way there. Of many, sums that are left
+# and read again become as many bytes as the weights.
+_ONE, _ONE_OF_MANY_ROWS = Tile(1, 1, 64, 4, 4, MOST_PROGRAMS), Tile(1, 2, 64, 4, 4, MOST_PROGRAMS)
 _MANY_ROWS = 16384  # of the weights, from which even two panels a program are enough programs
-_BLOCKS = (Tile(16, 4, 64, 4, 4), Tile(32, 4, 32, 4, 4), Tile(64, 8, 32, 3, 4), Tile(128, 8, 32, 3, 8))
+_BLOCKS = (
+    Tile(16, 4, 64, 4, 4, MOST_PROGRAMS), Tile(32, 4, 32, 4, 4, 264), Tile(64, 8, 32, 3, 4, 198),
+    Tile(128, 8, 32, 3, 8, 198),
+)  # fmt: skip
 
 
 def _tile(tokens: int, of: Layout) -> Tile:
@@ -67,7 +73,7 @@ def _grid(tokens: int, of: Layout, tile: Tile) -> _Grid:
     stage = lines_of(of, tile.lines) if tile.tokens == 1 else columns_of(of, tile.lines)
     blocks, parts = triton.cdiv(tokens, tile.tokens), triton.cdiv(of.panels, tile.panels)
     steps = triton.cdiv(panel_lines, stage)
-    wanted = max(1, min(MOST_PROGRAMS // (blocks * parts), steps // _LEAST_STEPS))
+    wanted = max(1, min(tile.programs // (blocks * parts), steps // _LEAST_STEPS))
     of_each = triton.cdiv(steps, wanted)
     return _Grid(blocks, parts, triton.cdiv(steps, of_each), of_each * stage, stage)
 
