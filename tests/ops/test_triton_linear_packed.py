@@ -14,11 +14,12 @@ from torch import Tensor
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
 from packing import CASES, Packed, Weights, random_weights
 from proa.native.formats import Form, Format, layout
-from proa.ops.triton.linear_packed import MOST_PROGRAMS, _grid, _tile, linear_packed, partial_floats
+from proa.ops.triton import linear_packed
+from proa.ops.triton.formats import VALUES
+from proa.ops.triton.linear_packed import MOST_PROGRAMS, _grid, _tile, partial_floats
 
 FORMS = [Form(*case) for case in CASES]
 BF16_ROUNDING = 2.0**-8 * 1.01  # half a unit in the last of 8 places
-SPLIT = (17, 2080)  # so few rows that programs share columns
 
 
 def names(form: Form) -> str:
@@ -41,7 +42,7 @@ class Map:
 
     def __call__(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         partial = poisoned(partial_floats(len(x), self.of), dtype=torch.float32).to(self.device)
-        linear_packed(x, self.panels, self.of, bias, out, partial, self.arrived)
+        linear_packed.linear_packed(x, self.panels, self.of, bias, out, partial, self.arrived)
         assert not self.arrived.any(), "the next call would add up too early"
         return out
 
@@ -61,21 +62,41 @@ def check(weights: Weights, x: Tensor, bias: Tensor | None, dtype: torch.dtype, 
     assert torch.equal(got, again)
 
 
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs share even so few columns as tests have."""
+    monkeypatch.setattr(linear_packed, "_LEAST_STEPS", 1)
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("form", FORMS, ids=names)
-@pytest.mark.parametrize("size", [(40, 150), SPLIT], ids=str)
-def test_products(form: Form, size: tuple[int, int], tokens: int, rng: torch.Generator, device: torch.device) -> None:
-    weights = random_weights(form.format, form.group, *size, seed=tokens)
-    check(weights, rand(rng, tokens, size[1]), None, BF16, device)
+def test_products(form: Form, tokens: int, rng: torch.Generator, device: torch.device) -> None:
+    weights = random_weights(form.format, form.group, 40, 150, seed=tokens)
+    assert partial_floats(tokens, weights.layout) == 0
+    check(weights, rand(rng, tokens, 150), None, BF16, device)
 
 
-@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("form", FORMS, ids=names)
-def test_columns_are_shared(form: Form, tokens: int) -> None:
-    """What the sizes above are for."""
-    of = layout(form.format, *SPLIT, form.group)
-    assert _grid(tokens, of, _tile(tokens, of)).splits > 1
-    assert partial_floats(tokens, of) > 0
+def test_programs_share_columns(form: Form, tokens: int, rng: torch.Generator, device: torch.device) -> None:
+    weights = random_weights(form.format, form.group, 17, 544, seed=tokens)
+    assert partial_floats(tokens, weights.layout) >= 2 * 17 * tokens
+    check(weights, rand(rng, tokens, 544), None, BF16, device)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 128])
+@pytest.mark.parametrize("form", FORMS, ids=names)
+@pytest.mark.parametrize("size", [(5120, 2048), (2048, 4096), (512, 2880), (151936, 2048), (16, 1 << 17)], ids=str)
+def test_parts_cover_all_columns(form: Form, size: tuple[int, int], tokens: int) -> None:
+    """Each of them some, and no more programs than have a place to arrive at."""
+    of = layout(form.format, *size, form.group)
+    grid, panel_lines = _grid(tokens, of, _tile(tokens, of)), of.padded_columns // VALUES[of.format]
+    assert (grid.splits - 1) * grid.lines < panel_lines <= grid.splits * grid.lines
+    assert grid.lines % grid.stage == 0
+    if grid.splits > 1:
+        assert grid.blocks * grid.parts * grid.splits <= MOST_PROGRAMS
+        assert grid.lines >= 4 * grid.stage
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 70, 130])
@@ -89,8 +110,9 @@ def test_every_block_of_rows(tokens: int, rng: torch.Generator, device: torch.de
     check(run.weights, x[:tokens], None, BF16, device)
 
 
+@pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("size", [(40, 160), SPLIT], ids=str)
+@pytest.mark.parametrize("size", [(40, 256), (17, 544)], ids=str)
 @pytest.mark.parametrize(("bias", "dtype"), [(BF16, torch.float32), (torch.float32, BF16)])
 def test_bias(
     bias: torch.dtype, dtype: torch.dtype, size: tuple[int, int], tokens: int, rng: torch.Generator,
@@ -113,12 +135,13 @@ def test_strided_rows(tokens: int, rng: torch.Generator, device: torch.device) -
         check(run.weights, x, None, BF16, device)
 
 
+@pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_codes_that_are_no_numbers(tokens: int, rng: torch.Generator, device: torch.device) -> None:
     """A NaN stays in its row, whichever part of the columns it is in."""
-    weights = random_weights(Format.FP8_PANEL, 128, *SPLIT, seed=5)
-    weights.arrays["codes"][3, 2079] = 0x7F
-    got = Map(weights, device)(rand(rng, tokens, 2080).to(device), None, poisoned(tokens, 17).to(device))
+    weights = random_weights(Format.FP8_PANEL, 128, 17, 544, seed=5)
+    weights.arrays["codes"][3, 543] = 0x7F
+    got = Map(weights, device)(rand(rng, tokens, 544).to(device), None, poisoned(tokens, 17).to(device))
     assert got[:, 3].isnan().all()
     assert got[:, [row for row in range(17) if row != 3]].isfinite().all()
 
@@ -128,9 +151,10 @@ def test_no_rows(device: torch.device) -> None:
     run(torch.empty(0, 64, dtype=BF16, device=device), None, torch.empty(0, 20, dtype=BF16, device=device))
 
 
+@pytest.mark.usefixtures("shared")
 def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
-    run = Map(random_weights(Format.INT8_F16, 32, *SPLIT, seed=4), device)
-    x, out = torch.zeros(2, 2080, dtype=BF16, device=device), torch.zeros(2, 17, dtype=BF16, device=device)
+    run = Map(random_weights(Format.INT8_F16, 32, 17, 544, seed=4), device)
+    x, out = torch.zeros(2, 544, dtype=BF16, device=device), torch.zeros(2, 17, dtype=BF16, device=device)
     short, partial = (torch.zeros(n, device=device) for n in (1, partial_floats(2, run.of)))
     for given, why in (
         ((x[:, 1:], run.panels, run.of, None, out, partial, run.arrived), "x is"),
@@ -141,7 +165,7 @@ def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
         ((x, run.panels, run.of, None, out, partial, run.arrived[1:]), "arrivals"),
     ):
         with pytest.raises(ValueError, match=why):
-            linear_packed(*given)
+            linear_packed.linear_packed(*given)
 
 
 @pytest.mark.gpu

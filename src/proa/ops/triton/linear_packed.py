@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.native.formats import Form, Format, Layout, layout
-from proa.ops.triton.panels import ROWS, columns_of, constants, lines_of, panel_products, panel_sums
+from proa.ops.triton.formats import LINE_WORDS, VALUES
+from proa.ops.triton.panels import ROWS, columns_of, constants, panel_products, panel_sums
 from proa.ops.triton.variant import Variant
 
 MOST_PROGRAMS = 396  # that share columns
@@ -69,13 +70,21 @@ class _Grid:
 
 
 def _grid(tokens: int, of: Layout, tile: Tile) -> _Grid:
-    panel_lines = int(constants(of, of.columns)["PANEL_LINES"])  # type: ignore[call-overload]
-    stage = lines_of(of, tile.lines) if tile.tokens == 1 else columns_of(of, tile.lines)
+    panel_lines = of.padded_columns // VALUES[of.format]
+    stage = _lines(panel_lines, of, tile.lines) if tile.tokens == 1 else columns_of(of, tile.lines)
     blocks, parts = triton.cdiv(tokens, tile.tokens), triton.cdiv(of.panels, tile.panels)
     steps = triton.cdiv(panel_lines, stage)
     wanted = max(1, min(tile.programs // (blocks * parts), steps // _LEAST_STEPS))
     of_each = triton.cdiv(steps, wanted)
     return _Grid(blocks, parts, triton.cdiv(steps, of_each), of_each * stage, stage)
+
+
+def _lines(panel_lines: int, of: Layout, most: int) -> int:
+    """Of a stage: as many as may be, but at most an eighth beyond the panel's end, as far as that can be had."""
+    lines = most // (4 if LINE_WORDS[of.format] > 1 else 1)
+    while lines > 16 and triton.cdiv(panel_lines, lines) * lines * 8 > panel_lines * 9:
+        lines //= 2
+    return lines
 
 
 @triton.jit
