@@ -23,10 +23,12 @@ from torch import Tensor
 from proa.native.formats import BF16_FORM, Form, Layout, layout
 from proa.ops.triton import linear, linear_packed
 from proa.ops.triton.linear_packed import MOST_PROGRAMS, Tile, partial_floats
+from proa.ops.triton.unpack import unpack
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 SIZES = ((5120, 2048), (2048, 4096), (512, 2048), (1536, 2048), (151936, 2048))  # q, k, v; o; v alone; gate, up; head
 MOST_HEAD_TOKENS = 64
+LEAST_BY_ROWS = 64
 
 
 class Case:
@@ -44,6 +46,18 @@ class Case:
         partial = torch.empty(partial_floats(tokens, self.of), device=DEVICE)
         call = linear_packed.linear_packed
         return microseconds([lambda p=p: call(x, p, self.of, None, out, partial, self.arrived) for p in self.panels])
+
+    def by_rows_us(self, tokens: int) -> float:
+        """Panels become rows of bfloat16 first, which a library multiplies with."""
+        x = torch.randn(tokens, self.of.columns, device=DEVICE).bfloat16()
+        out = torch.empty(tokens, self.of.rows, dtype=torch.bfloat16, device=DEVICE)
+        rows = torch.empty(self.of.rows, self.of.columns, dtype=torch.bfloat16, device=DEVICE)
+
+        def call(panels: Tensor) -> None:
+            unpack(panels, self.of, rows)
+            torch.mm(x, rows.T, out=out)
+
+        return microseconds([lambda p=p: call(p) for p in self.panels])
 
 
 def bf16_us(rows: int, columns: int, tokens: int) -> float:
@@ -78,6 +92,8 @@ def time_all(copy: float, forms: Sequence[str], sizes: Sequence[tuple[int, int]]
             case = Case(FORMS[name], rows, columns)
             for tokens in tokens_of:
                 row(f"{rows} x {columns}, {tokens} rows, {name}", case.us(tokens), case.of, tokens, copy, plain[tokens])
+                if tokens >= LEAST_BY_ROWS:
+                    row("    by rows of bfloat16", case.by_rows_us(tokens), case.of, tokens, copy, plain[tokens])
 
 
 def sweep(copy: float, forms: Sequence[str], sizes: Sequence[tuple[int, int]], all_tokens: Sequence[int]) -> None:

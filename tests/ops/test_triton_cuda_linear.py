@@ -14,6 +14,7 @@ from ops.triton_bounds import EPS32, assert_within, rand, stored
 from proa.native.fill import StoredRows, fill
 from proa.native.formats import BF16_FORM, KEPT, Form, Stored
 from proa.native.pool import Pool
+from proa.ops import cuda_linear
 from proa.ops.cuda import CudaMaps
 from proa.ops.cuda_linear import CudaLinear
 from proa.ops.staging import Staging
@@ -128,6 +129,26 @@ def test_what_is_larger_than_the_staging_comes_in_parts(
     assert cut.parts["head"] > 2
     x = rand(rng, 1, COLUMNS).to(device)
     assert torch.equal(cut.map(x), whole.map(x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("case", ["another value type", "the last one of no whole panels"])
+def test_many_rows_by_a_library(
+    case: str, bias: bool, rng: torch.Generator, pool: Pool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels become rows, here 32 at a time."""
+    monkeypatch.setattr(cuda_linear, "UNPACKED_TOKENS", 20)
+    monkeypatch.setattr(cuda_linear, "UNPACKED_BYTES", 32 * COLUMNS * 2)
+    outs, kinds, _ = CASES[case]
+    loaded = Loaded(outs, dict(zip(outs, kinds, strict=True)), bias, 1 << 20, pool, device)
+    monkeypatch.setattr(cuda_linear.linear_packed, "linear_packed", None)
+    x = rand(rng, 20, COLUMNS)
+    wide = x.double()
+    want = wide @ loaded.values.T + loaded.offset
+    bound = (wide.abs() @ loaded.sizes.T + loaded.offset) * (COLUMNS + 10) * EPS32
+    bound += wide.abs() @ loaded.values.abs().T * 2.0**-8 * 1.01
+    # A library may round before it adds the bias.
+    assert_within(loaded.map(x.to(device)), want, bound + stored(want.abs() + bound) + stored(want - loaded.offset))
 
 
 def test_a_head_is_not_rounded(rng: torch.Generator, pool: Pool, device: torch.device) -> None:

@@ -18,6 +18,10 @@ from proa.ops.parts import named_parts
 from proa.ops.staging import DecidedLater, DevicePanels, DeviceRows, Staging
 from proa.ops.table import Parameters, Sink
 from proa.ops.triton import linear, linear_packed
+from proa.ops.triton.unpack import unpack
+
+UNPACKED_TOKENS = 256  # from so many on, products at a library's speed are worth writing rows and reading them again
+UNPACKED_BYTES = 64 << 20
 
 
 class _Matrix(Protocol):
@@ -63,9 +67,24 @@ class PackedMatrix:
         return out
 
     def into(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        if len(x) >= UNPACKED_TOKENS and out.dtype == x.dtype:
+            self._unpacked(x, bias, out)
+            return
         floats = linear_packed.partial_floats(len(x), self.of)
         partial = torch.empty(floats, dtype=torch.float32, device=x.device)
         linear_packed.linear_packed(x, self.panels, self.of, bias, out, partial, self._arrived)
+
+    def _unpacked(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """By a library, which needs rows: as many at a time as UNPACKED_BYTES has room for."""
+        panels = max(1, UNPACKED_BYTES // (PANEL_ROWS * self.of.columns * 2))
+        for first in range(0, self.of.panels, panels):
+            some = slice(first * PANEL_ROWS, min((first + panels) * PANEL_ROWS, self.of.rows))
+            rows = torch.empty(some.stop - some.start, self.of.columns, dtype=torch.bfloat16, device=x.device)
+            unpack(self.panels[first : first + panels], self.of, rows)
+            if bias is None:
+                torch.mm(x, rows.T, out=out[:, some])
+            else:
+                torch.addmm(bias[some], x, rows.T, out=out[:, some])
 
 
 @dataclass(frozen=True)

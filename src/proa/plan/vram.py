@@ -32,6 +32,8 @@ ATTENTION_PARTS = 64
 
 # Programs that share the columns of packed linear layers leave their sums: up to 198 of them 128 x 128 in float32.
 LINEAR_PARTIAL_BYTES = 13 << 20
+# Those of many tokens become rows of bfloat16, so many bytes at a time.
+LINEAR_ROWS_BYTES = 64 << 20
 
 # The CPU's results of the down projection wait by slots, so many bytes at a time (decision 017).
 SLOTS_BYTES = 64 << 20
@@ -93,7 +95,7 @@ def vram_demand(
         workspace_base_bytes=logits_bytes(spec, max_running)
         + batch_tokens * (row_bytes(spec) + experts)
         + max_running * partials
-        + (0 if simulated else LINEAR_PARTIAL_BYTES),
+        + _linear_workspace_bytes(spec, stored),
         # Page tables: an int64 for each page of each running request.
         workspace_bytes_per_context_token=-(-8 * max_running // page_tokens),
         page_bytes=page_tokens * spec.kv_bytes_per_token(BF16_BYTES),
@@ -118,6 +120,11 @@ def host_workspace_bytes(spec: Model, max_running: int, batch_tokens: int) -> in
 def loading_bytes(layers: Sequence[MoeLayer], inclusive: bool) -> int:
     """RAM while loading: experts that will not stay in RAM are packed there, a layer at a time."""
     return LOADING_BYTES + (0 if inclusive else max((layer.total_bytes for layer in layers), default=0))
+
+
+def _linear_workspace_bytes(spec: Model, stored: Mapping[str, str]) -> int:
+    packed = linear_bytes(spec, stored).keys() - {Format.BF16}
+    return LINEAR_PARTIAL_BYTES + LINEAR_ROWS_BYTES if packed else 0
 
 
 def _routed_row_bytes(ffn: Moe) -> int:

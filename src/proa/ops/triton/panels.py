@@ -342,6 +342,36 @@ def panel_products(
 
 
 @triton.jit
+def panel_rows(
+    address, panel, start,
+    CODE: tl.constexpr, SCALE: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
+    GROUP: tl.constexpr, LINES: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Lines of one panel from `start` on as rows: bfloat16 [ROWS, LINES * VALUES], with all scales, rounded once."""
+    STEP: tl.constexpr = ROWS * formats.line_words(CODE)
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + panel * PANEL_WORDS
+    line, row = start + tl.arange(0, LINES)[:, None], tl.arange(0, ROWS)[None, :]
+    part = _words(words + line * STEP + row, line < PANEL_LINES, CODE)
+    if CODE == "bf16":
+        both = tl.join(part[0].to(tl.int16), (part[0] >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+        return tl.reshape(tl.permute(both, (1, 0, 2)), [ROWS, LINES * VALUES])
+    elif CODE == "fp16":  # a word is two rows of one column; the upper eight words of a line are its odd columns
+        both = tl.join(formats.half(part[0], 0), formats.half(part[0], 1)).to(tl.bfloat16)
+        return tl.reshape(tl.permute(tl.reshape(both, [LINES, 2, ROWS]), (2, 0, 1)), [ROWS, LINES * VALUES])
+    else:
+        area = words + PANEL_LINES * STEP
+        group = tl.minimum(line * VALUES // GROUP, PANEL_LINES * VALUES // GROUP - 1)
+        scale = formats.scale(area, group, row, CODE, SCALE)
+        if SCALE == "e4m3":
+            scale *= formats.factor(area, SCALE)
+        if CODE == "e4m3":
+            scale = tl.where(formats.not_numbers(part[0]), float("nan"), scale)
+        minimum = formats.minimum(area, group, row, SCALE) if CODE == "uint4" else None
+        values = _weights(part, scale, minimum, CODE, VALUES)
+        return tl.reshape(tl.permute(values, (1, 0, 2)), [ROWS, LINES * VALUES])
+
+
+@triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr):
     """float32, by the numbers of native Activation."""
     tl.static_assert(ACTIVATION == 0 or ACTIVATION == 1)
