@@ -108,6 +108,7 @@ def test_linear(case: str, bias: bool, rng: torch.Generator, pool: Pool, device:
     outs, kinds, kept = CASES[case]
     loaded = Loaded(outs, dict(zip(outs, kinds, strict=True)), bias, 1 << 20, pool, device)
     assert list(loaded.map.forms) == [BF16_FORM if k is None else Form(k.format, k.group) for k in kept]
+    assert (loaded.map.weight is not None) == (kept == [None])
     for tokens in (1, 3, 17):
         x = rand(rng, tokens, COLUMNS)
         got = loaded.map(x.to(device))

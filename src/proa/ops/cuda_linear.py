@@ -123,6 +123,12 @@ class CudaLinear:
         return out
 
     @property
+    def weight(self) -> Tensor | None:
+        """bfloat16 [rows, inputs], where all parts are rows of one such matrix."""
+        matrices = [piece.matrix for piece in self._pieces]
+        return matrices[0].weight if len(matrices) == 1 and isinstance(matrices[0], PlainMatrix) else None
+
+    @property
     def forms(self) -> tuple[Form, ...]:
         """Of the matrices, in their order."""
         matrices = [piece.matrix for piece in self._pieces]
