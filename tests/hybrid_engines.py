@@ -55,6 +55,7 @@ class Kept:
 
     hybrid: HybridModel
     registered: Any
+    model: Decoder
 
     def close(self) -> None:
         if self.hybrid.moves is not None:
@@ -86,7 +87,7 @@ def load_split(
         staging = Staging(pool, 1 << 20, pinned=cuda)
         ram = Memory(pool, [None] * pool.nodes)
         hybrid = HybridModel(split.placement(spec), at, ram, staging)
-        ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts).table() if cuda else reference(
+        ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts, staging).table() if cuda else reference(
             torch.bfloat16, hybrid.new_experts
         )  # fmt: skip
         model = Decoder(spec, ops)
@@ -113,7 +114,7 @@ def load_split(
         rates = InPlaceRates(1.0, 0.0) if split.in_place else None  # shares are set by tests
         hybrid.bind(limits.rows, chosen, Parts(experts, transport, copiers or (lambda: _copiers(at)), rates))
         if keep is not None:
-            keep.append(Kept(hybrid, registered))
+            keep.append(Kept(hybrid, registered, model))
         caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at)
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid)

@@ -86,29 +86,30 @@ def time_matrix(copy: float, weights: Sequence[Tensor], tokens: int, *, beside: 
         row(f"    torch.mm, {tokens} rows", us, nbytes, flops, copy)
 
 
+def random_panels(of: Layout, count: int) -> Tensor:
+    """uint8 [count * panels, panel bytes]. Bytes of a float's upper half below 64 are not NaN, nor large."""
+    nbytes = count * of.matrix_bytes
+    if of.format in (Format.BF16, Format.FP16):
+        plain = torch.bfloat16 if of.format is Format.BF16 else torch.float16
+        numbers = torch.randn(nbytes // 2, device=DEVICE).mul_(0.02).to(plain)
+        return numbers.view(torch.uint8).view(-1, of.panel_bytes)
+    made = torch.randint(0, 64, (nbytes // of.panel_bytes, of.panel_bytes), dtype=torch.uint8, device=DEVICE)
+    codes = of.padded_columns // VALUES[of.format] * 64 * LINE_WORDS[of.format]
+    if VALUES[of.format] > 4:  # all bits of a code; of 8, those of a NaN are left out
+        made[:, :codes].random_(0, 256)
+    return made
+
+
 class Layer:
     """Random bytes in the packed layout: what they decode to does not matter here, but that they are numbers."""
 
     def __init__(self, shape: ExpertShape) -> None:
         self.shape = shape
-        self.memory = [self.random(of) for of in (shape.up, shape.down)]
+        self.memory = [random_panels(of, EXPERTS) for of in (shape.up, shape.down)]
         order = torch.arange(EXPERTS, device=DEVICE)
         sizes = shape.up.matrix_bytes, shape.down.matrix_bytes
         up, down = (m.data_ptr() + order * n for m, n in zip(self.memory, sizes, strict=True))
         self.residency = Residency(up, down, torch.full_like(order, -1, dtype=torch.int32))
-
-    def random(self, of: Layout) -> Tensor:
-        """uint8 [EXPERTS * panels, panel bytes]. Bytes of a float's upper half below 64 are not NaN, nor large."""
-        nbytes = EXPERTS * of.matrix_bytes
-        if of.format in (Format.BF16, Format.FP16):
-            plain = torch.bfloat16 if of.format is Format.BF16 else torch.float16
-            numbers = torch.randn(nbytes // 2, device=DEVICE).mul_(0.02).to(plain)
-            return numbers.view(torch.uint8).view(-1, of.panel_bytes)
-        made = torch.randint(0, 64, (nbytes // of.panel_bytes, of.panel_bytes), dtype=torch.uint8, device=DEVICE)
-        codes = of.padded_columns // VALUES[of.format] * 64 * LINE_WORDS[of.format]
-        if VALUES[of.format] > 4:  # all bits of a code; of 8, those of a NaN are left out
-            made[:, :codes].random_(0, 256)
-        return made
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,7 @@ def test_what_the_cpu_did_for_a_gpu_is_counted(folder: Path) -> None:
 
 
 def test_a_gguf_over_a_gpu_and_the_cpu(tmp_path: Path) -> None:
-    """Its experts keep their blocks; all else is bfloat16 on the GPU."""
+    """Its experts keep their blocks; all else is bfloat16 on a simulated GPU."""
     file = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", "Q4_0", down="Q8_0", moe_intermediate_size=32)
     options = EngineOptions(
         cache=CacheOptions(context=128), machine=MachineOptions(threads=1),

@@ -14,8 +14,7 @@ from proa.errors import ResourceError
 from proa.plan.plan import GpuPlan, VramBudget
 
 A, B = "6dd8c5a1-0000-1111-2222-333344445555", "77777777-0000-1111-2222-333344445555"
-FIELDS = ("total_bytes", "free_bytes", "reserve_bytes", "context_bytes", "dense_bytes", "kv_bytes", "workspace_bytes")
-BUDGET = VramBudget(**dict.fromkeys(FIELDS, 0), graphs_bytes=0, experts_bytes=0)
+BUDGET = VramBudget(**dict.fromkeys(VramBudget.__struct_fields__, 0))
 PLAN = GpuPlan(index=0, name="Test GPU", vram=BUDGET, placement="uniform")
 
 

@@ -1,4 +1,5 @@
-"""GGUF experts split over a GPU and the CPU: their blocks are kept wherever they are, all else is bfloat16 on the GPU.
+"""GGUF models split over a GPU and the CPU: blocks of matrices are kept wherever they are. What stands in for a GPU has
+all but experts in bfloat16.
 
 The yardstick is plain torch in bfloat16, which rounds each weight of a block once more.
 """
@@ -46,6 +47,10 @@ def test_no_further_from_float32_than_torch_in_bfloat16(
     got = forced(load_split(file, pool, SPLITS[split], device, keep=keep, **override), texts, prompt_tokens)
     shapes = [layer.memory.shape for layer in keep[0].hybrid.layers]
     assert {(s.up_form.format, s.down_form.format) for s in shapes} == {(KINDS[up], KINDS[down])}
+    if device == "cuda":
+        blocks = keep[0].model.blocks
+        forms = {form.format for block in blocks for part in (block.mixer.qkv, block.mixer.o) for form in part.forms}
+        assert forms == {KINDS[up]}
     scale = exact.abs().max()
     off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
     assert off_plain <= 0.05 * scale, "the yardstick itself is off"

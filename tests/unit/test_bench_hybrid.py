@@ -34,17 +34,17 @@ from proa.engine.ipc import Stats
 from proa.errors import ResourceError, UsageError
 from proa.models.families import declare
 from proa.plan.plan import GpuPlan, VramBudget
-from proa.plan.vram import dense_bytes
 from proa.weights.frequencies import frequencies
 
 TINY = MODEL_SHAPES["tiny"]
 TINY_SPEC = declare(TINY.config()).spec
 TINY_EXPERT_BYTES = 3 * 64 * 32 * 2  # gate, up, down in bfloat16; nothing is padded
+DENSE_BYTES = 12345  # that a token reads, as planned
 TINY_KV_BYTES = 2 * 2 * 2 * 16 * 2  # a token: keys and values of 2 layers, 2 heads of 16, bfloat16
 
 
 def gpu_plan(*resident: int) -> GpuPlan:
-    nothing = dict.fromkeys(VramBudget.__struct_fields__, 0)
+    nothing = dict.fromkeys(VramBudget.__struct_fields__, 0) | {"dense_read_bytes": DENSE_BYTES}
     return GpuPlan(
         index=None, name="simulated", vram=VramBudget(**nothing), placement="uniform", blocks=(0, 1), experts=(8, 8),
         expert_bytes=(TINY_EXPERT_BYTES,) * 2, resident=tuple(tuple(range(count)) for count in resident),
@@ -89,9 +89,8 @@ def test_hot_experts_are_shared_by_more_requests() -> None:
 
 
 def test_what_a_step_reads() -> None:
-    dense = dense_bytes(TINY_SPEC) - 512 * 64 * 2  # the embedding gives one row a token
     read = step_bytes(TINY_SPEC, gpu_plan(4, 2), "uniform", 2, 100.5, cpu_bytes=777.0)
-    assert read.dense == dense + 2 * 100.5 * TINY_KV_BYTES
+    assert read.dense == DENSE_BYTES + 2 * 100.5 * TINY_KV_BYTES
     assert read.cpu == 777
     assert read.resident == pytest.approx((4 + 2) * (1 - 0.75**2) * TINY_EXPERT_BYTES)
     every = 2 * expected_distinct(frequencies("zipf", 8, 2), 2) * TINY_EXPERT_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,6 +38,8 @@ CONFIG = {
     "torch_dtype": "bfloat16",
 }
 DUMMY = ModelOptions(load_format="dummy")
+CARD = Gpu(index=0, name="Card", total_bytes=8 << 30, free_bytes=7 << 30, capability=(9, 0))
+FOUND = msgspec.structs.replace(probe(), gpus=(CARD,), torch_cuda="12.8")
 
 
 @pytest.fixture
@@ -73,19 +76,19 @@ def test_experts_of_a_gguf_lie_in_vram_as_they_will_in_ram(tmp_path: Path) -> No
     assert gpu.resident == ((0, 1, 2),) * layers
     row = next(d for d in prepared.plan.decisions if d.name == "weights")
     assert "blocks of Q4_0" in row.why
-    assert "all else becomes bfloat16 on the GPU" in row.why
+    assert "all but routed experts becomes bfloat16 on a simulated GPU" in row.why
 
 
 @pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4", "mxfp4"])
-def test_random_experts_have_a_format(form: str, tmp_path: Path) -> None:
+def test_random_weights_have_a_format(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_tiny("qwen3-moe", tmp_path, hidden_size=128, moe_intermediate_size=128)
-    gpus = [GpuOptions(gpu="sim:256MiB"), GpuOptions(gpu="none")]
-    (plain, coded), (plain_cpu, coded_cpu) = (
+    monkeypatch.setattr("proa.plan.prepare.probe", lambda: FOUND)
+    (plain, coded), (plain_cpu, coded_cpu), (plain_gpu, coded_gpu) = (
         [
             prepare(str(made), EngineOptions(model=replace(DUMMY, dtype="bfloat16", dummy_format=f), gpus=gpu)).plan
             for f in ("bf16", form)
         ]
-        for gpu in gpus
+        for gpu in (GpuOptions(gpu="sim:256MiB"), GpuOptions(gpu="none"), GpuOptions(gpu="0"))
     )
     assert plain.gpu is not None
     assert coded.gpu is not None
@@ -93,8 +96,29 @@ def test_random_experts_have_a_format(form: str, tmp_path: Path) -> None:
     for of, bf16 in zip(coded.gpu.expert_bytes, plain.gpu.expert_bytes, strict=True):
         assert bf16 / halves < of < bf16 / halves * 1.2
     assert coded.gpu.vram.dense_bytes == plain.gpu.vram.dense_bytes
+    shapes = prepare(str(made), EngineOptions(model=DUMMY)).declared.spec.params()
+    linear_bytes = sum(2 * math.prod(shape) for name, shape in shapes if ".mixer." in name and len(shape) == 2)
+    bf16_bytes = sum(8 * b for b in plain.gpu.expert_bytes) + linear_bytes
     saved = plain_cpu.memory.weights_bytes - coded_cpu.memory.weights_bytes
-    assert saved == pytest.approx(sum(8 * b * (1 - 1 / halves) for b in plain.gpu.expert_bytes), rel=0.2)
+    assert saved == pytest.approx(bf16_bytes * (1 - 1 / halves), rel=0.2)
+    assert plain_gpu.gpu is not None
+    assert coded_gpu.gpu is not None
+    of_gpu = plain_gpu.gpu.vram.dense_bytes - coded_gpu.gpu.vram.dense_bytes
+    assert of_gpu == pytest.approx(linear_bytes * (1 - 1 / halves), rel=0.2)
+    assert of_gpu == plain_gpu.gpu.vram.dense_read_bytes - coded_gpu.gpu.vram.dense_read_bytes
+
+
+def test_the_table_says_which_format_linear_layers_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", "Q4_0", down="Q8_0", moe_intermediate_size=32)
+    monkeypatch.setattr("proa.plan.prepare.probe", lambda: FOUND)
+    rows = {}
+    for name in ("0", "sim:64MiB"):
+        plan = prepare(str(file), EngineOptions(gpus=GpuOptions(gpu=name))).plan
+        rows[name] = next(d for d in plan.decisions if d.name == "linear layers")
+    assert "int4_f16" in rows["0"].got
+    assert "as the checkpoint stores them" in rows["0"].why
+    assert "int4" not in rows["sim:64MiB"].got
+    assert "simulated" in rows["sim:64MiB"].why
 
 
 @pytest.mark.parametrize(
@@ -125,9 +149,7 @@ def test_too_large_is_refused_before_loading(folder: Path) -> None:
 
 
 def test_what_the_probe_finds_reaches_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Gpu(index=0, name="Card", total_bytes=8 << 30, free_bytes=7 << 30, capability=(9, 0))
-    found = msgspec.structs.replace(probe(), gpus=(card,), torch_cuda="12.8")
-    monkeypatch.setattr("proa.plan.prepare.probe", lambda: found)
+    monkeypatch.setattr("proa.plan.prepare.probe", lambda: FOUND)
     plan = prepare(str(folder), EngineOptions(model=DUMMY)).plan
     assert plan.gpu is not None
     assert (plan.gpu.name, plan.gpu.vram.free_bytes) == ("Card", 7 << 30)

@@ -46,7 +46,7 @@ HYBRID = msgspec.structs.replace(
         resident=((0, 1), (0,), ()), inclusive=True,
         vram=VramBudget(
             total_bytes=25 * GIB, free_bytes=24 * GIB, reserve_bytes=GIB, context_bytes=GIB // 2, dense_bytes=2 * GIB,
-            kv_bytes=4 * GIB, workspace_bytes=GIB, graphs_bytes=GIB // 2, experts_bytes=300,
+            dense_read_bytes=GIB, kv_bytes=4 * GIB, workspace_bytes=GIB, graphs_bytes=GIB // 2, experts_bytes=300,
         ),
     ),
     roof=Roof(

@@ -15,6 +15,7 @@ from proa.config.options import CacheOptions, EngineOptions, GpuOptions, Machine
 from proa.errors import ProaError, ResourceError, UsageError
 from proa.machine.machine import Gpu, Machine
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
+from proa.native.formats import Format
 from proa.plan.placement import moe_layers
 from proa.plan.plan import GpuPlan, Plan
 from proa.plan.resolve import Host, resolve
@@ -24,6 +25,7 @@ from proa.plan.vram import (
     dense_bytes,
     dense_read_bytes,
     host_workspace_bytes,
+    linear_bytes,
     loading_bytes,
     process_bytes,
     vram_demand,
@@ -100,7 +102,7 @@ def check(of: Plan, spec: Model) -> GpuPlan:
     assert got is not None
     vram, memory = got.vram, of.memory
     assert vram.used_bytes <= vram.usable_bytes
-    assert vram.dense_bytes == dense_bytes(spec)
+    assert vram.dense_bytes == dense_bytes(spec, {})
     assert vram.kv_bytes == of.num_pages * of.page_tokens * spec.kv_bytes_per_token(2)
     assert 0 < of.context_tokens <= min(spec.max_positions, of.num_pages * of.page_tokens)
     assert got.blocks == tuple(layer.block for layer in layers)
@@ -176,7 +178,7 @@ def test_half_of_what_dense_weights_leave_is_for_experts() -> None:
     """5 GiB beside Qwen3's dense weights: half of what is left is less than a full context."""
     got = plan(QWEN3_30B, machine(124, gpu(6)))
     on = check(got, QWEN3_30B)
-    need = vram_demand(QWEN3_30B, 16, 4, 512, False)
+    need = vram_demand(QWEN3_30B, 16, 4, 512, False, {})
     rest = on.vram.usable_bytes - need.total_bytes(0, 0)
     growing = on.vram.kv_bytes + on.vram.workspace_bytes - need.workspace_base_bytes
     assert rest // 2 - need.page_bytes <= growing <= rest // 2
@@ -187,7 +189,8 @@ def test_half_of_what_dense_weights_leave_is_for_experts() -> None:
 
 
 def test_nothing_but_dense_weights_fits() -> None:
-    vram = vram_demand(MIXTRAL, 16, 1, 512, False).total_bytes(1024, 64) + moe_layers(MIXTRAL, {})[0].expert_bytes - 1
+    dense = vram_demand(MIXTRAL, 16, 1, 512, False, {}).total_bytes(1024, 64)
+    vram = dense + moe_layers(MIXTRAL, {})[0].expert_bytes - 1
     got = plan(MIXTRAL, machine(124, gpu(24)), vram=vram, context=1024, max_running=1)
     assert not any(counts(got))
     assert check(got, MIXTRAL).inclusive
@@ -349,16 +352,33 @@ def test_every_decision_is_explained() -> None:
 def test_dense_weights_are_all_but_routed_experts() -> None:
     """Widths of Qwen3 need no padding: 2 bytes a parameter, 4 a norm's."""
     routed, norms = 48 * 128 * 3 * 2048 * 768, (48 * 2 + 1) * 2048
-    assert dense_bytes(QWEN3_30B) == 2 * (QWEN3_30B.num_params - routed) + 2 * norms
-    assert dense_bytes(QWEN3_30B) - dense_read_bytes(QWEN3_30B) == 151936 * 2048 * 2
-    assert dense_read_bytes(DEMO) == dense_bytes(DEMO)  # tied: the head is read
+    assert dense_bytes(QWEN3_30B, {}) == 2 * (QWEN3_30B.num_params - routed) + 2 * norms
+    assert dense_bytes(QWEN3_30B, {}) - dense_read_bytes(QWEN3_30B, {}) == 151936 * 2048 * 2
+    assert dense_read_bytes(DEMO, {}) == dense_bytes(DEMO, {})  # tied: the head is read
+
+
+def test_dense_weights_in_the_formats_of_a_checkpoint() -> None:
+    """Q4_K_M in short: values Q6_K, routers as numbers. A panel of 256 columns: 2368 bytes of Q4_K, 3360 of Q6_K."""
+    stored = {name: "Q4_K" if len(shape) == 2 else "F32" for name, shape in QWEN3_30B.params()}
+    stored |= {name: "Q6_K" for name in stored if name.endswith("mixer.v.weight")}
+    stored |= {name: "F32" for name in stored if name.endswith("router.weight")}
+    values, routers = 48 * 512 * 2048, 48 * 128 * 2048
+    codes = 48 * (2 * 4096 + 512) * 2048 + 151936 * 2048  # q, o, k; the head
+    want = {Format.Q4_K: codes // 4096 * 2368, Format.Q6_K: values // 4096 * 3360, Format.BF16: routers * 2}
+    assert linear_bytes(QWEN3_30B, stored) == want
+    vectors, embedding = 4 * (48 * 2 + 1) * 2048, 151936 * 2048 * 2
+    assert dense_bytes(QWEN3_30B, stored) == sum(want.values()) + vectors + embedding
+    assert dense_read_bytes(QWEN3_30B, stored) == sum(want.values()) + vectors
+    packed, plain = (vram_demand(QWEN3_30B, 16, 4, 512, False, types) for types in (stored, {}))
+    assert packed.workspace_base_bytes - plain.workspace_base_bytes == 77 << 20
+    assert packed.weights_bytes == dense_bytes(QWEN3_30B, stored)
 
 
 def test_the_demand_grows_with_what_it_depends_on() -> None:
-    base = vram_demand(QWEN3_30B, 16, 4, 512, False)
-    assert vram_demand(QWEN3_30B, 16, 4, 1024, False).workspace_base_bytes > base.workspace_base_bytes
-    assert vram_demand(QWEN3_30B, 16, 64, 512, False).fixed_bytes > base.fixed_bytes > CONTEXT_BYTES
-    assert vram_demand(QWEN3_30B, 16, 4, 512, True).fixed_bytes == 0
+    base = vram_demand(QWEN3_30B, 16, 4, 512, False, {})
+    assert vram_demand(QWEN3_30B, 16, 4, 1024, False, {}).workspace_base_bytes > base.workspace_base_bytes
+    assert vram_demand(QWEN3_30B, 16, 64, 512, False, {}).fixed_bytes > base.fixed_bytes > CONTEXT_BYTES
+    assert vram_demand(QWEN3_30B, 16, 4, 512, True, {}).fixed_bytes == 0
     assert base.page_bytes == 16 * 98304
 
 
@@ -367,7 +387,7 @@ def test_the_roof_is_what_binds() -> None:
     assert (all_in.bytes_per_token, all_in.bound_by) == (0, "VRAM")
     assert all_in.vram is not None
     active = 48 * 8 * 3 * 2048 * 768 * 2
-    dense = dense_read_bytes(QWEN3_30B) + ROOF_CONTEXT_TOKENS * 98304
+    dense = dense_read_bytes(QWEN3_30B, {}) + ROOF_CONTEXT_TOKENS * 98304
     assert (all_in.vram.dense_bytes_per_token, all_in.vram.expert_bytes_per_token) == (dense, active)
     assert all_in.tokens_per_s == pytest.approx(VRAM_RATE / (dense + active))
     half = plan(QWEN3_30B, machine(124, gpu(140)), gpu_experts="64").roof
@@ -445,7 +465,7 @@ def test_ram_and_vram_add_up(ram_gib: float, vram_gib: float, strategy: str) -> 
         check(got, QWEN3_30B)
         return
     reserves = max(256 << 20, box.gpus[0].total_bytes // 100) + min(GIB, box.total_bytes // 20)
-    vram = vram_demand(QWEN3_30B, 16, 4, 512, False).total_bytes(1024, 64)
+    vram = vram_demand(QWEN3_30B, 16, 4, 512, False, {}).total_bytes(1024, 64)
     host = process_bytes(False) + host_workspace_bytes(QWEN3_30B, 4, 512) + loading_bytes([layer], False)
     room = box.gpus[0].free_bytes + box.available_bytes - reserves - vram - host
     assert room < EXPERTS_BYTES + 2 * layer.expert_bytes

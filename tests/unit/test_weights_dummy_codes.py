@@ -1,4 +1,4 @@
-"""Random experts of packed formats: as large as those of bfloat16, and the same bytes wherever they lie."""
+"""Random matrices of packed formats: as large as those of bfloat16, and the same bytes wherever they lie."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from proa.hybrid.layer_memory import LayerMemory
 from proa.models.families import declare
 from proa.models.spec import Model, Moe
-from proa.native.formats import DUMMY, Layout
+from proa.native.formats import DUMMY, Form, Format, Layout, layout
 from proa.native.pool import Pool
 from proa.native.weights import Matrix, Piece, Rows, linear
-from proa.ops.packed import Memory
-from proa.ops.staging import Staging
+from proa.ops.packed import Memory, RowSink, Stack
+from proa.ops.staging import DevicePanels, Staging
 from proa.ops.table import Target
 from proa.weights.dummy import fill_dummy
 from tiny import tiny_reference
@@ -111,3 +111,26 @@ def test_the_same_bytes_wherever_they_lie(form: str, monkeypatch: pytest.MonkeyP
 def test_no_room_at_all_is_said() -> None:
     with pytest.raises(ValueError, match="no room"):
         Filled("int4", resident=[0], staging=1 << 10)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_linear_layers_have_the_format_too(form: str) -> None:
+    """The same bytes in RAM and, through too small a staging, in a GPU's memory; the head has none of it."""
+    spec, kept, q = spec_of(), DUMMY[f"dummy {form}"], "blocks.0.mixer.q.weight"
+    shape = dict(spec.params())[q]
+    of = layout(kept.format, *shape, kept.group)
+    with Pool([[]], pin=False) as pool:
+        staging, memory = Staging(pool, of.matrix_bytes // 2, pinned=False), Memory(pool, [None])
+        stack, head = Stack(memory, 1, *shape), Stack(memory, 1, spec.vocab, spec.hidden)
+        panels = torch.full((of.panels, of.panel_bytes), 255, dtype=torch.uint8)
+        sinks = [RowSink(*shape, stack.expect, lambda: (stack, 0))]
+        told: list[str] = []
+        sinks.append(DevicePanels(*shape, told.append, lambda: (panels, Form(kept.format, kept.group)), staging))
+        for sink in sinks:
+            targets: dict[str, Target] = {name: torch.empty(of_it) for name, of_it in spec.params()}
+            targets |= {q: sink, "head.weight": RowSink(spec.vocab, spec.hidden, head.expect, lambda: (head, 0))}
+            fill_dummy(spec, targets, 1, "uniform", pool, staging.flush, form)
+        assert told == [f"dummy {form}"]
+        assert (stack.format, head.format) == (kept.format, Format.BF16)
+        ((address, nbytes),) = stack.spans(0)
+        assert panels.numpy().tobytes() == ctypes.string_at(address, nbytes)

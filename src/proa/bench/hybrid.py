@@ -71,7 +71,7 @@ class HybridOptions:
     )  # fmt: skip
     layers: int | None = option(None, help="so many of its layers; default: all", low=1, high=1000, common=True)
     format: str = option(
-        "bf16", help="format of the experts' weights: see --dummy-format",
+        "bf16", help="format of experts and linear layers: see --dummy-format",
         choices=("bf16", "fp8", "int4", "nvfp4", "mxfp4"), common=True,
     )  # fmt: skip
     resident: float | None = option(

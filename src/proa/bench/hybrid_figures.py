@@ -15,7 +15,6 @@ from proa.engine.ipc import Stats
 from proa.models.spec import Model, Moe
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan
-from proa.plan.vram import dense_read_bytes
 from proa.weights.frequencies import frequencies
 
 
@@ -106,7 +105,7 @@ def step_bytes(
         resident_bytes = max(0.0, all_bytes - cpu_bytes)
     elif gpu.co_fetch and requests == 1:
         cpu_bytes = max(cpu_bytes, all_bytes - resident_bytes)
-    return StepBytes(dense=dense_read_bytes(spec) + kv_bytes, resident=resident_bytes, cpu=cpu_bytes)
+    return StepBytes(dense=gpu.vram.dense_read_bytes + kv_bytes, resident=resident_bytes, cpu=cpu_bytes)
 
 
 def roof_tokens_per_s(read: StepBytes, rates: Rates, requests: int) -> float:

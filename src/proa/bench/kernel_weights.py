@@ -16,10 +16,9 @@ import numpy.typing as npt
 from proa.bench.kernel_cases import Shape, WeightFormat
 from proa.machine.topology import UNBOUND, Team
 from proa.native.arena import Arena
-from proa.native.formats import Format, Layout, Source, layout, pack
+from proa.native.formats import PANEL_ROWS, Format, Layout, Source, layout, pack
 from proa.native.weights import Activation, Experts, Matrix, Piece
 
-PANEL_ROWS = 16
 TEMPLATE_PANELS = 61  # a prime: neighbouring experts differ
 _BLOCK_GROUPS = {Format.Q4_K: 8, Format.Q6_K: 16}
 _HALF_SCALES = (Format.INT8_F16, Format.INT4_F16, Format.UINT4_F16)

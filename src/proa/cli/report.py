@@ -12,8 +12,8 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
                  of RAM, but pages wherever they are
     gpu          {index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement, blocks, experts,
                   expert_bytes, resident, spare, co_fetch, inclusive, device, gpu_only} or null; vram: {total_bytes,
-                  free_bytes, reserve_bytes, usable_bytes, context_bytes, dense_bytes, kv_bytes, workspace_bytes,
-                  graphs_bytes, experts_bytes, spare_bytes}; blocks to resident: an entry for each MoE layer
+                  free_bytes, reserve_bytes, usable_bytes, context_bytes, dense_bytes, dense_read_bytes, kv_bytes,
+                  workspace_bytes, graphs_bytes, experts_bytes, spare_bytes}; blocks to resident: of each MoE layer
     options      [{name, value, source}]       those that differ from their defaults
     decisions    [{name, asked, got, why}]
     roof         {bytes_per_token, bandwidth_bytes_per_s, vram, bound_by, tokens_per_s}; vram: null or

@@ -38,7 +38,7 @@ class ModelOptions:
     )
     dummy_format: str = option(
         "bf16",
-        help="format of the routed experts of dummy weights: fp8 in blocks of 128, int4 in groups of 32",
+        help="format of experts and linear layers of dummy weights: fp8 in blocks of 128, int4 in groups of 32",
         choices=("bf16", "fp8", "int4", "nvfp4", "mxfp4"),
     )
     ignore_config_key: tuple[str, ...] = option(

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from proa.native.library import Signatures, library
 
+PANEL_ROWS = 16  # csrc/src/layout.h
+
 
 class Format(IntEnum):
     """A code and its scales; the numbers are those of csrc/src/layout.h."""
@@ -121,9 +123,6 @@ _SIGNATURES: Signatures = {
     "proa_layout": (c_int, c_int64, c_int64, c_int64, POINTER(_LayoutInfo)),
     "proa_pack": (c_int, c_int64, c_int64, c_int64, POINTER(Source), c_int, c_void_p, c_int64),
 }
-
-
-PANEL_ROWS = 16  # csrc/src/layout.h
 
 
 @functools.cache

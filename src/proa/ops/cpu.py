@@ -18,6 +18,7 @@ from proa.native.weights import Matrix, Rows
 from proa.ops.choose import in_steps
 from proa.ops.gated import GatedStacks
 from proa.ops.packed import Memory, RowSink, Stack
+from proa.ops.parts import named_parts
 from proa.ops.table import Angles, AttentionBatch, Chosen, KvPages, Ops, Parameters, QkNorm
 
 
@@ -218,9 +219,7 @@ class CpuLinear:
     def parameters(self) -> Parameters:
         for name in self._outs:
             yield f"{name}.weight", self.sink(name)
-        if self.bias is not None:
-            for name, part in zip(self._outs, torch.split(self.bias, list(self._outs.values())), strict=True):
-                yield f"{name}.bias", part
+        yield from named_parts(self._outs, "bias", self.bias)
 
 
 class CpuGated:

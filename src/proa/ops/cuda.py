@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from proa.ops.choose import in_steps
+from proa.ops.cuda_linear import CudaLinear, PlainMatrix
 from proa.ops.residency import Located, Residency
+from proa.ops.staging import Staging
 from proa.ops.table import (
     Angles,
     AttentionBatch,
@@ -25,7 +27,7 @@ from proa.ops.table import (
     QkNorm,
     RouterRule,
 )  # fmt: skip
-from proa.ops.triton import attention, best, choose, linear, route
+from proa.ops.triton import attention, best, choose, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
 
@@ -33,8 +35,8 @@ from proa.ops.triton import norm as norms
 class CudaOps:
     """Implements the functions of ops/table.py."""
 
-    def __init__(self, device: torch.device, new_experts: NewExperts) -> None:
-        self._maps = CudaMaps(device, new_experts)
+    def __init__(self, device: torch.device, new_experts: NewExperts, staging: Staging) -> None:
+        self._maps = CudaMaps(device, new_experts, staging)
         self._in_steps = in_steps(self.add_norm, self.route)
         self._choice_space = choose.choice_space(device)
         self._processors: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -88,10 +90,11 @@ class CudaOps:
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
         few = len(x) <= choose.MOST_ROWS and x.shape[1] <= choose.MOST_COLUMNS
-        if residency is None or not few or not isinstance(router, CudaLinear) or router.bias is not None:
+        weight = router.weight if isinstance(router, CudaLinear) and router.bias is None else None
+        if residency is None or weight is None or not few:
             return self._in_steps(x, y, norm, router, slots, rule, residency)
         out = _new_choice(x, rule.top_k)
-        choose.choose(x, y, norm, router.weight, slots, rule, residency, self._choice_space, out)
+        choose.choose(x, y, norm, weight, slots, rule, residency, self._choice_space, out)
         return out.total, out.normed, Chosen(out.at.ids, out.weights, out.at)
 
     def best(self, logits: Tensor) -> Tensor:
@@ -126,39 +129,10 @@ def _new_choice(x: Tensor, top_k: int) -> choose.Choice:
     return choose.Choice(total, normed, pairs(torch.float32), at)
 
 
-class CudaLinear:
-    """Each part's rows are a view of one matrix, as the checkpoint has them."""
-
-    def __init__(
-        self, outs: Mapping[str, int], inputs: int, bias: bool, device: torch.device, out: torch.dtype = torch.bfloat16
-    ) -> None:
-        self._outs, self._out = dict(outs), out
-        rows = sum(outs.values())
-        self.weight = torch.empty(rows, inputs, dtype=torch.bfloat16, device=device)
-        self.bias = torch.empty(rows, dtype=torch.bfloat16, device=device) if bias else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if len(x) > linear.MOST_TOKENS and self._out == x.dtype:
-            return functional.linear(x, self.weight, self.bias)
-        if len(x) > linear.MOST_TOKENS:  # a head, which has no bias: its sums are not rounded
-            return torch.mm(x, self.weight.T, out_dtype=self._out)
-        out = torch.empty(len(x), len(self.weight), dtype=self._out, device=x.device)
-        linear.linear(x, self.weight, self.bias, out)
-        return out
-
-    def parameters(self) -> Parameters:
-        sizes = list(self._outs.values())
-        for name, part in zip(self._outs, torch.split(self.weight, sizes), strict=True):
-            yield f"{name}.weight", part
-        if self.bias is not None:
-            for name, vector in zip(self._outs, torch.split(self.bias, sizes), strict=True):
-                yield f"{name}.bias", vector
-
-
 class CudaMlp:
-    def __init__(self, hidden: int, width: int, bias: bool, device: torch.device) -> None:
-        self._gate_up = CudaLinear({"gate": width, "up": width}, hidden, bias, device)
-        self._down = CudaLinear({"down": hidden}, width, bias, device)
+    def __init__(self, hidden: int, width: int, bias: bool, device: torch.device, staging: Staging) -> None:
+        self._gate_up = CudaLinear({"gate": width, "up": width}, hidden, bias, device, staging)
+        self._down = CudaLinear({"down": hidden}, width, bias, device, staging)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up(x).chunk(2, -1)
@@ -170,32 +144,36 @@ class CudaMlp:
 
 
 class CudaEmbedding:
+    """Rows of bfloat16, whatever the checkpoint has: they are looked up."""
+
     def __init__(self, vocab: int, hidden: int, device: torch.device) -> None:
-        self._table = CudaLinear({"embed": vocab}, hidden, False, device, out=torch.float32)
+        self._table = PlainMatrix(torch.empty(vocab, hidden, dtype=torch.bfloat16, device=device))
 
     def __call__(self, tokens: Tensor) -> Tensor:
         return self._table.weight.index_select(0, tokens)
 
     def logits(self, x: Tensor) -> Tensor:
-        return self._table(x)
+        return self._table.product(x, None, torch.float32)
 
     def parameters(self) -> Parameters:
         yield "weight", self._table.weight
 
 
 class CudaMaps:
-    def __init__(self, device: torch.device, new_experts: NewExperts) -> None:
-        self._device = device
+    """Weights come through the staging."""
+
+    def __init__(self, device: torch.device, new_experts: NewExperts, staging: Staging) -> None:
+        self._device, self._staging = device, staging
         self.experts = new_experts
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> CudaLinear:
-        return CudaLinear(outs, inputs, bias, self._device)
+        return CudaLinear(outs, inputs, bias, self._device, self._staging)
 
     def head(self, vocab: int, hidden: int) -> CudaLinear:
-        return CudaLinear({"head": vocab}, hidden, False, self._device, out=torch.float32)
+        return CudaLinear({"head": vocab}, hidden, False, self._device, self._staging, out=torch.float32)
 
     def mlp(self, hidden: int, width: int, bias: bool) -> CudaMlp:
-        return CudaMlp(hidden, width, bias, self._device)
+        return CudaMlp(hidden, width, bias, self._device, self._staging)
 
     def embedding(self, vocab: int, hidden: int, tied: bool) -> CudaEmbedding:
         return CudaEmbedding(vocab, hidden, self._device)

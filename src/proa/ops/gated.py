@@ -58,7 +58,7 @@ class BiasSink:
     def expect(self, stored: str) -> None:
         pass
 
-    def fills(self, rows: object) -> None:
+    def fills(self, rows: object, first: int = 0, count: int | None = None) -> None:
         return None
 
     def write(self, first: int, rows: Tensor) -> None:

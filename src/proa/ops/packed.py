@@ -173,12 +173,12 @@ class RowSink:
         self.expect = expect
         self._where, self._index, self._part = where, index, part
 
-    def fills(self, rows: StoredRows) -> list[Fill]:
+    def fills(self, rows: StoredRows, first: int = 0, count: int | None = None) -> list[Fill]:
         stack, base = self._where()
-        return stack.fills(self._index, self._part, base, self.shape[0], rows)
+        count = self.shape[0] - first if count is None else count
+        return stack.fills(self._index, self._part, base + first, count, rows)
 
     def write(self, first: int, rows: Tensor) -> None:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         stored = StoredRows(STORED[rows.dtype], rows.data_ptr(), rows.stride(0) * rows.itemsize)
-        stack, base = self._where()
-        fill(stack.pool, stack.fills(self._index, self._part, base + first, len(rows), stored))
+        fill(self._where()[0].pool, self.fills(stored, first, len(rows)))

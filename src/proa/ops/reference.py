@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from proa.ops.choose import in_steps
+from proa.ops.parts import named_parts
 from proa.ops.table import Angles, AttentionBatch, Chosen, Experts, KvPages, NewExperts, Ops, Parameters, QkNorm
 
 
@@ -136,12 +137,8 @@ class TorchLinear:
         return linear(x, self.weight, self.bias)
 
     def parameters(self) -> Parameters:
-        sizes = list(self._outs.values())
-        for name, part in zip(self._outs, torch.split(self.weight, sizes), strict=True):
-            yield f"{name}.weight", part
-        if self.bias is not None:
-            for name, vector in zip(self._outs, torch.split(self.bias, sizes), strict=True):
-                yield f"{name}.bias", vector
+        yield from named_parts(self._outs, "weight", self.weight)
+        yield from named_parts(self._outs, "bias", self.bias)
 
 
 class TorchHead(TorchLinear):

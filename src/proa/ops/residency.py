@@ -7,10 +7,9 @@ from functools import cached_property
 
 from torch import Tensor
 
-from proa.native.formats import BF16_FORM, Form, Layout, layout
+from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, layout
 from proa.native.weights import Activation
 
-ROWS = 16  # of a panel
 ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)
 
 
@@ -33,8 +32,8 @@ class ExpertShape:
 
     @cached_property
     def up(self) -> Layout:
-        panels = 2 * -(-self.width // ROWS)
-        return layout(self.up_form.format, panels * ROWS, self.hidden, self.up_form.group)
+        panels = 2 * -(-self.width // PANEL_ROWS)
+        return layout(self.up_form.format, panels * PANEL_ROWS, self.hidden, self.up_form.group)
 
     @cached_property
     def down(self) -> Layout:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from proa.native.fill import Fill, StoredRows, fill
-from proa.native.formats import Form, Format, Stored, layout
+from proa.native.formats import PANEL_ROWS, Form, Format, Stored, layout
 from proa.native.pool import Pool
+from proa.ops.table import Sink
 
 STORED = {
     torch.float64: Stored.F64, torch.float32: Stored.F32, torch.float16: Stored.F16, torch.bfloat16: Stored.BF16,
@@ -66,17 +67,33 @@ class DeviceRows:
     def expect(self, stored: str) -> None:
         pass
 
-    def fills(self, rows: StoredRows) -> list[Fill] | None:
-        places = self._staging.reserve([self._rows])
+    def fills(self, rows: StoredRows, first: int = 0, count: int | None = None) -> list[Fill] | None:
+        part = self._rows[first:] if count is None else self._rows[first : first + count]
+        places = self._staging.reserve([part])
         if places is None:
             return None
-        count, columns = self._rows.shape
-        to = layout(Format.BF16, count, columns)
-        return [Fill(rows, to, places[0].data_ptr(), places[0].nbytes, plain=True)]
+        return [Fill(rows, layout(Format.BF16, *part.shape), places[0].data_ptr(), places[0].nbytes, plain=True)]
 
     def write(self, first: int, rows: Tensor) -> None:
         rows = rows.reshape(-1, self._rows.shape[1])
         self._rows[first : first + len(rows)].copy_(rows)
+
+
+class DecidedLater:
+    """A matrix [rows, columns] on a GPU: `where` tells the sink that takes its rows, packed or plain, once all sinks
+    have been told what to expect.
+    """
+
+    row_unit = PANEL_ROWS
+
+    def __init__(self, shape: tuple[int, int], expect: Callable[[str], None], where: Callable[[], Sink]) -> None:
+        self.shape, self.expect, self._where = shape, expect, where
+
+    def fills(self, rows: StoredRows, first: int = 0, count: int | None = None) -> Sequence[Fill] | None:
+        return self._where().fills(rows, first, count)
+
+    def write(self, first: int, rows: Tensor) -> None:
+        self._where().write(first, rows)
 
 
 class DevicePanels:
@@ -86,7 +103,7 @@ class DevicePanels:
     it is asked once all sinks know what they will get. rows float [rows, columns].
     """
 
-    row_unit = 16
+    row_unit = PANEL_ROWS
 
     def __init__(
         self, rows: int, columns: int, expect: Callable[[str], None], where: Callable[[], tuple[Tensor, Form]],
@@ -96,16 +113,17 @@ class DevicePanels:
         self.expect = expect
         self._where, self._staging = where, staging
 
-    def fills(self, rows: StoredRows) -> list[Fill] | None:
+    def fills(self, rows: StoredRows, first: int = 0, count: int | None = None) -> list[Fill] | None:
         panels, form = self._where()
-        places = self._staging.reserve([panels])
-        return None if places is None else [self._fill(rows, places[0], self.shape[0], form)]
+        count = self.shape[0] - first if count is None else count
+        places = self._staging.reserve([_rows_of(panels, first, count)])
+        return None if places is None else [self._fill(rows, places[0], count, form)]
 
     def write(self, first: int, rows: Tensor) -> None:
-        """Raises ValueError where the form is not bfloat16: the staging is too small for the matrix."""
+        """Raises ValueError where the form is not bfloat16: numbers are not packed in others."""
         panels, form = self._where()
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        part = panels[first // 16 : -(-(first + len(rows)) // 16)]
+        part = _rows_of(panels, first, len(rows))
         place = torch.empty(part.shape, dtype=torch.uint8)
         stored = StoredRows(STORED[rows.dtype], rows.data_ptr(), rows.stride(0) * rows.itemsize)
         fill(self._staging.pool, [self._fill(stored, place, len(rows), form)])
@@ -114,3 +132,8 @@ class DevicePanels:
     def _fill(self, rows: StoredRows, place: Tensor, count: int, form: Form) -> Fill:
         to = layout(form.format, count, self.shape[1], form.group)
         return Fill(rows, to, place.data_ptr(), place.nbytes)
+
+
+def _rows_of(panels: Tensor, first: int, count: int) -> Tensor:
+    """The panels of `count` rows from `first` on, which begin at a panel."""
+    return panels[first // PANEL_ROWS : -(-(first + count) // PANEL_ROWS)]

@@ -153,8 +153,10 @@ class Sink(Protocol):
     def expect(self, stored: str) -> None:
         """The checkpoint stores it as this type (BF16, Q4_1...). Told of all parameters before the first row."""
 
-    def fills(self, rows: StoredRows) -> Sequence[Fill] | None:
-        """What workers do to fill all of it from the rows of a file; None where only `write` does."""
+    def fills(self, rows: StoredRows, first: int = 0, count: int | None = None) -> Sequence[Fill] | None:
+        """What workers do to fill `count` rows (None: all that follow) from `first` on, a multiple of `row_unit`, from
+        rows of a file, of which the first is `first`. None where there is no room for them now, or only `write` does.
+        """
 
     @property
     def row_unit(self) -> int:

@@ -12,6 +12,7 @@ from math import prod
 
 from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, Form, Format, kept_form, layout
+from proa.weights.coded import is_coded
 
 # Gate and up of all experts of a layer are one stack, and so are its down matrices.
 _EXPERT = re.compile(r"(blocks\.\d+\.ffn\.experts)\.\d+\.(gate|up|down)\.weight")
@@ -40,10 +41,10 @@ def packed_size(spec: Model, stored: Mapping[str, str]) -> PackedSize:
 
 
 def dummy_types(spec: Model, form: str) -> dict[str, str]:
-    """What random weights are stored as, where routed experts have a format of their own; else empty."""
+    """What random weights are stored as, where some have a format of their own; else empty."""
     if form == "bf16":
         return {}
-    return {name: f"dummy {form}" if _EXPERT.fullmatch(name) else "BF16" for name, _ in spec.params()}
+    return {name: f"dummy {form}" if is_coded(name) else "BF16" for name, _ in spec.params()}
 
 
 def expert_forms(stored: Mapping[str, str], block: int, ffn: Moe) -> tuple[Form, Form]:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from proa.models.spec import Model, Moe
-from proa.native.formats import BF16_FORM, Form, layout
+from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, layout
 from proa.plan.packed_size import expert_forms
 
-PANEL_ROWS, COLUMN_UNIT, BF16_BYTES = 16, 32, 2
+COLUMN_UNIT, BF16_BYTES = 32, 2
 
 # Of experts that change places in a step. At 55 GB/s, 80 MiB are 1.5 ms, less than a step that waits for the CPU.
 SPARE_BYTES, MOST_SPARE = 80 << 20, 8

@@ -40,6 +40,7 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     reserve_bytes: int
     context_bytes: int  # CUDA's own: context, libraries, modules of kernels
     dense_bytes: int  # attention, norms, routers, shared experts, dense FFNs, embedding, head
+    dense_read_bytes: int  # of these, what one decoded token reads
     kv_bytes: int
     workspace_bytes: int
     graphs_bytes: int
@@ -147,7 +148,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # bfloat16, float16, float32
     dummy_seed: int = 0
     dummy_router: str = "uniform"
-    dummy_format: str = "bf16"  # of routed experts
+    dummy_format: str = "bf16"  # of routed experts and linear layers
     ignore_config_keys: tuple[str, ...] = ()
     override_config: dict[str, object] = {}
     context_tokens: int

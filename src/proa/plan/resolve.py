@@ -198,10 +198,11 @@ def _stored_types(asked: ModelOptions, declared: Declared, checkpoint: Checkpoin
 def _load_format(asked: ModelOptions, checkpoint: Checkpoint, native: bool, gpu: GpuPlan | None) -> Decision:
     kept = "blocks of Q4_0, Q4_1, Q8_0, Q4_K and Q6_K are kept as they are, others rounded once to bfloat16"
     if gpu is not None:
-        kept = "routed experts: " + kept + "; all else becomes bfloat16 on the GPU"
+        where = "all but routed experts becomes bfloat16 on a simulated GPU" if gpu.simulated else "the embedding too"
+        kept = f"{kept}; {where}"
     dummy = "random weights of the true shapes: answers mean nothing"
     if asked.dummy_format != "bf16":
-        dummy += f"; routed experts in {asked.dummy_format}"
+        dummy += f"; experts and linear layers in {asked.dummy_format}"
     why = {"dummy": dummy, "gguf": kept if native else "dequantised while loading, each weight rounded once"}.get(
         checkpoint.load_format, "the files found" if asked.load_format == "auto" else "as asked"
     )

@@ -8,7 +8,6 @@ from proa.machine.machine import Gpu
 from proa.models.spec import Model, Moe
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan, Plan, Roof, VramRoof
-from proa.plan.vram import dense_read_bytes
 
 # The KV of a conversation this long counts.
 ROOF_CONTEXT_TOKENS = 256
@@ -39,7 +38,7 @@ def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float) -> Roof:
         in_ram += read_bytes * (1 - share)
     rate, source = _vram_rate(gpu, bandwidth)
     vram = VramRoof(
-        dense_bytes_per_token=dense_read_bytes(spec) + ROOF_CONTEXT_TOKENS * spec.kv_bytes_per_token(BF16_BYTES),
+        dense_bytes_per_token=plan.vram.dense_read_bytes + ROOF_CONTEXT_TOKENS * spec.kv_bytes_per_token(BF16_BYTES),
         expert_bytes_per_token=round(in_vram),
         bandwidth_bytes_per_s=rate,
         source=source,

@@ -6,7 +6,7 @@ Dense weights first, then KV, then experts: docs/decisions/018-vram-plan.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from proa.config.options import GpuOptions
@@ -20,8 +20,10 @@ from proa.plan.placement import MoeLayer, moe_layers, place, resident_bytes, spa
 from proa.plan.plan import GpuPlan, MemoryBudget, VramBudget
 from proa.plan.vram import (
     context_bytes,
+    dense_read_bytes,
     graphs_bytes,
     host_workspace_bytes,
+    linear_bytes,
     loading_bytes,
     process_bytes,
     vram_demand,
@@ -96,7 +98,8 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     layers = moe_layers(case.spec, case.stored)
     wish = _wish(asked, layers, len(case.spec.blocks))
     budget_bytes, vram_row = _usable(asked, gpu)
-    need = vram_demand(case.spec, case.options.cache.page_tokens, running, batch_tokens, gpu.simulated)
+    page_tokens, kept = case.options.cache.page_tokens, _kept(case, gpu)
+    need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept)
     vram = replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
     room = _room(case, layers, batch_tokens, gpu, budget_bytes)
     fitted = _reach(vram, gpu, _share(vram, layers, wish, room))
@@ -137,7 +140,8 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         process_bytes=process_bytes(gpu.simulated),
         simulated_vram_bytes=plan.vram.used_bytes if gpu.simulated else 0,
     )
-    return Split(plan, memory, fitted, (*fitted.decisions, vram_row, _experts_row(wish, plan), *placed.decisions, *off))
+    rows = (*fitted.decisions, vram_row, _linear_row(case, gpu), _experts_row(wish, plan), *placed.decisions, *off)
+    return Split(plan, memory, fitted, rows)
 
 
 def _place(asked: str, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish, room: _Room) -> _Placed:
@@ -255,12 +259,29 @@ def _vram_budget(
         reserve_bytes=gpu.free_bytes - budget_bytes,
         context_bytes=context_bytes(gpu.simulated),
         dense_bytes=need.weights_bytes,
+        dense_read_bytes=dense_read_bytes(case.spec, _kept(case, gpu)),
         kv_bytes=fitted.num_pages * need.page_bytes,
         workspace_bytes=need.workspace_bytes(fitted.context_tokens),
         graphs_bytes=graphs_bytes(case.spec, case.options.scheduler.max_running, gpu.simulated),
         experts_bytes=experts,
         spare_bytes=spare,
     )
+
+
+def _kept(case: Case, gpu: Gpu) -> Mapping[str, str]:
+    """Types of dense parameters, as far as some may be kept there: plain torch stands in for a simulated GPU."""
+    return {} if gpu.simulated else case.stored
+
+
+def _linear_row(case: Case, gpu: Gpu) -> Decision:
+    formats = linear_bytes(case.spec, _kept(case, gpu))
+    got = ", ".join(f"{form.name.lower()} {format_bytes(nbytes)}" for form, nbytes in sorted(formats.items()))
+    why = "as the checkpoint stores them where that can be kept, else bfloat16; so is the embedding"
+    if not case.stored:
+        why = "the checkpoint stores nothing else that could be kept"
+    elif gpu.simulated:
+        why = "a simulated GPU has no other"
+    return Decision("linear layers", "as stored", got, why)
 
 
 def _experts_row(wish: Wish, plan: GpuPlan) -> Decision:

@@ -9,10 +9,11 @@ Terms that depend on kernels are upper bounds; docs/decisions/018-vram-plan.md s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
-from proa.models.spec import Model, Moe
+from proa.models.spec import Model, Moe, Params
+from proa.native.formats import BF16_FORM, Form, Format, kept_form
 from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, Demand, logits_bytes, row_bytes
 from proa.plan.placement import BF16_BYTES, MoeLayer, packed_bytes
 
@@ -32,19 +33,46 @@ ATTENTION_PARTS = 64
 # Of a GPU's sampler: changed logits of a step, and what small vocabularies take. Its candidates fit into what the CPU's
 # sampler would take; logits themselves are there twice, in float32 (engine/device_sampler.py, engine/graphs.py).
 SAMPLER_BYTES, LOGIT_BYTES = 4 << 20, 8
+# Programs that share the columns of packed linear layers leave their sums: up to 198 of them 128 x 128 in float32.
+LINEAR_PARTIAL_BYTES = 13 << 20
+# Those of many tokens become rows of bfloat16, so many bytes at a time.
+LINEAR_ROWS_BYTES = 64 << 20
 
 # The CPU's results of the down projection wait by slots, so many bytes at a time (decision 017).
 SLOTS_BYTES = 64 << 20
 
 
-def dense_bytes(spec: Model) -> int:
-    """Everything but routed experts: matrices in bfloat16 panels, vectors in float32."""
-    return sum(_param_bytes(shape) for name, shape in spec.params() if ".ffn.experts." not in name)
+def dense_bytes(spec: Model, stored: Mapping[str, str]) -> int:
+    """Everything but routed experts: matrices in panels, vectors in float32. `stored`: see `dense_form`."""
+    return sum(_param_bytes(shape, dense_form(name, shape, stored)) for name, shape in dense_params(spec))
 
 
-def dense_read_bytes(spec: Model) -> int:
+def dense_read_bytes(spec: Model, stored: Mapping[str, str]) -> int:
     """Of these, what one decoded token reads: of an embedding that is not the head, next to nothing."""
-    return dense_bytes(spec) - (0 if spec.tied else _param_bytes((spec.vocab, spec.hidden)))
+    return dense_bytes(spec, stored) - (0 if spec.tied else _param_bytes((spec.vocab, spec.hidden), BF16_FORM))
+
+
+def dense_params(spec: Model) -> Params:
+    return ((name, shape) for name, shape in spec.params() if ".ffn.experts." not in name)
+
+
+def dense_form(name: str, shape: tuple[int, ...], stored: Mapping[str, str]) -> Form:
+    """Of a parameter on the GPU. `stored`: the checkpoint's type of each, by our names; empty: nothing is kept. Rows of
+    the embedding are looked up: it is bfloat16.
+    """
+    if not stored or len(shape) != 2 or name == "embed.weight":
+        return BF16_FORM
+    return kept_form({stored[name]}, shape[1])
+
+
+def linear_bytes(spec: Model, stored: Mapping[str, str]) -> dict[Format, int]:
+    """Of linear layers in VRAM, by format; see `dense_form`."""
+    found: dict[Format, int] = {}
+    for name, shape in dense_params(spec):
+        if len(shape) == 2 and name != "embed.weight":
+            form = dense_form(name, shape, stored)
+            found[form.format] = found.get(form.format, 0) + _param_bytes(shape, form)
+    return found
 
 
 def context_bytes(simulated: bool) -> int:
@@ -58,17 +86,20 @@ def graphs_bytes(spec: Model, max_running: int, simulated: bool) -> int:
     return graphs * (GRAPH_NODES_PER_BLOCK * len(spec.blocks) + GRAPH_NODES_AROUND) * GRAPH_NODE_BYTES
 
 
-def vram_demand(spec: Model, page_tokens: int, max_running: int, batch_tokens: int, simulated: bool) -> Demand:
-    """The demand on VRAM without routed experts, running steps of up to `batch_tokens`."""
+def vram_demand(
+    spec: Model, page_tokens: int, max_running: int, batch_tokens: int, simulated: bool, stored: Mapping[str, str]
+) -> Demand:
+    """The demand on VRAM without routed experts, running steps of up to `batch_tokens`. `stored`: see `dense_form`."""
     experts = max((_routed_row_bytes(b.ffn) for b in spec.blocks if isinstance(b.ffn, Moe)), default=0)
     partials = max((b.mixer.heads * (b.mixer.head_dim + 2) * 4 * ATTENTION_PARTS for b in spec.blocks), default=0)
     return Demand(
-        weights_bytes=dense_bytes(spec),
+        weights_bytes=dense_bytes(spec, stored),
         fixed_bytes=context_bytes(simulated) + graphs_bytes(spec, max_running, simulated),
         workspace_base_bytes=logits_bytes(spec, max_running)
         + (0 if simulated else SAMPLER_BYTES)
         + batch_tokens * (row_bytes(spec) + experts)
-        + max_running * partials,
+        + max_running * partials
+        + _linear_workspace_bytes(spec, stored),
         # Page tables: an int64 for each page of each running request.
         workspace_bytes_per_context_token=-(-8 * max_running // page_tokens),
         page_bytes=page_tokens * spec.kv_bytes_per_token(BF16_BYTES),
@@ -95,10 +126,15 @@ def loading_bytes(layers: Sequence[MoeLayer], inclusive: bool) -> int:
     return LOADING_BYTES + (0 if inclusive else max((layer.total_bytes for layer in layers), default=0))
 
 
+def _linear_workspace_bytes(spec: Model, stored: Mapping[str, str]) -> int:
+    packed = linear_bytes(spec, stored).keys() - {Format.BF16}
+    return LINEAR_PARTIAL_BYTES + LINEAR_ROWS_BYTES if packed else 0
+
+
 def _routed_row_bytes(ffn: Moe) -> int:
     """One row of the experts' buffers: silu(gate) * up in bfloat16 and the result in float32, for each of top_k."""
     return ffn.top_k * (2 * ffn.width + 4 * ffn.hidden)
 
 
-def _param_bytes(shape: tuple[int, ...]) -> int:
-    return packed_bytes(*shape) if len(shape) == 2 else 4 * prod(shape)
+def _param_bytes(shape: tuple[int, ...], form: Form) -> int:
+    return packed_bytes(*shape, form) if len(shape) == 2 else 4 * prod(shape)

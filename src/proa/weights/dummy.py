@@ -23,14 +23,15 @@ from proa.native.formats import PANEL_ROWS, Stored
 from proa.native.pool import Pool
 from proa.ops.table import Sink, Target
 from proa.weights import random_pool
-from proa.weights.dummy_codes import CodedExperts
+from proa.weights.coded import is_coded
+from proa.weights.dummy_codes import CodedMatrices
 from proa.weights.frequencies import ALMOST_ALWAYS, frequencies
+from proa.weights.in_parts import in_parts
 from proa.weights.random_pool import copies, offset, rows_at_once
 
 _BATCH_BYTES = 32 << 20  # of random numbers for each worker
 _ROUTER_SPREAD = 1.0  # standard deviation of router logits over tokens
 _RARELY = 1e-4
-_EXPERTS = ".ffn.experts."
 
 
 def fill_dummy(
@@ -41,8 +42,8 @@ def fill_dummy(
 
     router: "uniform" (all experts alike) or "zipf" (in each layer the n-th hottest expert is chosen with a
     frequency proportional to 1/n, capped near 1). The same seed gives the same weights, whether `workers` fill sinks or
-    not; `flush` is called as load_weights calls it. form: of routed experts; others than bf16 need sinks and workers.
-    Raises UsageError for another router.
+    not; `flush` is called as load_weights calls it. form: of routed experts and linear layers, as far as they are
+    sinks; others than bf16 need workers. Raises UsageError for another router.
     """
     if router not in ("uniform", "zipf"):
         raise UsageError(f"There is no dummy router {router!r}.", "Use uniform or zipf.", param="dummy_router")
@@ -80,11 +81,11 @@ class _Filling:
     def __init__(self, numbers: Tensor, workers: Pool, flush: Callable[[], None] | None, form: str, seed: int) -> None:
         self._flush = flush
         self._batch = _Batch(numbers, workers, self.run)
-        self.coded = CodedExperts(form, seed, workers, self.run) if form != "bf16" else None
+        self.coded = CodedMatrices(form, seed, workers, self.run) if form != "bf16" else None
 
     def add(self, target: Sink, name: str, scale: float, seed: int) -> bool:
         """Whether it will be filled."""
-        if self.coded and _EXPERTS in name:
+        if self.coded and is_coded(name):
             self.coded.add(target, scale, seed, _zero_row(name))
             return True
         return self._batch.add(target, name, scale, seed)
@@ -100,9 +101,9 @@ class _Filling:
 
 def _expect_codes(targets: Mapping[str, Target], form: str, filling: _Filling | None) -> None:
     if filling is None or filling.coded is None:
-        raise ValueError(f"random experts in {form} are packed by workers, and there are none")
+        raise ValueError(f"random weights in {form} are packed by workers, and there are none")
     for name, target in targets.items():
-        if _EXPERTS in name and not isinstance(target, Tensor):
+        if is_coded(name) and not isinstance(target, Tensor):
             target.expect(filling.coded.stored)
 
 
@@ -123,19 +124,17 @@ class _Batch:
         if name.endswith("embed.weight"):
             return False
         # Rows are asked for as if they followed one another from address 0, then looked up copy by copy.
-        counted = StoredRows(Stored.F32, 0, cols * 4)
-        jobs = target.fills(counted)
-        if jobs is None:
-            self._flush()  # there may be room now
-            jobs = target.fills(counted)
-        if jobs is None:
-            return False
+        counted, covered = StoredRows(Stored.F32, 0, cols * 4), 0
         if scale not in self._scaled:
             self._scaled[scale] = self._numbers * scale
         numbers = self._scaled[scale]
-        for job in jobs:
-            self._jobs += _of_copies(job, numbers, (rows, cols), seed)
-        self._waiting_bytes += rows * cols * 4
+        for _, part, jobs in in_parts(target, counted, self._flush):
+            for job in jobs:
+                self._jobs += _of_copies(job, numbers, (rows, cols), seed)
+            covered += part
+            self._waiting_bytes += part * cols * 4
+        if not covered:
+            return False
         if _zero_row(name):
             start, count = offset(0, min(rows, rows_at_once(cols)) * cols, seed), min(rows, PANEL_ROWS)
             head = numbers[start : start + count * cols].view(-1, cols).clone()

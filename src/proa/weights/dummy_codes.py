@@ -1,4 +1,4 @@
-"""Random experts of a packed format: codes and scales, packed without a detour over floats. Never: other weights."""
+"""Random matrices of a packed format: codes and scales, packed without a detour over floats. Never: other weights."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from proa.native.formats import DUMMY, PANEL_ROWS, Format, Source, Stored, pack
 from proa.native.pool import Pool
 from proa.ops.table import Sink
 from proa.weights import random_pool
+from proa.weights.in_parts import in_parts
 from proa.weights.random_pool import copies
 
 _E2M1_RMS = math.sqrt((0 + 0.25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8)
@@ -34,8 +35,8 @@ class _Job:
     alive: tuple[Tensor, ...]
 
 
-class CodedExperts:
-    """Fills sinks of experts in the format `dummy_format` (a name of DUMMY), by as many threads as `workers` has."""
+class CodedMatrices:
+    """Fills sinks in the format `dummy_format` (a name of DUMMY), by as many threads as `workers` has."""
 
     def __init__(self, dummy_format: str, seed: int, workers: Pool, flush: Callable[[], None]) -> None:
         """flush: calls `pack`, and then empties what jobs were handed out for."""
@@ -53,24 +54,21 @@ class CodedExperts:
 
         Raises ValueError where there is no room for it at all.
         """
-        row_bytes = target.shape[1] * _COUNTED_BYTES
-        counted = StoredRows(Stored.F32, 0, row_bytes)
-        jobs = target.fills(counted)
-        if jobs is None:
-            self._flush()  # there may be room now
-            jobs = target.fills(counted)
-        if jobs is None:
+        row_bytes, covered = target.shape[1] * _COUNTED_BYTES, 0
+        for _, count, jobs in in_parts(target, StoredRows(Stored.F32, 0, row_bytes), self._flush):
+            for job in jobs:
+                for part in copies(job, row_bytes, target.shape, seed):
+                    to = job.part(part.low, part.high - part.low)
+                    made = [self._job(to, part.start, part.before, std)]
+                    if zero_row and job.rows.start == 0 and part.low == 0:
+                        made.append(self._head(made[0]))
+                    self._jobs.append(made)
+            covered += count
+            self._waiting_bytes += count * target.shape[1]
+            if self._waiting_bytes >= _BATCH_BYTES * self._workers.threads:
+                self._flush()
+        if not covered:
             raise ValueError(f"there is no room for a matrix of {target.shape}")
-        for job in jobs:
-            for part in copies(job, row_bytes, target.shape, seed):
-                to = job.part(part.low, part.high - part.low)
-                made = [self._job(to, part.start, part.before, std)]
-                if zero_row and job.rows.start == 0 and part.low == 0:
-                    made.append(self._head(made[0]))
-                self._jobs.append(made)
-        self._waiting_bytes += target.shape[0] * target.shape[1]
-        if self._waiting_bytes >= _BATCH_BYTES * self._workers.threads:
-            self._flush()
 
     def pack(self) -> None:
         """Do what waits."""

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from proa.native.formats import Format, layout
 from proa.native.pool import Pool
 from proa.ops.table import Sink, Target
 from proa.weights.checkpoint import Checkpoint
+from proa.weights.in_parts import in_parts
 from proa.weights.index import FETCH_AGAIN, TensorInfo
 from proa.weights.rows import READABLE, Rows, open_rows
 from proa.weights.sources import Source, Sources, resolve, stored_types
@@ -105,6 +107,8 @@ class _Copy:
         self._sources = sources
         self._targets = targets
         self._progress = progress
+        self._jobs: list[Fill] = []
+        self._jobs_bytes = 0
         self.done_bytes = 0
         self._total_bytes = sum(self._bytes(source) for source in sources.params.values())
 
@@ -127,51 +131,54 @@ class _Copy:
 
     def _fill_all(self, file: Path, rows: Rows, names: Iterable[str]) -> None:
         """All parameters of one file."""
-        jobs: list[Fill] = []
-        nbytes = 0
+        run = partial(self._run, file)
         for name in names:
             source, target = self._sources.params[name], self._targets[name]
-            of_this = self._jobs(rows, source, target)
-            if of_this is None and jobs and not isinstance(target, Tensor):
-                self._run(file, jobs, nbytes)  # there may be room now
-                jobs, nbytes = [], 0
-                of_this = self._jobs(rows, source, target)
-            if of_this is None:
+            if not self._by_workers(rows, source, target, run):
                 self._fill(rows, source, target)
-                continue
-            jobs += of_this
-            nbytes += self._bytes(source)
-            if nbytes >= self._batch_bytes:
-                self._run(file, jobs, nbytes)
-                jobs, nbytes = [], 0
-        self._run(file, jobs, nbytes)
+        run()
 
-    def _jobs(self, rows: Rows, source: Source, target: Target) -> Sequence[Fill] | None:
-        """What workers do to fill a parameter, if there are any and they can."""
+    def _by_workers(self, rows: Rows, source: Source, target: Target, run: Callable[[], None]) -> bool:
+        """Whether workers fill a parameter: there are any and they can."""
         if self._pool is None:
-            return None
+            return False
         stored = rows.stored(source.tensor, source.first_row, source.first_col, source.transposed)
         if stored is None:
-            return None
-        if not isinstance(target, Tensor):
-            return target.fills(stored)
-        if target.dtype != torch.bfloat16 or not target.is_contiguous() or source.transposed:
-            return None
-        to = layout(Format.BF16, source.rows, source.cols)
-        return [Fill(stored, to, target.data_ptr(), target.nbytes, plain=True)]
+            return False
+        if isinstance(target, Tensor):
+            if target.dtype != torch.bfloat16 or not target.is_contiguous() or source.transposed:
+                return False
+            to = layout(Format.BF16, source.rows, source.cols)
+            self._hand_out([Fill(stored, to, target.data_ptr(), target.nbytes, plain=True)], self._bytes(source), run)
+            return True
+        covered, nbytes = 0, self._bytes(source)
+        total = source.cols if source.transposed else source.rows
+        for first, count, jobs in in_parts(target, stored, run):
+            covered = first + count
+            before, after = (nbytes * row // total for row in (first, covered))
+            self._hand_out(jobs, after - before, run)
+        return covered > 0
 
-    def _run(self, file: Path, jobs: Sequence[Fill], nbytes: int) -> None:
-        if self._pool is None or not jobs:
+    def _hand_out(self, jobs: Sequence[Fill], nbytes: int, run: Callable[[], None]) -> None:
+        self._jobs += jobs
+        self._jobs_bytes += nbytes
+        if self._jobs_bytes >= self._batch_bytes:
+            run()
+
+    def _run(self, file: Path) -> None:
+        """Do what was handed out, all of one file."""
+        if self._pool is None or not self._jobs:
             return
         try:
-            fill(self._pool, jobs)
+            fill(self._pool, self._jobs)
         except ReadError as error:
             if error.errno:
                 raise OSError(error.errno, os.strerror(error.errno), str(file)) from None
             raise WeightsError(f"{file} ends too early.", FETCH_AGAIN) from None
         if self._flush:
             self._flush()
-        self.done_bytes += nbytes
+        self.done_bytes += self._jobs_bytes
+        self._jobs, self._jobs_bytes = [], 0
         self._progress(self.done_bytes, self._total_bytes)
 
     def _fill(self, rows: Rows, source: Source, target: Target) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from proa.native.formats import Format, Layout
 from proa.ops.residency import ExpertShape
 from proa.ops.triton.formats import EXAMPLES
-from proa.ops.triton.panels import activated, constants, lines_of, panel_sums
+from proa.ops.triton.panels import ROWS, activated, constants, lines_of, panel_sums
 from proa.ops.triton.variant import Variant
 
 
@@ -57,14 +57,14 @@ def _pair(
         return
     row = x + (pair // SHARE) * x_row
     sums = panel_sums(
-        expert, block * PANELS, row,
+        expert, block * PANELS, row, 0, PANEL_LINES,
         CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES, QUADS,
     )  # fmt: skip
     if ACTIVATION is None:
-        y = tl.reshape(sums, [PANELS * 16])
-        at = block * PANELS * 16 + tl.arange(0, PANELS * 16)
+        y = tl.reshape(sums, [PANELS * ROWS])
+        at = block * PANELS * ROWS + tl.arange(0, PANELS * ROWS)
     else:
-        gate, up = tl.split(tl.permute(tl.reshape(sums, [PANELS // 2, 2, 16]), (0, 2, 1)))
+        gate, up = tl.split(tl.permute(tl.reshape(sums, [PANELS // 2, 2, ROWS]), (0, 2, 1)))
         y = tl.reshape(activated(gate, up, ACTIVATION), [PANELS * 8])
         at = block * PANELS * 8 + tl.arange(0, PANELS * 8)
     tl.store(out + pair * out_row + at, y.to(out.dtype.element_ty), at < WIDTH)

@@ -18,7 +18,7 @@ from torch import Tensor
 from proa.native.formats import Format, Layout
 from proa.ops.residency import ExpertShape
 from proa.ops.triton.formats import EXAMPLES
-from proa.ops.triton.panels import activated, columns_of, constants, panel_products
+from proa.ops.triton.panels import ROWS, activated, columns_of, constants, panel_products
 from proa.ops.triton.panels_first import panels_first
 from proa.ops.triton.variant import Variant
 
@@ -116,18 +116,18 @@ def _block(
         )  # fmt: skip
     else:
         sums = panel_products(
-            expert, part * PANELS, rows, exists,
+            expert, part * PANELS, rows, exists, 0, PANEL_LINES,
             CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
         )  # fmt: skip
     if ACTIVATION is None:
         y = tl.trans(sums) if FIRST else sums
-        at = part * PANELS * 16 + tl.arange(0, PANELS * 16)
+        at = part * PANELS * ROWS + tl.arange(0, PANELS * ROWS)
     else:
         if FIRST:
             gate, up = tl.split(tl.permute(tl.reshape(sums, [2, PANELS * 8, BLOCK]), (1, 2, 0)))
             y = tl.trans(activated(gate, up, ACTIVATION).to(out.dtype.element_ty))
         else:
-            gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK, PANELS // 2, 2, 16]), (0, 1, 3, 2)))
+            gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK, PANELS // 2, 2, ROWS]), (0, 1, 3, 2)))
             y = tl.reshape(activated(gate, up, ACTIVATION), [BLOCK, PANELS * 8])
         at = part * PANELS * 8 + tl.arange(0, PANELS * 8)
     inside = exists[:, None] & (at < WIDTH)[None, :]

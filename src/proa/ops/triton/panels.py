@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
-from proa.native.formats import Format, Layout
+from proa.native.formats import PANEL_ROWS, Format, Layout
 from proa.ops.triton import formats
 from proa.ops.triton.formats import LINE_WORDS, VALUES
 
-ROWS = 16
+ROWS = tl.constexpr(PANEL_ROWS)
 WIDE = tl.constexpr(64)  # rows from which Hopper has an instruction that reads the weights from shared memory
 
 
@@ -50,9 +50,9 @@ def _words(at, mask, CODE: tl.constexpr):
     more, high = low, low
     if CODE == "six":
         if mask is None:
-            more, high = tl.load(at + 16), tl.load(at + 32)
+            more, high = tl.load(at + ROWS), tl.load(at + 2 * ROWS)
         else:
-            more, high = tl.load(at + 16, mask, 0), tl.load(at + 32, mask, 0)
+            more, high = tl.load(at + ROWS, mask, 0), tl.load(at + 2 * ROWS, mask, 0)
     return low, more, high
 
 
@@ -116,29 +116,30 @@ def _add_lines(
 
 @triton.jit
 def panel_sums(
-    address, first, x,
+    address, first, x, begin, end,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    """Products of PANELS panels from `first` on with one row of activations: float32 [PANELS, 16]. Weights are not
+    """Products of PANELS panels from `first` on with one row of activations: float32 [PANELS, ROWS]. Weights are not
     rounded: scales are applied to sums of a word's products.
 
+    Only of lines [begin, end), where `end` is the last of them or both are multiples of LINES.
     LINES is less than the threads of a program, so that each loads its own few of x and no barrier is needed for them.
     Panels beyond COUNT are the last one again. QUADS: x can be read four values at a time.
     """
-    STEP: tl.constexpr = 16 * formats.line_words(CODE)
+    STEP: tl.constexpr = ROWS * formats.line_words(CODE)
     BY_GROUP: tl.constexpr = formats.by_group(CODE, SCALE, GROUP, PANEL_LINES * VALUES)
     WHOLE: tl.constexpr = whole_stages(COLUMNS, PANEL_LINES, LINES, VALUES)
     GROUPS: tl.constexpr = _groups_of(LINES, GROUP // VALUES)
     panel = tl.minimum(first + tl.arange(0, PANELS), COUNT - 1).to(tl.int64)
-    line, row = tl.arange(0, LINES), tl.arange(0, 16)
+    line, row = tl.arange(0, LINES), tl.arange(0, ROWS)
     words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
     at = words + panel[:, None, None] * PANEL_WORDS + line[None, :, None] * STEP + row[None, None, :]
     area = words + panel * PANEL_WORDS + PANEL_LINES * STEP
-    total = tl.zeros([PANELS, LINES, 16], tl.float32)
-    other = tl.zeros([PANELS, LINES, 16], tl.float32)  # of float16's second rows
-    for start in tl.range(0, PANEL_LINES, LINES, num_stages=STAGES):
+    total = tl.zeros([PANELS, LINES, ROWS], tl.float32)
+    other = tl.zeros([PANELS, LINES, ROWS], tl.float32)  # of float16's second rows
+    for start in tl.range(begin, end, LINES, num_stages=STAGES):
         if PANEL_LINES % LINES == 0:
             part = _words(at + start * STEP, None, CODE)
         else:
@@ -149,7 +150,7 @@ def panel_sums(
             total += formats.half(part[0], 0) * value
             other += formats.half(part[0], 1) * value
         else:
-            products = tl.zeros([PANELS, LINES, 16], tl.float32) if BY_GROUP else total
+            products = tl.zeros([PANELS, LINES, ROWS], tl.float32) if BY_GROUP else total
             products, x_sum = _add_lines(
                 products, part, x, (start + line) * VALUES, CODE, COLUMNS, WHOLE, VALUES, QUADS
             )
@@ -167,7 +168,7 @@ def panel_sums(
                 total = products
     sums = tl.sum(total, 1)
     if CODE == "fp16":
-        return tl.reshape(tl.join(_columns(sums), _columns(tl.sum(other, 1))), [PANELS, 16])
+        return tl.reshape(tl.join(_columns(sums), _columns(tl.sum(other, 1))), [PANELS, ROWS])
     else:
         return sums * _panel_scale(area[:, None], row[None, :], CODE, SCALE, BY_GROUP)
 
@@ -284,10 +285,10 @@ def _plain(words, AS_WIDE: tl.constexpr, CODE: tl.constexpr):
         rows = tl.join(formats.half(words, 0), formats.half(words, 1)).to(tl.bfloat16)
         shape: tl.constexpr = words.shape
         if AS_WIDE:
-            rows = tl.reshape(rows, [shape[0], shape[1], 4, 2, 16])
+            rows = tl.reshape(rows, [shape[0], shape[1], 4, 2, ROWS])
             return tl.permute(rows, (0, 2, 3, 1, 4))
         else:
-            rows = tl.reshape(rows, [2, 2, shape[2], shape[3], 2, 16])
+            rows = tl.reshape(rows, [2, 2, shape[2], shape[3], 2, ROWS])
             return tl.permute(rows, (2, 0, 1, 4, 3, 5))
 
 
@@ -300,16 +301,16 @@ def _fours(LINES: tl.constexpr, AS_WIDE: tl.constexpr):
 
 @triton.jit
 def panel_products(
-    address, first, x, exists,
+    address, first, x, exists, begin, end,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """The same with rows at addresses x [B] of activations, on the matrix unit: float32 [B, PANELS * 16].
+    """The same with rows at addresses x [B] of activations, on the matrix unit: float32 [B, PANELS * ROWS].
 
     Rows that do not exist count as zeros. Weights with their scales are rounded to bfloat16 once.
     """
-    STEP: tl.constexpr = 16 * formats.line_words(CODE)
+    STEP: tl.constexpr = ROWS * formats.line_words(CODE)
     BY_GROUP: tl.constexpr = formats.by_group(CODE, SCALE, GROUP, PANEL_LINES * VALUES)
     AS_WIDE: tl.constexpr = x.shape[0] >= WIDE
     panel = tl.minimum(first + tl.arange(0, PANELS), COUNT - 1).to(tl.int64)
@@ -319,21 +320,21 @@ def panel_products(
         # A thread copies four lines of four rows, which it can turn before wgmma's operand is stored.
         line = (tl.arange(0, LINES // 4)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
         panel = panel[None, :, None, None]
-        row = tl.arange(0, 16)[None, None, None, :]
+        row = tl.arange(0, ROWS)[None, None, None, :]
     else:
         # Of four lines, the second and third change places in shared memory: the lanes of a warp, which take every
         # other line, then meet in a bank two at a time instead of four.
         pair = tl.arange(0, 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
         line = (tl.arange(0, LINES // 4)[None, None, :] * 4 + pair[:, :, None])[:, :, :, None, None]
         panel = panel[None, None, None, :, None]
-        row = tl.arange(0, 16)[None, None, None, None, :]
+        row = tl.arange(0, ROWS)[None, None, None, None, :]
     scaled_line = line if GROUP % (4 * VALUES) else _fours(LINES, AS_WIDE)
     at = words + panel * PANEL_WORDS + line * STEP + row
     area = words + panel * PANEL_WORDS + PANEL_LINES * STEP
     column = tl.arange(0, LINES * VALUES)
     x_at = x[:, None] + column[None, :]
-    total = tl.zeros([x.shape[0], PANELS * 16], tl.float32)
-    for start in tl.range(0, PANEL_LINES, LINES, num_stages=STAGES):
+    total = tl.zeros([x.shape[0], PANELS * ROWS], tl.float32)
+    for start in tl.range(begin, end, LINES, num_stages=STAGES):
         if PANEL_LINES % LINES == 0:
             part = _words(at + start * STEP, None, CODE)
         else:
@@ -348,13 +349,43 @@ def panel_products(
         else:
             many = _scaled(part, area, group, row, CODE, SCALE, VALUES, BY_GROUP)
             many = tl.permute(many, (0, 2, 4, 1, 3) if AS_WIDE else (2, 0, 1, 5, 3, 4))
-        weights = tl.reshape(many, [LINES * VALUES, PANELS * 16])
+        weights = tl.reshape(many, [LINES * VALUES, PANELS * ROWS])
         total = tl.dot(value, weights, total)
-    scale = _panel_scale(row_area, tl.arange(0, 16)[None, :], CODE, SCALE, BY_GROUP)
+    scale = _panel_scale(row_area, tl.arange(0, ROWS)[None, :], CODE, SCALE, BY_GROUP)
     if SCALE == "none" or (BY_GROUP and SCALE != "e4m3"):
         return total
     else:
-        return total * tl.reshape(tl.broadcast_to(scale, [PANELS, 16]), [1, PANELS * 16])
+        return total * tl.reshape(tl.broadcast_to(scale, [PANELS, ROWS]), [1, PANELS * ROWS])
+
+
+@triton.jit
+def panel_rows(
+    address, panel, start,
+    CODE: tl.constexpr, SCALE: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
+    GROUP: tl.constexpr, LINES: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Lines of one panel from `start` on as rows: bfloat16 [ROWS, LINES * VALUES], with all scales, rounded once."""
+    STEP: tl.constexpr = ROWS * formats.line_words(CODE)
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + panel * PANEL_WORDS
+    line, row = start + tl.arange(0, LINES)[:, None], tl.arange(0, ROWS)[None, :]
+    part = _words(words + line * STEP + row, line < PANEL_LINES, CODE)
+    if CODE == "bf16":
+        both = tl.join(part[0].to(tl.int16), (part[0] >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+        return tl.reshape(tl.permute(both, (1, 0, 2)), [ROWS, LINES * VALUES])
+    elif CODE == "fp16":  # a word is two rows of one column; the upper eight words of a line are its odd columns
+        both = tl.join(formats.half(part[0], 0), formats.half(part[0], 1)).to(tl.bfloat16)
+        return tl.reshape(tl.permute(tl.reshape(both, [LINES, 2, ROWS]), (2, 0, 1)), [ROWS, LINES * VALUES])
+    else:
+        area = words + PANEL_LINES * STEP
+        group = tl.minimum(line * VALUES // GROUP, PANEL_LINES * VALUES // GROUP - 1)
+        scale = formats.scale(area, group, row, CODE, SCALE)
+        if SCALE == "e4m3":
+            scale *= formats.factor(area, SCALE)
+        if CODE == "e4m3":
+            scale = tl.where(formats.not_numbers(part[0]), float("nan"), scale)
+        minimum = formats.minimum(area, group, row, SCALE) if CODE == "uint4" else None
+        values = _weights(part, scale, minimum, CODE, VALUES)
+        return tl.reshape(tl.permute(values, (1, 0, 2)), [ROWS, LINES * VALUES])
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from proa.ops.triton.panels import whole_stages
+from proa.ops.triton.panels import ROWS, whole_stages
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def panels_first(
     COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
     PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """As panels.panel_products, but of bfloat16 alone, and float32 [PANELS * 16, B].
+    """As panels.panel_products, but of bfloat16 alone, and float32 [PANELS * ROWS, B].
 
     PAIRED: every second panel first, then the others. It leaves a row of gate and its row of up with one thread, if a
     program has four warps and eight panels.
@@ -33,21 +33,21 @@ def panels_first(
     # 8 x 4 words that a warp loads at once lie in 32 banks.
     row = (tl.arange(0, 2)[:, None] * 8 + tl.arange(0, 8)[None, :])[None, None, :, :]
     words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-    at = words + panel * PANEL_WORDS + line[None, :, None, None] * 16 + row
+    at = words + panel * PANEL_WORDS + line[None, :, None, None] * ROWS + row
     column = tl.arange(0, LINES * VALUES)
     x_at = x[:, None] + column[None, :]
-    total = tl.zeros([PANELS * 16, x.shape[0]], tl.float32)
+    total = tl.zeros([PANELS * ROWS, x.shape[0]], tl.float32)
     for start in tl.range(0, PANEL_LINES, LINES, num_stages=STAGES):
         if PANEL_LINES % LINES == 0:
-            part = tl.load(at + start * 16)
+            part = tl.load(at + start * ROWS)
         else:
-            part = tl.load(at + start * 16, (line < PANEL_LINES - start)[None, :, None, None], 0)
+            part = tl.load(at + start * ROWS, (line < PANEL_LINES - start)[None, :, None, None], 0)
         if whole_stages(COLUMNS, PANEL_LINES, LINES, VALUES):
             value = tl.load(x_at + start * VALUES, exists[:, None], 0.0)
         else:
             value = tl.load(x_at + start * VALUES, exists[:, None] & (column < COLUMNS - start * VALUES)[None, :], 0.0)
-        part = tl.reshape(tl.permute(part, (0, 2, 3, 1)), [PANELS * 16, LINES])
+        part = tl.reshape(tl.permute(part, (0, 2, 3, 1)), [PANELS * ROWS, LINES])
         both = tl.join(part.to(tl.int16), (part >> 16).to(tl.int16))
-        weights = tl.reshape(both, [PANELS * 16, LINES * VALUES]).to(tl.bfloat16, bitcast=True)
+        weights = tl.reshape(both, [PANELS * ROWS, LINES * VALUES]).to(tl.bfloat16, bitcast=True)
         total = tl.dot(weights, tl.trans(value), total)
     return total

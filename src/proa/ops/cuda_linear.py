@@ -1,0 +1,191 @@
+"""Linear maps on an NVIDIA GPU, their weights as the checkpoint has them: packed blocks of a format that is kept, rows
+of bfloat16 otherwise. Belongs here: which parts are one matrix, which kernel multiplies with it. Never: kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, kept_form, layout
+from proa.ops.parts import named_parts
+from proa.ops.staging import DecidedLater, DevicePanels, DeviceRows, Staging
+from proa.ops.table import Parameters, Sink
+from proa.ops.triton import linear, linear_packed
+from proa.ops.triton.unpack import unpack
+
+UNPACKED_TOKENS = 256  # from so many on, products at a library's speed are worth writing rows and reading them again
+UNPACKED_BYTES = 64 << 20
+
+
+class _Matrix(Protocol):
+    def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor: ...
+
+    def into(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """The same into rows of `out`, which may be strided."""
+
+
+@dataclass(frozen=True)
+class PlainMatrix:
+    """weight: bfloat16 [rows, inputs]."""
+
+    weight: Tensor
+
+    def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if len(x) > linear.MOST_TOKENS and dtype == x.dtype:
+            return functional.linear(x, self.weight, bias)
+        if len(x) > linear.MOST_TOKENS:  # a head, which has no bias: its sums are not rounded
+            return torch.mm(x, self.weight.T, out_dtype=dtype)
+        out = torch.empty(len(x), len(self.weight), dtype=dtype, device=x.device)
+        self.into(x, bias, out)
+        return out
+
+    def into(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        if len(x) > linear.MOST_TOKENS:
+            out.copy_(self.product(x, bias, out.dtype))
+        else:
+            linear.linear(x, self.weight, bias, out)
+
+
+class PackedMatrix:
+    """panels: uint8 [panels, panel bytes], packed as `of` says."""
+
+    def __init__(self, of: Layout, device: torch.device) -> None:
+        self.of = of
+        self.panels = torch.empty(of.panels, of.panel_bytes, dtype=torch.uint8, device=device)
+        self._arrived = torch.zeros(linear_packed.MOST_PROGRAMS, dtype=torch.int32, device=device)
+
+    def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(len(x), self.of.rows, dtype=dtype, device=x.device)
+        self.into(x, bias, out)
+        return out
+
+    def into(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        if len(x) >= UNPACKED_TOKENS and out.dtype == x.dtype:
+            self._unpacked(x, bias, out)
+            return
+        floats = linear_packed.partial_floats(len(x), self.of)
+        partial = torch.empty(floats, dtype=torch.float32, device=x.device)
+        linear_packed.linear_packed(x, self.panels, self.of, bias, out, partial, self._arrived)
+
+    def _unpacked(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """By a library, which needs rows: as many at a time as UNPACKED_BYTES has room for."""
+        panels = max(1, UNPACKED_BYTES // (PANEL_ROWS * self.of.columns * 2))
+        for first in range(0, self.of.panels, panels):
+            some = slice(first * PANEL_ROWS, min((first + panels) * PANEL_ROWS, self.of.rows))
+            rows = torch.empty(some.stop - some.start, self.of.columns, dtype=torch.bfloat16, device=x.device)
+            unpack(self.panels[first : first + panels], self.of, rows)
+            if bias is None:
+                torch.mm(x, rows.T, out=out[:, some])
+            else:
+                torch.addmm(bias[some], x, rows.T, out=out[:, some])
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some of a map's parts, which follow one another, as one matrix; rows [first, end) of the whole."""
+
+    matrix: _Matrix
+    first: int
+    end: int
+    sinks: Mapping[str, Sink]
+
+
+class CudaLinear:
+    """Neighbouring parts are one matrix if they have one form and, where they are packed, begin at whole panels.
+
+    Memory is taken when the first row comes, or the first product is asked for.
+    """
+
+    def __init__(
+        self, outs: Mapping[str, int], inputs: int, bias: bool, device: torch.device, staging: Staging,
+        out: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        self._outs, self._inputs, self._out = dict(outs), inputs, out
+        self._device, self._staging = device, staging
+        self._stored: dict[str, str] = {}
+        rows = sum(outs.values())
+        self.bias = torch.empty(rows, dtype=torch.bfloat16, device=device) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(self._pieces) == 1:
+            return self._pieces[0].matrix.product(x, self.bias, self._out)
+        out = torch.empty(len(x), sum(self._outs.values()), dtype=self._out, device=x.device)
+        for piece in self._pieces:
+            bias = None if self.bias is None else self.bias[piece.first : piece.end]
+            piece.matrix.into(x, bias, out[:, piece.first : piece.end])
+        return out
+
+    @property
+    def weight(self) -> Tensor | None:
+        """bfloat16 [rows, inputs], where all parts are rows of one such matrix."""
+        matrices = [piece.matrix for piece in self._pieces]
+        return matrices[0].weight if len(matrices) == 1 and isinstance(matrices[0], PlainMatrix) else None
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """Of the matrices, in their order."""
+        matrices = [piece.matrix for piece in self._pieces]
+        return tuple(Form(m.of.format, m.of.group) if isinstance(m, PackedMatrix) else BF16_FORM for m in matrices)
+
+    @cached_property
+    def _pieces(self) -> tuple[_Piece, ...]:
+        pieces: list[_Piece] = []
+        first = 0
+        for form, outs in self._groups():
+            pieces.append(self._piece(form, outs, first))
+            first += sum(outs.values())
+        return tuple(pieces)
+
+    def _groups(self) -> list[tuple[Form, dict[str, int]]]:
+        """Parts that are one matrix, with their rows."""
+        groups: list[tuple[Form, dict[str, int]]] = []
+        for name, rows in self._outs.items():
+            form = kept_form({self._stored.get(name, "BF16")}, self._inputs)
+            fits = form == BF16_FORM or (groups and sum(groups[-1][1].values()) % PANEL_ROWS == 0)
+            if groups and groups[-1][0] == form and fits:
+                groups[-1][1][name] = rows
+            else:
+                groups.append((form, {name: rows}))
+        return groups
+
+    def _piece(self, form: Form, outs: Mapping[str, int], first: int) -> _Piece:
+        rows, sinks = sum(outs.values()), dict[str, Sink]()
+        if form == BF16_FORM:
+            weight = torch.empty(rows, self._inputs, dtype=torch.bfloat16, device=self._device)
+            for (name, _), part in zip(outs.items(), torch.split(weight, list(outs.values())), strict=True):
+                sinks[name] = DeviceRows(part, self._staging)
+            return _Piece(PlainMatrix(weight), first, first + rows, sinks)
+        matrix = PackedMatrix(layout(form.format, rows, self._inputs, form.group), self._device)
+        panels = [-(-count // PANEL_ROWS) for count in outs.values()]
+        for (name, count), part in zip(outs.items(), torch.split(matrix.panels, panels), strict=True):
+            sinks[name] = DevicePanels(count, self._inputs, self._told, self._at(part, form), self._staging)
+        return _Piece(matrix, first, first + rows, sinks)
+
+    @staticmethod
+    def _told(stored: str) -> None:
+        """A piece's sinks are made when it is known what they get."""
+
+    @staticmethod
+    def _at(panels: Tensor, form: Form) -> Callable[[], tuple[Tensor, Form]]:
+        return lambda: (panels, form)
+
+    def _sink(self, name: str) -> Sink:
+        def expect(stored: str) -> None:
+            self._stored[name] = stored
+
+        def where() -> Sink:
+            return next(piece.sinks[name] for piece in self._pieces if name in piece.sinks)
+
+        return DecidedLater((self._outs[name], self._inputs), expect, where)
+
+    def parameters(self) -> Parameters:
+        for name in self._outs:
+            yield f"{name}.weight", self._sink(name)
+        yield from named_parts(self._outs, "bias", self.bias)

@@ -1,0 +1,165 @@
+"""Linear maps of a GPU, loaded as a checkpoint's rows come: which parts are one matrix, and what they multiply to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ops.triton_bounds import EPS32, assert_within, rand, stored
+from proa.native.fill import StoredRows, fill
+from proa.native.formats import BF16_FORM, KEPT, Form, Stored
+from proa.native.pool import Pool
+from proa.ops import cuda_linear
+from proa.ops.cuda import CudaMaps
+from proa.ops.cuda_linear import CudaLinear
+from proa.ops.staging import Staging
+from proa.ops.table import Experts, Sink
+from proa.weights.in_parts import in_parts
+
+COLUMNS = 512
+HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # scales of blocks
+LEAST = {"Q4_K": 0.01 * 63}  # no minimum is further from zero, where minimums and codes have different signs
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool([[]], pin=False) as made:
+        yield made
+
+
+def no_experts(experts: int, hidden: int, width: int) -> Experts:
+    raise AssertionError("a linear map has no experts")
+
+
+def rows_of(kind: str, rows: int, seed: int) -> tuple[np.ndarray, Tensor]:
+    """A file's rows, and their values float64 [rows, COLUMNS]."""
+    rng = np.random.default_rng(seed)
+    if kind == "F32":
+        values = rng.standard_normal((rows, COLUMNS)).astype(np.float32)
+        return values, torch.from_numpy(values).bfloat16().double()
+    of = gguf.GGMLQuantizationType[kind]
+    elems, block_bytes = gguf.GGML_QUANT_SIZES[of]
+    raw = rng.integers(0, 256, (rows, COLUMNS // elems, block_bytes), dtype=np.uint8)
+    for at in HALVES[kind]:
+        raw[..., at : at + 2] = rng.uniform(0.001, 0.01, (*raw.shape[:2], 1)).astype(np.float16).view(np.uint8)
+    raw = raw.reshape(rows, -1)
+    values = torch.from_numpy(gguf.dequantize(raw, of).copy())
+    return raw, values.double() if kind in KEPT else values.bfloat16().double()
+
+
+def load(target: Sink, kind: str, rows: np.ndarray, staging: Staging) -> int:
+    """In how many parts it came."""
+    parts = 0
+    for _, _, jobs in in_parts(target, StoredRows(Stored[kind], rows.ctypes.data, rows.strides[0]), staging.flush):
+        fill(staging.pool, jobs)
+        parts += 1
+    staging.flush()
+    return parts
+
+
+class Loaded:
+    """A map of `outs`, each stored as `kinds` says, through `staging_bytes`."""
+
+    def __init__(
+        self, outs: Mapping[str, int], kinds: Mapping[str, str], bias: bool, staging_bytes: int, pool: Pool,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        staging = Staging(pool, staging_bytes, pinned=device.type == "cuda")
+        maps = CudaMaps(device, no_experts, staging)
+        self.map: CudaLinear = maps.linear(outs, COLUMNS, bias)
+        targets = dict(self.map.parameters())
+        made = {name: rows_of(kinds[name], rows, seed) for seed, (name, rows) in enumerate(outs.items())}
+        for name, kind in kinds.items():
+            targets[f"{name}.weight"].expect(kind)
+        self.parts = {}
+        for name, (rows, _) in made.items():
+            target = targets[f"{name}.weight"]
+            assert target.shape == (outs[name], COLUMNS)
+            self.parts[name] = load(target, kinds[name], rows, staging)
+            if bias:
+                targets[f"{name}.bias"].copy_(torch.arange(outs[name]))
+        self.values = torch.cat([values for _, values in made.values()])
+        least = [torch.full_like(values, LEAST.get(kinds[name], 0.0)) for name, (_, values) in made.items()]
+        self.sizes = self.values.abs() + 2 * torch.cat(least)  # of what is summed: codes with scales, and minimums
+        offsets = [torch.arange(rows, dtype=torch.float64) * bias for rows in outs.values()]
+        self.offset = torch.cat(offsets).bfloat16().double()
+
+
+QKV = {"q": 48, "k": 16, "v": 16}
+CASES = {
+    "one type": (QKV, ("Q4_0",) * 3, [KEPT["Q4_0"]]),
+    "another value type": (QKV, ("Q4_K", "Q4_K", "Q6_K"), [KEPT["Q4_K"], KEPT["Q6_K"]]),
+    "rows of numbers between": (QKV, ("Q8_0", "F32", "Q8_0"), [KEPT["Q8_0"], None, KEPT["Q8_0"]]),
+    "a type that is not kept": (QKV, ("Q5_0", "Q5_0", "F32"), [None]),
+    "parts of no whole panels": ({"q": 40, "k": 20, "v": 7}, ("Q4_1",) * 3, [KEPT["Q4_1"]] * 3),
+    "the last one of no whole panels": ({"gate": 32, "up": 7}, ("Q4_1",) * 2, [KEPT["Q4_1"]]),
+    "plain ones of no whole panels": ({"gate": 7, "up": 9}, ("F32",) * 2, [None]),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_linear(case: str, bias: bool, rng: torch.Generator, pool: Pool, device: torch.device) -> None:
+    outs, kinds, kept = CASES[case]
+    loaded = Loaded(outs, dict(zip(outs, kinds, strict=True)), bias, 1 << 20, pool, device)
+    assert list(loaded.map.forms) == [BF16_FORM if k is None else Form(k.format, k.group) for k in kept]
+    assert (loaded.map.weight is not None) == (kept == [None])
+    for tokens in (1, 3, 17):
+        x = rand(rng, tokens, COLUMNS)
+        got = loaded.map(x.to(device))
+        wide = x.double()
+        want = wide @ loaded.values.T + loaded.offset
+        bound = (wide.abs() @ loaded.sizes.T + loaded.offset) * (COLUMNS + 10) * EPS32
+        if tokens > 1:  # on the matrix unit a weight is rounded to bfloat16
+            bound += wide.abs() @ loaded.values.abs().T * 2.0**-8 * 1.01
+        assert_within(got, want, bound + stored(want.abs() + bound))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "F32"])
+def test_what_is_larger_than_the_staging_comes_in_parts(
+    kind: str, rng: torch.Generator, pool: Pool, device: torch.device
+) -> None:
+    outs, kinds = {"head": 200}, {"head": kind}
+    whole, cut = (Loaded(outs, kinds, False, room, pool, device) for room in (1 << 20, 40 << 10))
+    assert whole.parts["head"] == 1
+    assert cut.parts["head"] > 2
+    x = rand(rng, 1, COLUMNS).to(device)
+    assert torch.equal(cut.map(x), whole.map(x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("case", ["another value type", "the last one of no whole panels"])
+def test_many_rows_by_a_library(
+    case: str, bias: bool, rng: torch.Generator, pool: Pool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels become rows, here 32 at a time."""
+    monkeypatch.setattr(cuda_linear, "UNPACKED_TOKENS", 20)
+    monkeypatch.setattr(cuda_linear, "UNPACKED_BYTES", 32 * COLUMNS * 2)
+    outs, kinds, _ = CASES[case]
+    loaded = Loaded(outs, dict(zip(outs, kinds, strict=True)), bias, 1 << 20, pool, device)
+    monkeypatch.setattr(cuda_linear.linear_packed, "linear_packed", None)
+    x = rand(rng, 20, COLUMNS)
+    wide = x.double()
+    want = wide @ loaded.values.T + loaded.offset
+    bound = (wide.abs() @ loaded.sizes.T + loaded.offset) * (COLUMNS + 10) * EPS32
+    bound += wide.abs() @ loaded.values.abs().T * 2.0**-8 * 1.01
+    # A library may round before it adds the bias.
+    assert_within(loaded.map(x.to(device)), want, bound + stored(want.abs() + bound) + stored(want - loaded.offset))
+
+
+def test_a_head_is_not_rounded(rng: torch.Generator, pool: Pool, device: torch.device) -> None:
+    staging = Staging(pool, 1 << 20, pinned=device.type == "cuda")
+    head = CudaMaps(device, no_experts, staging).head(33, COLUMNS)
+    ((_, target),) = head.parameters()
+    target.expect("Q8_0")
+    rows, values = rows_of("Q8_0", 33, 1)
+    load(target, "Q8_0", rows, staging)
+    x = rand(rng, 1, COLUMNS)
+    got, want = head(x.to(device)), x.double() @ values.T
+    assert got.dtype == torch.float32
+    assert_within(got, want, x.double().abs() @ values.abs().T * (COLUMNS + 10) * EPS32)
