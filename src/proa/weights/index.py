@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from proa.errors import WeightsError
+from proa.native.formats import Code, Order
 from proa.weights.torch_bin import open_bin
 
 # Bytes per element of the plain types, by their names in safetensors and GGUF.
@@ -26,13 +27,15 @@ FETCH_AGAIN = "The file is damaged or was not downloaded completely; fetch it ag
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One stored tensor. dtype is a name such as BF16 or Q4_K; shape is outermost first; the bytes are
-    `file[offset : offset + nbytes]` (offset is 0 in .bin files, which torch reads)."""
+    `file[offset : offset + nbytes]` (offset is 0 in .bin files, which torch reads). Of a quantised matrix, which
+    several tensors make, nbytes counts them all, and `quantised` has them."""
 
     dtype: str
     shape: tuple[int, ...]
     file: Path
     offset: int
     nbytes: int
+    quantised: Quantised | None = None
 
     @property
     def rows(self) -> int:
@@ -42,6 +45,22 @@ class TensorInfo:
     @property
     def row_bytes(self) -> int:
         return self.nbytes // max(self.rows, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Tensors of a matrix [rows, columns], or of several [count, rows, columns].
+
+    codes: what is stored of it, in `order`. scales: of each `scale_rows` rows (0: of all) and each `group` columns (0:
+    of all).
+    """
+
+    codes: TensorInfo
+    code: Code
+    scales: TensorInfo
+    scale_rows: int
+    group: int
+    order: Order = Order.ROWS
 
 
 def safetensors_index(files: Iterable[Path]) -> dict[str, TensorInfo]:

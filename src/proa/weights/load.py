@@ -80,7 +80,12 @@ def _check(declared: Declared, checkpoint: Checkpoint, sources: Sources, targets
         raise ValueError(f"targets of other shapes than the parameters: {wrong[:5]}")
     for source in sources.params.values():
         info = checkpoint.tensors[source.tensor]
-        if info.dtype not in READABLE:
+        if info.quantised and source.transposed:
+            raise WeightsError(
+                f"{info.file}: {source.tensor} stacks quantised experts as [in, out], which Proa cannot load.",
+                "Use another quantisation of the model.",
+            )
+        if info.quantised is None and info.dtype not in READABLE:
             raise WeightsError(
                 f"{info.file}: the tensor {source.tensor} is stored as {info.dtype}, which Proa cannot load.",
                 f"Use a checkpoint whose tensors are {', '.join(READABLE)}.",

@@ -1,0 +1,117 @@
+"""Matrices of quantised checkpoints, opened: their codes stay in the file, their scales come into memory. Never: which
+tensors make a matrix (quantised.py), packing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from proa.errors import WeightsError
+from proa.native.fill import Scales, StoredRows, decode
+from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Format, Stored
+from proa.weights.index import FETCH_AGAIN, Quantised, TensorInfo
+
+_TORCH = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.uint8, "U8": torch.uint8,
+    "F8_E8M0": torch.uint8, "I32": torch.int32,
+}  # fmt: skip
+_KINDS = {torch.float32: Stored.F32, torch.float16: Stored.F16, torch.bfloat16: Stored.BF16}
+
+
+class CodedFiles:
+    """The files that quantised matrices are spread over."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Path, FileIO] = {}
+        self._last: tuple[tuple[TensorInfo, int], Scales] | None = None
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+
+    def stored(self, info: TensorInfo, first: int) -> StoredRows:
+        """Rows from `first` on, all matrices of the tensor taken one after the other; up to the end of one matrix."""
+        of = _quantised(info)
+        fd = self._stream(of.codes.file).fileno()
+        start = of.codes.offset + first * of.codes.row_bytes
+        return StoredRows(of.code, start, of.codes.row_bytes, fd, of.order, self._scales(info, first))
+
+    def read(self, info: TensorInfo, first: int, count: int) -> Tensor:
+        """Rows [first, first + count), of one matrix or several, as float32."""
+        columns, height = info.shape[-1], info.shape[-2]
+        out = torch.empty(count, columns)
+        done = 0
+        while done < count:
+            at = first + done
+            here = min(count - done, height - at % height)
+            self._decode(info, at, out[done : done + here])
+            done += here
+        return out
+
+    def _decode(self, info: TensorInfo, first: int, out: Tensor) -> None:
+        of = _quantised(info)
+        nbytes = len(out) * of.codes.row_bytes
+        codes = self._bytes(of.codes, first * of.codes.row_bytes, nbytes)
+        rows = StoredRows(of.code, codes.data_ptr(), of.codes.row_bytes, scales=self._scales(info, first))
+        decode(rows, len(out), out.shape[1], out.data_ptr())
+
+    def _scales(self, info: TensorInfo, first: int) -> Scales:
+        """Of the matrix that row `first` is of; `first` counts within it."""
+        of, height = _quantised(info), info.shape[-2]
+        matrix, row = divmod(first, height)
+        if self._last is None or self._last[0] != (info, matrix):
+            self._last = (info, matrix), self._read_scales(info, of, matrix)
+        return replace(self._last[1], first=row)
+
+    def _read_scales(self, info: TensorInfo, of: Quantised, matrix: int) -> Scales:
+        count = info.rows // info.shape[-2]
+        nbytes = of.scales.nbytes // count
+        raw = self._bytes(of.scales, matrix * nbytes, nbytes).view(_TORCH[of.scales.dtype])
+        values = _as_kept(raw, QUANTISED[info.dtype].format)
+        stride = values.nbytes // -(-info.shape[-2] // of.scale_rows) if of.scale_rows else 0
+        rows = of.scale_rows or PANEL_ROWS  # all have the one row of scales
+        return Scales(_kind(values, of), values.data_ptr(), stride, rows, 0, of.group, values)
+
+    def _bytes(self, tensor: TensorInfo, first: int, nbytes: int) -> Tensor:
+        """Bytes of a tensor, from its byte `first` on."""
+        found = torch.empty(nbytes, dtype=torch.uint8)
+        view, stream = found.numpy().data, self._stream(tensor.file)
+        stream.seek(tensor.offset + first)
+        done = 0
+        while done < nbytes:
+            got = stream.readinto(view[done:])
+            if not got:
+                raise WeightsError(f"{tensor.file} ends too early.", FETCH_AGAIN)
+            done += got
+        return found
+
+    def _stream(self, file: Path) -> FileIO:
+        if file not in self._streams:
+            self._streams[file] = file.open("rb", buffering=0)
+        return self._streams[file]
+
+
+def _quantised(info: TensorInfo) -> Quantised:
+    if info.quantised is None:
+        raise ValueError(f"a tensor of {info.dtype} has no scales")
+    return info.quantised
+
+
+def _as_kept(scales: Tensor, form: Format) -> Tensor:
+    """In the type that the format keeps, which holds them exactly."""
+    match form:
+        case Format.MXFP8 | Format.MXFP4 | Format.NVFP4 | Format.INT4_F16 | Format.INT4_BF16:
+            return scales
+    return scales.float()
+
+
+def _kind(scales: Tensor, of: Quantised) -> Stored | Code:
+    if scales.dtype is torch.uint8:
+        return Code.E4M3 if of.scales.dtype == "F8_E4M3" else Code.E8M0
+    return _KINDS[scales.dtype]
