@@ -22,7 +22,7 @@ from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve, stored_types
 from tiny_quantised import SCHEMES, make_quantised
 
-SIZES = {"moe_intermediate_size": 32}
+SIZES = {"moe_intermediate_size": 96}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from proa.weights.sources import resolve, stored_types
 from tiny_quantised import SCHEMES, make_quantised
 from unit.test_packed_size import loaded
 
-SIZES = {"moe_intermediate_size": 32}
+SIZES = {"moe_intermediate_size": 96}
 
 
 def weights_row(folder: Path, dtype: str = "auto", gpu: str = "none") -> Decision:

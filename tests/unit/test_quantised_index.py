@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,24 @@ from proa.weights.quantised import collapse
 
 W, SCALE, INV = "weight", "weight_scale", "weight_scale_inv"
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+PACKED = {"weight_packed": ("I32", 16, 8), "weight_shape": ("I64", 2)}
+ZERO = "weight_zero_point"
+
+
+def compressed(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
+    found = {f"group_{i}": group for i, group in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "config_groups": found, **more}
+
+
+def integers(bits: int, *targets: str, **weights: Any) -> dict[str, Any]:
+    of = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    return {"targets": list(targets or ("Linear",)), "weights": of | weights}
+
+
+INT4, INT8 = compressed(integers(4)), compressed(integers(8))
 
 
 def blocks(*size: int) -> dict[str, Any]:
@@ -41,6 +60,16 @@ def collapsed(config: dict[str, Any], **tensors: TensorInfo) -> dict[str, Tensor
         (FP8, {W: ("F8_E4M3", 4, 256, 200), INV: ("F32", 4, 2, 2)}, "FP8 block 128", (4, 256, 200)),
         (FP8, {W: ("F8_E4M3", 300, 200), SCALE: ("F32", 300, 1)}, "FP8 channel", (300, 200)),
         (FP8, {W: ("F8_E4M3", 300, 200), SCALE: ("F32",)}, "FP8 tensor", (300, 200)),
+        (MODELOPT, {W: ("F8_E4M3", 256, 256), SCALE: ("F32", 2, 1, 2, 1)}, "FP8 block 128", (256, 256)),
+        (FP8, {W: ("F8_E4M3", 30, 64), INV: ("U8", 30, 2)}, "MXFP8", (30, 64)),
+        (FP8, {W: ("F8_E4M3", 30, 64), INV: ("F8_E8M0", 30, 2)}, "MXFP8", (30, 64)),
+        (INT4, {**PACKED, SCALE: ("BF16", 16, 4)}, "INT4 16 BF16", (16, 64)),
+        (INT4, {**PACKED, SCALE: ("F16", 16, 1)}, "INT4 channel F16", (16, 64)),
+        (INT4, {**PACKED, SCALE: ("BF16", 16, 2), ZERO: ("I32", 2, 2)}, "UINT4 32", (16, 64)),
+        (INT8, {**PACKED, SCALE: ("BF16", 16, 1)}, "INT8 channel", (16, 32)),
+        (INT8, {W: ("I8", 16, 64), SCALE: ("F32", 16)}, "INT8 channel", (16, 64)),
+        (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 4), "weight_scale_2": ("F32",)}, "NVFP4", (16, 64)),
+        (INT4, {"weight_packed": ("U8", 16, 32), SCALE: ("U8", 16, 2)}, "MXFP4", (16, 64)),
     ],
 )  # fmt: skip
 def test_a_matrix(config: dict[str, Any], tensors: dict[str, Any], name: str, shape: tuple[int, ...]) -> None:
@@ -52,19 +81,30 @@ def test_a_matrix(config: dict[str, Any], tensors: dict[str, Any], name: str, sh
     assert got.keys() == {"a.b.weight", "a.b.bias", "a.norm.weight"}
     matrix = got["a.b.weight"]
     assert (matrix.dtype, matrix.shape) == (name, shape)
-    assert matrix.nbytes == sum(t.nbytes for t in index.values())
+    assert matrix.nbytes == sum(t.nbytes for name, t in index.items() if not name.endswith("weight_shape"))
 
 
 @pytest.mark.parametrize(
     ("config", "tensors", "problem"),
     [
-        (FP8, {W: ("F8_E4M3", 300, 200)}, "has no scale"),
+        (FP8, {W: ("F8_E4M3", 300, 200)}, "but no weight_scale_inv or weight_scale"),
         (FP8, {W: ("F8_E4M3", 300, 200), INV: ("F32", 2, 3)}, "does not fit"),
         (FP8, {W: ("F8_E4M3", 300, 200), INV: ("I32", 3, 2)}, "does not fit"),
         (FP8, {W: ("F8_E4M3", 4, 256, 200), INV: ("F32", 3, 2, 2)}, "does not fit"),
         (blocks(8, 128), {W: ("F8_E4M3", 16, 128), INV: ("F32", 2, 1)}, "multiple of 16"),
         (blocks(128, 24), {W: ("F8_E4M3", 16, 48), INV: ("F32", 1, 2)}, "not implemented"),
         (FP8, {W: ("BF16", 16, 128)}, "no tensor is"),
+        (INT4, {"weight_packed": ("I32", 16, 8), SCALE: ("BF16", 16, 4)}, "no weight_shape"),
+        (INT4, {**PACKED, SCALE: ("BF16", 16, 5)}, "does not fit"),
+        (INT4, {**PACKED, SCALE: ("BF16", 15, 4)}, "does not fit"),
+        (INT4, {**PACKED, SCALE: ("BF16", 16, 2), ZERO: ("I32", 16, 2)}, "does not fit"),
+        (INT8, {**PACKED, SCALE: ("BF16", 16, 1), ZERO: ("I32", 4, 1)}, "does not fit"),
+        (INT4, {**PACKED, SCALE: ("BF16", 16, 8)}, "INT4 8 BF16, which is not implemented"),
+        (INT4, {W: ("I8", 16, 64), SCALE: ("F32", 16, 1)}, "the config says integers of 4 bits"),
+        (FP8, {**PACKED, SCALE: ("BF16", 16, 4)}, "the config says no integers"),
+        (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 4)}, "no weight_global_scale or weight_scale_2"),
+        (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 2), "weight_scale_2": ("F32",)}, "does not fit"),
+        (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 4), "weight_scale_2": ("F32", 2)}, "does not fit"),
     ],
 )  # fmt: skip
 def test_refused(config: dict[str, Any], tensors: dict[str, Any], problem: str) -> None:
@@ -84,6 +124,43 @@ def test_refused(config: dict[str, Any], tensors: dict[str, Any], problem: str) 
 def test_config_is_read_strictly(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         quantisation({"quantization_config": FP8 | change})
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (compressed(integers(4, actorder="group")), "actorder = 'group'"),
+        (compressed(integers(4, dynamic=True)), "dynamic = True"),
+        (compressed(integers(4, strategy="other")), "strategy = 'other'"),
+        (compressed(integers(4, surprise=1)), "config_groups: group_0: weights.*--ignore-config-key surprise"),
+        (compressed(), "'config_groups' is empty"),
+        (compressed(integers(4), sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
+        (compressed(integers(4), transform_config={"config_groups": {}}), "transform_config"),
+        (compressed(integers(4), quantization_status="calibration"), "quantization_status"),
+        ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
+    ],
+)
+def test_what_is_not_implemented(config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        quantisation({"quantization_config": config})
+    assert re.search(problem, str(caught.value) + caught.value.remedy, re.DOTALL)
+
+
+def test_bits_of_several_groups() -> None:
+    """Names come before the kind of layer, whatever their order."""
+    config = compressed(integers(4), integers(8, "re:.*attn.*", "model.layers.0.mlp.up_proj"))
+    of = quantisation({"quantization_config": config})
+    assert of is not None
+    names = ("model.layers.3.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.10.mlp.up_proj")
+    assert [of.bits(name) for name in names] == [8, 8, 4]
+
+
+def test_what_activations_were_made_for() -> None:
+    scheme = {"num_bits": 8, "type": "float", "dynamic": True}
+    group = integers(4) | {"input_activations": scheme}
+    of = quantisation({"quantization_config": compressed(group, kv_cache_scheme=scheme)})
+    assert of is not None
+    assert of.activations == "FP8 and a KV cache of 8 bits"
 
 
 def test_a_key_may_be_ignored() -> None:

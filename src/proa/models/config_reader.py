@@ -54,6 +54,11 @@ class Reader:
         self._seen: set[str] = set()
         self._subs: list[Reader] = []
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of all values that are not null."""
+        return tuple(key for key, value in self._values.items() if value is not None)
+
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
         return self._values.get(key) is not None

@@ -80,4 +80,96 @@ def _pair(c: Reader, key: str) -> tuple[int, int] | None:
     return found[0], found[1]
 
 
-_METHODS: dict[str, Callable[[Reader, str], Quantisation]] = {"fp8": _fp8}
+def _compressed_tensors(c: Reader, method: str) -> Quantisation:
+    c.expect("quantization_status", "compressed", "frozen")
+    c.expect("transform_config", {})
+    sparsity = c.sub("sparsity_config")
+    sparsity.expect("format", "dense")
+    sparsity.ignore("nothing is sparse", *sparsity.keys)
+    c.ignore("the tensors say it", "format", "ignore")
+    c.ignore("provenance", "global_compression_ratio", "version")
+    groups = c.sub("config_groups")
+    if not groups.keys:
+        raise c.error("'config_groups' is empty")
+    found = [_weights_group(groups.sub(name)) for name in groups.keys]
+    targets = [(_pattern(c, target), bits) for targets, bits, _, _ in found for target in targets]
+    activations = {made_for for *_, made_for in found if made_for}
+    blocks = {block for _, _, block, _ in found if block}
+    if len(blocks) > 1:
+        raise c.error(f"blocks of several sizes, {sorted(blocks)}, are not implemented")
+    return Quantisation(
+        method,
+        block=next(iter(blocks), None),
+        integers=tuple(sorted(targets, key=lambda of: of[0] == _ANY)),  # names come before the kind of layer
+        activations=" and ".join(sorted(activations | _kv(c))),
+    )
+
+
+def _weights_group(c: Reader) -> tuple[list[str], int, tuple[int, int] | None, str]:
+    """targets, bits of integers (0: floats), block, what activations were made for."""
+    c.ignore("the tensors say it", "format")
+    c.expect("output_activations")
+    targets = c.get("targets", list)
+    weights = c.sub("weights")
+    bits, kind = weights.size("num_bits"), weights.get("type", str)
+    weights.expect("type", "int", "float")
+    weights.expect("dynamic", False)
+    weights.expect("actorder", "weight", "static", False)  # with "group", columns are not in the order of their groups
+    strategy = weights.get("strategy", str)
+    weights.expect("strategy", "tensor", "channel", "group", "block", "tensor_group")
+    weights.ignore("the tensors say it", "group_size", "symmetric", "scale_dtype", "zp_dtype")
+    weights.ignore("how scales were found", "observer", "observer_kwargs")
+    block = _pair(weights, "block_structure") if strategy == "block" else None
+    weights.ignore("only of blocks", "block_structure")
+    return targets, bits if kind == "int" else 0, block, _activations(c.sub("input_activations"))
+
+
+def _activations(c: Reader) -> str:
+    if not c.keys:
+        return ""
+    name = f"{'FP' if c.get('type', str) == 'float' else 'INT'}{c.size('num_bits')}"
+    c.ignore("activations stay bfloat16", *c.keys)
+    return name
+
+
+def _kv(c: Reader) -> set[str]:
+    """What the KV cache was made for."""
+    scheme = c.get("kv_cache_scheme", dict, {})
+    return {f"a KV cache of {scheme.get('num_bits', 8)} bits"} if scheme else set()
+
+
+_ANY = ".*"
+
+
+def _pattern(c: Reader, target: object) -> str:
+    """Regular expression over names of modules."""
+    if not isinstance(target, str):
+        raise c.error(f"a target is {target!r}, not a name")
+    if target == "Linear":
+        return _ANY
+    return target.removeprefix("re:") if target.startswith("re:") else re.escape(target) + "$"
+
+
+def _modelopt(c: Reader, method: str) -> Quantisation:
+    algo = c.get("quant_algo", str)
+    c.expect("quant_algo", *_MODELOPT)
+    c.expect("quant_method", "modelopt")
+    c.ignore("the tensors say it", "config_groups", "ignore", "exclude_modules", "group_size", "quantized_layers")
+    c.ignore("the tensors say it", "has_zero_point", "pre_quant_scale")
+    c.ignore("provenance", "producer")
+    kv = _kv(c)
+    if name := c.get("kv_cache_quant_algo", str, None):
+        kv.add(f"a KV cache of {name}")
+    made_for = {_MODELOPT[algo]} - {""}
+    return Quantisation(method, block=(128, 128), activations=" and ".join(sorted(made_for | kv)))
+
+
+# What activations were made for.
+_MODELOPT = {
+    "FP8": "FP8", "FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "", "NVFP4": "NVFP4", "W4A16_NVFP4": "",
+    "MXFP8": "MXFP8", "MIXED_PRECISION": "FP8 and NVFP4",
+}  # fmt: skip
+
+_METHODS: dict[str, Callable[[Reader, str], Quantisation]] = {
+    "fp8": _fp8, "mxfp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt,
+}  # fmt: skip

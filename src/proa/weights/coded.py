@@ -38,9 +38,9 @@ class CodedFiles:
     def stored(self, info: TensorInfo, first: int) -> StoredRows:
         """Rows from `first` on, all matrices of the tensor taken one after the other; up to the end of one matrix."""
         of = _quantised(info)
-        fd = self._stream(of.codes.file).fileno()
-        start = of.codes.offset + first * of.codes.row_bytes
-        return StoredRows(of.code, start, of.codes.row_bytes, fd, of.order, self._scales(info, first))
+        fd, row_bytes = self._stream(of.codes.file).fileno(), of.codes.nbytes // info.rows
+        start = of.codes.offset + first * row_bytes
+        return StoredRows(of.code, start, row_bytes, fd, of.order, self._scales(info, first))
 
     def read(self, info: TensorInfo, first: int, count: int) -> Tensor:
         """Rows [first, first + count), of one matrix or several, as float32."""
@@ -56,9 +56,9 @@ class CodedFiles:
 
     def _decode(self, info: TensorInfo, first: int, out: Tensor) -> None:
         of = _quantised(info)
-        nbytes = len(out) * of.codes.row_bytes
-        codes = self._bytes(of.codes, first * of.codes.row_bytes, nbytes)
-        rows = StoredRows(of.code, codes.data_ptr(), of.codes.row_bytes, scales=self._scales(info, first))
+        row_bytes = of.codes.nbytes // info.rows
+        codes = self._bytes(of.codes, first * row_bytes, len(out) * row_bytes)
+        rows = StoredRows(of.code, codes.data_ptr(), row_bytes, scales=self._scales(info, first))
         decode(rows, len(out), out.shape[1], out.data_ptr())
 
     def _scales(self, info: TensorInfo, first: int) -> Scales:
@@ -70,13 +70,31 @@ class CodedFiles:
         return replace(self._last[1], first=row)
 
     def _read_scales(self, info: TensorInfo, of: Quantised, matrix: int) -> Scales:
-        count = info.rows // info.shape[-2]
-        nbytes = of.scales.nbytes // count
-        raw = self._bytes(of.scales, matrix * nbytes, nbytes).view(_TORCH[of.scales.dtype])
-        values = _as_kept(raw, QUANTISED[info.dtype].format)
-        stride = values.nbytes // -(-info.shape[-2] // of.scale_rows) if of.scale_rows else 0
+        height = info.shape[-2]
+        values = _as_kept(self._part(info, of.scales, matrix), QUANTISED[info.dtype].format)
         rows = of.scale_rows or PANEL_ROWS  # all have the one row of scales
-        return Scales(_kind(values, of), values.data_ptr(), stride, rows, 0, of.group, values)
+        scale_rows = -(-height // of.scale_rows) if of.scale_rows else 1
+        mins = None
+        if of.zeros is not None:
+            packed = self._part(info, of.zeros, matrix).view(-1, values.numel() // scale_rows)
+            values = values.view(scale_rows, -1)
+            mins = -(_nibbles(packed)[:height] * values)  # of 4 and 16 bits: exact
+        stride, min_data = values.nbytes // scale_rows if of.scale_rows else 0, 0 if mins is None else mins.data_ptr()
+        found = Scales(
+            _kind(values, of), values.data_ptr(), stride, rows, 0, of.group, (values, mins), min_data
+        )  # fmt: skip
+        return found if of.factor is None else replace(found, factor=self._factor(info, of, of.factor, matrix))
+
+    def _factor(self, info: TensorInfo, of: Quantised, factor: TensorInfo, matrix: int) -> float:
+        value = float(self._part(info, factor, matrix))
+        if not 0 < value < float("inf"):
+            raise WeightsError(f"{factor.file}: the scale of a whole matrix is {value}.", FETCH_AGAIN)
+        return 1 / value if of.inverse else value
+
+    def _part(self, info: TensorInfo, tensor: TensorInfo, matrix: int) -> Tensor:
+        """What a tensor has of one matrix."""
+        nbytes = tensor.nbytes * info.shape[-2] // info.rows
+        return self._bytes(tensor, matrix * nbytes, nbytes).view(_TORCH[tensor.dtype])
 
     def _bytes(self, tensor: TensorInfo, first: int, nbytes: int) -> Tensor:
         """Bytes of a tensor, from its byte `first` on."""
@@ -109,6 +127,11 @@ def _as_kept(scales: Tensor, form: Format) -> Tensor:
         case Format.MXFP8 | Format.MXFP4 | Format.NVFP4 | Format.INT4_F16 | Format.INT4_BF16:
             return scales
     return scales.float()
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """int32 [n, groups] -> [8 n, groups]: a word has eight rows, the first in the lowest bits."""
+    return torch.stack([words >> 4 * i & 15 for i in range(8)], 1).flatten(0, 1)
 
 
 def _kind(scales: Tensor, of: Quantised) -> Stored | Code:

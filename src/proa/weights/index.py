@@ -19,6 +19,8 @@ PLAIN_BYTES = {
     "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 
+Shape = tuple[int, ...]
+
 _LONGEST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 FETCH_AGAIN = "The file is damaged or was not downloaded completely; fetch it again."
@@ -52,7 +54,8 @@ class Quantised:
     """Tensors of a matrix [rows, columns], or of several [count, rows, columns].
 
     codes: what is stored of it, in `order`. scales: of each `scale_rows` rows (0: of all) and each `group` columns (0:
-    of all).
+    of all). zeros: what is subtracted from codes, packed as integers. factor: of all scales; `inverse`: they are
+    divided by it.
     """
 
     codes: TensorInfo
@@ -61,6 +64,15 @@ class Quantised:
     scale_rows: int
     group: int
     order: Order = Order.ROWS
+    zeros: TensorInfo | None = None
+    factor: TensorInfo | None = None
+    inverse: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        parts = (self.codes, self.scales, self.zeros, self.factor)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 def safetensors_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
