@@ -110,6 +110,46 @@ def packed_integers(bits: int, group: int, dtype: torch.dtype, *, zeros: bool = 
     return write
 
 
+def gptq(bits: int, group: int, *, symmetric: bool, v2: bool = False) -> Callable[[Tensor], Written]:
+    """qweight [columns bits / 32, rows], qzeros [groups, rows bits / 32], less 1 in the first version."""
+
+    def write(weight: Tensor) -> Written:
+        n, k = weight.shape
+        g, middle = group or k, 1 << bits - 1
+        scales = (_amax(weight, g) / (middle - 1)).half()
+        zero = np.full(scales.shape, middle)
+        if not symmetric:
+            zero = np.random.default_rng(n + k).integers(0, 1 << bits, scales.shape)
+        real = _spread(scales.float(), g)
+        codes = np.clip(np.round(weight.numpy() / real) + np.repeat(zero, g, 1), 0, 2 * middle - 1)
+        stored_zero = zero if v2 else (zero - 1) % (1 << bits)
+        parts = {
+            "qweight": _words(codes, bits).T, "qzeros": _words(stored_zero.T, bits), "scales": scales.T,
+            "g_idx": torch.arange(k, dtype=torch.int32) // g,
+        }  # fmt: skip
+        return parts, (codes - np.repeat(zero, g, 1)) * real
+
+    return write
+
+
+def _awq_words(codes: np.ndarray) -> Tensor:
+    """[.., 8 n] to int32 [.., n]: code p of a word is number (0, 2, 4, 6, 1, 3, 5, 7)[p] of its eight."""
+    eights = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 8)
+    words = sum(eights[..., of] << np.uint32(4 * p) for p, of in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
+    return torch.from_numpy(np.ascontiguousarray(words).view(np.int32))
+
+
+def awq(weight: Tensor) -> Written:
+    """qweight [columns, rows / 8], qzeros [groups, rows / 8], scales [groups, rows]; groups of 32."""
+    n, k = weight.shape
+    scales = (_amax(weight, 32) / 7).half()
+    zero = np.random.default_rng(n + k).integers(0, 16, scales.shape)
+    real = _spread(scales.float(), 32)
+    codes = np.clip(np.round(weight.numpy() / real) + np.repeat(zero, 32, 1), 0, 15)
+    parts = {"qweight": _awq_words(codes.T), "qzeros": _awq_words(zero.T), "scales": scales.T}
+    return parts, (codes - np.repeat(zero, 32, 1)) * real
+
+
 def _e2m1_codes(values: np.ndarray) -> np.ndarray:
     nearest = np.abs(np.abs(values)[..., None] - E2M1).argmin(-1)
     return nearest + 8 * (values < 0)
@@ -191,6 +231,18 @@ def _pack(bits: int, group: int, **weights: Any) -> dict[str, Any]:
     return _compressed("pack-quantized", bits, strategy, group_size=group or None, **weights)
 
 
+def _gptq_config(bits: int, **more: Any) -> dict[str, Any]:
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": 32,
+        "desc_act": False,
+        "sym": True,
+        "damp_percent": 0.01,
+    }
+    return config | {"true_sequential": True, "checkpoint_format": "gptq", "dynamic": {"-:.*mlp.gate$": {}}} | more
+
+
 def _modelopt(algo: str) -> dict[str, Any]:
     return {"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
 
@@ -212,6 +264,17 @@ SCHEMES = {
     "int4 rows": Scheme(_pack(4, 0), packed_integers(4, 0, _BF16), "INT4 channel BF16"),
     "int4 zeros": Scheme(_pack(4, 16, symmetric=False), packed_integers(4, 16, _BF16, zeros=True), "UINT4 16"),
     "int8 packed": Scheme(_pack(8, 32), packed_integers(8, 32, _F16), "INT8 32"),
+    "gptq": Scheme(_gptq_config(4), gptq(4, 32, symmetric=True), "INT4 32 F16"),
+    "gptq rows": Scheme(_gptq_config(4, group_size=-1), gptq(4, 0, symmetric=True), "INT4 channel F16"),
+    "gptq zeros": Scheme(_gptq_config(4, sym=False), gptq(4, 32, symmetric=False), "UINT4 32"),
+    "gptq v2": Scheme(
+        _gptq_config(4, sym=False, checkpoint_format="gptq_v2"), gptq(4, 16, symmetric=False, v2=True), "UINT4 16"
+    ),
+    "gptq 8": Scheme(_gptq_config(8), gptq(8, 32, symmetric=True), "INT8 32"),
+    "awq": Scheme(
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+         "modules_to_not_convert": None}, awq, "UINT4 32",
+    ),
     "nvfp4": Scheme(
         _compressed("nvfp4-pack-quantized", 4, "tensor_group", float_=True, group_size=16),
         nvfp4(("weight_packed", "weight_global_scale"), inverse=True), "NVFP4",

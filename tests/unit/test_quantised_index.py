@@ -35,6 +35,17 @@ def integers(bits: int, *targets: str, **weights: Any) -> dict[str, Any]:
 INT4, INT8 = compressed(integers(4)), compressed(integers(8))
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+AWQ_PARTS = {"qweight": ("I32", 64, 2), "qzeros": ("I32", 2, 2), "scales": ("F16", 2, 16)}
+
+
+def gptq(bits: int = 4, groups: int = 2, **parts: tuple[Any, ...]) -> dict[str, Any]:
+    """Of a matrix [16, 64]."""
+    words = {"qweight": ("I32", 64 * bits // 32, 16), "qzeros": ("I32", groups, 16 * bits // 32)}
+    return {**words, "scales": ("F16", groups, 16), **parts}
+
+
 def blocks(*size: int) -> dict[str, Any]:
     return {**FP8, "weight_block_size": list(size)}
 
@@ -69,6 +80,12 @@ def collapsed(config: dict[str, Any], **tensors: TensorInfo) -> dict[str, Tensor
         (INT8, {**PACKED, SCALE: ("BF16", 16, 1)}, "INT8 channel", (16, 32)),
         (INT8, {W: ("I8", 16, 64), SCALE: ("F32", 16)}, "INT8 channel", (16, 64)),
         (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 4), "weight_scale_2": ("F32",)}, "NVFP4", (16, 64)),
+        (GPTQ, gptq(), "INT4 32 F16", (16, 64)),
+        (GPTQ | {"sym": False}, gptq(), "UINT4 32", (16, 64)),
+        (GPTQ | {"desc_act": True, "static_groups": True}, gptq(g_idx=("I32", 64)), "INT4 32 F16", (16, 64)),
+        (GPTQ | {"desc_act": True}, gptq(groups=1), "INT4 channel F16", (16, 64)),
+        (GPTQ | {"bits": 8}, gptq(bits=8), "INT8 32", (16, 64)),
+        (AWQ, AWQ_PARTS, "UINT4 32", (16, 64)),
         (INT4, {"weight_packed": ("U8", 16, 32), SCALE: ("U8", 16, 2)}, "MXFP4", (16, 64)),
     ],
 )  # fmt: skip
@@ -94,6 +111,16 @@ def test_a_matrix(config: dict[str, Any], tensors: dict[str, Any], name: str, sh
         (blocks(8, 128), {W: ("F8_E4M3", 16, 128), INV: ("F32", 2, 1)}, "multiple of 16"),
         (blocks(128, 24), {W: ("F8_E4M3", 16, 48), INV: ("F32", 1, 2)}, "not implemented"),
         (FP8, {W: ("BF16", 16, 128)}, "no tensor is"),
+        (GPTQ, {"qweight": ("I32", 8, 16), "scales": ("F16", 2, 16)}, "no qzeros"),
+        (GPTQ, gptq(scales=("F16", 2, 15)), "does not fit"),
+        (GPTQ, gptq(scales=("F16", 3, 16)), "does not fit"),
+        (GPTQ, gptq(scales=("I32", 2, 16)), "does not fit"),
+        (GPTQ, gptq(qzeros=("I32", 2, 3)), "does not fit"),
+        (GPTQ, gptq(g_idx=("I32", 63)), "does not fit"),
+        (GPTQ | {"desc_act": True}, gptq(), "not in the order of their groups"),
+        (GPTQ | {"bits": 8, "sym": False}, gptq(bits=8), "zero points are not implemented"),
+        (GPTQ | {"dynamic": {"-:a": {}}}, gptq(), "the config says no integers"),
+        (AWQ, AWQ_PARTS | {"qweight": ("I32", 64, 3)}, "does not fit"),
         (INT4, {"weight_packed": ("I32", 16, 8), SCALE: ("BF16", 16, 4)}, "no weight_shape"),
         (INT4, {**PACKED, SCALE: ("BF16", 16, 5)}, "does not fit"),
         (INT4, {**PACKED, SCALE: ("BF16", 15, 4)}, "does not fit"),
@@ -137,6 +164,12 @@ def test_config_is_read_strictly(change: dict[str, Any], problem: str) -> None:
         (compressed(integers(4), sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
         (compressed(integers(4), transform_config={"config_groups": {}}), "transform_config"),
         (compressed(integers(4), quantization_status="calibration"), "quantization_status"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+        (GPTQ | {"bits": 3}, "only 4, 8"),
+        (GPTQ | {"dynamic": {"+:a": {"sym": False}}}, "--ignore-config-key sym"),
+        (GPTQ | {"surprise": 1}, "--ignore-config-key surprise"),
+        (AWQ | {"version": "gemv"}, "version = 'gemv'"),
+        (AWQ | {"zero_point": False}, "zero_point = False"),
         ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
     ],
 )

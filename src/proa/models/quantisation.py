@@ -22,7 +22,8 @@ _OTHER = "Use another quantisation of the model, its unquantised repository, or 
 class Quantisation:
     """method: as the config names it. block: rows and columns of a scale of FP8. integers: (regular expression over
     module names, bits); the first that matches counts, 0 bits are an unquantised module. symmetric: zero is the middle
-    code. zero_offset: what stored zero points lack. activations: what the checkpoint rounds them to; "": nothing.
+    code. ordered: columns are in the order of their groups. zero_offset: what stored zero points lack. activations:
+    what the checkpoint rounds them to; "": nothing.
     """
 
     method: str
@@ -30,6 +31,7 @@ class Quantisation:
     integers: tuple[tuple[str, int], ...] = ()
     group: int = 0
     symmetric: bool = True
+    ordered: bool = True
     zero_offset: int = 0
     activations: str = ""
 
@@ -164,6 +166,45 @@ def _modelopt(c: Reader, method: str) -> Quantisation:
     return Quantisation(method, block=(128, 128), activations=" and ".join(sorted(made_for | kv)))
 
 
+def _gptq(c: Reader, method: str) -> Quantisation:
+    bits, symmetric = c.size("bits"), c.get("sym", bool)
+    c.expect("bits", 4, 8)
+    ordered = not c.get("desc_act", bool, False) or c.get("static_groups", bool, False)
+    c.expect("checkpoint_format", "gptq", "gptq_v2")
+    c.expect("pack_dtype", "int32")
+    c.expect("is_marlin_format", False)
+    c.ignore("the tensors say it", "group_size", "lm_head", "modules_in_block_to_quantize")
+    c.ignore("how codes were found", "true_sequential", "damp_percent", "damp_auto_increment", "mse",
+             "dataset", "batch_size", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block",
+             "cache_block_outputs", "pad_token_id", "tokenizer", "offload_to_disk", "offload_to_disk_path")  # fmt: skip
+    c.ignore("of other engines", "backend", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config",
+             "max_input_length")  # fmt: skip
+    c.ignore("provenance", "model_name_or_path", "model_file_base_name", "meta", "uri", "version")
+    dynamic = c.sub("dynamic")
+    rules = [_dynamic(dynamic, name, bits) for name in dynamic.keys]
+    offset = 0 if c.get("checkpoint_format", str, "gptq") == "gptq_v2" else 1
+    return Quantisation(method, integers=(*rules, (_ANY, bits)), symmetric=symmetric, zero_offset=offset,
+                        ordered=ordered)  # fmt: skip
+
+
+def _dynamic(c: Reader, name: str, bits: int) -> tuple[str, int]:
+    """A module's own settings: "-:regex" is not quantised, "+:regex" and "regex" otherwise than the rest."""
+    own = c.sub(name)
+    own.ignore("the tensors say it", "group_size")
+    if name.startswith("-:"):
+        return name[2:], 0
+    return name.removeprefix("+:"), own.size("bits", bits)
+
+
+def _awq(c: Reader, method: str) -> Quantisation:
+    c.expect("version", "gemm", "GEMM")
+    c.expect("zero_point", True)
+    c.expect("bits", 4)
+    c.ignore("the tensors say it", "group_size", "modules_to_not_convert")
+    c.ignore("of other engines", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
+    return Quantisation(method, integers=((_ANY, c.size("bits")),), symmetric=False)
+
+
 # What activations were made for.
 _MODELOPT = {
     "FP8": "FP8", "FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "", "NVFP4": "NVFP4", "W4A16_NVFP4": "",
@@ -172,4 +213,5 @@ _MODELOPT = {
 
 _METHODS: dict[str, Callable[[Reader, str], Quantisation]] = {
     "fp8": _fp8, "mxfp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt,
+    "gptq": _gptq, "awq": _awq,
 }  # fmt: skip

@@ -13,14 +13,18 @@ from torch import Tensor
 
 from proa.errors import WeightsError
 from proa.native.fill import Scales, StoredRows, decode
-from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Format, Stored
+from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Format, Order, Stored
 from proa.weights.index import FETCH_AGAIN, Quantised, TensorInfo
+from proa.weights.quantised import OTHER_ORDER
 
 _TORCH = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.uint8, "U8": torch.uint8,
     "F8_E8M0": torch.uint8, "I32": torch.int32,
 }  # fmt: skip
 _KINDS = {torch.float32: Stored.F32, torch.float16: Stored.F16, torch.bfloat16: Stored.BF16}
+
+
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight rows: which code of a word is whose
 
 
 class CodedFiles:
@@ -38,6 +42,10 @@ class CodedFiles:
     def stored(self, info: TensorInfo, first: int) -> StoredRows:
         """Rows from `first` on, all matrices of the tensor taken one after the other; up to the end of one matrix."""
         of = _quantised(info)
+        if of.order is not Order.ROWS:
+            fd = self._stream(of.codes.file).fileno()
+            rows = StoredRows(of.code, of.codes.offset, of.codes.row_bytes, fd, of.order, self._scales(info, 0))
+            return rows.after(first)
         fd, row_bytes = self._stream(of.codes.file).fileno(), of.codes.nbytes // info.rows
         start = of.codes.offset + first * row_bytes
         return StoredRows(of.code, start, row_bytes, fd, of.order, self._scales(info, first))
@@ -56,6 +64,13 @@ class CodedFiles:
 
     def _decode(self, info: TensorInfo, first: int, out: Tensor) -> None:
         of = _quantised(info)
+        if of.order is not Order.ROWS:
+            codes = self._bytes(of.codes, 0, of.codes.nbytes)
+            turned = StoredRows(
+                of.code, codes.data_ptr(), of.codes.row_bytes, order=of.order, scales=self._scales(info, 0)
+            )
+            decode(turned.after(first), len(out), out.shape[1], out.data_ptr())
+            return
         row_bytes = of.codes.nbytes // info.rows
         codes = self._bytes(of.codes, first * row_bytes, len(out) * row_bytes)
         rows = StoredRows(of.code, codes.data_ptr(), row_bytes, scales=self._scales(info, first))
@@ -72,18 +87,45 @@ class CodedFiles:
     def _read_scales(self, info: TensorInfo, of: Quantised, matrix: int) -> Scales:
         height = info.shape[-2]
         values = _as_kept(self._part(info, of.scales, matrix), QUANTISED[info.dtype].format)
+        if info.dtype == "NVFP4" and bool((values >= 0x7F).any()):
+            raise WeightsError(f"{of.scales.file}: a scale of {info.dtype} is negative or not a number.", FETCH_AGAIN)
+        if of.order is not Order.ROWS:
+            values = values.view(-1, height).T.contiguous()
+        if of.g_idx is not None:
+            self._check_order(info, of, of.g_idx)
         rows = of.scale_rows or PANEL_ROWS  # all have the one row of scales
         scale_rows = -(-height // of.scale_rows) if of.scale_rows else 1
         mins = None
         if of.zeros is not None:
-            packed = self._part(info, of.zeros, matrix).view(-1, values.numel() // scale_rows)
             values = values.view(scale_rows, -1)
-            mins = -(_nibbles(packed)[:height] * values)  # of 4 and 16 bits: exact
+            zeros = self._zeros(info, of, of.zeros, matrix, values.shape[1])
+            mins = None if of.symmetric else -(zeros * values)  # of 4 and 16 bits: exact
         stride, min_data = values.nbytes // scale_rows if of.scale_rows else 0, 0 if mins is None else mins.data_ptr()
         found = Scales(
             _kind(values, of), values.data_ptr(), stride, rows, 0, of.group, (values, mins), min_data
         )  # fmt: skip
         return found if of.factor is None else replace(found, factor=self._factor(info, of, of.factor, matrix))
+
+    def _zeros(self, info: TensorInfo, of: Quantised, zeros: TensorInfo, matrix: int, groups: int) -> Tensor:
+        """int32 [rows, groups]"""
+        bits = 8 if of.code is Code.UINT8 else 4
+        words = self._part(info, zeros, matrix)
+        words = words.view(-1, groups) if of.order is Order.ROWS else words.view(groups, -1).T
+        places = AWQ_PLACES if of.order is Order.AWQ else range(32 // bits)
+        unpacked = torch.stack([words >> bits * place for place in places], 1).flatten(0, 1)
+        found = (unpacked + of.zero_offset & (1 << bits) - 1)[: info.shape[-2]]
+        if of.symmetric and bool((found != 1 << bits - 1).any()):
+            raise WeightsError(
+                f"{zeros.file}: the config says that integers are symmetric (sym), but zero points differ.",
+                "Set sym to false in config.json's quantization_config, if that is where the mistake is.",
+            )
+        return found
+
+    def _check_order(self, info: TensorInfo, of: Quantised, g_idx: TensorInfo) -> None:
+        """Raises WeightsError unless columns are in the order of their groups."""
+        columns = info.shape[-1]
+        if not torch.equal(self._part(info, g_idx, 0).long(), torch.arange(columns) // (of.group or columns)):
+            raise WeightsError(f"{g_idx.file}: columns are not in the order of their groups (desc_act).", OTHER_ORDER)
 
     def _factor(self, info: TensorInfo, of: Quantised, factor: TensorInfo, matrix: int) -> float:
         value = float(self._part(info, factor, matrix))
@@ -127,11 +169,6 @@ def _as_kept(scales: Tensor, form: Format) -> Tensor:
         case Format.MXFP8 | Format.MXFP4 | Format.NVFP4 | Format.INT4_F16 | Format.INT4_BF16:
             return scales
     return scales.float()
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    """int32 [n, groups] -> [8 n, groups]: a word has eight rows, the first in the lowest bits."""
-    return torch.stack([words >> 4 * i & 15 for i in range(8)], 1).flatten(0, 1)
 
 
 def _kind(scales: Tensor, of: Quantised) -> Stored | Code:

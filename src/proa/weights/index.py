@@ -55,7 +55,8 @@ class Quantised:
 
     codes: what is stored of it, in `order`. scales: of each `scale_rows` rows (0: of all) and each `group` columns (0:
     of all). zeros: what is subtracted from codes, packed as integers. factor: of all scales; `inverse`: they are
-    divided by it.
+    divided by it. zero_offset: what stored zeros lack; symmetric: they are the middle code, all of them. g_idx: which
+    scale each column has, which must be that of its group. Of turned codes scales and zeros are turned as well.
     """
 
     codes: TensorInfo
@@ -67,11 +68,14 @@ class Quantised:
     zeros: TensorInfo | None = None
     factor: TensorInfo | None = None
     inverse: bool = False
+    zero_offset: int = 0
+    symmetric: bool = False
+    g_idx: TensorInfo | None = None
 
     @property
     def nbytes(self) -> int:
         """Of all of them."""
-        parts = (self.codes, self.scales, self.zeros, self.factor)
+        parts = (self.codes, self.scales, self.zeros, self.factor, self.g_idx)
         return sum(part.nbytes for part in parts if part is not None)
 
 

@@ -66,6 +66,7 @@ def load_weights(
         target = targets[name]
         if not isinstance(target, Tensor):
             target.expect(stored)
+    _check_zeros(checkpoint, sources)
     copy = _Copy(checkpoint.tensors, sources, targets, progress, pool, flush)
     copy.run()
     return LoadReport(copy.done_bytes, time.monotonic() - start)
@@ -90,6 +91,17 @@ def _check(declared: Declared, checkpoint: Checkpoint, sources: Sources, targets
                 f"{info.file}: the tensor {source.tensor} is stored as {info.dtype}, which Proa cannot load.",
                 f"Use a checkpoint whose tensors are {', '.join(READABLE)}.",
             )
+
+
+def _check_zeros(checkpoint: Checkpoint, sources: Sources) -> None:
+    for name in sources.zeros:
+        info = checkpoint.tensors[name]
+        with open_rows(info.file, checkpoint.tensors) as rows:
+            if bool(rows.read(name, 0, info.rows).any()):
+                raise WeightsError(
+                    f"{info.file}: {name} is not zero, and nothing in the model uses it.",
+                    "Check that config and weights belong together.",
+                )
 
 
 class _Copy:

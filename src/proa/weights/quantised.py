@@ -13,12 +13,14 @@ from math import prod
 
 from proa.errors import WeightsError
 from proa.models.quantisation import Quantisation
-from proa.native.formats import QUANTISED, Code
+from proa.native.formats import QUANTISED, Code, Order
 from proa.weights.index import Quantised, Shape, TensorInfo
 
 _FLOATS = ("F32", "BF16", "F16")
 _POWERS = ("U8", "F8_E8M0")
 _DAMAGED = "The checkpoint is damaged, or of a kind that Proa does not know; use another quantisation of the model."
+
+OTHER_ORDER = "Use a checkpoint made with desc_act=false, or another quantisation of the model."
 
 
 class Module:
@@ -163,6 +165,35 @@ def _packed_floats(module: Module, of: Quantisation) -> Matrix:
     return Matrix("NVFP4", shape, parts)
 
 
+def _turned_integers(module: Module, of: Quantisation) -> Matrix:
+    """GPTQ: words along the columns, [columns, rows]; AWQ: words along the rows. Scales and zeros [groups, rows]."""
+    words, scales, zeros = module.take("qweight"), module.take("scales"), module.take("qzeros")
+    g_idx = module.maybe("g_idx")
+    bits = _expect_bits(module, of, 4, 8)
+    per_word, awq = 32 // bits, of.method == "awq"
+    if len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in _FLOATS:
+        raise module.misfit(scales, words.shape)
+    rows, columns = scales.shape[1], words.shape[0] * (1 if awq else per_word)
+    groups = scales.shape[0]
+    if not groups or columns % groups or words.shape[1] != (rows // per_word if awq else rows):
+        raise module.misfit(scales, words.shape)
+    if rows % per_word or zeros.shape != (groups, rows // per_word) or zeros.dtype != "I32":
+        raise module.misfit(zeros, words.shape)
+    if g_idx is not None and (g_idx.shape != (columns,) or g_idx.dtype != "I32"):
+        raise module.misfit(g_idx, words.shape)
+    if bits == 8 and (awq or not of.symmetric):
+        raise WeightsError(f"{module.name}: integers of 8 bits with zero points are not implemented.", _DAMAGED)
+    code = Code.UINT8 if bits == 8 else Code.INT4 if of.symmetric else Code.UINT4
+    group = 0 if groups == 1 else columns // groups
+    if group and not of.ordered:
+        raise WeightsError(f"{module.name}: columns are not in the order of their groups (desc_act).", OTHER_ORDER)
+    parts = Quantised(
+        words, code, scales, 1, group, Order.AWQ if awq else Order.WORDS, zeros, zero_offset=of.zero_offset,
+        symmetric=of.symmetric, g_idx=g_idx,
+    )  # fmt: skip
+    return Matrix(_integer_name(code, group, scales.dtype), (rows, columns), parts)
+
+
 def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) -> int:
     """Columns of a scale, 0 for all, of scales [rows, groups]. Raises WeightsError if they are not `group` (0: any)."""
     columns, count = shape[-1], scales.shape[-1]
@@ -196,5 +227,6 @@ def _name(code: str, group: int) -> str:
 # By the tensor that has a module's codes, and its type.
 _READERS = {
     "weight": {"F8_E4M3": _eight_bit_floats, "I8": _eight_bit_integers, "U8": _packed_floats},
+    "qweight": {"I32": _turned_integers},
     "weight_packed": {"I32": _packed_integers, "U8": _packed_floats},
 }
