@@ -64,20 +64,31 @@ void words_of(Stored type, const uint8_t* codes, int padded, uint32_t* words) {
     for (int k = 0; k < padded; k += 4) words[k / 4] = word_of_bytes(read<uint32_t>(codes + k) ^ flip);
 }
 
-constexpr int kAwqPlaces[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // of eight rows: which code of a word is whose
+// Code i of word j <-> code j of word i.
+void transpose_eight(uint32_t (&words)[8]) {
+    constexpr uint32_t kMasks[3] = {0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
+    for (int stage = 0; stage < 3; ++stage)
+        for (int i = 0; i < 8; ++i)
+            if (!(i >> stage & 1)) {
+                uint32_t &low = words[i], &high = words[i | 1 << stage];
+                const uint32_t swapped = (low >> (4 << stage) ^ high) & kMasks[stage];
+                high ^= swapped, low ^= swapped << (4 << stage);
+            }
+}
 
 void turn_awq(const uint8_t* stored, size_t stride, int rows, int columns, uint8_t* to) {
+    constexpr int kPlaces[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // of eight rows: which code of a word is whose
+    constexpr int kBlock = 64;                            // so many lines of the target stay in the cache
     const size_t row_bytes = size_t(columns) / 2;
-    for (int k = 0; k < columns; k += 8)
-        for (int n = 0; n < rows; n += 8) {
-            uint32_t words[8];
-            for (int i = 0; i < 8; ++i) words[i] = read<uint32_t>(stored + size_t(k + i) * stride + size_t(n) / 2);
-            for (int r = 0; r < 8; ++r) {
-                uint32_t out = 0;
-                for (int i = 0; i < 8; ++i) out |= (words[i] >> kAwqPlaces[r] * 4 & 15) << i * 4;
-                std::memcpy(to + size_t(n + r) * row_bytes + size_t(k) / 2, &out, 4);
+    for (int first = 0; first < rows; first += kBlock)
+        for (int k = 0; k < columns; k += 8)
+            for (int n = first; n < std::min(rows, first + kBlock); n += 8) {
+                uint32_t words[8];
+                for (int i = 0; i < 8; ++i) words[i] = read<uint32_t>(stored + size_t(k + i) * stride + size_t(n) / 2);
+                transpose_eight(words);
+                for (int r = 0; r < 8; ++r)
+                    std::memcpy(to + size_t(n + r) * row_bytes + size_t(k) / 2, &words[kPlaces[r]], 4);
             }
-        }
 }
 
 }  // namespace
@@ -117,11 +128,12 @@ void coded_to_float(Stored type, const Scales& scales, int row, const uint8_t* c
     const int group = scales.group ? scales.group : columns;
     const size_t skip = size_t((scales.first + row) / scales.rows) * scales.stride;
     const size_t width = size_t(facts_of(scales.type).block_bytes);
+    const float factor = scales.factor;
     for (int g = 0, first = 0; first < columns; ++g, first += group) {
         float scale, minimum = 0.f;
         to_float(scales.type, scales.data + skip + size_t(g) * width, 1, &scale);
         if (scales.mins) to_float(scales.type, scales.mins + skip + size_t(g) * width, 1, &minimum);
-        for (int k = first; k < std::min(columns, first + group); ++k) to[k] = to[k] * scale * scales.factor + minimum;
+        for (int k = first; k < std::min(columns, first + group); ++k) to[k] = to[k] * scale * factor + minimum;
     }
 }
 

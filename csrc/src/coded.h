@@ -12,7 +12,7 @@ enum class Order : int32_t {
     kRows = 0,
     kPlainTurned = 1,  // of plain types: stored rows are the target's columns
     kWordsTurned = 2,  // GPTQ: a word has successive columns of one row, a stored row those of all rows
-    kAwqTurned = 3,    // AWQ: a word has eight rows of one column, in the order of kAwqPlaces
+    kAwqTurned = 3,    // AWQ: a word has eight rows of one column, in the order of turn_awq
 };
 
 // A matrix's scales in memory.
