@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from proa.errors import ConfigError, WeightsError
-from proa.models.quantisation import quantisation
+from proa.models.quantisation import legacy_modelopt, quantisation
 from proa.weights.index import PLAIN_BYTES, TensorInfo
 from proa.weights.quantised import collapse
 
@@ -194,6 +194,62 @@ def test_what_activations_were_made_for() -> None:
     of = quantisation({"quantization_config": compressed(group, kv_cache_scheme=scheme)})
     assert of is not None
     assert of.activations == "FP8 and a KV cache of 8 bits"
+
+
+LLM_COMPRESSOR = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {
+                "actorder": None, "block_structure": None, "dynamic": True, "group_size": None, "num_bits": 8,
+                "observer": None, "observer_kwargs": {}, "strategy": "token", "symmetric": True, "type": "float",
+            },
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
+                "observer": "minmax", "observer_kwargs": {}, "strategy": "channel", "symmetric": True, "type": "float",
+            },
+        }
+    },
+    "format": "float-quantized", "global_compression_ratio": 1.36, "ignore": ["lm_head"], "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors", "quantization_status": "compressed", "sparsity_config": {},
+    "transform_config": {}, "version": "0.11.0",
+}  # fmt: skip
+OPTIMUM = {
+    "batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True, "damp_percent": 0.01,
+    "dataset": None, "desc_act": False, "exllama_config": {"version": 1}, "group_size": 128, "max_input_length": None,
+    "model_seqlen": None, "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None,
+    "pad_token_id": None, "quant_method": "gptq", "sym": True, "tokenizer": None, "true_sequential": True,
+    "use_cuda_fp16": False, "use_exllama": True,
+}  # fmt: skip
+AUTO_AWQ = {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm"}
+MODELOPT_NOW = {
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}},
+    "ignore": ["lm_head"], "quant_algo": "NVFP4", "producer": {"name": "modelopt", "version": "0.29.0"},
+    "quant_method": "modelopt", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+}  # fmt: skip
+MODELOPT_OLD = {
+    "producer": {"name": "modelopt", "version": "0.23.0"},
+    "quantization": {
+        "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "activations"),
+    [
+        (LLM_COMPRESSOR, "FP8"),
+        (OPTIMUM, ""),
+        (AUTO_AWQ | {"zero_point": True}, ""),
+        (MODELOPT_NOW, "NVFP4 and a KV cache of 8 bits"),
+        (legacy_modelopt(MODELOPT_OLD), "NVFP4 and a KV cache of FP8"),
+    ],
+)
+def test_what_tools_write(config: dict[str, Any], activations: str) -> None:
+    of = quantisation({"quantization_config": config})
+    assert of is not None
+    assert of.activations == activations
 
 
 def test_a_key_may_be_ignored() -> None:

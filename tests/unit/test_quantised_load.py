@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,17 @@ def spare_tensor(tensors: dict[str, Tensor]) -> None:
 def test_refused(scheme: str, change: Callable[[dict[str, Tensor]], None], problem: str, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=problem):
         load_decoder(changed(scheme, tmp_path / "m", change))
+
+
+def test_the_config_of_older_modelopt(tmp_path: Path) -> None:
+    folder, _ = make_quantised(SCHEMES["nvfp4 modelopt"], "qwen3-moe", tmp_path / "m", **SIZES)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsError):  # no config, no quantisation
+        load_decoder(folder)
+    (folder / "hf_quant_config.json").write_text('{"producer": {}, "quantization": {"quant_algo": "NVFP4"}}')
+    assert load_decoder(folder).decoder is not None
 
 
 def test_a_zero_bias_of_gptq_is_passed_over(tmp_path: Path) -> None:

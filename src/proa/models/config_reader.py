@@ -56,8 +56,8 @@ class Reader:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of all values that are not null."""
-        return tuple(key for key, value in self._values.items() if value is not None)
+        """Of all values."""
+        return tuple(self._values)
 
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""

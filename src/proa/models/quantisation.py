@@ -63,6 +63,14 @@ def quantisation(
     return read
 
 
+def legacy_modelopt(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What older versions of modelopt wrote to hf_quant_config.json, as config.json has it now."""
+    values = found.get("quantization")
+    if not isinstance(values, dict):
+        raise ConfigError("hf_quant_config.json has no object 'quantization'.", _OTHER)
+    return {"quant_method": "modelopt", **values}
+
+
 def _fp8(c: Reader, method: str) -> Quantisation:
     c.expect("fmt", "e4m3")
     c.expect("scale_fmt", "ue8m0", "float")
@@ -171,6 +179,7 @@ def _gptq(c: Reader, method: str) -> Quantisation:
     c.expect("bits", 4, 8)
     ordered = not c.get("desc_act", bool, False) or c.get("static_groups", bool, False)
     c.expect("checkpoint_format", "gptq", "gptq_v2")
+    c.expect("format", "gptq", "gptq_v2")
     c.expect("pack_dtype", "int32")
     c.expect("is_marlin_format", False)
     c.ignore("the tensors say it", "group_size", "lm_head", "modules_in_block_to_quantize")
@@ -182,7 +191,8 @@ def _gptq(c: Reader, method: str) -> Quantisation:
     c.ignore("provenance", "model_name_or_path", "model_file_base_name", "meta", "uri", "version")
     dynamic = c.sub("dynamic")
     rules = [_dynamic(dynamic, name, bits) for name in dynamic.keys]
-    offset = 0 if c.get("checkpoint_format", str, "gptq") == "gptq_v2" else 1
+    c.ignore("how codes were found", "method", "act_group_aware", "gptaq", "gptaq_alpha", "v2", "v2_alpha", "hyb_act")
+    offset = 0 if c.get_any(("checkpoint_format", "format"), str, "gptq") == "gptq_v2" else 1
     return Quantisation(method, integers=(*rules, (_ANY, bits)), symmetric=symmetric, zero_offset=offset,
                         ordered=ordered)  # fmt: skip
 
@@ -200,7 +210,12 @@ def _awq(c: Reader, method: str) -> Quantisation:
     c.expect("version", "gemm", "GEMM")
     c.expect("zero_point", True)
     c.expect("bits", 4)
-    c.ignore("the tensors say it", "group_size", "modules_to_not_convert")
+    for key in ("sym", "desc_act"):
+        c.expect(key, False)
+    c.expect("pack_dtype", "int32")
+    for key in ("checkpoint_format", "format"):
+        c.expect(key, "gemm")
+    c.ignore("the tensors say it", "group_size", "modules_to_not_convert", "lm_head", "method", "meta")
     c.ignore("of other engines", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
     return Quantisation(method, integers=((_ANY, c.size("bits")),), symmetric=False)
 

@@ -14,7 +14,7 @@ from proa.errors import ConfigError, ModelNotFound, WeightsError
 from proa.models import families
 from proa.models.gguf import GGUF_NAMES, config_from_metadata, generation_from_metadata
 from proa.models.names import Declared
-from proa.models.quantisation import Quantisation, quantisation
+from proa.models.quantisation import Quantisation, legacy_modelopt, quantisation
 from proa.weights.gguf_header import gguf_index
 from proa.weights.index import TensorInfo, bin_index, safetensors_index, shard_files
 from proa.weights.quantised import collapse
@@ -151,7 +151,7 @@ def _rope_factors(tensor: TensorInfo | None) -> tuple[float, ...]:
 
 
 def _open_folder(folder: Path, load_format: str, override: dict[str, Any]) -> Checkpoint:
-    config = _json(folder / "config.json") | override
+    config = _config(folder) | override
     tensors: dict[str, TensorInfo] = {}
     if load_format != "dummy":
         files = _weight_files(folder, load_format)
@@ -174,6 +174,13 @@ def _open_folder(folder: Path, load_format: str, override: dict[str, Any]) -> Ch
         generation_config=_json(generation) if generation.exists() else {},
         quantisation=quantised,
     )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config, legacy = _json(folder / "config.json"), folder / "hf_quant_config.json"
+    if not config.get("quantization_config") and legacy.is_file():
+        config["quantization_config"] = legacy_modelopt(_json(legacy))
+    return config
 
 
 def _json(file: Path) -> dict[str, Any]:
