@@ -20,6 +20,7 @@ from proa.native.formats import BF16_FORM, QUANTISED
 from proa.native.pool import Pool
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve, stored_types
+from tiny import TINY
 from tiny_quantised import SCHEMES, make_quantised
 
 SIZES = {"moe_intermediate_size": 96}
@@ -56,6 +57,36 @@ def test_native_is_no_further_from_float32_than_torch(name: str, pool: Pool, tmp
     plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, prompt_tokens)
     got = forced(load_native(folder, pool, **override), texts, prompt_tokens)
     _assert_near(got, plain, exact)
+
+
+@pytest.mark.parametrize("model", ["llama-bias", "qwen2", "qwen2-moe-mixed", "olmoe", "mixtral"])
+@pytest.mark.parametrize("name", ["fp8 small blocks", "fp8 tensor", "gptq zeros"])
+def test_every_family(name: str, model: str, pool: Pool, tmp_path: Path) -> None:
+    """Other names, biases, shared experts, parts that are one matrix."""
+    sizes = {"intermediate_size": 96, "shared_expert_intermediate_size": 160, "moe_intermediate_size": 96}
+    known = {key: value for key, value in sizes.items() if key in TINY[model].config}
+    folder, _ = make_quantised(SCHEMES[name], model, tmp_path / "m", **known)
+    checkpoint = open_checkpoint(folder)
+    stored = stored_types(resolve(checkpoint.declare(), checkpoint.tensors), checkpoint.tensors)
+    assert set(stored.values()) == {"BF16", SCHEMES[name].kept}
+    override = all_experts(folder)
+    texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
+    exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)
+    plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, prompt_tokens)
+    _assert_near(forced(load_native(folder, pool, **override), texts, prompt_tokens), plain, exact)
+
+
+def test_experts_alone(pool: Pool, tmp_path: Path) -> None:
+    """As Kimi K2: everything else is bfloat16."""
+    folder, _ = make_quantised(SCHEMES["int4"], "qwen3-moe", tmp_path / "m", only=r".*experts", **SIZES)
+    checkpoint = open_checkpoint(folder)
+    stored = stored_types(resolve(checkpoint.declare(), checkpoint.tensors), checkpoint.tensors)
+    assert {name for name, of in stored.items() if of != "BF16"} == {name for name in stored if ".experts." in name}
+    override = all_experts(folder)
+    texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
+    exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)
+    plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, prompt_tokens)
+    _assert_near(forced(load_native(folder, pool, **override), texts, prompt_tokens), plain, exact)
 
 
 @pytest.mark.parametrize("device", DEVICES)
