@@ -19,7 +19,8 @@ ORDER = (
 
 # Modules that run in the API process; importing torch there costs seconds of start-up.
 NO_TORCH = (
-    "errors", "types", "obs", "config", "models", "machine", "native", "weights/checkpoint", "weights/index", "demo",
+    "errors", "types", "obs", "config", "models", "machine", "native", "weights/checkpoint", "weights/index",
+    "weights/quantised", "demo",
     "hub", "plan", "text", "llm", "server", "bench", "cli", "cache/pages", "cache/radix", "engine/request",
     "engine/scheduler", "engine/handle", "engine/ipc", "engine/client",
 )  # fmt: skip

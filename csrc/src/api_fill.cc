@@ -12,6 +12,10 @@ using proa::require;
 
 proa::Fill job_of(const proa_fill_job& j) {
     require(j.out && (j.fd >= 0 || j.from), "A null pointer where weights are packed.");
+    require(j.order >= 0 && j.order <= int(proa::Order::kAwqTurned), "Rows lie in no such order.");
+    require(j.scale_stride >= 0 && j.scale_rows >= 0 && j.scale_rows <= 1 << 24 && j.scale_group >= 0 &&
+                j.scale_group <= 1 << 20,
+            "Scales of codes are described wrongly.");
     require(j.fd >= -1 && j.stride >= 0 && j.step >= 1, "A descriptor, stride or step is negative.");
     const bool plain = j.format == PROA_FILL_PLAIN;
     const proa::Layout l =
@@ -23,12 +27,14 @@ proa::Fill job_of(const proa_fill_job& j) {
             j.from,
             uint64_t(j.stride),
             proa::Stored(j.stored),
-            j.transposed != 0,
+            proa::Order(j.order),
             plain,
             l,
             j.step,
             static_cast<uint8_t*>(j.out),
-            j.team};
+            j.team,
+            {proa::Stored(j.scale_type), static_cast<const uint8_t*>(j.scales), size_t(j.scale_stride),
+             int(j.scale_rows), j.scale_first, int(j.scale_group), static_cast<const uint8_t*>(j.mins), j.factor}};
 }
 
 }  // namespace
@@ -46,6 +52,13 @@ int proa_fill(proa_pool* pool, const proa_fill_job* jobs, int64_t count, proa_fi
         } catch (const proa::ReadFailed& failed) {
             *failure = {failed.job, failed.error};
         }
+    });
+}
+
+int proa_decode(const proa_fill_job* job, float* to) {
+    return proa::guarded([&] {
+        require(job && to, "A null pointer.");
+        proa::decode(job_of(*job), to);
     });
 }
 

@@ -12,6 +12,7 @@ namespace proa {
 namespace {
 
 constexpr size_t kChunkBytes = 256 << 10;   // read at once: stays in a core's cache until it is packed
+constexpr size_t kTurnedBytes = 1 << 20;    // of turned codes, which lie in as many places as there are columns
 constexpr size_t kTouchBytes = 16 << 20;    // faulted by one task: whole pages of every size but the largest
 constexpr int kInputUnit = 2 * kPanelRows;  // stored rows of a transposed task: 16 lines of every panel
 
@@ -57,9 +58,13 @@ struct Part {
     int first, count;
 };
 
+bool plain_turned(const Fill& job) { return job.order == Order::kPlainTurned; }
+bool codes_turned(const Fill& job) { return job.order > Order::kPlainTurned; }
+
+// Of a row as it is worked on: turned codes are turned back first.
 size_t stored_bytes(const Fill& job) {
     const StoredFacts facts = facts_of(job.stored);
-    const int values = job.transposed ? job.layout.rows : job.layout.columns;
+    const int values = plain_turned(job) ? job.layout.rows : job.layout.columns;
     return size_t(values / facts.block_values) * size_t(facts.block_bytes);
 }
 
@@ -77,18 +82,30 @@ struct StoredRows {
     size_t stride;
 };
 
+// `count` runs of `bytes` bytes, a stride apart, in memory: where they are, or in `buffer`.
+StoredRows read_rows(const Part& part, uint64_t at, int count, size_t bytes, uint8_t* buffer) {
+    const Fill& job = *part.job;
+    if (job.fd < 0) return {reinterpret_cast<const uint8_t*>(at), job.stride};
+    if (bytes == job.stride) {
+        read_all(part, at, buffer, bytes * size_t(count));
+    } else {
+        for (int r = 0; r < count; ++r)
+            read_all(part, at + uint64_t(r) * job.stride, buffer + size_t(r) * bytes, bytes);
+    }
+    return {buffer, bytes};
+}
+
 // The part's rows in memory: where they are, or in `buffer`.
 StoredRows fetch(const Part& part, uint8_t* buffer) {
     const Fill& job = *part.job;
-    const uint64_t at = job.from + uint64_t(part.first) * job.stride;
-    if (job.fd < 0) return {reinterpret_cast<const uint8_t*>(at), job.stride};
     const size_t row = stored_bytes(job);
-    if (row == job.stride) {
-        read_all(part, at, buffer, row * size_t(part.count));
-    } else {
-        for (int r = 0; r < part.count; ++r)
-            read_all(part, at + uint64_t(r) * job.stride, buffer + size_t(r) * row, row);
-    }
+    if (!codes_turned(job))
+        return read_rows(part, job.from + uint64_t(part.first) * job.stride, part.count, row, buffer);
+    uint8_t* rectangle = buffer + (size_t(part.count) * row + 63) / 64 * 64;
+    const int runs = turned_rows(job.stored, job.order, job.layout.columns);
+    const StoredRows turned = read_rows(part, job.from + turned_bytes(job.order, part.first), runs,
+                                        turned_bytes(job.order, part.count), rectangle);
+    turn(job.stored, job.order, turned.data, turned.stride, part.count, job.layout.columns, buffer);
     return {buffer, row};
 }
 
@@ -98,13 +115,21 @@ Source codes_at(StoredRows rows) {
     return source;
 }
 
+// Row `r` of the part, rounded once.
+void row_to_bf16(const Part& part, StoredRows rows, int r, uint16_t* out) {
+    const Fill& job = *part.job;
+    const uint8_t* row = rows.data + size_t(r) * rows.stride;
+    if (!is_coded(job.stored)) return to_bf16(job.stored, row, size_t(job.layout.columns), out);
+    std::vector<float> values(size_t(job.layout.columns));
+    coded_to_float(job.stored, job.scales, part.first + r, row, job.layout.columns, values.data());
+    round_to_bf16(values.data(), values.size(), out);
+}
+
 void fill_plain(const Part& part, StoredRows rows) {
     const Fill& job = *part.job;
-    const size_t columns = size_t(job.layout.columns);
-    for (int r = 0; r < part.count; ++r) {
-        auto* out = reinterpret_cast<uint16_t*>(job.out + size_t(part.first + r) * columns * 2);
-        to_bf16(job.stored, rows.data + size_t(r) * rows.stride, columns, out);
-    }
+    for (int r = 0; r < part.count; ++r)
+        row_to_bf16(part, rows, r,
+                    reinterpret_cast<uint16_t*>(job.out + size_t(part.first + r) * size_t(job.layout.columns) * 2));
 }
 
 // `free`: scratch for a panel's rows in bfloat16.
@@ -113,13 +138,14 @@ void fill_panels(const Part& part, StoredRows rows, uint8_t* free) {
     const Layout& l = job.layout;
     const size_t narrow = size_t(l.columns) * 2;
     uint8_t* out = job.out + size_t(part.first / kPanelRows * job.step) * l.panel_bytes;
+    if (l.format != Format::kBf16 && is_coded(job.stored))
+        return pack_coded(l, job.stored, job.scales, part.first, rows.data, rows.stride, part.count, job.step, out);
     if (l.format != Format::kBf16) return pack_blocks(job.stored, l, rows.data, rows.stride, part.count, job.step, out);
     if (job.stored == Stored::kBf16) return pack_rows(l, codes_at(rows), part.count, job.step, out);
     for (int first = 0; first < part.count; first += kPanelRows, out += size_t(job.step) * l.panel_bytes) {
         const int here = std::min(kPanelRows, part.count - first);
         for (int r = 0; r < here; ++r)
-            to_bf16(job.stored, rows.data + size_t(first + r) * rows.stride, size_t(l.columns),
-                    reinterpret_cast<uint16_t*>(free + size_t(r) * narrow));
+            row_to_bf16(part, rows, first + r, reinterpret_cast<uint16_t*>(free + size_t(r) * narrow));
         pack_rows(l, codes_at({free, narrow}), here, job.step, out);
     }
 }
@@ -154,21 +180,39 @@ void fill_part(const Part& part, std::byte* scratch) {
     const StoredRows rows = fetch(part, buffer);
     uint8_t* free = buffer + (size_t(part.count) * stored_bytes(*part.job) + 63) / 64 * 64;
     if (part.job->plain) return fill_plain(part, rows);
-    if (part.job->transposed) return fill_transposed(part, rows, free);
+    if (plain_turned(*part.job)) return fill_transposed(part, rows, free);
     fill_panels(part, rows, free);
 }
 
+void check_codes(const Fill& job) {
+    const Scales& s = job.scales;
+    require(job.order != Order::kPlainTurned, "Codes are not turned as plain numbers are.");
+    require(s.data && s.rows >= 1 && s.first >= 0 && s.group >= 0, "Codes come with their scales.");
+    if (!codes_turned(job)) return;
+    const int unit = facts_of(job.stored).block_values * 4;
+    require(job.layout.columns % unit == 0 && (job.order == Order::kWordsTurned || job.layout.rows % 8 == 0),
+            "Turned codes are whole words.");
+}
+
 void check(const Fill& job, int teams) {
+    const StoredFacts facts = facts_of(job.stored);
     require(job.team >= 0 && job.team < teams, "A job belongs to a team that the pool does not have.");
-    require(!job.transposed || facts_of(job.stored).block_values == 1, "Blocks cannot be transposed.");
-    require(!job.transposed || !job.plain, "Plain rows are not transposed.");
-    const int values = job.transposed ? job.layout.rows : job.layout.columns;
-    require(values % facts_of(job.stored).block_values == 0, "Rows are not whole blocks.");
+    require(!plain_turned(job) || facts.block_values == 1, "Blocks cannot be transposed.");
+    require(!plain_turned(job) || !job.plain, "Plain rows are not transposed.");
+    const int values = plain_turned(job) ? job.layout.rows : job.layout.columns;
+    require(values % facts.block_values == 0, "Rows are not whole blocks.");
     require(stored_bytes(job) <= kScratchBytes / kInputUnit / 8, "Rows are too long.");
-    require(job.stride >= stored_bytes(job), "Rows overlap.");
+    require(job.stride >= (codes_turned(job) ? turned_bytes(job.order, job.layout.rows) : stored_bytes(job)),
+            "Rows overlap.");
+    require(is_coded(job.stored) || !codes_turned(job), "Only codes are turned by words.");
+    if (is_coded(job.stored)) check_codes(job);
     if (job.plain || job.layout.format == Format::kBf16) return;
+    if (is_coded(job.stored)) {
+        require(keeps(job.layout, job.stored, job.scales), "This format does not keep what is stored.");
+        return;
+    }
     const KeptFormat kept = kept_format(job.stored);
-    require(!job.transposed && job.layout.format == kept.format && job.layout.group == kept.group,
+    require(!plain_turned(job) && job.layout.format == kept.format && job.layout.group == kept.group,
             "This format does not keep what is stored.");
 }
 
@@ -178,13 +222,25 @@ void fill(Pool& pool, const std::vector<Fill>& jobs) {
     Tasks<Part> tasks(pool, fill_part);
     for (const Fill& job : jobs) {
         check(job, pool.nodes());
-        const int unit = job.transposed ? kInputUnit : kPanelRows;
-        const int all = job.transposed ? job.layout.columns : job.layout.rows;
-        const int step = std::max(1, int(kChunkBytes / stored_bytes(job)) / unit) * unit;
+        const int unit = plain_turned(job) ? kInputUnit : kPanelRows;
+        const int all = plain_turned(job) ? job.layout.columns : job.layout.rows;
+        const size_t chunk = codes_turned(job) ? kTurnedBytes : kChunkBytes;
+        const int step = std::max(1, int(chunk / stored_bytes(job)) / unit) * unit;
         for (int first = 0; first < all; first += step)
             tasks.add(job.team, {&job, &job - jobs.data(), first, std::min(step, all - first)});
     }
     tasks.run(false);
+}
+
+void decode(const Fill& job, float* to) {
+    require(job.fd < 0 && is_coded(job.stored), "Only codes in memory are decoded.");
+    check(job, 1);
+    const Part part{&job, 0, 0, job.layout.rows};
+    std::vector<uint8_t> buffer(codes_turned(job) ? size_t(part.count) * stored_bytes(job) + 64 : 0);
+    const StoredRows rows = fetch(part, buffer.data());
+    for (int r = 0; r < part.count; ++r)
+        coded_to_float(job.stored, job.scales, r, rows.data + size_t(r) * rows.stride, job.layout.columns,
+                       to + size_t(r) * size_t(job.layout.columns));
 }
 
 void touch(Pool& pool, const std::vector<Touch>& spans) {

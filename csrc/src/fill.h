@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "coded.h"
 #include "pack.h"
 #include "pool.h"
 
@@ -19,12 +20,13 @@ struct Fill {
     uint64_t from;    // of the first row
     uint64_t stride;  // bytes from row to row
     Stored stored;
-    bool transposed;  // stored rows are the target's columns
-    bool plain;       // target rows of bfloat16, layout.columns each; else panels
+    Order order;
+    bool plain;  // target rows of bfloat16, layout.columns each; else panels
     Layout layout;
     int step;
     uint8_t* out;
     int team;
+    Scales scales{};  // of codes
 };
 
 // The file of a job cannot be read. error: errno, or 0 where the file ends too early.
@@ -57,6 +59,9 @@ class FirstFailure {
     std::atomic<bool> failed_{false};
     std::exception_ptr first_;
 };
+
+// The rows of a job whose source is in memory, as float32. Throws Error (argument).
+void decode(const Fill& job, float* to);
 
 // Throws ReadFailed; Error (argument) for a layout that does not take what is stored; what Pool::run throws.
 void fill(Pool& pool, const std::vector<Fill>& jobs);

@@ -133,6 +133,27 @@ void q6_k(const uint8_t* b, float* to) {
     }
 }
 
+// Both pass through the float16 that has their bits in its own: 2^8 and 2^14 times too small.
+float e4m3(uint8_t code) {
+    const int32_t size = code & 0x7f;
+    const uint32_t number = std::bit_cast<uint32_t>(from_half(uint16_t(size << 7)) * 0x1p8f);
+    const uint32_t is_nan = uint32_t(0x7e - size) >> 31;
+    return std::bit_cast<float>(number | is_nan * 0x7fc00000 | uint32_t(code & 0x80) << 24);
+}
+
+float e8m0(uint8_t code) { return std::bit_cast<float>(code == 255 ? 0x7fc00000 : uint32_t(code) << 23); }
+
+float e2m1(uint8_t code) { return from_half(uint16_t((code & 7) << 9 | (code & 8) << 12)) * 0x1p14f; }
+
+// Two values of each byte, that in the low bits first.
+template <class Value>
+void nibbles(const uint8_t* from, size_t values, float* to, Value&& value) {
+    for (size_t i = 0; i < values / 2; ++i) {
+        to[2 * i] = value(uint8_t(from[i] & 15));
+        to[2 * i + 1] = value(uint8_t(from[i] >> 4));
+    }
+}
+
 void each_block(void (*decode)(const uint8_t*, float*), StoredFacts of, const uint8_t* from, size_t values, float* to) {
     for (size_t i = 0; i < values; i += size_t(of.block_values), from += of.block_bytes) decode(from, to + i);
 }
@@ -153,6 +174,13 @@ StoredFacts facts_of(Stored type) {
         case Stored::kQ6K: return {256, 210};
         case Stored::kF64: return {1, 8};
         case Stored::kBf16: return {1, 2};
+        case Stored::kE4m3:
+        case Stored::kE8m0:
+        case Stored::kInt8:
+        case Stored::kUint8: return {1, 1};
+        case Stored::kInt4:
+        case Stored::kUint4:
+        case Stored::kE2m1: return {2, 1};
     }
     throw Error(PROA_ERROR_ARGUMENT, "No stored type has the number " + std::to_string(int(type)) + ".");
 }
@@ -190,7 +218,18 @@ void to_float(Stored type, const uint8_t* from, size_t values, float* to) {
         case Stored::kQ4K: return blocks(q4_k);
         case Stored::kQ5K: return blocks(q5_k);
         case Stored::kQ6K: return blocks(q6_k);
+        case Stored::kE4m3: return plain(e4m3, uint8_t());
+        case Stored::kE8m0: return plain(e8m0, uint8_t());
+        case Stored::kInt8: return plain([](int8_t x) { return float(x); }, int8_t());
+        case Stored::kUint8: return plain([](uint8_t x) { return float(int(x) - 128); }, uint8_t());
+        case Stored::kInt4: return nibbles(from, values, to, [](uint8_t x) { return float(int(x) - 8); });
+        case Stored::kUint4: return nibbles(from, values, to, [](uint8_t x) { return float(x); });
+        case Stored::kE2m1: return nibbles(from, values, to, e2m1);
     }
+}
+
+void round_to_bf16(const float* from, size_t values, uint16_t* to) {
+    for (size_t i = 0; i < values; ++i) to[i] = rounded(from[i]);
 }
 
 void to_bf16(Stored type, const uint8_t* from, size_t values, uint16_t* to) {
@@ -204,7 +243,7 @@ void to_bf16(Stored type, const uint8_t* from, size_t values, uint16_t* to) {
     for (size_t i = 0; i < values; i += kPart, from += kPart / size_t(facts.block_values) * size_t(facts.block_bytes)) {
         const size_t count = std::min(kPart, values - i);
         to_float(type, from, count, part);
-        for (size_t k = 0; k < count; ++k) to[i + k] = rounded(part[k]);
+        round_to_bf16(part, count, to + i);
     }
 }
 

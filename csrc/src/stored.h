@@ -1,4 +1,5 @@
-// How checkpoints store numbers: plain types, and the blocks of GGUF. Belongs here: reading them as numbers, exactly.
+// How checkpoints store numbers: plain types, the blocks of GGUF, and codes whose scales lie elsewhere (coded.h).
+// Belongs here: reading them as numbers, exactly.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +9,7 @@
 
 namespace proa {
 
-// Values are ggml's type numbers.
+// Values are ggml's type numbers; beyond 1000 those of codes, which GGUF does not have.
 enum class Stored : int32_t {
     kF32 = 0,
     kF16 = 1,
@@ -22,6 +23,13 @@ enum class Stored : int32_t {
     kQ6K = 14,
     kF64 = 28,
     kBf16 = 30,
+    kE4m3 = 1000,
+    kE8m0 = 1001,   // a power of two by its biased exponent; 2^-127 is taken as 0
+    kInt8 = 1002,   // two's complement
+    kUint8 = 1003,  // code - 128
+    kInt4 = 1004,   // code - 8; of two codes in a byte the first in the low bits
+    kUint4 = 1005,  // code
+    kE2m1 = 1006,
 };
 
 struct StoredFacts {
@@ -42,7 +50,10 @@ KeptFormat kept_format(Stored type);
 // `values` numbers, whole blocks, with the operations of ggml's reference in the same order.
 void to_float(Stored type, const uint8_t* from, size_t values, float* to);
 
-// The same rounded once to bfloat16, to the nearest, ties to even.
+// float32 rounded to bfloat16, to the nearest, ties to even.
+void round_to_bf16(const float* from, size_t values, uint16_t* to);
+
+// Stored numbers rounded once to bfloat16.
 void to_bf16(Stored type, const uint8_t* from, size_t values, uint16_t* to);
 
 }  // namespace proa

@@ -40,8 +40,9 @@ std::vector<proa::Fill> jobs_of(proa::Stored stored, const proa::Layout& l, int 
         const proa::Layout part =
             proa::layout_of(l.format, rows, kColumns, l.format == proa::Format::kBf16 ? 0 : l.group);
         const size_t skip = transposed ? size_t(first) * stride / kRows : size_t(first) * stride;
-        jobs.push_back({fd, from + skip, stride, stored, transposed, false, part, 1,
-                        out + size_t(first / proa::kPanelRows) * l.panel_bytes, first / proa::kPanelRows % teams});
+        jobs.push_back({fd, from + skip, stride, stored, transposed ? proa::Order::kPlainTurned : proa::Order::kRows,
+                        false, part, 1, out + size_t(first / proa::kPanelRows) * l.panel_bytes,
+                        first / proa::kPanelRows % teams});
     }
     return jobs;
 }
@@ -61,6 +62,38 @@ void same_on_every_pool(proa::Stored stored, proa::Format format, int group, boo
             const uint64_t from = in_memory ? reinterpret_cast<uint64_t>(bytes.data()) : 0;
             proa::fill(
                 pool, jobs_of(stored, l, in_memory ? -1 : file.fd, from, stride, transposed, out.data(), pool.nodes()));
+            if (first.empty()) first = out;
+            CHECK(out == first);
+            CHECK(out != std::vector<uint8_t>(out.size(), 0));
+        }
+}
+
+// Codes in every order: parts of a job that begin anywhere give the bytes of the whole.
+void coded_on_every_pool(proa::Stored stored, proa::Order order, proa::Format format, int rows) {
+    constexpr int kGroup = 32, kCodedColumns = 320;
+    const proa::Layout l = proa::layout_of(format, rows, kCodedColumns, kGroup);
+    const bool turned = order != proa::Order::kRows;
+    const size_t per_byte = size_t(proa::facts_of(stored).block_values);
+    const size_t runs = turned ? size_t(proa::turned_rows(stored, order, kCodedColumns)) : size_t(rows);
+    const size_t stride = turned ? proa::turned_bytes(order, rows) : kCodedColumns / per_byte;
+    const std::vector<uint8_t> bytes = random_bytes(stride * runs, unsigned(order) + 7);
+    const std::vector<float> scales = Random(3).floats(size_t(rows) * (kCodedColumns / kGroup));
+    const proa::Scales of{proa::Stored::kF32,
+                          reinterpret_cast<const uint8_t*>(scales.data()),
+                          kCodedColumns / kGroup * 4,
+                          1,
+                          0,
+                          kGroup,
+                          nullptr,
+                          1.f};
+    const File file(bytes);
+    std::vector<uint8_t> first;
+    for (int kind = 0; kind < kPools; ++kind)
+        for (bool in_memory : {false, true}) {
+            proa::Pool pool(pool_options(kind));
+            std::vector<uint8_t> out(size_t(l.panels) * l.panel_bytes, 0);
+            const uint64_t from = in_memory ? reinterpret_cast<uint64_t>(bytes.data()) : 0;
+            proa::fill(pool, {{in_memory ? -1 : file.fd, from, stride, stored, order, false, l, 1, out.data(), 0, of}});
             if (first.empty()) first = out;
             CHECK(out == first);
             CHECK(out != std::vector<uint8_t>(out.size(), 0));
@@ -99,6 +132,14 @@ int main() {
     for (Stored stored : {Stored::kQ4_0, Stored::kQ4_1, Stored::kQ8_0, Stored::kQ4K, Stored::kQ6K}) {
         const proa::KeptFormat kept = proa::kept_format(stored);
         same_on_every_pool(stored, kept.format, kept.group, false);
+    }
+    for (int rows : {16, 72, 1024}) {
+        using proa::Format, proa::Order;
+        coded_on_every_pool(Stored::kE4m3, Order::kRows, Format::kFp8Row, rows);
+        coded_on_every_pool(Stored::kInt4, Order::kRows, Format::kInt4F32, rows);
+        coded_on_every_pool(Stored::kInt4, Order::kWordsTurned, Format::kInt4F32, rows);
+        coded_on_every_pool(Stored::kUint8, Order::kWordsTurned, Format::kInt8F32, rows);
+        coded_on_every_pool(Stored::kInt4, Order::kAwqTurned, Format::kInt4F32, rows);
     }
     says_which_file_ends();
     return 0;

@@ -143,7 +143,11 @@ def test_rows_that_are_not_aligned(form: Form, rng: torch.Generator, device: tor
 
 
 @pytest.mark.parametrize("block_tokens", [0, 16])
-@pytest.mark.parametrize("form", [Form(Format.UINT4_F16, 0), Form(Format.INT4_F16, 0)], ids=names)
+@pytest.mark.parametrize(
+    "form",
+    [Form(of, 0) for of in (Format.UINT4_F16, Format.INT4_F16, Format.INT4_BF16, Format.INT8_F32, Format.FP8_PANEL)],
+    ids=names,
+)
 def test_one_group(form: Form, block_tokens: int, rng: torch.Generator, device: torch.device) -> None:
     stack = [random_weights(form.format, 0, 20, 300, seed=2)]
     check(stack, rand(rng, 2, 300), torch.tensor([0, 0]), block_tokens, device)
@@ -152,8 +156,9 @@ def test_one_group(form: Form, block_tokens: int, rng: torch.Generator, device: 
 @pytest.mark.parametrize("block_tokens", [0, 16, 64])
 @pytest.mark.parametrize(
     "form",
-    [FORMS[i] for i in (Format.FP16, Format.FP8_PANEL, Format.INT4_F16, Format.MXFP4, Format.Q6_K)],
-    ids=names,
+    [FORMS[i] for i in (Format.FP16, Format.FP8_PANEL, Format.INT4_F16, Format.MXFP4, Format.Q6_K)]
+    + [Form(Format.FP8_PANEL, 0)],
+    ids=lambda form: f"{form.format.name} {form.group}",
 )
 def test_gate_and_up(form: Form, block_tokens: int, rng: torch.Generator, device: torch.device) -> None:
     """Their panels stand by turns, the last ones filled up."""

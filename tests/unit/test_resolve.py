@@ -52,6 +52,7 @@ class FakeCheckpoint:
     path: Path = Path("/models/m")
     load_format: str = "safetensors"
     dtype: str = "bfloat16"
+    quantisation: None = None
 
 
 def machine(free_gib: float, total_gib: float | None = None, cores: int = 8, **facts: Any) -> Machine:

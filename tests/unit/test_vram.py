@@ -79,7 +79,7 @@ def plan(spec: Model, box: Machine, *, load_format: str = "safetensors", **asked
         for name, group in GROUPS.items()
     }
     assert not asked
-    checkpoint = SimpleNamespace(path="/models/m", load_format=load_format, dtype="bfloat16")
+    checkpoint = SimpleNamespace(path="/models/m", load_format=load_format, dtype="bfloat16", quantisation=None)
     isa = "" if load_format == "gguf" else "avx512-bf16"  # packed sizes of GGUF need a checkpoint's headers
     return resolve(
         EngineOptions(**groups), "some/model", checkpoint, SimpleNamespace(spec=spec), Host(box, RAM_RATE, isa, "")

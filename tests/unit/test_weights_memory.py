@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from proa.models.families import declare
 from proa.models.gguf import GGUF_NAMES
+from proa.weights.index import PLAIN_BYTES
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -65,20 +67,59 @@ print(memory("VmHWM") - before, weights, layer)
 """
 
 
-def write_safetensors(folder: Path) -> Path:
-    """A sparse file: what is in it does not matter here."""
+Tensors = Iterable[tuple[str, str, tuple[int, ...]]]  # name, type, shape
+
+
+def write_sparse(folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
+    """What is in the file does not matter here."""
     header, at = {}, 0
-    for name, shape in declare(CONFIG).spec.params():
-        nbytes = 2 * torch.Size(shape).numel()
-        tensor = declare(CONFIG).names.candidates(name)[0]
-        header[tensor] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + nbytes]}
+    for name, dtype, shape in tensors:
+        nbytes = PLAIN_BYTES[dtype] * torch.Size(shape).numel()
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def parameters() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """By the checkpoint's names."""
+    declared = declare(CONFIG)
+    return ((declared.names.candidates(name)[0], shape) for name, shape in declared.spec.params())
+
+
+def write_safetensors(folder: Path) -> Path:
+    return write_sparse(folder, ((name, "BF16", shape) for name, shape in parameters()), CONFIG)
+
+
+def write_fp8(folder: Path) -> Path:
+    def tensors() -> Tensors:
+        for name, shape in parameters():
+            quantised = "_proj" in name
+            yield name, "F8_E4M3" if quantised else "BF16", shape
+            if quantised:
+                yield f"{name}_scale_inv", "F32", tuple(-(-n // 128) for n in shape)
+
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return write_sparse(folder, tensors(), {**CONFIG, "quantization_config": config})
+
+
+def write_gptq(folder: Path) -> Path:
+    def tensors() -> Tensors:
+        for name, shape in parameters():
+            if "_proj" not in name:
+                yield name, "BF16", shape
+                continue
+            module, (rows, columns) = name.removesuffix("weight"), shape
+            yield f"{module}qweight", "I32", (columns // 8, rows)
+            yield f"{module}qzeros", "I32", (columns // 128, rows // 8)
+            yield f"{module}scales", "F16", (columns // 128, rows)
+
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
+    return write_sparse(folder, tensors(), {**CONFIG, "quantization_config": config})
 
 
 def write_bin(folder: Path) -> Path:
@@ -129,6 +170,8 @@ def write_gguf(folder: Path) -> Path:
         (write_safetensors, "packed"),  # by four threads
         (write_bin, "packed"),
         (write_gguf, "packed"),
+        (write_fp8, "packed"),
+        (write_gptq, "packed"),
     ],
 )
 def test_peak(write: Callable[[Path], Path], dtype: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from proa.errors import WeightsError
 from proa.layers.decoder import Decoder
 from proa.native.arena import Arena
 from proa.native.fill import Fill, ReadError, StoredRows, fill, touch
-from proa.native.formats import KEPT, Format, Layout, Stored, kept_form, layout
+from proa.native.formats import KEPT, Format, Layout, Order, Stored, kept_form, layout
 from proa.native.pool import Pool
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory, RowSink
@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def rows_of(stored: str, stride: int = 1024, transposed: bool = False) -> StoredRows:
-    return StoredRows(Stored[stored], ZEROS.ctypes.data, stride, transposed=transposed)
+    return StoredRows(Stored[stored], ZEROS.ctypes.data, stride, order=Order.TURNED if transposed else Order.ROWS)
 
 
 def to_of(stored: str, columns: int = 256) -> Layout:

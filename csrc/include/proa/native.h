@@ -21,7 +21,7 @@ extern "C" {
 
 // ---- version and errors
 
-#define PROA_ABI_VERSION 2
+#define PROA_ABI_VERSION 3
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // the caller passed something wrong
@@ -151,19 +151,26 @@ PROA_API int proa_matrix_destroy(proa_matrix* matrix);
 
 // A rectangle of a stored tensor. Stored types have ggml's numbers (csrc/src/stored.h).
 typedef struct proa_fill_job {
-    uint64_t from;       // of its first row: an offset in the file, or an address
-    int64_t stride;      // bytes from row to row
-    int64_t rows;        // of the target
-    int64_t columns;     // of the target
-    int64_t group;       // as for proa_layout
-    void* out;           // panels at out, out + step * panel_bytes, ..., or plain rows
-    int64_t out_bytes;   // that may be written there
-    int32_t fd;          // of the file, or -1: `from` is an address
-    int32_t stored;      // type of its numbers
-    int32_t transposed;  // stored rows are the target's columns; plain types only
-    int32_t format;      // that keeps the stored type exactly, bfloat16 (each number rounded once), or PROA_FILL_PLAIN
-    int32_t step;        // from panel to panel
-    int32_t team;        // whose workers do it
+    uint64_t from;      // of its first row: an offset in the file, or an address
+    int64_t stride;     // bytes from row to row
+    int64_t rows;       // of the target
+    int64_t columns;    // of the target
+    int64_t group;      // as for proa_layout
+    void* out;          // panels at out, out + step * panel_bytes, ..., or plain rows
+    int64_t out_bytes;  // that may be written there
+    int32_t fd;         // of the file, or -1: `from` is an address
+    int32_t stored;     // type of its numbers
+    int32_t order;      // of stored rows; numbers of csrc/src/coded.h. 1: they are the target's columns, plain types
+    int32_t format;     // that keeps the stored type exactly, bfloat16 (each number rounded once), or PROA_FILL_PLAIN
+    int32_t step;       // from panel to panel
+    int32_t team;       // whose workers do it
+    // Of codes (stored types beyond 1000) the scales, in memory: a row of them for `scale_rows` rows of the matrix, in
+    // which the job's first row is row `scale_first`; one for `scale_group` columns (0: all). mins: likewise or null.
+    const void* scales;
+    const void* mins;
+    int64_t scale_stride, scale_rows, scale_first, scale_group;  // stride in bytes, 0: there is one row
+    int32_t scale_type;                                          // a stored type
+    float factor;                                                // of all scales
 } proa_fill_job;
 
 typedef struct proa_fill_failure {
@@ -173,6 +180,9 @@ typedef struct proa_fill_failure {
 
 // Does all jobs. PROA_OK with a `failure` if a file could not be read; what had been filled by then stays.
 PROA_API int proa_fill(proa_pool* pool, const proa_fill_job* jobs, int64_t count, proa_fill_failure* failure);
+
+// The rows of a job of codes in memory as float32 [rows][columns].
+PROA_API int proa_decode(const proa_fill_job* job, float* to);
 
 // proa_arena_touch on [firsts[i], firsts[i] + counts[i]) of arenas[i] by the workers of teams[i].
 PROA_API int proa_touch(proa_pool* pool, const int32_t* teams, proa_arena* const* arenas, const int64_t* firsts,

@@ -19,6 +19,7 @@ SMALL_FILES = frozenset(
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
         "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
         "chat_template.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+        "hf_quant_config.json",
     )
 )  # fmt: skip
 

@@ -31,8 +31,8 @@ BOOKKEEPING = frozenset({
     # fields of transformers' base class that mean nothing to a causal language model
     "chunk_size_feed_forward", "finetuning_task", "id2label", "is_encoder_decoder", "label2id", "problem_type",
     "task_specific_params", "tokenizer_class", "torchscript",
-    # read by weights/: the type of the stored tensors; quantised checkpoints are refused before a family runs
-    "dtype", "quantization_config", "torch_dtype",
+    # read by weights/ and models/quantisation.py: how tensors are stored
+    "compression_config", "dtype", "quantization_config", "torch_dtype",
     # training
     "attention_dropout", "hidden_dropout", "initializer_range", "output_router_logits", "pretraining_tp",
     "router_aux_loss_coef", "router_jitter_noise",
@@ -53,6 +53,11 @@ class Reader:
         self._ignore_keys = ignore_keys
         self._seen: set[str] = set()
         self._subs: list[Reader] = []
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of all values."""
+        return tuple(self._values)
 
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""

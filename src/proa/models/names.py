@@ -35,6 +35,8 @@ HF: Rules = (
 # Tensors that may be in the file and are not parameters: (regular expression, why).
 HF_IGNORED: Rules = (
     (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", "rotary frequencies follow from the config"),
+    (r".*\.input_(scale|global_scale|zero_point)", "activations stay bfloat16"),
+    (r".*\.[kv]_(scale|zero_point)", "the KV cache is bfloat16"),
 )
 
 

@@ -6,11 +6,11 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 
 from proa.native.arena import Arena
-from proa.native.formats import PANEL_ROWS, Layout, Stored, layout
+from proa.native.formats import PANEL_ROWS, Code, Format, Layout, Order, Stored, layout
 from proa.native.library import Signatures, library
 from proa.native.pool import Pool
 
@@ -20,8 +20,10 @@ class _Job(ctypes.Structure):
 
     _fields_ = [
         ("start", c_uint64), ("stride", c_int64), ("rows", c_int64), ("columns", c_int64), ("group", c_int64),
-        ("out", c_void_p), ("out_bytes", c_int64), ("fd", c_int32), ("stored", c_int32), ("transposed", c_int32),
-        ("format", c_int32), ("step", c_int32), ("team", c_int32),
+        ("out", c_void_p), ("out_bytes", c_int64), ("fd", c_int32), ("stored", c_int32), ("order", c_int32),
+        ("format", c_int32), ("step", c_int32), ("team", c_int32), ("scales", c_void_p), ("mins", c_void_p),
+        ("scale_stride", c_int64), ("scale_rows", c_int64), ("scale_first", c_int64), ("scale_group", c_int64),
+        ("scale_type", c_int32), ("factor", c_float),
     ]  # fmt: skip
 
 
@@ -32,6 +34,7 @@ class _Failure(ctypes.Structure):
 _SIGNATURES: Signatures = {
     "proa_fill": (c_void_p, POINTER(_Job), c_int64, POINTER(_Failure)),
     "proa_touch": (c_void_p, POINTER(c_int32), POINTER(c_void_p), POINTER(c_int64), POINTER(c_int64), c_int64),
+    "proa_decode": (POINTER(_Job), c_void_p),
     "proa_to_float": (c_int, c_void_p, c_int64, c_int64, c_void_p),
 }
 _PLAIN = -1  # as a format
@@ -44,21 +47,52 @@ def _native() -> ctypes.CDLL:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredRows:
-    """Where a parameter's numbers are: rows `stride` bytes apart, the first at byte `start` of the file `fd`, or at
-    that address if fd is -1. `transposed`: they are the parameter's columns; plain types only.
+class Scales:
+    """Of a matrix of codes, in memory: addresses of `kind` [scale rows, groups], rows `stride` bytes apart (0: one).
+
+    rows: of the matrix, that share a row of scales. first: which of the matrix's rows the codes begin with. group:
+    columns that share a scale, 0 for all. mins: like data, or 0. factor: of all scales. alive: what the memory is of.
     """
 
-    stored: Stored
+    kind: Stored | Code
+    data: int
+    stride: int
+    rows: int
+    first: int
+    group: int
+    alive: object
+    mins: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Where a parameter's numbers are: rows `stride` bytes apart, the first at byte `start` of the file `fd`, or at
+    that address if fd is -1. Codes have `scales`.
+    """
+
+    stored: Stored | Code
     start: int
     stride: int
     fd: int = -1
-    transposed: bool = False
+    order: Order = Order.ROWS
+    scales: Scales | None = None
 
     def after(self, rows: int) -> StoredRows:
-        """Without the parameter's first rows."""
-        step = PLAIN_BYTES[self.stored] if self.transposed else self.stride
-        return replace(self, start=self.start + rows * step)
+        """Without the parameter's first rows; a multiple of 8 of AWQ's."""
+        scales = replace(self.scales, first=self.scales.first + rows) if self.scales else None
+        return replace(self, start=self.start + self._bytes(rows), scales=scales)
+
+    def _bytes(self, rows: int) -> int:
+        match self.order:
+            case Order.ROWS:
+                return rows * self.stride
+            case Order.TURNED:
+                return rows * PLAIN_BYTES[Stored(self.stored)]
+            case Order.WORDS:
+                return rows * 4
+            case Order.AWQ:
+                return rows // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +135,26 @@ class ReadError(Exception):
 
 def fill(pool: Pool, jobs: Sequence[Fill]) -> None:
     """Do all jobs. Raises ReadError; ValueError for a format that does not keep what is stored, or too few bytes."""
-    array = (_Job * len(jobs))(
-        *(
-            _Job(j.rows.start, j.rows.stride, j.to.rows, j.to.columns, j.to.group, j.address, j.nbytes, j.rows.fd,
-             int(j.rows.stored), j.rows.transposed, _PLAIN if j.plain else int(j.to.format), j.step, j.team)
-            for j in jobs
-        )
-    )  # fmt: skip
+    array = (_Job * len(jobs))(*(_job(j) for j in jobs))
     failure = _Failure()
     _native().proa_fill(pool.handle, array, len(jobs), byref(failure))
     if failure.job >= 0:
         raise ReadError(failure.job, failure.error)
+
+
+def _job(j: Fill) -> _Job:
+    form, of = _PLAIN if j.plain else int(j.to.format), j.rows.scales
+    scales = (of.data, of.mins or None, of.stride, of.rows, of.first, of.group, of.kind, of.factor) if of else ()
+    return _Job(
+        j.rows.start, j.rows.stride, j.to.rows, j.to.columns, j.to.group, j.address, j.nbytes, j.rows.fd,
+        j.rows.stored, j.rows.order, form, j.step, j.team, *scales,
+    )  # fmt: skip
+
+
+def decode(rows: StoredRows, count: int, columns: int, out: int) -> None:
+    """The first `count` rows of codes in memory -> float32 [count, columns] at `out`. Raises ValueError."""
+    to = layout(Format.BF16, count, columns)
+    _native().proa_decode(byref(_job(Fill(rows, to, out, count * columns * 4, plain=True))), out)
 
 
 def touch(pool: Pool, parts: Sequence[tuple[int, Arena, int, int]]) -> None:

@@ -56,6 +56,27 @@ class Stored(IntEnum):
     BF16 = 30
 
 
+class Code(IntEnum):
+    """Codes whose scales are tensors of their own, and their scales' types; numbers of csrc/src/stored.h."""
+
+    E4M3 = 1000
+    E8M0 = 1001
+    INT8 = 1002  # two's complement
+    UINT8 = 1003  # code - 128
+    INT4 = 1004  # code - 8; of two codes in a byte the first in the low bits
+    UINT4 = 1005
+    E2M1 = 1006
+
+
+class Order(IntEnum):
+    """How stored rows are a matrix's rows; the numbers are those of csrc/src/coded.h."""
+
+    ROWS = 0
+    TURNED = 1  # stored rows are the matrix's columns; plain types only
+    WORDS = 2  # GPTQ: a word of 32 bits has successive columns of one row, a stored row those of all rows
+    AWQ = 3  # a word has eight rows of one column, in AWQ's order
+
+
 class Form(NamedTuple):
     """How a matrix is packed. group: columns of a scale, 0: all of a row."""
 
@@ -85,6 +106,32 @@ KEPT = {
 }
 
 
+GROUPS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 512, 1024)  # columns of a scale, where there are several
+
+
+def _quantised() -> dict[str, Kept]:
+    """Names say what a matrix is made of: codes, the columns of a scale, and its type if integers keep it."""
+    found = {
+        "FP8 tensor": Kept(Format.FP8_PANEL, 0, 1),
+        "FP8 channel": Kept(Format.FP8_ROW, 0, 1),
+        "MXFP8": Kept(Format.MXFP8, 32, 1),
+        "NVFP4": Kept(Format.NVFP4, 16, 2),
+        "MXFP4": Kept(Format.MXFP4, 32, 2),
+    }
+    for group, of in [(0, "channel"), *((n, str(n)) for n in GROUPS)]:
+        found[f"INT8 {of}"] = Kept(Format.INT8_F32, group, 1)
+        found[f"INT4 {of} F32"] = Kept(Format.INT4_F32, group, 2)
+        found[f"INT4 {of} F16"] = Kept(Format.INT4_F16, group, 2)
+        found[f"INT4 {of} BF16"] = Kept(Format.INT4_BF16, group, 2)
+        found[f"UINT4 {of}"] = Kept(Format.UINT4_F32, group, 2)
+        if group:
+            found[f"FP8 block {of}"] = Kept(Format.FP8_PANEL, group, 1)
+    return found
+
+
+# Matrices of quantised checkpoints, whose codes and scales are tensors of their own; see weights/quantised.py.
+QUANTISED = _quantised()
+
 # Of random weights, which are made in these formats; by names that no checkpoint has.
 DUMMY = {
     "dummy fp8": Kept(Format.FP8_PANEL, 128, 1),
@@ -93,12 +140,14 @@ DUMMY = {
     "dummy mxfp4": Kept(Format.MXFP4, 32, 1),
 }
 
+_ALL_KEPT = KEPT | QUANTISED | DUMMY
+
 
 def kept_form(stored: Collection[str], columns: int) -> Form:
     """Of a stack of matrices whose parts a checkpoint stores as `stored`: the checkpoint's own where all are of one
     type that can be kept, else bfloat16.
     """
-    kept = (KEPT | DUMMY).get(next(iter(stored))) if len(stored) == 1 else None
+    kept = _ALL_KEPT.get(next(iter(stored))) if len(stored) == 1 else None
     return Form(kept.format, kept.group) if kept and columns % kept.block_columns == 0 else BF16_FORM
 
 

@@ -12,7 +12,7 @@ from math import prod
 
 from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, Form, Format, kept_form, layout
-from proa.weights.coded import is_coded
+from proa.weights.dummy_names import is_coded
 
 # Gate and up of all experts of a layer are one stack, and so are its down matrices.
 _EXPERT = re.compile(r"(blocks\.\d+\.ffn\.experts)\.\d+\.(gate|up|down)\.weight")
@@ -29,15 +29,28 @@ class PackedSize:
 
 def packed_size(spec: Model, stored: Mapping[str, str]) -> PackedSize:
     """`stored`: the checkpoint's type of each parameter, by our names."""
-    types: dict[str, set[str]] = {}
-    for name in stored:
-        types.setdefault(_stack(name), set()).add(stored[name])
+    types = _types(stored)
     total = active = 0.0
     for name, shape in spec.params():
         nbytes = _bytes(frozenset(types[_stack(name)]), shape, table=name == "embed.weight" and not spec.tied)
         total += nbytes
         active += nbytes * _read_share(spec, name)
     return PackedSize(int(total), int(active))
+
+
+def mixed_stacks(spec: Model, stored: Mapping[str, str]) -> dict[str, set[str]]:
+    """Stacks that become bfloat16 because their matrices have several types, some of which could be kept alone."""
+    widths = {_stack(name): shape[-1] for name, shape in spec.params() if len(shape) > 1}
+    found = {name: types for name, types in _types(stored).items() if len(types) > 1 and name in widths}
+    alone = {name: any(kept_form({one}, widths[name]) != BF16_FORM for one in types) for name, types in found.items()}
+    return {name: types for name, types in found.items() if alone[name]}
+
+
+def _types(stored: Mapping[str, str]) -> dict[str, set[str]]:
+    types: dict[str, set[str]] = {}
+    for name, of in stored.items():
+        types.setdefault(_stack(name), set()).add(of)
+    return types
 
 
 def dummy_types(spec: Model, form: str) -> dict[str, str]:

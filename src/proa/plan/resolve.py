@@ -18,13 +18,13 @@ from proa.plan.device import choose
 from proa.plan.fit import Case, Fitted, fit
 from proa.plan.gpu_asked import asked_gpu
 from proa.plan.overrides import config_overrides
-from proa.plan.packed_size import dummy_types, packed_size
+from proa.plan.packed_size import packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
 from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import asks_for_experts, split
+from proa.plan.stored import kept_types, weights_row
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
-from proa.weights import sources
 from proa.weights.checkpoint import Checkpoint
 
 
@@ -53,7 +53,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     need = demand(spec, elem_bytes, page_tokens, asked.max_running, batch_tokens)
     active_bytes = spec.num_active_params * elem_bytes
     _check_dummy(options.model, checkpoint, dtype)
-    stored = _stored_types(options.model, declared, checkpoint) if isa else {}
+    stored = kept_types(options.model, declared, checkpoint) if isa else {}
     if stored:
         packed = packed_size(spec, stored)
         need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
@@ -86,7 +86,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
         gpu=placed.gpu,
         roof=placed.roof,
         decisions=(
-            _load_format(options.model, checkpoint, bool(isa), placed.gpu),
+            weights_row(options.model, checkpoint, spec, stored, placed.gpu),
             dtype_row,
             _compute(dtype, host, placed.gpu),
             *placed.decisions,
@@ -186,36 +186,13 @@ def _check_dummy(asked: ModelOptions, checkpoint: Checkpoint, dtype: str) -> Non
         )  # fmt: skip
 
 
-def _stored_types(asked: ModelOptions, declared: Declared, checkpoint: Checkpoint) -> dict[str, str]:
-    """Of each parameter; empty where nothing can be kept as it is stored."""
-    if checkpoint.load_format == "dummy":
-        return dummy_types(declared.spec, asked.dummy_format)
-    if checkpoint.load_format != "gguf":
-        return {}
-    return sources.stored_types(sources.resolve(declared, checkpoint.tensors), checkpoint.tensors)
-
-
-def _load_format(asked: ModelOptions, checkpoint: Checkpoint, native: bool, gpu: GpuPlan | None) -> Decision:
-    kept = "blocks of Q4_0, Q4_1, Q8_0, Q4_K and Q6_K are kept as they are, others rounded once to bfloat16"
-    if gpu is not None:
-        where = "all but routed experts becomes bfloat16 on a simulated GPU" if gpu.simulated else "the embedding too"
-        kept = f"{kept}; {where}"
-    dummy = "random weights of the true shapes: answers mean nothing"
-    if asked.dummy_format != "bf16":
-        dummy += f"; experts and linear layers in {asked.dummy_format}"
-    why = {"dummy": dummy, "gguf": kept if native else "dequantised while loading, each weight rounded once"}.get(
-        checkpoint.load_format, "the files found" if asked.load_format == "auto" else "as asked"
-    )
-    return Decision("weights", asked.load_format, checkpoint.load_format, why)
-
-
 def _dtype(asked: str, checkpoint: Checkpoint) -> tuple[str, Decision]:
     stored = checkpoint.dtype
     if asked != "auto":
         narrower = ELEM_BYTES[stored] > ELEM_BYTES[asked]
         why = f"as asked; the checkpoint's {stored} is rounded once" if narrower else "as asked"
         return asked, Decision("dtype", asked, asked, why)
-    if checkpoint.load_format == "gguf":
+    if checkpoint.load_format == "gguf" or checkpoint.quantisation:
         return "bfloat16", Decision("dtype", asked, "bfloat16", "of activations; see weights")
     return stored, Decision("dtype", asked, stored, "the checkpoint's own")
 

@@ -14,8 +14,10 @@ from proa.errors import ConfigError, ModelNotFound, WeightsError
 from proa.models import families
 from proa.models.gguf import GGUF_NAMES, config_from_metadata, generation_from_metadata
 from proa.models.names import Declared
+from proa.models.quantisation import Quantisation, legacy_modelopt, quantisation
 from proa.weights.gguf_header import gguf_index
 from proa.weights.index import TensorInfo, bin_index, safetensors_index, shard_files
+from proa.weights.quantised import collapse
 
 # safetensors and bin: where the names of sharded files, a single file, and files without an index are.
 _LAYOUTS = {
@@ -24,6 +26,7 @@ _LAYOUTS = {
 }
 # Files that repeat the weights in another layout, or are no weights.
 _NOT_WEIGHTS = ("consolidated", "adapter_model", "optimizer", "training_args")
+_OTHER_FILES = "Use --load-format safetensors, or the model's unquantised repository."
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -33,7 +36,8 @@ class Checkpoint:
 
     path: folder or GGUF file. load_format: safetensors, bin, gguf or dummy. config: Hugging Face style, made
     from the metadata for GGUF. tensors: by the file's names; empty for dummy. generation_config: empty if there
-    is none. dtype: bfloat16, float16 or float32, the type the checkpoint was made for.
+    is none. dtype: bfloat16, float16 or float32, the type the checkpoint was made for. quantisation: what the config
+    says of it; None for GGUF.
     """
 
     path: Path
@@ -42,6 +46,7 @@ class Checkpoint:
     dtype: str
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
     generation_config: dict[str, Any] = field(default_factory=dict)
+    quantisation: Quantisation | None = None
 
     @property
     def tokenizer_path(self) -> Path:
@@ -146,22 +151,36 @@ def _rope_factors(tensor: TensorInfo | None) -> tuple[float, ...]:
 
 
 def _open_folder(folder: Path, load_format: str, override: dict[str, Any]) -> Checkpoint:
-    config = _json(folder / "config.json") | override
+    config = _config(folder) | override
     tensors: dict[str, TensorInfo] = {}
     if load_format != "dummy":
         files = _weight_files(folder, load_format)
         if not files:
             raise WeightsError(f"{folder} has no {load_format} files.", "Use --load-format auto.")
         tensors = safetensors_index(files) if load_format == "safetensors" else bin_index(files)
+    where = str(folder / "config.json")
+    quantised = quantisation(config, where=where, strict=False)  # `declare` is strict
+    if quantised and tensors:
+        if load_format != "safetensors":
+            raise WeightsError(f"{folder}: quantised weights are loaded from safetensors files only.", _OTHER_FILES)
+        tensors = collapse(tensors, quantised)
     generation = folder / "generation_config.json"
     return Checkpoint(
         path=folder,
         load_format=load_format,
         config=config,
-        dtype=_dtype(config, tensors),
+        dtype="bfloat16" if quantised else _dtype(config, tensors),  # of activations
         tensors=tensors,
         generation_config=_json(generation) if generation.exists() else {},
+        quantisation=quantised,
     )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config, legacy = _json(folder / "config.json"), folder / "hf_quant_config.json"
+    if not config.get("quantization_config") and legacy.is_file():
+        config["quantization_config"] = legacy_modelopt(_json(legacy))
+    return config
 
 
 def _json(file: Path) -> dict[str, Any]:

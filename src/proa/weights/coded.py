@@ -1,14 +1,177 @@
-"""Which random weights have a format of their own, by name. Never: torch, making them."""
+"""Matrices of quantised checkpoints, opened: their codes stay in the file, their scales come into memory. Never: which
+tensors make a matrix (quantised.py), packing.
+"""
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
 
-_CODED = re.compile(r"blocks\.\d+\.(mixer\.[qkvo]|ffn\.(shared\.|experts\.\d+\.)?(gate|up|down))\.weight")
+import torch
+from torch import Tensor
+
+from proa.errors import WeightsError
+from proa.native.fill import Scales, StoredRows, decode
+from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Format, Order, Stored
+from proa.weights.index import FETCH_AGAIN, Quantised, TensorInfo
+from proa.weights.quantised import OTHER_ORDER
+
+_TORCH = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.uint8, "U8": torch.uint8,
+    "F8_E8M0": torch.uint8, "I32": torch.int32,
+}  # fmt: skip
+_KINDS = {torch.float32: Stored.F32, torch.float16: Stored.F16, torch.bfloat16: Stored.BF16}
 
 
-def is_coded(name: str) -> bool:
-    """Routed experts and the linear layers beside them, as in published checkpoints: not the embedding, the head and
-    what routes.
-    """
-    return _CODED.fullmatch(name) is not None
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight rows: which code of a word is whose
+
+
+class CodedFiles:
+    """The files that quantised matrices are spread over."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Path, FileIO] = {}
+        self._last: tuple[tuple[TensorInfo, int], Scales] | None = None
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+
+    def stored(self, info: TensorInfo, first: int) -> StoredRows:
+        """Rows from `first` on, all matrices of the tensor taken one after the other; up to the end of one matrix."""
+        of = _quantised(info)
+        if of.order is not Order.ROWS:
+            fd = self._stream(of.codes.file).fileno()
+            rows = StoredRows(of.code, of.codes.offset, of.codes.row_bytes, fd, of.order, self._scales(info, 0))
+            return rows.after(first)
+        fd, row_bytes = self._stream(of.codes.file).fileno(), of.codes.nbytes // info.rows
+        start = of.codes.offset + first * row_bytes
+        return StoredRows(of.code, start, row_bytes, fd, of.order, self._scales(info, first))
+
+    def read(self, info: TensorInfo, first: int, count: int) -> Tensor:
+        """Rows [first, first + count), of one matrix or several, as float32."""
+        columns, height = info.shape[-1], info.shape[-2]
+        out = torch.empty(count, columns)
+        done = 0
+        while done < count:
+            at = first + done
+            here = min(count - done, height - at % height)
+            self._decode(info, at, out[done : done + here])
+            done += here
+        return out
+
+    def _decode(self, info: TensorInfo, first: int, out: Tensor) -> None:
+        of = _quantised(info)
+        if of.order is not Order.ROWS:
+            codes = self._bytes(of.codes, 0, of.codes.nbytes)
+            turned = StoredRows(
+                of.code, codes.data_ptr(), of.codes.row_bytes, order=of.order, scales=self._scales(info, 0)
+            )
+            decode(turned.after(first), len(out), out.shape[1], out.data_ptr())
+            return
+        row_bytes = of.codes.nbytes // info.rows
+        codes = self._bytes(of.codes, first * row_bytes, len(out) * row_bytes)
+        rows = StoredRows(of.code, codes.data_ptr(), row_bytes, scales=self._scales(info, first))
+        decode(rows, len(out), out.shape[1], out.data_ptr())
+
+    def _scales(self, info: TensorInfo, first: int) -> Scales:
+        """Of the matrix that row `first` is of; `first` counts within it."""
+        of, height = _quantised(info), info.shape[-2]
+        matrix, row = divmod(first, height)
+        if self._last is None or self._last[0] != (info, matrix):
+            self._last = (info, matrix), self._read_scales(info, of, matrix)
+        return replace(self._last[1], first=row)
+
+    def _read_scales(self, info: TensorInfo, of: Quantised, matrix: int) -> Scales:
+        height = info.shape[-2]
+        values = _as_kept(self._part(info, of.scales, matrix), QUANTISED[info.dtype].format)
+        if info.dtype == "NVFP4" and bool((values >= 0x7F).any()):
+            raise WeightsError(f"{of.scales.file}: a scale of {info.dtype} is negative or not a number.", FETCH_AGAIN)
+        if of.order is not Order.ROWS:
+            values = values.view(-1, height).T.contiguous()
+        if of.g_idx is not None:
+            self._check_order(info, of, of.g_idx)
+        rows = of.scale_rows or PANEL_ROWS  # all have the one row of scales
+        scale_rows = -(-height // of.scale_rows) if of.scale_rows else 1
+        mins = None
+        if of.zeros is not None:
+            values = values.view(scale_rows, -1)
+            zeros = self._zeros(info, of, of.zeros, matrix, values.shape[1])
+            mins = None if of.symmetric else -(zeros * values)  # of 4 and 16 bits: exact
+        stride, min_data = values.nbytes // scale_rows if of.scale_rows else 0, 0 if mins is None else mins.data_ptr()
+        found = Scales(
+            _kind(values, of), values.data_ptr(), stride, rows, 0, of.group, (values, mins), min_data
+        )  # fmt: skip
+        return found if of.factor is None else replace(found, factor=self._factor(info, of, of.factor, matrix))
+
+    def _zeros(self, info: TensorInfo, of: Quantised, zeros: TensorInfo, matrix: int, groups: int) -> Tensor:
+        """int32 [rows, groups]"""
+        bits = 8 if of.code is Code.UINT8 else 4
+        words = self._part(info, zeros, matrix)
+        words = words.view(-1, groups) if of.order is Order.ROWS else words.view(groups, -1).T
+        places = AWQ_PLACES if of.order is Order.AWQ else range(32 // bits)
+        unpacked = torch.stack([words >> bits * place for place in places], 1).flatten(0, 1)
+        found = (unpacked + of.zero_offset & (1 << bits) - 1)[: info.shape[-2]]
+        if of.symmetric and bool((found != 1 << bits - 1).any()):
+            raise WeightsError(
+                f"{zeros.file}: the config says that integers are symmetric (sym), but zero points differ.",
+                "Set sym to false in config.json's quantization_config, if that is where the mistake is.",
+            )
+        return found
+
+    def _check_order(self, info: TensorInfo, of: Quantised, g_idx: TensorInfo) -> None:
+        """Raises WeightsError unless columns are in the order of their groups."""
+        columns = info.shape[-1]
+        if not torch.equal(self._part(info, g_idx, 0).long(), torch.arange(columns) // (of.group or columns)):
+            raise WeightsError(f"{g_idx.file}: columns are not in the order of their groups (desc_act).", OTHER_ORDER)
+
+    def _factor(self, info: TensorInfo, of: Quantised, factor: TensorInfo, matrix: int) -> float:
+        value = float(self._part(info, factor, matrix))
+        if not 0 < value < float("inf"):
+            raise WeightsError(f"{factor.file}: the scale of a whole matrix is {value}.", FETCH_AGAIN)
+        return 1 / value if of.inverse else value
+
+    def _part(self, info: TensorInfo, tensor: TensorInfo, matrix: int) -> Tensor:
+        """What a tensor has of one matrix."""
+        nbytes = tensor.nbytes * info.shape[-2] // info.rows
+        return self._bytes(tensor, matrix * nbytes, nbytes).view(_TORCH[tensor.dtype])
+
+    def _bytes(self, tensor: TensorInfo, first: int, nbytes: int) -> Tensor:
+        """Bytes of a tensor, from its byte `first` on."""
+        found = torch.empty(nbytes, dtype=torch.uint8)
+        view, stream = found.numpy().data, self._stream(tensor.file)
+        stream.seek(tensor.offset + first)
+        done = 0
+        while done < nbytes:
+            got = stream.readinto(view[done:])
+            if not got:
+                raise WeightsError(f"{tensor.file} ends too early.", FETCH_AGAIN)
+            done += got
+        return found
+
+    def _stream(self, file: Path) -> FileIO:
+        if file not in self._streams:
+            self._streams[file] = file.open("rb", buffering=0)
+        return self._streams[file]
+
+
+def _quantised(info: TensorInfo) -> Quantised:
+    if info.quantised is None:
+        raise ValueError(f"a tensor of {info.dtype} has no scales")
+    return info.quantised
+
+
+def _as_kept(scales: Tensor, form: Format) -> Tensor:
+    """In the type that the format keeps, which holds them exactly."""
+    match form:
+        case Format.MXFP8 | Format.MXFP4 | Format.NVFP4 | Format.INT4_F16 | Format.INT4_BF16:
+            return scales
+    return scales.float()
+
+
+def _kind(scales: Tensor, of: Quantised) -> Stored | Code:
+    if scales.dtype is torch.uint8:
+        return Code.E4M3 if of.scales.dtype == "F8_E4M3" else Code.E8M0
+    return _KINDS[scales.dtype]

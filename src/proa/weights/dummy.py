@@ -23,8 +23,8 @@ from proa.native.formats import PANEL_ROWS, Stored
 from proa.native.pool import Pool
 from proa.ops.table import Sink, Target
 from proa.weights import random_pool
-from proa.weights.coded import is_coded
 from proa.weights.dummy_codes import CodedMatrices
+from proa.weights.dummy_names import is_coded
 from proa.weights.frequencies import ALMOST_ALWAYS, frequencies
 from proa.weights.in_parts import in_parts
 from proa.weights.random_pool import copies, offset, rows_at_once

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from proa.errors import WeightsError
+from proa.native.formats import Code, Order
 from proa.weights.torch_bin import open_bin
 
 # Bytes per element of the plain types, by their names in safetensors and GGUF.
@@ -17,6 +18,8 @@ PLAIN_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4,
     "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
+
+Shape = tuple[int, ...]
 
 _LONGEST_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -26,13 +29,15 @@ FETCH_AGAIN = "The file is damaged or was not downloaded completely; fetch it ag
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One stored tensor. dtype is a name such as BF16 or Q4_K; shape is outermost first; the bytes are
-    `file[offset : offset + nbytes]` (offset is 0 in .bin files, which torch reads)."""
+    `file[offset : offset + nbytes]` (offset is 0 in .bin files, which torch reads). Of a quantised matrix, which
+    several tensors make, nbytes counts them all, and `quantised` has them."""
 
     dtype: str
     shape: tuple[int, ...]
     file: Path
     offset: int
     nbytes: int
+    quantised: Quantised | None = None
 
     @property
     def rows(self) -> int:
@@ -42,6 +47,36 @@ class TensorInfo:
     @property
     def row_bytes(self) -> int:
         return self.nbytes // max(self.rows, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Tensors of a matrix [rows, columns], or of several [count, rows, columns].
+
+    codes: what is stored of it, in `order`. scales: of each `scale_rows` rows (0: of all) and each `group` columns (0:
+    of all). zeros: what is subtracted from codes, packed as integers. factor: of all scales; `inverse`: they are
+    divided by it. zero_offset: what stored zeros lack; symmetric: they are the middle code, all of them. g_idx: which
+    scale each column has, which must be that of its group. Of turned codes scales and zeros are turned as well.
+    """
+
+    codes: TensorInfo
+    code: Code
+    scales: TensorInfo
+    scale_rows: int
+    group: int
+    order: Order = Order.ROWS
+    zeros: TensorInfo | None = None
+    factor: TensorInfo | None = None
+    inverse: bool = False
+    zero_offset: int = 0
+    symmetric: bool = False
+    g_idx: TensorInfo | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        parts = (self.codes, self.scales, self.zeros, self.factor, self.g_idx)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 def safetensors_index(files: Iterable[Path]) -> dict[str, TensorInfo]:

@@ -68,6 +68,7 @@ def load_weights(
         target = targets[name]
         if not isinstance(target, Tensor):
             target.expect(stored)
+    _check_zeros(checkpoint, sources)
     copy = _Copy(checkpoint.tensors, sources, targets, progress, pool, flush)
     copy.run()
     return LoadReport(copy.done_bytes, time.monotonic() - start)
@@ -82,11 +83,27 @@ def _check(declared: Declared, checkpoint: Checkpoint, sources: Sources, targets
         raise ValueError(f"targets of other shapes than the parameters: {wrong[:5]}")
     for source in sources.params.values():
         info = checkpoint.tensors[source.tensor]
-        if info.dtype not in READABLE:
+        if info.quantised and source.transposed:
+            raise WeightsError(
+                f"{info.file}: {source.tensor} stacks quantised experts as [in, out], which Proa cannot load.",
+                "Use another quantisation of the model.",
+            )
+        if info.quantised is None and info.dtype not in READABLE:
             raise WeightsError(
                 f"{info.file}: the tensor {source.tensor} is stored as {info.dtype}, which Proa cannot load.",
                 f"Use a checkpoint whose tensors are {', '.join(READABLE)}.",
             )
+
+
+def _check_zeros(checkpoint: Checkpoint, sources: Sources) -> None:
+    for name in sources.zeros:
+        info = checkpoint.tensors[name]
+        with open_rows(info.file, checkpoint.tensors) as rows:
+            if bool(rows.read(name, 0, info.rows).any()):
+                raise WeightsError(
+                    f"{info.file}: {name} is not zero, and nothing in the model uses it.",
+                    "Check that config and weights belong together.",
+                )
 
 
 class _Copy:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from proa.errors import WeightsError
 from proa.native.fill import PLAIN_BYTES, StoredRows, to_float
-from proa.native.formats import Stored
+from proa.native.formats import Order, Stored
+from proa.weights.coded import CodedFiles
 from proa.weights.index import FETCH_AGAIN, TensorInfo
 from proa.weights.torch_bin import open_bin
 
@@ -51,15 +52,19 @@ class _FileRows:
         self._stream = file.open("rb", buffering=0)
         self._buffer = torch.empty(0, dtype=torch.uint8)  # both stay, for taking new ones leaves gaps between them
         self._floats = torch.empty(0, dtype=torch.float32)
+        self._coded = CodedFiles()
 
     def __enter__(self) -> _FileRows:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stream.close()
+        self._coded.close()
 
     def read(self, tensor: str, first: int, count: int) -> Tensor:
         info = self._tensors[tensor]
+        if info.quantised:
+            return self._coded.read(info, first, count)
         size = count * info.row_bytes
         self._buffer = _at_least(size, self._buffer)
         raw = self._buffer[:size]
@@ -73,9 +78,13 @@ class _FileRows:
 
     def stored(self, tensor: str, first: int, column: int, transposed: bool) -> StoredRows:
         info = self._tensors[tensor]
+        if info.quantised:
+            return self._coded.stored(info, first)
         kind = Stored[info.dtype]
         start = info.offset + first * info.row_bytes + (column * PLAIN_BYTES[kind] if column else 0)
-        return StoredRows(kind, start, info.row_bytes, self._stream.fileno(), transposed)
+        return StoredRows(
+            kind, start, info.row_bytes, self._stream.fileno(), Order.TURNED if transposed else Order.ROWS
+        )
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         info = self._tensors[tensor]

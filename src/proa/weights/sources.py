@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from proa.errors import WeightsError
 from proa.models.names import Declared, NameTable
 from proa.models.spec import Shape
+from proa.native.formats import Order
 from proa.weights.index import TensorInfo
 
 Index = Mapping[str, TensorInfo]
@@ -39,12 +40,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Sources:
-    """params: one source for every parameter. ignored: tensor -> why. tied_head: a stored copy of the embedding,
-    which the loader compares with it."""
+    """params: one source for every parameter. ignored: tensor -> why. tied_head: a stored copy of the embedding, which
+    the loader compares with it. zeros: biases that the model does not have, which the loader looks at."""
 
     params: dict[str, Source]
     ignored: dict[str, str] = field(default_factory=dict)
     tied_head: Source | None = None
+    zeros: tuple[str, ...] = ()
 
 
 def resolve(declared: Declared, index: Index) -> Sources:
@@ -68,10 +70,17 @@ def resolve(declared: Declared, index: Index) -> Sources:
     head = _tied_head(declared, index) if declared.spec.tied else None
     spare = [t for t in index if t not in used and (head is None or t != head.tensor)]
     ignored = {t: why for t in spare if (why := declared.names.why_ignored(t))}
-    problems += [f"{t}: nothing in the model uses it" for t in sorted(set(spare) - set(ignored))]
+    zeros = tuple(t for t in spare if _is_of_gptq(t, index))
+    problems += [f"{t}: nothing in the model uses it" for t in sorted(set(spare) - set(ignored) - set(zeros))]
     if problems or stacks.problems:
         raise _error([*stacks.problems, *problems], declared, index)
-    return Sources(params, ignored, head)
+    return Sources(params, ignored, head, zeros)
+
+
+def _is_of_gptq(tensor: str, index: Index) -> bool:
+    """Some writers of GPTQ give each linear map a bias, zero where the model has none."""
+    weight = index.get(tensor.removesuffix("bias") + "weight") if tensor.endswith(".bias") else None
+    return weight is not None and weight.quantised is not None and weight.quantised.order is Order.WORDS
 
 
 def _whole(tensor: str, info: TensorInfo) -> Source:

@@ -16,6 +16,7 @@ from typing import Any
 from proa.errors import ConfigError
 from proa.models.config_reader import Reader
 from proa.models.names import Declared, NameTable
+from proa.models.quantisation import quantisation
 from proa.models.spec import Model
 
 Family = Callable[[Reader], tuple[Model, NameTable]]
@@ -36,10 +37,10 @@ def registry() -> dict[str, Family]:
 def declare(config: Mapping[str, Any], ignore_keys: Collection[str] = (), where: str = "config.json") -> Declared:
     """Read a Hugging Face style config into the model's shapes and tensor names; `where` it is from.
 
-    Raises ConfigError if the architecture, a key or a value is not implemented, or the weights are quantised.
+    Raises ConfigError if the architecture, a key or a value is not implemented, of the weights' quantisation too.
     """
     architecture = _architecture(config, where)
-    _refuse_quantised(config, where)
+    quantisation(config, ignore_keys, where)
     spec, names = registry()[architecture](Reader(config, where, ignore_keys))
     return Declared(spec, names)
 
@@ -60,14 +61,3 @@ def _architecture(config: Mapping[str, Any], where: str) -> str:
             f"Proa knows {', '.join(registry())}.",
         )
     return name
-
-
-def _refuse_quantised(config: Mapping[str, Any], where: str) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if config.get(key):
-            found = config[key]
-            method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
-            raise ConfigError(
-                f"{where}: the weights are quantised ({key} says {method!r}), which Proa cannot load yet.",
-                "Use the model's unquantised repository, or a GGUF file of it.",
-            )

@@ -1,0 +1,158 @@
+#include "coded.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "error.h"
+#include "words.h"
+
+namespace proa {
+namespace {
+
+int codes_of_byte(Stored type) { return facts_of(type).block_values; }
+
+Stored scale_type(Format format) {
+    switch (format) {
+        case Format::kMxfp8:
+        case Format::kMxfp4: return Stored::kE8m0;
+        case Format::kNvfp4: return Stored::kE4m3;
+        case Format::kInt8F16:
+        case Format::kInt4F16:
+        case Format::kUint4F16: return Stored::kF16;
+        case Format::kInt4Bf16:
+        case Format::kUint4Bf16: return Stored::kBf16;
+        default: return Stored::kF32;
+    }
+}
+
+bool has_codes(Format format, Stored type) {
+    switch (format) {
+        case Format::kFp8Row:
+        case Format::kFp8Panel:
+        case Format::kMxfp8: return type == Stored::kE4m3;
+        case Format::kInt8F32:
+        case Format::kInt8F16: return type == Stored::kInt8 || type == Stored::kUint8;
+        case Format::kInt4F32:
+        case Format::kInt4F16:
+        case Format::kInt4Bf16: return type == Stored::kInt4;
+        case Format::kUint4F32:
+        case Format::kUint4F16:
+        case Format::kUint4Bf16: return type == Stored::kUint4;
+        case Format::kNvfp4:
+        case Format::kMxfp4: return type == Stored::kE2m1;
+        default: return false;
+    }
+}
+
+// Eight codes of four bits, the first in the lowest -> value i at bit 16 (i % 2) + 4 (i / 2).
+uint32_t word_of_packed(uint32_t codes) {
+    const auto every_second = [](uint32_t x) {
+        x &= 0x0f0f0f0f;
+        x = (x | x >> 4) & 0x00ff00ff;
+        return (x | x >> 8) & 0xffff;
+    };
+    return every_second(codes) | every_second(codes >> 4) << 16;
+}
+
+void words_of(Stored type, const uint8_t* codes, int padded, uint32_t* words) {
+    if (codes_of_byte(type) == 2) {
+        for (int k = 0; k < padded; k += 8) words[k / 8] = word_of_packed(read<uint32_t>(codes + k / 2));
+        return;
+    }
+    const uint32_t flip = type == Stored::kUint8 ? 0x80808080 : 0;  // code - 128 in two's complement
+    for (int k = 0; k < padded; k += 4) words[k / 4] = word_of_bytes(read<uint32_t>(codes + k) ^ flip);
+}
+
+// Code i of word j <-> code j of word i.
+void transpose_eight(uint32_t (&words)[8]) {
+    constexpr uint32_t kMasks[3] = {0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
+    for (int stage = 0; stage < 3; ++stage)
+        for (int i = 0; i < 8; ++i)
+            if (!(i >> stage & 1)) {
+                uint32_t &low = words[i], &high = words[i | 1 << stage];
+                const uint32_t swapped = (low >> (4 << stage) ^ high) & kMasks[stage];
+                high ^= swapped, low ^= swapped << (4 << stage);
+            }
+}
+
+void turn_awq(const uint8_t* stored, size_t stride, int rows, int columns, uint8_t* to) {
+    constexpr int kPlaces[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // of eight rows: which code of a word is whose
+    constexpr int kBlock = 64;                            // so many lines of the target stay in the cache
+    const size_t row_bytes = size_t(columns) / 2;
+    for (int first = 0; first < rows; first += kBlock)
+        for (int k = 0; k < columns; k += 8)
+            for (int n = first; n < std::min(rows, first + kBlock); n += 8) {
+                uint32_t words[8];
+                for (int i = 0; i < 8; ++i) words[i] = read<uint32_t>(stored + size_t(k + i) * stride + size_t(n) / 2);
+                transpose_eight(words);
+                for (int r = 0; r < 8; ++r)
+                    std::memcpy(to + size_t(n + r) * row_bytes + size_t(k) / 2, &words[kPlaces[r]], 4);
+            }
+}
+
+}  // namespace
+
+bool keeps(const Layout& l, Stored type, const Scales& scales) {
+    const int group = scales.group ? scales.group : l.padded;
+    const bool whole_panels = scales.rows % kPanelRows == 0 && scales.first % kPanelRows == 0;
+    return has_codes(l.format, type) && scale_type(l.format) == scales.type && l.group == group &&
+           (scales.mins != nullptr) == kFacts[int(l.format)].has_min &&
+           (scales.factor == 1.f || l.format == Format::kNvfp4) && (l.format != Format::kFp8Panel || whole_panels);
+}
+
+void pack_coded(const Layout& l, Stored type, const Scales& scales, int first, const uint8_t* codes, size_t stride,
+                int rows, int step, uint8_t* out) {
+    const size_t words = l.code_bytes / kLineBytes;
+    std::vector<uint32_t> all(words * kPanelRows);
+    const size_t bytes = size_t(l.columns) / size_t(codes_of_byte(type));
+    std::vector<uint8_t> padded(l.padded == l.columns ? 0 : size_t(l.padded));
+    Source source;
+    source.scales = scales.data, source.scale_stride = scales.stride, source.scale_rows = scales.rows;
+    source.mins = scales.mins, source.factor = scales.factor;
+    for (int at = 0; at < rows; at += kPanelRows) {
+        const int here = std::min(kPanelRows, rows - at);
+        uint8_t* panel = out + size_t(at / kPanelRows) * size_t(step) * l.panel_bytes;
+        for (int r = 0; r < here; ++r) {
+            const uint8_t* row = codes + size_t(at + r) * stride;
+            if (!padded.empty()) row = (const uint8_t*)std::memcpy(padded.data(), row, bytes);
+            words_of(type, row, l.padded, all.data() + size_t(r) * words);
+        }
+        put_lines(l, (const uint8_t*)all.data(), words * 4, here, panel);
+        put_scales(l, source, int(scales.first) + first + at, here, panel);
+    }
+}
+
+void coded_to_float(Stored type, const Scales& scales, int row, const uint8_t* codes, int columns, float* to) {
+    to_float(type, codes, size_t(columns), to);
+    const int group = scales.group ? scales.group : columns;
+    const size_t skip = size_t((scales.first + row) / scales.rows) * scales.stride;
+    const size_t width = size_t(facts_of(scales.type).block_bytes);
+    const float factor = scales.factor;
+    for (int g = 0, first = 0; first < columns; ++g, first += group) {
+        float scale, minimum = 0.f;
+        to_float(scales.type, scales.data + skip + size_t(g) * width, 1, &scale);
+        if (scales.mins) to_float(scales.type, scales.mins + skip + size_t(g) * width, 1, &minimum);
+        for (int k = first; k < std::min(columns, first + group); ++k) to[k] = to[k] * scale * factor + minimum;
+    }
+}
+
+int turned_rows(Stored type, Order order, int columns) {
+    return order == Order::kWordsTurned ? columns / (4 * codes_of_byte(type)) : columns;
+}
+
+size_t turned_bytes(Order order, int rows) {
+    return order == Order::kWordsTurned ? size_t(rows) * 4 : size_t(rows) / 2;
+}
+
+void turn(Stored type, Order order, const uint8_t* stored, size_t stride, int rows, int columns, uint8_t* to) {
+    if (order == Order::kAwqTurned) return turn_awq(stored, stride, rows, columns, to);
+    const int words = turned_rows(type, order, columns);
+    for (int first = 0; first < rows; first += kPanelRows)  // so many lines of the target stay in the cache
+        for (int w = 0; w < words; ++w)
+            for (int r = first; r < std::min(rows, first + kPanelRows); ++r)
+                std::memcpy(to + (size_t(r) * size_t(words) + size_t(w)) * 4,
+                            stored + size_t(w) * stride + size_t(r) * 4, 4);
+}
+
+}  // namespace proa

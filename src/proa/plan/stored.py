@@ -1,0 +1,65 @@
+"""What matrices are stored as, and what becomes of them, for the plan and its table. Never: sizes, reading weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from proa.config.options import ModelOptions
+from proa.models.names import Declared
+from proa.models.spec import Model
+from proa.native.formats import QUANTISED
+from proa.plan.packed_size import dummy_types, mixed_stacks
+from proa.plan.plan import GpuPlan
+from proa.types import Decision
+from proa.weights import sources
+from proa.weights.checkpoint import Checkpoint
+
+
+def kept_types(asked: ModelOptions, declared: Declared, checkpoint: Checkpoint) -> dict[str, str]:
+    """The stored type of each parameter; empty where nothing can be kept as it is stored."""
+    if checkpoint.load_format == "dummy":
+        return dummy_types(declared.spec, asked.dummy_format)
+    if checkpoint.load_format != "gguf" and checkpoint.quantisation is None:
+        return {}
+    return sources.stored_types(sources.resolve(declared, checkpoint.tensors), checkpoint.tensors)
+
+
+def weights_row(
+    asked: ModelOptions, checkpoint: Checkpoint, spec: Model, stored: Mapping[str, str], gpu: GpuPlan | None
+) -> Decision:
+    """`stored`: kept_types; empty without native kernels."""
+    got, why = checkpoint.load_format, "the files found" if asked.load_format == "auto" else "as asked"
+    dequantised = "dequantised while loading, each weight rounded once"
+    if got == "dummy":
+        why = "random weights of the true shapes: answers mean nothing"
+        if asked.dummy_format != "bf16":
+            why += f"; experts and linear layers in {asked.dummy_format}"
+    elif got == "gguf":
+        kept = "blocks of Q4_0, Q4_1, Q8_0, Q4_K and Q6_K are kept as they are, others rounded once to bfloat16"
+        why = _with_gpu(kept, gpu) if stored else dequantised
+    elif checkpoint.quantisation is not None:
+        names = Counter(name for name in stored.values() if name in QUANTISED)
+        got += f", {' and '.join(names)}" if names else f", {checkpoint.quantisation.method}"
+        why = _with_gpu(_quantised(spec, stored), gpu) if stored else dequantised
+        if checkpoint.quantisation.activations:
+            why += f"; activations stay bfloat16 (made for {checkpoint.quantisation.activations})"
+    return Decision("weights", asked.load_format, got, why)
+
+
+def _quantised(spec: Model, stored: Mapping[str, str]) -> str:
+    """Matrices that share memory are kept if all have one type."""
+    kept = "codes and scales are kept as they are"
+    mixed = mixed_stacks(spec, stored)
+    if not mixed:
+        return kept
+    name, types = next(iter(mixed.items()))
+    others = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
+    return f"{kept}, but {name}{others} become bfloat16: {' and '.join(sorted(types))} lie in one"
+
+
+def _with_gpu(kept: str, gpu: GpuPlan | None) -> str:
+    if gpu is None:
+        return kept
+    where = "all but routed experts becomes bfloat16 on a simulated GPU" if gpu.simulated else "the embedding too"
+    return f"{kept}; {where}"

@@ -1,0 +1,232 @@
+"""Tensors of a quantised checkpoint -> one for each matrix, with its codes and scales. Never: reading them, torch.
+
+The rest of loading sees matrices of a type, `FP8 block 128`, as it sees blocks of GGUF. What belongs to no matrix stays
+in the index, where whoever resolves names refuses it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from proa.errors import WeightsError
+from proa.models.quantisation import Quantisation
+from proa.native.formats import QUANTISED, Code, Order
+from proa.weights.index import Quantised, Shape, TensorInfo
+
+_FLOATS = ("F32", "BF16", "F16")
+_POWERS = ("U8", "F8_E8M0")
+_DAMAGED = "The checkpoint is damaged, or of a kind that Proa does not know; use another quantisation of the model."
+
+OTHER_ORDER = "Use a checkpoint made with desc_act=false, or another quantisation of the model."
+
+
+class Module:
+    """The tensors of a module, by the last part of their names, and those that have been taken."""
+
+    def __init__(self, name: str, parts: Mapping[str, TensorInfo]) -> None:
+        self.name = name
+        self.taken: set[str] = set()
+        self._parts = parts
+
+    def dtype(self, part: str) -> str:
+        """ "" if there is no such tensor."""
+        return self._parts[part].dtype if part in self._parts else ""
+
+    def take(self, *names: str) -> TensorInfo:
+        """The first of these that is there. Raises WeightsError if none is."""
+        name = next((name for name in names if name in self._parts), None)
+        if name is None:
+            has = ", ".join(f"{part} {of.dtype} {list(of.shape)}" for part, of in self._parts.items())
+            raise WeightsError(f"{self.name} has {has}, but no {' or '.join(names)}.", _DAMAGED)
+        self.taken.add(name)
+        return self._parts[name]
+
+    def maybe(self, name: str) -> TensorInfo | None:
+        return self.take(name) if name in self._parts else None
+
+    def misfit(self, part: TensorInfo, codes: Shape) -> WeightsError:
+        """For the caller to raise."""
+        name = next(name for name, of in self._parts.items() if of is part)
+        return WeightsError(
+            f"{part.file}: {self.name}.{name} is {part.dtype} {list(part.shape)}, which does not fit codes "
+            f"{list(codes)}.", _DAMAGED,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What stands for a quantised module: its type's name, shape and parts."""
+
+    type_name: str
+    shape: Shape
+    parts: Quantised
+
+
+def collapse(index: Mapping[str, TensorInfo], of: Quantisation) -> dict[str, TensorInfo]:
+    """The index with one tensor for each quantised matrix. Raises WeightsError where parts do not fit each other."""
+    modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    for path, tensor in index.items():
+        name, _, part = path.rpartition(".")
+        modules[name][part] = tensor
+    found: dict[str, TensorInfo] = {}
+    used: set[str] = set()
+    for name, parts in modules.items():
+        module = Module(name, parts)
+        if read := _reader(module):
+            found[f"{name}.weight"] = _tensor(module, read(module, of))
+            used |= {f"{name}.{part}" for part in module.taken}
+    if index and not found:
+        raise WeightsError(
+            f"The config says that weights are quantised ({of.method}), but no tensor is.",
+            "If they are not, add --override-config quantization_config=null.",
+        )
+    return {name: tensor for name, tensor in index.items() if name not in used} | found
+
+
+def _reader(module: Module) -> Callable[[Module, Quantisation], Matrix] | None:
+    """What reads the module, by the types of its codes; None if it is not quantised."""
+    for part, dtypes in _READERS.items():
+        if read := dtypes.get(module.dtype(part)):
+            return read
+    return None
+
+
+def _tensor(module: Module, matrix: Matrix) -> TensorInfo:
+    parts, name = matrix.parts, matrix.type_name
+    if name not in QUANTISED:
+        raise WeightsError(f"{parts.codes.file}: {module.name} is made of {name}, which is not implemented.", _DAMAGED)
+    return TensorInfo(name, matrix.shape, parts.codes.file, parts.codes.offset, parts.nbytes, parts)
+
+
+def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
+    weight, scales = module.take("weight"), module.take("weight_scale_inv", "weight_scale")
+    rows, columns = weight.shape[-2:]
+    if scales.dtype in _POWERS:
+        _groups(module, scales, weight.shape, 32)
+        return Matrix("MXFP8", weight.shape, Quantised(weight, Code.E4M3, scales, 1, 32))
+    stacked = len(weight.shape) - 2
+    one = scales.shape[stacked:]  # of one matrix
+    parts = Quantised(weight, Code.E4M3, scales, 0, 0)
+    if scales.dtype not in _FLOATS or scales.shape[:stacked] != weight.shape[:stacked]:
+        raise module.misfit(scales, weight.shape)
+    if len(one) == 4 and one[1] == one[3] == 1:  # as modelopt writes blocks
+        one = (one[0], one[2])
+    if of.block is not None and one == (-(-rows // of.block[0]), -(-columns // of.block[1])):
+        if of.block[0] % 16:
+            raise WeightsError(f"{module.name}: blocks of {of.block[0]} rows, not of a multiple of 16.", _DAMAGED)
+        parts = replace(parts, scale_rows=of.block[0], group=of.block[1])
+        return Matrix(f"FP8 block {of.block[1]}", weight.shape, parts)
+    if prod(one) == 1:
+        return Matrix("FP8 tensor", weight.shape, parts)
+    if one in ((rows,), (rows, 1)):
+        return Matrix("FP8 channel", weight.shape, replace(parts, scale_rows=1))
+    raise module.misfit(scales, weight.shape)
+
+
+def _eight_bit_integers(module: Module, of: Quantisation) -> Matrix:
+    weight, scales = module.take("weight"), module.take("weight_scale")
+    group = 0 if scales.shape == weight.shape[:-1] else _groups(module, scales, weight.shape)
+    _expect_bits(module, of, 8)
+    return Matrix(_name("INT8", group), weight.shape, Quantised(weight, Code.INT8, scales, 1, group))
+
+
+def _packed_integers(module: Module, of: Quantisation) -> Matrix:
+    """compressed-tensors: words along the columns, code + 2^(bits - 1)."""
+    packed, scales, zeros = module.take("weight_packed"), module.take("weight_scale"), module.maybe("weight_zero_point")
+    module.take("weight_shape")
+    bits = _expect_bits(module, of, 4, 8)
+    shape = (*packed.shape[:-1], packed.shape[-1] * 32 // bits)
+    group = _groups(module, scales, shape)
+    code = Code.UINT8 if bits == 8 else Code.UINT4 if zeros else Code.INT4
+    if zeros and (bits == 8 or zeros.shape != (*shape[:-2], -(-shape[-2] // 8), scales.shape[-1])):
+        raise module.misfit(zeros, shape)
+    parts = Quantised(packed, code, scales, 1, group, zeros=zeros)
+    return Matrix(_integer_name(code, group, scales.dtype), shape, parts)
+
+
+def _packed_floats(module: Module, of: Quantisation) -> Matrix:
+    """Two e2m1 a byte: NVFP4 of compressed-tensors and of modelopt, MXFP4."""
+    packed, scales = module.take("weight_packed", "weight"), module.take("weight_scale")
+    shape = (*packed.shape[:-1], packed.shape[-1] * 2)
+    if scales.dtype in _POWERS:
+        _groups(module, scales, shape, 32)
+        return Matrix("MXFP4", shape, Quantised(packed, Code.E2M1, scales, 1, 32))
+    if scales.dtype != "F8_E4M3":
+        raise module.misfit(scales, shape)
+    _groups(module, scales, shape, 16)
+    factor = module.take("weight_global_scale", "weight_scale_2")
+    if factor.dtype != "F32" or prod(factor.shape) != prod(shape[:-2]):
+        raise module.misfit(factor, shape)
+    inverse = module.dtype("weight_global_scale") != ""  # it divides
+    parts = Quantised(packed, Code.E2M1, scales, 1, 16, factor=factor, inverse=inverse)
+    return Matrix("NVFP4", shape, parts)
+
+
+def _turned_integers(module: Module, of: Quantisation) -> Matrix:
+    """GPTQ: words along the columns, [columns, rows]; AWQ: words along the rows. Scales and zeros [groups, rows]."""
+    words, scales, zeros = module.take("qweight"), module.take("scales"), module.take("qzeros")
+    g_idx = module.maybe("g_idx")
+    bits = _expect_bits(module, of, 4, 8)
+    per_word, awq = 32 // bits, of.method == "awq"
+    if len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in _FLOATS:
+        raise module.misfit(scales, words.shape)
+    rows, columns = scales.shape[1], words.shape[0] * (1 if awq else per_word)
+    groups = scales.shape[0]
+    if not groups or columns % groups or words.shape[1] != (rows // per_word if awq else rows):
+        raise module.misfit(scales, words.shape)
+    if rows % per_word or zeros.shape != (groups, rows // per_word) or zeros.dtype != "I32":
+        raise module.misfit(zeros, words.shape)
+    if g_idx is not None and (g_idx.shape != (columns,) or g_idx.dtype != "I32"):
+        raise module.misfit(g_idx, words.shape)
+    if bits == 8 and (awq or not of.symmetric):
+        raise WeightsError(f"{module.name}: integers of 8 bits with zero points are not implemented.", _DAMAGED)
+    code = Code.UINT8 if bits == 8 else Code.INT4 if of.symmetric else Code.UINT4
+    group = 0 if groups == 1 else columns // groups
+    if group and not of.ordered:
+        raise WeightsError(f"{module.name}: columns are not in the order of their groups (desc_act).", OTHER_ORDER)
+    parts = Quantised(
+        words, code, scales, 1, group, Order.AWQ if awq else Order.WORDS, zeros, zero_offset=of.zero_offset,
+        symmetric=of.symmetric, g_idx=g_idx,
+    )  # fmt: skip
+    return Matrix(_integer_name(code, group, scales.dtype), (rows, columns), parts)
+
+
+def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) -> int:
+    """Columns of a scale, 0 for all, of scales [rows, groups]. Raises WeightsError if they are not `group` (0: any)."""
+    columns, count = shape[-1], scales.shape[-1]
+    if len(scales.shape) != len(shape) or scales.shape[:-1] != shape[:-1] or not count or columns % count:
+        raise module.misfit(scales, shape)
+    if group and columns // count != group:
+        raise module.misfit(scales, shape)
+    return 0 if count == 1 and not group else columns // count
+
+
+def _expect_bits(module: Module, of: Quantisation, *known: int) -> int:
+    bits = of.bits(module.name)
+    if bits not in known:
+        says = f"integers of {bits} bits" if bits else "no integers"
+        raise WeightsError(
+            f"{module.name}: the config says {says}, the tensors {' or '.join(map(str, known))} bits.", _DAMAGED
+        )
+    return bits
+
+
+def _integer_name(code: Code, group: int, scale_dtype: str) -> str:
+    if code is Code.INT4:
+        return f"{_name('INT4', group)} {scale_dtype}"
+    return _name("UINT4" if code is Code.UINT4 else "INT8", group)
+
+
+def _name(code: str, group: int) -> str:
+    return f"{code} {group or 'channel'}"
+
+
+# By the tensor that has a module's codes, and its type.
+_READERS = {
+    "weight": {"F8_E4M3": _eight_bit_floats, "I8": _eight_bit_integers, "U8": _packed_floats},
+    "qweight": {"I32": _turned_integers},
+    "weight_packed": {"I32": _packed_integers, "U8": _packed_floats},
+}

@@ -1,0 +1,116 @@
+"""Quantised checkpoints in every format: their values are those of the format's definition, bit for bit where they are
+kept, and logits come as near to float32 as plain torch in bfloat16, on the CPU alone and split over a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engines import load_decoder, load_native
+from families.test_native_logits import all_experts, prompts
+from families.test_split_gguf import DEVICES
+from families.test_split_logits import forced
+from hybrid_engines import SPLITS, Kept, load_split
+from proa.native.formats import BF16_FORM, QUANTISED
+from proa.native.pool import Pool
+from proa.weights.checkpoint import open_checkpoint
+from proa.weights.sources import resolve, stored_types
+from tiny import TINY
+from tiny_quantised import SCHEMES, make_quantised
+
+SIZES = {"moe_intermediate_size": 96}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool([[0]], pin=False) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_values_are_the_formats(name: str, tmp_path: Path) -> None:
+    folder, values = make_quantised(SCHEMES[name], "qwen3-moe", tmp_path / "m", **SIZES)
+    checkpoint = open_checkpoint(folder)
+    declared = checkpoint.declare()
+    sources = resolve(declared, checkpoint.tensors).params
+    model = load_decoder(folder).decoder
+    assert model is not None
+    stored = stored_types(resolve(declared, checkpoint.tensors), checkpoint.tensors)
+    assert SCHEMES[name].kept in set(stored.values()), stored
+    for ours, tensor in dict(model.parameters()).items():
+        want = values[sources[ours].tensor].reshape(tuple(tensor.shape))
+        # Two products of float32 at most, and a sum that is exact.
+        np.testing.assert_allclose(tensor.numpy(), want, rtol=2.0**-23, atol=0)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_native_is_no_further_from_float32_than_torch(name: str, pool: Pool, tmp_path: Path) -> None:
+    folder, _ = make_quantised(SCHEMES[name], "qwen3-moe", tmp_path / "m", **SIZES)
+    override = all_experts(folder)
+    texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
+    exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)
+    plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, prompt_tokens)
+    got = forced(load_native(folder, pool, **override), texts, prompt_tokens)
+    _assert_near(got, plain, exact)
+
+
+@pytest.mark.parametrize("model", ["llama-bias", "qwen2", "qwen2-moe-mixed", "olmoe", "mixtral"])
+@pytest.mark.parametrize("name", ["fp8 small blocks", "fp8 tensor", "gptq zeros"])
+def test_every_family(name: str, model: str, pool: Pool, tmp_path: Path) -> None:
+    """Other names, biases, shared experts, parts that are one matrix."""
+    sizes = {"intermediate_size": 96, "shared_expert_intermediate_size": 160, "moe_intermediate_size": 96}
+    known = {key: value for key, value in sizes.items() if key in TINY[model].config}
+    folder, _ = make_quantised(SCHEMES[name], model, tmp_path / "m", **known)
+    checkpoint = open_checkpoint(folder)
+    stored = stored_types(resolve(checkpoint.declare(), checkpoint.tensors), checkpoint.tensors)
+    assert set(stored.values()) == {"BF16", SCHEMES[name].kept}
+    override = all_experts(folder)
+    texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
+    exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)
+    plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, prompt_tokens)
+    _assert_near(forced(load_native(folder, pool, **override), texts, prompt_tokens), plain, exact)
+
+
+def test_experts_alone(pool: Pool, tmp_path: Path) -> None:
+    """As Kimi K2: everything else is bfloat16."""
+    folder, _ = make_quantised(SCHEMES["int4"], "qwen3-moe", tmp_path / "m", only=r".*experts", **SIZES)
+    checkpoint = open_checkpoint(folder)
+    stored = stored_types(resolve(checkpoint.declare(), checkpoint.tensors), checkpoint.tensors)
+    assert {name for name, of in stored.items() if of != "BF16"} == {name for name in stored if ".experts." in name}
+    override = all_experts(folder)
+    texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
+    exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)
+    plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, prompt_tokens)
+    _assert_near(forced(load_native(folder, pool, **override), texts, prompt_tokens), plain, exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_split_is_no_further_from_float32_than_torch(
+    name: str, split: str, device: str, pool: Pool, tmp_path: Path
+) -> None:
+    folder, _ = make_quantised(SCHEMES[name], "qwen3-moe", tmp_path / "m", **SIZES)
+    override = all_experts(folder)
+    texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
+    exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)
+    plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, prompt_tokens)
+    keep: list[Kept] = []
+    got = forced(load_split(folder, pool, SPLITS[split], device, keep=keep, **override), texts, prompt_tokens)
+    shapes = [layer.memory.shape for layer in keep[0].hybrid.layers]
+    kept = QUANTISED[SCHEMES[name].kept]
+    assert {s.up_form for s in shapes} == {s.down_form for s in shapes} == {(kept.format, kept.group)}
+    assert BF16_FORM not in {s.up_form for s in shapes}
+    _assert_near(got, plain, exact)
+
+
+def _assert_near(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    scale = exact.abs().max()
+    off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
+    assert off_plain <= 0.05 * scale, "the yardstick itself is off"
+    assert off_got <= 1.05 * off_plain + 1e-4 * scale

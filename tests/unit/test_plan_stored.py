@@ -1,0 +1,60 @@
+"""What the start-up table says of quantised weights, and the plan's arithmetic for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from proa.config.options import EngineOptions, GpuOptions, ModelOptions
+from proa.plan.packed_size import packed_size
+from proa.plan.prepare import prepare
+from proa.types import Decision
+from proa.weights.sources import resolve, stored_types
+from tiny_quantised import SCHEMES, make_quantised
+from unit.test_packed_size import loaded
+
+SIZES = {"moe_intermediate_size": 96}
+
+
+def weights_row(folder: Path, dtype: str = "auto", gpu: str = "none") -> Decision:
+    plan = prepare(str(folder), EngineOptions(model=ModelOptions(dtype=dtype), gpus=GpuOptions(gpu=gpu))).plan
+    return next(row for row in plan.decisions if row.name == "weights")
+
+
+def test_codes_are_kept(tmp_path: Path) -> None:
+    folder, _ = make_quantised(SCHEMES["fp8 block"], "qwen3-moe", tmp_path / "m", **SIZES)
+    row = weights_row(folder)
+    assert row.got == "safetensors, FP8 block 128"
+    assert row.why.startswith(
+        "codes and scales are kept as they are; activations stay bfloat16 (made for FP8, dynamic)"
+    )
+
+
+def test_with_a_gpu_dense_weights_are_bfloat16(tmp_path: Path) -> None:
+    folder, _ = make_quantised(SCHEMES["fp8 block"], "qwen3-moe", tmp_path / "m", **SIZES)
+    row = weights_row(folder, gpu="sim:64MiB")
+    assert "routed experts: codes and scales are kept" in row.why
+    assert "all else becomes bfloat16 on the GPU" in row.why
+
+
+def test_without_native_kernels_they_are_dequantised(tmp_path: Path) -> None:
+    folder, _ = make_quantised(SCHEMES["fp8 block"], "qwen3-moe", tmp_path / "m", **SIZES)
+    assert weights_row(folder, "float32").why.startswith("dequantised while loading")
+
+
+def test_what_becomes_bfloat16_is_named(tmp_path: Path) -> None:
+    only = r"(?!.*layers\.1\.mlp\.experts\.3\.down).*"
+    folder, _ = make_quantised(SCHEMES["fp8 block"], "qwen3-moe", tmp_path / "m", only=only, **SIZES)
+    assert "but blocks.1.ffn.experts.down become bfloat16: BF16 and FP8 block 128 lie in one" in weights_row(folder).why
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_bytes_are_what_loading_takes(name: str, tmp_path: Path) -> None:
+    folder, _ = make_quantised(SCHEMES[name], "qwen3-moe", tmp_path / "m", **SIZES)
+    planned, active, took = loaded(folder)
+    assert took == pytest.approx(planned, rel=0.25)  # one-dimensional weights
+    assert 0 < active <= planned
+    prepared = prepare(str(folder), EngineOptions(gpus=GpuOptions(gpu="none")))
+    stored = stored_types(resolve(prepared.declared, prepared.checkpoint.tensors), prepared.checkpoint.tensors)
+    assert prepared.plan.memory.weights_bytes == packed_size(prepared.declared.spec, stored).total_bytes == planned

@@ -1,0 +1,260 @@
+"""Tensors of quantised checkpoints -> matrices: what fits, what is refused, and that nothing is lost."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proa.errors import ConfigError, WeightsError
+from proa.models.quantisation import legacy_modelopt, quantisation
+from proa.weights.index import PLAIN_BYTES, TensorInfo
+from proa.weights.quantised import collapse
+
+W, SCALE, INV = "weight", "weight_scale", "weight_scale_inv"
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+PACKED = {"weight_packed": ("I32", 16, 8), "weight_shape": ("I64", 2)}
+ZERO = "weight_zero_point"
+
+
+def compressed(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
+    found = {f"group_{i}": group for i, group in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "config_groups": found, **more}
+
+
+def integers(bits: int, *targets: str, **weights: Any) -> dict[str, Any]:
+    of = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    return {"targets": list(targets or ("Linear",)), "weights": of | weights}
+
+
+INT4, INT8 = compressed(integers(4)), compressed(integers(8))
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+AWQ_PARTS = {"qweight": ("I32", 64, 2), "qzeros": ("I32", 2, 2), "scales": ("F16", 2, 16)}
+
+
+def gptq(bits: int = 4, groups: int = 2, **parts: tuple[Any, ...]) -> dict[str, Any]:
+    """Of a matrix [16, 64]."""
+    words = {"qweight": ("I32", 64 * bits // 32, 16), "qzeros": ("I32", groups, 16 * bits // 32)}
+    return {**words, "scales": ("F16", groups, 16), **parts}
+
+
+def blocks(*size: int) -> dict[str, Any]:
+    return {**FP8, "weight_block_size": list(size)}
+
+
+def tensor(dtype: str, *shape: int) -> TensorInfo:
+    nbytes = PLAIN_BYTES[dtype]
+    for size in shape:
+        nbytes *= size
+    return TensorInfo(dtype, shape, Path("m.safetensors"), 0, nbytes)
+
+
+def collapsed(config: dict[str, Any], **tensors: TensorInfo) -> dict[str, TensorInfo]:
+    of = quantisation({"quantization_config": config})
+    assert of is not None
+    return collapse({name.replace("__", "."): t for name, t in tensors.items()}, of)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "name", "shape"),
+    [
+        (FP8, {W: ("F8_E4M3", 300, 200), INV: ("BF16", 3, 2)}, "FP8 block 128", (300, 200)),
+        (FP8, {W: ("F8_E4M3", 9, 20), INV: ("F32", 1, 1)}, "FP8 block 128", (9, 20)),
+        (FP8, {W: ("F8_E4M3", 4, 256, 200), INV: ("F32", 4, 2, 2)}, "FP8 block 128", (4, 256, 200)),
+        (FP8, {W: ("F8_E4M3", 300, 200), SCALE: ("F32", 300, 1)}, "FP8 channel", (300, 200)),
+        (FP8, {W: ("F8_E4M3", 300, 200), SCALE: ("F32",)}, "FP8 tensor", (300, 200)),
+        (MODELOPT, {W: ("F8_E4M3", 256, 256), SCALE: ("F32", 2, 1, 2, 1)}, "FP8 block 128", (256, 256)),
+        (FP8, {W: ("F8_E4M3", 30, 64), INV: ("U8", 30, 2)}, "MXFP8", (30, 64)),
+        (FP8, {W: ("F8_E4M3", 30, 64), INV: ("F8_E8M0", 30, 2)}, "MXFP8", (30, 64)),
+        (INT4, {**PACKED, SCALE: ("BF16", 16, 4)}, "INT4 16 BF16", (16, 64)),
+        (INT4, {**PACKED, SCALE: ("F16", 16, 1)}, "INT4 channel F16", (16, 64)),
+        (INT4, {**PACKED, SCALE: ("BF16", 16, 2), ZERO: ("I32", 2, 2)}, "UINT4 32", (16, 64)),
+        (INT8, {**PACKED, SCALE: ("BF16", 16, 1)}, "INT8 channel", (16, 32)),
+        (INT8, {W: ("I8", 16, 64), SCALE: ("F32", 16)}, "INT8 channel", (16, 64)),
+        (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 4), "weight_scale_2": ("F32",)}, "NVFP4", (16, 64)),
+        (GPTQ, gptq(), "INT4 32 F16", (16, 64)),
+        (GPTQ | {"sym": False}, gptq(), "UINT4 32", (16, 64)),
+        (GPTQ | {"desc_act": True, "static_groups": True}, gptq(g_idx=("I32", 64)), "INT4 32 F16", (16, 64)),
+        (GPTQ | {"desc_act": True}, gptq(groups=1), "INT4 channel F16", (16, 64)),
+        (GPTQ | {"bits": 8}, gptq(bits=8), "INT8 32", (16, 64)),
+        (AWQ, AWQ_PARTS, "UINT4 32", (16, 64)),
+        (INT4, {"weight_packed": ("U8", 16, 32), SCALE: ("U8", 16, 2)}, "MXFP4", (16, 64)),
+    ],
+)  # fmt: skip
+def test_a_matrix(config: dict[str, Any], tensors: dict[str, Any], name: str, shape: tuple[int, ...]) -> None:
+    index = {f"a.b.{part}": tensor(*of) for part, of in tensors.items()}
+    other = tensor("BF16", 16)
+    of = quantisation({"quantization_config": config})
+    assert of is not None
+    got = collapse({**index, "a.b.bias": other, "a.norm.weight": other}, of)
+    assert got.keys() == {"a.b.weight", "a.b.bias", "a.norm.weight"}
+    matrix = got["a.b.weight"]
+    assert (matrix.dtype, matrix.shape) == (name, shape)
+    assert matrix.nbytes == sum(t.nbytes for name, t in index.items() if not name.endswith("weight_shape"))
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "problem"),
+    [
+        (FP8, {W: ("F8_E4M3", 300, 200)}, "but no weight_scale_inv or weight_scale"),
+        (FP8, {W: ("F8_E4M3", 300, 200), INV: ("F32", 2, 3)}, "does not fit"),
+        (FP8, {W: ("F8_E4M3", 300, 200), INV: ("I32", 3, 2)}, "does not fit"),
+        (FP8, {W: ("F8_E4M3", 4, 256, 200), INV: ("F32", 3, 2, 2)}, "does not fit"),
+        (blocks(8, 128), {W: ("F8_E4M3", 16, 128), INV: ("F32", 2, 1)}, "multiple of 16"),
+        (blocks(128, 24), {W: ("F8_E4M3", 16, 48), INV: ("F32", 1, 2)}, "not implemented"),
+        (FP8, {W: ("BF16", 16, 128)}, "no tensor is"),
+        (GPTQ, {"qweight": ("I32", 8, 16), "scales": ("F16", 2, 16)}, "no qzeros"),
+        (GPTQ, gptq(scales=("F16", 2, 15)), "does not fit"),
+        (GPTQ, gptq(scales=("F16", 3, 16)), "does not fit"),
+        (GPTQ, gptq(scales=("I32", 2, 16)), "does not fit"),
+        (GPTQ, gptq(qzeros=("I32", 2, 3)), "does not fit"),
+        (GPTQ, gptq(g_idx=("I32", 63)), "does not fit"),
+        (GPTQ | {"desc_act": True}, gptq(), "not in the order of their groups"),
+        (GPTQ | {"bits": 8, "sym": False}, gptq(bits=8), "zero points are not implemented"),
+        (GPTQ | {"dynamic": {"-:a": {}}}, gptq(), "the config says no integers"),
+        (AWQ, AWQ_PARTS | {"qweight": ("I32", 64, 3)}, "does not fit"),
+        (INT4, {"weight_packed": ("I32", 16, 8), SCALE: ("BF16", 16, 4)}, "no weight_shape"),
+        (INT4, {**PACKED, SCALE: ("BF16", 16, 5)}, "does not fit"),
+        (INT4, {**PACKED, SCALE: ("BF16", 15, 4)}, "does not fit"),
+        (INT4, {**PACKED, SCALE: ("BF16", 16, 2), ZERO: ("I32", 16, 2)}, "does not fit"),
+        (INT8, {**PACKED, SCALE: ("BF16", 16, 1), ZERO: ("I32", 4, 1)}, "does not fit"),
+        (INT4, {**PACKED, SCALE: ("BF16", 16, 8)}, "INT4 8 BF16, which is not implemented"),
+        (INT4, {W: ("I8", 16, 64), SCALE: ("F32", 16, 1)}, "the config says integers of 4 bits"),
+        (FP8, {**PACKED, SCALE: ("BF16", 16, 4)}, "the config says no integers"),
+        (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 4)}, "no weight_global_scale or weight_scale_2"),
+        (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 2), "weight_scale_2": ("F32",)}, "does not fit"),
+        (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 4), "weight_scale_2": ("F32", 2)}, "does not fit"),
+    ],
+)  # fmt: skip
+def test_refused(config: dict[str, Any], tensors: dict[str, Any], problem: str) -> None:
+    with pytest.raises(WeightsError, match=problem):
+        collapsed(config, **{f"a__{part}": tensor(*of) for part, of in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"fmt": "e5m2"}, "fmt = 'e5m2'"),
+        ({"activation_scheme": "other"}, "activation_scheme"),
+        ({"weight_block_size": [128]}, "two sizes"),
+        ({"surprise": 1}, "--ignore-config-key surprise"),
+    ],
+)
+def test_config_is_read_strictly(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        quantisation({"quantization_config": FP8 | change})
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (compressed(integers(4, actorder="group")), "actorder = 'group'"),
+        (compressed(integers(4, dynamic=True)), "dynamic = True"),
+        (compressed(integers(4, strategy="other")), "strategy = 'other'"),
+        (compressed(integers(4, surprise=1)), "config_groups: group_0: weights.*--ignore-config-key surprise"),
+        (compressed(), "'config_groups' is empty"),
+        (compressed(integers(4), sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
+        (compressed(integers(4), transform_config={"config_groups": {}}), "transform_config"),
+        (compressed(integers(4), quantization_status="calibration"), "quantization_status"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+        (GPTQ | {"bits": 3}, "only 4, 8"),
+        (GPTQ | {"dynamic": {"+:a": {"sym": False}}}, "--ignore-config-key sym"),
+        (GPTQ | {"surprise": 1}, "--ignore-config-key surprise"),
+        (AWQ | {"version": "gemv"}, "version = 'gemv'"),
+        (AWQ | {"zero_point": False}, "zero_point = False"),
+        ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
+    ],
+)
+def test_what_is_not_implemented(config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        quantisation({"quantization_config": config})
+    assert re.search(problem, str(caught.value) + caught.value.remedy, re.DOTALL)
+
+
+def test_bits_of_several_groups() -> None:
+    """Names come before the kind of layer, whatever their order."""
+    config = compressed(integers(4), integers(8, "re:.*attn.*", "model.layers.0.mlp.up_proj"))
+    of = quantisation({"quantization_config": config})
+    assert of is not None
+    names = ("model.layers.3.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.10.mlp.up_proj")
+    assert [of.bits(name) for name in names] == [8, 8, 4]
+
+
+def test_what_activations_were_made_for() -> None:
+    scheme = {"num_bits": 8, "type": "float", "dynamic": True}
+    group = integers(4) | {"input_activations": scheme}
+    of = quantisation({"quantization_config": compressed(group, kv_cache_scheme=scheme)})
+    assert of is not None
+    assert of.activations == "FP8 and a KV cache of 8 bits"
+
+
+LLM_COMPRESSOR = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {
+                "actorder": None, "block_structure": None, "dynamic": True, "group_size": None, "num_bits": 8,
+                "observer": None, "observer_kwargs": {}, "strategy": "token", "symmetric": True, "type": "float",
+            },
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
+                "observer": "minmax", "observer_kwargs": {}, "strategy": "channel", "symmetric": True, "type": "float",
+            },
+        }
+    },
+    "format": "float-quantized", "global_compression_ratio": 1.36, "ignore": ["lm_head"], "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors", "quantization_status": "compressed", "sparsity_config": {},
+    "transform_config": {}, "version": "0.11.0",
+}  # fmt: skip
+OPTIMUM = {
+    "batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True, "damp_percent": 0.01,
+    "dataset": None, "desc_act": False, "exllama_config": {"version": 1}, "group_size": 128, "max_input_length": None,
+    "model_seqlen": None, "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None,
+    "pad_token_id": None, "quant_method": "gptq", "sym": True, "tokenizer": None, "true_sequential": True,
+    "use_cuda_fp16": False, "use_exllama": True,
+}  # fmt: skip
+AUTO_AWQ = {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm"}
+MODELOPT_NOW = {
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}},
+    "ignore": ["lm_head"], "quant_algo": "NVFP4", "producer": {"name": "modelopt", "version": "0.29.0"},
+    "quant_method": "modelopt", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+}  # fmt: skip
+MODELOPT_OLD = {
+    "producer": {"name": "modelopt", "version": "0.23.0"},
+    "quantization": {
+        "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "activations"),
+    [
+        (LLM_COMPRESSOR, "FP8"),
+        (OPTIMUM, ""),
+        (AUTO_AWQ | {"zero_point": True}, ""),
+        (MODELOPT_NOW, "NVFP4 and a KV cache of 8 bits"),
+        (legacy_modelopt(MODELOPT_OLD), "NVFP4 and a KV cache of FP8"),
+    ],
+)
+def test_what_tools_write(config: dict[str, Any], activations: str) -> None:
+    of = quantisation({"quantization_config": config})
+    assert of is not None
+    assert of.activations == activations
+
+
+def test_a_key_may_be_ignored() -> None:
+    assert quantisation({"quantization_config": FP8 | {"surprise": 1}}, ["surprise"])
+
+
+def test_not_quantised() -> None:
+    assert quantisation({"quantization_config": None}) is None
