@@ -13,15 +13,17 @@ COMPILE = """
 import json, re, sys
 sys.path[:0] = ["src", "tools"]
 import check_kernels
-from proa.ops.triton import experts_few, experts_grouped, linear
+from proa.ops.triton import experts_few, experts_grouped, linear, linear_packed
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 found = {}
-for module in (linear, experts_few, experts_grouped):
+for module in (linear, linear_packed, experts_few, experts_grouped):
     for v in module.variants():
-        if v.kernel.__name__ in ("_count", "_place") or "bias" in v.types or {2880, 1408} & set(v.constants.values()):
+        if v.kernel.__name__ in ("_count", "_place") or {2880, 1408} & set(v.constants.values()):
+            continue
+        if module is linear and "bias" in v.types:
             continue
         names = v.kernel.arg_names
         signature = {n: "constexpr" if n in v.constants else v.types[n] for n in names}
