@@ -27,6 +27,7 @@ from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
 from tiny import make_tiny, tiny_reference
 from tiny_gguf import make_tiny_gguf
+from tiny_quantised import SCHEMES, make_quantised
 from weights_cases import assert_same, load
 
 POOLS: list[list[list[int]]] = [[[]], [[0, 0]], [[], [0]], [[0], [0, 0], [0]]]  # of each node's workers
@@ -119,6 +120,19 @@ def test_blocks_on_every_pool(quant: str, tmp_path: Path) -> None:
             loaded = Loaded(path, pool)
         assert bool(loaded.kept) == (quant in KEPT)
         assert_same(loaded.values, {name: want[name] for name in loaded.values})
+        first = first or loaded.kept
+        assert_same(loaded.kept, first)
+
+
+@pytest.mark.parametrize("scheme", ["fp8 small blocks", "int4 zeros", "nvfp4", "gptq 8", "gptq zeros", "awq"])
+def test_codes_on_every_pool(scheme: str, tmp_path: Path) -> None:
+    """The same for codes with their scales, wherever a node's rows begin."""
+    path, _ = make_quantised(SCHEMES[scheme], "qwen3-moe", tmp_path / "m", moe_intermediate_size=160)
+    first: dict[str, torch.Tensor] = {}
+    for teams in POOLS:
+        with Pool(teams, pin=False) as pool:
+            loaded = Loaded(path, pool)
+        assert len(loaded.kept) == 3 * (4 + 8 * 3)
         first = first or loaded.kept
         assert_same(loaded.kept, first)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from math import prod
 from pathlib import Path
 
 import torch
@@ -144,7 +145,7 @@ class _Copy:
 
     def _bytes(self, source: Source) -> int:
         info = self._tensors[source.tensor]
-        return source.rows * info.row_bytes * source.cols // info.shape[-1]
+        return info.nbytes * source.rows * source.cols // max(1, prod(info.shape))
 
     def _fill_all(self, file: Path, rows: Rows, names: Iterable[str]) -> None:
         """All parameters of one file."""
