@@ -28,6 +28,7 @@ from proa.native.weights import Experts
 from proa.ops.packed import Memory
 from proa.ops.reference import reference
 from proa.ops.staging import DeviceRows, Staging
+from proa.ops.table import KvPages
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
 
@@ -114,12 +115,13 @@ def load_split(
         hybrid.bind(limits.rows, chosen, Parts(experts, transport, copiers or (lambda: _copiers(at)), rates))
         if keep is not None:
             keep.append(Kept(hybrid, registered))
-        caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at)
+        caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences)
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid)
         for cache in caches:
-            cache.keys.zero_()
-            cache.values.zero_()
+            if isinstance(cache, KvPages):
+                cache.keys.zero_()
+                cache.values.zero_()
         executor: Executor = _cuda("engine.graphs").GraphExecutor(model, caches, limits, at, hybrid)
         return executor
 

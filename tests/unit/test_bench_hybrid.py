@@ -33,8 +33,9 @@ from proa.config.options import GpuOptions
 from proa.engine.ipc import Stats
 from proa.errors import ResourceError, UsageError
 from proa.models.families import declare
+from proa.models.spec import Attention, GatedDeltaNet
 from proa.plan.plan import GpuPlan, VramBudget
-from proa.plan.vram import dense_bytes
+from proa.plan.vram import dense_bytes, dense_read_bytes
 from proa.weights.frequencies import frequencies
 
 TINY = MODEL_SHAPES["tiny"]
@@ -57,8 +58,8 @@ def moment(time_s: float, **counters: Any) -> Moment:
 
 @pytest.mark.parametrize(
     ("name", "parameters", "active", "expert_bytes"),
-    [("qwen3-30b-a3b", 30.5e9, 3.3e9, 9 << 20), ("minimax-m2", 228.7e9, 10e9, 27 << 20), ("qwen3-next", 80e9, 3e9,
-      6 << 20)],
+    [("qwen3-30b-a3b", 30.5e9, 3.3e9, 9 << 20), ("minimax-m2", 228.7e9, 10e9, 27 << 20), ("qwen3-next-80b-a3b", 79.67e9,
+      3.56e9, 6 << 20)],
 )  # fmt: skip
 def test_shapes_are_those_of_the_models(name: str, parameters: float, active: float, expert_bytes: int) -> None:
     shape = MODEL_SHAPES[name]
@@ -69,6 +70,16 @@ def test_shapes_are_those_of_the_models(name: str, parameters: float, active: fl
     assert 3 * shape.hidden * shape.width * 2 == expert_bytes
     with pytest.raises(UsageError, match=f"has {shape.layers}"):
         shape.cut(shape.layers + 1)
+
+
+def test_the_shape_of_qwen3_next_is_its_own() -> None:
+    spec = declare(MODEL_SHAPES["qwen3-next-80b-a3b"].config()).spec
+    assert spec.num_params == 79_674_391_296
+    assert [isinstance(block.mixer, Attention) for block in spec.blocks] == [False, False, False, True] * 12
+    assert spec.blocks[0].mixer == GatedDeltaNet(2048, 16, 32, 128, 128, 4)
+    gpu = msgspec.structs.replace(gpu_plan(), experts=(512,) * 48, expert_bytes=(6 << 20,) * 48, resident=((),) * 48)
+    dense = step_bytes(spec, gpu, "uniform", 2, 100, 0.0).dense
+    assert dense == dense_read_bytes(spec) + 2 * (100 * 24576 + 2 * spec.state_bytes_per_sequence(2))
 
 
 @pytest.mark.parametrize(("experts", "top_k", "requests"), [(3, 1, 2), (4, 2, 3), (5, 3, 2), (5, 2, 1), (4, 4, 2)])

@@ -42,6 +42,8 @@ from proa.engine.handle import EngineHandle
 from proa.engine.ipc import Ready
 from proa.errors import ProaError, UsageError
 from proa.machine.probe import probe
+from proa.models.families import declare
+from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
 from proa.types import EngineRequest, Sampling
@@ -65,8 +67,7 @@ class HybridOptions:
 
     shape: str = option(
         "qwen3-30b-a3b",
-        help="model: sizes of its layers, with random weights made in memory; in qwen3-next attention stands in for "
-        "linear attention, and it has no shared expert",
+        help="model: sizes of its layers, with random weights made in memory",
         choices=tuple(MODEL_SHAPES), common=True,
     )  # fmt: skip
     layers: int | None = option(None, help="so many of its layers; default: all", low=1, high=1000, common=True)
@@ -129,7 +130,7 @@ def case_of(options: HybridOptions) -> Case:
     page_tokens = CacheOptions().page_tokens
     tokens = options.context + WARM_UP_TOKENS + answer_tokens(options, most)
     pages = -(-tokens // page_tokens) + 1
-    kv_bytes = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim  # keys and values, bfloat16
+    kv_bytes = declare(shape.config()).spec.kv_bytes_per_token(BF16_BYTES)
     engine = EngineOptions(
         model=ModelOptions(
             dtype="bfloat16", load_format="dummy", dummy_router=options.router, dummy_format=options.format

@@ -33,7 +33,7 @@ from proa.native.weights import Experts
 from proa.obs.units import format_bytes, format_rate
 from proa.ops.cuda import CudaOps
 from proa.ops.staging import DeviceRows, Staging
-from proa.ops.table import Target
+from proa.ops.table import KvPages, Target
 from proa.plan.plan import Plan
 from proa.types import Decision
 
@@ -86,10 +86,13 @@ class GpuBuild:
             in_place,
         )
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
-        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device)
+        caches = allocate_pool(
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.max_running
+        )
         for cache in caches:  # no slot is read before it is written, but masked ones are multiplied with 0
-            cache.keys.zero_()
-            cache.values.zero_()
+            if isinstance(cache, KvPages):
+                cache.keys.zero_()
+                cache.values.zero_()
         executor = GraphExecutor(
             self.model, caches, step_limits(plan), self._device, self._hybrid, sleeps=not self._gpu.gpu_only
         )
