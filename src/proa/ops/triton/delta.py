@@ -121,19 +121,24 @@ def _rule(
     of_query, of_key = at + group * KEY + key, at + (groups + group) * KEY + key
     of_value = at + 2 * groups * KEY + head * VALUE + column
     out = seen + (first * groups * MEMBERS + head) * VALUE + column
-    for _ in range(q_len):
-        query, this = tl.load(of_query, some_keys, 0.0), tl.load(of_key, some_keys, 0.0)
-        value = tl.load(of_value, some_columns, 0.0)
-        decay = _decay(tl.load(a + gate).to(tl.float32), bias, rate)
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(b + gate).to(tl.float32)))
-        state *= decay
-        known = tl.sum(state * this[:, None], 0)
-        state += this[:, None] * (beta * (value - known))[None, :]
-        tl.store(out, tl.sum(state * query[:, None], 0), some_columns)
+    next_query, next_key = tl.load(of_query, some_keys, 0.0), tl.load(of_key, some_keys, 0.0)
+    next_value, next_a, next_b = tl.load(of_value, some_columns, 0.0), tl.load(a + gate), tl.load(b + gate)
+    for i in range(q_len):
+        query, this, value = next_query, next_key, next_value
+        decay = _decay(next_a.to(tl.float32), bias, rate)
+        beta = 1.0 / (1.0 + tl.exp(-next_b.to(tl.float32)))
+        more = i + 1 < q_len  # the next token's inputs come while this one's are worked on
         of_query += channels
         of_key += channels
         of_value += channels
         gate += gates_row
+        next_query, next_key = tl.load(of_query, some_keys & more, 0.0), tl.load(of_key, some_keys & more, 0.0)
+        next_value = tl.load(of_value, some_columns & more, 0.0)
+        next_a, next_b = tl.load(a + gate, more, 0.0), tl.load(b + gate, more, 0.0)
+        state *= decay
+        known = tl.sum(state * this[:, None], 0)
+        state += this[:, None] * (beta * (value - known))[None, :]
+        tl.store(out, tl.sum(state * query[:, None], 0), some_columns)
         out += groups * MEMBERS * VALUE
     tl.store(place, state, some)
     kept, last = tail + slot * (TAPS - 1) * channels, (first + q_len - 1) * row_stride + group * group_stride
