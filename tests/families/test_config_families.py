@@ -102,6 +102,7 @@ def test_refused_by_every_family(architecture: str, values: dict[str, Any], mess
         ("Qwen3NextForCausalLM", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2"),
         ("Qwen3NextForCausalLM", {"use_sliding_window": True}, "use_sliding_window = True is not implemented"),
         ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"] * 4}, "without any layer of full attention"),
         ("Qwen3MoeForCausalLM", {"norm_topk_prob": None}, "'norm_topk_prob' is missing"),
         ("Qwen3MoeForCausalLM", {"num_local_experts": 4}, "must agree"),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),

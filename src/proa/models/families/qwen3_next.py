@@ -53,6 +53,8 @@ def _full(c: Reader) -> list[bool]:
     kinds = c.get("layer_types", list, [names[(i + 1) % interval == 0] for i in range(layers)])
     if len(kinds) != layers or not {*kinds} <= {*names.values()}:
         raise c.error(f"layer_types must name full_attention or linear_attention for {layers} layers")
+    if names[True] not in kinds:
+        raise c.error("a model without any layer of full attention is not implemented")
     return [kind == names[True] for kind in kinds]
 
 
