@@ -184,6 +184,13 @@ def test_resident_is_a_number_of_experts(percent: float | None, experts: str) ->
     assert case_of(HybridOptions(resident=percent)).engine.gpus.gpu_experts == experts
 
 
+@pytest.mark.parametrize(("shape", "uncached"), [("tiny", 16), ("tiny-next", 100)])
+def test_prompts_of_models_with_states_are_computed_again(shape: str, uncached: int) -> None:
+    options = HybridOptions(shape=shape, requests="3", context=100, max_batch_tokens=13)
+    assert case_of(options).uncached_tokens == uncached
+    assert answer_tokens(options, 3, uncached) == options.output_tokens + 1 + -(-3 * uncached // 10) + 3
+
+
 def test_the_engine_has_room_for_all_requests() -> None:
     options = HybridOptions(layers=2, requests="3,1", context=100, output_tokens=10, router="zipf")
     case = case_of(options)
@@ -191,7 +198,7 @@ def test_the_engine_has_room_for_all_requests() -> None:
     assert (case.counts, scheduler.max_running, model.load_format, model.dummy_router) == ((3, 1), 3, "dummy", "zipf")
     assert cache.context is not None
     assert cache.kv_memory is not None
-    assert cache.context >= 100 + answer_tokens(options, 3) > 110
+    assert cache.context >= 100 + answer_tokens(options, 3, 16) > 110
     kv_bytes_per_token = declare(case.shape.config()).spec.kv_bytes_per_token(2)
     assert cache.kv_memory // (kv_bytes_per_token * 16) >= 3 * -(-cache.context // 16)
 

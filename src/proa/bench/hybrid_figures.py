@@ -161,7 +161,7 @@ def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: 
     }
 
 
-def uncached_steps(requests: int, page_tokens: int, batch_tokens: int) -> int:
-    """At most so many steps pass between the first and the last of `requests` to get its first token, where all but a
-    page of each prompt is cached; one each for their coming one after the other."""
-    return ceil(requests * page_tokens / max(1, batch_tokens - requests)) + requests
+def uncached_steps(requests: int, uncached_tokens: int, batch_tokens: int) -> int:
+    """At most so many steps pass between the first and the last of `requests` to get its first token, where so many
+    tokens of each prompt are not cached; one each for their coming one after the other."""
+    return ceil(requests * uncached_tokens / max(1, batch_tokens - requests)) + requests

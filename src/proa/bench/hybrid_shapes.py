@@ -94,5 +94,9 @@ MODEL_SHAPES = {
         ModelShape(
             name="tiny", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, width=32, vocab=512,
         ),
+        ModelShape(
+            name="tiny-next", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, width=32,
+            vocab=512, linear=True,
+        ),
     )
 }  # fmt: skip
