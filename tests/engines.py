@@ -70,7 +70,7 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, **override_co
     load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None)
 
     def make(limits: StepLimits, num_pages: int) -> Executor:
-        caches = allocate_pool(declared.spec, num_pages, limits.page_tokens, dtype)
+        caches = allocate_pool(declared.spec, num_pages, limits.page_tokens, dtype, sequences=limits.sequences)
         return EagerExecutor(model, caches, limits.page_tokens)
 
     return Loaded(declared.spec, make, model)
@@ -86,7 +86,7 @@ def load_native(folder: Path, pool: Pool, **override_config: object) -> Loaded:
         recorder = Recorder(pool, Memory(pool, [None] * pool.nodes), limits.rows, limits.sequences, pages)
         model = Decoder(declared.spec, CpuOps(recorder).table())
         load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None, pool)
-        caches = allocate_pool(declared.spec, num_pages, limits.page_tokens, torch.bfloat16)
+        caches = allocate_pool(declared.spec, num_pages, limits.page_tokens, torch.bfloat16, sequences=limits.sequences)
         return RecordedExecutor(model, recorder, caches, limits)
 
     return Loaded(declared.spec, make)
@@ -115,7 +115,7 @@ def make_engine(
         page_tokens=page_tokens, head_rows=HEAD_ROWS,
     )  # fmt: skip
     runner = RecordingRunner(model.make(steps, num_pages), page_tokens)
-    tree = PrefixCache(page_tokens, allocator) if prefix_cache else None
+    tree = PrefixCache(page_tokens, allocator) if prefix_cache and not model.spec.recurrent else None
     return Engine(runner, Scheduler(limits, allocator, tree), model.spec.vocab), runner
 
 

@@ -115,7 +115,7 @@ def load_split(
         hybrid.bind(limits.rows, chosen, Parts(experts, transport, copiers or (lambda: _copiers(at)), rates))
         if keep is not None:
             keep.append(Kept(hybrid, registered, model))
-        caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at)
+        caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences)
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid)
         executor: Executor = _cuda("engine.graphs").GraphExecutor(model, caches, limits, at, hybrid)

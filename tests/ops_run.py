@@ -11,7 +11,16 @@ from proa.native.pool import Pool
 from proa.ops import reference
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory
-from proa.ops.table import AttentionBatch, Chosen, KvPages, Maps, Parameters
+from proa.ops.table import (
+    AttentionBatch,
+    Chosen,
+    DeltaInputs,
+    DeltaWeights,
+    KvPages,
+    Maps,
+    Parameters,
+    RecurrentState,
+)
 
 
 def fill(parameters: Parameters, values: dict[str, Tensor]) -> None:
@@ -34,6 +43,8 @@ class TorchRun:
     add = staticmethod(reference.add)
     write_kv = staticmethod(reference.write_kv)
     attention = staticmethod(reference.attention)
+    gate = staticmethod(reference.gate)
+    gated_delta = staticmethod(reference.gated_delta)
 
     def _maps(self, dtype: torch.dtype) -> Maps:
         return reference.reference(dtype).maps
@@ -95,9 +106,9 @@ class NativeRun:
     def _run(recorder: Recorder) -> None:
         recorder.program.run(0, len(recorder.program), recorder.rows)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         recorder, ops = self._record(len(x))
-        y = ops.rms_norm(x, weight, eps)
+        y = ops.rms_norm(x, weight, eps, offset)
         self._run(recorder)
         return y.clone()
 
@@ -112,6 +123,25 @@ class NativeRun:
         out = ops.add(x.clone(), y)
         self._run(recorder)
         return out
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        recorder, ops = self._record(len(x))
+        out = ops.gate(x.clone(), gate)
+        self._run(recorder)
+        return out
+
+    def gated_delta(
+        self, x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, batch: AttentionBatch
+    ) -> Tensor:
+        recorder, ops = self._record(len(x.q), len(batch.q_lens), max(batch.kv_lens))
+        y = ops.gated_delta(x, weights, state, batch)
+        lens = [torch.tensor(n, dtype=torch.int32) for n in (batch.q_lens, batch.kv_lens, batch.states)]
+        table = torch.zeros(len(batch.q_lens), max(batch.kv_lens), dtype=torch.int32)
+        recorder.program.set_batch(
+            len(batch.q_lens), *(n.data_ptr() for n in lens), table.data_ptr(), table.shape[1], 1, 1
+        )
+        self._run(recorder)
+        return y.clone()
 
     def route(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         recorder, ops = self._record(len(logits))
@@ -162,7 +192,7 @@ class NativeRun:
         q_lens, kv_lens = (torch.tensor(n, dtype=torch.int32) for n in (batch.q_lens, batch.kv_lens))
         pages, page_tokens = cache.keys.shape[:2]
         recorder.program.set_batch(
-            len(q_lens), q_lens.data_ptr(), kv_lens.data_ptr(), table.data_ptr(), most, pages, page_tokens
+            len(q_lens), q_lens.data_ptr(), kv_lens.data_ptr(), 0, table.data_ptr(), most, pages, page_tokens
         )
         self._run(recorder)
         return y.clone()

@@ -68,6 +68,7 @@ class FakeEngine:
         self.cache = PrefixCache(limits.page_tokens, self.allocator) if with_cache else None
         self.scheduler = Scheduler(limits, self.allocator, self.cache)
         self.pool: dict[tuple[int, int], tuple[int, int]] = {}  # (page, slot) -> (token, digest)
+        self.states: dict[int, int] = {}  # state slot -> digest, as recurrent layers would keep it
         self.asked: dict[str, EngineRequest] = {}
         self.got: dict[str, Answer] = {}
         self.cached_tokens: dict[str, int] = {}
@@ -147,6 +148,8 @@ class FakeEngine:
         assert len(set(ids)) == len(ids)
         assert plan.num_tokens <= limits.max_batch_tokens
         assert len(ids) <= limits.max_running
+        assert len({item.request.state_slot for item in plan.items}) == len(ids)
+        assert all(0 <= item.request.state_slot < limits.num_slots for item in plan.items)
         tree = set(self.cache.pages()) if self.cache else set()
         written: set[tuple[int, int]] = set()
         for item in plan.items:
@@ -171,6 +174,7 @@ class FakeEngine:
             if position >= item.start:
                 self.pool[self._slot(item, position)] = (tokens[position], state)
             assert self.pool[self._slot(item, position)] == (tokens[position], state), "stale or foreign page"
+        self._advance_state(item, state)
         if item.samples:
             sampled.append(next_token(state))
             for position in range(len(tokens), len(tokens) + drafts):
@@ -178,6 +182,16 @@ class FakeEngine:
                 self.pool[self._slot(item, position)] = (sampled[-1], state)
                 sampled.append(next_token(state))
         return sampled
+
+    def _advance_state(self, item: StepItem, want: int) -> None:
+        """Recurrent layers go on from what they left in the request's slot; a past from elsewhere they do not have."""
+        if self.cache is not None or self.limits.lookahead_tokens:
+            return
+        state = self.states[item.request.state_slot] if item.start else _SEED
+        for token in item.request.tokens[item.start : item.start + item.num_tokens]:
+            state = digest(state, token)
+        assert state == want, "a foreign state"
+        self.states[item.request.state_slot] = state
 
     def _take(self, event: TokenEvent) -> None:
         answer = self.got[event.id]

@@ -89,6 +89,19 @@ TINY: dict[str, TinyModel] = {
     "olmoe": _model(
         "OlmoeForCausalLM", num_experts=8, num_experts_per_tok=3, norm_topk_prob=False, rope_parameters=_rope(1e4)
     ),
+    "qwen3-next": _model(
+        "Qwen3NextForCausalLM",
+        num_hidden_layers=4,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=16,
+        linear_value_head_dim=32,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=True,
+        rope_parameters=_rope(1e7, partial_rotary_factor=0.25),
+        **_MOE,
+    ),
     "mixtral": _model(
         "MixtralForCausalLM",
         num_local_experts=8,
@@ -140,7 +153,7 @@ def reference_params(model: Any) -> dict[str, torch.Tensor]:
         _, layer, part = stem.split(".", 2)
         block = f"blocks.{layer}"
         if part != "mlp.experts":
-            found[f"{block}.{_INNER[part]}.{kind}"] = tensor
+            found[f"{block}.{_INNER[part]}.{_VECTORS.get(kind, kind)}"] = tensor
             continue
         for expert, stacked in enumerate(tensor):  # gate_up_proj [E, 2I, H], down_proj [E, H, I]
             halves = stacked.chunk(2) if kind == "gate_up_proj" else [stacked]
@@ -151,6 +164,7 @@ def reference_params(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+_VECTORS = {"A_log": "a_log"}
 _OUTER = {"embed_tokens": "embed", "norm": "norm", "lm_head": "head"}
 _INNER = {
     "input_layernorm": "norm1",
@@ -161,4 +175,9 @@ _INNER = {
     "mlp.gate": "ffn.router",
     **{f"mlp.shared_expert.{p}_proj": f"ffn.shared.{p}" for p in ("gate", "up", "down")},
     "mlp.shared_expert_gate": "ffn.shared_gate",
+    "linear_attn": "mixer",
+    **{f"linear_attn.in_proj_{p}": f"mixer.{p}" for p in ("qkvz", "ba")},
+    "linear_attn.conv1d": "mixer.conv",
+    "linear_attn.norm": "mixer.norm",
+    "linear_attn.out_proj": "mixer.out",
 }

@@ -171,7 +171,8 @@ def small_ones(bandwidth: float) -> None:
         cache = paged(1, rows + PAGE_TOKENS, 4, 128)[0]
         angles = torch.rand(rows, 64, device="cuda")
         norms, rotation = QkNorm(rand(128), rand(128), 1e-6), Angles(angles, angles, False)
-        time = microseconds([lambda: heads.rotate_store(qkv, norms, rotation, cache, slots)])  # noqa: B023
+        q, kv = qkv[:, :32], qkv[:, 32:]
+        time = microseconds([lambda: heads.rotate_store(q, kv, norms, rotation, cache, slots, q)])  # noqa: B023
         print(f"head norms, rotary and store, {rows} x 40 x 128: {time:.1f} us")
     for rows in (1, 32):
         logits = torch.randn(rows, 151936, device="cuda")

@@ -92,9 +92,9 @@ class Step:
         r, (before, after, of_q, of_k) = self.rows, of.norms
         norm.add_rms_norm(r.x, r.y, before, 1e-6, r.normed)
         self.map(r.normed, of.qkv, r.qkv.flatten(1))
-        heads.rotate_store(r.qkv, QkNorm(of_q, of_k, 1e-6), self.angles, of.cache, self.slots)
+        q, kv = r.qkv[:, :HEADS], r.qkv[:, HEADS:]
+        heads.rotate_store(q, kv, QkNorm(of_q, of_k, 1e-6), self.angles, of.cache, self.slots, q)
         softmax = attention.Softmax(DIM**-0.5)
-        q = r.qkv[:, :HEADS]
         attention.decode(q, of.cache, self.table, self.lens, softmax, self.splits, self.floats, r.attended)
         self.map(r.attended.flatten(1), of.out, r.y)
         norm.add_rms_norm(r.x, r.y, after, 1e-6, r.normed)

@@ -89,11 +89,12 @@ int proa_program_size(const proa_program* program, int64_t* out) {
 }
 
 int proa_program_set_batch(proa_program* program, int64_t sequences, const int32_t* q_lens, const int32_t* kv_lens,
-                           const int32_t* page_table, int64_t table_stride, int64_t pages, int64_t page_tokens) {
+                           const int32_t* states, const int32_t* page_table, int64_t table_stride, int64_t pages,
+                           int64_t page_tokens) {
     return proa::guarded([&] {
         require(program && q_lens && kv_lens && page_table, "A null pointer.");
         program->program.batch.set(int(sequences), q_lens, kv_lens, page_table, table_stride, int(pages),
-                                   int(page_tokens));
+                                   int(page_tokens), states);
     });
 }
 
@@ -129,15 +130,21 @@ int proa_program_add_lookup(proa_program* program, const proa_matrix* table, con
 
 int proa_program_add_rms_norm(proa_program* program, void* x, int64_t x_stride, const void* residual,
                               int64_t residual_stride, const void* weight, int64_t groups, int64_t width, float eps,
-                              void* out, int64_t out_stride) {
+                              void* out, int64_t out_stride, float offset, int64_t apart) {
     return add(program, [&] {
-        check_width(groups, "A number of groups"), check_width(width, "A width");
+        check_width(groups, "A number of groups"), check_width(width, "A width"), check_width(apart + 1, "A distance");
         require(weight, "The norm's weight is a null pointer.");
         const int64_t all = groups * width;
         const proa::ConstRows added = residual ? rows_in(residual, residual_stride, all) : proa::ConstRows{nullptr, 0};
-        return proa::RmsNorm{
-            rows_out(x, x_stride, all),    added, static_cast<const uint16_t*>(weight), int(groups), int(width), eps,
-            rows_out(out, out_stride, all)};
+        return proa::RmsNorm{rows_out(x, x_stride, all),
+                             added,
+                             static_cast<const uint16_t*>(weight),
+                             int(groups),
+                             int(width),
+                             eps,
+                             rows_out(out, out_stride, all),
+                             offset,
+                             int(apart)};
     });
 }
 
@@ -155,6 +162,15 @@ int proa_program_add_gated_add(proa_program* program, void* x, int64_t x_stride,
         check_width(width, "A width");
         const proa::Rows out = rows_out(x, x_stride, width);
         return proa::GatedAdd{out, rows_in(gate, gate_stride, 1), rows_in(y, y_stride, width), int(width), out};
+    });
+}
+
+int proa_program_add_gate(proa_program* program, void* x, int64_t x_stride, const void* gate, int64_t gate_stride,
+                          int64_t heads, int64_t head_dim, int64_t apart) {
+    return add(program, [&] {
+        check_width(heads, "A number of heads"), check_width(head_dim, "A head"), check_width(apart, "A distance");
+        return proa::Gate{rows_out(x, x_stride, heads * head_dim), rows_in(gate, gate_stride, 1), int(heads),
+                          int(head_dim), int(apart)};
     });
 }
 
@@ -212,6 +228,39 @@ int proa_program_add_attention(proa_program* program, const proa_kv_pages* cache
                                int(window),
                                scale,
                                sinks};
+    });
+}
+
+int proa_program_add_gated_delta(proa_program* program, const proa_gated_delta* d) {
+    return add(program, [&] {
+        require(d, "A null pointer where the delta rule should be.");
+        for (const int64_t size : {d->groups, d->per_group, d->key_dim, d->value_dim, d->taps, d->group_stride,
+                                   d->gates_group_stride, d->slots})
+            check_width(size, "A size of the delta rule");
+        const auto rows = [&](const void* data) { return rows_in(data, d->row_stride, 1); };
+        const auto gates = [&](const void* data) { return rows_in(data, d->gates_row_stride, 1); };
+        const proa::DeltaShape shape{int(d->groups), int(d->per_group), int(d->key_dim), int(d->value_dim),
+                                     int(d->taps)};
+        return proa::GatedDelta{shape,
+                                rows(d->q),
+                                rows(d->k),
+                                rows(d->v),
+                                rows(d->z),
+                                int(d->group_stride),
+                                gates(d->b),
+                                gates(d->a),
+                                int(d->gates_group_stride),
+                                d->conv,
+                                d->a_log,
+                                d->dt_bias,
+                                static_cast<const uint16_t*>(d->norm),
+                                d->eps,
+                                d->rule,
+                                static_cast<uint16_t*>(d->tail),
+                                int(d->slots),
+                                &program->program.batch,
+                                d->mixed,
+                                rows_out(d->out, d->out_stride, 1)};
     });
 }
 

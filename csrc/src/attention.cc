@@ -380,10 +380,11 @@ AttentionBatch::AttentionBatch(int most_sequences, int most_pages)
     : most_pages_(most_pages),
       q_lens_(size_t(most_sequences)),
       kv_lens_(size_t(most_sequences)),
+      states_(size_t(most_sequences)),
       table_(size_t(most_sequences) * size_t(most_pages)) {}
 
 void AttentionBatch::set(int sequences, const int32_t* q_lens, const int32_t* kv_lens, const int32_t* page_table,
-                         int64_t table_stride, int pages, int page_tokens) {
+                         int64_t table_stride, int pages, int page_tokens, const int32_t* states) {
     require(sequences >= 0 && sequences <= most_sequences(), "There are more sequences than the batch was made for.");
     int64_t rows = 0;
     for (int s = 0; s < sequences; ++s) {
@@ -402,6 +403,7 @@ void AttentionBatch::set(int sequences, const int32_t* q_lens, const int32_t* kv
     for (int s = 0; s < sequences; ++s) {
         const int count = (kv_lens[s] + page_tokens - 1) / page_tokens;
         q_lens_[size_t(s)] = q_lens[s], kv_lens_[size_t(s)] = kv_lens[s];
+        states_[size_t(s)] = states ? states[s] : 0;
         std::copy(page_table + s * table_stride, page_table + s * table_stride + count,
                   table_.begin() + int64_t(s) * most_pages_);
     }

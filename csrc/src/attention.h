@@ -17,20 +17,22 @@ class AttentionBatch {
 
     // Sequence s owns the next q_lens[s] rows; the last of them is its token kv_lens[s] - 1. Its pages, in order, begin
     // at page_table + s * table_stride. Throws Error, and keeps what it had, if anything does not fit.
+    // states[s] is its slot of recurrent states; null: 0 for all.
     void set(int sequences, const int32_t* q_lens, const int32_t* kv_lens, const int32_t* page_table,
-             int64_t table_stride, int pages, int page_tokens);
+             int64_t table_stride, int pages, int page_tokens, const int32_t* states = nullptr);
 
     int sequences() const { return sequences_; }
     int most_sequences() const { return int(q_lens_.size()); }
     int rows() const { return rows_; }
     int q_len(int s) const { return q_lens_[size_t(s)]; }
     int kv_len(int s) const { return kv_lens_[size_t(s)]; }
+    int state(int s) const { return states_[size_t(s)]; }
     int most_pages() const { return most_pages_; }
     const int32_t* pages(int s) const { return table_.data() + size_t(s) * size_t(most_pages_); }
 
   private:
     int most_pages_, sequences_ = 0, rows_ = 0;
-    std::vector<int32_t> q_lens_, kv_lens_, table_;
+    std::vector<int32_t> q_lens_, kv_lens_, states_, table_;
 };
 
 // A sequence's part of a run: its tasks, and where their partial results go if its keys are split among tasks.

@@ -7,6 +7,7 @@
 #include <variant>
 
 #include "attention.h"
+#include "delta.h"
 #include "linear.h"
 #include "lookup.h"
 #include "moe.h"
@@ -14,8 +15,8 @@
 
 namespace proa {
 
-using Operation =
-    std::variant<Embed, Lookup, RmsNorm, Add, GatedAdd, Rotary, WriteKv, Route, Best, Attention, Linear, Moe>;
+using Operation = std::variant<Embed, Lookup, RmsNorm, Add, GatedAdd, Gate, Rotary, WriteKv, Route, Best, Attention,
+                               GatedDelta, Linear, Moe>;
 
 class Program {
   public:

@@ -48,8 +48,9 @@ void compute(const RmsNorm& op, const Kernels& k, int first, int last, std::byte
             k.add_row(x, row_of(op.residual, row), width, sums);
             x = sums, sums += width;
         }
+        const int apart = std::max(op.width, op.apart);
         for (int g = 0; g < op.groups; ++g)
-            k.rms_norm_row(x + g * op.width, op.weight, op.width, op.eps, out + g * op.width);
+            k.rms_norm_row(x + g * apart, op.weight, op.width, op.eps, op.offset, out + g * op.width);
     }
 }
 void place(const RmsNorm& op, int first, int last, const std::byte* scratch) {
@@ -77,6 +78,18 @@ void compute(const GatedAdd& op, const Kernels& k, int first, int last, std::byt
 }
 void place(const GatedAdd& op, int first, int last, const std::byte* scratch) {
     copy_rows(reinterpret_cast<const uint16_t*>(scratch), op.width, op.out, first, last);
+}
+
+size_t row_bytes(const Gate& op) { return size_t(op.heads) * size_t(op.head_dim) * 2; }
+void compute(const Gate& op, const Kernels& k, int first, int last, std::byte* scratch) {
+    uint16_t* out = reinterpret_cast<uint16_t*>(scratch);
+    for (int row = first; row < last; ++row)
+        for (int head = 0; head < op.heads; ++head, out += op.head_dim)
+            k.gate_row(row_of(op.x, row) + head * op.head_dim, row_of(op.gate, row) + head * op.apart, op.head_dim,
+                       out);
+}
+void place(const Gate& op, int first, int last, const std::byte* scratch) {
+    copy_rows(reinterpret_cast<const uint16_t*>(scratch), op.heads * op.head_dim, op.x, first, last);
 }
 
 size_t row_bytes(const Rotary& op) { return size_t(op.heads) * size_t(op.half) * 4; }
@@ -247,7 +260,10 @@ void check(const RmsNorm& op) {
     const int64_t width = int64_t(op.width) * op.groups;
     require(width <= kMostWidth, "The rows of a norm are too long.");
     require(op.weight, "The weight of a norm is a null pointer.");
-    check_rows(op.x.data, op.x.stride, width, "The input of a norm");
+    require(op.apart == 0 || (op.apart >= op.width && !op.residual.data),
+            "Groups of a norm's input overlap, or lie apart where a residual is added.");
+    const int64_t reach = width + int64_t(op.groups - 1) * (op.apart ? op.apart - op.width : 0);
+    check_rows(op.x.data, op.x.stride, reach, "The input of a norm");
     if (op.residual.data) check_rows(op.residual.data, op.residual.stride, width, "The residual");
     check_rows(op.out.data, op.out.stride, width, "The output of a norm");
 }
@@ -264,6 +280,15 @@ void check(const GatedAdd& op) {
     check_rows(op.gate.data, op.gate.stride, 1, "The shared expert's gate");
     check_rows(op.shared.data, op.shared.stride, op.width, "The shared expert's output");
     check_rows(op.out.data, op.out.stride, op.width, "The output");
+}
+
+void check(const Gate& op) {
+    check_size(op.heads, kMostHeads, "The number of heads");
+    check_size(op.head_dim, kMostWidth / kMostHeads, "The dimension of a head");
+    check_size(op.apart, kMostWidth / kMostHeads, "The distance of gates");
+    require(op.apart >= op.head_dim, "Gates overlap.");
+    check_rows(op.x.data, op.x.stride, int64_t(op.heads) * op.head_dim, "What is gated");
+    check_rows(op.gate.data, op.gate.stride, int64_t(op.heads - 1) * op.apart + op.head_dim, "The gate");
 }
 
 void check(const Rotary& op) {
@@ -312,6 +337,7 @@ void run(const Embed& op, Host& host, int rows, int lane) {
 void run(const RmsNorm& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
 void run(const Add& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
 void run(const GatedAdd& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
+void run(const Gate& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
 void run(const Rotary& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
 void run(const WriteKv& op, Host& host, int rows, int lane) {
     check_range(op.slots, rows, int64_t(op.cache.pages) * op.cache.page_tokens, "KV slot");

@@ -37,15 +37,25 @@ struct Embed {
     RowsNow now{};
 };
 
-// Every group of every row: out = x / rms(x) * weight [width]. With a residual, x += residual comes first and is kept.
-// out may be x.
+// Every group of every row: out = x / rms(x) * (offset + weight [width]). With a residual, x += residual comes first
+// and is kept. out may be x.
 struct RmsNorm {
     Rows x;              // only read unless there is a residual
     ConstRows residual;  // null data: none
     const uint16_t* weight;
-    int groups, width;  // groups of a row lie next to each other
+    int groups, width;  // groups of the output's row lie next to each other
     float eps;
     Rows out;
+    float offset = 0;
+    int apart = 0;  // values from group to group of x's row, if they are more than the width; then without a residual
+    RowsNow now{};
+};
+
+// x *= sigmoid(gate), head by head.
+struct Gate {
+    Rows x;          // rows of [heads][head_dim]
+    ConstRows gate;  // likewise, but `apart` values from head to head
+    int heads, head_dim, apart;
     RowsNow now{};
 };
 
@@ -116,6 +126,7 @@ void check(const Embed& op);
 void check(const RmsNorm& op);
 void check(const Add& op);
 void check(const GatedAdd& op);
+void check(const Gate& op);
 void check(const Rotary& op);
 void check(const KvPages& cache);
 void check(const WriteKv& op);
@@ -127,6 +138,7 @@ void run(const Embed& op, Host& host, int rows, int lane);
 void run(const RmsNorm& op, Host& host, int rows, int lane);
 void run(const Add& op, Host& host, int rows, int lane);
 void run(const GatedAdd& op, Host& host, int rows, int lane);
+void run(const Gate& op, Host& host, int rows, int lane);
 void run(const Rotary& op, Host& host, int rows, int lane);
 void run(const WriteKv& op, Host& host, int rows, int lane);
 void run(const Route& op, Host& host, int rows, int lane);

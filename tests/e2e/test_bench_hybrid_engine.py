@@ -39,6 +39,15 @@ def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
         assert figures["round_trip_us"] > 0
 
 
+def test_a_model_with_recurrent_states() -> None:
+    """Its prompt is computed again each time."""
+    done = bench("--shape=tiny-next", "--gpu=sim:64MiB", "--resident=50", "--requests=1", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert figures["steps"] >= 12
+    assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
+
+
 def test_everything_on_the_gpu_and_a_table() -> None:
     done = bench("--gpu=sim:64MiB", "--resident=100", "--requests=2")
     assert done.returncode == 0, done.stderr

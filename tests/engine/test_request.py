@@ -60,7 +60,7 @@ def test_how_an_answer_ends(
 def test_transitions(path: str, is_legal: bool) -> None:
     request = make()
     moves = {
-        "admit": lambda: request.admit([], None),
+        "admit": lambda: request.admit([], None, 0),
         "preempt": request.preempt,
         "finish": lambda: request.finish("stop"),
     }
@@ -78,7 +78,7 @@ def test_transitions(path: str, is_legal: bool) -> None:
 
 def test_truncate_never_reaches_into_shared_pages() -> None:
     request = make(prompt=9)
-    request.admit([0, 1, 2], PrefixNode("b", 1, PrefixNode("a", 0, PrefixNode("", -1, None))))
+    request.admit([0, 1, 2], PrefixNode("b", 1, PrefixNode("a", 0, PrefixNode("", -1, None))), 0)
     assert (request.num_shared, request.num_shareable, request.num_computed) == (8, 8, 12)
     request.truncate(9)
     request.truncate(99)

@@ -8,7 +8,7 @@ import pytest
 
 from proa.errors import ConfigError
 from proa.models.families import declare
-from proa.models.spec import Attention, Mlp, Model, Moe, RopeScaling
+from proa.models.spec import Attention, GatedDeltaNet, Mlp, Model, Moe, RopeScaling
 
 SHAPES: dict[str, Any] = {
     "hidden_size": 64,
@@ -35,6 +35,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": {**_QWEN3, "shared_expert_intermediate_size": 40},
     "Qwen3MoeForCausalLM": _QWEN3,
     "MixtralForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "Qwen3NextForCausalLM": {
+        **_QWEN3,
+        "shared_expert_intermediate_size": 40,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+    },
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False},
 }
 
@@ -48,14 +56,14 @@ def spec_of(architecture: str, **values: Any) -> Model:
 
 
 def mixer_of(architecture: str, **values: Any) -> Attention:
-    return spec_of(architecture, **values).blocks[0].mixer
+    return spec_of(architecture, **values).attention[0]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_minimal_config(architecture: str) -> None:
     spec = spec_of(architecture)
     assert len(spec.blocks) == 4
-    assert spec.blocks[0].mixer.rope.base == (1e6 if architecture == "MixtralForCausalLM" else 1e4)
+    assert spec.attention[0].rope.base == (1e6 if architecture == "MixtralForCausalLM" else 1e4)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -69,7 +77,7 @@ def test_minimal_config(architecture: str) -> None:
         ({"num_hidden_layers": 0}, "'num_hidden_layers' must be at least 1"),
         ({"rms_norm_eps": True}, "'rms_norm_eps' must be a value of type float"),
         ({"num_key_value_heads": 3}, "4 heads with 3 KV heads"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not implemented"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor .*0.2"),
         ({"head_dim": 15}, "even head_dim"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not implemented"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1"),
@@ -77,7 +85,7 @@ def test_minimal_config(architecture: str) -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "surprise": 1}}, "--ignore-config-key surprise"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised by 'bitsandbytes'"),
         ({"quantization_config": {"quant_method": "fp8", "surprise": 1}}, "--ignore-config-key surprise"),
-        ({"rope_scaling": {"type": "factors", "factors": [1.0]}}, "1 rope factors for 8 frequencies"),
+        ({"rope_scaling": {"type": "factors", "factors": [1.0]}}, "1 rope factors for [82] frequencies"),
         ({"compression_config": {"quant_method": "quark"}}, "'quark'"),
     ],
 )
@@ -90,6 +98,12 @@ def test_refused_by_every_family(architecture: str, values: dict[str, Any], mess
     ("architecture", "values", "message"),
     [
         ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "only 8 experts"),
+        ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not implemented"),
+        ("Qwen3NextForCausalLM", {"linear_num_value_heads": 3}, "3 value heads .* not a multiple of 2 key heads"),
+        ("Qwen3NextForCausalLM", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2"),
+        ("Qwen3NextForCausalLM", {"use_sliding_window": True}, "use_sliding_window = True is not implemented"),
+        ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"] * 4}, "without any layer of full attention"),
         ("Qwen3MoeForCausalLM", {"norm_topk_prob": None}, "'norm_topk_prob' is missing"),
         ("Qwen3MoeForCausalLM", {"num_local_experts": 4}, "must agree"),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
@@ -239,6 +253,25 @@ def test_top_level_original_positions_win() -> None:
 )
 def test_windows(architecture: str, values: dict[str, Any], windows: list[int | None]) -> None:
     assert [block.mixer.window for block in spec_of(architecture, **values).blocks] == windows
+
+
+@pytest.mark.parametrize(
+    ("values", "full"),
+    [
+        ({}, [3]),
+        ({"full_attention_interval": 2}, [1, 3]),
+        ({"layer_types": ["full_attention"] + ["linear_attention"] * 3}, [0]),
+    ],
+)
+def test_layers_of_full_and_linear_attention(values: dict[str, Any], full: list[int]) -> None:
+    blocks = spec_of("Qwen3NextForCausalLM", **values).blocks
+    assert [i for i, block in enumerate(blocks) if isinstance(block.mixer, Attention)] == full
+    assert {block.mixer for i, block in enumerate(blocks) if i not in full} == {GatedDeltaNet(64, 2, 4, 16, 32, 4)}
+
+
+@pytest.mark.parametrize(("values", "dim"), [({}, 4), ({"partial_rotary_factor": 0.5}, 8)])
+def test_the_share_of_a_head_that_turns(values: dict[str, Any], dim: int) -> None:
+    assert mixer_of("Qwen3NextForCausalLM", **values).rope.dim == dim
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from proa.models.families import declare
-from proa.models.spec import Model, Moe, Rope, RopeScaling
+from proa.models.spec import Attention, GatedDeltaNet, Model, Moe, Rope, RopeScaling
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("hub_configs.json").read_bytes())
 
@@ -30,6 +30,7 @@ NUMBERS = {
     "Qwen1.5-MoE-A2.7B": (14_315_784_192, 8192, 196608),
     "Mixtral-8x7B-v0.1": (46_702_792_704, 32768, 131072),
     "Mixtral-8x22B-v0.1": (140_620_634_112, 65536, 229376),
+    "Qwen3-Next-80B-A3B-Instruct": (79_674_391_296, 262144, 24576),
 }
 
 
@@ -53,12 +54,12 @@ def test_as_many_parameters_as_transformers(name: str) -> None:
 
 
 def test_rope() -> None:
-    assert spec_of("Llama-2-7B").blocks[0].mixer.rope == Rope(128, 10000.0)
-    assert spec_of("SmolLM2-135M-Instruct").blocks[0].mixer.rope == Rope(64, 100000.0)
+    assert spec_of("Llama-2-7B").attention[0].rope == Rope(128, 10000.0)
+    assert spec_of("SmolLM2-135M-Instruct").attention[0].rope == Rope(64, 100000.0)
     scaling = RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
-    assert spec_of("Llama-3.1-8B-Instruct").blocks[0].mixer.rope == Rope(128, 500000.0, scaling)
+    assert spec_of("Llama-3.1-8B-Instruct").attention[0].rope == Rope(128, 500000.0, scaling)
     yarn = spec_of("Qwen2.5-7B-Instruct with the YaRN its card recommends")
-    assert yarn.blocks[0].mixer.rope == Rope(128, 1000000.0, RopeScaling("yarn", 4.0, 32768))
+    assert yarn.attention[0].rope == Rope(128, 1000000.0, RopeScaling("yarn", 4.0, 32768))
 
 
 def test_routers() -> None:
@@ -73,8 +74,18 @@ def test_routers() -> None:
         "Qwen1.5-MoE-A2.7B": (60, 4, 1408, False, True),
         "Mixtral-8x7B-v0.1": (8, 2, 14336, True, False),
         "Mixtral-8x22B-v0.1": (8, 2, 16384, True, False),
+        "Qwen3-Next-80B-A3B-Instruct": (512, 10, 512, True, True),
     }
 
 
 def test_no_published_model_slides() -> None:
-    assert not [name for name in CONFIGS if any(b.mixer.window for b in spec_of(name).blocks)]
+    assert not [name for name in CONFIGS if any(mixer.window for mixer in spec_of(name).attention)]
+
+
+def test_qwen3_next() -> None:
+    spec = spec_of("Qwen3-Next-80B-A3B-Instruct")
+    assert [isinstance(block.mixer, Attention) for block in spec.blocks] == [False, False, False, True] * 12
+    assert spec.blocks[0].mixer == GatedDeltaNet(2048, 16, 32, 128, 128, 4)
+    assert spec.ropes == {Rope(64, 1e7)}
+    assert spec.state_bytes_per_sequence(2) == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert (spec.norm_offset, spec.recurrent) == (1.0, True)

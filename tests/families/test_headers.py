@@ -26,7 +26,7 @@ def test_saved_checkpoint_is_used_completely(name: str, tmp_path: Path) -> None:
     assert_same(load(checkpoint.path), reference_params(reference))
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "qwen2-moe-mixed", "qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "qwen2-moe-mixed", "qwen3-moe", "qwen3-next", "mixtral"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_stacked_experts(name: str, transposed: bool, tmp_path: Path) -> None:
     """The layouts that save_pretrained does not write: all experts of a layer in one tensor, both orientations."""
@@ -57,6 +57,19 @@ def test_torch_bin(num_files: int, tmp_path: Path) -> None:
         torch.save(dict(items[i::num_files]), folder / name)
     assert open_checkpoint(folder).load_format == "bin"
     assert_same(load(folder), reference_params(reference))
+
+
+def test_layers_that_guess_ahead_are_ignored_by_name(tmp_path: Path) -> None:
+    """As Qwen3-Next is published: they are no parameters of the model, and say why they are not loaded."""
+    folder = make_tiny("qwen3-next", tmp_path / "model")
+    tensors = dict(tiny_reference("qwen3-next").state_dict())
+    tensors |= {"mtp.fc.weight": torch.ones(64, 128), "mtp.layers.0.mlp.experts.3.up_proj.weight": torch.ones(24, 64)}
+    save_file(tensors, folder / "model.safetensors")
+    checkpoint = open_checkpoint(folder)
+    ignored = resolve(checkpoint.declare(), checkpoint.tensors).ignored
+    assert ignored.keys() == {"mtp.fc.weight", "mtp.layers.0.mlp.experts.3.up_proj.weight"}
+    assert all("guess" in why for why in ignored.values())
+    assert_same(load(folder), reference_params(tiny_reference("qwen3-next")))
 
 
 def test_old_llama_buffers_are_ignored_by_name(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def forced(model: Loaded, texts: list[list[int]], prompt_tokens: list[int]) -> T
 
     def step(parts: list[tuple[int, int, int]]) -> None:
         """(sequence, from, to)"""
-        executor.forward([Span(texts[i][a:b], a, pages[i], prompt_tokens[i]) for i, a, b in parts])
+        executor.forward([Span(texts[i][a:b], a, pages[i], prompt_tokens[i], i) for i, a, b in parts])
         rows = sum(b - a for _, a, b in parts)
         best = executor.score(range(rows))
         found.append(executor.logits.clone().float())

@@ -12,9 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from delta_cases import CASES as DELTA_CASES
+from delta_cases import SHAPES, exact, joined, part, poisoned_state
+from delta_cases import inputs as delta_inputs
+from delta_cases import weights as delta_weights
 from ops_run import NativeRun, TorchRun
 from proa.ops.reference import silu_mul
-from proa.ops.table import KvPages, batch_of
+from proa.ops.table import DeltaInputs, KvPages, batch_of
 
 TORCH = TorchRun()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -56,12 +60,70 @@ def assert_within(got: Tensor, want: Tensor, bound: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (5, 576), (2, 4096)])
-def test_rms_norm(ops: Run, dtype: torch.dtype, rows: int, width: int, rng: torch.Generator) -> None:
+def test_rms_norm(ops: Run, dtype: torch.dtype, rows: int, width: int, offset: float, rng: torch.Generator) -> None:
     x, weight = rand(rng, rows, width, dtype=dtype), rand(rng, width, dtype=dtype)
     wide = x.double()
-    want = weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-    assert_within(ops.rms_norm(x, weight, 1e-6), want, want.abs() * (width / 2 + 8) * EPS32 + stored(want, dtype))
+    want = (weight.double() + offset) * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    got = ops.rms_norm(x, weight, 1e-6, offset)
+    assert_within(got, want, want.abs() * (width / 2 + 9) * EPS32 + stored(want, dtype))
+
+
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
+def test_norm_of_heads_that_lie_apart(ops: Run, dtype: torch.dtype, rng: torch.Generator) -> None:
+    x, weight = rand(rng, 5, 6, 24, dtype=dtype), rand(rng, 24, dtype=dtype)
+    assert torch.equal(ops.rms_norm(x[:, ::2], weight, 1e-6), ops.rms_norm(x[:, ::2].contiguous(), weight, 1e-6))
+
+
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
+@pytest.mark.parametrize("apart", [1, 2])
+def test_gate(ops: Run, dtype: torch.dtype, apart: int, rng: torch.Generator) -> None:
+    x, other = rand(rng, 5, 3, 24, dtype=dtype), rand(rng, 5, 3 * apart, 24, dtype=dtype) * 4
+    gate = other[:, ::apart]
+    want = x.double() * torch.sigmoid(gate.double())
+    # The sigmoid may be rounded, then the product.
+    assert_within(ops.gate(x, gate), want, want.abs() * 8 * EPS32 + 2.01 * stored(want, dtype) + stored(x, dtype))
+
+
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
+@pytest.mark.parametrize("case", DELTA_CASES)
+@pytest.mark.parametrize("size", SHAPES)
+def test_gated_delta(ops: Run, dtype: torch.dtype, case: str, size: str, rng: torch.Generator) -> None:
+    shape, sequences = SHAPES[size], DELTA_CASES[case]
+    weights = delta_weights(shape, rng, dtype)
+    texts = [delta_inputs(shape, total, rng, dtype) for _, total in sequences]
+    slots = torch.randperm(len(texts) + 2, generator=rng)[: len(texts)].tolist()
+    state = poisoned_state(shape, len(texts) + 2, dtype)
+
+    def run(x: DeltaInputs, q_lens: list[int], kv_lens: list[int], states: list[int]) -> Tensor:
+        batch = batch_of(q_lens, kv_lens, [list(range(n)) for n in kv_lens], 1, states)
+        return ops.gated_delta(x, weights, state, batch).view(len(x.q), shape.heads, shape.value_dim)
+
+    before = [total - rows for rows, total in sequences]
+    for text, past, slot in zip(texts, before, slots, strict=True):
+        if past:
+            run(part(text, slice(past)), [past], [past], [slot])
+    step = joined(shape, [part(text, slice(past, None)) for text, past in zip(texts, before, strict=True)])
+    got = run(step, [rows for rows, _ in sequences], [total for _, total in sequences], slots)
+    first = 0
+    for text, past, slot in zip(texts, before, slots, strict=True):
+        want = exact(text, weights, shape)
+        rows = slice(first, first := first + len(text.q) - past)
+        assert_within(got[rows], want.out[past:], want.bound[past:] + stored(want.out[past:], dtype))
+        assert ((state.rule[slot].double() - want.rule).flatten(1).norm(dim=1) <= want.rule_bound).all()
+        assert torch.equal(state.tail[slot], want.tail)
+    others = [i for i in range(len(texts) + 2) if i not in slots]
+    assert state.rule[others].isnan().all()
+    assert state.tail[others].isnan().all()
+
+
+@pytest.mark.parametrize("ops", natives())
+def test_a_state_slot_that_there_is_not_is_refused(ops: NativeRun, rng: torch.Generator) -> None:
+    shape = SHAPES["small"]
+    x, weights = delta_inputs(shape, 1, rng, torch.bfloat16), delta_weights(shape, rng, torch.bfloat16)
+    with pytest.raises(ValueError, match="State slot 2 of sequence 0 is not one of 2"):
+        ops.gated_delta(x, weights, poisoned_state(shape, 2, torch.bfloat16), batch_of([1], [1], [[0]], 1, [2]))
 
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)

@@ -47,7 +47,7 @@ def some_residency(experts: int, top_k: int, rng: torch.Generator, device: torch
 
 def case(rows: int, width: int, experts: int, rng: torch.Generator, device: torch.device) -> tuple[Tensor, ...]:
     x, y = (torch.randn(rows, width, generator=rng).to(torch.bfloat16).to(device) for _ in range(2))
-    weight = (1 + 0.1 * torch.randn(width, generator=rng)).to(torch.bfloat16).to(device)
+    weight = torch.randint(-64, 64, (width,), generator=rng).div(64).to(torch.bfloat16).to(device)  # + 1 is exact
     router = (torch.randn(experts, width, generator=rng) * width**-0.5).to(torch.bfloat16).to(device)
     return x, y, weight, router
 
@@ -68,8 +68,9 @@ def test_as_step_by_step(
     before, space = x.clone(), choice_space(device)
     for call in range(2):  # the second finds what the first left
         out = poisoned(rows, width, rule.top_k, device)
-        choose(x, y, Norm(weight, EPS), router, slots, rule, residency, space, out)
-        _check(out, space, x, y, weight, router, slots, rule, replace(residency, counts=None))
+        offset = float(call)
+        choose(x, y, Norm(weight, EPS, offset), router, slots, rule, residency, space, out)
+        _check(out, space, x, y, weight + offset, router, slots, rule, replace(residency, counts=None))
         assert residency.counts is not None
         assert int(residency.counts.sum()) == (call + 1) * int((slots >= 0).sum()) * rule.top_k
         assert not space.arrived.any()

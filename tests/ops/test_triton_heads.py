@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
 from proa.ops.table import Angles, KvPages, QkNorm
-from proa.ops.triton.heads import rotate_store
+from proa.ops.triton.heads import gate, rotate_store
 
 
 def rotary(x: Tensor, rotation: Angles) -> Tensor:
@@ -23,14 +23,14 @@ def rotary(x: Tensor, rotation: Angles) -> Tensor:
     return out
 
 
-def turned(x: Tensor, weight: Tensor | None, rotation: Angles | None) -> tuple[Tensor, Tensor]:
+def turned(x: Tensor, weight: Tensor | None, rotation: Angles | None, offset: float) -> tuple[Tensor, Tensor]:
     """What x [T, heads, D] becomes, in float64, and the bound of its error."""
     slack = torch.zeros_like(x, dtype=torch.float64)
     if weight is not None:
-        exact = weight.double() * x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        exact = (weight.double() + offset) * x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
         rounded = exact.to(BF16)
         # Where float32's error decides which way it is rounded, the result is the neighbour: a whole unit.
-        error = exact.abs() * (x.shape[-1] / 2 + 8) * EPS32
+        error = exact.abs() * (x.shape[-1] / 2 + 9) * EPS32
         close = (exact + error).to(BF16) != (exact - error).to(BF16)
         slack = torch.where(close, exact.abs() * torch.finfo(BF16).eps, 0)
         x = rounded
@@ -42,7 +42,7 @@ def turned(x: Tensor, weight: Tensor | None, rotation: Angles | None) -> tuple[T
     return want, size * 4 * EPS32 + stored(want) + moved * 1.01
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("norm", "gated", "offset"), [(False, False, 0.0), (True, False, 0.0), (True, True, 1.0)])
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "dim", "turning", "interleaved"),
     [
@@ -62,37 +62,44 @@ def test_rotate_store(
     turning: int,
     interleaved: bool,
     norm: bool,
+    gated: bool,
+    offset: float,
     rng: torch.Generator,
     device: torch.device,
 ) -> None:
     page_tokens, pages = 5, rows
-    qkv = rand(rng, rows, heads + 2 * kv_heads, dim)
+    apart = 2 if gated else 1  # heads of q from one to the next
+    qkv = rand(rng, rows, apart * heads + 2 * kv_heads, dim)
     slots = torch.randperm(pages * page_tokens, generator=rng)[:rows]
     if rows > 1:
         slots[rows // 2] = -1
     live = slots >= 0
     angles = rand(rng, rows, turning // 2, dtype=torch.float32) * 10
     rotation = Angles(angles.cos(), angles.sin(), interleaved) if turning else None
-    norms = QkNorm(rand(rng, dim), rand(rng, dim), 1e-6) if norm else None
+    norms = QkNorm(rand(rng, dim), rand(rng, dim), 1e-6, offset) if norm else None
 
     got = qkv.clone().to(device)
     pool = poisoned(pages, 2, page_tokens, kv_heads, dim).to(device)
     cache = KvPages(pool[:, 0], pool[:, 1])
+    q, kv = torch.split(got, [apart * heads, 2 * kv_heads], 1)
+    out = poisoned(rows, heads, dim).to(device) if gated else q
     rotate_store(
-        got,
-        None if norms is None else QkNorm(norms.q.to(device), norms.k.to(device), norms.eps),
+        q[:, ::apart],
+        kv,
+        None if norms is None else QkNorm(norms.q.to(device), norms.k.to(device), norms.eps, offset),
         None if rotation is None else Angles(rotation.cos.to(device), rotation.sin.to(device), interleaved),
         cache,
         slots.to(device),
+        out,
     )
 
-    q, k, v = (t.clone() for t in torch.split(qkv, [heads, kv_heads, kv_heads], 1))
-    want, bound = turned(q, None if norms is None else norms.q, rotation)
-    assert_within(got[:, :heads].cpu()[live], want[live], bound[live])
-    assert torch.equal(got[:, :heads].cpu()[~live], q[~live])
-    assert torch.equal(got[:, heads:].cpu(), qkv[:, heads:])
+    every, k, v = (t.clone() for t in torch.split(qkv, [apart * heads, kv_heads, kv_heads], 1))
+    want, bound = turned(every[:, ::apart], None if norms is None else norms.q, rotation, offset)
+    assert_within(out.cpu()[live], want[live], bound[live])
+    assert out.cpu()[~live].isnan().all() if gated else torch.equal(out.cpu()[~live], every[~live])
+    assert torch.equal(got.cpu(), qkv) if gated else torch.equal(kv.cpu(), qkv[:, heads:])
     keys, values = (t.cpu().flatten(0, 1) for t in (cache.keys, cache.values))
-    want, bound = turned(k, None if norms is None else norms.k, rotation)
+    want, bound = turned(k, None if norms is None else norms.k, rotation, offset)
     assert_within(keys[slots[live]], want[live], bound[live])
     assert torch.equal(values[slots[live]], v[live])
     for stored_rows in (keys, values):
@@ -101,13 +108,27 @@ def test_rotate_store(
         assert stored_rows[untouched].isnan().all()
 
 
+@pytest.mark.parametrize("apart", [1, 2])
+def test_gate(apart: int, rng: torch.Generator, device: torch.device) -> None:
+    x, other = rand(rng, 5, 3, 24), rand(rng, 5, 3 * apart, 24) * 4
+    got = x.clone().to(device)
+    gate(got, other.to(device)[:, ::apart])
+    want = x.double() * torch.sigmoid(other[:, ::apart].double())
+    assert_within(got, want, want.abs() * 8 * EPS32 + stored(want))
+
+
 def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     cache = KvPages(*torch.zeros(2, 1, 4, 2, 16, dtype=BF16, device=device))
     qkv, slots = torch.zeros(3, 8, 16, dtype=BF16, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    q, kv = qkv[:, :4], qkv[:, 4:]
     angles = torch.zeros(2, 8, device=device)
     with pytest.raises(ValueError, match="cos"):
-        rotate_store(qkv, None, Angles(angles, angles, False), cache, slots)
+        rotate_store(q, kv, None, Angles(angles, angles, False), cache, slots, q)
     with pytest.raises(ValueError, match="slots"):
-        rotate_store(qkv, None, None, cache, slots[:2])
-    with pytest.raises(ValueError, match="not q, k and v"):
-        rotate_store(qkv[:, :4], None, None, cache, slots)
+        rotate_store(q, kv, None, None, cache, slots[:2], q)
+    with pytest.raises(ValueError, match="not k and v"):
+        rotate_store(q, kv[:, 1:], None, None, cache, slots, q)
+    with pytest.raises(ValueError, match="not heads"):
+        rotate_store(q[:, ::2], kv, None, None, cache, slots, q[:, ::2])
+    with pytest.raises(ValueError, match="do not fit"):
+        gate(q[:, ::2], q[:, ::2])

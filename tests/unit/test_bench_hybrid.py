@@ -33,6 +33,7 @@ from proa.config.options import GpuOptions
 from proa.engine.ipc import Stats
 from proa.errors import ResourceError, UsageError
 from proa.models.families import declare
+from proa.models.spec import Attention, GatedDeltaNet
 from proa.plan.plan import GpuPlan, VramBudget
 from proa.weights.frequencies import frequencies
 
@@ -57,8 +58,8 @@ def moment(time_s: float, **counters: Any) -> Moment:
 
 @pytest.mark.parametrize(
     ("name", "parameters", "active", "expert_bytes"),
-    [("qwen3-30b-a3b", 30.5e9, 3.3e9, 9 << 20), ("minimax-m2", 228.7e9, 10e9, 27 << 20), ("qwen3-next", 80e9, 3e9,
-      6 << 20)],
+    [("qwen3-30b-a3b", 30.5e9, 3.3e9, 9 << 20), ("minimax-m2", 228.7e9, 10e9, 27 << 20), ("qwen3-next-80b-a3b", 79.67e9,
+      3.56e9, 6 << 20)],
 )  # fmt: skip
 def test_shapes_are_those_of_the_models(name: str, parameters: float, active: float, expert_bytes: int) -> None:
     shape = MODEL_SHAPES[name]
@@ -69,6 +70,16 @@ def test_shapes_are_those_of_the_models(name: str, parameters: float, active: fl
     assert 3 * shape.hidden * shape.width * 2 == expert_bytes
     with pytest.raises(UsageError, match=f"has {shape.layers}"):
         shape.cut(shape.layers + 1)
+
+
+def test_the_shape_of_qwen3_next_is_its_own() -> None:
+    spec = declare(MODEL_SHAPES["qwen3-next-80b-a3b"].config()).spec
+    assert spec.num_params == 79_674_391_296
+    assert [isinstance(block.mixer, Attention) for block in spec.blocks] == [False, False, False, True] * 12
+    assert spec.blocks[0].mixer == GatedDeltaNet(2048, 16, 32, 128, 128, 4)
+    gpu = msgspec.structs.replace(gpu_plan(), experts=(512,) * 48, expert_bytes=(6 << 20,) * 48, resident=((),) * 48)
+    dense = step_bytes(spec, gpu, "uniform", 2, 100, 0.0).dense
+    assert dense == gpu.vram.dense_read_bytes + 2 * (100 * 24576 + 2 * spec.state_bytes_per_sequence(2))
 
 
 @pytest.mark.parametrize(("experts", "top_k", "requests"), [(3, 1, 2), (4, 2, 3), (5, 3, 2), (5, 2, 1), (4, 4, 2)])
@@ -172,6 +183,13 @@ def test_resident_is_a_number_of_experts(percent: float | None, experts: str) ->
     assert case_of(HybridOptions(resident=percent)).engine.gpus.gpu_experts == experts
 
 
+@pytest.mark.parametrize(("shape", "uncached"), [("tiny", 16), ("tiny-next", 100)])
+def test_prompts_of_models_with_states_are_computed_again(shape: str, uncached: int) -> None:
+    options = HybridOptions(shape=shape, requests="3", context=100, max_batch_tokens=13)
+    assert case_of(options).uncached_tokens == uncached
+    assert answer_tokens(options, 3, uncached) == options.output_tokens + 1 + -(-3 * uncached // 10) + 3
+
+
 def test_the_engine_has_room_for_all_requests() -> None:
     options = HybridOptions(layers=2, requests="3,1", context=100, output_tokens=10, router="zipf")
     case = case_of(options)
@@ -179,7 +197,7 @@ def test_the_engine_has_room_for_all_requests() -> None:
     assert (case.counts, scheduler.max_running, model.load_format, model.dummy_router) == ((3, 1), 3, "dummy", "zipf")
     assert cache.context is not None
     assert cache.kv_memory is not None
-    assert cache.context >= 100 + answer_tokens(options, 3) > 110
+    assert cache.context >= 100 + answer_tokens(options, 3, 16) > 110
     kv_bytes_per_token = declare(case.shape.config()).spec.kv_bytes_per_token(2)
     assert cache.kv_memory // (kv_bytes_per_token * 16) >= 3 * -(-cache.context // 16)
 

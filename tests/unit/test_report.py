@@ -103,6 +103,20 @@ def test_with_a_gpu_both_memories_are_shown() -> None:
     assert report_json(Report("1.2", PLAN, SPARSE))["gpu"] is None
 
 
+def test_recurrent_states_are_shown_where_they_lie() -> None:
+    states = {"states_bytes": 300 << 20}
+    on_cpu = msgspec.structs.replace(PLAN, memory=msgspec.structs.replace(PLAN.memory, **states))
+    assert "KV cache 1.00 GiB + recurrent states 300 MiB" in text_of(
+        render_plan(Report("1.2", on_cpu, SPARSE)), width=200
+    )
+    gpu = msgspec.structs.replace(HYBRID.gpu, vram=msgspec.structs.replace(HYBRID.gpu.vram, **states))
+    on_gpu = msgspec.structs.replace(HYBRID, gpu=gpu)
+    assert "KV cache 4.00 GiB + recurrent states 300 MiB" in text_of(
+        render_plan(Report("1.2", on_gpu, SPARSE)), width=200
+    )
+    assert gpu.vram.used_bytes == HYBRID.gpu.vram.used_bytes + (300 << 20)
+
+
 def test_a_dense_model_has_no_experts() -> None:
     shown = text_of(render_plan(Report("1.2", PLAN, DENSE)))
     assert "experts" not in shown

@@ -17,7 +17,7 @@ from proa.config.options import CacheOptions, EngineOptions, MachineOptions, Mod
 from proa.config.value import parse_size
 from proa.errors import ProaError, ResourceError, UsageError
 from proa.machine.machine import Machine
-from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, RopeScaling, Router
+from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Moe, Rope, RopeScaling, Router
 from proa.plan.plan import Plan
 from proa.plan.resolve import Host, resolve
 from proa.plan.roof import ROOF_CONTEXT_TOKENS
@@ -44,6 +44,10 @@ def model(vocab: int, layers: int, block: Block, positions: int, tied: bool = Fa
 DEMO = model(49152, 30, Block(attention(576, 9, 3, 64), moe(576, 16, 12, 48, 768)), 8192, tied=True)
 QWEN3_30B = model(151936, 48, Block(attention(2048, 32, 4, 128), moe(2048, 128, 8, 768)), 40960)
 MIXTRAL = model(32000, 32, Block(attention(4096, 32, 8, 128), moe(4096, 8, 2, 14336)), 32768)
+GATED = replace(attention(2048, 16, 2, 256), qk_norm="head", gated=True)
+DELTA = GatedDeltaNet(2048, 16, 32, 128, 128, 4)
+NEXT_BLOCKS = tuple(Block(GATED if i % 4 == 3 else DELTA, moe(2048, 512, 10, 512, 512)) for i in range(48))
+NEXT = Model(2048, 151936, NEXT_BLOCKS, 1e-6, 262144, norm_offset=1.0)
 TINY = model(256, 2, Block(attention(64, 4, 2, 16), Mlp(64, 112)), 512)
 
 
@@ -100,6 +104,7 @@ def row(of: Plan, name: str) -> tuple[str, str, str]:
         pytest.param(DEMO, 6, 8, 8192, 4 * 512, 134, id="the demo on a laptop gets all it wants"),
         pytest.param(QWEN3_30B, 124, 128, 40960, 2560 + 3 * 512, 30_532, id="Qwen3-30B-A3B on 128 GiB"),
         pytest.param(MIXTRAL, 124, 128, 32768, 2048 + 3 * 512, 46_702, id="Mixtral 8x7B on 128 GiB"),
+        pytest.param(NEXT, 190, 192, 262144, 16384 + 3 * 512, 79_674, id="Qwen3-Next-80B on 192 GiB"),
     ],
 )
 def test_goldens(spec: Model, free: int, total: int, context: int, pages: int, params_millions: int) -> None:
@@ -293,6 +298,18 @@ def test_roof_reads_active_weights_and_a_short_context() -> None:
     assert 16 < got.roof.tokens_per_s < 17
 
 
+def test_recurrent_states_are_planned_and_prompts_are_not_shared() -> None:
+    got = plan(NEXT, machine(190, 192), max_running=3)
+    state_bytes = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert got.memory.states_bytes == 3 * state_bytes
+    assert not got.prefix_cache
+    assert row(got, "prefix cache")[:2] == ("on", "off")
+    assert row(plan(NEXT, machine(190, 192), prefix_cache=False), "prefix cache") == ("off", "off", "as asked")
+    moved = ROOF_CONTEXT_TOKENS * 24576 + 2 * state_bytes
+    assert got.roof.bytes_per_token == 2 * NEXT.num_active_params + moved
+    assert plan(DEMO, machine(6)).memory.states_bytes == 0
+
+
 def test_every_decision_is_explained() -> None:
     for decision in plan(DEMO, machine(6)).decisions:
         assert decision.got
@@ -331,7 +348,7 @@ def test_any_plan_fits_or_is_refused(
     memory = got.memory
     parts = (memory.process_bytes, memory.weights_bytes, memory.loading_bytes, memory.kv_bytes, memory.workspace_bytes)
     assert min(parts) > 0
-    assert sum(parts) <= memory.usable_bytes
+    assert sum(parts) + memory.states_bytes <= memory.usable_bytes
     assert 0 < got.context_tokens <= min(spec.max_positions, got.num_pages * got.page_tokens)
     assert got.context_tokens == asked.get("context", got.context_tokens)
     assert memory.kv_bytes <= asked.get("kv_memory", memory.kv_bytes)

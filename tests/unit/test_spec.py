@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
-from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
+from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Moe, Rope, Router
 
 MIXER = Attention(64, 4, 2, 16, Rope(16))
 MOE = Moe(64, 8, 2, 24, Router("softmax", True), shared=Mlp(64, 40), shared_gate=True)
@@ -34,6 +35,25 @@ def test_counts() -> None:
     assert model(MOE, tied=True).num_active_params == model(MOE, tied=True).num_params - idle_experts
     block = [prod(shape) for name, shape in spec.params() if name.startswith("blocks.0.")]
     assert spec.largest_block_params == sum(block)
+
+
+def test_linear_attention_keeps_as_much_however_long_a_sequence_is() -> None:
+    delta = GatedDeltaNet(64, key_heads=2, value_heads=6, key_dim=16, value_dim=32, taps=4)
+    spec = Model(64, 100, (Block(delta, MOE), Block(MIXER, MOE)), 1e-6, 512)
+    channels = 2 * 2 * 16 + 6 * 32
+    assert dict(delta.params()) == {
+        "qkvz.weight": (channels + 6 * 32, 64), "ba.weight": (12, 64), "conv.weight": (channels, 1, 4),
+        "a_log": (6,), "dt_bias": (6,), "norm.weight": (32,), "out.weight": (64, 6 * 32),
+    }  # fmt: skip
+    assert spec.kv_bytes_per_token(2) == 2 * 2 * 2 * 16
+    assert spec.state_bytes_per_sequence(2) == 4 * 6 * 16 * 32 + 2 * 3 * channels
+    assert (spec.recurrent, spec.attention, spec.ropes) == (True, (MIXER,), {Rope(16)})
+    assert not model(MOE).recurrent
+    assert model(MOE).state_bytes_per_sequence(2) == 0
+
+
+def test_a_gate_doubles_the_rows_of_q() -> None:
+    assert dict(replace(MIXER, gated=True, qkv_bias=True).params())["q.bias"] == (2 * 64,)
 
 
 def test_optional_parts() -> None:

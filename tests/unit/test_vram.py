@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions, SchedulerOptions
 from proa.errors import ProaError, ResourceError, UsageError
 from proa.machine.machine import Gpu, Machine
-from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
+from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Moe, Rope, Router
 from proa.native.formats import Format
 from proa.plan.placement import moe_layers
 from proa.plan.plan import GpuPlan, Plan
@@ -55,6 +55,10 @@ def moe(hidden: int, experts: int, top_k: int, width: int, shared: int = 0) -> M
 QWEN3_30B = model(151936, 48, Block(attention(2048, 32, 4, 128), moe(2048, 128, 8, 768)), 40960)
 MIXTRAL = model(32000, 32, Block(attention(4096, 32, 8, 128), moe(4096, 8, 2, 14336)), 32768)
 DEMO = model(49152, 30, Block(attention(576, 9, 3, 64), moe(576, 16, 12, 48, 768)), 8192, tied=True)
+GATED = replace(attention(2048, 16, 2, 256), qk_norm="head", gated=True)
+DELTA = GatedDeltaNet(2048, 16, 32, 128, 128, 4)
+NEXT_BLOCKS = tuple(Block(GATED if i % 4 == 3 else DELTA, moe(2048, 512, 10, 512, 512)) for i in range(48))
+NEXT = Model(2048, 151936, NEXT_BLOCKS, 1e-6, 262144, norm_offset=1.0)
 DENSE = model(32000, 16, Block(attention(2048, 32, 8, 64), Mlp(2048, 8192)), 4096)
 # A first layer without experts, as DeepSeek has.
 MIXED = replace(DEMO, blocks=(Block(DEMO.blocks[0].mixer, Mlp(576, 1536)), *DEMO.blocks[1:]))
@@ -172,6 +176,15 @@ def test_where_both_are_short_the_context_gives_way() -> None:
     check(got, QWEN3_30B)
     assert 1024 <= got.context_tokens < 40960
     assert "fits VRAM beside the experts' share" in row(got, "context")[2]
+
+
+def test_vram_and_ram_together_hold_what_neither_does() -> None:
+    """Qwen3-Next-80B: 148 GiB of weights, states of four sequences and their KV in VRAM."""
+    got = plan(NEXT, machine(112, gpu(80)))
+    on = check(got, NEXT)
+    assert on.vram.states_bytes == 4 * NEXT.state_bytes_per_sequence(2) == got.max_running * 77266944
+    assert got.memory.states_bytes == 0
+    assert not on.inclusive
 
 
 def test_half_of_what_dense_weights_leave_is_for_experts() -> None:

@@ -252,10 +252,11 @@ PROA_API int proa_program_destroy(proa_program* program);
 PROA_API int proa_program_size(const proa_program* program, int64_t* out);  // operations so far
 
 // The sequences of the coming runs: sequence s owns the next q_lens[s] rows, the last of which is its token
-// kv_lens[s] - 1; its pages begin at page_table + s * table_stride. pages, page_tokens: of the cache.
+// kv_lens[s] - 1; its pages begin at page_table + s * table_stride, its recurrent state lies in slot states[s] (null:
+// in slot 0). pages, page_tokens: of the cache.
 PROA_API int proa_program_set_batch(proa_program* program, int64_t sequences, const int32_t* q_lens,
-                                    const int32_t* kv_lens, const int32_t* page_table, int64_t table_stride,
-                                    int64_t pages, int64_t page_tokens);
+                                    const int32_t* kv_lens, const int32_t* states, const int32_t* page_table,
+                                    int64_t table_stride, int64_t pages, int64_t page_tokens);
 
 // Operations [first, end) for `rows` rows.
 PROA_API int proa_program_run(proa_program* program, int64_t first, int64_t end, int64_t rows, int lane);
@@ -265,15 +266,19 @@ PROA_API int proa_program_add_embed(proa_program* program, const int64_t* tokens
 // Rows of a packed matrix, rounded to bfloat16.
 PROA_API int proa_program_add_lookup(proa_program* program, const proa_matrix* table, const int64_t* tokens, void* out,
                                      int64_t out_stride);
-// A residual, if not null, is added to x first, and stays there.
+// A residual, if not null, is added to x first, and stays there. offset: added to the weights. apart: values from group
+// to group of x, 0: the width; the output's lie side by side.
 PROA_API int proa_program_add_rms_norm(proa_program* program, void* x, int64_t x_stride, const void* residual,
                                        int64_t residual_stride, const void* weight, int64_t groups, int64_t width,
-                                       float eps, void* out, int64_t out_stride);
+                                       float eps, void* out, int64_t out_stride, float offset, int64_t apart);
 PROA_API int proa_program_add_add(proa_program* program, void* x, int64_t x_stride, const void* y, int64_t y_stride,
                                   int64_t width);  // x += y
 PROA_API int proa_program_add_gated_add(proa_program* program, void* x, int64_t x_stride, const void* gate,
                                         int64_t gate_stride, const void* y, int64_t y_stride,
                                         int64_t width);  // x += sigmoid(gate) * y
+// x *= sigmoid(gate), of heads that lie side by side in x and `apart` values apart in the gate.
+PROA_API int proa_program_add_gate(proa_program* program, void* x, int64_t x_stride, const void* gate,
+                                   int64_t gate_stride, int64_t heads, int64_t head_dim, int64_t apart);
 PROA_API int proa_program_add_rotary(proa_program* program, void* x, int64_t x_stride, const float* cos,
                                      const float* sin, int64_t heads, int64_t head_dim, int64_t half, int interleaved);
 PROA_API int proa_program_add_route(proa_program* program, const void* logits, int64_t stride, int wide,
@@ -289,6 +294,26 @@ PROA_API int proa_program_add_write_kv(proa_program* program, const proa_kv_page
 PROA_API int proa_program_add_attention(proa_program* program, const proa_kv_pages* cache, const void* q,
                                         int64_t q_stride, void* out, int64_t out_stride, int64_t heads, int64_t window,
                                         float scale, const float* sinks);
+
+// Linear attention by the gated delta rule. A row has `groups` groups, each a key head and its per_group value heads.
+typedef struct proa_gated_delta {
+    int64_t groups, per_group, key_dim, value_dim, taps;
+    const void *q, *k, *v, *z;         // bfloat16, of a group [key_dim], [key_dim], [per_group][value_dim] twice
+    int64_t row_stride, group_stride;  // values
+    const void *b, *a;                 // bfloat16, of a group [per_group]
+    int64_t gates_row_stride, gates_group_stride;
+    const float* conv;             // [taps][channels], the oldest first; channels: all of q, all of k, all of v
+    const float *a_log, *dt_bias;  // [groups * per_group]
+    const void* norm;              // bfloat16 [value_dim]
+    float eps;
+    float* rule;  // [slots][groups * per_group][key_dim][value_dim]
+    void* tail;   // bfloat16 [slots][taps - 1][channels], the oldest first
+    int64_t slots;
+    float* mixed;  // [most rows][channels], for the operation's own use
+    void* out;     // bfloat16 rows of [groups * per_group][value_dim]
+    int64_t out_stride;
+} proa_gated_delta;
+PROA_API int proa_program_add_gated_delta(proa_program* program, const proa_gated_delta* delta);
 PROA_API int proa_program_add_linear(proa_program* program, const proa_matrix* weights, int64_t outputs,
                                      const float* bias, const void* x, int64_t x_stride, void* y, int64_t y_stride,
                                      int wide);

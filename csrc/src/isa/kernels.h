@@ -36,6 +36,17 @@ struct Blocking {
 constexpr Blocking kVectorBlocking = {0, 96, 96, 1024, 4, 0};
 constexpr Blocking kTileBlocking = {1536 << 10, 96, 384, 4096, 32, size_t(64) << 20};
 
+// One token's step of a head's state [key_dim][value_dim]: `to` may be `from`. value_dim is a multiple of 16.
+struct DeltaStep {
+    const float* from;
+    float* to;
+    const float *key, *query;  // [key_dim]
+    const float* value;        // [value_dim]
+    float decay, beta;
+    int key_dim, value_dim;
+    float* out;  // [value_dim]
+};
+
 struct Kernels {
     const char* name;
     int pair_bytes;  // of a packed pair of activations
@@ -75,9 +86,10 @@ struct Kernels {
                        size_t stride);
 
     // One row of bfloat16 each, or one head of it; see kernels/rows.h. `out` may be an input.
-    void (*rms_norm_row)(const uint16_t* x, const uint16_t* weight, int width, float eps, uint16_t* out);
+    void (*rms_norm_row)(const uint16_t* x, const uint16_t* weight, int width, float eps, float offset, uint16_t* out);
     void (*add_row)(const uint16_t* x, const uint16_t* y, int width, uint16_t* out);
     void (*gated_add_row)(const uint16_t* routed, uint16_t gate, const uint16_t* shared, int width, uint16_t* out);
+    void (*gate_row)(const uint16_t* x, const uint16_t* gate, int width, uint16_t* out);
     void (*rotate_head)(const uint16_t* x, const float* cos, const float* sin, int half, bool interleaved,
                         uint16_t* out);
     // Logits are bfloat16, or float32 if wide.
@@ -94,6 +106,14 @@ struct Kernels {
     void (*pack_values)(const uint16_t* const* values, size_t offset, int tokens, int dim, int padded, uint8_t* out);
     void (*softmax_tile)(const SoftmaxTile& tile);
     void (*scale_and_add)(const float* part, const float* factors, int panels, int rows, float* total);
+
+    // The gated delta rule; see kernels/delta.h.
+    void (*convolve)(const uint16_t* const* x, const float* taps, size_t stride, int count, int width, float* out);
+    void (*scale_to)(float* x, int width, float length);
+    void (*delta_step)(const DeltaStep& step);
+    void (*gated_norm_row)(const float* x, const uint16_t* weight, const uint16_t* gate, int width, float eps,
+                           uint16_t* out);
+
     // Ceilings, for benchmarks; see kernels/peak.h.
     double (*peak)(int64_t rounds, float seed, float* sums);
     void (*read)(const uint8_t* data, size_t bytes, uint32_t* bits);

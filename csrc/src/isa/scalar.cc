@@ -21,6 +21,7 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"
 #include "../kernels/attention.h"
+#include "../kernels/delta.h"
 #include "../kernels/peak.h"
 #include "../kernels/table.h"
 

@@ -9,7 +9,7 @@ inline void store_bf16_first(uint16_t* p, int n, F32 x) {
 }
 inline F32 rounded_to_bf16(F32 x) { return as_f32(shl<16>(bf16_bits(x))); }
 
-void rms_norm_row(const uint16_t* x, const uint16_t* weight, int width, float eps, uint16_t* out) {
+void rms_norm_row(const uint16_t* x, const uint16_t* weight, int width, float eps, float offset, uint16_t* out) {
     F32 sums[4] = {zero(), zero(), zero(), zero()};
     int i = 0;
     for (; i + 64 <= width; i += 64)
@@ -25,7 +25,8 @@ void rms_norm_row(const uint16_t* x, const uint16_t* weight, int width, float ep
     const F32 scale = set(1.f / __builtin_sqrtf(mean + eps));
     for (i = 0; i < width; i += 16) {
         const F32 normed = mul(load_bf16_first(x + i, width - i), scale);
-        store_bf16_first(out + i, width - i, mul(load_bf16_first(weight + i, width - i), normed));
+        const F32 factor = add(load_bf16_first(weight + i, width - i), set(offset));
+        store_bf16_first(out + i, width - i, mul(factor, normed));
     }
 }
 
@@ -43,6 +44,15 @@ void gated_add_row(const uint16_t* routed, uint16_t gate, const uint16_t* shared
         const int n = width - i;
         const F32 weighted = rounded_to_bf16(mul(weight, load_bf16_first(shared + i, n)));
         store_bf16_first(out + i, n, add(load_bf16_first(routed + i, n), weighted));
+    }
+}
+
+// x * sigmoid(gate), each step rounded as a bfloat16 tensor of it would be.
+void gate_row(const uint16_t* x, const uint16_t* gate, int width, uint16_t* out) {
+    for (int i = 0; i < width; i += 16) {
+        const int n = width - i;
+        const F32 factor = rounded_to_bf16(sigmoid(load_bf16_first(gate + i, n)));
+        store_bf16_first(out + i, n, mul(factor, load_bf16_first(x + i, n)));
     }
 }
 

@@ -42,6 +42,8 @@ from proa.engine.handle import EngineHandle
 from proa.engine.ipc import Ready
 from proa.errors import ProaError, UsageError
 from proa.machine.probe import probe
+from proa.models.families import declare
+from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
 from proa.types import EngineRequest, Sampling
@@ -65,8 +67,7 @@ class HybridOptions:
 
     shape: str = option(
         "qwen3-30b-a3b",
-        help="model: sizes of its layers, with random weights made in memory; in qwen3-next attention stands in for "
-        "linear attention, and it has no shared expert",
+        help="model: sizes of its layers, with random weights made in memory",
         choices=tuple(MODEL_SHAPES), common=True,
     )  # fmt: skip
     layers: int | None = option(None, help="so many of its layers; default: all", low=1, high=1000, common=True)
@@ -98,6 +99,7 @@ class Case:
     shape: ModelShape
     counts: tuple[int, ...]  # of requests
     engine: EngineOptions
+    uncached_tokens: int  # of each prompt, however often it comes
 
     @property
     def most(self) -> int:
@@ -127,9 +129,11 @@ def case_of(options: HybridOptions) -> Case:
     if options.max_batch_tokens <= most:
         raise UsageError(f"--max-batch-tokens {options.max_batch_tokens} is too few for {most} requests.", "Use more.")
     page_tokens = CacheOptions().page_tokens
-    tokens = options.context + WARM_UP_TOKENS + answer_tokens(options, most)
+    spec = declare(shape.config()).spec
+    uncached = options.context if spec.recurrent else page_tokens  # a model with states computes prompts again
+    tokens = options.context + WARM_UP_TOKENS + answer_tokens(options, most, uncached)
     pages = -(-tokens // page_tokens) + 1
-    kv_bytes = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim  # keys and values, bfloat16
+    kv_bytes = spec.kv_bytes_per_token(BF16_BYTES)
     engine = EngineOptions(
         model=ModelOptions(
             dtype="bfloat16", load_format="dummy", dummy_router=options.router, dummy_format=options.format
@@ -139,7 +143,7 @@ def case_of(options: HybridOptions) -> Case:
         machine=options.engine.machine,
         gpus=_gpus(options, shape),
     )
-    return Case(shape, counts, engine)
+    return Case(shape, counts, engine, uncached)
 
 
 def _gpus(options: HybridOptions, shape: ModelShape) -> GpuOptions:
@@ -160,9 +164,9 @@ def parse_counts(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, words)))
 
 
-def answer_tokens(options: HybridOptions, requests: int) -> int:
-    """Of each request: the steps that are timed, and those until all requests decode."""
-    return options.output_tokens + 1 + uncached_steps(requests, CacheOptions().page_tokens, options.max_batch_tokens)
+def answer_tokens(options: HybridOptions, requests: int, uncached_tokens: int) -> int:
+    """Of each request: the steps that are timed, and those until all requests decode. uncached_tokens: of a prompt."""
+    return options.output_tokens + 1 + uncached_steps(requests, uncached_tokens, options.max_batch_tokens)
 
 
 async def _measure_all(
@@ -196,7 +200,7 @@ class Bench:
     async def measure(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
         """`requests` at once, `runs` times, their prompts cached by a run before; RAM's speed before and after."""
         options, prompts = self._options, self._prompts[:requests]
-        tokens = answer_tokens(options, requests)
+        tokens = answer_tokens(options, requests, self._case.uncached_tokens)
         await _ask_all(engine, prompts, 1)
         await _ask_all(engine, prompts, WARM_UP_TOKENS + tokens - options.output_tokens)
         before = await asyncio.to_thread(self._meter)

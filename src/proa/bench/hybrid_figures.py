@@ -15,6 +15,7 @@ from proa.engine.ipc import Stats
 from proa.models.spec import Model, Moe
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan
+from proa.plan.roof import past_bytes
 from proa.weights.frequencies import frequencies
 
 
@@ -69,7 +70,9 @@ def middle(spans: Iterable[Span]) -> Span:
 class StepBytes(msgspec.Struct, frozen=True, kw_only=True):
     """What a decode step must read, each byte once however many requests need it."""
 
-    dense: float  # from VRAM: dense weights, KV of all requests
+    dense: (
+        float  # from VRAM: dense weights, KV and recurrent states of all requests (the latter twice: they are written)
+    )
     resident: float  # from VRAM: experts
     cpu: float  # from RAM: experts, of the CPU and those that the GPU reads there
 
@@ -94,7 +97,7 @@ def step_bytes(
     of all that are expected. What the GPU reads in RAM is not counted: under even routing it is the rest of those that
     are not resident, else it counts as resident, and the roof is higher than it should be.
     """
-    kv_bytes = requests * context_tokens * spec.kv_bytes_per_token(BF16_BYTES)
+    moved_bytes = requests * past_bytes(spec, context_tokens, BF16_BYTES)
     resident_bytes = all_bytes = 0.0
     layers = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
     for layer, expert_bytes, resident in zip(layers, gpu.expert_bytes, gpu.resident, strict=True):
@@ -105,7 +108,7 @@ def step_bytes(
         resident_bytes = max(0.0, all_bytes - cpu_bytes)
     elif gpu.co_fetch and requests == 1:
         cpu_bytes = max(cpu_bytes, all_bytes - resident_bytes)
-    return StepBytes(dense=gpu.vram.dense_read_bytes + kv_bytes, resident=resident_bytes, cpu=cpu_bytes)
+    return StepBytes(dense=gpu.vram.dense_read_bytes + moved_bytes, resident=resident_bytes, cpu=cpu_bytes)
 
 
 def roof_tokens_per_s(read: StepBytes, rates: Rates, requests: int) -> float:
@@ -157,7 +160,7 @@ def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: 
     }
 
 
-def uncached_steps(requests: int, page_tokens: int, batch_tokens: int) -> int:
-    """At most so many steps pass between the first and the last of `requests` to get its first token, where all but a
-    page of each prompt is cached; one each for their coming one after the other."""
-    return ceil(requests * page_tokens / max(1, batch_tokens - requests)) + requests
+def uncached_steps(requests: int, uncached_tokens: int, batch_tokens: int) -> int:
+    """At most so many steps pass between the first and the last of `requests` to get its first token, where so many
+    tokens of each prompt are not cached; one each for their coming one after the other."""
+    return ceil(requests * uncached_tokens / max(1, batch_tokens - requests)) + requests

@@ -7,10 +7,12 @@ import msgspec
 from proa.errors import UsageError
 
 _POSITIONS = 1 << 20  # longest context
+_INTERVAL = 4  # one layer of so many attends, where others are linear
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A model whose layers are all alike: grouped-query attention, then routed experts."""
+    """A model whose layers are all alike: grouped-query attention, then routed experts. Or `linear`, like Qwen3-Next's:
+    three layers of linear attention to one of gated attention, and a shared expert beside the routed ones."""
 
     name: str
     hidden: int
@@ -22,6 +24,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     width: int  # of an expert
     vocab: int
+    linear: bool = False
     note: str = ""  # what the model of this name has and this shape does not
 
     def cut(self, layers: int | None) -> ModelShape:
@@ -33,8 +36,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def config(self) -> dict[str, object]:
         """In the style of Hugging Face."""
         return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3NextForCausalLM" if self.linear else "Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_next" if self.linear else "qwen3_moe",
             "torch_dtype": "bfloat16",
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -55,6 +58,21 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             "max_position_embeddings": _POSITIONS,
             "tie_word_embeddings": False,
             "vocab_size": self.vocab,
+            **(self._linear() if self.linear else {}),
+        }
+
+    def _linear(self) -> dict[str, object]:
+        """The last layer attends, however many there are."""
+        attends = [(i + 1) % _INTERVAL == 0 or i + 1 == self.layers for i in range(self.layers)]
+        return {
+            "layer_types": ["full_attention" if full else "linear_attention" for full in attends],
+            "partial_rotary_factor": 0.25,
+            "shared_expert_intermediate_size": self.width,
+            "linear_num_key_heads": self.heads,
+            "linear_num_value_heads": 2 * self.heads,
+            "linear_key_head_dim": self.head_dim // 2,
+            "linear_value_head_dim": self.head_dim // 2,
+            "linear_conv_kernel_dim": 4,
         }
 
 
@@ -66,8 +84,8 @@ MODEL_SHAPES = {
             width=768, vocab=151936,
         ),
         ModelShape(
-            name="qwen3-next", hidden=2048, layers=48, heads=16, kv_heads=2, head_dim=256, experts=512, top_k=10,
-            width=512, vocab=151936, note="attention stands in for linear attention; there is no shared expert",
+            name="qwen3-next-80b-a3b", hidden=2048, layers=48, heads=16, kv_heads=2, head_dim=256, experts=512,
+            top_k=10, width=512, vocab=151936, linear=True,
         ),
         ModelShape(
             name="minimax-m2", hidden=3072, layers=62, heads=48, kv_heads=8, head_dim=128, experts=256, top_k=8,
@@ -75,6 +93,10 @@ MODEL_SHAPES = {
         ),
         ModelShape(
             name="tiny", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, width=32, vocab=512,
+        ),
+        ModelShape(
+            name="tiny-next", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, width=32,
+            vocab=512, linear=True,
         ),
     )
 }  # fmt: skip

@@ -1,25 +1,39 @@
-"""The tensors behind the pages: one allocation per layer and side. Never: which page is whose."""
+"""The tensors behind pages and state slots: one allocation per layer and side. Never: which page or slot is whose."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from proa.models.spec import Model, PagedKv
-from proa.ops.table import KvPages
+from proa.models.spec import CacheSpec, Model, PagedKv
+from proa.ops.table import KvPages, LayerCache, RecurrentState
 
 
 def allocate_pool(
-    model: Model, num_pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | None = None
-) -> tuple[KvPages, ...]:
-    """KV storage for every block, num_pages x page_tokens tokens each; kv_bytes_per_token sums to its size.
+    model: Model,
+    num_pages: int,
+    page_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    *,
+    sequences: int,
+) -> tuple[LayerCache, ...]:
+    """Storage for every block: num_pages x page_tokens tokens of KV, to whose size kv_bytes_per_token sums, and state
+    slots of `sequences` running at once, to whose size state_bytes_per_sequence sums.
 
     RAM is not initialised: it is touched only as the cache fills, and no op reads a slot before it was written. A GPU's
     kernels multiply what they mask with 0, so that `device` memory holds zeros.
     """
     new = torch.empty if device is None or device.type == "cpu" else torch.zeros
 
-    def one(c: PagedKv) -> Tensor:
-        return new(num_pages, page_tokens, c.kv_heads, c.head_dim, dtype=dtype, device=device)
+    def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return new(shape, dtype=of, device=device)
 
-    return tuple(KvPages(one(block.mixer.cache), one(block.mixer.cache)) for block in model.blocks)
+    def one(c: CacheSpec) -> LayerCache:
+        if isinstance(c, PagedKv):
+            shape = num_pages, page_tokens, c.kv_heads, c.head_dim
+            return KvPages(empty(*shape), empty(*shape))
+        rule = empty(sequences, c.heads, c.key_dim, c.value_dim, of=torch.float32)
+        return RecurrentState(rule, empty(sequences, c.tail, c.channels))
+
+    return tuple(one(block.mixer.cache) for block in model.blocks)

@@ -8,12 +8,13 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
     model        {asked, path, format, dtype, parameters, active_parameters, layers, experts, experts_per_token}
     context_tokens, max_running
     memory       {free_bytes, reserve_bytes, usable_bytes, weights_bytes, kv_bytes, workspace_bytes,
-                  loading_bytes, process_bytes, simulated_vram_bytes, kv_pages, page_tokens}
+                  loading_bytes, process_bytes, states_bytes, simulated_vram_bytes, kv_pages, page_tokens}
                  of RAM, but pages wherever they are
     gpu          {index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement, blocks, experts,
                   expert_bytes, resident, spare, co_fetch, inclusive, device, gpu_only} or null; vram: {total_bytes,
                   free_bytes, reserve_bytes, usable_bytes, context_bytes, dense_bytes, dense_read_bytes, kv_bytes,
-                  workspace_bytes, graphs_bytes, experts_bytes, spare_bytes}; blocks to resident: of each MoE layer
+                  workspace_bytes, graphs_bytes, experts_bytes, spare_bytes, states_bytes}; blocks to resident: of each
+                  MoE layer
     options      [{name, value, source}]       those that differ from their defaults
     decisions    [{name, asked, got, why}]
     roof         {bytes_per_token, bandwidth_bytes_per_s, vram, bound_by, tokens_per_s}; vram: null or
@@ -141,6 +142,7 @@ def _memory_line(plan: Plan) -> str:
     parts = {
         f"{kept} {format_bytes(memory.weights_bytes)}": memory.weights_bytes,
         f"KV cache {format_bytes(memory.kv_bytes)}": memory.kv_bytes,
+        f"recurrent states {format_bytes(memory.states_bytes)}": memory.states_bytes,
         f"workspace {format_bytes(memory.workspace_bytes)}": memory.workspace_bytes,
         f"simulated VRAM {format_bytes(memory.simulated_vram_bytes)}": memory.simulated_vram_bytes,
     }
@@ -155,6 +157,7 @@ def _vram_line(gpu: GpuPlan) -> str:
     parts = {
         "dense weights": vram.dense_bytes,
         "KV cache": vram.kv_bytes,
+        "recurrent states": vram.states_bytes,
         "experts": vram.experts_bytes + vram.spare_bytes,
         "workspace": vram.workspace_bytes,
         "CUDA": vram.context_bytes + vram.graphs_bytes,

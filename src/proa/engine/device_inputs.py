@@ -20,16 +20,18 @@ class DeviceInputs:
 
     def __init__(self, rows: int, sequences: int, most_pages: int, *, one_each: bool, device: torch.device) -> None:
         self.rows, self._sequences = rows, sequences
-        counts = (rows, rows, rows, sequences + 1, sequences, sequences * most_pages)
+        counts = (rows, rows, rows, sequences + 1, sequences, sequences, sequences * most_pages)
         # int64 rows first, so that all are aligned; then int32.
         nbytes = 8 * sum(counts[:3]) + 4 * sum(counts[3:])
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         mine, theirs = _views(self._host, counts), _views(self._device, counts)
-        self._tokens, self._slots, self._positions, self._q_starts, self._kv_lens = (t.numpy() for t in mine[:5])
-        self._pages = PageTable(mine[5].view(sequences, most_pages).numpy())
+        self._tokens, self._slots, self._positions, self._q_starts, self._kv_lens, self._states = (
+            t.numpy() for t in mine[:6]
+        )
+        self._pages = PageTable(mine[6].view(sequences, most_pages).numpy())
         self.tokens, self.slots, self.positions = theirs[:3]
-        self.batch = DeviceBatch(one_each, theirs[3], theirs[4], theirs[5].view(sequences, most_pages))
+        self.batch = DeviceBatch(one_each, theirs[3], theirs[4], theirs[6].view(sequences, most_pages), theirs[5])
 
     def fill(self, sequences: Sequence[Span], page_tokens: int) -> int:
         """Put a step in; how many rows it has. The last copy must have ended."""
@@ -43,7 +45,7 @@ class DeviceInputs:
             self._slots[first:row] = [
                 s.pages[p // page_tokens] * page_tokens + p % page_tokens for p in range(s.start, end)
             ]
-            self._q_starts[i], self._kv_lens[i] = first, end
+            self._q_starts[i], self._kv_lens[i], self._states[i] = first, end, s.state
         self._slots[row:] = -1
         self._tokens[row:] = self._positions[row:] = 0
         self._q_starts[len(sequences) :] = row

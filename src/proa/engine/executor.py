@@ -23,7 +23,7 @@ from proa.layers.step import Step
 from proa.models.spec import Model, Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.ops.cpu import Recorder
-from proa.ops.table import AttentionBatch, KvPages, batch_of
+from proa.ops.table import AttentionBatch, KvPages, LayerCache, batch_of
 from proa.sampling.choose import Choice, choose
 from proa.sampling.rows import Row
 
@@ -64,13 +64,13 @@ class EagerExecutor:
     """Calls the model; whatever its ops are, they compute when called."""
 
     def __init__(
-        self, model: Decoder, caches: tuple[KvPages, ...], page_tokens: int, session: Session | None = None
+        self, model: Decoder, caches: tuple[LayerCache, ...], page_tokens: int, session: Session | None = None
     ) -> None:
         self.spec, self.clock = model.spec, StepClock()
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._sequences: Sequence[Span] = ()
         self._model, self._caches, self._page_tokens = model, caches, page_tokens
-        self._ropes = {block.mixer.rope for block in model.spec.blocks}
+        self._ropes = model.spec.ropes
         self._hidden = self._logits = torch.empty(0)
         self.decode_threads = self.prefill_threads = torch.get_num_threads()
 
@@ -79,7 +79,8 @@ class EagerExecutor:
         tokens = torch.tensor([t for s in sequences for t in s.tokens])
         torch.set_num_threads(self.decode_threads if len(tokens) <= FEW_TOKENS else self.prefill_threads)
         kv_lens = [s.start + len(s.tokens) for s in sequences]
-        batch = batch_of([len(s.tokens) for s in sequences], kv_lens, [s.pages for s in sequences], self._page_tokens)
+        q_lens, pages = [len(s.tokens) for s in sequences], [s.pages for s in sequences]
+        batch = batch_of(q_lens, kv_lens, pages, self._page_tokens, [s.state for s in sequences])
         positions, lengths = positions_of(sequences)
         angles = {rope: cos_sin(rope, positions, lengths) for rope in self._ropes}
         self._sequences = sequences
@@ -117,22 +118,23 @@ class RecordedExecutor:
     """Records the model's ops once, over buffers for the largest step, and replays them. No step calls torch."""
 
     def __init__(
-        self, model: Decoder, recorder: Recorder, caches: tuple[KvPages, ...], limits: StepLimits,
+        self, model: Decoder, recorder: Recorder, caches: tuple[LayerCache, ...], limits: StepLimits,
         crew: Crew | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.clock = model.spec, StepClock()
         self.crew = crew
         self._keep = model, recorder, caches  # the program has the addresses of what they own
-        self._program, self._limits, self._cache_pages = recorder.program, limits, len(caches[0].keys)
+        self._program, self._limits, self._cache_pages = recorder.program, limits, _num_pages(caches)
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
         tokens, slots, positions = (_numbers(recorder, limits.rows) for _ in range(3))
         self._tokens, self._slots, self._positions = tokens.numpy(), slots.numpy(), positions.numpy()
         table = np.zeros((limits.sequences, self._most_pages), np.int32)
-        self._q_lens, self._kv_lens = (np.zeros(limits.sequences, np.int32) for _ in range(2))
-        self._addresses = (self._q_lens.ctypes.data, self._kv_lens.ctypes.data, table.ctypes.data)
+        self._q_lens, self._kv_lens, self._states = (np.zeros(limits.sequences, np.int32) for _ in range(3))
+        self._addresses = (
+            self._q_lens.ctypes.data, self._kv_lens.ctypes.data, self._states.ctypes.data, table.ctypes.data
+        )  # fmt: skip
         self._pages = PageTable(table)
-        ropes = {block.mixer.rope for block in model.spec.blocks}
-        angles = {rope: _angles(rope, positions, limits.context_tokens, recorder) for rope in ropes}
+        angles = {rope: _angles(rope, positions, limits.context_tokens, recorder) for rope in model.spec.ropes}
         self._changing = {rope: places for rope, places in angles.items() if not _is_kept(rope, limits.context_tokens)}
         step = Step(AttentionBatch((), (), (), slots), angles, caches)
         with torch.inference_mode():
@@ -153,7 +155,7 @@ class RecordedExecutor:
         for i, s in enumerate(sequences):
             end = s.start + len(s.tokens)
             self._pages.set(i, s.pages)
-            self._q_lens[i], self._kv_lens[i] = len(s.tokens), end
+            self._q_lens[i], self._kv_lens[i], self._states[i] = len(s.tokens), end, s.state
             tokens += s.tokens
             positions += range(s.start, end)
             slots += [s.pages[p // page_tokens] * page_tokens + p % page_tokens for p in range(s.start, end)]
@@ -173,6 +175,7 @@ class RecordedExecutor:
         self._tokens[0], self._positions[0], self._slots[0] = token, 0, 0
         self._pages.set(0, [0])
         self._q_lens[0] = self._kv_lens[0] = 1
+        self._states[0] = 0
         self._program.set_batch(1, *self._addresses, self._most_pages, self._cache_pages, self._limits.page_tokens)
         self._program.run(0, max(1, round(self._body * share)), 1)
 
@@ -202,6 +205,11 @@ class RecordedExecutor:
 
     def counters(self) -> Counters:
         return NOTHING_COUNTED
+
+
+def _num_pages(caches: Sequence[LayerCache]) -> int:
+    """Of the layers that have pages, all as many; 1 where none has, and the table is read by nobody."""
+    return next((len(cache.keys) for cache in caches if isinstance(cache, KvPages)), 1)
 
 
 def _numbers(recorder: Recorder, count: int) -> Tensor:

@@ -85,7 +85,9 @@ class GpuBuild:
             in_place,
         )
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
-        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device)
+        caches = allocate_pool(
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.max_running
+        )
         executor = GraphExecutor(
             self.model, caches, step_limits(plan), self._device, self._hybrid, sleeps=not self._gpu.gpu_only
         )

@@ -8,7 +8,7 @@ another (hidden states, logits) is copied to buffers outside of the graphs' comm
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +26,7 @@ from proa.layers.rope import cos_sin, is_dynamic
 from proa.layers.step import Step
 from proa.models.spec import Rope
 from proa.native.doorbell import Counters
-from proa.ops.table import AttentionBatch, KvPages
+from proa.ops.table import AttentionBatch, LayerCache
 from proa.sampling.choose import Choice
 from proa.sampling.rows import Row
 
@@ -47,7 +47,7 @@ class GraphExecutor:
     """All calls come from one thread, which is bound to the device's stream here."""
 
     def __init__(
-        self, model: Decoder, caches: tuple[KvPages, ...], limits: StepLimits, device: torch.device,
+        self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, device: torch.device,
         session: Session | None = None, *, sleeps: bool = False,
     ) -> None:  # fmt: skip
         """sleeps: the calling thread leaves its CPU to others while it waits for the device, and comes back a little
@@ -56,7 +56,7 @@ class GraphExecutor:
         self._model, self._caches, self._limits, self._device = model, caches, limits, device
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
-        self._tables = _Tables({block.mixer.rope for block in model.spec.blocks}, limits, device)
+        self._tables = _Tables(model.spec.ropes, limits, device)
         self._buckets = buckets(min(limits.sequences, limits.rows))
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
@@ -243,7 +243,7 @@ class GraphExecutor:
 class _Tables:
     """Angles by position, on the device: of all positions, or of each step's where they depend on its prompts."""
 
-    def __init__(self, ropes: set[Rope], limits: StepLimits, device: torch.device) -> None:
+    def __init__(self, ropes: Collection[Rope], limits: StepLimits, device: torch.device) -> None:
         every = torch.arange(limits.context_tokens)
         self._fixed = {
             rope: tuple(t.to(device) for t in cos_sin(rope, every, every + 1)) for rope in ropes if not is_dynamic(rope)

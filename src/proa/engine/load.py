@@ -110,7 +110,7 @@ class _Eager:
 
     def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan = self._plan
-        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, self._dtype)
+        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, self._dtype, sequences=plan.max_running)
         self._executor = EagerExecutor(self.model, caches, plan.page_tokens)
         runner = Runner(self._executor, plan.page_tokens)
         trial_tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
@@ -151,7 +151,8 @@ class _Native:
         return dict(self.model.parameters())
 
     def runner(self, report: Callable[[Loading], None]) -> Runner:
-        caches = allocate_pool(self._spec, self._plan.num_pages, self._plan.page_tokens, torch.bfloat16)
+        plan = self._plan
+        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.max_running)
         executor = RecordedExecutor(self.model, self._recorder, caches, self._limits, self._crew)
         self._cpu.note_unbound()
 
@@ -160,7 +161,7 @@ class _Native:
 
         chosen = choose_few(self._crew, self._workers.trials, step, saving=self._workers.saving)
         self._decisions += [chosen] if chosen else []
-        return Runner(executor, self._plan.page_tokens)
+        return Runner(executor, plan.page_tokens)
 
     def ready(self, load_seconds: float) -> Ready:
         formats = dict(self._memory.bytes_by_format)

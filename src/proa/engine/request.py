@@ -8,6 +8,8 @@ from collections.abc import Hashable
 from proa.cache.radix import PrefixNode
 from proa.types import EngineRequest, FinishReason
 
+NO_SLOT = -1
+
 
 class State(enum.Enum):
     WAITING = "waiting"  # holds no pages; also after a preemption
@@ -32,8 +34,8 @@ class Request:
 
     __slots__ = (
         "arrival", "finish_reason", "group", "id", "keys", "max_length", "min_length", "node", "num_cached",
-        "num_computed", "num_prompt", "page_tokens", "pages", "priority", "salt", "sampling", "state", "stop_ids",
-        "stop_token", "tokens",
+        "num_computed", "num_prompt", "page_tokens", "pages", "priority", "salt", "sampling", "state", "state_slot",
+        "stop_ids", "stop_token", "tokens",
     )  # fmt: skip
 
     def __init__(self, source: EngineRequest, *, arrival: int = 0, context_tokens: int, page_tokens: int) -> None:
@@ -53,6 +55,7 @@ class Request:
         self.num_computed = 0
         self.num_cached: int | None = None  # prompt tokens from the prefix cache at the first admission
         self.pages: list[int] = []
+        self.state_slot = NO_SLOT  # of recurrent states, while it runs
         self.keys: list[Hashable] = []  # prefix-cache keys of the first full pages, made when first needed
         self.node: PrefixNode | None = None  # the locked path: pages[:node.depth] are those of the prefix tree
         self.finish_reason: FinishReason | None = None
@@ -88,10 +91,10 @@ class Request:
         """Prompt tokens that a twin could take from the prefix cache: full pages, without the last token."""
         return (self.num_prompt - 1) // self.page_tokens * self.page_tokens
 
-    def admit(self, pages: list[int], node: PrefixNode | None) -> None:
+    def admit(self, pages: list[int], node: PrefixNode | None, state_slot: int) -> None:
         """Start (again) with the pages that the prefix cache has filled, and the place in it that is locked."""
         self._move(State.RUNNING)
-        self.pages, self.node = pages, node
+        self.pages, self.node, self.state_slot = pages, node, state_slot
         self.num_computed = len(pages) * self.page_tokens
 
     def preempt(self) -> None:
@@ -103,8 +106,8 @@ class Request:
         self.finish_reason = reason
 
     def forget_pages(self) -> None:
-        """Drop page table and computed tokens; the scheduler has released the references."""
-        self.pages, self.num_computed, self.node = [], 0, None
+        """Drop page table, state slot and computed tokens; the scheduler has released them."""
+        self.pages, self.num_computed, self.node, self.state_slot = [], 0, None, NO_SLOT
 
     def append(self, token: int) -> FinishReason | None:
         """Take a sampled token; say how the answer ends, if it does.

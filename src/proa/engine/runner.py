@@ -32,7 +32,7 @@ class Runner:
     def __init__(self, executor: Executor, page_tokens: int) -> None:
         self.executor = executor
         self.page_tokens = page_tokens
-        self.ropes = {block.mixer.rope for block in executor.spec.blocks}
+        self.ropes = executor.spec.ropes
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute every item's rows, write their KV, sample where the plan says so."""
@@ -86,5 +86,9 @@ class Runner:
 def _span(item: StepItem) -> Span:
     request = item.request
     return Span(
-        request.tokens[item.start : item.start + item.num_tokens], item.start, request.pages, request.num_prompt
+        request.tokens[item.start : item.start + item.num_tokens],
+        item.start,
+        request.pages,
+        request.num_prompt,
+        request.state_slot,
     )

@@ -33,7 +33,7 @@ from proa.cache.pages import IntegrityError, PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
 from proa.engine.ipc import Stats
 from proa.engine.policy import Limits, Lineup, refuse_crowd, refuse_impossible
-from proa.engine.request import Request, State
+from proa.engine.request import NO_SLOT, Request, State
 from proa.errors import RequestError
 from proa.types import EngineRequest, FinishReason, TokenEvent
 
@@ -87,6 +87,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = Lineup()
         self._running = Lineup()
+        self._free_states = list(range(limits.num_slots))  # slots of recurrent states: one for each that may run
         self._in_flight: StepPlan | None = None
         self._arrivals = 0
         self._steps = 0
@@ -207,6 +208,9 @@ class Scheduler:
         for page in range(self._allocator.num_pages):
             if (count := self._allocator.references(page)) != holders[page]:
                 raise IntegrityError(f"page {page} has {count} references but {holders[page]} known holders")
+        held = [*self._free_states, *(request.state_slot for request in self._running)]
+        if sorted(held) != list(range(self.limits.num_slots)):
+            raise IntegrityError(f"state slots free and held are {sorted(held)}")
         for request in self._requests.values():
             self._check_request(request)
         if len(self._requests) != len(self._waiting) + len(self._running):
@@ -214,7 +218,7 @@ class Scheduler:
 
     def _check_request(self, request: Request) -> None:
         if request.state is State.WAITING:
-            if request.pages or request.num_computed or request.node:
+            if request.pages or request.num_computed or request.node or request.state_slot != NO_SLOT:
                 raise IntegrityError(f"{request!r} waits but holds pages {request.pages}")
             return
         if request.num_computed > len(request.pages) * self.limits.page_tokens:
@@ -283,7 +287,7 @@ class Scheduler:
             self._cache.lock(match.node)
             self._allocator.share(match.pages)
         self._count_prompt(request, match)
-        request.admit(match.pages if match else [], match.node if match else None)
+        request.admit(match.pages if match else [], match.node if match else None, self._free_states.pop())
         request.pages += self._take(self._pages_needed(request))
         return True
 
@@ -399,6 +403,8 @@ class Scheduler:
         self._allocator.release(request.pages)
         if self._cache and request.node:
             self._cache.unlock(request.node)
+        if request.state_slot != NO_SLOT:
+            self._free_states.append(request.state_slot)
         request.forget_pages()
 
     def _keys(self, cache: PrefixCache, request: Request, num_pages: int) -> list[Hashable]:

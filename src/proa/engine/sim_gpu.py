@@ -65,7 +65,7 @@ class SimBuild:
             why = f"simulated, at {format_rate(parts.in_place.bus_bytes_per_s)}; how many depends on the CPU's rate"
             self._decisions.append(Decision("co-fetch", "auto", "on", why))
         self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts)
-        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16)
+        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.max_running)
         return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:

@@ -16,12 +16,14 @@ PROMPT_LOGITS_ROWS = 64
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A sequence's part of a step: `tokens` at positions from `start` on; `pages` hold all of it."""
+    """A sequence's part of a step: `tokens` at positions from `start` on; `pages` hold all of it, and slot `state` what
+    recurrent layers know of it."""
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
     num_prompt: int
+    state: int = 0
 
 
 @dataclass(frozen=True)

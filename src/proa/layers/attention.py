@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from proa.layers.step import Step
@@ -10,22 +11,27 @@ from proa.ops.table import Angles, KvPages, Ops, Parameters, QkNorm
 
 
 class Attention:
-    def __init__(self, s: spec.Attention, eps: float, ops: Ops) -> None:
+    def __init__(self, s: spec.Attention, eps: float, offset: float, ops: Ops) -> None:
+        """offset: added to the weights of norms."""
         self.spec, self.ops = s, ops
         self.scale = s.head_dim**-0.5
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-        self.qkv = ops.maps.linear({"q": q, "k": kv, "v": kv}, s.hidden, s.qkv_bias)
+        self.qkv = ops.maps.linear({"q": s.q_rows, "k": kv, "v": kv}, s.hidden, s.qkv_bias)
         self.o = ops.maps.linear({"o": s.hidden}, q, s.o_bias)
         widths = {"none": None, "head": (s.head_dim, s.head_dim), "full": (q, kv)}[s.qk_norm]
-        self.norm = QkNorm(ops.maps.vector(widths[0]), ops.maps.vector(widths[1]), eps) if widths else None
+        self.norm = QkNorm(ops.maps.vector(widths[0]), ops.maps.vector(widths[1]), eps, offset) if widths else None
 
     def __call__(self, x: Tensor, step: Step, cache: KvPages) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         s, ops = self.spec, self.ops
         qkv = self.qkv(x).view(len(x), -1, s.head_dim)
+        q, kv = torch.split(qkv, [s.q_rows // s.head_dim, 2 * s.kv_heads], 1)
+        gate = q[:, 1::2] if s.gated else None
+        q = q[:, ::2] if s.gated else q
         angles = Angles(*step.angles[s.rope], s.rope.interleaved)
-        q = ops.rotate_store(qkv, s.heads, self.norm, angles, cache, step.batch.slots)
+        q = ops.rotate_store(q, kv, self.norm, angles, cache, step.batch.slots)
         seen = ops.attention(q, cache, step.batch, self.scale, s.window)
+        seen = seen if gate is None else ops.gate(seen, gate)
         return self.o(seen.flatten(1))
 
     def parameters(self) -> Parameters:

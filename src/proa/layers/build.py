@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
+from torch import Tensor
+
 from proa.layers.attention import Attention
+from proa.layers.gated_delta_net import GatedDeltaNet
 from proa.layers.mlp import Mlp
 from proa.layers.moe import Moe
+from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import Ops
+from proa.ops.table import Ops, Parameters
 
 
-def build_mixer(s: spec.Attention, eps: float, ops: Ops) -> Attention:
-    return Attention(s, eps, ops)
+class Mixer(Protocol):
+    """What lets tokens of a sequence see each other."""
+
+    def __call__(self, x: Tensor, step: Step, cache: Any) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; `cache` is what its spec's cache says."""
+
+    def parameters(self) -> Parameters: ...
+
+
+def build_mixer(s: spec.Mixer, model: spec.Model, ops: Ops) -> Mixer:
+    match s:
+        case spec.Attention():
+            return Attention(s, model.norm_eps, model.norm_offset, ops)
+        case spec.GatedDeltaNet():
+            return GatedDeltaNet(s, model.norm_eps, ops)
 
 
 def build_ffn(s: spec.Mlp | spec.Moe, ops: Ops) -> Mlp | Moe:

@@ -9,7 +9,7 @@ from proa.layers.norm import RmsNorm
 from proa.layers.parameters import prefixed
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import KvPages, Ops, Parameters
+from proa.ops.table import LayerCache, Ops, Parameters
 
 
 class Block:
@@ -17,12 +17,12 @@ class Block:
 
     def __init__(self, s: spec.Block, model: spec.Model, ops: Ops) -> None:
         self._ops = ops
-        self.norm1 = RmsNorm(model.hidden, model.norm_eps, ops)
-        self.norm2 = RmsNorm(model.hidden, model.norm_eps, ops)
-        self.mixer = build_mixer(s.mixer, model.norm_eps, ops)
+        self.norm1 = RmsNorm(model, ops)
+        self.norm2 = RmsNorm(model, ops)
+        self.mixer = build_mixer(s.mixer, model, ops)
         self.ffn = build_ffn(s.ffn, ops)
 
-    def __call__(self, x: Tensor, y: Tensor | None, step: Step, cache: KvPages) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, y: Tensor | None, step: Step, cache: LayerCache) -> tuple[Tensor, Tensor]:
         """The residual stream x + y (None: x alone), and the same of the next block."""
         self._ops.new_block()
         x, normed = self.norm1.of_sum(x, y)
@@ -43,11 +43,11 @@ class Decoder:
         self.best, self._add = ops.best, ops.add
         self.embed = ops.maps.embedding(model.vocab, model.hidden, model.tied)
         self.blocks = [Block(block, model, ops) for block in model.blocks]
-        self.norm = RmsNorm(model.hidden, model.norm_eps, ops)
+        self.norm = RmsNorm(model, ops)
         self.head = None if model.tied else ops.maps.head(model.vocab, model.hidden)
 
     def __call__(self, tokens: Tensor, step: Step) -> Tensor:
-        """tokens int64 [T] -> hidden states after the last block [T, hidden]; writes K and V of all rows."""
+        """tokens int64 [T] -> hidden states after the last block [T, hidden]; fills the caches."""
         x, y = self.embed(tokens), None
         for block, cache in zip(self.blocks, step.caches, strict=True):
             x, y = block(x, y, step, cache)

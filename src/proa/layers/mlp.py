@@ -14,7 +14,7 @@ class Mlp:
 
     def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor]:
         """x + y [T, hidden], and what the layer makes of its norm; rows of padding are computed like others."""
-        x, normed = self._add_norm(x, y, norm.weight, norm.eps)
+        x, normed = self._add_norm(x, y, norm.weight, norm.eps, norm.offset)
         return x, self._mlp(normed)
 
     def parameters(self) -> Parameters:

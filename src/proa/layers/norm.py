@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from proa.models import spec
 from proa.ops.table import Norm, Ops, Parameters
 
 
 class RmsNorm:
-    def __init__(self, width: int, eps: float, ops: Ops) -> None:
+    """Over the hidden state of a model."""
+
+    def __init__(self, model: spec.Model, ops: Ops) -> None:
         self._rms_norm, self._add_norm = ops.rms_norm, ops.add_norm
-        self.width = width
-        self.eps = eps
-        self.weight = ops.maps.vector(width)
+        self.eps, self.offset = model.norm_eps, model.norm_offset
+        self.weight = ops.maps.vector(model.hidden)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._rms_norm(x, self.weight, self.eps)
+        return self._rms_norm(x, self.weight, self.eps, self.offset)
 
     def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + y and its norm; y None: nothing is added."""
-        return (x, self(x)) if y is None else self._add_norm(x, y, self.weight, self.eps)
+        return (x, self(x)) if y is None else self._add_norm(x, y, self.weight, self.eps, self.offset)
 
     @property
     def norm(self) -> Norm:
         """For ops that have it inside."""
-        return Norm(self.weight, self.eps)
+        return Norm(self.weight, self.eps, self.offset)
 
     def parameters(self) -> Parameters:
         yield "weight", self.weight

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from proa.models.spec import Rope
-from proa.ops.table import AttentionBatch, KvPages
+from proa.ops.table import AttentionBatch, LayerCache
 
 
 @dataclass(frozen=True)
 class Step:
     batch: AttentionBatch
     angles: dict[Rope, tuple[Tensor, Tensor]]  # per distinct rotary: cos, sin float32 [T, dim/2]
-    caches: tuple[KvPages, ...]  # one per block
+    caches: tuple[LayerCache, ...]  # one per block

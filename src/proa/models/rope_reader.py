@@ -9,9 +9,10 @@ from proa.models.config_reader import Reader
 from proa.models.spec import Rope, RopeScaling
 
 
-def rope(c: Reader, head_dim: int, theta: float) -> Rope:
+def rope(c: Reader, head_dim: int, theta: float, partial: float | None = None) -> Rope:
     """Both spellings: rope_parameters of transformers 5, and rope_theta with rope_scaling from before.
-    `theta` holds if the config is silent.
+    `theta` holds if the config is silent, and so does `partial`, the share of a head that turns; without one all of it
+    does, always.
 
     `rope_interleaved` is how models/gguf.py says that the file pairs neighbouring dimensions.
     """
@@ -20,17 +21,28 @@ def rope(c: Reader, head_dim: int, theta: float) -> Rope:
     if new:
         c.expect("rope_scaling")
     p = c.sub("rope_parameters" if new else "rope_scaling")
-    for part in (c, p):
-        part.expect("partial_rotary_factor", 1.0)  # Rope.dim is ready for it; none of these families has it
+    dim = head_dim if partial is None else _turning(c, p, head_dim, partial)
+    if partial is None:
+        for part in (c, p):
+            part.expect("partial_rotary_factor", 1.0)
     scaling = _scaling(p, _positions(c), c.get("original_max_position_embeddings", int, None))
-    if scaling and scaling.kind == "factors" and len(scaling.factors) != head_dim // 2:
-        raise p.error(f"{len(scaling.factors)} rope factors for {head_dim // 2} frequencies")
+    if scaling and scaling.kind == "factors" and len(scaling.factors) != dim // 2:
+        raise p.error(f"{len(scaling.factors)} rope factors for {dim // 2} frequencies")
     return Rope(
-        dim=head_dim,
+        dim=dim,
         base=p.get("rope_theta", float, theta),
         scaling=scaling,
         interleaved=c.get("rope_interleaved", bool, False),
     )
+
+
+def _turning(c: Reader, p: Reader, head_dim: int, partial: float) -> int:
+    """Dimensions of a head that turn, where the config may say which share they are."""
+    share = p.get("partial_rotary_factor", float, c.get("partial_rotary_factor", float, partial))
+    dim = int(head_dim * share)
+    if not 0 < dim <= head_dim or dim % 2:
+        raise p.error(f"partial_rotary_factor {share} of head_dim {head_dim} is no even number of dimensions")
+    return dim
 
 
 def _scaling(p: Reader, positions: int, original: int | None) -> RopeScaling | None:

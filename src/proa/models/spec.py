@@ -61,18 +61,39 @@ class PagedKv:
     def elems_per_token(self) -> int:
         return 2 * self.kv_heads * self.head_dim
 
-    @property
-    def elems_per_sequence(self) -> int:
+    def sequence_bytes(self, elem_bytes: int) -> int:
         return 0
 
 
-# What a mixer must remember. Latent (MLA) and recurrent-state specs join this union with their mixers.
-CacheSpec = PagedKv
+@dataclass(frozen=True)
+class Recurrent:
+    """Per sequence, however long: a float32 matrix [key_dim, value_dim] of each head, and the last `tail` rows of
+    `channels` elements that a causal convolution still needs."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    tail: int
+    channels: int
+
+    @property
+    def elems_per_token(self) -> int:
+        return 0
+
+    def sequence_bytes(self, elem_bytes: int) -> int:
+        return 4 * self.heads * self.key_dim * self.value_dim + elem_bytes * self.tail * self.channels
+
+
+# What a mixer must remember. Latent (MLA) specs join this union with their mixers.
+CacheSpec = PagedKv | Recurrent
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention. qk_norm before rotary: RMSNorm over each head ("head") or over all heads ("full")."""
+    """Grouped-query attention. qk_norm before rotary: RMSNorm over each head ("head") or over all heads ("full").
+
+    gated: each head's rows of q are followed by those of a gate, and sigmoid(gate) scales what the head has seen.
+    """
 
     hidden: int
     heads: int
@@ -83,15 +104,21 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
     window: int | None = None  # tokens visible to the left, the own one included
+    gated: bool = False
+
+    @property
+    def q_rows(self) -> int:
+        """Outputs of q's projection, gates included."""
+        return self.heads * self.head_dim * (2 if self.gated else 1)
 
     def params(self) -> Params:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        yield "q.weight", (q, self.hidden)
+        yield "q.weight", (self.q_rows, self.hidden)
         yield "k.weight", (kv, self.hidden)
         yield "v.weight", (kv, self.hidden)
         yield "o.weight", (self.hidden, q)
         if self.qkv_bias:
-            yield "q.bias", (q,)
+            yield "q.bias", (self.q_rows,)
             yield "k.bias", (kv,)
             yield "v.bias", (kv,)
         if self.o_bias:
@@ -103,6 +130,43 @@ class Attention:
     @property
     def cache(self) -> CacheSpec:
         return PagedKv(self.kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Linear attention by the gated delta rule (arXiv 2412.06464); ops/table.py, GatedDelta, says how it computes.
+
+    Each of `key_heads` serves value_heads / key_heads value heads. `taps` is the width of the causal convolution over
+    q, k and v. Rows of qkvz: of each key head q and k, then v and z of its value heads; of ba likewise b and a.
+    """
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def params(self) -> Params:
+        values = self.value_heads * self.value_dim
+        yield "qkvz.weight", (self.channels + values, self.hidden)
+        yield "ba.weight", (2 * self.value_heads, self.hidden)
+        yield "conv.weight", (self.channels, 1, self.taps)  # channels: all of q, all of k, all of v
+        yield "a_log", (self.value_heads,)
+        yield "dt_bias", (self.value_heads,)
+        yield "norm.weight", (self.value_dim,)
+        yield "out.weight", (self.hidden, values)
+
+    @property
+    def cache(self) -> CacheSpec:
+        return Recurrent(self.value_heads, self.key_dim, self.value_dim, self.taps - 1, self.channels)
+
+
+Mixer = Attention | GatedDeltaNet
 
 
 @dataclass(frozen=True)
@@ -164,7 +228,7 @@ class Moe:
 class Block:
     """One transformer layer: x += mixer(norm1 x); x += ffn(norm2 x)."""
 
-    mixer: Attention
+    mixer: Mixer
     ffn: Mlp | Moe
 
 
@@ -176,6 +240,7 @@ class Model:
     norm_eps: float
     max_positions: int  # the context the checkpoint was made for, tokens
     tied: bool = False  # the output head is the embedding
+    norm_offset: float = 0.0  # added to the weights of RMSNorms; those inside of a GatedDeltaNet are whole
 
     def params(self) -> Params:
         """Every parameter once, with its shape."""
@@ -198,6 +263,24 @@ class Model:
     def kv_bytes_per_token(self, elem_bytes: int) -> int:
         return elem_bytes * sum(b.mixer.cache.elems_per_token for b in self.blocks)
 
+    def state_bytes_per_sequence(self, elem_bytes: int) -> int:
+        """Of what does not grow with a sequence."""
+        return sum(b.mixer.cache.sequence_bytes(elem_bytes) for b in self.blocks)
+
+    @cached_property
+    def recurrent(self) -> bool:
+        """Whether some of a sequence's past is only in a state that every token overwrites."""
+        return any(isinstance(b.mixer.cache, Recurrent) for b in self.blocks)
+
+    @cached_property
+    def attention(self) -> tuple[Attention, ...]:
+        """The mixers that attend, in the order of their blocks."""
+        return tuple(b.mixer for b in self.blocks if isinstance(b.mixer, Attention))
+
+    @cached_property
+    def ropes(self) -> frozenset[Rope]:
+        return frozenset(mixer.rope for mixer in self.attention)
+
     @cached_property
     def num_active_params(self) -> int:
         """Parameters read to decode one token: top-k experts only, one embedding row, the whole head."""
@@ -211,5 +294,5 @@ class Model:
         return max((_count(b.mixer) + _count(b.ffn) + 2 * self.hidden for b in self.blocks), default=0)
 
 
-def _count(part: Attention | Mlp | Moe) -> int:
+def _count(part: Mixer | Mlp | Moe) -> int:
     return sum(prod(shape) for _, shape in part.params())

@@ -20,19 +20,35 @@ class _KvPages(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _GatedDelta(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("groups", "per_group", "key_dim", "value_dim", "taps")),
+        *((name, c_void_p) for name in ("q", "k", "v", "z")), ("row_stride", c_int64), ("group_stride", c_int64),
+        ("b", c_void_p), ("a", c_void_p), ("gates_row_stride", c_int64), ("gates_group_stride", c_int64),
+        *((name, c_void_p) for name in ("conv", "a_log", "dt_bias", "norm")), ("eps", c_float),
+        ("rule", c_void_p), ("tail", c_void_p), ("slots", c_int64), ("mixed", c_void_p), ("out", c_void_p),
+        ("out_stride", c_int64),
+    ]  # fmt: skip
+
+
 _SIGNATURES: Signatures = {
     "proa_program_create": (c_void_p, c_int64, c_int64, c_int64, POINTER(c_void_p)),
     "proa_program_destroy": (c_void_p,),
     "proa_program_size": (c_void_p, POINTER(c_int64)),
-    "proa_program_set_batch": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64),
+    "proa_program_set_batch": (
+        c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64,
+    ),
     "proa_program_run": (c_void_p, c_int64, c_int64, c_int64, c_int),
     "proa_program_add_embed": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64),
     "proa_program_add_lookup": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64),
     "proa_program_add_rms_norm": (
         c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int64,
+        c_float, c_int64,
     ),
     "proa_program_add_add": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     "proa_program_add_gated_add": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
+    "proa_program_add_gate": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64),
+    "proa_program_add_gated_delta": (c_void_p, POINTER(_GatedDelta)),
     "proa_program_add_rotary": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int),
     "proa_program_add_route": (
         c_void_p, c_void_p, c_int64, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p,
@@ -73,6 +89,38 @@ class Cache:
         return _KvPages(self.keys, self.values, self.pages, self.page_tokens, self.kv_heads, self.head_dim)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """A gated delta rule, as csrc/include/proa/native.h describes it: sizes, addresses and strides in values."""
+
+    groups: int
+    per_group: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    q: int
+    k: int
+    v: int
+    z: int
+    row_stride: int
+    group_stride: int
+    b: int
+    a: int
+    gates_row_stride: int
+    gates_group_stride: int
+    conv: int
+    a_log: int
+    dt_bias: int
+    norm: int
+    eps: float
+    rule: int
+    tail: int
+    slots: int
+    mixed: int
+    out: int
+    out_stride: int
+
+
 class Program:
     """Operations on bfloat16 rows; each `add_` function appends one and raises ValueError if it cannot be.
 
@@ -92,11 +140,13 @@ class Program:
         return size.value
 
     def set_batch(
-        self, sequences: int, q_lens: int, kv_lens: int, pages: int, stride: int, cache_pages: int, page_tokens: int
-    ) -> None:
-        """int32 arrays at addresses: q_lens and kv_lens [sequences], pages [sequences] rows `stride` apart."""
+        self, sequences: int, q_lens: int, kv_lens: int, states: int, pages: int, stride: int, cache_pages: int,
+        page_tokens: int,
+    ) -> None:  # fmt: skip
+        """int32 arrays at addresses: q_lens, kv_lens and states [sequences] (states 0: all in slot 0), pages
+        [sequences] rows `stride` apart."""
         _native().proa_program_set_batch(
-            self._handle, sequences, q_lens, kv_lens, pages, stride, cache_pages, page_tokens
+            self._handle, sequences, q_lens, kv_lens, states or None, pages, stride, cache_pages, page_tokens
         )
 
     def run(self, first: int, end: int, rows: int, lane: int = 0) -> None:
@@ -110,10 +160,14 @@ class Program:
         self._keep.append(table)
         _native().proa_program_add_lookup(self._handle, table.handle, tokens, out.address, out.stride)
 
-    def add_rms_norm(self, x: Rows, weight: int, groups: int, width: int, eps: float, out: Rows) -> None:
+    def add_rms_norm(
+        self, x: Rows, weight: int, groups: int, width: int, eps: float, out: Rows, offset: float = 0.0, apart: int = 0
+    ) -> None:
+        """apart: values from group to group of x; 0: the width."""
         _native().proa_program_add_rms_norm(
-            self._handle, x.address, x.stride, None, 0, weight, groups, width, eps, out.address, out.stride
-        )
+            self._handle, x.address, x.stride, None, 0, weight, groups, width, eps, out.address, out.stride, offset,
+            apart,
+        )  # fmt: skip
 
     def add_add(self, x: Rows, y: Rows, width: int) -> None:
         _native().proa_program_add_add(self._handle, x.address, x.stride, y.address, y.stride, width)
@@ -122,6 +176,15 @@ class Program:
         _native().proa_program_add_gated_add(
             self._handle, x.address, x.stride, gate.address, gate.stride, y.address, y.stride, width
         )
+
+    def add_gate(self, x: Rows, gate: Rows, heads: int, head_dim: int, apart: int) -> None:
+        _native().proa_program_add_gate(
+            self._handle, x.address, x.stride, gate.address, gate.stride, heads, head_dim, apart
+        )
+
+    def add_gated_delta(self, delta: Delta) -> None:
+        """Raises ValueError for a value dim that 16 does not divide, and for more than 8 taps."""
+        _native().proa_program_add_gated_delta(self._handle, _GatedDelta(**vars(delta)))
 
     def add_rotary(self, x: Rows, cos: int, sin: int, heads: int, head_dim: int, half: int, interleaved: bool) -> None:
         _native().proa_program_add_rotary(

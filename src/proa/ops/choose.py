@@ -13,7 +13,7 @@ def in_steps(add_norm: AddNorm, route: Route) -> Choose:
         x: Tensor, y: Tensor, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
-        x, normed = add_norm(x, y, norm.weight, norm.eps)
+        x, normed = add_norm(x, y, norm.weight, norm.eps, norm.offset)
         return x, normed, Chosen(*route(router(normed), slots, rule.top_k, rule.renormalise))
 
     return choose

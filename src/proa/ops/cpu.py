@@ -13,13 +13,24 @@ from torch import Tensor
 
 from proa.native.formats import PANEL_ROWS
 from proa.native.pool import Pool
-from proa.native.program import Cache, Program
+from proa.native.program import Cache, Delta, Program
 from proa.native.weights import Matrix, Rows
 from proa.ops.choose import in_steps
 from proa.ops.gated import GatedStacks
 from proa.ops.packed import Memory, RowSink, Stack
 from proa.ops.parts import named_parts
-from proa.ops.table import Angles, AttentionBatch, Chosen, KvPages, Ops, Parameters, QkNorm
+from proa.ops.table import (
+    Angles,
+    AttentionBatch,
+    Chosen,
+    DeltaInputs,
+    DeltaWeights,
+    KvPages,
+    Ops,
+    Parameters,
+    QkNorm,
+    RecurrentState,
+)
 
 
 def rows_of(x: Tensor) -> Rows:
@@ -96,12 +107,18 @@ class CpuOps:
             choose=in_steps(self.add_norm, self.route),
             best=self.best,
             attention=self.attention,
+            gate=self.gate,
+            gated_delta=self.gated_delta,
         )
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         groups, width = (x.shape[1], x.shape[2]) if x.dim() == 3 else (1, x.shape[1])
+        apart = x.stride(1) if groups > 1 else width
         out = self._to.new(groups * width)
-        self._to.program.add_rms_norm(rows_of(x), weight.data_ptr(), groups, width, eps, rows_of(out))
+        rows = rows_of(x) if apart == width else rows_of(x[:, 0])
+        self._to.program.add_rms_norm(
+            rows, weight.data_ptr(), groups, width, eps, rows_of(out), offset, 0 if apart == width else apart
+        )
         return out.view(x.shape)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -114,23 +131,50 @@ class CpuOps:
         self._to.program.add_add(rows_of(x), rows_of(y), x.shape[1])
         return x
 
-    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
         x = self.add(x, y)
-        return x, self.rms_norm(x, weight, eps)
+        return x, self.rms_norm(x, weight, eps, offset)
 
     def rotate_store(
-        self, qkv: Tensor, heads: int, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
+        self, q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
     ) -> Tensor:
-        kv_heads = cache.keys.shape[2]
-        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
+        k, v = kv.chunk(2, 1)
         if norm:
             q, k = (
-                self.rms_norm(t.reshape(len(t), -1, len(weight)), weight, norm.eps).view(t.shape)
+                self.rms_norm(_in_groups(t, len(weight)), weight, norm.eps, norm.offset).view(t.shape)
                 for t, weight in ((q, norm.q), (k, norm.k))
             )
         q, k = (self.rotary(t, angles.cos, angles.sin, angles.interleaved) for t in (q, k))
         self.write_kv(k, v, cache, slots)
         return q
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        heads, dim = x.shape[1:]
+        self._to.program.add_gate(rows_of(x), rows_of(gate[:, 0]), heads, dim, gate.stride(1))
+        return x
+
+    def gated_delta(
+        self, x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, batch: AttentionBatch
+    ) -> Tensor:
+        """`batch` is not looked at: the executor tells the program each step's."""
+        to = self._to
+        (_, groups, key_dim), (per_group, dim) = x.q.shape, x.v.shape[2:]
+        by_tap = to.keep(weights.conv[:, 0].t().contiguous())
+        mixed, out = to.new(by_tap.shape[1], torch.float32), to.new(groups * per_group * dim)
+        to.program.add_gated_delta(
+            Delta(
+                groups=groups, per_group=per_group, key_dim=key_dim, value_dim=dim, taps=len(by_tap),
+                q=x.q.data_ptr(), k=x.k.data_ptr(), v=x.v.data_ptr(), z=x.z.data_ptr(),
+                row_stride=x.q.stride(0), group_stride=x.q.stride(1),
+                b=x.b.data_ptr(), a=x.a.data_ptr(),
+                gates_row_stride=x.b.stride(0), gates_group_stride=x.b.stride(1),
+                conv=by_tap.data_ptr(), a_log=weights.a_log.data_ptr(), dt_bias=weights.dt_bias.data_ptr(),
+                norm=weights.norm.data_ptr(), eps=weights.eps,
+                rule=state.rule.data_ptr(), tail=state.tail.data_ptr(), slots=len(state.rule),
+                mixed=mixed.data_ptr(), out=out.data_ptr(), out_stride=out.stride(0),
+            )
+        )  # fmt: skip
+        return out
 
     def route(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         """A program has no rows of padding: `slots` is not looked at."""
@@ -154,6 +198,11 @@ class CpuOps:
         out = self._to.new(heads * dim)
         self._to.program.add_attention(_cache(cache), rows_of(q), rows_of(out), heads, scale, window)
         return out.view(q.shape)
+
+
+def _in_groups(x: Tensor, width: int) -> Tensor:
+    """x [T, heads, D] as it is, or as one group of all heads, which must lie together."""
+    return x if x.shape[2] == width else x.reshape(len(x), -1, width)
 
 
 def _cache(cache: KvPages) -> Cache:
@@ -331,3 +380,6 @@ class CpuMaps:
 
     def vector(self, width: int) -> Tensor:
         return self._to.keep(torch.empty(width, dtype=torch.bfloat16))
+
+    def numbers(self, *shape: int) -> Tensor:
+        return self._to.keep(torch.empty(shape))

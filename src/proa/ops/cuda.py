@@ -18,6 +18,8 @@ from proa.ops.table import (
     Angles,
     AttentionBatch,
     Chosen,
+    DeltaInputs,
+    DeltaWeights,
     KvPages,
     LinearMap,
     NewExperts,
@@ -25,9 +27,10 @@ from proa.ops.table import (
     Ops,
     Parameters,
     QkNorm,
+    RecurrentState,
     RouterRule,
-)  # fmt: skip
-from proa.ops.triton import attention, best, choose, route
+)
+from proa.ops.triton import attention, best, choose, delta, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
 
@@ -52,32 +55,52 @@ class CudaOps:
             choose=self.choose,
             best=self.best,
             attention=self.attention,
+            gate=self.gate,
+            gated_delta=self.gated_delta,
         )
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        norms.rms_norm(x, weight, eps, out)
+        norms.rms_norm(x, weight, eps, out, offset)
         return out
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x.add_(y)
 
-    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(x)
-        norms.add_rms_norm(x, y, weight, eps, out)
+        norms.add_rms_norm(x, y, weight, eps, out, offset)
         return x, out
 
     def rotate_store(
-        self, qkv: Tensor, heads: int, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
+        self, q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
     ) -> Tensor:
         kv_heads, per_head = cache.keys.shape[2], norm
-        if norm is not None and len(norm.q) != qkv.shape[2]:  # over all heads together
+        if norm is not None and len(norm.q) != q.shape[2]:  # over all heads together
             per_head = None
-            for part, weight in ((qkv[:, :heads], norm.q), (qkv[:, heads : heads + kv_heads], norm.k)):
+            for part, weight in ((q, norm.q), (kv[:, :kv_heads], norm.k)):
                 rows = part.flatten(1)
-                norms.rms_norm(rows, weight, norm.eps, rows)
-        rotations.rotate_store(qkv, per_head, angles, cache, slots)
-        return qkv[:, :heads]
+                norms.rms_norm(rows, weight, norm.eps, rows, norm.offset)
+        together = q.stride(1) == q.shape[2]
+        out = q if together else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        rotations.rotate_store(q, kv, per_head, angles, cache, slots, out)
+        return out
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        rotations.gate(x, gate)
+        return x
+
+    def gated_delta(
+        self, x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, batch: AttentionBatch
+    ) -> Tensor:
+        """`batch` says where on the device it stands: DeviceBatch."""
+        if batch.device is None:
+            raise ValueError("the delta rule on a GPU reads its batch from the device")
+        rows, heads, dim = len(x.q), len(weights.a_log), x.v.shape[3]
+        mixed, seen = (torch.empty(rows, n, device=x.q.device) for n in (len(weights.conv), heads * dim))
+        out = torch.empty(rows, heads * dim, dtype=x.q.dtype, device=x.q.device)
+        delta.gated_delta(x, weights, state, batch.device, batch.slots, mixed, seen.view(rows, heads, dim), out)
+        return out
 
     def route(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         ids = torch.empty(len(logits), top_k, dtype=torch.int32, device=logits.device)
@@ -180,3 +203,6 @@ class CudaMaps:
 
     def vector(self, width: int) -> Tensor:
         return torch.empty(width, dtype=torch.bfloat16, device=self._device)
+
+    def numbers(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self._device)

@@ -13,13 +13,26 @@ from torch.nn import functional
 
 from proa.ops.choose import in_steps
 from proa.ops.parts import named_parts
-from proa.ops.table import Angles, AttentionBatch, Chosen, Experts, KvPages, NewExperts, Ops, Parameters, QkNorm
+from proa.ops.table import (
+    Angles,
+    AttentionBatch,
+    Chosen,
+    DeltaInputs,
+    DeltaWeights,
+    Experts,
+    KvPages,
+    NewExperts,
+    Ops,
+    Parameters,
+    QkNorm,
+    RecurrentState,
+)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight.float() * normed).to(x.dtype)
+    return ((weight.float() + offset) * normed).to(x.dtype)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -74,17 +87,16 @@ def gated_add(x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
     return x + torch.sigmoid(gate) * y
 
 
-def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     x = add(x, y)
-    return x, rms_norm(x, weight, eps)
+    return x, rms_norm(x, weight, eps, offset)
 
 
-def rotate_store(qkv: Tensor, heads: int, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor) -> Tensor:
-    kv_heads = cache.keys.shape[2]
-    q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
+def rotate_store(q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor) -> Tensor:
+    k, v = kv.chunk(2, 1)
     if norm:
         q, k = (
-            rms_norm(t.reshape(len(t), -1, len(weight)), weight, norm.eps).view(t.shape)
+            rms_norm(t.reshape(len(t), -1, len(weight)), weight, norm.eps, norm.offset).view(t.shape)
             for t, weight in ((q, norm.q), (k, norm.k))
         )
     q, k = (rotary(t, angles.cos, angles.sin, angles.interleaved) for t in (q, k))
@@ -123,6 +135,46 @@ def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -
         return None
     distance = torch.arange(kv_len - q_len, kv_len, device=device)[:, None] - torch.arange(kv_len, device=device)
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def gate(x: Tensor, gate: Tensor) -> Tensor:
+    return x * torch.sigmoid(gate)
+
+
+def gated_delta(x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, batch: AttentionBatch) -> Tensor:
+    groups, key_dim = x.q.shape[1:]
+    per_group, dim = x.v.shape[2:]
+    past, taps = weights.conv.shape[-1] - 1, weights.conv[:, 0]
+    beta, steps = torch.sigmoid(x.b.float()).flatten(1), functional.softplus(x.a.float().flatten(1) + weights.dt_bias)
+    decay = torch.exp(-torch.exp(weights.a_log) * steps)
+    mixed = torch.cat([t.flatten(1) for t in (x.q, x.k, x.v)], -1)
+    out = torch.empty(len(mixed), groups * per_group, dim, device=mixed.device)
+    start = 0
+    for q_len, kv_len, slot in zip(batch.q_lens, batch.kv_lens, batch.states, strict=True):
+        rows = slice(start, start + q_len)
+        rule, tail = state.rule[slot], state.tail[slot]
+        if q_len == kv_len:
+            rule.zero_()
+            tail.zero_()
+        seen = torch.cat((tail, mixed[rows].to(tail.dtype)))
+        tail.copy_(seen[q_len:])
+        windows = seen.float().unfold(0, past + 1, 1)  # [q_len, channels, taps]
+        conv = functional.silu((windows * taps).sum(-1))
+        q, k, v = torch.split(conv, [groups * key_dim, groups * key_dim, groups * per_group * dim], -1)
+        q, k = (_unit(t.view(q_len, groups, key_dim)).repeat_interleave(per_group, 1) for t in (q, k))
+        q, v = q * key_dim**-0.5, v.view(q_len, groups * per_group, dim)
+        for i in range(q_len):
+            rule *= decay[start + i, :, None, None]
+            known = (rule * k[i, :, :, None]).sum(1)
+            rule += k[i, :, :, None] * (beta[start + i, :, None] * (v[i] - known))[:, None]
+            out[start + i] = (rule * q[i, :, :, None]).sum(1)
+        start += q_len
+    normed = rms_norm(out, weights.norm, weights.eps) * functional.silu(x.z.float().flatten(1, 2))
+    return normed.to(x.q.dtype).flatten(1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 class TorchLinear:
@@ -236,6 +288,9 @@ class TorchMaps:
     def vector(self, width: int) -> Tensor:
         return torch.empty(width, dtype=self._dtype)
 
+    def numbers(self, *shape: int) -> Tensor:
+        return torch.empty(shape)
+
 
 def reference(dtype: torch.dtype, new_experts: NewExperts | None = None) -> Ops:
     """All ops in plain torch, with weights of `dtype`; routed experts others' if `new_experts` makes them."""
@@ -249,4 +304,6 @@ def reference(dtype: torch.dtype, new_experts: NewExperts | None = None) -> Ops:
         choose=in_steps(add_norm, route),
         best=best,
         attention=attention,
+        gate=gate,
+        gated_delta=gated_delta,
     )

@@ -55,19 +55,22 @@ class Staging:
 
 
 class DeviceRows:
-    """A plain parameter on a GPU, bfloat16 [rows, columns] or [columns], as the loader sees it."""
+    """A plain parameter on a GPU, as the loader sees it: all its dimensions but the last are rows. Bfloat16 is filled,
+    other types are written."""
 
     row_unit = 1
 
     def __init__(self, tensor: Tensor, staging: Staging) -> None:
         self.shape = tuple(tensor.shape)
-        self._rows = tensor if tensor.dim() == 2 else tensor.unsqueeze(0)
+        self._rows = tensor.view(-1, tensor.shape[-1])
         self._staging = staging
 
     def expect(self, stored: str) -> None:
         pass
 
     def fills(self, rows: StoredRows, first: int = 0, count: int | None = None) -> list[Fill] | None:
+        if self._rows.dtype != torch.bfloat16:
+            return None
         part = self._rows[first:] if count is None else self._rows[first : first + count]
         places = self._staging.reserve([part])
         if places is None:

@@ -27,6 +27,7 @@ class DeviceBatch:
     q_starts: Tensor  # int32 [S + 1]: each sequence's first row
     kv_lens: Tensor  # int32 [S], 0 for padding
     page_table: Tensor  # int32 [S, most pages]
+    states: Tensor  # int32 [S]: each sequence's slot of recurrent states
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class AttentionBatch:
     page_table: tuple[Tensor, ...]  # int64 [pages of s], one per sequence
     slots: Tensor  # int64 [T]; -1: a row of padding
     device: DeviceBatch | None = None
+    states: tuple[int, ...] = ()  # each sequence's slot of recurrent states
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,24 @@ class KvPages:
     values: Tensor
 
 
+@dataclass(frozen=True)
+class RecurrentState:
+    """One layer's, by slots. A sequence that has no past yet finds anything in its slot, and does not read it.
+
+    rule: float32 [slots, value heads, key dim, value dim]. tail: [slots, taps - 1, channels], the oldest row first.
+    """
+
+    rule: Tensor
+    tail: Tensor
+
+
+LayerCache = KvPages | RecurrentState
+
+
 class RmsNorm(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., N] / rms(x) * weight [N]; computed in float32, returned in x's dtype (arXiv 1910.07467)."""
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """x [..., N] / rms(x) * (offset + weight [N]); computed in float32, returned in x's dtype (arXiv
+        1910.07467)."""
 
 
 class Add(Protocol):
@@ -63,7 +80,7 @@ class Add(Protocol):
 
 
 class AddNorm(Protocol):
-    def __call__(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
         """x + y, which may be stored in x, and its rms_norm."""
 
 
@@ -74,6 +91,7 @@ class QkNorm:
     q: Tensor
     k: Tensor
     eps: float
+    offset: float = 0.0  # added to the weights
 
 
 @dataclass(frozen=True)
@@ -87,10 +105,56 @@ class Angles:
 
 class RotateStore(Protocol):
     def __call__(
-        self, qkv: Tensor, heads: int, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
+        self, q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
     ) -> Tensor:
-        """qkv [T, heads + 2 kv_heads, D]: normalise queries and keys, rotate both, store keys and values at
-        slots [T] (where they are not negative) -> queries [T, heads, D]. May work in qkv itself."""
+        """q [T, heads, D], kv [T, 2 kv_heads, D]: normalise queries and keys, rotate both, store keys and values at
+        slots [T] (where they are not negative) -> queries [T, heads, D]. May work in q and kv themselves. Heads of q
+        may lie apart if there is a norm over each."""
+
+
+class Gate(Protocol):
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [T, heads, D] * sigmoid(gate [T, heads, D]). May be stored in x. Heads of the gate may lie apart."""
+
+
+@dataclass(frozen=True)
+class DeltaInputs:
+    """Projections of a step's rows, as views in groups: each key head with its value heads, G x R of them.
+
+    q, k: [T, G, key dim]; v, z: [T, G, R, value dim]; b, a: [T, G, R]. q, k, v and z have the same strides over T and
+    G, and so have b and a; the rest of each lies together.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """conv float32 [channels, 1, taps], channels being all of q, all of k, all of v; a_log, dt_bias float32 [G R]; norm
+    [value dim], with eps."""
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+
+
+class GatedDelta(Protocol):
+    def __call__(self, x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, batch: AttentionBatch) -> Tensor:
+        """The gated delta rule (arXiv 2412.06464) over each sequence's rows, from its state on -> [T, G R value dim].
+
+        q, k and v pass a causal convolution of the last `taps` rows, and SiLU. Then q and k of each head have length 1
+        (their squares sum to 1, but for 1e-6), q times key_dim ** -0.5. For each row and value head, in float32:
+        S *= exp(-exp(a_log) softplus(a + dt_bias)); S += k (sigmoid(b) (v - S^T k))^T; o = S^T q. The result is
+        o / rms(o) * norm * silu(z). All of it in float32, rounded once. Writes the state after each sequence's
+        last row.
+        """
 
 
 class Route(Protocol):
@@ -101,10 +165,11 @@ class Route(Protocol):
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm's weight [N], and what is added to the mean of squares."""
+    """RMSNorm's weight [N], what is added to the mean of squares, and to the weight."""
 
     weight: Tensor
     eps: float
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -240,6 +305,9 @@ class Maps(Protocol):
     def vector(self, width: int) -> Tensor:
         """A norm's weight."""
 
+    def numbers(self, *shape: int) -> Tensor:
+        """A few parameters in float32."""
+
 
 class NewBlock(Protocol):
     def __call__(self) -> None:
@@ -258,16 +326,23 @@ class Ops:
     choose: Choose
     best: Best
     attention: PagedAttention
+    gate: Gate
+    gated_delta: GatedDelta
 
 
 def batch_of(
-    q_lens: Sequence[int], kv_lens: Sequence[int], pages: Sequence[Sequence[int]], page_tokens: int
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    page_tokens: int,
+    states: Sequence[int] = (),
 ) -> AttentionBatch:
-    """Build an AttentionBatch from plain lists: pages[s] are sequence s's pages in order."""
+    """Build an AttentionBatch from plain lists: pages[s] are sequence s's pages in order, states[s] its slot."""
     slots = [
         pages[s][p // page_tokens] * page_tokens + p % page_tokens
         for s, (q, kv) in enumerate(zip(q_lens, kv_lens, strict=True))
         for p in range(kv - q, kv)
     ]
     tables = tuple(torch.tensor(pages[s][: -(-kv // page_tokens)], dtype=torch.int64) for s, kv in enumerate(kv_lens))
-    return AttentionBatch(tuple(q_lens), tuple(kv_lens), tables, torch.tensor(slots, dtype=torch.int64))
+    rows = torch.tensor(slots, dtype=torch.int64)
+    return AttentionBatch(tuple(q_lens), tuple(kv_lens), tables, rows, states=tuple(states))

@@ -1,14 +1,14 @@
 """What a model needs in RAM where the CPU does everything: pure formulas over its spec. Never: options, free memory,
 decisions. With a GPU: plan/vram.py.
 
-process + weights + loading + kv + workspace
+process + weights + loading + kv + states + workspace
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from proa.models.spec import Block, Mlp, Model
+from proa.models.spec import Attention, Block, Mixer, Mlp, Model
 
 ELEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -42,6 +42,7 @@ class Demand:
     workspace_bytes_per_context_token: int
     page_bytes: int
     page_tokens: int
+    states_bytes: int = 0  # recurrent states of all that run at once
 
     def pages(self, tokens: int) -> int:
         """KV pages that hold one sequence of `tokens`."""
@@ -52,7 +53,9 @@ class Demand:
 
     def total_bytes(self, context_tokens: int, num_pages: int) -> int:
         kv_bytes = num_pages * self.page_bytes
-        return self.fixed_bytes + self.weights_bytes + kv_bytes + self.workspace_bytes(context_tokens)
+        return (
+            self.fixed_bytes + self.weights_bytes + self.states_bytes + kv_bytes + self.workspace_bytes(context_tokens)
+        )
 
 
 def demand(spec: Model, elem_bytes: int, page_tokens: int, max_running: int, batch_tokens: int) -> Demand:
@@ -67,6 +70,7 @@ def demand(spec: Model, elem_bytes: int, page_tokens: int, max_running: int, bat
         workspace_bytes_per_context_token=gathered + batch_tokens * MASK_BYTES,
         page_bytes=page_tokens * spec.kv_bytes_per_token(elem_bytes),
         page_tokens=page_tokens,
+        states_bytes=max_running * spec.state_bytes_per_sequence(elem_bytes),
     )
 
 
@@ -81,9 +85,16 @@ def row_bytes(spec: Model) -> int:
 
 
 def _row_bytes(block: Block) -> int:
-    """Activations of one row in one layer, all counted as float32: residual, norms and their squares (6 hidden),
-    queries, keys and values before and after rotation (4 each), gate, up and their product (4 widths)."""
-    attention, ffn = block.mixer, block.ffn
-    heads = attention.heads + 2 * attention.kv_heads
+    """Activations of one row in one layer, all counted as float32: residual, norms and their squares (6 hidden), the
+    mixer's, gate, up and their product (4 widths)."""
+    mixer, ffn = block.mixer, block.ffn
     width = ffn.width if isinstance(ffn, Mlp) else max(ffn.width, ffn.shared.width if ffn.shared else 0)
-    return 4 * (6 * attention.hidden + 4 * heads * attention.head_dim + 4 * width)
+    return 4 * (6 * mixer.hidden + _mixer_width(mixer) + 4 * width)
+
+
+def _mixer_width(mixer: Mixer) -> int:
+    """Queries, gates, keys and values before and after rotation (4 each); of linear attention the projections and what
+    is made of them (4 each), and the products of the convolution."""
+    if isinstance(mixer, Attention):
+        return 4 * (mixer.q_rows + 2 * mixer.kv_heads * mixer.head_dim)
+    return (4 + mixer.taps) * mixer.channels + 4 * mixer.value_heads * mixer.value_dim

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from proa.config.options import EngineOptions
 from proa.errors import ResourceError, UsageError
 from proa.machine.machine import Machine
-from proa.models.spec import Block, Model
+from proa.models.spec import Model, Rope
 from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
 from proa.types import Decision
@@ -91,13 +91,13 @@ def reach(case: Case) -> Fitted | Short:
 def supported_context(spec: Model) -> int:
     """The longest context the checkpoint is made for: its positions, or what its rope scaling stretches them to."""
 
-    def reach(block: Block) -> int:
-        scaling = block.mixer.rope.scaling
+    def reach(rope: Rope) -> int:
+        scaling = rope.scaling
         if scaling is None or scaling.kind == "llama3":  # llama3 configs state the stretched length themselves
             return spec.max_positions
         return max(spec.max_positions, int(scaling.original_positions * scaling.factor))
 
-    return min(map(reach, spec.blocks), default=spec.max_positions)
+    return min(map(reach, spec.ropes), default=spec.max_positions)
 
 
 def _pages_asked(case: Case) -> int | None:
@@ -161,7 +161,8 @@ def listed_parts(case: Case, short: Short, weights: str, fixed: str) -> str:
     kv = "KV cache" + (f" for a context of {short.context_tokens}" if case.options.cache.kv_memory is None else "")
     parts = {
         weights: need.weights_bytes,
-        kv: total_bytes - need.weights_bytes - workspace_bytes - need.fixed_bytes,
+        kv: total_bytes - need.weights_bytes - workspace_bytes - need.fixed_bytes - need.states_bytes,
+        "recurrent states": need.states_bytes,
         "workspace": workspace_bytes,
         fixed: need.fixed_bytes,
     }

@@ -79,7 +79,7 @@ def _stack(name: str) -> str:
 
 @functools.cache
 def _bytes(stored: frozenset[str], shape: tuple[int, ...], table: bool) -> int:
-    if len(shape) == 1:
+    if len(shape) != 2:
         return prod(shape) * 4
     if table:
         return prod(shape) * 2

@@ -11,8 +11,8 @@ from proa.types import Decision
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of RAM: what is free now, what is left alone, and what goes where.
 
-    process + weights + loading + kv + workspace + simulated VRAM <= usable: the formulas stand in plan/budget.py, with
-    a GPU in plan/vram.py. Then weights are routed experts, and the KV is in VRAM.
+    process + weights + loading + kv + states + workspace + simulated VRAM <= usable: the formulas stand in
+    plan/budget.py, with a GPU in plan/vram.py. Then weights are routed experts, and KV and states are in VRAM.
     """
 
     free_bytes: int
@@ -22,6 +22,7 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int
     loading_bytes: int  # transient: what the loader holds beside the weights
     process_bytes: int = 0  # the two processes themselves: Python, torch, tokenizer
+    states_bytes: int = 0  # recurrent states of all that run at once
     simulated_vram_bytes: int = 0  # what stands in for the memory of a simulated GPU
 
     @property
@@ -32,7 +33,7 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
 class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of VRAM: what is free now, what is left alone, and what goes where.
 
-    context + dense + kv + workspace + graphs + experts + spare <= usable: the formulas stand in plan/vram.py.
+    context + dense + kv + states + workspace + graphs + experts + spare <= usable: the formulas stand in plan/vram.py.
     """
 
     total_bytes: int
@@ -46,6 +47,7 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     graphs_bytes: int
     experts_bytes: int  # slots of resident experts, packed as in RAM
     spare_bytes: int = 0  # slots for experts that change places
+    states_bytes: int = 0  # recurrent states of all that run at once
 
     @property
     def usable_bytes(self) -> int:
@@ -54,7 +56,7 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def used_bytes(self) -> int:
         parts = self.context_bytes + self.dense_bytes + self.kv_bytes + self.workspace_bytes + self.graphs_bytes
-        return parts + self.experts_bytes + self.spare_bytes
+        return parts + self.experts_bytes + self.spare_bytes + self.states_bytes
 
 
 class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):

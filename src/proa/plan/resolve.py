@@ -12,6 +12,7 @@ from proa.config.options import EngineOptions, MachineOptions, ModelOptions
 from proa.errors import ResourceError, UsageError
 from proa.machine.machine import Gpu, Machine
 from proa.models.names import Declared
+from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
 from proa.plan.device import choose
@@ -74,7 +75,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
         context_tokens=fitted.context_tokens,
         page_tokens=page_tokens,
         num_pages=fitted.num_pages,
-        prefix_cache=options.cache.prefix_cache,
+        prefix_cache=options.cache.prefix_cache and not spec.recurrent,
         max_running=asked.max_running,
         max_batch_tokens=batch_tokens,
         max_queued=asked.max_queued,
@@ -90,7 +91,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
             dtype_row,
             _compute(dtype, host, placed.gpu),
             *placed.decisions,
-            _prefix_cache(options.cache.prefix_cache),
+            _prefix_cache(options.cache.prefix_cache, spec),
             Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue"),
             batch_row,
             ram_row,
@@ -157,6 +158,7 @@ def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) ->
         workspace_bytes=need.workspace_bytes(fitted.context_tokens),
         loading_bytes=LOADING_BYTES,
         process_bytes=PROCESS_BYTES,
+        states_bytes=need.states_bytes,
     )
     roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], bandwidth)
     row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
@@ -235,8 +237,13 @@ def _batch_tokens(options: EngineOptions) -> tuple[int, Decision]:
     return got, Decision("tokens per step", str(asked), str(got), why)
 
 
-def _prefix_cache(on: bool) -> Decision:
+def _prefix_cache(on: bool, spec: Model) -> Decision:
     word = "on" if on else "off"
+    if on and spec.recurrent:
+        why = (
+            "recurrent layers remember only where a sequence is now: a prompt's beginning cannot be taken from another"
+        )
+        return Decision("prefix cache", word, "off", why)
     return Decision("prefix cache", word, word, "prompts that start alike are computed once" if on else "as asked")
 
 

@@ -265,6 +265,7 @@ def _vram_budget(
         graphs_bytes=graphs_bytes(case.spec, case.options.scheduler.max_running, gpu.simulated),
         experts_bytes=experts,
         spare_bytes=spare,
+        states_bytes=need.states_bytes,
     )
 
 

@@ -1,7 +1,7 @@
 """What a model needs in VRAM beside its routed experts, and what is left for the CPU's RAM then: pure formulas over its
 spec. Never: options, free memory, decisions.
 
-VRAM: context + dense weights + KV + workspace + graphs + resident experts
+VRAM: context + dense weights + KV + recurrent states + workspace + graphs + resident experts
 RAM:  process + experts (all of them, or those that are not resident) + loading + workspace
 
 Terms that depend on kernels are upper bounds; docs/decisions/018-vram-plan.md says where each is from.
@@ -91,7 +91,7 @@ def vram_demand(
 ) -> Demand:
     """The demand on VRAM without routed experts, running steps of up to `batch_tokens`. `stored`: see `dense_form`."""
     experts = max((_routed_row_bytes(b.ffn) for b in spec.blocks if isinstance(b.ffn, Moe)), default=0)
-    partials = max((b.mixer.heads * (b.mixer.head_dim + 2) * 4 * ATTENTION_PARTS for b in spec.blocks), default=0)
+    partials = max((a.heads * (a.head_dim + 2) * 4 * ATTENTION_PARTS for a in spec.attention), default=0)
     return Demand(
         weights_bytes=dense_bytes(spec, stored),
         fixed_bytes=context_bytes(simulated) + graphs_bytes(spec, max_running, simulated),
@@ -104,6 +104,7 @@ def vram_demand(
         workspace_bytes_per_context_token=-(-8 * max_running // page_tokens),
         page_bytes=page_tokens * spec.kv_bytes_per_token(BF16_BYTES),
         page_tokens=page_tokens,
+        states_bytes=max_running * spec.state_bytes_per_sequence(BF16_BYTES),
     )
 
 

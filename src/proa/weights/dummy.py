@@ -59,7 +59,7 @@ def fill_dummy(
             if kind == "router":
                 _fill_router(whole, _moe(spec, name), router, _seed(seed, name))
             else:
-                _fill_rows(whole, name, 0, pool, depth, seed)
+                _fill_rows(whole, name, 0, pool, depth, seed, spec.norm_offset)
             if not isinstance(target, Tensor):
                 target.write(0, whole)
             continue
@@ -69,7 +69,7 @@ def fill_dummy(
         place = torch.empty(min(step, shape[0]), shape[1])
         for first in range(0, shape[0], step):
             rows = place[: shape[0] - first]
-            _fill_rows(rows, name, first, pool, depth, seed)
+            _fill_rows(rows, name, first, pool, depth, seed, spec.norm_offset)
             target.write(first, rows)
     if filling:
         filling.run()
@@ -166,7 +166,7 @@ def _of_copies(job: Fill, numbers: Tensor, shape: tuple[int, ...], seed: int) ->
 
 def _zero_row(name: str) -> bool:
     """Whether channel 0 of the residual stream would be written."""
-    return name.split(".")[-2] in ("o", "down")
+    return name.split(".")[-2] in ("o", "out", "down")
 
 
 def _scale(name: str, cols: int, depth: int) -> float:
@@ -176,13 +176,13 @@ def _scale(name: str, cols: int, depth: int) -> float:
     return (0.5 / math.sqrt(depth) if _zero_row(name) else 1.0) / math.sqrt(cols)
 
 
-def _fill_rows(rows: Tensor, name: str, first: int, pool: Tensor, depth: int, seed: int) -> None:
-    """Rows of a parameter from `first` on; `first` is a multiple of rows_at_once."""
+def _fill_rows(rows: Tensor, name: str, first: int, pool: Tensor, depth: int, seed: int, norm_offset: float) -> None:
+    """Rows of a parameter from `first` on; `first` is a multiple of rows_at_once. norm_offset: the model's."""
     kind = name.split(".")[-2]
     if name.endswith(".bias"):
         rows.zero_()
     elif kind.startswith(("norm", "q_norm", "k_norm")):
-        rows.fill_(1.0)
+        rows.fill_(1.0 if name.endswith("mixer.norm.weight") else 1.0 - norm_offset)
     else:
         _fill(rows, first, pool, _scale(name, rows.shape[-1], depth), _seed(seed, name))
     if kind == "embed":

@@ -211,7 +211,7 @@ class _Copy:
 
     def _fill_tensor(self, rows: Rows, source: Source, target: Tensor) -> None:
         info = self._tensors[source.tensor]
-        out = target if target.dim() == 2 else target.reshape(1, -1)
+        out = target if target.dim() == 2 else target.reshape(-1, target.shape[-1])
         out = out.T if source.transposed else out
         columns = slice(source.first_col, source.first_col + source.cols)
         whole_rows = source.cols == info.shape[-1]

@@ -13,7 +13,7 @@ from typing import Any
 from proa.models.config_reader import Reader
 from proa.models.names import NameTable
 from proa.models.rope_reader import context_tokens, rope
-from proa.models.spec import Attention, Block, Mlp, Model, Moe
+from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope
 
 
 def llama(c: Reader) -> tuple[Model, NameTable]:
@@ -39,9 +39,9 @@ def _dense(
     return model(c, mixer, [ffn] * layers, windows), NameTable()
 
 
-def attention(c: Reader, *, theta: float = 10000.0, **kinds: Any) -> Attention:
-    """Grouped-query attention. `theta` is the family's default; `kinds` are the norm and bias fields of Attention
-    that the family fixes."""
+def attention(c: Reader, *, theta: float = 10000.0, partial: float | None = None, **kinds: Any) -> Attention:
+    """Grouped-query attention. `theta` and `partial` are the family's defaults, see rope(); `kinds` are the norm, gate
+    and bias fields of Attention that the family fixes."""
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     kv_heads = c.size("num_key_value_heads", heads)
     if heads % kv_heads or (hidden % heads and not c.has("head_dim")):
@@ -49,20 +49,26 @@ def attention(c: Reader, *, theta: float = 10000.0, **kinds: Any) -> Attention:
     head_dim = c.size("head_dim", hidden // heads)
     if head_dim % 2:
         raise c.error(f"rotary embeddings need an even head_dim, but it is {head_dim}")
-    return Attention(hidden, heads, kv_heads, head_dim, rope(c, head_dim, theta), **kinds)
+    return Attention(hidden, heads, kv_heads, head_dim, rope(c, head_dim, theta, partial), **kinds)
 
 
 def model(c: Reader, mixer: Attention, ffns: Sequence[Mlp | Moe], windows: Sequence[int | None] = ()) -> Model:
     """One block per ffn, each with `mixer` and its own window; ends the reading."""
-    c.expect("hidden_act", "silu", "swish")  # two names of one function
     by_layer = windows or [None] * len(ffns)
+    return model_of(c, mixer.rope, [Block(replace(mixer, window=w), f) for w, f in zip(by_layer, ffns, strict=True)])
+
+
+def model_of(c: Reader, rope: Rope, blocks: Sequence[Block], *, norm_offset: float = 0.0) -> Model:
+    """A model of these blocks; ends the reading."""
+    c.expect("hidden_act", "silu", "swish")  # two names of one function
     spec = Model(
-        hidden=mixer.hidden,
+        hidden=blocks[0].mixer.hidden,
         vocab=c.size("vocab_size"),
-        blocks=tuple(Block(replace(mixer, window=w), ffn) for w, ffn in zip(by_layer, ffns, strict=True)),
+        blocks=tuple(blocks),
         norm_eps=c.get("rms_norm_eps", float),
-        max_positions=context_tokens(c, mixer.rope),
+        max_positions=context_tokens(c, rope),
         tied=c.get("tie_word_embeddings", bool, False),
+        norm_offset=norm_offset,
     )
     c.finish()
     return spec

@@ -20,13 +20,13 @@ MIXTRAL_NAMES = NameTable(
 def qwen2_moe(c: Reader) -> tuple[Model, NameTable]:
     mixer = attention(c, qkv_bias=c.get("qkv_bias", bool, True))
     shared = Mlp(mixer.hidden, c.size("shared_expert_intermediate_size"))
-    return model(c, mixer, _qwen_ffns(c, mixer.hidden, shared), _layer_windows(c)), NameTable()
+    return model(c, mixer, qwen_ffns(c, mixer.hidden, shared), _layer_windows(c)), NameTable()
 
 
 def qwen3_moe(c: Reader) -> tuple[Model, NameTable]:
     bias = c.get("attention_bias", bool, False)
     mixer = attention(c, qk_norm="head", qkv_bias=bias, o_bias=bias)
-    return model(c, mixer, _qwen_ffns(c, mixer.hidden, None), _layer_windows(c)), NameTable()
+    return model(c, mixer, qwen_ffns(c, mixer.hidden, None), _layer_windows(c)), NameTable()
 
 
 def mixtral(c: Reader) -> tuple[Model, NameTable]:
@@ -45,7 +45,7 @@ def routed(c: Reader, hidden: int, experts: int, width: int, *, renormalise: boo
     return Moe(hidden, experts, top_k, width, router, shared, shared_gate=shared is not None)
 
 
-def _qwen_ffns(c: Reader, hidden: int, shared: Mlp | None) -> list[Mlp | Moe]:
+def qwen_ffns(c: Reader, hidden: int, shared: Mlp | None) -> list[Mlp | Moe]:
     """Every decoder_sparse_step-th layer is sparse, those in mlp_only_layers never."""
     experts = c.get_any(("num_experts", "num_local_experts"), int)
     renormalise = c.get("norm_topk_prob", bool)

@@ -44,7 +44,7 @@ def choice_space(device: torch.device) -> ChoiceSpace:
 def _choose(
     x, y, weight, router, slots, logits, arrived, total, normed, ids, weights,
     up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu,
-    x_row, y_row, router_row, logits_row, width, eps,
+    x_row, y_row, router_row, logits_row, width, eps, offset,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def _choose(
     value = tl.load(x + row * x_row + column, inside, 0.0).to(tl.float32)
     value += tl.load(y + row * y_row + column, inside, 0.0).to(tl.float32)
     value = value.to(tl.bfloat16).to(tl.float32)  # what the residual stream keeps is what is normalised
-    scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    scale = tl.load(weight + column, inside, 0.0).to(tl.float32) + offset
     norm = (value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * scale).to(tl.bfloat16)
     if expert == 0:
         tl.store(total + row * width + column, value.to(tl.bfloat16), inside)
@@ -114,7 +114,7 @@ def choose(
             x, y, norm.weight, router, slots, space.logits, space.arrived, out.total, out.normed, out.at.ids,
             out.weights, residency.up, residency.down, residency.cpu, residency.counts, *in_place, out.at.up,
             out.at.down, out.at.cpu, x.stride(0), y.stride(0), router.stride(0), space.logits.stride(0), width,
-            norm.eps, **_constants(experts, width, rule), num_warps=_WARPS,
+            norm.eps, norm.offset, **_constants(experts, width, rule), num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def _check(
 def variants() -> Iterator[Variant]:
     types = dict.fromkeys(("x", "y", "weight", "router", "logits", "total", "normed"), "*bf16")
     types |= dict.fromkeys(("slots", "up_table", "down_table", "up", "down"), "*i64") | {"weights": "*fp32"}
-    types |= dict.fromkeys(("arrived", "ids", "cpu_table", "cpu"), "*i32") | {"eps": "fp32"}
+    types |= dict.fromkeys(("arrived", "ids", "cpu_table", "cpu"), "*i32") | {"eps": "fp32", "offset": "fp32"}
     types |= dict.fromkeys(("x_row", "y_row", "router_row", "logits_row", "width"), "i32")
     in_place = {"up_place": "*i64", "down_place": "*i64", "share": "*i32"}
     aligned = ("x", "y", "weight", "router", "logits", "total", "normed", "x_row", "y_row", "router_row", "width")

@@ -1,5 +1,5 @@
 """What happens to q, k and v between their projection and attention, in one launch: the norm of each head, rotary
-embedding (arXiv 2104.09864), and the store into the paged cache.
+embedding (arXiv 2104.09864), and the store into the paged cache; and the gate of what each head has seen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FEW_ROWS = 64  # up to here a program has one row, beyond it several
 
 @triton.jit
 def _turn(
-    source, target, live, row, weight, cos, sin, eps,
+    source, target, live, row, weight, cos, sin, eps, offset,
     DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -36,8 +36,8 @@ def _turn(
         a, b = tl.load(source + first, some, 0.0).to(tl.float32), tl.load(source + second, some, 0.0).to(tl.float32)
         if NORM:
             a, b = a * scale, b * scale
-            a *= tl.load(weight + first, pair < HALF, 0.0).to(tl.float32)
-            b *= tl.load(weight + second, pair < HALF, 0.0).to(tl.float32)
+            a *= tl.load(weight + first, pair < HALF, 0.0).to(tl.float32) + offset
+            b *= tl.load(weight + second, pair < HALF, 0.0).to(tl.float32) + offset
             a, b = a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)
         c, s = tl.load(cos + row * HALF + pair, some, 0.0), tl.load(sin + row * HALF + pair, some, 0.0)
         tl.store(target + first, (a * c - b * s).to(tl.bfloat16), some)
@@ -47,14 +47,14 @@ def _turn(
         some = live & (column < DIM)
         x = tl.load(source + column, some, 0.0).to(tl.float32)
         if NORM:
-            x = x * scale * tl.load(weight + column, column < DIM, 0.0).to(tl.float32)
+            x = x * scale * (tl.load(weight + column, column < DIM, 0.0).to(tl.float32) + offset)
         tl.store(target + column, x.to(tl.bfloat16), some)
 
 
 @triton.jit(do_not_specialize=["rows"])  # which differs from step to step
 def _rotate_store(
-    qkv, q_norm, k_norm, cos, sin, keys, values, slots, rows, heads, kv_heads, eps,
-    qkv_row, page_stride, token_stride, head_stride,
+    q, kv, out, q_norm, k_norm, cos, sin, keys, values, slots, rows, heads, kv_heads, eps, offset,
+    q_row, q_head, kv_row, out_row, page_stride, token_stride, head_stride,
     PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -62,36 +62,40 @@ def _rotate_store(
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     slot = tl.load(slots + row, row < rows, -1)
     live = slot >= 0
-    source = qkv + row * qkv_row + head * DIM
     place = (slot // PAGE_TOKENS) * page_stride + (slot % PAGE_TOKENS) * token_stride
     if head < heads:
-        _turn(source, source, live, row, q_norm, cos, sin, eps, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
+        source, target = q + row * q_row + head * q_head, out + row * out_row + head * DIM
+        _turn(source, target, live, row, q_norm, cos, sin, eps, offset, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
     elif head < heads + kv_heads:
-        target = keys + place + (head - heads) * head_stride
-        _turn(source, target, live, row, k_norm, cos, sin, eps, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
+        source, target = kv + row * kv_row + (head - heads) * DIM, keys + place + (head - heads) * head_stride
+        _turn(source, target, live, row, k_norm, cos, sin, eps, offset, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
     else:
         column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
         some = live & (column < DIM)
-        tl.store(
-            values + place + (head - heads - kv_heads) * head_stride + column, tl.load(source + column, some), some
-        )
+        value = tl.load(kv + row * kv_row + (head - heads) * DIM + column, some)
+        tl.store(values + place + (head - heads - kv_heads) * head_stride + column, value, some)
 
 
-def rotate_store(qkv: Tensor, norms: QkNorm | None, rotation: Angles | None, cache: KvPages, slots: Tensor) -> None:
-    """Norm and turn q in place; norm and turn k, and store it and v in the cache.
+def rotate_store(
+    q: Tensor, kv: Tensor, norms: QkNorm | None, rotation: Angles | None, cache: KvPages, slots: Tensor, out: Tensor
+) -> None:
+    """Norm and turn q into out, which may be q; norm and turn k, and store it and v in the cache.
 
-    qkv bfloat16 [T, heads + 2 * kv_heads, D]: q, k, v, each row whole; slots int64 [T]. Rows of slot -1 are left alone.
-    The norm's result is rounded to bfloat16 before it turns. k of qkv stays as it is.
+    bfloat16: q [T, heads, D], whose heads may lie apart; kv [T, 2 * kv_heads, D]: k and v, each row whole; out
+    [T, heads, D], heads side by side. slots int64 [T]: rows of slot -1 are left alone. The norm's result is rounded to
+    bfloat16 before it turns. k of kv stays as it is.
     """
-    rows, total, dim = qkv.shape
+    rows, heads, dim = q.shape
     page_tokens, kv_heads = cache.keys.shape[1], cache.keys.shape[2]
     half = 0 if rotation is None else rotation.cos.shape[1]
-    _check(qkv, rotation, cache, slots)
+    _check(q, kv, rotation, cache, slots, out)
     if not rows:
         return
     block = 1 if rows <= FEW_ROWS else 8
-    _rotate_store[(triton.cdiv(rows, block), total)](
-        qkv,
+    _rotate_store[(triton.cdiv(rows, block), heads + 2 * kv_heads)](
+        q,
+        kv,
+        out,
         None if norms is None else norms.q,
         None if norms is None else norms.k,
         None if rotation is None else rotation.cos,
@@ -100,10 +104,14 @@ def rotate_store(qkv: Tensor, norms: QkNorm | None, rotation: Angles | None, cac
         cache.values,
         slots,
         rows,
-        total - 2 * kv_heads,
+        heads,
         kv_heads,
         0.0 if norms is None else norms.eps,
-        qkv.stride(0),
+        0.0 if norms is None else norms.offset,
+        q.stride(0),
+        q.stride(1),
+        kv.stride(0),
+        out.stride(0),
         *cache.keys.stride()[:3],
         PAGE_TOKENS=page_tokens,
         **_constants(dim, half, rotation is not None and rotation.interleaved, norms is not None, block),
@@ -111,13 +119,15 @@ def rotate_store(qkv: Tensor, norms: QkNorm | None, rotation: Angles | None, cac
     )
 
 
-def _check(qkv: Tensor, rotation: Angles | None, cache: KvPages, slots: Tensor) -> None:
-    rows, total, dim = qkv.shape
+def _check(q: Tensor, kv: Tensor, rotation: Angles | None, cache: KvPages, slots: Tensor, out: Tensor) -> None:
+    rows, _, dim = q.shape
     kv_heads = cache.keys.shape[2]
-    if qkv.stride()[1:] != (dim, 1) or total <= 2 * kv_heads or cache.keys.shape[3] != dim:
+    if kv.shape != (rows, 2 * kv_heads, dim) or kv.stride()[1:] != (dim, 1) or cache.keys.shape[3] != dim:
         raise ValueError(
-            f"qkv {tuple(qkv.shape)} of strides {qkv.stride()} is not q, k and v of a cache {tuple(cache.keys.shape)}"
+            f"kv {tuple(kv.shape)} of strides {kv.stride()} is not k and v of a cache {tuple(cache.keys.shape)}"
         )
+    if out.shape != q.shape or out.stride()[1:] != (dim, 1) or q.stride(2) != 1:
+        raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} are not heads of {dim} values")
     if cache.keys.stride() != cache.values.stride() or cache.keys.stride(3) != 1:
         raise ValueError(f"keys and values lie differently: {cache.keys.stride()} and {cache.values.stride()}")
     if slots.shape != (rows,) or not slots.is_contiguous():
@@ -129,6 +139,26 @@ def _check(qkv: Tensor, rotation: Angles | None, cache: KvPages, slots: Tensor) 
         raise ValueError(f"cos {tuple(angles.shape)} and sin {tuple(rotation.sin.shape)} for {rows} rows of {dim}")
     if not (angles.is_contiguous() and rotation.sin.is_contiguous()):
         raise ValueError("cos and sin must be contiguous")
+
+
+@triton.jit
+def _gate(x, gate, x_row, gate_row, gate_head, DIM: tl.constexpr, WIDE: tl.constexpr):
+    row, head, column = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
+    inside = column < DIM
+    at = x + row * x_row + head * DIM + column
+    z = tl.load(gate + row * gate_row + head * gate_head + column, inside, 0.0).to(tl.float32)
+    y = tl.load(at, inside, 0.0).to(tl.float32) / (1.0 + tl.exp(-z))
+    tl.store(at, y.to(tl.bfloat16), inside)
+
+
+def gate(x: Tensor, gate: Tensor) -> None:
+    """x *= sigmoid(gate), bfloat16 [T, heads, D]; heads of x lie side by side, those of the gate may lie apart."""
+    rows, heads, dim = x.shape
+    if gate.shape != x.shape or x.stride()[1:] != (dim, 1) or gate.stride(2) != 1:
+        raise ValueError(f"x {tuple(x.shape)} {x.stride()} and gate {tuple(gate.shape)} {gate.stride()} do not fit")
+    if rows:
+        wide = triton.next_power_of_2(dim)
+        _gate[(rows, heads)](x, gate, x.stride(0), *gate.stride()[:2], DIM=dim, WIDE=wide, num_warps=1)
 
 
 def _constants(dim: int, half: int, interleaved: bool, norm: bool, rows: int) -> dict[str, int | bool]:
@@ -149,10 +179,11 @@ def _warps(rows: int) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    tensors = dict.fromkeys(("qkv", "keys", "values"), "*bf16") | {"slots": "*i64"}
-    sizes = ("rows", "heads", "kv_heads", "qkv_row", "page_stride", "token_stride", "head_stride")
-    types = tensors | dict.fromkeys(sizes, "i32") | {"eps": "fp32"}
-    aligned = ("qkv", "keys", "values", "qkv_row", "page_stride", "token_stride", "head_stride")
+    tensors = dict.fromkeys(("q", "kv", "out", "keys", "values"), "*bf16") | {"slots": "*i64"}
+    strides = ("q_row", "q_head", "kv_row", "out_row", "page_stride", "token_stride", "head_stride")
+    types = tensors | dict.fromkeys(("rows", "heads", "kv_heads", *strides), "i32")
+    types |= {"eps": "fp32", "offset": "fp32"}
+    aligned = ("q", "kv", "out", "keys", "values", *strides)
     for dim, half, interleaved, norm, rows in (
         (128, 64, False, True, 1),
         (256, 32, False, True, 8),
@@ -165,3 +196,5 @@ def variants() -> Iterator[Variant]:
         given = {name: kind for name, kind in optional.items() if kind is not None}
         absent = {name: None for name, kind in optional.items() if kind is None}
         yield Variant(_rotate_store, types | given, constants | absent, warps=_warps(rows), aligned=aligned)
+    of_gate = dict.fromkeys(("x", "gate"), "*bf16") | dict.fromkeys(("x_row", "gate_row", "gate_head"), "i32")
+    yield Variant(_gate, of_gate, {"DIM": 256, "WIDE": 256}, warps=1, aligned=tuple(of_gate))

@@ -15,13 +15,13 @@ MOST_COLUMNS = 16384
 
 @triton.jit
 def _norm(
-    x, y, weight, out, x_row, x_group, y_row, out_row, out_group, width, eps,
+    x, y, weight, out, x_row, x_group, y_row, out_row, out_group, width, eps, offset,
     BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    scale = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    scale = tl.load(weight + column, inside, 0.0).to(tl.float32) + offset
     at = x + row * x_row + group * x_group + column
     value = tl.load(at, inside, 0.0).to(tl.float32)
     if ADD:
@@ -33,18 +33,18 @@ def _norm(
     tl.store(out + row * out_row + group * out_group + column, (normed * scale).to(out.dtype.element_ty), inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """out = x / rms(x) * weight, in float32, over the last dimension of bfloat16 x [T, N] or [T, groups, N].
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> None:
+    """out = x / rms(x) * (offset + weight), in float32, over the last dimension of bfloat16 x [T, N] or [T, groups, N].
 
     weight bfloat16 [N]; out like x. Rows and groups may be strided, columns not; N up to 16384.
     """
     _check(x, weight, out)
     groups = x.shape[1] if x.dim() == 3 else 1
     x_group, out_group = (x.stride(1), out.stride(1)) if x.dim() == 3 else (0, 0)
-    _launch((len(x), groups), x, None, weight, out, (x_group, out_group), eps)
+    _launch((len(x), groups), x, None, weight, out, (x_group, out_group), eps, offset)
 
 
-def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> None:
     """x += y in place, rounded to bfloat16, then out = rms_norm(x).
 
     x, out bfloat16 [T, N]; y bfloat16 or float32 [T, N]; weight bfloat16 [N].
@@ -52,7 +52,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, out: Tensor) 
     _check(x, weight, out)
     if x.dim() != 2 or y.shape != x.shape or y.stride(-1) != 1:
         raise ValueError(f"x and y are [T, N] of one shape, not {tuple(x.shape)} and {tuple(y.shape)}")
-    _launch((len(x), 1), x, y, weight, out, (0, 0), eps)
+    _launch((len(x), 1), x, y, weight, out, (0, 0), eps, offset)
 
 
 def _check(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -72,6 +72,7 @@ def _launch(
     out: Tensor,
     group_strides: tuple[int, int],
     eps: float,
+    offset: float,
 ) -> None:
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
@@ -79,7 +80,7 @@ def _launch(
     strides = (x.stride(0), group_strides[0], y_row, out.stride(0), group_strides[1])
     if grid[0]:
         _norm[grid](
-            x, y, weight, out, *strides, width, eps, BLOCK=block, ADD=y is not None, 
+            x, y, weight, out, *strides, width, eps, offset, BLOCK=block, ADD=y is not None, 
             num_warps=_warps(block),
         )  # fmt: skip
 
@@ -94,5 +95,5 @@ def variants() -> Iterator[Variant]:
     for y in (None, "*bf16", "*fp32"):
         for block in (128, 2048, MOST_COLUMNS):
             constants = {"BLOCK": block, "ADD": y is not None, **({} if y else {"y": None})}
-            types = tensors | strides | {"eps": "fp32"} | ({"y": y} if y else {})
+            types = tensors | strides | {"eps": "fp32", "offset": "fp32"} | ({"y": y} if y else {})
             yield Variant(_norm, types, constants, warps=_warps(block), aligned=("x", "weight", "out"))

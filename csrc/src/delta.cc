@@ -1,0 +1,254 @@
+#include "delta.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "error.h"
+
+namespace proa {
+namespace {
+
+constexpr int kBlockRows = 16;  // of a task of the convolution
+
+using Share = DeltaShare;
+
+bool is_fresh(const Share& s) { return s.q_len >= s.kv_len; }
+const uint16_t* row_of(const ConstRows& rows, int row) { return rows.data + int64_t(row) * rows.stride; }
+float bf16(uint16_t bits) {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float x;
+    std::memcpy(&x, &wide, sizeof x);
+    return x;
+}
+
+// Part of a group's channels: where they are read, and which they are.
+struct Segment {
+    const ConstRows* rows;
+    int offset, channel, width;  // offset: in the rows
+};
+
+Segment segment_of(const GatedDelta& op, int part, int group) {
+    const DeltaShape& s = op.shape;
+    if (part == 2) return {&op.v, group * op.apart, 2 * s.groups * s.key_dim + group * s.values(), s.values()};
+    return {part ? &op.k : &op.q, group * op.apart, (part * s.groups + group) * s.key_dim, s.key_dim};
+}
+
+uint16_t* tail_of(const GatedDelta& op, int slot) {
+    const int64_t values = int64_t(op.shape.taps - 1) * op.shape.channels();
+    return op.tail + int64_t(std::clamp(slot, 0, op.slots - 1)) * values;
+}
+float* rule_of(const GatedDelta& op, int slot, int head) {
+    const int64_t values = int64_t(op.shape.key_dim) * op.shape.value_dim;
+    return op.rule + (int64_t(std::clamp(slot, 0, op.slots - 1)) * op.shape.heads() + head) * values;
+}
+
+// A share as a task may use it: a late one may read it while it is replaced, so its rows are held within the step's.
+Share share_at(const GatedDelta& op, int i) {
+    Share s = op.now.shares[size_t(i)];
+    const int rows = op.now.rows.get();
+    s.first_row = std::clamp(s.first_row, 0, rows);
+    s.q_len = std::clamp(s.q_len, 0, rows - s.first_row);
+    return s;
+}
+
+// The sequence that a row belongs to.
+int sequence_at(const GatedDelta& op, int row) {
+    int low = 0, high = std::min(op.now.sequences.get(), int(op.now.shares.size()));
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        (op.now.shares[size_t(middle)].first_row <= row ? low : high) = middle;
+    }
+    return low;
+}
+
+// ---- the convolution: tasks of some rows and one group
+
+struct Block {
+    int group, first, end;
+};
+
+Block block_of(const GatedDelta& op, int task) {
+    const int first = task / op.shape.groups * kBlockRows, rows = op.now.rows.get();
+    return {task % op.shape.groups, std::min(first, rows), std::min(first + kBlockRows, rows)};
+}
+
+void convolve_row(const GatedDelta& op, const Kernels& k, const Share& share, int row, int group, float* out) {
+    const DeltaShape& shape = op.shape;
+    const int past = shape.taps - 1, index = std::clamp(row - share.first_row, 0, std::max(0, share.q_len - 1));
+    const int first = is_fresh(share) ? std::max(0, past - index) : 0;  // taps before it would see zeros
+    for (int part = 0; part < 3; ++part) {
+        const Segment segment = segment_of(op, part, group);
+        const uint16_t* seen[kMostTaps];
+        for (int t = first; t < shape.taps; ++t) {
+            const int from = index - past + t;
+            seen[t] = from < 0 ? tail_of(op, share.slot) + int64_t(past + from) * shape.channels() + segment.channel
+                               : row_of(*segment.rows, share.first_row + from) + segment.offset;
+        }
+        const size_t stride = size_t(shape.channels());
+        const float* taps = op.conv + size_t(first) * stride + size_t(segment.channel);
+        k.convolve(seen + first, taps, stride, shape.taps - first, segment.width, out);
+        if (part < 2) k.scale_to(out, segment.width, part ? 1.f : 1.f / std::sqrt(float(shape.key_dim)));
+        out += segment.width;
+    }
+}
+
+void convolve_block(const void* context, int task, std::byte* scratch) {
+    const GatedDelta& op = *static_cast<const GatedDelta*>(context);
+    const Block block = block_of(op, task);
+    float* out = reinterpret_cast<float*>(scratch);
+    int s = sequence_at(op, block.first);
+    for (int row = block.first; row < block.end; ++row, out += op.shape.group_channels()) {
+        Share share = share_at(op, s);
+        while (row >= share.first_row + share.q_len && s + 1 < op.now.sequences.get()) share = share_at(op, ++s);
+        convolve_row(op, *op.now.kernels.get(), share, row, block.group, out);
+    }
+}
+
+void place_block(const void* context, int task, const std::byte* scratch) {
+    const GatedDelta& op = *static_cast<const GatedDelta*>(context);
+    const Block block = block_of(op, task);
+    const float* from = reinterpret_cast<const float*>(scratch);
+    for (int row = block.first; row < block.end; ++row)
+        for (int part = 0; part < 3; ++part) {
+            const Segment segment = segment_of(op, part, block.group);
+            std::memcpy(op.mixed + int64_t(row) * op.shape.channels() + segment.channel, from,
+                        size_t(segment.width) * sizeof(float));
+            from += segment.width;
+        }
+}
+
+// ---- the rule: tasks of one sequence and one head
+
+struct Rule {
+    uint16_t* out;  // [rows][value_dim]
+    float *state, *row;
+
+    Rule(const DeltaShape& shape, int rows, Carver& scratch) {
+        out = scratch.take<uint16_t>(size_t(rows) * size_t(shape.value_dim));
+        state = scratch.take<float>(size_t(shape.key_dim) * size_t(shape.value_dim));
+        row = scratch.take<float>(size_t(shape.value_dim));
+    }
+};
+
+// log(1 + e^x).
+double softplus(double x) { return x > 30 ? x : std::log1p(std::exp(x)); }
+
+void apply(const void* context, int task, std::byte* memory) {
+    const GatedDelta& op = *static_cast<const GatedDelta*>(context);
+    const Kernels& k = *op.now.kernels.get();
+    const DeltaShape& shape = op.shape;
+    const int head = task % shape.heads(), group = head / shape.per_group, member = head % shape.per_group;
+    const Share share = share_at(op, task / shape.heads());
+    Carver scratch(memory);
+    const Rule r(shape, share.q_len, scratch);
+    const size_t floats = size_t(shape.key_dim) * size_t(shape.value_dim);
+    const float* from = rule_of(op, share.slot, head);
+    if (is_fresh(share)) from = static_cast<float*>(std::memset(r.state, 0, floats * sizeof(float)));
+    const double rate = std::exp(double(op.a_log[head]));
+    for (int i = 0; i < share.q_len; ++i, from = r.state) {
+        const int row = share.first_row + i;
+        const float* mixed = op.mixed + int64_t(row) * shape.channels();
+        const int gate = group * op.gates_apart + member;
+        const double step = softplus(double(bf16(row_of(op.a, row)[gate])) + double(op.dt_bias[head]));
+        const float beta = float(1 / (1 + std::exp(-double(bf16(row_of(op.b, row)[gate])))));
+        const float *query = mixed + group * shape.key_dim, *key = query + shape.groups * shape.key_dim;
+        const float* value = mixed + 2 * shape.groups * shape.key_dim + head * shape.value_dim;
+        k.delta_step({from, r.state, key, query, value, float(std::exp(-rate * step)), beta, shape.key_dim,
+                      shape.value_dim, r.row});
+        const uint16_t* z = row_of(op.z, row) + group * op.apart + member * shape.value_dim;
+        k.gated_norm_row(r.row, op.norm, z, shape.value_dim, op.eps, r.out + int64_t(i) * shape.value_dim);
+    }
+}
+
+// The last rows before the next token, of the channels that this head answers for.
+void keep_tail(const GatedDelta& op, const Share& share, int part, int group, int skip, int width) {
+    const Segment segment = segment_of(op, part, group);
+    const int past = op.shape.taps - 1;
+    uint16_t* tail = tail_of(op, share.slot) + segment.channel + skip;
+    for (int j = 0; j < past; ++j, tail += op.shape.channels()) {
+        const int from = share.q_len - past + j;
+        const size_t bytes = size_t(width) * sizeof(uint16_t);
+        if (from >= 0)
+            std::memcpy(tail, row_of(*segment.rows, share.first_row + from) + segment.offset + skip, bytes);
+        else if (is_fresh(share))
+            std::memset(tail, 0, bytes);
+        else
+            std::memcpy(tail, tail + int64_t(share.q_len) * op.shape.channels(), bytes);
+    }
+}
+
+void place_rule(const void* context, int task, const std::byte* memory) {
+    const GatedDelta& op = *static_cast<const GatedDelta*>(context);
+    const DeltaShape& shape = op.shape;
+    const int head = task % shape.heads(), group = head / shape.per_group, member = head % shape.per_group;
+    const Share share = share_at(op, task / shape.heads());
+    if (share.q_len == 0) return;
+    Carver scratch(const_cast<std::byte*>(memory));
+    const Rule r(shape, share.q_len, scratch);
+    for (int i = 0; i < share.q_len; ++i)
+        std::memcpy(op.out.data + (share.first_row + i) * op.out.stride + head * shape.value_dim,
+                    r.out + int64_t(i) * shape.value_dim, size_t(shape.value_dim) * sizeof(uint16_t));
+    std::memcpy(rule_of(op, share.slot, head), r.state,
+                size_t(shape.key_dim) * size_t(shape.value_dim) * sizeof(float));
+    keep_tail(op, share, 2, group, member * shape.value_dim, shape.value_dim);
+    for (int part = 0; part < 2 && member == 0; ++part) keep_tail(op, share, part, group, 0, shape.key_dim);
+}
+
+void divide(const GatedDelta& op) {
+    int row = 0;
+    for (int i = 0; i < op.batch->sequences(); ++i) {
+        op.now.shares[size_t(i)] = {row, op.batch->q_len(i), op.batch->kv_len(i), op.batch->state(i)};
+        row += op.batch->q_len(i);
+        if (op.batch->state(i) < 0 || op.batch->state(i) >= op.slots)
+            throw Error(PROA_ERROR_ARGUMENT, "State slot " + std::to_string(op.batch->state(i)) + " of sequence " +
+                                                 std::to_string(i) + " is not one of " + std::to_string(op.slots) +
+                                                 ".");
+    }
+}
+
+bool is_size(int64_t size, int64_t most) { return size >= 1 && size <= most; }
+
+}  // namespace
+
+void check(const GatedDelta& op) {
+    const DeltaShape& s = op.shape;
+    require(is_size(s.groups, 4096) && is_size(s.per_group, 4096) && is_size(s.key_dim, 4096) &&
+                is_size(s.value_dim, 4096) && int64_t(s.groups) * (2 * s.key_dim + int64_t(s.values())) <= 1 << 24,
+            "Heads of the delta rule are fewer than one, or too many, or too large.");
+    require(s.value_dim % 16 == 0, "The dimension of a value is a multiple of 16.");
+    require(s.taps >= 2 && s.taps <= kMostTaps, "A convolution has 2 to 8 taps.");
+    require(is_size(op.slots, 1 << 24), "There are no state slots.");
+    require(op.apart >= std::max(s.key_dim, s.values()) && op.gates_apart >= s.per_group, "Groups of a row overlap.");
+    const int64_t before = int64_t(s.groups - 1) * op.apart;
+    for (const ConstRows* rows : {&op.q, &op.k}) check_rows(rows->data, rows->stride, before + s.key_dim, "Keys");
+    for (const ConstRows* rows : {&op.v, &op.z}) check_rows(rows->data, rows->stride, before + s.values(), "Values");
+    for (const ConstRows* rows : {&op.b, &op.a})
+        check_rows(rows->data, rows->stride, int64_t(s.groups - 1) * op.gates_apart + s.per_group, "Gates");
+    require(op.conv && op.a_log && op.dt_bias && op.norm && op.rule && op.tail && op.batch && op.mixed,
+            "A null pointer where the delta rule reads.");
+    check_rows(op.out.data, op.out.stride, int64_t(s.heads()) * s.value_dim, "The output of the delta rule");
+}
+
+void run(const GatedDelta& op, Host& host, int rows, int lane) {
+    require(rows == op.batch->rows(), "The step and its batch differ in their number of rows.");
+    if (rows == 0) return;
+    Carver scratch;
+    const Rule measured(op.shape, rows, scratch);
+    require(scratch.used() <= kScratchBytes, "The step has too many rows for the delta rule.");
+    if (int(op.now.shares.size()) != op.batch->most_sequences()) {
+        host.pool.settle();
+        op.now.shares.assign(size_t(op.batch->most_sequences()), {});
+    }
+    divide(op);
+    op.now.kernels.set(host.kernels), op.now.sequences.set(op.batch->sequences()), op.now.rows.set(rows);
+    Phase phase = spread((rows + kBlockRows - 1) / kBlockRows * op.shape.groups, host.pool.nodes());
+    phase.run = convolve_block, phase.publish = place_block, phase.context = &op;
+    host.pool.run(phase, lane);
+    phase = spread(op.batch->sequences() * op.shape.heads(), host.pool.nodes());
+    phase.run = apply, phase.publish = place_rule, phase.context = &op;
+    host.pool.run(phase, lane);
+}
+
+}  // namespace proa

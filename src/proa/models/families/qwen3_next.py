@@ -1,0 +1,61 @@
+"""Qwen3-Next: three layers of linear attention by the gated delta rule to one of gated attention, routed experts and a
+gated shared one in all. Source: modeling_qwen3_next.py in Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from proa.models.config_reader import Reader
+from proa.models.families.llama import attention, model_of
+from proa.models.families.moe import qwen_ffns
+from proa.models.names import HF_IGNORED, NameTable
+from proa.models.spec import Block, GatedDeltaNet, Mixer, Mlp, Model
+
+NAMES = NameTable(
+    (
+        ("blocks.{i}.mixer.qkvz.weight", "model.layers.{i}.linear_attn.in_proj_qkvz.weight"),
+        ("blocks.{i}.mixer.ba.weight", "model.layers.{i}.linear_attn.in_proj_ba.weight"),
+        ("blocks.{i}.mixer.conv.weight", "model.layers.{i}.linear_attn.conv1d.weight"),
+        ("blocks.{i}.mixer.a_log", "model.layers.{i}.linear_attn.A_log"),
+        ("blocks.{i}.mixer.dt_bias", "model.layers.{i}.linear_attn.dt_bias"),
+        ("blocks.{i}.mixer.norm.weight", "model.layers.{i}.linear_attn.norm.weight"),
+        ("blocks.{i}.mixer.out.weight", "model.layers.{i}.linear_attn.out_proj.weight"),
+    ),
+    ignored=(*HF_IGNORED, (r"mtp\..*", "layers that guess further tokens ahead; decoding does without")),
+)
+
+
+def qwen3_next(c: Reader) -> tuple[Model, NameTable]:
+    c.expect("use_sliding_window", False)
+    c.ignore("without use_sliding_window they mean nothing", "sliding_window", "max_window_layers")
+    bias = c.get("attention_bias", bool, False)
+    attends = attention(c, partial=0.25, qk_norm="head", qkv_bias=bias, o_bias=bias, gated=True)
+    delta = _delta(c, attends.hidden)
+    ffns = qwen_ffns(c, attends.hidden, Mlp(attends.hidden, c.size("shared_expert_intermediate_size")))
+    mixers: list[Mixer] = [attends if full else delta for full in _full(c)]
+    blocks = [Block(mixer, ffn) for mixer, ffn in zip(mixers, ffns, strict=True)]
+    return model_of(c, attends.rope, blocks, norm_offset=1.0), NAMES
+
+
+def _delta(c: Reader, hidden: int) -> GatedDeltaNet:
+    keys, values = c.size("linear_num_key_heads"), c.size("linear_num_value_heads")
+    if values % keys:
+        raise c.error(f"{values} value heads of linear attention are not a multiple of {keys} key heads")
+    taps = c.size("linear_conv_kernel_dim", 4)
+    if taps < 2:
+        raise c.error(f"linear_conv_kernel_dim must be at least 2, but it is {taps}")
+    return GatedDeltaNet(hidden, keys, values, c.size("linear_key_head_dim"), c.size("linear_value_head_dim"), taps)
+
+
+def _full(c: Reader) -> list[bool]:
+    """Which layers attend: `layer_types`, else every full_attention_interval-th."""
+    layers, interval = c.size("num_hidden_layers"), c.size("full_attention_interval", 4)
+    names = {True: "full_attention", False: "linear_attention"}
+    kinds = c.get("layer_types", list, [names[(i + 1) % interval == 0] for i in range(layers)])
+    if len(kinds) != layers or not {*kinds} <= {*names.values()}:
+        raise c.error(f"layer_types must name full_attention or linear_attention for {layers} layers")
+    if names[True] not in kinds:
+        raise c.error("a model without any layer of full attention is not implemented")
+    return [kind == names[True] for kind in kinds]
+
+
+ARCHITECTURES = {"Qwen3NextForCausalLM": qwen3_next}

@@ -1,0 +1,252 @@
+"""Linear attention by the gated delta rule (arXiv 2412.06464; ops/table.py, GatedDelta): the causal convolution, a
+program per row and head; the rule, a program per sequence, head and some columns of its state, token after token; the
+gated norm. Belongs here: decode and prefill alike. Never: where states lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
+from proa.ops.triton.variant import Variant
+
+COLUMNS = 8  # of a state that one warp keeps in its registers
+FEW_SEQUENCES = 256  # up to here one compiled kernel serves all numbers of sequences
+
+
+@triton.jit
+def _part(q, k, v, part, groups, group_stride, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr):
+    """Parts are all heads of q, of k, of v: where a row has it, its first channel, its width."""
+    if part < groups:
+        source = q + part * group_stride
+        channel = part * KEY
+        width = KEY
+    elif part < 2 * groups:
+        source = k + (part - groups) * group_stride
+        channel = part * KEY
+        width = KEY
+    else:
+        head = part - 2 * groups
+        source = v + head // MEMBERS * group_stride + head % MEMBERS * VALUE
+        channel = 2 * groups * KEY + head * VALUE
+        width = VALUE
+    return source, channel, width
+
+
+@triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
+def _convolve(
+    q, k, v, conv, tail, q_starts, kv_lens, states, mixed, sequences, groups, channels, row_stride, group_stride,
+    KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0), tl.program_id(1)
+    s = tl.arange(0, SEQUENCES)
+    begun = (s < sequences) & (tl.load(q_starts + s, s < sequences, 0) <= row)
+    sequence = tl.sum(begun.to(tl.int32), 0) - 1
+    q_start = tl.load(q_starts + sequence)
+    q_len = tl.load(q_starts + sequence + 1) - q_start
+    index = row - q_start
+    if index >= q_len:
+        return
+    past = tl.load(kv_lens + sequence) > q_len
+    kept = tail + tl.load(states + sequence).to(tl.int64) * (TAPS - 1) * channels
+    source, channel, width = _part(q, k, v, part, groups, group_stride, KEY, VALUE, MEMBERS)
+    source += row.to(tl.int64) * row_stride
+    column = tl.arange(0, WIDE)
+    inside = column < width
+    total = tl.zeros([WIDE], tl.float32)
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        here = index >= back
+        x = tl.load(source - back * row_stride + column, inside & here, 0.0).to(tl.float32)
+        before = kept + (index + tap) * channels + channel + column
+        x += tl.load(before, inside & past & (index < back), 0.0).to(tl.float32)
+        total += x * tl.load(conv + (channel + column) * TAPS + tap, inside, 0.0)
+    y = total / (1.0 + tl.exp(-total))
+    if part < 2 * groups:
+        y *= tl.rsqrt(tl.sum(y * y, 0) + 1e-6)
+    if part < groups:
+        y /= tl.sqrt(KEY * 1.0)
+    tl.store(mixed + row.to(tl.int64) * channels + channel + column, y, inside)
+
+
+@triton.jit
+def _keep(source, tail, q_len, past, channels, row_stride, column, inside, TAPS: tl.constexpr):
+    """The last rows of a sequence's inputs, whose last one is at `source`. A column is read and written by one thread,
+    the oldest row first."""
+    for j in tl.static_range(TAPS - 1):
+        back = TAPS - 2 - j
+        x = tl.load(source - back * row_stride + column, inside & (back < q_len), 0.0)
+        x += tl.load(tail + (j + q_len) * channels + column, inside & past & (back >= q_len), 0.0)
+        tl.store(tail + j * channels + column, x, inside)
+
+
+@triton.jit
+def _decay(a, dt_bias, a_log):
+    """exp(-exp(a_log) softplus(a + dt_bias))."""
+    x = a + dt_bias
+    e = tl.exp(tl.minimum(x, 20.0))
+    step = tl.where(x > 20.0, x, tl.where(e < 1e-3, e * (1.0 - 0.5 * e), tl.log(1.0 + e)))
+    return tl.exp(-tl.exp(a_log) * step)
+
+
+@triton.jit
+def _rule(
+    q, k, v, b, a, a_log, dt_bias, mixed, rule, tail, q_starts, kv_lens, states, seen,
+    groups, channels, row_stride, group_stride, gates_row, gates_group,
+    KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, member = head // MEMBERS, head % MEMBERS
+    q_start = tl.load(q_starts + sequence)
+    q_len = tl.load(q_starts + sequence + 1) - q_start
+    if q_len == 0:
+        return
+    past = tl.load(kv_lens + sequence) > q_len
+    slot = tl.load(states + sequence).to(tl.int64)
+    key, column = tl.arange(0, WIDE), block * COLUMNS + tl.arange(0, COLUMNS)
+    some_keys, some_columns = key < KEY, column < VALUE
+    place = rule + ((slot * groups * MEMBERS + head) * KEY + key[:, None]) * VALUE + column[None, :]
+    some = some_keys[:, None] & some_columns[None, :]
+    state = tl.load(place, some & past, 0.0)
+    rate, bias = tl.load(a_log + head), tl.load(dt_bias + head)
+    first = q_start.to(tl.int64)
+    gate = first * gates_row + group * gates_group + member
+    at = mixed + first * channels
+    of_query, of_key = at + group * KEY + key, at + (groups + group) * KEY + key
+    of_value = at + 2 * groups * KEY + head * VALUE + column
+    out = seen + (first * groups * MEMBERS + head) * VALUE + column
+    next_query, next_key = tl.load(of_query, some_keys, 0.0), tl.load(of_key, some_keys, 0.0)
+    next_value, next_a, next_b = tl.load(of_value, some_columns, 0.0), tl.load(a + gate), tl.load(b + gate)
+    for i in range(q_len):
+        query, this, value = next_query, next_key, next_value
+        decay = _decay(next_a.to(tl.float32), bias, rate)
+        beta = 1.0 / (1.0 + tl.exp(-next_b.to(tl.float32)))
+        more = i + 1 < q_len  # the next token's inputs come while this one's are worked on
+        of_query += channels
+        of_key += channels
+        of_value += channels
+        gate += gates_row
+        next_query, next_key = tl.load(of_query, some_keys & more, 0.0), tl.load(of_key, some_keys & more, 0.0)
+        next_value = tl.load(of_value, some_columns & more, 0.0)
+        next_a, next_b = tl.load(a + gate, more, 0.0), tl.load(b + gate, more, 0.0)
+        state *= decay
+        known = tl.sum(state * this[:, None], 0)
+        state += this[:, None] * (beta * (value - known))[None, :]
+        tl.store(out, tl.sum(state * query[:, None], 0), some_columns)
+        out += groups * MEMBERS * VALUE
+    tl.store(place, state, some)
+    kept, last = tail + slot * (TAPS - 1) * channels, (first + q_len - 1) * row_stride + group * group_stride
+    of_head = 2 * groups * KEY + head * VALUE
+    _keep(v + last + member * VALUE, kept + of_head, q_len, past, channels, row_stride, column, some_columns, TAPS)
+    if (member == 0) & (block == 0):
+        _keep(q + last, kept + group * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
+        _keep(k + last, kept + (groups + group) * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
+
+
+@triton.jit
+def _norm(
+    seen, z, weight, slots, out, heads, row_stride, group_stride, out_row, eps,
+    VALUE: tl.constexpr, MEMBERS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, WIDE)
+    inside = column < VALUE
+    live = inside & (tl.load(slots + row) >= 0)
+    x = tl.load(seen + (row * heads + head) * VALUE + column, live, 0.0)
+    at = z + row * row_stride + head // MEMBERS * group_stride + head % MEMBERS * VALUE
+    gate = tl.load(at + column, live, 0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, 0) / VALUE + eps) * tl.load(weight + column, inside, 0.0).to(tl.float32)
+    y = x * gate / (1.0 + tl.exp(-gate))
+    tl.store(out + row * out_row + head * VALUE + column, y.to(tl.bfloat16), inside)
+
+
+def gated_delta(
+    x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, slots: Tensor,
+    mixed: Tensor, seen: Tensor, out: Tensor,
+) -> None:  # fmt: skip
+    """Of T rows, bfloat16 (ops/table.py, GatedDelta). Rows of slot -1 become zeros; they belong to no sequence.
+
+    mixed float32 [T, channels] and seen float32 [T, G * R, value dim]: workspace; out bfloat16 [T, G * R * value dim];
+    state.tail bfloat16.
+    """
+    (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
+    heads, channels = groups * members, weights.conv.shape[0]
+    _check(x, weights, state, mixed, seen, out)
+    if not rows:
+        return
+    sequences, strides = len(at.kv_lens), (x.q.stride(0), x.q.stride(1))
+    key, value = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    constants = {"KEY": key_dim, "VALUE": value_dim, "MEMBERS": members, "TAPS": weights.conv.shape[2]}
+    _convolve[(rows, 2 * groups + heads)](
+        x.q, x.k, x.v, weights.conv, state.tail, at.q_starts, at.kv_lens, at.states, mixed, sequences, groups, channels,
+        *strides, **constants, WIDE=max(key, value), SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)),
+        num_warps=1,
+    )  # fmt: skip
+    _rule[(sequences, heads, triton.cdiv(value_dim, COLUMNS))](
+        x.q, x.k, x.v, x.b, x.a, weights.a_log, weights.dt_bias, mixed, state.rule, state.tail, at.q_starts, at.kv_lens,
+        at.states, seen, groups, channels, *strides, x.b.stride(0), x.b.stride(1), **constants, WIDE=key,
+        COLUMNS=COLUMNS, num_warps=1,
+    )  # fmt: skip
+    _norm[(rows, heads)](
+        seen, x.z, weights.norm, slots, out, heads, *strides, out.stride(0), weights.eps, VALUE=value_dim,
+        MEMBERS=members, WIDE=value, num_warps=1,
+    )  # fmt: skip
+
+
+def _check(
+    x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, mixed: Tensor, seen: Tensor, out: Tensor
+) -> None:
+    (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
+    heads = groups * members
+    channels, _, taps = weights.conv.shape
+    if channels != 2 * groups * key_dim + heads * value_dim or x.k.shape != x.q.shape or x.z.shape != x.v.shape:
+        raise ValueError(f"q {tuple(x.q.shape)} and v {tuple(x.v.shape)} do not have {channels} channels")
+    if len({_strides(t)[:2] for t in (x.q, x.k, x.v, x.z)}) > 1 or _strides(x.b)[:2] != _strides(x.a)[:2]:
+        raise ValueError("q, k, v and z, and b and a, do not lie apart alike")
+    inner = (_strides(x.q)[2], *_strides(x.v)[2:], _strides(x.b)[2])
+    if inner != (1, value_dim if members > 1 else 0, 1, 1 if members > 1 else 0) or x.b.shape[1:] != (groups, members):
+        raise ValueError("a group's values do not lie side by side")
+    for tensor, shape in (
+        (state.rule[0], (heads, key_dim, value_dim)), (state.tail[0], (taps - 1, channels)),
+        (mixed, (rows, channels)), (seen, (rows, heads, value_dim)), (weights.conv, (channels, 1, taps)),
+    ):  # fmt: skip
+        if tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(f"{tuple(tensor.shape)} should be {shape}, without gaps")
+    if out.shape != (rows, heads * value_dim) or out.stride(1) != 1:
+        raise ValueError(f"out {tuple(out.shape)} is not [{rows}, {heads * value_dim}]")
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """0 where there is only one."""
+    return tuple(stride if size > 1 else 0 for size, stride in zip(t.shape, t.stride(), strict=True))
+
+
+def variants() -> Iterator[Variant]:
+    inputs = dict.fromkeys(("q", "k", "v", "tail"), "*bf16") | dict.fromkeys(("q_starts", "kv_lens", "states"), "*i32")
+    inputs |= {"mixed": "*fp32"} | dict.fromkeys(("groups", "channels", "row_stride", "group_stride"), "i32")
+    tensors = ("q", "k", "v", "z", "conv", "tail", "mixed", "seen", "rule", "out")
+    aligned = (*tensors, "row_stride", "group_stride", "channels", "out_row")
+
+    def of(types: dict[str, str]) -> tuple[str, ...]:
+        return tuple(name for name in aligned if name in types)
+
+    for key, value, members in ((128, 128, 2), (48, 80, 1)):
+        constants: dict[str, object] = {"KEY": key, "VALUE": value, "MEMBERS": members, "TAPS": 4}
+        wide, tall = triton.next_power_of_2(max(key, value)), triton.next_power_of_2(key)
+        types = inputs | {"conv": "*fp32", "sequences": "i32"}
+        yield Variant(_convolve, types, constants | {"WIDE": wide, "SEQUENCES": FEW_SEQUENCES}, 1, aligned=of(types))
+        types = (
+            inputs | dict.fromkeys(("b", "a"), "*bf16") | dict.fromkeys(("a_log", "dt_bias", "rule", "seen"), "*fp32")
+        )
+        types |= dict.fromkeys(("gates_row", "gates_group"), "i32")
+        yield Variant(_rule, types, constants | {"WIDE": tall, "COLUMNS": COLUMNS}, 1, aligned=of(types))
+        types = {"seen": "*fp32", "slots": "*i64"} | dict.fromkeys(("z", "weight", "out"), "*bf16") | {"eps": "fp32"}
+        types |= dict.fromkeys(("heads", "row_stride", "group_stride", "out_row"), "i32")
+        last: dict[str, object] = {"VALUE": value, "MEMBERS": members, "WIDE": triton.next_power_of_2(value)}
+        yield Variant(_norm, types, last, 1, aligned=of(types))

@@ -1,0 +1,140 @@
+"""The gated delta rule in float64, written out token by token, with the error that float32 may have. Never: tests.
+
+A step's transition S -> decay (I - beta k k^T) S never makes S larger, for k has length 1, and beta and decay
+are at most 1. So what is wrong with a state only grows by what each step adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from proa.ops.table import DeltaInputs, DeltaWeights, RecurrentState
+
+EPS32 = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Shape:
+    groups: int
+    members: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def heads(self) -> int:
+        return self.groups * self.members
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.groups * self.key_dim + self.heads * self.value_dim
+
+
+SHAPES = {"small": Shape(2, 3, 16, 32, 4), "one": Shape(1, 1, 24, 16, 2), "wide": Shape(2, 2, 40, 80, 3)}
+# (rows of the step, rows altogether) of each sequence; the history comes in a step before.
+CASES = {
+    "one token": [(1, 1)],
+    "prompt": [(7, 7)],
+    "decode": [(1, 2), (1, 9), (1, 1)],
+    "mixed": [(2, 8), (5, 5), (1, 4), (9, 11), (3, 4)],
+}
+
+
+def inputs(shape: Shape, rows: int, rng: torch.Generator, dtype: torch.dtype) -> DeltaInputs:
+    """Views of projections, as a layer makes them."""
+    wide = shape.members * shape.value_dim
+    projected = torch.randn(rows, shape.groups, 2 * (shape.key_dim + wide), generator=rng).to(dtype)
+    gates = (2 * torch.randn(rows, shape.groups, 2 * shape.members, generator=rng)).to(dtype)
+    return views(shape, projected, gates)
+
+
+def views(shape: Shape, projected: Tensor, gates: Tensor) -> DeltaInputs:
+    wide = shape.members * shape.value_dim
+    q, k, v, z = torch.split(projected, [shape.key_dim, shape.key_dim, wide, wide], -1)
+    b, a = gates.chunk(2, -1)
+    v, z = (t.view(len(t), shape.groups, shape.members, shape.value_dim) for t in (v, z))
+    return DeltaInputs(q, k, v, z, b, a)
+
+
+def joined(shape: Shape, parts: Sequence[DeltaInputs]) -> DeltaInputs:
+    """Rows one after the other, as views again."""
+    projected = torch.cat([torch.cat((p.q, p.k, p.v.flatten(2), p.z.flatten(2)), -1) for p in parts])
+    return views(shape, projected, torch.cat([torch.cat((p.b, p.a), -1) for p in parts]))
+
+
+def weights(shape: Shape, rng: torch.Generator, dtype: torch.dtype) -> DeltaWeights:
+    conv = torch.randn(shape.channels, 1, shape.taps, generator=rng)
+    a_log, dt_bias = torch.randn(2, shape.heads, generator=rng)
+    return DeltaWeights(conv, a_log, dt_bias, torch.randn(shape.value_dim, generator=rng).to(dtype), 1e-6)
+
+
+def poisoned_state(shape: Shape, slots: int, dtype: torch.dtype) -> RecurrentState:
+    rule = torch.full((slots, shape.heads, shape.key_dim, shape.value_dim), torch.nan)
+    return RecurrentState(rule, torch.full((slots, shape.taps - 1, shape.channels), torch.nan, dtype=dtype))
+
+
+def part(x: DeltaInputs, rows: slice) -> DeltaInputs:
+    return DeltaInputs(*(t[rows] for t in vars(x).values()))
+
+
+@dataclass
+class Exact:
+    """Of a sequence from its first token on. out [T, heads, value_dim] and its bound; the state after the last row."""
+
+    out: Tensor
+    bound: Tensor
+    rule: Tensor
+    rule_bound: Tensor  # of each head: the error's length
+    tail: Tensor
+
+
+def exact(x: DeltaInputs, w: DeltaWeights, shape: Shape) -> Exact:
+    rows, heads, taps = len(x.q), shape.heads, shape.taps
+    mixed = torch.cat([t.flatten(1) for t in (x.q, x.k, x.v)], -1)
+    padded = torch.cat([torch.zeros(taps - 1, shape.channels, dtype=mixed.dtype), mixed])
+    windows = padded.double().unfold(0, taps, 1)
+    products = windows * w.conv[:, 0].double()
+    total = products.sum(-1)
+    conv = total * torch.sigmoid(total)
+    error = 1.1 * products.abs().sum(-1) * (taps + 1) * EPS32 + conv.abs() * 12 * EPS32
+    sizes = [shape.groups * shape.key_dim] * 2 + [heads * shape.value_dim]
+    (q, k, v), (dq, dk, dv) = torch.split(conv, sizes, -1), torch.split(error, sizes, -1)
+    q, dq = _unit(q, dq, shape)
+    k, dk = _unit(k, dk, shape)
+    q, dq = q * shape.key_dim**-0.5, (dq + 2 * EPS32) * shape.key_dim**-0.5
+    v, dv = v.view(rows, heads, -1), dv.view(rows, heads, -1).norm(dim=-1)
+    beta = torch.sigmoid(x.b.double()).flatten(1)
+    rate = torch.exp(w.a_log.double()) * torch.nn.functional.softplus(x.a.double().flatten(1) + w.dt_bias.double())
+    # Softplus of float32 may be off by an eps of its argument and of 1, whatever is left of it then.
+    d_rate = rate * 16 * EPS32 + torch.exp(w.a_log.double()) * 4 * EPS32 * (1 + x.a.double().flatten(1).abs())
+    decay, d_decay = torch.exp(-rate), torch.exp(-rate) * (d_rate + 4 * EPS32)
+    state, off = torch.zeros(heads, shape.key_dim, shape.value_dim, dtype=torch.float64), torch.zeros(heads).double()
+    out, bound = torch.zeros(2, rows, heads, shape.value_dim, dtype=torch.float64)
+    for i in range(rows):
+        size = state.flatten(1).norm(dim=1) + v[i].norm(dim=1)
+        state = state * decay[i, :, None, None]
+        known = (state * k[i, :, :, None]).sum(1)
+        state = state + k[i, :, :, None] * (beta[i, :, None] * (v[i] - known))[:, None]
+        off = off + size * (d_decay[i] + 4 * dk[i] + 8 * EPS32 + (shape.key_dim + 8) * EPS32) + dv[i]
+        seen = (state * q[i, :, :, None]).sum(1)
+        length, short = state.flatten(1).norm(dim=1), shape.key_dim**-0.5
+        d_seen = (off + length * shape.key_dim * EPS32) * short + length * dq[i]
+        root = (seen.pow(2).mean(-1, keepdim=True) + w.eps).sqrt()
+        z = x.z[i].double().flatten(0, 1)
+        factor = w.norm.double() * z * torch.sigmoid(z)
+        out[i] = seen / root * factor
+        relative = (d_seen[:, None] / root) * (1 + (seen / root).abs() * shape.value_dim**-0.5)
+        bound[i] = relative * factor.abs() + out[i].abs() * (shape.value_dim / 2 + 24) * EPS32
+    return Exact(out, bound, state, off, padded[rows:])
+
+
+def _unit(x: Tensor, error: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Of each value head [T, heads, key_dim], and the length of its error [T, heads]."""
+    x, error = (t.view(len(t), shape.groups, -1).repeat_interleave(shape.members, 1) for t in (x, error))
+    length = (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
+    off = 2 * error.norm(dim=-1) / length[..., 0] + (shape.key_dim / 2 + 8) * EPS32
+    return x / length, off
