@@ -24,6 +24,7 @@ class DeviceInputs:
         nbytes = 8 * sum(counts[:3]) + 4 * sum(counts[3:])
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         mine, theirs = _views(self._host, counts), _views(self._device, counts)
         self._tokens, self._slots, self._positions, self._q_starts, self._kv_lens = (t.numpy() for t in mine[:5])
         self._page_table = mine[5].view(sequences, most_pages).numpy()
@@ -32,7 +33,9 @@ class DeviceInputs:
         self._pages: list[Sequence[int]] = [()] * sequences  # what stands in the table
 
     def fill(self, sequences: Sequence[Span], page_tokens: int) -> int:
-        """Put a step in; how many rows it has. The last copy must have ended."""
+        """Put a step in; how many rows it has. Waits for the last copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
         row = 0
         for i, s in enumerate(sequences):
             end, first = s.start + len(s.tokens), row
@@ -53,6 +56,8 @@ class DeviceInputs:
     def copy(self) -> None:
         """To the device, on the current stream."""
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     def _set_pages(self, i: int, pages: Sequence[int]) -> None:
         """A sequence mostly has the pages it had, or one more."""

@@ -85,6 +85,7 @@ class DeviceSampler:
         if left:
             again = choose([0] * len(left), [rows[i] for i in left], logits[left].cpu())
             for i, choice in zip(left, again, strict=True):
+                choice.late = True
                 choices[i] = choice
         return choices
 

@@ -94,7 +94,7 @@ class GpuBuild:
             self.model, caches, step_limits(plan), self._device, self._hybrid, sleeps=not self._gpu.gpu_only
         )
         self._decisions.append(warm_up(executor.warm_ups(), report))
-        return Runner(executor, plan.page_tokens)
+        return Runner(executor, plan.page_tokens, executor)
 
     def _read_in_place(self, spaces: GpuSpaces) -> InPlaceRates | None:
         """Register the experts in RAM with the driver, and see how fast the GPU reads them there."""
