@@ -1,4 +1,4 @@
-"""Planned steps on an executor: tokens in, tokens out. Belongs here: the forward pass and sampling. Never: scheduling."""
+"""Planned steps on an executor: tokens in, tokens out. Belongs here: forward pass and sampling. Never: scheduling."""
 
 from __future__ import annotations
 
