@@ -44,12 +44,19 @@ def test_the_same_rows_one_token_later() -> None:
     fake.drain()
 
 
+def one_aborted() -> FakeEngine:
+    fake = decoding(*pair())
+    fake.abort("a")
+    return fake
+
+
 SCENES: dict[str, tuple[Callable[[], FakeEngine], bool]] = {
     "nothing else to do": (lambda: decoding(*pair()), True),
     "one ends for certain": (lambda: decoding(pair()[0], ask("b", [4, 5], 2)), False),
     "one more token until then": (lambda: decoding(pair()[0], ask("b", [4, 5], 3)), True),
     "drafts": (lambda: decoding(*pair(), lookahead_tokens=2), False),
     "a prompt is being computed": (lambda: decoding(pair()[0], ask("b", range(40), 3)), False),
+    "one is aborted: its row draws no token": (one_aborted, False),
     "the context ends": (lambda: decoding(ask("a", range(62), 2), max_batch_tokens=64), False),
 }
 
