@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +40,8 @@ class RecordingRunner(Runner):
         self.logits: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self.rows_computed = 0
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        out = super().run(plan)
+    def finish(self, plan: StepPlan, wanted: Collection[str]) -> StepOutput:
+        out = super().finish(plan, wanted)
         parts = []
         for first in range(0, plan.num_tokens, HEAD_ROWS):
             self.executor.score(range(first, min(first + HEAD_ROWS, plan.num_tokens)))

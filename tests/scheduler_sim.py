@@ -6,7 +6,7 @@ model reads through the page tables exactly what attention would read; the next 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from proa.cache.pages import PageAllocator
@@ -73,7 +73,10 @@ class FakeEngine:
         self.got: dict[str, Answer] = {}
         self.cached_tokens: dict[str, int] = {}
         self.aborted: set[str] = set()
+        self.plans: list[StepPlan] = []  # in flight, the older first
+        self.tables: list[dict[str, list[int]]] = []  # their requests' pages when they were launched
         self.finished: list[str] = []
+        self.went_ahead = False  # which models with recurrent layers do not
 
     def submit(self, request: EngineRequest) -> None:
         self.scheduler.submit(request)
@@ -90,13 +93,36 @@ class FakeEngine:
         assert (plan is not None) == self.scheduler.has_work
         if plan:
             self._check_plan(plan)
+            self._launch(plan)
         return plan
 
-    def finish(self, plan: StepPlan, drafts: int = 0) -> list[TokenEvent]:
-        """Compute the step, `drafts` extra tokens for each sampling item, and commit it."""
-        items = [item for item in plan.items if item.request.id not in self.aborted]
-        sampled = {item.request.id: tokens for item in plan.items if (tokens := self._compute(item, drafts))}
-        events = self.scheduler.commit(plan, sampled)
+    def begin_ahead(self) -> StepPlan | None:
+        """Plan the step after the one in flight; it must be the same sequences, each one token later."""
+        before = [list(item.request.pages) for item in self.plans[0].items]
+        plan = self.scheduler.plan_ahead()
+        if plan is None:
+            assert before == [item.request.pages for item in self.plans[0].items], "planned nothing, and took pages"
+            return None
+        self.went_ahead = True
+        self._check_ahead(plan)
+        self._launch(plan)
+        return plan
+
+    def finish(
+        self, plan: StepPlan, drafts: int = 0, replaced: Callable[[str], bool] = lambda name: False
+    ) -> list[TokenEvent]:
+        """Compute the step, `drafts` extra tokens for each sampling item, and commit it. `replaced`: of which requests
+        a step ahead has another token than this one gives them."""
+        assert plan is self.plans.pop(0), "a device computes one step after the other"
+        table = self.tables.pop(0)
+        items = [item for item in plan.items if self.scheduler.counts(item)]
+        sampled = {}
+        for item in plan.items:
+            if self.scheduler.counts(item) and (tokens := self._compute(item, drafts, table[item.request.id])):
+                sampled[item.request.id] = tokens
+            elif not self.scheduler.counts(item):
+                self._spoil(item, table[item.request.id])
+        events = self.scheduler.commit(plan, sampled, [name for name in sampled if replaced(name)])
         assert [e.id for e in events] == [item.request.id for item in items if item.samples]
         for event in events:
             self._take(event)
@@ -157,35 +183,59 @@ class FakeEngine:
             assert item.start == item.request.num_computed
             assert item.samples == (item.start + item.num_tokens == len(item.request.tokens))
             extra = limits.lookahead_tokens if item.samples else 0
-            slots = [self._slot(item, i) for i in range(item.start, item.start + item.num_tokens + extra)]
+            slots = [self._slot(item.request.pages, i) for i in range(item.start, item.start + item.num_tokens + extra)]
             assert not written & set(slots), "two sequences write to one slot"
             assert not tree & {page for page, _ in slots}, "a shared page is written"
             written.update(slots)
 
-    def _slot(self, item: StepItem, position: int) -> tuple[int, int]:
-        size = self.limits.page_tokens
-        return item.request.pages[position // size], position % size
+    def _check_ahead(self, plan: StepPlan) -> None:
+        before = self.plans[0]
+        assert [(i.request, i.start + 1, 1, True) for i in before.items] == [
+            (i.request, i.start, i.num_tokens, i.samples) for i in plan.items
+        ], "a device feeds tokens row by row"
+        tree = set(self.cache.pages()) if self.cache else set()
+        slots = [self._slot(item.request.pages, item.start) for item in plan.items]
+        slots += [self._slot(item.request.pages, item.start) for item in before.items]
+        assert len(set(slots)) == len(slots)
+        assert not tree & {page for page, _ in slots}, "a shared page is written"
 
-    def _compute(self, item: StepItem, drafts: int) -> list[int]:
+    def _launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self.tables.append({item.request.id: list(item.request.pages) for item in plan.items})
+
+    def fail(self) -> None:
+        self.aborted.update(self.scheduler.fail_all())
+        self.plans, self.tables = [], []
+
+    def _slot(self, pages: list[int], position: int) -> tuple[int, int]:
+        size = self.limits.page_tokens
+        return pages[position // size], position % size
+
+    def _spoil(self, item: StepItem, pages: list[int]) -> None:
+        """The device does not know that nobody wants the item: it writes what is not the token's."""
+        for position in range(item.start, item.start + item.num_tokens):
+            self.pool[self._slot(pages, position)] = (-1, -1)
+
+    def _compute(self, item: StepItem, drafts: int, pages: list[int]) -> list[int]:
         """Write the item's KV, read the whole prefix back, return the sampled tokens (the last one not computed)."""
         tokens, state, sampled = item.request.tokens, _SEED, []
         for position in range(item.start + item.num_tokens):
             state = digest(state, tokens[position])
             if position >= item.start:
-                self.pool[self._slot(item, position)] = (tokens[position], state)
-            assert self.pool[self._slot(item, position)] == (tokens[position], state), "stale or foreign page"
+                self.pool[self._slot(pages, position)] = (tokens[position], state)
+            assert self.pool[self._slot(pages, position)] == (tokens[position], state), "stale or foreign page"
         self._advance_state(item, state)
         if item.samples:
             sampled.append(next_token(state))
             for position in range(len(tokens), len(tokens) + drafts):
                 state = digest(state, sampled[-1])
-                self.pool[self._slot(item, position)] = (sampled[-1], state)
+                self.pool[self._slot(pages, position)] = (sampled[-1], state)
                 sampled.append(next_token(state))
         return sampled
 
     def _advance_state(self, item: StepItem, want: int) -> None:
         """Recurrent layers go on from what they left in the request's slot; a past from elsewhere they do not have."""
-        if self.cache is not None or self.limits.lookahead_tokens:
+        if self.cache is not None or self.limits.lookahead_tokens or self.went_ahead:
             return
         state = self.states[item.request.state_slot] if item.start else _SEED
         for token in item.request.tokens[item.start : item.start + item.num_tokens]:

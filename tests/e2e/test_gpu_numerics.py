@@ -52,6 +52,29 @@ def test_only_requests_of_that_expert_fail(gpu: str, expert: int, where: str, tm
 
 
 @pytest.mark.parametrize("gpu", GPUS)
+def test_answers_fail_where_they_meet_the_expert(gpu: str, tmp_path: Path) -> None:
+    """In the middle of decoding, where a GPU has started the next step already."""
+    folder = make_model(tmp_path / "tiny")
+    poison(folder, LAYER, 1)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+    async def go() -> list[Answer | BaseException]:
+        async with launched(folder, gpu) as llm:
+            found = await asyncio.gather(*(llm.generate(p, params) for p in PROMPTS), return_exceptions=True)
+            assert llm.engine.state == "ready"
+            stats = llm.engine.stats
+            assert stats.running == stats.waiting == 0
+            assert stats.pages_free + stats.pages_cached == stats.pages_total
+            return found
+
+    got = asyncio.run(go())
+    failed = [a for a in got if isinstance(a, BaseException)]
+    assert 0 < len(failed) < len(PROMPTS)
+    assert all(isinstance(a, NumericsError) and f"layer {LAYER}, from expert" in a.message for a in failed)
+    assert all(len(a.choices[0].tokens) == 4 for a in got if isinstance(a, Answer))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
 def test_a_long_prompt_fails_before_it_is_sampled(gpu: str, tmp_path: Path) -> None:
     """Its first chunk meets the expert: no page of it may reach the prefix cache. A message names the layer."""
     folder = make_model(tmp_path / "tiny")

@@ -99,7 +99,9 @@ def test_rows_for_which_there_is_no_room_are_drawn_on_the_cpu(rng: torch.Generat
     logits[3, 3] = math.nan
     sampler = DeviceSampler(len(rows), VOCAB, device, most_edits=45)
     for _ in range(2):
-        assert_same(on_device(sampler, logits, rows, device), choose(best(logits).tolist(), rows, logits))
+        got = on_device(sampler, logits, rows, device)
+        assert_same(got, choose(best(logits).tolist(), rows, logits))
+        assert [choice.late for choice in got] == [False, True, False, False]
 
 
 def test_a_flat_distribution_is_drawn_on_the_cpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +111,15 @@ def test_a_flat_distribution_is_drawn_on_the_cpu(device: torch.device, monkeypat
     want = choose(best(logits).tolist(), rows, logits)
     got = on_device(DeviceSampler(2, VOCAB, device), logits, rows, device)
     assert [c.token for c in got] == [c.token for c in want]
-    assert got[0] == want[0], "with the CPU's own log-probabilities"
+    assert got[0] == Choice(want[0].token, want[0].logprob, late=True), "with the CPU's own log-probabilities"
+
+
+@pytest.mark.parametrize("wishes", ANSWERS.values(), ids=ANSWERS)
+def test_one_row_alone(wishes: dict[str, Any], rng: torch.Generator, device: torch.device) -> None:
+    rows = [row("alone", [1, 2, 2], 1, **wishes)]
+    logits = torch.randn(1, VOCAB, generator=rng)
+    want = choose(best(logits).tolist(), rows, logits)
+    assert_same(on_device(DeviceSampler(1, VOCAB, device), logits, rows, device), want)
 
 
 def test_nothing_asked_is_nothing_done(device: torch.device) -> None:

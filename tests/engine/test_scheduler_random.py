@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proa.engine.scheduler import StepPlan
 from proa.errors import ContextLengthExceeded, QueueFull, ResourceError
 from proa.types import EngineRequest, Sampling
 from scheduler_sim import EOS, VOCAB, FakeEngine, make_limits
@@ -76,50 +75,57 @@ def try_submit(fake: FakeEngine, request: EngineRequest) -> None:
         assert fake.scheduler.stats() == before
 
 
-def run_schedule(seed: int) -> FakeEngine:
+def run_schedule(seed: int) -> tuple[FakeEngine, int]:
+    """The engine, idle again, and how many of its steps were planned ahead."""
     random = Random(seed)
-    fake = make_engine(random)
-    num_submitted, eagerness = 0, random.choice([0.3, 1.0, 3.0])
+    fake, ahead = make_engine(random), 0
+    num_submitted, eagerness, hurry = 0, random.choice([0.3, 1.0, 3.0]), random.choice([0.0, 0.9, 1.0])
     for _ in range(random.randint(5, 60)):
         for _ in range(int(random.expovariate(1 / eagerness))):
             try_submit(fake, make_request(random, f"r{num_submitted}"))
             num_submitted += 1
-        plan = fake.begin()
+        if not fake.plans:
+            fake.begin()
+        if fake.plans and random.random() < hurry:
+            ahead += fake.begin_ahead() is not None
         while random.random() < 0.1 and fake.asked:
             fake.abort(random.choice(list(fake.asked)))
         if random.random() < 0.2:
             try_submit(fake, make_request(random, f"r{num_submitted}"))
             num_submitted += 1
-        if plan:
-            fake.finish(plan, random.randint(0, fake.limits.lookahead_tokens))
+        if fake.plans:
+            drafts = random.randint(0, fake.limits.lookahead_tokens)
+            fake.finish(fake.plans[0], drafts, lambda name: random.random() < 0.05)
         fake.scheduler.check()
+    while fake.plans:
+        fake.finish(fake.plans[0])
     fake.drain()
-    return fake
+    return fake, ahead
 
 
 @pytest.mark.parametrize("block", range(10))
 def test_seeded_schedules(block: int) -> None:
     per_block = NUM_SCHEDULES // 10 or 300
-    finished = preempted = cached = aborted = 0
+    finished = preempted = cached = aborted = ahead = 0
     for seed in range(block * per_block, (block + 1) * per_block):
         try:
-            fake = run_schedule(seed)
+            fake, steps = run_schedule(seed)
         except Exception as error:
             error.add_note(f"run_schedule({seed})")
             raise
+        ahead += steps
         stats = fake.scheduler.stats()
         finished += len(fake.finished)
         preempted += stats.preemptions
         cached += stats.cached_prompt_tokens
         aborted += len(fake.aborted)
-    assert min(finished, preempted, cached, aborted) > per_block, "the schedules exercise too little"
+    assert min(finished, preempted, cached, aborted, ahead) > per_block, "the schedules exercise too little"
 
 
 class Schedules(RuleBasedStateMachine):
     """Rules of a frontend and of an engine loop, in any order that the API allows."""
 
     fake: FakeEngine
-    plan: StepPlan | None = None
     num_submitted = 0
 
     @initialize(random=st.randoms(use_true_random=False))
@@ -136,37 +142,50 @@ class Schedules(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.fake.abort(f"r{data.draw(st.integers(0, self.num_submitted - 1))}")
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: not self.fake.plans)
     @rule()
     def begin_step(self) -> None:
-        self.plan = self.fake.begin()
+        self.fake.begin()
 
-    @precondition(lambda self: self.plan is not None)
-    @rule(drafts=st.integers(0, 2))
-    def finish_step(self, drafts: int) -> None:
-        assert self.plan
-        self.fake.finish(self.plan, min(drafts, self.fake.limits.lookahead_tokens))
-        self.plan = None
+    @precondition(lambda self: len(self.fake.plans) == 1)
+    @rule()
+    def begin_step_ahead(self) -> None:
+        self.fake.begin_ahead()
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: self.fake.plans)
+    @rule(drafts=st.integers(0, 2), replaced=st.sampled_from(["", "", "02468", "0123456789"]))
+    def finish_step(self, drafts: int, replaced: str) -> None:
+        drafts = min(drafts, self.fake.limits.lookahead_tokens)
+        self.fake.finish(self.fake.plans[0], drafts, lambda name: name[-1] in replaced)
+
+    @precondition(lambda self: not self.fake.plans)
+    @rule(steps=st.integers(1, 30))
+    def hurry_for_a_while(self, steps: int) -> None:
+        """As an engine whose device is always one step ahead."""
+        for _ in range(steps):
+            if not self.fake.plans and not self.fake.begin():
+                return
+            self.fake.begin_ahead()
+            self.fake.finish(self.fake.plans[0])
+
+    @precondition(lambda self: not self.fake.plans)
     @rule(steps=st.integers(1, 10))
     def run_for_a_while(self, steps: int) -> None:
         for _ in range(steps):
             self.fake.step()
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.fake.plans)
     @rule()
     def fail(self) -> None:
-        self.fake.aborted.update(self.fake.scheduler.fail_all())
-        self.plan = None
+        self.fake.fail()
 
     @invariant()
     def nothing_is_leaked(self) -> None:
         self.fake.scheduler.check()
 
     def teardown(self) -> None:
-        if self.plan:
-            self.fake.finish(self.plan)
+        while self.fake.plans:
+            self.fake.finish(self.fake.plans[0])
         self.fake.drain()
 
 

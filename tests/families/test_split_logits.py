@@ -84,9 +84,9 @@ def test_what_other_streams_still_fill_is_awaited(pool: Pool, tmp_path: Path, mo
     texts = prompts([19])
     expected = forced(load_split(folder, pool, SPLITS["half"], "cuda"), texts, [11])
 
-    def late(*args: object) -> object:
+    def late(*args: object, **more: object) -> object:
         torch.cuda._sleep(1 << 30)  # about half a second, on the stream where the cache is then filled with zeros
-        return allocate_pool(*args)  # type: ignore[arg-type]
+        return allocate_pool(*args, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(hybrid_engines, "allocate_pool", late)
     assert torch.equal(forced(load_split(folder, pool, SPLITS["half"], "cuda"), texts, [11]), expected)

@@ -19,7 +19,7 @@ from proa.engine.executor import Executor
 from proa.engine.spans import Span
 from proa.hybrid.copies import Copiers, HostCopier, Pairs
 from proa.hybrid.heat import Swap
-from proa.hybrid.model import HybridModel
+from proa.hybrid.model import MOST_FOLLOWING, HybridModel
 from proa.hybrid.moves import Moves
 from proa.native.formats import Format
 from proa.native.pool import Pool
@@ -231,3 +231,45 @@ def test_a_simulated_link_takes_its_time(rate: float | None) -> None:
     assert torch.equal(to, source)
     assert rate is None or took_s >= 2_000_000 / rate
     copier.close()
+
+
+def test_steps_follow_each_other_until_a_copy_has_arrived(pool: Pool, tmp_path: Path) -> None:
+    """Tables change between steps alone: for that one of them has to wait for the last one's end."""
+    copier = SlowCopier(asks=4)
+    model = restless(make_tiny("qwen3-moe", tmp_path), pool, Split(0.5, inclusive=True, spare=1), "sim",
+                     Copiers(copier, PromptCopier()))  # fmt: skip
+    model.loaded.make(LIMITS, PAGES)
+    hybrid, moves = model.kept[-1].hybrid, model.moves
+    hybrid.begin()
+    hybrid.launched()
+    assert copier.started
+    follows = 0
+    while hybrid.can_follow():
+        hybrid.follow()  # before the last one has ended: the doorbell counts
+        follows += 1
+        hybrid.end()
+    assert follows == 3
+    assert moves.moved.experts == 0
+    hybrid.end()
+    hybrid.begin()
+    assert moves.moved.experts == 1
+    assert hybrid.can_follow()
+    hybrid.end()
+    with pytest.raises(ValueError, match="not armed"):
+        hybrid.end()
+
+
+def test_not_for_ever(pool: Pool, tmp_path: Path) -> None:
+    """What changes slowly gets its turn."""
+    kept: list[Kept] = []
+    load_split(make_tiny("qwen3-moe", tmp_path), pool, Split(0.5), "sim", None, kept).make(LIMITS, PAGES)
+    hybrid = kept[-1].hybrid
+    for _ in range(2):
+        hybrid.begin()
+        follows = 0
+        while hybrid.can_follow():
+            hybrid.follow()
+            follows += 1
+            hybrid.end()
+        hybrid.end()
+        assert follows == MOST_FOLLOWING

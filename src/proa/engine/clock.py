@@ -25,6 +25,7 @@ class StepClock:
     def __init__(self) -> None:
         self._sums = [0.0] * len(Stage)
         self._last = time.perf_counter()
+        self.hidden = False  # while the device has another step to compute: what is done meanwhile adds nothing
 
     def start(self) -> None:
         """What went before belongs to no step."""
@@ -32,7 +33,7 @@ class StepClock:
 
     def lap(self, stage: Stage) -> None:
         now = time.perf_counter()
-        self._sums[stage] += now - self._last
+        self._sums[Stage.PROGRAM if self.hidden else stage] += now - self._last
         self._last = now
 
     def seconds(self) -> dict[str, float]:

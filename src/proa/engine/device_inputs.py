@@ -25,6 +25,7 @@ class DeviceInputs:
         nbytes = 8 * sum(counts[:3]) + 4 * sum(counts[3:])
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         mine, theirs = _views(self._host, counts), _views(self._device, counts)
         self._tokens, self._slots, self._positions, self._q_starts, self._kv_lens, self._states = (
             t.numpy() for t in mine[:6]
@@ -34,7 +35,9 @@ class DeviceInputs:
         self.batch = DeviceBatch(one_each, theirs[3], theirs[4], theirs[6].view(sequences, most_pages), theirs[5])
 
     def fill(self, sequences: Sequence[Span], page_tokens: int) -> int:
-        """Put a step in; how many rows it has. The last copy must have ended."""
+        """Put a step in; how many rows it has. Waits for the last copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
         row = 0
         for i, s in enumerate(sequences):
             end, first = s.start + len(s.tokens), row
@@ -55,6 +58,8 @@ class DeviceInputs:
     def copy(self) -> None:
         """To the device, on the current stream."""
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 def _views(block: Tensor, counts: Sequence[int]) -> list[Tensor]:

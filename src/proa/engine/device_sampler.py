@@ -73,11 +73,10 @@ class DeviceSampler:
     def read(self, tokens: Sequence[int], rows: Sequence[Row], logits: Tensor) -> list[Choice]:
         """After the device has finished: `tokens` as it left them. logits are looked at for rows that the CPU draws."""
         choices = [Choice(token) for token in tokens]
-        count = self._num_logprobs(rows)
-        for i, ids, logprobs in zip(
-            self._explained, self._host_ids[: len(self._explained) * count].view(-1, count).tolist(),
-            self._host_logprobs[: len(self._explained) * (count + 1)].view(-1, count + 1).tolist(), strict=True,
-        ) if self._explained else ():  # fmt: skip
+        number, count = len(self._explained), self._num_logprobs(rows)
+        best_ids = self._host_ids[: number * count].view(number, count).tolist()
+        told = self._host_logprobs[: number * (count + 1)].view(number, count + 1).tolist()
+        for i, ids, logprobs in zip(self._explained, best_ids, told, strict=True):
             asked = rows[i].sampling.logprobs or 0
             best = list(zip(ids[:asked], logprobs[1 : 1 + asked], strict=False))
             choices[i].logprob = TokenLogprob(tokens[i], logprobs[0], best) if tokens[i] >= 0 else None
@@ -85,6 +84,7 @@ class DeviceSampler:
         if left:
             again = choose([0] * len(left), [rows[i] for i in left], logits[left].cpu())
             for i, choice in zip(left, again, strict=True):
+                choice.late = True
                 choices[i] = choice
         return choices
 

@@ -26,6 +26,7 @@ class Engine:
         self.vocab = vocab
         self.clock = runner.executor.clock
         self._dynamic_from = min(dynamic_lengths(runner.ropes), default=None)
+        self._ahead: StepPlan | None = None  # what the device computes already
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # until the first token takes them along
 
     @property
@@ -52,18 +53,43 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[TokenEvent]:
-        """Advance every scheduled sequence once; what happened, for the frontend."""
-        plan = self.scheduler.plan()
-        self.clock.lap(Stage.SCHEDULE)
+        """Advance every scheduled sequence once; what happened, for the frontend.
+
+        Where the device can go on by itself, the next step is started before this one's results are waited for.
+        """
+        plan = self._ahead or self._start()
         if plan is None:
             return []
-        output = self.runner.run(plan)
+        wanted = {item.request.id for item in plan.items if self.scheduler.counts(item)}
+        self.runner.ask(plan, wanted)
+        self._ahead = self._start_ahead()
+        output = self.runner.finish(plan, wanted)
         self._collect_prompt_logprobs(plan, output)
         broken = [self._break(*why) for why in sorted(output.broken.items())]
-        events = self.scheduler.commit(plan, output.tokens)
+        events = self.scheduler.commit(plan, output.tokens, output.replaced)
         events = broken + [self._with_logprobs(event, output) for event in events]
         self.clock.lap(Stage.SCHEDULE)
         return events
+
+    def _start(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        self.clock.lap(Stage.SCHEDULE)
+        if plan is not None:
+            self.runner.start(plan)
+        return plan
+
+    def _start_ahead(self) -> StepPlan | None:
+        """The device is busy: what this takes adds nothing to the step."""
+        plan = self.scheduler.plan_ahead() if self.runner.can_start_ahead else None
+        if plan is not None:
+            self.runner.start_ahead(plan)
+        self.clock.hidden = plan is not None
+        return plan
+
+    def settle(self) -> None:
+        """No step follows: wait for what the device still computes."""
+        if self._ahead is not None:
+            self.runner.settle()
 
     def stats(self) -> Stats:
         done = self.runner.executor.counters()

@@ -45,8 +45,11 @@ class Executor(Protocol):
     def score(self, rows: Sequence[int]) -> list[int]:
         """The best next token after each of these rows of the last step; -1 where logits are not finite."""
 
-    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> list[Choice]:
-        """The next token after each of these rows of the last step, as each is asked for."""
+    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
+        """Choose the next token after each of these rows of the last step, as each is asked for."""
+
+    def choices(self) -> list[Choice]:
+        """What `sample` chose."""
 
     def broken(self) -> dict[int, str]:
         """Sequences of the last step, by their places, that are known not to be finite, and why. Called once a step,
@@ -58,6 +61,21 @@ class Executor(Protocol):
 
     def counters(self) -> Counters:
         """What the CPU did for a GPU so far."""
+
+
+class Follower(Executor, Protocol):
+    """Computes steps one after the other without waiting for what the last one's tokens are.
+
+    forward, sample, then any number of times: follow (the step after that one), choices and broken (of the one before),
+    sample (of the one that followed); choices at last.
+    """
+
+    def can_follow(self) -> bool:
+        """Whether `follow` is possible now, the last step having been sampled, all its rows in order."""
+
+    def follow(self, sequences: Sequence[Span]) -> None:
+        """Compute one more token of each sequence of the last step: the one that is being chosen, which they do not
+        name."""
 
 
 class EagerExecutor:
@@ -72,6 +90,7 @@ class EagerExecutor:
         self._model, self._caches, self._page_tokens = model, caches, page_tokens
         self._ropes = model.spec.ropes
         self._hidden = self._logits = torch.empty(0)
+        self._choices: list[Choice] = []
         self.decode_threads = self.prefill_threads = torch.get_num_threads()
 
     @torch.inference_mode()
@@ -100,8 +119,11 @@ class EagerExecutor:
         self.clock.lap(Stage.PROGRAM)
         return best
 
-    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> list[Choice]:
-        return choose(self.score(rows), asked, self.logits)
+    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
+        self._choices = choose(self.score(rows), asked, self.logits)
+
+    def choices(self) -> list[Choice]:
+        return self._choices
 
     def broken(self) -> dict[int, str]:
         return self._session.broken(self._sequences, look=True)
@@ -145,6 +167,7 @@ class RecordedExecutor:
             self._logits = model.logits(recorder.take(hidden, scored))
             self._best = model.best(self._logits).numpy()
         self._scored, self._num_scored = scored.numpy(), 0
+        self._choices: list[Choice] = []
         self._end = len(self._program)
 
     def forward(self, sequences: Sequence[Span]) -> None:
@@ -193,8 +216,11 @@ class RecordedExecutor:
         best: list[int] = self._best[: len(rows)].tolist()
         return best
 
-    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> list[Choice]:
-        return choose(self.score(rows), asked, self.logits)
+    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
+        self._choices = choose(self.score(rows), asked, self.logits)
+
+    def choices(self) -> list[Choice]:
+        return self._choices
 
     def broken(self) -> dict[int, str]:
         return {}

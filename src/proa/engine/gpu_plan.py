@@ -47,6 +47,13 @@ def placement_of(gpu: GpuPlan) -> Placement:
     return Placement(gpu.resident, gpu.inclusive, gpu.spare)
 
 
+def step_ahead(spec: Model) -> Decision:
+    """Whether a decode step is launched before the last one's tokens are read (decision 026)."""
+    if spec.recurrent:
+        return Decision("step ahead", "auto", "off", "a recurrent state that has gone on with a token cannot go back")
+    return Decision("step ahead", "auto", "on", "a step is launched before the last one's tokens are read")
+
+
 def ready(
     plan: Plan, cpu: CpuSide, load_seconds: float, ops: str, round_trip_us: float | None, decisions: Sequence[Decision]
 ) -> Ready:

@@ -74,7 +74,9 @@ class GraphExecutor:
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32).pin_memory()
         self._sampler = DeviceSampler(min(limits.sequences, limits.rows), model.spec.vocab, device)
         self._num_scored = 0
-        self._underway = False
+        self._underway = 0  # steps launched whose end has not been waited for
+        self._decoding = self._ahead = False  # the last one is a graph's; another one follows it already
+        self._asked: Sequence[Row] = ()
         self._sequences: Sequence[Span] = ()
         self._suspect = False  # whether the last step may have rows that are not finite
         torch.cuda.synchronize(device)  # weights, caches and buffers were filled on streams that this one never awaits
@@ -114,14 +116,15 @@ class GraphExecutor:
         self._settle()
         self._sequences, self._suspect = sequences, True  # until all rows are scored
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if all(len(s.tokens) == 1 for s in sequences):
+            self._decoding = all(len(s.tokens) == 1 for s in sequences)
+            if self._decoding:
                 self._decode(sequences)
             else:
                 self._launch(sequences)
         self.clock.lap(Stage.PROGRAM)
 
     def _decode(self, sequences: Sequence[Span]) -> None:
-        bucket = self._buckets[bisect_left(self._buckets, len(sequences))]
+        bucket = self._bucket(len(sequences))
         captured = self._steps.get(bucket) or self._capture(bucket)
         captured.inputs.fill(sequences, self._limits.page_tokens)
         self._tables.fill(sequences)
@@ -130,6 +133,9 @@ class GraphExecutor:
         captured.inputs.copy()
         captured.graph.replay()
         self._session.launched()
+
+    def _bucket(self, count: int) -> int:
+        return self._buckets[bisect_left(self._buckets, count)]
 
     def _launch(self, sequences: Sequence[Span]) -> None:
         rows = self._inputs.fill(sequences, self._limits.page_tokens)
@@ -170,43 +176,82 @@ class GraphExecutor:
             launch()
         return graph
 
+    @torch.inference_mode()
     def score(self, rows: Sequence[int]) -> list[int]:
-        return self._score(rows, ())
+        self._launch_head(rows, ())
+        self._finish()
+        self.clock.lap(Stage.PROGRAM)
+        return self._tokens()
 
     @torch.inference_mode()
-    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> list[Choice]:
-        tokens = self._score(rows, asked)
+    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
+        """No rows: of the step nothing but its end is of interest."""
+        self._asked, self._ahead = asked, False
+        self._launch_head(rows, asked)
+        self.clock.lap(Stage.PROGRAM)
+
+    @torch.inference_mode()
+    def choices(self) -> list[Choice]:
+        self._finish()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            return self._sampler.read(tokens, asked, self._logits)
+            choices = self._sampler.read(self._tokens(), self._asked, self._logits) if self._asked else []
+        self.clock.lap(Stage.PROGRAM)
+        return choices
+
+    def can_follow(self) -> bool:
+        return self._decoding and self._underway == 1 and not self._tables.changing and self._session.can_follow()
 
     @torch.inference_mode()
-    def _score(self, rows: Sequence[int], asked: Sequence[Row]) -> list[int]:
+    def follow(self, sequences: Sequence[Span]) -> None:
+        """Rows are where they were in the last step: each one's token is copied from where it is drawn."""
+        count = len(sequences)
+        captured = self._steps[self._bucket(count)]
+        captured.inputs.fill(sequences, self._limits.page_tokens)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._session.follow()
+            self._underway, self._ahead = self._underway + 1, True
+            captured.inputs.copy()
+            tokens = captured.inputs.tokens[:count]
+            tokens.copy_(self._best[:count])
+            tokens.clamp_(min=0)  # there is no token of a row that is not finite, or that the CPU draws
+            captured.graph.replay()
+            self._session.launched()
+
+    def _launch_head(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
         """asked: of each row what it draws, or nothing at all: then each has its best token."""
         self._num_scored = count = len(rows)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
-            head = self._heads.get(bucket) or self._capture_head(bucket)
-            self._host_scored[:count] = torch.tensor(rows)
-            self.clock.lap(Stage.INPUTS)
-            self._scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
-            head.replay()
-            if asked:
-                self._sampler.launch(self._logits, self._best, asked)
-            self._host_best[:count].copy_(self._best[:count], non_blocking=True)
-        if self._underway:
-            self._settle()
-        else:
-            self._wait()
-        self.clock.lap(Stage.PROGRAM)
-        tokens: list[int] = self._host_best[:count].tolist()
+            if count:
+                bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
+                head = self._heads.get(bucket) or self._capture_head(bucket)
+                self._host_scored[:count] = torch.tensor(rows)
+                self.clock.lap(Stage.INPUTS)
+                self._scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
+                head.replay()
+                if asked:
+                    self._sampler.launch(self._logits, self._best, asked)
+                self._host_best[:count].copy_(self._best[:count], non_blocking=True)
+            self._done.record(self._stream)
+
+    def _finish(self) -> None:
+        """Wait for what the last head was launched behind, but for no step that follows it."""
+        self._done.synchronize()
+        if self._underway > self._ahead:
+            self._underway -= 1
+            self._session.end()
+
+    def _tokens(self) -> list[int]:
+        """Of the rows scored last."""
+        tokens: list[int] = self._host_best[: self._num_scored].tolist()
         rows_of_step = sum(len(s.tokens) for s in self._sequences)
-        self._suspect = count < rows_of_step or -1 in tokens
+        self._suspect = len(tokens) < rows_of_step or -1 in tokens
         return tokens
 
     @torch.inference_mode()
     def broken(self) -> dict[int, str]:
         """Decode looks for nothing that its logits do not show."""
-        self._settle()
+        if not self._ahead:
+            self._settle()
         if not (self._suspect or self._session.complained):
             return {}
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -226,13 +271,14 @@ class GraphExecutor:
 
     def _begin(self) -> None:
         self._session.begin()
-        self._underway = True
+        self._underway += 1
 
     def _settle(self) -> None:
         """Wait for what was launched; what it could tell has been told."""
         if self._underway:
             self._wait()
-            self._underway = False
+        while self._underway:
+            self._underway -= 1
             self._session.end()
 
     def _wait(self) -> None:
@@ -251,6 +297,11 @@ class _Tables:
         self._changing = {
             rope: torch.zeros(2, limits.rows, rope.dim // 2, device=device) for rope in ropes if is_dynamic(rope)
         }
+
+    @property
+    def changing(self) -> bool:
+        """Whether `fill` has anything to do."""
+        return bool(self._changing)
 
     def fill(self, sequences: Sequence[Span]) -> None:
         for rope, place in self._changing.items():

@@ -1,14 +1,14 @@
-"""Run one planned step: tokens in, tokens out. Belongs here: the forward pass and sampling. Never: scheduling."""
+"""Planned steps on an executor: tokens in, tokens out. Belongs here: forward pass and sampling. Never: scheduling."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import msgspec
 import torch
 
 from proa.engine.clock import Stage
-from proa.engine.executor import Executor
+from proa.engine.executor import Executor, Follower
 from proa.engine.request import Request
 from proa.engine.scheduler import StepItem, StepPlan
 from proa.engine.spans import PROMPT_LOGITS_ROWS, Span
@@ -24,34 +24,67 @@ class StepOutput(msgspec.Struct):
     logprobs: dict[str, TokenLogprob] = {}
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     broken: dict[str, str] = {}
+    replaced: list[str] = []  # a step that was started ahead goes on with another token than theirs
 
 
 class Runner:
-    """Steps of the scheduler, on an executor."""
+    """Steps of the scheduler, on an executor: start, ask and finish each."""
 
-    def __init__(self, executor: Executor, page_tokens: int) -> None:
-        self.executor = executor
+    def __init__(self, executor: Executor, page_tokens: int, follower: Follower | None = None) -> None:
+        """follower: the executor, if it can start a step while the last one's tokens are not known yet."""
+        self.executor, self._follower = executor, follower
         self.page_tokens = page_tokens
         self.ropes = executor.spec.ropes
+        self._asked: list[Request] = []
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Compute every item's rows, write their KV, sample where the plan says so."""
+        """A whole step."""
+        everyone = {item.request.id for item in plan.items}
+        self.start(plan)
+        self.ask(plan, everyone)
+        return self.finish(plan, everyone)
+
+    def start(self, plan: StepPlan) -> None:
+        """Compute every item's rows, write their KV."""
         self.executor.forward([_span(item) for item in plan.items])
-        out = StepOutput()
-        sampled: list[Request] = []
+
+    @property
+    def can_start_ahead(self) -> bool:
+        return self._follower is not None and self._follower.can_follow()
+
+    def start_ahead(self, plan: StepPlan) -> None:
+        """The same of a plan ahead of the step that was asked last, whose tokens only the device knows."""
+        if self._follower is None:
+            raise ValueError("this executor does not go on by itself")
+        self._follower.follow(
+            [Span((0,), item.start, item.request.pages, item.request.num_prompt) for item in plan.items]
+        )
+
+    def ask(self, plan: StepPlan, wanted: Collection[str]) -> None:
+        """Choose tokens where the plan says so, of the requests that want them."""
+        self._asked = []
         rows: list[int] = []
         end = 0
         for item in plan.items:
             end += item.num_tokens
-            if item.samples:
-                sampled.append(item.request)
+            if item.samples and item.request.id in wanted:
+                self._asked.append(item.request)
                 rows.append(end - 1)
-        if sampled:
-            self._sample(sampled, rows, out)
+        asked = [Row(r.sampling, r.tokens, r.num_prompt, r.id) for r in self._asked]
+        if asked or self._follower:
+            self.executor.sample(rows, asked)
+        self.executor.clock.lap(Stage.SAMPLE)
+
+    def finish(self, plan: StepPlan, wanted: Collection[str]) -> StepOutput:
+        """Wait for what was asked."""
+        out = StepOutput()
+        if self._asked or self._follower:
+            self._take(out)
         for place, why in self.executor.broken().items():
             request_id = plan.items[place].request.id
-            out.broken[request_id] = why
-            out.tokens.pop(request_id, None)
+            if request_id in wanted:
+                out.broken[request_id] = why
+                out.tokens.pop(request_id, None)
         end = 0
         for item in plan.items:
             end += item.num_tokens
@@ -60,15 +93,22 @@ class Runner:
         self.executor.clock.lap(Stage.SAMPLE)
         return out
 
-    def _sample(self, requests: Sequence[Request], ends: Sequence[int], out: StepOutput) -> None:
-        rows = [Row(request.sampling, request.tokens, request.num_prompt, request.id) for request in requests]
-        for request, choice in zip(requests, self.executor.sample(ends, rows), strict=True):
+    def settle(self) -> None:
+        """Wait for a step that was started ahead, and forget it."""
+        if self._follower is not None:
+            self._follower.sample((), ())
+            self._follower.choices()
+
+    def _take(self, out: StepOutput) -> None:
+        for request, choice in zip(self._asked, self.executor.choices(), strict=True):
             if choice.token < 0:
                 out.broken[request.id] = "The model's logits were not finite."
                 continue
             out.tokens[request.id] = choice.token
             if choice.logprob is not None:
                 out.logprobs[request.id] = choice.logprob
+            if choice.late:
+                out.replaced.append(request.id)
 
     @torch.inference_mode()
     def _score_prompt(self, item: StepItem, row: int, out: StepOutput) -> None:

@@ -5,7 +5,9 @@ preemption, the results of a step. Never: tensors, text, clocks, processes.
                  ^------- preempted -------'
 
 plan() and commit() bracket a step. Between them requests may be submitted and aborted, and nothing that the step
-reads or writes changes hands. The rules, in their order of weight:
+reads or writes changes hands. Where a device computes one step after the other, plan_ahead() gives the step after the
+one in flight before that one's tokens are known; whoever ends meanwhile has a row in it that counts for nothing. The
+rules, in their order of weight:
 
 1. The order of service is total: smaller priority, then earlier arrival. A page that runs out is taken from the
    last running request (its tokens stay; it waits at its old place and computes them again, mostly from the
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -88,7 +90,8 @@ class Scheduler:
         self._waiting = Lineup()
         self._running = Lineup()
         self._free_states = list(range(limits.num_slots))  # slots of recurrent states: one for each that may run
-        self._in_flight: StepPlan | None = None
+        self._in_flight: list[StepPlan] = []  # the step that is computed, then the one planned ahead
+        self._void: Collection[str] = ()  # ids of that one's items which were computed from tokens that are not theirs
         self._arrivals = 0
         self._steps = 0
         self._prompt_tokens = 0
@@ -98,7 +101,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._in_flight)
 
     def stats(self, **more: Any) -> Stats:
         """Counters for the frontend; `more` are the engine's, by their names in Stats."""
@@ -142,16 +145,16 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None or request.state is State.FINISHED:
             return False
-        if self._in_flight is not None and any(item.request is request for item in self._in_flight.items):
+        if any(item.request is request for plan in self._in_flight for item in plan.items):
             request.finish("abort")  # commit() removes it
         else:
             self._remove(request, "abort")
         return True
 
     def fail_all(self) -> list[str]:
-        """The engine cannot go on, or must stop: end everything now, the step in flight included, whose plan must
+        """The engine cannot go on, or must stop: end everything now, the steps in flight included, whose plans must
         not be committed. Returns the ids that had not ended, oldest first."""
-        self._in_flight = None
+        self._in_flight, self._void = [], ()
         ended = [r.id for r in self._requests.values() if r.state is not State.FINISHED]
         for request in list(self._requests.values()):
             self._remove(request, "error")
@@ -161,31 +164,64 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to do. Must be followed by commit() or fail_all()."""
-        if self._in_flight is not None:
+        if self._in_flight:
             raise RuntimeError("the last step was neither committed nor failed")
         draft = _Draft(self.limits.max_batch_tokens)
         self._plan_decodes(draft)
         self._plan_prefills(draft)
-        if draft.items:
-            self._in_flight = StepPlan(tuple(draft.items.values()))
-        return self._in_flight
+        if not draft.items:
+            return None
+        self._in_flight = [StepPlan(tuple(draft.items.values()))]
+        return self._in_flight[0]
 
-    def commit(self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]]) -> list[TokenEvent]:
+    def plan_ahead(self) -> StepPlan | None:
+        """The step after the one in flight, if that decodes and all its requests will, as far as can be known, do so
+        once more: the same items, each one token later, which is not known yet. To be committed after that step.
+
+        None where anything else is to be done first: somebody ends for certain, may be admitted, needs a page that is
+        not there. Items of requests that end although they might have gone on are dropped at commit().
+        """
+        if len(self._in_flight) != 1:
+            raise RuntimeError(f"a step can be planned ahead of one in flight, not of {len(self._in_flight)}")
+        items = self._in_flight[0].items
+        needs = [self.limits.pages_for(item.start + 2) - len(item.request.pages) for item in items]
+        if not self._goes_on(items) or sum(need for need in needs if need > 0) > self._num_available:
+            return None
+        for item, need in zip(items, needs, strict=True):
+            if need > 0:
+                item.request.pages += self._take(need)
+        self._in_flight.append(StepPlan(tuple(StepItem(item.request, item.start + 1, 1, True) for item in items)))
+        return self._in_flight[1]
+
+    def counts(self, item: StepItem) -> bool:
+        """Whether anybody wants what the older step in flight computes of this item of it."""
+        return item.request.state is not State.FINISHED and item.request.id not in self._void
+
+    def commit(
+        self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]], replaced: Collection[str] = ()
+    ) -> list[TokenEvent]:
         """Take the results of the step: for each item that samples, its id and 1..1+lookahead_tokens new tokens.
 
         All but the last of several tokens were drafts: their KV was written at the positions that follow the item.
         Returns an event for each such item, aborted ones excepted; tokens after the end are dropped, the eos or
-        stop token is in `stop_token` only, logprobs are the engine's to fill in. Raises ValueError, with nothing
-        changed, if `plan` is not the step in flight or `sampled` does not fit it.
+        stop token is in `stop_token` only, logprobs are the engine's to fill in. `replaced`: ids whose token is not the
+        one that a step planned ahead goes on with; they decode it again. Raises ValueError, with nothing changed, if
+        `plan` is not the older step in flight or `sampled` does not fit it.
         """
         results = self._check_results(plan, sampled)
-        self._in_flight = None
+        void, self._void = self._void, ()
+        self._in_flight.pop(0)
+        if self._in_flight:
+            self._void = replaced
         self._steps += 1
         events = []
         for item in plan.items:
             request = item.request
             if request.state is State.FINISHED:
-                self._remove(request, "abort")
+                if self._requests.get(request.id) is request:  # else it ended at the last commit
+                    self._remove(request, "abort")
+                continue
+            if request.id in void:
                 continue
             tokens = results.get(request.id, ())
             request.num_computed = item.start + item.num_tokens + max(0, len(tokens) - 1)
@@ -231,6 +267,22 @@ class Scheduler:
                 raise IntegrityError(f"{request!r} has pages {request.pages}; the prefix cache says {path}")
 
     # ---- planning
+
+    def _goes_on(self, items: Sequence[StepItem]) -> bool:
+        """Whether nothing but one more token of each of these is to be computed next."""
+        if self.limits.lookahead_tokens or self._void or len(items) != len(self._running):
+            return False
+        first = next(iter(self._waiting), None)  # nobody overtakes it
+        full = len(self._running) >= self.limits.num_slots
+        if first is not None and not (full and first.priority >= self._running.last.priority):
+            return False
+        return all(
+            item.samples
+            and item.num_tokens == 1
+            and item.request.state is State.RUNNING
+            and len(item.request.tokens) + 1 < item.request.max_length
+            for item in items
+        )
 
     def _plan_decodes(self, draft: _Draft) -> None:
         for request in self._running:
@@ -333,11 +385,11 @@ class Scheduler:
     # ---- results
 
     def _check_results(self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int]]:
-        if plan is not self._in_flight:
+        if not self._in_flight or plan is not self._in_flight[0]:
             raise ValueError("this plan is not the step in flight")
         results: dict[str, Sequence[int]] = {}
         for item in plan.items:
-            if not item.samples or item.request.state is State.FINISHED:
+            if not item.samples or not self.counts(item):
                 continue
             tokens = sampled.get(item.request.id, ())
             results[item.request.id] = tokens = (tokens,) if isinstance(tokens, int) else tokens

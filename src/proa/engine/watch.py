@@ -27,6 +27,12 @@ class WatchedSession:
     def launched(self) -> None:
         self._session.launched()
 
+    def can_follow(self) -> bool:
+        return self._session.can_follow()
+
+    def follow(self) -> None:
+        self._session.follow()
+
     def counters(self) -> Counters:
         return self._session.counters()
 
@@ -43,7 +49,7 @@ class WatchedSession:
         return self._said != ""
 
     def broken(self, sequences: Sequence[Span], *, look: bool) -> dict[int, str]:
-        """Why sequences of the step that has ended are not finite, by their places.
+        """Why sequences of the step that has ended are not finite, by their places; so have those of a step behind it.
 
         `look`: ask the device even if nobody has complained. If nobody knows which rows it was, it was all.
         """

@@ -105,6 +105,7 @@ def serve(engine: Engine, channel: Channel) -> None:
         while channel.wait(0):
             message = channel.receive()
             if isinstance(message, Shutdown):
+                engine.settle()
                 return
             handle(engine, channel, message)
         if engine.has_work:

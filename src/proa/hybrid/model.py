@@ -24,6 +24,9 @@ from proa.ops.packed import Memory
 from proa.ops.residency import Residency
 from proa.ops.staging import Staging
 
+# Steps that are launched behind each other before the tables may change again: what the CPU reads changes slowly.
+MOST_FOLLOWING = 32
+
 NewDevice = Callable[[LayerMemory, Residency, LayerFaults], DeviceExperts]
 NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
 
@@ -61,6 +64,7 @@ class HybridModel:
         self._faults: FaultRecords | None = None
         self.co_fetch: CoFetch | None = None
         self.tables: Tables | None = None
+        self._following = 0
 
     def new_experts(self, experts: int, hidden: int, width: int) -> HybridExperts:
         resident = self._placement.resident[len(self.layers)]
@@ -94,7 +98,8 @@ class HybridModel:
             self.moves = Moves(memories, self.tables, top_k, spare, self._placement.inclusive, parts.copiers())
 
     def begin(self) -> None:
-        """A step is about to be launched, on the current stream."""
+        """A step is about to be launched, on the current stream; the last one has ended."""
+        self._following = 0
         if self.moves is not None:
             self.moves.between_steps()
         if self.tables is not None:
@@ -110,6 +115,16 @@ class HybridModel:
         """It has been: here is time."""
         if self.moves is not None:
             self.moves.meanwhile()
+
+    def can_follow(self) -> bool:
+        """Whether tables may stay as they are for another step, behind one that has not ended."""
+        return self._following < MOST_FOLLOWING and (self.moves is None or not self.moves.arrived())
+
+    def follow(self) -> None:
+        """That step is about to be launched."""
+        self._following += 1
+        if self.transport is not None:
+            self.transport.arm()
 
     def end(self) -> None:
         """The device has finished it. Raises what went wrong on the CPU."""

@@ -93,8 +93,13 @@ class Moves:
         """The last step has ended and the next one has not been launched; the tables are published after this."""
         self._moves = [move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move))]
 
+    def arrived(self) -> bool:
+        """Whether `between_steps` has something to do."""
+        return any(move.copy is not None and move.copy.done() for move in self._moves)
+
     def meanwhile(self) -> None:
-        """A step is under way, or has just been: look at what was chosen, and start copies."""
+        """A step is under way, or has just been: look at what was chosen, and start copies. Steps that are under way
+        were launched after the last `between_steps`: none reads a spare slot."""
         for move in self._moves:
             if move.copy is None:
                 move.copy = self._copiers.weights.start(self._out_pairs(move))

@@ -15,10 +15,11 @@ from proa.types import TokenLogprob
 
 
 class Choice(msgspec.Struct):
-    """token: -1 where the row's logits are not finite."""
+    """token: -1 where the row's logits are not finite. late: a device that has gone on did so with another token."""
 
     token: int
     logprob: TokenLogprob | None = None
+    late: bool = False
 
 
 @torch.inference_mode()

@@ -43,7 +43,7 @@ from proa.ops.triton.weights import (
     weights_of,
 )
 
-MOST_KEPT = 8192  # candidates of a row
+MOST_KEPT = 16384  # candidates of a row
 TOO_MANY = -2  # the answer of rows that have more
 NO_TOP_K = 2**31 - 1
 RANKED, AGAINST, RANK_PROGRAMS = 16, 128, 64  # candidates of a program at a time, and of those it compares them with

@@ -1,0 +1,214 @@
+"""An engine that is always a step ahead gives what one gives that waits: every answer, whatever ends when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from engines import finish_all, load_decoder, request, tokens_of
+from proa.cache.pages import PageAllocator
+from proa.cache.pool import allocate_pool
+from proa.cache.radix import PrefixCache
+from proa.engine.clock import Stage
+from proa.engine.engine import Engine
+from proa.engine.executor import EagerExecutor
+from proa.engine.policy import Limits
+from proa.engine.runner import Runner
+from proa.engine.scheduler import Scheduler
+from proa.engine.spans import Span
+from proa.layers.decoder import Decoder
+from proa.sampling.choose import Choice
+from proa.sampling.rows import Row
+from proa.types import EngineRequest, TokenEvent
+from tiny import make_tiny
+
+PAGE_TOKENS, CONTEXT = 4, 64
+
+
+class FollowingExecutor(EagerExecutor):
+    """Goes on with tokens that nobody has read yet, as a GPU does. `late`: which tokens only the CPU knows, so that
+    another one is gone on with; `broken_at`: a position at which nothing is finite."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.late: Callable[[Row], bool] = lambda row: False
+        self.broken_at = -1
+        self.follows = 0
+        self._sampled: list[list[Choice]] = []  # of steps whose choices were not read
+
+    def can_follow(self) -> bool:
+        return True
+
+    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
+        if rows:
+            super().sample(rows, asked)
+        found = super().choices() if rows else []
+        for row, choice in zip(asked, found, strict=True):
+            choice.late = self.late(row)
+            if len(row.tokens) == self.broken_at:
+                choice.token, choice.logprob = -1, None
+        self._sampled.append(found)
+
+    def follow(self, sequences: Sequence[Span]) -> None:
+        (drawn,) = self._sampled
+        self.follows += 1
+        fed = [(c.token + 1) % self.spec.vocab if c.late else max(c.token, 0) for c in drawn]
+        self.forward([msgspec.structs.replace(s, tokens=(t,)) for s, t in zip(sequences, fed, strict=True)])
+
+    def choices(self) -> list[Choice]:
+        return self._sampled.pop(0)
+
+
+class Case:
+    def __init__(self, decoder: Decoder, *, ahead: bool, num_pages: int = 48, max_running: int = 4) -> None:
+        caches = allocate_pool(decoder.spec, num_pages, PAGE_TOKENS, torch.float32, sequences=max_running)
+        self.executor = (FollowingExecutor if ahead else EagerExecutor)(decoder, caches, PAGE_TOKENS)
+        follower = self.executor if isinstance(self.executor, FollowingExecutor) else None
+        limits = Limits(CONTEXT, PAGE_TOKENS, max_running, 32, 1000, 1_000_000)
+        self.pages = PageAllocator(num_pages)
+        scheduler = Scheduler(limits, self.pages, PrefixCache(PAGE_TOKENS, self.pages))
+        runner = Runner(self.executor, PAGE_TOKENS, follower)
+        self.engine = Engine(runner, scheduler, decoder.spec.vocab)
+
+    @property
+    def follows(self) -> int:
+        assert isinstance(self.executor, FollowingExecutor)
+        return self.executor.follows
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    made = load_decoder(make_tiny("qwen3-moe", tmp_path_factory.mktemp("tiny"))).decoder
+    assert made is not None
+    return made
+
+
+WISHES: list[dict[str, Any]] = [
+    {}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_p": 0.9, "seed": 5, "logprobs": 2},
+    {"repetition_penalty": 1.5, "logprobs": 0}, {"temperature": 1.0, "frequency_penalty": 1.0, "seed": 8},
+]  # fmt: skip
+
+
+def requests(seed: int, vocab: int, count: int = 12) -> list[EngineRequest]:
+    """Prompts that share beginnings, answers of all lengths; half of them may stop at one of many tokens."""
+    random = Random(seed)
+    stem = [random.randrange(vocab) for _ in range(20)]
+    return [
+        request(
+            f"r{i}", stem[: random.randrange(1, 20)] + [random.randrange(vocab) for _ in range(random.randrange(1, 9))],
+            random.randrange(1, 24), **random.choice(WISHES), min_tokens=random.choice([0, 0, 5]) if i % 2 else 0,
+            eos_token_ids=tuple(range(0, vocab, 7)) if i % 2 else (),
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def outcome(events: list[TokenEvent]) -> tuple[Any, ...]:
+    scores = [s for event in events for s in event.logprobs or []]
+    told = [(s.token, round(s.logprob, 4), [t for t, _ in s.top]) for s in scores]
+    return tokens_of(events), events[-1].finish, events[-1].stop_token, told
+
+
+def answers(case: Case, asked: Sequence[EngineRequest]) -> dict[str, tuple[Any, ...]]:
+    for one in asked:
+        case.engine.submit(one)
+    return {name: outcome(events) for name, events in finish_all(case.engine).items()}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_pages", [48, 15])
+def test_the_same_answers(seed: int, num_pages: int, decoder: Decoder) -> None:
+    """Twice, so that the second time finds what the first has left in the prefix cache; with few pages some are
+    preempted."""
+    waits, hurries = Case(decoder, ahead=False, num_pages=num_pages), Case(decoder, ahead=True, num_pages=num_pages)
+    asked = requests(seed, decoder.spec.vocab)
+    for _ in range(2):
+        want = answers(waits, asked)
+        assert answers(hurries, asked) == want
+        assert {finish for _, finish, _, _ in want.values()} == {"stop", "length"}
+    assert hurries.follows > (20 if num_pages == 48 else 5)
+    assert hurries.engine.stats().cached_prompt_tokens > 0
+    assert (hurries.engine.stats().preemptions > 0) == (waits.engine.stats().preemptions > 0) == (num_pages == 15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_that_only_the_cpu_knows(seed: int, decoder: Decoder) -> None:
+    """What followed from other tokens is computed again, and is in no page that others find."""
+    waits, hurries = Case(decoder, ahead=False), Case(decoder, ahead=True)
+    executor = hurries.executor
+    assert isinstance(executor, FollowingExecutor)
+    executor.late = lambda row: len(row.tokens) % 3 == 0
+    asked = requests(seed, decoder.spec.vocab)
+    for _ in range(2):
+        assert answers(hurries, asked) == answers(waits, asked)
+    assert hurries.follows > 5
+
+
+def test_who_is_aborted_meanwhile_leaves_nothing(decoder: Decoder) -> None:
+    case = Case(decoder, ahead=True)
+    asked = [request(f"r{i}", [5 + i, 6, 7], 40) for i in range(3)]
+    for one in asked:
+        case.engine.submit(one)
+    seen: list[TokenEvent] = []
+    for step in range(30):
+        if step == 10:
+            case.engine.abort("r1")
+        seen += [event for event in case.engine.step() if event.id == "r1"]
+        case.engine.scheduler.check()
+    assert len(seen) == 10
+    assert all(event.finish is None for event in seen)
+    alone = Case(decoder, ahead=False)
+    for one in (asked[0], asked[2]):
+        alone.engine.submit(one)
+    want = finish_all(alone.engine)
+    rest = finish_all(case.engine)
+    assert all(tokens_of(want[name])[30:] == tokens_of(rest[name]) for name in ("r0", "r2"))
+    stats = case.engine.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def test_values_that_are_not_finite_end_their_request_alone(decoder: Decoder) -> None:
+    """The next step has been started already: with some token, and nobody hears of it."""
+    case, asked = Case(decoder, ahead=True), [request("long", [5, 6, 7, 8, 9], 12), request("short", [5, 6], 12)]
+    executor = case.executor
+    assert isinstance(executor, FollowingExecutor)
+    executor.broken_at = 15  # only the longer one gets there in time
+    for one in asked:
+        case.engine.submit(one)
+    events = finish_all(case.engine)
+    assert [e.finish for e in events["long"] if e.finish] == ["error"]
+    assert len(tokens_of(events["long"])) == 10
+    executor.broken_at = -1
+    assert outcome(events["short"])[0][:12] == answers(Case(decoder, ahead=False), asked)["short"][0]
+    stats = case.engine.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def test_the_last_step_is_waited_for_before_the_engine_is_left(decoder: Decoder) -> None:
+    case = Case(decoder, ahead=True)
+    case.engine.submit(request("r", [5, 6], 30))
+    for _ in range(5):
+        case.engine.step()
+    assert case.follows > 0
+    case.engine.settle()
+    assert case.executor._sampled == []  # type: ignore[union-attr]
+
+
+def test_host_time_beside_a_busy_device_adds_nothing(decoder: Decoder) -> None:
+    case = Case(decoder, ahead=True)
+    case.engine.submit(request("r", [5, 6], 30))
+    for _ in range(5):
+        case.engine.step()
+    before = case.engine.clock.seconds()
+    case.engine.step()
+    case.engine.clock.lap(Stage.PUBLISH)
+    after = case.engine.clock.seconds()
+    assert {name for name in after if after[name] > before[name]} == {"program_seconds"}
+    finish_all(case.engine)
+    case.engine.clock.lap(Stage.PUBLISH)
+    assert case.engine.clock.seconds()["publish_seconds"] > after["publish_seconds"]

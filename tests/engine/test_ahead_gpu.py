@@ -1,0 +1,112 @@
+"""CUDA graphs launched behind each other, with tokens that only the GPU knows: the bits of a GPU that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.test_split_engine import DRAWS
+from engines import finish_all, request, tokens_of
+from hybrid_engines import Kept, Split, load_split
+from proa.cache.pages import PageAllocator
+from proa.cache.radix import PrefixCache
+from proa.engine.engine import Engine
+from proa.engine.policy import Limits
+from proa.engine.runner import Runner
+from proa.engine.scheduler import Scheduler
+from proa.engine.spans import StepLimits
+from proa.native.pool import Pool
+from proa.types import EngineRequest
+from tiny import make_tiny
+
+pytestmark = pytest.mark.gpu
+PAGES, PAGE_TOKENS, RUNNING, ROWS = 200, 4, 9, 64
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool([[0]], pin=False) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3-moe", tmp_path_factory.mktemp("tiny"))
+
+
+def engine_of(
+    folder: Path, pool: Pool, split: Split, *, ahead: bool, keep: list[Kept] | None = None
+) -> tuple[Engine, list[int]]:
+    """An engine, and of each step that was started ahead its sequences."""
+    model = load_split(folder, pool, split, "cuda", keep=keep)
+    limits = Limits(PAGES * PAGE_TOKENS, PAGE_TOKENS, RUNNING, ROWS, 1000, 1_000_000)
+    executor = model.make(StepLimits(ROWS, RUNNING, PAGES * PAGE_TOKENS, PAGE_TOKENS, 64), PAGES)
+    follows: list[int] = []
+    follow = executor.follow  # type: ignore[attr-defined]
+    executor.follow = lambda spans: (follows.append(len(spans)), follow(spans))  # type: ignore[attr-defined]
+    allocator = PageAllocator(PAGES)
+    scheduler = Scheduler(limits, allocator, PrefixCache(PAGE_TOKENS, allocator))
+    runner = Runner(executor, PAGE_TOKENS, executor if ahead else None)  # type: ignore[arg-type]
+    return Engine(runner, scheduler, model.spec.vocab), follows
+
+
+def asked(count: int, tokens: int, **more: object) -> list[EngineRequest]:
+    return [
+        request(f"r{i}", [5 + i, 9, 7][: 1 + i % 3], tokens,
+                **{"temperature": 1.0, "seed": i, **DRAWS[i % len(DRAWS)], **more})
+        for i in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("count", [1, 5, 9])
+def test_the_same_answers(share: float, count: int, pool: Pool, folder: Path) -> None:
+    """All end together, so that the steps are the same ones."""
+    found = []
+    for ahead in (False, True):
+        engine, follows = engine_of(folder, pool, Split(share), ahead=ahead)
+        for one in asked(count, 24, min_tokens=0, stop_token_ids=()):
+            engine.submit(one)
+        events = finish_all(engine)
+        found.append({name: (tokens_of(of), [s for e in of for s in e.logprobs or []]) for name, of in events.items()})
+        assert len(follows) == (22 if ahead else 0)
+    assert found[0] == found[1]
+
+
+def test_ends_in_the_middle(pool: Pool, folder: Path) -> None:
+    """Stops that nobody foresaw, new requests, aborts: whatever the steps were, nothing stays behind."""
+    engine, follows = engine_of(folder, pool, Split(0.5), ahead=True)
+    sent = asked(40, 30, eos_token_ids=tuple(range(0, 400, 9)))
+    finished: set[str | None] = {None}
+    for step in range(2000):
+        if step % 5 == 0 and sent:
+            engine.submit(sent.pop())
+        if step % 40 == 30:
+            engine.abort(f"r{40 - step // 20}")
+        if not engine.has_work and not sent:
+            break
+        events = engine.step()
+        assert all(event.finish != "error" for event in events)
+        finished |= {event.finish for event in events}
+        engine.scheduler.check()
+    assert not engine.has_work
+    assert finished == {None, "stop", "length"}
+    assert len(follows) > 50
+    stats = engine.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def test_experts_move_between_steps_that_wait(pool: Pool, folder: Path) -> None:
+    """A copy that has arrived gets its turn: steps follow each other only until then."""
+    keep: list[Kept] = []
+    engine, follows = engine_of(folder, pool, Split(0.5, inclusive=True, spare=1), ahead=True, keep=keep)
+    for one in asked(4, 300, temperature=1.0, min_tokens=0, stop_token_ids=()):
+        engine.submit(one)
+    finish_all(engine)
+    moves = keep[0].hybrid.moves
+    assert moves is not None
+    assert len(follows) > 100
+    assert moves.moved.experts > 0
+    keep[0].close()
