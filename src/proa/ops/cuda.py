@@ -8,12 +8,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
 from proa.ops.staging import Staging
 from proa.ops.table import Angles, AttentionBatch, KvPages, NewExperts, Ops, Parameters, QkNorm
-from proa.ops.triton import attention, best, route
+from proa.ops.triton import attention, best, gated, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
 
@@ -98,8 +97,10 @@ class CudaMlp:
         self._down = CudaLinear({"down": hidden}, width, bias, device, staging)
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, -1)
-        return self._down(functional.silu(gate).mul_(up))
+        gate_up = self._gate_up(x)
+        h = torch.empty(len(x), gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
+        gated.silu_mul(gate_up, h)
+        return self._down(h)
 
     def parameters(self) -> Parameters:
         yield from self._gate_up.parameters()
