@@ -12,9 +12,10 @@ from torch import Tensor
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
 from proa.ops.staging import Staging
 from proa.ops.table import Angles, AttentionBatch, KvPages, NewExperts, Ops, Parameters, QkNorm
-from proa.ops.triton import attention, best, gated, route
+from proa.ops.triton import attention, best, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
+from proa.ops.triton.gated import silu_mul
 
 
 class CudaOps:
@@ -99,7 +100,7 @@ class CudaMlp:
     def __call__(self, x: Tensor) -> Tensor:
         gate_up = self._gate_up(x)
         h = torch.empty(len(x), gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
-        gated.silu_mul(gate_up, h)
+        silu_mul(gate_up, h)
         return self._down(h)
 
     def parameters(self) -> Parameters:
