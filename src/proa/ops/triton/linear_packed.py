@@ -80,8 +80,8 @@ def _grid(tokens: int, of: Layout, tile: Tile) -> _Grid:
 
 
 def _lines(panel_lines: int, of: Layout, most: int) -> int:
-    """Of a stage: as many as may be, but at most an eighth beyond the panel's end, as far as that can be had. Of lines
-    of several words half as many: each of the words is still 16 bytes a thread.
+    """Of a stage: as many as may be, at most an eighth beyond the panel's end, as far as that can be had. Of several
+    words half as many, so that a word of them is still 16 bytes a thread.
     """
     lines = most // (2 if LINE_WORDS[of.format] > 1 else 1)
     while lines > 16 and triton.cdiv(panel_lines, lines) * lines * 8 > panel_lines * 9:
