@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines import request
+from engines import request as asks
 from gpu_llm import make_model
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
@@ -19,17 +19,23 @@ from proa.engine.ipc import Loading, Ready
 from proa.engine.load import load_engine
 from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
+from tiny_gguf import make_tiny_gguf
 
 pytestmark = pytest.mark.gpu
 ROUND_REQUESTS = 40
 
 
-@pytest.fixture
-def loaded(tmp_path: Path) -> Iterator[tuple[Plan, Engine, Ready, list[Loading]]]:
+@pytest.fixture(params=["bfloat16", "Q8_0"])
+def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Plan, Engine, Ready, list[Loading]]]:
+    """Of weights that are stored so: linear layers keep blocks."""
     gc.collect()  # what earlier tests left
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
-    folder = make_model(tmp_path / "tiny", max_position_embeddings=4096)
+    if request.param == "bfloat16":
+        folder = make_model(tmp_path / "tiny", max_position_embeddings=4096)
+    else:
+        sizes = {"vocab_size": 512, "moe_intermediate_size": 32, "max_position_embeddings": 4096}
+        folder = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", request.param, **sizes)
     asked = {
         "dtype": "bfloat16", "gpu": "0", "gpu_experts": "4", "context": 4096, "max_running": 12,
         "max_batch_tokens": 1024,
@@ -47,7 +53,7 @@ def play(engine: Engine, seed: int) -> int:
     """A round of short, long, cancelled and drawn requests in bursts; how many steps it took."""
     rng, steps, alive = random.Random(seed), 0, []
     waiting = [
-        request(
+        asks(
             f"{seed}-{i}", [rng.randrange(3, 500) for _ in range(rng.choice((1, 7, 90, 1500)))], rng.randrange(1, 30),
             temperature=rng.choice((0.0, 1.0)), prompt_logprobs=rng.choice((None, None, 2)),
         )
@@ -74,7 +80,7 @@ def test_nothing_grows_and_the_plan_holds(loaded: tuple[Plan, Engine, Ready, lis
     assert play(engine, 0) > 20  # graphs of all sizes are made
     for bucket in engine.runner.executor._buckets:  # type: ignore[attr-defined]
         for i in range(bucket):
-            engine.submit(request(f"b{bucket}-{i}", [5, 6, 7 + i], 4))
+            engine.submit(asks(f"b{bucket}-{i}", [5, 6, 7 + i], 4))
         while engine.has_work:
             engine.step()
     torch.cuda.synchronize()
@@ -98,7 +104,7 @@ def test_it_is_ready_when_it_says_so(loaded: tuple[Plan, Engine, Ready, list[Loa
     executor = engine.runner.executor
     captured = dict(executor._steps)  # type: ignore[attr-defined]
     assert set(captured) == {1, 2, 4}
-    engine.submit(request("first", [5, 6, 7], 8))
+    engine.submit(asks("first", [5, 6, 7], 8))
     while engine.has_work:
         engine.step()
     assert dict(executor._steps) == captured  # type: ignore[attr-defined]

@@ -77,7 +77,7 @@ def test_products(form: Form, tokens: int, rng: torch.Generator, device: torch.d
 
 
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("form", FORMS, ids=names)
 def test_programs_share_columns(form: Form, tokens: int, rng: torch.Generator, device: torch.device) -> None:
     weights = random_weights(form.format, form.group, 17, 544, seed=tokens)
@@ -85,18 +85,19 @@ def test_programs_share_columns(form: Form, tokens: int, rng: torch.Generator, d
     check(weights, rand(rng, tokens, 544), None, BF16, device)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 128])
 @pytest.mark.parametrize("form", FORMS, ids=names)
 @pytest.mark.parametrize("size", [(5120, 2048), (2048, 4096), (512, 2880), (151936, 2048), (16, 1 << 17)], ids=str)
-def test_parts_cover_all_columns(form: Form, size: tuple[int, int], tokens: int) -> None:
+def test_parts_cover_all_columns(form: Form, size: tuple[int, int]) -> None:
     """Each of them some, and no more programs than have a place to arrive at."""
     of = layout(form.format, *size, form.group)
-    grid, panel_lines = _grid(tokens, of, _tile(tokens, of)), of.padded_columns // VALUES[of.format]
-    assert (grid.splits - 1) * grid.lines < panel_lines <= grid.splits * grid.lines
-    assert grid.lines % grid.stage == 0
-    if grid.splits > 1:
-        assert grid.blocks * grid.parts * grid.splits <= MOST_PROGRAMS
-        assert grid.lines >= 4 * grid.stage
+    panel_lines = of.padded_columns // VALUES[of.format]
+    for tokens in (1, 2, 16, 17, 64, 128):
+        grid = _grid(tokens, of, _tile(tokens, of))
+        assert (grid.splits - 1) * grid.lines < panel_lines <= grid.splits * grid.lines
+        assert grid.lines % grid.stage == 0
+        if grid.splits > 1:
+            assert grid.blocks * grid.parts * grid.splits <= MOST_PROGRAMS
+            assert grid.lines >= 4 * grid.stage
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 70, 130])
@@ -111,7 +112,7 @@ def test_every_block_of_rows(tokens: int, rng: torch.Generator, device: torch.de
 
 
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("size", [(40, 256), (17, 544)], ids=str)
 @pytest.mark.parametrize(("bias", "dtype"), [(BF16, torch.float32), (torch.float32, BF16)])
 def test_bias(

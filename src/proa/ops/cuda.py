@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from proa.ops.choose import in_steps
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
@@ -33,6 +32,7 @@ from proa.ops.table import (
 from proa.ops.triton import attention, best, choose, delta, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
+from proa.ops.triton.gated import silu_mul
 
 
 class CudaOps:
@@ -158,8 +158,10 @@ class CudaMlp:
         self._down = CudaLinear({"down": hidden}, width, bias, device, staging)
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, -1)
-        return self._down(functional.silu(gate).mul_(up))
+        gate_up = self._gate_up(x)
+        h = torch.empty(len(x), gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
+        silu_mul(gate_up, h)
+        return self._down(h)
 
     def parameters(self) -> Parameters:
         yield from self._gate_up.parameters()

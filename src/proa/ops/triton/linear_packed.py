@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.native.formats import Form, Format, Layout, layout
+from proa.native.formats import PANEL_ROWS, Form, Format, Layout, layout
 from proa.ops.triton.formats import LINE_WORDS, VALUES
 from proa.ops.triton.panels import ROWS, columns_of, constants, panel_products, panel_sums
 from proa.ops.triton.variant import Variant
@@ -72,7 +72,7 @@ class _Grid:
 def _grid(tokens: int, of: Layout, tile: Tile) -> _Grid:
     panel_lines = of.padded_columns // VALUES[of.format]
     stage = _lines(panel_lines, of, tile.lines) if tile.tokens == 1 else columns_of(of, tile.lines)
-    blocks, parts = triton.cdiv(tokens, tile.tokens), triton.cdiv(of.panels, tile.panels)
+    blocks, parts = max(1, triton.cdiv(tokens, tile.tokens)), triton.cdiv(of.panels, tile.panels)
     steps = triton.cdiv(panel_lines, stage)
     wanted = max(1, min(tile.programs // (blocks * parts), steps // _LEAST_STEPS))
     of_each = triton.cdiv(steps, wanted)
@@ -90,17 +90,20 @@ def _lines(panel_lines: int, of: Layout, most: int) -> int:
 
 
 @triton.jit
-def _added(sums, partial, arrived, split, at, size, inside, SPLITS: tl.constexpr):
-    """Whether all parts have come, and their sum: of the last program to come alone. at: the sums' places of `size`."""
-    tl.store(partial + split.to(tl.int64) * size + at, sums, inside)
+def _added(sums, partial, arrived, split, place, at, SPLITS: tl.constexpr):
+    """Whether all parts have come, and their sum: of the last program to come alone. `place`: of those that belong
+    together, among all; at: where each sum is among theirs, which are constants, so that no register holds them.
+    """
+    partial += place.to(tl.int64) * SPLITS * sums.numel
+    tl.store(partial + split * sums.numel + at, sums)
     tl.debug_barrier()  # the arrival below tells of all threads' stores
-    last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    last = tl.atomic_add(arrived + place, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
     total = sums
     if last:
-        tl.store(arrived, 0)
-        total = tl.load(partial + at, inside, 0.0, cache_modifier=".cg")
-        for i in tl.static_range(1, SPLITS):
-            total += tl.load(partial + tl.full([], i, tl.int64) * size + at, inside, 0.0, cache_modifier=".cg")
+        tl.store(arrived + place, 0)
+        total = tl.zeros(sums.shape, tl.float32)
+        for i in range(SPLITS):
+            total += tl.load(partial + i * sums.numel + at, cache_modifier=".cg")
     return last, total
 
 
@@ -123,7 +126,7 @@ def _one(
     row = part * PANELS * ROWS + tl.arange(0, PANELS * ROWS)
     inside = row < outputs
     if SPLITS > 1:
-        last, y = _added(y, partial, arrived + part, split, row, outputs, inside, SPLITS)
+        last, y = _added(y, partial, arrived, split, part, tl.arange(0, PANELS * ROWS), SPLITS)
         inside = inside & last
     if bias is not None:
         y += tl.load(bias + row, inside, 0.0).to(tl.float32)
@@ -151,9 +154,8 @@ def _many(
     row = part * PANELS * ROWS + tl.arange(0, PANELS * ROWS)
     inside = exists[:, None] & (row < outputs)[None, :]
     if SPLITS > 1:
-        place = arrived + block * tl.num_programs(1) + part
-        at, size = token[:, None] * outputs + row[None, :], tokens * outputs
-        last, y = _added(y, partial, place, split, at, size, inside, SPLITS)
+        at = tl.arange(0, BLOCK)[:, None] * (PANELS * ROWS) + tl.arange(0, PANELS * ROWS)[None, :]
+        last, y = _added(y, partial, arrived, split, block * tl.num_programs(1) + part, at, SPLITS)
         inside = inside & last
     if bias is not None:
         y += tl.load(bias + row, row < outputs, 0.0).to(tl.float32)[None, :]
@@ -162,8 +164,10 @@ def _many(
 
 def partial_floats(tokens: int, of: Layout) -> int:
     """How many float32 `linear_packed` needs between programs, for so many rows."""
-    splits = _grid(tokens, of, _tile(tokens, of)).splits if tokens else 1
-    return splits * tokens * of.rows if splits > 1 else 0
+    tile = _tile(tokens, of)
+    grid = _grid(tokens, of, tile)
+    programs = grid.blocks * grid.parts * grid.splits if grid.splits > 1 else 0
+    return programs * tile.tokens * tile.panels * PANEL_ROWS
 
 
 def linear_packed(
