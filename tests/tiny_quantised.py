@@ -289,6 +289,15 @@ SCHEMES = {
 }  # fmt: skip
 
 
+# What no packed format keeps: it becomes bfloat16.
+DECODED = {
+    "fp8 odd blocks": Scheme(_fp8_config(weight_block_size=[24, 40]), fp8_block(_F32, 24, 40), "FP8 block 24 x 40"),
+    "int4 small groups": Scheme(_pack(4, 8), packed_integers(4, 8, _BF16), "INT4 8 BF16"),
+    "int8 zeros": Scheme(_pack(8, 32, symmetric=False), packed_integers(8, 32, _BF16, zeros=True), "UINT8 32"),
+    "gptq 8 zeros": Scheme(_gptq_config(8, sym=False), gptq(8, 32, symmetric=False), "UINT8 32"),
+}
+
+
 def make_quantised(
     scheme: Scheme, model: str, folder: Path, *, only: str = r".*", **overrides: Any
 ) -> tuple[Path, dict[str, np.ndarray]]:

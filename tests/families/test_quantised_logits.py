@@ -21,8 +21,9 @@ from proa.native.pool import Pool
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve, stored_types
 from tiny import TINY
-from tiny_quantised import SCHEMES, make_quantised
+from tiny_quantised import DECODED, SCHEMES, make_quantised
 
+ALL = SCHEMES | DECODED
 SIZES = {"moe_intermediate_size": 96}
 
 
@@ -32,25 +33,25 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 def test_values_are_the_formats(name: str, tmp_path: Path) -> None:
-    folder, values = make_quantised(SCHEMES[name], "qwen3-moe", tmp_path / "m", **SIZES)
+    folder, values = make_quantised(ALL[name], "qwen3-moe", tmp_path / "m", **SIZES)
     checkpoint = open_checkpoint(folder)
     declared = checkpoint.declare()
     sources = resolve(declared, checkpoint.tensors).params
     model = load_decoder(folder).decoder
     assert model is not None
     stored = stored_types(resolve(declared, checkpoint.tensors), checkpoint.tensors)
-    assert SCHEMES[name].kept in set(stored.values()), stored
+    assert ALL[name].kept in set(stored.values())
     for ours, tensor in dict(model.parameters()).items():
         want = values[sources[ours].tensor].reshape(tuple(tensor.shape))
         # Two products of float32 at most, and a sum that is exact.
         np.testing.assert_allclose(tensor.numpy(), want, rtol=2.0**-23, atol=0)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 def test_native_is_no_further_from_float32_than_torch(name: str, pool: Pool, tmp_path: Path) -> None:
-    folder, _ = make_quantised(SCHEMES[name], "qwen3-moe", tmp_path / "m", **SIZES)
+    folder, _ = make_quantised(ALL[name], "qwen3-moe", tmp_path / "m", **SIZES)
     override = all_experts(folder)
     texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
     exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)

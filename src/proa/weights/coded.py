@@ -86,7 +86,7 @@ class CodedFiles:
 
     def _read_scales(self, info: TensorInfo, of: Quantised, matrix: int) -> Scales:
         height = info.shape[-2]
-        values = _as_kept(self._part(info, of.scales, matrix), QUANTISED[info.dtype].format)
+        values = _as_kept(self._part(info, of.scales, matrix), info.dtype)
         if info.dtype == "NVFP4" and bool((values >= 0x7F).any()):
             raise WeightsError(f"{of.scales.file}: a scale of {info.dtype} is negative or not a number.", FETCH_AGAIN)
         if of.order is not Order.ROWS:
@@ -99,7 +99,8 @@ class CodedFiles:
         if of.zeros is not None:
             values = values.view(scale_rows, -1)
             zeros = self._zeros(info, of, of.zeros, matrix, values.shape[1])
-            mins = None if of.symmetric else -(zeros * values)  # of 4 and 16 bits: exact
+            middle = 128 if of.code is Code.UINT8 else 0  # of the code that means 0
+            mins = None if of.symmetric else (middle - zeros) * values  # of 4 or 9, and of 16 bits: exact
         stride, min_data = values.nbytes // scale_rows if of.scale_rows else 0, 0 if mins is None else mins.data_ptr()
         found = Scales(
             _kind(values, of), values.data_ptr(), stride, rows, 0, of.group, (values, mins), min_data
@@ -163,9 +164,10 @@ def _quantised(info: TensorInfo) -> Quantised:
     return info.quantised
 
 
-def _as_kept(scales: Tensor, form: Format) -> Tensor:
-    """In the type that the format keeps, which holds them exactly."""
-    match form:
+def _as_kept(scales: Tensor, stored: str) -> Tensor:
+    """In the type that the format keeps, which holds them exactly; of what none keeps, float32."""
+    kept = QUANTISED.get(stored)
+    match kept.format if kept else None:
         case Format.MXFP8 | Format.MXFP4 | Format.NVFP4 | Format.INT4_F16 | Format.INT4_BF16:
             return scales
     return scales.float()

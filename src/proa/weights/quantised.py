@@ -13,7 +13,7 @@ from math import prod
 
 from proa.errors import WeightsError
 from proa.models.quantisation import Quantisation
-from proa.native.formats import QUANTISED, Code, Order
+from proa.native.formats import PANEL_ROWS, Code, Order
 from proa.weights.index import Quantised, Shape, TensorInfo
 
 _FLOATS = ("F32", "BF16", "F16")
@@ -58,7 +58,9 @@ class Module:
 
 @dataclass(frozen=True)
 class Matrix:
-    """What stands for a quantised module: its type's name, shape and parts."""
+    """What stands for a quantised module: its shape, parts, and type: one of native/formats.py's QUANTISED, or one that
+    no packed format keeps.
+    """
 
     type_name: str
     shape: Shape
@@ -76,7 +78,7 @@ def collapse(index: Mapping[str, TensorInfo], of: Quantisation) -> dict[str, Ten
     for name, parts in modules.items():
         module = Module(name, parts)
         if read := _reader(module):
-            found[f"{name}.weight"] = _tensor(module, read(module, of))
+            found[f"{name}.weight"] = _tensor(read(module, of))
             used |= {f"{name}.{part}" for part in module.taken}
     if index and not found:
         raise WeightsError(
@@ -94,11 +96,9 @@ def _reader(module: Module) -> Callable[[Module, Quantisation], Matrix] | None:
     return None
 
 
-def _tensor(module: Module, matrix: Matrix) -> TensorInfo:
-    parts, name = matrix.parts, matrix.type_name
-    if name not in QUANTISED:
-        raise WeightsError(f"{parts.codes.file}: {module.name} is made of {name}, which is not implemented.", _DAMAGED)
-    return TensorInfo(name, matrix.shape, parts.codes.file, parts.codes.offset, parts.nbytes, parts)
+def _tensor(matrix: Matrix) -> TensorInfo:
+    parts = matrix.parts
+    return TensorInfo(matrix.type_name, matrix.shape, parts.codes.file, parts.codes.offset, parts.nbytes, parts)
 
 
 def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
@@ -115,10 +115,9 @@ def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
     if len(one) == 4 and one[1] == one[3] == 1:  # as modelopt writes blocks
         one = (one[0], one[2])
     if of.block is not None and one == (-(-rows // of.block[0]), -(-columns // of.block[1])):
-        if of.block[0] % 16:
-            raise WeightsError(f"{module.name}: blocks of {of.block[0]} rows, not of a multiple of 16.", _DAMAGED)
         parts = replace(parts, scale_rows=of.block[0], group=of.block[1])
-        return Matrix(f"FP8 block {of.block[1]}", weight.shape, parts)
+        rows_of = "" if of.block[0] % PANEL_ROWS == 0 else f"{of.block[0]} x "  # a panel has one scale of each group
+        return Matrix(f"FP8 block {rows_of}{of.block[1]}", weight.shape, parts)
     if prod(one) == 1:
         return Matrix("FP8 tensor", weight.shape, parts)
     if one in ((rows,), (rows, 1)):
@@ -141,10 +140,10 @@ def _packed_integers(module: Module, of: Quantisation) -> Matrix:
     shape = (*packed.shape[:-1], packed.shape[-1] * 32 // bits)
     group = _groups(module, scales, shape)
     code = Code.UINT8 if bits == 8 else Code.UINT4 if zeros else Code.INT4
-    if zeros and (bits == 8 or zeros.shape != (*shape[:-2], -(-shape[-2] // 8), scales.shape[-1])):
+    if zeros and zeros.shape != (*shape[:-2], -(-shape[-2] * bits // 32), scales.shape[-1]):
         raise module.misfit(zeros, shape)
     parts = Quantised(packed, code, scales, 1, group, zeros=zeros)
-    return Matrix(_integer_name(code, group, scales.dtype), shape, parts)
+    return Matrix(_integer_name(code, group, scales.dtype, zeros is not None), shape, parts)
 
 
 def _packed_floats(module: Module, of: Quantisation) -> Matrix:
@@ -181,8 +180,6 @@ def _turned_integers(module: Module, of: Quantisation) -> Matrix:
         raise module.misfit(zeros, words.shape)
     if g_idx is not None and (g_idx.shape != (columns,) or g_idx.dtype != "I32"):
         raise module.misfit(g_idx, words.shape)
-    if bits == 8 and (awq or not of.symmetric):
-        raise WeightsError(f"{module.name}: integers of 8 bits with zero points are not implemented.", _DAMAGED)
     code = Code.UINT8 if bits == 8 else Code.INT4 if of.symmetric else Code.UINT4
     group = 0 if groups == 1 else columns // groups
     if group and not of.ordered:
@@ -191,7 +188,7 @@ def _turned_integers(module: Module, of: Quantisation) -> Matrix:
         words, code, scales, 1, group, Order.AWQ if awq else Order.WORDS, zeros, zero_offset=of.zero_offset,
         symmetric=of.symmetric, g_idx=g_idx,
     )  # fmt: skip
-    return Matrix(_integer_name(code, group, scales.dtype), (rows, columns), parts)
+    return Matrix(_integer_name(code, group, scales.dtype, not of.symmetric), (rows, columns), parts)
 
 
 def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) -> int:
@@ -214,10 +211,10 @@ def _expect_bits(module: Module, of: Quantisation, *known: int) -> int:
     return bits
 
 
-def _integer_name(code: Code, group: int, scale_dtype: str) -> str:
+def _integer_name(code: Code, group: int, scale_dtype: str, zeros: bool) -> str:
     if code is Code.INT4:
         return f"{_name('INT4', group)} {scale_dtype}"
-    return _name("UINT4" if code is Code.UINT4 else "INT8", group)
+    return _name("UINT4" if code is Code.UINT4 else "UINT8" if zeros else "INT8", group)
 
 
 def _name(code: str, group: int) -> str:
