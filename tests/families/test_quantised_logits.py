@@ -4,12 +4,14 @@ kept, and logits come as near to float32 as plain torch in bfloat16, on the CPU 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engines import load_decoder, load_native
 from families.test_native_logits import all_experts, prompts
@@ -70,6 +72,42 @@ def test_every_family(name: str, model: str, pool: Pool, tmp_path: Path) -> None
     checkpoint = open_checkpoint(folder)
     stored = stored_types(resolve(checkpoint.declare(), checkpoint.tensors), checkpoint.tensors)
     assert set(stored.values()) == {"BF16", SCHEMES[name].kept}
+    override = all_experts(folder)
+    texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
+    exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)
+    plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, prompt_tokens)
+    _assert_near(forced(load_native(folder, pool, **override), texts, prompt_tokens), plain, exact)
+
+
+def stacked(folder: Path, values: dict[str, np.ndarray]) -> None:
+    """Experts of a layer in one tensor, gate and up after each other; blocks are counted from the first row of gate."""
+    scheme = SCHEMES["fp8 small blocks"]
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        name = f"model.layers.{layer}.mlp.experts"
+        for fused, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            both = [np.concatenate([values.pop(f"{name}.{e}.{part}.weight") for part in parts]) for e in range(8)]
+            written = [scheme.write(torch.from_numpy(matrix).float()) for matrix in both]
+            tensors |= {
+                f"{name}.{fused}": torch.stack([of["weight"] for of, _ in written]),
+                f"{name}.{fused}_scale_inv": torch.stack([of["weight_scale_inv"] for of, _ in written]),
+            }
+            values[f"{name}.{fused}"] = np.stack([exact for _, exact in written])
+    others = {name: tensor for name, tensor in tensors.items() if not re.search(r"experts\.\d", name)}
+    save_file(others, folder / "model.safetensors")
+
+
+def test_stacked_experts(pool: Pool, tmp_path: Path) -> None:
+    folder, values = make_quantised(SCHEMES["fp8 small blocks"], "qwen3-moe", tmp_path / "m", moe_intermediate_size=48)
+    stacked(folder, values)
+    checkpoint = open_checkpoint(folder)
+    sources = resolve(checkpoint.declare(), checkpoint.tensors).params
+    model = load_decoder(folder).decoder
+    assert model is not None
+    for ours, tensor in dict(model.parameters()).items():
+        at = sources[ours]
+        want = values[at.tensor].reshape(-1, values[at.tensor].shape[-1])[at.first_row : at.first_row + at.rows]
+        np.testing.assert_allclose(tensor.numpy(), want.reshape(tensor.shape), rtol=2.0**-23, atol=0)
     override = all_experts(folder)
     texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
     exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)

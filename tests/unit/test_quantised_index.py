@@ -107,6 +107,18 @@ def test_a_matrix(config: dict[str, Any], tensors: dict[str, Any], name: str, sh
     assert matrix.nbytes == sum(t.nbytes for name, t in index.items() if not name.endswith("weight_shape"))
 
 
+def test_experts_stacked_in_one_tensor() -> None:
+    of = quantisation({"quantization_config": FP8})
+    assert of is not None
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    index = {name: tensor("F8_E4M3", 4, 320, 200), f"{name}_scale_inv": tensor("F32", 4, 3, 2)}
+    got = collapse(index, of)
+    assert {key: (of.dtype, of.shape) for key, of in got.items()} == {name: ("FP8 block 128", (4, 320, 200))}
+    index[f"{name}_scale_inv"] = tensor("F32", 4, 2, 2)
+    with pytest.raises(WeightsError, match=r"experts\.gate_up_proj_scale_inv is F32"):
+        collapse(index, of)
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "problem"),
     [

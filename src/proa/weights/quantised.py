@@ -7,7 +7,7 @@ in the index, where whoever resolves names refuses it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -24,12 +24,16 @@ OTHER_ORDER = "Use a checkpoint made with desc_act=false, or another quantisatio
 
 
 class Module:
-    """The tensors of a module, by the last part of their names, and those that have been taken."""
+    """The tensors of a module, by the last part of their names, and those that have been taken.
 
-    def __init__(self, name: str, parts: Mapping[str, TensorInfo]) -> None:
-        self.name = name
+    matrix: what the index calls its matrix. tensors: (name, tensor) by that last part.
+    """
+
+    def __init__(self, name: str, matrix: str, tensors: Mapping[str, tuple[str, TensorInfo]]) -> None:
+        self.name, self.matrix = name, matrix
         self.taken: set[str] = set()
-        self._parts = parts
+        self._names = {part: name for part, (name, _) in tensors.items()}
+        self._parts = {part: tensor for part, (_, tensor) in tensors.items()}
 
     def dtype(self, part: str) -> str:
         """ "" if there is no such tensor."""
@@ -41,7 +45,7 @@ class Module:
         if name is None:
             has = ", ".join(f"{part} {of.dtype} {list(of.shape)}" for part, of in self._parts.items())
             raise WeightsError(f"{self.name} has {has}, but no {' or '.join(names)}.", _DAMAGED)
-        self.taken.add(name)
+        self.taken.add(self._names[name])
         return self._parts[name]
 
     def maybe(self, name: str) -> TensorInfo | None:
@@ -49,9 +53,9 @@ class Module:
 
     def misfit(self, part: TensorInfo, codes: Shape) -> WeightsError:
         """For the caller to raise."""
-        name = next(name for name, of in self._parts.items() if of is part)
+        name = next(self._names[name] for name, of in self._parts.items() if of is part)
         return WeightsError(
-            f"{part.file}: {self.name}.{name} is {part.dtype} {list(part.shape)}, which does not fit codes "
+            f"{part.file}: {name} is {part.dtype} {list(part.shape)}, which does not fit codes "
             f"{list(codes)}.", _DAMAGED,
         )  # fmt: skip
 
@@ -69,23 +73,34 @@ class Matrix:
 
 def collapse(index: Mapping[str, TensorInfo], of: Quantisation) -> dict[str, TensorInfo]:
     """The index with one tensor for each quantised matrix. Raises WeightsError where parts do not fit each other."""
-    modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
-    for path, tensor in index.items():
-        name, _, part = path.rpartition(".")
-        modules[name][part] = tensor
     found: dict[str, TensorInfo] = {}
     used: set[str] = set()
-    for name, parts in modules.items():
-        module = Module(name, parts)
+    for module in (*_modules(index), *_stacks(index)):
         if read := _reader(module):
-            found[f"{name}.weight"] = _tensor(read(module, of))
-            used |= {f"{name}.{part}" for part in module.taken}
+            found[module.matrix] = _tensor(read(module, of))
+            used |= module.taken
     if index and not found:
         raise WeightsError(
             f"The config says that weights are quantised ({of.method}), but no tensor is.",
             "If they are not, add --override-config quantization_config=null.",
         )
     return {name: tensor for name, tensor in index.items() if name not in used} | found
+
+
+def _modules(index: Mapping[str, TensorInfo]) -> Iterator[Module]:
+    found: dict[str, dict[str, tuple[str, TensorInfo]]] = defaultdict(dict)
+    for path, tensor in index.items():
+        name, _, part = path.rpartition(".")
+        found[name][part] = path, tensor
+    return (Module(name, f"{name}.weight", tensors) for name, tensors in found.items())
+
+
+def _stacks(index: Mapping[str, TensorInfo]) -> Iterator[Module]:
+    """Tensors with a name of their own, such as `experts.gate_up_proj`, beside which lies `.._scale_inv`."""
+    for path, tensor in index.items():
+        scales = f"{path}_scale_inv"
+        if not path.endswith(".weight") and scales in index:
+            yield Module(path, path, {"weight": (path, tensor), "weight_scale_inv": (scales, index[scales])})
 
 
 def _reader(module: Module) -> Callable[[Module, Quantisation], Matrix] | None:
