@@ -229,6 +229,7 @@ def test_not_a_number_stays_one(pool: Pool) -> None:
         ({"first": 8}, Format.FP8_PANEL, 128, "does not keep"),
         ({"kind": Stored.F16}, Format.FP8_PANEL, 128, "does not keep"),
         ({"factor": 2.0}, Format.FP8_PANEL, 128, "does not keep"),
+        ({"group_of": 1}, Format.FP8_PANEL, 128, "does not keep"),
         ({"order": Order.TURNED}, Format.FP8_PANEL, 128, "Codes are not turned"),
         ({"stride": 100}, Format.FP8_PANEL, 128, "overlap"),
     ],

@@ -87,6 +87,7 @@ def collapsed(config: dict[str, Any], **tensors: TensorInfo) -> dict[str, Tensor
         (GPTQ | {"bits": 8}, gptq(bits=8), "INT8 32", (16, 64)),
         (AWQ, AWQ_PARTS, "UINT4 32", (16, 64)),
         # What no packed format keeps.
+        (GPTQ | {"desc_act": True}, gptq(g_idx=("I32", 64)), "INT4 32 F16 in another order", (16, 64)),
         (blocks(8, 128), {W: ("F8_E4M3", 16, 128), INV: ("F32", 2, 1)}, "FP8 block 8 x 128", (16, 128)),
         (blocks(128, 24), {W: ("F8_E4M3", 16, 48), INV: ("F32", 1, 2)}, "FP8 block 24", (16, 48)),
         (INT4, {**PACKED, SCALE: ("BF16", 16, 8)}, "INT4 8 BF16", (16, 64)),
@@ -133,7 +134,8 @@ def test_experts_stacked_in_one_tensor() -> None:
         (GPTQ, gptq(scales=("I32", 2, 16)), "does not fit"),
         (GPTQ, gptq(qzeros=("I32", 2, 3)), "does not fit"),
         (GPTQ, gptq(g_idx=("I32", 63)), "does not fit"),
-        (GPTQ | {"desc_act": True}, gptq(), "not in the order of their groups"),
+        (GPTQ | {"desc_act": True}, gptq(), "no g_idx"),
+        (INT4, {**PACKED, SCALE: ("F16", 16, 2), "weight_g_idx": ("I32", 63)}, "does not fit"),
         (GPTQ | {"dynamic": {"-:a": {}}}, gptq(), "the config says no integers"),
         (AWQ, AWQ_PARTS | {"qweight": ("I32", 64, 3)}, "does not fit"),
         (INT4, {"weight_packed": ("I32", 16, 8), SCALE: ("BF16", 16, 4)}, "no weight_shape"),
@@ -170,7 +172,7 @@ def test_config_is_read_strictly(change: dict[str, Any], problem: str) -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (compressed(integers(4, actorder="group")), "actorder = 'group'"),
+        (compressed(integers(4, actorder="other")), "actorder = 'other'"),
         (compressed(integers(4, dynamic=True)), "dynamic = True"),
         (compressed(integers(4, strategy="other")), "strategy = 'other'"),
         (compressed(integers(4, surprise=1)), "config_groups: group_0: weights.*--ignore-config-key surprise"),

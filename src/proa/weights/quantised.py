@@ -20,8 +20,6 @@ _FLOATS = ("F32", "BF16", "F16")
 _POWERS = ("U8", "F8_E8M0")
 _DAMAGED = "The checkpoint is damaged, or of a kind that Proa does not know; use another quantisation of the model."
 
-OTHER_ORDER = "Use a checkpoint made with desc_act=false, or another quantisation of the model."
-
 
 class Module:
     """The tensors of a module, by the last part of their names, and those that have been taken.
@@ -157,8 +155,12 @@ def _packed_integers(module: Module, of: Quantisation) -> Matrix:
     code = Code.UINT8 if bits == 8 else Code.UINT4 if zeros else Code.INT4
     if zeros and zeros.shape != (*shape[:-2], -(-shape[-2] * bits // 32), scales.shape[-1]):
         raise module.misfit(zeros, shape)
-    parts = Quantised(packed, code, scales, 1, group, zeros=zeros)
-    return Matrix(_integer_name(code, group, scales.dtype, zeros is not None), shape, parts)
+    g_idx = module.maybe("weight_g_idx")
+    if g_idx is not None and (g_idx.shape != shape[-1:] or g_idx.dtype != "I32" or len(shape) > 2):
+        raise module.misfit(g_idx, shape)
+    ordered = of.ordered or g_idx is None or not group
+    parts = Quantised(packed, code, scales, 1, group, zeros=zeros, g_idx=g_idx, ordered=ordered)
+    return Matrix(_integer_name(code, group, scales.dtype, zeros is not None, ordered), shape, parts)
 
 
 def _packed_floats(module: Module, of: Quantisation) -> Matrix:
@@ -182,7 +184,8 @@ def _packed_floats(module: Module, of: Quantisation) -> Matrix:
 def _turned_integers(module: Module, of: Quantisation) -> Matrix:
     """GPTQ: words along the columns, [columns, rows]; AWQ: words along the rows. Scales and zeros [groups, rows]."""
     words, scales, zeros = module.take("qweight"), module.take("scales"), module.take("qzeros")
-    g_idx = module.maybe("g_idx")
+    ordered = of.ordered or scales.shape[0] == 1
+    g_idx = module.maybe("g_idx") if ordered else module.take("g_idx")
     bits = _expect_bits(module, of, 4, 8)
     per_word, awq = 32 // bits, of.method == "awq"
     if len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in _FLOATS:
@@ -197,13 +200,11 @@ def _turned_integers(module: Module, of: Quantisation) -> Matrix:
         raise module.misfit(g_idx, words.shape)
     code = Code.UINT8 if bits == 8 else Code.INT4 if of.symmetric else Code.UINT4
     group = 0 if groups == 1 else columns // groups
-    if group and not of.ordered:
-        raise WeightsError(f"{module.name}: columns are not in the order of their groups (desc_act).", OTHER_ORDER)
     parts = Quantised(
         words, code, scales, 1, group, Order.AWQ if awq else Order.WORDS, zeros, zero_offset=of.zero_offset,
-        symmetric=of.symmetric, g_idx=g_idx,
+        symmetric=of.symmetric, g_idx=g_idx, ordered=ordered,
     )  # fmt: skip
-    return Matrix(_integer_name(code, group, scales.dtype, not of.symmetric), (rows, columns), parts)
+    return Matrix(_integer_name(code, group, scales.dtype, not of.symmetric, ordered), (rows, columns), parts)
 
 
 def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) -> int:
@@ -226,10 +227,11 @@ def _expect_bits(module: Module, of: Quantisation, *known: int) -> int:
     return bits
 
 
-def _integer_name(code: Code, group: int, scale_dtype: str, zeros: bool) -> str:
+def _integer_name(code: Code, group: int, scale_dtype: str, zeros: bool, ordered: bool) -> str:
+    order = "" if ordered else " in another order"
     if code is Code.INT4:
-        return f"{_name('INT4', group)} {scale_dtype}"
-    return _name("UINT4" if code is Code.UINT4 else "UINT8" if zeros else "INT8", group)
+        return f"{_name('INT4', group)} {scale_dtype}{order}"
+    return _name("UINT4" if code is Code.UINT4 else "UINT8" if zeros else "INT8", group) + order
 
 
 def _name(code: str, group: int) -> str:
