@@ -131,7 +131,7 @@ def make(case: Case) -> Coded:
         values = values * factor
     stride = stored.strides[0] if case.scale_rows else 0
     of = Scales(
-        case.kind, stored.ctypes.data, stride, case.scale_rows or 16, 0, case.group, (stored, mins),
+        case.kind, stored.ctypes.data, stride, case.scale_rows or 16, 0, case.group, (stored, mins), 0,
         mins.ctypes.data if mins is not None else 0, factor,
     )  # fmt: skip
     raw, row_bytes = stored_bytes(case, codes)

@@ -53,7 +53,7 @@ class Scales:
 
     rows: of the matrix, that share a row of scales. first: which of the matrix's rows the codes begin with. group:
     columns that share a scale, 0 for all. mins: like data, or 0. factor: of all scales. group_of: int32, the scale of
-    each column, or 0 where they are in order. alive: what the memory is of.
+    each column, or 0 where they are in order. alive: what the memory is of, nbytes of it.
     """
 
     kind: Stored | Code
@@ -63,6 +63,7 @@ class Scales:
     first: int
     group: int
     alive: object
+    nbytes: int
     mins: int = 0
     factor: float = 1.0
     group_of: int = 0

@@ -100,8 +100,10 @@ class CodedFiles:
             middle = 128 if of.code is Code.UINT8 else 0  # of the code that means 0
             mins = None if of.symmetric else (middle - zeros) * values  # of 4 or 9, and of 16 bits: exact
         stride, min_data = values.nbytes // scale_rows if of.scale_rows else 0, 0 if mins is None else mins.data_ptr()
+        alive = (values, mins, group_of)
+        nbytes = sum(tensor.nbytes for tensor in alive if tensor is not None)
         found = Scales(
-            _kind(values, of), values.data_ptr(), stride, rows, 0, of.group, (values, mins, group_of), min_data,
+            _kind(values, of), values.data_ptr(), stride, rows, 0, of.group, alive, nbytes, min_data,
             group_of=0 if group_of is None else group_of.data_ptr(),
         )  # fmt: skip
         return found if of.factor is None else replace(found, factor=self._factor(info, of, of.factor, matrix))
