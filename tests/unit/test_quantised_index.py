@@ -174,6 +174,8 @@ def test_config_is_read_strictly(change: dict[str, Any], problem: str) -> None:
     [
         (compressed(integers(4, actorder="other")), "actorder = 'other'"),
         (compressed(integers(4, dynamic=True)), "dynamic = True"),
+        (compressed(integers(4, "re:(")), "no regular expression"),
+        (GPTQ | {"dynamic": {"+:*": {"bits": 8}}}, "no regular expression"),
         (compressed(integers(4, strategy="other")), "strategy = 'other'"),
         (compressed(integers(4, surprise=1)), "config_groups: group_0: weights.*--ignore-config-key surprise"),
         (compressed(), "'config_groups' is empty"),

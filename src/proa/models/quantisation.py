@@ -170,7 +170,15 @@ def _pattern(c: Reader, target: object) -> str:
         raise c.error(f"a target is {target!r}, not a name")
     if target == "Linear":
         return _ANY
-    return target.removeprefix("re:") if target.startswith("re:") else re.escape(target) + "$"
+    return _checked(c, target[3:]) if target.startswith("re:") else re.escape(target) + "$"
+
+
+def _checked(c: Reader, pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise c.error(f"{pattern!r} is no regular expression ({error})") from error
+    return pattern
 
 
 def _modelopt(c: Reader, method: str) -> Quantisation:
@@ -215,8 +223,8 @@ def _dynamic(c: Reader, name: str, bits: int) -> tuple[str, int]:
     own = c.sub(name)
     own.ignore("the tensors say it", "group_size")
     if name.startswith("-:"):
-        return name[2:], 0
-    return name.removeprefix("+:"), own.size("bits", bits)
+        return _checked(c, name[2:]), 0
+    return _checked(c, name.removeprefix("+:")), own.size("bits", bits)
 
 
 def _awq(c: Reader, method: str) -> Quantisation:
