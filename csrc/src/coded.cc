@@ -95,7 +95,7 @@ void turn_awq(const uint8_t* stored, size_t stride, int rows, int columns, uint8
 
 bool keeps(const Layout& l, Stored type, const Scales& scales) {
     const int group = scales.group ? scales.group : l.padded;
-    const bool whole_panels = scales.rows % kPanelRows == 0 && scales.first % kPanelRows == 0;
+    const bool whole_panels = scales.stride == 0 || (scales.rows % kPanelRows == 0 && scales.first % kPanelRows == 0);
     return has_codes(l.format, type) && scale_type(l.format) == scales.type && l.group == group &&
            (scales.mins != nullptr) == kFacts[int(l.format)].has_min && !scales.group_of &&
            (scales.factor == 1.f || l.format == Format::kNvfp4) && (l.format != Format::kFp8Panel || whole_panels);

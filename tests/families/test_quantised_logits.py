@@ -23,7 +23,7 @@ from proa.native.pool import Pool
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve, stored_types
 from tiny import TINY
-from tiny_quantised import DECODED, SCHEMES, make_quantised
+from tiny_quantised import DECODED, SCHEMES, Scheme, make_quantised
 
 ALL = SCHEMES | DECODED
 SIZES = {"moe_intermediate_size": 96}
@@ -79,9 +79,12 @@ def test_every_family(name: str, model: str, pool: Pool, tmp_path: Path) -> None
     _assert_near(forced(load_native(folder, pool, **override), texts, prompt_tokens), plain, exact)
 
 
-def stacked(folder: Path, values: dict[str, np.ndarray]) -> None:
+def scale_of(written: dict[str, torch.Tensor]) -> torch.Tensor:
+    return written["weight_scale_inv"] if "weight_scale_inv" in written else written["weight_scale"].float()
+
+
+def stacked(folder: Path, values: dict[str, np.ndarray], scheme: Scheme) -> None:
     """Experts of a layer in one tensor, gate and up after each other; blocks are counted from the first row of gate."""
-    scheme = SCHEMES["fp8 small blocks"]
     tensors = load_file(folder / "model.safetensors")
     for layer in range(3):
         name = f"model.layers.{layer}.mlp.experts"
@@ -90,16 +93,19 @@ def stacked(folder: Path, values: dict[str, np.ndarray]) -> None:
             written = [scheme.write(torch.from_numpy(matrix).float()) for matrix in both]
             tensors |= {
                 f"{name}.{fused}": torch.stack([of["weight"] for of, _ in written]),
-                f"{name}.{fused}_scale_inv": torch.stack([of["weight_scale_inv"] for of, _ in written]),
+                f"{name}.{fused}_scale_inv": torch.stack([scale_of(of) for of, _ in written]),
             }
             values[f"{name}.{fused}"] = np.stack([exact for _, exact in written])
     others = {name: tensor for name, tensor in tensors.items() if not re.search(r"experts\.\d", name)}
     save_file(others, folder / "model.safetensors")
 
 
-def test_stacked_experts(pool: Pool, tmp_path: Path) -> None:
-    folder, values = make_quantised(SCHEMES["fp8 small blocks"], "qwen3-moe", tmp_path / "m", moe_intermediate_size=48)
-    stacked(folder, values)
+@pytest.mark.parametrize("scheme", ["fp8 small blocks", "fp8 modelopt"])
+@pytest.mark.parametrize("width", [48, 24])
+def test_stacked_experts(width: int, scheme: str, pool: Pool, tmp_path: Path) -> None:
+    """Of 24 rows of gate the last ones share a panel of 16 rows, and may share a block, with the first ones of up."""
+    folder, values = make_quantised(SCHEMES[scheme], "qwen3-moe", tmp_path / "m", moe_intermediate_size=width)
+    stacked(folder, values, SCHEMES[scheme])
     checkpoint = open_checkpoint(folder)
     sources = resolve(checkpoint.declare(), checkpoint.tensors).params
     model = load_decoder(folder).decoder
