@@ -17,7 +17,7 @@ CASES = [
     (Format.BF16, 0), (Format.FP16, 0), (Format.FP8_ROW, 0), (Format.FP8_PANEL, 128), (Format.MXFP8, 32),
     (Format.INT8_F32, 0), (Format.INT8_F16, 32), (Format.INT4_F32, 128), (Format.INT4_F16, 32), (Format.INT4_BF16, 64),
     (Format.UINT4_F32, 16), (Format.UINT4_F16, 32), (Format.UINT4_BF16, 128), (Format.NVFP4, 16), (Format.MXFP4, 32),
-    (Format.Q4_K, 32), (Format.Q6_K, 16),
+    (Format.Q4_K, 32), (Format.Q6_K, 16), (Format.FP8_PANEL, 0), (Format.INT8_F32, 32),
 ]  # fmt: skip
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float64)

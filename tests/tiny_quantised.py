@@ -90,7 +90,15 @@ def _words(codes: np.ndarray, bits: int) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(words).view(np.int32))
 
 
-def packed_integers(bits: int, group: int, dtype: torch.dtype, *, zeros: bool = False) -> Callable[[Tensor], Written]:
+def _group_of(columns: int, group: int, *, shuffled: bool) -> np.ndarray:
+    """Of each column, the group that its scale is of."""
+    groups = np.arange(columns) // group
+    return np.random.default_rng(columns).permutation(groups) if shuffled else groups
+
+
+def packed_integers(
+    bits: int, group: int, dtype: torch.dtype, *, zeros: bool = False, shuffled: bool = False
+) -> Callable[[Tensor], Written]:
     """compressed-tensors' pack-quantized; group 0: rows."""
 
     def write(weight: Tensor) -> Written:
@@ -100,17 +108,22 @@ def packed_integers(bits: int, group: int, dtype: torch.dtype, *, zeros: bool = 
         zero = np.full(scales.shape, middle)
         if zeros:
             zero = np.random.default_rng(n + k).integers(0, 1 << bits, scales.shape)
-        real = _spread(scales.float(), g)
-        codes = np.clip(np.round(weight.numpy() / real) + np.repeat(zero, g, 1), 0, 2 * middle - 1)
+        of = _group_of(k, g, shuffled=shuffled)
+        real, zero_of = scales.double().numpy()[:, of], zero[:, of]
+        codes = np.clip(np.round(weight.numpy() / real) + zero_of, 0, 2 * middle - 1)
         parts = {"weight_packed": _words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor([n, k])}
         if zeros:
             parts["weight_zero_point"] = _words(zero.T, bits).T
-        return parts, (codes - np.repeat(zero, g, 1)) * real
+        if shuffled:
+            parts["weight_g_idx"] = torch.from_numpy(of.astype(np.int32))
+        return parts, (codes - zero_of) * real
 
     return write
 
 
-def gptq(bits: int, group: int, *, symmetric: bool, v2: bool = False) -> Callable[[Tensor], Written]:
+def gptq(
+    bits: int, group: int, *, symmetric: bool, v2: bool = False, shuffled: bool = False
+) -> Callable[[Tensor], Written]:
     """qweight [columns bits / 32, rows], qzeros [groups, rows bits / 32], less 1 in the first version."""
 
     def write(weight: Tensor) -> Written:
@@ -120,14 +133,15 @@ def gptq(bits: int, group: int, *, symmetric: bool, v2: bool = False) -> Callabl
         zero = np.full(scales.shape, middle)
         if not symmetric:
             zero = np.random.default_rng(n + k).integers(0, 1 << bits, scales.shape)
-        real = _spread(scales.float(), g)
-        codes = np.clip(np.round(weight.numpy() / real) + np.repeat(zero, g, 1), 0, 2 * middle - 1)
+        of = _group_of(k, g, shuffled=shuffled)
+        real, zero_of = scales.double().numpy()[:, of], zero[:, of]
+        codes = np.clip(np.round(weight.numpy() / real) + zero_of, 0, 2 * middle - 1)
         stored_zero = zero if v2 else (zero - 1) % (1 << bits)
         parts = {
             "qweight": _words(codes, bits).T, "qzeros": _words(stored_zero.T, bits), "scales": scales.T,
-            "g_idx": torch.arange(k, dtype=torch.int32) // g,
+            "g_idx": torch.from_numpy(of.astype(np.int32)),
         }  # fmt: skip
-        return parts, (codes - np.repeat(zero, g, 1)) * real
+        return parts, (codes - zero_of) * real
 
     return write
 
@@ -202,7 +216,7 @@ def _fp8_config(**more: Any) -> dict[str, Any]:
 
 
 def _compressed(form: str, bits: int, strategy: str, *, float_: bool = False, **weights: Any) -> dict[str, Any]:
-    of = {"num_bits": bits, "type": "float" if float_ else "int", "strategy": strategy, "symmetric": True, **weights}
+    of = {"num_bits": bits, "type": "float" if float_ else "int", "strategy": strategy, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -212,7 +226,7 @@ def _compressed(form: str, bits: int, strategy: str, *, float_: bool = False, **
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": {**of, "dynamic": False, "actorder": None, "observer": "minmax"},
+                "weights": {**of, "dynamic": False, "actorder": None, "observer": "minmax", **weights},
                 "input_activations": None,
                 "output_activations": None,
             }
@@ -287,6 +301,23 @@ SCHEMES = {
     ),
     "mxfp8 compressed": Scheme(_compressed("mxfp8-quantized", 8, "group", float_=True), mxfp8("weight_scale"), "MXFP8"),
 }  # fmt: skip
+
+
+# What no packed format keeps: it becomes bfloat16.
+DECODED = {
+    "fp8 odd blocks": Scheme(_fp8_config(weight_block_size=[24, 40]), fp8_block(_F32, 24, 40), "FP8 block 24 x 40"),
+    "int4 small groups": Scheme(_pack(4, 8), packed_integers(4, 8, _BF16), "INT4 8 BF16"),
+    "int8 zeros": Scheme(_pack(8, 32, symmetric=False), packed_integers(8, 32, _BF16, zeros=True), "UINT8 32"),
+    "gptq in another order": Scheme(
+        _gptq_config(4, desc_act=True, sym=False),
+        gptq(4, 32, symmetric=False, shuffled=True),
+        "UINT4 32 in another order",
+    ),
+    "int4 in another order": Scheme(
+        _pack(4, 32, actorder="group"), packed_integers(4, 32, _BF16, shuffled=True), "INT4 32 BF16 in another order"
+    ),
+    "gptq 8 zeros": Scheme(_gptq_config(8, sym=False), gptq(8, 32, symmetric=False), "UINT8 32"),
+}
 
 
 def make_quantised(

@@ -23,18 +23,19 @@ proa::Fill job_of(const proa_fill_job& j) {
     const size_t needed =
         plain ? size_t(j.rows) * size_t(j.columns) * 2 : (size_t(l.panels - 1) * size_t(j.step) + 1) * l.panel_bytes;
     require(j.out_bytes >= 0 && size_t(j.out_bytes) >= needed, "The output is too small.");
-    return {j.fd,
-            j.from,
-            uint64_t(j.stride),
-            proa::Stored(j.stored),
-            proa::Order(j.order),
-            plain,
-            l,
-            j.step,
-            static_cast<uint8_t*>(j.out),
-            j.team,
-            {proa::Stored(j.scale_type), static_cast<const uint8_t*>(j.scales), size_t(j.scale_stride),
-             int(j.scale_rows), j.scale_first, int(j.scale_group), static_cast<const uint8_t*>(j.mins), j.factor}};
+    return {
+        j.fd,
+        j.from,
+        uint64_t(j.stride),
+        proa::Stored(j.stored),
+        proa::Order(j.order),
+        plain,
+        l,
+        j.step,
+        static_cast<uint8_t*>(j.out),
+        j.team,
+        {proa::Stored(j.scale_type), static_cast<const uint8_t*>(j.scales), size_t(j.scale_stride), int(j.scale_rows),
+         j.scale_first, int(j.scale_group), static_cast<const uint8_t*>(j.mins), j.factor, j.group_of}};
 }
 
 }  // namespace

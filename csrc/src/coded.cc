@@ -95,9 +95,9 @@ void turn_awq(const uint8_t* stored, size_t stride, int rows, int columns, uint8
 
 bool keeps(const Layout& l, Stored type, const Scales& scales) {
     const int group = scales.group ? scales.group : l.padded;
-    const bool whole_panels = scales.rows % kPanelRows == 0 && scales.first % kPanelRows == 0;
+    const bool whole_panels = scales.stride == 0 || (scales.rows % kPanelRows == 0 && scales.first % kPanelRows == 0);
     return has_codes(l.format, type) && scale_type(l.format) == scales.type && l.group == group &&
-           (scales.mins != nullptr) == kFacts[int(l.format)].has_min &&
+           (scales.mins != nullptr) == kFacts[int(l.format)].has_min && !scales.group_of &&
            (scales.factor == 1.f || l.format == Format::kNvfp4) && (l.format != Format::kFp8Panel || whole_panels);
 }
 
@@ -123,10 +123,28 @@ void pack_coded(const Layout& l, Stored type, const Scales& scales, int first, c
     }
 }
 
+namespace {
+
+// Of columns in any order; scales and mins: of the row.
+void scale_columns(const Scales& s, const uint8_t* scales, const uint8_t* mins, int columns, float* to) {
+    const size_t groups = s.stride / size_t(facts_of(s.type).block_bytes);
+    std::vector<float> scale(groups), minimum(groups);
+    to_float(s.type, scales, groups, scale.data());
+    if (mins) to_float(s.type, mins, groups, minimum.data());
+    for (int k = 0; k < columns; ++k) {
+        const size_t g = size_t(s.group_of[k]);
+        to[k] = to[k] * scale[g] * s.factor + minimum[g];
+    }
+}
+
+}  // namespace
+
 void coded_to_float(Stored type, const Scales& scales, int row, const uint8_t* codes, int columns, float* to) {
     to_float(type, codes, size_t(columns), to);
     const int group = scales.group ? scales.group : columns;
     const size_t skip = size_t((scales.first + row) / scales.rows) * scales.stride;
+    if (scales.group_of)
+        return scale_columns(scales, scales.data + skip, scales.mins ? scales.mins + skip : nullptr, columns, to);
     const size_t width = size_t(facts_of(scales.type).block_bytes);
     const float factor = scales.factor;
     for (int g = 0, first = 0; first < columns; ++g, first += group) {

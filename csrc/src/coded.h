@@ -21,10 +21,11 @@ struct Scales {
     const uint8_t* data;  // a row for each `rows` rows of the matrix
     size_t stride;        // bytes from row to row, 0: there is one
     int rows;
-    int64_t first;        // row of the matrix that codes begin with
-    int group;            // columns that share a scale, 0: all
-    const uint8_t* mins;  // like data; added to code * scale. Null: none
-    float factor;         // of all scales
+    int64_t first;                      // row of the matrix that codes begin with
+    int group;                          // columns that share a scale, 0: all
+    const uint8_t* mins;                // like data; added to code * scale. Null: none
+    float factor;                       // of all scales
+    const int32_t* group_of = nullptr;  // of each column; null: columns are in the order of their groups
 };
 
 constexpr bool is_coded(Stored type) { return int32_t(type) >= int32_t(Stored::kE4m3); }

@@ -4,12 +4,14 @@ kept, and logits come as near to float32 as plain torch in bfloat16, on the CPU 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engines import load_decoder, load_native
 from families.test_native_logits import all_experts, prompts
@@ -21,8 +23,9 @@ from proa.native.pool import Pool
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve, stored_types
 from tiny import TINY
-from tiny_quantised import SCHEMES, make_quantised
+from tiny_quantised import DECODED, SCHEMES, Scheme, make_quantised
 
+ALL = SCHEMES | DECODED
 SIZES = {"moe_intermediate_size": 96}
 
 
@@ -32,25 +35,25 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 def test_values_are_the_formats(name: str, tmp_path: Path) -> None:
-    folder, values = make_quantised(SCHEMES[name], "qwen3-moe", tmp_path / "m", **SIZES)
+    folder, values = make_quantised(ALL[name], "qwen3-moe", tmp_path / "m", **SIZES)
     checkpoint = open_checkpoint(folder)
     declared = checkpoint.declare()
     sources = resolve(declared, checkpoint.tensors).params
     model = load_decoder(folder).decoder
     assert model is not None
     stored = stored_types(resolve(declared, checkpoint.tensors), checkpoint.tensors)
-    assert SCHEMES[name].kept in set(stored.values()), stored
+    assert ALL[name].kept in set(stored.values())
     for ours, tensor in dict(model.parameters()).items():
         want = values[sources[ours].tensor].reshape(tuple(tensor.shape))
         # Two products of float32 at most, and a sum that is exact.
         np.testing.assert_allclose(tensor.numpy(), want, rtol=2.0**-23, atol=0)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ALL)
 def test_native_is_no_further_from_float32_than_torch(name: str, pool: Pool, tmp_path: Path) -> None:
-    folder, _ = make_quantised(SCHEMES[name], "qwen3-moe", tmp_path / "m", **SIZES)
+    folder, _ = make_quantised(ALL[name], "qwen3-moe", tmp_path / "m", **SIZES)
     override = all_experts(folder)
     texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
     exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)
@@ -69,6 +72,48 @@ def test_every_family(name: str, model: str, pool: Pool, tmp_path: Path) -> None
     checkpoint = open_checkpoint(folder)
     stored = stored_types(resolve(checkpoint.declare(), checkpoint.tensors), checkpoint.tensors)
     assert set(stored.values()) == {"BF16", SCHEMES[name].kept}
+    override = all_experts(folder)
+    texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
+    exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)
+    plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, prompt_tokens)
+    _assert_near(forced(load_native(folder, pool, **override), texts, prompt_tokens), plain, exact)
+
+
+def scale_of(written: dict[str, torch.Tensor]) -> torch.Tensor:
+    return written["weight_scale_inv"] if "weight_scale_inv" in written else written["weight_scale"].float()
+
+
+def stacked(folder: Path, values: dict[str, np.ndarray], scheme: Scheme) -> None:
+    """Experts of a layer in one tensor, gate and up after each other; blocks are counted from the first row of gate."""
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        name = f"model.layers.{layer}.mlp.experts"
+        for fused, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            both = [np.concatenate([values.pop(f"{name}.{e}.{part}.weight") for part in parts]) for e in range(8)]
+            written = [scheme.write(torch.from_numpy(matrix).float()) for matrix in both]
+            tensors |= {
+                f"{name}.{fused}": torch.stack([of["weight"] for of, _ in written]),
+                f"{name}.{fused}_scale_inv": torch.stack([scale_of(of) for of, _ in written]),
+            }
+            values[f"{name}.{fused}"] = np.stack([exact for _, exact in written])
+    others = {name: tensor for name, tensor in tensors.items() if not re.search(r"experts\.\d", name)}
+    save_file(others, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("scheme", ["fp8 small blocks", "fp8 modelopt"])
+@pytest.mark.parametrize("width", [48, 24])
+def test_stacked_experts(width: int, scheme: str, pool: Pool, tmp_path: Path) -> None:
+    """Of 24 rows of gate the last ones share a panel of 16 rows, and may share a block, with the first ones of up."""
+    folder, values = make_quantised(SCHEMES[scheme], "qwen3-moe", tmp_path / "m", moe_intermediate_size=width)
+    stacked(folder, values, SCHEMES[scheme])
+    checkpoint = open_checkpoint(folder)
+    sources = resolve(checkpoint.declare(), checkpoint.tensors).params
+    model = load_decoder(folder).decoder
+    assert model is not None
+    for ours, tensor in dict(model.parameters()).items():
+        at = sources[ours]
+        want = values[at.tensor].reshape(-1, values[at.tensor].shape[-1])[at.first_row : at.first_row + at.rows]
+        np.testing.assert_allclose(tensor.numpy(), want.reshape(tensor.shape), rtol=2.0**-23, atol=0)
     override = all_experts(folder)
     texts, prompt_tokens = prompts([9, 30, 4]), [1, 22, 2]
     exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)

@@ -131,7 +131,7 @@ def make(case: Case) -> Coded:
         values = values * factor
     stride = stored.strides[0] if case.scale_rows else 0
     of = Scales(
-        case.kind, stored.ctypes.data, stride, case.scale_rows or 16, 0, case.group, (stored, mins),
+        case.kind, stored.ctypes.data, stride, case.scale_rows or 16, 0, case.group, (stored, mins), 0,
         mins.ctypes.data if mins is not None else 0, factor,
     )  # fmt: skip
     raw, row_bytes = stored_bytes(case, codes)
@@ -229,6 +229,7 @@ def test_not_a_number_stays_one(pool: Pool) -> None:
         ({"first": 8}, Format.FP8_PANEL, 128, "does not keep"),
         ({"kind": Stored.F16}, Format.FP8_PANEL, 128, "does not keep"),
         ({"factor": 2.0}, Format.FP8_PANEL, 128, "does not keep"),
+        ({"group_of": 1}, Format.FP8_PANEL, 128, "does not keep"),
         ({"order": Order.TURNED}, Format.FP8_PANEL, 128, "Codes are not turned"),
         ({"stride": 100}, Format.FP8_PANEL, 128, "overlap"),
     ],

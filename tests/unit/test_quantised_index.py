@@ -86,6 +86,13 @@ def collapsed(config: dict[str, Any], **tensors: TensorInfo) -> dict[str, Tensor
         (GPTQ | {"desc_act": True}, gptq(groups=1), "INT4 channel F16", (16, 64)),
         (GPTQ | {"bits": 8}, gptq(bits=8), "INT8 32", (16, 64)),
         (AWQ, AWQ_PARTS, "UINT4 32", (16, 64)),
+        # What no packed format keeps.
+        (GPTQ | {"desc_act": True}, gptq(g_idx=("I32", 64)), "INT4 32 F16 in another order", (16, 64)),
+        (blocks(8, 128), {W: ("F8_E4M3", 16, 128), INV: ("F32", 2, 1)}, "FP8 block 8 x 128", (16, 128)),
+        (blocks(128, 24), {W: ("F8_E4M3", 16, 48), INV: ("F32", 1, 2)}, "FP8 block 24", (16, 48)),
+        (INT4, {**PACKED, SCALE: ("BF16", 16, 8)}, "INT4 8 BF16", (16, 64)),
+        (INT8, {**PACKED, SCALE: ("BF16", 16, 1), ZERO: ("I32", 4, 1)}, "UINT8 channel", (16, 32)),
+        (GPTQ | {"bits": 8, "sym": False}, gptq(bits=8), "UINT8 32", (16, 64)),
         (INT4, {"weight_packed": ("U8", 16, 32), SCALE: ("U8", 16, 2)}, "MXFP4", (16, 64)),
     ],
 )  # fmt: skip
@@ -101,6 +108,18 @@ def test_a_matrix(config: dict[str, Any], tensors: dict[str, Any], name: str, sh
     assert matrix.nbytes == sum(t.nbytes for name, t in index.items() if not name.endswith("weight_shape"))
 
 
+def test_experts_stacked_in_one_tensor() -> None:
+    of = quantisation({"quantization_config": FP8})
+    assert of is not None
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    index = {name: tensor("F8_E4M3", 4, 320, 200), f"{name}_scale_inv": tensor("F32", 4, 3, 2)}
+    got = collapse(index, of)
+    assert {key: (of.dtype, of.shape) for key, of in got.items()} == {name: ("FP8 block 128", (4, 320, 200))}
+    index[f"{name}_scale_inv"] = tensor("F32", 4, 2, 2)
+    with pytest.raises(WeightsError, match=r"experts\.gate_up_proj_scale_inv is F32"):
+        collapse(index, of)
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "problem"),
     [
@@ -108,8 +127,6 @@ def test_a_matrix(config: dict[str, Any], tensors: dict[str, Any], name: str, sh
         (FP8, {W: ("F8_E4M3", 300, 200), INV: ("F32", 2, 3)}, "does not fit"),
         (FP8, {W: ("F8_E4M3", 300, 200), INV: ("I32", 3, 2)}, "does not fit"),
         (FP8, {W: ("F8_E4M3", 4, 256, 200), INV: ("F32", 3, 2, 2)}, "does not fit"),
-        (blocks(8, 128), {W: ("F8_E4M3", 16, 128), INV: ("F32", 2, 1)}, "multiple of 16"),
-        (blocks(128, 24), {W: ("F8_E4M3", 16, 48), INV: ("F32", 1, 2)}, "not implemented"),
         (FP8, {W: ("BF16", 16, 128)}, "no tensor is"),
         (GPTQ, {"qweight": ("I32", 8, 16), "scales": ("F16", 2, 16)}, "no qzeros"),
         (GPTQ, gptq(scales=("F16", 2, 15)), "does not fit"),
@@ -117,16 +134,15 @@ def test_a_matrix(config: dict[str, Any], tensors: dict[str, Any], name: str, sh
         (GPTQ, gptq(scales=("I32", 2, 16)), "does not fit"),
         (GPTQ, gptq(qzeros=("I32", 2, 3)), "does not fit"),
         (GPTQ, gptq(g_idx=("I32", 63)), "does not fit"),
-        (GPTQ | {"desc_act": True}, gptq(), "not in the order of their groups"),
-        (GPTQ | {"bits": 8, "sym": False}, gptq(bits=8), "zero points are not implemented"),
+        (GPTQ | {"desc_act": True}, gptq(), "no g_idx"),
+        (INT4, {**PACKED, SCALE: ("F16", 16, 2), "weight_g_idx": ("I32", 63)}, "does not fit"),
         (GPTQ | {"dynamic": {"-:a": {}}}, gptq(), "the config says no integers"),
         (AWQ, AWQ_PARTS | {"qweight": ("I32", 64, 3)}, "does not fit"),
         (INT4, {"weight_packed": ("I32", 16, 8), SCALE: ("BF16", 16, 4)}, "no weight_shape"),
         (INT4, {**PACKED, SCALE: ("BF16", 16, 5)}, "does not fit"),
         (INT4, {**PACKED, SCALE: ("BF16", 15, 4)}, "does not fit"),
         (INT4, {**PACKED, SCALE: ("BF16", 16, 2), ZERO: ("I32", 16, 2)}, "does not fit"),
-        (INT8, {**PACKED, SCALE: ("BF16", 16, 1), ZERO: ("I32", 4, 1)}, "does not fit"),
-        (INT4, {**PACKED, SCALE: ("BF16", 16, 8)}, "INT4 8 BF16, which is not implemented"),
+        (INT8, {**PACKED, SCALE: ("BF16", 16, 1), ZERO: ("I32", 2, 1)}, "does not fit"),
         (INT4, {W: ("I8", 16, 64), SCALE: ("F32", 16, 1)}, "the config says integers of 4 bits"),
         (FP8, {**PACKED, SCALE: ("BF16", 16, 4)}, "the config says no integers"),
         (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 4)}, "no weight_global_scale or weight_scale_2"),
@@ -156,8 +172,10 @@ def test_config_is_read_strictly(change: dict[str, Any], problem: str) -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (compressed(integers(4, actorder="group")), "actorder = 'group'"),
+        (compressed(integers(4, actorder="other")), "actorder = 'other'"),
         (compressed(integers(4, dynamic=True)), "dynamic = True"),
+        (compressed(integers(4, "re:(")), "no regular expression"),
+        (GPTQ | {"dynamic": {"+:*": {"bits": 8}}}, "no regular expression"),
         (compressed(integers(4, strategy="other")), "strategy = 'other'"),
         (compressed(integers(4, surprise=1)), "config_groups: group_0: weights.*--ignore-config-key surprise"),
         (compressed(), "'config_groups' is empty"),

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from engines import load_decoder
 from proa.errors import WeightsError
-from tiny_quantised import SCHEMES, make_quantised
+from tiny_quantised import DECODED, SCHEMES, make_quantised
 
 O_PROJ = "model.layers.1.self_attn.o_proj"
 SIZES = {"moe_intermediate_size": 96}
 
 
 def changed(scheme: str, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    made, _ = make_quantised(SCHEMES[scheme], "qwen3-moe", folder, **SIZES)
+    made, _ = make_quantised((SCHEMES | DECODED)[scheme], "qwen3-moe", folder, **SIZES)
     tensors = load_file(made / "model.safetensors")
     change(tensors)
     save_file(tensors, made / "model.safetensors")
@@ -29,6 +29,10 @@ def changed(scheme: str, folder: Path, change: Callable[[dict[str, Tensor]], Non
 
 def shuffle(tensors: dict[str, Tensor]) -> None:
     tensors[f"{O_PROJ}.g_idx"] = tensors[f"{O_PROJ}.g_idx"].flip(0).contiguous()
+
+
+def beyond(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{O_PROJ}.g_idx"][7] = 99
 
 
 def another_zero(tensors: dict[str, Tensor]) -> None:
@@ -57,7 +61,8 @@ def spare_tensor(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("scheme", "change", "problem"),
     [
-        ("gptq", shuffle, "not in the order of their groups"),
+        ("gptq", shuffle, "not in the order of their groups, as the config says"),
+        ("gptq in another order", beyond, "a column has a scale that is not there"),
         ("gptq", another_zero, "symmetric .* zero points differ"),
         ("gptq", bias(0.5), "o_proj.bias is not zero"),
         ("int4", bias(0.0), "o_proj.bias: nothing in the model uses it"),

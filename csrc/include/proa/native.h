@@ -21,7 +21,7 @@ extern "C" {
 
 // ---- version and errors
 
-#define PROA_ABI_VERSION 3
+#define PROA_ABI_VERSION 4
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // the caller passed something wrong
@@ -168,6 +168,7 @@ typedef struct proa_fill_job {
     // which the job's first row is row `scale_first`; one for `scale_group` columns (0: all). mins: likewise or null.
     const void* scales;
     const void* mins;
+    const int32_t* group_of;  // the scale of each column, or null: columns are in the order of their groups
     int64_t scale_stride, scale_rows, scale_first, scale_group;  // stride in bytes, 0: there is one row
     int32_t scale_type;                                          // a stored type
     float factor;                                                // of all scales

@@ -102,21 +102,32 @@ def _compressed_tensors(c: Reader, method: str) -> Quantisation:
     if not groups.keys:
         raise c.error("'config_groups' is empty")
     found = [_weights_group(groups.sub(name)) for name in groups.keys]
-    targets = [(_pattern(c, target), bits) for targets, bits, _, _ in found for target in targets]
-    activations = {made_for for *_, made_for in found if made_for}
-    blocks = {block for _, _, block, _ in found if block}
+    targets = [(_pattern(c, target), group.bits) for group in found for target in group.targets]
+    activations = {group.activations for group in found if group.activations}
+    blocks = {group.block for group in found if group.block}
     if len(blocks) > 1:
         raise c.error(f"blocks of several sizes, {sorted(blocks)}, are not implemented")
     return Quantisation(
         method,
         block=next(iter(blocks), None),
         integers=tuple(sorted(targets, key=lambda of: of[0] == _ANY)),  # names come before the kind of layer
+        ordered=all(group.ordered for group in found),
         activations=" and ".join(sorted(activations | _kv(c))),
     )
 
 
-def _weights_group(c: Reader) -> tuple[list[str], int, tuple[int, int] | None, str]:
-    """targets, bits of integers (0: floats), block, what activations were made for."""
+@dataclass(frozen=True)
+class _Group:
+    """Modules that are quantised alike. bits: of integers, 0: floats."""
+
+    targets: list[object]
+    bits: int
+    block: tuple[int, int] | None
+    ordered: bool
+    activations: str
+
+
+def _weights_group(c: Reader) -> _Group:
     c.ignore("the tensors say it", "format")
     c.expect("output_activations")
     targets = c.get("targets", list)
@@ -124,14 +135,16 @@ def _weights_group(c: Reader) -> tuple[list[str], int, tuple[int, int] | None, s
     bits, kind = weights.size("num_bits"), weights.get("type", str)
     weights.expect("type", "int", "float")
     weights.expect("dynamic", False)
-    weights.expect("actorder", "weight", "static", False)  # with "group", columns are not in the order of their groups
+    weights.expect("actorder", "group", "weight", "static")
+    ordered = not weights.has("actorder") or weights.get("actorder", str) != "group"
     strategy = weights.get("strategy", str)
     weights.expect("strategy", "tensor", "channel", "group", "block", "tensor_group")
     weights.ignore("the tensors say it", "group_size", "symmetric", "scale_dtype", "zp_dtype")
     weights.ignore("how scales were found", "observer", "observer_kwargs")
     block = _pair(weights, "block_structure") if strategy == "block" else None
     weights.ignore("only of blocks", "block_structure")
-    return targets, bits if kind == "int" else 0, block, _activations(c.sub("input_activations"))
+    activations = _activations(c.sub("input_activations"))
+    return _Group(targets, bits if kind == "int" else 0, block, ordered, activations)
 
 
 def _activations(c: Reader) -> str:
@@ -157,7 +170,15 @@ def _pattern(c: Reader, target: object) -> str:
         raise c.error(f"a target is {target!r}, not a name")
     if target == "Linear":
         return _ANY
-    return target.removeprefix("re:") if target.startswith("re:") else re.escape(target) + "$"
+    return _checked(c, target[3:]) if target.startswith("re:") else re.escape(target) + "$"
+
+
+def _checked(c: Reader, pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise c.error(f"{pattern!r} is no regular expression ({error})") from error
+    return pattern
 
 
 def _modelopt(c: Reader, method: str) -> Quantisation:
@@ -202,8 +223,8 @@ def _dynamic(c: Reader, name: str, bits: int) -> tuple[str, int]:
     own = c.sub(name)
     own.ignore("the tensors say it", "group_size")
     if name.startswith("-:"):
-        return name[2:], 0
-    return name.removeprefix("+:"), own.size("bits", bits)
+        return _checked(c, name[2:]), 0
+    return _checked(c, name.removeprefix("+:")), own.size("bits", bits)
 
 
 def _awq(c: Reader, method: str) -> Quantisation:

@@ -22,6 +22,7 @@ class _Job(ctypes.Structure):
         ("start", c_uint64), ("stride", c_int64), ("rows", c_int64), ("columns", c_int64), ("group", c_int64),
         ("out", c_void_p), ("out_bytes", c_int64), ("fd", c_int32), ("stored", c_int32), ("order", c_int32),
         ("format", c_int32), ("step", c_int32), ("team", c_int32), ("scales", c_void_p), ("mins", c_void_p),
+        ("group_of", c_void_p),
         ("scale_stride", c_int64), ("scale_rows", c_int64), ("scale_first", c_int64), ("scale_group", c_int64),
         ("scale_type", c_int32), ("factor", c_float),
     ]  # fmt: skip
@@ -51,7 +52,8 @@ class Scales:
     """Of a matrix of codes, in memory: addresses of `kind` [scale rows, groups], rows `stride` bytes apart (0: one).
 
     rows: of the matrix, that share a row of scales. first: which of the matrix's rows the codes begin with. group:
-    columns that share a scale, 0 for all. mins: like data, or 0. factor: of all scales. alive: what the memory is of.
+    columns that share a scale, 0 for all. mins: like data, or 0. factor: of all scales. group_of: int32, the scale of
+    each column, or 0 where they are in order. alive: what the memory is of, nbytes of it.
     """
 
     kind: Stored | Code
@@ -61,8 +63,10 @@ class Scales:
     first: int
     group: int
     alive: object
+    nbytes: int
     mins: int = 0
     factor: float = 1.0
+    group_of: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,11 @@ def fill(pool: Pool, jobs: Sequence[Fill]) -> None:
 
 def _job(j: Fill) -> _Job:
     form, of = _PLAIN if j.plain else int(j.to.format), j.rows.scales
-    scales = (of.data, of.mins or None, of.stride, of.rows, of.first, of.group, of.kind, of.factor) if of else ()
+    scales = (
+        (of.data, of.mins or None, of.group_of or None, of.stride, of.rows, of.first, of.group, of.kind, of.factor)
+        if of
+        else ()
+    )
     return _Job(
         j.rows.start, j.rows.stride, j.to.rows, j.to.columns, j.to.group, j.address, j.nbytes, j.rows.fd,
         j.rows.stored, j.rows.order, form, j.step, j.team, *scales,

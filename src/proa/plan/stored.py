@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from proa.config.options import ModelOptions
 from proa.models.names import Declared
@@ -39,23 +38,25 @@ def weights_row(
         kept = "blocks of Q4_0, Q4_1, Q8_0, Q4_K and Q6_K are kept as they are, others rounded once to bfloat16"
         why = _with_gpu(kept, gpu) if stored else dequantised
     elif checkpoint.quantisation is not None:
-        names = Counter(name for name in stored.values() if name in QUANTISED)
-        got += f", {' and '.join(names)}" if names else f", {checkpoint.quantisation.method}"
-        why = _with_gpu(_quantised(spec, stored), gpu) if stored else dequantised
+        names = {tensor.dtype for tensor in checkpoint.tensors.values() if tensor.quantised}
+        got += f", {' and '.join(sorted(names))}"
+        why = _with_gpu(_quantised(spec, stored, names), gpu) if stored else dequantised
         if checkpoint.quantisation.activations:
             why += f"; activations stay bfloat16 (made for {checkpoint.quantisation.activations})"
     return Decision("weights", asked.load_format, got, why)
 
 
-def _quantised(spec: Model, stored: Mapping[str, str]) -> str:
+def _quantised(spec: Model, stored: Mapping[str, str], names: Collection[str]) -> str:
     """Matrices that share memory are kept if all have one type."""
     kept = "codes and scales are kept as they are"
+    if others := sorted(set(names) - QUANTISED.keys()):
+        kept += f", but {' and '.join(others)} become bfloat16: no packed format has such codes and scales"
     mixed = mixed_stacks(spec, stored)
     if not mixed:
         return kept
     name, types = next(iter(mixed.items()))
-    others = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
-    return f"{kept}, but {name}{others} become bfloat16: {' and '.join(sorted(types))} lie in one"
+    more = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
+    return f"{kept}, but {name}{more} become bfloat16: {' and '.join(sorted(types))} lie in one"
 
 
 def _with_gpu(kept: str, gpu: GpuPlan | None) -> str:

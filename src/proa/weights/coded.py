@@ -15,7 +15,6 @@ from proa.errors import WeightsError
 from proa.native.fill import Scales, StoredRows, decode
 from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Format, Order, Stored
 from proa.weights.index import FETCH_AGAIN, Quantised, TensorInfo
-from proa.weights.quantised import OTHER_ORDER
 
 _TORCH = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.uint8, "U8": torch.uint8,
@@ -86,23 +85,26 @@ class CodedFiles:
 
     def _read_scales(self, info: TensorInfo, of: Quantised, matrix: int) -> Scales:
         height = info.shape[-2]
-        values = _as_kept(self._part(info, of.scales, matrix), QUANTISED[info.dtype].format)
+        values = _as_kept(self._part(info, of.scales, matrix), info.dtype)
         if info.dtype == "NVFP4" and bool((values >= 0x7F).any()):
             raise WeightsError(f"{of.scales.file}: a scale of {info.dtype} is negative or not a number.", FETCH_AGAIN)
         if of.order is not Order.ROWS:
             values = values.view(-1, height).T.contiguous()
-        if of.g_idx is not None:
-            self._check_order(info, of, of.g_idx)
+        group_of = self._order(info, of, of.g_idx) if of.g_idx else None
         rows = of.scale_rows or PANEL_ROWS  # all have the one row of scales
         scale_rows = -(-height // of.scale_rows) if of.scale_rows else 1
         mins = None
         if of.zeros is not None:
             values = values.view(scale_rows, -1)
             zeros = self._zeros(info, of, of.zeros, matrix, values.shape[1])
-            mins = None if of.symmetric else -(zeros * values)  # of 4 and 16 bits: exact
+            middle = 128 if of.code is Code.UINT8 else 0  # of the code that means 0
+            mins = None if of.symmetric else (middle - zeros) * values  # of 4 or 9, and of 16 bits: exact
         stride, min_data = values.nbytes // scale_rows if of.scale_rows else 0, 0 if mins is None else mins.data_ptr()
+        alive = (values, mins, group_of)
+        nbytes = sum(tensor.nbytes for tensor in alive if tensor is not None)
         found = Scales(
-            _kind(values, of), values.data_ptr(), stride, rows, 0, of.group, (values, mins), min_data
+            _kind(values, of), values.data_ptr(), stride, rows, 0, of.group, alive, nbytes, min_data,
+            group_of=0 if group_of is None else group_of.data_ptr(),
         )  # fmt: skip
         return found if of.factor is None else replace(found, factor=self._factor(info, of, of.factor, matrix))
 
@@ -121,11 +123,20 @@ class CodedFiles:
             )
         return found
 
-    def _check_order(self, info: TensorInfo, of: Quantised, g_idx: TensorInfo) -> None:
-        """Raises WeightsError unless columns are in the order of their groups."""
-        columns = info.shape[-1]
-        if not torch.equal(self._part(info, g_idx, 0).long(), torch.arange(columns) // (of.group or columns)):
-            raise WeightsError(f"{g_idx.file}: columns are not in the order of their groups (desc_act).", OTHER_ORDER)
+    def _order(self, info: TensorInfo, of: Quantised, g_idx: TensorInfo) -> Tensor | None:
+        """int32: the scale of each column; None where they must be in the order of their groups, and are."""
+        columns, found = info.shape[-1], self._part(info, g_idx, 0)
+        group = of.group or columns
+        if bool((found == -1).all()):  # not in use
+            return None
+        if of.ordered and not torch.equal(found.long(), torch.arange(columns) // group):
+            raise WeightsError(
+                f"{g_idx.file}: columns are not in the order of their groups, as the config says (desc_act).",
+                "Set desc_act to true in config.json's quantization_config, if that is where the mistake is.",
+            )
+        if not of.ordered and not bool(((found >= 0) & (found < columns // group)).all()):
+            raise WeightsError(f"{g_idx.file}: a column has a scale that is not there.", FETCH_AGAIN)
+        return None if of.ordered else found
 
     def _factor(self, info: TensorInfo, of: Quantised, factor: TensorInfo, matrix: int) -> float:
         value = float(self._part(info, factor, matrix))
@@ -163,9 +174,10 @@ def _quantised(info: TensorInfo) -> Quantised:
     return info.quantised
 
 
-def _as_kept(scales: Tensor, form: Format) -> Tensor:
-    """In the type that the format keeps, which holds them exactly."""
-    match form:
+def _as_kept(scales: Tensor, stored: str) -> Tensor:
+    """In the type that the format keeps, which holds them exactly; of what none keeps, float32."""
+    kept = QUANTISED.get(stored)
+    match kept.format if kept else None:
         case Format.MXFP8 | Format.MXFP4 | Format.NVFP4 | Format.INT4_F16 | Format.INT4_BF16:
             return scales
     return scales.float()

@@ -56,7 +56,8 @@ class Quantised:
     codes: what is stored of it, in `order`. scales: of each `scale_rows` rows (0: of all) and each `group` columns (0:
     of all). zeros: what is subtracted from codes, packed as integers. factor: of all scales; `inverse`: they are
     divided by it. zero_offset: what stored zeros lack; symmetric: they are the middle code, all of them. g_idx: which
-    scale each column has, which must be that of its group. Of turned codes scales and zeros are turned as well.
+    scale each column has; where `ordered`, it must be that of its group. Of turned codes scales and zeros are turned
+    as well.
     """
 
     codes: TensorInfo
@@ -71,6 +72,7 @@ class Quantised:
     zero_offset: int = 0
     symmetric: bool = False
     g_idx: TensorInfo | None = None
+    ordered: bool = True
 
     @property
     def nbytes(self) -> int:

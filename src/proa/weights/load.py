@@ -33,6 +33,7 @@ from proa.weights.sources import Source, Sources, resolve, stored_types
 
 _CHUNK_BYTES = 1 << 20  # with its decoded form it stays in the cache between reading and writing
 _BATCH_BYTES = 16 << 20  # for each worker: long enough to hide the end of a batch, short enough to show progress
+_SCALES_BYTES = 512 << 10  # that wait with the codes of a batch, for each worker
 
 Progress = Callable[[int, int], None]
 
@@ -120,13 +121,15 @@ class _Copy:
         flush: Callable[[], None] | None,
     ) -> None:
         self._pool, self._flush = pool, flush
-        self._batch_bytes = _BATCH_BYTES * (pool.threads if pool else 1)
+        threads = pool.threads if pool else 1
+        self._batch_bytes, self._most_scales_bytes = _BATCH_BYTES * threads, _SCALES_BYTES * threads
         self._tensors = tensors
         self._sources = sources
         self._targets = targets
         self._progress = progress
         self._jobs: list[Fill] = []
         self._jobs_bytes = 0
+        self._scales_bytes = 0
         self.done_bytes = 0
         self._total_bytes = sum(self._bytes(source) for source in sources.params.values())
 
@@ -180,7 +183,8 @@ class _Copy:
     def _hand_out(self, jobs: Sequence[Fill], nbytes: int, run: Callable[[], None]) -> None:
         self._jobs += jobs
         self._jobs_bytes += nbytes
-        if self._jobs_bytes >= self._batch_bytes:
+        self._scales_bytes += max((job.rows.scales.nbytes for job in jobs if job.rows.scales), default=0)
+        if self._jobs_bytes >= self._batch_bytes or self._scales_bytes >= self._most_scales_bytes:
             run()
 
     def _run(self, file: Path) -> None:
@@ -196,7 +200,7 @@ class _Copy:
         if self._flush:
             self._flush()
         self.done_bytes += self._jobs_bytes
-        self._jobs, self._jobs_bytes = [], 0
+        self._jobs, self._jobs_bytes, self._scales_bytes = [], 0, 0
         self._progress(self.done_bytes, self._total_bytes)
 
     def _fill(self, rows: Rows, source: Source, target: Target) -> None:

@@ -7,29 +7,31 @@ in the index, where whoever resolves names refuses it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 from proa.errors import WeightsError
 from proa.models.quantisation import Quantisation
-from proa.native.formats import QUANTISED, Code, Order
+from proa.native.formats import PANEL_ROWS, Code, Order
 from proa.weights.index import Quantised, Shape, TensorInfo
 
 _FLOATS = ("F32", "BF16", "F16")
 _POWERS = ("U8", "F8_E8M0")
 _DAMAGED = "The checkpoint is damaged, or of a kind that Proa does not know; use another quantisation of the model."
 
-OTHER_ORDER = "Use a checkpoint made with desc_act=false, or another quantisation of the model."
-
 
 class Module:
-    """The tensors of a module, by the last part of their names, and those that have been taken."""
+    """The tensors of a module, by the last part of their names, and those that have been taken.
 
-    def __init__(self, name: str, parts: Mapping[str, TensorInfo]) -> None:
-        self.name = name
+    matrix: what the index calls its matrix. tensors: (name, tensor) by that last part.
+    """
+
+    def __init__(self, name: str, matrix: str, tensors: Mapping[str, tuple[str, TensorInfo]]) -> None:
+        self.name, self.matrix = name, matrix
         self.taken: set[str] = set()
-        self._parts = parts
+        self._names = {part: name for part, (name, _) in tensors.items()}
+        self._parts = {part: tensor for part, (_, tensor) in tensors.items()}
 
     def dtype(self, part: str) -> str:
         """ "" if there is no such tensor."""
@@ -41,7 +43,7 @@ class Module:
         if name is None:
             has = ", ".join(f"{part} {of.dtype} {list(of.shape)}" for part, of in self._parts.items())
             raise WeightsError(f"{self.name} has {has}, but no {' or '.join(names)}.", _DAMAGED)
-        self.taken.add(name)
+        self.taken.add(self._names[name])
         return self._parts[name]
 
     def maybe(self, name: str) -> TensorInfo | None:
@@ -49,16 +51,18 @@ class Module:
 
     def misfit(self, part: TensorInfo, codes: Shape) -> WeightsError:
         """For the caller to raise."""
-        name = next(name for name, of in self._parts.items() if of is part)
+        name = next(self._names[name] for name, of in self._parts.items() if of is part)
         return WeightsError(
-            f"{part.file}: {self.name}.{name} is {part.dtype} {list(part.shape)}, which does not fit codes "
+            f"{part.file}: {name} is {part.dtype} {list(part.shape)}, which does not fit codes "
             f"{list(codes)}.", _DAMAGED,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """What stands for a quantised module: its type's name, shape and parts."""
+    """What stands for a quantised module: its shape, parts, and type: one of native/formats.py's QUANTISED, or one that
+    no packed format keeps.
+    """
 
     type_name: str
     shape: Shape
@@ -67,23 +71,34 @@ class Matrix:
 
 def collapse(index: Mapping[str, TensorInfo], of: Quantisation) -> dict[str, TensorInfo]:
     """The index with one tensor for each quantised matrix. Raises WeightsError where parts do not fit each other."""
-    modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
-    for path, tensor in index.items():
-        name, _, part = path.rpartition(".")
-        modules[name][part] = tensor
     found: dict[str, TensorInfo] = {}
     used: set[str] = set()
-    for name, parts in modules.items():
-        module = Module(name, parts)
+    for module in (*_modules(index), *_stacks(index)):
         if read := _reader(module):
-            found[f"{name}.weight"] = _tensor(module, read(module, of))
-            used |= {f"{name}.{part}" for part in module.taken}
+            found[module.matrix] = _tensor(read(module, of))
+            used |= module.taken
     if index and not found:
         raise WeightsError(
             f"The config says that weights are quantised ({of.method}), but no tensor is.",
             "If they are not, add --override-config quantization_config=null.",
         )
     return {name: tensor for name, tensor in index.items() if name not in used} | found
+
+
+def _modules(index: Mapping[str, TensorInfo]) -> Iterator[Module]:
+    found: dict[str, dict[str, tuple[str, TensorInfo]]] = defaultdict(dict)
+    for path, tensor in index.items():
+        name, _, part = path.rpartition(".")
+        found[name][part] = path, tensor
+    return (Module(name, f"{name}.weight", tensors) for name, tensors in found.items())
+
+
+def _stacks(index: Mapping[str, TensorInfo]) -> Iterator[Module]:
+    """Tensors with a name of their own, such as `experts.gate_up_proj`, beside which lies `.._scale_inv`."""
+    for path, tensor in index.items():
+        scales = f"{path}_scale_inv"
+        if not path.endswith(".weight") and scales in index:
+            yield Module(path, path, {"weight": (path, tensor), "weight_scale_inv": (scales, index[scales])})
 
 
 def _reader(module: Module) -> Callable[[Module, Quantisation], Matrix] | None:
@@ -94,11 +109,9 @@ def _reader(module: Module) -> Callable[[Module, Quantisation], Matrix] | None:
     return None
 
 
-def _tensor(module: Module, matrix: Matrix) -> TensorInfo:
-    parts, name = matrix.parts, matrix.type_name
-    if name not in QUANTISED:
-        raise WeightsError(f"{parts.codes.file}: {module.name} is made of {name}, which is not implemented.", _DAMAGED)
-    return TensorInfo(name, matrix.shape, parts.codes.file, parts.codes.offset, parts.nbytes, parts)
+def _tensor(matrix: Matrix) -> TensorInfo:
+    parts = matrix.parts
+    return TensorInfo(matrix.type_name, matrix.shape, parts.codes.file, parts.codes.offset, parts.nbytes, parts)
 
 
 def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
@@ -115,10 +128,9 @@ def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
     if len(one) == 4 and one[1] == one[3] == 1:  # as modelopt writes blocks
         one = (one[0], one[2])
     if of.block is not None and one == (-(-rows // of.block[0]), -(-columns // of.block[1])):
-        if of.block[0] % 16:
-            raise WeightsError(f"{module.name}: blocks of {of.block[0]} rows, not of a multiple of 16.", _DAMAGED)
         parts = replace(parts, scale_rows=of.block[0], group=of.block[1])
-        return Matrix(f"FP8 block {of.block[1]}", weight.shape, parts)
+        rows_of = "" if of.block[0] % PANEL_ROWS == 0 else f"{of.block[0]} x "  # a panel has one scale of each group
+        return Matrix(f"FP8 block {rows_of}{of.block[1]}", weight.shape, parts)
     if prod(one) == 1:
         return Matrix("FP8 tensor", weight.shape, parts)
     if one in ((rows,), (rows, 1)):
@@ -141,10 +153,14 @@ def _packed_integers(module: Module, of: Quantisation) -> Matrix:
     shape = (*packed.shape[:-1], packed.shape[-1] * 32 // bits)
     group = _groups(module, scales, shape)
     code = Code.UINT8 if bits == 8 else Code.UINT4 if zeros else Code.INT4
-    if zeros and (bits == 8 or zeros.shape != (*shape[:-2], -(-shape[-2] // 8), scales.shape[-1])):
+    if zeros and zeros.shape != (*shape[:-2], -(-shape[-2] * bits // 32), scales.shape[-1]):
         raise module.misfit(zeros, shape)
-    parts = Quantised(packed, code, scales, 1, group, zeros=zeros)
-    return Matrix(_integer_name(code, group, scales.dtype), shape, parts)
+    g_idx = module.maybe("weight_g_idx")
+    if g_idx is not None and (g_idx.shape != shape[-1:] or g_idx.dtype != "I32" or len(shape) > 2):
+        raise module.misfit(g_idx, shape)
+    ordered = of.ordered or g_idx is None or not group
+    parts = Quantised(packed, code, scales, 1, group, zeros=zeros, g_idx=g_idx, ordered=ordered)
+    return Matrix(_integer_name(code, group, scales.dtype, zeros is not None, ordered), shape, parts)
 
 
 def _packed_floats(module: Module, of: Quantisation) -> Matrix:
@@ -168,7 +184,8 @@ def _packed_floats(module: Module, of: Quantisation) -> Matrix:
 def _turned_integers(module: Module, of: Quantisation) -> Matrix:
     """GPTQ: words along the columns, [columns, rows]; AWQ: words along the rows. Scales and zeros [groups, rows]."""
     words, scales, zeros = module.take("qweight"), module.take("scales"), module.take("qzeros")
-    g_idx = module.maybe("g_idx")
+    ordered = of.ordered or scales.shape[0] == 1
+    g_idx = module.maybe("g_idx") if ordered else module.take("g_idx")
     bits = _expect_bits(module, of, 4, 8)
     per_word, awq = 32 // bits, of.method == "awq"
     if len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in _FLOATS:
@@ -181,17 +198,13 @@ def _turned_integers(module: Module, of: Quantisation) -> Matrix:
         raise module.misfit(zeros, words.shape)
     if g_idx is not None and (g_idx.shape != (columns,) or g_idx.dtype != "I32"):
         raise module.misfit(g_idx, words.shape)
-    if bits == 8 and (awq or not of.symmetric):
-        raise WeightsError(f"{module.name}: integers of 8 bits with zero points are not implemented.", _DAMAGED)
     code = Code.UINT8 if bits == 8 else Code.INT4 if of.symmetric else Code.UINT4
     group = 0 if groups == 1 else columns // groups
-    if group and not of.ordered:
-        raise WeightsError(f"{module.name}: columns are not in the order of their groups (desc_act).", OTHER_ORDER)
     parts = Quantised(
         words, code, scales, 1, group, Order.AWQ if awq else Order.WORDS, zeros, zero_offset=of.zero_offset,
-        symmetric=of.symmetric, g_idx=g_idx,
+        symmetric=of.symmetric, g_idx=g_idx, ordered=ordered,
     )  # fmt: skip
-    return Matrix(_integer_name(code, group, scales.dtype), (rows, columns), parts)
+    return Matrix(_integer_name(code, group, scales.dtype, not of.symmetric, ordered), (rows, columns), parts)
 
 
 def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) -> int:
@@ -214,10 +227,11 @@ def _expect_bits(module: Module, of: Quantisation, *known: int) -> int:
     return bits
 
 
-def _integer_name(code: Code, group: int, scale_dtype: str) -> str:
+def _integer_name(code: Code, group: int, scale_dtype: str, zeros: bool, ordered: bool) -> str:
+    order = "" if ordered else " in another order"
     if code is Code.INT4:
-        return f"{_name('INT4', group)} {scale_dtype}"
-    return _name("UINT4" if code is Code.UINT4 else "INT8", group)
+        return f"{_name('INT4', group)} {scale_dtype}{order}"
+    return _name("UINT4" if code is Code.UINT4 else "UINT8" if zeros else "INT8", group) + order
 
 
 def _name(code: str, group: int) -> str:

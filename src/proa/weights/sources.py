@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from proa.errors import WeightsError
 from proa.models.names import Declared, NameTable
 from proa.models.spec import Shape
-from proa.native.formats import Order
+from proa.native.formats import PANEL_ROWS, Order
 from proa.weights.index import TensorInfo
 
 Index = Mapping[str, TensorInfo]
@@ -181,7 +181,13 @@ def _error(problems: list[str], declared: Declared, index: Index) -> WeightsErro
 
 def stored_types(sources: Sources, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     """The type that each parameter has in the checkpoint; "F32" where its rows are not whole rows there."""
-    return {
-        name: tensors[s.tensor].dtype if s.cols == tensors[s.tensor].shape[-1] and not s.transposed else "F32"
-        for name, s in sources.params.items()
-    }
+    return {name: _stored_type(source, tensors[source.tensor]) for name, source in sources.params.items()}
+
+
+def _stored_type(source: Source, info: TensorInfo) -> str:
+    if source.cols != info.shape[-1] or source.transposed:
+        return "F32"
+    blocks = info.quantised is not None and info.quantised.scale_rows > 1
+    if blocks and source.first_row % info.shape[-2] % PANEL_ROWS:
+        return f"{info.dtype} from within a panel"  # whose rows may have scales of two blocks: no format keeps that
+    return info.dtype
