@@ -34,7 +34,7 @@ class Shape:
         return 2 * self.groups * self.key_dim + self.heads * self.value_dim
 
 
-SHAPES = {"small": Shape(2, 3, 16, 32, 4), "one": Shape(1, 1, 24, 16, 2), "wide": Shape(2, 2, 40, 80, 3)}
+SHAPES = {"small": Shape(2, 3, 24, 16, 4), "one": Shape(1, 1, 24, 16, 2), "wide": Shape(2, 2, 40, 80, 3)}
 # (rows of the step, rows altogether) of each sequence; the history comes in a step before.
 CASES = {
     "one token": [(1, 1)],

@@ -10,7 +10,8 @@
 namespace proa {
 namespace {
 
-constexpr int kBlockRows = 16;  // of a task of the convolution
+constexpr int kBlockRows = 16;     // of a task of the convolution
+constexpr int kSliceColumns = 64;  // of a state, which stay in a core's first-level cache from row to row
 
 using Share = DeltaShare;
 
@@ -21,6 +22,12 @@ float bf16(uint16_t bits) {
     float x;
     std::memcpy(&x, &wide, sizeof x);
     return x;
+}
+
+// Where a row's values of the channels from `channel` on lie among what the convolution gives: `width` of them side by
+// side, and row after row, since the rule goes through the rows of a head.
+float* mixed_at(const GatedDelta& op, int channel, int width, int row) {
+    return op.mixed + int64_t(channel) * op.now.rows.get() + int64_t(row) * width;
 }
 
 // Part of a group's channels: where they are read, and which they are.
@@ -113,8 +120,7 @@ void place_block(const void* context, int task, const std::byte* scratch) {
     for (int row = block.first; row < block.end; ++row)
         for (int part = 0; part < 3; ++part) {
             const Segment segment = segment_of(op, part, block.group);
-            std::memcpy(op.mixed + int64_t(row) * op.shape.channels() + segment.channel, from,
-                        size_t(segment.width) * sizeof(float));
+            std::memcpy(mixed_at(op, segment.channel, segment.width, row), from, size_t(segment.width) * sizeof(float));
             from += segment.width;
         }
 }
@@ -122,43 +128,74 @@ void place_block(const void* context, int task, const std::byte* scratch) {
 // ---- the rule: tasks of one sequence and one head
 
 struct Rule {
-    uint16_t* out;  // [rows][value_dim]
-    float *state, *row;
+    uint16_t* out;                               // [rows][value_dim]
+    float *state, *slice, *seen, *decay, *beta;  // [key_dim][value_dim]; of some columns; [rows][value_dim]; [rows]
 
     Rule(const DeltaShape& shape, int rows, Carver& scratch) {
-        out = scratch.take<uint16_t>(size_t(rows) * size_t(shape.value_dim));
-        state = scratch.take<float>(size_t(shape.key_dim) * size_t(shape.value_dim));
-        row = scratch.take<float>(size_t(shape.value_dim));
+        const size_t keys = size_t(shape.key_dim), values = size_t(shape.value_dim), count = size_t(rows);
+        out = scratch.take<uint16_t>(count * values);
+        state = scratch.take<float>(keys * values), slice = scratch.take<float>(keys * kSliceColumns);
+        seen = scratch.take<float>(count * values);
+        decay = scratch.take<float>(count), beta = scratch.take<float>(count);
     }
 };
 
 // log(1 + e^x).
 double softplus(double x) { return x > 30 ? x : std::log1p(std::exp(x)); }
 
+void compute_gates(const GatedDelta& op, const Share& share, int head, const Rule& r) {
+    const int gate = head / op.shape.per_group * op.gates_apart + head % op.shape.per_group;
+    const double rate = std::exp(double(op.a_log[head]));
+    for (int i = 0; i < share.q_len; ++i) {
+        const float a = bf16(row_of(op.a, share.first_row + i)[gate]),
+                    b = bf16(row_of(op.b, share.first_row + i)[gate]);
+        r.decay[i] = float(std::exp(-rate * softplus(double(a) + double(op.dt_bias[head]))));
+        r.beta[i] = float(1 / (1 + std::exp(-double(b))));
+    }
+}
+
+// All rows over some columns of a head's state.
+void apply_slice(const GatedDelta& op, const Share& share, int head, int column, const Rule& r) {
+    const DeltaShape& shape = op.shape;
+    const Kernels& k = *op.now.kernels.get();
+    const int group = head / shape.per_group, columns = std::min(kSliceColumns, shape.value_dim - column);
+    const bool alone = share.q_len == 1;  // then the slice would only be a copy
+    float* to = alone ? r.state + column : r.slice;
+    const size_t to_stride = size_t(alone ? shape.value_dim : columns);
+    const float* from = rule_of(op, share.slot, head) + column;
+    size_t from_stride = size_t(shape.value_dim);
+    if (is_fresh(share)) {
+        for (int i = 0; i < shape.key_dim; ++i)
+            std::memset(to + size_t(i) * to_stride, 0, size_t(columns) * sizeof(float));
+        from = to, from_stride = to_stride;
+    }
+    for (int i = 0; i < share.q_len; ++i, from = to, from_stride = to_stride) {
+        const int row = share.first_row + i, query = group * shape.key_dim;
+        const int value = 2 * shape.groups * shape.key_dim + group * shape.values();
+        k.delta_step({from, from_stride, to, to_stride,
+                      mixed_at(op, shape.groups * shape.key_dim + query, shape.key_dim, row),
+                      mixed_at(op, query, shape.key_dim, row),
+                      mixed_at(op, value, shape.values(), row) + head % shape.per_group * shape.value_dim + column,
+                      r.decay[i], r.beta[i], shape.key_dim, columns, r.seen + int64_t(i) * shape.value_dim + column});
+    }
+    for (int i = 0; i < shape.key_dim && !alone; ++i)
+        std::memcpy(r.state + int64_t(i) * shape.value_dim + column, r.slice + i * columns,
+                    size_t(columns) * sizeof(float));
+}
+
 void apply(const void* context, int task, std::byte* memory) {
     const GatedDelta& op = *static_cast<const GatedDelta*>(context);
-    const Kernels& k = *op.now.kernels.get();
     const DeltaShape& shape = op.shape;
     const int head = task % shape.heads(), group = head / shape.per_group, member = head % shape.per_group;
     const Share share = share_at(op, task / shape.heads());
     Carver scratch(memory);
     const Rule r(shape, share.q_len, scratch);
-    const size_t floats = size_t(shape.key_dim) * size_t(shape.value_dim);
-    const float* from = rule_of(op, share.slot, head);
-    if (is_fresh(share)) from = static_cast<float*>(std::memset(r.state, 0, floats * sizeof(float)));
-    const double rate = std::exp(double(op.a_log[head]));
-    for (int i = 0; i < share.q_len; ++i, from = r.state) {
-        const int row = share.first_row + i;
-        const float* mixed = op.mixed + int64_t(row) * shape.channels();
-        const int gate = group * op.gates_apart + member;
-        const double step = softplus(double(bf16(row_of(op.a, row)[gate])) + double(op.dt_bias[head]));
-        const float beta = float(1 / (1 + std::exp(-double(bf16(row_of(op.b, row)[gate])))));
-        const float *query = mixed + group * shape.key_dim, *key = query + shape.groups * shape.key_dim;
-        const float* value = mixed + 2 * shape.groups * shape.key_dim + head * shape.value_dim;
-        k.delta_step({from, r.state, key, query, value, float(std::exp(-rate * step)), beta, shape.key_dim,
-                      shape.value_dim, r.row});
-        const uint16_t* z = row_of(op.z, row) + group * op.apart + member * shape.value_dim;
-        k.gated_norm_row(r.row, op.norm, z, shape.value_dim, op.eps, r.out + int64_t(i) * shape.value_dim);
+    compute_gates(op, share, head, r);
+    for (int column = 0; column < shape.value_dim; column += kSliceColumns) apply_slice(op, share, head, column, r);
+    for (int i = 0; i < share.q_len; ++i) {
+        const uint16_t* z = row_of(op.z, share.first_row + i) + group * op.apart + member * shape.value_dim;
+        const int64_t at = int64_t(i) * shape.value_dim;
+        op.now.kernels.get()->gated_norm_row(r.seen + at, op.norm, z, shape.value_dim, op.eps, r.out + at);
     }
 }
 

@@ -42,7 +42,7 @@ struct GatedDelta {
     uint16_t* tail;  // of each slot [taps - 1][channels], the oldest first
     int slots;
     const AttentionBatch* batch;
-    float* mixed;  // [rows][channels], written: q, k and v as the rule reads them
+    float* mixed;  // [rows * channels], written: q, k and v as the rule reads them
     Rows out;      // rows of [heads][value_dim]
 
     struct Now {

@@ -24,6 +24,8 @@ const Case kCases[] = {
 };
 constexpr int kSlots = 5;
 constexpr float kEps = 1e-6f;
+constexpr int kGap = 8;  // values between rows of the output, which nobody may touch
+constexpr uint16_t kUntouched = 0x1234;
 
 struct Weights {
     std::vector<float> conv, a_log, dt_bias;  // conv: [taps][channels]
@@ -142,69 +144,101 @@ void append(std::vector<T>& to, const std::vector<T>& from, int first, int rows,
     to.insert(to.end(), from.begin() + int64_t(first) * width, from.begin() + int64_t(first + rows) * width);
 }
 
+// What sequences keep between steps, and what they are given.
+struct Service {
+    const proa::DeltaShape& shape;
+    const Weights& weights;
+    const std::vector<Text>& texts;
+    std::vector<float> rule;
+    std::vector<uint16_t> tail;
+    std::vector<int32_t> done;
+
+    Service(const proa::DeltaShape& s, const Weights& w, const std::vector<Text>& all)
+        : shape(s),
+          weights(w),
+          texts(all),
+          rule(size_t(kSlots) * state_values(), NAN),
+          tail(size_t(kSlots) * size_t(s.taps - 1) * size_t(s.channels()), 0x7fc0),
+          done(all.size(), 0) {}
+
+    size_t state_values() const { return size_t(shape.heads()) * size_t(shape.key_dim) * size_t(shape.value_dim); }
+
+    // One step of so many rows of each sequence; returns its output, which is checked.
+    std::vector<uint16_t> step(const std::vector<int32_t>& counts, proa::Host& host) {
+        const proa::DeltaShape& s = shape;
+        const int width = s.groups * group_width(s), gates = s.groups * 2 * s.per_group;
+        const int out_stride = s.heads() * s.value_dim + kGap;
+        std::vector<uint16_t> projected, beside;
+        std::vector<int32_t> q_lens, kv_lens, slots, table(counts.size(), 0);
+        std::vector<std::pair<int, int>> rows;  // sequence, its row
+        for (int i = 0; i < int(counts.size()); ++i) {
+            const int n = counts[size_t(i)], first = done[size_t(i)];
+            if (n == 0) continue;
+            append(projected, texts[size_t(i)].projected, first, n, width);
+            append(beside, texts[size_t(i)].gates, first, n, gates);
+            for (int r = 0; r < n; ++r) rows.emplace_back(i, first + r);
+            done[size_t(i)] += n;
+            q_lens.push_back(n), kv_lens.push_back(done[size_t(i)]), slots.push_back(kSlots - 1 - i);
+        }
+        proa::AttentionBatch batch(int(counts.size()) + 1, 1);
+        batch.set(int(q_lens.size()), q_lens.data(), kv_lens.data(), table.data(), 1, 1, 1 << 20, slots.data());
+        std::vector<float> mixed(rows.size() * size_t(s.channels()), NAN);
+        std::vector<uint16_t> out(rows.size() * size_t(out_stride), kUntouched);
+        const auto part = [&](int offset) { return proa::ConstRows{projected.data() + offset, width}; };
+        const Weights& w = weights;
+        const int k = s.key_dim, v = 2 * s.key_dim, z = v + s.values(), apart = group_width(s);
+        const proa::ConstRows b{beside.data(), gates}, a{beside.data() + s.per_group, gates};
+        const proa::GatedDelta op{s,
+                                  part(0),
+                                  part(k),
+                                  part(v),
+                                  part(z),
+                                  apart,
+                                  b,
+                                  a,
+                                  2 * s.per_group,
+                                  w.conv.data(),
+                                  w.a_log.data(),
+                                  w.dt_bias.data(),
+                                  w.norm.data(),
+                                  kEps,
+                                  rule.data(),
+                                  tail.data(),
+                                  kSlots,
+                                  &batch,
+                                  mixed.data(),
+                                  {out.data(), out_stride}};
+        check(op);
+        run_once(op, host, int(rows.size()));
+        compare(rows, out);
+        return out;
+    }
+
+    void compare(const std::vector<std::pair<int, int>>& rows, const std::vector<uint16_t>& out) const {
+        const int width = shape.heads() * shape.value_dim;
+        for (size_t i = 0; i < out.size(); ++i) {
+            const auto [sequence, row] = rows[i / size_t(width + kGap)];
+            const int column = int(i % size_t(width + kGap));
+            const Text& text = texts[size_t(sequence)];
+            const size_t at = size_t(row * width + column);
+            CHECK(column < width ? within(value(out[i]), text.want[at], text.bound[at]) : out[i] == kUntouched);
+        }
+    }
+};
+
 void rule_is_right(const Case& c, Random& random) {
-    const proa::DeltaShape& s = c.shape;
-    const Weights w(s, random);
+    const Weights w(c.shape, random);
     const std::vector<Text> texts = texts_of(c, w, random);
-    const int count = int(texts.size()), width = s.groups * group_width(s), gates = s.groups * 2 * s.per_group;
-    const int out_width = s.heads() * s.value_dim, out_stride = out_width + 8;
     on_everything([&](proa::Host& host) {
-        std::vector<float> rule(size_t(kSlots) * size_t(s.heads()) * size_t(s.key_dim) * size_t(s.value_dim), NAN);
-        std::vector<uint16_t> tail(size_t(kSlots) * size_t(s.taps - 1) * size_t(s.channels()), 0x7fc0), all;
-        proa::AttentionBatch batch(count + 1, 1);
-        std::vector<int32_t> done(size_t(count), 0);
-        for (const auto& step : c.steps) {
-            std::vector<uint16_t> projected, beside;
-            std::vector<int32_t> q_lens, kv_lens, slots, table(size_t(count), 0);
-            std::vector<std::pair<int, int>> rows;  // sequence, its row
-            for (int i = 0; i < count; ++i) {
-                const int n = step[size_t(i)], first = done[size_t(i)];
-                if (n == 0) continue;
-                append(projected, texts[size_t(i)].projected, first, n, width);
-                append(beside, texts[size_t(i)].gates, first, n, gates);
-                for (int r = 0; r < n; ++r) rows.emplace_back(i, first + r);
-                done[size_t(i)] += n;
-                q_lens.push_back(n), kv_lens.push_back(done[size_t(i)]), slots.push_back(kSlots - 1 - i);
-            }
-            batch.set(int(q_lens.size()), q_lens.data(), kv_lens.data(), table.data(), 1, 1, 1 << 20, slots.data());
-            std::vector<float> mixed(rows.size() * size_t(s.channels()), NAN);
-            std::vector<uint16_t> out(rows.size() * size_t(out_stride), 0x1234);
-            const uint16_t* p = projected.data();
-            const auto part = [&](int offset) { return proa::ConstRows{p + offset, width}; };
-            const proa::GatedDelta op{s,
-                                      part(0),
-                                      part(s.key_dim),
-                                      part(2 * s.key_dim),
-                                      part(2 * s.key_dim + s.values()),
-                                      group_width(s),
-                                      {beside.data(), gates},
-                                      {beside.data() + s.per_group, gates},
-                                      2 * s.per_group,
-                                      w.conv.data(),
-                                      w.a_log.data(),
-                                      w.dt_bias.data(),
-                                      w.norm.data(),
-                                      kEps,
-                                      rule.data(),
-                                      tail.data(),
-                                      kSlots,
-                                      &batch,
-                                      mixed.data(),
-                                      {out.data(), out_stride}};
-            check(op);
-            run_once(op, host, int(rows.size()));
-            for (size_t r = 0; r < rows.size(); ++r) {
-                const Text& text = texts[size_t(rows[r].first)];
-                for (int i = 0; i < out_stride; ++i) {
-                    const uint16_t got = out[r * size_t(out_stride) + size_t(i)];
-                    const size_t at = size_t(rows[r].second) * size_t(out_width) + size_t(i);
-                    CHECK(i < out_width ? within(value(got), text.want[at], text.bound[at]) : got == 0x1234);
-                }
-            }
+        Service service(c.shape, w, texts);
+        std::vector<uint16_t> all;
+        for (const auto& counts : c.steps) {
+            const std::vector<uint16_t> out = service.step(counts, host);
             all.insert(all.end(), out.begin(), out.end());
         }
-        const size_t untouched = size_t(kSlots - count) * size_t(s.heads()) * size_t(s.key_dim) * size_t(s.value_dim);
-        CHECK(std::all_of(rule.begin(), rule.begin() + int64_t(untouched), [](float x) { return std::isnan(x); }));
+        for (size_t i = 0; i < (kSlots - texts.size()) * service.state_values(); ++i)
+            CHECK(std::isnan(service.rule[i]));
+        all.insert(all.end(), service.tail.begin(), service.tail.end());
         return all;
     });
 }

@@ -182,6 +182,17 @@ def test_a_remedy_works_and_is_the_least(box: Machine, asked: dict[str, int], fl
     assert not isinstance(plan_or_refusal(QWEN3_30B, box, asked | {flag: advised + worse}), Plan)
 
 
+def test_fewer_requests_at_once_need_fewer_states() -> None:
+    box, asked = machine(152, 160), {"max_running": 64, "max_batch_tokens": 512}
+    refused = plan_or_refusal(NEXT, box, asked)
+    assert not isinstance(refused, Plan)
+    assert "recurrent states 4.61 GiB" in refused.message
+    advised = int(re.search(r"se --max-running (\d+)", refused.remedy).group(1))
+    assert 1 < advised < 64
+    assert isinstance(plan_or_refusal(NEXT, box, asked | {"max_running": advised}), Plan)
+    assert "--max-running" not in plan_or_refusal(QWEN3_30B, machine(50, 64), asked).remedy
+
+
 def test_a_context_beyond_the_model_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--context 8193 is longer than the 8192 tokens.*rope_scaling"):
         plan(DEMO, machine(6), context=8193)

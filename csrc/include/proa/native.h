@@ -310,7 +310,7 @@ typedef struct proa_gated_delta {
     float* rule;  // [slots][groups * per_group][key_dim][value_dim]
     void* tail;   // bfloat16 [slots][taps - 1][channels], the oldest first
     int64_t slots;
-    float* mixed;  // [most rows][channels], for the operation's own use
+    float* mixed;  // [most rows * channels], for the operation's own use
     void* out;     // bfloat16 rows of [groups * per_group][value_dim]
     int64_t out_stride;
 } proa_gated_delta;

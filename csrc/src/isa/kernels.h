@@ -36,15 +36,18 @@ struct Blocking {
 constexpr Blocking kVectorBlocking = {0, 96, 96, 1024, 4, 0};
 constexpr Blocking kTileBlocking = {1536 << 10, 96, 384, 4096, 32, size_t(64) << 20};
 
-// One token's step of a head's state [key_dim][value_dim]: `to` may be `from`. value_dim is a multiple of 16.
+// One token's step of some columns of a head's state, key_dim rows of them: `to` may be `from`. columns: a multiple
+// of 16.
 struct DeltaStep {
     const float* from;
+    size_t from_stride;
     float* to;
+    size_t to_stride;
     const float *key, *query;  // [key_dim]
-    const float* value;        // [value_dim]
+    const float* value;        // [columns]
     float decay, beta;
-    int key_dim, value_dim;
-    float* out;  // [value_dim]
+    int key_dim, columns;
+    float* out;  // [columns]
 };
 
 struct Kernels {

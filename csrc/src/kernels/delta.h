@@ -1,7 +1,7 @@
 // The gated delta rule (arXiv 2412.06464) and what is around it, of one token. Never: which token, where states lie.
 #pragma once
 
-constexpr int kDeltaVectors = 4;  // of 16 columns of a state that are worked on at once
+constexpr int kDeltaVectors = kVectorRegisters >= 32 ? 4 : 2;  // of 16 columns of a state that are worked on at once
 
 // out[i] = silu(sum of x[t][i] * taps[t * stride + i] over t < count).
 void convolve(const uint16_t* const* x, const float* taps, size_t stride, int count, int width, float* out) {
@@ -31,23 +31,31 @@ void scale_to(float* x, int width, float length) {
 
 template <int kVectors>
 inline void delta_columns(const DeltaStep& s, int column) {
-    const size_t stride = size_t(s.value_dim);
-    const float *value = s.value + column, *from = s.from + column;
-    F32 known[kVectors], change[kVectors], out[kVectors];
-    for (int v = 0; v < kVectors; ++v) known[v] = out[v] = zero();
-    for (int i = 0; i < s.key_dim; ++i) {
-        const F32 key = set(s.key[i]);
-        for (int v = 0; v < kVectors; ++v) known[v] = fma(key, load(from + size_t(i) * stride + 16 * v), known[v]);
+    const float* from = s.from + column;
+    F32 known[2][kVectors], change[kVectors], out[kVectors];  // two sums each: one alone would wait for itself
+    for (int v = 0; v < kVectors; ++v) known[0][v] = known[1][v] = out[v] = zero();
+    for (int i = 0; i + 1 < s.key_dim; i += 2)
+        for (int k = 0; k < 2; ++k) {
+            const F32 key = set(s.key[i + k]);
+            const float* row = from + size_t(i + k) * s.from_stride;
+            for (int v = 0; v < kVectors; ++v) known[k][v] = fma(key, load(row + 16 * v), known[k][v]);
+        }
+    if (s.key_dim % 2) {
+        const F32 key = set(s.key[s.key_dim - 1]);
+        const float* row = from + size_t(s.key_dim - 1) * s.from_stride;
+        for (int v = 0; v < kVectors; ++v) known[0][v] = fma(key, load(row + 16 * v), known[0][v]);
     }
     const F32 decay = set(s.decay), beta = set(s.beta);
-    for (int v = 0; v < kVectors; ++v) change[v] = mul(beta, sub(load(value + 16 * v), mul(decay, known[v])));
+    for (int v = 0; v < kVectors; ++v) {
+        const F32 found = mul(decay, add(known[0][v], known[1][v]));
+        change[v] = mul(beta, sub(load(s.value + column + 16 * v), found));
+    }
     float* to = s.to + column;
     for (int i = 0; i < s.key_dim; ++i) {
         const F32 key = set(s.key[i]), query = set(s.query[i]);
         for (int v = 0; v < kVectors; ++v) {
-            const size_t at = size_t(i) * stride + size_t(16 * v);
-            const F32 state = fma(key, change[v], mul(decay, load(from + at)));
-            store(to + at, state);
+            const F32 state = fma(key, change[v], mul(decay, load(from + size_t(i) * s.from_stride + 16 * v)));
+            store(to + size_t(i) * s.to_stride + 16 * v, state);
             out[v] = fma(query, state, out[v]);
         }
     }
@@ -57,9 +65,9 @@ inline void delta_columns(const DeltaStep& s, int column) {
 // S = decay * S + key (beta * (value - decay * S^T key))^T; out = S^T query.
 void delta_step(const DeltaStep& s) {
     int column = 0;
-    for (; column + 16 * kDeltaVectors <= s.value_dim; column += 16 * kDeltaVectors)
+    for (; column + 16 * kDeltaVectors <= s.columns; column += 16 * kDeltaVectors)
         delta_columns<kDeltaVectors>(s, column);
-    for (; column < s.value_dim; column += 16) delta_columns<1>(s, column);
+    for (; column < s.columns; column += 16) delta_columns<1>(s, column);
 }
 
 // out = x / rms(x) * weight * silu(gate).

@@ -8,6 +8,8 @@ struct U32 {
     __m256i a, b;
 };
 
+constexpr int kVectorRegisters = 8;  // of 16 lanes, that hold sums beside what is loaded
+
 inline F32 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F32 set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }

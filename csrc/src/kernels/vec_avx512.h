@@ -9,6 +9,8 @@ struct U32 {
     __m512i v;
 };
 
+constexpr int kVectorRegisters = 32;  // of 16 lanes, that hold sums beside what is loaded
+
 inline F32 zero() { return {_mm512_setzero_ps()}; }
 inline F32 set(float x) { return {_mm512_set1_ps(x)}; }
 inline F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }

@@ -21,6 +21,8 @@ inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline F32 set(float x) {
     return lanes<F32>([&](int) { return x; });
 }
+constexpr int kVectorRegisters = 4;  // of 16 lanes, that hold sums beside what is loaded
+
 inline F32 zero() { return set(0.f); }
 inline F32 load(const float* p) {
     return lanes<F32>([&](int i) { return p[i]; });

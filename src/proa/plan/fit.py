@@ -193,6 +193,8 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
         helps.append(f"use --context {fitting}")
     if asked.cache.kv_memory is not None and asked.cache.context is None:
         helps.append("lower --kv-memory")
+    if fewer := fewer_running(case, missing):
+        helps.append(f"use --max-running {fewer}")
     if case.dtype == "float32" and case.need.weights_bytes // 2 >= missing:
         helps.append(f"use --dtype bfloat16, which saves {format_bytes(case.need.weights_bytes // 2)}")
     if case.machine.available_bytes >= total_bytes:
@@ -205,6 +207,13 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
         helps.append("use a machine with more memory, or a smaller model")
     sentence = "; or ".join(helps)
     return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def fewer_running(case: Case, missing_bytes: int) -> int:
+    """How many requests at once leave this much less of recurrent states; 0: not even one does."""
+    running = case.options.scheduler.max_running
+    each_bytes = case.need.states_bytes // running
+    return max(0, running - -(-missing_bytes // each_bytes)) if each_bytes else 0
 
 
 def size_flag(count: int) -> str:
