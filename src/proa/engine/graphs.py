@@ -17,6 +17,7 @@ from torch import Tensor
 
 from proa.engine.clock import Stage, StepClock
 from proa.engine.device_inputs import DeviceInputs
+from proa.engine.device_logprobs import DeviceLogprobs
 from proa.engine.device_sampler import DeviceSampler
 from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
@@ -29,6 +30,7 @@ from proa.native.doorbell import Counters
 from proa.ops.table import AttentionBatch, KvPages
 from proa.sampling.choose import Choice
 from proa.sampling.rows import Row
+from proa.types import TokenLogprob
 
 # Sequences of a decode step are padded up to the next of these: padding costs neither weights nor KV.
 SMALL_BUCKETS = (1, 2, 4, 8)
@@ -72,7 +74,10 @@ class GraphExecutor:
         self._best = torch.zeros(limits.head_rows, dtype=torch.int32, device=device)
         self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64).pin_memory()
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32).pin_memory()
-        self._sampler = DeviceSampler(min(limits.sequences, limits.rows), model.spec.vocab, device)
+        self._logprobs = DeviceLogprobs(limits.head_rows, model.spec.vocab, device)
+        self._sampler = DeviceSampler(
+            min(limits.sequences, limits.rows), model.spec.vocab, device, self._logprobs
+        )  # fmt: skip
         self._num_scored = 0
         self._underway = 0  # steps launched whose end has not been waited for
         self._decoding = self._ahead = False  # the last one is a graph's; another one follows it already
@@ -181,6 +186,16 @@ class GraphExecutor:
         self._finish()
         self.clock.lap(Stage.PROGRAM)
         return self._tokens()
+
+    @torch.inference_mode()
+    def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        self._launch_head(rows, ())
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._logprobs.launch_given(self._logits, tokens, top)
+            self._done.record(self._stream)
+        self._finish()
+        self.clock.lap(Stage.PROGRAM)
+        return self._logprobs.read(tokens)
 
     @torch.inference_mode()
     def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
