@@ -36,6 +36,9 @@ from proa.types import TokenLogprob
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
 WARM_BUCKETS = 3  # decode graphs that are there before the first request
+# After a token that the CPU drew, so many steps wait for their tokens: more of these are likely, and what follows them is
+# computed for nothing.
+STEPS_AFTER_LATE = 16
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
 
 
@@ -82,6 +85,7 @@ class GraphExecutor:
         self._underway = 0  # steps launched whose end has not been waited for
         self._decoding = self._ahead = False  # the last one is a graph's; another one follows it already
         self._asked: Sequence[Row] = ()
+        self._waits = 0  # steps until another one may follow
         self._sequences: Sequence[Span] = ()
         self._suspect = False  # whether the last step may have rows that are not finite
 
@@ -201,6 +205,7 @@ class GraphExecutor:
     def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
         """No rows: of the step nothing but its end is of interest."""
         self._asked, self._ahead = asked, False
+        self._waits = max(0, self._waits - 1)
         self._launch_head(rows, asked)
         self.clock.lap(Stage.PROGRAM)
 
@@ -209,11 +214,14 @@ class GraphExecutor:
         self._finish()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             choices = self._sampler.read(self._tokens(), self._asked, self._logits) if self._asked else []
+        if any(choice.late for choice in choices):
+            self._waits = STEPS_AFTER_LATE
         self.clock.lap(Stage.PROGRAM)
         return choices
 
     def can_follow(self) -> bool:
-        return self._decoding and self._underway == 1 and not self._tables.changing and self._session.can_follow()
+        fed = self._decoding and not self._tables.changing and not self._waits
+        return fed and self._underway == 1 and self._session.can_follow()
 
     @torch.inference_mode()
     def follow(self, sequences: Sequence[Span]) -> None:
