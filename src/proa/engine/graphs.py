@@ -36,8 +36,8 @@ from proa.types import TokenLogprob
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
 WARM_BUCKETS = 3  # decode graphs that are there before the first request
-# After a token that the CPU drew, so many steps wait for their tokens: more of these are likely, and what follows them is
-# computed for nothing.
+# After a token that the CPU drew, so many steps wait for their tokens: more of these are likely, and what follows them
+# is computed for nothing.
 STEPS_AFTER_LATE = 16
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
 
