@@ -21,7 +21,7 @@ from proa.sampling.edits import Tally
 from proa.sampling.rows import Row
 from proa.types import Sampling, TokenLogprob
 
-MOST_EDITS = 1 << 17  # changed logits of a step
+MOST_EDITS = 120_000  # changed logits of a step
 
 
 class DeviceSampler:

@@ -36,9 +36,6 @@ from proa.types import TokenLogprob
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
 WARM_BUCKETS = 3  # decode graphs that are there before the first request
-# After a token that the CPU drew, so many steps wait for their tokens: more of these are likely, and what follows them
-# is computed for nothing.
-STEPS_AFTER_LATE = 16
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
 
 
@@ -85,7 +82,7 @@ class GraphExecutor:
         self._underway = 0  # steps launched whose end has not been waited for
         self._decoding = self._ahead = False  # the last one is a graph's; another one follows it already
         self._asked: Sequence[Row] = ()
-        self._waits = 0  # steps until another one may follow
+        self._late: set[str] = set()  # requests of the last steps of which the CPU drew a token
         self._sequences: Sequence[Span] = ()
         self._suspect = False  # whether the last step may have rows that are not finite
 
@@ -205,7 +202,6 @@ class GraphExecutor:
     def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
         """No rows: of the step nothing but its end is of interest."""
         self._asked, self._ahead = asked, False
-        self._waits = max(0, self._waits - 1)
         self._launch_head(rows, asked)
         self.clock.lap(Stage.PROGRAM)
 
@@ -214,14 +210,16 @@ class GraphExecutor:
         self._finish()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             choices = self._sampler.read(self._tokens(), self._asked, self._logits) if self._asked else []
-        if any(choice.late for choice in choices):
-            self._waits = STEPS_AFTER_LATE
+        self._late |= {row.request for row, choice in zip(self._asked, choices, strict=True) if choice.late}
         self.clock.lap(Stage.PROGRAM)
         return choices
 
     def can_follow(self) -> bool:
-        fed = self._decoding and not self._tables.changing and not self._waits
-        return fed and self._underway == 1 and self._session.can_follow()
+        """Requests of which the CPU drew a token once may need it again: what followed would be for nothing."""
+        if not self._decoding or self._tables.changing or self._underway != 1:
+            return False
+        self._late &= {row.request for row in self._asked}
+        return not self._late and self._session.can_follow()
 
     @torch.inference_mode()
     def follow(self, sequences: Sequence[Span]) -> None:

@@ -54,9 +54,7 @@ class Runner:
         """The same of a plan ahead of the step that was asked last, whose tokens only the device knows."""
         if self._follower is None:
             raise ValueError("this executor does not go on by itself")
-        self._follower.follow(
-            [Span((0,), item.start, item.request.pages, item.request.num_prompt) for item in plan.items]
-        )
+        self._follower.follow([msgspec.structs.replace(_span(item), tokens=(0,)) for item in plan.items])
 
     def ask(self, plan: StepPlan, wanted: Collection[str]) -> None:
         """Choose tokens where the plan says so, of the requests that want them."""

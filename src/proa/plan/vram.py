@@ -31,7 +31,7 @@ ATTENTION_PARTS = 64
 
 # Of a GPU's sampler: changed logits of a step, and what small vocabularies take. Its candidates fit into what the CPU's
 # sampler would take; logits themselves are there twice, in float32 (engine/device_sampler.py, engine/graphs.py).
-SAMPLER_BYTES, LOGIT_BYTES = 6 << 20, 8
+SAMPLER_BYTES, LOGIT_BYTES = 4 << 20, 8
 
 # The CPU's results of the down projection wait by slots, so many bytes at a time (decision 017).
 SLOTS_BYTES = 64 << 20
