@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from proa.engine.device_logprobs import DeviceLogprobs
 from proa.engine.device_sampler import DeviceSampler
 from proa.ops.triton.draw import TOO_MANY
 from proa.sampling.choose import choose
@@ -88,7 +89,8 @@ def measure(count: int, name: str, peaked: bool, sampler: DeviceSampler) -> str:
 
 
 def main() -> None:
-    sampler = DeviceSampler(64, VOCAB, torch.device("cuda"))
+    device = torch.device("cuda")
+    sampler = DeviceSampler(64, VOCAB, device, DeviceLogprobs(64, VOCAB, device))
     for count in (1, 8, 32):
         for peaked in (True, False):
             for name in WISHES:

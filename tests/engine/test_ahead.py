@@ -22,10 +22,11 @@ from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
 from proa.engine.spans import Span
 from proa.layers.decoder import Decoder
+from proa.models.spec import Attention
 from proa.sampling.choose import Choice
 from proa.sampling.rows import Row
 from proa.types import EngineRequest, TokenEvent
-from tiny import make_tiny
+from tiny import TINY, make_tiny
 
 PAGE_TOKENS, CONTEXT = 4, 64
 
@@ -71,7 +72,9 @@ class Case:
         follower = self.executor if isinstance(self.executor, FollowingExecutor) else None
         limits = Limits(CONTEXT, PAGE_TOKENS, max_running, 32, 1000, 1_000_000)
         self.pages = PageAllocator(num_pages)
-        scheduler = Scheduler(limits, self.pages, PrefixCache(PAGE_TOKENS, self.pages))
+        self.shares = all(isinstance(block.mixer, Attention) for block in decoder.spec.blocks)  # others have states
+        tree = PrefixCache(PAGE_TOKENS, self.pages) if self.shares else None
+        scheduler = Scheduler(limits, self.pages, tree)
         runner = Runner(self.executor, PAGE_TOKENS, follower)
         self.engine = Engine(runner, scheduler, decoder.spec.vocab)
 
@@ -81,9 +84,9 @@ class Case:
         return self.executor.follows
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    made = load_decoder(make_tiny("qwen3-moe", tmp_path_factory.mktemp("tiny"))).decoder
+@pytest.fixture(scope="module", params=[name for name in ("qwen3-moe", "qwen3-next") if name in TINY])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    made = load_decoder(make_tiny(request.param, tmp_path_factory.mktemp("tiny"))).decoder
     assert made is not None
     return made
 
@@ -132,7 +135,7 @@ def test_the_same_answers(seed: int, num_pages: int, decoder: Decoder) -> None:
         assert answers(hurries, asked) == want
         assert {finish for _, finish, _, _ in want.values()} == {"stop", "length"}
     assert hurries.follows > (20 if num_pages == 48 else 5)
-    assert hurries.engine.stats().cached_prompt_tokens > 0
+    assert (hurries.engine.stats().cached_prompt_tokens > 0) == hurries.shares
     assert (hurries.engine.stats().preemptions > 0) == (waits.engine.stats().preemptions > 0) == (num_pages == 15)
 
 

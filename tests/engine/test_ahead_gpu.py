@@ -75,6 +75,20 @@ def test_the_same_answers(share: float, count: int, pool: Pool, folder: Path) ->
     assert found[0] == found[1]
 
 
+def test_tokens_that_the_cpu_draws(pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that was started behind them is of no use, and is computed again."""
+    monkeypatch.setattr("proa.engine.device_sampler.MOST_KEPT", 8)
+    found = []
+    for ahead in (False, True):
+        engine, follows = engine_of(folder, pool, Split(0.5), ahead=ahead)
+        engine.submit(request("r", [5, 9], 24, temperature=1.0, top_p=0.9, seed=4))
+        found.append(tokens_of(finish_all(engine)["r"]))
+        assert engine.stats().generated_tokens == 24
+        assert (len(follows) > 0) == ahead
+        assert (engine.stats().steps > 24) == ahead, "steps for nothing"
+    assert found[0] == found[1]
+
+
 def test_ends_in_the_middle(pool: Pool, folder: Path) -> None:
     """Stops that nobody foresaw, new requests, aborts: whatever the steps were, nothing stays behind."""
     engine, follows = engine_of(folder, pool, Split(0.5), ahead=True)

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from proa.engine.device_logprobs import DeviceLogprobs, logprobs_bytes
 from proa.engine.device_sampler import MOST_EDITS, DeviceSampler, sampler_bytes
 from proa.ops.reference import best
 from proa.sampling.adjust import adjust
 from proa.sampling.choose import Choice, choose
 from proa.sampling.edits import Tally
+from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
 from proa.types import Sampling
 
@@ -26,6 +28,10 @@ VOCAB = 60
 
 def row(name: str, tokens: list[int], num_prompt: int, **wishes: Any) -> Row:
     return Row(Sampling(max_tokens=100, **wishes), tokens, num_prompt, name)
+
+
+def sampler_of(rows: int, device: torch.device, **limits: int) -> DeviceSampler:
+    return DeviceSampler(rows, VOCAB, device, DeviceLogprobs(rows, VOCAB, device), **limits)
 
 
 def on_device(sampler: DeviceSampler, logits: torch.Tensor, rows: Sequence[Row], device: torch.device) -> list[Choice]:
@@ -61,7 +67,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 def test_answers_of_eight_steps(rng: torch.Generator, device: torch.device) -> None:
     """Requests that come and go in changing order, each with its own history."""
-    sampler = DeviceSampler(len(ANSWERS), VOCAB, device)
+    sampler = sampler_of(len(ANSWERS), device)
     texts = {name: [1, 3, 3, 40 + i] for i, name in enumerate(ANSWERS)}
     for step in range(8):
         names = [name for i, name in enumerate(ANSWERS) if (step * i) % 5 != 4][:: 1 - 2 * (step % 2)]
@@ -82,7 +88,7 @@ def test_rows_that_are_not_finite(rng: torch.Generator, device: torch.device) ->
     bad = {1: math.nan, 3: math.inf, 4: -math.inf, 5: math.nan}
     for i, value in bad.items():
         logits[i, 7 * i] = value
-    got = on_device(DeviceSampler(len(rows), VOCAB, device), logits, rows, device)
+    got = on_device(sampler_of(len(rows), device), logits, rows, device)
     assert [i for i, choice in enumerate(got) if choice == Choice(-1)] == list(bad)
     kept = [i for i in range(len(rows)) if i not in bad]
     assert_same([got[i] for i in kept], [clean[i] for i in kept])
@@ -97,7 +103,7 @@ def test_rows_for_which_there_is_no_room_are_drawn_on_the_cpu(rng: torch.Generat
     ]
     logits = torch.randn(len(rows), VOCAB, generator=rng)
     logits[3, 3] = math.nan
-    sampler = DeviceSampler(len(rows), VOCAB, device, most_edits=45)
+    sampler = sampler_of(len(rows), device, most_edits=45)
     for _ in range(2):
         got = on_device(sampler, logits, rows, device)
         assert_same(got, choose(best(logits).tolist(), rows, logits))
@@ -109,7 +115,7 @@ def test_a_flat_distribution_is_drawn_on_the_cpu(device: torch.device, monkeypat
     rows = [row("flat", [1], 1, top_p=0.9, logprobs=1), row("peaked", [1], 1, top_p=0.9, logprobs=1)]
     logits = torch.arange(2.0)[:, None] * torch.linspace(0, 60, VOCAB)
     want = choose(best(logits).tolist(), rows, logits)
-    got = on_device(DeviceSampler(2, VOCAB, device), logits, rows, device)
+    got = on_device(sampler_of(2, device), logits, rows, device)
     assert [c.token for c in got] == [c.token for c in want]
     assert got[0] == Choice(want[0].token, want[0].logprob, late=True), "with the CPU's own log-probabilities"
 
@@ -119,15 +125,25 @@ def test_one_row_alone(wishes: dict[str, Any], rng: torch.Generator, device: tor
     rows = [row("alone", [1, 2, 2], 1, **wishes)]
     logits = torch.randn(1, VOCAB, generator=rng)
     want = choose(best(logits).tolist(), rows, logits)
-    assert_same(on_device(DeviceSampler(1, VOCAB, device), logits, rows, device), want)
+    assert_same(on_device(sampler_of(1, device), logits, rows, device), want)
 
 
 def test_nothing_asked_is_nothing_done(device: torch.device) -> None:
     logits = torch.zeros(2, VOCAB)
     rows = [row("a", [1], 1, temperature=0.0), row("b", [1], 1, temperature=0.0)]
-    sampler = DeviceSampler(2, VOCAB, device)
+    sampler = sampler_of(2, device)
     on_device(sampler, logits, [row("c", [1], 1, logprobs=3)], device)
     assert on_device(sampler, logits, rows, device) == [Choice(0), Choice(0)], "nor what was asked before"
+
+
+def test_log_probabilities_of_given_tokens(rng: torch.Generator, device: torch.device) -> None:
+    logits, logprobs = torch.randn(9, VOCAB, generator=rng) * 3, DeviceLogprobs(12, VOCAB, device)
+    for number, top in ((9, 3), (2, 0), (1, 99)):
+        tokens = torch.randint(VOCAB, (number,), generator=rng).tolist()
+        logprobs.launch_given(logits.to(device), tokens, top)
+        got, want = logprobs.read(tokens), token_logprobs(logits[:number], tokens, top)
+        assert_same([Choice(t, g) for t, g in zip(tokens, got, strict=True)],
+                    [Choice(t, w) for t, w in zip(tokens, want, strict=True)])  # fmt: skip
 
 
 HISTORIES = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)
@@ -165,18 +181,24 @@ def test_edits_give_the_bits_of_the_definition(
     assert torch.equal(got, adjust(logits[None], [now])[0])
 
 
-@pytest.mark.parametrize("vocab", [50, 512, 151_936])
+@pytest.mark.parametrize("vocab", [50, 512, 16_384, 151_936])
 @pytest.mark.parametrize("rows", [1, 64, 256])
 def test_it_is_no_larger_than_planned(vocab: int, rows: int) -> None:
-    from proa.plan.budget import SAMPLED_LOGIT_BYTES
+    from proa.plan.budget import SAMPLED_LOGIT_BYTES, SCORED_LOGIT_BYTES, SCORED_ROWS
     from proa.plan.vram import LOGIT_BYTES, SAMPLER_BYTES
 
-    assert sampler_bytes(rows, vocab) <= SAMPLER_BYTES + rows * vocab * (SAMPLED_LOGIT_BYTES - LOGIT_BYTES)
-    if vocab * rows > 20_000:
+    scored = max(rows, SCORED_ROWS)
+    planned = rows * vocab * (SAMPLED_LOGIT_BYTES - LOGIT_BYTES) + SCORED_ROWS * vocab * (
+        SCORED_LOGIT_BYTES - LOGIT_BYTES
+    )
+    need = sampler_bytes(rows, vocab) + logprobs_bytes(scored, vocab)
+    assert need <= SAMPLER_BYTES + planned
+    if vocab > 1000:
         return
-    sampler = DeviceSampler(rows, vocab, torch.device("cpu"))
-    held = [sampler._edits, sampler._saved, *sampler._ones, sampler._workspace, sampler._ids, sampler._logprobs]
-    held += [t for t in vars(sampler._space).values() if isinstance(t, torch.Tensor)] + [sampler._inputs._device]
-    assert sum(t.nbytes for t in held) <= sampler_bytes(rows, vocab)
-    assert sampler_bytes(rows, vocab) <= 1.1 * sum(t.nbytes for t in held)
+    logprobs = DeviceLogprobs(scored, vocab, torch.device("cpu"))
+    sampler = DeviceSampler(rows, vocab, torch.device("cpu"), logprobs)
+    parts = [vars(part).items() for part in (sampler, sampler._space, sampler._inputs, logprobs, logprobs._space)]
+    held = [t for part in parts for name, t in part if isinstance(t, torch.Tensor) and not name.startswith("_host")]
+    assert sum(t.nbytes for t in held) - sampler._inputs.explained.nbytes <= need
+    assert need <= 1.01 * sum(t.nbytes for t in held)
     assert len(sampler._edits) == MOST_EDITS

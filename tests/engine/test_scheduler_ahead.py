@@ -126,16 +126,19 @@ def test_an_id_may_be_used_again_while_its_last_row_is_computed() -> None:
     assert fake.scheduler.stats().waiting == 1
 
 
-def test_a_token_that_was_not_known_in_time_is_computed_again() -> None:
+def test_a_token_that_was_not_known_in_time() -> None:
+    """Whoever has it is preempted: recurrent layers remember the other token, and cannot go back."""
     fake = decoding(*pair())
     assert fake.begin_ahead()
     fake.finish(fake.plans[0], replaced=lambda name: name == "a")
     assert [fake.scheduler.counts(item) for item in fake.plans[0].items] == [False, True]
     assert fake.begin_ahead() is None, "a has to be decoded first"
     assert [event.id for event in fake.finish(fake.plans[0])] == ["b"]
+    stats = fake.scheduler.stats()
+    assert (stats.preemptions, stats.waiting) == (1, 1)
     plan = fake.begin()
     assert plan is not None
-    assert [(item.request.id, item.start) for item in plan.items] == [("a", 4), ("b", 4)]
+    assert [(item.request.id, item.start, item.num_tokens) for item in plan.items] == [("b", 4, 1), ("a", 4, 1)]
     fake.finish(plan)
     fake.drain()
 

@@ -13,38 +13,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from proa.engine.device_logprobs import DeviceLogprobs
 from proa.ops.triton.draw import MOST_KEPT, NO_TOP_K, TOO_MANY, Jobs, draw, floor_of, inverse_of
-from proa.ops.triton.logprobs import explain, workspace_keys
 from proa.ops.triton.weights import BEST, CUT, EDIT_WORDS, WHOLE, Space, edit, restore, space_bytes
 from proa.sampling.choose import Choice, choose
 from proa.sampling.edits import Tally
 from proa.sampling.rows import Row
 from proa.types import Sampling, TokenLogprob
 
-MOST_EDITS = 1 << 17  # changed logits of a step
-MOST_LOGPROBS = 100  # best tokens of a row, see SamplingParams
+MOST_EDITS = 120_000  # changed logits of a step
 
 
 class DeviceSampler:
     """For up to `rows` rows of `vocab` logits. One step after the other; all calls on the stream of the model."""
 
-    def __init__(self, rows: int, vocab: int, device: torch.device, most_edits: int = MOST_EDITS) -> None:
+    def __init__(
+        self, rows: int, vocab: int, device: torch.device, logprobs: DeviceLogprobs, most_edits: int = MOST_EDITS
+    ) -> None:
+        """logprobs: for as many rows; others may use it between steps."""
         pinned = device.type == "cuda"
-        self._vocab, self._most_logprobs = vocab, min(MOST_LOGPROBS, vocab)
+        self._logprobs = logprobs
         self._space = Space(rows, vocab, min(MOST_KEPT, vocab), device)
         self._inputs = _Inputs(rows, device)
         self._host_edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, pin_memory=pinned)
         self._edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, device=device)
         self._saved = torch.zeros(most_edits, device=device)
-        self._ones = (
-            torch.full((rows,), WHOLE, dtype=torch.int32, device=device),
-            torch.ones(rows, dtype=torch.float64, device=device),
-        )
-        self._workspace = torch.zeros(
-            workspace_keys(rows, vocab, self._most_logprobs), dtype=torch.int64, device=device
-        )  # fmt: skip
-        self._ids, self._logprobs = _answers(rows, self._most_logprobs, device, pinned=False)
-        self._host_ids, self._host_logprobs = _answers(rows, self._most_logprobs, torch.device("cpu"), pinned=pinned)
         self._tallies: dict[str, Tally] = {}
         self._num_edits = 0
         self._explained: list[int] = []  # rows of this step whose log-probabilities are asked
@@ -68,18 +61,18 @@ class DeviceSampler:
             if self._num_edits:
                 restore(logits, edits, saved)
         if self._explained:
-            self._explain(logits, tokens, rows)
+            top = max(rows[i].sampling.logprobs or 0 for i in self._explained)
+            self._logprobs.launch(logits, self._inputs.explained[: len(self._explained)], tokens, top)
 
     def read(self, tokens: Sequence[int], rows: Sequence[Row], logits: Tensor) -> list[Choice]:
         """After the device has finished: `tokens` as it left them. logits are looked at for rows that the CPU draws."""
         choices = [Choice(token) for token in tokens]
-        number, count = len(self._explained), self._num_logprobs(rows)
-        best_ids = self._host_ids[: number * count].view(number, count).tolist()
-        told = self._host_logprobs[: number * (count + 1)].view(number, count + 1).tolist()
-        for i, ids, logprobs in zip(self._explained, best_ids, told, strict=True):
-            asked = rows[i].sampling.logprobs or 0
-            best = list(zip(ids[:asked], logprobs[1 : 1 + asked], strict=False))
-            choices[i].logprob = TokenLogprob(tokens[i], logprobs[0], best) if tokens[i] >= 0 else None
+        if self._explained:
+            for i, told in zip(self._explained, self._logprobs.read([tokens[i] for i in self._explained]), strict=True):
+                asked = rows[i].sampling.logprobs
+                choices[i].logprob = (
+                    TokenLogprob(told.token, told.logprob, told.top[:asked]) if tokens[i] >= 0 else None
+                )
         left = [i for i, token in enumerate(tokens) if token == TOO_MANY or (i in self._left and token >= 0)]
         if left:
             again = choose([0] * len(left), [rows[i] for i in left], logits[left].cpu())
@@ -112,20 +105,6 @@ class DeviceSampler:
             words[self._num_edits : end, 1:] = edits
             self._num_edits = end
         self._tallies = tallies
-
-    def _num_logprobs(self, rows: Sequence[Row]) -> int:
-        return min(self._most_logprobs, max((rows[i].sampling.logprobs or 0 for i in self._explained), default=0))
-
-    def _explain(self, logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
-        number, count = len(self._explained), self._num_logprobs(rows)
-        num_ids, num_logprobs = number * count, number * (count + 1)
-        explain(
-            logits, self._inputs.explained[:number], tokens, (self._ones[0][:number], self._ones[1][:number]),
-            self._space, self._workspace, self._ids[:num_ids].view(number, count),
-            self._logprobs[:num_logprobs].view(number, count + 1),
-        )  # fmt: skip
-        self._host_ids[:num_ids].copy_(self._ids[:num_ids], non_blocking=True)
-        self._host_logprobs[:num_logprobs].copy_(self._logprobs[:num_logprobs], non_blocking=True)
 
 
 class _Inputs:
@@ -164,18 +143,6 @@ def _kind(row: Row) -> int:
     return CUT if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 else WHOLE
 
 
-def _answers(rows: int, count: int, device: torch.device, *, pinned: bool) -> tuple[Tensor, Tensor]:
-    """Of every row, one after the other: ids of the best tokens; log-probabilities of the chosen one and of these."""
-    return (
-        torch.zeros(rows * count, dtype=torch.int32, device=device, pin_memory=pinned),
-        torch.zeros(rows * (count + 1), device=device, pin_memory=pinned),
-    )
-
-
 def sampler_bytes(rows: int, vocab: int) -> int:
     """What a DeviceSampler takes on the device."""
-    most = min(MOST_LOGPROBS, vocab)
-    answers = rows * (8 * most + 4) + 8 * workspace_keys(rows, vocab, most)
-    return (
-        space_bytes(rows, vocab, min(MOST_KEPT, vocab)) + (4 * EDIT_WORDS + 4) * MOST_EDITS + 64 * (rows + 3) + answers
-    )
+    return space_bytes(rows, vocab, min(MOST_KEPT, vocab)) + (4 * EDIT_WORDS + 4) * MOST_EDITS + 52 * (rows + 3)

@@ -25,7 +25,9 @@ from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.ops.cpu import Recorder
 from proa.ops.table import AttentionBatch, KvPages, LayerCache, batch_of
 from proa.sampling.choose import Choice, choose
+from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
+from proa.types import TokenLogprob
 
 # Steps up to this many tokens are bound by reading weights, longer ones by arithmetic: each has its thread count.
 FEW_TOKENS = 8
@@ -50,6 +52,9 @@ class Executor(Protocol):
 
     def choices(self) -> list[Choice]:
         """What `sample` chose."""
+
+    def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        """Log-probabilities of a token after each of these rows of the last step, and of the `top` best ones there."""
 
     def broken(self) -> dict[int, str]:
         """Sequences of the last step, by their places, that are known not to be finite, and why. Called once a step,
@@ -124,6 +129,10 @@ class EagerExecutor:
 
     def choices(self) -> list[Choice]:
         return self._choices
+
+    def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        self.score(rows)
+        return token_logprobs(self.logits, tokens, top)
 
     def broken(self) -> dict[int, str]:
         return self._session.broken(self._sequences, look=True)
@@ -221,6 +230,10 @@ class RecordedExecutor:
 
     def choices(self) -> list[Choice]:
         return self._choices
+
+    def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        self.score(rows)
+        return token_logprobs(self.logits, tokens, top)
 
     def broken(self) -> dict[int, str]:
         return {}

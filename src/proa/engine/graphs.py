@@ -17,6 +17,7 @@ from torch import Tensor
 
 from proa.engine.clock import Stage, StepClock
 from proa.engine.device_inputs import DeviceInputs
+from proa.engine.device_logprobs import DeviceLogprobs
 from proa.engine.device_sampler import DeviceSampler
 from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
@@ -29,6 +30,7 @@ from proa.native.doorbell import Counters
 from proa.ops.table import AttentionBatch, LayerCache
 from proa.sampling.choose import Choice
 from proa.sampling.rows import Row
+from proa.types import TokenLogprob
 
 # Sequences of a decode step are padded up to the next of these: padding costs neither weights nor KV.
 SMALL_BUCKETS = (1, 2, 4, 8)
@@ -72,11 +74,15 @@ class GraphExecutor:
         self._best = torch.zeros(limits.head_rows, dtype=torch.int32, device=device)
         self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64).pin_memory()
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32).pin_memory()
-        self._sampler = DeviceSampler(min(limits.sequences, limits.rows), model.spec.vocab, device)
+        self._logprobs = DeviceLogprobs(limits.head_rows, model.spec.vocab, device)
+        self._sampler = DeviceSampler(
+            min(limits.sequences, limits.rows), model.spec.vocab, device, self._logprobs
+        )  # fmt: skip
         self._num_scored = 0
         self._underway = 0  # steps launched whose end has not been waited for
         self._decoding = self._ahead = False  # the last one is a graph's; another one follows it already
         self._asked: Sequence[Row] = ()
+        self._late: set[str] = set()  # requests of the last steps of which the CPU drew a token
         self._sequences: Sequence[Span] = ()
         self._suspect = False  # whether the last step may have rows that are not finite
         torch.cuda.synchronize(device)  # weights, caches and buffers were filled on streams that this one never awaits
@@ -184,6 +190,16 @@ class GraphExecutor:
         return self._tokens()
 
     @torch.inference_mode()
+    def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        self._launch_head(rows, ())
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._logprobs.launch_given(self._logits, tokens, top)
+            self._done.record(self._stream)
+        self._finish()
+        self.clock.lap(Stage.PROGRAM)
+        return self._logprobs.read(tokens)
+
+    @torch.inference_mode()
     def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
         """No rows: of the step nothing but its end is of interest."""
         self._asked, self._ahead = asked, False
@@ -195,11 +211,16 @@ class GraphExecutor:
         self._finish()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             choices = self._sampler.read(self._tokens(), self._asked, self._logits) if self._asked else []
+        self._late |= {row.request for row, choice in zip(self._asked, choices, strict=True) if choice.late}
         self.clock.lap(Stage.PROGRAM)
         return choices
 
     def can_follow(self) -> bool:
-        return self._decoding and self._underway == 1 and not self._tables.changing and self._session.can_follow()
+        """Requests of which the CPU drew a token once may need it again: what followed would be for nothing."""
+        if not self._decoding or self._tables.changing or self._underway != 1:
+            return False
+        self._late &= {row.request for row in self._asked}
+        return not self._late and self._session.can_follow()
 
     @torch.inference_mode()
     def follow(self, sequences: Sequence[Span]) -> None:

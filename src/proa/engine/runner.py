@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import msgspec
-import torch
 
 from proa.engine.clock import Stage
 from proa.engine.executor import Executor, Follower
 from proa.engine.request import Request
 from proa.engine.scheduler import StepItem, StepPlan
 from proa.engine.spans import PROMPT_LOGITS_ROWS, Span
-from proa.sampling.logprobs import token_logprob
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
@@ -56,9 +54,7 @@ class Runner:
         """The same of a plan ahead of the step that was asked last, whose tokens only the device knows."""
         if self._follower is None:
             raise ValueError("this executor does not go on by itself")
-        self._follower.follow(
-            [Span((0,), item.start, item.request.pages, item.request.num_prompt) for item in plan.items]
-        )
+        self._follower.follow([msgspec.structs.replace(_span(item), tokens=(0,)) for item in plan.items])
 
     def ask(self, plan: StepPlan, wanted: Collection[str]) -> None:
         """Choose tokens where the plan says so, of the requests that want them."""
@@ -110,7 +106,6 @@ class Runner:
             if choice.late:
                 out.replaced.append(request.id)
 
-    @torch.inference_mode()
     def _score_prompt(self, item: StepItem, row: int, out: StepOutput) -> None:
         """Log-probabilities of the prompt tokens that this chunk's rows, from `row` on, predict."""
         request, top = item.request, item.request.sampling.prompt_logprobs or 0
@@ -118,9 +113,8 @@ class Runner:
         scored = out.prompt_logprobs.setdefault(request.id, [])
         for first in range(item.start, last, PROMPT_LOGITS_ROWS):
             begin, end = first - item.start + row, min(first + PROMPT_LOGITS_ROWS, last) - item.start + row
-            self.executor.score(range(begin, end))
-            for i, scores in enumerate(self.executor.logits):
-                scored.append(token_logprob(scores, request.tokens[first + i + 1], top))
+            tokens = request.tokens[first + 1 : first + 1 + end - begin]
+            scored += self.executor.explain(range(begin, end), tokens, top)
 
 
 def _span(item: StepItem) -> Span:

@@ -205,8 +205,8 @@ class Scheduler:
         All but the last of several tokens were drafts: their KV was written at the positions that follow the item.
         Returns an event for each such item, aborted ones excepted; tokens after the end are dropped, the eos or
         stop token is in `stop_token` only, logprobs are the engine's to fill in. `replaced`: ids whose token is not the
-        one that a step planned ahead goes on with; they decode it again. Raises ValueError, with nothing changed, if
-        `plan` is not the older step in flight or `sampled` does not fit it.
+        one that a step planned ahead goes on with; they are preempted after that. Raises ValueError, with nothing
+        changed, if `plan` is not the older step in flight or `sampled` does not fit it.
         """
         results = self._check_results(plan, sampled)
         void, self._void = self._void, ()
@@ -221,7 +221,8 @@ class Scheduler:
                 if self._requests.get(request.id) is request:  # else it ended at the last commit
                     self._remove(request, "abort")
                 continue
-            if request.id in void:
+            if request.id in void:  # what it remembers may follow from a token that is not its own
+                self._preempt(request)
                 continue
             tokens = results.get(request.id, ())
             request.num_computed = item.start + item.num_tokens + max(0, len(tokens) - 1)

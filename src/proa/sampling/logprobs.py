@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,3 +16,9 @@ def token_logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
     values, ids = logprobs.topk(min(top, len(logits)))
     best = list(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprob(token, float(logprobs[token]), best)
+
+
+@torch.inference_mode()
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """The same of several rows, float32 [R, vocab], and a token of each."""
+    return [token_logprob(scores, token, top) for scores, token in zip(logits, tokens, strict=True)]

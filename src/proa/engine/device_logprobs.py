@@ -1,0 +1,78 @@
+"""Log-probabilities of rows of logits on a GPU: room, launches, reading the answers. Never: which token is chosen,
+waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from proa.ops.triton.logprobs import explain, workspace_keys
+from proa.ops.triton.weights import WHOLE, Space, space_bytes
+from proa.types import TokenLogprob
+
+MOST_LOGPROBS = 100  # best tokens of a row, see SamplingParams
+
+
+class DeviceLogprobs:
+    """For up to `rows` rows of `vocab` logits. What was launched is read before the next launch."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        pinned, most = device.type == "cuda", min(MOST_LOGPROBS, vocab)
+        self._most = most
+        self._space = Space(rows, vocab, 1, device)
+        self._kinds = torch.full((rows,), WHOLE, dtype=torch.int32, device=device)
+        self._inverses = torch.ones(rows, dtype=torch.float64, device=device)
+        self._rows = torch.arange(rows, dtype=torch.int32, device=device)
+        self._host_tokens = torch.zeros(rows, dtype=torch.int32, pin_memory=pinned)
+        self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._workspace = torch.zeros(workspace_keys(rows, vocab, most), dtype=torch.int64, device=device)
+        self._ids, self._logprobs = _answers(rows, most, device, pinned=False)
+        self._host_ids, self._host_logprobs = _answers(rows, most, torch.device("cpu"), pinned=pinned)
+        self._number = self._count = 0
+
+    def launch(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> None:
+        """Of tokens[row] and of each row's `top` best ones: logits float32 [R, vocab], rows int32 [J], tokens int32 [R]
+        on the device."""
+        self._number, self._count = len(rows), min(top, self._most)
+        number, count = self._number, self._count
+        num_ids, num_logprobs = number * count, number * (count + 1)
+        explain(
+            logits, rows, tokens, (self._kinds[:number], self._inverses[:number]), self._space, self._workspace,
+            self._ids[:num_ids].view(number, count), self._logprobs[:num_logprobs].view(number, count + 1),
+        )  # fmt: skip
+        self._host_ids[:num_ids].copy_(self._ids[:num_ids], non_blocking=True)
+        self._host_logprobs[:num_logprobs].copy_(self._logprobs[:num_logprobs], non_blocking=True)
+
+    def launch_given(self, logits: Tensor, tokens: Sequence[int], top: int) -> None:
+        """Of the first rows of the logits, one for each of these tokens."""
+        number = len(tokens)
+        self._host_tokens[:number] = torch.tensor(tokens, dtype=torch.int32)
+        self._tokens[:number].copy_(self._host_tokens[:number], non_blocking=True)
+        self.launch(logits, self._rows[:number], self._tokens, top)
+
+    def read(self, tokens: Sequence[int]) -> list[TokenLogprob]:
+        """After the device has finished: of each row that was launched, its token being known by now."""
+        number, count = self._number, self._count
+        ids = self._host_ids[: number * count].view(number, count).tolist()
+        told = self._host_logprobs[: number * (count + 1)].view(number, count + 1).tolist()
+        return [
+            TokenLogprob(token, own[0], list(zip(best, own[1:], strict=True)))
+            for token, best, own in zip(tokens, ids, told, strict=True)
+        ]
+
+
+def logprobs_bytes(rows: int, vocab: int) -> int:
+    """What a DeviceLogprobs takes on the device."""
+    most = min(MOST_LOGPROBS, vocab)
+    return space_bytes(rows, vocab, 1) + 8 * workspace_keys(rows, vocab, most) + rows * (24 + 8 * most)
+
+
+def _answers(rows: int, count: int, device: torch.device, *, pinned: bool) -> tuple[Tensor, Tensor]:
+    """Of every row, one after the other: ids of the best tokens; log-probabilities of the given one and of these."""
+    return (
+        torch.zeros(rows * count, dtype=torch.int32, device=device, pin_memory=pinned),
+        torch.zeros(rows * (count + 1), device=device, pin_memory=pinned),
+    )
