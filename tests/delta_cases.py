@@ -132,6 +132,12 @@ def exact(x: DeltaInputs, w: DeltaWeights, shape: Shape) -> Exact:
     return Exact(out, bound, state, off, padded[rows:])
 
 
+def mostly_rounded_once(got: Tensor, want: Tensor) -> bool:
+    """Whether half of these bfloat16 values are as near as one rounding leaves them, give or take half as much. The
+    bounds above hold for all, and are wide where the norm makes much of little."""
+    return bool((got.double() - want).abs().le(1.5 * want.abs() * 2.0**-9).double().mean() >= 0.5)
+
+
 def _unit(x: Tensor, error: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """Of each value head [T, heads, key_dim], and the length of its error [T, heads]."""
     x, error = (t.view(len(t), shape.groups, -1).repeat_interleave(shape.members, 1) for t in (x, error))

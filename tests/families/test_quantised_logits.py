@@ -62,7 +62,7 @@ def test_native_is_no_further_from_float32_than_torch(name: str, pool: Pool, tmp
     _assert_near(got, plain, exact)
 
 
-@pytest.mark.parametrize("model", ["llama-bias", "qwen2", "qwen2-moe-mixed", "olmoe", "mixtral"])
+@pytest.mark.parametrize("model", ["llama-bias", "qwen2", "qwen2-moe-mixed", "qwen3-next", "olmoe", "mixtral"])
 @pytest.mark.parametrize("name", ["fp8 small blocks", "fp8 tensor", "gptq zeros"])
 def test_every_family(name: str, model: str, pool: Pool, tmp_path: Path) -> None:
     """Other names, biases, shared experts, parts that are one matrix."""

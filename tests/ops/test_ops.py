@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from delta_cases import CASES as DELTA_CASES
-from delta_cases import SHAPES, exact, joined, part, poisoned_state
+from delta_cases import SHAPES, exact, joined, mostly_rounded_once, part, poisoned_state
 from delta_cases import inputs as delta_inputs
 from delta_cases import weights as delta_weights
 from ops_run import NativeRun, TorchRun
@@ -111,6 +111,7 @@ def test_gated_delta(ops: Run, dtype: torch.dtype, case: str, size: str, rng: to
         want = exact(text, weights, shape)
         rows = slice(first, first := first + len(text.q) - past)
         assert_within(got[rows], want.out[past:], want.bound[past:] + stored(want.out[past:], dtype))
+        assert dtype != torch.bfloat16 or mostly_rounded_once(got[rows], want.out[past:])
         assert ((state.rule[slot].double() - want.rule).flatten(1).norm(dim=1) <= want.rule_bound).all()
         assert torch.equal(state.tail[slot], want.tail)
     others = [i for i in range(len(texts) + 2) if i not in slots]

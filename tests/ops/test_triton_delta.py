@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from delta_cases import CASES, SHAPES, exact, inputs, joined, part, poisoned_state, weights
+from delta_cases import CASES, SHAPES, exact, inputs, joined, mostly_rounded_once, part, poisoned_state, weights
 from ops.triton_bounds import BF16, assert_within, poisoned, stored
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
 from proa.ops.triton.delta import gated_delta
@@ -69,6 +69,7 @@ def test_gated_delta(size: str, case: str, rng: torch.Generator, device: torch.d
         want = exact(text, w, shape)
         rows = len(text.q) - past
         assert_within(got[first : first + rows], want.out[past:], want.bound[past:] + stored(want.out[past:]))
+        assert mostly_rounded_once(got[first : first + rows], want.out[past:])
         off = (state.rule[slot].cpu().double() - want.rule).flatten(1).norm(dim=1)
         assert (off <= want.rule_bound).all()
         assert torch.equal(state.tail[slot].cpu(), want.tail)

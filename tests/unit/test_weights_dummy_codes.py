@@ -20,14 +20,15 @@ from proa.ops.packed import Memory, RowSink, Stack
 from proa.ops.staging import DevicePanels, Staging
 from proa.ops.table import Target
 from proa.weights.dummy import fill_dummy
+from proa.weights.dummy_names import is_coded
 from tiny import tiny_reference
 
 FORMATS = [name.removeprefix("dummy ") for name in DUMMY]
 CPU = torch.device("cpu")
 
 
-def spec_of() -> Model:
-    model = tiny_reference("qwen3-moe", num_hidden_layers=1, hidden_size=128, moe_intermediate_size=48)
+def spec_of(name: str = "qwen3-moe", layers: int = 1) -> Model:
+    model = tiny_reference(name, num_hidden_layers=layers, hidden_size=128, moe_intermediate_size=48)
     return declare(model.config.to_dict() | {"architectures": [type(model).__name__]}).spec
 
 
@@ -111,6 +112,13 @@ def test_the_same_bytes_wherever_they_lie(form: str, monkeypatch: pytest.MonkeyP
 def test_no_room_at_all_is_said() -> None:
     with pytest.raises(ValueError, match="no room"):
         Filled("int4", resident=[0], staging=1 << 10)
+
+
+def test_of_linear_attention_the_large_projections_have_the_format() -> None:
+    """As in Qwen3-Next's own FP8 checkpoint."""
+    names = [name for name, _ in spec_of("qwen3-next", layers=4).params() if name.startswith("blocks.0.mixer.")]
+    coded = {name.removeprefix("blocks.0.mixer.") for name in names if is_coded(name)}
+    assert coded == {"qkvz.weight", "out.weight"}
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -23,9 +23,10 @@ from proa.native.formats import KEPT, Format, Layout, Order, Stored, kept_form, 
 from proa.native.pool import Pool
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory, RowSink
+from proa.ops.staging import DeviceRows, Staging
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
-from tiny import make_tiny, tiny_reference
+from tiny import make_tiny, reference_params, tiny_reference
 from tiny_gguf import make_tiny_gguf
 from tiny_quantised import SCHEMES, make_quantised
 from weights_cases import assert_same, load
@@ -237,3 +238,21 @@ def test_memory_is_touched_by_the_team() -> None:
                 touch(pool, [(team, arena, 0, nbytes)])
                 assert arena.info.touched_bytes == nbytes
                 assert (faults_here() - before) // (nbytes // os.sysconf("SC_PAGESIZE")) == by_caller
+
+
+@pytest.mark.parametrize("threads", [[], [0]])
+def test_parameters_of_a_gpu_keep_their_types(threads: list[int], tmp_path: Path) -> None:
+    """Bfloat16 matrices by way of the staging, float32 numbers of one and three dimensions as they are read."""
+    folder = make_tiny("qwen3-next", tmp_path / "m")
+    checkpoint = open_checkpoint(folder)
+    declared = checkpoint.declare()
+    wide = {"conv.weight", "a_log", "dt_bias"}
+    kinds = {name: torch.float32 if name.split("mixer.")[-1] in wide else torch.bfloat16
+             for name, _ in declared.spec.params()}  # fmt: skip
+    tensors = {name: torch.full(shape, torch.nan, dtype=kinds[name]) for name, shape in declared.spec.params()}
+    with Pool([threads], pin=False) as pool:
+        staging = Staging(pool, 1 << 16, pinned=False)
+        targets = {name: DeviceRows(tensor, staging) for name, tensor in tensors.items()}
+        load_weights(checkpoint, declared, targets, lambda done, total: None, pool, staging.flush)
+    exact = reference_params(tiny_reference("qwen3-next"))
+    assert_same(tensors, {name: tensor.to(kinds[name]) for name, tensor in exact.items()})
