@@ -31,19 +31,22 @@ struct Lines {
                                                           int last, size_t ahead, const void* x) {
         for (int line = first; line < last; ++line) {
             typename Code::Line codes[R];
-            unrolled<R>([&](auto r) {
+            unrolled<R>([&](auto r) __attribute__((always_inline)) {
                 const uint8_t* p = w[r.value] + size_t(line) * Code::kBytes;
                 codes[r.value] = Code::load(p);
                 for (int i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(p + ahead + i);
             });
             const XPair* at = (const XPair*)x + size_t(line) * kPairs * M;
-            unrolled<kPairs>([&](auto p) {
+            unrolled<kPairs>([&](auto p) __attribute__((always_inline)) {
                 decltype(Code::template pair<p.value>(codes[0])) pairs[R];
-                unrolled<R>([&](auto r) { pairs[r.value] = Code::template pair<p.value>(codes[r.value]); });
-                unrolled<M>([&](auto m) {
+                unrolled<R>([&](auto r) __attribute__((always_inline)) {
+                    pairs[r.value] = Code::template pair<p.value>(codes[r.value]);
+                });
+                unrolled<M>([&](auto m) __attribute__((always_inline)) {
                     const Broadcast token = broadcast(at + p.value * M + m.value);
-                    unrolled<R>(
-                        [&](auto r) { sum[r.value][m.value] = dot(sum[r.value][m.value], pairs[r.value], token); });
+                    unrolled<R>([&](auto r) __attribute__((always_inline)) {
+                        sum[r.value][m.value] = dot(sum[r.value][m.value], pairs[r.value], token);
+                    });
                 });
             });
         }
