@@ -3,8 +3,8 @@
 // 16 digits a, then b, then c, in the order in which the codes of 16 columns come as bytes; then the scale and what
 // sums of products start from. Never: weights.
 //
-// How exact: the largest of the 16 values is 2^21 to 2^23 units. bfloat16 has eight significant bits, so values down to
-// 2^-14 of the largest are exact, and none is off by more than half a unit, 2^-22 of the largest.
+// How exact: the largest of the 16 values is 2^22 to 2^23 units. bfloat16 has eight significant bits, so values down to
+// 2^-14 of the largest are exact, and none is off by more than half a unit, 2^-23 of the largest.
 #pragma once
 
 constexpr int kDigitColumns = 16;

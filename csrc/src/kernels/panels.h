@@ -85,12 +85,19 @@ struct Tile {
                 clear(part);
                 const int first = g * group_lines;
                 Terms::add(part, w, first, first + group_lines, first < border ? kPrefetchBytes : next, x);
-                unrolled<R>([&](auto r) {
+                float of_x[M];  // sums of the group's activations
+                if constexpr (Scales::kHasMin) sum_groups(l.group / 16, sums + size_t(g) * (l.group / 16) * M, of_x);
+                unrolled<R>([&](auto r) __attribute__((always_inline)) {
                     const F32 s = Scales::scale(w[r.value] + l.code_bytes, g);
-                    unrolled<M>([&](auto m) {
+                    unrolled<M>([&](auto m) __attribute__((always_inline)) {
                         total[r.value][m.value] = fma(s, part[r.value][m.value], total[r.value][m.value]);
                     });
-                    if constexpr (Scales::kHasMin) add_minimum(l, w[r.value] + l.code_bytes, g, sums, total[r.value]);
+                    if constexpr (Scales::kHasMin) {
+                        const F32 minimum = Scales::minimum(w[r.value] + l.code_bytes, g);
+                        unrolled<M>([&](auto m) __attribute__((always_inline)) {
+                            total[r.value][m.value] = fma(minimum, set(of_x[m.value]), total[r.value][m.value]);
+                        });
+                    }
                 });
             }
         }
@@ -105,15 +112,10 @@ struct Tile {
         });
     }
 
-    static inline __attribute__((always_inline)) void add_minimum(const Layout& l, const uint8_t* scales, int g,
-                                                                  const float* sums, F32 (&total)[M]) {
-        const F32 minimum = Scales::minimum(scales, g);
-        const int sixteens = l.group / 16;
-        unrolled<M>([&](auto m) {
-            float sum = 0;
-            for (int i = 0; i < sixteens; ++i) sum += sums[(g * sixteens + i) * M + m.value];
-            total[m.value] = fma(minimum, set(sum), total[m.value]);
-        });
+    static inline __attribute__((always_inline)) void sum_groups(int sixteens, const float* sums, float (&of_x)[M]) {
+        for (int m = 0; m < M; ++m) of_x[m] = sums[m];
+        for (int i = 1; i < sixteens; ++i)
+            for (int m = 0; m < M; ++m) of_x[m] += sums[i * M + m];
     }
 };
 
