@@ -14,7 +14,7 @@ constexpr int kMostDigits = 6;
 constexpr int digits_to_tokens(Format f) {
     return f == Format::kQ6K ? 6 : f == Format::kInt8F32 || f == Format::kInt8F16 ? 3 : 0;
 }
-constexpr int digit_rows_at_once(int) { return 1; }
+constexpr int digit_rows_at_once(int tokens) { return tokens <= 4 ? 2 : 1; }
 constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <= 2 ? 4 : 2; }
 
