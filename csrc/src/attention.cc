@@ -240,14 +240,14 @@ struct Panels {
         scores = scratch.take<float>(n * kTileKeys);
         part = scratch.take<float>(results), total = scratch.take<float>(results);
         maxima = scratch.take<float>(n), sums = scratch.take<float>(n), factors = scratch.take<float>(n);
-        query_pairs = scratch.take<char>(n * size_t(keys.padded / 2) * size_t(k.pair_bytes));
-        weight_pairs = scratch.take<char>(n * size_t(kTileKeys / 2) * size_t(k.pair_bytes));
+        query_pairs = scratch.take<char>(n * k.row_bytes(keys));
+        weight_pairs = scratch.take<char>(n * k.row_bytes(values));
         queries = scratch.take<uint16_t>(n * size_t(c.key_dim));
         expanded = scratch.take<char>(
             std::max(k.expand_bytes(keys, keys.panels, rows), k.expand_bytes(values, values.panels, rows)));
     }
 
-    Packed packed(const Kernels& k, char* pairs) const { return {pairs, nullptr, rows, k.block_tokens(keys, rows)}; }
+    Packed packed(const Kernels& k, char* pairs) const { return {pairs, nullptr, rows, k.packing(keys, rows)}; }
 };
 
 void pack_queries(const Attention& op, const Kernels& k, const Piece& p, Panels& m) {

@@ -78,7 +78,7 @@ void run(const Linear& op, Host& host, int tokens, int lane) {
     call.kernels = &k, call.tasks = RowTasks(*op.weights, step, groups);
     call.tokens = tokens, call.groups = groups, call.packing_parts = block_count(largest, kPackingTokens);
     const auto carve = [&](Carver parts) {
-        call.pairs = parts.take<char>(size_t(tokens) * (l.padded / 2) * k.pair_bytes);
+        call.pairs = parts.take<char>(size_t(tokens) * k.row_bytes(l));
         call.sums = parts.take<float>(has_min ? size_t(tokens) * (l.padded / 16) : 0);
         return parts.used();
     };

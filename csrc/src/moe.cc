@@ -22,7 +22,7 @@ void pack(const Call& call, int task) {
 // The task's own copy: it stays in the cache, where one that all share would come from other cores.
 Packed packed_here(const Call& call, const Group& g, Carver& scratch) {
     const Layout& l = call.experts->gate_up->layout;
-    char* pairs = scratch.take<char>(size_t(g.tokens) * size_t(l.padded / 2) * size_t(call.kernels->pair_bytes));
+    char* pairs = scratch.take<char>(size_t(g.tokens) * call.kernels->row_bytes(l));
     const bool has_min = kFacts[int(l.format)].has_min;
     float* sums = has_min ? scratch.take<float>(size_t(g.tokens) * size_t(l.padded / 16)) : nullptr;
     const Packed x = packed_rows(*call.kernels, l, pairs, sums, 0, g.tokens);
@@ -137,8 +137,8 @@ void carve(Call& call, Host& host, int parts, int lane) {
     const size_t choices = call.index.size(), packed = call.by_expert ? 0 : call.shared_x ? 1 : choices;
     call.result_columns = call.by_expert ? size_t(result_columns(*e.down, parts)) : 0;
     const auto take = [&](Carver memory) {
-        call.x_pairs = memory.take<char>(packed * (up.padded / 2) * call.kernels->pair_bytes);
-        call.h_pairs = memory.take<char>(choices * (down.padded / 2) * call.kernels->pair_bytes);
+        call.x_pairs = memory.take<char>(packed * call.kernels->row_bytes(up));
+        call.h_pairs = memory.take<char>(choices * call.kernels->row_bytes(down));
         call.x_sums = memory.take<float>(packed * (up.padded / 16));
         call.h_sums = memory.take<float>(choices * (down.padded / 16));
         call.results = memory.take<float>(choices * call.result_columns);

@@ -45,11 +45,19 @@ def product(pool: Pool, packed: Packed, x: np.ndarray, rows: int, bias: np.ndarr
 
 
 def sum_bound(w: Weights, x: np.ndarray) -> np.ndarray:
-    """Of |computed - exact| of x W^T: float32 sums, and weights that long batches round to bfloat16."""
+    """Of |computed - exact| of x W^T: float32 sums, weights that long batches round to bfloat16, and activations that
+    short ones hold in fixed point (csrc/src/kernels/digits.h)."""
     terms = w.values.shape[1] + 4 * w.layout.padded_columns // (w.group or w.values.shape[1]) + 8
-    sums = terms * 2.0**-24 * (np.abs(x) @ w.scaled.T)
+    sums = terms * 2.0**-24 * (np.abs(x) @ w.scaled.T) + (fixed_point(w, x) if w.format >= Format.INT8_F32 else 0.0)
     rounded = 0.0 if w.format is Format.BF16 else HALF_ULP_BF16 * (np.abs(x) @ np.abs(w.values).T)
     return sums + (rounded if len(x) >= 16 else 0.0) + 1e-30
+
+
+def fixed_point(w: Weights, x: np.ndarray) -> np.ndarray:
+    """Half a unit, 2^-23 of the largest of 16 activations, for each code, and as much for sums of 16 in float32."""
+    padded = np.pad(np.abs(x), ((0, 0), (0, -x.shape[1] % 16)))
+    largest = np.repeat(padded.reshape(len(x), -1, 16).max(-1), 16, -1)[:, : x.shape[1]]
+    return 2.0**-22 * (largest @ w.scaled.T)
 
 
 @pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
@@ -94,11 +102,85 @@ def test_every_code_of_e4m3(pool, code):
 @pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
 def test_a_tokens_result_does_not_depend_on_its_batch_or_on_nodes(pool, form, group):
     w = random_weights(form, group, 96, 320, seed=2)
-    tokens = 4 if pool.isa in ("amx", "scalar-tiles") else 13  # more go to tiles, which add up in another order
-    bits, _ = activations(tokens, 320, seed=3)
-    alone = np.concatenate([product(pool, Packed([w]), bits[i : i + 1], 96) for i in range(tokens)])
-    np.testing.assert_array_equal(product(pool, Packed([w]), bits, 96), alone)
-    np.testing.assert_array_equal(product(pool, Packed([w], pieces=2), bits, 96), alone)
+    bits, _ = activations(13, 320, seed=3)
+    first, end = 1, other_way_from(pool.isa, form)
+    while first <= 13:  # all batches that are multiplied alike
+        most = min(end - 1, 13)
+        want = product(pool, Packed([w]), bits[:most], 96)
+        for tokens in range(first, most):
+            np.testing.assert_array_equal(product(pool, Packed([w]), bits[:tokens], 96), want[:tokens])
+            last = product(pool, Packed([w]), bits[most - tokens : most], 96)
+            np.testing.assert_array_equal(last, want[most - tokens :])
+        np.testing.assert_array_equal(product(pool, Packed([w], pieces=2), bits[:most], 96), want)
+        first, end = end, 32
+        if pool.isa in ("amx", "scalar-tiles"):
+            break  # tiles add up in another order
+
+
+def other_way_from(isa: str, form: Format) -> int:
+    """Tokens of a matrix from which on an instruction set multiplies another way."""
+    if isa in ("amx", "scalar-tiles"):
+        return 5
+    if isa == "avx512-bf16" and form in (Format.INT8_F32, Format.INT8_F16):
+        return 4
+    return 7 if isa == "avx512-bf16" and form is Format.Q6_K else 32
+
+
+INTEGERS = [case for case in CASES if case[0] >= Format.INT8_F32]
+
+
+@pytest.mark.parametrize(("form", "group"), INTEGERS, ids=lambda v: getattr(v, "name", v))
+def test_every_code_of_integers(pool, form, group):
+    columns = 256
+    w = random_weights(form, group, 32, columns, seed=1, every_code=True)
+    bits = bf16_bits(np.eye(columns))
+    got = np.concatenate([product(pool, Packed([w]), bits[i : i + 2], 32) for i in range(0, columns, 2)]).T
+    assert (np.abs(got - w.values) <= 2.0**-21 * w.scaled + 1e-30).all()
+
+
+@pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
+def test_activations_of_any_size(pool, form, group):
+    """Neighbours that differ by up to 2^40, all small, all large, all zero."""
+    rng = np.random.default_rng(7)
+    w = random_weights(form, group, 37, 200, seed=7)
+    packed = Packed([w])
+    for least, most in ((-20, 20), (-60, -50), (50, 60), (-2, 2)):
+        sizes = 2.0 ** rng.integers(least, most, (4, 200))
+        bits = bf16_bits(rng.standard_normal((4, 200)) * sizes * (rng.random((4, 200)) < 0.7))
+        bits[3] = 0
+        x = bf16_values(bits)
+        for tokens in (1, 4):
+            got = product(pool, packed, bits[4 - tokens :], 37)
+            off = np.abs(got - x[4 - tokens :] @ w.values.T)
+            assert (off <= sum_bound(w, x[4 - tokens :])).all(), (least, tokens)
+            assert (got[-1] == 0).all()
+
+
+@pytest.mark.parametrize(("form", "group"), [(Format.INT8_F32, 0), (Format.INT4_F32, 128)])
+def test_small_activations_beside_large_ones_are_exact(pool, form, group):
+    """All that bfloat16 has within 2^14 of its largest neighbour: 255 / 128 needs every digit's carry."""
+    codes = np.eye(128)
+    arrays = {"codes": (codes + (8 if form is Format.INT4_F32 else 0)).astype(np.uint8)}
+    arrays["scales"] = np.ones((128, 1), np.float32)
+    packed = Packed([Weights(form, group, codes, codes, arrays)])
+    exact = (128 + np.arange(128)) * 2.0 ** -np.arange(15)[:, None] * np.where(np.arange(128) % 3, 1, -1)
+    exact[:, ::16] = 255 * np.where(np.arange(8) % 2, 1, -1)
+    bits = bf16_bits(exact)
+    np.testing.assert_array_equal(bf16_values(bits), exact)
+    for row in range(15):
+        np.testing.assert_array_equal(product(pool, packed, bits[row : row + 1], 128), exact[row : row + 1])
+
+
+@pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
+@pytest.mark.parametrize("strange", [0x7F80, 0xFF80, 0x7FC0], ids=["inf", "-inf", "nan"])
+def test_what_is_not_finite_spoils_its_own_token_only(pool, form, group, strange):
+    w = random_weights(form, group, 16, 64, seed=4)
+    bits, _ = activations(3, 64, seed=4)
+    want = product(pool, Packed([w]), bits, 16)
+    bits[1, 37] = strange
+    got = product(pool, Packed([w]), bits, 16)
+    np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])
+    assert not np.isfinite(got[1][w.values[:, 37] != 0]).any()
 
 
 def test_bias_and_bfloat16_output(pool):

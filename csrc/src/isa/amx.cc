@@ -10,6 +10,9 @@ namespace {
 constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
 constexpr int kExpandFromTokens = 16;
 constexpr int kTilesFromTokens = 5;  // where they are exact
+constexpr int kMostDigits = 4;
+constexpr int digits_to_tokens(Format) { return kTilesFromTokens - 1; }
+constexpr int digit_rows_at_once(int) { return 2; }
 constexpr Blocking kBlocking = kTileBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <= 2 ? 4 : 2; }
 
@@ -20,9 +23,12 @@ constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <
 #include "../kernels/codes.h"
 #include "../kernels/scales.h"
 #include "../kernels/formats.h"
-#include "../kernels/panels.h"
+#include "../kernels/bytes_vnni.h"
+#include "../kernels/digits.h"
 #include "../kernels/tiles.h"
 #include "../kernels/packed.h"
+#include "../kernels/panels.h"
+#include "../kernels/digit_panels.h"
 #include "../kernels/tile_panels.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"

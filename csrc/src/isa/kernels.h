@@ -9,13 +9,22 @@ namespace proa {
 // kNone is no part of the C ABI: attention packs its weights with it.
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3, kNone = 4 };
 
-// Rows of bfloat16 packed for one layout's width (see block_begin): pairs [padded / 2][M], sums [padded / 16][M] of
-// each block.
+// How rows of bfloat16 are packed for some weights: by blocks of tokens (see block_begin) whose pairs of columns
+// alternate, as lines for matrix tiles, or as digits that codes are multiplied with as integers (see kernels/digits.h).
+struct Packing {
+    enum Form : int32_t { kPairs, kTiles, kNibbleDigits, kByteDigits };
+    int block_tokens;
+    Form form;
+    int zero;    // of digits: what is added to codes, so that they are not negative
+    float step;  // what a unit of a code is worth
+};
+
+// Rows packed for one layout's width: pairs [padded / 2][M] or lines, sums [padded / 16][M] of each block.
 struct Packed {
     void* pairs;
     float* sums;  // null where the format has no minimums
     int tokens;
-    int block_tokens;
+    Packing how;
 };
 
 constexpr int kTileTokens = 32;  // of a block that is packed for matrix tiles
@@ -52,12 +61,12 @@ struct DeltaStep {
 
 struct Kernels {
     const char* name;
-    int pair_bytes;  // of a packed pair of activations
     Blocking blocking;
 
-    // Tokens of a block that `tokens` rows are packed by for these weights. Whoever packs and whoever multiplies agree
-    // by it.
-    int (*block_tokens)(const Layout& l, int tokens);
+    // How `tokens` rows are packed for these weights. Whoever packs and whoever multiplies agree by it.
+    Packing (*packing)(const Layout& l, int tokens);
+    // Of a packed row, however many there are.
+    size_t (*row_bytes)(const Layout& l);
 
     // Pack tokens [first, last) of x: row index[t], or t where index is null, of `stride` values.
     void (*pack)(const uint16_t* x, size_t stride, const int32_t* index, int first, int last, int columns, int padded,

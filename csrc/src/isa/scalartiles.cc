@@ -7,6 +7,9 @@ namespace {
 constexpr int kMostPlain = 4, kMostScaled = 4;
 constexpr int kExpandFromTokens = 16;
 constexpr int kTilesFromTokens = 5;
+constexpr int kMostDigits = 4;
+constexpr int digits_to_tokens(Format) { return kTilesFromTokens - 1; }
+constexpr int digit_rows_at_once(int) { return 1; }
 constexpr Blocking kBlocking = {0, 64, 64, 256, 4, 64 << 10};  // small, so that small tests have several of each
 constexpr int rows_at_once(int, bool) { return 1; }
 
@@ -16,9 +19,12 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/codes.h"
 #include "../kernels/scales.h"
 #include "../kernels/formats.h"
-#include "../kernels/panels.h"
+#include "../kernels/bytes_plain.h"
+#include "../kernels/digits.h"
 #include "../kernels/tiles.h"
 #include "../kernels/packed.h"
+#include "../kernels/panels.h"
+#include "../kernels/digit_panels.h"
 #include "../kernels/tile_panels.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"

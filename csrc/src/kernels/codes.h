@@ -17,30 +17,24 @@ struct Bf16Code : WordLine<2> {
     }
 };
 
-// A float16 is the sum of two bfloat16: its leading 8 bits and the rest.
-struct PairSum {
-    Pair high, low;
+// A pair in float32, which float16 needs: by fused multiply-adds, whatever else the instruction set has.
+struct WidePair {
+    F32 even, odd;
 };
-inline F32 dot(F32 sum, const PairSum& w, Broadcast x) { return dot(dot(sum, w.high, x), w.low, x); }
-inline F32 even_values(const PairSum& w) { return add(even_values(w.high), even_values(w.low)); }
-inline F32 odd_values(const PairSum& w) { return add(odd_values(w.high), odd_values(w.low)); }
+inline F32 dot(F32 sum, const WidePair& w, Broadcast x) {
+    return fma(w.odd, odd_values(x), fma(w.even, even_values(x), sum));
+}
+inline F32 even_values(const WidePair& w) { return w.even; }
+inline F32 odd_values(const WidePair& w) { return w.odd; }
 
 // Unlike all others, a line holds the 16 even columns' values before the 16 odd ones: as float16 converts.
 struct Fp16Code {
     static constexpr int kValues = 2, kBytes = 64;
-    struct Line {
-        F32 even, odd;
-    };
+    using Line = WidePair;
     static Line load(const uint8_t* p) { return {load_f16(p), load_f16(p + 32)}; }
     template <int p>
-    static auto pair(Line line) {
-        if constexpr (kBf16Dot) {
-            const U32 mask = set_u32(0xffff0000);
-            const F32 even = as_f32(bit_and(as_u32(line.even), mask)), odd = as_f32(bit_and(as_u32(line.odd), mask));
-            return PairSum{from_values(even, odd), from_values(sub(line.even, even), sub(line.odd, odd))};
-        } else {
-            return from_values(line.even, line.odd);
-        }
+    static WidePair pair(const Line& line) {
+        return line;
     }
 };
 

@@ -21,4 +21,6 @@ inline Pair from_values(F32 even, F32 odd) { return {even, odd}; }
 inline U32 bf16_words(Pair w) { return bit_or(shr<16>(as_u32(w.even)), bit_and(as_u32(w.odd), set_u32(0xffff0000))); }
 inline F32 even_values(Pair w) { return w.even; }
 inline F32 odd_values(Pair w) { return w.odd; }
+inline F32 even_values(Broadcast x) { return x.even; }
+inline F32 odd_values(Broadcast x) { return x.odd; }
 inline XPair make_xpair(uint16_t even, uint16_t odd) { return {bf16_value(even), bf16_value(odd)}; }

@@ -6,11 +6,13 @@ struct PackedBlock {
     int first, size;  // tokens
     void* data;
     float* sums;  // of 16 columns each, [padded / 16][size], or null
-    bool tiles;
+    Packing how;
 
     XPair* pairs() const { return (XPair*)data; }
-    // 32 columns of a token in bfloat16: a row of a tile.
-    uint8_t* line(int columns32, int t) const { return (uint8_t*)data + (size_t(columns32) * size + t) * kLineBytes; }
+    // Of tiles: 32 columns of a token in bfloat16, a row of a tile. Of digits: 16 columns.
+    uint8_t* line(int i, int t) const { return (uint8_t*)data + (size_t(i) * size + t) * kLineBytes; }
+    bool tiles() const { return how.form == Packing::kTiles; }
+    bool digits() const { return how.form > Packing::kTiles; }
 
     // Of a token's columns in group g.
     float sum(int g, int group, int t) const {
@@ -21,7 +23,8 @@ struct PackedBlock {
 
     // 16 columns of a token, from column 16 i on.
     void put16(int i, int t, U32 bits) const {
-        if (tiles) return store_u16(line(i / 2, t) + i % 2 * 32, bits);
+        if (tiles()) return store_u16(line(i / 2, t) + i % 2 * 32, bits);
+        if (digits()) return put_digits(how, line(i, t), bits);
         uint16_t values[16];
         store_u16(values, bits);
         XPair* to = pairs() + size_t(i) * 8 * size + t;
@@ -29,16 +32,16 @@ struct PackedBlock {
     }
 };
 
-inline bool in_tiles(const Packed& packed) { return kTiles && packed.block_tokens == kTileTokens; }
-
 template <class F>
 inline void each_block(const Packed& packed, int padded, F&& f) {
-    const int blocks = block_count(packed.tokens, packed.block_tokens);
+    const int blocks = block_count(packed.tokens, packed.how.block_tokens);
+    const bool digits = packed.how.form > Packing::kTiles;
+    const size_t row_bytes = digits ? size_t(padded / kDigitColumns) * kLineBytes : size_t(padded / 2) * sizeof(XPair);
     for (int i = 0; i < blocks; ++i) {
         const int first = block_begin(packed.tokens, blocks, i);
         f(PackedBlock{first, block_begin(packed.tokens, blocks, i + 1) - first,
-                      (XPair*)packed.pairs + size_t(first) * (padded / 2),
-                      packed.sums ? packed.sums + size_t(first) * (padded / 16) : nullptr, in_tiles(packed)});
+                      (uint8_t*)packed.pairs + size_t(first) * row_bytes,
+                      packed.sums ? packed.sums + size_t(first) * (padded / 16) : nullptr, packed.how});
     }
 }
 
@@ -69,6 +72,12 @@ inline void pack_lines(const PackedBlock& block, const uint16_t* const* rows, in
         }
 }
 
+// A token's row into digits.
+inline void pack_digits(const PackedBlock& block, int t, const uint16_t* row, int columns, int padded) {
+    for (int i = 0; i < padded / kDigitColumns; ++i)
+        put_digits(block.how, block.line(i, t), shr<16>(as_u32(load_bf16_first(row + i * 16, columns - i * 16))));
+}
+
 inline void sum_columns(const PackedBlock& block, int t, const uint16_t* row, int columns, int padded) {
     for (int i = 0; i < padded / 16; ++i)
         block.sums[size_t(i) * block.size + t] = reduce_add(load_bf16_first(row + i * 16, columns - i * 16));
@@ -84,9 +93,12 @@ void pack(const uint16_t* x, size_t stride, const int32_t* index, int first, int
         for (int t = begin; t < end; ++t) {
             const int token = block.first + t;
             rows[t] = x + (index ? size_t(index[token]) : size_t(token)) * stride;
-            if (!block.tiles) pack_pairs(block, t, rows[t], columns, padded);
+            if (block.digits())
+                pack_digits(block, t, rows[t], columns, padded);
+            else if (!block.tiles())
+                pack_pairs(block, t, rows[t], columns, padded);
             if (block.sums) sum_columns(block, t, rows[t], columns, padded);
         }
-        if (block.tiles && begin < end) pack_lines(block, rows, begin, end, columns, padded);
+        if (block.tiles() && begin < end) pack_lines(block, rows, begin, end, columns, padded);
     });
 }

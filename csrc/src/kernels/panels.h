@@ -19,42 +19,55 @@ inline __attribute__((always_inline)) void unrolled(F&& f) {
 
 // How far ahead of the line in work memory is asked for: beyond a 4 KB page no hardware prefetcher of x86 looks, and
 // none knows which panels come next.
-constexpr size_t kPrefetchBytes = 2048;
+constexpr size_t kAheadBytes = 8192;  // of a tile's panels together: what memory delivers in a latency
 
-// Panels w[0..R-1] times M tokens. sums: of the activations over 16 columns each, [padded / 16][M].
-template <class Code, class Scales, int R, int M>
-struct Tile {
+// What lines [first, last) of panels w[0..R-1] add to the sums of M tokens; of each panel also line + `ahead` bytes is
+// asked for. x: pairs.
+template <class Code, int R, int M>
+struct Lines {
     static constexpr int kPairs = Code::kValues / 2;
 
-    // Of each panel also line + `ahead` bytes is asked for.
-    static inline __attribute__((always_inline)) void lines(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
-                                                            int last, size_t ahead, const XPair* x) {
+    static inline __attribute__((always_inline)) void add(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
+                                                          int last, size_t ahead, const void* x) {
         for (int line = first; line < last; ++line) {
             typename Code::Line codes[R];
-            unrolled<R>([&](auto r) {
+            unrolled<R>([&](auto r) __attribute__((always_inline)) {
                 const uint8_t* p = w[r.value] + size_t(line) * Code::kBytes;
                 codes[r.value] = Code::load(p);
                 for (int i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(p + ahead + i);
             });
-            const XPair* at = x + size_t(line) * kPairs * M;
-            unrolled<kPairs>([&](auto p) {
+            const XPair* at = (const XPair*)x + size_t(line) * kPairs * M;
+            unrolled<kPairs>([&](auto p) __attribute__((always_inline)) {
                 decltype(Code::template pair<p.value>(codes[0])) pairs[R];
-                unrolled<R>([&](auto r) { pairs[r.value] = Code::template pair<p.value>(codes[r.value]); });
-                unrolled<M>([&](auto m) {
+                unrolled<R>([&](auto r) __attribute__((always_inline)) {
+                    pairs[r.value] = Code::template pair<p.value>(codes[r.value]);
+                });
+                unrolled<M>([&](auto m) __attribute__((always_inline)) {
                     const Broadcast token = broadcast(at + p.value * M + m.value);
-                    unrolled<R>(
-                        [&](auto r) { sum[r.value][m.value] = dot(sum[r.value][m.value], pairs[r.value], token); });
+                    unrolled<R>([&](auto r) __attribute__((always_inline)) {
+                        sum[r.value][m.value] = dot(sum[r.value][m.value], pairs[r.value], token);
+                    });
                 });
             });
         }
     }
+};
 
+// Codes that are multiplied as integers: see digit_panels.h.
+template <class Code>
+constexpr bool kInteger = requires { Code::kZero; };
+
+// Panels w[0..R-1] times M tokens. sums: of the activations over 16 columns each, [padded / 16][M].
+template <class Code, class Scales, int R, int M>
+struct Tile {
     static inline __attribute__((always_inline)) void clear(F32 (&sum)[R][M]) {
         unrolled<R>([&](auto r) { unrolled<M>([&](auto m) { sum[r.value][m.value] = zero(); }); });
     }
 
-    static __attribute__((noinline)) void run(const Layout& l, const uint8_t* const (&w)[R], const XPair* x,
+    static __attribute__((noinline)) void run(const Layout& l, const uint8_t* const (&w)[R], const void* x,
                                               const float* sums, float* const (&out)[R]) {
+        using Terms = Lines<Code, R, M>;
+        constexpr size_t kPrefetchBytes = kAheadBytes / R;
         F32 total[R][M];
         clear(total);
         const int all = l.padded / Code::kValues;
@@ -62,8 +75,8 @@ struct Tile {
         const int turn = all - int(kPrefetchBytes / Code::kBytes), border = turn > 0 ? turn : 0;
         const size_t next = R * l.panel_bytes - l.code_bytes + kPrefetchBytes;
         if constexpr (!Scales::kScaled) {
-            lines(total, w, 0, border, kPrefetchBytes, x);
-            lines(total, w, border, all, next, x);
+            Terms::add(total, w, 0, border, kPrefetchBytes, x);
+            Terms::add(total, w, border, all, next, x);
         } else {
             unrolled<R>([&](auto r) { __builtin_prefetch(w[r.value] + R * l.panel_bytes + l.code_bytes); });
             const int group_lines = l.group / Code::kValues;
@@ -71,13 +84,20 @@ struct Tile {
                 F32 part[R][M];
                 clear(part);
                 const int first = g * group_lines;
-                lines(part, w, first, first + group_lines, first < border ? kPrefetchBytes : next, x);
-                unrolled<R>([&](auto r) {
+                Terms::add(part, w, first, first + group_lines, first < border ? kPrefetchBytes : next, x);
+                float of_x[M];  // sums of the group's activations
+                if constexpr (Scales::kHasMin) sum_groups(l.group / 16, sums + size_t(g) * (l.group / 16) * M, of_x);
+                unrolled<R>([&](auto r) __attribute__((always_inline)) {
                     const F32 s = Scales::scale(w[r.value] + l.code_bytes, g);
-                    unrolled<M>([&](auto m) {
+                    unrolled<M>([&](auto m) __attribute__((always_inline)) {
                         total[r.value][m.value] = fma(s, part[r.value][m.value], total[r.value][m.value]);
                     });
-                    if constexpr (Scales::kHasMin) add_minimum(l, w[r.value] + l.code_bytes, g, sums, total[r.value]);
+                    if constexpr (Scales::kHasMin) {
+                        const F32 minimum = Scales::minimum(w[r.value] + l.code_bytes, g);
+                        unrolled<M>([&](auto m) __attribute__((always_inline)) {
+                            total[r.value][m.value] = fma(minimum, set(of_x[m.value]), total[r.value][m.value]);
+                        });
+                    }
                 });
             }
         }
@@ -92,21 +112,16 @@ struct Tile {
         });
     }
 
-    static inline __attribute__((always_inline)) void add_minimum(const Layout& l, const uint8_t* scales, int g,
-                                                                  const float* sums, F32 (&total)[M]) {
-        const F32 minimum = Scales::minimum(scales, g);
-        const int sixteens = l.group / 16;
-        unrolled<M>([&](auto m) {
-            float sum = 0;
-            for (int i = 0; i < sixteens; ++i) sum += sums[(g * sixteens + i) * M + m.value];
-            total[m.value] = fma(minimum, set(sum), total[m.value]);
-        });
+    static inline __attribute__((always_inline)) void sum_groups(int sixteens, const float* sums, float (&of_x)[M]) {
+        for (int m = 0; m < M; ++m) of_x[m] = sums[m];
+        for (int i = 1; i < sixteens; ++i)
+            for (int m = 0; m < M; ++m) of_x[m] += sums[i * M + m];
     }
 };
 
 // Panels [first, panels) R at a time, as long as there are R of them; returns how far it came.
 template <class Code, class Scales, int R, int M>
-int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const XPair* x, const float* sums, float* out,
+int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const PackedBlock& x, float* out,
              int out_tokens) {
     for (; first + R <= panels; first += R) {
         const uint8_t* panel[R];
@@ -115,35 +130,29 @@ int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const XPa
             panel[r] = w + size_t(first + r) * l.panel_bytes;
             place[r] = out + size_t(first + r) * out_tokens * 16;
         }
-        Tile<Code, Scales, R, M>::run(l, panel, x, sums, place);
+        Tile<Code, Scales, R, M>::run(l, panel, x.data, x.sums, place);
     }
     return first;
 }
 
 // All panels for one block of M tokens. out: [panels][out_tokens][16], this block's first token at out.
 template <class Code, class Scales, int M>
-void run_block(const Layout& l, const uint8_t* w, int panels, const XPair* x, const float* sums, float* out,
-               int out_tokens) {
-    constexpr int R = rows_at_once(M, Scales::kScaled);
-    int done = run_rows<Code, Scales, R, M>(l, w, 0, panels, x, sums, out, out_tokens);
-    if constexpr (R > 2) done = run_rows<Code, Scales, 2, M>(l, w, done, panels, x, sums, out, out_tokens);
-    if constexpr (R > 1) run_rows<Code, Scales, 1, M>(l, w, done, panels, x, sums, out, out_tokens);
+void run_block(const Layout& l, const uint8_t* w, int panels, const PackedBlock& x, float* out, int out_tokens) {
+    constexpr int R = kInteger<Code> ? digit_rows_at_once(M) : rows_at_once(M, Scales::kScaled);
+    int done = run_rows<Code, Scales, R, M>(l, w, 0, panels, x, out, out_tokens);
+    if constexpr (R > 2) done = run_rows<Code, Scales, 2, M>(l, w, done, panels, x, out, out_tokens);
+    if constexpr (R > 1) run_rows<Code, Scales, 1, M>(l, w, done, panels, x, out, out_tokens);
 }
 
 template <class Code, class Scales, int most>
-void run_panels(const Layout& l, const uint8_t* w, int panels, const XPair* x, const float* sums, int tokens,
-                float* out) {
-    const int blocks = block_count(tokens, most);
-    for (int b = 0; b < blocks; ++b) {
-        const int first = block_begin(tokens, blocks, b), size = block_begin(tokens, blocks, b + 1) - first;
-        const XPair* block_x = x + size_t(first) * (l.padded / 2);
-        const float* block_sums = sums ? sums + size_t(first) * (l.padded / 16) : nullptr;
+void run_panels(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out) {
+    each_block(x, l.padded, [&](const PackedBlock& block) {
         unrolled<most>([&](auto i) {
             constexpr int M = i.value + 1;
-            if (size == M)
-                run_block<Code, Scales, M>(l, w, panels, block_x, block_sums, out + size_t(first) * 16, tokens);
+            if (block.size == M)
+                run_block<Code, Scales, M>(l, w, panels, block, out + size_t(block.first) * 16, x.tokens);
         });
-    }
+    });
 }
 
 // Groups [first, last) of a panel's weights rounded once to bfloat16, in bfloat16's layout: a line for two columns.

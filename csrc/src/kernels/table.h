@@ -3,14 +3,21 @@
 
 inline bool expands(Format format, int tokens) { return format != Format::kBf16 && tokens >= kExpandFromTokens; }
 
-int block_tokens(const Layout& l, int tokens) {
-    if (by_tiles(l, tokens)) return kTileTokens;
-    return l.format == Format::kBf16 || l.format == Format::kFp16 || expands(l.format, tokens) ? kMostPlain
-                                                                                               : kMostScaled;
+Packing packing(const Layout& l, int tokens) {
+    if (by_digits(l, tokens)) return digit_packing(l);
+    if (by_tiles(l, tokens)) return {kTileTokens, Packing::kTiles, 0, 1};
+    const bool plain = l.format == Format::kBf16 || l.format == Format::kFp16 || expands(l.format, tokens);
+    return {plain ? kMostPlain : kMostScaled, Packing::kPairs, 0, 1};
+}
+
+size_t row_bytes(const Layout& l) {
+    const size_t pairs = size_t(l.padded / 2) * sizeof(XPair), lines = size_t(l.padded / kDigitColumns) * kLineBytes;
+    return by_digits(l, 1) && lines > pairs ? lines : pairs;
 }
 
 size_t expand_bytes(const Layout& l, int panels, int tokens) {
     const size_t panel_bytes = size_t(l.padded) * 32;
+    if (by_digits(l, tokens)) return 0;
     if (by_tiles(l, tokens)) return l.format == Format::kBf16 ? 0 : 2 * panel_bytes;
     return expands(l.format, tokens) ? size_t(panels) * panel_bytes : 0;
 }
@@ -21,24 +28,24 @@ void expand(const Layout& l, const uint8_t* w, void* out) {
 }
 
 void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch) {
-    if (in_tiles(x)) return multiply_tiles(l, w, panels, x, out, (uint8_t*)scratch);
-    const XPair* pairs = (const XPair*)x.pairs;
+    if (x.how.form == Packing::kTiles) return multiply_tiles(l, w, panels, x, out, (uint8_t*)scratch);
+    if (x.how.form != Packing::kPairs) return multiply_digits(l, w, panels, x, out);
     with_format(l.format, [&]<class Code, class Scales>() {
         if (!expands(l.format, x.tokens)) {
             constexpr int most = Scales::kScaled ? kMostScaled : kMostPlain;
-            return run_panels<Code, Scales, most>(l, w, panels, pairs, x.sums, x.tokens, out);
+            return run_panels<Code, Scales, most>(l, w, panels, x, out);
         }
         Layout wide = l;
         wide.panel_bytes = size_t(l.padded) * 32;
         for (int i = 0; i < panels; ++i)
             expand_groups<Code, Scales>(l, w + i * l.panel_bytes, 0, l.groups,
                                         (uint8_t*)scratch + i * wide.panel_bytes);
-        run_panels<Bf16Code, NoScale, kMostPlain>(wide, (const uint8_t*)scratch, panels, pairs, nullptr, x.tokens, out);
+        run_panels<Bf16Code, NoScale, kMostPlain>(wide, (const uint8_t*)scratch, panels, x, out);
     });
 }
 
 constexpr Kernels kernels(const char* name) {
-    return {name,     sizeof(XPair), kBlocking,     block_tokens,   pack,        matmul,       expand_bytes,
+    return {name,     kBlocking,     packing,       row_bytes,      pack,        matmul,       expand_bytes,
             expand,   activate,      clear_columns, accumulate,     sum_rows,    store_rows,   rms_norm_row,
             add_row,  gated_add_row, gate_row,      rotate_head,    route_row,   kQueryLine,   pack_query,
             attend,   merge_states,  finish_state,  pack_keys,      pack_values, softmax_tile, scale_and_add,

@@ -210,7 +210,7 @@ void multiply_pairs(Tiles& tiles, const Layout& l, const uint8_t* w, int panels,
                     uint8_t* scratch) {
     const bool wide = l.format == Format::kBf16;
     const size_t stride = wide ? l.panel_bytes : size_t(l.padded) * 32;
-    const int steps = block_count(x.tokens, x.block_tokens) * (l.padded / kTileColumns);
+    const int steps = block_count(x.tokens, x.how.block_tokens) * (l.padded / kTileColumns);
     for (int i = 0; i < panels; i += 2, w += 2 * l.panel_bytes, out += size_t(2) * x.tokens * 16) {
         const int count = panels - i < 2 ? 1 : 2, next = panels - i - count < 2 ? panels - i - count : 2;
         for (int p = 0; p < count && !wide; ++p)

@@ -1,0 +1,137 @@
+// Panels whose codes are small integers times activations in digits (see digits.h), by integer dot products: a term of
+// panels.h. A struct per code: `load` gives the codes of 16 columns as unsigned bytes, four columns a quad. Never: many
+// tokens; those are multiplied as bfloat16.
+#pragma once
+
+struct DigitCode {
+    static constexpr int kValues = kDigitColumns;
+};
+
+template <int zero_point>
+struct NibbleQuads : DigitCode {
+    static constexpr int kBytes = 128, kZero = zero_point;
+    static constexpr Packing::Form kForm = Packing::kNibbleDigits;
+    static constexpr float kStep = 1;
+    static inline __attribute__((always_inline)) void load(const uint8_t* p, U32 (&quads)[4]) {
+        const U32 low = set_u32(0x0f0f0f0f), first = load_u32(p), second = load_u32(p + 64);
+        quads[0] = bit_and(first, low), quads[1] = bit_and(shr<4>(first), low);
+        quads[2] = bit_and(second, low), quads[3] = bit_and(shr<4>(second), low);
+    }
+};
+
+// e2m1 in halves, 12 added.
+struct E2m1Quads : DigitCode {
+    static constexpr int kBytes = 128, kZero = 12;
+    static constexpr Packing::Form kForm = Packing::kNibbleDigits;
+    static constexpr float kStep = .5f;
+    static constexpr ByteTable kCodes = byte_table({12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0});
+    static inline __attribute__((always_inline)) void load(const uint8_t* p, U32 (&quads)[4]) {
+        const U32 first = load_u32(p), second = load_u32(p + 64);
+        quads[0] = look_up_bytes(kCodes, first), quads[1] = look_up_bytes(kCodes, shr<4>(first));
+        quads[2] = look_up_bytes(kCodes, second), quads[3] = look_up_bytes(kCodes, shr<4>(second));
+    }
+};
+
+struct Int8Quads : DigitCode {
+    static constexpr int kBytes = 256, kZero = 128;
+    static constexpr Packing::Form kForm = Packing::kByteDigits;
+    static constexpr float kStep = 1;
+    static inline __attribute__((always_inline)) void load(const uint8_t* p, U32 (&quads)[4]) {
+        for (int q = 0; q < 4; ++q) quads[q] = bit_xor(load_u32(p + 64 * q), set_u32(0x80808080));
+    }
+};
+
+struct Q6Quads : DigitCode {
+    static constexpr int kBytes = 192, kZero = 32;
+    static constexpr Packing::Form kForm = Packing::kNibbleDigits;
+    static constexpr float kStep = 1;
+    static inline __attribute__((always_inline)) void load(const uint8_t* p, U32 (&quads)[4]) {
+        NibbleQuads<0>::load(p, quads);
+        const U32 high = load_u32(p + 128), mask = set_u32(0x30303030);
+        quads[0] = bit_or(quads[0], bit_and(upper_pairs<0>(high), mask));
+        quads[1] = bit_or(quads[1], bit_and(upper_pairs<1>(high), mask));
+        quads[2] = bit_or(quads[2], bit_and(upper_pairs<2>(high), mask));
+        quads[3] = bit_or(quads[3], bit_and(upper_pairs<3>(high), mask));
+    }
+};
+
+// Calls f.operator()<Code, Scales>() for the format, if its codes are integers.
+template <class F>
+inline __attribute__((always_inline)) void with_integers(Format format, F&& f) {
+    switch (format) {
+        case Format::kInt8F32: return f.template operator()<Int8Quads, F32Rows>();
+        case Format::kInt8F16: return f.template operator()<Int8Quads, F16Rows>();
+        case Format::kInt4F32: return f.template operator()<NibbleQuads<8>, F32Rows>();
+        case Format::kInt4F16: return f.template operator()<NibbleQuads<8>, F16Rows>();
+        case Format::kInt4Bf16: return f.template operator()<NibbleQuads<8>, Bf16Rows>();
+        case Format::kUint4F32: return f.template operator()<NibbleQuads<0>, WithMin<F32Rows>>();
+        case Format::kUint4F16: return f.template operator()<NibbleQuads<0>, WithMin<F16Rows>>();
+        case Format::kUint4Bf16: return f.template operator()<NibbleQuads<0>, WithMin<Bf16Rows>>();
+        case Format::kNvfp4: return f.template operator()<E2m1Quads, NvRows>();
+        case Format::kMxfp4: return f.template operator()<E2m1Quads, E8m0Rows>();
+        case Format::kQ4K: return f.template operator()<NibbleQuads<0>, Q4kRows>();
+        case Format::kQ6K: return f.template operator()<Q6Quads, Q6kRows>();
+        default: return;
+    }
+}
+
+inline bool by_digits(const Layout& l, int tokens) {
+    return l.format >= Format::kInt8F32 && tokens <= digits_to_tokens(l.format);
+}
+
+inline Packing digit_packing(const Layout& l) {
+    Packing how{};
+    with_integers(l.format,
+                  [&]<class Code, class Scales>() { how = {kMostDigits, Code::kForm, Code::kZero, Code::kStep}; });
+    return how;
+}
+
+// 16 columns of R panels times a token, each panel's by three digits. Codes are below 256 and digits at most 128 in
+// size: neither 16 products nor 256 times them and 16 more leave 32 bits.
+template <int R>
+inline __attribute__((always_inline)) void add_columns(const U32 (&quads)[R][4], const DigitLine& line, F32 (&sum)[R]) {
+    U32 high[R], low[R];
+    for (int r = 0; r < R; ++r) high[r] = set_u32(uint32_t(line.high)), low[r] = set_u32(uint32_t(line.low));
+    const auto add_digit = [&](int digit, U32(&to)[R]) __attribute__((always_inline)) {
+        for (int q = 0; q < 4; ++q) {
+            uint32_t four;
+            __builtin_memcpy(&four, line.digits[digit] + 4 * q, 4);
+            const U32 x = set_u32(four);
+            for (int r = 0; r < R; ++r) to[r] = dot_bytes(to[r], quads[r][q], x);
+        }
+    };
+    add_digit(0, high);
+    for (int r = 0; r < R; ++r) high[r] = shl<8>(high[r]);
+    add_digit(1, high);
+    add_digit(2, low);
+    const F32 scale = set(line.scale);
+    for (int r = 0; r < R; ++r) sum[r] = fma(fma(to_f32(high[r]), set(256.f), to_f32(low[r])), scale, sum[r]);
+}
+
+template <class Code, int R, int M>
+    requires kInteger<Code>
+struct Lines<Code, R, M> {
+    static inline __attribute__((always_inline)) void add(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
+                                                          int last, size_t ahead, const void* x) {
+        for (int unit = first; unit < last; ++unit) {
+            U32 quads[R][4];
+            for (int r = 0; r < R; ++r) {
+                const uint8_t* p = w[r] + size_t(unit) * Code::kBytes;
+                Code::load(p, quads[r]);
+                for (int i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(p + ahead + i);
+            }
+            const DigitLine* at = (const DigitLine*)x + size_t(unit) * M;
+            unrolled<M>([&](auto m) __attribute__((always_inline)) {
+                F32 sums[R];
+                for (int r = 0; r < R; ++r) sums[r] = sum[r][m.value];
+                add_columns(quads, at[m.value], sums);
+                for (int r = 0; r < R; ++r) sum[r][m.value] = sums[r];
+            });
+        }
+    }
+};
+
+void multiply_digits(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out) {
+    with_integers(l.format,
+                  [&]<class Code, class Scales>() { run_panels<Code, Scales, kMostDigits>(l, w, panels, x, out); });
+}
