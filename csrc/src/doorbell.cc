@@ -158,6 +158,7 @@ void Doorbell::check() {
         relax();
     const std::lock_guard lock(mutex_);
     if (failure_) std::rethrow_exception(failure_);
+    host_->pool.check_alive();  // jobs look by themselves, but a step may have had none
     if (not_finite_.empty()) return;
     const std::string what = std::exchange(not_finite_, {});
     throw Error(PROA_ERROR_NUMERICS, what);

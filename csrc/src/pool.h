@@ -90,6 +90,9 @@ class Pool {
     // Throws Error (system) if a worker is not where it should be.
     void check_bound() const;
 
+    // Throws WorkerDied if one has ended. Every phase looks by itself.
+    void check_alive() const;
+
     uint64_t redone() const { return redone_.load(std::memory_order_relaxed); }
 
     void kill_worker_for_test() {
@@ -152,7 +155,6 @@ class Pool {
     void rest(const Worker& worker);
     bool wanted(const Worker& worker) const;
     void wake();
-    void check_alive() const;
 
     PoolOptions options_;
     std::vector<int> orphans_;  // nodes without a worker: everybody serves them

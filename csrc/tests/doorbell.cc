@@ -178,6 +178,17 @@ void failures_end_every_wait() {
     });
 }
 
+// Steps may leave the CPU nothing to do for long; that it could not is noticed all the same.
+void a_worker_that_ends_is_told_without_a_job() {
+    Bench bench(2);
+    const auto bell = bench.bell();
+    CHECK(failure(*bell) == 0);
+    bench.host.pool.kill_worker_for_test();
+    const auto begin = std::chrono::steady_clock::now();
+    while (failure(*bell) == 0) CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10));
+    CHECK(failure(*bell) == PROA_ERROR_WORKER);
+}
+
 // It is answered all the same, told once, and names where it was.
 void what_is_not_finite_is_told() {
     Bench bench(1);
@@ -217,6 +228,7 @@ void it_ends_whatever_it_is_doing() {
 int main() {
     for (int pool = 0; pool < kPools; ++pool) answers_are_the_experts(pool, 60);
     failures_end_every_wait();
+    a_worker_that_ends_is_told_without_a_job();
     what_is_not_finite_is_told();
     it_ends_whatever_it_is_doing();
     return 0;

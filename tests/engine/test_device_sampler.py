@@ -141,6 +141,8 @@ def test_log_probabilities_of_given_tokens(rng: torch.Generator, device: torch.d
     for number, top in ((9, 3), (2, 0), (1, 99)):
         tokens = torch.randint(VOCAB, (number,), generator=rng).tolist()
         logprobs.launch_given(logits.to(device), tokens, top)
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # as whoever reads does
         got, want = logprobs.read(tokens), token_logprobs(logits[:number], tokens, top)
         assert_same([Choice(t, g) for t, g in zip(tokens, got, strict=True)],
                     [Choice(t, w) for t, w in zip(tokens, want, strict=True)])  # fmt: skip
