@@ -4,6 +4,7 @@ facts to where the model looks for them. Never: requests, how tokens are drawn.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -83,19 +84,43 @@ class Follower(Executor, Protocol):
         name."""
 
 
-class EagerExecutor:
+class ChoosesOnTheCpu(ABC):
+    """What executors have in common whose logits are in RAM when `score` returns."""
+
+    def __init__(self) -> None:
+        self._choices: list[Choice] = []
+
+    @abstractmethod
+    def score(self, rows: Sequence[int]) -> list[int]: ...
+
+    @property
+    @abstractmethod
+    def logits(self) -> Tensor: ...
+
+    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
+        self._choices = choose(self.score(rows), asked, self.logits)
+
+    def choices(self) -> list[Choice]:
+        return self._choices
+
+    def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        self.score(rows)
+        return token_logprobs(self.logits, tokens, top)
+
+
+class EagerExecutor(ChoosesOnTheCpu):
     """Calls the model; whatever its ops are, they compute when called."""
 
     def __init__(
         self, model: Decoder, caches: tuple[LayerCache, ...], page_tokens: int, session: Session | None = None
     ) -> None:
+        super().__init__()
         self.spec, self.clock = model.spec, StepClock()
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._sequences: Sequence[Span] = ()
         self._model, self._caches, self._page_tokens = model, caches, page_tokens
         self._ropes = model.spec.ropes
         self._hidden = self._logits = torch.empty(0)
-        self._choices: list[Choice] = []
         self.decode_threads = self.prefill_threads = torch.get_num_threads()
 
     @torch.inference_mode()
@@ -124,16 +149,6 @@ class EagerExecutor:
         self.clock.lap(Stage.PROGRAM)
         return best
 
-    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
-        self._choices = choose(self.score(rows), asked, self.logits)
-
-    def choices(self) -> list[Choice]:
-        return self._choices
-
-    def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-        self.score(rows)
-        return token_logprobs(self.logits, tokens, top)
-
     def broken(self) -> dict[int, str]:
         return self._session.broken(self._sequences, look=True)
 
@@ -145,13 +160,14 @@ class EagerExecutor:
         return self._session.counters()
 
 
-class RecordedExecutor:
+class RecordedExecutor(ChoosesOnTheCpu):
     """Records the model's ops once, over buffers for the largest step, and replays them. No step calls torch."""
 
     def __init__(
         self, model: Decoder, recorder: Recorder, caches: tuple[LayerCache, ...], limits: StepLimits,
         crew: Crew | None = None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.spec, self.clock = model.spec, StepClock()
         self.crew = crew
         self._keep = model, recorder, caches  # the program has the addresses of what they own
@@ -176,7 +192,6 @@ class RecordedExecutor:
             self._logits = model.logits(recorder.take(hidden, scored))
             self._best = model.best(self._logits).numpy()
         self._scored, self._num_scored = scored.numpy(), 0
-        self._choices: list[Choice] = []
         self._end = len(self._program)
 
     def forward(self, sequences: Sequence[Span]) -> None:
@@ -224,16 +239,6 @@ class RecordedExecutor:
         self.clock.lap(Stage.PROGRAM)
         best: list[int] = self._best[: len(rows)].tolist()
         return best
-
-    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
-        self._choices = choose(self.score(rows), asked, self.logits)
-
-    def choices(self) -> list[Choice]:
-        return self._choices
-
-    def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-        self.score(rows)
-        return token_logprobs(self.logits, tokens, top)
 
     def broken(self) -> dict[int, str]:
         return {}
