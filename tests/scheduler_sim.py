@@ -76,7 +76,6 @@ class FakeEngine:
         self.plans: list[StepPlan] = []  # in flight, the older first
         self.tables: list[dict[str, list[int]]] = []  # their requests' pages when they were launched
         self.finished: list[str] = []
-        self.went_ahead = False  # which models with recurrent layers do not
 
     def submit(self, request: EngineRequest) -> None:
         self.scheduler.submit(request)
@@ -103,7 +102,6 @@ class FakeEngine:
         if plan is None:
             assert before == [item.request.pages for item in self.plans[0].items], "planned nothing, and took pages"
             return None
-        self.went_ahead = True
         self._check_ahead(plan)
         self._launch(plan)
         return plan
@@ -215,6 +213,7 @@ class FakeEngine:
         """The device does not know that nobody wants the item: it writes what is not the token's."""
         for position in range(item.start, item.start + item.num_tokens):
             self.pool[self._slot(pages, position)] = (-1, -1)
+        self.states[item.request.state_slot] = -1
 
     def _compute(self, item: StepItem, drafts: int, pages: list[int]) -> list[int]:
         """Write the item's KV, read the whole prefix back, return the sampled tokens (the last one not computed)."""
@@ -235,7 +234,7 @@ class FakeEngine:
 
     def _advance_state(self, item: StepItem, want: int) -> None:
         """Recurrent layers go on from what they left in the request's slot; a past from elsewhere they do not have."""
-        if self.cache is not None or self.limits.lookahead_tokens or self.went_ahead:
+        if self.cache is not None or self.limits.lookahead_tokens:
             return
         state = self.states[item.request.state_slot] if item.start else _SEED
         for token in item.request.tokens[item.start : item.start + item.num_tokens]:

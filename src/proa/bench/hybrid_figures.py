@@ -70,9 +70,7 @@ def middle(spans: Iterable[Span]) -> Span:
 class StepBytes(msgspec.Struct, frozen=True, kw_only=True):
     """What a decode step must read, each byte once however many requests need it."""
 
-    dense: (
-        float  # from VRAM: dense weights, KV and recurrent states of all requests (the latter twice: they are written)
-    )
+    dense: float  # from VRAM: dense weights, KV and states of all requests; states twice, as they are written too
     resident: float  # from VRAM: experts
     cpu: float  # from RAM: experts, of the CPU and those that the GPU reads there
 

@@ -62,5 +62,9 @@ def _quantised(spec: Model, stored: Mapping[str, str], names: Collection[str]) -
 def _with_gpu(kept: str, gpu: GpuPlan | None) -> str:
     if gpu is None:
         return kept
-    where = "all but routed experts becomes bfloat16 on a simulated GPU" if gpu.simulated else "the embedding too"
+    where = (
+        "all but routed experts becomes bfloat16 on a simulated GPU"
+        if gpu.simulated
+        else "the embedding is bfloat16 there"
+    )
     return f"{kept}; {where}"
