@@ -134,6 +134,7 @@ class EngineClient:
         decoder = msgspec.msgpack.Decoder(FromEngine)
         while True:
             self._handle(decoder.decode(await self._socket.recv()))
+            await asyncio.sleep(0)  # who waits for these events sees them with their own stats, whatever waits behind
             if self._folder.exists():  # connected: nobody needs the path any more, and no crash can leave it behind
                 shutil.rmtree(self._folder, ignore_errors=True)
 
