@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from beside import main
+from freetoken_files import FORMATS
 from rich.console import Console
 from rich.table import Table
 
@@ -55,6 +56,7 @@ class Options:
         "hybrid,vram", help="where experts are: some in VRAM (hybrid), all on the CPU (cpu), all in VRAM (vram)",
         metavar="LIST", common=True,
     )  # fmt: skip
+    format: str = option("bf16", help="format of the weights", choices=FORMATS, common=True)
     requests: str = option("1,4", help="how many requests decode together", metavar="LIST", common=True)
     prompt_tokens: int = option(128, help="length of each prompt", low=2, high=1 << 16, common=True)
     output_tokens: int = option(64, help="steps that are timed", low=2, high=1 << 15, common=True)
@@ -107,7 +109,8 @@ def run(argv: Sequence[str]) -> None:
     with _folder(options.keep) as kept:
         pairs = _alternate(options, modes, Path(kept), machine, notes)
     cells = [cell(mode, count, pairs[mode]) for mode in modes for count in counts if pairs[mode]]
-    facts: dict[str, Any] = {"shape": options.shape, "layers": options.layers, "commit": commit(), "cpu": probe().cpu}
+    facts: dict[str, Any] = {"shape": options.shape, "layers": options.layers, "format": options.format}
+    facts |= {"commit": commit(), "cpu": probe().cpu}
     facts["peer"] = next((row["peer"] for each in pairs.values() for _, rows in each for row in rows.values()), None)
     if options.json:
         for one in cells:
@@ -173,7 +176,7 @@ def commands(options: Options, mode: str, kept: Path, *, first: bool) -> dict[st
     resident = {"hybrid": options.cache_share, "cpu": 0, "vram": 100}[mode]
     common = {
         "shape": options.shape, "requests": options.requests, "output-tokens": options.output_tokens,
-        "runs": options.runs, "format": "bf16",
+        "runs": options.runs, "format": options.format,
     }  # fmt: skip
     common |= {} if options.layers is None else {"layers": options.layers}
     ours = {**common, "resident": resident, "context": options.prompt_tokens}

@@ -33,7 +33,11 @@ class Layer:
         b, a = gates.chunk(2, -1)
         self.x = DeltaInputs(q, k, *(t.view(total, GROUPS, MEMBERS, DIM) for t in (v, z)), b, a)
         self.weights = DeltaWeights(
-            self.numbers(CHANNELS, 1, TAPS), self.numbers(HEADS), self.numbers(HEADS), self.numbers(DIM).bfloat16(), 1e-6
+            self.numbers(CHANNELS, 1, TAPS),
+            self.numbers(HEADS),
+            self.numbers(HEADS),
+            self.numbers(DIM).bfloat16(),
+            1e-6,
         )
         self.state = RecurrentState(
             self.numbers(sequences, HEADS, DIM, DIM), self.numbers(sequences, TAPS - 1, CHANNELS).bfloat16()
