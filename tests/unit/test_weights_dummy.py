@@ -117,9 +117,10 @@ def unpacked(memory: Tensor, rows: int, columns: int) -> Tensor:
 
 
 @pytest.mark.parametrize("staging_bytes", [1 << 20, 4 << 10], ids=["room for all", "room for few"])
-def test_workers_fill_the_same_numbers(staging_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-next"])
+def test_workers_fill_the_same_numbers(family: str, staging_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proa.weights.random_pool.POOL", 1 << 12)  # matrices of several copies, and of parts of one
-    spec = spec_of(tiny_reference("qwen3-moe"))
+    spec = spec_of(tiny_reference(family))
     wanted = {name: torch.full(shape, torch.nan) for name, shape in spec.params()}
     fill_dummy(spec, wanted, 3, "uniform")
     with Pool([[], []], pin=False) as pool:
@@ -127,7 +128,7 @@ def test_workers_fill_the_same_numbers(staging_bytes: int, monkeypatch: pytest.M
         targets: dict[str, Target] = {}
         read: dict[str, Callable[[], Tensor]] = {}
         for number, (name, shape) in enumerate(spec.params()):
-            if len(shape) == 1 or number % 3 == 0:
+            if len(shape) != 2 or number % 3 == 0:
                 rows = torch.full(shape, torch.nan, dtype=torch.bfloat16)
                 targets[name], read[name] = DeviceRows(rows, staging), lambda rows=rows: rows
             elif number % 3 == 1:

@@ -54,7 +54,7 @@ def fill_dummy(
         _expect_codes(targets, form, filling)
     for name, shape in spec.params():
         target, kind = targets[name], name.split(".")[-2]
-        if isinstance(target, Tensor) or kind == "router" or len(shape) == 1:
+        if isinstance(target, Tensor) or kind == "router" or len(shape) != 2:
             whole = target if isinstance(target, Tensor) else torch.empty(shape)
             if kind == "router":
                 _fill_router(whole, _moe(spec, name), router, _seed(seed, name))
