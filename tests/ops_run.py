@@ -82,7 +82,9 @@ def experts(
             f"{e}.down.weight": down[e],
         }
     fill(made.parameters(), values)
-    return made.start(x, Chosen(ids, weights)).finish(shared, gate)
+    total = made.start(x, Chosen(ids, weights)).finish(shared, gate)
+    assert isinstance(total, Tensor)
+    return total
 
 
 def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor]) -> Tensor:

@@ -24,7 +24,8 @@ from proa.ops.faults import IDS, LayerFaults
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton import linear as linear_maps
-from proa.ops.triton.experts import Added, Watch, combine, expert_space, experts
+from proa.ops.triton.expert_sum import Added, Into, Watch, combine
+from proa.ops.triton.experts import expert_space, experts
 from proa.ops.triton.formats import EXAMPLES, LINE_WORDS, VALUES
 from proa.ops.triton.linear import linear
 from proa.ops.triton.locate import locate
@@ -150,7 +151,7 @@ class Case:
         self.combine(routing)
 
     def combine(self, routing: Routing) -> None:
-        combine(self.space.partial, routing.weights, routing.at.down, Added(), self.out)
+        combine(self.space.partial, routing.weights, routing.at.down, Added(), Into(self.out))
 
     def few_up(self, routing: Routing) -> None:
         experts_few.gate_up(self.x, routing.at.up, self.shape, self.space.h)
@@ -215,7 +216,7 @@ def time_combine(case: Case) -> None:
 
 
 def partial_call(partial: Tensor, made: Routing, added: Added, out: Tensor, watch: Watch | None) -> Callable[[], None]:
-    return lambda: combine(partial, made.weights, made.at.down, added, out, watch)
+    return lambda: combine(partial, made.weights, made.at.down, added, Into(out), watch)
 
 
 def time_few(case: Case, name: str, copy: float) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.table import Angles, KvPages, QkNorm
 from proa.ops.triton import attention, experts_few, heads, linear, norm, route
-from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
+from proa.ops.triton.expert_sum import Added, Into, combine
+from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 
 DEVICE = torch.device("cuda")
@@ -102,7 +103,7 @@ class Step:
         route.route(r.logits, self.slots, TOP_K, True, r.at.ids, r.weights)
         locate(r.at.ids, of.residency, r.at)
         experts(r.normed, r.at, SHAPE, self.space)
-        combine(self.space.partial, r.weights, r.at.down, Added(), r.y)
+        combine(self.space.partial, r.weights, r.at.down, Added(), Into(r.y))
 
     def map(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         if self.tokens <= linear.MOST_TOKENS:

@@ -19,7 +19,8 @@ from proa.native.formats import Format
 from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.triton import experts_few, experts_grouped
-from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
+from proa.ops.triton.expert_sum import Added, Into, combine
+from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route
 
@@ -209,30 +210,6 @@ def test_the_bound_on_blocks_is_reached_and_never_passed(experts_: int, size: in
         assert sum(-(-n // size) for n in even) <= experts_grouped.most_blocks(pairs, experts_, size)
 
 
-@pytest.mark.parametrize("given", [(), ("cpu",), ("shared",), ("shared", "gate"), ("cpu", "shared", "gate")])
-@pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(1, 1, 32), (3, 4, 40), (2, 8, 700)])
-def test_combine(
-    given: tuple[str, ...], tokens: int, top_k: int, hidden: int, rng: torch.Generator, device: torch.device
-) -> None:
-    partial = torch.randn(tokens * top_k, hidden, generator=rng)
-    weights = torch.rand(tokens, top_k, generator=rng)
-    address = torch.randint(0, 2, (tokens, top_k), generator=rng) * 64
-    partial[address.flatten() == 0] = torch.nan  # nobody wrote it
-    want = (partial.nan_to_num().double().view(tokens, top_k, hidden) * weights.double()[..., None]).sum(1)
-    size = (partial.nan_to_num().abs().double().view(tokens, top_k, hidden) * weights.double()[..., None]).sum(1)
-    cpu = torch.randn(tokens, hidden, generator=rng) if "cpu" in given else None
-    shared, gate = rand(rng, tokens, hidden) if "shared" in given else None, None
-    if "gate" in given:
-        gate = rand(rng, tokens, 1)
-    for extra in (cpu, None if shared is None else shared.double() * (1 if gate is None else gate.double().sigmoid())):
-        if extra is not None:
-            want, size = want + extra.double(), size + extra.double().abs()
-    out = poisoned(tokens, hidden).to(device)
-    added = Added(*(None if t is None else t.to(device) for t in (cpu, shared, gate)))
-    combine(partial.to(device), weights.to(device), address.to(device), added, out)
-    assert_within(out, want, size * (top_k + 16) * EPS32 + stored(want.abs() + size * (top_k + 16) * EPS32))
-
-
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_a_whole_layer(tokens: int, rng: torch.Generator, device: torch.device) -> None:
     """Router, experts of the GPU, a sum from the CPU for the others: together every expert once."""
@@ -253,7 +230,7 @@ def test_a_whole_layer(tokens: int, rng: torch.Generator, device: torch.device) 
     y, bound = (t.view(tokens, top_k, 40) for t in (want.y, want.y_bound))
     elsewhere = (at.down == 0)[..., None]
     cpu = torch.where(elsewhere, y * share, 0).sum(1).float()
-    combine(space.partial, weights, at.down, Added(cpu=cpu), out)
+    combine(space.partial, weights, at.down, Added(cpu=cpu), Into(out))
     total, size = (y * share).sum(1), (y.abs() * share).sum(1)
     error = (bound * share).sum(1) + size * (top_k + 16) * EPS32
     assert_within(out, total, error + stored(total.abs() + error))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from proa.hybrid.faults import Fault, FaultRecords
 from proa.ops.faults import LayerFaults
-from proa.ops.triton.experts import Added, Watch, combine
+from proa.ops.triton.expert_sum import Added, Into, Watch, combine
 
 TOKENS, TOP_K, HIDDEN = 5, 3, 700  # columns of two programs
 BAD_COLUMNS = (3, 699)
@@ -33,7 +33,7 @@ class Sums:
     def combine(self, faults: LayerFaults) -> Tensor:
         out = torch.full((TOKENS, HIDDEN), torch.nan, dtype=torch.bfloat16, device=self.x.device)
         watch = Watch(faults, self.ids, self.x.bfloat16())
-        combine(self.partial, self.weights, self.address, Added(self.cpu, self.shared.bfloat16()), out, watch)
+        combine(self.partial, self.weights, self.address, Added(self.cpu, self.shared.bfloat16()), Into(out), watch)
         return out
 
     def spoil(self, what: str, row: int, value: float, column: int) -> None:
@@ -113,8 +113,8 @@ import triton
 from check_kernels import attributes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from proa.ops.triton import experts
-v = [v for v in experts.variants() if v.kernel.arg_names[0] == "partial" and "records" in v.types][0]
+from proa.ops.triton import expert_sum
+v = [v for v in expert_sum.variants() if v.kernel.arg_names[0] == "partial" and "records" in v.types][0]
 types = {n: "constexpr" if n in v.constants else v.types[n] for n in v.kernel.arg_names}
 source = ASTSource(v.kernel, types, dict(v.constants), attributes(v))
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": v.warps}).asm["ttir"])

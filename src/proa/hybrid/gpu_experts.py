@@ -11,7 +11,8 @@ from torch import Tensor
 from proa.hybrid.layer_memory import LayerMemory
 from proa.ops.faults import LayerFaults
 from proa.ops.residency import Located, Residency
-from proa.ops.triton.experts import Added, ExpertSpace, Watch, combine, expert_space, experts
+from proa.ops.triton.expert_sum import Added, ExpertSum, Watch
+from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 
 PROBED_AT_ONCE = 4  # as many as a step of one token may leave to the bus
@@ -99,7 +100,5 @@ class GpuExperts:
         cpu: Tensor | None,
         shared: Tensor | None,
         gate: Tensor | None,
-    ) -> Tensor:
-        out = torch.empty(len(weights), self._shape.hidden, dtype=torch.bfloat16, device=weights.device)
-        combine(started, weights, at.down, Added(cpu, shared, gate), out, Watch(self._faults, at.ids, x))
-        return out
+    ) -> ExpertSum:
+        return ExpertSum(started, weights, at.down, Added(cpu, shared, gate), Watch(self._faults, at.ids, x))

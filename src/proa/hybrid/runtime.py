@@ -12,7 +12,7 @@ from torch import Tensor
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.transport import Transport
 from proa.ops.residency import Located, Residency
-from proa.ops.table import Chosen, Parameters
+from proa.ops.table import Chosen, Parameters, Unsummed
 
 
 class DeviceExperts(Protocol):
@@ -36,7 +36,7 @@ class DeviceExperts(Protocol):
         cpu: Tensor | None,
         shared: Tensor | None,
         gate: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor | Unsummed:
         """The weighted sum of those, + cpu float32 [T, hidden] + shared, times sigmoid(gate): bfloat16 [T, hidden].
         Rows that are not finite are noted."""
 
@@ -87,7 +87,7 @@ class HybridUnderway:
         self._device, self._transport = device, transport
         self._at, self._weights, self._started, self._x = at, weights, started, x
 
-    def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+    def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor | Unsummed:
         cpu = None
         if self._transport is not None:
             cpu = self._x.new_empty(self._x.shape, dtype=torch.float32)

@@ -9,7 +9,7 @@ from proa.layers.norm import RmsNorm
 from proa.layers.parameters import prefixed
 from proa.layers.step import Step
 from proa.models import spec
-from proa.ops.table import LayerCache, Ops, Parameters
+from proa.ops.table import LayerCache, Ops, Parameters, Unsummed
 
 
 class Block:
@@ -22,7 +22,9 @@ class Block:
         self.mixer = build_mixer(s.mixer, model, ops)
         self.ffn = build_ffn(s.ffn, ops)
 
-    def __call__(self, x: Tensor, y: Tensor | None, step: Step, cache: LayerCache) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, y: Tensor | Unsummed | None, step: Step, cache: LayerCache
+    ) -> tuple[Tensor, Tensor | Unsummed]:
         """The residual stream x + y (None: x alone), and the same of the next block."""
         self._ops.new_block()
         x, normed = self.norm1.of_sum(x, y)
@@ -51,7 +53,9 @@ class Decoder:
         x, y = self.embed(tokens), None
         for block, cache in zip(self.blocks, step.caches, strict=True):
             x, y = block(x, y, step, cache)
-        return x if y is None else self._add(x, y)
+        if y is None:
+            return x
+        return self._add(x, y) if isinstance(y, Tensor) else y.add(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> float32 [R, vocab]."""

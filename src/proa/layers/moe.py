@@ -6,7 +6,7 @@ from torch import Tensor
 
 from proa.layers.parameters import prefixed
 from proa.models import spec
-from proa.ops.table import Norm, Ops, Parameters, RouterRule
+from proa.ops.table import Norm, Ops, Parameters, RouterRule, Unsummed
 
 
 class Moe:
@@ -18,7 +18,7 @@ class Moe:
         self.shared = maps.mlp(s.shared.hidden, s.shared.width, s.shared.bias) if s.shared else None
         self.shared_gate = maps.linear({"shared_gate": 1}, s.hidden, False) if s.shared_gate else None
 
-    def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor | Unsummed]:
         """x + y [T, hidden], and what the layer makes of its norm; rows of slot -1 go to no routed expert."""
         x, normed, chosen = self._ops.choose(x, y, norm, self.router, slots, self._rule, self.experts.residency)
         routed = self.experts.start(normed, chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from proa.models import spec
-from proa.ops.table import Norm, Ops, Parameters
+from proa.ops.table import Norm, Ops, Parameters, Unsummed
 
 
 class RmsNorm:
@@ -19,9 +19,13 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self._rms_norm(x, self.weight, self.eps, self.offset)
 
-    def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    def of_sum(self, x: Tensor, y: Tensor | Unsummed | None) -> tuple[Tensor, Tensor]:
         """x + y and its norm; y None: nothing is added."""
-        return (x, self(x)) if y is None else self._add_norm(x, y, self.weight, self.eps, self.offset)
+        if y is None:
+            return x, self(x)
+        if isinstance(y, Tensor):
+            return self._add_norm(x, y, self.weight, self.eps, self.offset)
+        return y.add_norm(x, self.norm)
 
     @property
     def norm(self) -> Norm:

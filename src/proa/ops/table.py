@@ -252,9 +252,20 @@ class Mlp(Protocol):
     def parameters(self) -> Parameters: ...
 
 
+class Unsummed(Protocol):
+    """What a MoE layer adds to the residual stream x [T, H], of a device that adds both up at once."""
+
+    def add(self, x: Tensor) -> Tensor:
+        """x + all of it. May be stored in x: whoever calls goes on with the result alone."""
+
+    def add_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """The same, and its norm."""
+
+
 class Underway(Protocol):
-    def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-        """The experts' sum [T, H] + shared [T, H], which is scaled by sigmoid(gate [T, 1]) if there is one."""
+    def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor | Unsummed:
+        """The experts' sum [T, H] + shared [T, H], which is scaled by sigmoid(gate [T, 1]) if there is one. What is not
+        added up yet must be before the next layer's experts start."""
 
 
 class Experts(Protocol):
