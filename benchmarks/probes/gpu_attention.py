@@ -64,21 +64,16 @@ def paged(sequences: int, kv_len: int, kv_heads: int, dim: int) -> tuple[KvPages
     return KvPages(pool[0], pool[1]), table, torch.full((sequences,), kv_len, dtype=torch.int32, device="cuda")
 
 
-def space_of(sequences: int, heads: int, kv_heads: int, dim: int, splits: int) -> attention.Space:
-    partial = torch.empty(attention.partial_floats(sequences, heads, dim, splits), device="cuda")
-    return attention.Space(partial, torch.zeros(sequences * kv_heads, dtype=torch.int32, device="cuda"))
-
-
 def decode_time(sequences: int, kv_len: int, shape: tuple[int, int, int], splits: int) -> tuple[float, int]:
     """Microseconds, and bytes of K and V."""
     query_heads, kv_heads, dim = shape
     read = 2 * sequences * kv_len * kv_heads * dim * 2
     q, out = rand(sequences, query_heads, dim), rand(sequences, query_heads, dim)
-    space = space_of(sequences, query_heads, kv_heads, dim, splits)
+    workspace = torch.empty(attention.workspace_floats(sequences, query_heads, dim, splits), device="cuda")
     softmax = attention.Softmax(dim**-0.5)
     caches = [paged(sequences, kv_len, kv_heads, dim) for _ in range(min(64, -(-CACHE_BYTES // read)))]
     calls = [
-        lambda c=c: attention.decode(q, c[0], c[1], c[2], softmax, splits, space, out)  # type: ignore[misc]
+        lambda c=c: attention.decode(q, c[0], c[1], c[2], softmax, splits, workspace, out)  # type: ignore[misc]
         for c in caches
     ]
     return microseconds(calls), read

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from proa.ops.residency import ExpertShape, Located, Residency
-from proa.ops.table import Angles, KvPages, Norm, QkNorm
+from proa.ops.table import Angles, KvPages, QkNorm
 from proa.ops.triton import attention, experts_few, heads, linear, norm, route
 from proa.ops.triton.expert_sum import Added, Into, combine
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
@@ -86,26 +86,24 @@ class Step:
         self.angles = Angles(angle.cos(), angle.sin(), False)
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         self.splits = attention.splits_for(tokens, KV_HEADS, processors)
-        partial = torch.empty(attention.partial_floats(tokens, HEADS, DIM, self.splits), device=DEVICE)
-        counters = torch.zeros(tokens * KV_HEADS, dtype=torch.int32, device=DEVICE)
-        self.between = attention.Space(partial, counters)
+        self.floats = torch.empty(attention.workspace_floats(tokens, HEADS, DIM, self.splits), device=DEVICE)
         self.space: ExpertSpace = expert_space(tokens, TOP_K, EXPERTS, SHAPE, DEVICE)
 
     def block(self, of: Layer) -> None:
         r, (before, after, of_q, of_k) = self.rows, of.norms
+        norm.add_rms_norm(r.x, r.y, before, 1e-6, r.normed)
         self.map(r.normed, of.qkv, r.qkv.flatten(1))
         q, kv = r.qkv[:, :HEADS], r.qkv[:, HEADS:]
-        newest = attention.Newest(kv, QkNorm(of_q, of_k, 1e-6), self.angles, self.slots)
+        heads.rotate_store(q, kv, QkNorm(of_q, of_k, 1e-6), self.angles, of.cache, self.slots, q)
         softmax = attention.Softmax(DIM**-0.5)
-        attention.decode(q, of.cache, self.table, self.lens, softmax, self.splits, self.between, r.attended, newest)
+        attention.decode(q, of.cache, self.table, self.lens, softmax, self.splits, self.floats, r.attended)
         self.map(r.attended.flatten(1), of.out, r.y)
         norm.add_rms_norm(r.x, r.y, after, 1e-6, r.normed)
         self.map(r.normed, of.router, r.logits)
         route.route(r.logits, self.slots, TOP_K, True, r.at.ids, r.weights)
         locate(r.at.ids, of.residency, r.at)
         experts(r.normed, r.at, SHAPE, self.space)
-        then = Into(r.x, r.x, Norm(before, 1e-6), r.normed)  # the next layer's
-        combine(self.space.partial, r.weights, r.at.down, Added(), then)
+        combine(self.space.partial, r.weights, r.at.down, Added(), Into(r.y))
 
     def map(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         if self.tokens <= linear.MOST_TOKENS:

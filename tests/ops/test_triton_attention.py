@@ -7,16 +7,15 @@ weights are rounded to bfloat16 before they meet V; a running sum over n positio
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
-from proa.ops.table import Angles, KvPages, QkNorm
-from proa.ops.triton.attention import Newest, Softmax, Space, decode, partial_floats, prefill, splits_for
-from proa.ops.triton.heads import rotate_store
+from proa.ops.table import KvPages
+from proa.ops.triton.attention import Softmax, decode, prefill, splits_for, workspace_floats
 
 
 @dataclass
@@ -71,17 +70,11 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, wide: to
     return want.transpose(0, 1), (size * relative * 1.01 + stored(want)).transpose(0, 1)
 
 
-def space_of(rows: int, heads: int, kv_heads: int, dim: int, splits: int, device: torch.device) -> Space:
-    partial = poisoned(partial_floats(rows, heads, dim, splits), dtype=torch.float32).to(device)
-    return Space(partial, torch.zeros(rows * kv_heads, dtype=torch.int32, device=device))
-
-
-def run_decode(q: Tensor, p: Paged, softmax: Softmax, splits: int, newest: Newest | None = None) -> Tensor:
+def run_decode(q: Tensor, p: Paged, softmax: Softmax, splits: int) -> Tensor:
     rows, heads, dim = q.shape
     out = poisoned(rows, heads + 1, dim).to(q.device)
-    space = space_of(rows, heads, p.cache.keys.shape[2], dim, splits, q.device)
-    decode(q, p.cache, p.page_table, p.kv_lens, softmax, splits, space, out[:, :heads], newest)
-    assert not space.arrived.any()
+    workspace = poisoned(workspace_floats(rows, heads, dim, splits), dtype=torch.float32).to(q.device)
+    decode(q, p.cache, p.page_table, p.kv_lens, softmax, splits, workspace, out[:, :heads])
     assert out[:, heads:].isnan().all()
     return out[:, :heads]
 
@@ -131,54 +124,6 @@ def test_decode(
             assert_within(out[s : s + 1], want, bound)
         else:
             assert torch.equal(out[s], torch.zeros_like(out[s]))
-
-
-@pytest.mark.parametrize("offset", [None, 0.0, 1.0], ids=["no norm", "norm", "offset"])
-@pytest.mark.parametrize(
-    ("kv_lens", "heads", "kv_heads", "dim", "half", "interleaved", "window", "splits"),
-    [
-        ([1], 1, 1, 64, 32, False, None, 1),
-        ([130, 0, 65, 1], 8, 2, 64, 16, False, None, 3),
-        ([70, 3], 5, 1, 80, 40, True, None, 2),
-        ([129, 64], 4, 2, 128, 64, False, 33, 17),
-        ([100, 33], 4, 2, 256, 32, True, None, 4),
-    ],
-)
-def test_the_newest_rows_are_turned_stored_and_seen(
-    kv_lens: list[int], heads: int, kv_heads: int, dim: int, half: int, interleaved: bool, window: int | None,
-    splits: int, offset: float | None, rng: torch.Generator, device: torch.device,
-) -> None:  # fmt: skip
-    """What two kernels do in turn is what the one does: the same keys to a unit in the last place, the same values."""
-    p, alone = (paged(kv_lens, kv_heads, dim, 16, torch.Generator().manual_seed(7), device) for _ in range(2))
-    rows = len(kv_lens)
-    q = rand(rng, rows, 2 * heads, dim).to(device)[:, ::2]  # apart
-    kv, angle = rand(rng, rows, 2 * kv_heads, dim).to(device), torch.rand(rows, half, generator=rng) * 6
-    angles = Angles(angle.cos().to(device), angle.sin().to(device), interleaved)
-    weights = rand(rng, 2, dim).to(device)
-    norm = None if offset is None else QkNorm(weights[0], weights[1], 1e-6, offset)
-    places = [int(p.page_table[s, max(n - 1, 0) // 16]) * 16 + (n - 1) % 16 if n else -1 for s, n in enumerate(kv_lens)]
-    slots = torch.tensor(places, device=device)
-    softmax = softmax_of(dim, heads, window, False, rng)
-    turned = torch.empty(rows, heads, dim, dtype=BF16, device=device)
-    rotate_store(q, kv, norm, angles, alone.cache, slots, turned)
-    out = run_decode(q, p, on(softmax, device), splits, Newest(kv, norm, angles, slots))
-    assert torch.equal(p.cache.values.nan_to_num(), alone.cache.values.nan_to_num())
-    got, want_keys = p.cache.keys.nan_to_num().double(), alone.cache.keys.nan_to_num().double()
-    assert_within(got, want_keys, torch.finfo(BF16).eps * want_keys.abs())
-    for s, n in enumerate(kv_lens):
-        if not n:
-            assert not out[s].any()
-            continue
-        place = p.page_table[s].long().cpu().repeat_interleave(16)[:n], torch.arange(n) % 16
-        keys, values = (t.cpu()[place] for t in (p.cache.keys, p.cache.values))
-        want, bound = attended(turned[s : s + 1].cpu(), keys, values, softmax, torch.float64)
-        unit = (
-            torch.finfo(BF16).eps
-            * softmax.scale
-            * (turned[s].float().abs().cpu() @ keys.abs().float().flatten(0, 1).amax(0))
-        )
-        size = values.abs().double().amax(0).repeat_interleave(heads // kv_heads, 0)
-        assert_within(out[s : s + 1], want, bound + 2 * unit[:, None].double() * size)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -245,12 +190,11 @@ def test_a_sink_takes_its_share_alone(device: torch.device) -> None:
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     cache = KvPages(*torch.zeros(2, 1, 16, 2, 64, dtype=BF16, device=device))
     q, table = torch.zeros(1, 4, 64, dtype=BF16, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
-    lens, workspace = torch.ones(1, dtype=torch.int32, device=device), space_of(1, 4, 2, 64, 1, device)
+    lens, workspace = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(4 * 65, device=device)
     for message, args in {
         "does not go": (q[:, :3], cache, table, lens, Softmax(1.0), 1, workspace, q[:, :3]),
         "int32": (q, cache, table.long(), lens, Softmax(1.0), 1, workspace, q),
-        "float32": (q, cache, table, lens, Softmax(1.0), 2, workspace, q),
-        "int32 .2.": (q, cache, table, lens, Softmax(1.0), 1, replace(workspace, arrived=workspace.arrived[1:]), q),
+        "workspace": (q, cache, table, lens, Softmax(1.0), 2, workspace, q),
         "window": (q, cache, table, lens, Softmax(1.0, 0), 1, workspace, q),
         "sinks": (q, cache, table, lens, Softmax(1.0, None, torch.zeros(3)), 1, workspace, q),
         "side by side": (
@@ -281,11 +225,11 @@ def test_a_graph_follows_lengths_on_the_device(rng: torch.Generator, device: tor
     p = paged([300, 40, 77], 2, 128, 16, rng, device)
     q, out = rand(rng, 3, 8, 128).to(device), poisoned(3, 8, 128).to(device)
     softmax = softmax_of(128, 8, None, False, rng)
-    space = space_of(3, 8, 2, 128, 9, device)
+    workspace = torch.empty(workspace_floats(3, 8, 128, 9), device=device)
     lens = torch.tensor([1, 1, 1], dtype=torch.int32, device=device)
 
     def step() -> None:
-        decode(q, p.cache, p.page_table, lens, softmax, 9, space, out)
+        decode(q, p.cache, p.page_table, lens, softmax, 9, workspace, out)
 
     step()
     graph = torch.cuda.CUDAGraph()

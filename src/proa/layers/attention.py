@@ -29,7 +29,8 @@ class Attention:
         gate = q[:, 1::2] if s.gated else None
         q = q[:, ::2] if s.gated else q
         angles = Angles(*step.angles[s.rope], s.rope.interleaved)
-        seen = ops.attend(q, kv, self.norm, angles, cache, step.batch, self.scale, s.window)
+        q = ops.rotate_store(q, kv, self.norm, angles, cache, step.batch.slots)
+        seen = ops.attention(q, cache, step.batch, self.scale, s.window)
         seen = seen if gate is None else ops.gate(seen, gate)
         return self.o(seen.flatten(1))
 

@@ -15,7 +15,6 @@ from proa.native.formats import PANEL_ROWS
 from proa.native.pool import Pool
 from proa.native.program import Cache, Delta, Program
 from proa.native.weights import Matrix, Rows
-from proa.ops.attend import attend_in_steps
 from proa.ops.choose import in_steps
 from proa.ops.gated import GatedStacks
 from proa.ops.packed import Memory, RowSink, Stack
@@ -108,7 +107,6 @@ class CpuOps:
             choose=in_steps(self.add_norm, self.route),
             best=self.best,
             attention=self.attention,
-            attend=attend_in_steps(self.rotate_store, self.attention),
             gate=self.gate,
             gated_delta=self.gated_delta,
         )

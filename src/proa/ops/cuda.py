@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from proa.ops.attend import attend_in_steps
 from proa.ops.choose import in_steps
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
 from proa.ops.residency import Located, Residency
@@ -20,7 +19,6 @@ from proa.ops.table import (
     Chosen,
     DeltaInputs,
     DeltaWeights,
-    DeviceBatch,
     KvPages,
     LinearMap,
     NewExperts,
@@ -31,13 +29,10 @@ from proa.ops.table import (
     RecurrentState,
     RouterRule,
 )
-from proa.ops.triton import attention as paged
-from proa.ops.triton import best, choose, delta, route
+from proa.ops.triton import attention, best, choose, delta, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
 from proa.ops.triton.gated import silu_mul
-
-MOST_ARRIVING = 1 << 16  # sequences times KV heads of a step
 
 
 class CudaOps:
@@ -46,9 +41,7 @@ class CudaOps:
     def __init__(self, device: torch.device, new_experts: NewExperts, staging: Staging) -> None:
         self._maps = CudaMaps(device, new_experts, staging)
         self._in_steps = in_steps(self.add_norm, self.route)
-        self._attend_in_steps = attend_in_steps(self.rotate_store, self.attention)
         self._choice_space = choose.choice_space(device)
-        self._arrived = torch.zeros(MOST_ARRIVING, dtype=torch.int32, device=device)
         self._processors: int = torch.cuda.get_device_properties(device).multi_processor_count
 
     def table(self) -> Ops:
@@ -61,7 +54,6 @@ class CudaOps:
             rotate_store=self.rotate_store,
             choose=self.choose,
             best=self.best,
-            attend=self.attend,
             attention=self.attention,
             gate=self.gate,
             gated_delta=self.gated_delta,
@@ -139,32 +131,15 @@ class CudaOps:
         at = batch.device
         if at is None:
             raise ValueError("attention on a GPU reads its batch from the device")
-        if at.one_each:
-            return self._decode(q, cache, at, paged.Softmax(scale, window), None)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        paged.prefill(q, cache, at.page_table, at.q_starts, at.kv_lens, paged.Softmax(scale, window), out)
-        return out
-
-    def attend(
-        self, q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cache: KvPages, batch: AttentionBatch,
-        scale: float, window: int | None,
-    ) -> Tensor:  # fmt: skip
-        """As above."""
-        together = norm is not None and len(norm.q) != q.shape[2]  # the norm is over all heads
-        if batch.device is None or not batch.device.one_each or together:
-            return self._attend_in_steps(q, kv, norm, angles, cache, batch, scale, window)
-        newest = paged.Newest(kv, norm, angles, batch.slots)
-        return self._decode(q, cache, batch.device, paged.Softmax(scale, window), newest)
-
-    def _decode(
-        self, q: Tensor, cache: KvPages, at: DeviceBatch, softmax: paged.Softmax, newest: paged.Newest | None
-    ) -> Tensor:
+        softmax = attention.Softmax(scale, window)
+        if not at.one_each:
+            attention.prefill(q, cache, at.page_table, at.q_starts, at.kv_lens, softmax, out)
+            return out
         rows, heads, dim = q.shape
-        splits = paged.splits_for(rows, cache.keys.shape[2], self._processors)
-        partial = torch.empty(paged.partial_floats(rows, heads, dim, splits), device=q.device)
-        out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
-        space = paged.Space(partial, self._arrived)
-        paged.decode(q, cache, at.page_table, at.kv_lens, softmax, splits, space, out, newest)
+        splits = attention.splits_for(rows, cache.keys.shape[2], self._processors)
+        space = torch.empty(attention.workspace_floats(rows, heads, dim, splits), device=q.device)
+        attention.decode(q, cache, at.page_table, at.kv_lens, softmax, splits, space, out)
         return out
 
 

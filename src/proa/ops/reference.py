@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proa.ops.attend import attend_in_steps
 from proa.ops.choose import in_steps
 from proa.ops.parts import named_parts
 from proa.ops.table import (
@@ -305,7 +304,6 @@ def reference(dtype: torch.dtype, new_experts: NewExperts | None = None) -> Ops:
         choose=in_steps(add_norm, route),
         best=best,
         attention=attention,
-        attend=attend_in_steps(rotate_store, attention),
         gate=gate,
         gated_delta=gated_delta,
     )

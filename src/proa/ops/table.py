@@ -209,14 +209,6 @@ class PagedAttention(Protocol):
         """Causal attention of q [T, heads, D] over each sequence's pages -> [T, heads, D]; softmax in float32."""
 
 
-class Attend(Protocol):
-    def __call__(
-        self, q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cache: KvPages, batch: AttentionBatch,
-        scale: float, window: int | None,
-    ) -> Tensor:  # fmt: skip
-        """rotate_store of the step's rows, then their attention."""
-
-
 class Sink(Protocol):
     """Where a parameter goes that is not kept as a plain tensor: its rows are handed over, in any order."""
 
@@ -345,7 +337,6 @@ class Ops:
     choose: Choose
     best: Best
     attention: PagedAttention
-    attend: Attend
     gate: Gate
     gated_delta: GatedDelta
 

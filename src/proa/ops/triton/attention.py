@@ -1,8 +1,7 @@
 """Causal attention over a paged cache, with an online softmax in float32 (arXiv 1805.02867, 2205.14135).
 
 A program's tile holds all query heads that share a KV head, so that K and V are read once for them. `decode` cuts each
-sequence's past into splits, which fill the GPU, and weighs what they found; it can also norm and turn the rows, which
-saves a kernel. `prefill` has a tile per few query rows.
+sequence's past into splits, which fill the GPU, and combines what they found; `prefill` has a tile per few query rows.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.table import Angles, KvPages, QkNorm
-from proa.ops.triton.heads import check_rows, turned
+from proa.ops.table import KvPages
 from proa.ops.triton.variant import Variant
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -24,7 +22,7 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)  # where a maximum begins: finite, so
 PREFILL_TILE = 64  # query rows x heads of a group
 MOST_SPLITS = 256
 FEW_SEQUENCES = 256  # up to here one compiled kernel serves all numbers of sequences
-PART_VALUES = 8192  # of splits that are weighed at once
+PART = 32  # splits that are combined at once
 MOST_DIM, DIM_UNIT = 256, 8  # of a head
 
 
@@ -85,132 +83,67 @@ def _range_and_share(kv_len, splits, window, TOKENS: tl.constexpr, WINDOW: tl.co
 
 
 @triton.jit
-def _newest(
-    mine, kv, k_norm, cos, sin, slots, keys, values, sequence, kv_head, kv_heads, eps, offset,
-    kv_row, page_stride, token_stride,
-    PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
-):  # fmt: skip
-    """The row's key, normed and turned, and its value, which go to its slot if they are `mine`: loads come first."""
-    dim = tl.arange(0, WIDE)[None, :]
-    source = kv + sequence * kv_row + kv_head * DIM + tl.zeros([1, 1], tl.int32)
-    key = turned(
-        source,
-        dim,
-        dim < DIM,
-        cos + sequence * HALF,
-        sin + sequence * HALF,
-        k_norm,
-        eps,
-        offset,
-        DIM,
-        HALF,
-        INTERLEAVED,
-        NORM,
-    )
-    value = tl.load(source + kv_heads * DIM + dim, dim < DIM)
-    slot = tl.load(slots + sequence)
-    at = (slot // PAGE_TOKENS) * page_stride + (slot % PAGE_TOKENS) * token_stride + dim
-    if mine:
-        tl.store(keys + at, key, dim < DIM)
-        tl.store(values + at, value, dim < DIM)
-        tl.debug_barrier()  # what follows reads them
-
-
-@triton.jit
-def _weigh(
-    partial, sizes, sequence, heads, head, mine, splits, used,
-    DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """What `used` splits of a tile of heads found, weighed: [TILE, WIDE]. Sizes are log2 of their sums of exponentials,
-    which may be far apart, so that weights are of the largest one's size."""
-    dim = tl.arange(0, WIDE)[None, None, :]
-    most, total = tl.full([TILE], LOWEST, tl.float32), tl.zeros([TILE], tl.float32)
-    acc = tl.zeros([TILE, WIDE], tl.float32)
-    for start in range(0, used, PART):
-        part = start + tl.arange(0, PART)
-        there = (part < used)[:, None] & mine[None, :]
-        at = (sequence * heads + head)[None, :] * splits + part[:, None]
-        # past this multiprocessor's cache: other programs wrote these
-        size = tl.load(sizes + at, there, float("-inf"), cache_modifier=".cg")
-        found = tl.load(
-            partial + at[:, :, None] * DIM + dim, there[:, :, None] & (dim < DIM), 0.0, cache_modifier=".cg"
-        )
-        more = tl.maximum(most, tl.max(size, 0))
-        weight, shrink = tl.exp2(size - more[None, :]), tl.exp2(most - more)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * found, 0)
-        most = more
-    return acc / tl.where(mine, total, 1.0)[:, None]
-
-
-@triton.jit
 def _decode(
-    q, kv, q_norm, k_norm, cos, sin, slots, keys, values, page_table, kv_lens, sinks, partial, sizes, arrived, out,
-    heads, window, scale, eps, offset,
-    q_row, q_head, kv_row, out_row, table_row, page_stride, token_stride, head_stride,
+    q, keys, values, page_table, kv_lens, sinks, partial, sizes, heads, window, scale,
+    q_row, table_row, page_stride, token_stride, head_stride,
     GROUP: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PART: tl.constexpr,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """A split of a sequence's past, for the heads of a group. Of a group's splits the last to arrive weighs all.
-
-    kv given: q is still to be normed and turned, and so is the newest key, which the split that reads it stores.
-    """
     sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
+    splits = tl.num_programs(2)
     member = tl.arange(0, TILE)
     head = kv_head * GROUP + member
     mine = member < GROUP
-    dim = tl.arange(0, WIDE)[None, :]
-    some = mine[:, None] & (dim < DIM)
-    to = out + sequence * out_row + head[:, None] * DIM + dim
+    result = (sequence * heads + head) * splits + split
     kv_len = tl.load(kv_lens + sequence)
     begin, share = _range_and_share(kv_len, splits, window, TOKENS, WINDOW)
     first = begin + split * share
     last = tl.minimum(kv_len, first + share)
     if first >= last:
-        if split == 0:  # there is no past, not of this row either: padding
-            tl.store(to, tl.zeros([TILE, WIDE], tl.bfloat16), some)
         return
-    keys += kv_head * head_stride
-    values += kv_head * head_stride
-    source = q + sequence * q_row + head[:, None] * q_head
-    if kv is None:
-        tile = tl.load(source + dim, some, 0.0)
-    else:
-        tile = turned(
-            source, dim, some, cos + sequence * HALF, sin + sequence * HALF, q_norm, eps, offset,
-            DIM, HALF, INTERLEAVED, NORM,
-        )  # fmt: skip
-        _newest(
-            last == kv_len, kv, k_norm, cos, sin, slots, keys, values, sequence, kv_head, kv_heads, eps, offset,
-            kv_row, page_stride, token_stride, PAGE_TOKENS, DIM, WIDE, HALF, INTERLEAVED, NORM,
-        )  # fmt: skip
+    dim = tl.arange(0, WIDE)[None, :]
+    some = mine[:, None] & (dim < DIM)
+    tile = tl.load(q + sequence * q_row + head[:, None] * DIM + dim, some, 0.0)
     most, total = tl.full([TILE], LOWEST, tl.float32), tl.zeros([TILE], tl.float32)
     if SINKS:  # noqa: SIM102 - a constant decides here, the device below
         if split == 0:
             most = tl.maximum(tl.load(sinks + head, mine, 0.0) * LOG2E, LOWEST)
             total += 1.0
     acc, most, total = _attend(
-        tile, tl.zeros([TILE, WIDE], tl.float32), most, total, keys, values, page_table + sequence * table_row,
-        first, last, tl.full([TILE], 2**31 - 1, tl.int32), scale * LOG2E, page_stride, token_stride, window,
+        tile, tl.zeros([TILE, WIDE], tl.float32), most, total, keys + kv_head * head_stride,
+        values + kv_head * head_stride, page_table + sequence * table_row, first, last,
+        tl.full([TILE], 2**31 - 1, tl.int32), scale * LOG2E, page_stride, token_stride, window,
         True, False, PAGE_TOKENS, DIM, TOKENS,
     )  # fmt: skip
-    acc = acc / total[:, None]
-    used = tl.cdiv(kv_len - begin, share)
-    if used == 1:
-        tl.store(to, acc.to(tl.bfloat16), some)
-        return
-    at = (sequence * heads + head) * splits + split
-    tl.store(partial + at[:, None] * DIM + dim, acc, some)
-    tl.store(sizes + at, most + tl.log2(total), mine)
-    tl.debug_barrier()  # the arrival tells of all threads' stores
-    counter = arrived + sequence * kv_heads + kv_head
-    if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-        tl.store(counter, 0)
-        every = _weigh(partial, sizes, sequence, heads, head, mine, splits, used, DIM, WIDE, TILE, PART)
-        tl.store(to, every.to(tl.bfloat16), some)
+    tl.store(partial + result[:, None] * DIM + dim, acc / total[:, None], some)
+    tl.store(sizes + result, most + tl.log2(total), mine)
+
+
+@triton.jit
+def _combine(
+    partial, sizes, kv_lens, out, heads, splits, window, out_row,
+    DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    """Weigh what the splits of a row and head found. Sizes are log2 of their sums of exponentials."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kv_len = tl.load(kv_lens + row)
+    begin, share = _range_and_share(kv_len, splits, window, TOKENS, WINDOW)
+    used = tl.cdiv(kv_len - begin, tl.maximum(share, 1))  # nobody wrote the others
+    at = (row * heads + head) * splits
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, WIDE)[None, :]
+    size = tl.load(sizes + at + split, split < used, float("-inf"))
+    most = tl.maximum(tl.max(size, 0), LOWEST)
+    total = tl.sum(tl.exp2(size - most), 0)
+    acc = tl.zeros([WIDE], tl.float32)
+    for start in range(0, used, PART):
+        part = start + tl.arange(0, PART)
+        weight = tl.exp2(tl.load(sizes + at + part, part < used, float("-inf")) - most)
+        found = tl.load(partial + (at + part)[:, None] * DIM + dim, (part < used)[:, None] & (dim < DIM), 0.0)
+        acc += tl.sum(weight[:, None] * found, 0)
+    acc = acc / tl.where(used == 0, 1.0, total)
+    column = tl.arange(0, WIDE)
+    tl.store(out + row * out_row + head * DIM + column, acc.to(tl.bfloat16), column < DIM)
 
 
 @triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
@@ -282,27 +215,9 @@ def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
     return max(1, min(alone, together, MOST_SPLITS))
 
 
-@dataclass(frozen=True)
-class Space:
-    """Memory between the programs of `decode`, whose calls follow one another."""
-
-    partial: Tensor  # float32 [partial_floats(...)] or more
-    arrived: Tensor  # int32 [sequences * kv_heads] or more, 0 between calls
-
-
-def partial_floats(sequences: int, heads: int, dim: int, splits: int) -> int:
+def workspace_floats(sequences: int, heads: int, dim: int, splits: int) -> int:
     """How many float32 the workspace of `decode` has."""
     return sequences * heads * splits * (dim + 1)
-
-
-@dataclass(frozen=True)
-class Newest:
-    """The rows' own keys and values, and how they and q are normed and turned: as `rotate_store` of heads.py has it."""
-
-    kv: Tensor  # bfloat16 [S, 2 * kv_heads, D]: k and v, each row whole
-    norm: QkNorm | None
-    angles: Angles
-    slots: Tensor  # int64 [S]
 
 
 def decode(
@@ -312,40 +227,36 @@ def decode(
     kv_lens: Tensor,
     softmax: Softmax,
     splits: int,
-    space: Space,
+    workspace: Tensor,
     out: Tensor,
-    newest: Newest | None = None,
 ) -> None:
     """Attention of one query row per sequence: row s is at position kv_lens[s] - 1. Rows of kv_lens 0 become zeros.
 
-    q, out bfloat16 [S, heads, D], heads side by side; page_table int32 [S, max_pages]; kv_lens int32 [S]. With `newest`
-    q is normed and turned first, and its heads may lie apart; the newest keys and values are stored, and seen.
+    q, out bfloat16 [S, heads, D], heads side by side; page_table int32 [S, max_pages]; kv_lens int32 [S];
+    workspace float32 [workspace_floats(S, heads, D, splits)] or more.
     """
-    _check(q, cache, page_table, kv_lens, softmax, out, apart=newest is not None)
+    _check(q, cache, page_table, kv_lens, softmax, out)
     sequences, heads, dim = q.shape
-    kv_heads = cache.keys.shape[2]
     if len(kv_lens) != sequences:
         raise ValueError(f"{sequences} query rows for {len(kv_lens)} sequences")
-    if newest is not None:
-        check_rows(q, newest.kv, newest.angles, cache, newest.slots)
-    _check_space(space, partial_floats(sequences, heads, dim, splits), sequences * kv_heads)
+    floats = workspace_floats(sequences, heads, dim, splits)
+    if workspace.dtype is not torch.float32 or workspace.numel() < floats or not workspace.is_contiguous():
+        raise ValueError(f"the workspace is float32 [{floats}] or more, contiguous")
     if not sequences:
         return
-    sizes = space.partial.view(-1)[sequences * heads * splits * dim :]
+    kv_heads = cache.keys.shape[2]
+    sizes = workspace.view(-1)[sequences * heads * splits * dim :]
     constants, warps, stages = _decode_shape(heads // kv_heads, dim)
-    kv, norm, angles, slots = (None,) * 4 if newest is None else (
-        newest.kv, newest.norm, newest.angles, newest.slots
-    )  # fmt: skip
-    weights, numbers = ((None, None), (0.0, 0.0)) if norm is None else ((norm.q, norm.k), (norm.eps, norm.offset))
-    cos, sin, turns = (None, None, (0, False)) if angles is None else (
-        angles.cos, angles.sin, (angles.cos.shape[1], angles.interleaved)
-    )  # fmt: skip
     _decode[(sequences, kv_heads, splits)](
-        q, kv, *weights, cos, sin, slots, cache.keys, cache.values, page_table, kv_lens, softmax.sinks, space.partial,
-        sizes, space.arrived, out, heads, softmax.window or 0, softmax.scale, *numbers, *q.stride()[:2],
-        0 if kv is None else kv.stride(0), out.stride(0), page_table.stride(0), *cache.keys.stride()[:3],
-        PAGE_TOKENS=cache.keys.shape[1], WINDOW=softmax.window is not None, SINKS=softmax.sinks is not None,
-        HALF=turns[0], INTERLEAVED=turns[1], NORM=norm is not None, **constants, num_warps=warps, num_stages=stages,
+        q, cache.keys, cache.values, page_table, kv_lens, softmax.sinks, workspace, sizes, heads, softmax.window or 0,
+        softmax.scale, q.stride(0), page_table.stride(0), *cache.keys.stride()[:3], PAGE_TOKENS=cache.keys.shape[1],
+        WINDOW=softmax.window is not None, SINKS=softmax.sinks is not None, **constants,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    _combine[(sequences, heads)](
+        workspace, sizes, kv_lens, out, heads, splits, softmax.window or 0, out.stride(0), DIM=dim,
+        WIDE=constants["WIDE"], TOKENS=constants["TOKENS"], WINDOW=softmax.window is not None,
+        SPLITS=triton.next_power_of_2(splits), PART=PART, 
     )  # fmt: skip
 
 
@@ -381,22 +292,14 @@ def prefill(
     )  # fmt: skip
 
 
-def _check_space(space: Space, floats: int, counters: int) -> None:
-    for tensor, dtype, least in ((space.partial, torch.float32, floats), (space.arrived, torch.int32, counters)):
-        if tensor.dtype is not dtype or tensor.numel() < least or not tensor.is_contiguous():
-            raise ValueError(f"the workspace is {dtype} [{least}] or more, contiguous, not {tuple(tensor.shape)}")
-
-
-def _check(
-    q: Tensor, cache: KvPages, page_table: Tensor, kv_lens: Tensor, softmax: Softmax, out: Tensor, apart: bool = False
-) -> None:  # fmt: skip
+def _check(q: Tensor, cache: KvPages, page_table: Tensor, kv_lens: Tensor, softmax: Softmax, out: Tensor) -> None:
     heads, dim = q.shape[1:]
     kv_heads = cache.keys.shape[2]
     if heads % kv_heads or heads // kv_heads > PREFILL_TILE or cache.keys.shape[3] != dim:
         raise ValueError(f"q {tuple(q.shape)} does not go with a cache {tuple(cache.keys.shape)}")
     if dim % DIM_UNIT or dim > MOST_DIM:
         raise ValueError(f"heads of {dim} values: multiples of {DIM_UNIT} up to {MOST_DIM}")
-    if (q.stride(1) != dim and not apart) or q.stride(2) != 1 or out.shape != q.shape or out.stride()[1:] != (dim, 1):
+    if q.stride()[1:] != (dim, 1) or out.shape != q.shape or out.stride()[1:] != (dim, 1):
         raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} must have whole heads side by side")
     if cache.keys.stride() != cache.values.stride() or cache.keys.stride(3) != 1:
         raise ValueError(f"keys and values lie differently: {cache.keys.stride()} and {cache.values.stride()}")
@@ -413,8 +316,7 @@ def _decode_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
     """Constants, warps and stages. A tile of few heads reads as fast as it can: many bytes on their way."""
     wide = max(16, triton.next_power_of_2(dim))
     tile = max(16, triton.next_power_of_2(group))
-    constants = {"GROUP": group, "DIM": dim, "WIDE": wide, "TILE": tile, "TOKENS": min(64, 8192 // wide)}
-    return constants | {"PART": max(1, PART_VALUES // (tile * wide))}, 4, 5
+    return {"GROUP": group, "DIM": dim, "WIDE": wide, "TILE": tile, "TOKENS": min(64, 8192 // wide)}, 4, 5
 
 
 def _prefill_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
@@ -424,32 +326,41 @@ def _prefill_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
 
 
 def variants() -> Iterator[Variant]:
+    for one in _plain():
+        if one.kernel is _prefill:
+            yield one
+        else:
+            yield one
+
+
+def _plain() -> Iterator[Variant]:
     strides = ("q_row", "page_stride", "token_stride", "head_stride")
     bf16 = dict.fromkeys(("q", "keys", "values"), "*bf16")
     ints = dict.fromkeys(("page_table", "kv_lens"), "*i32") | dict.fromkeys((*strides, "table_row", "window"), "i32")
-    common = bf16 | ints | {"scale": "fp32", "out": "*bf16", "out_row": "i32"}
-    aligned = ("q", "keys", "values", "out", "out_row", *strides)
-    for group, dim, window, sinks, turned_too in (
-        (1, 64, True, True, False),
-        (12, 80, False, False, False),
-        (8, 128, False, False, True),
-        (32, 128, True, False, False),
-        (8, 256, True, False, True),
+    common = bf16 | ints | {"scale": "fp32"}
+    aligned = ("q", "keys", "values", *strides)
+    for group, dim, window, sinks in (
+        (1, 64, True, True),
+        (12, 80, False, False),
+        (8, 128, False, False),
+        (32, 128, True, False),
+        (8, 256, True, False),
     ):
         options: dict[str, object] = {"PAGE_TOKENS": 16, "WINDOW": window, "SINKS": sinks}
         types = common | ({"sinks": "*fp32"} if sinks else {})
         options |= {} if sinks else {"sinks": None}
         constants, warps, stages = _decode_shape(group, dim)
-        own = {"partial": "*fp32", "sizes": "*fp32", "arrived": "*i32", "heads": "i32", "q_head": "i32"}
-        newest = dict.fromkeys(("kv", "q_norm", "k_norm"), "*bf16") | {"cos": "*fp32", "sin": "*fp32", "slots": "*i64"}
-        own |= {"kv_row": "i32", "eps": "fp32", "offset": "fp32"} | (newest if turned_too else {})
-        half = {"HALF": dim // 2 if turned_too else 0, "INTERLEAVED": False, "NORM": turned_too}
-        absent = {} if turned_too else dict.fromkeys(newest)
-        more = constants | options | half | absent
-        hints = (*aligned, "partial", "q_head", "kv_row", *(("kv",) if turned_too else ()))
-        yield Variant(_decode, types | own, more, warps, stages, hints)
+        outs = {"partial": "*fp32", "sizes": "*fp32", "heads": "i32"}
+        yield Variant(_decode, types | outs, constants | options, warps, stages, (*aligned, "partial"))
         constants, warps, stages = _prefill_shape(group, dim)
-        own = {"q_starts": "*i32", "sequences": "i32"}
+        outs = {"q_starts": "*i32", "out": "*bf16", "sequences": "i32", "out_row": "i32"}
         more = constants | options | {"SEQUENCES": FEW_SEQUENCES}
         least = 75 if group in (1, 8) and dim <= 128 else 80  # D of 256 is too much for sm_75, and the others take long
-        yield Variant(_prefill, types | own, more, warps, stages, aligned, least)
+        yield Variant(_prefill, types | outs, more, warps, stages, (*aligned, "out", "out_row"), least)
+    for dim in (80, 256):
+        shape = _decode_shape(1, dim)[0]
+        combine: dict[str, object] = {"DIM": dim, "WIDE": shape["WIDE"], "TOKENS": shape["TOKENS"], "WINDOW": True}
+        types = dict.fromkeys(("partial", "sizes"), "*fp32") | {"kv_lens": "*i32", "out": "*bf16"}
+        types |= dict.fromkeys(("heads", "splits", "window", "out_row"), "i32")
+        combine |= {"SPLITS": MOST_SPLITS, "PART": PART}
+        yield Variant(_combine, types, combine, aligned=("partial", "out", "out_row"))

@@ -1,5 +1,5 @@
-"""The sum of all that a MoE layer adds up, and what comes right behind it: the residual add, the next norm. Never: what
-experts of the CPU compute; their sum comes in.
+"""The sum of all that a MoE layer adds up, and what comes right behind it: the residual add, the next norm. Never: experts
+of the CPU; their sum comes in.
 """
 
 from __future__ import annotations

@@ -51,35 +51,6 @@ def _turn(
         tl.store(target + column, x.to(tl.bfloat16), some)
 
 
-@triton.jit
-def turned(
-    source, column, inside, cos, sin, weight, eps, offset,
-    DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """bfloat16 [M, columns] of one token's heads, normed and turned. source [M, 1], column [1, columns] from 0 on,
-    inside [M, columns]; cos, sin: of that token."""
-    x = tl.load(source + column, inside, 0.0).to(tl.float32)
-    turns = column < 2 * HALF
-    if INTERLEAVED:
-        first, pair, other = column % 2 == 0, column // 2, column ^ 1
-    else:
-        first = column < HALF
-        pair = tl.where(first, column, column - HALF)
-        other = tl.where(first, column + HALF, column - HALF)
-    if HALF > 0:
-        y = tl.load(source + other, inside & turns, 0.0).to(tl.float32)
-        c, s = tl.load(cos + pair, turns, 1.0), tl.load(sin + pair, turns, 0.0)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x *= scale * (tl.load(weight + column, column < DIM, 0.0).to(tl.float32) + offset)
-        if HALF > 0:
-            y *= scale * (tl.load(weight + other, turns, 0.0).to(tl.float32) + offset)
-            x, y = x.to(tl.bfloat16).to(tl.float32), y.to(tl.bfloat16).to(tl.float32)
-    if HALF > 0:
-        x = tl.where(turns, x * c + tl.where(first, -y, y) * s, x)
-    return x.to(tl.bfloat16)
-
-
 @triton.jit(do_not_specialize=["rows"])  # which differs from step to step
 def _rotate_store(
     q, kv, out, q_norm, k_norm, cos, sin, keys, values, slots, rows, heads, kv_heads, eps, offset,
@@ -117,9 +88,7 @@ def rotate_store(
     rows, heads, dim = q.shape
     page_tokens, kv_heads = cache.keys.shape[1], cache.keys.shape[2]
     half = 0 if rotation is None else rotation.cos.shape[1]
-    check_rows(q, kv, rotation, cache, slots)
-    if out.shape != q.shape or out.stride()[1:] != (dim, 1):
-        raise ValueError(f"out {tuple(out.shape)} {out.stride()} is not heads of {dim} values")
+    _check(q, kv, rotation, cache, slots, out)
     if not rows:
         return
     block = 1 if rows <= FEW_ROWS else 8
@@ -150,16 +119,15 @@ def rotate_store(
     )
 
 
-def check_rows(q: Tensor, kv: Tensor, rotation: Angles | None, cache: KvPages, slots: Tensor) -> None:
-    """Raises ValueError for rows that cannot be normed, turned and stored."""
+def _check(q: Tensor, kv: Tensor, rotation: Angles | None, cache: KvPages, slots: Tensor, out: Tensor) -> None:
     rows, _, dim = q.shape
     kv_heads = cache.keys.shape[2]
     if kv.shape != (rows, 2 * kv_heads, dim) or kv.stride()[1:] != (dim, 1) or cache.keys.shape[3] != dim:
         raise ValueError(
             f"kv {tuple(kv.shape)} of strides {kv.stride()} is not k and v of a cache {tuple(cache.keys.shape)}"
         )
-    if q.stride(2) != 1:
-        raise ValueError(f"q {q.stride()} has no heads of {dim} values")
+    if out.shape != q.shape or out.stride()[1:] != (dim, 1) or q.stride(2) != 1:
+        raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} are not heads of {dim} values")
     if cache.keys.stride() != cache.values.stride() or cache.keys.stride(3) != 1:
         raise ValueError(f"keys and values lie differently: {cache.keys.stride()} and {cache.values.stride()}")
     if slots.shape != (rows,) or not slots.is_contiguous():
