@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
+from proa.ops.added import Added
 from proa.ops.faults import LayerFaults
 from proa.ops.residency import Located, Residency
-from proa.ops.triton.experts import Added, ExpertSpace, Watch, combine, expert_space, experts
+from proa.ops.triton.experts import ExpertSpace, Watch, combine, expert_space, experts
 from proa.ops.triton.locate import locate
 
 PROBED_AT_ONCE = 4  # as many as a step of one token may leave to the bus
@@ -90,16 +91,7 @@ class GpuExperts:
         experts(x, at, self._shape, self._space)
         return self._space.partial
 
-    def finish(
-        self,
-        started: Tensor,
-        x: Tensor,
-        at: Located,
-        weights: Tensor,
-        cpu: Tensor | None,
-        shared: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor:
+    def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor:
         out = torch.empty(len(weights), self._shape.hidden, dtype=torch.bfloat16, device=weights.device)
-        combine(started, weights, at.down, Added(cpu, shared, gate), out, Watch(self._faults, at.ids, x))
+        combine(started, weights, at.down, added, out, Watch(self._faults, at.ids, x))
         return out

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.added import Added
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
 from proa.ops.residency import ExpertShape, Located
 from proa.ops.triton.experts_few import down, gate_up
@@ -74,17 +75,6 @@ def _check(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace) -> None:
         raise ValueError(f"x is bfloat16 [{tokens}, {of.hidden}], not {x.dtype} {tuple(x.shape)}")
     if pairs > len(space.h) or space.h.shape[1] < of.width or space.partial.shape[1:] != (of.hidden,):
         raise ValueError(f"the workspace has no room for {pairs} pairs of {of.width} and {of.hidden}")
-
-
-@dataclass(frozen=True)
-class Added:
-    """What a MoE layer adds to its routed experts on the GPU. cpu float32 [T, hidden]: the sum of the CPU's experts;
-    shared bfloat16 [T, hidden], times the sigmoid of shared_gate [T, 1] where there is one.
-    """
-
-    cpu: Tensor | None = None
-    shared: Tensor | None = None
-    shared_gate: Tensor | None = None
 
 
 @dataclass(frozen=True)
