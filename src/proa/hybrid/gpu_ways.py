@@ -159,9 +159,11 @@ class Flags:
 
     def free(self) -> None:
         """By the GPU itself, which may not see what the CPU wrote."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self.free_on(torch.cuda.Stream(self._device).cuda_stream)  # type: ignore[no-untyped-call]
+
+    def free_on(self, stream: int) -> None:
         for flag in (self._done, self._ready):
-            self._driver.store(stream.cuda_stream, flag, FAILED)
+            self._driver.store(stream, flag, FAILED)
 
 
 class Calls:
