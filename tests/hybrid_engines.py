@@ -22,7 +22,7 @@ from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model, Moe
-from proa.native.doorbell import JobSize
+from proa.native.doorbell import JobSize, Way
 from proa.native.pool import Pool
 from proa.native.weights import Experts
 from proa.ops.packed import Memory
@@ -40,6 +40,7 @@ class Split:
     inclusive: bool = False
     spare: int = 0
     in_place: bool = False
+    way: Way = Way.NUMBER
 
     def placement(self, spec: Model) -> Placement:
         resident = []
@@ -99,8 +100,8 @@ def load_split(
 
         def transport(layers: Sequence[Experts], size: JobSize) -> Transport:
             if not cuda:
-                return HostTransport(pool, layers, size)
-            doorbell: Transport = _cuda("hybrid.gpu_transport").GpuTransport(pool, layers, size, at)
+                return HostTransport(pool, layers, size, way=split.way)
+            doorbell: Transport = _cuda("hybrid.gpu_transport").GpuTransport(pool, layers, size, at, way=split.way)
             return doorbell
 
         chosen = top_k(spec)

@@ -1,11 +1,12 @@
 """What a GPU's doorbell costs: microseconds a layer of push and pull in a CUDA graph, without work on the CPU.
 
-Each line: a graph of 48 layers for T tokens; medians over replays, and the fastest tenth. The filler is a kernel that
+Each line: a way to ring, a graph of 48 layers for T tokens; medians over replays, and the fastest tenth. The filler is a kernel that
 spins on the GPU between push and pull, where a layer's own experts would run.
   nothing      neither push nor pull
   not pending  no pair is the CPU's: push does not ring, pull does not wait
   round trip   every row is the CPU's; it answers at once
-Run: python benchmarks/probes/gpu_doorbell.py [--filler-us 20] [--hidden 2048] [--top-k 8] [--cpu N]
+Where jobs are copied, "not pending" rings and waits all the same.
+Run: python benchmarks/probes/gpu_doorbell.py [--way kernel memops callback] [--filler-us 20] [--hidden 2048] [--top-k 8] [--cpu N]
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from proa.errors import NativeError
 from proa.hybrid.gpu_transport import GpuTransport
+from proa.hybrid.ways import WAYS
 from proa.native.doorbell import PROBE_LAYER, JobSize, Service
 from proa.native.formats import Format, layout
 from proa.native.pool import Pool
@@ -93,30 +96,44 @@ def measure(transport: GpuTransport, tokens: int, cycles: int) -> dict[str, tupl
     return {name: us_a_layer(captured(layer(address))) for name, address in kinds.items()}
 
 
+def rows_of(transport: GpuTransport, filler_us: float) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    transport.arm()
+    cycles = cycles_of(filler_us)
+    for us, spins in ((0.0, 0), (filler_us, cycles)):
+        for tokens in TOKENS:
+            for kind, (median, best) in measure(transport, tokens, spins).items():
+                print(f"filler {us:4.0f} us  T {tokens:3}  {kind:12} {median:7.2f} us a layer ({best:.2f})")
+                found.append({"filler_us": us, "tokens": tokens, "kind": kind, "us": median, "best_us": best})
+    transport.disarm()
+    transport.check()
+    transport.close()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--filler-us", type=float, default=20.0)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--cpu", type=int, default=max(os.sched_getaffinity(0)), help="of the doorbell's thread")
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
     args = parser.parse_args()
     experts, _memory = any_experts(args.hidden)
     size = JobSize(max(TOKENS), args.top_k, args.hidden)
     found = []
     with Pool([[]], pin=False) as pool:
-        transport = GpuTransport(pool, [experts], size, torch.device("cuda"), Service(cpus=(args.cpu,)))
-        print(f"{torch.cuda.get_device_name()}, probe at start: {transport.probe_us():.2f} us a round trip")
-        transport.arm()
-        cycles = cycles_of(args.filler_us)
-        for filler_us, spins in ((0.0, 0), (args.filler_us, cycles)):
-            for tokens in TOKENS:
-                for kind, (median, best) in measure(transport, tokens, spins).items():
-                    print(f"filler {filler_us:4.0f} us  T {tokens:3}  {kind:12} {median:7.2f} us a layer ({best:.2f})")
-                    row = {"filler_us": filler_us, "tokens": tokens, "kind": kind, "us": median, "best_us": best}
-                    found.append(row)
-        transport.disarm()
-        transport.check()
-        transport.close()
+        for name in args.way:
+            try:
+                transport = GpuTransport(
+                    pool, [experts], size, torch.device("cuda"), Service(cpus=(args.cpu,)), WAYS[name]
+                )
+                probed_us = transport.probe_us()
+            except NativeError as error:
+                print(f"{name}: {error}")
+                continue
+            print(f"{torch.cuda.get_device_name()}, {name}, probe at start: {probed_us:.2f} us a round trip")
+            found += [{"way": name, **row} for row in rows_of(transport, args.filler_us)]
     print(json.dumps({"hidden": args.hidden, "top_k": args.top_k, "layers": LAYERS, "rows": found}))
 
 

@@ -20,11 +20,12 @@ import triton
 from torch import Tensor
 
 from proa.native.formats import BF16_FORM, Format, Layout
+from proa.ops.added import Added
 from proa.ops.faults import IDS, LayerFaults
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton import linear as linear_maps
-from proa.ops.triton.expert_sum import Added, Into, Watch, combine
+from proa.ops.triton.expert_sum import Into, Watch, combine
 from proa.ops.triton.experts import expert_space, experts
 from proa.ops.triton.formats import EXAMPLES, LINE_WORDS, VALUES
 from proa.ops.triton.linear import linear

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from proa.ops.added import Added
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.table import Angles, KvPages, QkNorm
 from proa.ops.triton import attention, experts_few, heads, linear, norm, route
-from proa.ops.triton.expert_sum import Added, Into, combine
+from proa.ops.triton.expert_sum import Into, combine
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 

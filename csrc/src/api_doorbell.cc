@@ -45,7 +45,7 @@ int proa_doorbell_layout_of(int64_t most_tokens, int64_t top_k, int64_t hidden, 
         require(out, "A null pointer.");
         check_size(most_tokens, top_k, hidden);
         const proa::DoorbellLayout l = proa::doorbell_layout(int(most_tokens), int(top_k), int(hidden));
-        *out = {l.rung, l.answered, l.dead, l.header, l.ids, l.weights, l.x, l.y, l.bytes};
+        *out = {l.rung, l.answered, l.dead, l.done, l.ready, l.header, l.ids, l.weights, l.x, l.y, l.bytes};
     });
 }
 
@@ -56,13 +56,14 @@ int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, 
         check_size(o.most_tokens, o.top_k, o.hidden);
         require(o.lane >= 0 && o.lane < proa::kLanes, "There are lanes 0 and 1.");
         require(o.spin_us >= 0, "A time cannot be negative.");
+        require(o.way >= PROA_WAY_NUMBER && o.way <= PROA_WAY_CALLS, "There is no such way to ring.");
         const proa::DoorbellSize size{int(o.most_tokens), int(o.top_k), int(o.hidden)};
         require(o.memory && reinterpret_cast<uintptr_t>(o.memory) % proa::kLineBytes == 0,
                 "The doorbell's memory must be aligned to 64 bytes.");
         require(o.memory_bytes >= proa::doorbell_layout(size.most_tokens, size.top_k, size.hidden).bytes,
                 "The doorbell's memory is too small.");
-        *out = new proa_doorbell{
-            {pool->owner, layers_of(pool, o), static_cast<std::byte*>(o.memory), size, o.lane, o.spin_us, cpus_of(o)}};
+        *out = new proa_doorbell{{pool->owner, layers_of(pool, o), static_cast<std::byte*>(o.memory), size,
+                                  proa::Way(o.way), o.lane, o.spin_us, cpus_of(o)}};
     });
 }
 
@@ -105,7 +106,7 @@ int proa_doorbell_ring(proa_doorbell* doorbell, uint32_t number) {
     });
 }
 
-int proa_doorbell_wait(const proa_doorbell* doorbell, uint32_t number, int64_t timeout_us, int* answered) {
+int proa_doorbell_wait(proa_doorbell* doorbell, uint32_t number, int64_t timeout_us, int* answered) {
     return proa::guarded([&] {
         require(doorbell && answered, "A null pointer.");
         require(timeout_us >= 0 && timeout_us <= int64_t(1) << 50,
@@ -113,6 +114,10 @@ int proa_doorbell_wait(const proa_doorbell* doorbell, uint32_t number, int64_t t
         *answered = doorbell->doorbell.wait(number, timeout_us);
     });
 }
+
+void proa_doorbell_call_ring(void* doorbell) { static_cast<proa_doorbell*>(doorbell)->doorbell.ring_copied(); }
+
+void proa_doorbell_call_wait(void* doorbell) { static_cast<proa_doorbell*>(doorbell)->doorbell.wait_copied(); }
 
 int proa_doorbell_get_counters(const proa_doorbell* doorbell, proa_doorbell_counters* out) {
     return proa::guarded([&] {

@@ -16,6 +16,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kWord = 64;  // a cache line each: the two sides write different ones
 constexpr uint64_t kNumber = 0xffffffff;
 constexpr size_t kOperations = 16;
+constexpr int64_t kWaitUs = 1'000'000;
 constexpr auto kLongestPark = std::chrono::milliseconds(20);  // then it looks whether somebody rang unarmed
 
 int64_t lines(int64_t bytes) { return (bytes + kWord - 1) / kWord * kWord; }
@@ -68,7 +69,8 @@ void add(std::atomic<uint64_t>& count, uint64_t more) { count.fetch_add(more, st
 DoorbellLayout doorbell_layout(int most_tokens, int top_k, int hidden) {
     const int64_t pairs = int64_t(most_tokens) * top_k, values = int64_t(most_tokens) * hidden;
     DoorbellLayout l{};
-    l.rung = 0, l.answered = kWord, l.dead = kWord + 4, l.header = 2 * kWord;
+    l.rung = 0, l.header = 2 * kWord;
+    l.answered = kWord, l.dead = kWord + 4, l.done = kWord + 8, l.ready = kWord + 12;
     l.ids = 3 * kWord;
     l.weights = l.ids + lines(pairs * 4);
     l.x = l.weights + lines(pairs * 4);
@@ -78,16 +80,18 @@ DoorbellLayout doorbell_layout(int most_tokens, int top_k, int hidden) {
 }
 
 Doorbell::Doorbell(std::shared_ptr<Host> host, std::vector<const Experts*> layers, std::byte* memory, DoorbellSize size,
-                   int lane, int spin_us, const std::vector<int>& cpus)
+                   Way way, int lane, int spin_us, const std::vector<int>& cpus)
     : host_(std::move(host)),
       layers_(std::move(layers)),
       memory_(memory),
       size_(size),
       layout_(doorbell_layout(size.most_tokens, size.top_k, size.hidden)),
+      way_(way),
       lane_(lane),
       spin_us_(spin_us),
       operations_(kOperations) {
     std::memset(memory_, 0, size_t(layout_.ids));
+    flag(layout_.ready).store(kFlag);
     ids_.reserve(size_t(size.most_tokens) * size_t(size.top_k));
     thread_ = std::thread([this] { serve(); });
     try {
@@ -170,16 +174,33 @@ void Doorbell::fail(int code, const std::string& what) {
         if (!failure_) failure_ = std::make_exception_ptr(Error(code, what));
     }
     answer().fetch_or(uint64_t(uint32_t(code)) << 32, std::memory_order_acq_rel);
+    for (int64_t each : {layout_.done, layout_.ready}) flag(each).fetch_or(kFailed, std::memory_order_acq_rel);
 }
 
-void Doorbell::ring(uint32_t number) { rung().store(number, std::memory_order_release); }
+void Doorbell::ring(uint32_t number) { rung().store(way_ == Way::kFlags ? kFlag : number, std::memory_order_release); }
 
-bool Doorbell::wait(uint32_t number, int64_t timeout_us) const {
+bool Doorbell::wait(uint32_t number, int64_t timeout_us) {
+    if (way_ != Way::kFlags)
+        return wait_until([&] { return (answer().load(std::memory_order_acquire) & kNumber) == number; }, timeout_us);
+    const auto is_up = [this](int64_t which) { return flag(which).load(std::memory_order_acquire) & kFlag; };
+    if (!wait_until([&] { return is_up(layout_.done); }, timeout_us)) return false;
+    rung().store(0, std::memory_order_release);
+    return wait_until([&] { return is_up(layout_.ready); }, timeout_us);
+}
+
+// As long as it takes: a failure ends it.
+void Doorbell::wait_copied() {
+    while (!dead() && !wait(rung().load(std::memory_order_acquire), kWaitUs)) {
+    }
+}
+
+// Whether it was seen before a failure, and before the time was over.
+template <class Seen>
+bool Doorbell::wait_until(const Seen& seen, int64_t timeout_us) const {
     const auto begin = Clock::now();
     for (int spins = 0;; ++spins) {
-        const uint64_t seen = answer().load(std::memory_order_acquire);
-        if (seen >> 32) return false;
-        if ((seen & kNumber) == number) return true;
+        if (dead()) return false;
+        if (seen()) return true;
         relax();
         if (spins % 64) continue;
         if (ns_since(begin) > uint64_t(timeout_us) * 1000) return false;
@@ -196,7 +217,8 @@ void Doorbell::serve() {
     auto idle_since = Clock::now();
     uint32_t last = 0;
     for (int spins = 1; !stop_.load(std::memory_order_relaxed); ++spins) {
-        const uint32_t number = rung().load(std::memory_order_acquire);
+        const uint32_t rang = rung().load(std::memory_order_acquire);
+        const uint32_t number = way_ != Way::kFlags ? rang : rang == kFlag ? copied_number() : last;
         const bool armed = armed_.load(std::memory_order_relaxed) > 0;  // of a step that rang: it was armed before
         if (number != last) {
             if (!armed) fail(PROA_ERROR_ARGUMENT, "A step rang the doorbell while none was armed.");
@@ -206,12 +228,28 @@ void Doorbell::serve() {
             idle_since = Clock::now();
             continue;
         }
+        if (way_ == Way::kFlags) answer_flags(rang == kFlag);
         relax();
         if (spins % 4096 == 0) std::this_thread::yield();  // where cores are few, the others need this one
         if (armed || spins % 64 || ns_since(idle_since) < uint64_t(spin_us_) * 1000) continue;
         park();
         if (armed_.load(std::memory_order_relaxed) > 0) idle_since = Clock::now();
     }
+}
+
+void Doorbell::say_done() {
+    flag(layout_.ready).fetch_and(~kFlag, std::memory_order_relaxed);
+    flag(layout_.done).fetch_or(kFlag, std::memory_order_release);
+}
+
+// Nothing is left to do, so that what was rung for is done; once that was seen, it is taken back. A failure is said
+// besides, by `fail`, and stays.
+void Doorbell::answer_flags(bool rings) {
+    const bool done = flag(layout_.done).load(std::memory_order_relaxed) & kFlag;
+    if (rings && !done) say_done();
+    if (rings || !done) return;
+    flag(layout_.done).fetch_and(~kFlag, std::memory_order_relaxed);
+    flag(layout_.ready).fetch_or(kFlag, std::memory_order_release);
 }
 
 // The answer first: what may be found in the result is told before the next job, and costs the step no time.
@@ -225,6 +263,7 @@ void Doorbell::answer_job(uint32_t number) {
         uint64_t before = answer().load(std::memory_order_relaxed);
         while (!answer().compare_exchange_weak(before, (before & ~kNumber) | number, std::memory_order_acq_rel)) {
         }
+        if (way_ == Way::kFlags) say_done();
         if (layer_ != kProbeLayer) {
             look_at_result();
             count_weights();
@@ -248,12 +287,14 @@ void Doorbell::run(const int32_t* header) {
         throw Error(PROA_ERROR_ARGUMENT, "A job has " + std::to_string(tokens_) + " tokens; 1 to " +
                                              std::to_string(size_.most_tokens) + " are possible.");
     const auto begin = Clock::now();
-    const int32_t* ids = at<int32_t>(layout_.ids);
+    const bool copied = way_ != Way::kNumber;
+    const DoorbellLayout l = copied ? doorbell_layout(tokens_, size_.top_k, size_.hidden) : layout_;
+    const int32_t* ids = at<int32_t>(l.ids);
     ids_.assign(ids, ids + size_t(tokens_) * size_t(size_.top_k));
     Moe& op = operations_[turn_ % kOperations];
     op.experts = layers_[size_t(layer_)];
-    op.top_k = size_.top_k, op.ids = ids_.data(), op.weights = at<float>(layout_.weights);
-    op.x = at<uint16_t>(layout_.x), op.x_stride = size_.hidden;
+    op.top_k = size_.top_k, op.ids = ids_.data(), op.weights = at<float>(l.weights);
+    op.x = at<uint16_t>(l.x), op.x_stride = size_.hidden;
     op.y = at<float>(layout_.y), op.y_stride = size_.hidden, op.wide = true;
     proa::run(op, *host_, tokens_, lane_);
     add(moe_ns_, ns_since(begin));

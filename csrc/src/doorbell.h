@@ -3,7 +3,8 @@
 // compute, and which are the CPU's.
 //
 // The other side writes a job, rings with the next number (a release of `rung`) and waits until `answer` (an acquire)
-// holds that number, or a failure. Why each sees what the other wrote stands in src/proa/hybrid/transport.py.
+// holds that number, or a failure. Where it cannot store a number that changes, jobs come as copies and it says so by
+// flags, or by calls (Way). Why each sees what the other wrote stands in src/proa/hybrid/transport.py.
 #pragma once
 
 #include <atomic>
@@ -22,12 +23,22 @@ namespace proa {
 
 constexpr int kProbeLayer = -1;  // a job without work: answered at once
 
+// How the other side says that a job is there.
+enum class Way {
+    kNumber,  // by the job's number in `rung`
+    kFlags,   // by 1 in `rung`, and 0 when it has seen `done`; it writes no job before it has seen `ready`
+    kCalls,   // by calls of ring_copied and wait_copied
+};
+
 // Offsets in the block. `answer` is one word of 64 bits: its low half is the number of the last job answered, its high
 // half, `dead`, the code of a failure after which nothing is answered any more. One load tells both.
+// `done` and `ready` are flags of kFlags: 1 or 0, and after a failure kFailed besides, for good.
+// Of a copied job (kFlags, kCalls) ids, weights and x stand where they do in a block for its tokens alone.
 struct DoorbellLayout {
-    int64_t rung, answered, dead, header;  // the header: int32 layer, int32 tokens
-    int64_t ids, weights, x, y, bytes;     // int32, float32 [tokens][top_k]; bfloat16, float32 [tokens][hidden]
+    int64_t rung, answered, dead, done, ready, header;  // the header: int32 layer, tokens, number
+    int64_t ids, weights, x, y, bytes;  // int32, float32 [tokens][top_k]; bfloat16, float32 [tokens][hidden]
 };
+constexpr uint32_t kFlag = 1, kFailed = 1u << 31;
 DoorbellLayout doorbell_layout(int most_tokens, int top_k, int hidden);
 
 struct DoorbellSize {
@@ -44,7 +55,7 @@ class Doorbell {
     // `layers` and `memory` must outlive it, and nobody may ring any more when it goes. cpus: where its thread may run;
     // empty: anywhere. spin_us: how long it goes on looking after the last step.
     Doorbell(std::shared_ptr<Host> host, std::vector<const Experts*> layers, std::byte* memory, DoorbellSize size,
-             int lane, int spin_us, const std::vector<int>& cpus);
+             Way way, int lane, int spin_us, const std::vector<int>& cpus);
     ~Doorbell();
     Doorbell(const Doorbell&) = delete;
     Doorbell& operator=(const Doorbell&) = delete;
@@ -60,10 +71,15 @@ class Doorbell {
     // Fails it from outside: whoever waits for an answer stops waiting.
     void fail(int code, const std::string& what);
 
-    // The other side, where that is the CPU.
+    // The other side, where that is the CPU: the job with this number is written. Copied jobs that are rung for by
+    // flags say their number themselves; if that one was answered there is nothing to do.
     void ring(uint32_t number);
-    // Whether `number` was answered. False after a failure, or when the time is over.
-    bool wait(uint32_t number, int64_t timeout_us) const;
+    // Whether `number` was answered, and by flags: whether the next job may be written. False after a failure, or when
+    // the time is over.
+    bool wait(uint32_t number, int64_t timeout_us);
+    // kCalls: the GPU's driver calls these, in the order of the stream.
+    void ring_copied() { ring(copied_number()); }
+    void wait_copied();
 
     DoorbellCounters counters() const;
 
@@ -72,6 +88,12 @@ class Doorbell {
 
     std::atomic_ref<uint32_t> rung() const;
     std::atomic_ref<uint64_t> answer() const;
+    std::atomic_ref<uint32_t> flag(int64_t at) const { return std::atomic_ref<uint32_t>(*this->at<uint32_t>(at)); }
+    uint32_t copied_number() const { return uint32_t(at<int32_t>(layout_.header)[2]); }
+    void say_done();
+    void answer_flags(bool rings);
+    template <class Seen>
+    bool wait_until(const Seen& seen, int64_t timeout_us) const;
     bool dead() const { return answer().load(std::memory_order_acquire) >> 32; }
     void bind(const std::vector<int>& cpus);
     void serve();
@@ -91,6 +113,7 @@ class Doorbell {
     std::byte* const memory_;
     const DoorbellSize size_;
     const DoorbellLayout layout_;
+    const Way way_;
     const int lane_, spin_us_;
     std::vector<Moe> operations_;  // taken in turn: a late worker may still read the former one's
     std::vector<int32_t> ids_;     // of the job: those in the block are gone when the next one comes

@@ -75,12 +75,14 @@ struct Job {
                  host, tokens);
         return y;
     }
-    void write(const Block& block) const {
-        const int32_t header[2] = {layer, tokens};
-        std::memcpy(block.at<int32_t>(block.layout.header), header, sizeof header);
-        std::memcpy(block.at<int32_t>(block.layout.ids), ids.data(), ids.size() * 4);
-        std::memcpy(block.at<float>(block.layout.weights), weights.data(), weights.size() * 4);
-        std::memcpy(block.at<uint16_t>(block.layout.x), x.data(), x.size() * 2);
+    void write(const Block& block, proa::Way way, uint32_t number) const {
+        const int32_t header[3] = {layer, tokens, int32_t(number)};
+        const auto of_these = proa::doorbell_layout(tokens, kTopK, kHidden);
+        const proa::DoorbellLayout& l = way == proa::Way::kNumber ? block.layout : of_these;
+        std::memcpy(block.at<int32_t>(l.header), header, sizeof header);
+        std::memcpy(block.at<int32_t>(l.ids), ids.data(), ids.size() * 4);
+        std::memcpy(block.at<float>(l.weights), weights.data(), weights.size() * 4);
+        std::memcpy(block.at<uint16_t>(l.x), x.data(), x.size() * 2);
     }
 };
 
@@ -92,15 +94,26 @@ struct Bench {
     explicit Bench(int pool) : host(pool_options(pool), proa::select_kernels("").kernels) {
         for (unsigned i = 0; i < kLayers; ++i) layers.push_back(std::make_unique<Layer>(i));
     }
-    std::unique_ptr<proa::Doorbell> bell(int spin_us = 100) {
+    std::unique_ptr<proa::Doorbell> bell(proa::Way way = proa::Way::kNumber, int spin_us = 100) {
         std::vector<const proa::Experts*> experts;
         for (const auto& layer : layers) experts.push_back(&layer->experts);
         const std::shared_ptr<proa::Host> unowned(&host, [](proa::Host*) {});
         const proa::DoorbellSize size{kMostTokens, kTopK, kHidden};
-        return std::make_unique<proa::Doorbell>(unowned, experts, block.memory.get(), size, 1, spin_us,
+        return std::make_unique<proa::Doorbell>(unowned, experts, block.memory.get(), size, way, 1, spin_us,
                                                 std::vector<int>{});
     }
 };
+
+// In the GPU's place.
+bool ring_and_wait(proa::Doorbell& bell, proa::Way way, uint32_t number, int64_t timeout_us) {
+    if (way != proa::Way::kCalls) {
+        bell.ring(number);
+        return bell.wait(number, timeout_us);
+    }
+    bell.ring_copied();
+    bell.wait_copied();
+    return bell.wait(number, 0);
+}
 
 // What `check` throws with, or 0.
 int failure(proa::Doorbell& bell, std::string* what = nullptr) {
@@ -113,9 +126,9 @@ int failure(proa::Doorbell& bell, std::string* what = nullptr) {
     return 0;
 }
 
-void answers_are_the_experts(int pool, int rounds) {
+void answers_are_the_experts(int pool, proa::Way way, int rounds) {
     Bench bench(pool);
-    const auto bell = bench.bell();
+    const auto bell = bench.bell(way);
     Random random(7);
     uint32_t number = 0;
     for (int step = 0; step < rounds; ++step) {
@@ -126,9 +139,10 @@ void answers_are_the_experts(int pool, int rounds) {
             CHECK(failure(*bell) == 0);  // and it has looked at the last y, which a GPU would not write
             std::fill_n(bench.block.at<float>(bench.block.layout.y), want.size(),
                         std::numeric_limits<float>::quiet_NaN());
-            job.write(bench.block);
-            bell->ring(++number);
-            CHECK(bell->wait(number, 60 * kSecond));
+            job.write(bench.block, way, ++number);
+            CHECK(ring_and_wait(*bell, way, number, 60 * kSecond));
+            for (int i = 0; i < random.below(3) && way != proa::Way::kNumber; ++i)  // nothing for the CPU
+                CHECK(ring_and_wait(*bell, way, number, 60 * kSecond));
             CHECK(!std::memcmp(want.data(), bench.block.at<float>(bench.block.layout.y), want.size() * 4));
         }
         bell->disarm();
@@ -139,17 +153,17 @@ void answers_are_the_experts(int pool, int rounds) {
 }
 
 // Every bad job ends the wait, and all that follow.
-void failures_end_every_wait() {
-    const auto expect = [](int code, const char* text, const std::function<void(Bench&, proa::Doorbell&)>& spoil) {
+void failures_end_every_wait(proa::Way way) {
+    const auto expect = [way](int code, const char* text, const std::function<void(Bench&, proa::Doorbell&)>& spoil) {
         Bench bench(1);
-        const auto bell = bench.bell();
+        const auto bell = bench.bell(way);
         Random random(1);
-        Job(random, 0, 2).write(bench.block);
+        Job(random, 0, 2).write(bench.block, way, 1);
         bell->arm();
         spoil(bench, *bell);
-        for (uint32_t number = 1; number < 50; ++number) {
-            bell->ring(number);
-            if (!bell->wait(number, 60 * kSecond)) break;
+        for (int32_t number = 1; number < 50; ++number) {
+            bench.block.at<int32_t>(bench.block.layout.header)[2] = number;
+            if (!ring_and_wait(*bell, way, uint32_t(number), 60 * kSecond)) break;
             CHECK(number + 1 < 50);
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
@@ -158,12 +172,16 @@ void failures_end_every_wait() {
         CHECK(what.find(text) != std::string::npos);
         CHECK(failure(*bell) == code);
         const auto begin = std::chrono::steady_clock::now();
-        bell->ring(50);
-        CHECK(!bell->wait(50, 60 * kSecond));
+        CHECK(!ring_and_wait(*bell, way, 50, 60 * kSecond));
         CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(1));
+        for (int64_t flag : {bench.block.layout.done, bench.block.layout.ready})
+            CHECK(*bench.block.at<uint32_t>(flag) & proa::kFailed);
     };
     const auto header = [](Bench& bench) { return bench.block.at<int32_t>(bench.block.layout.header); };
-    const auto id = [](Bench& bench) { return bench.block.at<int32_t>(bench.block.layout.ids); };
+    const auto id = [way](Bench& bench) {
+        const auto of_these = proa::doorbell_layout(2, kTopK, kHidden);
+        return bench.block.at<int32_t>((way == proa::Way::kNumber ? bench.block.layout : of_these).ids);
+    };
     expect(PROA_ERROR_ARGUMENT, "layer 3", [&](Bench& bench, auto&) { header(bench)[0] = kLayers; });
     expect(PROA_ERROR_ARGUMENT, "layer -2", [&](Bench& bench, auto&) { header(bench)[0] = -2; });
     expect(PROA_ERROR_ARGUMENT, "0 tokens", [&](Bench& bench, auto&) { header(bench)[1] = 0; });
@@ -172,9 +190,9 @@ void failures_end_every_wait() {
     expect(PROA_ERROR_WORKER, "has ended", [](Bench& bench, auto&) { bench.host.pool.kill_worker_for_test(); });
     expect(PROA_ERROR_SYSTEM, "enough", [](auto&, proa::Doorbell& bell) { bell.fail(PROA_ERROR_SYSTEM, "enough"); });
     expect(PROA_ERROR_ARGUMENT, "while none was armed", [](auto&, proa::Doorbell& bell) { bell.disarm(); });
-    expect(PROA_ERROR_ARGUMENT, "number 3 after number 0", [](auto&, proa::Doorbell& bell) {
-        bell.ring(3);
-        CHECK(!bell.wait(3, 60 * kSecond));
+    expect(PROA_ERROR_ARGUMENT, "number 3 after number 0", [&](Bench& bench, proa::Doorbell& bell) {
+        header(bench)[2] = 3;
+        CHECK(!ring_and_wait(bell, way, 3, 60 * kSecond));
     });
 }
 
@@ -197,7 +215,7 @@ void what_is_not_finite_is_told() {
     Random random(3);
     Job job(random, 2, 3);
     job.ids = {0, 1, 2, -1, 4, 3, 2, 1, 0};
-    job.write(bench.block);
+    job.write(bench.block, proa::Way::kNumber, 1);
     bell->arm();
     for (uint32_t number : {1, 2}) {
         bell->ring(number);
@@ -214,10 +232,11 @@ void it_ends_whatever_it_is_doing() {
     Random random(5);
     const Job job(random, 1, kMostTokens);
     for (int i = 0; i < 60; ++i) {
-        const auto bell = bench.bell(i % 2 ? 0 : 1000);
+        const auto way = proa::Way(i / 6 % 3);
+        const auto bell = bench.bell(way, i % 2 ? 0 : 1000);
         if (i % 3) bell->arm();
         if (i % 3 == 2) {
-            job.write(bench.block);
+            job.write(bench.block, way, 1);
             bell->ring(1);
         }
     }
@@ -226,8 +245,10 @@ void it_ends_whatever_it_is_doing() {
 }  // namespace
 
 int main() {
-    for (int pool = 0; pool < kPools; ++pool) answers_are_the_experts(pool, 60);
-    failures_end_every_wait();
+    for (proa::Way way : {proa::Way::kNumber, proa::Way::kFlags, proa::Way::kCalls}) {
+        for (int pool = 0; pool < kPools; ++pool) answers_are_the_experts(pool, way, 60);
+        failures_end_every_wait(way);
+    }
     a_worker_that_ends_is_told_without_a_job();
     what_is_not_finite_is_told();
     it_ends_whatever_it_is_doing();

@@ -47,12 +47,9 @@ std::vector<proa::Fill> jobs_of(proa::Stored stored, const proa::Layout& l, int 
     return jobs;
 }
 
-void same_on_every_pool(proa::Stored stored, proa::Format format, int group, bool transposed) {
-    const proa::StoredFacts facts = proa::facts_of(stored);
-    const proa::Layout l = proa::layout_of(format, kRows, kColumns, group);
-    const size_t stride =
-        size_t(transposed ? kRows : kColumns) / size_t(facts.block_values) * size_t(facts.block_bytes);
-    const std::vector<uint8_t> bytes = random_bytes(stride * (transposed ? kColumns : kRows), unsigned(stored) + 1);
+// Whatever pool fills, from a file or from memory, writes the same bytes. jobs(fd, from, out, teams).
+template <class Jobs>
+void same_bytes(const std::vector<uint8_t>& bytes, const proa::Layout& l, const Jobs& jobs) {
     const File file(bytes);
     std::vector<uint8_t> first;
     for (int kind = 0; kind < kPools; ++kind)
@@ -60,12 +57,22 @@ void same_on_every_pool(proa::Stored stored, proa::Format format, int group, boo
             proa::Pool pool(pool_options(kind));
             std::vector<uint8_t> out(size_t(l.panels) * l.panel_bytes, 0);
             const uint64_t from = in_memory ? reinterpret_cast<uint64_t>(bytes.data()) : 0;
-            proa::fill(
-                pool, jobs_of(stored, l, in_memory ? -1 : file.fd, from, stride, transposed, out.data(), pool.nodes()));
+            proa::fill(pool, jobs(in_memory ? -1 : file.fd, from, out.data(), pool.nodes()));
             if (first.empty()) first = out;
             CHECK(out == first);
             CHECK(out != std::vector<uint8_t>(out.size(), 0));
         }
+}
+
+void same_on_every_pool(proa::Stored stored, proa::Format format, int group, bool transposed) {
+    const proa::StoredFacts facts = proa::facts_of(stored);
+    const proa::Layout l = proa::layout_of(format, kRows, kColumns, group);
+    const size_t stride =
+        size_t(transposed ? kRows : kColumns) / size_t(facts.block_values) * size_t(facts.block_bytes);
+    const std::vector<uint8_t> bytes = random_bytes(stride * (transposed ? kColumns : kRows), unsigned(stored) + 1);
+    same_bytes(bytes, l, [&](int fd, uint64_t from, uint8_t* out, int teams) {
+        return jobs_of(stored, l, fd, from, stride, transposed, out, teams);
+    });
 }
 
 // Codes in every order: parts of a job that begin anywhere give the bytes of the whole.
@@ -86,18 +93,9 @@ void coded_on_every_pool(proa::Stored stored, proa::Order order, proa::Format fo
                           kGroup,
                           nullptr,
                           1.f};
-    const File file(bytes);
-    std::vector<uint8_t> first;
-    for (int kind = 0; kind < kPools; ++kind)
-        for (bool in_memory : {false, true}) {
-            proa::Pool pool(pool_options(kind));
-            std::vector<uint8_t> out(size_t(l.panels) * l.panel_bytes, 0);
-            const uint64_t from = in_memory ? reinterpret_cast<uint64_t>(bytes.data()) : 0;
-            proa::fill(pool, {{in_memory ? -1 : file.fd, from, stride, stored, order, false, l, 1, out.data(), 0, of}});
-            if (first.empty()) first = out;
-            CHECK(out == first);
-            CHECK(out != std::vector<uint8_t>(out.size(), 0));
-        }
+    same_bytes(bytes, l, [&](int fd, uint64_t from, uint8_t* out, int) {
+        return std::vector<proa::Fill>{{fd, from, stride, stored, order, false, l, 1, out, 0, of}};
+    });
 }
 
 void says_which_file_ends() {

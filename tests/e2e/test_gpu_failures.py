@@ -67,11 +67,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+WAYS = ["kernel", *(pytest.param(way, marks=pytest.mark.gpu) for way in ("memops", "callback"))]  # sim: test_ways.py
+
+
+@pytest.mark.parametrize("doorbell", WAYS)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(
     ("number", "says"), [(END_A_WORKER, "a worker thread"), (signal.SIGKILL, "SIGKILL")], ids=["worker", "process"]
 )
-def test_death_under_load(gpu: str, number: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_under_load(
+    gpu: str, number: int, says: str, doorbell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("with one CPU there is no worker beside the caller")
     (tmp_path / "site").mkdir()
@@ -79,7 +85,8 @@ def test_death_under_load(gpu: str, number: int, says: str, tmp_path: Path, monk
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
     layers = 3 if gpu.startswith("sim") else GPU_LAYERS
     folder = make_model(tmp_path / "tiny", max_position_embeddings=CONTEXT, num_hidden_layers=layers)
-    flags = (f"--context={CONTEXT}", "--dtype=bfloat16", f"--gpu={gpu}", "--gpu-experts=4", "--served-model-name=tiny")
+    flags = (f"--context={CONTEXT}", "--dtype=bfloat16", f"--gpu={gpu}", "--gpu-experts=4", "--served-model-name=tiny",
+             f"--doorbell={doorbell}")  # fmt: skip
     with serving(folder, *flags) as (process, report):
         assert report["gpu"]["device"] == ("sim" if gpu.startswith("sim") else "cuda:0")
         (engine,) = [child for child in children_of(process.pid) if "proa.engine.worker" in command_line(child)]

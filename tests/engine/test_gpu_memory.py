@@ -98,7 +98,7 @@ def test_it_is_ready_when_it_says_so(loaded: tuple[Plan, Engine, Ready, list[Loa
     _, engine, ready, reports = loaded
     rows = {row.name: row for row in ready.decisions}
     assert rows["GPU kernels"].got in ("compiled", "in part")
-    assert rows["CPU and GPU"].got == "doorbells"
+    assert rows["doorbell"].got == "kernel"
     compiling = [r for r in reports if r.phase == "compiling GPU kernels"]
     assert compiling[0].done_bytes == 0 < compiling[0].total_bytes
     executor = engine.runner.executor

@@ -16,9 +16,10 @@ from torch import Tensor
 import hybrid_engines
 from engines import Loaded, load_decoder
 from families.test_native_logits import all_experts, prompts
-from hybrid_engines import SPLITS, load_split
+from hybrid_engines import SPLITS, Split, load_split
 from proa.cache.pool import allocate_pool
 from proa.engine.spans import Span, StepLimits
+from proa.native.doorbell import Way
 from proa.native.pool import Pool
 from tiny import TINY, make_tiny
 
@@ -79,6 +80,17 @@ def test_no_further_from_float32_than_torch_in_bfloat16(
     off_plain, off_got = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, got))
     assert off_plain <= 0.05 * scale, "the yardstick itself is off"
     assert off_got <= 1.05 * off_plain + 1e-4 * scale
+
+
+@pytest.mark.parametrize("device", ["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_way_to_the_cpu_gives_the_same_bits(device: str, pool: Pool, tmp_path: Path) -> None:
+    folder = make_tiny("qwen3-moe", tmp_path)
+    got = [
+        forced(load_split(folder, pool, Split(0.5, way=way), device), prompts([9, 30, 4]), [1, 22, 2]) for way in Way
+    ]
+    assert got[0].isfinite().all()
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(got[0], got[2])
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +15,14 @@ from torch import Tensor
 from bell_cases import Job, Layer, random_job
 from proa.errors import NativeError, NumericsError
 from proa.hybrid.gpu_transport import GpuTransport
-from proa.native.doorbell import JobSize, Service
+from proa.native.doorbell import JobSize, Service, Way
 from proa.native.pool import Pool
 from proa.ops.triton import bell
 
 pytestmark = pytest.mark.gpu
 LAYERS, DISTINCT = 48, 3
 SIZE = JobSize(most_tokens=32, top_k=3, hidden=1024)
+REPLAYS = int(os.environ.get("DOORBELL_REPLAYS", "200"))  # fewer under compute-sanitizer: benchmarks/probes/sanitize.sh
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +36,18 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
+@pytest.fixture(params=list(Way), ids=lambda way: way.name.lower())
+def way(request: pytest.FixtureRequest) -> Way:
+    """Tests that take less parametrise it themselves."""
+    found: Way = request.param
+    return found
+
+
 @pytest.fixture
-def transport(pool: Pool, layers: list[Layer], device: torch.device) -> Iterator[GpuTransport]:
+def transport(pool: Pool, layers: list[Layer], device: torch.device, way: Way) -> Iterator[GpuTransport]:
     """Layer i has the experts of layers[i % DISTINCT]; the one after the last gives NaN from expert 5."""
     experts = [layers[i % DISTINCT].experts for i in range(LAYERS)] + [layers[DISTINCT].experts]
-    made = GpuTransport(pool, experts, SIZE, device, Service(lane=1))
+    made = GpuTransport(pool, experts, SIZE, device, Service(lane=1), way)
     yield made
     made.close()
 
@@ -93,7 +102,7 @@ def test_replays_of_a_graph(
 ) -> None:
     step = capture(transport, tokens, rng)
     spent_s = 0.0
-    for i in range(200):
+    for i in range(REPLAYS):
         resident = (0.4, 0.0, 0.95, 1.0)[i % 4]
         jobs = [random_job(rng, tokens, SIZE, resident) for _ in range(LAYERS)]
         transport.arm()
@@ -104,15 +113,16 @@ def test_replays_of_a_graph(
         transport.check()
         for layer, job in enumerate(jobs):
             assert torch.equal(got[layer], job.exact(pool, layers[layer % DISTINCT])), f"replay {i}, layer {layer}"
-    print(f"\n{tokens} tokens: {spent_s / 200 / LAYERS * 1e6:.1f} us a layer, with its inputs' copies")  # noqa: T201
+    us = spent_s / REPLAYS / LAYERS * 1e6
+    print(f"\n{transport.doorbell.way.name}, {tokens} tokens: {us:.1f} us a layer, with inputs' copies")  # noqa: T201
 
 
 def test_eager_steps_of_changing_sizes(
     transport: GpuTransport, pool: Pool, layers: list[Layer], device: torch.device, rng: torch.Generator
 ) -> None:
     transport.arm()
-    for i in range(100):
-        job = random_job(rng, 1 + i % SIZE.most_tokens, SIZE, resident=(0.5, 1.0)[i % 2])
+    for i in range(REPLAYS // 2):
+        job = random_job(rng, 1 + i * 7 % SIZE.most_tokens, SIZE, resident=(0.5, 1.0)[i % 2])
         out = torch.full(job.x.shape, torch.nan, device=device)
         x, ids, weights, up = job.to(device)
         transport.push(x, ids.int() if i % 3 else ids, weights, up, i % LAYERS)
@@ -142,12 +152,17 @@ def test_a_dead_worker_ends_the_step(transport: GpuTransport, pool: Pool, rng: t
     transport.disarm()
 
 
+@pytest.mark.parametrize("way", [Way.NUMBER, Way.FLAGS], indirect=True)  # of calls the CPU knows what was rung
 @pytest.mark.parametrize("tokens", [1, 32])
 def test_a_pull_that_nobody_answers_ends_when_the_cpu_fails(
-    transport: GpuTransport, device: torch.device, tokens: int
+    transport: GpuTransport, device: torch.device, tokens: int, rng: torch.Generator
 ) -> None:
     out = torch.zeros(tokens, SIZE.hidden, device=device)
-    transport.pull(out)  # compiled
+    transport.arm()
+    transport.push(*random_job(rng, tokens, SIZE, resident=0).to(device), 0)  # compiled, and answered
+    transport.pull(out)
+    torch.cuda.synchronize()
+    transport.disarm()
     transport._state[bell.PENDING] = 1
     transport._state[bell.NUMBER] = 5
     torch.cuda.synchronize()
@@ -187,11 +202,12 @@ def test_a_sum_that_is_not_finite_names_its_layer(
 
 def test_the_probe_takes_microseconds(transport: GpuTransport) -> None:
     took_us = transport.probe_us()
-    print(f"\nan empty round trip: {took_us:.1f} us")  # noqa: T201
+    print(f"\n{transport.doorbell.way.name}, an empty round trip: {took_us:.1f} us")  # noqa: T201
     assert 0 < took_us < 1000
     assert transport.counters().jobs == 0
 
 
+@pytest.mark.parametrize("way", [Way.NUMBER, Way.FLAGS], indirect=True)
 def test_a_probe_without_an_answer_is_an_error_with_a_remedy(
     transport: GpuTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,3 +219,14 @@ def test_a_probe_without_an_answer_is_an_error_with_a_remedy(
     assert time.perf_counter() - begin < 60  # kernels may have to be compiled
     with pytest.raises(NativeError, match="did not answer"):
         transport.check()
+
+
+@pytest.mark.parametrize("way", [Way.NUMBER], indirect=True)
+def test_a_gpu_that_does_not_see_the_cpu_is_an_error_and_no_hang(
+    transport: GpuTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    look = bell.look
+    monkeypatch.setattr(bell, "look", lambda _, turns, found: look(other, min(turns, 1000), found))
+    with pytest.raises(NativeError, match="does not see what the CPU writes"):
+        transport.probe_us()

@@ -10,18 +10,19 @@ import torch
 from bell_cases import Layer, random_job
 from proa.errors import NativeError, NumericsError
 from proa.hybrid.transport import HostTransport
-from proa.native.doorbell import JobSize, Service
+from proa.native.doorbell import JobSize, Service, Way
 from proa.native.pool import Pool
 
 SIZE = JobSize(most_tokens=7, top_k=3, hidden=64)
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("way", list(Way))
 @pytest.mark.parametrize("teams", [[[]], [[0]]])
-def test_answers_are_the_experts_bit_for_bit(teams: list[list[int]], rng: torch.Generator) -> None:
+def test_answers_are_the_experts_bit_for_bit(teams: list[list[int]], way: Way, rng: torch.Generator) -> None:
     layers = [Layer(SIZE.hidden, seed) for seed in range(3)]
     with Pool(teams, pin=False) as pool:
-        transport = HostTransport(pool, [layer.experts for layer in layers], SIZE, Service(lane=1))
+        transport = HostTransport(pool, [layer.experts for layer in layers], SIZE, Service(lane=1), way)
         jobs = [
             (i % 3, job, job.exact(pool, layers[i % 3]))
             for i in range(48)
@@ -29,7 +30,7 @@ def test_answers_are_the_experts_bit_for_bit(teams: list[list[int]], rng: torch.
         ]
         rang = sum(bool((job.theirs() >= 0).any()) for _, job, _ in jobs)
         assert 0 < rang < len(jobs)
-        for _ in range(50):
+        for _ in range(20):
             transport.arm()
             for layer, job, want in jobs:
                 out = torch.full(job.x.shape, torch.nan)
@@ -38,7 +39,7 @@ def test_answers_are_the_experts_bit_for_bit(teams: list[list[int]], rng: torch.
                 assert torch.equal(out, want)
             transport.disarm()
         transport.check()
-        assert transport.counters().jobs == rang * 50
+        assert transport.counters().jobs == rang * 20
         transport.close()
 
 
@@ -62,10 +63,11 @@ def test_rows_of_the_cpu_stay_unread_where_it_has_no_pair(rng: torch.Generator) 
         transport.check()
 
 
-def test_a_dead_worker_is_an_error_of_the_step(rng: torch.Generator) -> None:
+@pytest.mark.parametrize("way", list(Way))
+def test_a_dead_worker_is_an_error_of_the_step(way: Way, rng: torch.Generator) -> None:
     layer = Layer(SIZE.hidden, 0)
     with Pool([[0]], pin=False) as pool:
-        transport = HostTransport(pool, [layer.experts], SIZE)
+        transport = HostTransport(pool, [layer.experts], SIZE, way=way)
         transport.arm()
         pool.kill_worker_for_test()
         begin = time.perf_counter()
@@ -142,9 +144,10 @@ def test_a_wrong_layer_is_an_error_of_the_step(rng: torch.Generator) -> None:
             transport.check()
 
 
-def test_the_probe_takes_microseconds() -> None:
+@pytest.mark.parametrize("way", list(Way))
+def test_the_probe_takes_microseconds(way: Way) -> None:
     with Pool([[]], pin=False) as pool:
-        transport = HostTransport(pool, [Layer(SIZE.hidden, 0).experts], SIZE)
+        transport = HostTransport(pool, [Layer(SIZE.hidden, 0).experts], SIZE, way=way)
         assert 0 < transport.probe_us(50) < 1e6
         assert transport.counters().jobs == 0
 

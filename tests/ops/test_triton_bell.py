@@ -69,7 +69,7 @@ def test_push_and_pull(
         bell.push(x, job.ids.to(dtype), job.weights, job.up_address, layer, block, state)
         theirs, rows = job.theirs(), (job.theirs() >= 0).any(1)
         assert block.rung.item() == number
-        assert block.header.tolist() == [layer, tokens]
+        assert block.header.tolist() == [layer, tokens, number]
         assert torch.equal(block.ids[:tokens], theirs)
         assert torch.equal(block.weights[:tokens], job.weights)
         assert torch.equal(block.x[:tokens][rows], job.x[rows])

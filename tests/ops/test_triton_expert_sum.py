@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
+from proa.ops.added import Added
 from proa.ops.table import Norm
 from proa.ops.triton import expert_sum
-from proa.ops.triton.expert_sum import Added, ExpertSum, Into, combine
+from proa.ops.triton.expert_sum import ExpertSum, Into, combine
 
 GIVEN = [(), ("cpu",), ("shared",), ("shared", "gate"), ("cpu", "shared", "gate")]
 

@@ -17,9 +17,10 @@ from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
 from packing import Packed, random_weights
 from proa.native.formats import Format
 from proa.native.weights import Activation
+from proa.ops.added import Added
 from proa.ops.residency import ExpertShape, Located, Residency
 from proa.ops.triton import experts_few, experts_grouped
-from proa.ops.triton.expert_sum import Added, Into, combine
+from proa.ops.triton.expert_sum import Into, combine
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route

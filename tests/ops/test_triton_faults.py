@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.faults import Fault, FaultRecords
+from proa.ops.added import Added
 from proa.ops.faults import LayerFaults
-from proa.ops.triton.expert_sum import Added, Into, Watch, combine
+from proa.ops.triton.expert_sum import Into, Watch, combine
 
 TOKENS, TOP_K, HIDDEN = 5, 3, 700  # columns of two programs
 BAD_COLUMNS = (3, 699)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import os
@@ -15,7 +16,7 @@ import torch
 
 from bell_cases import EXPERTS, WIDTH, Layer
 from proa.errors import NativeError, NumericsError
-from proa.native.doorbell import PROBE_LAYER, Doorbell, JobSize, Memory, Service, block_layout
+from proa.native.doorbell import PROBE_LAYER, Doorbell, JobSize, Memory, Service, Way, block_layout
 from proa.native.pool import Pool
 
 SIZE = JobSize(most_tokens=5, top_k=2, hidden=64)
@@ -29,12 +30,13 @@ def layers_of(poisoned: tuple[int, ...]) -> list[Layer]:
 class Rig:
     """A doorbell over two layers, and what a GPU would do to its block."""
 
-    def __init__(self, pool: Pool, poisoned: tuple[int, ...] = (), service: Service | None = None) -> None:
+    def __init__(self, pool: Pool, poisoned: tuple[int, ...] = (), service: Service | None = None,
+                 way: Way = Way.NUMBER) -> None:  # fmt: skip
         self.layout = block_layout(SIZE)
         self.block = torch.zeros(self.layout.bytes, dtype=torch.uint8)
         memory = Memory(self.block.data_ptr(), self.layout.bytes, self.block)
         experts = [layer.experts for layer in layers_of(poisoned)]
-        self.bell = Doorbell(pool, experts, SIZE, memory, service or Service(spin_us=100))
+        self.bell = Doorbell(pool, experts, SIZE, memory, service or Service(spin_us=100), way)
         self.number = 0
 
     def words(self, at: int) -> torch.Tensor:
@@ -53,10 +55,11 @@ class Rig:
 def test_the_block_has_room_for_all() -> None:
     layout = block_layout(SIZE)
     assert (layout.rung, layout.answered, layout.dead, layout.header) == (0, 64, 68, 128)
+    assert (layout.done, layout.ready) == (72, 76), "beside what else the CPU writes"
     parts = [(layout.ids, 5 * 2 * 4), (layout.weights, 5 * 2 * 4), (layout.x, 5 * 64 * 2), (layout.y, 5 * 64 * 4)]
     ends = [at + size for at, size in parts]
     assert all(at % 64 == 0 for at, _ in parts)
-    assert all(end <= at for end, (at, _) in zip([136, *ends], [*parts, (layout.bytes, 0)], strict=True))
+    assert all(end <= at for end, (at, _) in zip([140, *ends], [*parts, (layout.bytes, 0)], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,31 @@ def test_what_cannot_be(change: dict[str, object], text: str) -> None:
     memory = Memory(block.data_ptr() + options["offset"], nbytes, block)
     with Pool([[]], pin=False) as pool, pytest.raises(ValueError, match=text):
         Doorbell(pool, [layer.experts] * options["layers"], options["size"], memory, options["service"])
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_functions_for_a_driver_to_call(dies: bool) -> None:
+    """They return, whatever happens; a job that was copied before is none."""
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    with Pool([[0]], pin=False) as pool:
+        rig = Rig(pool, way=Way.CALLS)
+        calls = rig.bell.calls
+        rig.bell.arm()
+        if dies:
+            pool.kill_worker_for_test()
+            time.sleep(0.01)
+        for number in (1, 2, 2, 3):
+            rig.words(rig.layout.header)[:3] = torch.tensor([0, 1, number])
+            rig.words(rig.layout.ids)[:2] = torch.tensor([0, 1])
+            function(calls.ring)(calls.doorbell)
+            function(calls.wait)(calls.doorbell)
+            assert rig.words(rig.layout.answered)[0] == (0 if dies else number)
+        if dies:
+            with pytest.raises(NativeError, match="worker thread"):
+                rig.bell.check()
+        rig.bell.close()
+        with pytest.raises(ValueError, match="closed"):
+            _ = rig.bell.calls
 
 
 def test_a_thread_that_cannot_be_bound_is_an_error() -> None:

@@ -31,7 +31,10 @@ SCALARS = {
     "uint64_t": ctypes.c_uint64,
     "uint8_t": ctypes.c_uint8,
 }
-UNCHECKED = {"proa_abi_version", "proa_last_error"}  # they do not return an error code
+UNCHECKED = {  # they do not return an error code
+    *("proa_abi_version", "proa_last_error"),
+    *("proa_doorbell_call_ring", "proa_doorbell_call_wait"),
+}
 
 
 def declared() -> dict[str, list[str]]:

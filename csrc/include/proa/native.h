@@ -21,7 +21,7 @@ extern "C" {
 
 // ---- version and errors
 
-#define PROA_ABI_VERSION 4
+#define PROA_ABI_VERSION 5
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // the caller passed something wrong
@@ -350,8 +350,15 @@ typedef struct proa_doorbell proa_doorbell;
 // [tokens][top_k]; x bfloat16 [tokens][hidden]), then its number, one more than the former's, released at `rung`
 // (uint32). The answer y float32 [tokens][hidden] is there when `answered` (uint32) holds the number; `dead` (uint32,
 // the high half of the same 64 bits) is 0, or the error code of a failure after which nothing is answered any more.
+//
+// A GPU that cannot store numbers there has its jobs copied, from `header` on, with the number (int32) behind the
+// tokens; ids, weights and x stand where they do in a block for these tokens alone, y where it always does. If the
+// number is that of the last job answered, there is no job. It rings
+// - by flags (uint32): it waits until `ready` & 0x80000001, has the job copied, writes 1 to `rung`, waits until
+//   `done` & 0x80000001 and writes 0 to `rung`. After a failure both keep their highest bit;
+// - or by calls, in this order: the job is copied, proa_doorbell_call_ring, proa_doorbell_call_wait.
 typedef struct proa_doorbell_layout {
-    int64_t rung, answered, dead, header, ids, weights, x, y;
+    int64_t rung, answered, dead, done, ready, header, ids, weights, x, y;
     int64_t bytes;  // of the block
 } proa_doorbell_layout;
 
@@ -367,7 +374,12 @@ typedef struct proa_doorbell_options {
     int64_t cpu_count;    // 0: anywhere
     int32_t lane;
     int32_t spin_us;  // how long its thread goes on looking after the last step
+    int32_t way;      // PROA_WAY_...
 } proa_doorbell_options;
+
+#define PROA_WAY_NUMBER 0  // the job's number stands in `rung`
+#define PROA_WAY_FLAGS 1
+#define PROA_WAY_CALLS 2
 
 // Layers and memory must outlive it. Whoever waits for an answer when it is destroyed is told of a failure.
 PROA_API int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, proa_doorbell** out);
@@ -386,7 +398,12 @@ PROA_API int proa_doorbell_fail(proa_doorbell* doorbell, const char* why);
 
 // The GPU's part, for a CPU that stands in for one. answered: 0 if it failed, or if the time was over.
 PROA_API int proa_doorbell_ring(proa_doorbell* doorbell, uint32_t number);
-PROA_API int proa_doorbell_wait(const proa_doorbell* doorbell, uint32_t number, int64_t timeout_us, int* answered);
+PROA_API int proa_doorbell_wait(proa_doorbell* doorbell, uint32_t number, int64_t timeout_us, int* answered);
+
+// For the GPU's driver to call, from its own thread, with the doorbell. The second one returns when the job is
+// answered, or at once after a failure.
+PROA_API void proa_doorbell_call_ring(void* doorbell);
+PROA_API void proa_doorbell_call_wait(void* doorbell);
 
 // Since it was created; a job counts once proa_doorbell_check has returned after it.
 typedef struct proa_doorbell_counters {

@@ -161,6 +161,12 @@ class GpuOptions:
         "many as end together, where the CPU leaves bandwidth)",
         choices=("auto", "off"),
     )
+    doorbell: str = option(
+        "auto",
+        help="how the GPU hands experts to the CPU: by kernels that poll pinned memory, by copies and the driver's "
+        "stream memory operations, or by copies and calls of the driver; auto = the first that works here",
+        choices=("auto", "kernel", "memops", "callback"),
+    )
 
 
 @dataclass(frozen=True)

@@ -132,11 +132,12 @@ class EngineClient:
 
     async def _read(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromEngine)
+        first = await self._socket.recv()
+        shutil.rmtree(self._folder, ignore_errors=True)  # connected: no crash can leave the socket's path behind
+        self._handle(decoder.decode(first))
         while True:
-            self._handle(decoder.decode(await self._socket.recv()))
             await asyncio.sleep(0)  # who waits for these events sees them with their own stats, whatever waits behind
-            if self._folder.exists():  # connected: nobody needs the path any more, and no crash can leave it behind
-                shutil.rmtree(self._folder, ignore_errors=True)
+            self._handle(decoder.decode(await self._socket.recv()))
 
     def _handle(self, message: FromEngine) -> None:
         if self.state in ("failed", "stopped"):

@@ -25,6 +25,7 @@ from proa.hybrid.gpu_transport import GpuTransport
 from proa.hybrid.model import HybridModel, Parts
 from proa.hybrid.pinning import Registered, register
 from proa.hybrid.transport import Transport
+from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.doorbell import JobSize, Service
@@ -36,6 +37,7 @@ from proa.ops.table import Target
 from proa.plan.plan import Plan
 from proa.types import Decision
 
+PROBE_ROUNDS = 200  # jobs without work that try the doorbell, in one graph
 BESIDE_S = 0.2  # for which GPU and CPU read RAM together at start, to see how fast that is
 STAGING_BYTES_PER_THREAD = 32 << 20  # twice what the loader gives each worker at a time
 
@@ -128,11 +130,14 @@ class GpuBuild:
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(spin_us=self._workers.spin_us, cpus=self._cpu.caller_cpus)
-        transport = GpuTransport(self.pool, layers, size, self._device, service)
-        self._round_trip_us = transport.probe_us()
-        why = f"an empty round trip takes {self._round_trip_us:.1f} us"
-        self._decisions.append(Decision("CPU and GPU", "auto", "doorbells", why))
-        return transport
+        taken = take(
+            self._gpu.doorbell,
+            lambda way: GpuTransport(self.pool, layers, size, self._device, service, way),
+            PROBE_ROUNDS,
+        )
+        self._round_trip_us = taken.round_trip_us
+        self._decisions.append(taken.decision)
+        return taken.transport
 
     def ready(self, load_seconds: float) -> Ready:
         major, minor = torch.cuda.get_device_capability(self._device)

@@ -17,6 +17,7 @@ from proa.hybrid.copies import Copiers, HostCopier
 from proa.hybrid.model import HybridModel, Parts
 from proa.hybrid.sim_experts import SimExperts
 from proa.hybrid.transport import HostTransport, Transport
+from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.doorbell import JobSize, Service
@@ -69,9 +70,11 @@ class SimBuild:
         return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
-        transport = HostTransport(self.pool, layers, size, Service(spin_us=self._workers.spin_us))
-        self._round_trip_us = transport.probe_us(PROBE_ROUNDS)
-        return transport
+        service = Service(spin_us=self._workers.spin_us)
+        taken = take(self._gpu.doorbell, lambda way: HostTransport(self.pool, layers, size, service, way), PROBE_ROUNDS)
+        self._round_trip_us = taken.round_trip_us
+        self._decisions.append(taken.decision)
+        return taken.transport
 
     def ready(self, load_seconds: float) -> Ready:
         ops = "torch, for a simulated GPU"

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
+from proa.ops.added import Added
 from proa.ops.faults import LayerFaults
 from proa.ops.residency import Located, Residency
-from proa.ops.triton.expert_sum import Added, ExpertSum, Watch
+from proa.ops.triton.expert_sum import ExpertSum, Watch
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 
@@ -91,14 +92,5 @@ class GpuExperts:
         experts(x, at, self._shape, self._space)
         return self._space.partial
 
-    def finish(
-        self,
-        started: Tensor,
-        x: Tensor,
-        at: Located,
-        weights: Tensor,
-        cpu: Tensor | None,
-        shared: Tensor | None,
-        gate: Tensor | None,
-    ) -> ExpertSum:
-        return ExpertSum(started, weights, at.down, Added(cpu, shared, gate), Watch(self._faults, at.ids, x))
+    def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> ExpertSum:
+        return ExpertSum(started, weights, at.down, added, Watch(self._faults, at.ids, x))

@@ -9,39 +9,46 @@ import torch
 from torch import Tensor
 
 from proa.errors import NativeError
+from proa.hybrid.gpu_ways import GpuWay, make_way
 from proa.hybrid.transport import empty_round
-from proa.native.doorbell import ANY_SERVICE, Counters, Doorbell, JobSize, Memory, Service, block_layout
+from proa.hybrid.ways import REMEDY
+from proa.native.doorbell import (
+    ANY_SERVICE,
+    Counters,
+    Doorbell,
+    JobSize,
+    Memory,
+    Service,
+    Way,
+    block_layout,
+)  # fmt: skip
 from proa.native.pool import Pool
 from proa.native.weights import Experts
-from proa.ops.bell_block import views
 from proa.ops.triton import bell
 
 ANSWER_TIMEOUT_S = 1.0  # for an empty job at start
 PROBES = 5
 _NO_ANSWER = "The CPU did not answer an empty job of {device} within {seconds:g} s."
-_REMEDY = (
-    "Either the two do not see each other's writes in pinned memory (a remote or virtual GPU, a broken IOMMU), or the "
-    "CPUs are so busy that the doorbell's thread gets no turn: look at `proa doctor` and at what else runs here."
-)
 
 
 class GpuTransport:
-    """Of a GPU: push and pull launch kernels on the current stream, and may be captured in a graph.
+    """Of a GPU: push and pull launch on the current stream, and may be captured in a graph.
 
-    Raises what Doorbell raises.
+    Raises what Doorbell raises, and NativeError where the driver has no such way.
     """
 
     def __init__(
         self, pool: Pool, layers: Sequence[Experts], size: JobSize, device: torch.device,
-        service: Service = ANY_SERVICE,
+        service: Service = ANY_SERVICE, way: Way = Way.NUMBER,
     ) -> None:  # fmt: skip
         layout = block_layout(size)
         memory = torch.zeros(layout.bytes, dtype=torch.uint8, pin_memory=True)
         self.device, self.size = device, size
-        self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service)
-        self._block = views(memory, layout, size)
+        self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service, way)
         self._state = torch.zeros(bell.ROWS + size.most_tokens, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)  # the zeros are there before a step on any stream
+        torch.cuda.synchronize(device)  # the zeros are there before a step on any stream; the thread has a context
+        self._way: GpuWay = make_way(way, memory, size, device, self._state, self.doorbell)
+        torch.cuda.synchronize(device)
 
     def arm(self) -> None:
         self.doorbell.arm()
@@ -50,10 +57,10 @@ class GpuTransport:
         self.doorbell.disarm()
 
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
-        bell.push(x, ids, weights, up_address, layer, self._block, self._state)
+        self._way.push(x, ids, weights, up_address, layer)
 
     def pull(self, out: Tensor) -> None:
-        bell.pull(out, self._block, self._state)
+        self._way.pull(out)
 
     def check(self) -> None:
         self.doorbell.check()
@@ -69,6 +76,7 @@ class GpuTransport:
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(stream):
                 stream.wait_stream(torch.cuda.default_stream(self.device))  # the tensors of the round
+                self._way.try_out()
                 again()  # compiles and loads the kernels
                 self._finish(stream)
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -94,10 +102,12 @@ class GpuTransport:
             if time.perf_counter() > deadline_s:
                 text = _NO_ANSWER.format(device=self.device, seconds=ANSWER_TIMEOUT_S)
                 self.doorbell.fail(text)
+                self._way.free()
                 stream.synchronize()
-                raise NativeError(text, _REMEDY)
+                raise NativeError(text, REMEDY)
 
     def close(self) -> None:
         """Whatever still waits on the GPU is told of a failure, and is waited for."""
-        self.doorbell.close()
+        self.doorbell.fail("The doorbell was closed.")
         torch.cuda.synchronize(self.device)
+        self.doorbell.close()

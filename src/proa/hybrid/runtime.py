@@ -11,6 +11,7 @@ from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.transport import Transport
+from proa.ops.added import Added
 from proa.ops.residency import Located, Residency
 from proa.ops.table import Chosen, Parameters, Unsummed
 
@@ -27,18 +28,8 @@ class DeviceExperts(Protocol):
     def start(self, x: Tensor, at: Located) -> Tensor:
         """What the GPU's experts make of x [T, hidden]; `finish` understands it."""
 
-    def finish(
-        self,
-        started: Tensor,
-        x: Tensor,
-        at: Located,
-        weights: Tensor,
-        cpu: Tensor | None,
-        shared: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor | Unsummed:
-        """The weighted sum of those, + cpu float32 [T, hidden] + shared, times sigmoid(gate): bfloat16 [T, hidden].
-        Rows that are not finite are noted."""
+    def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor | Unsummed:
+        """The weighted sum of those, and what is added: bfloat16 [T, hidden]. Rows that are not finite are noted."""
 
 
 class HybridExperts:
@@ -92,4 +83,4 @@ class HybridUnderway:
         if self._transport is not None:
             cpu = self._x.new_empty(self._x.shape, dtype=torch.float32)
             self._transport.pull(cpu)
-        return self._device.finish(self._started, self._x, self._at, self._weights, cpu, shared, gate)
+        return self._device.finish(self._started, self._x, self._at, self._weights, Added(cpu, shared, gate))

@@ -11,6 +11,7 @@ from torch import Tensor
 from proa.hybrid.layer_memory import LayerMemory
 from proa.native.pool import Pool
 from proa.native.weights import Experts, Matrix, Piece, Rows, moe
+from proa.ops.added import Added
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
 from proa.ops.residency import Located, Residency
 
@@ -52,24 +53,16 @@ class SimExperts:
         """x itself: the sum needs weights, so it is made at the end."""
         return x
 
-    def finish(
-        self,
-        started: Tensor,
-        x: Tensor,
-        at: Located,
-        weights: Tensor,
-        cpu: Tensor | None,
-        shared: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor:
-        total = torch.zeros(x.shape, dtype=torch.float32) if cpu is None else cpu
+    def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor:
+        shared, gate = added.shared, added.shared_gate
+        total = torch.zeros(x.shape, dtype=torch.float32) if added.cpu is None else added.cpu
         own = self._own(started, at, weights)
         if own is not None:
             total = total + own
         if shared is not None:
             total = total + (shared.float() if gate is None else torch.sigmoid(gate.float()) * shared.float())
         if not bool(total.isfinite().all()):
-            self._note(total, {INPUT: x, CPU: cpu, SHARED: shared}, own, at)
+            self._note(total, {INPUT: x, CPU: added.cpu, SHARED: shared}, own, at)
         return total.to(x.dtype)
 
     def _own(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:

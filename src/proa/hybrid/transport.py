@@ -22,12 +22,23 @@ Why y is whole when its number is seen: the workers store rows of y and say so b
 acquired all of them when it stores `answered` as a release. The GPU's polling thread loads it with ld.acquire.sys and
 meets its program at a barrier; only then y is loaded, past the caches that might hold a former one (volatile). Where a
 kernel of one program waits for those of the next one, the border between kernels does the barrier's work.
+Why that is so where jobs are copied (gpu_ways.py): kernels write the job to the GPU's memory, and the stream goes on to
+a copy once they have ended. It then says by the driver that the copy is there, and does not copy y before it has heard:
+- by flags (stream memory operations): the driver's store comes behind a fence of all that the stream did before, and
+  the CPU's thread acquires it; `done` is released after y, and the copy of y is not begun before the driver sees it. A
+  graph stores the same value at each replay, so there are four turns: GPU rung = 1, CPU done = 1, GPU rung = 0, CPU
+  done = 0 and ready = 1. The job's number is among what is copied. The next copy waits for `ready`: before that the CPU
+  may still see the former 1, and would take what it finds for a job.
+- by calls: the driver calls a function in the stream's order, which stores the number in `rung` as a CPU can, and
+  another one that returns when it has acquired the answer.
+Such a step rings in any case. If it has no job the number is the last one's, and the CPU says at once that it is done.
 Why nothing is written too early: the CPU reads a job only between its number's arrival and its own answer (a worker
 that is late may read rows later still, and drops what it made of them), the GPU writes the next one only after it saw
 that answer and read y in a former kernel. The state words are touched by kernels of one stream alone.
 No atomics work from the GPU on host memory, so there are none: each word has one writer.
 `dead` is the high half of the word that holds `answered`: one load tells whether to go on waiting. It is never cleared,
-so nothing waits after a failure, and `check` says what it was.
+so nothing waits after a failure, and `check` says what it was. Flags keep a bit of their own for that, which ends every
+wait for them; calls look at `dead`.
 """
 
 from __future__ import annotations
@@ -39,10 +50,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from proa.native.doorbell import ANY_SERVICE, PROBE_LAYER, Counters, Doorbell, JobSize, Memory, Service, block_layout
+from proa.native.doorbell import (
+    ANY_SERVICE,
+    PROBE_LAYER,
+    Counters,
+    Doorbell,
+    JobSize,
+    Memory,
+    Service,
+    Way,
+    block_layout,
+)  # fmt: skip
 from proa.native.pool import Pool
 from proa.native.weights import Experts
-from proa.ops.bell_block import check_pull, check_push, views
+from proa.ops.bell_block import Block, check_pull, check_push, copied, views
 
 
 class Transport(Protocol):
@@ -83,14 +104,16 @@ class HostTransport:
 
     def __init__(
         self, pool: Pool, layers: Sequence[Experts], size: JobSize, service: Service = ANY_SERVICE,
-        *, timeout_s: float = 60.0,
+        way: Way = Way.NUMBER, *, timeout_s: float = 60.0,
     ) -> None:  # fmt: skip
         layout = block_layout(size)
         memory = torch.zeros(layout.bytes, dtype=torch.uint8)
         self.size, self.timeout_s = size, timeout_s
-        self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service)
+        self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service, way)
+        self._memory = memory
         self._block = views(memory, layout, size)
         self._number = 0
+        self._copies = way is not Way.NUMBER  # a GPU would, and rings in any case then
         self._rows: Tensor | None = None  # bool [T]: rows of the last push that the CPU has a pair of
 
     def arm(self) -> None:
@@ -101,29 +124,38 @@ class HostTransport:
 
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
         check_push(x, ids, weights, up_address, self._block)
-        block, tokens = self._block, len(x)
         theirs = (ids >= 0) & (up_address == 0)
         rows = theirs.any(1)
         self._rows = rows if bool(rows.any()) else None
-        if self._rows is None:
+        if self._rows is not None:
+            self._number = (self._number + 1) % (1 << 32)
+            self._write(self._block_of(len(x)), x, ids, weights, theirs, layer)
+        elif not self._copies:
             return
+        self.doorbell.ring(self._number)
+
+    def _block_of(self, tokens: int) -> Block:
+        return copied(self._memory, self.size, tokens).block if self._copies else self._block
+
+    def _write(self, block: Block, x: Tensor, ids: Tensor, weights: Tensor, theirs: Tensor, layer: int) -> None:
+        tokens, rows = len(x), theirs.any(1)
         block.ids[:tokens] = ids.where(theirs, -1)
         block.weights[:tokens] = weights
         block.x[:tokens][rows] = x[rows]
-        block.header[0], block.header[1] = layer, tokens
-        self._number = (self._number + 1) % (1 << 32)
-        self.doorbell.ring(self._number)
+        signed = self._number - (self._number >> 31 << 32)
+        block.header.copy_(torch.tensor((layer, tokens, signed)))
 
     def pull(self, out: Tensor) -> None:
         check_pull(out, self._block)
         out.zero_()
         rows = self._rows
-        if rows is None:
+        if rows is None and not self._copies:
             return
         if not self.doorbell.wait(self._number, self.timeout_s):
             self.doorbell.fail(f"The CPU did not answer a job of the simulated GPU within {self.timeout_s:g} s.")
             return  # as a GPU, which cannot raise: check() says why
-        out[rows] = self._block.y[: len(out)][rows]
+        if rows is not None:
+            out[rows] = self._block.y[: len(out)][rows]
 
     def check(self) -> None:
         self.doorbell.check()

@@ -5,6 +5,7 @@ that both sides address, and the thread that answers. Never: who writes a job (h
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import weakref
 from collections.abc import Sequence
@@ -18,23 +19,36 @@ from proa.native.weights import Experts
 PROBE_LAYER = -1  # a job of this layer is answered at once, without work
 
 
+class Way(enum.IntEnum):
+    """How the other side says that a job is there; hybrid/transport.py says how each is right."""
+
+    NUMBER = 0  # stores its number
+    FLAGS = 1  # has it copied, and sets a flag
+    CALLS = 2  # has it copied, and a function called
+
+
 class BlockLayout(ctypes.Structure):
     """Offsets in bytes from the block's beginning, which stands on a boundary of 64 bytes.
 
-    rung, answered, dead: uint32. header: int32 layer, int32 tokens. ids int32, weights float32 [T, k];
+    rung, answered, dead, done, ready: uint32. header: int32 layer, tokens, number. ids int32, weights float32 [T, k];
     x bfloat16, y float32 [T, hidden]. answered and dead are the halves of one word of 64 bits.
     """
 
     rung: int
     answered: int
     dead: int
+    done: int
+    ready: int
     header: int
     ids: int
     weights: int
     x: int
     y: int
     bytes: int  # of the block
-    _fields_ = [(name, c_int64) for name in ("rung", "answered", "dead", "header", "ids", "weights", "x", "y", "bytes")]
+    _fields_ = [
+        (name, c_int64)
+        for name in ("rung", "answered", "dead", "done", "ready", "header", "ids", "weights", "x", "y", "bytes")
+    ]
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,7 @@ class _Options(ctypes.Structure):
     _fields_ = [
         ("layers", POINTER(c_void_p)), ("layer_count", c_int64), ("memory", c_void_p), ("memory_bytes", c_int64),
         ("most_tokens", c_int64), ("top_k", c_int64), ("hidden", c_int64),
-        ("cpus", POINTER(c_int32)), ("cpu_count", c_int64), ("lane", c_int32), ("spin_us", c_int32),
+        ("cpus", POINTER(c_int32)), ("cpu_count", c_int64), ("lane", c_int32), ("spin_us", c_int32), ("way", c_int32),
     ]  # fmt: skip
 
 
@@ -119,6 +133,17 @@ def block_layout(size: JobSize) -> BlockLayout:
     return layout
 
 
+@dataclass(frozen=True)
+class Calls:
+    """Native functions for a driver to call in the order of its stream, each with `doorbell`: when a job was copied,
+    and to wait until it is answered. They take no lock of Python's, and return at once after a failure.
+    """
+
+    ring: int
+    wait: int
+    doorbell: int
+
+
 class Doorbell:
     """The thread that runs jobs written into a block of memory (see block_layout).
 
@@ -127,15 +152,17 @@ class Doorbell:
     """
 
     def __init__(
-        self, pool: Pool, layers: Sequence[Experts], size: JobSize, memory: Memory, service: Service = ANY_SERVICE
-    ) -> None:
-        self.size = size
+        self, pool: Pool, layers: Sequence[Experts], size: JobSize, memory: Memory, service: Service = ANY_SERVICE,
+        way: Way = Way.NUMBER,
+    ) -> None:  # fmt: skip
+        self.size, self.way = size, way
         self._keep = pool, tuple(layers), memory
         self._handle = c_void_p()
         options = _Options(
             (c_void_p * len(layers))(*(layer.handle.value for layer in layers)), len(layers),
             memory.address, memory.nbytes, size.most_tokens, size.top_k, size.hidden,
             (c_int32 * len(service.cpus))(*service.cpus), len(service.cpus), service.lane, service.spin_us,
+            way,
         )  # fmt: skip
         _native().proa_doorbell_create(pool.handle, ctypes.byref(options), ctypes.byref(self._handle))
         self._end = weakref.finalize(self, _native().proa_doorbell_destroy, c_void_p(self._handle.value))
@@ -157,12 +184,26 @@ class Doorbell:
         """Whoever waits for an answer stops waiting; `check` raises NativeError with this text."""
         _native().proa_doorbell_fail(self._handle, why.encode())
 
+    @property
+    def calls(self) -> Calls:
+        """Of Way.CALLS."""
+        native, handle = _native(), self._handle.value
+        if handle is None:
+            raise ValueError("the doorbell is closed")
+        ring, wait = (
+            ctypes.cast(function, c_void_p).value or 0
+            for function in (native.proa_doorbell_call_ring, native.proa_doorbell_call_wait)
+        )
+        return Calls(ring, wait, handle)
+
     def ring(self, number: int) -> None:
-        """The GPU's part, for a CPU that stands in for one: the job with this number is written."""
+        """The GPU's part, for a CPU that stands in for one: the job with this number is written, and by flags it says
+        so itself."""
         _native().proa_doorbell_ring(self._handle, number)
 
     def wait(self, number: int, timeout_s: float) -> bool:
-        """Whether it was answered; False after a failure, or when the time is over."""
+        """Whether it was answered, and by flags: whether the next job may be written; False after a failure, or when
+        the time is over."""
         answered = c_int()
         _native().proa_doorbell_wait(self._handle, number, int(timeout_s * 1e6), ctypes.byref(answered))
         return bool(answered.value)

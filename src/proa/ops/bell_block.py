@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from proa.native.doorbell import BlockLayout, JobSize
+from proa.native.doorbell import BlockLayout, JobSize, block_layout
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Block:
 
     rung: Tensor  # int32 [1]
     answer: Tensor  # int64 [1]: answered in the low half, dead in the high one
-    header: Tensor  # int32 [2]: layer, tokens
+    header: Tensor  # int32 [3]: layer, tokens, number
     ids: Tensor  # int32 [most tokens, k]
     weights: Tensor  # float32 [most tokens, k]
     x: Tensor  # bfloat16 [most tokens, hidden]
@@ -34,12 +34,29 @@ def views(memory: Tensor, layout: BlockLayout, size: JobSize) -> Block:
     return Block(
         rung=part(layout.rung, torch.int32, 1),
         answer=part(layout.answered, torch.int64, 1),
-        header=part(layout.header, torch.int32, 2),
+        header=part(layout.header, torch.int32, 3),
         ids=part(layout.ids, torch.int32, tokens, top_k),
         weights=part(layout.weights, torch.float32, tokens, top_k),
         x=part(layout.x, torch.bfloat16, tokens, hidden),
         y=part(layout.y, torch.float32, tokens, hidden),
     )
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A job of so many tokens that is copied to the CPU, in a block for more; see csrc/include/proa/native.h."""
+
+    block: Block  # its parts
+    job: Tensor  # uint8: what goes to the CPU
+
+
+def copied(memory: Tensor, size: JobSize, tokens: int) -> Copied:
+    """In uint8 `memory`, which has room for a block of `size`."""
+    mine = replace(size, most_tokens=tokens)
+    layout = block_layout(mine)
+    end = layout.x + tokens * size.hidden * torch.bfloat16.itemsize
+    layout.y = block_layout(size).y
+    return Copied(views(memory, layout, mine), memory[layout.header : end])
 
 
 def check_push(x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, block: Block) -> None:

@@ -79,6 +79,7 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     resident: tuple[tuple[int, ...], ...] = ()  # ascending ids of those in VRAM
     spare: int = 0  # experts of each size that may change places at once, each with a slot beyond the residents'
     co_fetch: bool = False  # the GPU may read experts in RAM, beside the CPU
+    doorbell: str = "auto"  # how the GPU hands experts to the CPU, as asked: the start takes what works
     inclusive: bool = False  # RAM keeps a copy of resident experts too; else it holds only the others
 
     @property

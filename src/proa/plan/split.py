@@ -126,6 +126,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         expert_bytes=tuple(layer.expert_bytes for layer in layers),
         resident=placed.resident,
         spare=placed.spare,
+        doorbell=asked.doorbell,
         co_fetch=asked.co_fetch == "auto" and experts_bytes < total_bytes,
         inclusive=placed.inclusive,
     )

@@ -133,8 +133,9 @@ def _linear_workspace_bytes(spec: Model, stored: Mapping[str, str]) -> int:
 
 
 def _routed_row_bytes(ffn: Moe) -> int:
-    """One row of the experts' buffers: silu(gate) * up in bfloat16 and the result in float32, for each of top_k."""
-    return ffn.top_k * (2 * ffn.width + 4 * ffn.hidden)
+    """One row of the experts' buffers: silu(gate) * up in bfloat16 and the result in float32, for each of top_k; and of
+    a job that is copied to the CPU, and of its answer."""
+    return ffn.top_k * (2 * ffn.width + 4 * ffn.hidden + 4 + 4) + ffn.hidden * (2 + 4)
 
 
 def _param_bytes(shape: tuple[int, ...], form: Form) -> int:

@@ -54,6 +54,21 @@ mov.u32 $0, 0;
 }""")
 
 
+_LOOK = tl.constexpr("""{
+.reg .pred leave;
+.reg .u32 left;
+mov.u32 left, $2;
+again:
+ld.acquire.sys.global.u32 $0, [$1];
+setp.ne.u32 leave, $0, 0;
+@leave bra done;
+sub.u32 left, left, 1;
+setp.ne.u32 leave, left, 0;
+@leave bra again;
+done:
+}""")
+
+
 @triton.jit
 def _ring(rung, number):
     tl.debug_barrier()  # after what all threads of this program wrote, and what they saw of others
@@ -125,6 +140,7 @@ def _push(
             tl.store(state + _NUMBER, number)
             tl.store(header, layer)
             tl.store(header + 1, tokens)
+            tl.store(header + 2, number)
             _ring(rung, number)
 
 
@@ -138,6 +154,12 @@ def _answered(answer, state):
 @triton.jit
 def _wait(answer, state):
     _answered(answer, state)
+
+
+@triton.jit(do_not_specialize=["turns"])
+def _look(word, turns, found):
+    seen = tl.inline_asm_elementwise(_LOOK, "=&r,l,r", [word.to(tl.uint64), turns], tl.int32, is_pure=False, pack=1)
+    tl.store(found, seen)
 
 
 @triton.jit
@@ -177,10 +199,25 @@ def pull(out: Tensor, block: Block, state: Tensor) -> None:
     no pair of the CPU's. After a failure on the CPU it waits for nothing, and out is whatever was there.
     """
     check_pull(out, block)
-    tokens, hidden = out.shape
-    polled = tokens * hidden <= MOST_POLLED_VALUES
+    polled = out.numel() <= MOST_POLLED_VALUES
     if not polled:
         _wait[(1,)](block.answer, state, num_warps=1)
+    _take(out, block, state, polled)
+
+
+def take(out: Tensor, block: Block, state: Tensor) -> None:
+    """The same, of an answer that is there."""
+    check_pull(out, block)
+    _take(out, block, state, False)
+
+
+def look(word: Tensor, turns: int, found: Tensor) -> None:
+    """found int32 [1] = `word`, int32 [1] in memory that the CPU writes, once that is not 0, or after so many looks."""
+    _look[(1,)](word, turns, found, num_warps=1)
+
+
+def _take(out: Tensor, block: Block, state: Tensor, polled: bool) -> None:
+    tokens, hidden = out.shape
     columns, warps = _pull_shape(hidden)
     _pull[(tokens, triton.cdiv(hidden, columns))](
         block.y, out, out.stride(0), block.answer, state, HIDDEN=hidden, BLOCK=columns, WAIT=polled,
@@ -223,6 +260,7 @@ def variants() -> Iterator[Variant]:
             shape = _push_shape(tokens, hidden, top_k)
             types = inputs | {"ids": ids} | to | numbers
             yield Variant(_push, types, shape, warps=_push_warps(shape), aligned=aligned)
+    yield Variant(_look, {"word": "*i32", "turns": "i32", "found": "*i32"}, {}, warps=1)
     yield Variant(_wait, {"answer": "*i64", "state": "*i32"}, {}, warps=1)
     types = {"y": "*fp32", "out": "*fp32", "out_row": "i32", "answer": "*i64", "state": "*i32"}
     for hidden, polled in ((2048, True), (2048, False), (7168, True)):

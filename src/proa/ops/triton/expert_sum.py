@@ -1,5 +1,5 @@
-"""The sum of all that a MoE layer adds up, and what comes right behind it: the residual add, the next norm. Never: experts
-of the CPU; their sum comes in.
+"""The sum of all that a MoE layer adds up, and what comes right behind it: the residual add, the next norm. Never: what
+the CPU's experts compute; their sum comes in.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.added import Added
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
 from proa.ops.table import Norm
 from proa.ops.triton.norm import add_rms_norm
@@ -21,17 +22,6 @@ _COLUMNS, _WARPS = 512, 4
 MOST_COLUMNS = 8192  # of a norm: a program has a whole row
 _CPU, _SHARED, _INPUT = tl.constexpr(CPU), tl.constexpr(SHARED), tl.constexpr(INPUT)
 _LAYER, _SOURCES, _OWN, _IDS = tl.constexpr(LAYER), tl.constexpr(SOURCES), tl.constexpr(OWN), tl.constexpr(IDS)
-
-
-@dataclass(frozen=True)
-class Added:
-    """What a MoE layer adds to its routed experts on the GPU. cpu float32 [T, hidden]: the sum of the CPU's experts;
-    shared bfloat16 [T, hidden], times the sigmoid of shared_gate [T, 1] where there is one.
-    """
-
-    cpu: Tensor | None = None
-    shared: Tensor | None = None
-    shared_gate: Tensor | None = None
 
 
 @dataclass(frozen=True)

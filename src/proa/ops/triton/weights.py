@@ -112,29 +112,32 @@ def _weigh(
         tl.atomic_add(counts + job * BINS + tl.arange(0, BINS), bins, mask=bins > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["count"])
-def _edit(logits, row_stride, vocab, edits, saved, count, BLOCK: tl.constexpr):
-    """Penalties and biases, rounded step by step as on the CPU."""
+@triton.jit
+def _edited(logits, row_stride, vocab, edits, count, BLOCK: tl.constexpr):
+    """Of this program's edits: which they are, where they stand, the logit of each, and whether there is one."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = edits + i * 5
     row, token = tl.load(at, i < count, 0).to(tl.int64), tl.load(at + 1, i < count, 0)
-    inside = (i < count) & (token < vocab)
+    return i, at, logits + row * row_stride + token, (i < count) & (token < vocab)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _edit(logits, row_stride, vocab, edits, saved, count, BLOCK: tl.constexpr):
+    """Penalties and biases, rounded step by step as on the CPU."""
+    i, at, logit, inside = _edited(logits, row_stride, vocab, edits, count, BLOCK)
     repetition = tl.load(at + 2, inside, 0x3F800000).to(tl.float32, bitcast=True)
     less = tl.load(at + 3, inside, 0).to(tl.float32, bitcast=True)
     plus = tl.load(at + 4, inside, 0).to(tl.float32, bitcast=True)
-    score = tl.load(logits + row * row_stride + token, inside, 0.0)
+    score = tl.load(logit, inside, 0.0)
     tl.store(saved + i, score, inside)
     score = tl.where(score > 0, tl.div_rn(score, repetition), score * repetition)
-    tl.store(logits + row * row_stride + token, score - less + plus, inside)
+    tl.store(logit, score - less + plus, inside)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _restore(logits, row_stride, vocab, edits, saved, count, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = edits + i * 5
-    row, token = tl.load(at, i < count, 0).to(tl.int64), tl.load(at + 1, i < count, 0)
-    inside = (i < count) & (token < vocab)
-    tl.store(logits + row * row_stride + token, tl.load(saved + i, inside, 0.0), inside)
+    i, _, logit, inside = _edited(logits, row_stride, vocab, edits, count, BLOCK)
+    tl.store(logit, tl.load(saved + i, inside, 0.0), inside)
 
 
 EDITS = 256  # of a program

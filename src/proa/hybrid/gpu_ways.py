@@ -1,0 +1,185 @@
+"""How a GPU hands over a job and waits for its answer: three ways, and why each is right in transport.py. Never: which
+one is taken, and what the CPU does.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from proa.errors import NativeError
+from proa.hybrid.cuda_driver import Driver
+from proa.native.doorbell import BlockLayout, Doorbell, JobSize, Way, block_layout
+from proa.ops.bell_block import Copied, copied, views
+from proa.ops.triton import bell
+
+FLAG, FAILED = 1, 1 << 31  # csrc/src/doorbell.h
+LOOKS = 1 << 20  # of a kernel over the bus, about a microsecond each: how long it waits to see what the CPU writes
+STARTED_S = 0.001  # after the driver says so, a kernel looks
+_CPU_WORD = 12  # behind the header: of memory that nobody else writes
+
+
+class GpuWay(Protocol):
+    """On the current stream; may be captured. push and pull as Transport's."""
+
+    def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None: ...
+
+    def pull(self, out: Tensor) -> None: ...
+
+    def try_out(self) -> None:
+        """Before anything waits for good. Raises NativeError if it would wait in vain."""
+
+    def free(self) -> None:
+        """After the doorbell has failed: whatever might not see that stops waiting too."""
+
+
+def make_way(
+    way: Way, memory: Tensor, size: JobSize, device: torch.device, state: Tensor, doorbell: Doorbell
+) -> GpuWay:
+    """memory uint8: the doorbell's block, pinned. Raises NativeError where the driver cannot."""
+    if way is Way.NUMBER:
+        return ByKernels(memory, size, device, state)
+    driver = Driver()
+    signals = Flags(driver, memory, block_layout(size), device) if way is Way.FLAGS else Calls(driver, doorbell)
+    return ByCopies(memory, size, device, state, driver, signals)
+
+
+class ByKernels:
+    """Kernels write the job into pinned memory and look there for its answer."""
+
+    def __init__(self, memory: Tensor, size: JobSize, device: torch.device, state: Tensor) -> None:
+        self._block = views(memory, block_layout(size), size)
+        at = block_layout(size).header + _CPU_WORD
+        self._word = memory[at : at + 4].view(torch.int32)
+        self._device, self._state = device, state
+
+    def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
+        bell.push(x, ids, weights, up_address, layer, self._block, self._state)
+
+    def pull(self, out: Tensor) -> None:
+        bell.pull(out, self._block, self._state)
+
+    def try_out(self) -> None:
+        """A kernel that is under way sees what the CPU writes then; it stops looking by itself."""
+        found = torch.zeros(1, dtype=torch.int32, device=self._device)
+        bell.look(self._word, 1, found)  # compiled
+        began, ended = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream(self._device).synchronize()
+        began.record()
+        bell.look(self._word, LOOKS, found)
+        ended.record()
+        began.synchronize()
+        time.sleep(STARTED_S)
+        self._word.fill_(1)
+        ended.synchronize()
+        self._word.zero_()
+        if not found.item():
+            raise NativeError(f"A kernel of {self._device} does not see what the CPU writes to pinned memory.")
+
+    def free(self) -> None:
+        pass  # try_out has shown that they see it
+
+
+class Signals(Protocol):
+    """Of jobs that are copied, in a stream's order."""
+
+    def before(self, stream: int) -> None:
+        """The next job may be written."""
+
+    def ring(self, stream: int) -> None: ...
+
+    def wait(self, stream: int) -> None: ...
+
+    def free(self) -> None: ...
+
+
+class ByCopies:
+    """A kernel writes the job into the GPU's memory; it goes to the CPU as a copy, and the answer comes back as one."""
+
+    def __init__(
+        self, memory: Tensor, size: JobSize, device: torch.device, state: Tensor, driver: Driver, signals: Signals
+    ) -> None:
+        self._host, self._size, self._device, self._state = memory, size, device, state
+        self._memory = torch.zeros(len(memory), dtype=torch.uint8, device=device)
+        self._driver, self._signals = driver, signals
+        self._jobs = functools.cache(lambda tokens: (self._of(self._memory, tokens), self._of(self._host, tokens)))
+
+    def _of(self, memory: Tensor, tokens: int) -> Copied:
+        return copied(memory, self._size, tokens)
+
+    def _stream(self) -> int:
+        stream: int = torch.cuda.current_stream(self._device).cuda_stream
+        return stream
+
+    def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
+        here, there = self._jobs(len(x))
+        stream = self._stream()
+        bell.push(x, ids, weights, up_address, layer, here.block, self._state)
+        self._signals.before(stream)
+        self._driver.copy_to_host(stream, there.job.data_ptr(), here.job.data_ptr(), here.job.nbytes)
+        self._signals.ring(stream)
+
+    def pull(self, out: Tensor) -> None:
+        here, there = (job.block for job in self._jobs(len(out)))
+        stream = self._stream()
+        self._signals.wait(stream)
+        self._driver.copy_to_device(stream, here.y.data_ptr(), there.y.data_ptr(), here.y.nbytes)
+        bell.take(out, here, self._state)
+
+    def try_out(self) -> None:
+        pass  # the probe's time limit, and `free`
+
+    def free(self) -> None:
+        self._signals.free()
+
+
+class Flags:
+    """Stream memory operations. What they store is fixed in a graph, so flags are set and reset, not counted."""
+
+    def __init__(self, driver: Driver, memory: Tensor, layout: BlockLayout, device: torch.device) -> None:
+        if not driver.has_stream_mem_ops(device):
+            raise NativeError(f"The driver has no stream memory operations for {device}.")
+        at = driver.device_address(memory.data_ptr())
+        self._driver, self._device = driver, device
+        self._rung, self._done, self._ready = at + layout.rung, at + layout.done, at + layout.ready
+
+    def before(self, stream: int) -> None:
+        self._driver.wait_for_bits(stream, self._ready, FLAG | FAILED)
+
+    def ring(self, stream: int) -> None:
+        self._driver.store(stream, self._rung, FLAG)
+
+    def wait(self, stream: int) -> None:
+        self._driver.wait_for_bits(stream, self._done, FLAG | FAILED)
+        self._driver.store(stream, self._rung, 0)
+
+    def free(self) -> None:
+        """By the GPU itself, which may not see what the CPU wrote."""
+        self.free_on(torch.cuda.Stream(self._device).cuda_stream)  # type: ignore[no-untyped-call]
+
+    def free_on(self, stream: int) -> None:
+        for flag in (self._done, self._ready):
+            self._driver.store(stream, flag, FAILED)
+
+
+class Calls:
+    """The driver calls the doorbell's native functions, on a thread of its own: no lock of Python's is taken."""
+
+    def __init__(self, driver: Driver, doorbell: Doorbell) -> None:
+        self._driver, self._calls = driver, doorbell.calls
+
+    def before(self, stream: int) -> None:
+        pass  # the last call returned when its job was answered
+
+    def ring(self, stream: int) -> None:
+        self._driver.call(stream, self._calls.ring, self._calls.doorbell)
+
+    def wait(self, stream: int) -> None:
+        self._driver.call(stream, self._calls.wait, self._calls.doorbell)
+
+    def free(self) -> None:
+        pass  # they run on this side
