@@ -19,10 +19,12 @@ import torch
 import triton
 from torch import Tensor
 
+from proa.models.spec import Router
 from proa.native.formats import BF16_FORM, Format, Layout
 from proa.ops.added import Added
 from proa.ops.faults import IDS, LayerFaults
 from proa.ops.residency import ExpertShape, Located, Residency
+from proa.ops.table import RouterRule
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton import linear as linear_maps
 from proa.ops.triton.expert_sum import Into, Watch, combine
@@ -34,6 +36,7 @@ from proa.ops.triton.route import route
 
 DEVICE = torch.device("cuda")
 EXPERTS, TOP_K, LAYERS = 128, 8, 4
+RULE = RouterRule(TOP_K, Router("softmax", True))
 FORMS = {form.format.name.lower().replace("_", "-"): form for form in (BF16_FORM, *EXAMPLES)}
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024)
 
@@ -125,7 +128,7 @@ def routing_of(layer: Layer, tokens: int) -> Routing:
     ids, weights = (torch.empty(tokens, TOP_K, dtype=t, device=DEVICE) for t in (torch.int32, torch.float32))
     up, down = (torch.empty(tokens, TOP_K, dtype=torch.int64, device=DEVICE) for _ in range(2))
     at = Located(ids, up, down, torch.empty_like(ids))
-    route(logits, torch.arange(tokens, device=DEVICE), TOP_K, True, ids, weights)
+    route(logits, torch.arange(tokens, device=DEVICE), RULE, ids, weights)
     locate(ids, layer.residency, at)
     return Routing(at, weights)
 
@@ -198,7 +201,7 @@ def time_parts(case: Case, copy: float) -> None:
     time_combine(case)
     logits = torch.randn(case.tokens, EXPERTS, device=DEVICE)
     slots, made = torch.arange(case.tokens, device=DEVICE), case.routings[0]
-    us = microseconds([lambda: route(logits, slots, TOP_K, True, made.at.ids, made.weights)] * 20)
+    us = microseconds([lambda: route(logits, slots, RULE, made.at.ids, made.weights)] * 20)
     row("    route", us, logits.numel() * 4, 0, copy)
 
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from proa.models.spec import Router
 from proa.ops.added import Added
 from proa.ops.residency import ExpertShape, Located, Residency
-from proa.ops.table import Angles, KvPages, QkNorm
+from proa.ops.table import Angles, KvPages, QkNorm, RouterRule
 from proa.ops.triton import attention, experts_few, heads, linear, norm, route
 from proa.ops.triton.expert_sum import Into, combine
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
@@ -25,6 +26,7 @@ from proa.ops.triton.locate import locate
 
 DEVICE = torch.device("cuda")
 SHAPE, EXPERTS, TOP_K, HEADS, KV_HEADS, DIM = ExpertShape(2048, 768), 128, 8, 32, 4, 128
+RULE = RouterRule(TOP_K, Router("softmax", True))
 MODEL_LAYERS, LAYERS, VOCAB, PAGE_TOKENS = 48, 8, 151936, 16
 TILES = [(2, 32, 4, 2), (2, 32, 6, 2), (2, 64, 3, 4), (2, 64, 4, 4), (2, 64, 6, 4), (2, 128, 3, 8), (2, 128, 4, 8),
          (4, 32, 4, 4), (4, 64, 3, 4), (4, 64, 4, 4), (4, 64, 4, 8), (4, 128, 3, 8), (8, 32, 3, 4),
@@ -101,7 +103,7 @@ class Step:
         self.map(r.attended.flatten(1), of.out, r.y)
         norm.add_rms_norm(r.x, r.y, after, 1e-6, r.normed)
         self.map(r.normed, of.router, r.logits)
-        route.route(r.logits, self.slots, TOP_K, True, r.at.ids, r.weights)
+        route.route(r.logits, self.slots, RULE, r.at.ids, r.weights)
         locate(r.at.ids, of.residency, r.at)
         experts(r.normed, r.at, SHAPE, self.space)
         combine(self.space.partial, r.weights, r.at.down, Added(), Into(r.y))
