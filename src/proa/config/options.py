@@ -33,8 +33,8 @@ class ModelOptions:
     dummy_seed: int = option(0, help="seed of dummy weights", low=0)
     dummy_router: str = option(
         "uniform",
-        help="routing of dummy weights: uniform or zipf (few hot experts)",
-        choices=("uniform", "zipf"),
+        help="routing of dummy weights: uniform, zipf (few hot experts), or drift (others after upper tokens)",
+        choices=("uniform", "zipf", "drift"),
     )
     dummy_format: str = option(
         "bf16",
