@@ -99,6 +99,11 @@ class Engine:
             cpu_weight_bytes=done.weight_bytes,
             cpu_experts_seconds=done.moe_s,
             cpu_waiting_seconds=done.waiting_s,
+            expert_choices=done.choices,
+            expert_hits=done.hits,
+            expert_hit_bytes=done.hit_bytes,
+            expert_missed_bytes=done.missed_bytes,
+            expert_moved_bytes=done.moved_bytes,
         )
 
     def _with_logprobs(self, event: TokenEvent, output: StepOutput) -> TokenEvent:

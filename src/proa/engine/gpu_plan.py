@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from proa.engine.cpu_side import CpuSide
 from proa.engine.ipc import Ready
@@ -44,7 +45,7 @@ def cuda_index(gpu: GpuPlan, uuids: Sequence[str]) -> int:
 
 
 def placement_of(gpu: GpuPlan) -> Placement:
-    return Placement(gpu.resident, gpu.inclusive, gpu.spare)
+    return Placement(gpu.resident, gpu.inclusive, gpu.spare, trace=None if gpu.trace is None else Path(gpu.trace))
 
 
 def step_ahead(spec: Model) -> Decision:

@@ -80,6 +80,7 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     spare: int = 0  # experts of each size that may change places at once, each with a slot beyond the residents'
     co_fetch: bool = False  # the GPU may read experts in RAM, beside the CPU
     inclusive: bool = False  # RAM keeps a copy of resident experts too; else it holds only the others
+    trace: str | None = None  # file for what steps choose, look by look; for benchmarks
 
     @property
     def simulated(self) -> bool:
