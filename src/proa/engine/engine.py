@@ -99,6 +99,7 @@ class Engine:
             cpu_weight_bytes=done.weight_bytes,
             cpu_experts_seconds=done.moe_s,
             cpu_waiting_seconds=done.waiting_s,
+            expert_looks=done.looks,
             expert_choices=done.choices,
             expert_hits=done.hits,
             expert_hit_bytes=done.hit_bytes,

@@ -33,6 +33,7 @@ class Seen:
 class Tally:
     """Since the start. A hit is a choice of an expert that the device had; bytes count an expert once a look."""
 
+    looks: int = 0
     choices: int = 0
     hits: int = 0
     hit_bytes: int = 0
@@ -74,6 +75,7 @@ class Counting:
         self.totals += chosen
         here = self._tables.on_device
         hits, tally = np.where(here, chosen, 0), self.tally
+        tally.looks += 1
         tally.choices += int(chosen.sum())
         tally.hits += int(hits.sum())
         tally.hit_bytes += int(((hits > 0).sum(1) * self._expert_bytes).sum())

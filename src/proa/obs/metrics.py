@@ -65,6 +65,7 @@ SAMPLED: dict[str, Declared] = {
     "cpu_waiting_seconds": Declared(
         "proa_cpu_waiting_seconds", "counter", "Time the CPU waited for the next of these jobs"
     ),
+    "expert_looks": Declared("proa_expert_looks", "counter", "Times that choices of experts were counted"),
     "expert_choices": Declared(
         "proa_expert_choices", "counter", "Choices of experts by tokens, where they are counted"
     ),
