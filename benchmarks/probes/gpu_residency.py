@@ -241,7 +241,7 @@ def host(model: Model) -> None:
         meanwhile, between = [], []
         for _ in range(200):
             if worth:
-                moves.heat = Heat(*moves.heat.heat.shape)
+                moves.heat = Heat(tables.experts, [len(layer.slots.resident) for layer in model.layers])
                 moves.heat.heat[:, :] = np.random.default_rng().random(moves.heat.heat.shape) * 1000
             tables.counts.add_(1)
             torch.cuda.synchronize()

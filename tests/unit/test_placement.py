@@ -56,10 +56,11 @@ def test_whole_layers_come_first() -> None:
 
 @pytest.mark.parametrize(
     ("expert_bytes", "resident", "spare"),
-    [(9 << 20, 3000, 8), (9 << 20, 64, 4), (9 << 20, 15, 1), (20 << 20, 3000, 4), (88 << 20, 3000, 1), (1000, 3000, 8)],
-)
+    [(9 << 20, 3000, 16), (9 << 20, 768, 12), (9 << 20, 500, 8), (9 << 20, 64, 4), (9 << 20, 15, 1),
+     (20 << 20, 3000, 8), (88 << 20, 3000, 1), (200 << 20, 3000, 1), (1000, 3000, 16)],
+)  # fmt: skip
 def test_spare_slots(expert_bytes: int, resident: int, spare: int) -> None:
-    """80 MiB, eight, a sixteenth of the residents; one at least. Layers of other sizes have their own."""
+    """160 MiB, sixteen, a 64th of the residents or a sixteenth of few; one at least. Other sizes have their own."""
     assert spare_slots(expert_bytes, resident) == spare
     assert spare_bytes(LAYERS, spare) == 10 * spare
     assert spare_bytes([*LAYERS, MoeLayer(5, 8, 2, 30), MoeLayer(6, 8, 2, 30)], 3) == 120

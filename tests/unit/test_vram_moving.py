@@ -13,7 +13,7 @@ from unit.test_vram import QWEN3_30B, check, counts, gpu, machine, plan, row
 @pytest.mark.parametrize(
     ("box", "asked", "placement", "why"),
     [
-        (machine(124, gpu(24)), {}, "dynamic", "at most 8 at a time; 72.0 MiB of VRAM"),
+        (machine(124, gpu(24)), {}, "dynamic", "at most 16 at a time; 144 MiB of VRAM"),
         (machine(124, gpu(24)), {"expert_placement": "dynamic"}, "dynamic", "hot experts come in"),
         (machine(124, gpu(24)), {"expert_placement": "uniform"}, "uniform", "as asked"),
         (machine(124, gpu(24)), {"expert_placement": "front-loading"}, "front-loading", "as asked"),
@@ -48,4 +48,4 @@ def test_asked_experts_leave_no_room_to_move() -> None:
     vram = tight.gpus[0].free_bytes - (256 << 20) - left - (1 << 20)
     got = plan(QWEN3_30B, tight, context=1024, gpu_experts=str(most - 1), expert_placement="dynamic", vram=vram)
     assert counts(got) == [most - 1] * 48
-    assert row(got, "expert placement")[1:] == ("uniform", "no room for the 72.0 MiB of VRAM that moving experts need")
+    assert row(got, "expert placement")[1:] == ("uniform", "no room for the 144 MiB of VRAM that moving experts need")

@@ -80,7 +80,7 @@ class Moves:
             self._movable[i, : layer.experts] = True
             self._resident[i, list(layer.slots.slot_of)] = True
         self._moves: list[_Move] = []
-        self.heat = Heat(*self._resident.shape)
+        self.heat = Heat(tables.experts, self._resident.sum(1).tolist())
 
     def resident(self, layer: int) -> list[int]:
         """Who is on the GPU, or about to leave it."""

@@ -14,9 +14,10 @@ from proa.plan.packed_size import expert_forms
 
 COLUMN_UNIT, BF16_BYTES = 32, 2
 
-# Of experts that change places in a step. At 55 GB/s, 80 MiB are 1.5 ms, less than a step that waits for the CPU.
-SPARE_BYTES, MOST_SPARE = 80 << 20, 8
-RESIDENT_PER_SPARE = 16  # spare slots are a small part of all
+# Of experts that change places in a step. At 55 GB/s, 160 MiB are 3 ms, less than a step with much to move.
+SPARE_BYTES, MOST_SPARE = 160 << 20, 16
+RESIDENT_PER_SPARE = 64  # spare slots are a small part of all,
+RESIDENT_PER_FEW, FEW_SPARE = 16, 8  # but there are some where residents are few
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def place(
 
 def spare_slots(expert_bytes: int, resident: int) -> int:
     """How many experts may change places at once, of `resident` in VRAM. In a step, so many are copied at most."""
-    return max(1, min(MOST_SPARE, SPARE_BYTES // expert_bytes, resident // RESIDENT_PER_SPARE))
+    share = max(resident // RESIDENT_PER_SPARE, min(FEW_SPARE, resident // RESIDENT_PER_FEW))
+    return max(1, min(MOST_SPARE, SPARE_BYTES // expert_bytes, share))
 
 
 def spare_bytes(layers: Sequence[MoeLayer], spare: int) -> int:
