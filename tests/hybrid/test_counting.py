@@ -74,6 +74,10 @@ def test_sums_hits_bytes_and_a_trace(tables: Tables, tmp_path: Path) -> None:
     looks = np.fromfile(file, TRACE_DTYPE).reshape(-1, 3, 7)  # while it is open still
     assert len(looks) == 3
     assert (looks.sum(0) == expected).all()
+    tables.counts[0, 0] += 5
+    counting.settle()
+    assert counting.totals[0, 0] == expected[0, 0] + 5
+    assert counting.totals.sum() == expected.sum() + 5
     counting.close()
 
 

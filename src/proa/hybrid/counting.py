@@ -6,6 +6,7 @@ are right, and of each layer it is whole tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from proa.hybrid.tables import Tables
 
 TRACE_DTYPE = np.dtype("<u2")  # of a trace's numbers: [looks, layers, experts of the largest], one look after another
 _MOST_TRACED = 65535
+_WAIT_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,14 @@ class Counting:
         seen = None if self._copy is None else self._take()
         self._copy = self._copier.start([(self._counted, self._tables.counts)])
         return seen
+
+    def settle(self) -> None:
+        """No step is under way: `totals` has all of them from now on."""
+        while self._copy is not None and not self._copy.done():
+            time.sleep(_WAIT_S)
+        self._copy = None
+        self._counted.copy_(self._tables.counts)
+        self._take()
 
     def close(self) -> None:
         self._copier.close()
