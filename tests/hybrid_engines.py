@@ -59,8 +59,7 @@ class Kept:
     model: Decoder
 
     def close(self) -> None:
-        if self.hybrid.moves is not None:
-            self.hybrid.moves.close()
+        self.hybrid.close()
         if self.registered is not None:
             torch.cuda.synchronize()
             self.registered.close()

@@ -23,6 +23,7 @@ import torch
 
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier
+from proa.hybrid.counting import Counting
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
 from proa.hybrid.heat import Heat
@@ -234,19 +235,18 @@ def copies(model: Model) -> None:
 def host(model: Model) -> None:
     assert model.hybrid.tables is not None
     tables = model.hybrid.tables
-    moves = Moves(
-        model.layers, tables, TOP_K, 4, True, Copiers(GpuCopier(DEVICE), GpuCopier(DEVICE))
-    )  # fmt: skip
+    moves = Moves(model.layers, tables, 4, True, GpuCopier(DEVICE))
+    counting = Counting(tables, TOP_K, [BYTES] * len(model.layers), GpuCopier(DEVICE))
     for name, worth in (("nothing to move", 0), ("4 experts a step", 1)):
         meanwhile, between = [], []
         for _ in range(200):
             if worth:
-                moves.heat = Heat(*moves.heat.heat.shape)
+                moves.heat = Heat(tables.experts, [len(layer.slots.resident) for layer in model.layers])
                 moves.heat.heat[:, :] = np.random.default_rng().random(moves.heat.heat.shape) * 1000
             tables.counts.add_(1)
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            moves.meanwhile()
+            moves.meanwhile(counting.look())
             middle = time.perf_counter()
             torch.cuda.synchronize()
             last = time.perf_counter()
@@ -257,6 +257,7 @@ def host(model: Model) -> None:
         took = (statistics.median(of[50:]) for of in (meanwhile, between))
         print("{}: {:.0f} us beside a step, {:.0f} us between steps".format(name, *took))
     moves.close()
+    counting.close()
 
 
 def main() -> None:

@@ -39,6 +39,42 @@ def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
         assert figures["round_trip_us"] > 0
 
 
+def test_hits_and_the_roof_of_what_was_read() -> None:
+    done = bench("--gpu=sim:64MiB", "--resident=50", "--requests=1", "--router=zipf", "--output-tokens=60", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert 0.3 < figures["hit_rate"] < 1
+    assert 0.5 < figures["best_hit_rate"] <= 1
+    assert figures["ram_bytes_per_step"] == pytest.approx(4 * (1 - figures["hit_rate"]) * 3 * 64 * 32 * 2, rel=0.1)
+    assert 0 < figures["tokens_per_s"] < figures["roof_as_placed_tokens_per_s"]
+
+
+def test_a_drift() -> None:
+    """Both halves of the run have the engine's whole length; hits fall when other experts become hot."""
+    done = bench(
+        "--gpu=sim:64MiB", "--resident=37.5", "--requests=1,2", "--router=drift", "--drift-tokens=100", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["figures"]["requests"] for r in results] == [1, 2]
+    for found in results:
+        figures = found["figures"]
+        assert (found["bench"], figures["drift_tokens"], figures["window_tokens"]) == ("hybrid-drift", 100, 10)
+        names = ["before", *(f"at_{i}" for i in range(0, 101, 10))]
+        assert [name for name in figures if name.startswith("hit_rate_")] == [f"hit_rate_{name}" for name in names]
+        for name in names:
+            assert figures[f"tokens_per_s_{name}"] > 0
+            for of in ("", "lru_", "best_"):
+                assert 0 <= figures[f"{of}hit_rate_{name}"] <= 1
+            assert figures[f"best_hit_rate_{name}"] >= figures[f"hit_rate_{name}"] - 0.2
+
+
+def test_a_drift_as_a_table() -> None:
+    done = bench("--gpu=sim:64MiB", "--resident=50", "--requests=1", "--router=drift", "--drift-tokens=20")
+    assert done.returncode == 0, done.stderr
+    assert "90 % of an LRU's" in done.stdout
+
+
 def test_a_model_with_recurrent_states() -> None:
     """Its prompt is computed again each time."""
     done = bench("--shape=tiny-next", "--gpu=sim:64MiB", "--resident=50", "--requests=1", "--json")

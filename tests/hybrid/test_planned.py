@@ -11,6 +11,7 @@ from proa.config.options import CacheOptions, EngineOptions, GpuOptions, Machine
 from proa.engine.engine import Engine
 from proa.engine.load import load_engine
 from proa.hybrid.model import HybridModel
+from proa.plan.expert_counts import read_counts
 from proa.plan.prepare import prepare
 from tiny import make_tiny
 
@@ -54,3 +55,30 @@ def test_the_cpu_has_less_to_do(name: str, tmp_path: Path) -> None:
     assert moves.moved.experts > 0
     assert moves.moved.nbytes >= moves.moved.experts * moves.layers[0].shape.up.matrix_bytes
     assert few < many
+
+
+def test_counts_are_saved_and_place_experts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What one run chose most, the next one has in VRAM from the start, whoever may move."""
+    folder, file = make_tiny("qwen3-moe", tmp_path), tmp_path / "counts.json"
+    engine, hybrid = load(folder, save_expert_counts=str(file), expert_placement="uniform", co_fetch="off")
+    engine.submit(request("first", list(range(20, 40)), TOKENS))
+    finish_all(engine)
+    engine.settle()
+    assert hybrid.counting is not None
+    counts = read_counts(file, engine.runner.executor.spec)
+    assert [list(of) for of in counts] == [row[: len(of)] for row, of in zip(hybrid.counting.totals.tolist(), counts,
+                                                                            strict=True)]  # fmt: skip
+    top_k = 3
+    assert {sum(of) for of in counts} == {(20 + TOKENS - 1) * top_k}, "the last token is chosen, not computed"
+    again, there = load(folder, expert_counts=str(file), expert_placement="frequency", co_fetch="off")
+    assert there.moves is None
+    assert there.counting is None, "nobody asked"
+    resident = [set(layer.memory.slots.resident) for layer in there.layers]
+    for ids, of in zip(resident, counts, strict=True):
+        assert ids == set(sorted(range(len(of)), key=lambda e: -of[e])[:3])
+    assert pairs_of(again, there) < pairs_of(*load(folder, expert_placement="uniform", co_fetch="off"))
+    file.unlink()
+    file.mkdir()
+    engine.settle()
+    engine.settle()
+    assert caplog.text.count("cannot be written") == 1

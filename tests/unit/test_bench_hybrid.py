@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,13 +18,18 @@ from proa.bench.hybrid_figures import (
     Rates,
     Span,
     StepBytes,
+    best_bytes,
     common_span,
+    dense_bytes,
+    even_bytes,
     expected_distinct,
     figures_of,
+    hit_figures,
+    looks_of,
     middle,
+    placed_bytes,
     roof_tokens_per_s,
     split_ms,
-    step_bytes,
 )
 from proa.bench.hybrid_shapes import MODEL_SHAPES
 from proa.bench.hybrid_table import render_hybrid
@@ -86,7 +92,7 @@ def test_the_shape_of_qwen3_next_is_its_own() -> None:
     assert [isinstance(block.mixer, Attention) for block in spec.blocks] == [False, False, False, True] * 12
     assert spec.blocks[0].mixer == GatedDeltaNet(2048, 16, 32, 128, 128, 4)
     gpu = msgspec.structs.replace(gpu_plan(), experts=(512,) * 48, expert_bytes=(6 << 20,) * 48, resident=((),) * 48)
-    dense = step_bytes(spec, gpu, "uniform", 2, 100, 0.0).dense
+    dense = dense_bytes(spec, gpu, 2, 100)
     assert dense == gpu.vram.dense_read_bytes + 2 * (100 * 24576 + 2 * spec.state_bytes_per_sequence(2))
 
 
@@ -108,22 +114,52 @@ def test_hot_experts_are_shared_by_more_requests() -> None:
 
 
 def test_what_a_step_reads() -> None:
-    read = step_bytes(TINY_SPEC, gpu_plan(4, 2), "uniform", 2, 100.5, cpu_bytes=777.0)
+    read = even_bytes(TINY_SPEC, gpu_plan(4, 2), 2, 100.5, cpu_bytes=777.0)
     assert read.dense == DENSE_BYTES + 2 * 100.5 * TINY_KV_BYTES
     assert read.cpu == 777
     assert read.resident == pytest.approx((4 + 2) * (1 - 0.75**2) * TINY_EXPERT_BYTES)
-    every = 2 * expected_distinct(frequencies("zipf", 8, 2), 2) * TINY_EXPERT_BYTES
-    assert step_bytes(TINY_SPEC, gpu_plan(4, 2), "zipf", 2, 1, 777.0).resident == pytest.approx(every - 777)
-    assert step_bytes(TINY_SPEC, gpu_plan(4, 2), "zipf", 2, 1, every + 1).resident == 0
-    assert step_bytes(TINY_SPEC, gpu_plan(0, 0), "zipf", 2, 1, every - 1).resident == 0, "the CPU read all there is"
 
 
 def test_what_the_gpu_reads_in_ram_counts_as_read_from_ram() -> None:
     fetching = msgspec.structs.replace(gpu_plan(4, 2), co_fetch=True)
-    alone = step_bytes(TINY_SPEC, fetching, "uniform", 1, 100, cpu_bytes=1.0)
+    alone = even_bytes(TINY_SPEC, fetching, 1, 100, cpu_bytes=1.0)
     missed = 2 * 2 * TINY_EXPERT_BYTES - alone.resident
     assert alone.cpu == pytest.approx(missed)
-    assert step_bytes(TINY_SPEC, fetching, "uniform", 2, 100, 1.0).cpu == 1.0, "nothing is fetched for several"
+    assert even_bytes(TINY_SPEC, fetching, 2, 100, 1.0).cpu == 1.0, "nothing is fetched for several"
+
+
+COUNTED = {"steps": 4, "expert_looks": 6, "expert_choices": 16, "expert_hits": 12, "expert_hit_bytes": 400,
+           "expert_missed_bytes": 200, "expert_moved_bytes": 80}  # fmt: skip
+
+
+def test_what_was_really_read() -> None:
+    span = Span(moment(0.0), moment(1.0, **COUNTED))
+    one, two = (placed_bytes(span, gpu_plan(4, 2), requests, 7.0) for requests in (1, 2))
+    assert (one.dense, one.resident, one.cpu) == (7, 3 * TINY_EXPERT_BYTES, TINY_EXPERT_BYTES), "each choice its own"
+    assert (two.dense, two.resident, two.cpu) == (7, 100, 50)
+
+
+def test_hits_beside_the_best_ones_and_their_roof() -> None:
+    """Of 6 looks, the span has 4; a layer of two has two slots, the other one."""
+    trace = np.zeros((6, 2, 8), np.int64)
+    trace[:2, :, 7] = 100  # before the span
+    trace[2:, 0, :3] = [[1, 1, 0], [1, 0, 1], [1, 1, 0], [1, 1, 0]]
+    trace[2:, 1, 4:6] = [[1, 1]] * 4
+    end = {**COUNTED, "expert_looks": 6}
+    span = Span(moment(0.0, expert_looks=2), moment(1.0, **end, generated_tokens=4))
+    inside = looks_of(span, trace)
+    assert len(inside) == 4
+    gpu, rates = gpu_plan(2, 1), Rates(hbm=1e6, ram=1e5)
+    placed = placed_bytes(span, gpu, 1, 0.0)
+    figures = hit_figures(span, inside, gpu, 1, placed, rates)
+    assert figures["hit_rate"] == 12 / 16
+    assert figures["best_hit_rate"] == (4 + 3 + 4) / 16
+    assert figures["moved_bytes_per_step"] == 20
+    assert figures["roof_as_placed_tokens_per_s"] == pytest.approx(1 / max(placed.resident / 1e6, placed.cpu / 1e5))
+    best = best_bytes(span, inside, gpu, 1, 5.0)
+    assert (best.dense, best.resident, best.cpu) == (5, 11 / 4 * TINY_EXPERT_BYTES, 5 / 4 * TINY_EXPERT_BYTES)
+    shared = best_bytes(span, inside, gpu, 2, 5.0)
+    assert (shared.resident, shared.cpu) == (best.resident, best.cpu), "no expert is chosen twice in a look"
 
 
 @pytest.mark.parametrize(
@@ -178,6 +214,7 @@ def test_figures() -> None:
     assert figures["roof_share"] == pytest.approx(2000 / (4 / 1.0005e-3))
     assert figures["fixed_us_per_layer"] == pytest.approx((2000 - 1200) / 2)
     assert figures["cpu_jobs_per_step"] == pytest.approx(2)
+    assert figures["cpu_bytes_per_step"] == pytest.approx(500)
     assert (figures["ram_bytes_per_s"], figures["pcie_bytes_per_s"]) == (1e9, 5e8)
     some = figures_of(a_span(), gpu_plan(1, 0), 4, read, rates)
     assert some["fixed_us_per_layer"] is None, "the GPU's experts are in the rest of a step"
@@ -195,7 +232,7 @@ def test_resident_is_a_number_of_experts(percent: float | None, experts: str) ->
 def test_prompts_of_models_with_states_are_computed_again(shape: str, uncached: int) -> None:
     options = HybridOptions(shape=shape, requests="3", context=100, max_batch_tokens=13)
     assert case_of(options).uncached_tokens == uncached
-    assert answer_tokens(options, 3, uncached) == options.output_tokens + 1 + -(-3 * uncached // 10) + 3
+    assert answer_tokens(options, 3, uncached) == options.output_tokens + 1 + 3 + -(-3 * uncached // 10) + 3
 
 
 def test_the_engine_has_room_for_all_requests() -> None:
@@ -243,6 +280,7 @@ def test_prompts_are_random_and_the_same_every_time() -> None:
 def test_the_table_shows_what_the_json_has() -> None:
     read, rates = StepBytes(dense=1 << 20, resident=0, cpu=5 << 20), Rates(hbm=4.2e12, ram=2.5e11, pcie=5.5e10)
     figures = figures_of(a_span(), gpu_plan(0, 0), 4, read, rates) | {"round_trip_us": 13.5, "load_s": 2.0}
+    figures |= hit_figures(a_span(), np.zeros((0, 2, 8), np.int64), gpu_plan(0, 0), 4, read, rates)
     found = result(
         "hybrid", "What?", "tiny", HybridOptions(), figures, split=split_ms(a_span(), 50.0), notes=("on a boat",)
     )
@@ -250,7 +288,7 @@ def test_the_table_shows_what_the_json_has() -> None:
     console.print(render_hybrid([found]))
     text = console.export_text()
     console.file.close()
-    for part in ("2000", "500", "5.00 MiB", "250 GB/s", "55.0 GB/s", "4200 GB/s", "13.5 us", "400 us", "on a boat"):
+    for part in ("2000", "500", "500 B", "250 GB/s", "55.0 GB/s", "4200 GB/s", "13.5 us", "400 us", "on a boat"):
         assert part in text, part
     told = msgspec.json.decode(msgspec.json.encode(found))
     assert told["split"]["cpu_experts_ms"] == pytest.approx(1.2)

@@ -56,10 +56,11 @@ def test_whole_layers_come_first() -> None:
 
 @pytest.mark.parametrize(
     ("expert_bytes", "resident", "spare"),
-    [(9 << 20, 3000, 8), (9 << 20, 64, 4), (9 << 20, 15, 1), (20 << 20, 3000, 4), (88 << 20, 3000, 1), (1000, 3000, 8)],
-)
+    [(9 << 20, 3000, 16), (9 << 20, 768, 12), (9 << 20, 500, 8), (9 << 20, 64, 4), (9 << 20, 15, 1),
+     (20 << 20, 3000, 8), (88 << 20, 3000, 1), (200 << 20, 3000, 1), (1000, 3000, 16)],
+)  # fmt: skip
 def test_spare_slots(expert_bytes: int, resident: int, spare: int) -> None:
-    """80 MiB, eight, a sixteenth of the residents; one at least. Layers of other sizes have their own."""
+    """160 MiB, sixteen, a 64th of the residents or a sixteenth of few; one at least. Other sizes have their own."""
     assert spare_slots(expert_bytes, resident) == spare
     assert spare_bytes(LAYERS, spare) == 10 * spare
     assert spare_bytes([*LAYERS, MoeLayer(5, 8, 2, 30), MoeLayer(6, 8, 2, 30)], 3) == 120
@@ -70,6 +71,47 @@ def test_formats_of_one_size_have_spare_slots_of_their_own() -> None:
     forms = (Form(Format.INT4_F16, 32), Form(Format.INT8_F16, 32))
     mixed = [*LAYERS, MoeLayer(5, 8, 2, 10, forms), MoeLayer(6, 8, 2, 10, forms)]
     assert spare_bytes(mixed, 3) == 60
+
+
+USED = ((0, 9, 1, 8, 2, 7, 3, 6), (50, 50, 0, 0, 0, 0, 0, 0), (0,) * 8, (5,) * 8)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "budget", "wanted", "resident"),
+    [
+        ("uniform", 80, ALL, [(1, 3), (0, 1), (0, 1), (0, 1)]),
+        ("dynamic", 80, ALL, [(1, 3), (0, 1), (0, 1), (0, 1)]),
+        ("front-loading", 30, ALL, [(1, 3, 5), (), (), ()]),
+        ("frequency", 60, ALL, [(1, 3, 5, 7), (0, 1), (), ()]),
+        ("frequency", 80, ALL, [(1, 3, 5, 7), (0, 1), (), (0, 1)]),
+        ("frequency", 80, (2, 2, 2, 2), [(1, 3), (0, 1), (0, 1), (0, 1)]),
+    ],
+)
+def test_the_most_used(strategy: str, budget: int, wanted: tuple[int, ...], resident: list[tuple[int, ...]]) -> None:
+    assert list(place(LAYERS, budget, strategy, wanted, frozenset(), USED)) == resident
+
+
+def test_a_large_expert_has_to_be_used_more() -> None:
+    layers = (MoeLayer(0, 2, 1, 10), MoeLayer(1, 2, 1, 30))
+    assert place(layers, 30, "frequency", (2, 2), frozenset(), ((4, 3), (11, 0))) == ((0, 1), ())
+    assert place(layers, 30, "frequency", (2, 2), frozenset(), ((4, 3), (13, 0))) == ((), (0,))
+
+
+@given(
+    budget=st.integers(0, 320),
+    used=st.lists(st.lists(st.integers(0, 20), min_size=8, max_size=8), min_size=4, max_size=4),
+)
+def test_by_frequency_no_other_experts_are_used_more(budget: int, used: list[list[int]]) -> None:
+    """Of experts of one size."""
+    placed = place(LAYERS, budget, "frequency", ALL, frozenset(), tuple(map(tuple, used)))
+    found = sum(used[i][e] for i, ids in enumerate(placed) for e in ids)
+    assert found == sum(sorted((count for of in used for count in of), reverse=True)[: budget // 10])
+    assert all(list(ids) == sorted(set(ids)) for ids in placed)
+
+
+def test_frequency_needs_counts() -> None:
+    with pytest.raises(ValueError, match="nobody knows"):
+        place(LAYERS, 80, "frequency", ALL, frozenset())
 
 
 @given(

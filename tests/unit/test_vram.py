@@ -16,6 +16,7 @@ from proa.errors import ProaError, ResourceError, UsageError
 from proa.machine.machine import Gpu, Machine
 from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Moe, Rope, Router
 from proa.native.formats import Format
+from proa.plan.expert_counts import Counts
 from proa.plan.placement import moe_layers
 from proa.plan.plan import GpuPlan, Plan
 from proa.plan.resolve import Host, resolve
@@ -77,7 +78,9 @@ def machine(ram_gib: float, *gpus: Gpu) -> Machine:
     )  # fmt: skip
 
 
-def plan(spec: Model, box: Machine, *, load_format: str = "safetensors", **asked: Any) -> Plan:
+def plan(
+    spec: Model, box: Machine, *, load_format: str = "safetensors", experts_used: Counts = (), **asked: Any
+) -> Plan:
     groups = {
         name: group(**{key: asked.pop(key) for key in list(asked) if key in group.__dataclass_fields__})
         for name, group in GROUPS.items()
@@ -86,8 +89,9 @@ def plan(spec: Model, box: Machine, *, load_format: str = "safetensors", **asked
     checkpoint = SimpleNamespace(path="/models/m", load_format=load_format, dtype="bfloat16", quantisation=None)
     isa = "" if load_format == "gguf" else "avx512-bf16"  # packed sizes of GGUF need a checkpoint's headers
     return resolve(
-        EngineOptions(**groups), "some/model", checkpoint, SimpleNamespace(spec=spec), Host(box, RAM_RATE, isa, "")
-    )
+        EngineOptions(**groups), "some/model", checkpoint, SimpleNamespace(spec=spec), Host(box, RAM_RATE, isa, ""),
+        experts_used,
+    )  # fmt: skip
 
 
 def row(of: Plan, name: str) -> tuple[str, str, str]:

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
+from proa.errors import UsageError
 from proa.machine.machine import Machine
-from unit.test_vram import QWEN3_30B, check, counts, gpu, machine, plan, row
+from unit.test_vram import DENSE, QWEN3_30B, check, counts, gpu, machine, plan, row
 
 
 @pytest.mark.parametrize(
     ("box", "asked", "placement", "why"),
     [
-        (machine(124, gpu(24)), {}, "dynamic", "at most 8 at a time; 72.0 MiB of VRAM"),
+        (machine(124, gpu(24)), {}, "dynamic", "at most 16 at a time; 144 MiB of VRAM"),
         (machine(124, gpu(24)), {"expert_placement": "dynamic"}, "dynamic", "hot experts come in"),
         (machine(124, gpu(24)), {"expert_placement": "uniform"}, "uniform", "as asked"),
         (machine(124, gpu(24)), {"expert_placement": "front-loading"}, "front-loading", "as asked"),
@@ -38,6 +39,42 @@ def test_co_fetch_is_for_experts_in_ram() -> None:
     assert row(got, "co-fetch") == ("off", "off", "as asked")
 
 
+def test_the_most_used_experts() -> None:
+    """frequency: of all layers, staying; else as many of each layer, of which they are the most used."""
+    rows = tuple(tuple((e * 37 + i) % 128 * (i + 1) for e in range(128)) for i in range(48))
+    box = machine(124, gpu(24))
+    by_frequency = plan(QWEN3_30B, box, experts_used=rows, expert_placement="frequency")
+    got = check(by_frequency, QWEN3_30B)
+    assert (got.placement, got.spare) == ("frequency", 0)
+    assert row(by_frequency, "expert placement") == ("frequency", "frequency", "as asked; experts stay where they are")
+    assert len(got.resident[0]) < len(got.resident[47]), "whose counts are larger"
+    assert max(counts(by_frequency)) > max(counts(plan(QWEN3_30B, box)))
+    moving = plan(QWEN3_30B, box, experts_used=rows)
+    got = check(moving, QWEN3_30B)
+    assert got.placement == "dynamic"
+    assert max(counts(moving)) - min(counts(moving)) <= 1
+    assert row(moving, "expert placement")[2].startswith("the most used of --expert-counts at first")
+    for ids, used in zip(got.resident, rows, strict=True):
+        assert min(used[e] for e in ids) >= max(used[e] for e in range(128) if e not in ids)
+
+
+def test_frequency_must_know_frequencies() -> None:
+    with pytest.raises(UsageError, match="must know which experts"):
+        plan(QWEN3_30B, machine(124, gpu(24)), expert_placement="frequency")
+
+
+def test_who_saves_counts() -> None:
+    asked = {"save_expert_counts": "/tmp/counts"}
+    got = plan(QWEN3_30B, machine(124, gpu(24)), **asked)
+    assert check(got, QWEN3_30B).save_counts == "/tmp/counts"
+    assert row(got, "expert counts") == ("/tmp/counts", "/tmp/counts", "every minute and at the end")
+    got = plan(QWEN3_30B, machine(124), **asked)
+    assert got.gpu is None
+    assert row(got, "expert counts") == ("/tmp/counts", "none", "choices are counted where there is a GPU")
+    got = plan(DENSE, machine(124, gpu(24)), **asked)
+    assert row(got, "expert counts") == ("/tmp/counts", "none", "the model has no routed experts")
+
+
 def test_asked_experts_leave_no_room_to_move() -> None:
     """Slots for experts in motion never cost one that was asked for."""
     most = max(counts(plan(QWEN3_30B, machine(124, gpu(24)), context=1024, expert_placement="uniform")))
@@ -48,4 +85,4 @@ def test_asked_experts_leave_no_room_to_move() -> None:
     vram = tight.gpus[0].free_bytes - (256 << 20) - left - (1 << 20)
     got = plan(QWEN3_30B, tight, context=1024, gpu_experts=str(most - 1), expert_placement="dynamic", vram=vram)
     assert counts(got) == [most - 1] * 48
-    assert row(got, "expert placement")[1:] == ("uniform", "no room for the 72.0 MiB of VRAM that moving experts need")
+    assert row(got, "expert placement")[1:] == ("uniform", "no room for the 144 MiB of VRAM that moving experts need")

@@ -109,6 +109,33 @@ def test_zipf(name: str) -> None:
         assert (np.abs(layer - want) < np.maximum(0.25 * want, 0.03)).all()
 
 
+@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe"])
+def test_drift(name: str) -> None:
+    """Each half of the vocabulary has hot experts of its own, as hot as zipf's, and is followed by its own tokens."""
+    model, half = dummy_model(name, "drift", **LARGER), LARGER["vocab_size"] // 2
+    rng, want = torch.Generator().manual_seed(5), np.array(zipf_frequencies(32, 4))
+    found = []
+    for first in (0, half):
+        tokens = torch.randint(first, first + half, (4, 500), generator=rng)
+        with torch.no_grad():
+            out = model(tokens, output_router_logits=True)
+        odds = torch.softmax(out.logits.double(), -1)[..., first : first + half].sum(-1)
+        assert odds.min() > 1 - 1e-9
+        chosen = [layer.topk(4, dim=-1).indices.flatten().bincount(minlength=32) for layer in out.router_logits]
+        found.append(np.stack([layer.numpy() / 2000 for layer in chosen]))
+    for layers in found:
+        off = np.abs(np.sort(layers, 1)[:, ::-1] - want)
+        assert (off < np.maximum(0.25 * want, 0.03)).all()  # as under zipf
+    hottest = [set(map(tuple, np.argwhere(layers > 0.2))) for layers in found]
+    assert len(hottest[0] & hottest[1]) < len(hottest[0]) / 2
+
+
+def test_drift_needs_a_head_of_its_own() -> None:
+    spec = spec_of(tiny_reference("qwen3-moe", tie_word_embeddings=True))
+    with pytest.raises(UsageError, match="the head, which is the embedding"):
+        fill_dummy(spec, {}, 0, "drift")
+
+
 def test_hot_experts_are_not_the_same_in_every_layer() -> None:
     spec = spec_of(tiny_reference("qwen3-moe", **LARGER))
     targets = {n: torch.empty(shape) for n, shape in spec.params()}
@@ -123,13 +150,16 @@ def unpacked(memory: Tensor, rows: int, columns: int) -> Tensor:
     return lines.transpose(1, 2).reshape(16 * len(memory), -1)[:rows, :columns]
 
 
+@pytest.mark.parametrize("router", ["uniform", "drift"])
 @pytest.mark.parametrize("staging_bytes", [1 << 20, 4 << 10], ids=["room for all", "room for few"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-next"])
-def test_workers_fill_the_same_numbers(family: str, staging_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_fill_the_same_numbers(
+    family: str, staging_bytes: int, router: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("proa.weights.random_pool.POOL", 1 << 12)  # matrices of several copies, and of parts of one
     spec = spec_of(tiny_reference(family))
     wanted = {name: torch.full(shape, torch.nan) for name, shape in spec.params()}
-    fill_dummy(spec, wanted, 3, "uniform")
+    fill_dummy(spec, wanted, 3, router)
     with Pool([[], []], pin=False) as pool:
         staging, memory = Staging(pool, staging_bytes, pinned=False), Memory(pool, [None, None])
         targets: dict[str, Target] = {}
@@ -150,7 +180,7 @@ def test_workers_fill_the_same_numbers(family: str, staging_bytes: int, monkeypa
                 targets[name] = RowSink(*shape, stack.expect, lambda stack=stack: (stack, 0))
                 read[name] = lambda stack=stack, shape=shape: unpacked(of_stack(stack), *shape)
         assert {"q", "head", "embed", "down"} <= {name.split(".")[-2] for name in targets}
-        fill_dummy(spec, targets, 3, "uniform", pool, staging.flush)
+        fill_dummy(spec, targets, 3, router, pool, staging.flush)
         for name, values in wanted.items():
             assert torch.equal(read[name](), values.bfloat16()), name
 
@@ -163,5 +193,5 @@ def of_stack(stack: Stack) -> Tensor:
 
 def test_unknown_router() -> None:
     spec = spec_of(tiny_reference("llama2"))
-    with pytest.raises(UsageError, match="Use uniform or zipf"):
+    with pytest.raises(UsageError, match="Use uniform, zipf or drift"):
         fill_dummy(spec, {}, 0, "pareto")

@@ -8,23 +8,31 @@ import asyncio
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
+
 from proa.bench.gpu_rates import GpuRates, measure_gpu
+from proa.bench.hybrid_ask import SETTLING_TOKENS, ask_all
+from proa.bench.hybrid_drift import drift_figures, drift_span
 from proa.bench.hybrid_figures import (
-    Moment,
     Rates,
     Span,
+    best_bytes,
     common_span,
+    dense_bytes,
+    even_bytes,
     figures_of,
+    hit_figures,
+    looks_of,
     middle,
+    placed_bytes,
     split_ms,
-    step_bytes,
     uncached_steps,
 )
+from proa.bench.hybrid_hits import Trace, read_trace
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
 from proa.bench.prompts import random_prompts
 from proa.bench.result import Result, bandwidth_meter, busy_notes, result
@@ -46,8 +54,9 @@ from proa.models.families import declare
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
-from proa.types import EngineRequest, Sampling
+from proa.weights.frequencies import ROUTERS
 
+DRIFT_QUESTION = "What happens when other experts become hot?"
 QUESTION = "What do a GPU and the CPU reach together?"
 WARM_UP_TOKENS = 4  # of each request, after its prompt: steps of the batch's size are captured as graphs
 MOST_REQUESTS = 4096
@@ -85,8 +94,13 @@ class HybridOptions:
     context: int = option(1024, help="length of each prompt", low=2, high=1 << 19, common=True)
     output_tokens: int = option(64, help="steps that are timed, at least", low=2, high=1 << 19, common=True)
     router: str = option(
-        "uniform", help="all experts alike, or few hot ones (Zipf's law)", choices=("uniform", "zipf"), common=True
-    )
+        "uniform", help="all experts alike, few hot ones (Zipf's law), or others after --drift-tokens",
+        choices=ROUTERS, common=True,
+    )  # fmt: skip
+    drift_tokens: int = option(
+        500, help="tokens of each request until its hot experts change, and then again until all has settled",
+        low=20, high=1 << 18,
+    )  # fmt: skip
     runs: int = option(3, help="runs of each number of requests; the one of median rate counts", low=1, high=1000)
     max_batch_tokens: int = option(512, help="tokens of one step while prompts are read", low=1, high=1 << 20)
     engine: HybridEngineOptions = field(default_factory=HybridEngineOptions)
@@ -117,8 +131,14 @@ def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
         if gpu is None:
             why = next((d.why for d in prepared.plan.decisions if d.name == "GPU"), "none was found")
             raise UsageError(f"There is no GPU to share experts with: {why}.", "Simulate one: --gpu sim:6GiB.")
+        prepared = _traced(prepared, gpu, Path(folder) / "trace")
         rates = None if gpu.index is None else measure_gpu(gpu.index)  # before the engine takes its memory
         asyncio.run(_measure_all(options, case, prepared, rates, notes, report))
+
+
+def _traced(prepared: Prepared, gpu: GpuPlan, file: Path) -> Prepared:
+    plan = msgspec.structs.replace(prepared.plan, gpu=msgspec.structs.replace(gpu, trace=str(file)))
+    return replace(prepared, plan=plan)
 
 
 def case_of(options: HybridOptions) -> Case:
@@ -131,7 +151,10 @@ def case_of(options: HybridOptions) -> Case:
     page_tokens = CacheOptions().page_tokens
     spec = declare(shape.config()).spec
     uncached = options.context if spec.recurrent else page_tokens  # a model with states computes prompts again
-    tokens = options.context + WARM_UP_TOKENS + answer_tokens(options, most, uncached)
+    answers = answer_tokens(options, most, uncached)
+    if options.router == "drift":
+        answers = 2 * _drift_answer(options, most, uncached) + 1
+    tokens = options.context + WARM_UP_TOKENS + answers
     pages = -(-tokens // page_tokens) + 1
     kv_bytes = spec.kv_bytes_per_token(BF16_BYTES)
     engine = EngineOptions(
@@ -166,7 +189,20 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 def answer_tokens(options: HybridOptions, requests: int, uncached_tokens: int) -> int:
     """Of each request: the steps that are timed, and those until all requests decode. uncached_tokens: of a prompt."""
-    return options.output_tokens + 1 + uncached_steps(requests, uncached_tokens, options.max_batch_tokens)
+    return (
+        options.output_tokens
+        + 1
+        + SETTLING_TOKENS
+        + uncached_steps(requests, uncached_tokens, options.max_batch_tokens)
+    )
+
+
+def _drift_answer(options: HybridOptions, requests: int, uncached_tokens: int) -> int:
+    """Tokens of each request before the drift, and as many after it."""
+    span = drift_span(options.drift_tokens) + SETTLING_TOKENS
+    if uncached_tokens == options.context:  # all of a prompt, which has the first answer in it after the drift
+        uncached_tokens += span
+    return span + uncached_steps(requests, uncached_tokens, options.max_batch_tokens)
 
 
 async def _measure_all(
@@ -178,7 +214,8 @@ async def _measure_all(
         ready = await engine.wait_ready()
         bench = Bench(options, case, prepared, ready, rates)
         for count in case.counts:
-            report(await bench.measure(engine, count, tuple(notes)))
+            measure = bench.measure_drift if options.router == "drift" else bench.measure
+            report(await measure(engine, count, tuple(notes)))
     finally:
         await engine.close()
 
@@ -195,28 +232,61 @@ class Bench:
         self._options, self._case, self._prepared = options, case, prepared
         self._ready, self._rates = ready, rates
         self._meter = bandwidth_meter(prepared.plan.threads)
-        self._prompts = random_prompts(case.shape.vocab, case.most, options.context)
+        vocab = case.shape.vocab // 2 if options.router == "drift" else case.shape.vocab  # one half's hot experts
+        self._prompts = random_prompts(vocab, case.most, options.context)
 
     async def measure(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
         """`requests` at once, `runs` times, their prompts cached by a run before; RAM's speed before and after."""
         options, prompts = self._options, self._prompts[:requests]
         tokens = answer_tokens(options, requests, self._case.uncached_tokens)
-        await _ask_all(engine, prompts, 1)
-        await _ask_all(engine, prompts, WARM_UP_TOKENS + tokens - options.output_tokens)
+        await ask_all(engine, prompts, 1)
+        await ask_all(engine, prompts, WARM_UP_TOKENS + tokens - options.output_tokens)
         before = await asyncio.to_thread(self._meter)
-        spans = [_whole(await _ask_all(engine, prompts, tokens), options.output_tokens) for _ in range(options.runs)]
+        runs = [await ask_all(engine, prompts, tokens) for _ in range(options.runs)]
+        spans = [_whole(common_span(answer.moments for answer in run), options.output_tokens) for run in runs]
         ram = max(before, await asyncio.to_thread(self._meter))
         span = middle(spans)
         rates = self._rates_of(ram)
         context_tokens = options.context + tokens / 2
-        cpu_bytes = span.per_step("cpu_weight_bytes")
-        spec = self._prepared.declared.spec
-        read = step_bytes(spec, self._gpu, options.router, requests, context_tokens, cpu_bytes)
-        figures = figures_of(span, self._gpu, requests, read, rates)
+        figures = self._figures(span, requests, context_tokens, rates)
         figures |= {"round_trip_us": self._ready.round_trip_us, "load_s": self._ready.load_seconds}
         split = split_ms(span, self._ready.round_trip_us)
         told = (*notes, *self._notes())
         return result("hybrid", QUESTION, self._case.shape.name, options, figures, split=split, notes=told)
+
+    async def measure_drift(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
+        """`requests` at once, once: as many tokens with some hot experts as with others. Each request goes on where it
+        was, with a token of the vocabulary's other half."""
+        options, prompts = self._options, self._prompts[:requests]
+        each = _drift_answer(options, requests, self._case.uncached_tokens)
+        await ask_all(engine, prompts, 1)
+        ram = await asyncio.to_thread(self._meter)
+        before = await ask_all(engine, prompts, each)
+        upper = self._case.shape.vocab // 2
+        longer = [[*p, *a.tokens, upper + i] for i, (p, a) in enumerate(zip(prompts, before, strict=True))]
+        after = await ask_all(engine, longer, each)
+        figures = drift_figures(
+            before, after, self._trace(), [len(ids) for ids in self._gpu.resident], options.drift_tokens
+        )
+        rates = self._rates_of(max(ram, await asyncio.to_thread(self._meter)))
+        figures |= {"requests": requests, "round_trip_us": self._ready.round_trip_us}
+        figures |= {f"{name}_bytes_per_s": getattr(rates, name) for name in ("hbm", "ram", "pcie")}
+        told = (*notes, *self._notes())
+        return result("hybrid-drift", DRIFT_QUESTION, self._case.shape.name, options, figures, notes=told)
+
+    def _figures(self, span: Span, requests: int, context_tokens: float, rates: Rates) -> dict[str, float | None]:
+        spec, gpu = self._prepared.declared.spec, self._gpu
+        trace = looks_of(span, self._trace())
+        dense = dense_bytes(spec, gpu, requests, context_tokens)
+        if self._options.router == "uniform":
+            read = even_bytes(spec, gpu, requests, context_tokens, span.per_step("cpu_weight_bytes"))
+        else:
+            read = best_bytes(span, trace, gpu, requests, dense)
+        placed = placed_bytes(span, gpu, requests, dense)
+        return figures_of(span, gpu, requests, read, rates) | hit_figures(span, trace, gpu, requests, placed, rates)
+
+    def _trace(self) -> Trace:
+        return read_trace(Path(self._gpu.trace or ""), len(self._gpu.experts), max(self._gpu.experts))
 
     def _rates_of(self, ram: float) -> Rates:
         if self._rates is None:
@@ -238,23 +308,3 @@ def _whole(span: Span | None, steps: int) -> Span:
         found = 0 if span is None else span.steps
         raise ProaError(f"All requests decoded together for {found} steps only, not for {steps}.", "Use fewer at once.")
     return span
-
-
-async def _ask_all(engine: EngineHandle, prompts: Sequence[list[int]], output_tokens: int) -> Span | None:
-    """All at once, greedy, each with exactly so many tokens."""
-    sampling = Sampling(max_tokens=output_tokens, temperature=0.0)
-    requests = [EngineRequest(id=f"r{i}", tokens=prompt, sampling=sampling) for i, prompt in enumerate(prompts)]
-    return common_span(await asyncio.gather(*(_ask(engine, request) for request in requests)))
-
-
-async def _ask(engine: EngineHandle, request: EngineRequest) -> list[Moment]:
-    moments, made = [], 0
-    async for event in engine.generate(request):
-        if event.tokens:
-            moments.append(Moment(time.perf_counter(), engine.stats))
-        made += len(event.tokens)
-    if made != request.sampling.max_tokens:
-        raise ProaError(
-            f"The engine made {made} tokens instead of {request.sampling.max_tokens}.", "Report this as a bug."
-        )
-    return moments

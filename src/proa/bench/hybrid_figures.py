@@ -11,6 +11,7 @@ from statistics import median_low
 
 import msgspec
 
+from proa.bench.hybrid_hits import Trace, best_kept
 from proa.engine.ipc import Stats
 from proa.models.spec import Model, Moe
 from proa.plan.placement import BF16_BYTES
@@ -88,25 +89,55 @@ def expected_distinct(chosen: Iterable[float], requests: int) -> float:
     return sum(1 - (1 - frequency) ** requests for frequency in chosen)
 
 
-def step_bytes(
-    spec: Model, gpu: GpuPlan, router: str, requests: int, context_tokens: float, cpu_bytes: float
-) -> StepBytes:
-    """`cpu_bytes` are counted. Resident experts: under even routing, expected by their number; else what the CPU leaves
-    of all that are expected. What the GPU reads in RAM is not counted: under even routing it is the rest of those that
-    are not resident, else it counts as resident, and the roof is higher than it should be.
+def dense_bytes(spec: Model, gpu: GpuPlan, requests: int, context_tokens: float) -> float:
+    """What a step reads of dense weights, KV and states."""
+    return gpu.vram.dense_read_bytes + requests * past_bytes(spec, context_tokens, BF16_BYTES)
+
+
+def even_bytes(spec: Model, gpu: GpuPlan, requests: int, context_tokens: float, cpu_bytes: float) -> StepBytes:
+    """Under even routing. `cpu_bytes` are counted; resident experts are expected by their number. What the GPU reads in
+    RAM is the rest of those that are not resident.
     """
-    moved_bytes = requests * past_bytes(spec, context_tokens, BF16_BYTES)
     resident_bytes = all_bytes = 0.0
     layers = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
     for layer, expert_bytes, resident in zip(layers, gpu.expert_bytes, gpu.resident, strict=True):
-        distinct = expected_distinct(frequencies(router, layer.experts, layer.top_k), requests)
+        distinct = expected_distinct(frequencies("uniform", layer.experts, layer.top_k), requests)
         all_bytes += distinct * expert_bytes
         resident_bytes += distinct * expert_bytes * len(resident) / layer.experts
-    if router != "uniform" and any(gpu.resident):
-        resident_bytes = max(0.0, all_bytes - cpu_bytes)
-    elif gpu.co_fetch and requests == 1:
+    if gpu.co_fetch and requests == 1:
         cpu_bytes = max(cpu_bytes, all_bytes - resident_bytes)
-    return StepBytes(dense=gpu.vram.dense_read_bytes + moved_bytes, resident=resident_bytes, cpu=cpu_bytes)
+    return StepBytes(dense=dense_bytes(spec, gpu, requests, context_tokens), resident=resident_bytes, cpu=cpu_bytes)
+
+
+def placed_bytes(span: Span, gpu: GpuPlan, requests: int, dense: float) -> StepBytes:
+    """What was really read, whoever read it. Of one request each choice is an expert of its own; of more, an expert
+    counts once a step, as far as looks are whole steps."""
+    if requests == 1:
+        each = sum(gpu.expert_bytes) / len(gpu.expert_bytes)
+        hits, choices = span.per_step("expert_hits"), span.per_step("expert_choices")
+        return StepBytes(dense=dense, resident=each * hits, cpu=each * (choices - hits))
+    hit_bytes, missed_bytes = (span.per_step(f"expert_{which}_bytes") for which in ("hit", "missed"))
+    return StepBytes(dense=dense, resident=hit_bytes, cpu=missed_bytes)
+
+
+def best_bytes(span: Span, trace: Trace, gpu: GpuPlan, requests: int, dense: float) -> StepBytes:
+    """Where the experts that the span chose most were in VRAM all the time. trace: of the span."""
+    best, choices = best_kept(trace, [len(ids) for ids in gpu.resident], gpu.expert_bytes), int(trace.sum())
+    if requests > 1:
+        return StepBytes(dense=dense, resident=best.hit_bytes / span.steps, cpu=best.missed_bytes / span.steps)
+    each = sum(gpu.expert_bytes) / len(gpu.expert_bytes) / span.steps
+    return StepBytes(dense=dense, resident=each * best.hits, cpu=each * (choices - best.hits))
+
+
+def hit_rate(span: Span) -> float | None:
+    """Share of the choices that found their expert in VRAM."""
+    choices = span.per_step("expert_choices")
+    return span.per_step("expert_hits") / choices if choices else None
+
+
+def looks_of(span: Span, trace: Trace) -> Trace:
+    """The span's part of a whole trace."""
+    return trace[span.begin.stats.expert_looks : span.end.stats.expert_looks]
 
 
 def roof_tokens_per_s(read: StepBytes, rates: Rates, requests: int) -> float:
@@ -132,6 +163,22 @@ def split_ms(span: Span, round_trip_us: float | None) -> dict[str, float]:
     }
 
 
+def hit_figures(
+    span: Span, trace: Trace, gpu: GpuPlan, requests: int, placed: StepBytes, rates: Rates
+) -> dict[str, float | None]:
+    """What was found in VRAM, and what could have been. trace: of the span."""
+    slots, choices = [len(ids) for ids in gpu.resident], int(trace.sum())
+    roof = roof_tokens_per_s(placed, rates, requests)
+    return {
+        "hit_rate": hit_rate(span),
+        "best_hit_rate": best_kept(trace, slots, gpu.expert_bytes).hits / choices if choices else None,
+        "roof_as_placed_tokens_per_s": roof,
+        "roof_as_placed_share": span.tokens_per_s / roof,
+        "ram_bytes_per_step": placed.cpu,
+        "moved_bytes_per_step": span.per_step("expert_moved_bytes"),
+    }
+
+
 def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: Rates) -> dict[str, float | None]:
     """fixed_us_per_layer: where the CPU has every expert, what a step takes beside them, by layers."""
     roof, layers = roof_tokens_per_s(read, rates, requests), len(gpu.resident)
@@ -150,7 +197,7 @@ def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: 
         "resident_share": resident / sum(gpu.experts),
         "dense_bytes_per_step": read.dense,
         "resident_bytes_per_step": read.resident,
-        "cpu_bytes_per_step": read.cpu,
+        "cpu_bytes_per_step": span.per_step("cpu_weight_bytes"),
         "cpu_jobs_per_step": span.per_step("cpu_jobs"),
         "hbm_bytes_per_s": rates.hbm,
         "ram_bytes_per_s": rates.ram,

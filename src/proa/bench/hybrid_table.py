@@ -13,7 +13,21 @@ from proa.bench.result import Result
 from proa.bench.table import number, origin
 from proa.obs.units import format_bytes, format_rate
 
-_COLUMNS = ("requests", "tokens/s", "each", "roof", "of it %", "ms a step", "CPU", "transport", "GPU", "host")
+_DRIFT_COLUMNS = ("requests", "tokens since", "tokens/s", "hits %", "LRU's %", "best fixed %", "moved a step")
+_COLUMNS = (
+    "requests",
+    "tokens/s",
+    "each",
+    "roof",
+    "of it %",
+    "as placed",
+    "of it %",
+    "ms a step",
+    "CPU",
+    "transport",
+    "GPU",
+    "host",
+)
 _PARTS = ("cpu_experts_ms", "transport_ms", "gpu_ms", "host_ms")
 _LEGEND = (
     "CPU: its experts, from a job to its answer, measured; transport: an empty round trip for each job; host: outside "
@@ -39,13 +53,43 @@ def render_hybrid(results: Sequence[Result]) -> Group:
     )
 
 
+def render_drift(results: Sequence[Result]) -> Group:
+    """A row for each window of tokens, of each number of requests. `results` is not empty."""
+    table = Table(*_DRIFT_COLUMNS, box=box.SIMPLE, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for result in results:
+        figures = result.figures
+        names = [name.removeprefix("hit_rate_") for name in figures if name.startswith("hit_rate_")]
+        for name in names:
+            shares = (figures[f"{of}hit_rate_{name}"] for of in ("", "lru_", "best_"))
+            table.add_row(
+                number(figures["requests"]),
+                name.removeprefix("at_"),
+                number(figures[f"tokens_per_s_{name}"]),
+                *(number(None if share is None else 100 * share) for share in shares),
+                format_bytes(figures[f"moved_bytes_per_step_{name}"] or 0),
+            )
+    good = ", ".join(number(result.figures["tokens_until_good"]) for result in results)
+    first = results[0]
+    return Group(
+        Text(f"{first.question} {first.model}", style="bold"),
+        table,
+        Text(f"tokens until hits reach 90 % of an LRU's: {good}"),
+        *(Text(f"note: {note}") for note in first.notes),
+        Text(origin(first), style="dim"),
+    )
+
+
 def _row(result: Result) -> list[str]:
     figures = result.figures
     shown = ("requests", "tokens_per_s", "tokens_per_s_per_request", "roof_tokens_per_s")
-    share = figures["roof_share"]
+    roof, placed = figures["roof_share"], figures["roof_as_placed_share"]
     return [
         *(number(figures[name]) for name in shown),
-        number(None if share is None else 100 * share),
+        number(None if roof is None else 100 * roof),
+        number(figures["roof_as_placed_tokens_per_s"]),
+        number(None if placed is None else 100 * placed),
         number(figures["step_ms"]),
         *(number(result.split[part]) for part in _PARTS),
     ]
@@ -60,6 +104,10 @@ def _facts(results: Sequence[Result]) -> Table:
         parts = {"dense and KV": "dense", "experts in VRAM": "resident", "experts of the CPU": "cpu"}
         read = ", ".join(f"{text} {format_bytes(figures[f'{n}_bytes_per_step'] or 0)}" for text, n in parts.items())
         table.add_row(f"a step of {number(figures['requests'])} reads", read)
+    hits = [(r.figures["hit_rate"], r.figures["best_hit_rate"]) for r in results]
+    if all(rate is not None for pair in hits for rate in pair):
+        shown = ", ".join(f"{100 * (got or 0):.0f} % of {100 * (best or 0):.0f} %" for got, best in hits)
+        table.add_row("found in VRAM", f"{shown} of choices that the best experts would have")
     for text, name in (("VRAM", "hbm"), ("RAM", "ram"), ("link to the GPU", "pcie")):
         rates = [rate for r in results if (rate := r.figures[f"{name}_bytes_per_s"]) is not None]
         table.add_row(text, format_rate(max(rates)) if rates else "unknown")

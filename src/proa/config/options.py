@@ -33,8 +33,8 @@ class ModelOptions:
     dummy_seed: int = option(0, help="seed of dummy weights", low=0)
     dummy_router: str = option(
         "uniform",
-        help="routing of dummy weights: uniform or zipf (few hot experts)",
-        choices=("uniform", "zipf"),
+        help="routing of dummy weights: uniform, zipf (few hot experts), or drift (others after upper tokens)",
+        choices=("uniform", "zipf", "drift"),
     )
     dummy_format: str = option(
         "bf16",
@@ -151,9 +151,17 @@ class GpuOptions:
     )
     expert_placement: str = option(
         "auto",
-        help="which experts live in VRAM: as many of each layer (uniform), the first layers' (front-loading), or "
-        "uniform at first and then the most used (dynamic); auto = dynamic where RAM keeps copies, else uniform",
-        choices=("auto", "dynamic", "uniform", "front-loading"),
+        help="which experts live in VRAM: as many of each layer (uniform), the first layers' (front-loading), the most "
+        "used of all layers by --expert-counts (frequency), or uniform at first and then the most used (dynamic); "
+        "auto = dynamic where RAM keeps copies, else uniform",
+        choices=("auto", "dynamic", "uniform", "front-loading", "frequency"),
+    )
+    expert_counts: str | None = option(
+        None, help="file that --save-expert-counts wrote: of each layer the most used experts live in VRAM, at first",
+        metavar="FILE",
+    )  # fmt: skip
+    save_expert_counts: str | None = option(
+        None, help="file to write how often each expert was chosen, every minute and at the end", metavar="FILE"
     )
     co_fetch: str = option(
         "auto",

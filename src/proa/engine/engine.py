@@ -7,6 +7,7 @@ import logging
 import msgspec
 
 from proa.engine.clock import Stage
+from proa.engine.count_saver import CountSaver
 from proa.engine.ipc import Stats
 from proa.engine.runner import Runner, StepOutput
 from proa.engine.scheduler import Scheduler, StepPlan
@@ -20,7 +21,9 @@ log = logging.getLogger(__name__)
 class Engine:
     """Owns scheduler and runner; everything happens in submit, abort and step, called from one thread."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, vocab: int) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, vocab: int, saver: CountSaver | None = None) -> None:
+        """saver: of what steps choose."""
+        self._saver = saver
         self.runner = runner
         self.scheduler = scheduler
         self.vocab = vocab
@@ -68,6 +71,8 @@ class Engine:
         broken = [self._break(*why) for why in sorted(output.broken.items())]
         events = self.scheduler.commit(plan, output.tokens, output.replaced)
         events = broken + [self._with_logprobs(event, output) for event in events]
+        if self._saver is not None:
+            self._saver.between_steps()
         self.clock.lap(Stage.SCHEDULE)
         return events
 
@@ -90,6 +95,8 @@ class Engine:
         """No step follows: wait for what the device still computes."""
         if self._ahead is not None:
             self.runner.settle()
+        if self._saver is not None:
+            self._saver.end()
 
     def stats(self) -> Stats:
         done = self.runner.executor.counters()
@@ -99,6 +106,12 @@ class Engine:
             cpu_weight_bytes=done.weight_bytes,
             cpu_experts_seconds=done.moe_s,
             cpu_waiting_seconds=done.waiting_s,
+            expert_looks=done.looks,
+            expert_choices=done.choices,
+            expert_hits=done.hits,
+            expert_hit_bytes=done.hit_bytes,
+            expert_missed_bytes=done.missed_bytes,
+            expert_moved_bytes=done.moved_bytes,
         )
 
     def _with_logprobs(self, event: TokenEvent, output: StepOutput) -> TokenEvent:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from proa.cache.pool import allocate_pool
+from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
-from proa.engine.gpu_plan import cuda_index, needed, placement_of, ready, step_ahead, top_k
+from proa.engine.gpu_plan import cuda_index, needed, placement_of, ready, saver_of, step_ahead, top_k
 from proa.engine.graphs import GraphExecutor
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
@@ -138,6 +139,9 @@ class GpuBuild:
         self._round_trip_us = taken.round_trip_us
         self._decisions.append(taken.decision)
         return taken.transport
+
+    def saver(self) -> CountSaver | None:
+        return saver_of(self._plan, self._hybrid)
 
     def ready(self, load_seconds: float) -> Ready:
         major, minor = torch.cuda.get_device_capability(self._device)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
+from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.ipc import Ready
 from proa.errors import ResourceError
-from proa.hybrid.model import Placement
+from proa.hybrid.model import HybridModel, Placement
 from proa.machine.usage import peak_rss_bytes
 from proa.models.spec import Model, Moe
 from proa.ops.table import Ops
@@ -44,7 +46,16 @@ def cuda_index(gpu: GpuPlan, uuids: Sequence[str]) -> int:
 
 
 def placement_of(gpu: GpuPlan) -> Placement:
-    return Placement(gpu.resident, gpu.inclusive, gpu.spare)
+    trace = None if gpu.trace is None else Path(gpu.trace)
+    return Placement(gpu.resident, gpu.inclusive, gpu.spare, gpu.save_counts is not None, trace)
+
+
+def saver_of(plan: Plan, hybrid: HybridModel) -> CountSaver | None:
+    """`hybrid` is bound."""
+    gpu, _ = needed(plan)
+    if gpu.save_counts is None or hybrid.counting is None:
+        return None
+    return CountSaver(hybrid.counting, Path(gpu.save_counts), plan.model, gpu.blocks, gpu.experts)
 
 
 def step_ahead(spec: Model) -> Decision:

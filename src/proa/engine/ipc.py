@@ -93,6 +93,12 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     cpu_weight_bytes: int = 0  # of the experts that they needed, each once a job
     cpu_experts_seconds: float = 0.0  # within program_seconds: from a job's arrival to its answer
     cpu_waiting_seconds: float = 0.0  # from an answer to the next job
+    expert_looks: int = 0  # where choices of experts are counted, since they move or somebody asked for it
+    expert_choices: int = 0  # by tokens
+    expert_hits: int = 0  # of these, what the GPU had
+    expert_hit_bytes: int = 0  # of their weights, each expert once a step
+    expert_missed_bytes: int = 0  # of the other choices' weights
+    expert_moved_bytes: int = 0  # of experts that changed places
 
     @property
     def host_seconds(self) -> float:

@@ -15,6 +15,7 @@ import torch
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
 from proa.cache.radix import PrefixCache
+from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.crew import choose_few
 from proa.engine.engine import Engine
@@ -59,7 +60,8 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     else:
         load_weights(checkpoint, declared, targets, _paced(report), build.pool, build.flush)
     load_seconds = time.perf_counter() - begin
-    engine = Engine(build.runner(report), _scheduler(plan), declared.spec.vocab)
+    runner = build.runner(report)
+    engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver())
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
     return engine, build.ready(load_seconds)
@@ -77,6 +79,9 @@ class _Build(Protocol):
     def targets(self) -> dict[str, Target]: ...
 
     def runner(self, report: Callable[[Loading], None]) -> Runner: ...
+
+    def saver(self) -> CountSaver | None:
+        """After `runner`."""
 
     def ready(self, load_seconds: float) -> Ready: ...
 
@@ -116,6 +121,9 @@ class _Eager:
         trial_tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
         choose_threads(self._executor, runner, plan.threads, trial_tokens)
         return runner
+
+    def saver(self) -> CountSaver | None:
+        return None
 
     def ready(self, load_seconds: float) -> Ready:
         nbytes = self._spec.num_params * self._dtype.itemsize
@@ -162,6 +170,9 @@ class _Native:
         chosen = choose_few(self._crew, self._workers.trials, step, saving=self._workers.saving)
         self._decisions += [chosen] if chosen else []
         return Runner(executor, plan.page_tokens)
+
+    def saver(self) -> CountSaver | None:
+        return None
 
     def ready(self, load_seconds: float) -> Ready:
         formats = dict(self._memory.bytes_by_format)

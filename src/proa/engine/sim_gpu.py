@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from proa.cache.pool import allocate_pool
+from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.executor import EagerExecutor
-from proa.engine.gpu_plan import needed, placement_of, ready, top_k
+from proa.engine.gpu_plan import needed, placement_of, ready, saver_of, top_k
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.hybrid.co_fetch import InPlaceRates
@@ -75,6 +76,9 @@ class SimBuild:
         self._round_trip_us = taken.round_trip_us
         self._decisions.append(taken.decision)
         return taken.transport
+
+    def saver(self) -> CountSaver | None:
+        return saver_of(self._plan, self._hybrid)
 
     def ready(self, load_seconds: float) -> Ready:
         ops = "torch, for a simulated GPU"

@@ -1,22 +1,25 @@
 """How hot each expert is, and which should change places: pure arithmetic over counts. Never: memory, devices, tokens.
 
-Heat is how often an expert was chosen, halved every HALF_LIFE_TOKENS: of one that a share p of the tokens choose it is
-about p * WINDOW_TOKENS. Heats of two experts that are chosen equally often differ by the root of their sum, so a swap
-has to promise more than such chance does, and more reads than the transfer itself costs.
+Heat is how often an expert was chosen, halved every so many tokens: of one that a share p of the tokens choose it is
+about p * half-life / ln 2. Heats of two experts that are chosen equally often differ by the root of their sum, so a
+swap has to promise more than such chance does, and more reads than the transfer itself costs.
+
+How long heat should last depends on how soon favourites change, which nobody knows beforehand: there is a heat for each
+of HALF_LIVES_TOKENS. Each says which experts it would keep, and is judged by what is chosen next; the best one rules.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-HALF_LIFE_TOKENS = 32
-WINDOW_TOKENS = HALF_LIFE_TOKENS / math.log(2)
-MOST_STEP_TOKENS = 64  # a step of more, a prompt's, counts as so many: it seeds, but does not rule
-LEAST_GAIN = 2.0  # reads by the CPU in the next window that a swap saves
+HALF_LIVES_TOKENS = (32, 128, 512)
+JUDGED_TOKENS = 64  # half-life of what the heats are judged by
+MOST_HALF_LIVES = 2  # a step of more tokens, a prompt's, counts as so many: it seeds, but does not rule
+LEAST_GAIN = 2.0  # reads by the CPU in the next half-life or so that a swap saves
 CHANCE = 1.25  # standard deviations of the difference of two equal experts
 
 Counts = NDArray[np.int64]
@@ -34,18 +37,45 @@ class Swap:
 
 
 class Heat:
-    """Of `experts` experts (the most that a layer has) in each of `layers` layers; at first all are cold."""
+    """Of `experts` experts (the most that a layer has) in layers that have `slots` of them on the GPU, each its own
+    number; at first all are cold."""
 
-    def __init__(self, layers: int, experts: int) -> None:
-        self.heat: Heats = np.zeros((layers, experts), np.float32)
+    def __init__(self, experts: int, slots: Sequence[int]) -> None:
+        count = len(HALF_LIVES_TOKENS)
+        self._heats = [np.zeros((len(slots), experts), np.float32) for _ in range(count)]
+        self._slots = np.array(slots, np.int64)[:, None]
+        self._kept = np.zeros((count, len(slots), experts), bool)  # whom each heat would have on the GPU
+        self._scores = np.zeros(count)  # shares of the last choices that these were
+        self._next = 0  # whose turn it is to say whom it would keep
+
+    @property
+    def ruling(self) -> int:
+        """Which of the half-lives; of equals the shortest."""
+        return int(self._scores.argmax())
+
+    @property
+    def heat(self) -> Heats:
+        return self._heats[self.ruling]
 
     def observe(self, chosen: Counts, tokens: float) -> None:
         """chosen [layers, experts]: how often each was, by `tokens` tokens."""
         if tokens <= 0:
             return
-        counted = min(tokens, MOST_STEP_TOKENS)
-        self.heat *= np.float32(0.5 ** (counted / HALF_LIFE_TOKENS))
-        self.heat += chosen * np.float32(counted / tokens)
+        faded = 0.5 ** (min(tokens, JUDGED_TOKENS) / JUDGED_TOKENS)
+        self._scores *= faded
+        self._scores += (1 - faded) * (self._kept * chosen).sum((1, 2)) / max(1, chosen.sum())
+        for heat, half_life in zip(self._heats, HALF_LIVES_TOKENS, strict=True):
+            counted = min(tokens, MOST_HALF_LIVES * half_life)
+            heat *= np.float32(0.5 ** (counted / half_life))
+            heat += chosen * np.float32(counted / tokens)
+        self._keep(self._next)  # one at a time: sorting is most of what this costs
+        self._next = (self._next + 1) % len(self._heats)
+
+    def _keep(self, which: int) -> None:
+        heat = self._heats[which]
+        experts = heat.shape[1]
+        least = np.take_along_axis(np.sort(heat, 1), np.minimum(experts - self._slots, experts - 1), 1)
+        self._kept[which] = (heat >= least) & (heat > 0) & (self._slots > 0)
 
     def swaps(self, resident: Flags, movable: Flags) -> list[Swap]:
         """At most one of each layer, what gains most first. Both bool [layers, experts]; others stay where they are."""

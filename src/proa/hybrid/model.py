@@ -5,12 +5,14 @@ here: putting the parts together, and what must hold while a step is computed. N
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
 from proa.hybrid.co_fetch import CoFetch, InPlaceRates
 from proa.hybrid.copies import Copiers
+from proa.hybrid.counting import Counting
 from proa.hybrid.faults import Fault, FaultRecords
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.moves import Moves
@@ -35,12 +37,15 @@ NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
 class Placement:
     """resident: of each MoE layer, in the model's order, the experts that the device has. inclusive: so has RAM.
 
-    spare: how many experts of each size may change places at once; 0: all stay.
+    spare: how many experts of each size may change places at once; 0: all stay. counted: note what steps choose even
+    then. trace: a file for that, look by look.
     """
 
     resident: tuple[tuple[int, ...], ...]
     inclusive: bool
     spare: int = 0
+    counted: bool = False
+    trace: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class HybridModel:
         self.layers: list[HybridExperts] = []
         self.transport: Transport | None = None
         self.moves: Moves | None = None
+        self.counting: Counting | None = None
         self._faults: FaultRecords | None = None
         self.co_fetch: CoFetch | None = None
         self.tables: Tables | None = None
@@ -85,17 +91,23 @@ class HybridModel:
             self.transport = parts.transport([stack.experts() for stack in stacks if stack is not None], size)
         for memory in memories:
             memory.fill_slots()
-        spare = self._placement.spare
+        spare, trace = self._placement.spare, self._placement.trace
+        counted = spare > 0 or self._placement.counted or trace is not None
         reads = parts.in_place
-        self.tables = Tables(memories, self._device, top_k, counted=spare > 0, in_place=reads is not None)
+        self.tables = Tables(memories, self._device, top_k, counted=counted, in_place=reads is not None)
         if reads is not None:
             self.co_fetch = CoFetch(reads, top_k)
         self._faults = FaultRecords(most_tokens, top_k, self._device)
         for number, (layer, residency) in enumerate(zip(self.layers, self.tables.residency, strict=True)):
             device = parts.experts(layer.memory, residency, self._faults.of(number))
             layer.bind(device, self.transport if layer.memory.cpu_computes else None)
+        if not counted:
+            return
+        copiers = parts.copiers()
+        nbytes = [memory.shape.up.matrix_bytes + memory.shape.down.matrix_bytes for memory in memories]
+        self.counting = Counting(self.tables, top_k, nbytes, copiers.counts, trace)
         if spare:
-            self.moves = Moves(memories, self.tables, top_k, spare, self._placement.inclusive, parts.copiers())
+            self.moves = Moves(memories, self.tables, spare, self._placement.inclusive, copiers.weights)
 
     def begin(self) -> None:
         """A step is about to be launched, on the current stream; the last one has ended."""
@@ -113,8 +125,9 @@ class HybridModel:
 
     def launched(self) -> None:
         """It has been: here is time."""
+        seen = None if self.counting is None else self.counting.look()
         if self.moves is not None:
-            self.moves.meanwhile()
+            self.moves.meanwhile(seen)
 
     def can_follow(self) -> bool:
         """Whether tables may stay as they are for another step, behind one that has not ended."""
@@ -133,8 +146,19 @@ class HybridModel:
             self.transport.check()
 
     def counters(self) -> Counters:
-        """What the CPU did so far."""
-        return NOTHING_COUNTED if self.transport is None else self.transport.counters()
+        """What the CPU did so far, and what is known of the device's experts."""
+        cpu = NOTHING_COUNTED if self.transport is None else self.transport.counters()
+        if self.counting is None:
+            return cpu
+        moved_bytes = 0 if self.moves is None else self.moves.moved.nbytes
+        return replace(cpu, **asdict(self.counting.tally), moved_bytes=moved_bytes)
+
+    def close(self) -> None:
+        """No step is under way: nor are copies from now on."""
+        if self.moves is not None:
+            self.moves.close()
+        if self.counting is not None:
+            self.counting.close()
 
     def faults(self, rows: int) -> list[Fault]:
         """Of the rows of the steps since the last call: which were not finite, and where that began."""

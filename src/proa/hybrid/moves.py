@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from proa.hybrid.copies import Copiers, Copy
+from proa.hybrid.copies import Copier, Copy
+from proa.hybrid.counting import Seen
 from proa.hybrid.heat import Heat, Swap
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.slots import Slot
@@ -60,11 +61,10 @@ class Moves:
     """`spare` slots for each size of experts bound how many move at once. One thread calls."""
 
     def __init__(
-        self, layers: Sequence[LayerMemory], tables: Tables, top_k: int, spare: int, inclusive: bool, copiers: Copiers
+        self, layers: Sequence[LayerMemory], tables: Tables, spare: int, inclusive: bool, copier: Copier
     ) -> None:
         self.moved = Moved()
-        self.layers, self.tables, self._top_k, self._inclusive = layers, tables, top_k, inclusive
-        self._copiers = copiers
+        self.layers, self.tables, self._inclusive, self._copier = layers, tables, inclusive, copier
         self._spare: dict[_Size, list[Slot]] = {}
         self._size = [(layer.shape.up.matrix_bytes, layer.shape.down.matrix_bytes) for layer in layers]
         for layer, size in zip(layers, self._size, strict=True):
@@ -80,10 +80,7 @@ class Moves:
             self._movable[i, : layer.experts] = True
             self._resident[i, list(layer.slots.slot_of)] = True
         self._moves: list[_Move] = []
-        self.heat = Heat(*self._resident.shape)
-        self._counted = torch.zeros(tables.counts.shape, dtype=torch.int32, pin_memory=tables.counts.is_cuda)
-        self._last = np.zeros(self._resident.shape, np.int32)
-        self._counting: Copy | None = None
+        self.heat = Heat(tables.experts, self._resident.sum(1).tolist())
 
     def resident(self, layer: int) -> list[int]:
         """Who is on the GPU, or about to leave it."""
@@ -97,16 +94,14 @@ class Moves:
         """Whether `between_steps` has something to do."""
         return any(move.copy is not None and move.copy.done() for move in self._moves)
 
-    def meanwhile(self) -> None:
-        """A step is under way, or has just been: look at what was chosen, and start copies. Steps that are under way
-        were launched after the last `between_steps`: none reads a spare slot."""
+    def meanwhile(self, seen: Seen | None) -> None:
+        """A step is under way, or has just been: start copies. `seen`: what steps chose since the last call. Steps that
+        are under way were launched after the last `between_steps`: none reads a spare slot."""
         for move in self._moves:
             if move.copy is None:
-                move.copy = self._copiers.weights.start(self._out_pairs(move))
-        if self._counting is None or self._counting.done():
-            if self._counting is not None:
-                self._observe()
-            self._counting = self._copiers.counts.start([(self._counted, self.tables.counts)])
+                move.copy = self._copier.start(self._out_pairs(move))
+        if seen is not None:
+            self.heat.observe(seen.chosen, seen.tokens)
         if not any(self._spare.values()):
             return
         for swap in self.heat.swaps(self._resident, self._movable):
@@ -115,20 +110,13 @@ class Moves:
                 self._start(swap, spare.pop())
 
     def close(self) -> None:
-        self._copiers.weights.close()
-        self._copiers.counts.close()
-
-    def _observe(self) -> None:
-        now = self._counted.numpy().copy()
-        chosen = (now - self._last).astype(np.int64)  # int32 wraps as the device's counters do
-        self._last = now
-        self.heat.observe(chosen, float(chosen.sum(1).max(initial=0)) / self._top_k)
+        self._copier.close()
 
     def _start(self, swap: Swap, slot: Slot) -> None:
         layer, number = self.layers[swap.layer], self._where[swap.layer].number_of[swap.promote]
         pairs = slot.parts(*layer.in_place(number))
         self._movable[swap.layer, [swap.promote, swap.evict]] = False
-        self._moves.append(_Move(swap, slot, self._copiers.weights.start(pairs)))
+        self._moves.append(_Move(swap, slot, self._copier.start(pairs)))
         self.moved.nbytes += sum(to.nbytes for to, _ in pairs)
 
     def _out_pairs(self, move: _Move) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
@@ -54,6 +56,11 @@ class Tables:
             counts = self.counts[i, : layer.experts] if counted else None
             places = InPlace(up_place, down_place, self._share) if in_place else None
             self.residency.append(Residency(up, down, numbers[i, : layer.experts], counts, places))
+
+    @property
+    def on_device(self) -> NDArray[np.bool_]:
+        """[layers, experts of the largest]: who is the device's as things stand on the host."""
+        return self._numbers < 0
 
     def to_gpu(self, layer: int, expert: int, slot: Slot) -> None:
         """From the next `publish` on, the GPU computes the expert, from this slot."""

@@ -114,13 +114,20 @@ class JobSize:
 
 @dataclass(frozen=True)
 class Counters:
-    """Of a doorbell since it was made. A job counts once `check` has returned after it."""
+    """Of a doorbell since it was made. A job counts once `check` has returned after it. From `choices` on: of steps,
+    where they are counted (hybrid/counting.py)."""
 
     jobs: int
     pairs: int  # of a token and an expert
     weight_bytes: int  # of the experts that jobs needed, each once a job
     moe_s: float  # from ring to answer
     waiting_s: float  # from an answer to the next ring, or from arming
+    looks: int = 0
+    choices: int = 0  # of experts, by tokens
+    hits: int = 0  # of these, what the device had
+    hit_bytes: int = 0  # of their weights, each expert once a step
+    missed_bytes: int = 0  # of the other choices' weights
+    moved_bytes: int = 0  # of experts that changed places, copied both ways
 
 
 NOTHING_COUNTED = Counters(jobs=0, pairs=0, weight_bytes=0, moe_s=0.0, waiting_s=0.0)

@@ -65,6 +65,14 @@ SAMPLED: dict[str, Declared] = {
     "cpu_waiting_seconds": Declared(
         "proa_cpu_waiting_seconds", "counter", "Time the CPU waited for the next of these jobs"
     ),
+    "expert_looks": Declared("proa_expert_looks", "counter", "Times that choices of experts were counted"),
+    "expert_choices": Declared(
+        "proa_expert_choices", "counter", "Choices of experts by tokens, where they are counted"
+    ),
+    "expert_hits": Declared("proa_expert_hits", "counter", "Of these, choices of experts that were in VRAM"),
+    "expert_hit_bytes": Declared("proa_expert_hit_bytes", "counter", "Weights of these, each expert once a step"),
+    "expert_missed_bytes": Declared("proa_expert_missed_bytes", "counter", "Weights of the others, once a step"),
+    "expert_moved_bytes": Declared("proa_expert_moved_bytes", "counter", "Weights of experts that changed places"),
     "prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, cached ones included"),
     "cached_prompt_tokens": Declared(
         "proa_prefix_hit_tokens", "counter", "Prompt tokens that the prefix cache provided"

@@ -12,6 +12,7 @@ from proa.machine.machine import Machine
 from proa.models.spec import Model, Rope
 from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
+from proa.plan.expert_counts import Counts
 from proa.types import Decision
 
 # Where memory is short and nobody asked for a length, a context below this is refused instead of granted.
@@ -33,6 +34,7 @@ class Case:
     usable_bytes: int
     space: str = "memory"  # what is short where the context is cut, for the table
     stored: Mapping[str, str] = field(default_factory=dict)  # types of parameters that may be kept; see packed_size
+    counts: Counts = ()  # how often each expert was chosen; empty: nobody knows
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, layout
+from proa.plan.expert_counts import Counts
 from proa.plan.packed_size import expert_forms
 
 COLUMN_UNIT, BF16_BYTES = 32, 2
 
-# Of experts that change places in a step. At 55 GB/s, 80 MiB are 1.5 ms, less than a step that waits for the CPU.
-SPARE_BYTES, MOST_SPARE = 80 << 20, 8
-RESIDENT_PER_SPARE = 16  # spare slots are a small part of all
+# Of experts that change places in a step. At 55 GB/s, 160 MiB are 3 ms, less than a step with much to move.
+SPARE_BYTES, MOST_SPARE = 160 << 20, 16
+RESIDENT_PER_SPARE = 64  # spare slots are a small part of all,
+RESIDENT_PER_FEW, FEW_SPARE = 16, 8  # but there are some where residents are few
 
 
 @dataclass(frozen=True)
@@ -57,28 +59,38 @@ def packed_bytes(rows: int, columns: int, form: Form = BF16_FORM) -> int:
 
 
 def place(
-    layers: Sequence[MoeLayer], budget_bytes: int, strategy: str, wanted: Sequence[int], whole: frozenset[int]
-) -> tuple[tuple[int, ...], ...]:
-    """Ids of resident experts of each layer, within the budget: always the first of a layer.
+    layers: Sequence[MoeLayer], budget_bytes: int, strategy: str, wanted: Sequence[int], whole: frozenset[int],
+    counts: Counts = (),
+) -> tuple[tuple[int, ...], ...]:  # fmt: skip
+    """Ids of resident experts of each layer, within the budget: always the first of a layer, or with `counts` the most
+    used.
 
     All experts of the blocks in `whole` come first. Then up to `wanted` of each layer: "uniform" takes one of every
     layer in turn, so that what does not divide goes to the first layers; "dynamic" begins so; "front-loading" fills
-    layer after layer, the last one in part.
+    layer after layer, the last one in part; "frequency" takes the most used of all layers, a byte, and without counts
+    raises ValueError.
     """
-    counts = [0] * len(layers)
+    used = counts or [[0] * layer.experts for layer in layers]
+    ranked = [sorted(range(len(of)), key=lambda e: -of[e]) for of in used]  # of equals the first
+    taken = [0] * len(layers)
     left_bytes = budget_bytes
     pinned = [layer.experts if layer.block in whole else 0 for layer in layers]
-    for order in (_layer_by_layer(pinned), _ORDERS[strategy](wanted)):
-        for i, nth in order:
-            if nth == counts[i] and layers[i].expert_bytes <= left_bytes:
-                counts[i] += 1
-                left_bytes -= layers[i].expert_bytes
-    return tuple(tuple(range(count)) for count in counts)
+    order = list(_in_turn(wanted) if strategy != "front-loading" else _layer_by_layer(wanted))
+    if strategy == "frequency":
+        if layers and not counts:
+            raise ValueError("nobody knows which experts are used most")
+        order.sort(key=lambda at: -used[at[0]][ranked[at[0]][at[1]]] / layers[at[0]].expert_bytes)
+    for i, nth in (*_layer_by_layer(pinned), *order):
+        if nth == taken[i] and layers[i].expert_bytes <= left_bytes:
+            taken[i] += 1
+            left_bytes -= layers[i].expert_bytes
+    return tuple(tuple(sorted(of[:count])) for of, count in zip(ranked, taken, strict=True))
 
 
 def spare_slots(expert_bytes: int, resident: int) -> int:
     """How many experts may change places at once, of `resident` in VRAM. In a step, so many are copied at most."""
-    return max(1, min(MOST_SPARE, SPARE_BYTES // expert_bytes, resident // RESIDENT_PER_SPARE))
+    share = max(resident // RESIDENT_PER_SPARE, min(FEW_SPARE, resident // RESIDENT_PER_FEW))
+    return max(1, min(MOST_SPARE, SPARE_BYTES // expert_bytes, share))
 
 
 def spare_bytes(layers: Sequence[MoeLayer], spare: int) -> int:
@@ -96,9 +108,6 @@ def _layer_by_layer(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _in_turn(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     return ((i, nth) for nth in range(max(counts, default=0)) for i, count in enumerate(counts) if nth < count)
-
-
-_ORDERS = {"uniform": _in_turn, "dynamic": _in_turn, "front-loading": _layer_by_layer}
 
 
 def _padded(count: int, unit: int) -> int:

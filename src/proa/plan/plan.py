@@ -72,7 +72,7 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     numa_node: int | None = None
     pcie_bytes_per_s: float | None = None  # of a simulated GPU: copies are throttled to this; None: they are not
     vram: VramBudget
-    placement: str  # uniform, front-loading; dynamic: uniform at first
+    placement: str  # uniform, front-loading, frequency; dynamic: uniform at first
     blocks: tuple[int, ...] = ()  # which block of the model each MoE layer is
     experts: tuple[int, ...] = ()  # how many routed experts it has
     expert_bytes: tuple[int, ...] = ()  # packed bytes of one of them
@@ -81,6 +81,8 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     co_fetch: bool = False  # the GPU may read experts in RAM, beside the CPU
     doorbell: str = "auto"  # how the GPU hands experts to the CPU, as asked: the start takes what works
     inclusive: bool = False  # RAM keeps a copy of resident experts too; else it holds only the others
+    save_counts: str | None = None  # file for how often each expert was chosen; None: nobody asked
+    trace: str | None = None  # file for what steps choose, look by look; for benchmarks
 
     @property
     def simulated(self) -> bool:

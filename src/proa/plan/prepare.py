@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from proa.config.options import EngineOptions
@@ -13,6 +13,7 @@ from proa.machine.probe import probe
 from proa.machine.rates import buffer_bytes, read_bandwidth
 from proa.models.names import Declared
 from proa.native.pool import wished_isa
+from proa.plan.expert_counts import check_writable, read_counts
 from proa.plan.overrides import config_overrides
 from proa.plan.plan import Plan
 from proa.plan.resolve import Host, resolve
@@ -59,4 +60,10 @@ def _settle(model: str, path: Path, load_format: str, asked: EngineOptions) -> P
     threads = min(asked.machine.threads or machine.usable_cores, machine.usable_cores)
     bandwidth = read_bandwidth(threads, size_bytes=buffer_bytes(machine))
     host = Host(machine, bandwidth, *wished_isa())
-    return Prepared(resolve(asked, model, checkpoint, declared, host), checkpoint, declared, machine)
+    gpus = asked.gpus
+    counts = () if gpus.expert_counts is None else read_counts(Path(gpus.expert_counts), declared.spec)
+    if gpus.save_expert_counts is not None:
+        file = Path(gpus.save_expert_counts).absolute()  # the engine's process writes it
+        check_writable(file)
+        asked = replace(asked, gpus=replace(gpus, save_expert_counts=str(file)))
+    return Prepared(resolve(asked, model, checkpoint, declared, host, counts), checkpoint, declared, machine)

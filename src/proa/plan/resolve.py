@@ -16,13 +16,14 @@ from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
 from proa.plan.device import choose
+from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, fit
 from proa.plan.gpu_asked import asked_gpu
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
 from proa.plan.roof import cpu_roof, split_roof
-from proa.plan.split import asks_for_experts, split
+from proa.plan.split import asks_for_experts, saving_rows, split
 from proa.plan.stored import kept_types, weights_row
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
@@ -39,11 +40,10 @@ class Host:
     isa_reason: str  # why no better ones
 
 
-def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared: Declared, host: Host) -> Plan:
-    """Settle everything.
-
-    Raises UsageError, ResourceError.
-    """
+def resolve(
+    options: EngineOptions, model: str, checkpoint: Checkpoint, declared: Declared, host: Host, counts: Counts = ()
+) -> Plan:
+    """Settle everything; counts: how often experts were chosen, if known. Raises UsageError, ResourceError."""
     spec, asked, machine = declared.spec, options.scheduler, host.machine
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
@@ -58,7 +58,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     if stored:
         packed = packed_size(spec, stored)
         need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
-    case = Case(model, spec, options, dtype, need, machine, usable_bytes, stored=stored)
+    case = Case(model, spec, options, dtype, need, machine, usable_bytes, stored=stored, counts=counts)
     placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     fitted = placed.fitted
@@ -162,7 +162,8 @@ def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) ->
     )
     roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], bandwidth)
     row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
-    return _Placed(None, memory, fitted, roof, (row, *fitted.decisions))
+    uncounted = saving_rows(case.options.gpus, False, "choices are counted where there is a GPU")
+    return _Placed(None, memory, fitted, roof, (row, *fitted.decisions, *uncounted))
 
 
 def _workers(

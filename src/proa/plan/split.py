@@ -14,6 +14,7 @@ from proa.errors import ResourceError, UsageError
 from proa.machine.machine import Gpu
 from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
+from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, Short, listed_parts, reach, size_flag
 from proa.plan.gpu_asked import asked_experts, asked_layers
 from proa.plan.placement import MoeLayer, moe_layers, place, resident_bytes, spare_bytes, spare_slots
@@ -32,6 +33,8 @@ from proa.types import Decision
 
 # Left to others and to what allocators cannot use; nobody else uses a simulated GPU.
 LEAST_RESERVE_BYTES, RESERVE_SHARE = 256 << 20, 100
+
+STAYING = ("uniform", "front-loading", "frequency")  # placements by which no expert moves
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,14 @@ def asks_for_experts(asked: GpuOptions) -> bool:
     return asked_experts(asked.gpu_experts) not in ("auto", 0) or asked.gpu_resident_layers is not None
 
 
+def saving_rows(asked: GpuOptions, saved: bool, why_not: str) -> tuple[Decision, ...]:
+    """What becomes of --save-expert-counts."""
+    if asked.save_expert_counts is None:
+        return ()
+    got, why = (asked.save_expert_counts, "every minute and at the end") if saved else ("none", why_not)
+    return (Decision("expert counts", asked.save_expert_counts, got, why),)
+
+
 def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     """`case` is that of the RAM: its machine and usable bytes; its demand is not looked at.
 
@@ -104,7 +115,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     room = _room(case, layers, batch_tokens, gpu, budget_bytes)
     fitted = _reach(vram, gpu, _share(vram, layers, wish, room))
     left_bytes = budget_bytes - need.total_bytes(fitted.context_tokens, fitted.num_pages)
-    placed = _place(asked.expert_placement, layers, left_bytes, wish, room)
+    placed = _place(asked.expert_placement, layers, left_bytes, wish, room, case.counts)
     experts_bytes = resident_bytes(layers, placed.resident)
     if not wish.is_met(layers, placed.resident):
         raise _experts_do_not_fit(gpu, _bytes_of(layers, wish.least(layers)), left_bytes)
@@ -129,6 +140,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         doorbell=asked.doorbell,
         co_fetch=asked.co_fetch == "auto" and experts_bytes < total_bytes,
         inclusive=placed.inclusive,
+        save_counts=asked.save_expert_counts if layers else None,
     )
     off = [Decision("co-fetch", "off", "off", "as asked")] if asked.co_fetch == "off" else []
     memory = MemoryBudget(
@@ -142,25 +154,33 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         simulated_vram_bytes=plan.vram.used_bytes if gpu.simulated else 0,
     )
     rows = (*fitted.decisions, vram_row, _linear_row(case, gpu), _experts_row(wish, plan), *placed.decisions, *off)
+    rows += saving_rows(asked, plan.save_counts is not None, "the model has no routed experts")
     return Split(plan, memory, fitted, rows)
 
 
-def _place(asked: str, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish, room: _Room) -> _Placed:
+def _place(
+    asked: str, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish, room: _Room, counts: Counts
+) -> _Placed:
     """Slots that stay empty for experts in motion cost some residents, but never what was asked for, or RAM lacks."""
     total_bytes = sum(layer.total_bytes for layer in layers)
 
     def among(budget_bytes: int, strategy: str) -> _Placed:
-        resident = place(layers, budget_bytes, strategy, wish.wanted, wish.whole)
+        resident = place(layers, budget_bytes, strategy, wish.wanted, wish.whole, counts)
         inclusive = resident_bytes(layers, resident) < total_bytes <= room.inclusive_bytes
         return _Placed(strategy, resident, inclusive)
 
     def with_row(of: _Placed, why: str) -> _Placed:
         return replace(of, decisions=(Decision("expert placement", asked, of.strategy, why),))
 
-    static = among(left_bytes, asked if asked == "front-loading" else "uniform")
+    if asked == "frequency" and layers and not counts:
+        remedy = "Name a file that --save-expert-counts wrote: --expert-counts FILE."
+        raise UsageError(
+            "--expert-placement frequency must know which experts are used.", remedy, param="expert_counts"
+        )
+    static = among(left_bytes, asked if asked in STAYING else "uniform")
     if not layers:
         return static
-    if asked in ("uniform", "front-loading"):
+    if asked in STAYING:
         return with_row(static, "as asked; experts stay where they are")
     if not _can_move(layers, static.resident):
         return with_row(static, "no layer has experts in VRAM and others in RAM: none can change places")
@@ -174,7 +194,8 @@ def _place(asked: str, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish
     if not fits or not _can_move(layers, moving.resident) or not wish.is_met(layers, moving.resident):
         return with_row(static, f"no room for the {format_bytes(needed_bytes)} of VRAM that moving experts need")
     both = "" if moving.inclusive else ", each for one that goes back to RAM"
-    why = f"the same number of each layer; hot experts come in, at most {spare} at a time{both}"
+    first = "the most used of --expert-counts at first, " if counts else ""
+    why = f"{first}the same number of each layer; hot experts come in, at most {spare} at a time{both}"
     return with_row(moving, f"{why}; {format_bytes(needed_bytes)} of VRAM for those on their way")
 
 

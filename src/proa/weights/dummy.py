@@ -2,7 +2,8 @@
 
 Channel 0 of the residual stream is made the constant 1: every token's embedding has it and no layer writes
 it. A router reads it as a bias, so that the experts' frequencies can be chosen, which weights alone that act
-on random inputs cannot do. All other numbers are random, so that nothing is accidentally easy to compute.
+on random inputs cannot do. Where routing drifts, channel 1 is as constant and tells two halves of the vocabulary apart.
+All other numbers are random, so that nothing is accidentally easy to compute.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import torch
@@ -25,13 +26,14 @@ from proa.ops.table import Sink, Target
 from proa.weights import random_pool
 from proa.weights.dummy_codes import CodedMatrices
 from proa.weights.dummy_names import is_coded
-from proa.weights.frequencies import ALMOST_ALWAYS, frequencies
+from proa.weights.frequencies import ALMOST_ALWAYS, ROUTERS, frequencies
 from proa.weights.in_parts import in_parts
 from proa.weights.random_pool import copies, offset, rows_at_once
 
 _BATCH_BYTES = 32 << 20  # of random numbers for each worker
 _ROUTER_SPREAD = 1.0  # standard deviation of router logits over tokens
 _RARELY = 1e-4
+_TOPIC_LOGIT = 64.0  # by so much tokens of one half of the vocabulary are likelier after tokens of that half
 
 
 def fill_dummy(
@@ -40,16 +42,21 @@ def fill_dummy(
 ) -> None:  # fmt: skip
     """Fill `targets` (by our names, any float type) so that activations stay finite and near 1.
 
-    router: "uniform" (all experts alike) or "zipf" (in each layer the n-th hottest expert is chosen with a
-    frequency proportional to 1/n, capped near 1). The same seed gives the same weights, whether `workers` fill sinks or
-    not; `flush` is called as load_weights calls it. form: of routed experts and linear layers, as far as they are
-    sinks; others than bf16 need workers. Raises UsageError for another router.
+    router: "uniform" (all experts alike), "zipf" (in each layer the n-th hottest expert is chosen with a
+    frequency proportional to 1/n, capped near 1) or "drift" (the same, but tokens of the vocabulary's upper half have
+    other hot experts than those of the lower half, and each half is followed by its own). The same seed gives the same
+    weights, whether `workers` fill sinks or not; `flush` is called as load_weights calls it. form: of routed experts
+    and linear layers, as far as they are sinks; others than bf16 need workers. Raises UsageError for another router,
+    and for one that drifts where the head is the embedding.
     """
-    if router not in ("uniform", "zipf"):
-        raise UsageError(f"There is no dummy router {router!r}.", "Use uniform or zipf.", param="dummy_router")
+    if router not in ROUTERS:
+        raise UsageError(f"There is no dummy router {router!r}.", "Use uniform, zipf or drift.", param="dummy_router")
+    if router == "drift" and spec.tied:
+        raise UsageError("Dummy routing drifts by the head, which is the embedding here.", "Use zipf.")
     pool = torch.randn(random_pool.POOL, generator=torch.Generator().manual_seed(seed))
     depth = 2 * len(spec.blocks)
-    filling = _Filling(pool, workers, flush, form, seed) if workers else None
+    numbers = _Numbers(pool, depth, seed, spec.norm_offset, 2 if router == "drift" else 1)
+    filling = _Filling(numbers, workers, flush, form) if workers else None
     if form != "bf16":
         _expect_codes(targets, form, filling)
     for name, shape in spec.params():
@@ -59,36 +66,58 @@ def fill_dummy(
             if routes:
                 _fill_router(whole, _moe(spec, name), router, _seed(seed, name))
             else:
-                _fill_rows(whole, name, 0, pool, depth, seed, spec.norm_offset)
+                _fill_rows(whole, name, 0, numbers, len(whole))
             if not isinstance(target, Tensor):
                 target.write(0, whole)
             continue
-        if filling and filling.add(target, name, _scale(name, shape[1], depth), _seed(seed, name)):
+        if filling and filling.add(target, name, _scale(name, shape[1], depth)):
             continue
         step = rows_at_once(shape[1])
         place = torch.empty(min(step, shape[0]), shape[1])
         for first in range(0, shape[0], step):
             rows = place[: shape[0] - first]
-            _fill_rows(rows, name, first, pool, depth, seed, spec.norm_offset)
+            _fill_rows(rows, name, first, numbers, shape[0])
             target.write(first, rows)
     if filling:
         filling.run()
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """Where parameters take their numbers from; `constants`: so many channels of the residual stream are constant."""
+
+    pool: Tensor
+    depth: int
+    seed: int
+    norm_offset: float
+    constants: int
+
+    def zero_rows(self, name: str) -> int:
+        """How many rows, the first ones, would write these channels."""
+        return self.constants if _writes_residual(name) else 0
+
+    def has_topics(self, name: str) -> bool:
+        """Its rows are tokens, whose half of the vocabulary matters."""
+        return self.constants > 1 and name.split(".")[-2] in ("embed", "head")
+
+
 class _Filling:
     """What workers fill: numbers and codes. Both wait in one staging, so that all is there before it is flushed."""
 
-    def __init__(self, numbers: Tensor, workers: Pool, flush: Callable[[], None] | None, form: str, seed: int) -> None:
-        self._flush = flush
-        self._batch = _Batch(numbers, workers, self.run)
-        self.coded = CodedMatrices(form, seed, workers, self.run) if form != "bf16" else None
+    def __init__(self, numbers: _Numbers, workers: Pool, flush: Callable[[], None] | None, form: str) -> None:
+        self._flush, self._numbers = flush, numbers
+        self._batch = _Batch(numbers.pool, workers, self.run)
+        self.coded = CodedMatrices(form, numbers.seed, workers, self.run) if form != "bf16" else None
 
-    def add(self, target: Sink, name: str, scale: float, seed: int) -> bool:
+    def add(self, target: Sink, name: str, scale: float) -> bool:
         """Whether it will be filled."""
+        seed, zero_rows = _seed(self._numbers.seed, name), self._numbers.zero_rows(name)
         if self.coded and is_coded(name):
-            self.coded.add(target, scale, seed, _zero_row(name))
+            self.coded.add(target, scale, seed, zero_rows)
             return True
-        return self._batch.add(target, name, scale, seed)
+        if name.endswith("embed.weight") or self._numbers.has_topics(name):
+            return False
+        return self._batch.add(target, zero_rows, scale, seed)
 
     def run(self) -> None:
         self._batch.fill()
@@ -118,11 +147,9 @@ class _Batch:
         self._zeroed: list[tuple[Sink, Tensor]] = []
         self._waiting_bytes = 0
 
-    def add(self, target: Sink, name: str, scale: float, seed: int) -> bool:
-        """Whether it will be filled: a matrix of copies of the numbers, see _fill."""
+    def add(self, target: Sink, zero_rows: int, scale: float, seed: int) -> bool:
+        """Whether it will be filled: a matrix of copies of the numbers, see _fill; the first `zero_rows` are zero."""
         rows, cols = target.shape
-        if name.endswith("embed.weight"):
-            return False
         # Rows are asked for as if they followed one another from address 0, then looked up copy by copy.
         counted, covered = StoredRows(Stored.F32, 0, cols * 4), 0
         if scale not in self._scaled:
@@ -135,10 +162,10 @@ class _Batch:
             self._waiting_bytes += part * cols * 4
         if not covered:
             return False
-        if _zero_row(name):
+        if zero_rows:
             start, count = offset(0, min(rows, rows_at_once(cols)) * cols, seed), min(rows, PANEL_ROWS)
             head = numbers[start : start + count * cols].view(-1, cols).clone()
-            head[0] = 0.0
+            head[:zero_rows] = 0.0
             self._zeroed.append((target, head))
         if self._waiting_bytes >= _BATCH_BYTES * self._workers.threads:
             self._flush()
@@ -164,8 +191,7 @@ def _of_copies(job: Fill, numbers: Tensor, shape: tuple[int, ...], seed: int) ->
         yield replace(job.part(part.low, part.high - part.low), rows=stored)
 
 
-def _zero_row(name: str) -> bool:
-    """Whether channel 0 of the residual stream would be written."""
+def _writes_residual(name: str) -> bool:
     return name.split(".")[-2] in ("o", "out", "down")
 
 
@@ -173,22 +199,28 @@ def _scale(name: str, cols: int, depth: int) -> float:
     """What layers add to the residual stays small beside the embedding, whose elements are near 1."""
     if name.endswith("embed.weight"):
         return 1.0
-    return (0.5 / math.sqrt(depth) if _zero_row(name) else 1.0) / math.sqrt(cols)
+    return (0.5 / math.sqrt(depth) if _writes_residual(name) else 1.0) / math.sqrt(cols)
 
 
-def _fill_rows(rows: Tensor, name: str, first: int, pool: Tensor, depth: int, seed: int, norm_offset: float) -> None:
-    """Rows of a parameter from `first` on; `first` is a multiple of rows_at_once. norm_offset: the model's."""
+def _fill_rows(rows: Tensor, name: str, first: int, of: _Numbers, count: int) -> None:
+    """Rows of a parameter of `count` from `first` on; `first` is a multiple of rows_at_once."""
     kind = name.split(".")[-2]
     if name.endswith((".bias", ".correction")):
         rows.zero_()
     elif kind.startswith(("norm", "q_norm", "k_norm")):
-        rows.fill_(1.0 if name.endswith("mixer.norm.weight") else 1.0 - norm_offset)
+        rows.fill_(1.0 if name.endswith("mixer.norm.weight") else 1.0 - of.norm_offset)
     else:
-        _fill(rows, first, pool, _scale(name, rows.shape[-1], depth), _seed(seed, name))
+        _fill(rows, first, of.pool, _scale(name, rows.shape[-1], of.depth), _seed(of.seed, name))
     if kind == "embed":
         rows[:, 0] = 1.0
-    elif _zero_row(name) and first == 0:
-        rows[0] = 0.0
+    if of.has_topics(name):
+        upper = (torch.arange(first, first + len(rows)) >= count // 2).to(rows.dtype)
+        if kind == "embed":
+            rows[:, 1] = upper
+        else:  # after a token of the lower half -LOGIT for the upper ones, after one of the upper half +LOGIT
+            rows[:, 0], rows[:, 1] = -_TOPIC_LOGIT * upper, 2 * _TOPIC_LOGIT * upper
+    if first == 0:
+        rows[: of.zero_rows(name)] = 0.0
 
 
 def _seed(seed: int, name: str) -> int:
@@ -213,19 +245,23 @@ def _moe(spec: Model, name: str) -> Moe:
 
 
 def _fill_router(target: Tensor, moe: Moe, router: str, seed: int) -> None:
-    """Rows of one length in random directions, and the biases that give the frequencies, on channel 0.
+    """Rows of one length in random directions, and the biases that give the frequencies, on channel 0; on channel 1
+    what they differ by where that is 1.
 
     A token chooses expert e when its logit, normal around bias[e], exceeds a threshold that hardly varies
     between tokens, so bias[e] is the normal quantile of the wanted frequency (up to a constant).
     """
     generator = torch.Generator().manual_seed(seed)
     directions = torch.randn(moe.experts, moe.hidden, generator=generator)
-    directions[:, 0] = 0.0
+    directions[:, : 2 if router == "drift" else 1] = 0.0
     directions *= _ROUTER_SPREAD / directions.norm(dim=1, keepdim=True)
-    wanted = frequencies(router, moe.experts, moe.top_k)
-    if router == "zipf":
-        wanted = [wanted[i] for i in torch.randperm(moe.experts, generator=generator).tolist()]
     normal = NormalDist()
-    quantiles = [normal.inv_cdf(min(max(p, _RARELY), ALMOST_ALWAYS)) for p in wanted]
-    directions[:, 0] = _ROUTER_SPREAD * torch.tensor(quantiles)
+    wanted = [min(max(p, _RARELY), ALMOST_ALWAYS) for p in frequencies(router, moe.experts, moe.top_k)]
+    biases = _ROUTER_SPREAD * torch.tensor([normal.inv_cdf(p) for p in wanted])
+    if router == "uniform":
+        directions[:, 0] = biases
+    else:
+        directions[:, 0] = biases[torch.randperm(moe.experts, generator=generator)]
+    if router == "drift":
+        directions[:, 1] = biases[torch.randperm(moe.experts, generator=generator)] - directions[:, 0]
     target.copy_(directions)

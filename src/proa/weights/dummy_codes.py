@@ -49,8 +49,8 @@ class CodedMatrices:
         self._jobs: list[list[_Job]] = []
         self._waiting_bytes = 0
 
-    def add(self, target: Sink, std: float, seed: int, zero_row: bool) -> None:
-        """A matrix whose weights have the standard deviation `std`; zero_row: but for its first row, which is zero.
+    def add(self, target: Sink, std: float, seed: int, zero_rows: int) -> None:
+        """A matrix whose weights have the standard deviation `std`, but for so many first rows, which are zero.
 
         Raises ValueError where there is no room for it at all.
         """
@@ -60,8 +60,8 @@ class CodedMatrices:
                 for part in copies(job, row_bytes, target.shape, seed):
                     to = job.part(part.low, part.high - part.low)
                     made = [self._job(to, part.start, part.before, std)]
-                    if zero_row and job.rows.start == 0 and part.low == 0:
-                        made.append(self._head(made[0]))
+                    if zero_rows and job.rows.start == 0 and part.low == 0:
+                        made.append(self._head(made[0], zero_rows))
                     self._jobs.append(made)
             covered += count
             self._waiting_bytes += count * target.shape[1]
@@ -126,12 +126,12 @@ class CodedMatrices:
         )  # fmt: skip
         return _Job(to, source, (self._codes, scales))
 
-    def _head(self, job: _Job) -> _Job:
-        """Its first panel again, with zeros in the first row."""
+    def _head(self, job: _Job, zero_rows: int) -> _Job:
+        """Its first panel again, with zeros in its first rows."""
         rows, columns, source = min(PANEL_ROWS, job.to.to.rows), job.to.to.columns, job.source
         first = (source.codes or 0) - self._codes.data_ptr()
         codes = self._codes[first : first + rows * columns].view(rows, columns).clone()
-        codes[0] = self._zero
+        codes[:zero_rows] = self._zero
         same = Source(
             codes.data_ptr(), columns, source.scales, source.scale_stride, source.scale_rows,
             None, None, None, 0, source.factor,

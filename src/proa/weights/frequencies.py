@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+ROUTERS = ("uniform", "zipf", "drift")
 ALMOST_ALWAYS = 0.98
 
 
@@ -16,9 +17,9 @@ def zipf_frequencies(experts: int, top_k: int) -> list[float]:
 
 
 def frequencies(router: str, experts: int, top_k: int) -> list[float]:
-    """Of a dummy router, "uniform" or "zipf", hottest first; top_k in sum. Raises ValueError for another."""
+    """Of a dummy router, one of ROUTERS, hottest first; top_k in sum. Raises ValueError for another."""
     if router == "uniform":
         return [top_k / experts] * experts
-    if router == "zipf":
+    if router in ("zipf", "drift"):
         return zipf_frequencies(experts, top_k)
     raise ValueError(f"there is no dummy router {router!r}")

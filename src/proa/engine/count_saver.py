@@ -1,0 +1,46 @@
+"""Writes how often each expert was chosen, every so often and at the end. Never: the file's format, counting."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from proa.hybrid.counting import Counting
+from proa.plan.expert_counts import write_counts
+
+SAVE_EVERY_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class CountSaver:
+    """experts: of each layer. A file that cannot be written any more is said in the log, once, and stops nothing."""
+
+    def __init__(
+        self, counting: Counting, file: Path, model: str, blocks: Sequence[int], experts: Sequence[int]
+    ) -> None:
+        self._counting, self._file, self._model = counting, file, model
+        self._blocks, self._experts = blocks, experts
+        self._saved_s = time.monotonic()
+        self._failed = False
+
+    def between_steps(self) -> None:
+        if time.monotonic() - self._saved_s >= SAVE_EVERY_S:
+            self._write()
+
+    def end(self) -> None:
+        """No step is under way, and none follows."""
+        self._counting.settle()
+        self._write()
+
+    def _write(self) -> None:
+        rows = [row[:count] for row, count in zip(self._counting.totals.tolist(), self._experts, strict=True)]
+        try:
+            write_counts(self._file, self._model, self._blocks, rows)
+        except OSError as error:
+            if not self._failed:
+                log.error("How often experts were chosen cannot be written to %s: %s", self._file, error.strerror)
+            self._failed = True
+        self._saved_s = time.monotonic()

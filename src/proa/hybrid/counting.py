@@ -1,0 +1,95 @@
+"""Which experts steps chose and where those were: counted on the device, fetched beside the steps. Never: what follows.
+
+What is fetched while a step runs has some of its layers in it and not the others, which come with the next look: sums
+are right, and of each layer it is whole tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from proa.hybrid.copies import Copier, Copy
+from proa.hybrid.tables import Tables
+
+TRACE_DTYPE = np.dtype("<u2")  # of a trace's numbers: [looks, layers, experts of the largest], one look after another
+_MOST_TRACED = 65535
+_WAIT_S = 1e-3
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Since the last look: how often each expert was chosen, [layers, experts of the largest], by `tokens` tokens."""
+
+    chosen: NDArray[np.int64]
+    tokens: float
+
+
+@dataclass
+class Tally:
+    """Since the start. A hit is a choice of an expert that the device had; bytes count an expert once a look."""
+
+    looks: int = 0
+    choices: int = 0
+    hits: int = 0
+    hit_bytes: int = 0
+    missed_bytes: int = 0
+
+
+class Counting:
+    """`tables` must count. expert_bytes: of one expert of each layer. trace: a file that each look is added to."""
+
+    def __init__(
+        self, tables: Tables, top_k: int, expert_bytes: Sequence[int], copier: Copier, trace: Path | None = None
+    ) -> None:
+        self.tally = Tally()
+        self._tables, self._top_k, self._copier = tables, top_k, copier
+        self._expert_bytes = np.array(expert_bytes, np.int64)
+        self._counted = torch.zeros(tables.counts.shape, dtype=torch.int32, pin_memory=tables.counts.is_cuda)
+        self._last = np.zeros(self._counted.shape, np.int32)
+        self.totals = np.zeros(self._counted.shape, np.int64)  # how often each expert was chosen so far
+        self._copy: Copy | None = None
+        self._trace = None if trace is None else trace.open("wb", buffering=0)  # readers see each look at once
+
+    def look(self) -> Seen | None:
+        """What has been fetched since the last look; None: nothing. The next fetch starts."""
+        if self._copy is not None and not self._copy.done():
+            return None
+        seen = None if self._copy is None else self._take()
+        self._copy = self._copier.start([(self._counted, self._tables.counts)])
+        return seen
+
+    def settle(self) -> None:
+        """No step is under way: `totals` has all of them from now on."""
+        while self._copy is not None and not self._copy.done():
+            time.sleep(_WAIT_S)
+        self._copy = None
+        self._counted.copy_(self._tables.counts)
+        self._take()
+
+    def close(self) -> None:
+        self._copier.close()
+        if self._trace is not None:
+            self._trace.close()
+
+    def _take(self) -> Seen:
+        now = self._counted.numpy().copy()
+        chosen = (now - self._last).astype(np.int64)  # int32 wraps as the device's counters do
+        self._last = now
+        self.totals += chosen
+        here = self._tables.on_device
+        hits, tally = np.where(here, chosen, 0), self.tally
+        tally.looks += 1
+        tally.choices += int(chosen.sum())
+        tally.hits += int(hits.sum())
+        tally.hit_bytes += int(((hits > 0).sum(1) * self._expert_bytes).sum())
+        tally.missed_bytes += int((((chosen > 0) & ~here).sum(1) * self._expert_bytes).sum())
+        if self._trace is not None:
+            self._trace.write(np.minimum(chosen, _MOST_TRACED).astype(TRACE_DTYPE).tobytes())
+        return Seen(chosen, float(chosen.sum(1).max(initial=0)) / self._top_k)
