@@ -181,7 +181,7 @@ def _fill_rows(rows: Tensor, name: str, first: int, pool: Tensor, depth: int, se
     kind = name.split(".")[-2]
     if name.endswith(".bias"):
         rows.zero_()
-    elif kind.startswith(("norm", "q_norm", "k_norm")):
+    elif kind.startswith("norm") or kind.endswith("_norm"):
         rows.fill_(1.0 if name.endswith("mixer.norm.weight") else 1.0 - norm_offset)
     else:
         _fill(rows, first, pool, _scale(name, rows.shape[-1], depth), _seed(seed, name))
