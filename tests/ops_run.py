@@ -12,12 +12,15 @@ from proa.ops import reference
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory
 from proa.ops.table import (
+    Angles,
     AttentionBatch,
     Chosen,
     DeltaInputs,
     DeltaWeights,
     KvPages,
+    LatentPages,
     Maps,
+    Norm,
     Parameters,
     RecurrentState,
     RouterRule,
@@ -46,6 +49,8 @@ class TorchRun:
     attention = staticmethod(reference.attention)
     gate = staticmethod(reference.gate)
     gated_delta = staticmethod(reference.gated_delta)
+    latent_store = staticmethod(reference.latent_store)
+    latent_attention = staticmethod(reference.latent_attention)
 
     def _maps(self, dtype: torch.dtype) -> Maps:
         return reference.reference(dtype).maps
@@ -61,6 +66,9 @@ class TorchRun:
 
     def mlp(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
         return mlp(self._maps(x.dtype), x, values)
+
+    def latent_maps(self, q: Tensor, seen: Tensor, weight: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        return latent_maps(self._maps(q.dtype), q, seen, weight, keys)
 
 
 def linear(maps: Maps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,6 +101,21 @@ def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor]) -> Tensor:
     made = maps.mlp(hidden, width, "gate.bias" in values)
     fill(made.parameters(), values)
     return made(x)
+
+
+def latent_maps(maps: Maps, q: Tensor, seen: Tensor, weight: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """weight [heads, keys + values, rank], handed over in pieces that are no whole heads."""
+    heads, rows, rank = weight.shape
+    made = maps.latent(heads, keys, rows - keys, rank)
+    ((_, target),) = made.parameters()
+    if isinstance(target, Tensor):
+        target.copy_(weight.flatten(0, 1))
+    else:
+        first = 0
+        for part in weight.flatten(0, 1).split(rows - 1):
+            target.write(first, part)
+            first += len(part)
+    return made.queries(q), made.values(seen)
 
 
 class NativeRun:
@@ -185,17 +208,43 @@ class NativeRun:
         ops.write_kv(keys, values, cache, slots)
         self._run(recorder)
 
+    def latent_store(
+        self, q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor
+    ) -> Tensor:
+        recorder, ops = self._record(len(q))
+        kv = kv.clone()
+        y = ops.latent_store(q.clone(), kv, norm, angles, cache, slots)
+        self._run(recorder)
+        return y
+
+    def latent_maps(self, q: Tensor, seen: Tensor, weight: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+        recorder, ops = self._record(len(q))
+        queries, values = latent_maps(ops.table().maps, q, seen, weight, keys)
+        self._run(recorder)
+        return queries.clone(), values.clone()
+
+    def latent_attention(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
+        recorder, ops = self._record(len(q), len(batch.q_lens), max(map(len, batch.page_table)))
+        y = ops.latent_attention(q, cache, batch, scale)
+        self._run_batch(recorder, batch, cache.rows)
+        return y.clone()
+
     def attention(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
         most = max(len(pages) for pages in batch.page_table)
         recorder, ops = self._record(len(q), len(batch.q_lens), most)
         y = ops.attention(q, cache, batch, scale, window)
+        self._run_batch(recorder, batch, cache.keys)
+        return y.clone()
+
+    def _run_batch(self, recorder: Recorder, batch: AttentionBatch, cache: Tensor) -> None:
+        """cache: [pages, page_tokens, ...]."""
+        most = max(len(pages) for pages in batch.page_table)
         table = torch.zeros(len(batch.q_lens), most, dtype=torch.int32)
         for row, pages in zip(table, batch.page_table, strict=True):
             row[: len(pages)] = pages
         q_lens, kv_lens = (torch.tensor(n, dtype=torch.int32) for n in (batch.q_lens, batch.kv_lens))
-        pages, page_tokens = cache.keys.shape[:2]
+        pages, page_tokens = cache.shape[:2]
         recorder.program.set_batch(
             len(q_lens), q_lens.data_ptr(), kv_lens.data_ptr(), 0, table.data_ptr(), most, pages, page_tokens
         )
         self._run(recorder)
-        return y.clone()

@@ -52,7 +52,7 @@ def check(module: str, index: int) -> tuple[str, list[str]]:
     most, found = 0, []
     failed: dict[str, list[str]] = {}  # by what the compiler says, the architectures
     for capability, limit in SHARED_BYTES.items():
-        if capability < variant.least:
+        if capability < variant.least or limit < variant.shared_kib:
             continue
         try:
             used = compiled(variant, capability).metadata.shared

@@ -62,6 +62,16 @@ proa::KvPages kv_pages(const proa_kv_pages* c) {
             int(c->head_dim)};
 }
 
+proa::KvPages latent_pages(const proa_latent_pages* c, int64_t key_dim, int64_t value_first, int64_t value_dim) {
+    require(c && c->rows, "A null pointer where the cache should be.");
+    check_width(c->pages, "A number of pages"), check_width(c->page_tokens, "A page");
+    check_width(c->latent, "A latent"), check_width(c->key, "A key");
+    uint16_t* rows = static_cast<uint16_t*>(c->rows);
+    const int64_t stride = c->latent + c->key;
+    return {rows, rows + value_first, stride,        stride, int(c->pages), int(c->page_tokens),
+            1,    int(key_dim),       int(value_dim)};
+}
+
 }  // namespace
 
 extern "C" {
@@ -240,6 +250,34 @@ int proa_program_add_attention(proa_program* program, const proa_kv_pages* cache
     });
 }
 
+int proa_program_add_write_latent(proa_program* program, const proa_latent_pages* cache, const void* latents,
+                                  int64_t latents_stride, const void* keys, int64_t keys_stride, const int64_t* slots) {
+    return add(program, [&] {
+        require(cache, "The cache is a null pointer.");
+        const proa::KvPages pages = latent_pages(cache, cache->latent, cache->latent, cache->key);
+        require(slots, "The slots are a null pointer.");
+        return proa::WriteKv{rows_in(latents, latents_stride, cache->latent), rows_in(keys, keys_stride, cache->key),
+                             slots, pages};
+    });
+}
+
+int proa_program_add_latent_attention(proa_program* program, const proa_latent_pages* cache, const void* q,
+                                      int64_t q_stride, void* out, int64_t out_stride, int64_t heads, float scale) {
+    return add(program, [&] {
+        require(cache, "The cache is a null pointer.");
+        const proa::KvPages pages = latent_pages(cache, cache->latent + cache->key, 0, cache->latent);
+        check_width(heads, "Heads");
+        return proa::Attention{rows_in(q, q_stride, heads * pages.key_dim),
+                               rows_out(out, out_stride, heads * pages.value_dim),
+                               pages,
+                               &program->program.batch,
+                               int(heads),
+                               0,
+                               scale,
+                               nullptr};
+    });
+}
+
 int proa_program_add_gated_delta(proa_program* program, const proa_gated_delta* d) {
     return add(program, [&] {
         require(d, "A null pointer where the delta rule should be.");
@@ -282,6 +320,19 @@ int proa_program_add_linear(proa_program* program, const proa_matrix* weights, i
         rows_in(y, y_stride, outputs);
         const proa::ConstRows from = rows_in(x, x_stride, m.layout.columns);
         return proa::Linear{&m, int(outputs), bias, from.data, from.stride, y, y_stride, wide != 0};
+    });
+}
+
+int proa_program_add_head_linear(proa_program* program, const proa_matrix* weights, int64_t carried, const void* x,
+                                 int64_t x_stride, int64_t x_apart, void* y, int64_t y_stride, int64_t y_apart) {
+    return add(program, [&] {
+        require(weights, "The matrix is a null pointer.");
+        const proa::ConstRows from = rows_in(x, x_stride, 1);
+        const proa::Rows to = rows_out(y, y_stride, 1);
+        return proa::HeadLinear{&weights->matrix, int(std::clamp<int64_t>(carried, -1, 1 << 20)),
+                                from.data,        from.stride,
+                                x_apart,          to.data,
+                                to.stride,        y_apart};
     });
 }
 

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "delta.h"
+#include "head_linear.h"
 #include "linear.h"
 #include "lookup.h"
 #include "moe.h"
@@ -16,7 +17,7 @@
 namespace proa {
 
 using Operation = std::variant<Embed, Lookup, RmsNorm, Add, GatedAdd, Gate, Rotary, WriteKv, Route, Best, Attention,
-                               GatedDelta, Linear, Moe>;
+                               GatedDelta, Linear, HeadLinear, Moe>;
 
 class Program {
   public:

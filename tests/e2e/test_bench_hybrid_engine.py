@@ -84,6 +84,14 @@ def test_a_model_with_recurrent_states() -> None:
     assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
 
 
+def test_latent_attention_and_a_layer_without_experts() -> None:
+    done = bench("--shape=tiny-latent", "--gpu=sim:64MiB", "--resident=50", "--requests=2", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert (figures["layers"], figures["resident_share"]) == (2, 0.5)
+    assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
+
+
 def test_everything_on_the_gpu_and_a_table() -> None:
     done = bench("--gpu=sim:64MiB", "--resident=100", "--requests=2")
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Moe, Rope, Router
+from proa.models.spec import Attention, Block, GatedDeltaNet, LatentAttention, Mlp, Model, Moe, Rope, Router
 
 MIXER = Attention(64, 4, 2, 16, Rope(16))
 MOE = Moe(64, 8, 2, 24, Router("softmax", True), shared=Mlp(64, 40), shared_gate=True)
@@ -50,6 +50,19 @@ def test_linear_attention_keeps_as_much_however_long_a_sequence_is() -> None:
     assert (spec.recurrent, spec.attention, spec.ropes) == (True, (MIXER,), {Rope(16)})
     assert not model(MOE).recurrent
     assert model(MOE).state_bytes_per_sequence(2) == 0
+
+
+def test_latent_attention_keeps_one_row_of_all_heads() -> None:
+    mixer = LatentAttention(64, 4, 40, 32, 24, 16, Rope(8))
+    spec = Model(64, 100, (Block(mixer, MOE), Block(MIXER, MOE)), 1e-6, 512)
+    assert dict(mixer.params()) == {
+        "q_a.weight": (40, 64), "q_a_norm.weight": (40,), "q_b.weight": (4 * 32, 40), "kv_a.weight": (40, 64),
+        "kv_a_norm.weight": (32,), "kv_b.weight": (4 * 40, 32), "o.weight": (64, 64),
+    }  # fmt: skip
+    assert dict(replace(mixer, q_rank=None).params())["q.weight"] == (4 * 32, 64)
+    assert spec.kv_bytes_per_token(2) == 2 * (32 + 8) + 2 * 2 * 2 * 16
+    assert (spec.attention, spec.latent_attention, spec.ropes) == ((MIXER,), (mixer,), {Rope(8), Rope(16)})
+    assert not spec.recurrent
 
 
 def test_a_gate_doubles_the_rows_of_q() -> None:

@@ -306,6 +306,27 @@ PROA_API int proa_program_add_attention(proa_program* program, const proa_kv_pag
                                         int64_t q_stride, void* out, int64_t out_stride, int64_t heads, int64_t window,
                                         float scale, const float* sinks);
 
+// A layer of latent attention: of each token a latent, then a key that all heads share, side by side.
+typedef struct proa_latent_pages {
+    void* rows;  // bfloat16 [pages][page_tokens][latent + key]
+    int64_t pages, page_tokens, latent, key;
+} proa_latent_pages;
+
+// Latents and keys of the rows go to their slots.
+PROA_API int proa_program_add_write_latent(proa_program* program, const proa_latent_pages* cache, const void* latents,
+                                           int64_t latents_stride, const void* keys, int64_t keys_stride,
+                                           const int64_t* slots);
+// Rows of q are heads of latent + key values, those of out heads of latent values: the softmax of q and all of a
+// token's values weighs its latent.
+PROA_API int proa_program_add_latent_attention(proa_program* program, const proa_latent_pages* cache, const void* q,
+                                               int64_t q_stride, void* out, int64_t out_stride, int64_t heads,
+                                               float scale);
+// Each head's map, of a stack of bfloat16 matrices: heads are x_apart and y_apart values apart in their rows. `carried`
+// values behind a head's inputs go behind its outputs as they are.
+PROA_API int proa_program_add_head_linear(proa_program* program, const proa_matrix* weights, int64_t carried,
+                                          const void* x, int64_t x_stride, int64_t x_apart, void* y, int64_t y_stride,
+                                          int64_t y_apart);
+
 // Linear attention by the gated delta rule. A row has `groups` groups, each a key head and its per_group value heads.
 typedef struct proa_gated_delta {
     int64_t groups, per_group, key_dim, value_dim, taps;

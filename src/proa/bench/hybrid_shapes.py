@@ -114,7 +114,49 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-MODEL_SHAPES = {
+class LatentShape(ModelShape, frozen=True, kw_only=True):
+    """Like DeepSeek's: latent attention, shared experts beside the routed ones, and first layers without experts.
+    `head_dim` is of keys without what turns, and of values; there is a KV head for each head."""
+
+    rank: int
+    turned: int  # dimensions of the key that turn
+    q_rank: int | None = None
+    shared: int  # experts
+    dense: int  # layers
+    dense_width: int
+
+    def config(self) -> dict[str, object]:
+        return {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "torch_dtype": "bfloat16",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "q_lora_rank": self.q_rank,
+            "kv_lora_rank": self.rank,
+            "qk_nope_head_dim": self.head_dim,
+            "qk_rope_head_dim": self.turned,
+            "v_head_dim": self.head_dim,
+            "n_routed_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "moe_intermediate_size": self.width,
+            "n_shared_experts": self.shared,
+            "first_k_dense_replace": min(self.dense, self.layers - 1),
+            "intermediate_size": self.dense_width,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e4,
+            "max_position_embeddings": _POSITIONS,
+            "tie_word_embeddings": False,
+            "vocab_size": self.vocab,
+        }
+
+
+MODEL_SHAPES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
         ModelShape(
@@ -133,12 +175,20 @@ MODEL_SHAPES = {
             name="glm-4.5-air", hidden=4096, layers=46, heads=96, kv_heads=8, head_dim=128, experts=128, top_k=8,
             width=1408, vocab=151552, family="glm4_moe", dense_width=10944,
         ),
+        LatentShape(
+            name="deepseek-v2-lite", hidden=2048, layers=27, heads=16, kv_heads=16, head_dim=128, experts=64, top_k=6,
+            width=1408, vocab=102400, rank=512, turned=64, shared=2, dense=1, dense_width=10944,
+        ),
         ModelShape(
             name="tiny", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, width=32, vocab=512,
         ),
         ModelShape(
             name="tiny-next", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, width=32,
             vocab=512, family="qwen3_next",
+        ),
+        LatentShape(
+            name="tiny-latent", hidden=64, layers=3, heads=4, kv_heads=4, head_dim=16, experts=8, top_k=2, width=32,
+            vocab=512, rank=32, turned=8, shared=1, dense=1, dense_width=96,
         ),
     )
 }  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from proa.models.spec import CacheSpec, Model, PagedKv
-from proa.ops.table import KvPages, LayerCache, RecurrentState
+from proa.models.spec import CacheSpec, Latent, Model, PagedKv
+from proa.ops.table import KvPages, LatentPages, LayerCache, RecurrentState
 
 
 def allocate_pool(
@@ -33,6 +33,8 @@ def allocate_pool(
         if isinstance(c, PagedKv):
             shape = num_pages, page_tokens, c.kv_heads, c.head_dim
             return KvPages(empty(*shape), empty(*shape))
+        if isinstance(c, Latent):
+            return LatentPages(empty(num_pages, page_tokens, c.rank + c.key_dim), c.rank)
         rule = empty(sequences, c.heads, c.key_dim, c.value_dim, of=torch.float32)
         return RecurrentState(rule, empty(sequences, c.tail, c.channels))
 

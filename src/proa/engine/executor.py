@@ -24,7 +24,7 @@ from proa.layers.step import Step
 from proa.models.spec import Model, Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.ops.cpu import Recorder
-from proa.ops.table import AttentionBatch, KvPages, LayerCache, batch_of
+from proa.ops.table import AttentionBatch, KvPages, LatentPages, LayerCache, batch_of
 from proa.sampling.choose import Choice, choose
 from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
@@ -253,7 +253,12 @@ class RecordedExecutor(ChoosesOnTheCpu):
 
 def _num_pages(caches: Sequence[LayerCache]) -> int:
     """Of the layers that have pages, all as many; 1 where none has, and the table is read by nobody."""
-    return next((len(cache.keys) for cache in caches if isinstance(cache, KvPages)), 1)
+    for cache in caches:
+        if isinstance(cache, KvPages):
+            return len(cache.keys)
+        if isinstance(cache, LatentPages):
+            return len(cache.rows)
+    return 1
 
 
 def _numbers(recorder: Recorder, count: int) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from proa.layers.attention import Attention
 from proa.layers.gated_delta_net import GatedDeltaNet
+from proa.layers.latent_attention import LatentAttention
 from proa.layers.mlp import Mlp
 from proa.layers.moe import Moe
 from proa.layers.step import Step
@@ -28,6 +29,8 @@ def build_mixer(s: spec.Mixer, model: spec.Model, ops: Ops) -> Mixer:
     match s:
         case spec.Attention():
             return Attention(s, model.norm_eps, model.norm_offset, ops)
+        case spec.LatentAttention():
+            return LatentAttention(s, model.norm_offset, ops)
         case spec.GatedDeltaNet():
             return GatedDeltaNet(s, model.norm_eps, ops)
 

@@ -89,12 +89,20 @@ def _yarn(rope: Rope, plain: Tensor, s: RopeScaling) -> Tensor:
     return plain * keep + plain / s.factor * (1 - keep)
 
 
-def _yarn_factor(s: RopeScaling) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if s.factor <= 1 else 0.1 * weight * math.log(s.factor) + 1.0
+def score_factor(rope: Rope) -> float:
+    """What latent attention multiplies the scale of its scores with: the part of yarn's temperature that covers all of
+    a head, not only what turns."""
+    s = rope.scaling
+    return _mscale(s, s.mscale_all_dim) ** 2 if s is not None and s.mscale_all_dim else 1.0
 
+
+def _mscale(s: RopeScaling, weight: float) -> float:
+    return 1.0 if s.factor <= 1 else 0.1 * weight * math.log(s.factor) + 1.0
+
+
+def _yarn_factor(s: RopeScaling) -> float:
     if s.attention_factor is not None:
         return s.attention_factor
     if s.mscale and s.mscale_all_dim:
-        return mscale(s.mscale) / mscale(s.mscale_all_dim)
-    return mscale(1.0)
+        return _mscale(s, s.mscale) / _mscale(s, s.mscale_all_dim)
+    return _mscale(s, 1.0)

@@ -84,8 +84,23 @@ class Recurrent:
         return 4 * self.heads * self.key_dim * self.value_dim + elem_bytes * self.tail * self.channels
 
 
-# What a mixer must remember. Latent (MLA) specs join this union with their mixers.
-CacheSpec = PagedKv | Recurrent
+@dataclass(frozen=True)
+class Latent:
+    """Per token, once for all heads: a latent of `rank` elements and a key of `key_dim`, paged."""
+
+    rank: int
+    key_dim: int
+
+    @property
+    def elems_per_token(self) -> int:
+        return self.rank + self.key_dim
+
+    def sequence_bytes(self, elem_bytes: int) -> int:
+        return 0
+
+
+# What a mixer must remember.
+CacheSpec = PagedKv | Latent | Recurrent
 
 
 @dataclass(frozen=True)
@@ -166,7 +181,47 @@ class GatedDeltaNet:
         return Recurrent(self.value_heads, self.key_dim, self.value_dim, self.taps - 1, self.channels)
 
 
-Mixer = Attention | GatedDeltaNet
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv 2405.04434): all heads' keys and values are maps of one latent of a token.
+
+    A head's key is W_k latent, `key_dim` values, and behind it a key of rope.dim that turns and that all heads share;
+    its value is W_v latent. kv_b has the rows of W_k, then of W_v, head by head. q_rank: of the latent that queries are
+    maps of, None: of the hidden state itself. Scores are scaled by (key_dim + rope.dim) ** -0.5, and by the square of
+    yarn's mscale_all_dim. norm_eps: of both latents' norms.
+    """
+
+    hidden: int
+    heads: int
+    q_rank: int | None
+    rank: int
+    key_dim: int
+    value_dim: int
+    rope: Rope
+    norm_eps: float = 1e-6
+
+    @property
+    def q_rows(self) -> int:
+        return self.heads * (self.key_dim + self.rope.dim)
+
+    def params(self) -> Params:
+        if self.q_rank is None:
+            yield "q.weight", (self.q_rows, self.hidden)
+        else:
+            yield "q_a.weight", (self.q_rank, self.hidden)
+            yield "q_a_norm.weight", (self.q_rank,)
+            yield "q_b.weight", (self.q_rows, self.q_rank)
+        yield "kv_a.weight", (self.rank + self.rope.dim, self.hidden)
+        yield "kv_a_norm.weight", (self.rank,)
+        yield "kv_b.weight", (self.heads * (self.key_dim + self.value_dim), self.rank)
+        yield "o.weight", (self.hidden, self.heads * self.value_dim)
+
+    @property
+    def cache(self) -> CacheSpec:
+        return Latent(self.rank, self.rope.dim)
+
+
+Mixer = Attention | LatentAttention | GatedDeltaNet
 
 
 @dataclass(frozen=True)
@@ -290,12 +345,16 @@ class Model:
 
     @cached_property
     def attention(self) -> tuple[Attention, ...]:
-        """The mixers that attend, in the order of their blocks."""
+        """The mixers of grouped-query attention, in the order of their blocks."""
         return tuple(b.mixer for b in self.blocks if isinstance(b.mixer, Attention))
 
     @cached_property
+    def latent_attention(self) -> tuple[LatentAttention, ...]:
+        return tuple(b.mixer for b in self.blocks if isinstance(b.mixer, LatentAttention))
+
+    @cached_property
     def ropes(self) -> frozenset[Rope]:
-        return frozenset(mixer.rope for mixer in self.attention)
+        return frozenset(m.rope for m in self.attention) | frozenset(m.rope for m in self.latent_attention)
 
     @cached_property
     def num_active_params(self) -> int:

@@ -20,6 +20,12 @@ class _KvPages(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _LatentPages(ctypes.Structure):
+    _fields_ = [
+        ("rows", c_void_p), ("pages", c_int64), ("page_tokens", c_int64), ("latent", c_int64), ("key", c_int64),
+    ]  # fmt: skip
+
+
 class _RouterRule(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("experts", "top_k", "groups", "kept", "best_of")),
@@ -68,6 +74,15 @@ _SIGNATURES: Signatures = {
     "proa_program_add_attention": (
         c_void_p, POINTER(_KvPages), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float, c_void_p,
     ),
+    "proa_program_add_write_latent": (
+        c_void_p, POINTER(_LatentPages), c_void_p, c_int64, c_void_p, c_int64, c_void_p,
+    ),
+    "proa_program_add_latent_attention": (
+        c_void_p, POINTER(_LatentPages), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float,
+    ),
+    "proa_program_add_head_linear": (
+        c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
+    ),
     "proa_program_add_linear": (
         c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int,
     ),
@@ -95,6 +110,20 @@ class Cache:
 
     def struct(self) -> _KvPages:
         return _KvPages(self.keys, self.values, self.pages, self.page_tokens, self.kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """One layer's pages of latent attention: bfloat16 [pages, page_tokens, latent + key] at an address."""
+
+    rows: int
+    pages: int
+    page_tokens: int
+    latent: int
+    key: int
+
+    def struct(self) -> _LatentPages:
+        return _LatentPages(self.rows, self.pages, self.page_tokens, self.latent, self.key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +262,26 @@ class Program:
     def add_attention(self, cache: Cache, q: Rows, out: Rows, heads: int, scale: float, window: int | None) -> None:
         _native().proa_program_add_attention(
             self._handle, cache.struct(), q.address, q.stride, out.address, out.stride, heads, window or 0, scale, None
+        )
+
+    def add_write_latent(self, cache: LatentCache, latents: Rows, keys: Rows, slots: int) -> None:
+        """Raises ValueError for a latent or a key that 8 does not divide."""
+        _native().proa_program_add_write_latent(
+            self._handle, cache.struct(), latents.address, latents.stride, keys.address, keys.stride, slots
+        )
+
+    def add_latent_attention(self, cache: LatentCache, q: Rows, out: Rows, heads: int, scale: float) -> None:
+        """Raises ValueError for rows of the cache that are longer than 576."""
+        _native().proa_program_add_latent_attention(
+            self._handle, cache.struct(), q.address, q.stride, out.address, out.stride, heads, scale
+        )
+
+    def add_head_linear(self, weights: Matrix, x: Rows, x_apart: int, y: Rows, y_apart: int, carried: int = 0) -> None:
+        """Each head's bfloat16 matrix of the stack; heads lie x_apart and y_apart values apart in their rows, and
+        `carried` values behind a head's inputs go behind its outputs."""
+        self._keep.append(weights)
+        _native().proa_program_add_head_linear(
+            self._handle, weights.handle, carried, x.address, x.stride, x_apart, y.address, y.stride, y_apart
         )
 
     def add_linear(self, weights: Matrix, x: Rows, y: Rows, outputs: int, bias: int = 0) -> None:

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from proa.models.spec import ExpertGroups
 from proa.native.formats import PANEL_ROWS
-from proa.native.pool import Pool
-from proa.native.program import Cache, Delta, Program, Routing
-from proa.native.weights import Matrix, Rows
+from proa.native.program import Cache, Delta, Routing
+from proa.native.weights import Matrix
 from proa.ops.choose import in_steps
+from proa.ops.cpu_latent import CpuLatentMaps, latent_cache
 from proa.ops.gated import GatedStacks
-from proa.ops.packed import Memory, RowSink, Stack
+from proa.ops.packed import RowSink, Stack
 from proa.ops.parts import named_parts
+from proa.ops.recorder import Recorder as Recorder
+from proa.ops.recorder import rows_of
 from proa.ops.table import (
     Angles,
     AttentionBatch,
@@ -27,69 +29,14 @@ from proa.ops.table import (
     DeltaInputs,
     DeltaWeights,
     KvPages,
+    LatentPages,
+    Norm,
     Ops,
     Parameters,
     QkNorm,
     RecurrentState,
     RouterRule,
 )
-
-
-def rows_of(x: Tensor) -> Rows:
-    """A tensor [T, ...] whose rows are whole: bfloat16, or float32 as an output or logits."""
-    inner = 1
-    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
-        if size != 1 and stride != inner:
-            raise ValueError(f"rows of shape {tuple(x.shape)} and strides {x.stride()} are not whole")
-        inner *= size
-    if x.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"rows are bfloat16 or float32, not {x.dtype}")
-    return Rows(x.data_ptr(), x.stride(0), x.dtype is torch.float32)
-
-
-class Recorder:
-    """The program, and the buffers its operations write.
-
-    Within a block of layers every output has its own buffer; the next block uses them again.
-    """
-
-    def __init__(self, pool: Pool, memory: Memory, rows: int, sequences: int, pages: int) -> None:
-        self.memory = memory
-        self.program = Program(pool, rows, sequences, pages)
-        self.rows = rows
-        self._buffers: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._kept: list[Tensor] = []  # everything that the program has the address of
-        self._next = 0
-        self._in_block = False
-
-    def new_block(self) -> None:
-        self._next, self._in_block = 0, True
-
-    def end_blocks(self, rows: int) -> None:
-        """What follows keeps its buffers, and has at most `rows` rows."""
-        self._in_block, self.rows = False, rows
-
-    def new(self, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        key = (self._next, width, dtype)
-        self._next += 1
-        if self._in_block and key in self._buffers:
-            return self._buffers[key]
-        buffer = self.keep(torch.zeros(self.rows, width, dtype=dtype))
-        if self._in_block:
-            self._buffers[key] = buffer
-        return buffer
-
-    def take(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Rows of a table [N, width] of any type, which stays: they are copied as they are. ids: int64."""
-        out = self.new(table.shape[1], table.dtype)
-        pairs = table.shape[1] * table.element_size() // 2  # the program counts in values of two bytes
-        rows = Rows(out.data_ptr(), pairs, False)
-        self.program.add_embed(ids.data_ptr(), self.keep(table).data_ptr(), len(table), pairs, rows)
-        return out
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        self._kept.append(tensor)
-        return tensor
 
 
 class CpuOps:
@@ -111,6 +58,8 @@ class CpuOps:
             attention=self.attention,
             gate=self.gate,
             gated_delta=self.gated_delta,
+            latent_store=self.latent_store,
+            latent_attention=self.latent_attention,
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -205,6 +154,27 @@ class CpuOps:
         out = self._to.new(heads * dim)
         self._to.program.add_attention(_cache(cache), rows_of(q), rows_of(out), heads, scale, window)
         return out.view(q.shape)
+
+    def latent_store(
+        self, q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor
+    ) -> Tensor:
+        turned = 2 * angles.cos.shape[1]
+        latents = self.rms_norm(kv[:, : cache.rank], norm.weight, norm.eps, norm.offset)
+        keys = self.rotary(kv[:, None, cache.rank :], angles.cos, angles.sin, angles.interleaved)[:, 0]
+        self._to.program.add_write_latent(latent_cache(cache), rows_of(latents), rows_of(keys), slots.data_ptr())
+        heads, dim = q.shape[1:]
+        last = rows_of(q[:, 0, dim - turned :])
+        self._to.program.add_rotary(
+            last, angles.cos.data_ptr(), angles.sin.data_ptr(), heads, dim, turned // 2, angles.interleaved
+        )
+        return q
+
+    def latent_attention(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
+        """`batch` is not looked at: the executor tells the program each step's."""
+        heads = q.shape[1]
+        out = self._to.new(heads * cache.rank)
+        self._to.program.add_latent_attention(latent_cache(cache), rows_of(q), rows_of(out), heads, scale)
+        return out.view(len(q), heads, cache.rank)
 
 
 def _in_groups(x: Tensor, width: int) -> Tensor:
@@ -384,6 +354,9 @@ class CpuMaps:
 
     def experts(self, experts: int, hidden: int, width: int) -> CpuExperts:
         return CpuExperts(self._to, experts, hidden, width)
+
+    def latent(self, heads: int, keys: int, values: int, rank: int) -> CpuLatentMaps:
+        return CpuLatentMaps(self._to, heads, keys, values, rank)
 
     def embedding(self, vocab: int, hidden: int, tied: bool) -> CpuEmbedding:
         return CpuEmbedding(self._to, vocab, hidden, tied)

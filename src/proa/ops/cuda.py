@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from proa.ops.choose import in_steps
+from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps, shared_bytes
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
 from proa.ops.residency import Located, Residency
 from proa.ops.staging import Staging
@@ -43,6 +44,7 @@ class CudaOps:
         self._in_steps = in_steps(self.add_norm, self.route)
         self._choice_space = choose.choice_space(device)
         self._processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+        self._latent = CudaLatentAttention(self._processors, shared_bytes(device))
 
     def table(self) -> Ops:
         return Ops(
@@ -57,6 +59,8 @@ class CudaOps:
             attention=self.attention,
             gate=self.gate,
             gated_delta=self.gated_delta,
+            latent_store=self._latent.store,
+            latent_attention=self._latent.attend,
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -202,6 +206,9 @@ class CudaMaps:
 
     def mlp(self, hidden: int, width: int, bias: bool) -> CudaMlp:
         return CudaMlp(hidden, width, bias, self._device, self._staging)
+
+    def latent(self, heads: int, keys: int, values: int, rank: int) -> CudaLatentMaps:
+        return CudaLatentMaps(heads, keys, values, rank, self._device)
 
     def embedding(self, vocab: int, hidden: int, tied: bool) -> CudaEmbedding:
         return CudaEmbedding(vocab, hidden, self._device)

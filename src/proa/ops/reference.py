@@ -23,7 +23,9 @@ from proa.ops.table import (
     DeltaWeights,
     Experts,
     KvPages,
+    LatentPages,
     NewExperts,
+    Norm,
     Ops,
     Parameters,
     QkNorm,
@@ -157,6 +159,20 @@ def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
+def latent_store(q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor) -> Tensor:
+    rank, turned = len(norm.weight), 2 * angles.cos.shape[-1]
+    latents = rms_norm(kv[:, :rank], norm.weight, norm.eps, norm.offset)
+    keys = rotary(kv[:, None, rank:], angles.cos, angles.sin, angles.interleaved)[:, 0]
+    cache.rows.flatten(0, 1).index_copy_(0, slots, torch.cat((latents, keys), -1))
+    plain = q.shape[-1] - turned
+    return torch.cat((q[..., :plain], rotary(q[..., plain:], angles.cos, angles.sin, angles.interleaved)), -1)
+
+
+def latent_attention(q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
+    rows = cache.rows[:, :, None]
+    return attention(q, KvPages(rows, rows), batch, scale, None)[..., : cache.rank]
+
+
 def gate(x: Tensor, gate: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
 
@@ -242,6 +258,24 @@ class TorchMlp:
         yield from self._down.parameters()
 
 
+class TorchLatentMaps:
+    """weight [heads, K + V, rank]."""
+
+    def __init__(self, heads: int, keys: int, values: int, rank: int, dtype: torch.dtype) -> None:
+        self.weight = torch.empty(heads * (keys + values), rank, dtype=dtype)
+        self._keys, self._values = torch.split(self.weight.view(heads, keys + values, rank), [keys, values], 1)
+
+    def queries(self, q: Tensor) -> Tensor:
+        plain = self._keys.shape[1]
+        return torch.cat((torch.einsum("thk,hkr->thr", q[..., :plain], self._keys), q[..., plain:]), -1)
+
+    def values(self, seen: Tensor) -> Tensor:
+        return torch.einsum("thr,hvr->thv", seen, self._values).flatten(1)
+
+    def parameters(self) -> Parameters:
+        yield "kv_b.weight", self.weight
+
+
 class TorchUnderway:
     """It is done already."""
 
@@ -313,6 +347,9 @@ class TorchMaps:
             return self._new_experts(experts, hidden, width)
         return TorchExperts(experts, hidden, width, self._dtype)
 
+    def latent(self, heads: int, keys: int, values: int, rank: int) -> TorchLatentMaps:
+        return TorchLatentMaps(heads, keys, values, rank, self._dtype)
+
     def embedding(self, vocab: int, hidden: int, tied: bool) -> TorchEmbedding:
         return TorchEmbedding(vocab, hidden, self._dtype)
 
@@ -337,4 +374,6 @@ def reference(dtype: torch.dtype, new_experts: NewExperts | None = None) -> Ops:
         attention=attention,
         gate=gate,
         gated_delta=gated_delta,
+        latent_store=latent_store,
+        latent_attention=latent_attention,
     )

@@ -56,6 +56,15 @@ class KvPages:
 
 
 @dataclass(frozen=True)
+class LatentPages:
+    """One layer's cache of latent attention. rows: [pages, page_tokens, rank + R]: of each token a latent, then the
+    key that all heads share."""
+
+    rows: Tensor
+    rank: int
+
+
+@dataclass(frozen=True)
 class RecurrentState:
     """One layer's, by slots. A sequence that has no past yet finds anything in its slot, and does not read it.
 
@@ -66,7 +75,7 @@ class RecurrentState:
     tail: Tensor
 
 
-LayerCache = KvPages | RecurrentState
+LayerCache = KvPages | LatentPages | RecurrentState
 
 
 class RmsNorm(Protocol):
@@ -215,6 +224,19 @@ class PagedAttention(Protocol):
         """Causal attention of q [T, heads, D] over each sequence's pages -> [T, heads, D]; softmax in float32."""
 
 
+class LatentStore(Protocol):
+    def __call__(self, q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor) -> Tensor:
+        """q [T, heads, K + R], kv [T, rank + R]: rotate the last R values of each head of q, normalise the latents,
+        rotate the keys behind them, store both at slots [T] (where they are not negative) -> queries [T, heads, K + R].
+        May work in q and kv themselves. Rows of both may lie apart; angles turn all of R."""
+
+
+class LatentAttention(Protocol):
+    def __call__(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
+        """Causal attention of q [T, heads, rank + R] over each sequence's pages -> [T, heads, rank]: every head's keys
+        are the cached rows, its values their latents. Softmax in float32."""
+
+
 class Sink(Protocol):
     """Where a parameter goes that is not kept as a plain tensor: its rows are handed over, in any order."""
 
@@ -274,6 +296,19 @@ class Underway(Protocol):
         added up yet must be before the next layer's experts start."""
 
 
+class LatentMaps(Protocol):
+    """Of each head W_k [K, rank] and W_v [V, rank], bfloat16 in the GPU's and the native ops. Parameter: "kv_b.weight"
+    [heads * (K + V), rank]."""
+
+    def queries(self, q: Tensor) -> Tensor:
+        """q [T, heads, K + R] -> [T, heads, rank + R]: W_k^T of each head's first K values, and the others."""
+
+    def values(self, seen: Tensor) -> Tensor:
+        """seen [T, heads, rank] -> [T, heads * V]: W_v of each head's latent."""
+
+    def parameters(self) -> Parameters: ...
+
+
 class Experts(Protocol):
     """The routed experts of a layer. Parameters: "<e>.gate.weight" and so on."""
 
@@ -320,6 +355,8 @@ class Maps(Protocol):
 
     def experts(self, experts: int, hidden: int, width: int) -> Experts: ...
 
+    def latent(self, heads: int, keys: int, values: int, rank: int) -> LatentMaps: ...
+
     def embedding(self, vocab: int, hidden: int, tied: bool) -> Embedding: ...
 
     def vector(self, width: int) -> Tensor:
@@ -348,6 +385,8 @@ class Ops:
     attention: PagedAttention
     gate: Gate
     gated_delta: GatedDelta
+    latent_store: LatentStore
+    latent_attention: LatentAttention
 
 
 def batch_of(

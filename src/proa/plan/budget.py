@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from proa.models.spec import Attention, Block, Mixer, Mlp, Model
+from proa.models.spec import Attention, Block, LatentAttention, Mixer, Mlp, Model
 
 ELEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -93,8 +93,12 @@ def _row_bytes(block: Block) -> int:
 
 
 def _mixer_width(mixer: Mixer) -> int:
-    """Queries, gates, keys and values before and after rotation (4 each); of linear attention the projections and what
-    is made of them (4 each), and the products of the convolution."""
+    """Queries, gates, keys and values before and after rotation (4 each); of latent attention the same, and what heads
+    ask, see and say (2 each); of linear attention the projections and what is made of them (4 each), and the products
+    of the convolution."""
+    if isinstance(mixer, LatentAttention):
+        among_latents = mixer.heads * (2 * mixer.rank + mixer.rope.dim + mixer.value_dim)
+        return 4 * (mixer.q_rows + (mixer.q_rank or 0) + mixer.rank + mixer.rope.dim) + 2 * among_latents
     if isinstance(mixer, Attention):
         return 4 * (mixer.q_rows + 2 * mixer.kv_heads * mixer.head_dim)
     return (4 + mixer.taps) * mixer.channels + 4 * mixer.value_heads * mixer.value_dim

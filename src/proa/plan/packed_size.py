@@ -32,7 +32,8 @@ def packed_size(spec: Model, stored: Mapping[str, str]) -> PackedSize:
     types = _types(stored)
     total = active = 0.0
     for name, shape in spec.params():
-        nbytes = _bytes(frozenset(types[_stack(name)]), shape, table=name == "embed.weight" and not spec.tied)
+        stored_as = {"BF16"} if of_heads(name) else types[_stack(name)]
+        nbytes = _bytes(frozenset(stored_as), shape, table=name == "embed.weight" and not spec.tied)
         total += nbytes
         active += nbytes * _read_share(spec, name)
     return PackedSize(int(total), int(active))
@@ -67,6 +68,11 @@ def expert_forms(stored: Mapping[str, str], block: int, ffn: Moe) -> tuple[Form,
     names = [f"blocks.{block}.ffn.experts.{e}" for e in range(ffn.experts)]
     up = {stored[f"{name}.{part}.weight"] for name in names for part in ("gate", "up")}
     return kept_form(up, ffn.hidden), kept_form({stored[f"{name}.down.weight"] for name in names}, ffn.width)
+
+
+def of_heads(name: str) -> bool:
+    """Whether it is cut into a matrix of each head, some of them turned: bfloat16, whatever it is stored as."""
+    return name.endswith(".mixer.kv_b.weight")
 
 
 def _stack(name: str) -> str:

@@ -15,6 +15,7 @@ from math import prod
 from proa.models.spec import Model, Moe, Params
 from proa.native.formats import BF16_FORM, Form, Format, kept_form
 from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, Demand, logits_bytes, row_bytes
+from proa.plan.packed_size import of_heads
 from proa.plan.placement import BF16_BYTES, MoeLayer, packed_bytes
 
 # CUDA's context, cuBLAS and its workspaces, modules of compiled kernels.
@@ -58,9 +59,9 @@ def dense_params(spec: Model) -> Params:
 
 def dense_form(name: str, shape: tuple[int, ...], stored: Mapping[str, str]) -> Form:
     """Of a parameter on the GPU. `stored`: the checkpoint's type of each, by our names; empty: nothing is kept. Rows of
-    the embedding are looked up: it is bfloat16.
+    the embedding are looked up, and heads have maps of their own: both are bfloat16.
     """
-    if not stored or len(shape) != 2 or name == "embed.weight":
+    if not stored or len(shape) != 2 or name == "embed.weight" or of_heads(name):
         return BF16_FORM
     return kept_form({stored[name]}, shape[1])
 
@@ -91,7 +92,10 @@ def vram_demand(
 ) -> Demand:
     """The demand on VRAM without routed experts, running steps of up to `batch_tokens`. `stored`: see `dense_form`."""
     experts = max((_routed_row_bytes(b.ffn) for b in spec.blocks if isinstance(b.ffn, Moe)), default=0)
-    partials = max((a.heads * (a.head_dim + 2) * 4 * ATTENTION_PARTS for a in spec.attention), default=0)
+    seen = [a.heads * (a.head_dim + 2) for a in spec.attention] + [
+        a.heads * (a.rank + 2) for a in spec.latent_attention
+    ]
+    partials = max(seen, default=0) * 4 * ATTENTION_PARTS
     return Demand(
         weights_bytes=dense_bytes(spec, stored),
         fixed_bytes=context_bytes(simulated) + graphs_bytes(spec, max_running, simulated),

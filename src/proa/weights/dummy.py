@@ -207,7 +207,7 @@ def _fill_rows(rows: Tensor, name: str, first: int, of: _Numbers, count: int) ->
     kind = name.split(".")[-2]
     if name.endswith((".bias", ".correction")):
         rows.zero_()
-    elif kind.startswith(("norm", "q_norm", "k_norm")):
+    elif kind.startswith("norm") or kind.endswith("_norm"):
         rows.fill_(1.0 if name.endswith("mixer.norm.weight") else 1.0 - of.norm_offset)
     else:
         _fill(rows, first, of.pool, _scale(name, rows.shape[-1], of.depth), _seed(of.seed, name))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_CODED = re.compile(r"blocks\.\d+\.(mixer\.([qkvo]|qkvz|out)|ffn\.(shared\.|experts\.\d+\.)?(gate|up|down))\.weight")
+_CODED = re.compile(
+    r"blocks\.\d+\.(mixer\.([qkvo]|q_a|q_b|kv_a|qkvz|out)|ffn\.(shared\.|experts\.\d+\.)?(gate|up|down))\.weight"
+)
 
 
 def is_coded(name: str) -> bool:

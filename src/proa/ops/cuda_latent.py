@@ -1,0 +1,76 @@
+"""Latent attention on an NVIDIA GPU: its maps between heads and latents, its ops. Never: kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from proa.ops.table import Angles, AttentionBatch, LatentPages, Norm, Parameters
+from proa.ops.triton import latent_attention
+from proa.ops.triton.head_linear import head_linear
+from proa.ops.triton.latent_store import latent_store
+
+FEW_TOKENS = 64  # up to here a kernel reads each head's weights once or a few times; beyond it a library is faster
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block may ask for: a multiprocessor's but for what CUDA keeps for itself."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
+
+
+class CudaLatentMaps:
+    """weight bfloat16 [heads, K + V, rank]."""
+
+    def __init__(self, heads: int, keys: int, values: int, rank: int, device: torch.device) -> None:
+        self.weight = torch.empty(heads * (keys + values), rank, dtype=torch.bfloat16, device=device)
+        self._keys, turned = torch.split(self.weight.view(heads, keys + values, rank), [keys, values], 1)
+        self._values = turned.transpose(1, 2)
+
+    def queries(self, q: Tensor) -> Tensor:
+        (tokens, heads, width), (keys, rank) = q.shape, self._keys.shape[1:]
+        out = torch.empty(tokens, heads, rank + width - keys, dtype=q.dtype, device=q.device)
+        if tokens <= FEW_TOKENS:
+            head_linear(q, self._keys, out)
+            return out
+        torch.bmm(q[..., :keys].transpose(0, 1), self._keys, out=out[..., :rank].transpose(0, 1))
+        out[..., rank:] = q[..., keys:]
+        return out
+
+    def values(self, seen: Tensor) -> Tensor:
+        (tokens, heads, _), values = seen.shape, self._values.shape[2]
+        out = torch.empty(tokens, heads, values, dtype=seen.dtype, device=seen.device)
+        if tokens <= FEW_TOKENS:
+            head_linear(seen, self._values, out)
+        else:
+            torch.bmm(seen.transpose(0, 1), self._values, out=out.transpose(0, 1))
+        return out.flatten(1)
+
+    def parameters(self) -> Parameters:
+        yield "kv_b.weight", self.weight
+
+
+class CudaLatentAttention:
+    """Implements the functions of ops/table.py."""
+
+    def __init__(self, processors: int, shared_bytes: int) -> None:
+        """Multiprocessors of the device, and shared memory that a block may ask for."""
+        self._processors, self._shared_bytes = processors, shared_bytes
+
+    def store(self, q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor) -> Tensor:
+        latent_store(q, kv, norm, angles, cache, slots)
+        return q
+
+    def attend(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
+        """`batch` says where on the device it stands: DeviceBatch."""
+        at = batch.device
+        if at is None:
+            raise ValueError("attention on a GPU reads its batch from the device")
+        (rows, heads, _), rank, shared = q.shape, cache.rank, self._shared_bytes
+        out = torch.empty(rows, heads, rank, dtype=q.dtype, device=q.device)
+        if not at.one_each:
+            latent_attention.prefill(q, cache, at.page_table, at.q_starts, at.kv_lens, scale, shared, out)
+            return out
+        splits = latent_attention.splits_for(rows, heads, self._processors, shared)
+        space = torch.empty(latent_attention.workspace_floats(rows, heads, rank, splits), device=q.device)
+        latent_attention.decode(q, cache, at.page_table, at.kv_lens, scale, splits, shared, space, out)
+        return out

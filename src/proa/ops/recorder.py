@@ -1,0 +1,71 @@
+"""The program that the native ops append to, and the buffers it writes. Never: which operations there are.
+
+Values that a layer sees are tensors of as many rows as a step may have.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from proa.native.pool import Pool
+from proa.native.program import Program
+from proa.native.weights import Rows
+from proa.ops.packed import Memory
+
+
+def rows_of(x: Tensor) -> Rows:
+    """A tensor [T, ...] whose rows are whole: bfloat16, or float32 as an output or logits."""
+    inner = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if size != 1 and stride != inner:
+            raise ValueError(f"rows of shape {tuple(x.shape)} and strides {x.stride()} are not whole")
+        inner *= size
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"rows are bfloat16 or float32, not {x.dtype}")
+    return Rows(x.data_ptr(), x.stride(0), x.dtype is torch.float32)
+
+
+class Recorder:
+    """The program, and the buffers its operations write.
+
+    Within a block of layers every output has its own buffer; the next block uses them again.
+    """
+
+    def __init__(self, pool: Pool, memory: Memory, rows: int, sequences: int, pages: int) -> None:
+        self.memory = memory
+        self.program = Program(pool, rows, sequences, pages)
+        self.rows = rows
+        self._buffers: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._kept: list[Tensor] = []  # everything that the program has the address of
+        self._next = 0
+        self._in_block = False
+
+    def new_block(self) -> None:
+        self._next, self._in_block = 0, True
+
+    def end_blocks(self, rows: int) -> None:
+        """What follows keeps its buffers, and has at most `rows` rows."""
+        self._in_block, self.rows = False, rows
+
+    def new(self, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        key = (self._next, width, dtype)
+        self._next += 1
+        if self._in_block and key in self._buffers:
+            return self._buffers[key]
+        buffer = self.keep(torch.zeros(self.rows, width, dtype=dtype))
+        if self._in_block:
+            self._buffers[key] = buffer
+        return buffer
+
+    def take(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Rows of a table [N, width] of any type, which stays: they are copied as they are. ids: int64."""
+        out = self.new(table.shape[1], table.dtype)
+        pairs = table.shape[1] * table.element_size() // 2  # the program counts in values of two bytes
+        rows = Rows(out.data_ptr(), pairs, False)
+        self.program.add_embed(ids.data_ptr(), self.keep(table).data_ptr(), len(table), pairs, rows)
+        return out
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self._kept.append(tensor)
+        return tensor

@@ -1,0 +1,81 @@
+"""What happens to queries, latents and their keys before latent attention, in one launch: the latents' norm, rotary
+embedding (arXiv 2104.09864), and the store into the paged cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.ops.table import Angles, LatentPages, Norm
+from proa.ops.triton.heads import FEW_ROWS, _turn, _warps
+from proa.ops.triton.variant import Variant
+
+
+@triton.jit(do_not_specialize=["rows"])  # which differs from step to step
+def _latent_store(
+    q, kv, weight, cos, sin, cache, slots, rows, heads, eps, offset, q_row, kv_row, page_stride, token_stride,
+    PAGE_TOKENS: tl.constexpr, PLAIN: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, RANK: tl.constexpr,
+    PAIRS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    slot = tl.load(slots + row, row < rows, -1)
+    live = slot >= 0
+    if head < heads:
+        at = q + row * q_row + head * (PLAIN + 2 * HALF) + PLAIN
+        _turn(at, at, live, row, None, cos, sin, eps, offset, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0)
+    else:
+        source = kv + row * kv_row
+        target = cache + (slot // PAGE_TOKENS) * page_stride + (slot % PAGE_TOKENS) * token_stride
+        _turn(source, target, live, row, weight, cos, sin, eps, offset, RANK, 0, INTERLEAVED, True, 0, WIDE)
+        source, target = source + RANK, target + RANK
+        _turn(source, target, live, row, None, cos, sin, eps, offset, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0)
+
+
+def latent_store(q: Tensor, kv: Tensor, norm: Norm, rotation: Angles, cache: LatentPages, slots: Tensor) -> None:
+    """Turn the last R values of each head of q, in place; norm latents, turn the keys behind them, store both.
+
+    bfloat16: q [T, heads, K + R], heads side by side; kv [T, rank + R], each row whole. slots int64 [T]: rows of slot
+    -1 are left alone. kv stays as it is.
+    """
+    rows, heads, dim = q.shape
+    page_tokens, width = cache.rows.shape[1:]
+    half = rotation.cos.shape[1]
+    if kv.shape != (rows, width) or kv.stride(1) != 1 or width != cache.rank + 2 * half or dim < 2 * half:
+        raise ValueError(f"q {tuple(q.shape)} and kv {tuple(kv.shape)} are not those of {tuple(cache.rows.shape)}")
+    if q.stride()[1:] != (dim, 1) or cache.rows.stride(2) != 1 or norm.weight.shape != (cache.rank,):
+        raise ValueError(f"q {q.stride()}, rows {cache.rows.stride()} or norm {tuple(norm.weight.shape)} do not fit")
+    if slots.shape != (rows,) or not slots.is_contiguous():
+        raise ValueError(f"slots are int64 [{rows}], not {tuple(slots.shape)}")
+    for angles in (rotation.cos, rotation.sin):
+        if angles.shape != (rows, half) or not angles.is_contiguous():
+            raise ValueError(f"cos and sin are float32 [{rows}, {half}], contiguous, not {tuple(angles.shape)}")
+    if not rows:
+        return
+    block = 1 if rows <= FEW_ROWS else 8
+    _latent_store[(triton.cdiv(rows, block), heads + 1)](
+        q, kv, norm.weight, rotation.cos, rotation.sin, cache.rows, slots, rows, heads, norm.eps, norm.offset,
+        q.stride(0), kv.stride(0), *cache.rows.stride()[:2], PAGE_TOKENS=page_tokens,
+        **_constants(dim - 2 * half, half, cache.rank, rotation.interleaved, block), num_warps=_warps(block),
+    )  # fmt: skip
+
+
+def _constants(plain: int, half: int, rank: int, interleaved: bool, rows: int) -> dict[str, int | bool]:
+    pairs, wide = triton.next_power_of_2(half), triton.next_power_of_2(rank)
+    sizes: dict[str, int | bool] = {"PLAIN": plain, "HALF": half, "RANK": rank, "PAIRS": pairs, "WIDE": wide}
+    return sizes | {"INTERLEAVED": interleaved, "ROWS": rows}
+
+
+def variants() -> Iterator[Variant]:
+    strides = ("q_row", "kv_row", "page_stride", "token_stride")
+    types = dict.fromkeys(("q", "kv", "weight", "cache"), "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32")
+    types |= {"slots": "*i64", "eps": "fp32", "offset": "fp32"}
+    types |= dict.fromkeys(("rows", "heads", *strides), "i32")
+    for rows in (1, 8):
+        constants: dict[str, object] = {"PAGE_TOKENS": 16, **_constants(128, 32, 512, True, rows)}
+        aligned = ("q", "kv", "cache", *strides)
+        yield Variant(_latent_store, types, constants, warps=_warps(rows), aligned=aligned)

@@ -1,0 +1,118 @@
+"""What the families of DeepSeek read, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proa.errors import ConfigError
+from proa.layers.rope import score_factor
+from proa.models.families import declare
+from proa.models.spec import Latent, LatentAttention, Mlp, Model, Moe, Rope, Router
+
+# config.json of DeepSeek-V2-Lite, but for what every family reads.
+V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+
+
+def spec_of(**values: Any) -> Model:
+    return declare({**V2_LITE, **values}).spec
+
+
+def test_deepseek_v2_lite() -> None:
+    spec = spec_of()
+    mixer = spec.blocks[0].mixer
+    assert isinstance(mixer, LatentAttention)
+    assert {block.mixer for block in spec.blocks} == {mixer}
+    assert (mixer.heads, mixer.q_rank, mixer.rank, mixer.key_dim, mixer.value_dim) == (16, None, 512, 128, 128)
+    assert (mixer.rope.dim, mixer.rope.interleaved, mixer.norm_eps) == (64, True, 1e-6)
+    assert mixer.cache == Latent(512, 64)
+    assert spec.kv_bytes_per_token(2) == 27 * 576 * 2
+    assert spec.blocks[0].ffn == Mlp(2048, 10944)
+    assert {block.ffn for block in spec.blocks[1:]} == {
+        Moe(2048, 64, 6, 1408, Router("softmax", False), Mlp(2048, 2 * 1408))
+    }
+    assert spec.max_positions == 163840
+    assert spec.num_params == 15_706_484_224  # as its model card counts them, 15.7B
+    assert score_factor(mixer.rope) == pytest.approx((0.1 * 0.707 * 3.6888794541139363 + 1) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "sparse"),
+    [
+        ({"first_k_dense_replace": 0}, [0, 1, 2, 3, 4, 5]),
+        ({"first_k_dense_replace": 3}, [3, 4, 5]),
+        ({"moe_layer_freq": 2}, [2, 4]),
+    ],
+)
+def test_dense_layers_among_sparse_ones(values: dict[str, Any], sparse: list[int]) -> None:
+    blocks = spec_of(num_hidden_layers=6, **values).blocks
+    assert [i for i, block in enumerate(blocks) if isinstance(block.ffn, Moe)] == sparse
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "--ignore-config-key attn_logit_softcapping"),
+        ({"attention_bias": True}, "attention_bias = True is not implemented"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads = 8 is not implemented"),
+        ({"kv_lora_rank": 500}, "multiples of 8"),
+        ({"scoring_func": "sigmoid"}, "scoring_func"),
+        ({"num_experts_per_tok": 65}, "only 64 experts"),
+        ({"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
+    ],
+)
+def test_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec_of(**values)
+
+
+def test_only_yarn_with_mscale_all_dim_scales_scores() -> None:
+    assert score_factor(Rope(64)) == 1.0
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    mixer = spec_of(rope_scaling=scaling).blocks[0].mixer
+    assert isinstance(mixer, LatentAttention)
+    assert score_factor(mixer.rope) == 1.0
