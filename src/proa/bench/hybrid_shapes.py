@@ -12,7 +12,8 @@ _INTERVAL = 4  # one layer of so many attends, where others are linear
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """A model whose layers are all alike: grouped-query attention, then routed experts. Or `linear`, like Qwen3-Next's:
-    three layers of linear attention to one of gated attention, and a shared expert beside the routed ones."""
+    three layers of linear attention to one of gated attention, and a shared expert beside the routed ones. Or with
+    `sinks`, like gpt-oss: every other layer in a window, biases, a clamped SwiGLU."""
 
     name: str
     hidden: int
@@ -25,6 +26,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     width: int  # of an expert
     vocab: int
     linear: bool = False
+    sinks: bool = False
     note: str = ""  # what the model of this name has and this shape does not
 
     def cut(self, layers: int | None) -> ModelShape:
@@ -35,30 +37,45 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def config(self) -> dict[str, object]:
         """In the style of Hugging Face."""
+        own = self._sinks() if self.sinks else self._qwen() | (self._linear() if self.linear else {})
         return {
-            "architectures": ["Qwen3NextForCausalLM" if self.linear else "Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_next" if self.linear else "qwen3_moe",
             "torch_dtype": "bfloat16",
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            "attention_bias": False,
-            "num_experts": self.experts,
             "num_experts_per_tok": self.top_k,
-            "moe_intermediate_size": self.width,
             "intermediate_size": self.width,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "norm_topk_prob": True,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e6,
             "max_position_embeddings": _POSITIONS,
             "tie_word_embeddings": False,
             "vocab_size": self.vocab,
-            **(self._linear() if self.linear else {}),
+            **own,
+        }
+
+    def _qwen(self) -> dict[str, object]:
+        return {
+            "architectures": ["Qwen3NextForCausalLM" if self.linear else "Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_next" if self.linear else "qwen3_moe",
+            "attention_bias": False,
+            "num_experts": self.experts,
+            "moe_intermediate_size": self.width,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        }
+
+    def _sinks(self) -> dict[str, object]:
+        return {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "num_local_experts": self.experts,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
         }
 
     def _linear(self) -> dict[str, object]:
@@ -92,11 +109,19 @@ MODEL_SHAPES = {
             width=1536, vocab=200064, note="routing is softmax without a bias",
         ),
         ModelShape(
+            name="gpt-oss-120b", hidden=2880, layers=36, heads=64, kv_heads=8, head_dim=64, experts=128, top_k=4,
+            width=2880, vocab=201088, sinks=True, note="attention has the experts' format, and no yarn",
+        ),
+        ModelShape(
             name="tiny", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, width=32, vocab=512,
         ),
         ModelShape(
             name="tiny-next", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, width=32,
             vocab=512, linear=True,
+        ),
+        ModelShape(
+            name="tiny-oss", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, width=32,
+            vocab=512, sinks=True,
         ),
     )
 }  # fmt: skip

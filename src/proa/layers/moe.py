@@ -13,9 +13,10 @@ class Moe:
     def __init__(self, s: spec.Moe, ops: Ops) -> None:
         self._ops, self._rule = ops, RouterRule(s.top_k, s.router.renormalise)
         maps = ops.maps
-        self.router = maps.linear({"router": s.experts}, s.hidden, False)
-        self.experts = maps.experts(s.experts, s.hidden, s.width)
-        self.shared = maps.mlp(s.shared.hidden, s.shared.width, s.shared.bias) if s.shared else None
+        self.router = maps.linear({"router": s.experts}, s.hidden, s.router.linear_bias)
+        self.experts = maps.experts(s.experts, s.hidden, s.width, s.bias, s.gating)
+        shared = s.shared
+        self.shared = maps.mlp(shared.hidden, shared.width, shared.bias, shared.gating) if shared else None
         self.shared_gate = maps.linear({"shared_gate": 1}, s.hidden, False) if s.shared_gate else None
 
     def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from proa.models.spec import SILU, Gating
 from proa.native.formats import PANEL_ROWS
 from proa.native.pool import Pool
 from proa.native.program import Cache, Delta, Program
 from proa.native.weights import Matrix, Rows
 from proa.ops.choose import in_steps
-from proa.ops.gated import GatedStacks
+from proa.ops.gated import GatedBiases, GatedStacks
 from proa.ops.packed import Memory, RowSink, Stack
 from proa.ops.parts import named_parts
 from proa.ops.table import (
@@ -192,11 +193,15 @@ class CpuOps:
     def write_kv(self, keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
         self._to.program.add_write_kv(_cache(cache), rows_of(keys), rows_of(values), slots.data_ptr())
 
-    def attention(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """`batch` is not looked at: the executor tells the program each step's."""
         heads, dim = q.shape[1:]
         out = self._to.new(heads * dim)
-        self._to.program.add_attention(_cache(cache), rows_of(q), rows_of(out), heads, scale, window)
+        address = 0 if sinks is None else self._to.keep(sinks).data_ptr()
+        self._to.program.add_attention(_cache(cache), rows_of(q), rows_of(out), heads, scale, window, address)
         return out.view(q.shape)
 
 
@@ -274,13 +279,15 @@ class CpuLinear:
 class CpuGated:
     """One or more gated MLPs of one shape."""
 
-    def __init__(self, to: Recorder, count: int, hidden: int, width: int, bias: bool) -> None:
-        self._to, self.stacks = to, GatedStacks(to.memory, count, hidden, width, bias)
+    def __init__(self, to: Recorder, count: int, hidden: int, width: int, bias: bool, gating: Gating) -> None:
+        biases = GatedBiases(count, hidden, width) if bias else None
+        self._to, self.stacks = to, GatedStacks(to.memory, count, hidden, width, biases, gating)
 
     def record(self, x: Tensor, ids: Tensor | None, weights: Tensor | None) -> Tensor:
         y = self._to.new(self.stacks.hidden)
-        for bias in self.stacks.biases:
-            self._to.keep(bias)
+        if (biases := self.stacks.biases) is not None:
+            self._to.keep(biases.up)
+            self._to.keep(biases.down)
         experts = self.stacks.experts()
         if ids is None or weights is None:
             self._to.program.add_moe(experts, rows_of(x), rows_of(y))
@@ -290,8 +297,8 @@ class CpuGated:
 
 
 class CpuMlp:
-    def __init__(self, to: Recorder, hidden: int, width: int, bias: bool) -> None:
-        self._gated = CpuGated(to, 1, hidden, width, bias)
+    def __init__(self, to: Recorder, hidden: int, width: int, bias: bool, gating: Gating) -> None:
+        self._gated = CpuGated(to, 1, hidden, width, bias, gating)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._gated.record(x, None, None)
@@ -316,9 +323,9 @@ class CpuUnderway:
 
 
 class CpuExperts:
-    def __init__(self, to: Recorder, experts: int, hidden: int, width: int) -> None:
+    def __init__(self, to: Recorder, experts: int, hidden: int, width: int, bias: bool, gating: Gating) -> None:
         self._to, self._experts = to, experts
-        self._gated = CpuGated(to, experts, hidden, width, bias=False)
+        self._gated = CpuGated(to, experts, hidden, width, bias, gating)
 
     @property
     def residency(self) -> None:
@@ -369,11 +376,11 @@ class CpuMaps:
     def head(self, vocab: int, hidden: int) -> CpuLinear:
         return CpuLinear(self._to, {"head": vocab}, hidden, False, wide=True)
 
-    def mlp(self, hidden: int, width: int, bias: bool) -> CpuMlp:
-        return CpuMlp(self._to, hidden, width, bias)
+    def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> CpuMlp:
+        return CpuMlp(self._to, hidden, width, bias, gating)
 
-    def experts(self, experts: int, hidden: int, width: int) -> CpuExperts:
-        return CpuExperts(self._to, experts, hidden, width)
+    def experts(self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU) -> CpuExperts:
+        return CpuExperts(self._to, experts, hidden, width, bias, gating)
 
     def embedding(self, vocab: int, hidden: int, tied: bool) -> CpuEmbedding:
         return CpuEmbedding(self._to, vocab, hidden, tied)

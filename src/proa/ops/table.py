@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from proa.models.spec import SILU, Gating
 from proa.native.fill import Fill, StoredRows
 from proa.ops.residency import Located, Residency
 
@@ -205,8 +206,12 @@ class Best(Protocol):
 
 
 class PagedAttention(Protocol):
-    def __call__(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
-        """Causal attention of q [T, heads, D] over each sequence's pages -> [T, heads, D]; softmax in float32."""
+    def __call__(
+        self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Causal attention of q [T, heads, D] over each sequence's pages -> [T, heads, D]; softmax in float32. sinks
+        float32 [heads]: a logit of each head that takes its share of the softmax and has no value."""
 
 
 class Sink(Protocol):
@@ -245,7 +250,7 @@ class LinearMap(Protocol):
 
 
 class Mlp(Protocol):
-    """down(silu(gate x) * up x). Parameters: gate, up, down (.weight, .bias)."""
+    """down(gating(gate x, up x)). Parameters: gate, up, down (.weight, .bias)."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -258,7 +263,7 @@ class Underway(Protocol):
 
 
 class Experts(Protocol):
-    """The routed experts of a layer. Parameters: "<e>.gate.weight" and so on."""
+    """The routed experts of a layer. Parameters: "<e>.gate.weight" and so on, and biases."""
 
     @property
     def residency(self) -> Residency | None:
@@ -272,7 +277,9 @@ class Experts(Protocol):
 
 
 class NewExperts(Protocol):
-    def __call__(self, experts: int, hidden: int, width: int) -> Experts:
+    def __call__(
+        self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU
+    ) -> Experts:  # fmt: skip
         """The routed experts of the model's next MoE layer, wherever they live."""
 
 
@@ -296,9 +303,9 @@ class Maps(Protocol):
     def head(self, vocab: int, hidden: int) -> LinearMap:
         """Parameter "head.weight"; gives float32."""
 
-    def mlp(self, hidden: int, width: int, bias: bool) -> Mlp: ...
+    def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> Mlp: ...
 
-    def experts(self, experts: int, hidden: int, width: int) -> Experts: ...
+    def experts(self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU) -> Experts: ...
 
     def embedding(self, vocab: int, hidden: int, tied: bool) -> Embedding: ...
 

@@ -53,10 +53,10 @@ def fill_dummy(
     if form != "bf16":
         _expect_codes(targets, form, filling)
     for name, shape in spec.params():
-        target, kind = targets[name], name.split(".")[-2]
-        if isinstance(target, Tensor) or kind == "router" or len(shape) == 1:
+        target, routes = targets[name], name.endswith(".router.weight")
+        if isinstance(target, Tensor) or routes or len(shape) == 1:
             whole = target if isinstance(target, Tensor) else torch.empty(shape)
-            if kind == "router":
+            if routes:
                 _fill_router(whole, _moe(spec, name), router, _seed(seed, name))
             else:
                 _fill_rows(whole, name, 0, pool, depth, seed, spec.norm_offset)
