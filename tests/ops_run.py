@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from proa.models.spec import SILU, Gating
 from proa.native.pool import Pool
 from proa.ops import reference
 from proa.ops.cpu import CpuOps, Recorder
@@ -58,8 +59,13 @@ class TorchRun:
     ) -> Tensor:  # fmt: skip
         return experts(self._maps(x.dtype), x, ids, weights, gate_up, down, shared, gate)
 
-    def mlp(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
-        return mlp(self._maps(x.dtype), x, values)
+    def mlp(self, x: Tensor, values: dict[str, Tensor], gating: Gating = SILU) -> Tensor:
+        return mlp(self._maps(x.dtype), x, values, gating)
+
+    def biased_experts(
+        self, x: Tensor, chosen: Chosen, values: dict[str, Tensor], gating: Gating
+    ) -> Tensor:  # fmt: skip
+        return biased_experts(self._maps(x.dtype), x, chosen, values, gating)
 
 
 def linear(maps: Maps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,11 +91,19 @@ def experts(
     return made.start(x, Chosen(ids, weights)).finish(shared, gate)
 
 
-def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor]) -> Tensor:
+def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor], gating: Gating) -> Tensor:
     width, hidden = values["gate.weight"].shape
-    made = maps.mlp(hidden, width, "gate.bias" in values)
+    made = maps.mlp(hidden, width, "gate.bias" in values, gating)
     fill(made.parameters(), values)
     return made(x)
+
+
+def biased_experts(maps: Maps, x: Tensor, chosen: Chosen, values: dict[str, Tensor], gating: Gating) -> Tensor:
+    """values: by expert and name, biases too."""
+    width, hidden = values["0.gate.weight"].shape
+    made = maps.experts(len(values) // 6, hidden, width, True, gating)
+    fill(made.parameters(), values)
+    return made.start(x, chosen).finish(None, None)
 
 
 class NativeRun:
@@ -171,9 +185,16 @@ class NativeRun:
         self._run(recorder)
         return y.clone()
 
-    def mlp(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
+    def mlp(self, x: Tensor, values: dict[str, Tensor], gating: Gating = SILU) -> Tensor:
         recorder, ops = self._record(len(x))
-        y = mlp(ops.table().maps, x, values)
+        y = mlp(ops.table().maps, x, values, gating)
+        self._run(recorder)
+        return y.clone()
+
+    def biased_experts(self, x: Tensor, chosen: Chosen, values: dict[str, Tensor], gating: Gating) -> Tensor:
+        recorder, ops = self._record(len(x))
+        narrow = Chosen(chosen.ids.to(torch.int32).contiguous(), chosen.weights.contiguous())
+        y = biased_experts(ops.table().maps, x, narrow, values, gating)
         self._run(recorder)
         return y.clone()
 
@@ -182,10 +203,13 @@ class NativeRun:
         ops.write_kv(keys, values, cache, slots)
         self._run(recorder)
 
-    def attention(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         most = max(len(pages) for pages in batch.page_table)
         recorder, ops = self._record(len(q), len(batch.q_lens), most)
-        y = ops.attention(q, cache, batch, scale, window)
+        y = ops.attention(q, cache, batch, scale, window, sinks)
         table = torch.zeros(len(batch.q_lens), most, dtype=torch.int32)
         for row, pages in zip(table, batch.page_table, strict=True):
             row[: len(pages)] = pages
