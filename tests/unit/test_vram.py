@@ -379,20 +379,6 @@ def test_dense_weights_are_all_but_routed_experts() -> None:
     assert dense_read_bytes(DEMO, {}) == dense_bytes(DEMO, {})  # tied: the head is read
 
 
-def test_biases_of_experts_are_dense_weights() -> None:
-    """Those of all experts, in float32: widths of gpt-oss are whole panels."""
-    without = replace(GPT_OSS, blocks=(Block(SUNK, replace(GPT_OSS_MOE, bias=False)),) * 36)
-    assert dense_bytes(GPT_OSS, {}) - dense_bytes(without, {}) == 36 * 128 * 3 * 2880 * 4
-    assert dense_read_bytes(GPT_OSS, {}) - dense_read_bytes(without, {}) == 36 * 4 * 3 * 2880 * 4
-
-
-def test_ram_has_the_biases_of_its_experts_by_number_too() -> None:
-    inclusive = check(plan(GPT_OSS, machine(512, gpu(80))), GPT_OSS)
-    exclusive = check(plan(GPT_OSS, machine(200, gpu(80)), context=4096), GPT_OSS)
-    whole = check(plan(GPT_OSS, machine(64, gpu(280))), GPT_OSS)
-    assert (inclusive.inclusive, exclusive.inclusive, whole.gpu_only) == (True, False, True)
-
-
 def test_dense_weights_in_the_formats_of_a_checkpoint() -> None:
     """Q4_K_M in short: values Q6_K, routers as numbers. A panel of 256 columns: 2368 bytes of Q4_K, 3360 of Q6_K."""
     stored = {name: "Q4_K" if len(shape) == 2 else "F32" for name, shape in QWEN3_30B.params()}
