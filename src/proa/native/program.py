@@ -259,10 +259,14 @@ class Program:
             self._handle, cache.struct(), keys.address, keys.stride, values.address, values.stride, slots
         )
 
-    def add_attention(self, cache: Cache, q: Rows, out: Rows, heads: int, scale: float, window: int | None) -> None:
+    def add_attention(
+        self, cache: Cache, q: Rows, out: Rows, heads: int, scale: float, window: int | None, sinks: int = 0
+    ) -> None:
+        """sinks: address of float32 [heads], or 0."""
         _native().proa_program_add_attention(
-            self._handle, cache.struct(), q.address, q.stride, out.address, out.stride, heads, window or 0, scale, None
-        )
+            self._handle, cache.struct(), q.address, q.stride, out.address, out.stride, heads, window or 0, scale,
+            sinks or None,
+        )  # fmt: skip
 
     def add_write_latent(self, cache: LatentCache, latents: Rows, keys: Rows, slots: int) -> None:
         """Raises ValueError for a latent or a key that 8 does not divide."""

@@ -30,6 +30,8 @@ SAMPLED_LOGIT_BYTES = 48
 SCORED_ROWS, SCORED_LOGIT_BYTES = 64, 12
 # Bytes per (query, key) pair of the causal mask: up to three bools, and the mask in the widest type.
 MASK_BYTES = 7
+# And where heads have sinks: a head's logits in float32, and the mask once more.
+SINK_BYTES = 5
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,12 @@ def demand(spec: Model, elem_bytes: int, page_tokens: int, max_running: int, bat
     activations = batch_tokens * row_bytes(spec)
     # One layer at a time, one sequence at a time: its pages gathered into K and V, and its mask.
     gathered = max((block.mixer.cache.elems_per_token for block in spec.blocks), default=0) * elem_bytes
+    pair_bytes = MASK_BYTES + (SINK_BYTES if any(mixer.sinks for mixer in spec.attention) else 0)
     return Demand(
         weights_bytes=spec.num_params * elem_bytes,
         fixed_bytes=PROCESS_BYTES + LOADING_BYTES,
         workspace_base_bytes=logits_bytes(spec, max_running) + activations,
-        workspace_bytes_per_context_token=gathered + batch_tokens * MASK_BYTES,
+        workspace_bytes_per_context_token=gathered + batch_tokens * pair_bytes,
         page_bytes=page_tokens * spec.kv_bytes_per_token(elem_bytes),
         page_tokens=page_tokens,
         states_bytes=max_running * spec.state_bytes_per_sequence(elem_bytes),

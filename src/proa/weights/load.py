@@ -163,7 +163,11 @@ class _Copy:
         """Whether workers fill a parameter: there are any and they can."""
         if self._pool is None:
             return False
+        if source.col_step > 1:
+            return False
         stored = rows.stored(source.tensor, source.first_row, source.first_col, source.transposed)
+        if stored is not None and source.row_step > 1:
+            stored = stored.every(source.row_step)
         if stored is None:
             return False
         if isinstance(target, Tensor):
@@ -217,20 +221,17 @@ class _Copy:
         info = self._tensors[source.tensor]
         out = target if target.dim() == 2 else target.reshape(-1, target.shape[-1])
         out = out.T if source.transposed else out
-        columns = slice(source.first_col, source.first_col + source.cols)
-        whole_rows = source.cols == info.shape[-1]
+        whole_rows = source.cols == info.shape[-1] and source.row_step == 1
         for first, count in self._chunks(source, 1):
             part = out[first : first + count]
-            at = source.first_row + first
-            if not (whole_rows and rows.read_into(source.tensor, at, part)):
-                chunk = rows.read(source.tensor, at, count)[:, columns]
+            if not (whole_rows and rows.read_into(source.tensor, source.first_row + first, part)):
+                chunk = _rectangle(rows, source, first, count)
                 part.copy_(chunk)
                 _refuse_overflow(chunk, part, source.tensor)
 
     def _fill_sink(self, rows: Rows, source: Source, sink: Sink) -> None:
-        columns = slice(source.first_col, source.first_col + source.cols)
         for first, count in self._chunks(source, sink.row_unit):
-            sink.write(first, rows.read(source.tensor, source.first_row + first, count)[:, columns])
+            sink.write(first, _rectangle(rows, source, first, count))
 
     def _chunks(self, source: Source, unit: int) -> Iterator[tuple[int, int]]:
         """(first row, rows) of pieces of about _CHUNK_BYTES; progress is told after each."""
@@ -257,6 +258,14 @@ class _Copy:
                 f"{theirs.file}: the config says that the head is the embedding, but {head.tensor} differs.",
                 "If the head is right, add --override-config tie_word_embeddings=false.",
             )
+
+
+def _rectangle(rows: Rows, source: Source, first: int, count: int) -> Tensor:
+    """What `count` of the source's rows have of its columns, from its row `first` on."""
+    span = (count - 1) * source.row_step + 1
+    read = rows.read(source.tensor, source.first_row + first * source.row_step, span)
+    last = source.first_col + (source.cols - 1) * source.col_step
+    return read[:: source.row_step, source.first_col : last + 1 : source.col_step]
 
 
 def _refuse_overflow(chunk: Tensor, out: Tensor, tensor: str) -> None:
