@@ -355,6 +355,23 @@ def test_shapes_of_models(tokens: int, kind: int | None, rng: torch.Generator, d
     check(layer, rand(rng, tokens, 2048).to(device), choose(rng, tokens, 16, 8), rng, kind)
 
 
+@functools.cache
+def gpt_oss_layer(device: torch.device, form: Form) -> Layer:
+    shape = ExpertShape(2880, 2880, form, form, Activation.CLAMPED_SWIGLU, 7.0)
+    return Layer(3, shape, device, absent=(1,), biased=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [BF16_FORM, Form(Format.MXFP4, 32)], ids=str)
+@pytest.mark.parametrize("kind", [None, 0, *experts_grouped.BLOCK_TOKENS])
+@pytest.mark.parametrize("tokens", [1, 8, 200])
+def test_shapes_of_gpt_oss(
+    tokens: int, kind: int | None, form: Form, rng: torch.Generator, device: torch.device
+) -> None:
+    layer = gpt_oss_layer(device, form)
+    check(layer, rand(rng, tokens, 2880).to(device), choose(rng, tokens, 3, 2), rng, kind)
+
+
 @pytest.mark.gpu
 def test_a_graph_holds_the_layer(rng: torch.Generator, device: torch.device) -> None:
     """Captured once, replayed with other experts in place of those at capture."""
