@@ -43,6 +43,7 @@ from proa.engine.ipc import Ready
 from proa.errors import ProaError, UsageError
 from proa.machine.probe import probe
 from proa.models.families import declare
+from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
@@ -86,6 +87,9 @@ class HybridOptions:
     output_tokens: int = option(64, help="steps that are timed, at least", low=2, high=1 << 19, common=True)
     router: str = option(
         "uniform", help="all experts alike, or few hot ones (Zipf's law)", choices=("uniform", "zipf"), common=True
+    )
+    kv_dtype: str = option(
+        "auto", help="type of the KV cache: see its option of `proa serve`", choices=("auto", "bf16", "fp8")
     )
     runs: int = option(3, help="runs of each number of requests; the one of median rate counts", low=1, high=1000)
     max_batch_tokens: int = option(512, help="tokens of one step while prompts are read", low=1, high=1 << 20)
@@ -133,12 +137,17 @@ def case_of(options: HybridOptions) -> Case:
     uncached = options.context if spec.recurrent else page_tokens  # a model with states computes prompts again
     tokens = options.context + WARM_UP_TOKENS + answer_tokens(options, most, uncached)
     pages = -(-tokens // page_tokens) + 1
-    kv_bytes = spec.kv_bytes_per_token(BF16_BYTES)
+    kv_bytes = spec.kv_bytes_per_token(1 if options.kv_dtype == "fp8" else BF16_BYTES)
     engine = EngineOptions(
         model=ModelOptions(
             dtype="bfloat16", load_format="dummy", dummy_router=options.router, dummy_format=options.format
         ),
-        cache=CacheOptions(context=tokens, kv_memory=most * pages * page_tokens * kv_bytes, page_tokens=page_tokens),
+        cache=CacheOptions(
+            context=tokens,
+            kv_memory=most * pages * page_tokens * kv_bytes,
+            kv_dtype=options.kv_dtype,
+            page_tokens=page_tokens,
+        ),
         scheduler=SchedulerOptions(max_running=most, max_batch_tokens=options.max_batch_tokens),
         machine=options.engine.machine,
         gpus=_gpus(options, shape),
@@ -211,7 +220,8 @@ class Bench:
         context_tokens = options.context + tokens / 2
         cpu_bytes = span.per_step("cpu_weight_bytes")
         spec = self._prepared.declared.spec
-        read = step_bytes(spec, self._gpu, options.router, requests, context_tokens, cpu_bytes)
+        kv_elem_bytes = KV_ELEM_BYTES[self._prepared.plan.kv_dtype]
+        read = step_bytes(spec, self._gpu, options.router, requests, context_tokens, cpu_bytes, kv_elem_bytes)
         figures = figures_of(span, self._gpu, requests, read, rates)
         figures |= {"round_trip_us": self._ready.round_trip_us, "load_s": self._ready.load_seconds}
         split = split_ms(span, self._ready.round_trip_us)

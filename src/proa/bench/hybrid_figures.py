@@ -89,13 +89,14 @@ def expected_distinct(chosen: Iterable[float], requests: int) -> float:
 
 
 def step_bytes(
-    spec: Model, gpu: GpuPlan, router: str, requests: int, context_tokens: float, cpu_bytes: float
-) -> StepBytes:
+    spec: Model, gpu: GpuPlan, router: str, requests: int, context_tokens: float, cpu_bytes: float,
+    kv_elem_bytes: int = BF16_BYTES,
+) -> StepBytes:  # fmt: skip
     """`cpu_bytes` are counted. Resident experts: under even routing, expected by their number; else what the CPU leaves
     of all that are expected. What the GPU reads in RAM is not counted: under even routing it is the rest of those that
     are not resident, else it counts as resident, and the roof is higher than it should be.
     """
-    moved_bytes = requests * past_bytes(spec, context_tokens, BF16_BYTES)
+    moved_bytes = requests * past_bytes(spec, context_tokens, BF16_BYTES, kv_elem_bytes)
     resident_bytes = all_bytes = 0.0
     layers = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
     for layer, expert_bytes, resident in zip(layers, gpu.expert_bytes, gpu.resident, strict=True):

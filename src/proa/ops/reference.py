@@ -105,8 +105,25 @@ def rotate_store(q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cac
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
-    cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
-    cache.values.flatten(0, 1).index_copy_(0, slots, values)
+    for x, pages, scale in ((keys, cache.keys, cache.key_scale), (values, cache.values, cache.value_scale)):
+        if pages.dtype is torch.float8_e4m3fn:  # torch copies bytes by index, not float8
+            codes = to_e4m3(x, scale).view(torch.uint8)
+            pages.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, codes)
+        else:
+            pages.flatten(0, 1).index_copy_(0, slots, x.to(pages.dtype))
+
+
+def to_e4m3(x: Tensor, scale: float) -> Tensor:
+    """As float8_e4m3fn, as KvPages says."""
+    scaled = x.float() * (1 / scale)
+    return torch.where(scaled.isfinite(), scaled.clamp(-448, 448), torch.nan).to(torch.float8_e4m3fn)
+
+
+def _read_kv(pages: Tensor, ids: Tensor, kv_len: int, dtype: torch.dtype) -> Tensor:
+    """[heads, kv_len, D] of a sequence, without a scale."""
+    of_bytes = pages.dtype is torch.float8_e4m3fn
+    found = pages.view(torch.uint8)[ids].view(pages.dtype) if of_bytes else pages[ids]
+    return found.flatten(0, 1)[:kv_len].transpose(0, 1).to(dtype)
 
 
 def attention(q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
@@ -114,17 +131,17 @@ def attention(q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, wi
     start = 0
     for q_len, kv_len, pages in zip(batch.q_lens, batch.kv_lens, batch.page_table, strict=True):
         rows = slice(start, start + q_len)
-        keys, values = (t[pages].flatten(0, 1)[:kv_len].transpose(0, 1) for t in (cache.keys, cache.values))
+        keys, values = (_read_kv(t, pages, kv_len, q.dtype) for t in (cache.keys, cache.values))
         mask = _causal(q_len, kv_len, window, q.device)
         seen = functional.scaled_dot_product_attention(
             q[rows].transpose(0, 1)[None],
             keys[None],
             values[None],
             attn_mask=mask,
-            scale=scale,
+            scale=scale * cache.key_scale,
             enable_gqa=True,
         )
-        out[rows] = seen[0].transpose(0, 1)
+        out[rows] = seen[0].transpose(0, 1) * cache.value_scale
         start += q_len
     return out
 

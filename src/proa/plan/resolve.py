@@ -18,6 +18,7 @@ from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
 from proa.plan.device import choose
 from proa.plan.fit import Case, Fitted, fit
 from proa.plan.gpu_asked import asked_gpu
+from proa.plan.kv_type import kv_type
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
@@ -40,10 +41,7 @@ class Host:
 
 
 def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared: Declared, host: Host) -> Plan:
-    """Settle everything.
-
-    Raises UsageError, ResourceError.
-    """
+    """Settle everything. Raises UsageError, ResourceError."""
     spec, asked, machine = declared.spec, options.scheduler, host.machine
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
@@ -51,14 +49,15 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     batch_tokens, batch_row = _batch_tokens(options)
     usable_bytes, ram_row = _ram(options.machine, machine)
     page_tokens, elem_bytes = options.cache.page_tokens, ELEM_BYTES[dtype]
-    need = demand(spec, elem_bytes, page_tokens, asked.max_running, batch_tokens)
+    kv = kv_type(options.cache.kv_dtype, dtype, checkpoint, declared)
+    need = demand(spec, elem_bytes, page_tokens, asked.max_running, batch_tokens, kv.elem_bytes)
     active_bytes = spec.num_active_params * elem_bytes
     _check_dummy(options.model, checkpoint, dtype)
     stored = kept_types(options.model, declared, checkpoint) if isa else {}
     if stored:
         packed = packed_size(spec, stored)
         need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
-    case = Case(model, spec, options, dtype, need, machine, usable_bytes, stored=stored)
+    case = Case(model, spec, options, dtype, need, machine, usable_bytes, kv_elem_bytes=kv.elem_bytes, stored=stored)
     placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     fitted = placed.fitted
@@ -67,6 +66,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
         path=str(checkpoint.path),
         load_format=checkpoint.load_format,
         dtype=dtype,
+        kv_dtype=kv.dtype,
         dummy_seed=options.model.dummy_seed,
         dummy_router=options.model.dummy_router,
         dummy_format=options.model.dummy_format,
@@ -91,6 +91,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
             dtype_row,
             _compute(dtype, host, placed.gpu),
             *placed.decisions,
+            kv.row,
             _prefix_cache(options.cache.prefix_cache, spec),
             Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue"),
             batch_row,
@@ -144,7 +145,7 @@ def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -
 def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: float) -> _Placed:
     got = split(case, gpu, batch_tokens)
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
-    roof = split_roof(case.spec, got.gpu, gpu, bandwidth)
+    roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
     return _Placed(got.gpu, got.memory, got.fitted, roof, (row, *got.decisions))
 
 
@@ -160,7 +161,7 @@ def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) ->
         process_bytes=PROCESS_BYTES,
         states_bytes=need.states_bytes,
     )
-    roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], bandwidth)
+    roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], case.kv_elem_bytes, bandwidth)
     row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
     return _Placed(None, memory, fitted, roof, (row, *fitted.decisions))
 
