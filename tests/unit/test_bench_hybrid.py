@@ -115,18 +115,21 @@ def test_hot_experts_are_shared_by_more_requests() -> None:
 
 
 def test_what_a_step_reads() -> None:
-    read = even_bytes(TINY_SPEC, gpu_plan(4, 2), 2, 100.5, cpu_bytes=777.0)
-    assert read.dense == DENSE_BYTES + 2 * 100.5 * TINY_KV_BYTES
+    dense = dense_bytes(TINY_SPEC, gpu_plan(4, 2), 2, 100.5)
+    assert dense == DENSE_BYTES + 2 * 100.5 * TINY_KV_BYTES
+    assert dense_bytes(TINY_SPEC, gpu_plan(4, 2), 2, 100.5, 1) == DENSE_BYTES + 100.5 * TINY_KV_BYTES, "fp8"
+    read = even_bytes(TINY_SPEC, gpu_plan(4, 2), 2, dense, cpu_bytes=777.0)
+    assert read.dense == dense
     assert read.cpu == 777
     assert read.resident == pytest.approx((4 + 2) * (1 - 0.75**2) * TINY_EXPERT_BYTES)
 
 
 def test_what_the_gpu_reads_in_ram_counts_as_read_from_ram() -> None:
     fetching = msgspec.structs.replace(gpu_plan(4, 2), co_fetch=True)
-    alone = even_bytes(TINY_SPEC, fetching, 1, 100, cpu_bytes=1.0)
+    alone = even_bytes(TINY_SPEC, fetching, 1, DENSE_BYTES, cpu_bytes=1.0)
     missed = 2 * 2 * TINY_EXPERT_BYTES - alone.resident
     assert alone.cpu == pytest.approx(missed)
-    assert even_bytes(TINY_SPEC, fetching, 2, 100, 1.0).cpu == 1.0, "nothing is fetched for several"
+    assert even_bytes(TINY_SPEC, fetching, 2, DENSE_BYTES, 1.0).cpu == 1.0, "nothing is fetched for several"
 
 
 COUNTED = {"steps": 4, "expert_looks": 6, "expert_choices": 16, "expert_hits": 12, "expert_hit_bytes": 400,

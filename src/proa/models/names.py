@@ -40,7 +40,10 @@ HF: Rules = (
 HF_IGNORED: Rules = (
     (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", "rotary frequencies follow from the config"),
     (r".*\.input_(scale|global_scale|zero_point)", "activations stay bfloat16"),
-    (r".*\.(kv_scale|[kv]_(scale|zero_point)|[kv]_proj\.output_scale)", "the KV cache is bfloat16"),
+    (
+        r".*\.(kv_scale|[kv]_(scale|zero_point)|[kv]_proj\.output_scale)",
+        "of an fp8 KV cache, which --kv-dtype fp8 reads",
+    ),
 )
 
 

@@ -188,7 +188,10 @@ def _in_groups(x: Tensor, width: int) -> Tensor:
 
 def _cache(cache: KvPages) -> Cache:
     pages, page_tokens, heads, dim = cache.keys.shape
-    return Cache(cache.keys.data_ptr(), cache.values.data_ptr(), pages, page_tokens, heads, dim)
+    return Cache(
+        cache.keys.data_ptr(), cache.values.data_ptr(), pages, page_tokens, heads, dim,
+        e4m3=cache.keys.dtype is torch.float8_e4m3fn, key_scale=cache.key_scale, value_scale=cache.value_scale,
+    )  # fmt: skip
 
 
 class CpuLinear:

@@ -141,8 +141,25 @@ def rotate_store(q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cac
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
-    cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
-    cache.values.flatten(0, 1).index_copy_(0, slots, values)
+    for x, pages, scale in ((keys, cache.keys, cache.key_scale), (values, cache.values, cache.value_scale)):
+        if pages.dtype is torch.float8_e4m3fn:  # torch copies bytes by index, not float8
+            codes = to_e4m3(x, scale).view(torch.uint8)
+            pages.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, codes)
+        else:
+            pages.flatten(0, 1).index_copy_(0, slots, x.to(pages.dtype))
+
+
+def to_e4m3(x: Tensor, scale: float) -> Tensor:
+    """As float8_e4m3fn, as KvPages says."""
+    scaled = x.float() * (1 / scale)
+    return torch.where(scaled.isfinite(), scaled.clamp(-448, 448), torch.nan).to(torch.float8_e4m3fn)
+
+
+def _read_kv(pages: Tensor, ids: Tensor, kv_len: int, dtype: torch.dtype) -> Tensor:
+    """[heads, kv_len, D] of a sequence, without a scale."""
+    of_bytes = pages.dtype is torch.float8_e4m3fn
+    found = pages.view(torch.uint8)[ids].view(pages.dtype) if of_bytes else pages[ids]
+    return found.flatten(0, 1)[:kv_len].transpose(0, 1).to(dtype)
 
 
 def attention(
@@ -152,10 +169,11 @@ def attention(
     start = 0
     for q_len, kv_len, pages in zip(batch.q_lens, batch.kv_lens, batch.page_table, strict=True):
         rows = slice(start, start + q_len)
-        keys, values = (t[pages].flatten(0, 1)[:kv_len].transpose(0, 1) for t in (cache.keys, cache.values))
+        keys, values = (_read_kv(t, pages, kv_len, q.dtype) for t in (cache.keys, cache.values))
         mask = _causal(q_len, kv_len, window, q.device)
         if sinks is not None:
-            out[rows] = _beside_sinks(q[rows], keys, values, mask, scale, sinks)
+            seen = _beside_sinks(q[rows], keys, values, mask, scale * cache.key_scale, sinks)
+            out[rows] = seen * cache.value_scale
             start += q_len
             continue
         seen = functional.scaled_dot_product_attention(
@@ -163,10 +181,10 @@ def attention(
             keys[None],
             values[None],
             attn_mask=mask,
-            scale=scale,
+            scale=scale * cache.key_scale,
             enable_gqa=True,
         )
-        out[rows] = seen[0].transpose(0, 1)
+        out[rows] = seen[0].transpose(0, 1) * cache.value_scale
         start += q_len
     return out
 
@@ -197,7 +215,7 @@ def latent_store(q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: Laten
     rank, turned = len(norm.weight), 2 * angles.cos.shape[-1]
     latents = rms_norm(kv[:, :rank], norm.weight, norm.eps, norm.offset)
     keys = rotary(kv[:, None, rank:], angles.cos, angles.sin, angles.interleaved)[:, 0]
-    cache.rows.flatten(0, 1).index_copy_(0, slots, torch.cat((latents, keys), -1))
+    cache.rows.flatten(0, 1).index_copy_(0, slots, torch.cat((latents, keys), -1).to(cache.rows.dtype))
     plain = q.shape[-1] - turned
     return torch.cat((q[..., :plain], rotary(q[..., plain:], angles.cos, angles.sin, angles.interleaved)), -1)
 

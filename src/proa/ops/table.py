@@ -49,10 +49,16 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class KvPages:
-    """One layer's cache. keys, values: [pages, page_tokens, kv_heads, D]."""
+    """One layer's cache. keys, values: [pages, page_tokens, kv_heads, D], of the activations' type or float8_e4m3fn.
+
+    Scales are of float8, exact in float32. What is stored is value * (1 / scale) in float32, rounded to nearest; of
+    that, finite numbers beyond 448 become 448, others NaN.
+    """
 
     keys: Tensor
     values: Tensor
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     wish = _wish(asked, layers, len(case.spec.blocks))
     budget_bytes, vram_row = _usable(asked, gpu)
     page_tokens, kept = case.options.cache.page_tokens, _kept(case, gpu)
-    need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept)
+    need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
     vram = replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
     room = _room(case, layers, batch_tokens, gpu, budget_bytes)
     fitted = _reach(vram, gpu, _share(vram, layers, wish, room))

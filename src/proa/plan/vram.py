@@ -96,8 +96,9 @@ def graphs_bytes(spec: Model, max_running: int, simulated: bool) -> int:
 
 
 def vram_demand(
-    spec: Model, page_tokens: int, max_running: int, batch_tokens: int, simulated: bool, stored: Mapping[str, str]
-) -> Demand:
+    spec: Model, page_tokens: int, max_running: int, batch_tokens: int, simulated: bool, stored: Mapping[str, str],
+    kv_elem_bytes: int = BF16_BYTES,
+) -> Demand:  # fmt: skip
     """The demand on VRAM without routed experts, running steps of up to `batch_tokens`. `stored`: see `dense_form`."""
     experts = max((_routed_row_bytes(b.ffn) for b in spec.blocks if isinstance(b.ffn, Moe)), default=0)
     seen = [a.heads * (a.head_dim + 2) for a in spec.attention] + [
@@ -114,7 +115,7 @@ def vram_demand(
         + _linear_workspace_bytes(spec, stored),
         # Page tables: an int64 for each page of each running request.
         workspace_bytes_per_context_token=-(-8 * max_running // page_tokens),
-        page_bytes=page_tokens * spec.kv_bytes_per_token(BF16_BYTES),
+        page_bytes=page_tokens * spec.kv_bytes_per_token(kv_elem_bytes),
         page_tokens=page_tokens,
         states_bytes=max_running * spec.state_bytes_per_sequence(BF16_BYTES),
     )
