@@ -21,9 +21,10 @@ from torch import Tensor
 
 from proa.errors import WeightsError
 from proa.models.names import Declared
-from proa.native.fill import Fill, ReadError, fill
-from proa.native.formats import Format, layout
+from proa.native.fill import Fill, ReadError, StoredRows, fill
+from proa.native.formats import Format, Order, layout
 from proa.native.pool import Pool
+from proa.ops.staging import STORED
 from proa.ops.table import Sink, Target
 from proa.weights.checkpoint import Checkpoint
 from proa.weights.in_parts import in_parts
@@ -128,6 +129,7 @@ class _Copy:
         self._targets = targets
         self._progress = progress
         self._jobs: list[Fill] = []
+        self._read: list[Tensor] = []
         self._jobs_bytes = 0
         self._scales_bytes = 0
         self.done_bytes = 0
@@ -163,11 +165,11 @@ class _Copy:
         """Whether workers fill a parameter: there are any and they can."""
         if self._pool is None:
             return False
-        if source.col_step > 1:
+        plain = isinstance(target, Tensor)
+        if source.col_step > 1 and (plain or not source.transposed):
             return False
-        stored = rows.stored(source.tensor, source.first_row, source.first_col, source.transposed)
-        if stored is not None and source.row_step > 1:
-            stored = stored.every(source.row_step)
+        gathered = self._gather(rows, source) if source.col_step > 1 else None
+        stored = _stored(rows, source, gathered)
         if stored is None:
             return False
         if isinstance(target, Tensor):
@@ -181,11 +183,21 @@ class _Copy:
         for first, count, jobs in in_parts(target, stored, run):
             covered = first + count
             before, after = (nbytes * row // total for row in (first, covered))
-            self._hand_out(jobs, after - before, run)
+            self._hand_out(jobs, after - before, run, gathered)
         return covered > 0
 
-    def _hand_out(self, jobs: Sequence[Fill], nbytes: int, run: Callable[[], None]) -> None:
+    def _gather(self, rows: Rows, source: Source) -> Tensor:
+        """The source's rows in memory, their columns together: a strided copy here, so that workers can turn them."""
+        step = max(1, _CHUNK_BYTES // self._tensors[source.tensor].row_bytes)
+        starts = range(0, source.rows, step)
+        return torch.cat([_rectangle(rows, source, at, min(step, source.rows - at)).contiguous() for at in starts])
+
+    def _hand_out(
+        self, jobs: Sequence[Fill], nbytes: int, run: Callable[[], None], read: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """read: memory that the jobs read."""
         self._jobs += jobs
+        self._read += [] if read is None else [read]
         self._jobs_bytes += nbytes
         self._scales_bytes += max((job.rows.scales.nbytes for job in jobs if job.rows.scales), default=0)
         if self._jobs_bytes >= self._batch_bytes or self._scales_bytes >= self._most_scales_bytes:
@@ -205,6 +217,7 @@ class _Copy:
             self._flush()
         self.done_bytes += self._jobs_bytes
         self._jobs, self._jobs_bytes, self._scales_bytes = [], 0, 0
+        self._read = []
         self._progress(self.done_bytes, self._total_bytes)
 
     def _fill(self, rows: Rows, source: Source, target: Target) -> None:
@@ -258,6 +271,15 @@ class _Copy:
                 f"{theirs.file}: the config says that the head is the embedding, but {head.tensor} differs.",
                 "If the head is right, add --override-config tie_word_embeddings=false.",
             )
+
+
+def _stored(rows: Rows, source: Source, gathered: Tensor | None) -> StoredRows | None:
+    """Where workers find the source's rows; None where only `read` does. gathered: they are here."""
+    if gathered is not None:
+        kind, stride = STORED[gathered.dtype], gathered.stride(0) * gathered.itemsize
+        return StoredRows(kind, gathered.data_ptr(), stride, order=Order.TURNED)
+    stored = rows.stored(source.tensor, source.first_row, source.first_col, source.transposed)
+    return stored.every(source.row_step) if stored is not None and source.row_step > 1 else stored
 
 
 def _rectangle(rows: Rows, source: Source, first: int, count: int) -> Tensor:
