@@ -24,6 +24,7 @@ from proa.native.doorbell import (
 )  # fmt: skip
 from proa.native.pool import Pool
 from proa.native.weights import Experts
+from proa.ops.bell_block import Bell
 from proa.ops.triton import bell
 
 ANSWER_TIMEOUT_S = 1.0  # for an empty job at start
@@ -61,6 +62,9 @@ class GpuTransport:
 
     def pull(self, out: Tensor) -> None:
         self._way.pull(out)
+
+    def bell(self, layer: int) -> Bell | None:
+        return self._way.bell(layer)
 
     def check(self) -> None:
         self.doorbell.check()

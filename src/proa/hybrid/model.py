@@ -99,8 +99,10 @@ class HybridModel:
             self.co_fetch = CoFetch(reads, top_k)
         self._faults = FaultRecords(most_tokens, top_k, self._device)
         for number, (layer, residency) in enumerate(zip(self.layers, self.tables.residency, strict=True)):
-            device = parts.experts(layer.memory, residency, self._faults.of(number))
-            layer.bind(device, self.transport if layer.memory.cpu_computes else None)
+            transport = self.transport if layer.memory.cpu_computes else None
+            bell = None if transport is None else transport.bell(layer.layer)
+            device = parts.experts(layer.memory, replace(residency, bell=bell), self._faults.of(number))
+            layer.bind(device, transport)
         if not counted:
             return
         copiers = parts.copiers()

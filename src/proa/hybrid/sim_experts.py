@@ -12,6 +12,7 @@ from proa.hybrid.layer_memory import LayerMemory
 from proa.native.pool import Pool
 from proa.native.weights import Experts, Matrix, Piece, Rows, moe
 from proa.ops.added import Added
+from proa.ops.bell_block import Bell
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
 from proa.ops.residency import Located, Residency
 
@@ -53,7 +54,12 @@ class SimExperts:
         """x itself: the sum needs weights, so it is made at the end."""
         return x
 
+    def waits(self, x: Tensor) -> Bell | None:
+        return None
+
     def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor:
+        if isinstance(added.cpu, Bell):
+            raise TypeError("a CPU in a GPU's place does not wait at a bell")
         shared, gate = added.shared, added.shared_gate
         total = torch.zeros(x.shape, dtype=torch.float32) if added.cpu is None else added.cpu
         own = self._own(started, at, weights)

@@ -120,7 +120,7 @@ class CudaOps:
         weight = router.weight if isinstance(router, CudaLinear) and router.bias is None else None
         if residency is None or weight is None or not few:
             return self._in_steps(x, y, norm, router, slots, rule, residency)
-        out = _new_choice(x, rule.top_k)
+        out = _new_choice(x, rule.top_k, residency.bell is not None)
         choose.choose(x, y, norm, weight, slots, rule, residency, self._choice_space, out)
         return out.total, out.normed, Chosen(out.at.ids, out.weights, out.at)
 
@@ -147,11 +147,11 @@ class CudaOps:
         return out
 
 
-def _new_choice(x: Tensor, top_k: int) -> choose.Choice:
+def _new_choice(x: Tensor, top_k: int, handed_over: bool) -> choose.Choice:
     def pairs(dtype: torch.dtype) -> Tensor:
         return torch.empty(len(x), top_k, dtype=dtype, device=x.device)
 
-    at = Located(pairs(torch.int32), pairs(torch.int64), pairs(torch.int64), pairs(torch.int32))
+    at = Located(pairs(torch.int32), pairs(torch.int64), pairs(torch.int64), pairs(torch.int32), handed_over)
     total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     return choose.Choice(total, normed, pairs(torch.float32), at)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, layout
 from proa.native.weights import Activation
+from proa.ops.bell_block import Bell
 
 ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)
 
@@ -61,6 +62,7 @@ class Residency:
     cpu: Tensor  # int32 [E]: under which number the CPU has the expert; -1: the GPU's
     counts: Tensor | None = None  # int32 [E]: each choice of an expert is added here when it is located
     in_place: InPlace | None = None
+    bell: Bell | None = None  # who chooses experts may hand the CPU's over at once
 
 
 @dataclass(frozen=True)
@@ -71,3 +73,4 @@ class Located:
     up: Tensor  # int64, 0 where the GPU has nothing to do
     down: Tensor  # int64
     cpu: Tensor  # int32, -1 where the CPU has nothing to do
+    handed_over: bool = False  # the CPU's, to the CPU
