@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +23,7 @@ from proa.native.doorbell import (
     Service,
     Way,
     block_layout,
-)  # fmt: skip
+)
 from proa.native.pool import Pool
 from proa.native.weights import Experts
 from proa.ops.bell_block import Bell
@@ -44,12 +46,14 @@ class GpuTransport:
     ) -> None:  # fmt: skip
         layout = block_layout(size)
         memory = torch.zeros(layout.bytes, dtype=torch.uint8, pin_memory=True)
-        self.device, self.size = device, size
+        self.device, self.size, self._closed = device, size, False
         self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service, way)
         self._state = torch.zeros(bell.ROWS + size.most_tokens, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # the zeros are there before a step on any stream; the thread has a context
         self._way: GpuWay = make_way(way, memory, size, device, self._state, self.doorbell)
         torch.cuda.synchronize(device)
+        if way is Way.CALLS:  # what the driver has yet to call must be there when this process ends
+            atexit.register(_settle, weakref.ref(self))
 
     def arm(self) -> None:
         self.doorbell.arm()
@@ -112,6 +116,15 @@ class GpuTransport:
 
     def close(self) -> None:
         """Whatever still waits on the GPU is told of a failure, and is waited for."""
+        if self._closed:
+            return
+        self._closed = True
         self.doorbell.fail("The doorbell was closed.")
         torch.cuda.synchronize(self.device)
         self.doorbell.close()
+
+
+def _settle(transport: weakref.ref[GpuTransport]) -> None:
+    alive = transport()
+    if alive is not None:
+        alive.close()

@@ -61,7 +61,7 @@ from proa.native.doorbell import (
     Service,
     Way,
     block_layout,
-)  # fmt: skip
+)
 from proa.native.pool import Pool
 from proa.native.weights import Experts
 from proa.ops.bell_block import Bell, Block, check_pull, check_push, copied, views
