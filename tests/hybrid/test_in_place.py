@@ -62,8 +62,8 @@ def test_logits_with_experts_read_in_ram(inclusive: bool, spare: int, teams: int
 
 
 def test_steps_of_several_tokens(tmp_path: Path) -> None:
-    """Three sequences, each token with three of eight experts: the same logits as where the CPU has all that is missing.
-    It has less to do. Both round a row to bfloat16 once a layer, of sums in another order."""
+    """Three sequences, each token with three of eight experts: the same logits as where the CPU has all that is missing
+    in VRAM, and it has less to do. Both round a row to bfloat16 once a layer, of sums in another order."""
     folder, texts, kept = make_tiny("qwen3-moe", tmp_path), prompts([TOKENS] * 3), list[Kept]()
     with Pool([[0]], pin=False) as pool:
         alone = forced(load_split(folder, pool, Split(0.4), "sim", keep=kept), texts, [PROMPT] * 3)
