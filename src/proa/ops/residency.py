@@ -10,7 +10,6 @@ from torch import Tensor
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, layout
 from proa.native.weights import Activation
 
-IN_PLACE_PAIRS = 64  # choices of a step of few tokens
 ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)
 
 
@@ -39,6 +38,9 @@ class ExpertShape:
     @cached_property
     def down(self) -> Layout:
         return layout(self.down_form.format, self.hidden, self.width, self.down_form.group)
+
+
+IN_PLACE_PAIRS = 64  # choices of a step of few tokens
 
 
 @dataclass(frozen=True)

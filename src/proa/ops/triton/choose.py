@@ -17,7 +17,7 @@ from torch import Tensor
 
 from proa.ops.residency import Located, Residency
 from proa.ops.table import Norm, RouterRule
-from proa.ops.triton.locate import locate, places
+from proa.ops.triton.locate import places
 from proa.ops.triton.route import MOST_CHOSEN, MOST_EXPERTS, SOFTMAX, best_experts
 from proa.ops.triton.variant import Variant
 
@@ -99,8 +99,7 @@ def choose(
     space: ChoiceSpace, out: Choice,
 ) -> None:  # fmt: skip
     """total = x + y, normed = rms_norm(total); route's choice from normed @ router^T rounded to bfloat16, and where
-    `residency` says that it is. A kernel of its own looks where some of several rows' may be read in place, since
-    here a program knows its own row only.
+    `residency` says that it is.
 
     x, y bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS; router bfloat16 [E, N]; slots int64 [R]. Raises
     ValueError for other shapes and types.
@@ -108,19 +107,15 @@ def choose(
     _check(x, y, norm, router, slots, rule, out)
     rows, width = x.shape
     experts = len(router)
-    here = residency.in_place
+    here = residency.in_place if rows == 1 else None
     in_place = (here.up, here.down, here.share) if here else (None, None, None)
-    tables = (residency.up, residency.down, residency.cpu, residency.counts, *in_place)
-    later = here is not None and rows > 1
     if rows:
         _choose[(experts, rows)](
             x, y, norm.weight, router, slots, space.logits, space.arrived, out.total, out.normed, out.at.ids,
-            out.weights, *((None,) * len(tables) if later else tables), out.at.up, out.at.down, out.at.cpu,
-            x.stride(0), y.stride(0), router.stride(0), space.logits.stride(0), width,
+            out.weights, residency.up, residency.down, residency.cpu, residency.counts, *in_place, out.at.up,
+            out.at.down, out.at.cpu, x.stride(0), y.stride(0), router.stride(0), space.logits.stride(0), width,
             norm.eps, norm.offset, **_constants(experts, width, rule), num_warps=_WARPS,
         )  # fmt: skip
-    if later:
-        locate(out.at.ids, residency, out.at)
 
 
 def _constants(experts: int, width: int, rule: RouterRule) -> dict[str, object]:
@@ -168,14 +163,7 @@ def variants() -> Iterator[Variant]:
         (128, 2048, RouterRule(8, True), {}),
         (512, 2048, RouterRule(10, True), {"counts": "*i32"} | in_place),
         (1024, 8192, RouterRule(32, False), {"counts": "*i32"}),
-        (128, 2048, RouterRule(8, True), None),
     ):
-        if more is None:  # where they are is looked up later
-            tables = ("up_table", "down_table", "cpu_table", "counts", *in_place)
-            left = {name: kind for name, kind in types.items() if name not in tables}
-            constants = _constants(experts, width, rule) | dict.fromkeys(tables)
-            yield Variant(_choose, left, constants, warps=_WARPS, aligned=aligned)
-            continue
         absent = dict.fromkeys(name for name in ("counts", *in_place) if name not in more)
         constants = _constants(experts, width, rule) | absent
         yield Variant(_choose, types | more, constants, warps=_WARPS, aligned=aligned)
