@@ -125,7 +125,8 @@ def test_what_the_gpu_reads_in_ram_counts_as_read_from_ram() -> None:
     alone = even_bytes(TINY_SPEC, fetching, 1, 100, cpu_bytes=1.0)
     missed = 2 * 2 * TINY_EXPERT_BYTES - alone.resident
     assert alone.cpu == pytest.approx(missed)
-    assert even_bytes(TINY_SPEC, fetching, 2, 100, 1.0).cpu == 1.0, "nothing is fetched for several"
+    two = even_bytes(TINY_SPEC, fetching, 2, 100, cpu_bytes=1.0)
+    assert two.cpu == pytest.approx(2 * 8 * (1 - 0.75**2) * TINY_EXPERT_BYTES - two.resident)
 
 
 COUNTED = {"steps": 4, "expert_looks": 6, "expert_choices": 16, "expert_hits": 12, "expert_hit_bytes": 400,

@@ -14,7 +14,7 @@ from proa.native.weights import Experts, Matrix, Piece, Rows, moe
 from proa.ops.added import Added
 from proa.ops.bell_block import Bell
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
-from proa.ops.residency import Located, Residency
+from proa.ops.residency import IN_PLACE_PAIRS, Located, Residency
 
 LANE = 1  # of the pool: the doorbell's jobs have the other
 
@@ -26,10 +26,12 @@ def locate(ids: Tensor, residency: Residency) -> Located:
         residency.counts.add_(torch.bincount(found[real], minlength=len(residency.counts)))
     up, down = (torch.where(real, of[found], 0) for of in (residency.up, residency.down))
     cpu = torch.where(real, residency.cpu[found], -1).to(torch.int32)
-    if (here := residency.in_place) is not None and len(ids) == 1:
+    if (here := residency.in_place) is not None and ids.numel() <= IN_PLACE_PAIRS:
         missing = (cpu >= 0) & (here.up[found] != 0)
-        misses = int(missing.sum())
-        fetched = missing & (missing.cumsum(1) > misses - int(here.share[misses]))
+        chosen = torch.bincount(found[missing], minlength=len(residency.up))
+        alone = missing & (chosen[found] == 1)
+        kept = int(alone.sum()) - int(here.share[int((chosen > 0).sum())])
+        fetched = alone & (alone.flatten().cumsum(0).view(alone.shape) > kept)
         up, down = (torch.where(fetched, of[found], at) for of, at in ((here.up, up), (here.down, down)))
         cpu = torch.where(fetched, -1, cpu)
     return Located(ids, up, down, cpu)

@@ -5,6 +5,7 @@ the current stream, without waiting for anything: a CUDA graph can hold them. Ne
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from proa.ops.triton import attention, best, choose, delta, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
 from proa.ops.triton.gated import silu_mul
+from proa.ops.triton.locate import locate
 
 
 class CudaOps:
@@ -120,8 +122,13 @@ class CudaOps:
         weight = router.weight if isinstance(router, CudaLinear) and router.bias is None else None
         if residency is None or weight is None or not few:
             return self._in_steps(x, y, norm, router, slots, rule, residency)
-        out = _new_choice(x, rule.top_k, residency.bell is not None)
-        choose.choose(x, y, norm, weight, slots, rule, residency, self._choice_space, out)
+        fetched = residency.in_place is not None and len(x) > 1
+        # that kernel's programs know a row each, but who is alone with an expert takes all rows
+        here = replace(residency, counts=None, bell=None) if fetched else residency
+        out = _new_choice(x, rule.top_k, here.bell is not None)
+        choose.choose(x, y, norm, weight, slots, rule, here, self._choice_space, out)
+        if fetched:
+            locate(out.at.ids, residency, out.at)
         return out.total, out.normed, Chosen(out.at.ids, out.weights, out.at)
 
     def best(self, logits: Tensor) -> Tensor:

@@ -41,16 +41,21 @@ class ExpertShape:
         return layout(self.down_form.format, self.hidden, self.width, self.down_form.group)
 
 
+IN_PLACE_PAIRS = 64  # choices of a step of few tokens
+
+
 @dataclass(frozen=True)
 class InPlace:
     """Where the GPU can read experts of the CPU in RAM, over the bus, and how many of them it should.
 
-    Of a step of one token alone: of the m choices that are the CPU's and have an address here, the last share[m].
+    Of a step of up to IN_PLACE_PAIRS choices: where m experts are chosen that are the CPU's and have an address here,
+    share[m] of them, the last ones that one token alone has chosen. Others stay with the CPU: an expert is somebody's
+    for all its tokens, and the bus would be crossed by each choice.
     """
 
     up: Tensor  # int64 [E]: address of gate and up in RAM; 0: the GPU cannot read it
     down: Tensor  # int64 [E]
-    share: Tensor  # int32 [k + 1]
+    share: Tensor  # int32 [IN_PLACE_PAIRS + 1]
 
 
 @dataclass(frozen=True)
