@@ -23,6 +23,7 @@ from proa.ops.table import (
     Norm,
     Parameters,
     RecurrentState,
+    RouterRule,
 )
 
 
@@ -166,9 +167,9 @@ class NativeRun:
         self._run(recorder)
         return y.clone()
 
-    def route(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
         recorder, ops = self._record(len(logits))
-        ids, weights = ops.route(logits, slots, top_k, renormalise)
+        ids, weights = ops.route(logits, slots, rule)
         self._run(recorder)
         return ids.long(), weights.clone()
 

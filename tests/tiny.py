@@ -37,6 +37,16 @@ _BASE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_V3: dict[str, Any] = {
+    "head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+_GLM: dict[str, Any] = {**_V3, "rope_parameters": {**_V3["rope_parameters"], "partial_rotary_factor": 0.5}}
 _YARN = _rope(1e4, "yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=32.0, beta_slow=1.0)
 _LLAMA3 = _rope(
     5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
@@ -105,6 +115,18 @@ TINY: dict[str, TinyModel] = {
         rope_parameters=_rope(1e7, partial_rotary_factor=0.25),
         **_MOE,
     ),
+    "glm4-moe": _model("Glm4MoeForCausalLM", attention_bias=True, use_qk_norm=True, **_GLM),
+    "glm4-moe-groups": _model(
+        "Glm4MoeForCausalLM", n_group=4, topk_group=2, routed_scaling_factor=1.0, use_qk_norm=False, **_GLM
+    ),
+    "dots1": _model("Dots1ForCausalLM", n_shared_experts=2, sliding_window=None, **_V3),
+    "minimax-m2": _model(
+        "MiniMaxM2ForCausalLM",
+        head_dim=32,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        rope_parameters=_rope(5e6, partial_rotary_factor=0.5),
+    ),
     "mixtral": _model(
         "MixtralForCausalLM",
         num_local_experts=8,
@@ -125,6 +147,7 @@ TINY: dict[str, TinyModel] = {
 # Latents, keys and values of heads are of different widths.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
+    "q_lora_rank": 40,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 8,
@@ -133,25 +156,31 @@ _LATENT: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
+    "rope_parameters": {
+        **_rope(1e4, "yarn", factor=40.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0),
+        "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+    },
 }
-_DEEPSEEK_YARN = {
-    **_rope(1e4, "yarn", factor=40.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0),
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
-}
-TINY["deepseek-v2-lite"] = _model(
-    "DeepseekV2ForCausalLM", **{**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
-    topk_method="greedy", norm_topk_prob=False, routed_scaling_factor=1.0, rope_parameters=_DEEPSEEK_YARN,
-)  # fmt: skip
-TINY["deepseek-v2-q"] = _model(
-    "DeepseekV2ForCausalLM", **{**_LATENT, "q_lora_rank": 40, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
-    topk_method="greedy", norm_topk_prob=False, routed_scaling_factor=1.0, rope_parameters=_rope(1e4),
-)  # fmt: skip
+TINY |= {
+    "deepseek-v2": _model(
+        "DeepseekV2ForCausalLM", n_shared_experts=1, n_group=4, topk_group=2, topk_method="group_limited_greedy",
+        norm_topk_prob=False, routed_scaling_factor=4.0, **_LATENT,
+    ),
+    "deepseek-v2-lite": _model(
+        "DeepseekV2ForCausalLM", n_shared_experts=2, n_group=1, topk_group=1, topk_method="greedy",
+        norm_topk_prob=False, routed_scaling_factor=1.0, **{**_LATENT, "q_lora_rank": None},
+    ),
+    "deepseek-v3": _model(
+        "DeepseekV3ForCausalLM", n_shared_experts=1, n_group=4, topk_group=2, norm_topk_prob=True,
+        routed_scaling_factor=2.5, num_mtp_layers=0, **{**_LATENT, "rope_parameters": _rope(1e4)},
+    ),
+}  # fmt: skip
 
 
 def tiny_reference(name: str, seed: int = 0, **overrides: Any) -> Any:
     """A transformers model in float32 and eval mode; every 1-D tensor is perturbed, so that a norm or bias
-    that is not applied shows in the logits. `overrides` replace config keys."""
+    that is not applied shows in the logits, and a correction chooses. `overrides` replace config keys."""
     architecture, config = TINY[name]
     model_class = getattr(transformers, architecture)
     settings = model_class.config_class(**{**config, **overrides, "dtype": "float32"})
@@ -159,7 +188,8 @@ def tiny_reference(name: str, seed: int = 0, **overrides: Any) -> Any:
     model = model_class(settings).float().eval()
     noise = torch.Generator().manual_seed(seed + 7)
     with torch.no_grad():
-        for parameter in model.parameters():
+        corrections = (t for name, t in model.named_buffers() if name.endswith("e_score_correction_bias"))
+        for parameter in (*model.parameters(), *corrections):
             if parameter.dim() <= 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise))
     return model
@@ -194,7 +224,7 @@ def reference_params(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-_VECTORS = {"A_log": "a_log"}
+_VECTORS = {"A_log": "a_log", "e_score_correction_bias": "correction"}
 _OUTER = {"embed_tokens": "embed", "norm": "norm", "lm_head": "head"}
 _INNER = {
     "input_layernorm": "norm1",
@@ -203,12 +233,13 @@ _INNER = {
     **{f"self_attn.{p}_norm": f"mixer.{p}_norm" for p in "qk"},
     **{f"mlp.{p}_proj": f"ffn.{p}" for p in ("gate", "up", "down")},
     "mlp.gate": "ffn.router",
+    "mlp": "ffn.router",  # MiniMax's correction
     **{f"mlp.shared_expert.{p}_proj": f"ffn.shared.{p}" for p in ("gate", "up", "down")},
+    **{f"mlp.shared_experts.{p}_proj": f"ffn.shared.{p}" for p in ("gate", "up", "down")},
     "mlp.shared_expert_gate": "ffn.shared_gate",
     **{f"self_attn.{p}_proj": f"mixer.{p}" for p in ("q_a", "q_b", "kv_b")},
     "self_attn.kv_a_proj_with_mqa": "mixer.kv_a",
     **{f"self_attn.{p}_layernorm": f"mixer.{p}_norm" for p in ("q_a", "kv_a")},
-    **{f"mlp.shared_experts.{p}_proj": f"ffn.shared.{p}" for p in ("gate", "up", "down")},
     "linear_attn": "mixer",
     **{f"linear_attn.in_proj_{p}": f"mixer.{p}" for p in ("qkvz", "ba")},
     "linear_attn.conv1d": "mixer.conv",

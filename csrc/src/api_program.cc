@@ -194,14 +194,23 @@ int proa_program_add_rotary(proa_program* program, void* x, int64_t x_stride, co
     });
 }
 
-int proa_program_add_route(proa_program* program, const void* logits, int64_t stride, int wide, int64_t experts,
-                           int64_t top_k, int renormalise, int32_t* ids, float* weights) {
+int proa_program_add_route(proa_program* program, const void* logits, int64_t stride, int wide,
+                           const proa_router_rule* rule, int32_t* ids, float* weights) {
     return add(program, [&] {
-        check_width(experts, "A number of experts");
-        require(top_k >= 1 && top_k <= experts, "top_k is between 1 and the number of experts.");
+        require(rule, "The rule is a null pointer.");
+        check_width(rule->experts, "A number of experts");
+        for (const int64_t count : {rule->top_k, rule->groups, rule->kept, rule->best_of})
+            require(count >= 1 && count <= rule->experts, "Counts of a rule are between 1 and the number of experts.");
         require(ids && weights, "A null pointer where experts are written.");
-        rows_in(logits, stride, experts);
-        return proa::Route{logits, stride, wide != 0, int(experts), int(top_k), renormalise != 0, ids, weights};
+        rows_in(logits, stride, rule->experts);
+        return proa::Route{logits,
+                           stride,
+                           wide != 0,
+                           proa::RouterRule{int(rule->experts), int(rule->top_k), rule->sigmoids != 0,
+                                            rule->renormalise != 0, int(rule->groups), int(rule->kept),
+                                            int(rule->best_of), rule->scale, rule->epsilon, rule->correction},
+                           ids,
+                           weights};
     });
 }
 

@@ -121,18 +121,19 @@ void place(const WriteKv& op, int first, int last, const std::byte*) {
     }
 }
 
-// More than the results take: the time is in reading the logits.
-size_t row_bytes(const Route& op) { return size_t(std::max(op.experts, op.top_k)) * 8; }
+// The results, then keys of one row; and as much again, for the time is in reading the logits.
+size_t row_bytes(const Route& op) { return size_t(op.rule.top_k) * 8 + size_t(round_up(op.rule.experts, 16)) * 8; }
 void compute(const Route& op, const Kernels& k, int first, int last, std::byte* scratch) {
     int32_t* ids = reinterpret_cast<int32_t*>(scratch);
-    float* weights = reinterpret_cast<float*>(ids + size_t(last - first) * size_t(op.top_k));
+    const size_t count = size_t(last - first) * size_t(op.rule.top_k);
+    float* weights = reinterpret_cast<float*>(ids + count);
+    float* keys = weights + count;
     const int64_t bytes = op.stride * (op.wide ? 4 : 2);
-    for (int row = first; row < last; ++row, ids += op.top_k, weights += op.top_k)
-        k.route_row(row_of(static_cast<const char*>(op.logits), bytes, row), op.wide, op.experts, op.top_k,
-                    op.renormalise, ids, weights);
+    for (int row = first; row < last; ++row, ids += op.rule.top_k, weights += op.rule.top_k)
+        k.route_row(row_of(static_cast<const char*>(op.logits), bytes, row), op.wide, op.rule, keys, ids, weights);
 }
 void place(const Route& op, int first, int last, const std::byte* scratch) {
-    const size_t count = size_t(last - first) * size_t(op.top_k), begin = size_t(first) * size_t(op.top_k);
+    const size_t count = size_t(last - first) * size_t(op.rule.top_k), begin = size_t(first) * size_t(op.rule.top_k);
     std::memcpy(op.ids + begin, scratch, count * sizeof(int32_t));
     std::memcpy(op.weights + begin, scratch + count * sizeof(int32_t), count * sizeof(float));
 }
@@ -318,9 +319,16 @@ void check(const WriteKv& op) {
 }
 
 void check(const Route& op) {
-    check_size(op.experts, kMostExperts, "The number of experts");
-    check_size(op.top_k, op.experts, "The experts of a token");
-    check_rows(op.logits, op.stride, op.experts, "The logits");
+    const RouterRule& rule = op.rule;
+    check_size(rule.experts, kMostExperts, "The number of experts");
+    check_size(rule.top_k, rule.experts, "The experts of a token");
+    check_size(rule.groups, std::min(rule.experts, kMostExpertGroups), "The groups of experts");
+    check_size(rule.kept, rule.groups, "The groups that are kept");
+    const int size = rule.experts / rule.groups;
+    require(size * rule.groups == rule.experts, "The number of experts is a multiple of that of their groups.");
+    check_size(rule.best_of, std::min(size, 2), "The experts that speak for a group");
+    require(rule.top_k <= rule.kept * size, "The groups that are kept have fewer experts than a token takes.");
+    check_rows(op.logits, op.stride, rule.experts, "The logits");
     require(op.ids && op.weights, "Ids or weights are a null pointer.");
 }
 

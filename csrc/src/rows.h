@@ -99,15 +99,14 @@ struct WriteKv {
     RowsNow now{};
 };
 
-// The softmax of the logits and its top_k, best first; of equal ones the lower id comes first.
+// The experts that a rule chooses by the logits, best first.
 struct Route {
     const void* logits;  // bfloat16 rows, float32 if wide
     int64_t stride;
     bool wide;
-    int experts, top_k;
-    bool renormalise;  // weights sum to 1
-    int32_t* ids;      // [rows][top_k]
-    float* weights;    // [rows][top_k]
+    RouterRule rule;
+    int32_t* ids;    // [rows][top_k]
+    float* weights;  // [rows][top_k]
     RowsNow now{};
 };
 

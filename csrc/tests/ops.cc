@@ -196,10 +196,9 @@ struct Routed {
     std::vector<int32_t> ids;
     std::vector<float> weights;
 
-    Routed(proa::Host& host, const void* logits, bool wide, int rows, int experts, int top_k, bool renormalise)
-        : ids(size_t(rows * top_k), -7), weights(ids.size()) {
-        const proa::Route op{logits, experts, wide, experts, top_k, renormalise, ids.data(), weights.data()};
-        run_once(op, host, rows);
+    Routed(proa::Host& host, const void* logits, bool wide, int rows, const proa::RouterRule& rule)
+        : ids(size_t(rows * rule.top_k), -7), weights(ids.size()) {
+        run_once(proa::Route{logits, rule.experts, wide, rule, ids.data(), weights.data()}, host, rows);
     }
     std::vector<uint16_t> bits() const {
         std::vector<uint16_t> out(ids.size() * 4);
@@ -209,8 +208,35 @@ struct Routed {
     }
 };
 
-void route_is_right(int rows, int experts, int top_k, bool wide, bool renormalise, Random& random) {
-    const size_t count = size_t(rows) * size_t(experts);
+// Scores of a row in float64.
+std::vector<double> scores_of(const float* x, const proa::RouterRule& rule) {
+    std::vector<double> scores(static_cast<size_t>(rule.experts));
+    const double most = *std::max_element(x, x + rule.experts);
+    double total = 0;
+    for (int e = 0; e < rule.experts; ++e) total += std::exp(x[e] - most);
+    for (int e = 0; e < rule.experts; ++e)
+        scores[size_t(e)] = rule.sigmoids ? 1 / (1 + std::exp(-double(x[e]))) : std::exp(x[e] - most) / total;
+    return scores;
+}
+
+// Which experts may be chosen: those of the groups with the largest sums of their best.
+std::vector<bool> kept_of(const std::vector<double>& keys, const proa::RouterRule& rule) {
+    const int size = rule.experts / rule.groups;
+    std::vector<std::pair<double, int>> merits;
+    for (int g = 0; g < rule.groups; ++g) {
+        std::vector<double> group(keys.begin() + g * size, keys.begin() + (g + 1) * size);
+        std::sort(group.rbegin(), group.rend());
+        merits.push_back({-std::accumulate(group.begin(), group.begin() + rule.best_of, 0.0), g});
+    }
+    std::sort(merits.begin(), merits.end());
+    std::vector<bool> kept(keys.size(), false);
+    for (int g = 0; g < rule.kept; ++g) std::fill_n(kept.begin() + merits[size_t(g)].second * size, size, true);
+    return kept;
+}
+
+// Ids as float64 has them, but for keys that rounding makes equal; weights are those of the ids.
+void route_is_right(int rows, const proa::RouterRule& rule, bool wide, Random& random) {
+    const size_t count = size_t(rows) * size_t(rule.experts);
     std::vector<float> logits = random.floats(count, 2);
     std::vector<uint16_t> narrow(count);  // with many ties
     for (size_t i = 0; i < count; ++i) {
@@ -219,42 +245,104 @@ void route_is_right(int rows, int experts, int top_k, bool wide, bool renormalis
     }
     on_everything([&](proa::Host& host) {
         const void* data = wide ? static_cast<const void*>(logits.data()) : narrow.data();
-        const Routed got(host, data, wide, rows, experts, top_k, renormalise);
+        const Routed got(host, data, wide, rows, rule);
         for (int row = 0; row < rows; ++row) {
-            const float* x = logits.data() + row * experts;
-            std::vector<int> order(static_cast<size_t>(experts));
+            const float* x = logits.data() + row * rule.experts;
+            const std::vector<double> scores = scores_of(x, rule);
+            std::vector<double> keys = scores;
+            for (int e = 0; rule.correction && e < rule.experts; ++e) keys[size_t(e)] += double(rule.correction[e]);
+            const std::vector<bool> kept = kept_of(keys, rule);
+            std::vector<int> order(static_cast<size_t>(rule.experts));
             std::iota(order.begin(), order.end(), 0);
-            std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return x[a] > x[b]; });
-            double total = 0, chosen = 0;
-            for (int e = 0; e < experts; ++e) total += std::exp(double(x[e]) - x[order[0]]);
-            for (int k = 0; k < top_k; ++k) chosen += std::exp(double(x[order[size_t(k)]]) - x[order[0]]);
-            for (int k = 0; k < top_k; ++k) {
-                const size_t at = size_t(row * top_k + k);
-                CHECK(got.ids[at] == order[size_t(k)]);
-                const double below = double(x[order[size_t(k)]]) - x[order[0]];
-                const double want = std::exp(below) / (renormalise ? chosen : total);
-                CHECK(within(got.weights[at], want, want * (experts + top_k + 16 + 2 * -below) * kEps32));
+            std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+                return kept[size_t(a)] != kept[size_t(b)] ? kept[size_t(a)] : keys[size_t(a)] > keys[size_t(b)];
+            });
+            double chosen = 0, span = 0;
+            for (int e = 0; e < rule.experts; ++e) span = std::max(span, 2 * std::abs(double(x[e])));
+            const double off = (rule.experts + rule.top_k + 20 + 2 * span) * kEps32;  // of a score
+            for (int k = 0; k < rule.top_k; ++k) chosen += scores[size_t(got.ids[size_t(row * rule.top_k + k)])];
+            for (int k = 0; k < rule.top_k; ++k) {
+                const size_t at = size_t(row * rule.top_k + k);
+                const size_t e = size_t(got.ids[at]), best = size_t(order[size_t(k)]);
+                const double apart = std::abs(keys[e] - keys[best]), room = 2 * off + 2 * kEps32 * std::abs(keys[e]);
+                CHECK(e == best || (apart > 0 && apart <= room && kept[e]));
+                const double divisor = rule.renormalise ? chosen + double(rule.epsilon) : 1;
+                const double want = scores[e] / divisor * double(rule.scale);
+                CHECK(within(got.weights[at], want, want * off));
             }
         }
         return got.bits();
     });
 }
 
+void all_rules_are_right(Random& random) {
+    const std::vector<float> bias = random.floats(512, 0.3f);
+    for (const bool wide : {false, true})
+        for (const bool renormalise : {false, true}) {
+            for (const auto& [rows, experts, top_k] :
+                 {std::array{1, 8, 1}, {9, 13, 4}, {3, 512, 10}, {400, 128, 8}, {2, 16, 16}})
+                for (const float* correction : {static_cast<const float*>(nullptr), bias.data()})
+                    for (const bool sigmoids : {false, true})
+                        route_is_right(rows, {experts, top_k, sigmoids, renormalise, 1, 1, 1, 2.5f, 1e-20f, correction},
+                                       wide, random);
+            route_is_right(9, {160, 6, false, renormalise, 8, 3, 1, 16, 0, nullptr}, wide, random);
+            route_is_right(9, {256, 8, true, renormalise, 8, 4, 2, 2.5f, 1e-20f, bias.data()}, wide, random);
+            route_is_right(5, {12, 5, true, renormalise, 4, 2, 2, 1, 0.5f, bias.data()}, wide, random);
+        }
+}
+
+void of_equal_groups_the_first_are_kept() {
+    const std::vector<float> logits(12, 0.5f);
+    on_everything([&](proa::Host& host) {
+        const Routed got(host, logits.data(), true, 1, {12, 4, true, true, 4, 2, 2, 1, 0, nullptr});
+        CHECK((got.ids == std::vector<int32_t>{0, 1, 2, 3}));
+        return got.bits();
+    });
+}
+
 void strange_logits_crash_nothing() {
     const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
-    const std::vector<std::vector<float>> strange = {{nan, nan, nan, nan, nan},
-                                                     {1, nan, 2, -infinity, nan},
-                                                     {infinity, infinity, 0, nan, 1},
-                                                     {-infinity, -infinity, -infinity, -infinity, -infinity}};
+    const std::vector<std::vector<float>> strange = {{nan, nan, nan, nan, nan, nan},
+                                                     {1, nan, 2, -infinity, nan, 0},
+                                                     {infinity, infinity, 0, nan, 1, 0},
+                                                     {-infinity, -infinity, -infinity, -infinity, -infinity, 0}};
+    const float correction[6] = {0, 0, 0, 0, 0, nan};
     for (const std::vector<float>& logits : strange)
-        on_everything([&](proa::Host& host) {
-            const Routed got(host, logits.data(), true, 1, 5, 4, true);
-            std::vector<int32_t> ids = got.ids;
-            std::sort(ids.begin(), ids.end());
-            CHECK(std::unique(ids.begin(), ids.end()) == ids.end() && ids[0] >= 0 && ids[3] < 5);
-            for (float weight : got.weights) CHECK(std::isnan(weight));  // as in the reference
-            return std::vector<uint16_t>(got.ids.begin(), got.ids.end());
-        });
+        for (const int groups : {1, 3})
+            for (const bool sigmoids : {false, true})
+                on_everything([&](proa::Host& host) {
+                    const float* of_last = logits[5] == 0 && logits[0] == -infinity ? correction : nullptr;
+                    const proa::RouterRule rule{6, 4, sigmoids, true, groups, groups - groups / 3, 1, 1, 0, of_last};
+                    const Routed got(host, logits.data(), true, 1, rule);
+                    std::vector<int32_t> ids = got.ids;
+                    std::sort(ids.begin(), ids.end());
+                    CHECK(std::unique(ids.begin(), ids.end()) == ids.end() && ids[0] >= 0 && ids[3] < 6);
+                    for (float weight : got.weights) CHECK(std::isnan(weight));  // as in the reference
+                    return std::vector<uint16_t>(got.ids.begin(), got.ids.end());
+                });
+}
+
+void infinite_logits_have_sigmoids() {
+    const float infinity = std::numeric_limits<float>::infinity();
+    const std::vector<float> logits = {-infinity, infinity, 0};
+    on_everything([&](proa::Host& host) {
+        const Routed got(host, logits.data(), true, 1, {3, 3, true, false, 1, 1, 1, 1, 0, nullptr});
+        CHECK((got.ids == std::vector<int32_t>{1, 2, 0}));
+        CHECK(got.weights[0] == 1 && got.weights[1] == 0.5f && got.weights[2] < 1e-37f);
+        return got.bits();
+    });
+}
+
+void wrong_rules_are_refused() {
+    float logits[16] = {}, weights[16];
+    int32_t ids[16];
+    const auto refused = [&](const proa::RouterRule& rule) {
+        is_refused([&] { check(proa::Route{logits, 16, true, rule, ids, weights}); });
+    };
+    for (const auto& [groups, kept, best_of] : {std::array{3, 2, 1}, {4, 5, 1}, {4, 1, 1}, {8, 4, 3}, {16, 8, 2}})
+        refused({16, 6, true, true, groups, kept, best_of, 1, 0, nullptr});
+    refused({16, 17, true, true, 1, 1, 1, 1, 0, nullptr});
+    check(proa::Route{logits, 16, true, {16, 6, true, true, 4, 2, 2, 1, 0, nullptr}, ids, weights});
 }
 
 // The best of every row, wherever it stands; the lowest of equals; -1 for rows with a value that is not finite.
@@ -299,14 +387,10 @@ int main() {
     embed_copies_rows(random);
     numbers_out_of_range_are_refused();
     wrong_shapes_are_refused();
-    for (const bool wide : {false, true})
-        for (const bool renormalise : {false, true}) {
-            route_is_right(1, 8, 1, wide, renormalise, random);
-            route_is_right(9, 13, 4, wide, renormalise, random);
-            route_is_right(3, 512, 10, wide, renormalise, random);
-            route_is_right(400, 128, 8, wide, renormalise, random);
-            route_is_right(2, 16, 16, wide, renormalise, random);
-        }
+    all_rules_are_right(random);
+    of_equal_groups_the_first_are_kept();
+    infinite_logits_have_sigmoids();
+    wrong_rules_are_refused();
     strange_logits_crash_nothing();
     for (const int width : {1, 15, 16, 1023, 1024, 1025, 49152})
         best_is_right(1, width, random), best_is_right(13, width, random);

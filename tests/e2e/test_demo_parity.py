@@ -25,6 +25,7 @@ from proa.layers.moe import Moe
 from proa.native.pool import Pool
 from proa.ops.choose import in_steps
 from proa.ops.reference import route
+from proa.ops.table import RouterRule
 
 pytestmark = pytest.mark.demo
 
@@ -90,14 +91,14 @@ def _follow(model: Decoder, reference: Any) -> tuple[dict[int, Tensor], list[flo
         layer.mlp.gate.register_forward_hook(lambda _m, _x, out, i=i: chosen.__setitem__(i, out[-1]))
         assert isinstance(block.ffn, Moe)
 
-        def follow(logits: Tensor, slots: Tensor, top_k: int, renormalise: bool, i: int = i) -> tuple[Tensor, Tensor]:
-            ids, _ = route(logits, slots, top_k, renormalise)
+        def follow(logits: Tensor, slots: Tensor, rule: RouterRule, i: int = i) -> tuple[Tensor, Tensor]:
+            ids, _ = route(logits, slots, rule)
             probs, theirs = torch.softmax(logits.float(), -1), chosen[i]
             for row in torch.nonzero((ids.sort().values != theirs.sort().values).any(-1))[:, 0]:
                 own, other = (probs[row, t[row]].min() for t in (ids, theirs))
                 flips.append(float(own - other))
             weights = probs.gather(-1, theirs)
-            return theirs, weights / weights.sum(-1, keepdim=True) if renormalise else weights
+            return theirs, weights / weights.sum(-1, keepdim=True) if rule.router.renormalise else weights
 
         block.ffn._ops = replace(block.ffn._ops, choose=in_steps(block.ffn._ops.add_norm, follow))
     return chosen, flips

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from proa.errors import ConfigError
 from proa.models.families import declare
-from proa.models.spec import Attention, GatedDeltaNet, Mlp, Model, Moe, RopeScaling
+from proa.models.spec import Attention, ExpertGroups, GatedDeltaNet, Mlp, Model, Moe, RopeScaling, Router
 
 SHAPES: dict[str, Any] = {
     "hidden_size": 64,
@@ -25,6 +26,14 @@ _QWEN3: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
+}
+_V3: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
 }
 # What each architecture needs beyond SHAPES.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -43,6 +52,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 32,
     },
+    "Glm4MoeForCausalLM": {**_V3, "partial_rotary_factor": 1.0},
+    "Dots1ForCausalLM": _V3,
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e4},
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False},
 }
 
@@ -99,6 +111,21 @@ def test_refused_by_every_family(architecture: str, values: dict[str, Any], mess
     [
         ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "only 8 experts"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not implemented"),
+        ("Glm4MoeForCausalLM", {"num_experts_per_tok": 9}, "9 of them for a token"),
+        ("Glm4MoeForCausalLM", {"n_group": 3}, "n_group 3"),
+        ("Glm4MoeForCausalLM", {"n_group": 8, "topk_group": 4}, "n_group 8"),
+        ("Glm4MoeForCausalLM", {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}, "topk_group 1"),
+        ("Glm4MoeForCausalLM", {"first_k_dense_replace": None}, "'first_k_dense_replace' is missing"),
+        ("Glm4MoeForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not implemented"),
+        ("Dots1ForCausalLM", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not implemented"),
+        ("Dots1ForCausalLM", {"topk_method": "greedy"}, "topk_method = 'greedy' is not implemented"),
+        ("Dots1ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, "no window to slide"),
+        ("Dots1ForCausalLM", {"layer_types": ["full_attention"] * 3, "sliding_window": 8}, "layer_types"),
+        ("MiniMaxM2ForCausalLM", {"rotary_dim": 8, "head_dim": 16, "partial_rotary_factor": 1.0}, "rotary_dim is 8"),
+        ("MiniMaxM2ForCausalLM", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
+        ("MiniMaxM2ForCausalLM", {"use_routing_bias": False}, "use_routing_bias"),
+        ("MiniMaxM2ForCausalLM", {"shared_intermediate_size": 32}, "shared_intermediate_size"),
+        ("MiniMaxM2ForCausalLM", {"layernorm_mlp_alpha": 3.5}, "layernorm_mlp_alpha"),
         ("Qwen3NextForCausalLM", {"linear_num_value_heads": 3}, "3 value heads .* not a multiple of 2 key heads"),
         ("Qwen3NextForCausalLM", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2"),
         ("Qwen3NextForCausalLM", {"use_sliding_window": True}, "use_sliding_window = True is not implemented"),
@@ -269,6 +296,60 @@ def test_layers_of_full_and_linear_attention(values: dict[str, Any], full: list[
     assert {block.mixer for i, block in enumerate(blocks) if i not in full} == {GatedDeltaNet(64, 2, 4, 16, 32, 4)}
 
 
+V3_ROUTER = Router("sigmoid", True, correction=True, scale=2.5, epsilon=1e-20)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "router"),
+    [
+        ("Glm4MoeForCausalLM", {}, V3_ROUTER),
+        ("Glm4MoeForCausalLM", {"n_group": 4, "topk_group": 4}, V3_ROUTER),
+        ("Glm4MoeForCausalLM", {"n_group": 4, "topk_group": 2}, replace(V3_ROUTER, groups=ExpertGroups(4, 2, 2))),
+        ("Dots1ForCausalLM", {"norm_topk_prob": False}, replace(V3_ROUTER, renormalise=False)),
+        ("Dots1ForCausalLM", {"scoring_func": "noaux_tc", "topk_method": "noaux_tc"}, V3_ROUTER),
+        ("MiniMaxM2ForCausalLM", {}, Router("sigmoid", True, correction=True)),
+        ("Qwen3MoeForCausalLM", {}, Router("softmax", True)),
+    ],
+)
+def test_routers(architecture: str, values: dict[str, Any], router: Router) -> None:
+    ffn = spec_of(architecture, **values).blocks[3].ffn
+    assert isinstance(ffn, Moe)
+    assert ffn.router == router
+
+
+@pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "Dots1ForCausalLM"])
+def test_first_layers_are_dense_and_guesses_are_ignored(architecture: str) -> None:
+    declared = declare(config(architecture, first_k_dense_replace=2, n_shared_experts=2, num_nextn_predict_layers=1))
+    assert [block.ffn for block in declared.spec.blocks[:2]] == [Mlp(64, 96)] * 2
+    assert [ffn.shared for block in declared.spec.blocks[2:] if isinstance(ffn := block.ffn, Moe)] == [Mlp(64, 48)] * 2
+    assert declared.names.why_ignored("model.layers.4.eh_proj.weight")
+    assert not declared.names.why_ignored("model.layers.3.eh_proj.weight")
+    assert not declare(config(architecture)).names.why_ignored("model.layers.4.eh_proj.weight")
+
+
+def test_a_published_config_of_minimax_m2() -> None:
+    """Keys of the models before it, which say that it does without."""
+    published = {
+        "attn_type_list": [1, 1, 1, 1], "layernorm_full_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
+        "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+        "head_dim": 16, "rotary_dim": 8, "scoring_func": "sigmoid", "shared_intermediate_size": 0,
+        "shared_moe_mode": "sigmoid", "sliding_window": None, "use_mtp": True, "use_qk_norm": True,
+        "use_routing_bias": True, "rope_theta": 5000000,
+    }  # fmt: skip
+    mixer = mixer_of("MiniMaxM2ForCausalLM", **published)
+    assert (mixer.rope.dim, mixer.rope.base, mixer.qk_norm) == (8, 5e6, "full")
+
+
+def test_windows_of_dots1() -> None:
+    values = {"sliding_window": 8, "max_window_layers": 2}
+    windows = [
+        block.mixer.window
+        for block in spec_of("Dots1ForCausalLM", **values).blocks
+        if isinstance(block.mixer, Attention)
+    ]
+    assert windows == [None, None, 8, 8]
+
+
 @pytest.mark.parametrize(("values", "dim"), [({}, 4), ({"partial_rotary_factor": 0.5}, 8)])
 def test_the_share_of_a_head_that_turns(values: dict[str, Any], dim: int) -> None:
     assert mixer_of("Qwen3NextForCausalLM", **values).rope.dim == dim
@@ -298,6 +379,8 @@ def test_dense_layers_among_sparse_ones(architecture: str, values: dict[str, Any
         ("Qwen2ForCausalLM", {}, (True, False, False)),
         ("Qwen3ForCausalLM", {}, (False, False, False)),
         ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False)),
+        ("Glm4MoeForCausalLM", {"attention_bias": True}, (True, False, False)),
+        ("Dots1ForCausalLM", {"attention_bias": True}, (True, True, False)),
     ],
 )
 def test_biases(architecture: str, values: dict[str, Any], biases: tuple[bool, bool, bool]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engines import Loaded, finish_all, load_decoder, load_native, make_engine, request
+from proa.models.spec import Moe
 from proa.native.pool import Pool
 from tiny import TINY, make_tiny
 
@@ -32,10 +33,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def all_experts(folder: Path) -> dict[str, object]:
-    experts = [
-        block.ffn.experts for block in load_decoder(folder).spec.blocks if type(block.ffn).__name__ == "Moe"
-    ]  # fmt: skip
-    return {"num_experts_per_tok": experts[0]} if experts else {}
+    ffns = [block.ffn for block in load_decoder(folder).spec.blocks if isinstance(block.ffn, Moe)]
+    groups = {"topk_group": ffns[0].router.groups.groups} if ffns and ffns[0].router.groups else {}
+    return {"num_experts_per_tok": ffns[0].experts, **groups} if ffns else {}
 
 
 def rows(model: Loaded, prompts: list[list[int]], answers: list[list[int]], **engine: int) -> Tensor:

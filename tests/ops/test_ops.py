@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import router_cases as routers
 from delta_cases import CASES as DELTA_CASES
 from delta_cases import SHAPES, exact, joined, mostly_rounded_once, part, poisoned_state
 from delta_cases import inputs as delta_inputs
 from delta_cases import weights as delta_weights
 from ops_run import NativeRun, TorchRun
+from proa.models.spec import ExpertGroups, Router
 from proa.ops.reference import silu_mul
-from proa.ops.table import DeltaInputs, KvPages, batch_of
+from proa.ops.table import DeltaInputs, KvPages, RouterRule, batch_of
 
 TORCH = TorchRun()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -173,18 +175,38 @@ def test_silu_mul(dtype: torch.dtype, rng: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
-@pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize(("experts", "top_k"), [(8, 1), (8, 2), (128, 8), (16, 16)])
-def test_route(ops: Run, renormalise: bool, experts: int, top_k: int, rng: torch.Generator) -> None:
-    logits = rand(rng, 9, experts)
-    ids, weights = ops.route(logits, torch.arange(len(logits)), top_k, renormalise)
-    probs = torch.softmax(logits.double(), -1)
-    order = probs.argsort(-1, descending=True)[:, :top_k]
-    assert torch.equal(ids, order)
-    want = probs.gather(-1, order)
-    want = want / want.sum(-1, keepdim=True) if renormalise else want
-    assert weights.dtype == torch.float32
-    assert_within(weights, want, want * (experts + top_k + 16) * EPS32)
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 1), (8, 2), (128, 8), (16, 16), (60, 4)])
+@pytest.mark.parametrize("router", routers.ROUTERS.values(), ids=routers.ROUTERS)
+def test_route(ops: Run, router: Router, experts: int, top_k: int, rng: torch.Generator) -> None:
+    if not routers.fits(experts, top_k, router):
+        return
+    logits, rule = routers.case(9, experts, top_k, router, rng)
+    ids, weights = ops.route(logits, torch.arange(len(logits)), rule)
+    routers.assert_right(logits, rule, ids, weights)
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
+def test_of_equal_experts_and_groups_the_first_are_taken(ops: Run) -> None:
+    logits, slots = torch.zeros(1, 12), torch.zeros(1, dtype=torch.int64)
+    logits[0, [11, 7, 4]] = 1.0
+    for score in routers.SCORES:
+        ids, _ = ops.route(logits, slots, RouterRule(6, Router(score, True)))
+        assert ids.tolist() == [[4, 7, 11, 0, 1, 2]]
+        ids, _ = ops.route(logits, slots, RouterRule(4, Router(score, True, groups=ExpertGroups(6, 2, 2))))
+        assert ids.tolist() == [[4, 7, 5, 6]]
+        ids, _ = ops.route(logits * 0, slots, RouterRule(4, Router(score, True, groups=ExpertGroups(6, 2, 1))))
+        assert ids.tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
+def test_a_correction_chooses_and_does_not_weigh(ops: Run) -> None:
+    """Even if it makes all keys negative, and one that is not chosen would weigh most."""
+    router = Router("sigmoid", False, correction=True, scale=2.0)
+    correction = torch.tensor([-9.0, -8.0, -70.0, -8.5])
+    logits = torch.tensor([[0.0, 0.0, 5.0, 0.0]])
+    ids, weights = ops.route(logits, torch.zeros(1, dtype=torch.int64), RouterRule(2, router, correction))
+    assert ids.tolist() == [[1, 3]]
+    assert weights.tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
 from packing import Packed, random_weights
+from proa.models.spec import Router
 from proa.native.formats import Format
 from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape, Located, Residency
+from proa.ops.table import RouterRule
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton.experts import Added, ExpertSpace, combine, expert_space, experts
 from proa.ops.triton.locate import locate
@@ -243,7 +245,7 @@ def test_a_whole_layer(tokens: int, rng: torch.Generator, device: torch.device) 
     at = Located(ids, up, down, torch.empty_like(ids))
     slots = torch.arange(tokens, device=device)
     slots[1] = -1
-    route(logits, slots, top_k, True, ids, weights)
+    route(logits, slots, RouterRule(top_k, Router("softmax", True)), ids, weights)
     numbers = torch.where(layer.up_table == 0, torch.arange(9, device=device), -1).int()
     locate(ids, Residency(layer.up_table, layer.down_table, numbers), at)
     assert torch.equal(at.cpu, torch.where(up == 0, ids, -1))

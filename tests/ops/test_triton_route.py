@@ -1,4 +1,4 @@
-"""The router kernel against float64. Probabilities: exp errs by eps32 of its argument, a sum of n by n roundings."""
+"""The router kernel against float64, for every rule: tests/router_cases.py says how far off it may be."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import router_cases as routers
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned
+from proa.models.spec import ExpertGroups, Router
+from proa.ops.table import RouterRule
 from proa.ops.triton.route import route
+
+QWEN3 = Router("softmax", True)
 
 
 def outputs(tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -18,80 +23,133 @@ def outputs(tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tens
     return ids.to(device), weights.to(device)
 
 
-def check(logits: Tensor, slots: Tensor, top_k: int, renormalise: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    experts = logits.shape[1]
-    got_ids, got_weights = outputs(len(logits), top_k, device)
-    route(logits.to(device), slots.to(device), top_k, renormalise, got_ids, got_weights)
-    probs = torch.softmax(logits.double(), -1)
-    ids = probs.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # of equals the lower id
-    want = probs.gather(-1, ids)
-    want = want / want.sum(-1, keepdim=True) if renormalise else want
-    real = slots >= 0
-    assert torch.equal(got_ids.cpu()[real].long(), ids[real])
-    span = (logits.amax(-1, keepdim=True) - logits.amin(-1, keepdim=True)).double()
-    assert_within(got_weights[real.to(device)], want[real], (want * (2 * span + experts + top_k + 16) * EPS32)[real])
-    assert (got_ids.cpu()[~real] == -1).all()
-    assert not got_weights.cpu()[~real].any()
-    return got_ids, got_weights
+def check(logits: Tensor, slots: Tensor, rule: RouterRule, device: torch.device) -> tuple[Tensor, Tensor]:
+    ids, weights = outputs(len(logits), rule.top_k, device)
+    route(logits.to(device), slots.to(device), routers.on(rule, device), ids, weights)
+    ids, weights, real = ids.cpu(), weights.cpu(), slots >= 0
+    routers.assert_right(logits[real], rule, ids[real], weights[real])
+    assert (ids[~real] == -1).all()
+    assert not weights[~real].any()
+    return ids, weights
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k"), [(1, 1, 1), (5, 8, 2), (3, 60, 4), (2, 128, 8), (2, 300, 5), (1, 1024, 32)]
 )
+@pytest.mark.parametrize("router", routers.ROUTERS.values(), ids=routers.ROUTERS)
 def test_route(
-    tokens: int, experts: int, top_k: int, renormalise: bool, rng: torch.Generator, device: torch.device
+    tokens: int, experts: int, top_k: int, router: Router, rng: torch.Generator, device: torch.device
 ) -> None:
-    check(torch.randn(tokens, experts, generator=rng) * 3, torch.arange(tokens), top_k, renormalise, device)
+    if not routers.fits(experts, top_k, router):
+        return
+    check(*_with_slots(routers.case(tokens, experts, top_k, router, rng), torch.arange(tokens)), device)
 
 
-def test_padding_rows(rng: torch.Generator, device: torch.device) -> None:
+def _with_slots(case: tuple[Tensor, RouterRule], slots: Tensor) -> tuple[Tensor, Tensor, RouterRule]:
+    return case[0], slots, case[1]
+
+
+@pytest.mark.parametrize("groups", [ExpertGroups(8, 3, 1), ExpertGroups(3, 2, 2), ExpertGroups(12, 5, 2)])
+def test_groups_of_any_number_and_size(groups: ExpertGroups, rng: torch.Generator, device: torch.device) -> None:
+    for experts in (24, 72):
+        router = Router("sigmoid", True, correction=True, groups=groups)
+        check(*_with_slots(routers.case(4, experts, 6, router, rng), torch.arange(4)), device)
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # numpy's, in the interpreter
+@pytest.mark.parametrize("router", routers.ROUTERS.values(), ids=routers.ROUTERS)
+def test_padding_rows(router: Router, rng: torch.Generator, device: torch.device) -> None:
     """What a padding row holds does not matter, not even NaN."""
-    logits = torch.randn(5, 12, generator=rng)
+    logits, rule = routers.case(5, 12, 4, router, rng)
     logits[1], logits[4] = math.nan, math.inf
-    check(logits, torch.tensor([3, -1, 0, 9, -1]), 4, True, device)
+    check(logits, torch.tensor([3, -1, 0, 9, -1]), rule, device)
 
 
 def test_of_equals_the_lower_id_comes_first(device: torch.device) -> None:
     logits = torch.zeros(3, 20)
     logits[1, [7, 3, 19]] = 2.0
-    logits[2, 5:] = -math.inf
-    ids, _ = check(logits.nan_to_num(neginf=-1e30), torch.arange(3), 5, False, device)
-    assert ids.tolist() == [[0, 1, 2, 3, 4], [3, 7, 19, 0, 1], [0, 1, 2, 3, 4]]
+    logits[2, 5:] = -80.0
+    for score in routers.SCORES:
+        ids, _ = check(logits, torch.arange(3), RouterRule(5, Router(score, False)), device)
+        assert ids.tolist() == [[0, 1, 2, 3, 4], [3, 7, 19, 0, 1], [0, 1, 2, 3, 4]]
+        grouped = RouterRule(5, Router(score, False, groups=ExpertGroups(5, 2, 2)))
+        ids, _ = check(logits, torch.arange(3), grouped, device)
+        assert ids.tolist() == [[0, 1, 2, 3, 4], [3, 7, 0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_a_correction_chooses_and_does_not_weigh(device: torch.device) -> None:
+    """Even if it makes all keys negative, and one that is not chosen would weigh most."""
+    rule = RouterRule(2, Router("sigmoid", False, correction=True), torch.tensor([-9.0, -8.0, -70.0, -8.5]))
+    ids, weights = check(torch.tensor([[0.0, 0.0, 5.0, 0.0]]), torch.arange(1), rule, device)
+    assert ids.tolist() == [[1, 3]]
+    assert weights.tolist() == [[0.5, 0.5]]
 
 
 def test_strided_logits(rng: torch.Generator, device: torch.device) -> None:
     wide = poisoned(3, 40, dtype=torch.float32)
     wide[:, 8:24] = torch.randn(3, 16, generator=rng)
     got, again = outputs(3, 4, device), outputs(3, 4, device)
-    slots = torch.arange(3, device=device)
-    route(wide.to(device)[:, 8:24], slots, 4, True, *got)
-    route(wide[:, 8:24].contiguous().to(device), slots, 4, True, *again)
+    slots, rule = torch.arange(3, device=device), RouterRule(4, QWEN3)
+    route(wide.to(device)[:, 8:24], slots, rule, *got)
+    route(wide[:, 8:24].contiguous().to(device), slots, rule, *again)
     assert torch.equal(got[0], again[0])
     assert torch.equal(got[1], again[1])
 
 
 def test_logits_in_bfloat16(rng: torch.Generator, device: torch.device) -> None:
-    check((torch.randn(5, 24, generator=rng) * 3).to(BF16), torch.arange(5), 4, True, device)
+    check((torch.randn(5, 24, generator=rng) * 3).to(BF16), torch.arange(5), RouterRule(4, QWEN3), device)
 
 
-@pytest.mark.parametrize("experts", [6, 8])
-def test_a_logit_that_is_no_number_shows_and_chooses_what_exists(experts: int, device: torch.device) -> None:
-    logits = torch.zeros(2, experts)
-    logits[1, 2] = math.nan
-    ids, weights = outputs(2, 3, device)
-    route(logits.to(device), torch.arange(2, device=device), 3, True, ids, weights)
-    assert weights[1].isnan().any()
+@pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # numpy's, in the interpreter
+@pytest.mark.parametrize("experts", [12, 16])
+@pytest.mark.parametrize("router", routers.ROUTERS.values(), ids=routers.ROUTERS)
+def test_a_logit_that_is_no_number_shows_and_chooses_what_exists(
+    router: Router, experts: int, device: torch.device
+) -> None:
+    logits = torch.zeros(3, experts)
+    logits[1, 2], logits[2] = math.nan, math.nan
+    rule = RouterRule(3, router, torch.zeros(experts, device=device) if router.correction else None)
+    ids, weights = outputs(3, 3, device)
+    route(logits.to(device), torch.arange(3, device=device), rule, ids, weights)
+    assert weights[1:].isnan().all()
     assert ids.min() >= 0
     assert ids.max() < experts
-    assert_within(weights[0], torch.full((3,), 1 / 3, dtype=torch.float64), torch.full((3,), 8 * EPS32))
+    assert ids[0].tolist() == [0, 1, 2]
+    assert weights[0].isfinite().all()
+
+
+def test_a_correction_that_is_no_number_shows(device: torch.device) -> None:
+    correction = torch.zeros(6, device=device)
+    correction[4] = math.nan
+    ids, weights = outputs(1, 2, device)
+    rule = RouterRule(2, Router("sigmoid", True, correction=True), correction)
+    route(torch.zeros(1, 6, device=device), torch.arange(1, device=device), rule, ids, weights)
+    assert weights.isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy's, in the interpreter
+def test_infinite_logits_have_sigmoids(device: torch.device) -> None:
+    logits = torch.tensor([[-math.inf, math.inf, 0.0]], device=device)
+    ids, weights = outputs(1, 3, device)
+    route(logits, torch.arange(1, device=device), RouterRule(3, Router("sigmoid", False)), ids, weights)
+    assert ids.tolist() == [[1, 2, 0]]
+    want = torch.tensor([[1.0, 0.5, 0.0]], dtype=torch.float64)
+    assert_within(weights, want, want * EPS32 + 1e-37)
 
 
 def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
     logits, slots = torch.zeros(1, 8, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="9 of 8"):
-        route(logits, slots, 9, True, *outputs(1, 9, device))
+        route(logits, slots, RouterRule(9, QWEN3), *outputs(1, 9, device))
     with pytest.raises(ValueError, match="float32"):
-        route(logits.double(), slots, 2, True, *outputs(1, 2, device))
+        route(logits.double(), slots, RouterRule(2, QWEN3), *outputs(1, 2, device))
     with pytest.raises(ValueError, match="wanted"):
-        route(logits, slots, 2, True, *outputs(1, 3, device))
+        route(logits, slots, RouterRule(2, QWEN3), *outputs(1, 3, device))
+    for groups in (ExpertGroups(3, 2, 1), ExpertGroups(4, 5, 1), ExpertGroups(8, 4, 2), ExpertGroups(2, 2, 3)):
+        with pytest.raises(ValueError, match="cannot be in"):
+            route(logits, slots, RouterRule(2, Router("softmax", True, groups=groups)), *outputs(1, 2, device))
+    few = Router("softmax", True, groups=ExpertGroups(4, 1, 1))
+    with pytest.raises(ValueError, match="cannot be in"):
+        route(logits, slots, RouterRule(3, few), *outputs(1, 3, device))
+    with pytest.raises(ValueError, match="the correction is"):
+        route(logits, slots, RouterRule(2, QWEN3, slots), *outputs(1, 2, device))

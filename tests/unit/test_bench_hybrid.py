@@ -33,7 +33,7 @@ from proa.config.options import GpuOptions
 from proa.engine.ipc import Stats
 from proa.errors import ResourceError, UsageError
 from proa.models.families import declare
-from proa.models.spec import Attention, GatedDeltaNet
+from proa.models.spec import Attention, GatedDeltaNet, Moe, Router
 from proa.plan.plan import GpuPlan, VramBudget
 from proa.weights.frequencies import frequencies
 
@@ -58,8 +58,9 @@ def moment(time_s: float, **counters: Any) -> Moment:
 
 @pytest.mark.parametrize(
     ("name", "parameters", "active", "expert_bytes"),
-    [("qwen3-30b-a3b", 30.5e9, 3.3e9, 9 << 20), ("minimax-m2", 228.7e9, 10e9, 27 << 20), ("qwen3-next-80b-a3b", 79.67e9,
-      3.56e9, 6 << 20)],
+    [("qwen3-30b-a3b", 30.5e9, 3.3e9, 9 << 20), ("minimax-m2", 228.7e9, 10e9, 27 << 20), ("deepseek-v3", 671.03e9,
+      37e9, 84 << 20), ("deepseek-v2-lite", 15.706e9, 2.5e9, 17301504), ("qwen3-next-80b-a3b", 79.67e9,
+      3.56e9, 6 << 20), ("glm-4.5-air", 106.85e9, 12.8e9, 33 << 20)],
 )  # fmt: skip
 def test_shapes_are_those_of_the_models(name: str, parameters: float, active: float, expert_bytes: int) -> None:
     shape = MODEL_SHAPES[name]
@@ -70,6 +71,14 @@ def test_shapes_are_those_of_the_models(name: str, parameters: float, active: fl
     assert 3 * shape.hidden * shape.width * 2 == expert_bytes
     with pytest.raises(UsageError, match=f"has {shape.layers}"):
         shape.cut(shape.layers + 1)
+
+
+def test_shapes_route_as_the_models_do() -> None:
+    routers = {name: {b.ffn.router for b in declare(shape.config()).spec.blocks if isinstance(b.ffn, Moe)}
+               for name, shape in MODEL_SHAPES.items()}  # fmt: skip
+    assert routers["qwen3-30b-a3b"] == {Router("softmax", True)}
+    assert routers["minimax-m2"] == {Router("sigmoid", True, correction=True)}
+    assert routers["glm-4.5-air"] == {Router("sigmoid", True, correction=True, epsilon=1e-20)}
 
 
 def test_the_shape_of_qwen3_next_is_its_own() -> None:

@@ -74,6 +74,13 @@ def test_every_parameter_is_filled_in_any_type() -> None:
     assert all(torch.isfinite(target).all() for target in targets.values())
 
 
+def test_corrections_do_not_choose() -> None:
+    params = reference_params(dummy_model("minimax-m2", "zipf"))
+    corrections = [tensor for name, tensor in params.items() if name.endswith("router.correction")]
+    assert len(corrections) == 3
+    assert not any(tensor.any() for tensor in corrections)
+
+
 def frequencies(name: str, router: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     """[layers, experts]: how often each expert is chosen, over random tokens, hottest first."""
     model = dummy_model(name, router, **LARGER)

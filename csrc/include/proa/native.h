@@ -21,7 +21,7 @@ extern "C" {
 
 // ---- version and errors
 
-#define PROA_ABI_VERSION 4
+#define PROA_ABI_VERSION 5
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // the caller passed something wrong
@@ -282,8 +282,18 @@ PROA_API int proa_program_add_gate(proa_program* program, void* x, int64_t x_str
                                    int64_t gate_stride, int64_t heads, int64_t head_dim, int64_t apart);
 PROA_API int proa_program_add_rotary(proa_program* program, void* x, int64_t x_stride, const float* cos,
                                      const float* sin, int64_t heads, int64_t head_dim, int64_t half, int interleaved);
+// How top_k experts are chosen by their logits. A score is the sigmoid of a logit, or the softmax over all. The choice
+// is by score + correction (float32 [experts] or null), among the `kept` best of `groups` groups of one size: those
+// whose best_of (1 or 2) best experts have the largest sum; of equals the first. Weights are scores, which
+// renormalising divides by their sum + epsilon, times scale.
+typedef struct proa_router_rule {
+    int64_t experts, top_k, groups, kept, best_of;
+    int sigmoids, renormalise;
+    float scale, epsilon;
+    const float* correction;
+} proa_router_rule;
 PROA_API int proa_program_add_route(proa_program* program, const void* logits, int64_t stride, int wide,
-                                    int64_t experts, int64_t top_k, int renormalise, int32_t* ids, float* weights);
+                                    const proa_router_rule* rule, int32_t* ids, float* weights);
 // The id of each row's largest value, of equal ones the lowest; -1 where a value is infinite or no number.
 PROA_API int proa_program_add_best(proa_program* program, const float* logits, int64_t stride, int64_t width,
                                    int32_t* ids);

@@ -27,6 +27,17 @@ struct Packed {
     Packing how;
 };
 
+constexpr int kMostExpertGroups = 64;
+
+// How experts are chosen; proa_router_rule of native.h says what it means.
+struct RouterRule {
+    int experts, top_k;
+    bool sigmoids, renormalise;
+    int groups, kept, best_of;
+    float scale, epsilon;
+    const float* correction;
+};
+
 constexpr int kTileTokens = 32;  // of a block that is packed for matrix tiles
 
 // How work on many tokens is cut. Beside a task's weights, the activations of a group of tokens stay in a core's cache.
@@ -104,9 +115,8 @@ struct Kernels {
     void (*gate_row)(const uint16_t* x, const uint16_t* gate, int width, uint16_t* out);
     void (*rotate_head)(const uint16_t* x, const float* cos, const float* sin, int half, bool interleaved,
                         uint16_t* out);
-    // Logits are bfloat16, or float32 if wide.
-    void (*route_row)(const void* logits, bool wide, int experts, int top_k, bool renormalise, int32_t* ids,
-                      float* weights);
+    // Logits are bfloat16, or float32 if wide. keys: experts, rounded up to 16, floats for its own use.
+    void (*route_row)(const void* logits, bool wide, const RouterRule& rule, float* keys, int32_t* ids, float* weights);
 
     // Attention; see kernels/attention.h.
     int query_line;  // floats that 32 values of a packed query take

@@ -85,11 +85,11 @@ inline float logit(const void* logits, bool wide, int i) {
     return wide ? ((const float*)logits)[i] : bf16_value(((const uint16_t*)logits)[i]);
 }
 
-// Of equal logits the lower id comes first; NaNs count as the lowest.
-inline void choose(const void* logits, bool wide, int experts, int top_k, int32_t* ids, float* best) {
+// Of equal keys the lower id comes first; NaNs count as the lowest. best: [top_k], for its own use.
+inline void choose(const float* keys, int experts, int top_k, int32_t* ids, float* best) {
     int count = 0;
     for (int id = 0; id < experts; ++id) {
-        float value = logit(logits, wide, id);
+        float value = keys[id];
         if (!(value == value)) value = -__builtin_inff();
         if (count == top_k && !(value > best[top_k - 1])) continue;
         int place = count < top_k ? count++ : top_k - 1;
@@ -99,31 +99,77 @@ inline void choose(const void* logits, bool wide, int experts, int top_k, int32_
     }
 }
 
+// The sum of a group's best one or two keys.
+inline float group_merit(const float* keys, int size, int best_of) {
+    float first = -__builtin_inff(), second = first;
+    for (int i = 0; i < size; ++i) {
+        if (keys[i] > first)
+            second = first, first = keys[i];
+        else if (keys[i] > second)
+            second = keys[i];
+    }
+    return best_of == 1 ? first : first + second;
+}
+
+// -inf for the keys of all but the best groups; of equal groups the first are kept.
+inline void leave_groups_out(float* keys, const RouterRule& rule) {
+    const int size = rule.experts / rule.groups;
+    float merits[kMostExpertGroups];
+    for (int g = 0; g < rule.groups; ++g) merits[g] = group_merit(keys + g * size, size, rule.best_of);
+    for (int g = 0; g < rule.groups; ++g) {
+        int better = 0;
+        for (int other = 0; other < rule.groups; ++other)
+            better += merits[other] > merits[g] || (merits[other] == merits[g] && other < g);
+        for (int i = g * size; better >= rule.kept && i < (g + 1) * size; ++i) keys[i] = -__builtin_inff();
+    }
+}
+
 inline F32 load_logits(const void* logits, bool wide, int i, int n) {
     float all[16];
     for (int k = 0; k < 16; ++k) all[k] = k < n ? logit(logits, wide, i + k) : -__builtin_inff();
     return load(all);
 }
 
-// Softmax and the top_k of it. Where it is undefined (NaN or infinity among the logits) all weights are NaN.
-void route_row(const void* logits, bool wide, int experts, int top_k, bool renormalise, int32_t* ids, float* weights) {
-    choose(logits, wide, experts, top_k, ids, weights);
-    const F32 most = set(weights[0]);
-    F32 sums = zero();
-    float poison = 0;
+// Scores of logits: sigmoid, or softmax with the largest logit and the sum over all of them.
+struct Scores {
+    bool sigmoids;
+    F32 most, total;
+
+    F32 of(F32 logits) const { return sigmoids ? sigmoid(logits) : div(exp(sub(logits, most)), total); }
+};
+
+// See RouterRule. Where scores are undefined (NaN, or infinity in a softmax) all weights are NaN.
+void route_row(const void* logits, bool wide, const RouterRule& rule, float* keys, int32_t* ids, float* weights) {
+    const int experts = rule.experts;
+    float most = -__builtin_inff();
+    bool defined = true;
+    for (int i = 0; i < experts; ++i) {
+        const float x = logit(logits, wide, i);
+        most = x > most ? x : most, defined = defined && x == x;
+    }
+    Scores scores{rule.sigmoids, set(most), zero()};
+    for (int i = 0; !rule.sigmoids && i < experts; i += 16)
+        scores.total = add(scores.total, exp(sub(load_logits(logits, wide, i, experts - i), set(most))));
+    if (!rule.sigmoids) defined = defined && most - most == 0, scores.total = set(reduce_add(scores.total));
+    const bool by_logits = !rule.sigmoids && !rule.correction && rule.best_of == 1;  // in the order of their softmax
     for (int i = 0; i < experts; i += 16) {
-        const F32 values = load_logits(logits, wide, i, experts - i);
-        sums = add(sums, exp(sub(values, most)));
+        F32 key = load_logits(logits, wide, i, experts - i);
+        if (!by_logits) key = scores.of(key);
+        if (rule.correction) {
+            const int n = experts - i;
+            key = add(key, n >= 16 ? load(rule.correction + i) : load_first(rule.correction + i, n, 0.f));
+        }
+        store(keys + i, key);
     }
-    for (int i = 0; i < experts; ++i) poison += logit(logits, wide, i) != logit(logits, wide, i);
-    if (poison > 0 || weights[0] - weights[0] != 0) poison = __builtin_nanf("");
-    const float total = reduce_add(sums);
+    for (int i = 0; i < experts; ++i) defined = defined && keys[i] == keys[i];
+    if (rule.groups > 1) leave_groups_out(keys, rule);
+    choose(keys, experts, rule.top_k, ids, weights);
     float chosen = 0;
-    for (int k = 0; k < top_k; ++k) {
+    for (int k = 0; k < rule.top_k; ++k) {
         float lanes[16];
-        store(lanes, exp(sub(set(weights[k]), most)));
-        weights[k] = lanes[0] / total + poison;
-        chosen += weights[k];
+        store(lanes, scores.of(set(logit(logits, wide, ids[k]))));
+        weights[k] = lanes[0], chosen += lanes[0];
     }
-    for (int k = 0; renormalise && k < top_k; ++k) weights[k] /= chosen;
+    const float divisor = rule.renormalise ? chosen + rule.epsilon : 1.f;
+    for (int k = 0; k < rule.top_k; ++k) weights[k] = defined ? weights[k] / divisor * rule.scale : __builtin_nanf("");
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from proa.errors import UsageError
@@ -11,8 +13,12 @@ _INTERVAL = 4  # one layer of so many attends, where others are linear
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A model whose layers are all alike: grouped-query attention, then routed experts. Or `linear`, like Qwen3-Next's:
-    three layers of linear attention to one of gated attention, and a shared expert beside the routed ones."""
+    """A model whose layers are all alike: grouped-query attention, then routed experts.
+
+    qwen3_next: three layers of linear attention to one of gated attention, and a shared expert beside the routed ones.
+    minimax_m2, glm4_moe: sigmoid scores with a correction, half of a head turns. glm4_moe: the first layer is dense,
+    the others have a shared expert, and q, k and v have biases.
+    """
 
     name: str
     hidden: int
@@ -24,7 +30,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     width: int  # of an expert
     vocab: int
-    linear: bool = False
+    family: Literal["qwen3_moe", "qwen3_next", "minimax_m2", "glm4_moe"] = "qwen3_moe"
+    dense_width: int = 0  # of the first layer, where it is dense
     note: str = ""  # what the model of this name has and this shape does not
 
     def cut(self, layers: int | None) -> ModelShape:
@@ -35,30 +42,61 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def config(self) -> dict[str, object]:
         """In the style of Hugging Face."""
+        architecture, own = {
+            "qwen3_moe": ("Qwen3MoeForCausalLM", self._qwen3_moe),
+            "qwen3_next": ("Qwen3NextForCausalLM", lambda: self._qwen3_moe() | self._linear()),
+            "minimax_m2": ("MiniMaxM2ForCausalLM", self._minimax_m2),
+            "glm4_moe": ("Glm4MoeForCausalLM", self._glm4_moe),
+        }[self.family]
         return {
-            "architectures": ["Qwen3NextForCausalLM" if self.linear else "Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_next" if self.linear else "qwen3_moe",
+            "architectures": [architecture],
+            "model_type": self.family,
             "torch_dtype": "bfloat16",
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            "attention_bias": False,
-            "num_experts": self.experts,
             "num_experts_per_tok": self.top_k,
-            "moe_intermediate_size": self.width,
-            "intermediate_size": self.width,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "norm_topk_prob": True,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e6,
             "max_position_embeddings": _POSITIONS,
             "tie_word_embeddings": False,
             "vocab_size": self.vocab,
-            **(self._linear() if self.linear else {}),
+            **own(),
+        }
+
+    def _qwen3_moe(self) -> dict[str, object]:
+        return {
+            "attention_bias": False,
+            "num_experts": self.experts,
+            "moe_intermediate_size": self.width,
+            "intermediate_size": self.width,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        }
+
+    def _minimax_m2(self) -> dict[str, object]:
+        return {
+            "num_local_experts": self.experts,
+            "intermediate_size": self.width,
+            "rotary_dim": self.head_dim // 2,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        }
+
+    def _glm4_moe(self) -> dict[str, object]:
+        return {
+            "attention_bias": True,
+            "n_routed_experts": self.experts,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": self.width,
+            "intermediate_size": self.dense_width,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
         }
 
     def _linear(self) -> dict[str, object]:
@@ -78,19 +116,21 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 class LatentShape(ModelShape, frozen=True, kw_only=True):
     """Like DeepSeek's: latent attention, shared experts beside the routed ones, and first layers without experts.
-    `head_dim` is of keys without what turns, and of values; there is a KV head for each head."""
+    `head_dim` is of keys without what turns, and of values; each head has a key of its own. groups, kept_groups: with
+    them experts are chosen as DeepSeek-V3 does, else as V2-Lite."""
 
     rank: int
     turned: int  # dimensions of the key that turn
     q_rank: int | None = None
     shared: int  # experts
     dense: int  # layers
-    dense_width: int
+    groups: int = 0
+    kept_groups: int = 0
 
     def config(self) -> dict[str, object]:
         return {
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
+            "architectures": ["DeepseekV3ForCausalLM" if self.groups else "DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v3" if self.groups else "deepseek_v2",
             "torch_dtype": "bfloat16",
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -107,15 +147,18 @@ class LatentShape(ModelShape, frozen=True, kw_only=True):
             "n_shared_experts": self.shared,
             "first_k_dense_replace": min(self.dense, self.layers - 1),
             "intermediate_size": self.dense_width,
-            "topk_method": "greedy",
-            "norm_topk_prob": False,
+            "norm_topk_prob": bool(self.groups),
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e4,
             "max_position_embeddings": _POSITIONS,
             "tie_word_embeddings": False,
             "vocab_size": self.vocab,
+            **(self._groups() if self.groups else {"topk_method": "greedy"}),
         }
+
+    def _groups(self) -> dict[str, object]:
+        return {"n_group": self.groups, "topk_group": self.kept_groups, "routed_scaling_factor": 2.5}
 
 
 MODEL_SHAPES: dict[str, ModelShape] = {
@@ -127,26 +170,35 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         ),
         ModelShape(
             name="qwen3-next-80b-a3b", hidden=2048, layers=48, heads=16, kv_heads=2, head_dim=256, experts=512,
-            top_k=10, width=512, vocab=151936, linear=True,
+            top_k=10, width=512, vocab=151936, family="qwen3_next",
         ),
         ModelShape(
             name="minimax-m2", hidden=3072, layers=62, heads=48, kv_heads=8, head_dim=128, experts=256, top_k=8,
-            width=1536, vocab=200064, note="routing is softmax without a bias",
+            width=1536, vocab=200064, family="minimax_m2",
+        ),
+        ModelShape(
+            name="glm-4.5-air", hidden=4096, layers=46, heads=96, kv_heads=8, head_dim=128, experts=128, top_k=8,
+            width=1408, vocab=151552, family="glm4_moe", dense_width=10944,
         ),
         LatentShape(
             name="deepseek-v2-lite", hidden=2048, layers=27, heads=16, kv_heads=16, head_dim=128, experts=64, top_k=6,
             width=1408, vocab=102400, rank=512, turned=64, shared=2, dense=1, dense_width=10944,
+        ),
+        LatentShape(
+            name="deepseek-v3", hidden=7168, layers=61, heads=128, kv_heads=128, head_dim=128, experts=256, top_k=8,
+            width=2048, vocab=129280, rank=512, turned=64, q_rank=1536, shared=1, dense=3, dense_width=18432, groups=8,
+            kept_groups=4,
         ),
         ModelShape(
             name="tiny", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, width=32, vocab=512,
         ),
         ModelShape(
             name="tiny-next", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, width=32,
-            vocab=512, linear=True,
+            vocab=512, family="qwen3_next",
         ),
         LatentShape(
             name="tiny-latent", hidden=64, layers=3, heads=4, kv_heads=4, head_dim=16, experts=8, top_k=2, width=32,
-            vocab=512, rank=32, turned=8, shared=1, dense=1, dense_width=96,
+            vocab=512, rank=32, turned=8, q_rank=48, shared=1, dense=1, dense_width=96, groups=4, kept_groups=2,
         ),
     )
 }  # fmt: skip

@@ -11,9 +11,10 @@ from proa.ops.table import Norm, Ops, Parameters, RouterRule
 
 class Moe:
     def __init__(self, s: spec.Moe, ops: Ops) -> None:
-        self._ops, self._rule = ops, RouterRule(s.top_k, s.router.renormalise)
-        maps = ops.maps
-        self.router = maps.linear({"router": s.experts}, s.hidden, False)
+        self._ops, maps = ops, ops.maps
+        self.router = maps.router(s.experts, s.hidden)
+        self._correction = maps.numbers(s.experts) if s.router.correction else None
+        self._rule = RouterRule(s.top_k, s.router, self._correction)
         self.experts = maps.experts(s.experts, s.hidden, s.width)
         self.shared = maps.mlp(s.shared.hidden, s.shared.width, s.shared.bias) if s.shared else None
         self.shared_gate = maps.linear({"shared_gate": 1}, s.hidden, False) if s.shared_gate else None
@@ -28,6 +29,8 @@ class Moe:
 
     def parameters(self) -> Parameters:
         yield from self.router.parameters()
+        if self._correction is not None:
+            yield "router.correction", self._correction
         yield from prefixed("experts", self.experts.parameters())
         if self.shared is not None:
             yield from prefixed("shared", self.shared.parameters())

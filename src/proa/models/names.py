@@ -25,9 +25,11 @@ HF: Rules = (
     ("blocks.{i}.mixer.k_norm.weight", "model.layers.{i}.self_attn.k_norm.weight"),
     ("blocks.{i}.mixer.{p}.{w}", "model.layers.{i}.self_attn.{p}_proj.{w}"),
     ("blocks.{i}.ffn.router.weight", "model.layers.{i}.mlp.gate.weight"),
+    ("blocks.{i}.ffn.router.correction", "model.layers.{i}.mlp.gate.e_score_correction_bias"),
     ("blocks.{i}.ffn.experts.{e}.{p}.weight", "model.layers.{i}.mlp.experts.{e}.{p}_proj.weight"),
     ("blocks.{i}.ffn.experts.{p}.weight", "model.layers.{i}.mlp.experts.{p}_proj"),
     ("blocks.{i}.ffn.shared.{p}.weight", "model.layers.{i}.mlp.shared_expert.{p}_proj.weight"),
+    ("blocks.{i}.ffn.shared.{p}.weight", "model.layers.{i}.mlp.shared_experts.{p}_proj.weight"),
     ("blocks.{i}.ffn.shared_gate.weight", "model.layers.{i}.mlp.shared_expert_gate.weight"),
     ("blocks.{i}.ffn.{p}.{w}", "model.layers.{i}.mlp.{p}_proj.{w}"),
 )

@@ -244,11 +244,25 @@ class Mlp:
 
 
 @dataclass(frozen=True)
-class Router:
-    """logits -> top-k expert ids and weights, in float32. softmax: over all experts, then top-k."""
+class ExpertGroups:
+    """Experts lie in `groups` groups of one size, and are chosen from the `kept` best ones: those whose `best_of` best
+    experts have the largest sum."""
 
-    score: Literal["softmax"]
+    groups: int
+    kept: int
+    best_of: int
+
+
+@dataclass(frozen=True)
+class Router:
+    """logits -> top-k expert ids and weights, in float32; ops/table.py, Route, says how."""
+
+    score: Literal["softmax", "sigmoid"]  # of each expert by itself, or over all of them
     renormalise: bool
+    correction: bool = False  # a parameter of each expert, added to its score for the choice alone
+    groups: ExpertGroups | None = None
+    scale: float = 1.0  # of the weights in the end
+    epsilon: float = 0.0  # added to what renormalising divides by
 
 
 @dataclass(frozen=True)
@@ -269,6 +283,8 @@ class Moe:
 
     def params(self) -> Params:
         yield "router.weight", (self.experts, self.hidden)
+        if self.router.correction:
+            yield "router.correction", (self.experts,)
         for e in range(self.experts):
             for name, shape in self.expert.params():
                 yield f"experts.{e}.{name}", shape

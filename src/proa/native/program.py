@@ -26,6 +26,14 @@ class _LatentPages(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _RouterRule(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("experts", "top_k", "groups", "kept", "best_of")),
+        ("sigmoids", c_int), ("renormalise", c_int), ("scale", c_float), ("epsilon", c_float),
+        ("correction", c_void_p),
+    ]  # fmt: skip
+
+
 class _GatedDelta(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("groups", "per_group", "key_dim", "value_dim", "taps")),
@@ -57,7 +65,7 @@ _SIGNATURES: Signatures = {
     "proa_program_add_gated_delta": (c_void_p, POINTER(_GatedDelta)),
     "proa_program_add_rotary": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int),
     "proa_program_add_route": (
-        c_void_p, c_void_p, c_int64, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p,
+        c_void_p, c_void_p, c_int64, c_int, POINTER(_RouterRule), c_void_p, c_void_p,
     ),
     "proa_program_add_best": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
     "proa_program_add_write_kv": (
@@ -116,6 +124,22 @@ class LatentCache:
 
     def struct(self) -> _LatentPages:
         return _LatentPages(self.rows, self.pages, self.page_tokens, self.latent, self.key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """A rule that chooses experts, as csrc/include/proa/native.h describes it. correction: an address, or None."""
+
+    experts: int
+    top_k: int
+    groups: int = 1
+    kept: int = 1
+    best_of: int = 1
+    sigmoids: bool
+    renormalise: bool
+    scale: float
+    epsilon: float
+    correction: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +244,10 @@ class Program:
             self._handle, x.address, x.stride, cos, sin, heads, head_dim, half, interleaved
         )
 
-    def add_route(self, logits: Rows, experts: int, top_k: int, renormalise: bool, ids: int, weights: int) -> None:
+    def add_route(self, logits: Rows, routing: Routing, ids: int, weights: int) -> None:
+        """Raises ValueError for groups that do not divide the experts, or keep fewer than a token takes."""
         _native().proa_program_add_route(
-            self._handle, logits.address, logits.stride, logits.wide, experts, top_k, renormalise, ids, weights
+            self._handle, logits.address, logits.stride, logits.wide, _RouterRule(**vars(routing)), ids, weights
         )
 
     def add_best(self, logits: Rows, width: int, ids: int) -> None:

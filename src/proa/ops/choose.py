@@ -14,6 +14,6 @@ def in_steps(add_norm: AddNorm, route: Route) -> Choose:
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
         x, normed = add_norm(x, y, norm.weight, norm.eps, norm.offset)
-        return x, normed, Chosen(*route(router(normed), slots, rule.top_k, rule.renormalise))
+        return x, normed, Chosen(*route(router(normed), slots, rule))
 
     return choose

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from proa.models.spec import ExpertGroups
 from proa.native.formats import PANEL_ROWS
-from proa.native.program import Cache, Delta
+from proa.native.program import Cache, Delta, Routing
 from proa.native.weights import Matrix
 from proa.ops.choose import in_steps
 from proa.ops.cpu_latent import CpuLatentMaps, latent_cache
@@ -34,6 +35,7 @@ from proa.ops.table import (
     Parameters,
     QkNorm,
     RecurrentState,
+    RouterRule,
 )
 
 
@@ -125,12 +127,17 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def route(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
         """A program has no rows of padding: `slots` is not looked at."""
-        ids, weights = self._to.new(top_k, torch.int32), self._to.new(top_k, torch.float32)
-        self._to.program.add_route(
-            rows_of(logits), logits.shape[1], top_k, renormalise, ids.data_ptr(), weights.data_ptr()
-        )
+        ids, weights = self._to.new(rule.top_k, torch.int32), self._to.new(rule.top_k, torch.float32)
+        router, correction = rule.router, rule.correction
+        routing = Routing(
+            experts=logits.shape[1], top_k=rule.top_k, sigmoids=router.score == "sigmoid",
+            renormalise=router.renormalise, scale=router.scale, epsilon=router.epsilon,
+            correction=None if correction is None else self._to.keep(correction).data_ptr(),
+            **vars(router.groups or ExpertGroups(1, 1, 1)),
+        )  # fmt: skip
+        self._to.program.add_route(rows_of(logits), routing, ids.data_ptr(), weights.data_ptr())
         return ids, weights
 
     def best(self, logits: Tensor) -> Tensor:
@@ -335,6 +342,9 @@ class CpuMaps:
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> CpuLinear:
         return CpuLinear(self._to, outs, inputs, bias)
+
+    def router(self, experts: int, hidden: int) -> CpuLinear:
+        return CpuLinear(self._to, {"router": experts}, hidden, False, wide=True)
 
     def head(self, vocab: int, hidden: int) -> CpuLinear:
         return CpuLinear(self._to, {"head": vocab}, hidden, False, wide=True)

@@ -106,10 +106,10 @@ class CudaOps:
         delta.gated_delta(x, weights, state, batch.device, batch.slots, mixed, seen.view(rows, heads, dim), out)
         return out
 
-    def route(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        ids = torch.empty(len(logits), top_k, dtype=torch.int32, device=logits.device)
-        weights = torch.empty(len(logits), top_k, device=logits.device)
-        route.route(logits, slots, top_k, renormalise, ids, weights)
+    def route(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
+        ids = torch.empty(len(logits), rule.top_k, dtype=torch.int32, device=logits.device)
+        weights = torch.empty(len(logits), rule.top_k, device=logits.device)
+        route.route(logits, slots, rule, ids, weights)
         return ids, weights
 
     def choose(
@@ -197,6 +197,9 @@ class CudaMaps:
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> CudaLinear:
         return CudaLinear(outs, inputs, bias, self._device, self._staging)
+
+    def router(self, experts: int, hidden: int) -> CudaLinear:
+        return CudaLinear({"router": experts}, hidden, False, self._device, self._staging, out=torch.float32)
 
     def head(self, vocab: int, hidden: int) -> CudaLinear:
         return CudaLinear({"head": vocab}, hidden, False, self._device, self._staging, out=torch.float32)

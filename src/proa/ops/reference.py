@@ -5,12 +5,14 @@ Other implementations are tested against these functions; bounds come from opera
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from proa.models.spec import ExpertGroups
 from proa.ops.choose import in_steps
 from proa.ops.parts import named_parts
 from proa.ops.table import (
@@ -28,6 +30,7 @@ from proa.ops.table import (
     Parameters,
     QkNorm,
     RecurrentState,
+    RouterRule,
 )
 
 
@@ -61,10 +64,27 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def route(logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    weights, ids = torch.softmax(logits.float(), -1).topk(top_k, -1)
-    ids = torch.where(slots[:, None] < 0, -1, ids)
-    return ids, weights / weights.sum(-1, keepdim=True) if renormalise else weights
+def route(logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
+    router, wide = rule.router, logits.float()
+    scores = torch.softmax(wide, -1) if router.score == "softmax" else torch.sigmoid(wide)
+    choice = scores if rule.correction is None else scores + rule.correction
+    if router.groups:
+        choice = _in_best_groups(choice, router.groups)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
+    weights = scores.gather(-1, ids)
+    if router.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon)
+    poison = torch.where(choice.isnan().any(-1, keepdim=True), math.nan, router.scale)
+    return torch.where(slots[:, None] < 0, -1, ids), weights * poison
+
+
+def _in_best_groups(choice: Tensor, groups: ExpertGroups) -> Tensor:
+    """-inf for experts of the others."""
+    by_group = choice.view(len(choice), groups.groups, -1)
+    merit = by_group.topk(groups.best_of, -1).values.sum(-1)
+    kept = merit.sort(dim=-1, descending=True, stable=True).indices[:, : groups.kept]
+    left_out = torch.ones_like(merit, dtype=torch.bool).scatter(-1, kept, False)
+    return by_group.masked_fill(left_out[..., None], -math.inf).flatten(-2)
 
 
 def best(logits: Tensor) -> Tensor:
@@ -217,6 +237,14 @@ class TorchHead(TorchLinear):
         return super().__call__(x).float()
 
 
+class TorchRouter(TorchLinear):
+    def __init__(self, experts: int, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__({"router": experts}, hidden, False, dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x.float(), self.weight.float(), None)
+
+
 class TorchMlp:
     def __init__(self, hidden: int, width: int, bias: bool, dtype: torch.dtype) -> None:
         self._gate_up = TorchLinear({"gate": width, "up": width}, hidden, bias, dtype)
@@ -304,6 +332,9 @@ class TorchMaps:
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> TorchLinear:
         return TorchLinear(outs, inputs, bias, self._dtype)
+
+    def router(self, experts: int, hidden: int) -> TorchRouter:
+        return TorchRouter(experts, hidden, self._dtype)
 
     def head(self, vocab: int, hidden: int) -> TorchHead:
         return TorchHead(vocab, hidden, self._dtype)

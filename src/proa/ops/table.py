@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from proa.models.spec import Router
 from proa.native.fill import Fill, StoredRows
 from proa.ops.residency import Located, Residency
 
@@ -166,10 +167,23 @@ class GatedDelta(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class RouterRule:
+    """How a router's logits become a choice: see Route. correction: float32 [E]."""
+
+    top_k: int
+    router: Router
+    correction: Tensor | None = None
+
+
 class Route(Protocol):
-    def __call__(self, logits: Tensor, slots: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        """softmax over logits [T, E] in float32 -> ids int [T, k], weights float32 [T, k], best first. Rows whose slot
-        is negative are padding: ids -1."""
+    def __call__(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
+        """logits [T, E] -> ids int [T, k], weights float32 [T, k], best first, of equals the lower id. In float32:
+
+        Scores are softmax(logits) or sigmoid(logits). The choice is by score + correction, of groups too, where there
+        are groups; the weights are the scores of those chosen, divided by their sum + epsilon to renormalise, times
+        scale. Rows whose slot is negative are padding: ids -1. Weights of a row that has NaN are NaN.
+        """
 
 
 @dataclass(frozen=True)
@@ -179,14 +193,6 @@ class Norm:
     weight: Tensor
     eps: float
     offset: float = 0.0
-
-
-@dataclass(frozen=True)
-class RouterRule:
-    """How a router's logits become a choice: see Route."""
-
-    top_k: int
-    renormalise: bool
 
 
 @dataclass(frozen=True)
@@ -327,6 +333,9 @@ class Maps(Protocol):
     """Makes everything that owns weights, uninitialised until loaded."""
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> LinearMap: ...
+
+    def router(self, experts: int, hidden: int) -> LinearMap:
+        """Parameter "router.weight"; gives float32."""
 
     def head(self, vocab: int, hidden: int) -> LinearMap:
         """Parameter "head.weight"; gives float32."""

@@ -53,10 +53,10 @@ def fill_dummy(
     if form != "bf16":
         _expect_codes(targets, form, filling)
     for name, shape in spec.params():
-        target, kind = targets[name], name.split(".")[-2]
-        if isinstance(target, Tensor) or kind == "router" or len(shape) == 1:
+        target, routes = targets[name], name.endswith("router.weight")
+        if isinstance(target, Tensor) or routes or len(shape) == 1:
             whole = target if isinstance(target, Tensor) else torch.empty(shape)
-            if kind == "router":
+            if routes:
                 _fill_router(whole, _moe(spec, name), router, _seed(seed, name))
             else:
                 _fill_rows(whole, name, 0, pool, depth, seed, spec.norm_offset)
@@ -179,7 +179,7 @@ def _scale(name: str, cols: int, depth: int) -> float:
 def _fill_rows(rows: Tensor, name: str, first: int, pool: Tensor, depth: int, seed: int, norm_offset: float) -> None:
     """Rows of a parameter from `first` on; `first` is a multiple of rows_at_once. norm_offset: the model's."""
     kind = name.split(".")[-2]
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".correction")):
         rows.zero_()
     elif kind.startswith("norm") or kind.endswith("_norm"):
         rows.fill_(1.0 if name.endswith("mixer.norm.weight") else 1.0 - norm_offset)

@@ -18,7 +18,14 @@ from torch import Tensor
 from proa.ops.residency import Located, Residency
 from proa.ops.table import Norm, RouterRule
 from proa.ops.triton.locate import places
-from proa.ops.triton.route import MOST_CHOSEN, MOST_EXPERTS, SOFTMAX, best_experts
+from proa.ops.triton.route import (
+    MOST_EXPERTS,
+    SOME_RULES,
+    best_experts,
+    check_rule,
+    experts_of_lanes,
+    rule_constants,
+)
 from proa.ops.triton.variant import Variant
 
 MOST_ROWS, MOST_COLUMNS = 4, 8192
@@ -29,24 +36,25 @@ _WARPS = 1  # sums and choices need no barrier
 class ChoiceSpace:
     """Memory between a call's programs; calls follow one another."""
 
-    logits: Tensor  # bfloat16 [MOST_ROWS, MOST_EXPERTS]
+    logits: Tensor  # float32 [MOST_ROWS, MOST_EXPERTS]
     arrived: Tensor  # int32 [MOST_ROWS], 0 between calls
 
 
 def choice_space(device: torch.device) -> ChoiceSpace:
     return ChoiceSpace(
-        torch.empty(MOST_ROWS, MOST_EXPERTS, dtype=torch.bfloat16, device=device),
+        torch.empty(MOST_ROWS, MOST_EXPERTS, device=device),
         torch.zeros(MOST_ROWS, dtype=torch.int32, device=device),
     )
 
 
 @triton.jit
 def _choose(
-    x, y, weight, router, slots, logits, arrived, total, normed, ids, weights,
+    x, y, weight, router, correction, slots, logits, arrived, total, normed, ids, weights,
     up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu,
-    x_row, y_row, router_row, logits_row, width, eps, offset,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
+    x_row, y_row, router_row, logits_row, width, eps, offset, scale, epsilon,
+    COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
+    SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr, LANES: tl.constexpr,
+    PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     expert, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -55,22 +63,22 @@ def _choose(
     value = tl.load(x + row * x_row + column, inside, 0.0).to(tl.float32)
     value += tl.load(y + row * y_row + column, inside, 0.0).to(tl.float32)
     value = value.to(tl.bfloat16).to(tl.float32)  # what the residual stream keeps is what is normalised
-    scale = tl.load(weight + column, inside, 0.0).to(tl.float32) + offset
-    norm = (value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * scale).to(tl.bfloat16)
+    factor = tl.load(weight + column, inside, 0.0).to(tl.float32) + offset
+    norm = (value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * factor).to(tl.bfloat16)
     if expert == 0:
         tl.store(total + row * width + column, value.to(tl.bfloat16), inside)
         tl.store(normed + row * width + column, norm, inside)
-    logit = tl.sum(norm.to(tl.float32) * mine.to(tl.float32), 0)
-    tl.store(logits + row * logits_row + expert, logit.to(tl.bfloat16))
+    tl.store(logits + row * logits_row + expert, tl.sum(norm.to(tl.float32) * mine.to(tl.float32), 0))
     tl.debug_barrier()  # the arrival below tells of all threads' stores
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == EXPERTS - 1:
         tl.store(arrived + row, 0)
         real = tl.load(slots + row) >= 0
-        every = tl.arange(0, BLOCK)
-        given = tl.load(logits + row * logits_row + every, every < EXPERTS, 0.0, cache_modifier=".cg").to(tl.float32)
+        every, exists = experts_of_lanes(EXPERTS, GROUPS, LANES, PER_GROUP)
+        given = tl.load(logits + row * logits_row + every, exists, 0.0, cache_modifier=".cg")
         chosen, values = best_experts(
-            tl.where(real, given, 0.0), every < EXPERTS, EXPERTS, TOP_K, RENORMALISE, SCORE, BLOCK, CHOSEN
-        )
+            tl.where(real, given, 0.0), correction, every, exists, scale, epsilon, TOP_K, RENORMALISE, SCORE, KEPT,
+            BEST_OF, PER_GROUP, CHOSEN,
+        )  # fmt: skip
         place = tl.arange(0, CHOSEN)
         at, counted = row * TOP_K + place, place < TOP_K
         tl.store(ids + at, tl.where(real, chosen, -1), counted)
@@ -98,8 +106,8 @@ def choose(
     x: Tensor, y: Tensor, norm: Norm, router: Tensor, slots: Tensor, rule: RouterRule, residency: Residency,
     space: ChoiceSpace, out: Choice,
 ) -> None:  # fmt: skip
-    """total = x + y, normed = rms_norm(total); route's choice from normed @ router^T rounded to bfloat16, and where
-    `residency` says that it is.
+    """total = x + y, normed = rms_norm(total); route's choice from normed @ router^T in float32, and where `residency`
+    says that it is.
 
     x, y bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS; router bfloat16 [E, N]; slots int64 [R]. Raises
     ValueError for other shapes and types.
@@ -111,19 +119,16 @@ def choose(
     in_place = (here.up, here.down, here.share) if here else (None, None, None)
     if rows:
         _choose[(experts, rows)](
-            x, y, norm.weight, router, slots, space.logits, space.arrived, out.total, out.normed, out.at.ids,
-            out.weights, residency.up, residency.down, residency.cpu, residency.counts, *in_place, out.at.up,
-            out.at.down, out.at.cpu, x.stride(0), y.stride(0), router.stride(0), space.logits.stride(0), width,
-            norm.eps, norm.offset, **_constants(experts, width, rule), num_warps=_WARPS,
+            x, y, norm.weight, router, rule.correction, slots, space.logits, space.arrived, out.total, out.normed,
+            out.at.ids, out.weights, residency.up, residency.down, residency.cpu, residency.counts, *in_place,
+            out.at.up, out.at.down, out.at.cpu, x.stride(0), y.stride(0), router.stride(0), space.logits.stride(0),
+            width, norm.eps, norm.offset, rule.router.scale, rule.router.epsilon, **_constants(experts, width, rule),
+            num_warps=_WARPS,
         )  # fmt: skip
 
 
 def _constants(experts: int, width: int, rule: RouterRule) -> dict[str, object]:
-    return {
-        "EXPERTS": experts, "TOP_K": rule.top_k, "RENORMALISE": rule.renormalise, "SCORE": SOFTMAX,
-        "COLUMNS": triton.next_power_of_2(width), "BLOCK": triton.next_power_of_2(experts),
-        "CHOSEN": triton.next_power_of_2(rule.top_k),
-    }  # fmt: skip
+    return rule_constants(experts, rule) | {"COLUMNS": triton.next_power_of_2(width)}
 
 
 def _check(
@@ -132,8 +137,7 @@ def _check(
     (rows, width), experts = x.shape, len(router)
     if rows > MOST_ROWS or width > MOST_COLUMNS:
         raise ValueError(f"x is [{rows}, {width}], at most [{MOST_ROWS}, {MOST_COLUMNS}]")
-    if not 0 < rule.top_k <= min(experts, MOST_CHOSEN) or experts > MOST_EXPERTS:
-        raise ValueError(f"{rule.top_k} of {experts} experts: at most {MOST_CHOSEN} of {MOST_EXPERTS}, and not all")
+    check_rule(experts, rule)
     shapes = {"y": (y, (rows, width)), "router": (router, (experts, width)), "the norm": (norm.weight, (width,))}
     for name, (tensor, shape) in shapes.items():
         if tensor.shape != shape or tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1:
@@ -153,17 +157,19 @@ def _check(
 
 
 def variants() -> Iterator[Variant]:
-    types = dict.fromkeys(("x", "y", "weight", "router", "logits", "total", "normed"), "*bf16")
-    types |= dict.fromkeys(("slots", "up_table", "down_table", "up", "down"), "*i64") | {"weights": "*fp32"}
-    types |= dict.fromkeys(("arrived", "ids", "cpu_table", "cpu"), "*i32") | {"eps": "fp32", "offset": "fp32"}
+    types = dict.fromkeys(("x", "y", "weight", "router", "total", "normed"), "*bf16")
+    types |= dict.fromkeys(("slots", "up_table", "down_table", "up", "down"), "*i64")
+    types |= dict.fromkeys(("logits", "weights"), "*fp32") | dict.fromkeys(
+        ("eps", "offset", "scale", "epsilon"), "fp32"
+    )
+    types |= dict.fromkeys(("arrived", "ids", "cpu_table", "cpu"), "*i32")
     types |= dict.fromkeys(("x_row", "y_row", "router_row", "logits_row", "width"), "i32")
     in_place = {"up_place": "*i64", "down_place": "*i64", "share": "*i32"}
     aligned = ("x", "y", "weight", "router", "logits", "total", "normed", "x_row", "y_row", "router_row", "width")
-    for experts, width, rule, more in (
-        (128, 2048, RouterRule(8, True), {}),
-        (512, 2048, RouterRule(10, True), {"counts": "*i32"} | in_place),
-        (1024, 8192, RouterRule(32, False), {"counts": "*i32"}),
-    ):
-        absent = dict.fromkeys(name for name in ("counts", *in_place) if name not in more)
-        constants = _constants(experts, width, rule) | absent
+    for experts, top_k, router in SOME_RULES:
+        more = {"correction": "*fp32"} if router.correction else {}
+        more |= {"counts": "*i32"} if experts != 128 else {}
+        more |= in_place if experts in (256, 512) else {}
+        absent = dict.fromkeys(name for name in ("correction", "counts", *in_place) if name not in more)
+        constants = _constants(experts, 8192 if experts == 1024 else 2048, RouterRule(top_k, router)) | absent
         yield Variant(_choose, types | more, constants, warps=_WARPS, aligned=aligned)

@@ -9,105 +9,207 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.models.spec import ExpertGroups, Router
+from proa.ops.table import RouterRule
 from proa.ops.triton.variant import Variant
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 _WARPS = 1  # which needs no barrier
 LOWEST = tl.constexpr(-(2**31))
-SOFTMAX = 0  # kinds of score; another one is a branch of _scores
+_SCORES = {"softmax": 0, "sigmoid": 1}  # another kind of score is a branch of _scores
+
+
+@triton.jit
+def experts_of_lanes(EXPERTS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PER_GROUP: tl.constexpr):
+    """Each group has PER_GROUP of the LANES -> the expert of each lane, -1 for none, and whether there is one."""
+    lane = tl.arange(0, LANES)
+    of_group = lane % PER_GROUP
+    expert = lane // PER_GROUP * (EXPERTS // GROUPS) + of_group
+    exists = (of_group < EXPERTS // GROUPS) & (expert < EXPERTS)
+    return tl.where(exists, expert, -1), exists
 
 
 @triton.jit
 def _scores(logits, exists, SCORE: tl.constexpr):
-    """Of each expert, float32, larger is better; -inf where there is none. All NaN if a logit is no number."""
-    tl.static_assert(SCORE == 0)
-    logits = tl.where(exists, logits, float("-inf"))
-    raised = tl.exp(logits - tl.max(logits, 0))
-    total = tl.sum(raised, 0)
-    return tl.where(exists, raised / total, total - total + float("-inf"))
+    """Of each expert, float32. All NaN if a logit is no number."""
+    if SCORE == 0:
+        logits = tl.where(exists, logits, float("-inf"))
+        raised = tl.exp(logits - tl.max(logits, 0))
+        scores = raised / tl.sum(raised, 0)
+    else:
+        tl.static_assert(SCORE == 1)
+        scores = 1 / (1 + tl.exp(-logits))
+    total = tl.sum(tl.where(exists, scores, 0.0), 0)
+    return scores + (total - total)
+
+
+@triton.jit
+def _ordered(x):
+    """Bits of float32 as integers in the same order, and back: integers are reduced by one instruction."""
+    return x ^ ((x >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _keys(x):
+    return _ordered((x + 0.0).to(tl.int32, bitcast=True))  # one zero
+
+
+@triton.jit
+def _in_best_groups(keys, exists, KEPT: tl.constexpr, BEST_OF: tl.constexpr, PER_GROUP: tl.constexpr):
+    """Whether a lane exists in one of the KEPT best groups; of equal groups the first."""
+    GROUPS: tl.constexpr = keys.shape[0] // PER_GROUP
+    by_group = tl.reshape(tl.where(exists, keys, LOWEST), [GROUPS, PER_GROUP])
+    best = tl.max(by_group, 1)
+    merit = best
+    if BEST_OF == 2:
+        place = tl.arange(0, PER_GROUP)[None, :]
+        first = tl.min(tl.where(by_group == best[:, None], place, PER_GROUP), 1)
+        second = tl.max(tl.where(place == first[:, None], LOWEST, by_group), 1)
+        both = _ordered(best).to(tl.float32, bitcast=True) + _ordered(second).to(tl.float32, bitcast=True)
+        merit = _keys(both)
+    group = tl.arange(0, GROUPS)
+    merit = tl.where(tl.max(tl.reshape(exists.to(tl.int32), [GROUPS, PER_GROUP]), 1) > 0, merit, LOWEST)
+    kept = tl.zeros([GROUPS], tl.int32)
+    for _ in tl.static_range(KEPT):
+        first = tl.min(tl.where((merit == tl.max(merit, 0)) & (kept == 0), group, GROUPS), 0)
+        kept = tl.where(group == first, 1, kept)
+        merit = tl.where(group == first, LOWEST, merit)
+    lanes = tl.reshape(tl.broadcast_to(kept[:, None], [GROUPS, PER_GROUP]), [GROUPS * PER_GROUP])
+    return exists & (lanes > 0)
 
 
 @triton.jit
 def best_experts(
-    logits, exists,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr,
-    BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
+    logits, correction, expert, exists, scale, epsilon,
+    TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr,
+    PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """logits float32 [BLOCK] of a token -> ids int32 and weights float32 [CHOSEN], of which the first TOP_K count."""
-    expert = tl.arange(0, BLOCK)
-    # Scores are not negative, or -inf: their bits are in the same order, and integers are reduced by one instruction.
-    left = _scores(logits, exists, SCORE).to(tl.int32, bitcast=True)
+    """logits float32 [LANES] of a token's experts -> ids int32, weights float32 [CHOSEN], of which TOP_K count.
+
+    KEPT 0: there are no groups. Wherever there is NaN all weights are, and the ids are some that exist.
+    """
+    scores = _scores(logits, exists, SCORE)
+    choice = scores
+    if correction is not None:
+        choice += tl.load(correction + expert, exists, 0.0)
+        total = tl.sum(tl.where(exists, choice, 0.0), 0)
+        scores += total - total
+    left = _keys(choice)
+    allowed = exists
+    if KEPT:
+        allowed = _in_best_groups(left, exists, KEPT, BEST_OF, PER_GROUP)
+    left = tl.where(allowed, left, LOWEST)
+    NOBODY: tl.constexpr = 2**31 - 1
     place = tl.arange(0, CHOSEN)
     chosen = tl.zeros([CHOSEN], tl.int32)
     values = tl.zeros([CHOSEN], tl.float32)
     for k in tl.static_range(TOP_K):
         best = tl.max(left, 0)
-        first = tl.min(tl.where(left == best, expert, BLOCK), 0)
-        chosen = tl.where(place == k, tl.minimum(first, EXPERTS - 1), chosen)  # among NaN any, but one that exists
-        values = tl.where(place == k, best.to(tl.float32, bitcast=True), values)
+        first = tl.min(tl.where(left == best, expert, NOBODY), 0)
+        if correction is None:
+            value = _ordered(best).to(tl.float32, bitcast=True)
+        else:
+            value = tl.sum(tl.where(expert == first, scores, 0.0), 0)
+        chosen = tl.where(place == k, first, chosen)
+        values = tl.where(place == k, value, values)
         left = tl.where(expert == first, LOWEST, left)
     if RENORMALISE:
-        values = values / tl.sum(values, 0)
-    return chosen, values
+        values = values / (tl.sum(values, 0) + epsilon)
+    return chosen, values * scale
 
 
 @triton.jit
 def _route(
-    logits, slots, ids, weights, logits_row,
+    logits, slots, correction, ids, weights, logits_row, scale, epsilon,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr,
-    BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr, LANES: tl.constexpr, PER_GROUP: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """A program is a token."""
     token = tl.program_id(0).to(tl.int64)
     real = tl.load(slots + token) >= 0
-    expert = tl.arange(0, BLOCK)
-    exists = expert < EXPERTS
+    expert, exists = experts_of_lanes(EXPERTS, GROUPS, LANES, PER_GROUP)
     given = tl.load(logits + token * logits_row + expert, exists & real, 0.0).to(tl.float32)
-    chosen, values = best_experts(given, exists, EXPERTS, TOP_K, RENORMALISE, SCORE, BLOCK, CHOSEN)
+    chosen, values = best_experts(
+        given, correction, expert, exists, scale, epsilon, TOP_K, RENORMALISE, SCORE, KEPT, BEST_OF, PER_GROUP, CHOSEN
+    )
     place = tl.arange(0, CHOSEN)
     at, inside = token * TOP_K + place, place < TOP_K
     tl.store(ids + at, tl.where(real, chosen, -1), inside)
     tl.store(weights + at, tl.where(real, values, 0.0), inside)
 
 
-def route(logits: Tensor, slots: Tensor, top_k: int, renormalise: bool, ids: Tensor, weights: Tensor) -> None:
-    """softmax over logits bfloat16 or float32 [T, E], in float32; the `top_k` largest, best first, of equals the lower
-    id; with `renormalise` their weights sum to 1. slots int64 [T]: a row of slot < 0 is padding.
+def rule_constants(experts: int, rule: RouterRule) -> dict[str, object]:
+    """What `best_experts` is compiled for."""
+    router = rule.router
+    groups = router.groups or ExpertGroups(1, 0, 1)
+    per_group = triton.next_power_of_2(experts // groups.groups)
+    return {
+        "EXPERTS": experts, "TOP_K": rule.top_k, "RENORMALISE": router.renormalise, "SCORE": _SCORES[router.score],
+        "GROUPS": groups.groups, "KEPT": groups.kept, "BEST_OF": groups.best_of,
+        "LANES": triton.next_power_of_2(groups.groups) * per_group, "PER_GROUP": per_group,
+        "CHOSEN": triton.next_power_of_2(rule.top_k),
+    }  # fmt: skip
+
+
+def check_rule(experts: int, rule: RouterRule) -> None:
+    """Raises ValueError for rules that `best_experts` cannot do."""
+    if not 0 < rule.top_k <= min(experts, MOST_CHOSEN) or experts > MOST_EXPERTS:
+        raise ValueError(
+            f"{rule.top_k} of {experts} experts: at most {MOST_CHOSEN} of {MOST_EXPERTS}, and not more than all"
+        )
+    if groups := rule.router.groups:
+        size, rest = divmod(experts, groups.groups)
+        fits = not rest and groups.best_of in (1, 2) and groups.best_of <= size and groups.kept <= groups.groups
+        if not fits or groups.kept * size < rule.top_k:
+            raise ValueError(f"{experts} experts cannot be in {groups} of which a token takes {rule.top_k}")
+    bias = rule.correction
+    if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
+        raise ValueError(f"the correction is float32 [{experts}], not {bias.dtype} {tuple(bias.shape)}")
+
+
+def route(logits: Tensor, slots: Tensor, rule: RouterRule, ids: Tensor, weights: Tensor) -> None:
+    """The rule's choice from logits bfloat16 or float32 [T, E]. slots int64 [T]: a row of slot < 0 is padding.
 
     ids int32 [T, k], -1 for padding; weights float32 [T, k], 0 for padding.
 
     Raises ValueError for other types and sizes; E up to 1024, top_k up to 32 and E.
     """
     tokens, experts = logits.shape
-    if not 0 < top_k <= min(experts, MOST_CHOSEN) or experts > MOST_EXPERTS:
-        raise ValueError(
-            f"{top_k} of {experts} experts: at most {MOST_CHOSEN} of {MOST_EXPERTS}, and not more than all"
-        )
+    check_rule(experts, rule)
     if logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
         raise ValueError(
             f"logits are bfloat16 or float32, columns side by side, not {logits.dtype}, strides {logits.stride()}"
         )
     for out, dtype in ((ids, torch.int32), (weights, torch.float32)):
-        if out.shape != (tokens, top_k) or out.dtype != dtype or not out.is_contiguous():
-            raise ValueError(f"{dtype} [{tokens}, {top_k}] wanted, not {out.dtype} {tuple(out.shape)}")
+        if out.shape != (tokens, rule.top_k) or out.dtype != dtype or not out.is_contiguous():
+            raise ValueError(f"{dtype} [{tokens}, {rule.top_k}] wanted, not {out.dtype} {tuple(out.shape)}")
     if slots.shape != (tokens,) or slots.dtype != torch.int64 or not slots.is_contiguous():
         raise ValueError(f"slots are int64 [{tokens}], not {slots.dtype} {tuple(slots.shape)}")
     if not tokens:
         return
-    block = triton.next_power_of_2(experts)
     _route[(tokens,)](
-        logits, slots, ids, weights, logits.stride(0), EXPERTS=experts, TOP_K=top_k, RENORMALISE=renormalise,
-        SCORE=SOFTMAX, BLOCK=block, CHOSEN=triton.next_power_of_2(top_k), 
-        num_warps=_WARPS,
+        logits, slots, rule.correction, ids, weights, logits.stride(0), rule.router.scale, rule.router.epsilon,
+        **rule_constants(experts, rule), num_warps=_WARPS,
     )  # fmt: skip
 
 
+SOME_RULES = (  # experts, top_k, router: those of published models, and the largest
+    (128, 8, Router("softmax", True)),
+    (60, 4, Router("softmax", False)),
+    (512, 10, Router("softmax", True)),
+    (1024, 32, Router("softmax", False)),
+    (256, 8, Router("sigmoid", True, correction=True)),
+    (256, 8, Router("sigmoid", True, correction=True, groups=ExpertGroups(8, 4, 2))),
+    (160, 6, Router("softmax", False, groups=ExpertGroups(8, 3, 1))),
+)
+
+
 def variants() -> Iterator[Variant]:
-    types = {"logits": "*bf16", "slots": "*i64", "ids": "*i32", "weights": "*fp32", "logits_row": "i32"}
-    for experts, top_k, renormalise in ((128, 8, True), (60, 4, False), (512, 10, True), (1024, 32, False)):
-        block = triton.next_power_of_2(experts)
-        constants: dict[str, object] = {
-            "EXPERTS": experts, "TOP_K": top_k, "RENORMALISE": renormalise, "SCORE": SOFTMAX, "BLOCK": block,
-            "CHOSEN": triton.next_power_of_2(top_k),
-        }  # fmt: skip
-        yield Variant(_route, types, constants, warps=_WARPS, aligned=("logits",))
+    types = {"logits": "*fp32", "slots": "*i64", "ids": "*i32", "weights": "*fp32", "logits_row": "i32"}
+    types |= {"scale": "fp32", "epsilon": "fp32"}
+    for experts, top_k, router in SOME_RULES:
+        constants = rule_constants(experts, RouterRule(top_k, router))
+        more = {"correction": "*fp32"} if router.correction else {}
+        absent = {} if router.correction else {"correction": None}
+        yield Variant(_route, types | more, constants | absent, warps=_WARPS, aligned=("logits",))

@@ -1,0 +1,95 @@
+"""Llama's attention with routed experts as DeepSeek-V3 has them: sigmoid scores with a correction, groups, dense layers
+before sparse ones, shared experts without a gate. GLM-4.5, 4.6, 4.7 and their Air; dots.llm1.
+
+Belongs here too: the readers that every family with these experts shares. Sources: modeling_glm4_moe.py and
+modeling_dots1.py in Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from proa.models.config_reader import Reader
+from proa.models.families.llama import attention, model
+from proa.models.names import HF_IGNORED, NameTable
+from proa.models.spec import ExpertGroups, Mlp, Model, Moe, Router
+
+_EPSILON = 1e-20  # that renormalising adds to the sum of sigmoids
+
+
+def glm4_moe(c: Reader) -> tuple[Model, NameTable]:
+    normed = c.get("use_qk_norm", bool, False)
+    bias = c.get("attention_bias", bool, False)
+    mixer = attention(c, partial=0.5, qk_norm="head" if normed else "none", qkv_bias=bias)
+    names = v3_names(c)
+    return model(c, mixer, v3_ffns(c, mixer.hidden)), names
+
+
+def dots1(c: Reader) -> tuple[Model, NameTable]:
+    bias = c.get("attention_bias", bool, False)
+    mixer = attention(c, qk_norm="head", qkv_bias=bias, o_bias=bias)
+    names = v3_names(c)
+    return model(c, mixer, v3_ffns(c, mixer.hidden), _windows(c)), names
+
+
+def _windows(c: Reader) -> list[int | None]:
+    """By layer: `layer_types`, else from max_window_layers on if there is a window."""
+    layers, width, full = c.size("num_hidden_layers"), c.size("sliding_window", None), "full_attention"
+    first = c.get("max_window_layers", int, layers) if width else layers
+    c.ignore("without a window it means nothing", "max_window_layers")
+    kinds = c.get("layer_types", list, [full if i < first else "sliding_attention" for i in range(layers)])
+    if len(kinds) != layers or not {*kinds} <= {full, "sliding_attention"}:
+        raise c.error(f"layer_types must name full_attention or sliding_attention for {layers} layers")
+    if {*kinds} != {full} and (width is None or not c.get("use_sliding_window", bool, True)):
+        raise c.error("some layers slide, but there is no window to slide")
+    c.ignore("layer_types and sliding_window say it", "use_sliding_window")
+    return [None if kind == full else width for kind in kinds]
+
+
+def v3_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
+    """Of each layer: the first are dense, the others sparse."""
+    for key, values in {
+        "scoring_func": ("sigmoid", "noaux_tc"),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+    }.items():
+        c.expect(key, *values)
+    c.ignore("training", "aux_loss_alpha", "seq_aux", "ep_size")
+    layers, dense = c.size("num_hidden_layers"), c.get("first_k_dense_replace", int)
+    sparse = v3_moe(c, hidden)
+    return [Mlp(hidden, c.size("intermediate_size")) if i < dense else sparse for i in range(layers)]
+
+
+def v3_moe(c: Reader, hidden: int) -> Moe:
+    """One sparse layer."""
+    experts, top_k, width = c.size("n_routed_experts"), c.size("num_experts_per_tok"), c.size("moe_intermediate_size")
+    shared = c.get("n_shared_experts", int, 0)
+    router = Router(
+        "sigmoid",
+        renormalise=c.get("norm_topk_prob", bool),
+        correction=True,
+        groups=expert_groups(c, experts, top_k, best_of=2),
+        scale=c.get("routed_scaling_factor", float),
+        epsilon=_EPSILON,
+    )
+    return Moe(hidden, experts, top_k, width, router, Mlp(hidden, width * shared) if shared else None)
+
+
+def expert_groups(c: Reader, experts: int, top_k: int, best_of: int) -> ExpertGroups | None:
+    """Of n_group groups the best topk_group; None where all are kept."""
+    groups, kept = c.size("n_group", 1), c.size("topk_group", 1)
+    size, rest = divmod(experts, groups)
+    if rest or size < best_of or kept > groups or kept * size < top_k:
+        raise c.error(
+            f"n_group {groups} and topk_group {kept} do not fit {experts} experts, {top_k} of them for a token"
+        )
+    return None if kept == groups else ExpertGroups(groups, kept, best_of)
+
+
+def v3_names(c: Reader) -> NameTable:
+    """Hugging Face's, with the layers behind the last one that guess further tokens."""
+    first = c.size("num_hidden_layers")
+    extra = "|".join(str(first + i) for i in range(c.get("num_nextn_predict_layers", int, 0)))
+    guess = ((rf"model\.layers\.({extra})\..*", "layers that guess further tokens ahead; decoding does without"),)
+    return NameTable(ignored=(*HF_IGNORED, *(guess if extra else ())))
+
+
+ARCHITECTURES = {"Glm4MoeForCausalLM": glm4_moe, "Dots1ForCausalLM": dots1}
