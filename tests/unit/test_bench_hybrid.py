@@ -64,7 +64,8 @@ def moment(time_s: float, **counters: Any) -> Moment:
 
 @pytest.mark.parametrize(
     ("name", "parameters", "active", "expert_bytes"),
-    [("qwen3-30b-a3b", 30.5e9, 3.3e9, 9 << 20), ("minimax-m2", 228.7e9, 10e9, 27 << 20), ("qwen3-next-80b-a3b", 79.67e9,
+    [("qwen3-30b-a3b", 30.5e9, 3.3e9, 9 << 20), ("minimax-m2", 228.7e9, 10e9, 27 << 20), ("deepseek-v3", 671.03e9,
+      37e9, 84 << 20), ("deepseek-v2-lite", 15.706e9, 2.5e9, 17301504), ("qwen3-next-80b-a3b", 79.67e9,
       3.56e9, 6 << 20), ("glm-4.5-air", 106.85e9, 12.8e9, 33 << 20)],
 )  # fmt: skip
 def test_shapes_are_those_of_the_models(name: str, parameters: float, active: float, expert_bytes: int) -> None:
