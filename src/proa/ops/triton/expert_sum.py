@@ -102,9 +102,8 @@ def _combine(
     total = tl.zeros([COLUMNS], tl.float32)
     for k in tl.static_range(TOP_K):
         pair = token * TOP_K + k
-        mine = tl.load(address + pair) != 0
-        value = tl.load(partial + pair * partial_row + column, inside & mine, 0.0)
-        total += tl.where(mine, tl.load(weights + pair), 0.0) * value
+        value = tl.load(partial + pair * partial_row + column, inside, 0.0)  # anything, where nobody wrote it
+        total += tl.where(tl.load(address + pair) != 0, tl.load(weights + pair) * value, 0.0)
     if cpu is not None:
         if state is not None:
             await_answer(answer, state)
