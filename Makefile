@@ -1,9 +1,9 @@
 # make demo   a real model answers through a real server        make native    build csrc, beside the Python package
 # make test   all CPU tests; make test-gpu: those of a GPU      make sanitize  csrc's tests under ASan, UBSan and TSan
 # make check  formatting, lint, types, sizes, symbols, kernels  make qemu      csrc's tests on emulated older CPUs
-# make format, make docs, make clean
+# make format, make docs, make clean                            make sanitize-gpu  the doorbell under compute-sanitizer
 # Another environment than .venv: make native BIN=/path/to/venv/bin
-.PHONY: demo test test-gpu check native sanitize qemu format docs clean venv
+.PHONY: demo test test-gpu check native sanitize sanitize-gpu qemu format docs clean venv
 
 OWN := .venv/bin
 BIN ?= $(OWN)
@@ -35,6 +35,9 @@ native: venv
 
 sanitize: venv
 	@sh tools/native.sh sanitize
+
+sanitize-gpu: native
+	@sh tools/sanitize_gpu.sh
 
 qemu: venv
 	@sh tools/native.sh qemu

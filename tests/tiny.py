@@ -166,6 +166,7 @@ TINY: dict[str, TinyModel] = {
 # Latents, keys and values of heads are of different widths.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
+    "q_lora_rank": 40,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 8,
@@ -174,20 +175,26 @@ _LATENT: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
+    "rope_parameters": {
+        **_rope(1e4, "yarn", factor=40.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0),
+        "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+    },
 }
-_DEEPSEEK_YARN = {
-    **_rope(1e4, "yarn", factor=40.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0),
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
-}
-TINY["deepseek-v2-lite"] = _model(
-    "DeepseekV2ForCausalLM", **{**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
-    topk_method="greedy", norm_topk_prob=False, routed_scaling_factor=1.0, rope_parameters=_DEEPSEEK_YARN,
-)  # fmt: skip
-TINY["deepseek-v2-q"] = _model(
-    "DeepseekV2ForCausalLM", **{**_LATENT, "q_lora_rank": 40, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
-    topk_method="greedy", norm_topk_prob=False, routed_scaling_factor=1.0, rope_parameters=_rope(1e4),
-)  # fmt: skip
+TINY |= {
+    "deepseek-v2": _model(
+        "DeepseekV2ForCausalLM", n_shared_experts=1, n_group=4, topk_group=2, topk_method="group_limited_greedy",
+        norm_topk_prob=False, routed_scaling_factor=4.0, **_LATENT,
+    ),
+    "deepseek-v2-lite": _model(
+        "DeepseekV2ForCausalLM", n_shared_experts=2, n_group=1, topk_group=1, topk_method="greedy",
+        norm_topk_prob=False, routed_scaling_factor=1.0, **{**_LATENT, "q_lora_rank": None},
+    ),
+    "deepseek-v3": _model(
+        "DeepseekV3ForCausalLM", n_shared_experts=1, n_group=4, topk_group=2, norm_topk_prob=True,
+        routed_scaling_factor=2.5, num_mtp_layers=0, **{**_LATENT, "rope_parameters": _rope(1e4)},
+    ),
+}  # fmt: skip
 
 
 def tiny_reference(name: str, seed: int = 0, **overrides: Any) -> Any:
@@ -257,7 +264,6 @@ _INNER = {
     **{f"self_attn.{p}_proj": f"mixer.{p}" for p in ("q_a", "q_b", "kv_b")},
     "self_attn.kv_a_proj_with_mqa": "mixer.kv_a",
     **{f"self_attn.{p}_layernorm": f"mixer.{p}_norm" for p in ("q_a", "kv_a")},
-    **{f"mlp.shared_experts.{p}_proj": f"ffn.shared.{p}" for p in ("gate", "up", "down")},
     "linear_attn": "mixer",
     **{f"linear_attn.in_proj_{p}": f"mixer.{p}" for p in ("qkvz", "ba")},
     "linear_attn.conv1d": "mixer.conv",

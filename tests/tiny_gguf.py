@@ -21,6 +21,9 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3MoeForCausalLM": "qwen3moe",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "Dots1ForCausalLM": "dots1",
+    "MiniMaxM2ForCausalLM": "minimax-m2",
 }
 _TOP = {
     "model.embed_tokens": "token_embd",
@@ -44,6 +47,7 @@ _LAYER = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }
 
 
@@ -93,6 +97,12 @@ def gguf_tensors(model: Any, arch: str) -> Iterator[tuple[str, Array]]:
             for part, half in zip(names, parts, strict=True):
                 yield f"blk.{layer}.ffn_{part}_exps.weight", np.ascontiguousarray(half)
             continue
+        if kind == "e_score_correction_bias":
+            yield f"blk.{layer}.exp_probs_b.bias", values
+            continue
+        if arch == "glm4moe" and rest == "post_attention_layernorm":
+            yield f"blk.{layer}.post_attention_norm.weight", values
+            continue
         if arch == "llama" and _LAYER[rest] in heads:
             values = interleaved(values, heads[_LAYER[rest]])
         if rest == "mlp.shared_expert_gate":
@@ -106,7 +116,8 @@ def interleaved(rows: Array, heads: int) -> Array:
 
 
 def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
-    writer.add_block_count(config.num_hidden_layers)
+    guesses = config.num_nextn_predict_layers if arch == "glm4moe" else 0
+    writer.add_block_count(config.num_hidden_layers + guesses)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -117,7 +128,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     writer.add_bos_token_id(1)
@@ -133,3 +144,24 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch in ("glm4moe", "dots1", "minimax-m2"):
+        _write_sigmoid_experts(writer, config, arch)
+    if guesses:
+        writer.add_nextn_predict_layers(guesses)
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", np.zeros((2, 2), dtype=np.float32))
+
+
+def _write_sigmoid_experts(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if arch == "minimax-m2":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        return
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)

@@ -21,7 +21,7 @@ from tiny import make_tiny
 
 # Of a matrix: tensors by what follows the module's name, and what they mean in float64.
 Written = tuple[dict[str, Tensor], np.ndarray]
-QUANTISED_MODULES = re.compile(r".*(self_attn|linear_attn|mlp|experts).*(_proj|_proj_qkvz|w[123])\.weight")
+QUANTISED_MODULES = re.compile(r".*(self_attn|linear_attn|mlp|experts).*(_proj(_qkvz|_with_mqa)?|w[123])\.weight")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """What a GPU's doorbell costs: microseconds a layer of push and pull in a CUDA graph, without work on the CPU.
 
-Each line: a way to ring, a graph of 48 layers for T tokens; medians over replays, and the fastest tenth. The filler is a kernel that
-spins on the GPU between push and pull, where a layer's own experts would run.
+Each line, for each way to ring: a graph of 48 layers for T tokens; medians over replays, and the fastest tenth. The
+filler is a kernel that spins on the GPU between push and pull, where a layer's own experts would run.
   nothing      neither push nor pull
   not pending  no pair is the CPU's: push does not ring, pull does not wait
   round trip   every row is the CPU's; it answers at once
 Where jobs are copied, "not pending" rings and waits all the same.
-Run: python benchmarks/probes/gpu_doorbell.py [--way kernel memops callback] [--filler-us 20] [--hidden 2048] [--top-k 8] [--cpu N]
+Run: python benchmarks/probes/gpu_doorbell.py [--way kernel memops callback] [--filler-us 20] [--hidden 2048]
+     [--top-k 8] [--cpu N]
 """
 
 from __future__ import annotations

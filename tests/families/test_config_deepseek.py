@@ -9,7 +9,7 @@ import pytest
 from proa.errors import ConfigError
 from proa.layers.rope import score_factor
 from proa.models.families import declare
-from proa.models.spec import Latent, LatentAttention, Mlp, Model, Moe, Rope, Router
+from proa.models.spec import ExpertGroups, Latent, LatentAttention, Mlp, Model, Moe, Rope, Router
 
 # config.json of DeepSeek-V2-Lite, but for what every family reads.
 V2_LITE: dict[str, Any] = {
@@ -56,6 +56,51 @@ V2_LITE: dict[str, Any] = {
     "vocab_size": 102400,
 }
 
+# And what differs in DeepSeek-V3's and Kimi-K2's.
+V3: dict[str, Any] = {
+    **V2_LITE,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "rope_scaling": {**V2_LITE["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+KIMI_K2: dict[str, Any] = {
+    **V3,
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {**V3["rope_scaling"], "beta_fast": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+
 
 def spec_of(**values: Any) -> Model:
     return declare({**V2_LITE, **values}).spec
@@ -80,15 +125,45 @@ def test_deepseek_v2_lite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "sparse"),
+    ("config", "parameters", "heads", "groups", "dense", "scale", "context"),
     [
-        ({"first_k_dense_replace": 0}, [0, 1, 2, 3, 4, 5]),
-        ({"first_k_dense_replace": 3}, [3, 4, 5]),
-        ({"moe_layer_freq": 2}, [2, 4]),
+        (V3, 671_026_419_200, 128, ExpertGroups(8, 4, 2), 3, 2.5, 163840),
+        (KIMI_K2, 1_026_408_232_448, 64, None, 1, 2.827, 131072),
     ],
+    ids=["deepseek-v3", "kimi-k2"],
 )
-def test_dense_layers_among_sparse_ones(values: dict[str, Any], sparse: list[int]) -> None:
-    blocks = spec_of(num_hidden_layers=6, **values).blocks
+def test_deepseek_v3(
+    config: dict[str, Any], parameters: int, heads: int, groups: ExpertGroups | None, dense: int, scale: float,
+    context: int,
+) -> None:  # fmt: skip
+    declared = declare(config)
+    spec = declared.spec
+    mixer = spec.blocks[0].mixer
+    assert isinstance(mixer, LatentAttention)
+    assert (mixer.heads, mixer.q_rank, mixer.rank, mixer.rope.interleaved) == (heads, 1536, 512, True)
+    assert spec.num_params == parameters
+    assert [isinstance(block.ffn, Mlp) for block in spec.blocks] == [True] * dense + [False] * (61 - dense)
+    assert isinstance(spec.blocks[-1].ffn, Moe)
+    assert spec.blocks[-1].ffn.router == Router("sigmoid", True, True, groups, scale, 1e-20)
+    assert spec.blocks[-1].ffn.shared == Mlp(7168, 2048)
+    assert spec.max_positions == context
+    ahead = "model.layers.61.eh_proj.weight"
+    assert (declared.names.why_ignored(ahead) is None) == (config["num_nextn_predict_layers"] == 0)
+
+
+def test_groups_of_deepseek_v2() -> None:
+    limited = {"n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}
+    ffn = spec_of(**limited).blocks[-1].ffn
+    assert isinstance(ffn, Moe)
+    assert ffn.router == Router("softmax", False, False, ExpertGroups(8, 3, 1), 16.0)
+    greedy = spec_of(**{**limited, "topk_method": "greedy"}).blocks[-1].ffn
+    assert isinstance(greedy, Moe)
+    assert greedy.router.groups is None
+
+
+@pytest.mark.parametrize(("first", "sparse"), [(0, [0, 1, 2, 3, 4, 5]), (3, [3, 4, 5])])
+def test_dense_layers_before_sparse_ones(first: int, sparse: list[int]) -> None:
+    blocks = spec_of(num_hidden_layers=6, first_k_dense_replace=first).blocks
     assert [i for i, block in enumerate(blocks) if isinstance(block.ffn, Moe)] == sparse
 
 
@@ -100,6 +175,9 @@ def test_dense_layers_among_sparse_ones(values: dict[str, Any], sparse: list[int
         ({"num_key_value_heads": 8}, "num_key_value_heads = 8 is not implemented"),
         ({"kv_lora_rank": 500}, "multiples of 8"),
         ({"scoring_func": "sigmoid"}, "scoring_func"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not implemented"),
+        ({"norm_topk_prob": True}, "norm_topk_prob = True is not implemented"),
+        ({"topk_method": "group_limited_greedy", "n_group": 7}, "n_group 7"),
         ({"num_experts_per_tok": 65}, "only 64 experts"),
         ({"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),

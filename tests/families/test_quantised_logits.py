@@ -62,11 +62,14 @@ def test_native_is_no_further_from_float32_than_torch(name: str, pool: Pool, tmp
     _assert_near(got, plain, exact)
 
 
-@pytest.mark.parametrize("model", ["llama-bias", "qwen2", "qwen2-moe-mixed", "olmoe", "mixtral", "qwen3-next"])
+@pytest.mark.parametrize(
+    "model", ["llama-bias", "qwen2", "qwen2-moe-mixed", "olmoe", "mixtral", "qwen3-next", "deepseek-v3"]
+)
 @pytest.mark.parametrize("name", ["fp8 small blocks", "fp8 tensor", "gptq zeros"])
 def test_every_family(name: str, model: str, pool: Pool, tmp_path: Path) -> None:
     """Other names, biases, shared experts, parts that are one matrix."""
     sizes = {"intermediate_size": 96, "shared_expert_intermediate_size": 160, "moe_intermediate_size": 96}
+    sizes |= {"q_lora_rank": 64, "kv_lora_rank": 64}
     known = {key: value for key, value in sizes.items() if key in TINY[model].config}
     folder, _ = make_quantised(SCHEMES[name], model, tmp_path / "m", **known)
     checkpoint = open_checkpoint(folder)

@@ -41,6 +41,14 @@ def test_no_other_number_ends_sooner(top_k: int, bus: float, ram: float, cpu: fl
         assert all(took <= max(n / left, (misses - n) / cpu) for n in range(misses + 1))
 
 
+def test_the_longest_table() -> None:
+    """Of a step of few tokens: 60 % by the bus where it is one and a half times as fast."""
+    shares = balanced(64, InPlaceRates(60 * GB, 1000 * GB), 40 * GB)
+    assert len(shares) == 65
+    assert all(abs(fetched - 0.6 * misses) < 1 for misses, fetched in enumerate(shares))
+    assert shares[60] == 36
+
+
 def counters(jobs: int, pairs: int, nbytes: float, moe_s: float) -> Counters:
     return Counters(jobs, pairs, int(nbytes), moe_s, 0.0)
 

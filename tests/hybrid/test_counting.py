@@ -40,7 +40,7 @@ class Arrives:
 @pytest.fixture
 def tables() -> Iterator[Tables]:
     with Pool([[]], pin=False) as pool:
-        yield Tables(layers(pool), CPU, TOP_K, counted=True, in_place=False)
+        yield Tables(layers(pool), CPU, counted=True, in_place=False)
 
 
 def test_sums_hits_bytes_and_a_trace(tables: Tables, tmp_path: Path) -> None:

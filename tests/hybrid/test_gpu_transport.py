@@ -22,7 +22,7 @@ from proa.ops.triton import bell
 pytestmark = pytest.mark.gpu
 LAYERS, DISTINCT = 48, 3
 SIZE = JobSize(most_tokens=32, top_k=3, hidden=1024)
-REPLAYS = int(os.environ.get("DOORBELL_REPLAYS", "200"))  # fewer under compute-sanitizer: benchmarks/probes/sanitize.sh
+REPLAYS = int(os.environ.get("DOORBELL_REPLAYS", "200"))  # fewer under compute-sanitizer: make sanitize-gpu
 
 
 @pytest.fixture(scope="module")

@@ -62,3 +62,22 @@ def test_logits_with_experts_read_in_ram(
         elif teams == 1:
             assert pairs < layers * 5 * TOKENS
         kept[0].close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_of_several_tokens(device: str, tmp_path: Path) -> None:
+    """Three sequences, each token with three of eight experts: the same logits as where the CPU has all that is missing
+    in VRAM, and it has less to do. Both round a row to bfloat16 once a layer, of sums in another order; on a GPU that
+    may make a token choose another expert, but not most tokens."""
+    folder, texts, kept = make_tiny("qwen3-moe", tmp_path), prompts([TOKENS] * 3), list[Kept]()
+    with Pool([[0]], pin=False) as pool:
+        alone = forced(load_split(folder, pool, Split(0.4), device, keep=kept), texts, [PROMPT] * 3)
+        both = forced(fetching(folder, pool, Split(0.4, in_place=True), device, kept), texts, [PROMPT] * 3)
+        transports = [of.hybrid.transport for of in kept]
+        pairs = [transport.counters().pairs for transport in transports if transport is not None]
+        for of in kept:
+            of.close()
+    assert pairs[1] < 0.8 * pairs[0]
+    off = (alone - both).abs().amax(1)
+    bound = (len(kept[0].hybrid.layers) + 1) * 2**-8 * alone.abs().max()
+    assert (off.max() if device == "sim" else off.median()) <= bound

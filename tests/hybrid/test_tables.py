@@ -25,7 +25,7 @@ def layers(pool: Pool) -> list[LayerMemory]:
 
 
 def test_a_model_without_routed_experts_has_tables_too() -> None:
-    tables = Tables([], CPU, 1, counted=False, in_place=False)
+    tables = Tables([], CPU, counted=False, in_place=False)
     tables.publish()
     assert tables.residency == []
 
@@ -33,7 +33,7 @@ def test_a_model_without_routed_experts_has_tables_too() -> None:
 def test_rows_say_where_experts_are() -> None:
     with Pool([[]], pin=False) as pool:
         memory = layers(pool)
-        tables = Tables(memory, CPU, 4, counted=True, in_place=True)
+        tables = Tables(memory, CPU, counted=True, in_place=True)
         first, second, third = tables.residency
         assert first.cpu.tolist() == [0, -1, 2, 3, -1, 5, 6]
         assert second.cpu.tolist() == [0, 1, -1]
@@ -52,7 +52,7 @@ def test_rows_say_where_experts_are() -> None:
 def test_changes_show_once_they_are_published() -> None:
     with Pool([[]], pin=False) as pool:
         memory = layers(pool)
-        tables = Tables(memory, CPU, 4, counted=False, in_place=False)
+        tables = Tables(memory, CPU, counted=False, in_place=False)
         first, _, third = tables.residency
         assert first.counts is first.in_place is None
         before = [t.clone() for of in tables.residency for t in (of.up, of.down, of.cpu)]

@@ -105,6 +105,7 @@ def test_answers_are_the_experts(
     layers = [Layer(SIZE.hidden, seed) for seed in range(2)]
     rig = Rig(pool, layers, way, device)
     rang = 0
+    rig.way.try_out()
     rig.doorbell.arm()
     for i in range(12):
         job = random_job(rng, 1 + i * 2 % SIZE.most_tokens, SIZE, (0.4, 1.0, 0.0)[i % 3])

@@ -4,6 +4,7 @@ wait: here a ring stores the number, and waiting asks whether it was answered. O
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ import triton.language as tl
 from bell_cases import random_job
 from conftest import HAVE_GPU
 from proa.native.doorbell import JobSize, block_layout
-from proa.ops.bell_block import Block, views
-from proa.ops.triton import bell
+from proa.ops.added import Added
+from proa.ops.bell_block import Bell, Block, views
+from proa.ops.residency import Located, Residency
+from proa.ops.table import Norm, RouterRule
+from proa.ops.triton import bell, choose
+from proa.ops.triton.expert_sum import ExpertSum
+from router_cases import ROUTERS
 
 pytestmark = pytest.mark.skipif(
     HAVE_GPU, reason="kernels are compiled here; tests/hybrid/test_gpu_transport.py runs them"
@@ -81,6 +87,68 @@ def test_push_and_pull(
         assert torch.equal(out, block.y[:tokens].where(rows[:, None], 0))
         assert set(waits) == {number}
         waits.clear()
+
+
+def same_parts(block: Block, other: Block, rows: torch.Tensor) -> None:
+    for name in ("rung", "header", "ids", "weights"):
+        assert torch.equal(getattr(block, name), getattr(other, name)), name
+    assert torch.equal(block.x[: len(rows)][rows], other.x[: len(rows)][rows])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+def test_who_chooses_a_few_rows_pushes_them_too(
+    waits: list[int], rng: torch.Generator, tokens: int, device: torch.device
+) -> None:
+    """Beside push of the same choice: also where a layer has nothing for the CPU, and a row is of padding."""
+    experts, top_k, hidden = 12, 3, 64
+    size = JobSize(tokens, top_k, hidden)
+    (block, state), (other, other_state) = block_of(size), block_of(size)
+    slots = torch.arange(tokens)
+    slots[1:2] = -1
+    space, rule = choose.choice_space(device), RouterRule(top_k, ROUTERS["qwen3"])
+    for layer, resident in ((3, 0.5), (4, 0.0), (5, 1.0), (6, 0.8)):
+        mine = torch.rand(experts, generator=rng) < resident
+        up = torch.where(mine, 64, 0)
+        numbers = torch.where(mine, -1, torch.arange(experts)).int()
+        x, y, normal = (torch.randn(n, hidden, generator=rng).bfloat16() for n in (tokens, tokens, 1))
+        out = poisoned_choice(tokens, hidden, top_k)
+        residency = Residency(up, up, numbers, bell=Bell(block, state, layer))
+        router = torch.randn(experts, hidden, generator=rng).bfloat16()
+        choose.choose(x, y, Norm(normal[0], 1e-6), choose.RouterRows(router), slots, rule, residency, space, out)
+        bell.push(out.normed, out.at.cpu, out.weights, out.at.up, layer, other, other_state)
+        rows = (out.at.cpu >= 0).any(1)
+        rung = bool(rows.any())
+        assert rung == (resident == 0) or 0 < resident < 1, "by chance"
+        if rung:
+            same_parts(block, other, rows)
+        assert torch.equal(state, other_state)
+        sums = ExpertSum(torch.randn(tokens * top_k, hidden, generator=rng), out.weights, out.at.down, Added())
+        block.y.normal_(generator=rng)
+        other.y.copy_(block.y)
+        pulled = torch.full((tokens, hidden), torch.nan)
+        bell.pull(pulled, other, other_state)
+        waits.clear()
+        want = replace(sums, added=Added(pulled)).total()
+        assert torch.equal(replace(sums, added=Added(Bell(block, state, layer))).total(), want)
+        assert set(waits) == ({int(state[bell.NUMBER])} if rung else set())
+
+
+def poisoned_choice(rows: int, width: int, top_k: int) -> choose.Choice:
+    def full(dtype: torch.dtype, columns: int) -> torch.Tensor:
+        return torch.full((rows, columns), 77, dtype=dtype)
+
+    at = Located(*(full(dtype, top_k) for dtype in (torch.int32, torch.int64, torch.int64, torch.int32)), True)
+    normed = full(torch.bfloat16, width)
+    return choose.Choice(normed.clone(), normed, full(torch.float32, top_k), at)
+
+
+def test_more_rows_than_may_wait_are_refused(rng: torch.Generator) -> None:
+    size = JobSize(12, 2, 2048)
+    block, state = block_of(size)
+    weights, address = torch.ones(9, 2), torch.zeros(9, 2, dtype=torch.int64)
+    sums = ExpertSum(torch.zeros(18, 2048), weights, address, Added(Bell(block, state, 0)))
+    with pytest.raises(ValueError, match="pull them"):
+        sums.total()
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 30])

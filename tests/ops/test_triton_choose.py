@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import EPS32, assert_within, stored
-from proa.ops.residency import InPlace, Located, Residency
+from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Located, Residency
 from proa.ops.table import Norm, RouterRule
 from proa.ops.triton.choose import Choice, ChoiceSpace, RouterRows, choice_space, choose
 from proa.ops.triton.locate import locate
@@ -40,7 +40,7 @@ def some_residency(experts: int, top_k: int, rng: torch.Generator, device: torch
     up, down, here_up, here_down = (torch.randint(1, 1 << 40, (experts,), generator=rng) for _ in range(4))
     cpu = torch.where(mine, -1, torch.arange(experts)).to(torch.int32)
     readable = torch.rand(experts, generator=rng) < 0.8
-    share = torch.arange(top_k + 1, dtype=torch.int32) // 2
+    share = torch.arange(IN_PLACE_PAIRS + 1, dtype=torch.int32) // 2
     here = InPlace(*(torch.where(readable, of, 0).to(device) for of in (here_up, here_down)), share.to(device))
     tables = (torch.where(mine, of, 0).to(device) for of in (up, down))
     return Residency(*tables, cpu.to(device), torch.zeros(experts, dtype=torch.int32, device=device), here)
@@ -80,9 +80,8 @@ def test_as_step_by_step(
         out = poisoned(rows, width, rule.top_k, device)
         offset = float(call)
         choose(x, y, Norm(weight, EPS, offset), RouterRows(router, bias), slots, rule, residency, space, out)
-        _check(
-            out, space, x, y, weight + offset, RouterRows(router, bias), slots, rule, replace(residency, counts=None)
-        )
+        here = replace(residency, counts=None, in_place=residency.in_place if rows == 1 else None)
+        _check(out, space, x, y, weight + offset, RouterRows(router, bias), slots, rule, here)
         assert residency.counts is not None
         assert int(residency.counts.sum()) == (call + 1) * int((slots >= 0).sum()) * rule.top_k
         assert not space.arrived.any()

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
+from proa.models.spec import Block, LatentAttention, Mlp, Model, Rope
 from proa.ops.cuda_latent import shared_bytes
 from proa.ops.table import LatentPages
 from proa.ops.triton.latent_attention import decode, prefill, splits_for, workspace_floats
+from proa.plan.vram import latent_partials_bytes
 
 SMALL, LARGE = 99 << 10, 227 << 10  # shared memory that a block may ask for
 DEEPSEEK = (512, 64)
@@ -165,6 +167,17 @@ def test_splits_fill_the_processors_and_no_more() -> None:
     assert splits_for(1, 128, 132, LARGE) == 66
     assert splits_for(512, 128, 132, LARGE) == 1
     assert 1 <= splits_for(32, 16, 132, LARGE) * 32 <= 3 * 132
+
+
+@pytest.mark.parametrize("heads", [1, 16, 20, 64, 128])
+@pytest.mark.parametrize("processors", [46, 132, 192])
+def test_the_plan_has_room_for_what_splits_leave(heads: int, processors: int) -> None:
+    mixer = LatentAttention(64, heads, None, 512, 128, 128, Rope(64))
+    spec = Model(64, 100, (Block(mixer, Mlp(64, 96)),), 1e-6, 512)
+    for sequences in (1, 2, 7, 64, 300):
+        for given in (SMALL, 163 << 10, LARGE):
+            splits = splits_for(sequences, heads, processors, given)
+            assert workspace_floats(sequences, heads, 512, splits) * 4 <= latent_partials_bytes(spec, sequences)
 
 
 @pytest.mark.gpu

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from proa.hybrid import sim_experts
-from proa.ops.residency import InPlace, Located, Residency
+from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Located, Residency
 from proa.ops.triton.locate import locate
 
 EXPERTS, TOP_K = 11, 6
-SHARE = (0, 1, 0, 2, 2, 5, 3)
+SHARE = [0, 1, 0, 2, 2, 5, 3, 4, 6, 7, 4, 11] + [0] * (IN_PLACE_PAIRS - EXPERTS)
 
 
 def run(kind: str, ids: Tensor, residency: Residency) -> Located:
@@ -35,14 +35,16 @@ def residency(device: torch.device, rng: torch.Generator, *, counted: bool, in_p
     return Residency(up, down, cpu, counts, InPlace(*places, share) if in_place else None)
 
 
-def expected(ids: list[int], of: Residency, alone: bool) -> list[tuple[int, int, int]]:
-    """(up, down, cpu) of each choice of a token."""
+def expected(ids: list[int], of: Residency) -> list[tuple[int, int, int]]:
+    """(up, down, cpu) of each choice of a step."""
     up, down, cpu = (t.tolist() for t in (of.up, of.down, of.cpu))
     found = [(up[e], down[e], cpu[e]) if e >= 0 else (0, 0, -1) for e in ids]
-    if of.in_place is not None and alone:
+    if of.in_place is not None and len(ids) <= IN_PLACE_PAIRS:
         places = list(zip(of.in_place.up.tolist(), of.in_place.down.tolist(), strict=True))
-        misses = [j for j, e in enumerate(ids) if e >= 0 and cpu[e] >= 0 and places[e][0]]
-        for j in misses[len(misses) - SHARE[len(misses)] :]:
+        missing = [e for e in ids if e >= 0 and cpu[e] >= 0 and places[e][0]]
+        alone = [j for j, e in enumerate(ids) if missing.count(e) == 1]
+        wanted = SHARE[len(set(missing))]
+        for j in alone[max(0, len(alone) - wanted) :]:
             found[j] = (*places[ids[j]], -1)
     return found
 
@@ -50,7 +52,7 @@ def expected(ids: list[int], of: Residency, alone: bool) -> list[tuple[int, int,
 @pytest.mark.parametrize("kind", ["triton", "sim"])
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 40])
 def test_located(
     kind: str, counted: bool, in_place: bool, tokens: int, rng: torch.Generator, device: torch.device
 ) -> None:
@@ -61,12 +63,10 @@ def test_located(
         ids = torch.rand(tokens, EXPERTS, generator=rng).argsort(1)[:, :TOP_K].int()
         ids[torch.rand(tokens, TOP_K, generator=rng) < 0.2] = -1
         at = run(kind, ids.to(on), of)
-        got = [
-            list(zip(*row, strict=True)) for row in zip(at.up.tolist(), at.down.tolist(), at.cpu.tolist(), strict=True)
-        ]
-        assert got == [expected(row, of, tokens == 1) for row in ids.tolist()]
-        fetched += sum(up >= 4096 for row in got for up, _, _ in row)
+        got = list(zip(*(t.flatten().tolist() for t in (at.up, at.down, at.cpu)), strict=True))
+        assert got == expected(ids.flatten().tolist(), of)
+        fetched += sum(up >= 4096 for up, _, _ in got)
         if of.counts is not None:
             chosen = torch.bincount(ids[ids >= 0], minlength=EXPERTS)
             assert of.counts.tolist() == (100 + chosen).tolist()
-    assert bool(fetched) == (in_place and tokens == 1)
+    assert bool(fetched) == (in_place and tokens * TOP_K <= IN_PLACE_PAIRS)

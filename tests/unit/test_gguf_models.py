@@ -14,12 +14,14 @@ from proa.errors import ConfigError
 from proa.models.gguf import config_from_metadata, generation_from_metadata
 from proa.models.spec import RopeScaling
 from proa.weights.checkpoint import open_checkpoint
+from proa.weights.sources import resolve
 from tiny import make_tiny, reference_params, tiny_reference
 from tiny_gguf import interleaved, make_tiny_gguf
 from weights_cases import assert_same, load
 
 # Names whose GGUF can say all that the config does.
-SAME = ["llama2", "smollm2", "llama-yarn", "qwen2", "qwen3", "qwen2-moe", "qwen2-moe-mixed", "qwen3-moe", "mixtral"]
+SAME = ["llama2", "smollm2", "llama-yarn", "qwen2", "qwen3", "qwen2-moe", "qwen2-moe-mixed", "qwen3-moe", "mixtral",
+        "glm4-moe", "glm4-moe-groups", "dots1", "minimax-m2"]  # fmt: skip
 
 
 def stored(name: str, **overrides: Any) -> dict[str, torch.Tensor]:
@@ -47,12 +49,20 @@ def test_same_model_as_the_folder(name: str, tmp_path: Path) -> None:
     want = open_checkpoint(folder).declare().spec
     got = checkpoint.declare().spec
     rope = got.blocks[0].mixer.rope
-    assert rope.interleaved is ("qwen" not in name)
+    assert rope.interleaved is name.startswith(("llama", "smollm", "mixtral"))
+    assert rope.dim == want.blocks[0].mixer.rope.dim
     assert (rope.base, rope.scaling) == (want.blocks[0].mixer.rope.base, want.blocks[0].mixer.rope.scaling)
     assert [b.ffn for b in got.blocks] == [b.ffn for b in want.blocks]
     assert list(got.params()) == list(want.params())
     assert (got.norm_eps, got.max_positions, got.tied) == (want.norm_eps, want.max_positions, want.tied)
     assert_same(load(file), stored(name, **overrides))
+
+
+def test_layers_that_guess_are_known_and_not_loaded(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_tiny_gguf("glm4-moe", tmp_path / "m.gguf", num_nextn_predict_layers=1))
+    declared = checkpoint.declare()
+    assert len(declared.spec.blocks) == 3
+    assert list(resolve(declared, checkpoint.tensors).ignored) == ["blk.3.nextn.eh_proj.weight"]
 
 
 def test_the_file_says_whether_qwen2_moe_has_biases(tmp_path: Path) -> None:

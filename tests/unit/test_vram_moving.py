@@ -75,6 +75,13 @@ def test_who_saves_counts() -> None:
     assert row(got, "expert counts") == ("/tmp/counts", "none", "the model has no routed experts")
 
 
+def test_a_doorbell_is_for_experts_in_ram() -> None:
+    for box, rows in ((24, []), (140, [("memops", "none", "the CPU computes no experts")])):
+        got = plan(QWEN3_30B, machine(124, gpu(box)), doorbell="memops")
+        assert check(got, QWEN3_30B).doorbell == "memops"
+        assert [(d.asked, d.got, d.why) for d in got.decisions if d.name == "doorbell"] == rows
+
+
 def test_asked_experts_leave_no_room_to_move() -> None:
     """Slots for experts in motion never cost one that was asked for."""
     most = max(counts(plan(QWEN3_30B, machine(124, gpu(24)), context=1024, expert_placement="uniform")))

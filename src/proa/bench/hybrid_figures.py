@@ -106,7 +106,7 @@ def even_bytes(spec: Model, gpu: GpuPlan, requests: int, dense: float, cpu_bytes
         distinct = expected_distinct(frequencies("uniform", layer.experts, layer.top_k), requests)
         all_bytes += distinct * expert_bytes
         resident_bytes += distinct * expert_bytes * len(resident) / layer.experts
-    if gpu.co_fetch and requests == 1:
+    if gpu.co_fetch:
         cpu_bytes = max(cpu_bytes, all_bytes - resident_bytes)
     return StepBytes(dense=dense, resident=resident_bytes, cpu=cpu_bytes)
 

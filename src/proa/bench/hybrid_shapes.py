@@ -127,19 +127,21 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 class LatentShape(ModelShape, frozen=True, kw_only=True):
     """Like DeepSeek's: latent attention, shared experts beside the routed ones, and first layers without experts.
-    `head_dim` is of keys without what turns, and of values; there is a KV head for each head."""
+    `head_dim` is of keys without what turns, and of values; each head has a key of its own. groups, kept_groups: with
+    them experts are chosen as DeepSeek-V3 does, else as V2-Lite."""
 
     rank: int
     turned: int  # dimensions of the key that turn
     q_rank: int | None = None
     shared: int  # experts
     dense: int  # layers
-    dense_width: int
+    groups: int = 0
+    kept_groups: int = 0
 
     def config(self) -> dict[str, object]:
         return {
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
+            "architectures": ["DeepseekV3ForCausalLM" if self.groups else "DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v3" if self.groups else "deepseek_v2",
             "torch_dtype": "bfloat16",
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -156,15 +158,18 @@ class LatentShape(ModelShape, frozen=True, kw_only=True):
             "n_shared_experts": self.shared,
             "first_k_dense_replace": min(self.dense, self.layers - 1),
             "intermediate_size": self.dense_width,
-            "topk_method": "greedy",
-            "norm_topk_prob": False,
+            "norm_topk_prob": bool(self.groups),
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e4,
             "max_position_embeddings": _POSITIONS,
             "tie_word_embeddings": False,
             "vocab_size": self.vocab,
+            **(self._groups() if self.groups else {"topk_method": "greedy"}),
         }
+
+    def _groups(self) -> dict[str, object]:
+        return {"n_group": self.groups, "topk_group": self.kept_groups, "routed_scaling_factor": 2.5}
 
 
 MODEL_SHAPES: dict[str, ModelShape] = {
@@ -190,6 +195,11 @@ MODEL_SHAPES: dict[str, ModelShape] = {
             name="deepseek-v2-lite", hidden=2048, layers=27, heads=16, kv_heads=16, head_dim=128, experts=64, top_k=6,
             width=1408, vocab=102400, rank=512, turned=64, shared=2, dense=1, dense_width=10944,
         ),
+        LatentShape(
+            name="deepseek-v3", hidden=7168, layers=61, heads=128, kv_heads=128, head_dim=128, experts=256, top_k=8,
+            width=2048, vocab=129280, rank=512, turned=64, q_rank=1536, shared=1, dense=3, dense_width=18432, groups=8,
+            kept_groups=4,
+        ),
         ModelShape(
             name="gpt-oss-120b", hidden=2880, layers=36, heads=64, kv_heads=8, head_dim=64, experts=128, top_k=4,
             width=2880, vocab=201088, family="gpt_oss", note="attention has the experts' format, and no yarn",
@@ -203,7 +213,7 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         ),
         LatentShape(
             name="tiny-latent", hidden=64, layers=3, heads=4, kv_heads=4, head_dim=16, experts=8, top_k=2, width=32,
-            vocab=512, rank=32, turned=8, shared=1, dense=1, dense_width=96,
+            vocab=512, rank=32, turned=8, q_rank=48, shared=1, dense=1, dense_width=96, groups=4, kept_groups=2,
         ),
         ModelShape(
             name="tiny-oss", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, width=32,

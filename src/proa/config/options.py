@@ -172,7 +172,7 @@ class GpuOptions:
     )
     co_fetch: str = option(
         "auto",
-        help="let the GPU read some of a token's experts in RAM while the CPU computes the others: off, or auto (as "
+        help="let the GPU read some experts of few tokens in RAM while the CPU computes the others: off, or auto (as "
         "many as end together, where the CPU leaves bandwidth)",
         choices=("auto", "off"),
     )

@@ -1,4 +1,4 @@
-"""How many of a token's misses the GPU reads in RAM itself while the CPU computes the others: pure arithmetic over
+"""How many of a few tokens' misses the GPU reads in RAM itself while the CPU computes the others: pure arithmetic over
 rates. Never: addresses, kernels.
 """
 
@@ -22,12 +22,13 @@ class InPlaceRates:
 
 
 class CoFetch:
-    """The CPU's rate is measured in service, over jobs of single tokens; until then the GPU reads none."""
+    """The CPU's rate is measured in service, over jobs of few pairs; until then the GPU reads none."""
 
-    def __init__(self, rates: InPlaceRates, top_k: int) -> None:
+    def __init__(self, rates: InPlaceRates, most: int) -> None:
+        """most: pairs of a step of few tokens, and thus misses."""
         self.rates = rates
-        self.shares = (0,) * (top_k + 1)
-        self._top_k = top_k
+        self.shares = (0,) * (most + 1)
+        self._most = most
         self._last = Counters(0, 0, 0, 0.0, 0.0)
         self._bytes, self._s = 0.0, 0.0
 
@@ -36,29 +37,37 @@ class CoFetch:
         last, self._last = self._last, now
         jobs, pairs = now.jobs - last.jobs, now.pairs - last.pairs
         nbytes, took_s = now.weight_bytes - last.weight_bytes, now.moe_s - last.moe_s
-        if not 0 < pairs <= jobs * self._top_k or took_s <= 0:
+        if not 0 < pairs <= jobs * self._most or took_s <= 0:
             return None
         kept = 0.5 ** (nbytes / HALF_LIFE_BYTES)
         self._bytes, self._s = self._bytes * kept + nbytes, self._s * kept + took_s
         if self._bytes < LEAST_BYTES:
             return None
-        shares = balanced(self._top_k, self.rates, self._bytes / self._s)
+        shares = balanced(self._most, self.rates, self._bytes / self._s)
         if shares == self.shares:
             return None
         self.shares = shares
         return shares
 
 
-def balanced(top_k: int, rates: InPlaceRates, cpu_bytes_per_s: float) -> tuple[int, ...]:
-    """[m]: of m experts, how many the GPU reads so that both end soonest; as few as that takes.
+def balanced(most: int, rates: InPlaceRates, cpu_bytes_per_s: float) -> tuple[int, ...]:
+    """[m]: of m experts, up to `most`, how many the GPU reads so that both end soonest; as few as that takes.
 
     Where the CPU uses RAM up, the GPU's reads would come out of the CPU's: it gets only what is left of the RAM's rate.
     """
     bus = min(rates.bus_bytes_per_s, rates.ram_bytes_per_s - cpu_bytes_per_s)
     if bus <= 0:
-        return (0,) * (top_k + 1)
+        return (0,) * (most + 1)
 
     def takes(misses: int, fetched: int) -> float:
         return max(fetched / bus, (misses - fetched) / cpu_bytes_per_s)
 
-    return tuple(min(range(m + 1), key=partial(takes, m)) for m in range(top_k + 1))  # the first of equals
+    shares = []
+    for misses in range(most + 1):
+        together = min(
+            misses, int(misses * bus / (bus + cpu_bytes_per_s))
+        )  # or one more: parts of experts are not read
+        shares.append(
+            min(range(together, min(misses, together + 1) + 1), key=partial(takes, misses))
+        )  # first of equals
+    return tuple(shares)

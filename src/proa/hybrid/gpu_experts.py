@@ -10,9 +10,10 @@ from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.ops.added import Added
+from proa.ops.bell_block import Bell
 from proa.ops.faults import LayerFaults
 from proa.ops.residency import Located, Residency
-from proa.ops.triton.expert_sum import ExpertSum, Watch
+from proa.ops.triton.expert_sum import ExpertSum, Watch, can_wait
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 
@@ -92,6 +93,9 @@ class GpuExperts:
     def start(self, x: Tensor, at: Located) -> Tensor:
         experts(x, at, self._shape, self._space, self._biases)
         return self._space.partial
+
+    def waits(self, x: Tensor) -> Bell | None:
+        return self.residency.bell if can_wait(*x.shape) else None
 
     def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> ExpertSum:
         return ExpertSum(started, weights, at.down, added, Watch(self._faults, at.ids, x))

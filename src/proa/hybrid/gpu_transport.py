@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -21,12 +23,14 @@ from proa.native.doorbell import (
     Service,
     Way,
     block_layout,
-)  # fmt: skip
+)
 from proa.native.pool import Pool
 from proa.native.weights import Experts
+from proa.ops.bell_block import Bell
 from proa.ops.triton import bell
 
 ANSWER_TIMEOUT_S = 1.0  # for an empty job at start
+LOOK_AGAIN_S = 1e-4
 PROBES = 5
 _NO_ANSWER = "The CPU did not answer an empty job of {device} within {seconds:g} s."
 
@@ -43,12 +47,14 @@ class GpuTransport:
     ) -> None:  # fmt: skip
         layout = block_layout(size)
         memory = torch.zeros(layout.bytes, dtype=torch.uint8, pin_memory=True)
-        self.device, self.size = device, size
+        self.device, self.size, self._closed = device, size, False
         self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service, way)
         self._state = torch.zeros(bell.ROWS + size.most_tokens, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # the zeros are there before a step on any stream; the thread has a context
         self._way: GpuWay = make_way(way, memory, size, device, self._state, self.doorbell)
         torch.cuda.synchronize(device)
+        if way is Way.CALLS:  # what the driver has yet to call must be there when this process ends
+            atexit.register(_settle, weakref.ref(self))
 
     def arm(self) -> None:
         self.doorbell.arm()
@@ -61,6 +67,9 @@ class GpuTransport:
 
     def pull(self, out: Tensor) -> None:
         self._way.pull(out)
+
+    def bell(self, layer: int) -> Bell | None:
+        return self._way.bell(layer)
 
     def check(self) -> None:
         self.doorbell.check()
@@ -82,32 +91,44 @@ class GpuTransport:
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                     for _ in range(rounds):
                         again()
-                took_s = min(self._timed(graph, stream) for _ in range(PROBES))
+                took_ms = min(self._timed_ms(graph, stream) for _ in range(PROBES))
         finally:
             self.disarm()
         self.check()
-        return took_s / rounds * 1e6
+        return took_ms / rounds * 1e3
 
-    def _timed(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
-        begin = time.perf_counter()
+    def _timed_ms(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record(stream)
         graph.replay()
-        self._finish(stream)
-        return time.perf_counter() - begin
+        took_ms: float = begin.elapsed_time(self._finish(stream))
+        return took_ms
 
-    def _finish(self, stream: torch.cuda.Stream) -> None:
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def _finish(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         done.record(stream)
         deadline_s = time.perf_counter() + ANSWER_TIMEOUT_S
         while not done.query():  # type: ignore[no-untyped-call]
+            time.sleep(LOOK_AGAIN_S)  # a CPU that this thread kept busy might be the doorbell's
             if time.perf_counter() > deadline_s:
                 text = _NO_ANSWER.format(device=self.device, seconds=ANSWER_TIMEOUT_S)
                 self.doorbell.fail(text)
                 self._way.free()
                 stream.synchronize()
                 raise NativeError(text, REMEDY)
+        return done
 
     def close(self) -> None:
         """Whatever still waits on the GPU is told of a failure, and is waited for."""
+        if self._closed:
+            return
+        self._closed = True
         self.doorbell.fail("The doorbell was closed.")
         torch.cuda.synchronize(self.device)
         self.doorbell.close()
+
+
+def _settle(transport: weakref.ref[GpuTransport]) -> None:
+    alive = transport()
+    if alive is not None:
+        alive.close()

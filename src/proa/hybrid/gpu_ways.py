@@ -14,7 +14,7 @@ from torch import Tensor
 from proa.errors import NativeError
 from proa.hybrid.cuda_driver import Driver
 from proa.native.doorbell import BlockLayout, Doorbell, JobSize, Way, block_layout
-from proa.ops.bell_block import Copied, copied, views
+from proa.ops.bell_block import Bell, Copied, copied, views
 from proa.ops.triton import bell
 
 FLAG, FAILED = 1, 1 << 31  # csrc/src/doorbell.h
@@ -29,6 +29,8 @@ class GpuWay(Protocol):
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None: ...
 
     def pull(self, out: Tensor) -> None: ...
+
+    def bell(self, layer: int) -> Bell | None: ...
 
     def try_out(self) -> None:
         """Before anything waits for good. Raises NativeError if it would wait in vain."""
@@ -62,6 +64,9 @@ class ByKernels:
 
     def pull(self, out: Tensor) -> None:
         bell.pull(out, self._block, self._state)
+
+    def bell(self, layer: int) -> Bell | None:
+        return Bell(self._block, self._state, layer)
 
     def try_out(self) -> None:
         """A kernel that is under way sees what the CPU writes then; it stops looking by itself."""
@@ -130,8 +135,13 @@ class ByCopies:
         self._driver.copy_to_device(stream, here.y.data_ptr(), there.y.data_ptr(), here.y.nbytes)
         bell.take(out, here, self._state)
 
+    def bell(self, layer: int) -> Bell | None:
+        return None
+
     def try_out(self) -> None:
-        pass  # the probe's time limit, and `free`
+        """Kernels behind a wait are loaded before it: loading may wait for the stream. `free` ends what hangs else."""
+        here, _ = self._jobs(1)
+        bell.take(torch.empty_like(here.block.y), here.block, self._state)
 
     def free(self) -> None:
         self._signals.free()

@@ -24,7 +24,7 @@ from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize
 from proa.native.weights import Experts
 from proa.ops.faults import LayerFaults
 from proa.ops.packed import Memory
-from proa.ops.residency import Residency
+from proa.ops.residency import IN_PLACE_PAIRS, Residency
 from proa.ops.staging import Staging
 
 # Steps that are launched behind each other before the tables may change again: what the CPU reads changes slowly.
@@ -98,13 +98,15 @@ class HybridModel:
         spare, trace = self._placement.spare, self._placement.trace
         counted = spare > 0 or self._placement.counted or trace is not None
         reads = parts.in_place
-        self.tables = Tables(memories, self._device, top_k, counted=counted, in_place=reads is not None)
+        self.tables = Tables(memories, self._device, counted=counted, in_place=reads is not None)
         if reads is not None:
-            self.co_fetch = CoFetch(reads, top_k)
+            self.co_fetch = CoFetch(reads, IN_PLACE_PAIRS)
         self._faults = FaultRecords(most_tokens, top_k, self._device)
         for number, (layer, residency) in enumerate(zip(self.layers, self.tables.residency, strict=True)):
-            device = parts.experts(layer.memory, residency, self._faults.of(number))
-            layer.bind(device, self.transport if layer.memory.cpu_computes else None)
+            transport = self.transport if layer.memory.cpu_computes else None
+            bell = None if transport is None else transport.bell(layer.layer)
+            device = parts.experts(layer.memory, replace(residency, bell=bell), self._faults.of(number))
+            layer.bind(device, transport)
         if not counted:
             return
         copiers = parts.copiers()

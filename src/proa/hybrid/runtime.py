@@ -12,6 +12,7 @@ from torch import Tensor
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.transport import Transport
 from proa.ops.added import Added
+from proa.ops.bell_block import Bell
 from proa.ops.residency import Located, Residency
 from proa.ops.table import Chosen, Parameters, Unsummed
 
@@ -27,6 +28,9 @@ class DeviceExperts(Protocol):
 
     def start(self, x: Tensor, at: Located) -> Tensor:
         """What the GPU's experts make of x [T, hidden]; `finish` understands it."""
+
+    def waits(self, x: Tensor) -> Bell | None:
+        """Where `finish` waits for the CPU's sum of so many rows itself; None: it must have been pulled."""
 
     def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor | Unsummed:
         """The weighted sum of those, and what is added: bfloat16 [T, hidden]. Rows that are not finite are noted."""
@@ -57,7 +61,7 @@ class HybridExperts:
     def start(self, x: Tensor, chosen: Chosen) -> HybridUnderway:
         device, weights = self._bound, chosen.weights
         at = device.locate(chosen.ids) if chosen.at is None else chosen.at
-        if self._transport is not None:
+        if self._transport is not None and not at.handed_over:
             self._transport.push(x, at.cpu, weights, at.up, self.layer)
         return HybridUnderway(device, self._transport, at, weights, device.start(x, at), x)
 
@@ -79,8 +83,15 @@ class HybridUnderway:
         self._at, self._weights, self._started, self._x = at, weights, started, x
 
     def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor | Unsummed:
-        cpu = None
-        if self._transport is not None:
-            cpu = self._x.new_empty(self._x.shape, dtype=torch.float32)
-            self._transport.pull(cpu)
-        return self._device.finish(self._started, self._x, self._at, self._weights, Added(cpu, shared, gate))
+        added = Added(self._of_cpu(), shared, gate)
+        return self._device.finish(self._started, self._x, self._at, self._weights, added)
+
+    def _of_cpu(self) -> Tensor | Bell | None:
+        if self._transport is None:
+            return None
+        bell = self._device.waits(self._x)
+        if bell is not None:
+            return bell
+        out = self._x.new_empty(self._x.shape, dtype=torch.float32)
+        self._transport.pull(out)
+        return out

@@ -12,8 +12,9 @@ from proa.hybrid.layer_memory import LayerMemory
 from proa.native.pool import Pool
 from proa.native.weights import Experts, Matrix, Piece, Rows, moe
 from proa.ops.added import Added
+from proa.ops.bell_block import Bell
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
-from proa.ops.residency import Located, Residency
+from proa.ops.residency import IN_PLACE_PAIRS, Located, Residency
 
 LANE = 1  # of the pool: the doorbell's jobs have the other
 
@@ -25,10 +26,12 @@ def locate(ids: Tensor, residency: Residency) -> Located:
         residency.counts.add_(torch.bincount(found[real], minlength=len(residency.counts)))
     up, down = (torch.where(real, of[found], 0) for of in (residency.up, residency.down))
     cpu = torch.where(real, residency.cpu[found], -1).to(torch.int32)
-    if (here := residency.in_place) is not None and len(ids) == 1:
+    if (here := residency.in_place) is not None and ids.numel() <= IN_PLACE_PAIRS:
         missing = (cpu >= 0) & (here.up[found] != 0)
-        misses = int(missing.sum())
-        fetched = missing & (missing.cumsum(1) > misses - int(here.share[misses]))
+        chosen = torch.bincount(found[missing], minlength=len(residency.up))
+        alone = missing & (chosen[found] == 1)
+        kept = int(alone.sum()) - int(here.share[int((chosen > 0).sum())])
+        fetched = alone & (alone.flatten().cumsum(0).view(alone.shape) > kept)
         up, down = (torch.where(fetched, of[found], at) for of, at in ((here.up, up), (here.down, down)))
         cpu = torch.where(fetched, -1, cpu)
     return Located(ids, up, down, cpu)
@@ -54,7 +57,12 @@ class SimExperts:
         """x itself: the sum needs weights, so it is made at the end."""
         return x
 
+    def waits(self, x: Tensor) -> Bell | None:
+        return None
+
     def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor:
+        if isinstance(added.cpu, Bell):
+            raise TypeError("a CPU in a GPU's place does not wait at a bell")
         shared, gate = added.shared, added.shared_gate
         total = torch.zeros(x.shape, dtype=torch.float32) if added.cpu is None else added.cpu
         own = self._own(started, at, weights)

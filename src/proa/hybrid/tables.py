@@ -14,7 +14,7 @@ from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.slots import Slot
-from proa.ops.residency import InPlace, Residency
+from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Residency
 
 _ADDRESSES = 4  # int64 of each expert: of up and down for the GPU, of up and down in RAM; and an int32, its number
 
@@ -23,12 +23,10 @@ class Tables:
     """Made when weights are where they start; `residency[i]` is layer i's, at addresses that stay.
 
     counts int32 [layers, experts of the largest]: how often each was chosen so far, modulo 2^32, if steps count that.
-    `in_place`: the GPU can read RAM, and single tokens choose up to `top_k` experts.
+    `in_place`: the GPU can read RAM.
     """
 
-    def __init__(
-        self, layers: Sequence[LayerMemory], device: torch.device, top_k: int, *, counted: bool, in_place: bool
-    ) -> None:
+    def __init__(self, layers: Sequence[LayerMemory], device: torch.device, *, counted: bool, in_place: bool) -> None:
         self.experts = max((layer.experts for layer in layers), default=0)
         self._layers, self._in_place = layers, in_place
         words = (self.experts * (2 * _ADDRESSES + 1) // 4 + 1) * 4  # more than enough; rows begin on 16 bytes
@@ -36,8 +34,8 @@ class Tables:
         self._host = torch.zeros(len(layers), words, dtype=torch.int32, pin_memory=pinned)
         self._device = torch.zeros(len(layers), words, dtype=torch.int32, device=device)
         self.counts = torch.zeros(len(layers), self.experts, dtype=torch.int32, device=device)
-        self._host_share = torch.zeros(top_k + 1, dtype=torch.int32, pin_memory=pinned)
-        self._share = torch.zeros(top_k + 1, dtype=torch.int32, device=device)
+        self._host_share = torch.zeros(IN_PLACE_PAIRS + 1, dtype=torch.int32, pin_memory=pinned)
+        self._share = torch.zeros(IN_PLACE_PAIRS + 1, dtype=torch.int32, device=device)
         of_addresses, of_numbers = _split(self._host, self.experts)
         self._addresses, self._numbers = of_addresses.numpy(), of_numbers.numpy()
         self._changed: set[int] = set()
@@ -77,8 +75,10 @@ class Tables:
         self._changed.add(layer)
 
     def share(self, of_misses: Sequence[int]) -> None:
-        """From the next `publish` on, of m misses of a single token the GPU reads of_misses[m] in place."""
-        self._host_share.copy_(torch.tensor(of_misses))
+        """From the next `publish` on, of m misses of a step of few tokens the GPU reads of_misses[m] in place; none of
+        more."""
+        self._host_share.zero_()
+        self._host_share[: len(of_misses)] = torch.tensor(of_misses)
         self._share_changed = True
 
     def publish(self) -> None:

@@ -8,7 +8,8 @@ into `answered`. The GPU pulls: it looks at `answered`, then copies y. One block
 push comes after the pull. If no pair is the CPU's, push does not ring and pull does not wait: both read that from one
 word in the GPU's memory. The number lives there too and push adds one to it, so that a replayed graph goes on counting.
 
-Why a job is whole when its number is seen (kernels: ops/triton/bell.py):
+Why a job is whole when its number is seen (kernels: ops/triton/bell.py; for a few rows the kernel that chooses experts
+pushes, choose.py, and the one that adds them up pulls, expert_sum.py, by the same functions in the same order):
 1. Every thread of a program stores its part of the job, then the program meets at a barrier: what the threads stored is
    before anything that any of them does next.
 2. With several programs, one thread of each then adds itself to a counter in the GPU's memory, as an acquire and a
@@ -60,10 +61,10 @@ from proa.native.doorbell import (
     Service,
     Way,
     block_layout,
-)  # fmt: skip
+)
 from proa.native.pool import Pool
 from proa.native.weights import Experts
-from proa.ops.bell_block import Block, check_pull, check_push, copied, views
+from proa.ops.bell_block import Bell, Block, check_pull, check_push, copied, views
 
 
 class Transport(Protocol):
@@ -83,6 +84,9 @@ class Transport(Protocol):
 
     def pull(self, out: Tensor) -> None:
         """out float32 [T, hidden] = the CPU's part of the last push, zeros where it has none."""
+
+    def bell(self, layer: int) -> Bell | None:
+        """For kernels that push and pull as a part of what they do; None: push and pull is all there is."""
 
     def check(self) -> None:
         """After a step, before its results are used. Raises NativeError, ValueError for good once a job has failed;
@@ -156,6 +160,9 @@ class HostTransport:
             return  # as a GPU, which cannot raise: check() says why
         if rows is not None:
             out[rows] = self._block.y[: len(out)][rows]
+
+    def bell(self, layer: int) -> Bell | None:
+        return None
 
     def check(self) -> None:
         self.doorbell.check()

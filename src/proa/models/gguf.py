@@ -6,11 +6,12 @@ Sources: the GGUF specification and the key and tensor names of the gguf package
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from proa.errors import ConfigError
 from proa.models.config_reader import Reader
-from proa.models.names import NameTable
+from proa.models.names import NameTable, guessing_layers
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -21,9 +22,11 @@ GGUF_NAMES = NameTable(
         ("head.weight", "output.weight"),
         ("blocks.{i}.norm1.weight", "blk.{i}.attn_norm.weight"),
         ("blocks.{i}.norm2.weight", "blk.{i}.ffn_norm.weight"),
+        ("blocks.{i}.norm2.weight", "blk.{i}.post_attention_norm.weight"),
         ("blocks.{i}.mixer.o.{w}", "blk.{i}.attn_output.{w}"),
         ("blocks.{i}.mixer.{p}.{w}", "blk.{i}.attn_{p}.{w}"),
         ("blocks.{i}.ffn.router.weight", "blk.{i}.ffn_gate_inp.weight"),
+        ("blocks.{i}.ffn.router.correction", "blk.{i}.exp_probs_b.bias"),
         ("blocks.{i}.ffn.experts.{e}.{p}.weight", "blk.{i}.ffn_{p}.{e}.weight"),
         ("blocks.{i}.ffn.experts.{p}.weight", "blk.{i}.ffn_{p}_exps.weight"),
         ("blocks.{i}.ffn.shared.{p}.weight", "blk.{i}.ffn_{p}_shexp.weight"),
@@ -33,6 +36,12 @@ GGUF_NAMES = NameTable(
     ignored=((r"rope_freqs\.weight", "the config has it as rope factors"),),
     stacked_out_in=True,
 )
+
+
+def gguf_names(config: Mapping[str, Any]) -> NameTable:
+    """Of the file that `config` was read from."""
+    more = guessing_layers(r"blk\.", config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0))
+    return replace(GGUF_NAMES, ignored=GGUF_NAMES.ignored + more)
 
 
 def config_from_metadata(
@@ -53,7 +62,7 @@ def config_from_metadata(
     prefix = f"{arch}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     reader = Reader(own, f"GGUF metadata of {arch}")
-    config = _common(reader, shapes, rope_factors) | _ARCHITECTURES[arch](reader, shapes)
+    config = _common(reader, shapes, rope_factors, arch in _TURN_IN_PART) | _ARCHITECTURES[arch](reader, shapes)
     config |= {f"{name}_token_id": value for name, value in _special_tokens(metadata).items()}
     return config | {prefix + key: value for key, value in reader.rest().items()}
 
@@ -79,11 +88,14 @@ def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _common(c: Reader, shapes: Shapes, rope_factors: Sequence[float]) -> dict[str, Any]:
+def _common(c: Reader, shapes: Shapes, rope_factors: Sequence[float], in_part: bool) -> dict[str, Any]:
+    """in_part: of each head some dimensions may not turn."""
     hidden, heads = c.size("embedding_length"), c.size("attention.head_count")
     head_dim = c.size("attention.key_length", hidden // heads)
     c.expect("attention.value_length", head_dim)
-    c.expect("rope.dimension_count", head_dim)
+    turning = c.size("rope.dimension_count", head_dim)
+    if not in_part:
+        c.expect("rope.dimension_count", head_dim)
     c.expect("attention.causal", True)
     c.ignore("the embedding's shape says it", "vocab_size")
     c.ignore("provenance", "tensor_data_layout", "rope.scaling.finetuned")
@@ -99,6 +111,7 @@ def _common(c: Reader, shapes: Shapes, rope_factors: Sequence[float]) -> dict[st
         "rms_norm_eps": c.get("attention.layer_norm_rms_epsilon", float),
         "tie_word_embeddings": "output.weight" not in shapes,
         "rope_parameters": _rope(c, rope_factors),
+        **({"partial_rotary_factor": turning / head_dim} if in_part else {}),
     }
 
 
@@ -174,16 +187,58 @@ def _qwen_moe(architecture: str, renormalise: bool, bias_key: str) -> Callable[[
     return read
 
 
+def _v3_moe(architecture: str, **more: Callable[[Shapes], bool]) -> Callable[[Reader, Shapes], dict[str, Any]]:
+    """Experts with sigmoid scores and a correction behind dense layers. `more`: keys that the tensors say."""
+
+    def read(c: Reader, shapes: Shapes) -> dict[str, Any]:
+        c.expect("expert_gating_func", 2)  # sigmoid
+        guesses = c.get("nextn_predict_layers", int, 0)
+        return {
+            "architectures": [architecture],
+            "num_hidden_layers": c.size("block_count") - guesses,
+            "num_nextn_predict_layers": guesses,
+            "n_routed_experts": c.size("expert_count"),
+            "num_experts_per_tok": c.size("expert_used_count"),
+            "n_shared_experts": c.get("expert_shared_count", int, 0),
+            "moe_intermediate_size": c.size("expert_feed_forward_length"),
+            "first_k_dense_replace": c.get("leading_dense_block_count", int, 0),
+            "n_group": c.size("expert_group_count", None),
+            "topk_group": c.size("expert_group_used_count", None),
+            "norm_topk_prob": c.get("expert_weights_norm", bool),
+            "routed_scaling_factor": c.get("expert_weights_scale", float, 0.0) or 1.0,
+            "attention_bias": "blk.0.attn_q.bias" in shapes,
+            **{key: says(shapes) for key, says in more.items()},
+        }
+
+    return read
+
+
+def _minimax_m2(c: Reader, shapes: Shapes) -> dict[str, Any]:
+    c.expect("expert_gating_func", 2)  # sigmoid
+    c.expect("expert_weights_norm", True)
+    c.expect("expert_weights_scale", 0.0, 1.0)
+    return {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "num_local_experts": c.size("expert_count"),
+        "num_experts_per_tok": c.size("expert_used_count"),
+        "intermediate_size": c.size("expert_feed_forward_length"),
+    }
+
+
 def _shape(c: Reader, shapes: Shapes, tensor: str) -> tuple[int, ...]:
     if tensor not in shapes:
         raise c.error(f"the tensor {tensor} is missing")
     return shapes[tensor]
 
 
+_TURN_IN_PART = ("glm4moe", "minimax-m2")
 _ARCHITECTURES: Mapping[str, Callable[[Reader, Shapes], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _dense("Qwen2ForCausalLM"),
     "qwen3": _dense("Qwen3ForCausalLM"),
     "qwen2moe": _qwen_moe("Qwen2MoeForCausalLM", renormalise=False, bias_key="qkv_bias"),
     "qwen3moe": _qwen_moe("Qwen3MoeForCausalLM", renormalise=True, bias_key="attention_bias"),
+    "glm4moe": _v3_moe("Glm4MoeForCausalLM", use_qk_norm=lambda shapes: "blk.0.attn_q_norm.weight" in shapes),
+    "dots1": _v3_moe("Dots1ForCausalLM"),
+    "minimax-m2": _minimax_m2,
 }

@@ -47,6 +47,14 @@ HF_IGNORED: Rules = (
 )
 
 
+def guessing_layers(prefix: str, layers: int, more: int) -> Rules:
+    """What is ignored of `more` layers behind the model's own. prefix: a regular expression, up to the number."""
+    return tuple(
+        (rf"{prefix}{layers + i}\..*", "layers that guess further tokens ahead; decoding does without")
+        for i in range(more)
+    )
+
+
 @dataclass(frozen=True)
 class NameTable:
     """Names of one checkpoint's tensors.

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from proa.ops.bell_block import Bell
+
 
 @dataclass(frozen=True)
 class Added:
-    """cpu float32 [T, hidden]: the sum of the CPU's experts; shared bfloat16 [T, hidden], times the sigmoid of
-    shared_gate [T, 1] where there is one.
+    """cpu float32 [T, hidden]: the sum of the CPU's experts, or where it will be; shared bfloat16 [T, hidden], times
+    the sigmoid of shared_gate [T, 1] where there is one.
     """
 
-    cpu: Tensor | None = None
+    cpu: Tensor | Bell | None = None
     shared: Tensor | None = None
     shared_gate: Tensor | None = None

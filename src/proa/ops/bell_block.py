@@ -43,6 +43,16 @@ def views(memory: Tensor, layout: BlockLayout, size: JobSize) -> Block:
 
 
 @dataclass(frozen=True)
+class Bell:
+    """Of a layer, for kernels that ring and wait as a part of what they do. state int32: what ops/triton/bell.py keeps
+    on the device; layer: the CPU's number of it."""
+
+    block: Block
+    state: Tensor
+    layer: int
+
+
+@dataclass(frozen=True)
 class Copied:
     """A job of so many tokens that is copied to the CPU, in a block for more; see csrc/include/proa/native.h."""
 

@@ -5,6 +5,7 @@ the current stream, without waiting for anything: a CUDA graph can hold them. Ne
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from proa.ops.triton import attention, best, choose, delta, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
 from proa.ops.triton.gated import gated
+from proa.ops.triton.locate import locate
 
 
 class CudaOps:
@@ -122,9 +124,14 @@ class CudaOps:
         weight, bias = (router.weight, router.bias) if isinstance(router, CudaLinear) else (None, None)
         if residency is None or weight is None or not few:
             return self._in_steps(x, y, norm, router, slots, rule, residency)
-        out = _new_choice(x, rule.top_k)
+        fetched = residency.in_place is not None and len(x) > 1
+        # that kernel's programs know a row each, but who is alone with an expert takes all rows
+        here = replace(residency, counts=None, bell=None) if fetched else residency
+        out = _new_choice(x, rule.top_k, here.bell is not None)
         rows = choose.RouterRows(weight, bias)
-        choose.choose(x, y, norm, rows, slots, rule, residency, self._choice_space, out)
+        choose.choose(x, y, norm, rows, slots, rule, here, self._choice_space, out)
+        if fetched:
+            locate(out.at.ids, residency, out.at)
         return out.total, out.normed, Chosen(out.at.ids, out.weights, out.at)
 
     def best(self, logits: Tensor) -> Tensor:
@@ -153,11 +160,11 @@ class CudaOps:
         return out
 
 
-def _new_choice(x: Tensor, top_k: int) -> choose.Choice:
+def _new_choice(x: Tensor, top_k: int, handed_over: bool) -> choose.Choice:
     def pairs(dtype: torch.dtype) -> Tensor:
         return torch.empty(len(x), top_k, dtype=dtype, device=x.device)
 
-    at = Located(pairs(torch.int32), pairs(torch.int64), pairs(torch.int64), pairs(torch.int32))
+    at = Located(pairs(torch.int32), pairs(torch.int64), pairs(torch.int64), pairs(torch.int32), handed_over)
     total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     return choose.Choice(total, normed, pairs(torch.float32), at)
 

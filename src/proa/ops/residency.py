@@ -9,6 +9,7 @@ from torch import Tensor
 
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, layout
 from proa.native.weights import Activation
+from proa.ops.bell_block import Bell
 
 ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
 
@@ -41,6 +42,9 @@ class ExpertShape:
         return layout(self.down_form.format, self.hidden, self.width, self.down_form.group)
 
 
+IN_PLACE_PAIRS = 64  # choices of a step of few tokens
+
+
 @dataclass(frozen=True)
 class Biases:
     """Of all experts of a layer, wherever those are, in the order of their packed rows, padded with zeros: float32."""
@@ -61,12 +65,14 @@ class PairBias:
 class InPlace:
     """Where the GPU can read experts of the CPU in RAM, over the bus, and how many of them it should.
 
-    Of a step of one token alone: of the m choices that are the CPU's and have an address here, the last share[m].
+    Of a step of up to IN_PLACE_PAIRS choices: where m experts are chosen that are the CPU's and have an address here,
+    share[m] of them, the last ones that one token alone has chosen. Others stay with the CPU: an expert is somebody's
+    for all its tokens, and the bus would be crossed by each choice.
     """
 
     up: Tensor  # int64 [E]: address of gate and up in RAM; 0: the GPU cannot read it
     down: Tensor  # int64 [E]
-    share: Tensor  # int32 [k + 1]
+    share: Tensor  # int32 [IN_PLACE_PAIRS + 1]
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class Residency:
     cpu: Tensor  # int32 [E]: under which number the CPU has the expert; -1: the GPU's
     counts: Tensor | None = None  # int32 [E]: each choice of an expert is added here when it is located
     in_place: InPlace | None = None
+    bell: Bell | None = None  # who chooses experts may hand the CPU's over at once
 
 
 @dataclass(frozen=True)
@@ -88,3 +95,4 @@ class Located:
     up: Tensor  # int64, 0 where the GPU has nothing to do
     down: Tensor  # int64
     cpu: Tensor  # int32, -1 where the CPU has nothing to do
+    handed_over: bool = False  # the CPU's, to the CPU

@@ -143,6 +143,8 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         save_counts=asked.save_expert_counts if layers else None,
     )
     off = [Decision("co-fetch", "off", "off", "as asked")] if asked.co_fetch == "off" else []
+    if asked.doorbell != "auto" and plan.gpu_only:
+        off.append(Decision("doorbell", asked.doorbell, "none", "the CPU computes no experts"))
     memory = MemoryBudget(
         free_bytes=case.machine.available_bytes,
         reserve_bytes=case.machine.available_bytes - case.usable_bytes,

@@ -26,10 +26,14 @@ CUDA_PROCESS_BYTES = 1 << 30
 # A captured decode step: kernels of a block and around the blocks, memory of a node, rows of the largest graph. There
 # is a graph for every power of two up to --max-running.
 GRAPH_NODES_PER_BLOCK, GRAPH_NODES_AROUND, GRAPH_NODE_BYTES, GRAPH_ROWS_MOST = 16, 32, 64 << 10, 64
+LATENT_NODES = 4  # more, of a block of latent attention: queries' norm and second map, maps of heads
 
 # Attention over a long context is cut into at most so many parts; each leaves a float32 vector a head, and its
 # maximum and sum.
 ATTENTION_PARTS = 64
+
+# Latent attention is cut for 2 programs a multiprocessor, of which there are up to 192; a program has up to 64 heads.
+LATENT_PARTS, LATENT_HEADS = 2 * 192, 64
 
 # Of a GPU's sampler: changed logits of a step, and what small vocabularies take. Its candidates fit into what the CPU's
 # sampler would take; logits themselves are there twice, in float32 (engine/device_sampler.py, engine/graphs.py).
@@ -92,7 +96,8 @@ def graphs_bytes(spec: Model, max_running: int, simulated: bool) -> int:
     if simulated:
         return 0
     graphs = (min(max_running, GRAPH_ROWS_MOST) - 1).bit_length() + 1
-    return graphs * (GRAPH_NODES_PER_BLOCK * len(spec.blocks) + GRAPH_NODES_AROUND) * GRAPH_NODE_BYTES
+    nodes = GRAPH_NODES_PER_BLOCK * len(spec.blocks) + LATENT_NODES * len(spec.latent_attention) + GRAPH_NODES_AROUND
+    return graphs * nodes * GRAPH_NODE_BYTES
 
 
 def vram_demand(
@@ -101,17 +106,14 @@ def vram_demand(
 ) -> Demand:  # fmt: skip
     """The demand on VRAM without routed experts, running steps of up to `batch_tokens`. `stored`: see `dense_form`."""
     experts = max((_routed_row_bytes(b.ffn) for b in spec.blocks if isinstance(b.ffn, Moe)), default=0)
-    seen = [a.heads * (a.head_dim + 2) for a in spec.attention] + [
-        a.heads * (a.rank + 2) for a in spec.latent_attention
-    ]
-    partials = max(seen, default=0) * 4 * ATTENTION_PARTS
+    partials = max((a.heads * (a.head_dim + 2) * 4 * ATTENTION_PARTS for a in spec.attention), default=0)
     return Demand(
         weights_bytes=dense_bytes(spec, stored),
         fixed_bytes=context_bytes(simulated) + graphs_bytes(spec, max_running, simulated),
         workspace_base_bytes=logits_bytes(spec, max_running)
         + (0 if simulated else SAMPLER_BYTES)
         + batch_tokens * (row_bytes(spec) + experts)
-        + max_running * partials
+        + max(max_running * partials, latent_partials_bytes(spec, max_running))
         + _linear_workspace_bytes(spec, stored),
         # Page tables: an int64 for each page of each running request.
         workspace_bytes_per_context_token=-(-8 * max_running // page_tokens),
@@ -119,6 +121,12 @@ def vram_demand(
         page_tokens=page_tokens,
         states_bytes=max_running * spec.state_bytes_per_sequence(BF16_BYTES),
     )
+
+
+def latent_partials_bytes(spec: Model, max_running: int) -> int:
+    """What splits leave: as many for all sequences together as keep every multiprocessor busy, and one more of each."""
+    parts = [(-(-LATENT_PARTS // -(-a.heads // LATENT_HEADS)) + max_running, a) for a in spec.latent_attention]
+    return max((count * a.heads * (a.rank + 1) * 4 for count, a in parts), default=0)
 
 
 def process_bytes(simulated: bool) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from proa.errors import ConfigError, ModelNotFound, WeightsError
 from proa.models import families
-from proa.models.gguf import GGUF_NAMES, config_from_metadata, generation_from_metadata
+from proa.models.gguf import config_from_metadata, generation_from_metadata, gguf_names
 from proa.models.names import Declared
 from proa.models.quantisation import Quantisation, legacy_modelopt, quantisation
 from proa.weights.gguf_header import gguf_index
@@ -63,7 +63,7 @@ class Checkpoint:
         if self.path.is_dir():
             return families.declare(self.config, ignore_keys, str(self.path / "config.json"))
         declared = families.declare(self.config, ignore_keys, f"{self.path} (GGUF metadata)")
-        return Declared(declared.spec, GGUF_NAMES)
+        return Declared(declared.spec, gguf_names(self.config))
 
 
 def open_checkpoint(

@@ -1,5 +1,6 @@
-"""DeepSeek-V2: latent attention, some dense layers, then routed experts beside shared ones that every token passes.
-Source: modeling_deepseek_v2.py in Hugging Face transformers and beside the checkpoints.
+"""DeepSeek-V2, DeepSeek-V3 (R1, V3.1) and Kimi-K2: latent attention, dense layers before sparse ones, shared experts
+without a gate. Source: modeling_deepseek_v2.py and modeling_deepseek_v3.py in Hugging Face transformers and beside the
+checkpoints.
 """
 
 from __future__ import annotations
@@ -8,31 +9,33 @@ from dataclasses import replace
 
 from proa.models.config_reader import Reader
 from proa.models.families.llama import model_of
-from proa.models.families.moe import routed
-from proa.models.names import HF_IGNORED, NameTable
+from proa.models.families.v3_moe import expert_groups, v3_ffns, v3_names
+from proa.models.names import NameTable, Rules
 from proa.models.rope_reader import rope
-from proa.models.spec import Block, LatentAttention, Mlp, Model, Moe
+from proa.models.spec import Block, ExpertGroups, LatentAttention, Mlp, Model, Moe, Router
 
-NAMES = NameTable(
-    (
-        ("blocks.{i}.mixer.q_a_norm.weight", "model.layers.{i}.self_attn.q_a_layernorm.weight"),
-        ("blocks.{i}.mixer.kv_a.weight", "model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight"),
-        ("blocks.{i}.mixer.kv_a_norm.weight", "model.layers.{i}.self_attn.kv_a_layernorm.weight"),
-        ("blocks.{i}.ffn.shared.{p}.weight", "model.layers.{i}.mlp.shared_experts.{p}_proj.weight"),
-    ),
-    ignored=HF_IGNORED,
+_RULES: Rules = (
+    ("blocks.{i}.mixer.q_a_norm.weight", "model.layers.{i}.self_attn.q_a_layernorm.weight"),
+    ("blocks.{i}.mixer.kv_a.weight", "model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight"),
+    ("blocks.{i}.mixer.kv_a_norm.weight", "model.layers.{i}.self_attn.kv_a_layernorm.weight"),
 )
 
 
 def deepseek_v2(c: Reader) -> tuple[Model, NameTable]:
     c.expect("mlp_bias", False)
-    mixer = latent_attention(c)
-    sparse = _softmax_routed(c, mixer.hidden)
-    return model_of(c, mixer.rope, [Block(mixer, ffn) for ffn in dense_first(c, sparse)]), NAMES
+    mixer, names = latent_attention(c), _names(c)
+    return model_of(c, mixer.rope, [Block(mixer, ffn) for ffn in _softmax_ffns(c, mixer.hidden)]), names
+
+
+def deepseek_v3(c: Reader) -> tuple[Model, NameTable]:
+    c.expect("rope_interleave", True)
+    c.ignore("what num_nextn_predict_layers is to transformers", "num_mtp_layers")
+    mixer, names = latent_attention(c), _names(c)
+    return model_of(c, mixer.rope, [Block(mixer, ffn) for ffn in v3_ffns(c, mixer.hidden)]), names
 
 
 def latent_attention(c: Reader) -> LatentAttention:
-    """Of DeepSeek's keys. The rotated dimensions are pairs of neighbours, whatever a config says about head_dim."""
+    """Of DeepSeek's keys. Neighbours of what turns are pairs, whatever the config says about head_dim."""
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     c.expect("num_key_value_heads", heads)
     c.expect("attention_bias", False)
@@ -51,31 +54,36 @@ def latent_attention(c: Reader) -> LatentAttention:
     )
 
 
-def dense_first(c: Reader, sparse: Moe) -> list[Mlp | Moe]:
-    """The first first_k_dense_replace layers are dense, of the others every moe_layer_freq-th is sparse."""
-    dense = Mlp(sparse.hidden, c.size("intermediate_size"))
-    first, step = c.get("first_k_dense_replace", int, 0), c.size("moe_layer_freq", 1)
-    layers = range(c.size("num_hidden_layers"))
-    return [dense if i < first or i % step else sparse for i in layers]
-
-
-def shared_experts(c: Reader, hidden: int, width: int) -> Mlp | None:
-    """They are one MLP, as wide as all of them."""
-    count = c.get("n_shared_experts", int, 0)
-    return Mlp(hidden, count * width) if count else None
-
-
-def _softmax_routed(c: Reader, hidden: int) -> Moe:
+def _softmax_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
+    """The first layers are dense. Weights of experts are scaled, and never renormalised."""
     c.expect("scoring_func", "softmax")
-    c.expect("topk_method", "greedy")
-    c.expect("n_group", 1)
-    c.expect("topk_group", 1)
     c.expect("norm_topk_prob", False)
-    c.expect("routed_scaling_factor", 1.0)
+    c.expect("moe_layer_freq", 1)
     c.ignore("training, or where experts are computed", "aux_loss_alpha", "seq_aux", "ep_size")
-    width = c.size("moe_intermediate_size")
-    moe = routed(c, hidden, c.size("n_routed_experts"), width, renormalise=False)
-    return replace(moe, shared=shared_experts(c, hidden, width))
+    experts, top_k, width = c.size("n_routed_experts"), c.size("num_experts_per_tok"), c.size("moe_intermediate_size")
+    if top_k > experts:
+        raise c.error(f"num_experts_per_tok is {top_k}, but there are only {experts} experts")
+    scale = c.get("routed_scaling_factor", float, 1.0)
+    router = Router("softmax", renormalise=False, groups=_groups(c, experts, top_k), scale=scale)
+    shared = c.get("n_shared_experts", int, 0)
+    sparse = Moe(hidden, experts, top_k, width, router, Mlp(hidden, shared * width) if shared else None)
+    dense, first = Mlp(hidden, c.size("intermediate_size")), c.get("first_k_dense_replace", int, 0)
+    return [dense if i < first else sparse for i in range(c.size("num_hidden_layers"))]
 
 
-ARCHITECTURES = {"DeepseekV2ForCausalLM": deepseek_v2}
+def _groups(c: Reader, experts: int, top_k: int) -> ExpertGroups | None:
+    """Groups count by their best expert, and only where topk_method says so."""
+    limited = "group_limited_greedy"
+    c.expect("topk_method", "greedy", limited)
+    if c.get("topk_method", str, "greedy") == limited:
+        return expert_groups(c, experts, top_k, best_of=1)
+    c.ignore("without groups they mean nothing", "n_group", "topk_group")
+    return None
+
+
+def _names(c: Reader) -> NameTable:
+    table = v3_names(c)
+    return replace(table, rules=_RULES + table.rules)
+
+
+ARCHITECTURES = {"DeepseekV2ForCausalLM": deepseek_v2, "DeepseekV3ForCausalLM": deepseek_v3}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from proa.models.config_reader import Reader
 from proa.models.families.llama import attention, model
-from proa.models.names import HF_IGNORED, NameTable
+from proa.models.names import HF_IGNORED, NameTable, guessing_layers
 from proa.models.spec import ExpertGroups, Mlp, Model, Moe, Router
 
 _EPSILON = 1e-20  # that renormalising adds to the sum of sigmoids
@@ -85,11 +85,9 @@ def expert_groups(c: Reader, experts: int, top_k: int, best_of: int) -> ExpertGr
 
 
 def v3_names(c: Reader) -> NameTable:
-    """Hugging Face's, with the layers behind the last one that guess further tokens."""
-    first = c.size("num_hidden_layers")
-    extra = "|".join(str(first + i) for i in range(c.get("num_nextn_predict_layers", int, 0)))
-    guess = ((rf"model\.layers\.({extra})\..*", "layers that guess further tokens ahead; decoding does without"),)
-    return NameTable(ignored=(*HF_IGNORED, *(guess if extra else ())))
+    """Hugging Face's."""
+    more = c.get("num_nextn_predict_layers", int, 0)
+    return NameTable(ignored=HF_IGNORED + guessing_layers(r"model\.layers\.", c.size("num_hidden_layers"), more))
 
 
 ARCHITECTURES = {"Glm4MoeForCausalLM": glm4_moe, "Dots1ForCausalLM": dots1}

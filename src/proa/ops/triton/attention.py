@@ -122,27 +122,41 @@ def _decode(
 
 
 @triton.jit
+def _found(partial, sizes, at, part, splits, dim, DIM: tl.constexpr):
+    """What splits found, and its size; anything, of those that nobody wrote."""
+    there = part < splits
+    found = tl.load(partial + (at + part)[:, None] * DIM + dim, there[:, None] & (dim < DIM), 0.0)
+    return found, tl.load(sizes + at + part, there, 0.0)
+
+
+@triton.jit
+def _weighed(found, size, used, most):
+    return tl.sum(tl.where(used[:, None], tl.exp2(size - most)[:, None] * found, 0.0), 0)
+
+
+@triton.jit
 def _combine(
     partial, sizes, kv_lens, out, heads, splits, window, out_row,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """Weigh what the splits of a row and head found. Sizes are log2 of their sums of exponentials."""
+    """Weigh what the splits of a row and head found. Sizes are log2 of their sums of exponentials. No load waits for
+    another one, where `PART` splits are all that are used."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = (row * heads + head) * splits
+    split, part, dim = tl.arange(0, SPLITS), tl.arange(0, PART), tl.arange(0, WIDE)[None, :]
+    found, size = _found(partial, sizes, at, part, splits, dim, DIM)
+    every = tl.load(sizes + at + split, split < splits, 0.0)
     kv_len = tl.load(kv_lens + row)
     begin, share = _range_and_share(kv_len, splits, window, TOKENS, WINDOW)
     used = tl.cdiv(kv_len - begin, tl.maximum(share, 1))  # nobody wrote the others
-    at = (row * heads + head) * splits
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, WIDE)[None, :]
-    size = tl.load(sizes + at + split, split < used, float("-inf"))
-    most = tl.maximum(tl.max(size, 0), LOWEST)
-    total = tl.sum(tl.exp2(size - most), 0)
-    acc = tl.zeros([WIDE], tl.float32)
-    for start in range(0, used, PART):
-        part = start + tl.arange(0, PART)
-        weight = tl.exp2(tl.load(sizes + at + part, part < used, float("-inf")) - most)
-        found = tl.load(partial + (at + part)[:, None] * DIM + dim, (part < used)[:, None] & (dim < DIM), 0.0)
-        acc += tl.sum(weight[:, None] * found, 0)
+    every = tl.where(split < used, every, float("-inf"))
+    most = tl.maximum(tl.max(every, 0), LOWEST)
+    total = tl.sum(tl.exp2(every - most), 0)
+    acc = _weighed(found, size, part < used, most)
+    for start in range(PART, used, PART):
+        found, size = _found(partial, sizes, at, start + part, splits, dim, DIM)
+        acc += _weighed(found, size, start + part < used, most)
     acc = acc / tl.where(used == 0, 1.0, total)
     column = tl.arange(0, WIDE)
     tl.store(out + row * out_row + head * DIM + column, acc.to(tl.bfloat16), column < DIM)
@@ -262,7 +276,7 @@ def decode(
     _combine[(sequences, heads)](
         workspace, sizes, kv_lens, out, heads, splits, softmax.window or 0, out.stride(0), DIM=dim,
         WIDE=constants["WIDE"], TOKENS=constants["TOKENS"], WINDOW=softmax.window is not None,
-        SPLITS=triton.next_power_of_2(splits), PART=PART, 
+        SPLITS=triton.next_power_of_2(splits), PART=PART,
     )  # fmt: skip
 
 
@@ -334,14 +348,6 @@ def _prefill_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
 
 
 def variants() -> Iterator[Variant]:
-    for one in _plain():
-        if one.kernel is _prefill:
-            yield one
-        else:
-            yield one
-
-
-def _plain() -> Iterator[Variant]:
     strides = ("q_row", "page_stride", "token_stride", "head_stride")
     ints = dict.fromkeys(("page_table", "kv_lens"), "*i32") | dict.fromkeys((*strides, "table_row", "window"), "i32")
     common = ints | {"q": "*bf16", "scale": "fp32", "value_scale": "fp32"}

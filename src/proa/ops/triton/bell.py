@@ -16,7 +16,7 @@ from proa.ops.triton.variant import Variant
 # State words in device memory, int32: the last job's number; whether this layer has one; who has arrived, and with how
 # many rows. Behind them, for each row of the step, how many of its pairs are the CPU's.
 NUMBER, PENDING, ARRIVED, ROWS = 0, 1, 2, 4
-_NUMBER, _PENDING, _ARRIVED, _ROWS = (tl.constexpr(i) for i in (NUMBER, PENDING, ARRIVED, ROWS))
+JOB_NUMBER, _PENDING, _ARRIVED, PAIRS = (tl.constexpr(i) for i in (NUMBER, PENDING, ARRIVED, ROWS))
 _PROGRAM = tl.constexpr(1 << 24)  # one that has arrived, in ARRIVED; below it the rows are counted
 MOST_PROGRAMS = 64
 TILE_VALUES = 16384  # of a program of push
@@ -103,7 +103,7 @@ def _push_rows(
     written = is_pair & (tl.sum(pairs, 0) > 0) if ALONE else is_pair
     tl.store(to_ids + pair, tl.where(theirs, chosen, -1), written)
     tl.store(to_weights + pair, weight, written)
-    tl.store(state + _ROWS + row, pairs, there)
+    tl.store(state + PAIRS + row, pairs, there)
     theirs_too = (pairs > 0)[:, None]
     tl.store(to_x + wide * HIDDEN + column, value, inside & theirs_too)
     for start in range(BLOCK, HIDDEN, BLOCK):
@@ -118,7 +118,7 @@ def _push(
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    number = tl.load(state + _NUMBER) + 1  # only whoever comes last changes it
+    number = tl.load(state + JOB_NUMBER) + 1
     rows = 0
     for i in range(ROUNDS):
         first = (i * PROGRAMS + tl.program_id(0)) * TILE
@@ -126,6 +126,13 @@ def _push(
             x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, first, tokens,
             HIDDEN, TOP_K, CHOICES, TILE, BLOCK, PROGRAMS == 1,
         )  # fmt: skip
+    arrive(header, rung, state, layer, tokens, number, rows, PROGRAMS)
+
+
+@triton.jit
+def arrive(header, rung, state, layer, tokens, number, rows, PROGRAMS: tl.constexpr):
+    """A program of PROGRAMS has written its part of a job, of which `rows` are the CPU's. The last one rings with the
+    number, the one behind that of `state`, which only whoever comes last changes."""
     last = True
     if PROGRAMS > 1:
         tl.debug_barrier()  # the arrival below tells of all threads' stores
@@ -137,7 +144,7 @@ def _push(
         tl.store(state + _ARRIVED, 0)
         tl.store(state + _PENDING, tl.where(rows > 0, 1, 0))
         if rows > 0:
-            tl.store(state + _NUMBER, number)
+            tl.store(state + JOB_NUMBER, number)
             tl.store(header, layer)
             tl.store(header + 1, tokens)
             tl.store(header + 2, number)
@@ -145,15 +152,16 @@ def _push(
 
 
 @triton.jit
-def _answered(answer, state):
-    pending, number = tl.load(state + _PENDING), tl.load(state + _NUMBER)
+def await_answer(answer, state):
+    """Of the last job, if there is one."""
+    pending, number = tl.load(state + _PENDING), tl.load(state + JOB_NUMBER)
     if pending != 0:
         _await(answer, number)
 
 
 @triton.jit
 def _wait(answer, state):
-    _answered(answer, state)
+    await_answer(answer, state)
 
 
 @triton.jit(do_not_specialize=["turns"])
@@ -170,9 +178,9 @@ def _pull(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
-    pairs = tl.load(state + _ROWS + row)
+    pairs = tl.load(state + PAIRS + row)
     if WAIT:
-        _answered(answer, state)
+        await_answer(answer, state)
     # volatile: the CPU wrote these since the last pull, and no cache may answer
     value = tl.load(y + row * HIDDEN + column, inside & (pairs > 0), 0.0, volatile=True)
     tl.store(out + row * out_row + column, value, inside)

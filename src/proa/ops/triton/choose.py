@@ -1,8 +1,9 @@
 """What stands before the experts of a few rows in one kernel: the residual add, the norm, the router, the choice, where
-the chosen experts are. Never: many rows, which take those steps one by one (ops/choose.py).
+the chosen experts are, handing over the CPU's. Never: many rows, which take those steps one by one (ops/choose.py).
 
 A program has some experts' rows of the router and a row of x, whose norm each of them computes again. Of a row's
-programs the last to arrive sees all logits, and chooses.
+programs the last to arrive sees all logits, and chooses; of these the last one rings (hybrid/transport.py: its several
+programs are these).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from proa.ops.residency import Located, Residency
 from proa.ops.table import Norm, RouterRule
+from proa.ops.triton.bell import JOB_NUMBER, PAIRS, arrive
 from proa.ops.triton.locate import places
 from proa.ops.triton.route import (
     MOST_EXPERTS,
@@ -47,14 +49,15 @@ def choice_space(device: torch.device) -> ChoiceSpace:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _choose(
     x, y, weight, router, router_bias, correction, slots, logits, arrived, total, normed, ids, weights,
     up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu,
+    header, to_ids, to_weights, to_x, rung, state, layer,
     x_row, y_row, router_row, logits_row, width, eps, offset, scale, epsilon,
     COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr, LANES: tl.constexpr,
-    PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr,
+    PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     expert, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -93,6 +96,15 @@ def _choose(
             tl.store(up + at, gate_up, counted)
             tl.store(down + at, low, counted)
             tl.store(cpu + at, number, counted)
+            if rung is not None:
+                theirs = counted & (number >= 0)
+                pairs = tl.sum(theirs.to(tl.int32), 0)
+                tl.store(to_ids + at, tl.where(theirs, number, -1), counted)
+                tl.store(to_weights + at, values, counted)
+                tl.store(state + PAIRS + row, pairs)
+                tl.store(to_x + row * width + column, norm, inside & (pairs > 0))
+                job = tl.load(state + JOB_NUMBER) + 1
+                arrive(header, rung, state, layer, ROWS, job, tl.minimum(pairs, 1), ROWS)
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,9 @@ class RouterRows:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choose` writes, of R rows. total, normed bfloat16 [R, N]; at.ids int32, weights float32 [R, k]."""
+    """What `choose` writes, of R rows. total, normed bfloat16 [R, N]; at.ids int32, weights float32 [R, k]. Where the
+    layer has a bell, at.handed_over is true.
+    """
 
     total: Tensor
     normed: Tensor
@@ -118,7 +132,7 @@ def choose(
     space: ChoiceSpace, out: Choice,
 ) -> None:  # fmt: skip
     """total = x + y, normed = rms_norm(total); route's choice from normed @ router^T + bias in float32, and where
-    `residency` says that it is.
+    `residency` says that it is; what push of bell.py does with it, if there is a bell.
 
     x, y bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS; slots int64 [R]. Raises ValueError for other shapes
     and types.
@@ -128,13 +142,18 @@ def choose(
     experts = len(router.weight)
     here = residency.in_place if rows == 1 else None
     in_place = (here.up, here.down, here.share) if here else (None, None, None)
+    bell: tuple[Tensor | int | None, ...] = (None,) * 6 + (0,)
+    if (to := residency.bell) is not None:
+        block = to.block
+        bell = (block.header, block.ids, block.weights, block.x, block.rung, to.state, to.layer)
     if rows:
         _choose[(experts, rows)](
             x, y, norm.weight, router.weight, router.bias, rule.correction, slots, space.logits, space.arrived,
             out.total, out.normed, out.at.ids, out.weights, residency.up, residency.down, residency.cpu,
-            residency.counts, *in_place, out.at.up, out.at.down, out.at.cpu, x.stride(0), y.stride(0),
-            router.weight.stride(0), space.logits.stride(0), width, norm.eps, norm.offset, rule.router.scale,
-            rule.router.epsilon, **_constants(experts, width, rule), num_warps=_WARPS,
+            residency.counts, *in_place, out.at.up, out.at.down, out.at.cpu, *bell,
+            x.stride(0), y.stride(0), router.weight.stride(0), space.logits.stride(0), width,
+            norm.eps, norm.offset, rule.router.scale, rule.router.epsilon, **_constants(experts, width, rule),
+            ROWS=rows, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -179,14 +198,18 @@ def variants() -> Iterator[Variant]:
     types |= dict.fromkeys(("arrived", "ids", "cpu_table", "cpu"), "*i32")
     types |= dict.fromkeys(("x_row", "y_row", "router_row", "logits_row", "width"), "i32")
     in_place = {"up_place": "*i64", "down_place": "*i64", "share": "*i32"}
-    optional = ("correction", "router_bias", "counts", *in_place)
+    bell = dict.fromkeys(("header", "to_ids", "rung", "state"), "*i32") | {"to_weights": "*fp32", "to_x": "*bf16"}
+    types |= {"layer": "i32"}
+    optional = ("correction", "router_bias", "counts", *in_place, *bell)
     aligned = ("x", "y", "weight", "router", "logits", "total", "normed", "x_row", "y_row", "router_row", "width")
     for experts, top_k, router in SOME_RULES:
         more = {"correction": "*fp32"} if router.correction else {}
         more |= {"router_bias": "*bf16"} if router.linear_bias else {}
         more |= {"counts": "*i32"} if experts != 128 or router.linear_bias else {}
         more |= in_place if experts in (256, 512) or router.linear_bias else {}
+        more |= bell if experts in (128, 256) else {}
         absent = dict.fromkeys(name for name in optional if name not in more)
         width = 8192 if experts == 1024 else 2880 if router.linear_bias else 2048
         constants = _constants(experts, width, RouterRule(top_k, router)) | absent
+        constants["ROWS"] = 1 if experts == 128 else MOST_ROWS
         yield Variant(_choose, types | more, constants, warps=_WARPS, aligned=aligned)

@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.added import Added
+from proa.ops.bell_block import Bell
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
 from proa.ops.table import Norm
+from proa.ops.triton.bell import MOST_POLLED_VALUES, PAIRS, await_answer
 from proa.ops.triton.norm import add_rms_norm
 from proa.ops.triton.variant import Variant
 
@@ -42,8 +44,18 @@ def _not_finite(values):
 
 
 @triton.jit
+def _of_cpu(at, state, token, inside):
+    """state given: the answer is there, in memory that the CPU wrote since the last one: no cache may answer."""
+    if state is None:
+        value = tl.load(at, inside, 0.0)
+    else:
+        value = tl.load(at, inside & (tl.load(state + PAIRS + token) > 0), 0.0, volatile=True)
+    return value
+
+
+@triton.jit
 def _note(
-    records, layer, ids, x, partial, address, cpu, shared, token, column, inside,
+    records, layer, ids, x, partial, address, cpu, shared, state, token, column, inside,
     x_row, partial_row, cpu_row, shared_row, hidden, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of the programs that find a row not finite, the first one in its first layer writes the record. What it tells
@@ -58,7 +70,7 @@ def _note(
         own |= tl.where(mine, 1 << k, 0)
         sources |= _not_finite(value) << k
     if cpu is not None:
-        sources |= _not_finite(tl.load(cpu + token * cpu_row + column, inside, 0.0)) * _CPU
+        sources |= _not_finite(_of_cpu(cpu + token * cpu_row + column, state, token, inside)) * _CPU
     if shared is not None:
         value = tl.load(shared + token * shared_row + column, inside, 0.0).to(tl.float32)
         sources |= _not_finite(value) * _SHARED
@@ -75,7 +87,7 @@ def _note(
 
 @triton.jit(do_not_specialize=["layer"])
 def _combine(
-    partial, weights, address, cpu, shared, gate, residual, norm, out, normed, records, ids, x, layer,
+    partial, weights, address, cpu, answer, state, shared, gate, residual, norm, out, normed, records, ids, x, layer,
     partial_row, cpu_row, shared_row, gate_row, residual_row, out_row, normed_row, x_row, hidden, eps, offset,
     TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -90,11 +102,12 @@ def _combine(
     total = tl.zeros([COLUMNS], tl.float32)
     for k in tl.static_range(TOP_K):
         pair = token * TOP_K + k
-        mine = tl.load(address + pair) != 0
-        value = tl.load(partial + pair * partial_row + column, inside & mine, 0.0)
-        total += tl.where(mine, tl.load(weights + pair), 0.0) * value
+        value = tl.load(partial + pair * partial_row + column, inside, 0.0)  # anything, where nobody wrote it
+        total += tl.where(tl.load(address + pair) != 0, tl.load(weights + pair) * value, 0.0)
     if cpu is not None:
-        total += tl.load(cpu + token * cpu_row + column, inside, 0.0)
+        if state is not None:
+            await_answer(answer, state)
+        total += _of_cpu(cpu + token * cpu_row + column, state, token, inside)
     if shared is not None:
         value = tl.load(shared + token * shared_row + column, inside, 0.0).to(tl.float32)
         if gate is not None:
@@ -113,7 +126,7 @@ def _combine(
             exists = tl.load(ids + token * TOP_K) >= 0  # a row of padding has no experts
             if exists:
                 _note(
-                    records, layer, ids, x, partial, address, cpu, shared, token, column, inside,
+                    records, layer, ids, x, partial, address, cpu, shared, state, token, column, inside,
                     x_row, partial_row, cpu_row, shared_row, hidden, TOP_K, COLUMNS,
                 )  # fmt: skip
 
@@ -134,7 +147,7 @@ class Into:
 def combine(
     partial: Tensor, weights: Tensor, down_address: Tensor, added: Added, into: Into, watch: Watch | None = None
 ) -> None:
-    """The sum over k of weights * partial where the address is not 0, and what is `added`.
+    """The sum over k of weights * partial where the address is not 0, and what is `added`. A bell is waited for.
 
     partial float32 [>= T * k, hidden], weights float32 and down_address int64 [T, k]. Columns side by side. Rows of the
     sum that are not finite are noted where `watch` says, and stay as they are.
@@ -149,12 +162,13 @@ def combine(
     records, ids, x, layer = (None, None, None, 0) if watch is None else (
         watch.faults.records, watch.ids, watch.x, watch.faults.layer + 1
     )  # fmt: skip
-    tensors = (added.cpu, added.shared, added.shared_gate, into.residual)
-    strides = (0 if t is None else t.stride(0) for t in (partial, *tensors, into.out, into.normed, x))
+    cpu, *bell = _of_bell(added.cpu)
+    tensors = (added.shared, added.shared_gate, into.residual)
+    strides = (0 if t is None else t.stride(0) for t in (partial, cpu, *tensors, into.out, into.normed, x))
     weight, eps, offset = (None, 0.0, 0.0) if (n := into.norm) is None else (n.weight, n.eps, n.offset)
     columns, warps = _shape(hidden, whole=weight is not None)
     _combine[(tokens, triton.cdiv(hidden, columns))](
-        partial, weights, down_address, *tensors, weight, into.out, into.normed, records, ids, x, layer,
+        partial, weights, down_address, cpu, *bell, *tensors, weight, into.out, into.normed, records, ids, x, layer,
         *strides, hidden, eps, offset, TOP_K=top_k, COLUMNS=columns, num_warps=warps,
     )  # fmt: skip
 
@@ -198,8 +212,20 @@ def _shape(hidden: int, whole: bool) -> tuple[int, int]:
     return columns, min(16, max(1, columns // 256))
 
 
+def can_wait(tokens: int, hidden: int) -> bool:
+    """Whether `combine` takes a bell for so many rows: all its programs look at the answer."""
+    return tokens * hidden <= MOST_POLLED_VALUES
+
+
+def _of_bell(cpu: Tensor | Bell | None) -> tuple[Tensor | None, ...]:
+    """The CPU's sum; where its answer is told of, and what has been asked."""
+    return (cpu.block.y, cpu.block.answer, cpu.state) if isinstance(cpu, Bell) else (cpu, None, None)
+
+
 def _check(partial: Tensor, added: Added, into: Into, tokens: int, hidden: int) -> None:
-    given = (partial, added.cpu, added.shared, into.out, into.residual, into.normed)
+    if isinstance(added.cpu, Bell) and (not can_wait(tokens, hidden) or tokens > len(added.cpu.block.y)):
+        raise ValueError(f"{tokens} rows of {hidden} are too many to wait for here: pull them")
+    given = (partial, _of_bell(added.cpu)[0], added.shared, into.out, into.residual, into.normed)
     if any(t is not None and (t.shape[1] != hidden or t.stride(1) != 1) for t in given) or len(into.out) != tokens:
         raise ValueError(f"all rows have {hidden} columns side by side, and out {tokens} rows")
     if added.shared_gate is not None and added.shared_gate.shape != (tokens, 1):
@@ -222,13 +248,14 @@ def variants() -> Iterator[Variant]:
     rows = ("partial_row", "cpu_row", "shared_row", "gate_row", "residual_row", "out_row", "normed_row", "x_row")
     types |= dict.fromkeys((*rows, "hidden", "layer"), "i32") | {"eps": "fp32", "offset": "fp32"}
     extra = {"cpu": "*fp32", "shared": "*bf16", "gate": "*bf16", "records": "*i32", "ids": "*i32", "x": "*bf16"}
-    extra |= dict.fromkeys(("residual", "norm", "normed"), "*bf16")
+    extra |= dict.fromkeys(("residual", "norm", "normed"), "*bf16") | {"answer": "*i64", "state": "*i32"}
     watch, norm = ("records", "ids", "x"), ("residual", "norm", "normed")
     for given, hidden in (
         ((), 512),
         (("residual", "shared", "gate", *watch), 512),
         (("cpu", "shared", "gate", *watch), 512),
         ((*norm, *watch), 2048),
+        (("cpu", "answer", "state", *norm, *watch), 2048),
         (("cpu", "shared", "gate", *norm, *watch), 7168),
     ):
         absent: dict[str, object] = {name: None for name in extra if name not in given}

@@ -9,23 +9,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.residency import Located, Residency
+from proa.ops.residency import IN_PLACE_PAIRS, Located, Residency
 from proa.ops.triton.variant import Variant
 
 
 @triton.jit
+def _of_several(expert, missing, share, PAIRS: tl.constexpr):
+    """Which of the choices of a step of several tokens are read in place."""
+    pair = tl.arange(0, PAIRS)
+    same = (expert[:, None] == expert[None, :]) & missing[:, None] & missing[None, :]
+    alone = missing & (tl.sum(same.to(tl.int32), 1) == 1)
+    before = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), 1)
+    misses = tl.sum((missing & (before == 0)).to(tl.int32), 0)  # experts
+    kept = tl.sum(alone.to(tl.int32), 0) - tl.load(share + misses)
+    return alone & (tl.cumsum(alone.to(tl.int32), 0) > kept)
+
+
+@triton.jit
 def places(
-    expert, real, up_table, down_table, cpu_table, counts, up_place, down_place, share,
+    expert, real, up_table, down_table, cpu_table, counts, up_place, down_place, share, PAIRS: tl.constexpr = 0,
 ):  # fmt: skip
-    """Of experts int32 [n], where `real`: addresses and the CPU's numbers. share: given for one token alone."""
+    """Of experts int32 [n], where `real`: addresses and the CPU's numbers. share: given where some may be read in
+    place; PAIRS: n, where they are of several tokens."""
     gate_up, low = tl.load(up_table + expert, real, 0), tl.load(down_table + expert, real, 0)
     number = tl.load(cpu_table + expert, real, -1)
     if share is not None:
         place = tl.load(up_place + expert, real, 0)
         missing = (number >= 0) & (place != 0)
-        misses = tl.sum(missing.to(tl.int32), 0)
-        kept = misses - tl.load(share + misses)
-        fetched = missing & (tl.cumsum(missing.to(tl.int32), 0) > kept)
+        if PAIRS:
+            fetched = _of_several(expert, missing, share, PAIRS)
+        else:
+            misses = tl.sum(missing.to(tl.int32), 0)
+            kept = misses - tl.load(share + misses)
+            fetched = missing & (tl.cumsum(missing.to(tl.int32), 0) > kept)
         gate_up = tl.where(fetched, place, gate_up)
         low = tl.where(fetched, tl.load(down_place + expert, real, 0), low)
         number = tl.where(fetched, -1, number)
@@ -37,13 +53,14 @@ def places(
 @triton.jit
 def _locate(
     ids, up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu, pairs,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs
     expert = tl.load(ids + pair, inside, -1)
     gate_up, low, number = places(
-        expert, expert >= 0, up_table, down_table, cpu_table, counts, up_place, down_place, share
+        expert, expert >= 0, up_table, down_table, cpu_table, counts, up_place, down_place, share,
+        BLOCK if SEVERAL else 0,
     )  # fmt: skip
     tl.store(up + pair, gate_up, inside)
     tl.store(down + pair, low, inside)
@@ -51,19 +68,23 @@ def _locate(
 
 
 BLOCK = 128
+_SEVERAL_WARPS = 4  # each choice is compared with each other one
 
 
 def locate(ids: Tensor, residency: Residency, out: Located) -> None:
-    """ids int32 [T, k], -1 for nobody's: they are not counted. Raises ValueError for ids of another type."""
+    """ids int32 [T, k], -1 for nobody's: they are not counted. How they are looked up depends on T and k alone. Raises
+    ValueError for ids of another type."""
     if ids.dtype != torch.int32 or not ids.is_contiguous():
         raise ValueError(f"ids are int32 and contiguous, not {ids.dtype} of strides {ids.stride()}")
     pairs = ids.numel()
-    here = residency.in_place if len(ids) == 1 and pairs <= BLOCK else None
+    here = residency.in_place if pairs <= IN_PLACE_PAIRS else None
     places = (here.up, here.down, here.share) if here else (None, None, None)
+    several = here is not None and len(ids) > 1
+    block = max(16, triton.next_power_of_2(pairs)) if several else BLOCK
     if pairs:
-        _locate[(triton.cdiv(pairs, BLOCK),)](
+        _locate[(triton.cdiv(pairs, block),)](
             ids, residency.up, residency.down, residency.cpu, residency.counts, *places, out.up, out.down, out.cpu,
-            pairs, BLOCK, num_warps=1,
+            pairs, block, several, num_warps=_SEVERAL_WARPS if several else 1,
         )  # fmt: skip
 
 
@@ -73,4 +94,7 @@ def variants() -> Iterator[Variant]:
     in_place = {"up_place": "*i64", "down_place": "*i64", "share": "*i32"}
     for more in ({}, {"counts": "*i32"}, in_place, {"counts": "*i32"} | in_place):
         absent = dict.fromkeys(name for name in ("counts", *in_place) if name not in more)
-        yield Variant(_locate, types | more, {"BLOCK": BLOCK} | absent, warps=1)
+        yield Variant(_locate, types | more, {"BLOCK": BLOCK, "SEVERAL": False} | absent, warps=1)
+    for block in (16, IN_PLACE_PAIRS):
+        of = {"BLOCK": block, "SEVERAL": True}
+        yield Variant(_locate, types | {"counts": "*i32"} | in_place, of, warps=_SEVERAL_WARPS)
