@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from proa.bench.hybrid import HybridOptions, case_of
+from proa.errors import UsageError
+from proa.models.names import Declared, NameTable
+from proa.models.spec import Block
+from proa.plan.kv_type import kv_type
 from proa.plan.plan import Plan
 from proa.plan.roof import ROOF_CONTEXT_TOKENS, roof_at
 from unit import test_resolve, test_vram
-from unit.test_resolve import NEXT, QWEN3_30B
+from unit.test_resolve import NEXT, QWEN3_30B, FakeCheckpoint
 
 
 def on_cpu(**asked: Any) -> Plan:
@@ -18,7 +23,7 @@ def on_cpu(**asked: Any) -> Plan:
 
 
 def on_gpu(**asked: Any) -> Plan:
-    return test_vram.plan(QWEN3_30B, test_vram.machine(124, test_vram.gpu(24)), **asked)
+    return test_resolve.plan(QWEN3_30B, test_vram.machine(124, test_vram.gpu(24)), **asked)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +42,24 @@ def test_the_table_says_it(asked: str, dtype: str, got: str, shown: str, why: st
     row = test_resolve.row(plan, "KV type")
     assert (plan.kv_dtype, row[:2]) == (got, (asked, shown))
     assert why in row[2]
+
+
+@dataclass(frozen=True)
+class SomethingElse:
+    """A mixer that remembers neither K and V nor a state."""
+
+    cache: object = ("rows", 576)
+
+
+def test_what_is_no_k_and_v_is_refused() -> None:
+    """Rather than planned as if it were narrower."""
+    blocks = (Block(SomethingElse(), QWEN3_30B.blocks[0].ffn),)  # type: ignore[arg-type]
+    declared = Declared(replace(QWEN3_30B, blocks=blocks), NameTable())
+    assert kv_type("auto", "bfloat16", FakeCheckpoint(), declared).dtype == "bfloat16"  # type: ignore[arg-type]
+    assert kv_type("bf16", "bfloat16", FakeCheckpoint(), declared).dtype == "bfloat16"  # type: ignore[arg-type]
+    for asked, dtype in (("fp8", "bfloat16"), ("bf16", "float32")):
+        with pytest.raises(UsageError, match="tuple"):
+            kv_type(asked, dtype, FakeCheckpoint(), declared)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [on_cpu, on_gpu])

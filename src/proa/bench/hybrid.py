@@ -88,11 +88,11 @@ class HybridOptions:
     router: str = option(
         "uniform", help="all experts alike, or few hot ones (Zipf's law)", choices=("uniform", "zipf"), common=True
     )
+    runs: int = option(3, help="runs of each number of requests; the one of median rate counts", low=1, high=1000)
+    max_batch_tokens: int = option(512, help="tokens of one step while prompts are read", low=1, high=1 << 20)
     kv_dtype: str = option(
         "auto", help="type of the KV cache: see its option of `proa serve`", choices=("auto", "bf16", "fp8")
     )
-    runs: int = option(3, help="runs of each number of requests; the one of median rate counts", low=1, high=1000)
-    max_batch_tokens: int = option(512, help="tokens of one step while prompts are read", low=1, high=1 << 20)
     engine: HybridEngineOptions = field(default_factory=HybridEngineOptions)
 
 

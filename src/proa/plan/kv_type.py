@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from proa.errors import UsageError
 from proa.models.names import Declared
+from proa.models.spec import PagedKv, Recurrent
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint
@@ -24,9 +26,17 @@ class KvType:
 
 
 def kv_type(asked: str, dtype: str, checkpoint: Checkpoint, declared: Declared) -> KvType:
-    """asked: auto, bf16 or fp8. dtype: of activations."""
+    """asked: auto, bf16 or fp8. dtype: of activations. Raises UsageError where not all that layers remember is K and V
+    or a state, which stays as it is.
+    """
     if asked == "auto":
         return KvType(dtype, _row(asked, dtype, "that of activations: nothing is rounded"))
+    others = {type(block.mixer.cache) for block in declared.spec.blocks} - {PagedKv, Recurrent}
+    if others and (asked, dtype) != ("bf16", "bfloat16"):
+        raise UsageError(
+            f"--kv-dtype {asked} is for keys and values; this model keeps {others.pop().__name__} pages, in {dtype}.",
+            "Use --kv-dtype auto.", param="kv_dtype",
+        )  # fmt: skip
     if asked == "bf16":
         why = "as asked" if dtype == "bfloat16" else f"as asked; K and V are rounded from {dtype}"
         return KvType("bfloat16", _row(asked, "bfloat16", why))
