@@ -4,9 +4,6 @@ Never: tests.
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -292,14 +289,3 @@ class NativeRun:
             len(q_lens), q_lens.data_ptr(), kv_lens.data_ptr(), 0, table.data_ptr(), most, pages, page_tokens
         )
         self._run(recorder)
-
-
-def natives() -> list[Any]:
-    """The native ops of every instruction set; those that this CPU lacks are skipped aloud."""
-    found = []
-    for isa in ("scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"):
-        try:
-            found.append(pytest.param(NativeRun(isa), id=isa))
-        except ValueError as error:
-            found.append(pytest.param(None, id=isa, marks=pytest.mark.skip(reason=str(error))))
-    return found

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ops.test_ops import natives
 from ops.triton_bounds import BF16, EPS32, assert_within, rand, stored
-from ops_run import NativeRun, TorchRun, natives
+from ops_run import NativeRun, TorchRun
 from proa.ops.reference import to_e4m3
 from proa.ops.table import KvPages, batch_of
 

@@ -17,13 +17,24 @@ from delta_cases import CASES as DELTA_CASES
 from delta_cases import SHAPES, exact, joined, mostly_rounded_once, part, poisoned_state
 from delta_cases import inputs as delta_inputs
 from delta_cases import weights as delta_weights
-from ops_run import NativeRun, TorchRun, natives
+from ops_run import NativeRun, TorchRun
 from proa.models.spec import ExpertGroups, Gating, Router
 from proa.ops.reference import silu_mul
 from proa.ops.table import Chosen, DeltaInputs, KvPages, RouterRule, batch_of
 
 TORCH = TorchRun()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def natives() -> list[object]:
+    """The native ops of every instruction set; those that this CPU lacks are skipped aloud."""
+    found = []
+    for isa in ("scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"):
+        try:
+            found.append(pytest.param(NativeRun(isa), id=isa))
+        except ValueError as error:
+            found.append(pytest.param(None, id=isa, marks=pytest.mark.skip(reason=str(error))))
+    return found
 
 
 IMPLEMENTATIONS = [pytest.param(TORCH, id="torch"), *natives()]

@@ -310,17 +310,19 @@ def test_a_graph_follows_lengths_on_the_device(rng: torch.Generator, device: tor
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window"),
     [(32, 4, 128, None), (64, 8, 64, 128), (16, 2, 256, None), (16, 16, 128, None)],
 )
 def test_long_contexts(
-    heads: int, kv_heads: int, dim: int, window: int | None, rng: torch.Generator, device: torch.device
+    heads: int, kv_heads: int, dim: int, window: int | None, fp8: bool, rng: torch.Generator, device: torch.device
 ) -> None:
     """Decode of 64K positions beside short ones, and a chunk of 2048 rows over a past."""
     softmax = softmax_of(dim, heads, window, True, rng)
     kv_lens = [65536, 7, 0, 12345]
     p = paged(kv_lens, kv_heads, dim, 16, rng, device)
+    p = in_e4m3(p) if fp8 else p
     q = rand(rng, len(kv_lens), heads, dim).to(device)
     out = run_decode(q, p, on(softmax, device), splits_for(len(kv_lens), kv_heads, 132))
     for s in (0, 1, 3):
@@ -331,6 +333,7 @@ def test_long_contexts(
     assert not out[2].any()
 
     p = paged([4096, 100], kv_heads, dim, 16, rng, device)
+    p = in_e4m3(p) if fp8 else p
     q = rand(rng, 2048 + 100, heads, dim).to(device)
     out, starts = poisoned(*q.shape).to(device), torch.tensor([0, 2048, 2148], dtype=torch.int32, device=device)
     prefill(q, p.cache, p.page_table, starts, p.kv_lens, on(softmax, device), out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from proa.bench.hybrid_shapes import MODEL_SHAPES
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.errors import UsageError
 from proa.models.families import declare
+from proa.models.names import Declared, NameTable
+from proa.models.spec import Block
+from proa.plan.kv_type import kv_type
 from proa.plan.plan import Plan
 from proa.plan.roof import ROOF_CONTEXT_TOKENS, roof_at
 from unit import test_resolve, test_vram
-from unit.test_resolve import NEXT, QWEN3_30B
+from unit.test_resolve import NEXT, QWEN3_30B, FakeCheckpoint
 
 
 def on_cpu(**asked: Any) -> Plan:
@@ -23,7 +27,7 @@ def on_cpu(**asked: Any) -> Plan:
 
 
 def on_gpu(**asked: Any) -> Plan:
-    return test_vram.plan(QWEN3_30B, test_vram.machine(124, test_vram.gpu(24)), **asked)
+    return test_resolve.plan(QWEN3_30B, test_vram.machine(124, test_vram.gpu(24)), **asked)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +46,24 @@ def test_the_table_says_it(asked: str, dtype: str, got: str, shown: str, why: st
     row = test_resolve.row(plan, "KV type")
     assert (plan.kv_dtype, row[:2]) == (got, (asked, shown))
     assert why in row[2]
+
+
+@dataclass(frozen=True)
+class SomethingElse:
+    """A mixer that remembers neither K and V nor a state."""
+
+    cache: object = ("rows", 576)
+
+
+def test_what_is_no_k_and_v_is_refused() -> None:
+    """Rather than planned as if it were narrower."""
+    blocks = (Block(SomethingElse(), QWEN3_30B.blocks[0].ffn),)  # type: ignore[arg-type]
+    declared = Declared(replace(QWEN3_30B, blocks=blocks), NameTable())
+    assert kv_type("auto", "bfloat16", FakeCheckpoint(), declared).dtype == "bfloat16"  # type: ignore[arg-type]
+    assert kv_type("bf16", "bfloat16", FakeCheckpoint(), declared).dtype == "bfloat16"  # type: ignore[arg-type]
+    for asked, dtype in (("fp8", "bfloat16"), ("bf16", "float32")):
+        with pytest.raises(UsageError, match="tuple"):
+            kv_type(asked, dtype, FakeCheckpoint(), declared)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [on_cpu, on_gpu])
@@ -68,7 +90,7 @@ def test_latents_are_not_stored_in_fp8() -> None:
     spec = declare(MODEL_SHAPES["tiny-latent"].config()).spec
     for asked, got in (("auto", "bfloat16"), ("bf16", "bfloat16")):
         assert test_resolve.plan(spec, test_resolve.machine(8, 16), kv_dtype=asked).kv_dtype == got
-    with pytest.raises(UsageError, match=r"latents.* --kv-dtype auto"):
+    with pytest.raises(UsageError, match=r"Latent pages.* --kv-dtype auto"):
         test_resolve.plan(spec, test_resolve.machine(8, 16), kv_dtype="fp8")
     with pytest.raises(ValueError, match="float8"):
         allocate_pool(spec, 1, 16, torch.bfloat16, sequences=1, kv=KvStorage(torch.float8_e4m3fn))

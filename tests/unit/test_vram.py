@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions, SchedulerOptions
 from proa.errors import ProaError, ResourceError, UsageError
 from proa.machine.machine import Gpu, Machine
-from proa.models.names import Declared, NameTable
 from proa.models.spec import Attention, Block, GatedDeltaNet, Gating, Mlp, Model, Moe, Rope, Router
 from proa.plan.expert_counts import Counts
 from proa.plan.placement import moe_layers
@@ -89,12 +88,10 @@ def plan(
         for name, group in GROUPS.items()
     }
     assert not asked
-    checkpoint = SimpleNamespace(
-        path="/models/m", load_format=load_format, dtype="bfloat16", quantisation=None, tensors={}
-    )
+    checkpoint = SimpleNamespace(path="/models/m", load_format=load_format, dtype="bfloat16", quantisation=None)
     isa = "" if load_format == "gguf" else "avx512-bf16"  # packed sizes of GGUF need a checkpoint's headers
     return resolve(
-        EngineOptions(**groups), "some/model", checkpoint, Declared(spec, NameTable()), Host(box, RAM_RATE, isa, ""),
+        EngineOptions(**groups), "some/model", checkpoint, SimpleNamespace(spec=spec), Host(box, RAM_RATE, isa, ""),
         experts_used,
     )  # fmt: skip
 

@@ -102,11 +102,11 @@ class HybridOptions:
         500, help="tokens of each request until its hot experts change, and then again until all has settled",
         low=20, high=1 << 18,
     )  # fmt: skip
+    runs: int = option(3, help="runs of each number of requests; the one of median rate counts", low=1, high=1000)
+    max_batch_tokens: int = option(512, help="tokens of one step while prompts are read", low=1, high=1 << 20)
     kv_dtype: str = option(
         "auto", help="type of the KV cache: see its option of `proa serve`", choices=("auto", "bf16", "fp8")
     )
-    runs: int = option(3, help="runs of each number of requests; the one of median rate counts", low=1, high=1000)
-    max_batch_tokens: int = option(512, help="tokens of one step while prompts are read", low=1, high=1 << 20)
     engine: HybridEngineOptions = field(default_factory=HybridEngineOptions)
 
 

@@ -50,9 +50,9 @@ def allocate_pool(
             shape = num_pages, page_tokens, c.kv_heads, c.head_dim
             return KvPages(empty(*shape, of=stored.dtype), empty(*shape, of=stored.dtype), *scales)
         if isinstance(c, Latent):
-            if stored.dtype is torch.float8_e4m3fn:
-                raise ValueError("latents are not stored in float8")
-            return LatentPages(empty(num_pages, page_tokens, c.rank + c.key_dim, of=stored.dtype), c.rank)
+            if stored.dtype != dtype:
+                raise ValueError(f"latents are stored as activations are, not in {stored.dtype}")
+            return LatentPages(empty(num_pages, page_tokens, c.rank + c.key_dim), c.rank)
         rule = empty(sequences, c.heads, c.key_dim, c.value_dim, of=torch.float32)
         return RecurrentState(rule, empty(sequences, c.tail, c.channels))
 

@@ -215,7 +215,7 @@ def latent_store(q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: Laten
     rank, turned = len(norm.weight), 2 * angles.cos.shape[-1]
     latents = rms_norm(kv[:, :rank], norm.weight, norm.eps, norm.offset)
     keys = rotary(kv[:, None, rank:], angles.cos, angles.sin, angles.interleaved)[:, 0]
-    cache.rows.flatten(0, 1).index_copy_(0, slots, torch.cat((latents, keys), -1).to(cache.rows.dtype))
+    cache.rows.flatten(0, 1).index_copy_(0, slots, torch.cat((latents, keys), -1))
     plain = q.shape[-1] - turned
     return torch.cat((q[..., :plain], rotary(q[..., plain:], angles.cos, angles.sin, angles.interleaved)), -1)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from proa.errors import UsageError
 from proa.models.names import Declared
+from proa.models.spec import PagedKv, Recurrent
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint
@@ -25,18 +26,20 @@ class KvType:
 
 
 def kv_type(asked: str, dtype: str, checkpoint: Checkpoint, declared: Declared) -> KvType:
-    """asked: auto, bf16 or fp8. dtype: of activations. Raises UsageError for fp8 where layers remember latents."""
+    """asked: auto, bf16 or fp8. dtype: of activations. Raises UsageError where not all that layers remember is K and V
+    or a state, which stays as it is.
+    """
     if asked == "auto":
         return KvType(dtype, _row(asked, dtype, "that of activations: nothing is rounded"))
+    others = {type(block.mixer.cache) for block in declared.spec.blocks} - {PagedKv, Recurrent}
+    if others and (asked, dtype) != ("bf16", "bfloat16"):
+        raise UsageError(
+            f"--kv-dtype {asked} is for keys and values; this model keeps {others.pop().__name__} pages, in {dtype}.",
+            "Use --kv-dtype auto.", param="kv_dtype",
+        )  # fmt: skip
     if asked == "bf16":
         why = "as asked" if dtype == "bfloat16" else f"as asked; K and V are rounded from {dtype}"
         return KvType("bfloat16", _row(asked, "bfloat16", why))
-    if declared.spec.latent_attention:
-        raise UsageError(
-            "--kv-dtype fp8: this model caches the latents of its attention, which are not stored in fp8.",
-            "Use --kv-dtype auto: a latent is smaller than keys and values in fp8 would be.",
-            param="kv_dtype",
-        )
     scales = "scaled as the checkpoint says" if has_kv_scales(checkpoint, declared) else "the checkpoint has no scales"
     why = f"as asked; K and V are rounded to four significant bits, sizes beyond 448 held there; {scales}"
     return KvType("float8_e4m3fn", _row(asked, "fp8 (E4M3)", why))

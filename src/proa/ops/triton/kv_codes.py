@@ -5,6 +5,8 @@ GPUs from sm_89 on convert in hardware; on others bits are put where a float16 h
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,22 +18,23 @@ FIRST_NATIVE = (8, 9)
 MOST_BITS: tl.constexpr = tl.constexpr(0x43E00000)  # of 448 in float32
 
 
-def kind_of(cache: KvPages) -> str:
+def kind_of(pages: KvPages) -> str:
     """How kernels read the cache: the constant KV of them."""
-    if cache.keys.dtype is not torch.float8_e4m3fn:
+    if pages.keys.dtype is not torch.float8_e4m3fn:
         return "bf16"
-    return "e4m3" if _native(cache.keys.device) else "e4m3 by bits"
+    return "e4m3" if _native(pages.keys.device) else "e4m3 by bits"
 
 
+@cache
 def _native(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_NATIVE
 
 
-def elements(cache: KvPages) -> tuple[Tensor, Tensor]:
+def elements(pages: KvPages) -> tuple[Tensor, Tensor]:
     """Keys and values as kernels take them: codes as bytes, which every GPU has."""
-    if cache.keys.dtype is not torch.float8_e4m3fn:
-        return cache.keys, cache.values
-    return cache.keys.view(torch.uint8), cache.values.view(torch.uint8)
+    if pages.keys.dtype is not torch.float8_e4m3fn:
+        return pages.keys, pages.values
+    return pages.keys.view(torch.uint8), pages.values.view(torch.uint8)
 
 
 @triton.jit
