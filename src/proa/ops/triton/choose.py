@@ -87,8 +87,9 @@ def _choose(
         )  # fmt: skip
         place = tl.arange(0, CHOSEN)
         at, counted = row * TOP_K + place, place < TOP_K
+        values = tl.where(real, values, 0.0)
         tl.store(ids + at, tl.where(real, chosen, -1), counted)
-        tl.store(weights + at, tl.where(real, values, 0.0), counted)
+        tl.store(weights + at, values, counted)
         if up_table is not None:
             gate_up, low, number = places(
                 chosen, counted & real, up_table, down_table, cpu_table, counts, up_place, down_place, share
