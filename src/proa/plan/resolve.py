@@ -6,6 +6,7 @@ as asked raises UsageError (wrong in itself) or ResourceError (wrong on this mac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from proa.config.options import EngineOptions, MachineOptions, ModelOptions
@@ -14,7 +15,7 @@ from proa.machine.machine import Gpu, Machine
 from proa.models.names import Declared
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
-from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
+from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
 from proa.plan.device import choose
 from proa.plan.fit import Case, Fitted, fit
 from proa.plan.gpu_asked import asked_gpu
@@ -48,15 +49,10 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
     isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in nothing else
     batch_tokens, batch_row = _batch_tokens(options)
     usable_bytes, ram_row = _ram(options.machine, machine)
-    page_tokens, elem_bytes = options.cache.page_tokens, ELEM_BYTES[dtype]
     kv = kv_type(options.cache.kv_dtype, dtype, checkpoint, declared)
-    need = demand(spec, elem_bytes, page_tokens, asked.max_running, batch_tokens, kv.elem_bytes)
-    active_bytes = spec.num_active_params * elem_bytes
     _check_dummy(options.model, checkpoint, dtype)
     stored = kept_types(options.model, declared, checkpoint) if isa else {}
-    if stored:
-        packed = packed_size(spec, stored)
-        need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
+    need, active_bytes = _need(options, spec, dtype, kv.elem_bytes, batch_tokens, stored)
     case = Case(model, spec, options, dtype, need, machine, usable_bytes, kv_elem_bytes=kv.elem_bytes, stored=stored)
     placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
@@ -73,7 +69,7 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
         ignore_config_keys=options.model.ignore_config_key,
         override_config=config_overrides(options.model.override_config),
         context_tokens=fitted.context_tokens,
-        page_tokens=page_tokens,
+        page_tokens=options.cache.page_tokens,
         num_pages=fitted.num_pages,
         prefix_cache=options.cache.prefix_cache and not spec.recurrent,
         max_running=asked.max_running,
@@ -100,6 +96,18 @@ def resolve(options: EngineOptions, model: str, checkpoint: Checkpoint, declared
             *worker_rows,
         ),
     )
+
+
+def _need(
+    options: EngineOptions, spec: Model, dtype: str, kv_elem_bytes: int, batch_tokens: int, stored: Mapping[str, str]
+) -> tuple[Demand, int]:
+    """Of RAM, and the bytes of what a token's parameters take."""
+    page_tokens, running = options.cache.page_tokens, options.scheduler.max_running
+    need = demand(spec, ELEM_BYTES[dtype], page_tokens, running, batch_tokens, kv_elem_bytes)
+    if not stored:
+        return need, spec.num_active_params * ELEM_BYTES[dtype]
+    packed = packed_size(spec, stored)
+    return replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
 
 
 @dataclass(frozen=True)
