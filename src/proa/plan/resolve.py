@@ -53,16 +53,16 @@ def resolve(
     batch_tokens, batch_row = _batch_tokens(options)
     usable_bytes, ram_row = _ram(options.machine, machine)
     kv = kv_type(options.cache.kv_dtype, dtype, checkpoint, declared)
-    need = demand(spec, ELEM_BYTES[dtype], options.cache.page_tokens, asked.max_running, batch_tokens, kv.elem_bytes)
     _check_dummy(options.model, checkpoint, dtype)
     stored = kept_types(options.model, declared, checkpoint) if isa else {}
-    need, active_bytes = _kept(spec, stored, need, ELEM_BYTES[dtype])
+    need, active_bytes = _need(options, spec, dtype, kv.elem_bytes, batch_tokens, stored)
     case = Case(
         model, spec, options, dtype, need, machine, usable_bytes,
         kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts,
     )  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
+    fitted = placed.fitted
     return Plan(
         model=model,
         path=str(checkpoint.path),
@@ -74,9 +74,9 @@ def resolve(
         dummy_format=options.model.dummy_format,
         ignore_config_keys=options.model.ignore_config_key,
         override_config=config_overrides(options.model.override_config),
-        context_tokens=placed.fitted.context_tokens,
+        context_tokens=fitted.context_tokens,
         page_tokens=options.cache.page_tokens,
-        num_pages=placed.fitted.num_pages,
+        num_pages=fitted.num_pages,
         prefix_cache=options.cache.prefix_cache and not spec.recurrent,
         max_running=asked.max_running,
         max_batch_tokens=batch_tokens,
@@ -104,10 +104,14 @@ def resolve(
     )
 
 
-def _kept(spec: Model, stored: Mapping[str, str], need: Demand, elem_bytes: int) -> tuple[Demand, int]:
-    """The demand with weights as the native kernels keep them, and what a token reads of those."""
+def _need(
+    options: EngineOptions, spec: Model, dtype: str, kv_elem_bytes: int, batch_tokens: int, stored: Mapping[str, str]
+) -> tuple[Demand, int]:
+    """Of RAM, and the bytes of what a token's parameters take."""
+    page_tokens, running = options.cache.page_tokens, options.scheduler.max_running
+    need = demand(spec, ELEM_BYTES[dtype], page_tokens, running, batch_tokens, kv_elem_bytes)
     if not stored:
-        return need, spec.num_active_params * elem_bytes
+        return need, spec.num_active_params * ELEM_BYTES[dtype]
     packed = packed_size(spec, stored)
     return replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
 
