@@ -266,7 +266,7 @@ void attend_tile(const Attention& op, const Kernels& k, const Piece& p, const Pa
     const int count = std::min(kTileKeys, p.end_key - begin), panels = (count + kPanelRows - 1) / kPanelRows;
     look_up(op, p.sequence, begin, count, keys, values);
     k.pack_keys(keys, size_t(p.first_head) * size_t(c.key_dim), count, c.key_dim, m.key_panels);
-    k.matmul(m.keys, m.key_panels, panels, m.packed(k, m.query_pairs), m.scores, m.expanded);
+    k.matmul(m.keys, m.key_panels, panels, m.packed(k, m.query_pairs), m.scores, m.expanded, nullptr);
     see(op, p, begin, count, parts.first, parts.last);
     k.softmax_tile({m.scores, panels, m.rows, parts.first, parts.last, op.scale, m.maxima, m.sums, m.factors});
 
@@ -276,7 +276,7 @@ void attend_tile(const Attention& op, const Kernels& k, const Piece& p, const Pa
     if (panels * kPanelRows < values_layout.padded) k.clear_columns(panels * kPanelRows, values_layout.padded, weights);
     k.pack_values(values, size_t(p.first_head) * size_t(c.value_dim), count, c.value_dim, values_layout.padded,
                   m.value_panels);
-    k.matmul(values_layout, m.value_panels, values_layout.panels, weights, m.part, m.expanded);
+    k.matmul(values_layout, m.value_panels, values_layout.panels, weights, m.part, m.expanded, nullptr);
     k.scale_and_add(m.part, m.factors, values_layout.panels, m.rows, m.total);
 }
 
