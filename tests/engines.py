@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from proa.cache.pages import PageAllocator
-from proa.cache.pool import allocate_pool
+from proa.cache.pool import KvStorage, allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.engine.engine import Engine
 from proa.engine.executor import EagerExecutor, Executor, RecordedExecutor
@@ -63,20 +63,22 @@ class Loaded:
     decoder: Decoder | None = None  # of eager ones
 
 
-def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, **override_config: object) -> Loaded:
+def load_decoder(
+    folder: Path, dtype: torch.dtype = torch.float32, kv: KvStorage | None = None, **override_config: object
+) -> Loaded:
     checkpoint = open_checkpoint(folder, "auto", override_config)
     declared = checkpoint.declare()
     model = Decoder(declared.spec, reference(dtype))
     load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None)
 
     def make(limits: StepLimits, num_pages: int) -> Executor:
-        caches = allocate_pool(declared.spec, num_pages, limits.page_tokens, dtype, sequences=limits.sequences)
+        caches = allocate_pool(declared.spec, num_pages, limits.page_tokens, dtype, sequences=limits.sequences, kv=kv)
         return EagerExecutor(model, caches, limits.page_tokens)
 
     return Loaded(declared.spec, make, model)
 
 
-def load_native(folder: Path, pool: Pool, **override_config: object) -> Loaded:
+def load_native(folder: Path, pool: Pool, kv: KvStorage | None = None, **override_config: object) -> Loaded:
     """The same in bfloat16 on the native kernels."""
     checkpoint = open_checkpoint(folder, "auto", override_config)
     declared = checkpoint.declare()
@@ -86,7 +88,9 @@ def load_native(folder: Path, pool: Pool, **override_config: object) -> Loaded:
         recorder = Recorder(pool, Memory(pool, [None] * pool.nodes), limits.rows, limits.sequences, pages)
         model = Decoder(declared.spec, CpuOps(recorder).table())
         load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None, pool)
-        caches = allocate_pool(declared.spec, num_pages, limits.page_tokens, torch.bfloat16, sequences=limits.sequences)
+        caches = allocate_pool(
+            declared.spec, num_pages, limits.page_tokens, torch.bfloat16, sequences=limits.sequences, kv=kv
+        )
         return RecordedExecutor(model, recorder, caches, limits)
 
     return Loaded(declared.spec, make)

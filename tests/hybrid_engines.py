@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engines import Loaded
-from proa.cache.pool import allocate_pool
+from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.executor import EagerExecutor, Executor
 from proa.engine.gpu_plan import top_k
 from proa.engine.spans import StepLimits
@@ -75,7 +75,7 @@ SPLITS = {
 
 def load_split(
     folder: Path, pool: Pool, split: Split, device: str, copiers: Callable[[], Copiers] | None = None,
-    keep: list[Kept] | None = None, **override: object,
+    keep: list[Kept] | None = None, kv: KvStorage | None = None, **override: object,
 ) -> Loaded:  # fmt: skip
     """device: "sim" or "cuda". Each executor's experts are added to `keep`."""
     checkpoint = open_checkpoint(folder, "auto", override)
@@ -115,7 +115,9 @@ def load_split(
         hybrid.bind(limits.rows, chosen, Parts(experts, transport, copiers or (lambda: _copiers(at)), rates))
         if keep is not None:
             keep.append(Kept(hybrid, registered, model))
-        caches = allocate_pool(spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences)
+        caches = allocate_pool(
+            spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences, kv=kv
+        )
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid)
         executor: Executor = _cuda("engine.graphs").GraphExecutor(model, caches, limits, at, hybrid)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from proa.models.spec import SILU, Gating
 from proa.native.pool import Pool
 from proa.ops import reference
 from proa.ops.cpu import CpuOps, Recorder
@@ -58,14 +59,22 @@ class TorchRun:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(self._maps(x.dtype), x, weight, bias)
 
+    def router(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return router(self._maps(x.dtype), x, weight, bias)
+
     def experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
         shared: Tensor | None = None, gate: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         return experts(self._maps(x.dtype), x, ids, weights, gate_up, down, shared, gate)
 
-    def mlp(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
-        return mlp(self._maps(x.dtype), x, values)
+    def mlp(self, x: Tensor, values: dict[str, Tensor], gating: Gating = SILU) -> Tensor:
+        return mlp(self._maps(x.dtype), x, values, gating)
+
+    def biased_experts(
+        self, x: Tensor, chosen: Chosen, values: dict[str, Tensor], gating: Gating
+    ) -> Tensor:  # fmt: skip
+        return biased_experts(self._maps(x.dtype), x, chosen, values, gating)
 
     def latent_maps(self, q: Tensor, seen: Tensor, weight: Tensor, keys: int) -> tuple[Tensor, Tensor]:
         return latent_maps(self._maps(q.dtype), q, seen, weight, keys)
@@ -74,6 +83,12 @@ class TorchRun:
 def linear(maps: Maps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     made = maps.linear({"a": len(weight)}, weight.shape[1], bias is not None)
     fill(made.parameters(), {"a.weight": weight} | ({"a.bias": bias} if bias is not None else {}))
+    return made(x)
+
+
+def router(maps: Maps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    made = maps.router(*weight.shape, bias is not None)
+    fill(made.parameters(), {"router.weight": weight} | ({"router.bias": bias} if bias is not None else {}))
     return made(x)
 
 
@@ -96,9 +111,9 @@ def experts(
     return total
 
 
-def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor]) -> Tensor:
+def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor], gating: Gating) -> Tensor:
     width, hidden = values["gate.weight"].shape
-    made = maps.mlp(hidden, width, "gate.bias" in values)
+    made = maps.mlp(hidden, width, "gate.bias" in values, gating)
     fill(made.parameters(), values)
     return made(x)
 
@@ -116,6 +131,16 @@ def latent_maps(maps: Maps, q: Tensor, seen: Tensor, weight: Tensor, keys: int) 
             target.write(first, part)
             first += len(part)
     return made.queries(q), made.values(seen)
+
+
+def biased_experts(maps: Maps, x: Tensor, chosen: Chosen, values: dict[str, Tensor], gating: Gating) -> Tensor:
+    """values: by expert and name, biases too."""
+    width, hidden = values["0.gate.weight"].shape
+    made = maps.experts(len(values) // 6, hidden, width, True, gating)
+    fill(made.parameters(), values)
+    total = made.start(x, chosen).finish(None, None)
+    assert isinstance(total, Tensor)
+    return total
 
 
 class NativeRun:
@@ -187,6 +212,12 @@ class NativeRun:
         self._run(recorder)
         return y.clone()
 
+    def router(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        recorder, ops = self._record(len(x))
+        y = router(ops.table().maps, x, weight, bias)
+        self._run(recorder)
+        return y.clone()
+
     def experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
         shared: Tensor | None = None, gate: Tensor | None = None,
@@ -197,9 +228,16 @@ class NativeRun:
         self._run(recorder)
         return y.clone()
 
-    def mlp(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
+    def mlp(self, x: Tensor, values: dict[str, Tensor], gating: Gating = SILU) -> Tensor:
         recorder, ops = self._record(len(x))
-        y = mlp(ops.table().maps, x, values)
+        y = mlp(ops.table().maps, x, values, gating)
+        self._run(recorder)
+        return y.clone()
+
+    def biased_experts(self, x: Tensor, chosen: Chosen, values: dict[str, Tensor], gating: Gating) -> Tensor:
+        recorder, ops = self._record(len(x))
+        narrow = Chosen(chosen.ids.to(torch.int32).contiguous(), chosen.weights.contiguous())
+        y = biased_experts(ops.table().maps, x, narrow, values, gating)
         self._run(recorder)
         return y.clone()
 
@@ -229,10 +267,13 @@ class NativeRun:
         self._run_batch(recorder, batch, cache.rows)
         return y.clone()
 
-    def attention(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         most = max(len(pages) for pages in batch.page_table)
         recorder, ops = self._record(len(q), len(batch.q_lens), most)
-        y = ops.attention(q, cache, batch, scale, window)
+        y = ops.attention(q, cache, batch, scale, window, sinks)
         self._run_batch(recorder, batch, cache.keys)
         return y.clone()
 

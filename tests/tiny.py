@@ -127,6 +127,25 @@ TINY: dict[str, TinyModel] = {
         num_experts_per_tok=3,
         rope_parameters=_rope(5e6, partial_rotary_factor=0.5),
     ),
+    "gpt-oss": _model(
+        "GptOssForCausalLM",
+        num_hidden_layers=4,
+        head_dim=32,
+        intermediate_size=96,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=8,
+        swiglu_limit=1.5,  # low enough for some to be clamped
+        rope_parameters=_rope(
+            1.5e5,
+            "yarn",
+            factor=32.0,
+            original_max_position_embeddings=64,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
+        ),
+    ),
     "mixtral": _model(
         "MixtralForCausalLM",
         num_local_experts=8,
@@ -188,9 +207,9 @@ def tiny_reference(name: str, seed: int = 0, **overrides: Any) -> Any:
     model = model_class(settings).float().eval()
     noise = torch.Generator().manual_seed(seed + 7)
     with torch.no_grad():
-        corrections = (t for name, t in model.named_buffers() if name.endswith("e_score_correction_bias"))
-        for parameter in (*model.parameters(), *corrections):
-            if parameter.dim() <= 1:
+        corrections = ((n, t) for n, t in model.named_buffers() if n.endswith("e_score_correction_bias"))
+        for path, parameter in (*model.named_parameters(), *corrections):
+            if parameter.dim() <= 1 or path.endswith("_bias"):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise))
     return model
 
@@ -215,10 +234,13 @@ def reference_params(model: Any) -> dict[str, torch.Tensor]:
         if part != "mlp.experts":
             found[f"{block}.{_INNER[part]}.{_VECTORS.get(kind, kind)}"] = tensor
             continue
-        for expert, stacked in enumerate(tensor):  # gate_up_proj [E, 2I, H], down_proj [E, H, I]
-            halves = stacked.chunk(2) if kind == "gate_up_proj" else [stacked]
-            for which, half in zip(kind.removesuffix("_proj").split("_"), halves, strict=True):
-                found[f"{block}.ffn.experts.{expert}.{which}.weight"] = half
+        gpt_oss = model.config.model_type == "gpt_oss"
+        both, ours = kind.removesuffix("_bias").removesuffix("_proj"), "bias" if kind.endswith("_bias") else "weight"
+        for expert, stacked in enumerate(tensor):  # gate_up_proj [E, 2I, H], down_proj [E, H, I]; of gpt-oss turned
+            stacked = stacked.T if gpt_oss and ours == "weight" else stacked
+            halves = [stacked] if both == "down" else [stacked[::2], stacked[1::2]] if gpt_oss else stacked.chunk(2)
+            for which, half in zip(both.split("_"), halves, strict=True):
+                found[f"{block}.ffn.experts.{expert}.{which}.{ours}"] = half
     if model.config.tie_word_embeddings:
         del found["head.weight"]
     return found
@@ -234,6 +256,8 @@ _INNER = {
     **{f"mlp.{p}_proj": f"ffn.{p}" for p in ("gate", "up", "down")},
     "mlp.gate": "ffn.router",
     "mlp": "ffn.router",  # MiniMax's correction
+    "mlp.router": "ffn.router",
+    "self_attn": "mixer",
     **{f"mlp.shared_expert.{p}_proj": f"ffn.shared.{p}" for p in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{p}_proj": f"ffn.shared.{p}" for p in ("gate", "up", "down")},
     "mlp.shared_expert_gate": "ffn.shared_gate",

@@ -320,6 +320,27 @@ DECODED = {
 }
 
 
+def make_gpt_oss(folder: Path, plain: Path) -> None:
+    """As openai stores it: rows of gate and up by turns, experts [rows, groups, 16] of two codes a byte. And the same
+    values in bfloat16 as transformers stores them: turned."""
+    make_tiny("gpt-oss", folder)
+    stored = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    exact = dict(stored)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        turned = stored.pop(name).float().transpose(1, 2)
+        written, values = zip(*(mxfp4(matrix) for matrix in turned), strict=True)
+        codes, scales = (torch.stack([of[part] for of in written]) for part in ("weight_packed", "weight_scale"))
+        stored |= {f"{name}_blocks": codes.view(*scales.shape, 16), f"{name}_scales": scales}
+        exact[name] = torch.from_numpy(np.stack(values)).bfloat16().transpose(1, 2).contiguous()
+    plain.mkdir(exist_ok=True)
+    save_file(exact, plain / "model.safetensors")
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(config))
+    more = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": more}))
+
+
 def make_quantised(
     scheme: Scheme, model: str, folder: Path, *, only: str = r".*", **overrides: Any
 ) -> tuple[Path, dict[str, np.ndarray]]:

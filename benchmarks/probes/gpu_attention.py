@@ -2,7 +2,8 @@
 
 Every time is that of a launch inside a CUDA graph, over caches that do not fit into the second-level cache together.
 Bandwidth: of a plain copy, read and written, measured in the same run. Prefill is compared with the SDPA of torch over
-plain tensors, the same work: the best of its backends.
+plain tensors, the same work: the best of its backends. Both run over a cache of bfloat16 and over one of fp8 (E4M3):
+bytes are the cache's, so that fp8 at the same share of the copy takes half the time.
 Run: python benchmarks/probes/gpu_attention.py [--sweep]   --sweep also tries other splits, blocks and stages.
 """
 
@@ -23,6 +24,7 @@ from proa.ops.triton import attention, best, heads, norm
 PAGE_TOKENS = 16
 CACHE_BYTES = 300 << 20  # of all copies that a graph goes through
 BF16 = torch.bfloat16
+KV_TYPES = {"bf16": BF16, "fp8": torch.float8_e4m3fn}
 
 
 def microseconds(calls: list[Callable[[], None]]) -> float:
@@ -57,21 +59,25 @@ def copy_bandwidth() -> float:
     return 2 * a.numel() / microseconds([lambda: b.copy_(a)])
 
 
-def paged(sequences: int, kv_len: int, kv_heads: int, dim: int) -> tuple[KvPages, Tensor, Tensor]:
+def paged(
+    sequences: int, kv_len: int, kv_heads: int, dim: int, kv: torch.dtype = BF16
+) -> tuple[KvPages, Tensor, Tensor]:
     pages = -(-kv_len // PAGE_TOKENS)
-    pool = rand(2, sequences * pages, PAGE_TOKENS, kv_heads, dim)
+    pool = rand(2, sequences * pages, PAGE_TOKENS, kv_heads, dim).to(kv)
     table = torch.randperm(sequences * pages, device="cuda").to(torch.int32).view(sequences, pages)
     return KvPages(pool[0], pool[1]), table, torch.full((sequences,), kv_len, dtype=torch.int32, device="cuda")
 
 
-def decode_time(sequences: int, kv_len: int, shape: tuple[int, int, int], splits: int) -> tuple[float, int]:
+def decode_time(
+    sequences: int, kv_len: int, shape: tuple[int, int, int], splits: int, kv: torch.dtype = BF16
+) -> tuple[float, int]:
     """Microseconds, and bytes of K and V."""
     query_heads, kv_heads, dim = shape
-    read = 2 * sequences * kv_len * kv_heads * dim * 2
+    read = 2 * sequences * kv_len * kv_heads * dim * kv.itemsize
     q, out = rand(sequences, query_heads, dim), rand(sequences, query_heads, dim)
     workspace = torch.empty(attention.workspace_floats(sequences, query_heads, dim, splits), device="cuda")
     softmax = attention.Softmax(dim**-0.5)
-    caches = [paged(sequences, kv_len, kv_heads, dim) for _ in range(min(64, -(-CACHE_BYTES // read)))]
+    caches = [paged(sequences, kv_len, kv_heads, dim, kv) for _ in range(min(64, -(-CACHE_BYTES // read)))]
     calls = [
         lambda c=c: attention.decode(q, c[0], c[1], c[2], softmax, splits, workspace, out)  # type: ignore[misc]
         for c in caches
@@ -83,11 +89,12 @@ def decodes(bandwidth: float) -> None:
     for shape in ((32, 4, 128), (64, 8, 64), (16, 16, 128), (96, 8, 128), (16, 2, 256)):
         for sequences, kv_len in ((1, 128), (1, 4096), (1, 65536), (8, 8192), (32, 4096), (64, 1024)):
             splits = attention.splits_for(sequences, shape[1], processors())
-            time, read = decode_time(sequences, kv_len, shape, splits)
-            print(
-                f"decode {shape[0]}/{shape[1]} heads of {shape[2]}, {sequences} x {kv_len}, {splits} splits: "
-                f"{time:.1f} us, {read / time / 1e6:.2f} TB/s, {read / time / bandwidth:.0%} of the copy"
-            )
+            for name, kv in KV_TYPES.items():
+                time, read = decode_time(sequences, kv_len, shape, splits, kv)
+                print(
+                    f"decode {name} {shape[0]}/{shape[1]} heads of {shape[2]}, {sequences} x {kv_len}, {splits} "
+                    f"splits: {time:.1f} us, {read / time / 1e6:.2f} TB/s, {read / time / bandwidth:.0%} of the copy"
+                )
 
 
 def sweep(bandwidth: float) -> None:
@@ -103,15 +110,16 @@ def sweep(bandwidth: float) -> None:
             line = []
             for per_processor in (1, 2, 3, 4, 6):
                 splits = max(1, per_processor * processors() // (count * shape[1]))
-                time, read = decode_time(count, kv_len, shape, splits)
-                line.append(f"{splits}: {time:.1f} us {read / time / bandwidth:.0%}")
+                for name, kv in KV_TYPES.items():
+                    time, read = decode_time(count, kv_len, shape, splits, kv)
+                    line.append(f"{name} {splits}: {time:.1f} us {read / time / bandwidth:.0%}")
             print(f"sweep {count} x {kv_len}, blocks of {tokens}, {warps} warps, {stages} stages:", ", ".join(line))
     attention._decode_shape = chosen
 
 
-def prefill_time(q_len: int, kv_len: int, shape: tuple[int, int, int]) -> float:
+def prefill_time(q_len: int, kv_len: int, shape: tuple[int, int, int], kv: torch.dtype = BF16) -> float:
     query_heads, kv_heads, dim = shape
-    cache, table, lens = paged(1, kv_len, kv_heads, dim)
+    cache, table, lens = paged(1, kv_len, kv_heads, dim, kv)
     q, out = rand(q_len, query_heads, dim), rand(q_len, query_heads, dim)
     starts = torch.tensor([0, q_len], dtype=torch.int32, device="cuda")
     softmax = attention.Softmax(dim**-0.5)
@@ -129,6 +137,8 @@ def prefills() -> None:
             time = prefill_time(q_len, kv_len, shape)
             text = f"prefill {query_heads}/{kv_heads} heads of {dim}, {q_len} rows of {kv_len}: {time:.0f} us, "
             text += f"{flops(q_len, kv_len, shape) / time / 1e6:.0f} TFLOP/s"
+            narrow = prefill_time(q_len, kv_len, shape, KV_TYPES["fp8"])
+            text += f"; fp8 {narrow:.0f} us, {flops(q_len, kv_len, shape) / narrow / 1e6:.0f} TFLOP/s"
             if q_len == kv_len:
                 q, k, v = (rand(1, n, q_len, dim) for n in (query_heads, query_heads, query_heads))
                 run = lambda: scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: B023, E731
@@ -168,12 +178,13 @@ def small_ones(bandwidth: float) -> None:
         share = 8 * x.numel() / time / bandwidth
         print(f"add and norm, {rows} x 2048: {time:.1f} us, {share:.0%} of the copy (from the cache where it fits)")
         qkv, slots = rand(rows, 40, 128), torch.arange(rows, device="cuda")
-        cache = paged(1, rows + PAGE_TOKENS, 4, 128)[0]
+        caches = {name: paged(1, rows + PAGE_TOKENS, 4, 128, kv)[0] for name, kv in KV_TYPES.items()}
         angles = torch.rand(rows, 64, device="cuda")
         norms, rotation = QkNorm(rand(128), rand(128), 1e-6), Angles(angles, angles, False)
         q, kv = qkv[:, :32], qkv[:, 32:]
-        time = microseconds([lambda: heads.rotate_store(q, kv, norms, rotation, cache, slots, q)])  # noqa: B023
-        print(f"head norms, rotary and store, {rows} x 40 x 128: {time:.1f} us")
+        for name, cache in caches.items():
+            time = microseconds([lambda: heads.rotate_store(q, kv, norms, rotation, cache, slots, q)])  # noqa: B023
+            print(f"head norms, rotary and store in {name}, {rows} x 40 x 128: {time:.1f} us")
     for rows in (1, 32):
         logits = torch.randn(rows, 151936, device="cuda")
         keys = torch.empty(best.workspace_keys(rows, 151936), dtype=torch.int64, device="cuda")

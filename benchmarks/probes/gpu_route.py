@@ -15,7 +15,7 @@ from torch import Tensor
 
 from proa.ops.residency import Located, Residency
 from proa.ops.table import Norm, RouterRule
-from proa.ops.triton.choose import MOST_ROWS, Choice, choice_space, choose
+from proa.ops.triton.choose import MOST_ROWS, Choice, RouterRows, choice_space, choose
 from proa.ops.triton.route import SOME_RULES, route
 
 DEVICE = torch.device("cuda")
@@ -48,7 +48,8 @@ def routing(rows: int, experts: int, rule: RouterRule) -> float:
 
 def choosing(rows: int, experts: int, rule: RouterRule) -> float:
     x, y, total, normed = (torch.randn(rows, HIDDEN, device=DEVICE).bfloat16() for _ in range(4))
-    router = torch.randn(experts, HIDDEN, device=DEVICE).bfloat16()
+    weight = torch.randn(experts, HIDDEN, device=DEVICE).bfloat16()
+    router = RouterRows(weight, weight[:, 0].contiguous() if rule.router.linear_bias else None)
     norm = Norm(torch.ones(HIDDEN, device=DEVICE).bfloat16(), 1e-6)
     addresses = torch.arange(1, experts + 1, device=DEVICE)
     residency = Residency(addresses, addresses, torch.full_like(addresses, -1, dtype=torch.int32))

@@ -51,15 +51,12 @@ proa::KvPages kv_pages(const proa_kv_pages* c) {
     check_width(c->pages, "A number of pages"), check_width(c->page_tokens, "A page");
     check_width(c->kv_heads, "KV heads"), check_width(c->head_dim, "A head");
     const int64_t stride = c->kv_heads * c->head_dim;
-    return {static_cast<uint16_t*>(c->keys),
-            static_cast<uint16_t*>(c->values),
-            stride,
-            stride,
-            int(c->pages),
-            int(c->page_tokens),
-            int(c->kv_heads),
-            int(c->head_dim),
-            int(c->head_dim)};
+    return {c->keys,          c->values,
+            stride,           stride,
+            int(c->pages),    int(c->page_tokens),
+            int(c->kv_heads), int(c->head_dim),
+            int(c->head_dim), proa::KvType(c->type),
+            c->key_scale,     c->value_scale};
 }
 
 proa::KvPages latent_pages(const proa_latent_pages* c, int64_t key_dim, int64_t value_first, int64_t value_dim) {

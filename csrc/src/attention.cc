@@ -22,12 +22,14 @@ constexpr int64_t kAloneBytes = 64 << 10;   // read by the caller itself
 using Share = AttentionShare;
 
 int group_of(const Attention& op) { return op.heads / op.cache.kv_heads; }
+float logit_scale(const Attention& op) { return op.scale * op.cache.key_scale; }
 int block_queries(const Attention& op) { return std::max(1, kBlockRows / group_of(op)); }
 bool direct(const Share& s) { return s.q_len <= kDirectQueries; }
 int first_seen(const Attention& op, int position) { return op.window > 0 ? std::max(0, position - op.window + 1) : 0; }
 int keys_of(const Attention& op, const Share& s) { return s.kv_len - first_seen(op, s.kv_len - s.q_len); }
 int64_t bytes_of(const Attention& op, const Share& s) {
-    return int64_t(keys_of(op, s)) * op.cache.kv_heads * (op.cache.key_dim + op.cache.value_dim) * 2;
+    return int64_t(keys_of(op, s)) * op.cache.kv_heads * (op.cache.key_dim + op.cache.value_dim) *
+           op.cache.elem_bytes();
 }
 
 struct Totals {
@@ -112,16 +114,38 @@ Piece piece_of(const Attention& op, int task) {
 }
 
 // Pointers to the rows of `count` keys from `first` on, heads not counted.
-void look_up(const Attention& op, int sequence, int first, int count, const uint16_t** keys, const uint16_t** values) {
+template <class T>
+void look_up(const Attention& op, int sequence, int first, int count, const T** keys, const T** values) {
     const KvPages& c = op.cache;
     const int32_t* pages = op.batch->pages(sequence);
     int page = first / c.page_tokens, offset = first % c.page_tokens;
     for (int i = 0; i < count; ++i) {
         const int64_t token = int64_t(std::min(pages[page], c.pages - 1)) * c.page_tokens + offset;
-        keys[i] = c.keys + token * c.key_stride;
-        values[i] = c.values + token * c.value_stride;
+        keys[i] = static_cast<const T*>(c.keys) + token * c.key_stride;
+        values[i] = static_cast<const T*>(c.values) + token * c.value_stride;
         if (++offset == c.page_tokens) ++page, offset = 0;
     }
+}
+
+// As look_up, of a cache of e4m3 and `heads` KV heads from `first_head` on, widened into rows of these heads alone.
+void widen(const Attention& op, const Kernels& k, int sequence, int first, int count, int first_head, int heads,
+           uint16_t* wide, const uint16_t** keys, const uint16_t** values) {
+    const int key_dim = op.cache.key_dim, value_dim = op.cache.value_dim;
+    const uint8_t *key_codes[kTileKeys], *value_codes[kTileKeys];
+    look_up(op, sequence, first, count, key_codes, value_codes);
+    for (int i = 0; i < count; ++i) {
+        keys[i] = wide;
+        k.from_e4m3(key_codes[i] + first_head * key_dim, heads * key_dim, wide);
+        wide += heads * key_dim, values[i] = wide;
+        k.from_e4m3(value_codes[i] + first_head * value_dim, heads * value_dim, wide);
+        wide += heads * value_dim;
+    }
+}
+
+uint16_t* take_wide(const Attention& op, int tokens, int heads, Carver& scratch) {
+    const KvPages& c = op.cache;
+    if (c.type == KvType::kBf16) return nullptr;
+    return scratch.take<uint16_t>(size_t(tokens) * size_t(heads) * size_t(c.key_dim + c.value_dim));
 }
 
 // Keys [first, last) of `count` from `begin` on that each row of queries sees.
@@ -165,7 +189,7 @@ void finish(const Attention& op, const Kernels& k, int first_head, int heads, in
     for (int h = 0; h < heads; ++h)
         for (int i = 0; i < queries * group; ++i, states += floats, out += dim) {
             const int head = (first_head + h) * group + i % group;
-            k.finish_state(states, op.sinks ? op.sinks[head] : -INFINITY, dim, out);
+            k.finish_state(states, op.sinks ? op.sinks[head] : -INFINITY, op.cache.value_scale, dim, out);
         }
 }
 
@@ -185,6 +209,7 @@ struct Direct {
     float *queries, *scores;
     size_t query_floats;
     const uint16_t **keys, **values;
+    uint16_t* wide;
 
     Direct(const Attention& op, const Kernels& k, const Piece& p, Carver& scratch) {
         const size_t rows = size_t(p.results()) * size_t(group_of(op));
@@ -192,6 +217,7 @@ struct Direct {
         queries = scratch.take<float>(rows * query_floats);
         scores = scratch.take<float>(rows * kAttendTokens);
         keys = scratch.take<const uint16_t*>(kFoundTokens), values = scratch.take<const uint16_t*>(kFoundTokens);
+        wide = take_wide(op, kAttendTokens, p.heads, scratch);
     }
 };
 
@@ -210,12 +236,17 @@ void attend_directly(const Attention& op, const Kernels& k, const Piece& p, cons
     pack_queries(op, k, p, d.queries, d.query_floats);
     const int ahead = int(std::clamp<int64_t>(kAheadBytes / 2 / op.cache.key_stride, 1, kAttendAhead));
     for (int begin = p.first_key; begin < p.end_key; begin += kAttendTokens) {
-        const int count = std::min(kAttendTokens, p.end_key - begin), found = std::min(kFoundTokens, p.end_key - begin);
-        look_up(op, p.sequence, begin, found, d.keys, d.values);
+        const int count = std::min(kAttendTokens, p.end_key - begin);
+        const int found = d.wide ? count : std::min(kFoundTokens, p.end_key - begin);
+        if (d.wide) {
+            widen(op, k, p.sequence, begin, found, 0, p.heads, d.wide, d.keys, d.values);
+        } else {
+            look_up(op, p.sequence, begin, found, d.keys, d.values);
+        }
         for (int i = found; i < kFoundTokens; ++i) d.keys[i] = d.keys[found - 1], d.values[i] = d.values[found - 1];
         see(op, p, begin, count, parts.first, parts.last);
         k.attend({d.keys, d.values, ahead, count, p.heads, p.queries * group_of(op), op.cache.key_dim,
-                  op.cache.value_dim, d.queries, parts.first, parts.last, op.scale, d.scores, parts.states});
+                  op.cache.value_dim, d.queries, parts.first, parts.last, logit_scale(op), d.scores, parts.states});
     }
 }
 
@@ -226,7 +257,7 @@ struct Panels {
     uint8_t *key_panels, *value_panels;
     float *scores, *part, *total, *maxima, *sums, *factors;
     char *query_pairs, *weight_pairs;
-    uint16_t* queries;
+    uint16_t *queries, *wide;
     void* expanded;
     int rows;
 
@@ -243,6 +274,7 @@ struct Panels {
         query_pairs = scratch.take<char>(n * k.row_bytes(keys));
         weight_pairs = scratch.take<char>(n * k.row_bytes(values));
         queries = scratch.take<uint16_t>(n * size_t(c.key_dim));
+        wide = take_wide(op, kTileKeys, 1, scratch);
         expanded = scratch.take<char>(
             std::max(k.expand_bytes(keys, keys.panels, rows), k.expand_bytes(values, values.panels, rows)));
     }
@@ -264,18 +296,22 @@ void attend_tile(const Attention& op, const Kernels& k, const Piece& p, const Pa
     const KvPages& c = op.cache;
     const uint16_t *keys[kTileKeys], *values[kTileKeys];
     const int count = std::min(kTileKeys, p.end_key - begin), panels = (count + kPanelRows - 1) / kPanelRows;
-    look_up(op, p.sequence, begin, count, keys, values);
-    k.pack_keys(keys, size_t(p.first_head) * size_t(c.key_dim), count, c.key_dim, m.key_panels);
+    if (m.wide) {
+        widen(op, k, p.sequence, begin, count, p.first_head, 1, m.wide, keys, values);
+    } else {
+        look_up(op, p.sequence, begin, count, keys, values);
+    }
+    const size_t head = m.wide ? 0 : size_t(p.first_head);
+    k.pack_keys(keys, head * size_t(c.key_dim), count, c.key_dim, m.key_panels);
     k.matmul(m.keys, m.key_panels, panels, m.packed(k, m.query_pairs), m.scores, m.expanded, nullptr);
     see(op, p, begin, count, parts.first, parts.last);
-    k.softmax_tile({m.scores, panels, m.rows, parts.first, parts.last, op.scale, m.maxima, m.sums, m.factors});
+    k.softmax_tile({m.scores, panels, m.rows, parts.first, parts.last, logit_scale(op), m.maxima, m.sums, m.factors});
 
     const Layout values_layout = layout_of(Format::kBf16, m.values.rows, count, 0);
     const Packed weights = m.packed(k, m.weight_pairs);
     k.activate(Activation::kNone, 0, m.scores, nullptr, 0, panels, values_layout.padded, weights);
     if (panels * kPanelRows < values_layout.padded) k.clear_columns(panels * kPanelRows, values_layout.padded, weights);
-    k.pack_values(values, size_t(p.first_head) * size_t(c.value_dim), count, c.value_dim, values_layout.padded,
-                  m.value_panels);
+    k.pack_values(values, head * size_t(c.value_dim), count, c.value_dim, values_layout.padded, m.value_panels);
     k.matmul(values_layout, m.value_panels, values_layout.panels, weights, m.part, m.expanded, nullptr);
     k.scale_and_add(m.part, m.factors, values_layout.panels, m.rows, m.total);
 }

@@ -1,6 +1,7 @@
 #include "rows.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -108,16 +109,26 @@ void place(const Rotary& op, int first, int last, const std::byte* scratch) {
 }
 
 size_t row_bytes(const WriteKv& op) {
-    return size_t(op.cache.kv_heads) * size_t(op.cache.key_dim + op.cache.value_dim) * 2;
+    return size_t(op.cache.kv_heads) * size_t(op.cache.key_dim + op.cache.value_dim) * size_t(op.cache.elem_bytes());
 }
-void compute(const WriteKv&, const Kernels&, int, int, std::byte*) {}
-void place(const WriteKv& op, int first, int last, const std::byte*) {
-    const KvPages& cache = op.cache;
-    for (int row = first; row < last; ++row) {
-        std::memcpy(cache.keys + op.slots[row] * cache.key_stride, row_of(op.keys, row),
-                    size_t(cache.kv_heads) * size_t(cache.key_dim) * 2);
-        std::memcpy(cache.values + op.slots[row] * cache.value_stride, row_of(op.values, row),
-                    size_t(cache.kv_heads) * size_t(cache.value_dim) * 2);
+void compute(const WriteKv& op, const Kernels& k, int first, int last, std::byte* scratch) {
+    const KvPages& c = op.cache;
+    if (c.type == KvType::kBf16) return;
+    uint8_t* out = reinterpret_cast<uint8_t*>(scratch);
+    for (int row = first; row < last; ++row, out += row_bytes(op)) {
+        k.to_e4m3(row_of(op.keys, row), c.kv_heads * c.key_dim, 1 / c.key_scale, out);
+        k.to_e4m3(row_of(op.values, row), c.kv_heads * c.value_dim, 1 / c.value_scale, out + c.kv_heads * c.key_dim);
+    }
+}
+void place(const WriteKv& op, int first, int last, const std::byte* scratch) {
+    const KvPages& c = op.cache;
+    const int64_t elem = c.elem_bytes();
+    const size_t key_bytes = size_t(c.kv_heads * c.key_dim * elem), value_bytes = row_bytes(op) - key_bytes;
+    for (int row = first; row < last; ++row, scratch += row_bytes(op)) {
+        const void *key = row_of(op.keys, row), *value = row_of(op.values, row);
+        if (c.type == KvType::kE4m3) key = scratch, value = scratch + key_bytes;
+        std::memcpy(static_cast<std::byte*>(c.keys) + op.slots[row] * c.key_stride * elem, key, key_bytes);
+        std::memcpy(static_cast<std::byte*>(c.values) + op.slots[row] * c.value_stride * elem, value, value_bytes);
     }
 }
 
@@ -306,6 +317,10 @@ void check(const KvPages& c) {
     check_size(c.kv_heads, kMostHeads, "The number of KV heads");
     check_size(c.key_dim, kMostHeadDim, "The dimension of a key");
     check_size(c.value_dim, kMostHeadDim, "The dimension of a value");
+    require(c.type == KvType::kBf16 || c.type == KvType::kE4m3, "The type of a KV cache is none that there is.");
+    require(std::isnormal(c.key_scale) && c.key_scale > 0 && std::isnormal(c.value_scale) && c.value_scale > 0,
+            "Scales of a KV cache are positive.");
+    require(c.type == KvType::kE4m3 || (c.key_scale == 1 && c.value_scale == 1), "Scales are for a KV cache of e4m3.");
     require(c.key_dim % 8 == 0 && c.value_dim % 8 == 0, "Dimensions of keys and values are multiples of 8.");
     check_rows(c.keys, c.key_stride, int64_t(c.kv_heads) * c.key_dim, "The key cache");
     check_rows(c.values, c.value_stride, int64_t(c.kv_heads) * c.value_dim, "The value cache");

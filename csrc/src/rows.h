@@ -84,11 +84,17 @@ struct Rotary {
     RowsNow now{};
 };
 
+enum class KvType : int32_t { kBf16 = 0, kE4m3 = 1 };
+
 // The KV cache of a layer. A token's heads lie next to each other.
 struct KvPages {
-    uint16_t *keys, *values;           // [pages][page_tokens] rows
+    void *keys, *values;               // [pages][page_tokens] rows
     int64_t key_stride, value_stride;  // values from token to token
     int pages, page_tokens, kv_heads, key_dim, value_dim;
+    KvType type = KvType::kBf16;
+    float key_scale = 1, value_scale = 1;  // of e4m3: what a stored value is multiplied with
+
+    int elem_bytes() const { return type == KvType::kBf16 ? 2 : 1; }
 };
 
 // Keys and values of the rows go to their slots: page * page_tokens + offset. Throws Error for a slot outside of it.

@@ -14,7 +14,10 @@ struct Case {
     std::vector<int32_t> q_lens, kv_lens;
     int heads, kv_heads, key_dim, value_dim, page_tokens, window;
     bool sinks;
+    proa::KvType type = proa::KvType::kBf16;
 };
+
+constexpr proa::KvType kE4m3 = proa::KvType::kE4m3;
 
 const Case kCases[] = {
     {{1, 1, 1}, {1, 7, 33}, 4, 4, 16, 16, 4, 0, false},
@@ -34,14 +37,23 @@ const Case kCases[] = {
     {{2, 5}, {70, 70}, 16, 1, 576, 512, 16, 0, false},
     {{4, 7}, {70, 70}, 130, 1, 8, 16, 16, 0, false},  // a group beyond a block of rows
     {{300}, {300}, 1, 1, 64, 64, 16, 0, true},        // several blocks of rows
+    // In e4m3.
+    {{1, 1}, {1000, 517}, 3, 1, 80, 80, 16, 0, false, kE4m3},
+    {{1, 6, 1, 11, 0}, {20, 6, 5, 27, 0}, 6, 2, 64, 64, 16, 4, true, kE4m3},
+    {{1}, {4099}, 8, 2, 64, 64, 16, 0, true, kE4m3},
+    {{8, 1, 2}, {3000, 31, 33}, 4, 2, 128, 128, 16, 0, true, kE4m3},
+    {{1, 9}, {65, 9}, 2, 1, 8, 8, 1, 0, false, kE4m3},
+    {{2, 17}, {129, 130}, 6, 3, 24, 40, 16, 0, false, kE4m3},
+    {{2, 5}, {70, 70}, 16, 1, 576, 512, 16, 0, false, kE4m3},
 };
 
 // A filled cache, whose unused slots hold NaNs, and queries in rows that are wider than they need to be.
 struct Problem {
     const Case& c;
     int rows = 0, most_pages = 0, pages = 0;
-    std::vector<std::vector<uint16_t>> keys, values;  // of each sequence
-    std::vector<uint16_t> cached_keys, cached_values, queries;
+    std::vector<std::vector<float>> keys, values;  // of each sequence, as they are stored
+    std::vector<uint8_t> cached_keys, cached_values;
+    std::vector<uint16_t> queries;
     std::vector<int32_t> table;
     std::vector<float> sinks;
     int64_t q_stride, out_stride;
@@ -58,8 +70,8 @@ struct Problem {
         queries = random.rows(size_t(rows) * size_t(q_stride), 2);
         if (c.sinks) sinks = random.floats(size_t(c.heads), 3);
         const size_t slots = size_t(pages) * size_t(c.page_tokens) * size_t(c.kv_heads);
-        cached_keys.assign(slots * size_t(c.key_dim), 0x7fc0),
-            cached_values.assign(slots * size_t(c.value_dim), 0x7fc0);
+        cached_keys.assign(slots * size_t(c.key_dim * elem_bytes()), 0x7f);  // NaN in either type
+        cached_values.assign(slots * size_t(c.value_dim * elem_bytes()), 0x7f);
         for (int i = 0; i < most_pages * int(c.q_lens.size()); ++i) table.push_back(i);
         for (size_t i = table.size(); i > 1; --i) std::swap(table[i - 1], table[size_t(random.below(int(i)))]);
         for (size_t s = 0; s < c.q_lens.size(); ++s) fill(s, random);
@@ -74,23 +86,41 @@ struct Problem {
                 c.page_tokens,
                 c.kv_heads,
                 c.key_dim,
-                c.value_dim};
+                c.value_dim,
+                c.type,
+                c.type == kE4m3 ? 0.37f : 1,
+                c.type == kE4m3 ? 1.7f : 1};
+    }
+    int elem_bytes() const { return c.type == kE4m3 ? 1 : 2; }
+
+    // Rows of the cache at `slots`, in order.
+    std::vector<float> read(const std::vector<uint8_t>& cached, const std::vector<int64_t>& slots, int width,
+                            float scale) const {
+        std::vector<float> out;
+        for (const int64_t slot : slots)
+            for (int i = 0; i < width; ++i) {
+                const uint8_t* at = cached.data() + (slot * width + i) * elem_bytes();
+                out.push_back(c.type == kE4m3 ? e4m3(*at) * scale : value(uint16_t(at[0] | at[1] << 8)));
+            }
+        return out;
     }
 
     void fill(size_t s, Random& random) {
         const int n = c.kv_lens[s];
-        keys.push_back(random.rows(size_t(n * c.kv_heads * c.key_dim)));
-        values.push_back(random.rows(size_t(n * c.kv_heads * c.value_dim)));
+        const std::vector<uint16_t> new_keys = random.rows(size_t(n * c.kv_heads * c.key_dim));
+        const std::vector<uint16_t> new_values = random.rows(size_t(n * c.kv_heads * c.value_dim));
         std::vector<int64_t> slots;
         for (int i = 0; i < n; ++i)
             slots.push_back(int64_t(table[s * size_t(most_pages) + size_t(i / c.page_tokens)]) * c.page_tokens +
                             i % c.page_tokens);
         proa::Host host(pool_options(0), proa::kScalarKernels);
-        const proa::WriteKv write{{keys.back().data(), c.kv_heads * c.key_dim},
-                                  {values.back().data(), c.kv_heads * c.value_dim},
+        const proa::WriteKv write{{new_keys.data(), c.kv_heads * c.key_dim},
+                                  {new_values.data(), c.kv_heads * c.value_dim},
                                   slots.data(),
                                   cache()};
         proa::run(write, host, n, 0);
+        keys.push_back(read(cached_keys, slots, c.kv_heads * c.key_dim, cache().key_scale));
+        values.push_back(read(cached_values, slots, c.kv_heads * c.value_dim, cache().value_scale));
     }
 
     std::vector<uint16_t> solve(proa::Host& host) {
@@ -124,7 +154,7 @@ struct Truth {
             for (int d = 0; d < c.key_dim; ++d) {
                 const double product =
                     double(value(p.queries[size_t(row) * size_t(p.q_stride) + size_t(head * c.key_dim + d)])) *
-                    double(value(p.keys[s][size_t((j * c.kv_heads + kv) * c.key_dim + d)]));
+                    double(p.keys[s][size_t((j * c.kv_heads + kv) * c.key_dim + d)]);
                 sum += product, size += std::abs(product);
             }
             scores.push_back(sum * p.scale);
@@ -142,7 +172,7 @@ struct Truth {
         for (int d = 0; d < c.value_dim; ++d) {
             double sum = 0, size = 0;
             for (size_t j = 0; j < scores.size(); ++j) {
-                const double v = value(
+                const double v = double(
                     p.values[s][(size_t(first) + j) * size_t(c.kv_heads * c.value_dim) + size_t(kv * c.value_dim + d)]);
                 sum += scores[j] * v / total, size += scores[j] * std::abs(v) / total;
             }

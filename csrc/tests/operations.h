@@ -26,6 +26,13 @@ inline float value(uint16_t bits) {
     std::memcpy(&x, &wide, 4);
     return x;
 }
+// Of 8 bits: sign, four of exponent (bias 7), three of fraction; NaN where all seven are set.
+inline float e4m3(uint8_t code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    if ((code & 127) == 127) return NAN;
+    const float size = exponent ? std::ldexp(8.f + float(fraction), exponent - 10) : std::ldexp(float(fraction), -9);
+    return code & 128 ? -size : size;
+}
 inline uint16_t rounded(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);

@@ -92,6 +92,14 @@ def test_latent_attention_and_a_layer_without_experts() -> None:
     assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
 
 
+def test_experts_with_biases() -> None:
+    done = bench("--shape=tiny-oss", "--gpu=sim:64MiB", "--resident=50", "--requests=1", "--format=mxfp4", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert figures["resident_share"] == 0.5
+    assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
+
+
 def test_everything_on_the_gpu_and_a_table() -> None:
     done = bench("--gpu=sim:64MiB", "--resident=100", "--requests=2")
     assert done.returncode == 0, done.stderr

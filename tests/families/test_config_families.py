@@ -9,7 +9,17 @@ import pytest
 
 from proa.errors import ConfigError
 from proa.models.families import declare
-from proa.models.spec import Attention, ExpertGroups, GatedDeltaNet, Mlp, Model, Moe, RopeScaling, Router
+from proa.models.spec import (
+    Attention,
+    ExpertGroups,
+    GatedDeltaNet,
+    Gating,
+    Mlp,
+    Model,
+    Moe,
+    RopeScaling,
+    Router,
+)
 
 SHAPES: dict[str, Any] = {
     "hidden_size": 64,
@@ -55,6 +65,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {**_V3, "partial_rotary_factor": 1.0},
     "Dots1ForCausalLM": _V3,
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e4},
+    "GptOssForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8},
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False},
 }
 
@@ -75,7 +86,8 @@ def mixer_of(architecture: str, **values: Any) -> Attention:
 def test_minimal_config(architecture: str) -> None:
     spec = spec_of(architecture)
     assert len(spec.blocks) == 4
-    assert spec.attention[0].rope.base == (1e6 if architecture == "MixtralForCausalLM" else 1e4)
+    theta = {"MixtralForCausalLM": 1e6, "GptOssForCausalLM": 150000.0}.get(architecture, 1e4)
+    assert spec.attention[0].rope.base == theta
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -131,6 +143,13 @@ def test_refused_by_every_family(architecture: str, values: dict[str, Any], mess
         ("Qwen3NextForCausalLM", {"use_sliding_window": True}, "use_sliding_window = True is not implemented"),
         ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
         ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"] * 4}, "without any layer of full attention"),
+        ("GptOssForCausalLM", {"experts_per_token": 3}, "must agree"),
+        ("GptOssForCausalLM", {"num_experts_per_tok": 9}, "9, of 8 experts"),
+        ("GptOssForCausalLM", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not implemented"),
+        ("GptOssForCausalLM", {"swiglu_limit": 0}, "swiglu_limit must be above 0"),
+        ("GptOssForCausalLM", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
+        ("GptOssForCausalLM", {"sliding_window": 0}, "'sliding_window' must be at least 1"),
+        ("GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4", "extra": 1}}, "extra"),
         ("Qwen3MoeForCausalLM", {"norm_topk_prob": None}, "'norm_topk_prob' is missing"),
         ("Qwen3MoeForCausalLM", {"num_local_experts": 4}, "must agree"),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
@@ -348,6 +367,35 @@ def test_windows_of_dots1() -> None:
         if isinstance(block.mixer, Attention)
     ]
     assert windows == [None, None, 8, 8]
+
+
+def test_gpt_oss_as_openai_publishes_it() -> None:
+    """The keys of gpt-oss-120b's config.json."""
+    rope = {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    }  # fmt: skip
+    kinds = ["sliding_attention", "full_attention"]
+    spec = spec_of(
+        "GptOssForCausalLM", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=64,
+        hidden_act="silu", hidden_size=2880, initial_context_length=4096, intermediate_size=2880,
+        layer_types=[kinds[i % 2] for i in range(36)], max_position_embeddings=131072, model_type="gpt_oss",
+        num_attention_heads=64, num_experts_per_tok=4, num_hidden_layers=36, num_key_value_heads=8,
+        num_local_experts=128, output_router_logits=False, quantization_config={
+            "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4"
+        }, rms_norm_eps=1e-05, rope_scaling=rope, rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128,
+        swiglu_limit=7.0, tie_word_embeddings=False, use_cache=True, vocab_size=201088,
+    )  # fmt: skip
+    assert spec.num_params == pytest.approx(116.83e9, rel=1e-4)
+    assert [mixer.window for mixer in spec.attention] == [128, None] * 18
+    first = spec.attention[0]
+    assert (first.sinks, first.qkv_bias, first.o_bias) == (True, True, True)
+    assert first.rope.scaling == RopeScaling("yarn", 32.0, 4096, truncate=False)
+    ffn = spec.blocks[0].ffn
+    assert isinstance(ffn, Moe)
+    assert (ffn.expert, ffn.router) == (
+        Mlp(2880, 2880, True, Gating("clamped_swiglu", 7.0)), Router("softmax", True, linear_bias=True)
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("values", "dim"), [({}, 4), ({"partial_rotary_factor": 0.5}, 8)])

@@ -39,8 +39,11 @@ def fetching(folder: Path, pool: Pool, split: Split, device: str, kept: list[Kep
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("teams", [1, 2])
 @pytest.mark.parametrize(("inclusive", "spare"), [(True, 0), (False, 0), (True, 2), (False, 2)])
-def test_logits_with_experts_read_in_ram(inclusive: bool, spare: int, teams: int, device: str, tmp_path: Path) -> None:
-    folder = make_tiny("qwen3-moe", tmp_path)
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])  # without biases and with
+def test_logits_with_experts_read_in_ram(
+    name: str, inclusive: bool, spare: int, teams: int, device: str, tmp_path: Path
+) -> None:
+    folder = make_tiny(name, tmp_path)
     override = all_experts(folder)
     texts, kept = prompts([TOKENS]), list[Kept]()
     exact = forced(load_decoder(folder, torch.float32, **override), texts, [PROMPT])

@@ -6,6 +6,7 @@ import torch
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.tables import Tables
+from proa.models.spec import Mlp
 from proa.native.pool import Pool
 from proa.ops.packed import Memory
 from proa.ops.staging import Staging
@@ -17,9 +18,9 @@ def layers(pool: Pool) -> list[LayerMemory]:
     """Of odd numbers of experts, so that rows must be padded; the second without copies in RAM."""
     ram, staging = Memory(pool, [None]), Staging(pool, 1 << 20, pinned=False)
     return [
-        LayerMemory(32, 16, 7, (1, 4), True, CPU, ram, staging),
-        LayerMemory(32, 16, 3, (2,), False, CPU, ram, staging),
-        LayerMemory(32, 16, 5, (), True, CPU, ram, staging),
+        LayerMemory(Mlp(32, 16), 7, (1, 4), True, CPU, ram, staging),
+        LayerMemory(Mlp(32, 16), 3, (2,), False, CPU, ram, staging),
+        LayerMemory(Mlp(32, 16), 5, (), True, CPU, ram, staging),
     ]
 
 

@@ -18,9 +18,9 @@ from delta_cases import SHAPES, exact, joined, mostly_rounded_once, part, poison
 from delta_cases import inputs as delta_inputs
 from delta_cases import weights as delta_weights
 from ops_run import NativeRun, TorchRun
-from proa.models.spec import ExpertGroups, Router
+from proa.models.spec import ExpertGroups, Gating, Router
 from proa.ops.reference import silu_mul
-from proa.ops.table import DeltaInputs, KvPages, RouterRule, batch_of
+from proa.ops.table import Chosen, DeltaInputs, KvPages, RouterRule, batch_of
 
 TORCH = TorchRun()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -164,6 +164,18 @@ def test_linear(
     assert_within(ops.linear(x, weight, b), want, size * (inputs + 2) * EPS32 + storing)
 
 
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_routers_logits_are_not_rounded(ops: Run, dtype: torch.dtype, bias: bool, rng: torch.Generator) -> None:
+    x, weight = rand(rng, 7, 129, dtype=dtype), rand(rng, 33, 129, dtype=dtype)
+    b = rand(rng, 33, dtype=dtype) if bias else None
+    offset = b.double() if b is not None else torch.zeros(33, dtype=torch.float64)
+    got = ops.router(x, weight, b)
+    assert got.dtype == torch.float32
+    size = x.double().abs() @ weight.double().abs().T + offset.abs()
+    assert_within(got, x.double() @ weight.double().T + offset, size * (129 + 2) * EPS32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul(dtype: torch.dtype, rng: torch.Generator) -> None:
     x = rand(rng, 5, 2 * 33, dtype=dtype)
@@ -261,6 +273,71 @@ def test_moe_experts(ops: Run, dtype: torch.dtype, routing: str, beside: str, rn
     assert torch.equal(got, ops.experts(x, ids, weights, gate_up, down, shared, gate_logit)), "not the same bits twice"
 
 
+CLAMPED = Gating("clamped_swiglu", 0.75)
+
+
+def gated_values(
+    prefix: str, hidden: int, width: int, rng: torch.Generator, dtype: torch.dtype
+) -> dict[str, Tensor]:  # fmt: skip
+    sizes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    found = {
+        f"{prefix}{name}.weight": (rand(rng, *size) / math.sqrt(size[1])).to(dtype) for name, size in sizes.items()
+    }
+    return found | {f"{prefix}{name}.bias": rand(rng, size[0], dtype=dtype) for name, size in sizes.items()}
+
+
+def clamped(x: Tensor, values: dict[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
+    """down(clamped SwiGLU) of x [T, hidden] in float64, and how far off it may be: gate, up, their product and the
+    result may each be stored in the type of x, and a library may round a product before it adds a bias."""
+    wide, dtype = x.double(), x.dtype
+    weight, bias = (
+        [values[f"{prefix}{name}.{kind}"].double() for name in ("gate", "up", "down")] for kind in ("weight", "bias")
+    )
+    gate, up = (wide @ w.T + b for w, b in zip(weight[:2], bias[:2], strict=True))
+    sizes = [wide.abs() @ w.abs().T + b.abs() for w, b in zip(weight[:2], bias[:2], strict=True)]
+    off = [size * (x.shape[1] + 4) * EPS32 + 2 * stored(size, dtype) for size in sizes]
+    g, u = gate.clamp(max=CLAMPED.limit), up.clamp(-CLAMPED.limit, CLAMPED.limit) + 1
+    h = g * torch.sigmoid(1.702 * g) * u
+    # The slope of g sigmoid(1.702 g) is at most 1.1; its argument, the sigmoid, up + 1 and two products may be rounded.
+    h_off = 1.1 * off[0] * (u.abs() + off[1]) + g.abs() * off[1] + 5 * stored((g.abs() + off[0]) * (u.abs() + 1), dtype)
+    y = h @ weight[2].T + bias[2]
+    y_size = (h.abs() + h_off) @ weight[2].abs().T + bias[2].abs()
+    return y, h_off @ weight[2].abs().T + y_size * (h.shape[1] + 4) * EPS32 + 2 * stored(y_size, dtype)
+
+
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
+def test_experts_with_biases_and_a_clamp(ops: Run, dtype: torch.dtype, rng: torch.Generator) -> None:
+    tokens, hidden, width, experts, top_k = 6, 40, 24, 5, 2
+    x = rand(rng, tokens, hidden, dtype=dtype)
+    values = {}
+    for e in range(experts):
+        values |= gated_values(f"{e}.", hidden, width, rng, dtype)
+    ids, weights = torch.rand(tokens, experts, generator=rng).topk(top_k).indices, torch.rand(tokens, 2, generator=rng)
+    want, bound = (torch.zeros(tokens, hidden, dtype=torch.float64) for _ in range(2))
+    for e in range(experts):
+        rows, choice = torch.where(ids == e)
+        y, off = clamped(x[rows], values, f"{e}.")
+        want.index_add_(0, rows, y * weights[rows, choice, None].double())
+        bound.index_add_(0, rows, (off + y.abs() * 4 * EPS32) * weights[rows, choice, None].double())
+    got = ops.biased_experts(x, Chosen(ids, weights), values, CLAMPED)
+    assert_within(got, want, bound + stored(want.abs() + bound, dtype))
+
+
+@pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
+def test_a_clamped_mlp(ops: Run, dtype: torch.dtype, rng: torch.Generator) -> None:
+    x, values = rand(rng, 5, 40, dtype=dtype), gated_values("", 40, 24, rng, dtype)
+    want, bound = clamped(x, values, "")
+    assert_within(ops.mlp(x, values, CLAMPED), want, bound + stored(want.abs() + bound, dtype))
+
+
+@pytest.mark.parametrize("ops", IMPLEMENTATIONS)
+@pytest.mark.parametrize("part", ["gate", "up"])
+def test_what_is_no_number_is_not_clamped_away(ops: Run, part: str, rng: torch.Generator) -> None:
+    x, values = rand(rng, 3, 40, dtype=torch.bfloat16), gated_values("", 40, 24, rng, torch.bfloat16)
+    values[f"{part}.weight"][7, 5] = math.nan
+    assert ops.mlp(x, values, CLAMPED).isnan().all()
+
+
 CASES = {
     "one token": ([1], [1]),
     "prompt": ([9], [9]),
@@ -273,12 +350,14 @@ CASES = {
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 def test_paged_attention(
     ops: Run,
     dtype: torch.dtype,
     case: str,
     window: int | None,
+    sunk: bool,
     heads: int,
     kv_heads: int,
     rng: torch.Generator,
@@ -305,7 +384,8 @@ def test_paged_attention(
     # Slots past the end of a sequence hold whatever was there; finite garbage must not matter.
     cache.keys[cache.keys.isnan()], cache.values[cache.values.isnan()] = 7.0, 1e4
 
-    got = ops.attention(q, cache, batch, scale, window)
+    sinks = 2 * rand(rng, heads) if sunk else None
+    got = ops.attention(q, cache, batch, scale, window, sinks)
     row = 0
     for s, (q_len, n) in enumerate(zip(q_lens, kv_lens, strict=True)):
         for i in range(q_len):
@@ -315,7 +395,8 @@ def test_paged_attention(
                 k = keys[s][first : position + 1, h // (heads // kv_heads)].double()
                 v = values[s][first : position + 1, h // (heads // kv_heads)].double()
                 scores = k @ q[row, h].double() * scale
-                p = torch.softmax(scores, 0)
+                sink = torch.empty(0).double() if sinks is None else sinks[h : h + 1].double()
+                p = torch.softmax(torch.cat((scores, sink)), 0)[: len(scores)]
                 want = p @ v
                 # Probabilities may be stored in the value's type; scores err by eps32 of their terms.
                 wobble = (k.abs() @ q[row, h].double().abs() * scale).max() * (dim + 4) * EPS32

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
+from proa.ops.reference import to_e4m3
 from proa.ops.table import KvPages
+from proa.ops.triton import kv_codes
 from proa.ops.triton.attention import Softmax, decode, prefill, splits_for, workspace_floats
 
 
@@ -25,7 +27,7 @@ class Paged:
     cache: KvPages
     page_table: Tensor
     kv_lens: Tensor
-    keys: list[Tensor]  # of each sequence, [kv_len, kv_heads, D]
+    keys: list[Tensor]  # of each sequence, [kv_len, kv_heads, D], as the cache has them
     values: list[Tensor]
 
 
@@ -36,7 +38,8 @@ def paged(
     order = torch.randperm(sum(counts) + 3, generator=rng)
     pool = poisoned(len(order), 2, page_tokens, kv_heads, dim)
     table = torch.full((len(kv_lens), max(counts) + 2), -(2**20), dtype=torch.int32)
-    keys, values = [], []
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
     for s, (n, pages) in enumerate(zip(kv_lens, torch.split(order[:-3], counts), strict=True)):
         table[s, : len(pages)] = pages
         place = pages.repeat_interleave(page_tokens)[:n], torch.arange(n) % page_tokens
@@ -46,6 +49,25 @@ def paged(
     pool = pool.to(device)
     lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
     return Paged(KvPages(pool[:, 0], pool[:, 1]), table.to(device), lens, keys, values)
+
+
+def in_e4m3(p: Paged) -> Paged:
+    """The same in float8, each side with a scale of its own."""
+    scales = torch.tensor([0.03, 1.7]).tolist()  # as float32 has them
+    pages = [to_e4m3(t.cpu(), s).to(t.device) for t, s in zip((p.cache.keys, p.cache.values), scales, strict=True)]
+    keys, values = (
+        [to_e4m3(t, scale).double() * scale for t in of] for of, scale in zip((p.keys, p.values), scales, strict=True)
+    )
+    return Paged(KvPages(*pages, *scales), p.page_table, p.kv_lens, keys, values)
+
+
+@pytest.fixture(params=["as it is", "by bits"])
+def widening(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a GPU converts in hardware, what others do as well."""
+    if request.param == "by bits":
+        if not kv_codes._native(device):
+            pytest.skip("nothing else is done here")
+        monkeypatch.setattr(kv_codes, "_native", lambda _: False)
 
 
 def attended(q: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -171,6 +193,46 @@ def test_prefill(
     assert out[starts[-1] :].isnan().all()
 
 
+@pytest.mark.usefixtures("widening")
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "heads", "kv_heads", "dim", "page_tokens", "window", "splits"),
+    [
+        ([9, 0, 3, 1], [140, 0, 3, 65], 8, 2, 128, 16, None, 3),
+        ([5, 13], [5, 90], 12, 1, 80, 7, 33, 2),
+        ([6], [70], 3, 3, 24, 5, None, 4),  # rows of 72 bytes
+        ([4], [66], 4, 1, 256, 64, None, 2),
+    ],
+)
+def test_in_e4m3(
+    q_lens: list[int],
+    kv_lens: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_tokens: int,
+    window: int | None,
+    splits: int,
+    rng: torch.Generator,
+    device: torch.device,
+) -> None:
+    """Both ways, against what the codes say exactly."""
+    p = in_e4m3(paged(kv_lens, kv_heads, dim, page_tokens, rng, device))
+    softmax = softmax_of(dim, heads, window, True, rng)
+    starts = [sum(q_lens[:s]) for s in range(len(q_lens) + 1)]
+    q = rand(rng, starts[-1], heads, dim)
+    out = poisoned(*q.shape).to(device)
+    q_starts = torch.tensor(starts, dtype=torch.int32, device=device)
+    prefill(q.to(device), p.cache, p.page_table, q_starts, p.kv_lens, on(softmax, device), out)
+    last = q[[max(0, end - 1) for end in starts[1:]]]
+    decoded = run_decode(last.to(device), p, on(softmax, device), splits)
+    for s, n in enumerate(q_lens):
+        if n:
+            mine = slice(starts[s], starts[s + 1])
+            want, bound = attended(q[mine], p.keys[s], p.values[s], softmax, torch.float64)
+            assert_within(out[mine], want, bound)
+            assert_within(decoded[s : s + 1], want[-1:], bound[-1:])
+
+
 def test_a_sink_takes_its_share_alone(device: torch.device) -> None:
     """One position of logit 0 and value 1 beside a sink of log 3: a quarter; a sink of -inf takes nothing."""
     ones, zeros = torch.ones(1, 16, 1, 64, dtype=BF16), torch.zeros(1, 16, 1, 64, dtype=BF16)
@@ -248,17 +310,19 @@ def test_a_graph_follows_lengths_on_the_device(rng: torch.Generator, device: tor
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window"),
     [(32, 4, 128, None), (64, 8, 64, 128), (16, 2, 256, None), (16, 16, 128, None)],
 )
 def test_long_contexts(
-    heads: int, kv_heads: int, dim: int, window: int | None, rng: torch.Generator, device: torch.device
+    heads: int, kv_heads: int, dim: int, window: int | None, fp8: bool, rng: torch.Generator, device: torch.device
 ) -> None:
     """Decode of 64K positions beside short ones, and a chunk of 2048 rows over a past."""
     softmax = softmax_of(dim, heads, window, True, rng)
     kv_lens = [65536, 7, 0, 12345]
     p = paged(kv_lens, kv_heads, dim, 16, rng, device)
+    p = in_e4m3(p) if fp8 else p
     q = rand(rng, len(kv_lens), heads, dim).to(device)
     out = run_decode(q, p, on(softmax, device), splits_for(len(kv_lens), kv_heads, 132))
     for s in (0, 1, 3):
@@ -269,6 +333,7 @@ def test_long_contexts(
     assert not out[2].any()
 
     p = paged([4096, 100], kv_heads, dim, 16, rng, device)
+    p = in_e4m3(p) if fp8 else p
     q = rand(rng, 2048 + 100, heads, dim).to(device)
     out, starts = poisoned(*q.shape).to(device), torch.tensor([0, 2048, 2148], dtype=torch.int32, device=device)
     prefill(q, p.cache, p.page_table, starts, p.kv_lens, on(softmax, device), out)

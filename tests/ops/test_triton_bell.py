@@ -114,11 +114,12 @@ def test_who_chooses_a_few_rows_pushes_them_too(
         out = poisoned_choice(tokens, hidden, top_k)
         residency = Residency(up, up, numbers, bell=Bell(block, state, layer))
         router = torch.randn(experts, hidden, generator=rng).bfloat16()
-        choose.choose(x, y, Norm(normal[0], 1e-6), router, slots, rule, residency, space, out)
+        choose.choose(x, y, Norm(normal[0], 1e-6), choose.RouterRows(router), slots, rule, residency, space, out)
         bell.push(out.normed, out.at.cpu, out.weights, out.at.up, layer, other, other_state)
         rows = (out.at.cpu >= 0).any(1)
-        assert bool(rows.any()) == (resident < 1)
-        if resident < 1:
+        rung = bool(rows.any())
+        assert rung == (resident == 0) or 0 < resident < 1, "by chance"
+        if rung:
             same_parts(block, other, rows)
         assert torch.equal(state, other_state)
         sums = ExpertSum(torch.randn(tokens * top_k, hidden, generator=rng), out.weights, out.at.down, Added())
@@ -129,7 +130,7 @@ def test_who_chooses_a_few_rows_pushes_them_too(
         waits.clear()
         want = replace(sums, added=Added(pulled)).total()
         assert torch.equal(replace(sums, added=Added(Bell(block, state, layer))).total(), want)
-        assert set(waits) == ({int(state[bell.NUMBER])} if resident < 1 else set())
+        assert set(waits) == ({int(state[bell.NUMBER])} if rung else set())
 
 
 def poisoned_choice(rows: int, width: int, top_k: int) -> choose.Choice:

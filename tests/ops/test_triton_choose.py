@@ -15,7 +15,7 @@ from torch import Tensor
 from ops.triton_bounds import EPS32, assert_within, stored
 from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Located, Residency
 from proa.ops.table import Norm, RouterRule
-from proa.ops.triton.choose import Choice, ChoiceSpace, choice_space, choose
+from proa.ops.triton.choose import Choice, ChoiceSpace, RouterRows, choice_space, choose
 from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route
 from router_cases import ROUTERS
@@ -53,6 +53,7 @@ def case(rows: int, width: int, experts: int, rng: torch.Generator, device: torc
     return x, y, weight, router
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize(
     ("width", "experts", "rule"),
@@ -64,11 +65,12 @@ def case(rows: int, width: int, experts: int, rng: torch.Generator, device: torc
     ],
 )
 def test_as_step_by_step(
-    rows: int, width: int, experts: int, rule: RouterRule, rng: torch.Generator, device: torch.device
+    rows: int, width: int, experts: int, rule: RouterRule, biased: bool, rng: torch.Generator, device: torch.device
 ) -> None:
     x, y, weight, router = case(rows, width, experts, rng, device)
     if rule.router.correction:
         rule = replace(rule, correction=(torch.randn(experts, generator=rng) * 0.3).to(device))
+    bias = torch.randn(experts, generator=rng).to(torch.bfloat16).to(device) if biased else None
     residency = some_residency(experts, rule.top_k, rng, device)
     slots = torch.arange(rows, device=device)
     if rows > 1:
@@ -77,9 +79,9 @@ def test_as_step_by_step(
     for call in range(2):  # the second finds what the first left
         out = poisoned(rows, width, rule.top_k, device)
         offset = float(call)
-        choose(x, y, Norm(weight, EPS, offset), router, slots, rule, residency, space, out)
+        choose(x, y, Norm(weight, EPS, offset), RouterRows(router, bias), slots, rule, residency, space, out)
         here = replace(residency, counts=None, in_place=residency.in_place if rows == 1 else None)
-        _check(out, space, x, y, weight + offset, router, slots, rule, here)
+        _check(out, space, x, y, weight + offset, RouterRows(router, bias), slots, rule, here)
         assert residency.counts is not None
         assert int(residency.counts.sum()) == (call + 1) * int((slots >= 0).sum()) * rule.top_k
         assert not space.arrived.any()
@@ -87,16 +89,18 @@ def test_as_step_by_step(
 
 
 def _check(
-    out: Choice, space: ChoiceSpace, x: Tensor, y: Tensor, weight: Tensor, router: Tensor, slots: Tensor,
+    out: Choice, space: ChoiceSpace, x: Tensor, y: Tensor, weight: Tensor, router: RouterRows, slots: Tensor,
     rule: RouterRule, residency: Residency,
 ) -> None:  # fmt: skip
-    (rows, width), experts = x.shape, len(router)
+    (rows, width), experts = x.shape, len(router.weight)
     total = (x.float() + y.float()).to(torch.bfloat16)
     assert torch.equal(out.total, total)
     exact = total.double() * torch.rsqrt(total.double().pow(2).mean(1, keepdim=True) + EPS) * weight.double()
     assert_within(out.normed, exact, stored(exact) + exact.abs() * (width + 8) * EPS32)
     logits, given = space.logits[:rows, :experts], out.normed.double()
-    products, sizes = given @ router.double().T, given.abs() @ router.double().abs().T
+    products, sizes = given @ router.weight.double().T, given.abs() @ router.weight.double().abs().T
+    if router.bias is not None:
+        products, sizes = products + router.bias.double(), sizes + router.bias.double().abs()
     assert_within(logits, products, (width + 8) * EPS32 * sizes)
     step = poisoned(rows, width, rule.top_k, x.device)
     route(logits.contiguous(), slots, rule, step.at.ids, step.weights)
@@ -112,7 +116,8 @@ def test_a_row_that_is_no_number_chooses_experts_that_exist(rng: torch.Generator
     x[1, 3] = float("nan")
     out = poisoned(2, 64, 2, device)
     rule, residency = RouterRule(2, ROUTERS["qwen3"]), some_residency(8, 2, rng, device)
-    choose(x, y, Norm(weight, EPS), router, torch.arange(2, device=device), rule, residency, choice_space(device), out)
+    slots, space = torch.arange(2, device=device), choice_space(device)
+    choose(x, y, Norm(weight, EPS), RouterRows(router), slots, rule, residency, space, out)
     assert out.weights[0].isfinite().all()
     assert out.weights[1].isnan().all()
     assert ((out.at.ids >= 0) & (out.at.ids < 8)).all()
@@ -125,7 +130,7 @@ def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device
         x, y, weight, router = case(rows, width, 8, rng, device)
         slots, out = torch.arange(rows, device=device), poisoned(rows, width, room, device)
         rule = RouterRule(top_k, ROUTERS["qwen3"])
-        choose(x, y, Norm(weight, EPS), router, slots, rule, residency, space, out)
+        choose(x, y, Norm(weight, EPS), RouterRows(router), slots, rule, residency, space, out)
 
     call()
     for wrong in ({"rows": 5}, {"width": 16384}, {"top_k": 9, "room": 9}, {"room": 3}):
@@ -141,7 +146,7 @@ def test_it_says_the_same_in_a_graph(rng: torch.Generator) -> None:
     plain, replayed = (poisoned(4, 2048, 8, device) for _ in range(2))
 
     def run(out: Choice) -> None:
-        choose(x, y, Norm(weight, EPS), router, slots, rule, residency, space, out)
+        choose(x, y, Norm(weight, EPS), RouterRows(router), slots, rule, residency, space, out)
 
     run(plain)
     torch.cuda.synchronize()

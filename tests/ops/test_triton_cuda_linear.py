@@ -163,3 +163,23 @@ def test_a_head_is_not_rounded(rng: torch.Generator, pool: Pool, device: torch.d
     got, want = head(x.to(device)), x.double() @ values.T
     assert got.dtype == torch.float32
     assert_within(got, want, x.double().abs() @ values.abs().T * (COLUMNS + 10) * EPS32)
+
+
+@pytest.mark.parametrize("tokens", [1, pytest.param(40, marks=pytest.mark.gpu)])  # many by a library
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_router_is_not_rounded(
+    tokens: int, bias: bool, rng: torch.Generator, pool: Pool, device: torch.device
+) -> None:  # fmt: skip
+    router = CudaMaps(device, no_experts, Staging(pool, 1 << 20, pinned=device.type == "cuda")).router(24, 64, bias)
+    assert router.weight is not None
+    values = {"router.weight": rand(rng, 24, 64), "router.bias": rand(rng, 24)}
+    router.weight.copy_(values["router.weight"])
+    offset = torch.zeros(24, dtype=torch.float64)
+    if router.bias is not None:
+        router.bias.copy_(values["router.bias"])
+        offset = values["router.bias"].double()
+    x, weight = rand(rng, tokens, 64), values["router.weight"].double()
+    got = router(x.to(device))
+    assert got.dtype == torch.float32
+    size = x.double().abs() @ weight.abs().T + offset.abs()
+    assert_within(got, x.double() @ weight.T + offset, size * (64 + 2) * EPS32)

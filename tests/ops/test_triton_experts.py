@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
-from packing import Packed, random_weights
+from packing import CASES, Packed, random_weights
 from proa.models.spec import Router
-from proa.native.formats import Format
+from proa.native.formats import BF16_FORM, Form, Format
 from proa.native.weights import Activation
 from proa.ops.added import Added
-from proa.ops.residency import ExpertShape, Located, Residency
+from proa.ops.residency import Biases, ExpertShape, Located, PairBias, Residency
 from proa.ops.table import RouterRule
 from proa.ops.triton import experts_few, experts_grouped
 from proa.ops.triton.expert_sum import Into, combine
@@ -27,20 +27,25 @@ from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route
 
+FORMS = [Form(*case) for case in CASES]
+BF16_ROUNDING = 2.0**-8 * 1.01  # half a unit in the last of 8 places
+
 
 class Layer:
     """Packed experts; `absent` are not readable by the GPU."""
 
     def __init__(
-        self, count: int, shape: ExpertShape, device: torch.device, absent: tuple[int, ...] = (), seed: int = 1
-    ) -> None:
+        self, count: int, shape: ExpertShape, device: torch.device, absent: tuple[int, ...] = (), seed: int = 1,
+        biased: bool = False,
+    ) -> None:  # fmt: skip
         self.count, self.shape, self.device = count, shape, device
         sizes = ((shape.width, shape.hidden), (shape.width, shape.hidden), (shape.hidden, shape.width))
         parts = [
-            [random_weights(Format.BF16, 0, *size, seed=seed + 1000 * i + e) for e in range(count)]
-            for i, size in enumerate(sizes)
+            [random_weights(*form, *size, seed=seed + 1000 * i + e) for e in range(count)]
+            for i, (size, form) in enumerate(zip(sizes, (shape.up_form, shape.up_form, shape.down_form), strict=True))
         ]
         self.gate, self.up, self.down = (torch.from_numpy(np.stack([w.values for w in part])) for part in parts)
+        self.scaled = [torch.from_numpy(np.stack([w.scaled for w in part])) for part in parts]
         packed = Packed(parts[0], paired=parts[1]), Packed(parts[2])
         self._packed = packed  # on a CPU the kernels read this memory itself
         self._bytes = [torch.frombuffer(p.memory, dtype=torch.uint8).to(device) for p in packed]
@@ -49,6 +54,15 @@ class Layer:
         for table in tables:
             table[list(absent)] = 0
         self.up_table, self.down_table = (table.to(device) for table in tables)
+        rng = torch.Generator().manual_seed(seed)
+        biases = [torch.randn(count, n, generator=rng) * biased for n in (shape.width, shape.width, shape.hidden)]
+        self.gate_bias, self.up_bias, self.down_bias = (bias.double().to(device) for bias in biases)
+        self.biases = _packed_biases(*biases, shape, device) if biased else None
+
+    def pair_biases(self, ids: Tensor) -> list[PairBias | None]:
+        """Of gate and up, and of down, as the launchers take them."""
+        biases = self.biases
+        return [None, None] if biases is None else [PairBias(ids, of) for of in (biases.up, biases.down)]
 
     def routing(self, ids: Tensor, rng: torch.Generator) -> Routing:
         """As the router would write it; ids of -1 are padding."""
@@ -57,6 +71,19 @@ class Layer:
         to = self.device
         here = ids.int().to(to)
         return Routing(Located(here, at[0].to(to), at[1].to(to), torch.full_like(here, -1)), weights.to(to))
+
+
+def _packed_biases(gate: Tensor, up: Tensor, down: Tensor, shape: ExpertShape, device: torch.device) -> Biases:
+    """16 of gate, 16 of up, and so on; what fills panels up is poisoned: nobody may see it."""
+    count, panels = len(gate), shape.up.panels // 2
+    both = poisoned(count, panels, 2, 16, dtype=torch.float32)
+    for part, bias in enumerate((gate, up)):
+        whole = poisoned(count, panels * 16, dtype=torch.float32)
+        whole[:, : shape.width] = bias
+        both[:, :, part] = whole.view(count, panels, 16)
+    low = poisoned(count, shape.down.panels * 16, dtype=torch.float32)
+    low[:, : shape.hidden] = down
+    return Biases(both.flatten(1).to(device), low.to(device))
 
 
 @dataclass
@@ -77,24 +104,37 @@ class Expected:
     y_bound: Tensor
 
 
-def expected(layer: Layer, x: Tensor, ids: Tensor) -> Expected:
+def expected(layer: Layer, x: Tensor, ids: Tensor, matrix_unit: bool = False) -> Expected:
+    """matrix_unit: weights of other formats than bfloat16 may be rounded to it, once."""
+    forms = layer.shape.up_form, layer.shape.down_form
+    rounding = [BF16_ROUNDING if matrix_unit and form != BF16_FORM else 0.0 for form in forms]
     hidden, width = layer.shape.hidden, layer.shape.width
     pairs, top_k, to = ids.numel(), ids.shape[1], layer.device
     of = Expected(*(torch.zeros(pairs, n, dtype=torch.float64, device=to) for n in (width, width, hidden, hidden)))
     for e in set(ids.flatten().tolist()) - {-1}:
         mine = torch.where(ids.flatten() == e)[0].to(to)
         rows, weights = x[mine // top_k].double(), [w[e].to(to) for w in (layer.gate, layer.up, layer.down)]
-        gate, up = rows @ weights[0].T, rows @ weights[1].T
-        gate_error, up_error = (rows.abs() @ w.abs().T * (hidden + 2) * EPS32 for w in weights[:2])
-        act = gate * gate.sigmoid() * up
+        scaled = [of_part[e].to(to) for of_part in layer.scaled]
+        biases = layer.gate_bias[e], layer.up_bias[e]
+        gate, up = (rows @ w.T + bias for w, bias in zip(weights[:2], biases, strict=True))
+        gate_error, up_error = (
+            (rows.abs() @ size.T + bias.abs()) * (hidden + 8) * EPS32 + rows.abs() @ w.abs().T * rounding[0]
+            for w, size, bias in zip(weights[:2], scaled[:2], biases, strict=True)
+        )
+        if layer.shape.activation is Activation.CLAMPED_SWIGLU:  # as silu of 1.702 times, with one more added to up
+            gate, up = gate.clamp(max=layer.shape.limit), up.clamp(-layer.shape.limit, layer.shape.limit) + 1
+            up_error = up_error + up.abs() * EPS32
+        act = gate * (gate * (1.702 if layer.shape.activation is Activation.CLAMPED_SWIGLU else 1)).sigmoid() * up
         if layer.shape.activation is Activation.GELU_TANH:
             act = torch.nn.functional.gelu(gate, approximate="tanh") * up
         error = 1.15 * gate_error * (up.abs() + up_error) + gate.abs() * up_error
         error += (gate * up).abs() * (gate.abs() + gate.abs() ** 3 + 16) * EPS32  # exp errs by its argument's rounding
         h_bound = error + stored(act.abs() + error)
-        sizes = weights[2].abs().T
-        of.h[mine], of.h_bound[mine], of.y[mine] = act, h_bound, act @ weights[2].T
-        of.y_bound[mine] = h_bound @ sizes + (act.abs() + h_bound) @ sizes * (width + 2) * EPS32
+        sizes = scaled[2].T
+        low = layer.down_bias[e]
+        of.h[mine], of.h_bound[mine], of.y[mine] = act, h_bound, act @ weights[2].T + low
+        of.y_bound[mine] = h_bound @ sizes + (act.abs() + h_bound) @ sizes * ((width + 8) * EPS32 + rounding[1])
+        of.y_bound[mine] += low.abs() * (width + 8) * EPS32
     return of
 
 
@@ -114,21 +154,23 @@ def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSp
 def launch(layer: Layer, x: Tensor, routing: Routing, kind: int | None, space: ExpertSpace) -> None:
     at = routing.at
     if kind is None:
-        experts(x, routing.at, layer.shape, space)
-    elif kind == 0:
-        experts_few.gate_up(x, at.up, layer.shape, space.h)
-        experts_few.down(space.h, at.down, layer.shape, space.partial)
+        experts(x, routing.at, layer.shape, space, layer.biases)
+        return
+    up, down = layer.pair_biases(at.ids)
+    if kind == 0:
+        experts_few.gate_up(x, at.up, layer.shape, space.h, up)
+        experts_few.down(space.h, at.down, layer.shape, space.partial, down)
     else:
         experts_grouped.group(routing.at.ids, layer.count, kind, space.groups)
-        experts_grouped.gate_up_grouped(x, at.up, space.groups, kind, layer.shape, space.h)
-        experts_grouped.down_grouped(space.h, at.down, space.groups, kind, layer.shape, space.partial)
+        experts_grouped.gate_up_grouped(x, at.up, space.groups, kind, layer.shape, space.h, up)
+        experts_grouped.down_grouped(space.h, at.down, space.groups, kind, layer.shape, space.partial, down)
 
 
 def check(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator, kind: int | None) -> None:
     """All pairs that can be read are right, the others' rows untouched; the same bits twice."""
     routing = layer.routing(ids, rng)
     space, again = run(layer, x, routing, kind), run(layer, x, routing, kind)
-    want, read = expected(layer, x, ids), routing.at.up.flatten() != 0
+    want, read = expected(layer, x, ids, kind != 0), routing.at.up.flatten() != 0
     h, partial = space.h[:, : layer.shape.width], space.partial
     assert_within(h[read], want.h[read], want.h_bound[read])
     assert_within(partial[read], want.y[read], want.y_bound[read])
@@ -174,6 +216,50 @@ def test_all_tokens_on_one_expert(kind: int, rng: torch.Generator, device: torch
 def test_gelu(kind: int, rng: torch.Generator, device: torch.device) -> None:
     layer = Layer(3, ExpertShape(40, 24, activation=Activation.GELU_TANH), device)
     check(layer, rand(rng, 2, 40).to(device), choose(rng, 2, 3, 2), rng, kind)
+
+
+CLAMPED = {"activation": Activation.CLAMPED_SWIGLU, "limit": 0.5}
+
+
+@pytest.mark.parametrize("kind", [0, 16, 32, 64, 128])
+@pytest.mark.parametrize(("hidden", "width"), [(40, 24), (72, 150)])
+def test_biases(kind: int, hidden: int, width: int, rng: torch.Generator, device: torch.device) -> None:
+    """Of each expert its own; those of absent ones and of padding are not looked for, what fills panels up not seen."""
+    layer = Layer(6, ExpertShape(hidden, width, **CLAMPED), device, absent=(0, 3), biased=True)
+    ids, x = choose(rng, 9, 6, 3), rand(rng, 9, hidden)
+    ids[2], x[2] = -1, torch.nan
+    check(layer, x.to(device), ids, rng, kind)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy's, in the interpreter: exp of gates far below zero
+@pytest.mark.parametrize("kind", [0, 16])
+@pytest.mark.parametrize("form", [form for form in FORMS if form.format != Format.BF16], ids=str)
+def test_biases_of_every_format(form: Form, kind: int, rng: torch.Generator, device: torch.device) -> None:
+    layer = Layer(2, ExpertShape(64, 40, form, form, **CLAMPED), device, biased=True)
+    check(layer, rand(rng, 1, 64).to(device), torch.tensor([[1, 0]]), rng, kind)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", [0, 16, 64])
+def test_clamped(kind: int, biased: bool, rng: torch.Generator, device: torch.device) -> None:
+    layer = Layer(3, ExpertShape(40, 24, **CLAMPED), device, biased=biased)
+    check(layer, rand(rng, 2, 40).to(device), choose(rng, 2, 3, 2), rng, kind)
+
+
+@pytest.mark.parametrize("kind", [0, 16, 64])
+def test_what_is_no_number_is_not_clamped_away(kind: int, rng: torch.Generator, device: torch.device) -> None:
+    layer = Layer(1, ExpertShape(40, 24, **CLAMPED), device)
+    x = rand(rng, 2, 40)
+    x[1, 3] = torch.nan
+    space = run(layer, x.to(device), layer.routing(torch.zeros(2, 1, dtype=torch.int64), rng), kind)
+    assert space.partial[0].isfinite().all()
+    assert space.partial[1].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_the_launcher_takes_biases(tokens: int, rng: torch.Generator, device: torch.device) -> None:
+    layer = Layer(7, ExpertShape(40, 24, **CLAMPED), device, absent=(2,), biased=True)
+    check(layer, rand(rng, tokens, 40).to(device), choose(rng, tokens, 7, 4), rng, None)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 33])
@@ -249,6 +335,11 @@ def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device
         experts(rand(rng, 4, 32).to(device), routing.at, layer.shape, expert_space(3, 2, 3, layer.shape, device))
     with pytest.raises(ValueError, match="x is"):
         experts(rand(rng, 4, 40).to(device), routing.at, layer.shape, expert_space(4, 2, 3, layer.shape, device))
+    biases = Biases(torch.zeros(3, 32, device=device), torch.zeros(3, 16, device=device))  # of 16 rows of down, not 32
+    with pytest.raises(ValueError, match="biases are"):
+        experts(
+            rand(rng, 4, 32).to(device), routing.at, layer.shape, expert_space(4, 2, 3, layer.shape, device), biases
+        )
 
 
 @functools.cache
@@ -262,6 +353,23 @@ def model_layer(device: torch.device) -> Layer:
 def test_shapes_of_models(tokens: int, kind: int | None, rng: torch.Generator, device: torch.device) -> None:
     layer = model_layer(device)
     check(layer, rand(rng, tokens, 2048).to(device), choose(rng, tokens, 16, 8), rng, kind)
+
+
+@functools.cache
+def gpt_oss_layer(device: torch.device, form: Form) -> Layer:
+    shape = ExpertShape(2880, 2880, form, form, Activation.CLAMPED_SWIGLU, 7.0)
+    return Layer(3, shape, device, absent=(1,), biased=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [BF16_FORM, Form(Format.MXFP4, 32)], ids=str)
+@pytest.mark.parametrize("kind", [None, 0, *experts_grouped.BLOCK_TOKENS])
+@pytest.mark.parametrize("tokens", [1, 8, 200])
+def test_shapes_of_gpt_oss(
+    tokens: int, kind: int | None, form: Form, rng: torch.Generator, device: torch.device
+) -> None:
+    layer = gpt_oss_layer(device, form)
+    check(layer, rand(rng, tokens, 2880).to(device), choose(rng, tokens, 3, 2), rng, kind)
 
 
 @pytest.mark.gpu

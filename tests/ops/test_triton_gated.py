@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
-from proa.ops.triton.gated import silu_mul
+from proa.ops.triton.gated import gated
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -16,7 +16,7 @@ def test_silu_mul(tokens: int, width: int, rng: torch.Generator, device: torch.d
     whole, out = poisoned(tokens, 2 * width + 3).to(device), poisoned(tokens, width + 5).to(device)
     given = (rand(rng, tokens, 2 * width) * 4).bfloat16()
     whole[:, : 2 * width] = given.to(device)
-    silu_mul(whole[:, : 2 * width], out[:, :width])
+    gated(whole[:, : 2 * width], out[:, :width])
     gate, up = given.double().chunk(2, -1)
     want = gate * gate.sigmoid() * up
     assert_within(out[:, :width], want, want.abs() * (gate.abs() + 16) * EPS32 + stored(want))
@@ -26,7 +26,7 @@ def test_silu_mul(tokens: int, width: int, rng: torch.Generator, device: torch.d
 def test_far_from_zero(device: torch.device) -> None:
     gate = torch.tensor([[-0.0, 80.0, 9984.0]], dtype=BF16)
     out = poisoned(1, 3).to(device)
-    silu_mul(torch.cat([gate, torch.ones(1, 3, dtype=BF16)], -1).to(device), out)
+    gated(torch.cat([gate, torch.ones(1, 3, dtype=BF16)], -1).to(device), out)
     assert torch.equal(out.cpu(), gate)
 
 
@@ -34,5 +34,5 @@ def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
     out = torch.zeros(2, 8, dtype=BF16, device=device)
     for given, why in ((out, "gate and up are"), (torch.zeros(2, 16, device=device), "bfloat16")):
         with pytest.raises(ValueError, match=why):
-            silu_mul(given, out)
-    silu_mul(out[:0].repeat(1, 2), out[:0])
+            gated(given, out)
+    gated(out[:0].repeat(1, 2), out[:0])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
+from proa.ops.reference import to_e4m3
 from proa.ops.table import Angles, KvPages, QkNorm
 from proa.ops.triton.heads import gate, rotate_store
 
@@ -106,6 +107,33 @@ def test_rotate_store(
         untouched = torch.ones(len(stored_rows), dtype=torch.bool)
         untouched[slots[live]] = False
         assert stored_rows[untouched].isnan().all()
+
+
+@pytest.mark.parametrize(("dim", "turning", "norm"), [(128, 64, True), (24, 24, False), (80, 0, False)])
+def test_rotate_store_in_e4m3(dim: int, turning: int, norm: bool, rng: torch.Generator, device: torch.device) -> None:
+    """What a cache of bfloat16 would hold, over the scale and rounded; slots of nobody stay as they are."""
+    rows, heads, kv_heads, page_tokens = 9, 3, 2, 5
+    qkv = rand(rng, rows, heads + 2 * kv_heads, dim) * 20
+    qkv[0, -1, :3] = torch.tensor([torch.nan, torch.inf, -1e30])
+    slots = torch.randperm(4 * page_tokens, generator=rng)[:rows]
+    slots[4] = -1
+    angles = rand(rng, rows, turning // 2, dtype=torch.float32).to(device) * 10
+    rotation = Angles(angles.cos(), angles.sin(), False) if turning else None
+    norms = QkNorm(rand(rng, dim).to(device), rand(rng, dim).to(device), 1e-6) if norm else None
+    wide = KvPages(*poisoned(2, 4, page_tokens, kv_heads, dim).to(device))
+    codes = torch.full((2, 4, page_tokens, kv_heads, dim), 0x7F, dtype=torch.uint8, device=device)
+    scales = torch.tensor([0.37, 1.7]).tolist()  # as float32 has them
+    narrow = KvPages(*codes.view(torch.float8_e4m3fn), *scales)
+    for cache in (wide, narrow):
+        got = qkv.clone().to(device)
+        q, kv = torch.split(got, [heads, 2 * kv_heads], 1)
+        rotate_store(q, kv, norms, rotation, cache, slots.to(device), q)
+    live = slots[slots >= 0]
+    for have, want, scale in zip((narrow.keys, narrow.values), (wide.keys, wide.values), scales, strict=True):
+        expected = to_e4m3(want.cpu(), scale).float()  # NaN where nothing was written
+        assert torch.equal(have.cpu().float().nan_to_num(1e9), expected.nan_to_num(1e9))
+        assert have.cpu().float().flatten(0, 1)[live].isnan().sum() == (2 if scale == scales[1] else 0)
+    assert narrow.values.cpu().float().flatten(0, 1)[slots[0], -1, 2] == -448
 
 
 @pytest.mark.parametrize("apart", [1, 2])

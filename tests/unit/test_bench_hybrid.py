@@ -66,7 +66,8 @@ def moment(time_s: float, **counters: Any) -> Moment:
     ("name", "parameters", "active", "expert_bytes"),
     [("qwen3-30b-a3b", 30.5e9, 3.3e9, 9 << 20), ("minimax-m2", 228.7e9, 10e9, 27 << 20), ("deepseek-v3", 671.03e9,
       37e9, 84 << 20), ("deepseek-v2-lite", 15.706e9, 2.5e9, 17301504), ("qwen3-next-80b-a3b", 79.67e9,
-      3.56e9, 6 << 20), ("glm-4.5-air", 106.85e9, 12.8e9, 33 << 20)],
+      3.56e9, 6 << 20), ("glm-4.5-air", 106.85e9, 12.8e9, 33 << 20),
+     ("gpt-oss-120b", 116.83e9, 5.1e9, 3 * 2880 * 2880 * 2)],
 )  # fmt: skip
 def test_shapes_are_those_of_the_models(name: str, parameters: float, active: float, expert_bytes: int) -> None:
     shape = MODEL_SHAPES[name]
@@ -115,18 +116,21 @@ def test_hot_experts_are_shared_by_more_requests() -> None:
 
 
 def test_what_a_step_reads() -> None:
-    read = even_bytes(TINY_SPEC, gpu_plan(4, 2), 2, 100.5, cpu_bytes=777.0)
-    assert read.dense == DENSE_BYTES + 2 * 100.5 * TINY_KV_BYTES
+    dense = dense_bytes(TINY_SPEC, gpu_plan(4, 2), 2, 100.5)
+    assert dense == DENSE_BYTES + 2 * 100.5 * TINY_KV_BYTES
+    assert dense_bytes(TINY_SPEC, gpu_plan(4, 2), 2, 100.5, 1) == DENSE_BYTES + 100.5 * TINY_KV_BYTES, "fp8"
+    read = even_bytes(TINY_SPEC, gpu_plan(4, 2), 2, dense, cpu_bytes=777.0)
+    assert read.dense == dense
     assert read.cpu == 777
     assert read.resident == pytest.approx((4 + 2) * (1 - 0.75**2) * TINY_EXPERT_BYTES)
 
 
 def test_what_the_gpu_reads_in_ram_counts_as_read_from_ram() -> None:
     fetching = msgspec.structs.replace(gpu_plan(4, 2), co_fetch=True)
-    alone = even_bytes(TINY_SPEC, fetching, 1, 100, cpu_bytes=1.0)
+    alone = even_bytes(TINY_SPEC, fetching, 1, DENSE_BYTES, cpu_bytes=1.0)
     missed = 2 * 2 * TINY_EXPERT_BYTES - alone.resident
     assert alone.cpu == pytest.approx(missed)
-    two = even_bytes(TINY_SPEC, fetching, 2, 100, cpu_bytes=1.0)
+    two = even_bytes(TINY_SPEC, fetching, 2, DENSE_BYTES, cpu_bytes=1.0)
     assert two.cpu == pytest.approx(2 * 8 * (1 - 0.75**2) * TINY_EXPERT_BYTES - two.resident)
 
 

@@ -149,6 +149,7 @@ def test_aliases() -> None:
     moe = aliases["qwen3-30b"]
     assert (moe.reference.repo, moe.num_params, moe.num_active_params) == ("Qwen/Qwen3-30B-A3B", 30.53e9, 3.35e9)
     assert moe.download_bytes == 61.06e9
+    assert aliases["gpt-oss-120b"].download_bytes < aliases["gpt-oss-120b"].num_params, "most of it has four bits"
     for alias in aliases.values():
         assert parse_reference(alias.name) is None, "an alias must not look like a hub id"
         assert parse_reference(str(alias.reference)) == alias.reference

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proa.models.spec import Moe, Router
 from proa.native.formats import Form, Format, layout
-from proa.plan.placement import MoeLayer, expert_bytes, packed_bytes, place, resident_bytes, spare_bytes, spare_slots
+from proa.plan.placement import (
+    MoeLayer,
+    bias_bytes,
+    expert_bytes,
+    packed_bytes,
+    place,
+    resident_bytes,
+    spare_bytes,
+    spare_slots,
+)
 
 # Four layers of eight experts of 10 bytes, as blocks 1 to 4 of a model.
 LAYERS = tuple(MoeLayer(block, 8, 2, 10) for block in range(1, 5))
@@ -147,3 +158,5 @@ def test_bytes_are_those_of_the_native_layout(rows: int, columns: int) -> None:
 def test_an_expert_is_gate_up_and_down() -> None:
     ffn = Moe(hidden=100, experts=4, top_k=2, width=40, router=Router("softmax", True))
     assert expert_bytes(ffn) == 2 * (48 * 128 * 2) + 112 * 64 * 2
+    assert bias_bytes(ffn) == 0
+    assert bias_bytes(replace(ffn, bias=True)) == 4 * (2 * 48 + 112)

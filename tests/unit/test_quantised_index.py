@@ -120,6 +120,25 @@ def test_experts_stacked_in_one_tensor() -> None:
         collapse(index, of)
 
 
+def test_experts_of_gpt_oss() -> None:
+    name, config = "model.layers.0.mlp.experts.gate_up_proj", {"quant_method": "mxfp4", "modules_to_not_convert": ["a"]}
+    of = quantisation({"quantization_config": config})
+    assert of is not None
+    index = {
+        f"{name}_blocks": tensor("U8", 4, 10, 3, 16), f"{name}_scales": tensor("U8", 4, 10, 3),
+        f"{name}_bias": tensor("BF16", 4, 10),
+    }  # fmt: skip
+    got = collapse(index, of)
+    assert got.keys() == {name, f"{name}_bias"}
+    assert (got[name].dtype, got[name].shape, got[name].nbytes) == ("MXFP4", (4, 10, 96), 4 * 10 * 3 * 17)
+    for part, wrong in (
+        ("scales", ("U8", 4, 10, 2)), ("scales", ("BF16", 4, 10, 3)), ("blocks", ("U8", 4, 10, 3, 8)),
+        ("blocks", ("U8", 40, 3, 16)),
+    ):  # fmt: skip
+        with pytest.raises(WeightsError, match=r"gate_up_proj_scales is .* does not fit"):
+            collapse(index | {f"{name}_{part}": tensor(*wrong)}, of)
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "problem"),
     [

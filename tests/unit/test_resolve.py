@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,10 +17,12 @@ from proa.config.options import CacheOptions, EngineOptions, MachineOptions, Mod
 from proa.config.value import parse_size
 from proa.errors import ProaError, ResourceError, UsageError
 from proa.machine.machine import Machine
+from proa.models.names import Declared, NameTable
 from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Moe, Rope, RopeScaling, Router
 from proa.plan.plan import Plan
 from proa.plan.resolve import Host, resolve
 from proa.plan.roof import ROOF_CONTEXT_TOKENS
+from proa.weights.index import TensorInfo
 
 GIB = 1 << 30
 BANDWIDTH = 100e9
@@ -57,6 +59,7 @@ class FakeCheckpoint:
     load_format: str = "safetensors"
     dtype: str = "bfloat16"
     quantisation: None = None
+    tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
 
 
 def machine(free_gib: float, total_gib: float | None = None, cores: int = 8, **facts: Any) -> Machine:
@@ -89,7 +92,7 @@ def options(**asked: Any) -> EngineOptions:
 def plan(spec: Model, box: Machine, checkpoint: FakeCheckpoint | None = None, **asked: Any) -> Plan:
     stored = checkpoint or FakeCheckpoint()
     isa = "" if stored.load_format == "gguf" else "avx512-bf16"  # packed sizes need a checkpoint's headers
-    return resolve(options(**asked), "some/model", stored, SimpleNamespace(spec=spec), host(box, isa))
+    return resolve(options(**asked), "some/model", stored, Declared(spec, NameTable()), host(box, isa))
 
 
 def row(of: Plan, name: str) -> tuple[str, str, str]:
@@ -378,5 +381,5 @@ def plan_or_refusal(spec: Model, box: Machine, asked: dict[str, Any]) -> Plan | 
 def test_options_are_not_changed() -> None:
     asked = options(max_running=64, max_batch_tokens=16)
     before = replace(asked)
-    resolve(asked, "m", FakeCheckpoint(), SimpleNamespace(spec=DEMO), host(machine(6)))
+    resolve(asked, "m", FakeCheckpoint(), Declared(DEMO, NameTable()), host(machine(6)))
     assert asked == before

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions, SchedulerOptions
 from proa.errors import ProaError, ResourceError, UsageError
 from proa.machine.machine import Gpu, Machine
-from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Moe, Rope, Router
-from proa.native.formats import Format
+from proa.models.spec import Attention, Block, GatedDeltaNet, Gating, Mlp, Model, Moe, Rope, Router
 from proa.plan.expert_counts import Counts
 from proa.plan.placement import moe_layers
 from proa.plan.plan import GpuPlan, Plan
@@ -26,7 +25,6 @@ from proa.plan.vram import (
     dense_bytes,
     dense_read_bytes,
     host_workspace_bytes,
-    linear_bytes,
     loading_bytes,
     process_bytes,
     vram_demand,
@@ -61,6 +59,10 @@ DELTA = GatedDeltaNet(2048, 16, 32, 128, 128, 4)
 NEXT_BLOCKS = tuple(Block(GATED if i % 4 == 3 else DELTA, moe(2048, 512, 10, 512, 512)) for i in range(48))
 NEXT = Model(2048, 151936, NEXT_BLOCKS, 1e-6, 262144, norm_offset=1.0)
 DENSE = model(32000, 16, Block(attention(2048, 32, 8, 64), Mlp(2048, 8192)), 4096)
+CLAMPED = Gating("clamped_swiglu", 7.0)
+GPT_OSS_MOE = Moe(2880, 128, 4, 2880, Router("softmax", True, linear_bias=True), bias=True, gating=CLAMPED)
+SUNK = replace(attention(2880, 64, 8, 64), qkv_bias=True, o_bias=True, sinks=True)
+GPT_OSS = model(201088, 36, Block(SUNK, GPT_OSS_MOE), 131072)
 # A first layer without experts, as DeepSeek has.
 MIXED = replace(DEMO, blocks=(Block(DEMO.blocks[0].mixer, Mlp(576, 1536)), *DEMO.blocks[1:]))
 EXPERTS_BYTES = 48 * 128 * 3 * 2048 * 768 * 2  # of Qwen3-30B: 54 GiB
@@ -117,7 +119,12 @@ def check(of: Plan, spec: Model) -> GpuPlan:
     assert got.expert_bytes == tuple(layer.expert_bytes for layer in layers)
     assert vram.experts_bytes == sum(n * layer.expert_bytes for n, layer in zip(counts(of), layers, strict=True))
     total = sum(layer.total_bytes for layer in layers)
-    assert memory.weights_bytes == (total if got.inclusive else total - vram.experts_bytes)
+    again = sum(
+        0 if got.inclusive or not n else (layer.experts - n) * layer.bias_bytes
+        for n, layer in zip(counts(of), layers, strict=True)
+    )
+    biases = sum(layer.experts * layer.bias_bytes for layer in layers) + again
+    assert memory.weights_bytes == biases + (total if got.inclusive else total - vram.experts_bytes)
     assert memory.kv_bytes == 0
     parts = (memory.process_bytes, memory.weights_bytes, memory.loading_bytes, memory.workspace_bytes)
     assert sum(parts) + memory.simulated_vram_bytes <= memory.usable_bytes
@@ -366,31 +373,6 @@ def test_every_decision_is_explained() -> None:
 # ---- formulas ----
 
 
-def test_dense_weights_are_all_but_routed_experts() -> None:
-    """Widths of Qwen3 need no padding: 2 bytes a parameter, 4 a norm's."""
-    routed, norms = 48 * 128 * 3 * 2048 * 768, (48 * 2 + 1) * 2048
-    assert dense_bytes(QWEN3_30B, {}) == 2 * (QWEN3_30B.num_params - routed) + 2 * norms
-    assert dense_bytes(QWEN3_30B, {}) - dense_read_bytes(QWEN3_30B, {}) == 151936 * 2048 * 2
-    assert dense_read_bytes(DEMO, {}) == dense_bytes(DEMO, {})  # tied: the head is read
-
-
-def test_dense_weights_in_the_formats_of_a_checkpoint() -> None:
-    """Q4_K_M in short: values Q6_K, routers as numbers. A panel of 256 columns: 2368 bytes of Q4_K, 3360 of Q6_K."""
-    stored = {name: "Q4_K" if len(shape) == 2 else "F32" for name, shape in QWEN3_30B.params()}
-    stored |= {name: "Q6_K" for name in stored if name.endswith("mixer.v.weight")}
-    stored |= {name: "F32" for name in stored if name.endswith("router.weight")}
-    values, routers = 48 * 512 * 2048, 48 * 128 * 2048
-    codes = 48 * (2 * 4096 + 512) * 2048 + 151936 * 2048  # q, o, k; the head
-    want = {Format.Q4_K: codes // 4096 * 2368, Format.Q6_K: values // 4096 * 3360, Format.BF16: routers * 2}
-    assert linear_bytes(QWEN3_30B, stored) == want
-    vectors, embedding = 4 * (48 * 2 + 1) * 2048, 151936 * 2048 * 2
-    assert dense_bytes(QWEN3_30B, stored) == sum(want.values()) + vectors + embedding
-    assert dense_read_bytes(QWEN3_30B, stored) == sum(want.values()) + vectors
-    packed, plain = (vram_demand(QWEN3_30B, 16, 4, 512, False, types) for types in (stored, {}))
-    assert packed.workspace_base_bytes - plain.workspace_base_bytes == 77 << 20
-    assert packed.weights_bytes == dense_bytes(QWEN3_30B, stored)
-
-
 def test_the_demand_grows_with_what_it_depends_on() -> None:
     base = vram_demand(QWEN3_30B, 16, 4, 512, False, {})
     assert vram_demand(QWEN3_30B, 16, 4, 1024, False, {}).workspace_base_bytes > base.workspace_base_bytes
@@ -428,7 +410,7 @@ def test_the_roof_counts_the_kv_of_a_length() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    spec=st.sampled_from([QWEN3_30B, QWEN3_30B, MIXTRAL, DEMO, MIXED, DENSE]),
+    spec=st.sampled_from([QWEN3_30B, QWEN3_30B, MIXTRAL, DEMO, MIXED, DENSE, GPT_OSS]),
     ram_gib=st.floats(2, 150),
     vram_gib=st.floats(0.5, 100),
     asked=st.fixed_dictionaries(

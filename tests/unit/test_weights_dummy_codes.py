@@ -41,7 +41,7 @@ class Filled:
         assert isinstance(moe, Moe)
         self.pool = Pool([[]] * teams, pin=False)
         stage, ram = Staging(self.pool, staging, pinned=False), Memory(self.pool, [None] * teams)
-        self.memory = LayerMemory(moe.hidden, moe.width, moe.experts, resident, False, CPU, ram, stage)
+        self.memory = LayerMemory(moe.expert, moe.experts, resident, False, CPU, ram, stage)
         targets: dict[str, Target] = {name: torch.empty(shape) for name, shape in self.spec.params()}
         targets |= {f"blocks.0.ffn.experts.{name}": sink for name, sink in self.memory.parameters()}
         fill_dummy(self.spec, targets, seed, "uniform", self.pool, stage.flush, form)

@@ -110,6 +110,20 @@ def test_every_layout_and_pool(layout_of_file: str, teams: list[list[int]], tmp_
     assert_same(loaded.values, load(path, torch.bfloat16))
 
 
+@pytest.mark.parametrize("chunk_bytes", [1 << 20, 1000])
+@pytest.mark.parametrize("teams", POOLS, ids=str)
+def test_turned_experts_whose_gate_and_up_take_turns(
+    teams: list[list[int]], chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proa.weights.load._CHUNK_BYTES", chunk_bytes)
+    path = make_tiny("gpt-oss", tmp_path)
+    with Pool(teams, pin=False) as pool:
+        loaded = Loaded(path, pool)
+    want = load(path, torch.bfloat16)
+    assert_same(loaded.values, {name: want[name] for name in loaded.values})
+    assert want.keys() - loaded.values.keys() == {n for n in want if ".experts." in n and n.endswith(".bias")}
+
+
 @pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_blocks_on_every_pool(quant: str, tmp_path: Path) -> None:
     """Kept blocks are the same bytes on every pool; all else is what plain tensors get."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,46 @@ def test_stacked_without_fused_gate_and_up() -> None:
     model = declared()
     index = index_of(model, gate=(4, 3, 8), up=(4, 3, 8), down=(4, 8, 3))
     assert expert(model, index, 1, "up") == Source("model.layers.0.mlp.experts.up_proj", 3, 3, 0, 8)
+
+
+def alternating(**more: Any) -> tuple[Declared, dict[str, TensorInfo]]:
+    """Experts with biases, stacked with gate and up by turns."""
+    plain = declared()
+    moe = plain.spec.blocks[0].ffn
+    assert isinstance(moe, Moe)
+    blocks = (replace(plain.spec.blocks[0], ffn=replace(moe, bias=True)), plain.spec.blocks[1])
+    model = Declared(replace(plain.spec, blocks=blocks), NameTable(alternating=True))
+    shapes = {"gate_up": (4, 6, 8), "down": (4, 8, 3)} | more
+    index = index_of(model, **shapes)
+    biases = {f"{GATE_UP}_bias": info((4, 6)), f"{DOWN}_bias": info((4, 8))}
+    return model, index | biases
+
+
+def test_gate_and_up_by_turns() -> None:
+    model, index = alternating()
+    assert expert(model, index, 2, "gate") == Source(GATE_UP, 12, 3, 0, 8, row_step=2)
+    assert expert(model, index, 2, "up") == Source(GATE_UP, 13, 3, 0, 8, row_step=2)
+    assert expert(model, index, 2, "down") == Source(DOWN, 16, 8, 0, 3)
+    model, index = alternating(gate_up=(4, 8, 6), down=(4, 3, 8))
+    assert expert(model, index, 2, "gate") == Source(GATE_UP, 16, 8, 0, 3, transposed=True, col_step=2)
+    assert expert(model, index, 2, "up") == Source(GATE_UP, 16, 8, 1, 3, transposed=True, col_step=2)
+    assert expert(model, index, 2, "down") == Source(DOWN, 6, 3, 0, 8, transposed=True)
+
+
+def test_biases_of_stacked_experts() -> None:
+    model, index = alternating()
+    found = resolve(model, index).params
+    biases = {part: found[f"blocks.0.ffn.experts.2.{part}.bias"] for part in ("gate", "up", "down")}
+    assert biases == {
+        "gate": Source(f"{GATE_UP}_bias", 2, 1, 0, 3, col_step=2),
+        "up": Source(f"{GATE_UP}_bias", 2, 1, 1, 3, col_step=2),
+        "down": Source(f"{DOWN}_bias", 2, 1, 0, 8),
+    }
+    with pytest.raises(WeightsError, match=r"experts\.0\.gate_proj\.bias: not in the checkpoint"):
+        resolve(model, {name: tensor for name, tensor in index.items() if not name.endswith("up_proj_bias")})
+    index[f"{DOWN}_bias"] = info((4, 9))
+    with pytest.raises(WeightsError, match=r"down_proj_bias: the config says \[4, 8\], the file has \[4, 9\]\."):
+        resolve(model, index)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -21,7 +21,7 @@ extern "C" {
 
 // ---- version and errors
 
-#define PROA_ABI_VERSION 5
+#define PROA_ABI_VERSION 6
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // the caller passed something wrong
@@ -243,8 +243,10 @@ PROA_API int proa_time_moe(proa_pool* pool, const proa_moe_trial* trial, int64_t
 typedef struct proa_program proa_program;
 
 typedef struct proa_kv_pages {
-    void *keys, *values;  // bfloat16 [pages][page_tokens][kv_heads][head_dim]
+    void *keys, *values;  // [pages][page_tokens][kv_heads][head_dim]
     int64_t pages, page_tokens, kv_heads, head_dim;
+    int32_t type;                  // 0: bfloat16; 1: e4m3, finite values beyond 448 held there
+    float key_scale, value_scale;  // of e4m3: what a stored value is multiplied with; else 1
 } proa_kv_pages;
 
 PROA_API int proa_program_create(proa_pool* pool, int64_t most_rows, int64_t most_sequences, int64_t most_pages,

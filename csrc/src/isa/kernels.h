@@ -125,11 +125,15 @@ struct Kernels {
     void (*pack_query)(const uint16_t* query, int dim, float* out);
     void (*attend)(const AttendBlock& block);
     void (*merge_states)(const float* parts, size_t stride, int count, int value_dim, float* state);
-    void (*finish_state)(const float* state, float sink, int value_dim, uint16_t* out);
+    void (*finish_state)(const float* state, float sink, float scale, int value_dim, uint16_t* out);
     void (*pack_keys)(const uint16_t* const* keys, size_t offset, int tokens, int dim, uint8_t* out);
     void (*pack_values)(const uint16_t* const* values, size_t offset, int tokens, int dim, int padded, uint8_t* out);
     void (*softmax_tile)(const SoftmaxTile& tile);
     void (*scale_and_add)(const float* part, const float* factors, int panels, int rows, float* total);
+
+    // Values of a KV cache as e4m3; see kernels/kv_codes.h.
+    void (*to_e4m3)(const uint16_t* x, int count, float inverse, uint8_t* out);
+    void (*from_e4m3)(const uint8_t* codes, int count, uint16_t* out);
 
     // The gated delta rule; see kernels/delta.h.
     void (*convolve)(const uint16_t* const* x, const float* taps, size_t stride, int count, int width, float* out);

@@ -29,6 +29,7 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"
 #include "../kernels/attention.h"
+#include "../kernels/kv_codes.h"
 #include "../kernels/delta.h"
 #include "../kernels/peak.h"
 #include "../kernels/table.h"

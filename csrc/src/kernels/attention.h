@@ -205,16 +205,16 @@ void merge_states(const float* parts, size_t stride, int count, int value_dim, f
     }
 }
 
-// A row of the output. A sink is one more score, without a value; minus infinity is none.
-void finish_state(const float* state, float sink, int value_dim, uint16_t* out) {
+// A row of the output, times `scale`. A sink is one more score, without a value; minus infinity is none.
+void finish_state(const float* state, float sink, float scale, int value_dim, uint16_t* out) {
     const float maximum = sink > state[0] ? sink : state[0];
     float factor[16], sunk[16];
     store(factor, exp(set(state[0] - maximum))), store(sunk, exp(set(sink - maximum)));
     const float sum = state[1] * factor[0] + sunk[0];
-    const F32 scale = set(sum > 0 ? factor[0] / sum : sum);
+    const F32 times = set(sum > 0 ? scale * factor[0] / sum : sum);
     for (int line = 0; line < attention_lines(value_dim); ++line) {
-        const U32 even = bf16_bits(mul(load(state + 16 + 32 * line), scale));
-        const U32 both = bit_or(even, shl<16>(bf16_bits(mul(load(state + 32 + 32 * line), scale))));
+        const U32 even = bf16_bits(mul(load(state + 16 + 32 * line), times));
+        const U32 both = bit_or(even, shl<16>(bf16_bits(mul(load(state + 32 + 32 * line), times))));
         if (value_dim >= 32) {
             store_u32(out + line_begin(line, value_dim), both);
             continue;

@@ -12,7 +12,8 @@ inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
         case Activation::kSilu: return mul(mul(gate, sigmoid(gate)), up);
         case Activation::kGeluTanh: return mul(gelu_tanh(gate), up);
         case Activation::kClampedSwiglu: {  // gpt-oss: (up + 1) gate sigmoid(1.702 gate), both clamped
-            const F32 g = min(gate, set(limit)), u = max(min(up, set(limit)), set(-limit));
+            // Of a NaN, min and max return what stands second.
+            const F32 g = min(set(limit), gate), u = max(set(-limit), min(set(limit), up));
             return mul(add(u, set(1.f)), mul(g, sigmoid(mul(g, set(1.702f)))));
         }
         case Activation::kNone: return gate;

@@ -46,9 +46,10 @@ void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, floa
 }
 
 constexpr Kernels kernels(const char* name) {
-    return {name,     kBlocking,     packing,       row_bytes,      pack,        matmul,       expand_bytes,
-            expand,   activate,      clear_columns, accumulate,     sum_rows,    store_rows,   rms_norm_row,
-            add_row,  gated_add_row, gate_row,      rotate_head,    route_row,   kQueryLine,   pack_query,
-            attend,   merge_states,  finish_state,  pack_keys,      pack_values, softmax_tile, scale_and_add,
-            convolve, scale_to,      delta_step,    gated_norm_row, peak,        read};
+    return {name,         kBlocking,    packing,      row_bytes,      pack,         matmul,
+            expand_bytes, expand,       activate,     clear_columns,  accumulate,   sum_rows,
+            store_rows,   rms_norm_row, add_row,      gated_add_row,  gate_row,     rotate_head,
+            route_row,    kQueryLine,   pack_query,   attend,         merge_states, finish_state,
+            pack_keys,    pack_values,  softmax_tile, scale_and_add,  to_e4m3,      from_e4m3,
+            convolve,     scale_to,     delta_step,   gated_norm_row, peak,         read};
 }

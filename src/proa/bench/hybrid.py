@@ -51,6 +51,7 @@ from proa.engine.ipc import Ready
 from proa.errors import ProaError, UsageError
 from proa.machine.probe import probe
 from proa.models.families import declare
+from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
@@ -103,6 +104,9 @@ class HybridOptions:
     )  # fmt: skip
     runs: int = option(3, help="runs of each number of requests; the one of median rate counts", low=1, high=1000)
     max_batch_tokens: int = option(512, help="tokens of one step while prompts are read", low=1, high=1 << 20)
+    kv_dtype: str = option(
+        "auto", help="type of the KV cache: see its option of `proa serve`", choices=("auto", "bf16", "fp8")
+    )
     engine: HybridEngineOptions = field(default_factory=HybridEngineOptions)
 
 
@@ -156,12 +160,17 @@ def case_of(options: HybridOptions) -> Case:
         answers = 2 * _drift_answer(options, most, uncached) + 1
     tokens = options.context + WARM_UP_TOKENS + answers
     pages = -(-tokens // page_tokens) + 1
-    kv_bytes = spec.kv_bytes_per_token(BF16_BYTES)
+    kv_bytes = spec.kv_bytes_per_token(1 if options.kv_dtype == "fp8" else BF16_BYTES)
     engine = EngineOptions(
         model=ModelOptions(
             dtype="bfloat16", load_format="dummy", dummy_router=options.router, dummy_format=options.format
         ),
-        cache=CacheOptions(context=tokens, kv_memory=most * pages * page_tokens * kv_bytes, page_tokens=page_tokens),
+        cache=CacheOptions(
+            context=tokens,
+            kv_memory=most * pages * page_tokens * kv_bytes,
+            kv_dtype=options.kv_dtype,
+            page_tokens=page_tokens,
+        ),
         scheduler=SchedulerOptions(max_running=most, max_batch_tokens=options.max_batch_tokens),
         machine=options.engine.machine,
         gpus=_gpus(options, shape),
@@ -277,9 +286,9 @@ class Bench:
     def _figures(self, span: Span, requests: int, context_tokens: float, rates: Rates) -> dict[str, float | None]:
         spec, gpu = self._prepared.declared.spec, self._gpu
         trace = looks_of(span, self._trace())
-        dense = dense_bytes(spec, gpu, requests, context_tokens)
+        dense = dense_bytes(spec, gpu, requests, context_tokens, KV_ELEM_BYTES[self._prepared.plan.kv_dtype])
         if self._options.router == "uniform":
-            read = even_bytes(spec, gpu, requests, context_tokens, span.per_step("cpu_weight_bytes"))
+            read = even_bytes(spec, gpu, requests, dense, span.per_step("cpu_weight_bytes"))
         else:
             read = best_bytes(span, trace, gpu, requests, dense)
         placed = placed_bytes(span, gpu, requests, dense)

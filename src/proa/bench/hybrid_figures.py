@@ -89,12 +89,14 @@ def expected_distinct(chosen: Iterable[float], requests: int) -> float:
     return sum(1 - (1 - frequency) ** requests for frequency in chosen)
 
 
-def dense_bytes(spec: Model, gpu: GpuPlan, requests: int, context_tokens: float) -> float:
+def dense_bytes(
+    spec: Model, gpu: GpuPlan, requests: int, context_tokens: float, kv_elem_bytes: int = BF16_BYTES
+) -> float:
     """What a step reads of dense weights, KV and states."""
-    return gpu.vram.dense_read_bytes + requests * past_bytes(spec, context_tokens, BF16_BYTES)
+    return gpu.vram.dense_read_bytes + requests * past_bytes(spec, context_tokens, BF16_BYTES, kv_elem_bytes)
 
 
-def even_bytes(spec: Model, gpu: GpuPlan, requests: int, context_tokens: float, cpu_bytes: float) -> StepBytes:
+def even_bytes(spec: Model, gpu: GpuPlan, requests: int, dense: float, cpu_bytes: float) -> StepBytes:
     """Under even routing. `cpu_bytes` are counted; resident experts are expected by their number. What the GPU reads in
     RAM is the rest of those that are not resident.
     """
@@ -106,7 +108,7 @@ def even_bytes(spec: Model, gpu: GpuPlan, requests: int, context_tokens: float, 
         resident_bytes += distinct * expert_bytes * len(resident) / layer.experts
     if gpu.co_fetch:
         cpu_bytes = max(cpu_bytes, all_bytes - resident_bytes)
-    return StepBytes(dense=dense_bytes(spec, gpu, requests, context_tokens), resident=resident_bytes, cpu=cpu_bytes)
+    return StepBytes(dense=dense, resident=resident_bytes, cpu=cpu_bytes)
 
 
 def placed_bytes(span: Span, gpu: GpuPlan, requests: int, dense: float) -> StepBytes:

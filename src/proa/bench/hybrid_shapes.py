@@ -17,7 +17,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     qwen3_next: three layers of linear attention to one of gated attention, and a shared expert beside the routed ones.
     minimax_m2, glm4_moe: sigmoid scores with a correction, half of a head turns. glm4_moe: the first layer is dense,
-    the others have a shared expert, and q, k and v have biases.
+    the others have a shared expert, and q, k and v have biases. gpt_oss: every other layer in a window, sinks, biases,
+    a clamped SwiGLU.
     """
 
     name: str
@@ -30,7 +31,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     width: int  # of an expert
     vocab: int
-    family: Literal["qwen3_moe", "qwen3_next", "minimax_m2", "glm4_moe"] = "qwen3_moe"
+    family: Literal["qwen3_moe", "qwen3_next", "minimax_m2", "glm4_moe", "gpt_oss"] = "qwen3_moe"
     dense_width: int = 0  # of the first layer, where it is dense
     note: str = ""  # what the model of this name has and this shape does not
 
@@ -47,6 +48,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             "qwen3_next": ("Qwen3NextForCausalLM", lambda: self._qwen3_moe() | self._linear()),
             "minimax_m2": ("MiniMaxM2ForCausalLM", self._minimax_m2),
             "glm4_moe": ("Glm4MoeForCausalLM", self._glm4_moe),
+            "gpt_oss": ("GptOssForCausalLM", self._gpt_oss),
         }[self.family]
         return {
             "architectures": [architecture],
@@ -97,6 +99,15 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             "first_k_dense_replace": 1,
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
+        }
+
+    def _gpt_oss(self) -> dict[str, object]:
+        return {
+            "attention_bias": True,
+            "num_local_experts": self.experts,
+            "intermediate_size": self.width,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
         }
 
     def _linear(self) -> dict[str, object]:
@@ -190,6 +201,10 @@ MODEL_SHAPES: dict[str, ModelShape] = {
             kept_groups=4,
         ),
         ModelShape(
+            name="gpt-oss-120b", hidden=2880, layers=36, heads=64, kv_heads=8, head_dim=64, experts=128, top_k=4,
+            width=2880, vocab=201088, family="gpt_oss", note="attention has the experts' format, and no yarn",
+        ),
+        ModelShape(
             name="tiny", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, width=32, vocab=512,
         ),
         ModelShape(
@@ -199,6 +214,10 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         LatentShape(
             name="tiny-latent", hidden=64, layers=3, heads=4, kv_heads=4, head_dim=16, experts=8, top_k=2, width=32,
             vocab=512, rank=32, turned=8, q_rank=48, shared=1, dense=1, dense_width=96, groups=4, kept_groups=2,
+        ),
+        ModelShape(
+            name="tiny-oss", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=2, width=32,
+            vocab=512, family="gpt_oss",
         ),
     )
 }  # fmt: skip

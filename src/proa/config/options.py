@@ -68,6 +68,13 @@ class CacheOptions:
         kind="size",
         low=1,
     )
+    kv_dtype: str = option(
+        "auto",
+        help="type of the KV cache: auto = that of activations; fp8 (E4M3) takes half the memory of bf16, and rounds K "
+        "and V to four significant bits",
+        choices=("auto", "bf16", "fp8"),
+        common=True,
+    )
     page_tokens: int = option(16, help="tokens per KV page", low=1, high=256)
     prefix_cache: bool = option(True, help="reuse the KV of prompts that start alike")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from proa.cache.pool import allocate_pool
+from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.gpu_plan import cuda_index, needed, placement_of, ready, saver_of, step_ahead, top_k
@@ -46,8 +46,8 @@ STAGING_BYTES_PER_THREAD = 32 << 20  # twice what the loader gives each worker a
 class GpuBuild:
     """Attention, norms, routers, shared experts and resident experts on the GPU, the other experts on the CPU."""
 
-    def __init__(self, plan: Plan, spec: Model) -> None:
-        self._plan, self._spec = plan, spec
+    def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
+        self._plan, self._spec, self._kv = plan, spec, kv
         self._gpu, self._workers = needed(plan)
         uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
         index = cuda_index(self._gpu, uuids)
@@ -89,8 +89,9 @@ class GpuBuild:
         )
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
         caches = allocate_pool(
-            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.max_running
-        )
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.max_running,
+            kv=self._kv,
+        )  # fmt: skip
         executor = GraphExecutor(
             self.model, caches, step_limits(plan), self._device, self._hybrid, sleeps=not self._gpu.gpu_only
         )

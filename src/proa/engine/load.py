@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from proa.cache.pages import PageAllocator
-from proa.cache.pool import allocate_pool
+from proa.cache.pool import KvStorage, allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
@@ -37,9 +37,13 @@ from proa.ops.table import Ops, Target
 from proa.plan.plan import Plan, Workers
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.dummy import fill_dummy
+from proa.weights.kv_scales import kv_scales
 from proa.weights.load import load_weights
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}  # fmt: skip
 REPORT_EVERY_S = 0.1
 TRIAL_TOKEN_STRIDE = 7919
 PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to take a moment
@@ -50,7 +54,8 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     torch.set_flush_denormal(True)
     checkpoint = open_checkpoint(Path(plan.path), plan.load_format, plan.override_config)
     declared = checkpoint.declare(plan.ignore_config_keys)
-    build = _build(plan, declared.spec)
+    kv = KvStorage(DTYPES[plan.kv_dtype], kv_scales(checkpoint, declared) if plan.kv_dtype == "float8_e4m3fn" else ())
+    build = _build(plan, declared.spec, kv)
     targets = build.targets()
     begin = time.perf_counter()
     if plan.load_format == "dummy":
@@ -86,16 +91,16 @@ class _Build(Protocol):
     def ready(self, load_seconds: float) -> Ready: ...
 
 
-def _build(plan: Plan, spec: Model) -> _Build:
+def _build(plan: Plan, spec: Model, kv: KvStorage) -> _Build:
     if plan.workers is None:
-        return _Eager(plan, spec)
+        return _Eager(plan, spec, kv)
     if plan.gpu is None:
-        return _Native(plan, plan.workers, spec)
+        return _Native(plan, plan.workers, spec, kv)
     if plan.gpu.simulated:
-        return SimBuild(plan, spec)
+        return SimBuild(plan, spec, kv)
     # Triton comes with CUDA builds of torch, and only they have a GPU.
     gpu = importlib.import_module("proa.engine.gpu")
-    build: _Build = gpu.GpuBuild(plan, spec)
+    build: _Build = gpu.GpuBuild(plan, spec, kv)
     return build
 
 
@@ -105,8 +110,8 @@ class _Eager:
     pool: Pool | None = None
     flush: Callable[[], None] | None = None
 
-    def __init__(self, plan: Plan, spec: Model) -> None:
-        self._plan, self._spec, self._dtype = plan, spec, DTYPES[plan.dtype]
+    def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
+        self._plan, self._spec, self._kv, self._dtype = plan, spec, kv, DTYPES[plan.dtype]
         torch.set_num_threads(plan.threads)
         self.model = Decoder(spec, reference(self._dtype))
 
@@ -115,7 +120,9 @@ class _Eager:
 
     def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan = self._plan
-        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, self._dtype, sequences=plan.max_running)
+        caches = allocate_pool(
+            self._spec, plan.num_pages, plan.page_tokens, self._dtype, sequences=plan.max_running, kv=self._kv
+        )
         self._executor = EagerExecutor(self.model, caches, plan.page_tokens)
         runner = Runner(self._executor, plan.page_tokens)
         trial_tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
@@ -142,8 +149,8 @@ class _Native:
 
     flush: Callable[[], None] | None = None
 
-    def __init__(self, plan: Plan, workers: Workers, spec: Model) -> None:
-        self._plan, self._workers, self._spec = plan, workers, spec
+    def __init__(self, plan: Plan, workers: Workers, spec: Model, kv: KvStorage) -> None:
+        self._plan, self._workers, self._spec, self._kv = plan, workers, spec, kv
         torch.set_num_threads(1)  # what is left to torch is small, and its threads would be in the workers' way
         self._cpu = CpuSide(workers, plan.isa)
         self._cpu.bind_caller()
@@ -160,7 +167,9 @@ class _Native:
 
     def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan = self._plan
-        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.max_running)
+        caches = allocate_pool(
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.max_running, kv=self._kv
+        )
         executor = RecordedExecutor(self.model, self._recorder, caches, self._limits, self._crew)
         self._cpu.note_unbound()
 

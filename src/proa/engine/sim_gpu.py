@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from proa.cache.pool import allocate_pool
+from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.executor import EagerExecutor
@@ -37,8 +37,8 @@ PROBE_ROUNDS = 50
 class SimBuild:
     """The same with a CPU in the GPU's place: plain torch, and native kernels for its experts."""
 
-    def __init__(self, plan: Plan, spec: Model) -> None:
-        self._plan, self._spec = plan, spec
+    def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
+        self._plan, self._spec, self._kv = plan, spec, kv
         self._gpu, self._workers = needed(plan)
         torch.set_num_threads(1)
         self._cpu = CpuSide(self._workers, plan.isa)
@@ -67,7 +67,9 @@ class SimBuild:
             why = f"simulated, at {format_rate(parts.in_place.bus_bytes_per_s)}; how many depends on the CPU's rate"
             self._decisions.append(Decision("co-fetch", "auto", "on", why))
         self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts)
-        caches = allocate_pool(self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.max_running)
+        caches = allocate_pool(
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.max_running, kv=self._kv
+        )
         return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from proa.hub.reference import HubReference
 
-_BYTES_PER_PARAM = 2  # all are published in bfloat16
+_BYTES_PER_PARAM = 2  # most are published in bfloat16
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,7 @@ class Alias:
     num_params: int
     num_active_params: int
     notes: str
-
-    @property
-    def download_bytes(self) -> int:
-        """Approximate."""
-        return self.num_params * _BYTES_PER_PARAM
+    download_bytes: int  # approximate
 
 
 def load_aliases() -> dict[str, Alias]:
@@ -37,6 +33,7 @@ def load_aliases() -> dict[str, Alias]:
             int(row["params"]),
             int(row.get("active_params", row["params"])),
             row["notes"],
+            int(row.get("download_bytes", row["params"] * _BYTES_PER_PARAM)),
         )
         for name, row in table.items()
     }

@@ -82,6 +82,7 @@ class GpuExperts:
 
     def __init__(self, memory: LayerMemory, residency: Residency, space: ExpertSpace, faults: LayerFaults) -> None:
         self._shape, self._space, self.residency, self._faults = memory.shape, space, residency, faults
+        self._biases = memory.biases
 
     def locate(self, ids: Tensor) -> Located:
         up, down = (torch.empty(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
@@ -90,7 +91,7 @@ class GpuExperts:
         return at
 
     def start(self, x: Tensor, at: Located) -> Tensor:
-        experts(x, at, self._shape, self._space)
+        experts(x, at, self._shape, self._space, self._biases)
         return self._space.partial
 
     def waits(self, x: Tensor) -> Bell | None:

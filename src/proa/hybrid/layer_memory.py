@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.slots import ExpertSlots
+from proa.models.spec import Mlp
 from proa.native.formats import Form, kept_form
-from proa.ops.gated import GatedStacks
+from proa.ops.gated import ACTIVATIONS, GatedBiases, GatedStacks
 from proa.ops.packed import Memory, Stack
-from proa.ops.residency import ExpertShape
+from proa.ops.residency import Biases, ExpertShape
 from proa.ops.staging import DevicePanels, Staging
 from proa.ops.table import Parameters
 
@@ -22,32 +23,46 @@ class LayerMemory:
     """`resident`: experts that the device has. `inclusive`: RAM has those as well; else only the others.
 
     Slots and stacks have one form, that of what the checkpoint stores: it is known, and memory taken, once all sinks
-    have been told what to expect.
+    have been told what to expect. Biases do not move: the device and RAM have those of all experts (decision 031), and
+    where RAM has not all experts, the stacks have those of theirs once more, by their numbers.
     """
 
     def __init__(
-        self, hidden: int, width: int, experts: int, resident: Sequence[int], inclusive: bool, device: torch.device,
-        ram: Memory, staging: Staging,
+        self, of: Mlp, experts: int, resident: Sequence[int], inclusive: bool, device: torch.device, ram: Memory,
+        staging: Staging,
     ) -> None:  # fmt: skip
-        self.hidden, self.width, self.experts = hidden, width, experts
-        self._resident, self._device, self._staging = tuple(resident), device, staging
+        """of: each expert."""
+        self.hidden, self.width, self.experts = of.hidden, of.width, experts
+        self._resident, self._device, self._staging, self._gating = tuple(resident), device, staging, of.gating
         self._up_stored: set[str] = set()
         self._down_stored: set[str] = set()
         here = frozenset(resident)
         self.in_ram = [e for e in range(experts) if inclusive or e not in here]
         self.number_of = {expert: number for number, expert in enumerate(self.in_ram)}  # among the CPU's
         self.cpu_computes = len(here) < experts
+        count = len(self.in_ram)
+        self._biases = GatedBiases(experts, of.hidden, of.width) if of.bias else None
+        theirs = GatedBiases(count, of.hidden, of.width) if of.bias and count < experts else self._biases
         self.stacks = (
-            GatedStacks(ram, len(self.in_ram), hidden, width, False, self._up_stored, self._down_stored)
-            if self.in_ram
+            GatedStacks(
+                ram, count, of.hidden, of.width, theirs, of.gating, self._up_stored, self._down_stored
+            )
+            if count
             else None
-        )
+        )  # fmt: skip
 
     @property
     def shape(self) -> ExpertShape:
         """Of each expert, wherever it is."""
         up, down = kept_form(self._up_stored, self.hidden), kept_form(self._down_stored, self.width)
-        return ExpertShape(self.hidden, self.width, up, down)
+        return ExpertShape(self.hidden, self.width, up, down, ACTIVATIONS[self._gating.kind], self._gating.limit)
+
+    @cached_property
+    def biases(self) -> Biases | None:
+        """On the device, once they are loaded."""
+        if self._biases is None:
+            return None
+        return Biases(*(t.flatten(1).to(self._device) for t in (self._biases.up, self._biases.down)))
 
     @cached_property
     def slots(self) -> ExpertSlots:
@@ -56,10 +71,12 @@ class LayerMemory:
     def parameters(self) -> Parameters:
         for e in range(self.experts):
             if self.stacks is not None and e in self.number_of:
-                sinks = self.stacks.sinks(self.number_of[e])
+                sinks = self.stacks.weight_sinks(self.number_of[e])
             else:
                 sinks = self._slot_sinks(e)
             yield from ((f"{e}.{name}", sink) for name, sink in sinks)
+            if self._biases is not None:
+                yield from ((f"{e}.{name}", sink) for name, sink in self._biases.sinks(e))
 
     def _slot_sinks(self, expert: int) -> Parameters:
         """gate, up, down (.weight)."""
@@ -74,11 +91,19 @@ class LayerMemory:
             yield f"{('gate', 'up', 'down')[part]}.weight", DevicePanels(rows, columns, expect, where, self._staging)
 
     def fill_slots(self) -> None:
-        """Copy what RAM has too, once it is loaded."""
+        """Copy what RAM has too, once it is loaded; and biases to where the CPU's experts are."""
+        for expert, number in self.number_of.items():
+            self.bring_bias(expert, number)
         for expert, slot in self.slots.slot_of.items():
             if expert in self.number_of:
                 for to, packed in self.slots.slot(slot).parts(*self.in_place(self.number_of[expert])):
                     to.copy_(packed)
+
+    def bring_bias(self, expert: int, number: int) -> None:
+        """From now on the CPU has this expert under this number: its biases follow. No job may be under way."""
+        theirs = self.stacks.biases if self.stacks is not None else None
+        if self._biases is not None and theirs is not None and theirs is not self._biases:
+            theirs.up[number], theirs.down[number] = self._biases.up[expert], self._biases.down[expert]
 
     def in_place(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
         """Packed bytes of an expert in RAM, piece by piece: of gate and up, of down."""

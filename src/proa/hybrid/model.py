@@ -19,6 +19,7 @@ from proa.hybrid.moves import Moves
 from proa.hybrid.runtime import DeviceExperts, HybridExperts
 from proa.hybrid.tables import Tables
 from proa.hybrid.transport import Transport
+from proa.models.spec import SILU, Gating, Mlp
 from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize
 from proa.native.weights import Experts
 from proa.ops.faults import LayerFaults
@@ -72,11 +73,14 @@ class HybridModel:
         self.tables: Tables | None = None
         self._following = 0
 
-    def new_experts(self, experts: int, hidden: int, width: int) -> HybridExperts:
+    def new_experts(
+        self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU
+    ) -> HybridExperts:
         resident = self._placement.resident[len(self.layers)]
         memory = LayerMemory(
-            hidden, width, experts, resident, self._placement.inclusive, self._device, self._ram, self._staging
-        )
+            Mlp(hidden, width, bias, gating), experts, resident, self._placement.inclusive, self._device, self._ram,
+            self._staging,
+        )  # fmt: skip
         number = sum(layer.memory.cpu_computes for layer in self.layers)  # among those that the CPU knows
         self.layers.append(HybridExperts(number, memory))
         return self.layers[-1]

@@ -138,6 +138,7 @@ class Moves:
                 return False
         if not self._inclusive:
             where.number_of[swap.evict] = where.number_of.pop(swap.promote)
+        self.layers[swap.layer].bring_bias(swap.evict, where.number_of[swap.evict])
         self.tables.to_cpu(swap.layer, swap.evict, where.number_of[swap.evict])
         self._resident[swap.layer, swap.evict] = False
         self._movable[swap.layer, [swap.promote, swap.evict]] = True

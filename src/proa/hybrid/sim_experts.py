@@ -47,7 +47,8 @@ class SimExperts:
         """bus_bytes_per_s: what is read in place takes as long as this allows."""
         self._bus_bytes_per_s = bus_bytes_per_s
         self._pool, self._shape, self.residency, self._faults = pool, memory.shape, residency, faults
-        self._at: dict[tuple[int, int], Experts] = {}
+        self._biases = memory.biases
+        self._at: dict[tuple[int, int, int], Experts] = {}
 
     def locate(self, ids: Tensor) -> Located:
         return locate(ids, self.residency)
@@ -75,14 +76,15 @@ class SimExperts:
 
     def _own(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
         """The sum of the device's own experts, float32."""
-        pairs = sorted(set(zip(at.up.flatten().tolist(), at.down.flatten().tolist(), strict=True)) - {(0, 0)})
-        if not pairs:
+        everywhere = zip(*(t.flatten().tolist() for t in (at.up, at.down, at.ids)), strict=True)
+        mine = sorted({place for place in everywhere if place[0]})
+        if not mine:
             return None
         begin, fetched = time.perf_counter(), 0
         total = torch.zeros(x.shape, dtype=torch.float32)
-        for up, down in pairs:
+        for up, down, expert in mine:
             rows, choices = (at.up == up).nonzero(as_tuple=True)
-            y = self._one(self._expert(up, down), x[rows])
+            y = self._one(self._expert(up, down, expert), x[rows])
             total.index_add_(0, rows, weights[rows, choices, None].float() * y)
             fetched += self._in_place(up)
         if self._bus_bytes_per_s is not None and fetched:
@@ -100,14 +102,19 @@ class SimExperts:
         moe(self._pool, expert, *rows, len(x), ids=0, weights=0, top_k=0, lane=LANE)
         return y
 
-    def _expert(self, up: int, down: int) -> Experts:
-        if (up, down) not in self._at:
+    def _expert(self, up: int, down: int, expert: int) -> Experts:
+        """An address may have had another expert before."""
+        if (up, down, expert) not in self._at:
             gate_up, low = (
                 Matrix(of, [Piece(0, address, of.matrix_bytes, of.matrix_bytes)])
                 for of, address in ((self._shape.up, up), (self._shape.down, down))
             )
-            self._at[up, down] = Experts(gate_up, low, self._shape.activation)
-        return self._at[up, down]
+            of = self._shape
+            biases = {} if self._biases is None else {
+                "gate_bias": self._biases.up[expert].data_ptr(), "down_bias": self._biases.down[expert].data_ptr()
+            }  # fmt: skip
+            self._at[up, down, expert] = Experts(gate_up, low, of.activation, limit=of.limit, **biases)
+        return self._at[up, down, expert]
 
     def _note(self, total: Tensor, parts: dict[int, Tensor | None], own: Tensor | None, at: Located) -> None:
         """As the GPU does; but of its own experts only the sum is known, so all that the row chose are named."""

@@ -19,6 +19,7 @@ class Attention:
         self.qkv = ops.maps.linear({"q": s.q_rows, "k": kv, "v": kv}, s.hidden, s.qkv_bias)
         self.o = ops.maps.linear({"o": s.hidden}, q, s.o_bias)
         widths = {"none": None, "head": (s.head_dim, s.head_dim), "full": (q, kv)}[s.qk_norm]
+        self.sinks = ops.maps.numbers(s.heads) if s.sinks else None
         self.norm = QkNorm(ops.maps.vector(widths[0]), ops.maps.vector(widths[1]), eps, offset) if widths else None
 
     def __call__(self, x: Tensor, step: Step, cache: KvPages) -> Tensor:
@@ -30,7 +31,7 @@ class Attention:
         q = q[:, ::2] if s.gated else q
         angles = Angles(*step.angles[s.rope], s.rope.interleaved)
         q = ops.rotate_store(q, kv, self.norm, angles, cache, step.batch.slots)
-        seen = ops.attention(q, cache, step.batch, self.scale, s.window)
+        seen = ops.attention(q, cache, step.batch, self.scale, s.window, self.sinks)
         seen = seen if gate is None else ops.gate(seen, gate)
         return self.o(seen.flatten(1))
 
@@ -40,3 +41,5 @@ class Attention:
         if self.norm:
             yield "q_norm.weight", self.norm.q
             yield "k_norm.weight", self.norm.k
+        if self.sinks is not None:
+            yield "sinks", self.sinks

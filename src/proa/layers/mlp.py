@@ -10,7 +10,7 @@ from proa.ops.table import Norm, Ops, Parameters
 
 class Mlp:
     def __init__(self, s: spec.Mlp, ops: Ops) -> None:
-        self._mlp, self._add_norm = ops.maps.mlp(s.hidden, s.width, s.bias), ops.add_norm
+        self._mlp, self._add_norm = ops.maps.mlp(s.hidden, s.width, s.bias, s.gating), ops.add_norm
 
     def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor]:
         """x + y [T, hidden], and what the layer makes of its norm; rows of padding are computed like others."""

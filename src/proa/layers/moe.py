@@ -12,11 +12,12 @@ from proa.ops.table import Norm, Ops, Parameters, RouterRule, Unsummed
 class Moe:
     def __init__(self, s: spec.Moe, ops: Ops) -> None:
         self._ops, maps = ops, ops.maps
-        self.router = maps.router(s.experts, s.hidden)
+        self.router = maps.router(s.experts, s.hidden, s.router.linear_bias)
         self._correction = maps.numbers(s.experts) if s.router.correction else None
         self._rule = RouterRule(s.top_k, s.router, self._correction)
-        self.experts = maps.experts(s.experts, s.hidden, s.width)
-        self.shared = maps.mlp(s.shared.hidden, s.shared.width, s.shared.bias) if s.shared else None
+        self.experts = maps.experts(s.experts, s.hidden, s.width, s.bias, s.gating)
+        shared = s.shared
+        self.shared = maps.mlp(shared.hidden, shared.width, shared.bias, shared.gating) if shared else None
         self.shared_gate = maps.linear({"shared_gate": 1}, s.hidden, False) if s.shared_gate else None
 
     def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor | Unsummed]:

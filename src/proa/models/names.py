@@ -27,7 +27,9 @@ HF: Rules = (
     ("blocks.{i}.ffn.router.weight", "model.layers.{i}.mlp.gate.weight"),
     ("blocks.{i}.ffn.router.correction", "model.layers.{i}.mlp.gate.e_score_correction_bias"),
     ("blocks.{i}.ffn.experts.{e}.{p}.weight", "model.layers.{i}.mlp.experts.{e}.{p}_proj.weight"),
+    ("blocks.{i}.ffn.experts.{e}.{p}.bias", "model.layers.{i}.mlp.experts.{e}.{p}_proj.bias"),
     ("blocks.{i}.ffn.experts.{p}.weight", "model.layers.{i}.mlp.experts.{p}_proj"),
+    ("blocks.{i}.ffn.experts.{p}.bias", "model.layers.{i}.mlp.experts.{p}_proj_bias"),
     ("blocks.{i}.ffn.shared.{p}.weight", "model.layers.{i}.mlp.shared_expert.{p}_proj.weight"),
     ("blocks.{i}.ffn.shared.{p}.weight", "model.layers.{i}.mlp.shared_experts.{p}_proj.weight"),
     ("blocks.{i}.ffn.shared_gate.weight", "model.layers.{i}.mlp.shared_expert_gate.weight"),
@@ -38,7 +40,10 @@ HF: Rules = (
 HF_IGNORED: Rules = (
     (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", "rotary frequencies follow from the config"),
     (r".*\.input_(scale|global_scale|zero_point)", "activations stay bfloat16"),
-    (r".*\.(kv_scale|[kv]_(scale|zero_point)|[kv]_proj\.output_scale)", "the KV cache is bfloat16"),
+    (
+        r".*\.(kv_scale|[kv]_(scale|zero_point)|[kv]_proj\.output_scale)",
+        "of an fp8 KV cache, which --kv-dtype fp8 reads",
+    ),
 )
 
 
@@ -55,13 +60,15 @@ class NameTable:
     """Names of one checkpoint's tensors.
 
     stacked_out_in: how experts stacked in one tensor lie: True [E, out, in], False [E, in, out], None: the
-    shapes decide.
+    shapes decide. alternating: where gate and up share a stack, their rows take turns, gate's first; else all of gate
+    come first.
     """
 
     rules: Rules = ()
     defaults: Rules = HF
     ignored: Rules = HF_IGNORED
     stacked_out_in: bool | None = None
+    alternating: bool = False
 
     def candidates(self, name: str) -> tuple[str, ...]:
         """Checkpoint names that may hold our parameter `name`, best first."""

@@ -81,6 +81,13 @@ def _fp8(c: Reader, method: str) -> Quantisation:
     return Quantisation(method, block=block, activations=f"{'MXFP8' if method == 'mxfp8' else 'FP8'}, {scheme}")
 
 
+def _mxfp4(c: Reader, method: str) -> Quantisation:
+    """Of gpt-oss."""
+    c.expect("dequantize", False)
+    c.ignore("the tensors say it", "modules_to_not_convert")
+    return Quantisation(method)
+
+
 def _pair(c: Reader, key: str) -> tuple[int, int] | None:
     found = c.get(key, list, None)
     if found is None:
@@ -248,6 +255,6 @@ _MODELOPT = {
 }  # fmt: skip
 
 _METHODS: dict[str, Callable[[Reader, str], Quantisation]] = {
-    "fp8": _fp8, "mxfp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt,
+    "fp8": _fp8, "mxfp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt,
     "gptq": _gptq, "awq": _awq,
 }  # fmt: skip

@@ -108,6 +108,7 @@ class Attention:
     """Grouped-query attention. qk_norm before rotary: RMSNorm over each head ("head") or over all heads ("full").
 
     gated: each head's rows of q are followed by those of a gate, and sigmoid(gate) scales what the head has seen.
+    sinks: each head has a logit that takes its share of the softmax and has no value.
     """
 
     hidden: int
@@ -120,6 +121,7 @@ class Attention:
     o_bias: bool = False
     window: int | None = None  # tokens visible to the left, the own one included
     gated: bool = False
+    sinks: bool = False
 
     @property
     def q_rows(self) -> int:
@@ -141,6 +143,8 @@ class Attention:
         if self.qk_norm != "none":
             yield "q_norm.weight", (self.head_dim if self.qk_norm == "head" else q,)
             yield "k_norm.weight", (self.head_dim if self.qk_norm == "head" else kv,)
+        if self.sinks:
+            yield "sinks", (self.heads,)
 
     @property
     def cache(self) -> CacheSpec:
@@ -225,12 +229,27 @@ Mixer = Attention | LatentAttention | GatedDeltaNet
 
 
 @dataclass(frozen=True)
+class Gating:
+    """How an MLP's gate and up become what down reads. silu: silu(gate) * up.
+
+    clamped_swiglu: g * sigmoid(1.702 g) * (u + 1) with g = min(gate, limit) and u = up between -limit and limit.
+    """
+
+    kind: Literal["silu", "clamped_swiglu"] = "silu"
+    limit: float = 0.0
+
+
+SILU = Gating()
+
+
+@dataclass(frozen=True)
 class Mlp:
-    """down(silu(gate x) * up x)."""
+    """down(gating(gate x, up x)), with a bias each or none."""
 
     hidden: int
     width: int
     bias: bool = False
+    gating: Gating = SILU
 
     def params(self) -> Params:
         for name, out, inp in (
@@ -263,6 +282,7 @@ class Router:
     groups: ExpertGroups | None = None
     scale: float = 1.0  # of the weights in the end
     epsilon: float = 0.0  # added to what renormalising divides by
+    linear_bias: bool = False  # of the map that gives the logits
 
 
 @dataclass(frozen=True)
@@ -276,13 +296,17 @@ class Moe:
     router: Router
     shared: Mlp | None = None
     shared_gate: bool = False
+    bias: bool = False  # of each routed expert's gate, up and down
+    gating: Gating = SILU  # of each routed expert
 
     @property
     def expert(self) -> Mlp:
-        return Mlp(self.hidden, self.width)
+        return Mlp(self.hidden, self.width, self.bias, self.gating)
 
     def params(self) -> Params:
         yield "router.weight", (self.experts, self.hidden)
+        if self.router.linear_bias:
+            yield "router.bias", (self.experts,)
         if self.router.correction:
             yield "router.correction", (self.experts,)
         for e in range(self.experts):

@@ -87,6 +87,17 @@ class StoredRows:
         scales = replace(self.scales, first=self.scales.first + rows) if self.scales else None
         return replace(self, start=self.start + self._bytes(rows), scales=scales)
 
+    def every(self, step: int) -> StoredRows | None:
+        """The first of each `step` rows; None where their scales cannot be told like that."""
+        scales = self.scales
+        if self.order is not Order.ROWS or (scales and scales.stride and scales.rows > 1):
+            return None
+        if scales and scales.stride:
+            skipped = scales.first * scales.stride
+            mins = scales.mins + skipped if scales.mins else 0
+            scales = replace(scales, data=scales.data + skipped, mins=mins, first=0, stride=scales.stride * step)
+        return replace(self, stride=self.stride * step, scales=scales)
+
     def _bytes(self, rows: int) -> int:
         match self.order:
             case Order.ROWS:

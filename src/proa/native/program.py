@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 from proa.native.library import Signatures, library
@@ -16,7 +16,7 @@ from proa.native.weights import Experts, Matrix, Rows
 class _KvPages(ctypes.Structure):
     _fields_ = [
         ("keys", c_void_p), ("values", c_void_p), ("pages", c_int64), ("page_tokens", c_int64), ("kv_heads", c_int64),
-        ("head_dim", c_int64),
+        ("head_dim", c_int64), ("type", c_int32), ("key_scale", c_float), ("value_scale", c_float),
     ]  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def _native() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Cache:
-    """One layer's KV pages: bfloat16 [pages, page_tokens, kv_heads, head_dim] each at an address."""
+    """One layer's KV pages: bfloat16 or e4m3 [pages, page_tokens, kv_heads, head_dim] each at an address."""
 
     keys: int
     values: int
@@ -107,9 +107,15 @@ class Cache:
     page_tokens: int
     kv_heads: int
     head_dim: int
+    e4m3: bool = False
+    key_scale: float = 1.0  # of e4m3: what a stored value is multiplied with
+    value_scale: float = 1.0
 
     def struct(self) -> _KvPages:
-        return _KvPages(self.keys, self.values, self.pages, self.page_tokens, self.kv_heads, self.head_dim)
+        return _KvPages(
+            self.keys, self.values, self.pages, self.page_tokens, self.kv_heads, self.head_dim, self.e4m3,
+            self.key_scale, self.value_scale,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -259,10 +265,14 @@ class Program:
             self._handle, cache.struct(), keys.address, keys.stride, values.address, values.stride, slots
         )
 
-    def add_attention(self, cache: Cache, q: Rows, out: Rows, heads: int, scale: float, window: int | None) -> None:
+    def add_attention(
+        self, cache: Cache, q: Rows, out: Rows, heads: int, scale: float, window: int | None, sinks: int = 0
+    ) -> None:
+        """sinks: address of float32 [heads], or 0."""
         _native().proa_program_add_attention(
-            self._handle, cache.struct(), q.address, q.stride, out.address, out.stride, heads, window or 0, scale, None
-        )
+            self._handle, cache.struct(), q.address, q.stride, out.address, out.stride, heads, window or 0, scale,
+            sinks or None,
+        )  # fmt: skip
 
     def add_write_latent(self, cache: LatentCache, latents: Rows, keys: Rows, slots: int) -> None:
         """Raises ValueError for a latent or a key that 8 does not divide."""

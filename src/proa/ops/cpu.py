@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from proa.models.spec import ExpertGroups
+from proa.models.spec import SILU, ExpertGroups, Gating
 from proa.native.formats import PANEL_ROWS
 from proa.native.program import Cache, Delta, Routing
 from proa.native.weights import Matrix
 from proa.ops.choose import in_steps
 from proa.ops.cpu_latent import CpuLatentMaps, latent_cache
-from proa.ops.gated import GatedStacks
+from proa.ops.gated import GatedBiases, GatedStacks
 from proa.ops.packed import RowSink, Stack
 from proa.ops.parts import named_parts
 from proa.ops.recorder import Recorder as Recorder
@@ -148,11 +148,15 @@ class CpuOps:
     def write_kv(self, keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
         self._to.program.add_write_kv(_cache(cache), rows_of(keys), rows_of(values), slots.data_ptr())
 
-    def attention(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """`batch` is not looked at: the executor tells the program each step's."""
         heads, dim = q.shape[1:]
         out = self._to.new(heads * dim)
-        self._to.program.add_attention(_cache(cache), rows_of(q), rows_of(out), heads, scale, window)
+        address = 0 if sinks is None else self._to.keep(sinks).data_ptr()
+        self._to.program.add_attention(_cache(cache), rows_of(q), rows_of(out), heads, scale, window, address)
         return out.view(q.shape)
 
     def latent_store(
@@ -184,7 +188,10 @@ def _in_groups(x: Tensor, width: int) -> Tensor:
 
 def _cache(cache: KvPages) -> Cache:
     pages, page_tokens, heads, dim = cache.keys.shape
-    return Cache(cache.keys.data_ptr(), cache.values.data_ptr(), pages, page_tokens, heads, dim)
+    return Cache(
+        cache.keys.data_ptr(), cache.values.data_ptr(), pages, page_tokens, heads, dim,
+        e4m3=cache.keys.dtype is torch.float8_e4m3fn, key_scale=cache.key_scale, value_scale=cache.value_scale,
+    )  # fmt: skip
 
 
 class CpuLinear:
@@ -251,13 +258,15 @@ class CpuLinear:
 class CpuGated:
     """One or more gated MLPs of one shape."""
 
-    def __init__(self, to: Recorder, count: int, hidden: int, width: int, bias: bool) -> None:
-        self._to, self.stacks = to, GatedStacks(to.memory, count, hidden, width, bias)
+    def __init__(self, to: Recorder, count: int, hidden: int, width: int, bias: bool, gating: Gating) -> None:
+        biases = GatedBiases(count, hidden, width) if bias else None
+        self._to, self.stacks = to, GatedStacks(to.memory, count, hidden, width, biases, gating)
 
     def record(self, x: Tensor, ids: Tensor | None, weights: Tensor | None) -> Tensor:
         y = self._to.new(self.stacks.hidden)
-        for bias in self.stacks.biases:
-            self._to.keep(bias)
+        if (biases := self.stacks.biases) is not None:
+            self._to.keep(biases.up)
+            self._to.keep(biases.down)
         experts = self.stacks.experts()
         if ids is None or weights is None:
             self._to.program.add_moe(experts, rows_of(x), rows_of(y))
@@ -267,8 +276,8 @@ class CpuGated:
 
 
 class CpuMlp:
-    def __init__(self, to: Recorder, hidden: int, width: int, bias: bool) -> None:
-        self._gated = CpuGated(to, 1, hidden, width, bias)
+    def __init__(self, to: Recorder, hidden: int, width: int, bias: bool, gating: Gating) -> None:
+        self._gated = CpuGated(to, 1, hidden, width, bias, gating)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._gated.record(x, None, None)
@@ -293,9 +302,9 @@ class CpuUnderway:
 
 
 class CpuExperts:
-    def __init__(self, to: Recorder, experts: int, hidden: int, width: int) -> None:
+    def __init__(self, to: Recorder, experts: int, hidden: int, width: int, bias: bool, gating: Gating) -> None:
         self._to, self._experts = to, experts
-        self._gated = CpuGated(to, experts, hidden, width, bias=False)
+        self._gated = CpuGated(to, experts, hidden, width, bias, gating)
 
     @property
     def residency(self) -> None:
@@ -343,17 +352,17 @@ class CpuMaps:
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> CpuLinear:
         return CpuLinear(self._to, outs, inputs, bias)
 
-    def router(self, experts: int, hidden: int) -> CpuLinear:
-        return CpuLinear(self._to, {"router": experts}, hidden, False, wide=True)
+    def router(self, experts: int, hidden: int, bias: bool = False) -> CpuLinear:
+        return CpuLinear(self._to, {"router": experts}, hidden, bias, wide=True)
 
     def head(self, vocab: int, hidden: int) -> CpuLinear:
         return CpuLinear(self._to, {"head": vocab}, hidden, False, wide=True)
 
-    def mlp(self, hidden: int, width: int, bias: bool) -> CpuMlp:
-        return CpuMlp(self._to, hidden, width, bias)
+    def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> CpuMlp:
+        return CpuMlp(self._to, hidden, width, bias, gating)
 
-    def experts(self, experts: int, hidden: int, width: int) -> CpuExperts:
-        return CpuExperts(self._to, experts, hidden, width)
+    def experts(self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU) -> CpuExperts:
+        return CpuExperts(self._to, experts, hidden, width, bias, gating)
 
     def latent(self, heads: int, keys: int, values: int, rank: int) -> CpuLatentMaps:
         return CpuLatentMaps(self._to, heads, keys, values, rank)

@@ -10,9 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from proa.models.spec import SILU, Gating
 from proa.ops.choose import in_steps
 from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps, shared_bytes
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
+from proa.ops.gated import ACTIVATIONS
 from proa.ops.residency import Located, Residency
 from proa.ops.staging import Staging
 from proa.ops.table import (
@@ -34,7 +36,7 @@ from proa.ops.table import (
 from proa.ops.triton import attention, best, choose, delta, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
-from proa.ops.triton.gated import silu_mul
+from proa.ops.triton.gated import gated
 from proa.ops.triton.locate import locate
 
 
@@ -119,14 +121,15 @@ class CudaOps:
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
         few = len(x) <= choose.MOST_ROWS and x.shape[1] <= choose.MOST_COLUMNS
-        weight = router.weight if isinstance(router, CudaLinear) and router.bias is None else None
+        weight, bias = (router.weight, router.bias) if isinstance(router, CudaLinear) else (None, None)
         if residency is None or weight is None or not few:
             return self._in_steps(x, y, norm, router, slots, rule, residency)
         fetched = residency.in_place is not None and len(x) > 1
         # that kernel's programs know a row each, but who is alone with an expert takes all rows
         here = replace(residency, counts=None, bell=None) if fetched else residency
         out = _new_choice(x, rule.top_k, here.bell is not None)
-        choose.choose(x, y, norm, weight, slots, rule, here, self._choice_space, out)
+        rows = choose.RouterRows(weight, bias)
+        choose.choose(x, y, norm, rows, slots, rule, here, self._choice_space, out)
         if fetched:
             locate(out.at.ids, residency, out.at)
         return out.total, out.normed, Chosen(out.at.ids, out.weights, out.at)
@@ -137,13 +140,16 @@ class CudaOps:
         best.best(logits, torch.empty(keys, dtype=torch.int64, device=logits.device), out)
         return out
 
-    def attention(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """`batch` says where on the device it stands: DeviceBatch."""
         at = batch.device
         if at is None:
             raise ValueError("attention on a GPU reads its batch from the device")
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        softmax = attention.Softmax(scale, window)
+        softmax = attention.Softmax(scale, window, sinks)
         if not at.one_each:
             attention.prefill(q, cache, at.page_table, at.q_starts, at.kv_lens, softmax, out)
             return out
@@ -164,14 +170,17 @@ def _new_choice(x: Tensor, top_k: int, handed_over: bool) -> choose.Choice:
 
 
 class CudaMlp:
-    def __init__(self, hidden: int, width: int, bias: bool, device: torch.device, staging: Staging) -> None:
+    def __init__(
+        self, hidden: int, width: int, bias: bool, gating: Gating, device: torch.device, staging: Staging
+    ) -> None:  # fmt: skip
+        self._gating = gating
         self._gate_up = CudaLinear({"gate": width, "up": width}, hidden, bias, device, staging)
         self._down = CudaLinear({"down": hidden}, width, bias, device, staging)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate_up = self._gate_up(x)
         h = torch.empty(len(x), gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
-        silu_mul(gate_up, h)
+        gated(gate_up, h, ACTIVATIONS[self._gating.kind], self._gating.limit)
         return self._down(h)
 
     def parameters(self) -> Parameters:
@@ -205,14 +214,14 @@ class CudaMaps:
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> CudaLinear:
         return CudaLinear(outs, inputs, bias, self._device, self._staging)
 
-    def router(self, experts: int, hidden: int) -> CudaLinear:
-        return CudaLinear({"router": experts}, hidden, False, self._device, self._staging, out=torch.float32)
+    def router(self, experts: int, hidden: int, bias: bool = False) -> CudaLinear:
+        return CudaLinear({"router": experts}, hidden, bias, self._device, self._staging, out=torch.float32)
 
     def head(self, vocab: int, hidden: int) -> CudaLinear:
         return CudaLinear({"head": vocab}, hidden, False, self._device, self._staging, out=torch.float32)
 
-    def mlp(self, hidden: int, width: int, bias: bool) -> CudaMlp:
-        return CudaMlp(hidden, width, bias, self._device, self._staging)
+    def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> CudaMlp:
+        return CudaMlp(hidden, width, bias, gating, self._device, self._staging)
 
     def latent(self, heads: int, keys: int, values: int, rank: int) -> CudaLatentMaps:
         return CudaLatentMaps(heads, keys, values, rank, self._device)

@@ -40,8 +40,9 @@ class PlainMatrix:
     def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if len(x) > linear.MOST_TOKENS and dtype == x.dtype:
             return functional.linear(x, self.weight, bias)
-        if len(x) > linear.MOST_TOKENS:  # a head or router, which has no bias: its sums are not rounded
-            return torch.mm(x, self.weight.T, out_dtype=dtype)
+        if len(x) > linear.MOST_TOKENS:  # a head or router: its sums are not rounded
+            sums = torch.mm(x, self.weight.T, out_dtype=dtype)
+            return sums if bias is None else sums.add_(bias)
         out = torch.empty(len(x), len(self.weight), dtype=dtype, device=x.device)
         self.into(x, bias, out)
         return out

@@ -5,49 +5,66 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from proa.models.spec import SILU, Gating
 from proa.native.formats import PANEL_ROWS
 from proa.native.weights import Activation, Experts
 from proa.ops.packed import Memory, RowSink, Stack
 from proa.ops.table import Parameters
 
+ACTIVATIONS = {"silu": Activation.SILU, "clamped_swiglu": Activation.CLAMPED_SWIGLU}
+
+
+class GatedBiases:
+    """Of `count` MLPs of one shape, zero until written, in the order of packed rows: up (and gate) float32 [count,
+    panels, 2, 16], down float32 [count, padded hidden]."""
+
+    def __init__(self, count: int, hidden: int, width: int) -> None:
+        self._hidden, self._width = hidden, width
+        self.up = torch.zeros(count, -(-width // PANEL_ROWS), 2, PANEL_ROWS)
+        self.down = torch.zeros(count, -(-hidden // PANEL_ROWS) * PANEL_ROWS)
+
+    def sinks(self, index: int) -> Parameters:
+        """Of one MLP."""
+        for part, name in enumerate(("gate", "up")):
+            yield f"{name}.bias", BiasSink(self.up[index, :, part], self._width)
+        yield "down.bias", BiasSink(self.down[index], self._hidden)
+
 
 class GatedStacks:
-    """`count` MLPs of one shape: down(silu(gate x) * up x)."""
+    """`count` MLPs of one shape: down(gating(gate x, up x)), with `biases` or without."""
 
     def __init__(
-        self, memory: Memory, count: int, hidden: int, width: int, bias: bool,
-        up_stored: set[str] | None = None, down_stored: set[str] | None = None,
+        self, memory: Memory, count: int, hidden: int, width: int, biases: GatedBiases | None = None,
+        gating: Gating = SILU, up_stored: set[str] | None = None, down_stored: set[str] | None = None,
     ) -> None:  # fmt: skip
-        self.hidden, self.width = hidden, width
+        self.hidden, self.width, self.biases, self._gating = hidden, width, biases, gating
         self.up = Stack(memory, count, width, hidden, interleaved=True, stored=up_stored)
         self.down = Stack(memory, count, hidden, width, stored=down_stored)
-        panels = -(-width // PANEL_ROWS)
-        self.biases: tuple[Tensor, ...] = ()  # of gate and up [count, panels, 2, 16], of down; native kernels read them
-        if bias:
-            down = torch.zeros(count, -(-hidden // PANEL_ROWS) * PANEL_ROWS)
-            self.biases = torch.zeros(count, panels, 2, PANEL_ROWS), down
 
     def experts(self) -> Experts:
         """For native kernels; the stacks, and their biases, must outlive it."""
-        named = dict(zip(("gate_bias", "down_bias"), (bias.data_ptr() for bias in self.biases), strict=False))
-        return Experts(self.up.matrix, self.down.matrix, Activation.SILU, **named)
+        biases = {} if self.biases is None else {
+            "gate_bias": self.biases.up.data_ptr(), "down_bias": self.biases.down.data_ptr()
+        }  # fmt: skip
+        activation = ACTIVATIONS[self._gating.kind]
+        return Experts(self.up.matrix, self.down.matrix, activation, limit=self._gating.limit, **biases)
 
     def sinks(self, index: int) -> Parameters:
         """Of one MLP: gate, up, down (.weight, .bias)."""
+        yield from self.weight_sinks(index)
+        if self.biases is not None:
+            yield from self.biases.sinks(index)
+
+    def weight_sinks(self, index: int) -> Parameters:
         up, down = self.up, self.down
         for part, name in enumerate(("gate", "up")):
             where = lambda: (up, 0)  # noqa: E731
             yield f"{name}.weight", RowSink(self.width, self.hidden, up.expect, where, index=index, part=part)
         yield "down.weight", RowSink(self.hidden, self.width, down.expect, lambda: (down, 0), index=index)
-        if self.biases:
-            gate_bias, down_bias = self.biases
-            for part, name in enumerate(("gate", "up")):
-                yield f"{name}.bias", BiasSink(gate_bias[index, :, part], self.width)
-            yield "down.bias", down_bias[index, : self.hidden]
 
 
 class BiasSink:
-    """A bias whose numbers lie 16 here and 16 there: [panels, 16], of which `width` count."""
+    """A bias whose numbers may lie 16 here and 16 there: [panels, 16] or [panels * 16], of which `width` count."""
 
     row_unit = 1
 

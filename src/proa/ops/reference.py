@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proa.models.spec import ExpertGroups
+from proa.models.spec import SILU, ExpertGroups, Gating
 from proa.ops.choose import in_steps
 from proa.ops.parts import named_parts
 from proa.ops.table import (
@@ -64,6 +64,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def gated(gate_up: Tensor, gating: Gating) -> Tensor:
+    """gate_up [T, 2I], gate first -> what down reads, [T, I]."""
+    if gating.kind == "silu":
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
 def route(logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
     router, wide = rule.router, logits.float()
     scores = torch.softmax(wide, -1) if router.score == "softmax" else torch.sigmoid(wide)
@@ -91,12 +100,17 @@ def best(logits: Tensor) -> Tensor:
     return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1)
 
 
-def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """x [T, H]; gate_up [E, 2I, H], gate first; down [E, H, I] -> [T, H]."""
+def moe_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+    biases: tuple[Tensor, Tensor] | None = None, gating: Gating = SILU,
+) -> Tensor:  # fmt: skip
+    """x [T, H]; gate_up [E, 2I, H], gate first; down [E, H, I]; their biases [E, 2I], [E, H] -> [T, H]."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in torch.unique(ids[ids >= 0]).tolist():
         rows, choice = torch.where(ids == expert)
-        y = linear(silu_mul(linear(x[rows], gate_up[expert], None)), down[expert], None)
+        up_bias, down_bias = (None, None) if biases is None else (bias[expert] for bias in biases)
+        h = gated(linear(x[rows], gate_up[expert], up_bias), gating)
+        y = linear(h, down[expert], down_bias)
         out.index_add_(0, rows, y.float() * weights[rows, choice, None])
     return out.to(x.dtype)
 
@@ -127,27 +141,65 @@ def rotate_store(q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cac
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
-    cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
-    cache.values.flatten(0, 1).index_copy_(0, slots, values)
+    for x, pages, scale in ((keys, cache.keys, cache.key_scale), (values, cache.values, cache.value_scale)):
+        if pages.dtype is torch.float8_e4m3fn:  # torch copies bytes by index, not float8
+            codes = to_e4m3(x, scale).view(torch.uint8)
+            pages.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, codes)
+        else:
+            pages.flatten(0, 1).index_copy_(0, slots, x.to(pages.dtype))
 
 
-def attention(q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
+def to_e4m3(x: Tensor, scale: float) -> Tensor:
+    """As float8_e4m3fn, as KvPages says."""
+    scaled = x.float() * (1 / scale)
+    return torch.where(scaled.isfinite(), scaled.clamp(-448, 448), torch.nan).to(torch.float8_e4m3fn)
+
+
+def _read_kv(pages: Tensor, ids: Tensor, kv_len: int, dtype: torch.dtype) -> Tensor:
+    """[heads, kv_len, D] of a sequence, without a scale."""
+    of_bytes = pages.dtype is torch.float8_e4m3fn
+    found = pages.view(torch.uint8)[ids].view(pages.dtype) if of_bytes else pages[ids]
+    return found.flatten(0, 1)[:kv_len].transpose(0, 1).to(dtype)
+
+
+def attention(
+    q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None, sinks: Tensor | None = None
+) -> Tensor:
     out = torch.empty_like(q)
     start = 0
     for q_len, kv_len, pages in zip(batch.q_lens, batch.kv_lens, batch.page_table, strict=True):
         rows = slice(start, start + q_len)
-        keys, values = (t[pages].flatten(0, 1)[:kv_len].transpose(0, 1) for t in (cache.keys, cache.values))
+        keys, values = (_read_kv(t, pages, kv_len, q.dtype) for t in (cache.keys, cache.values))
         mask = _causal(q_len, kv_len, window, q.device)
+        if sinks is not None:
+            seen = _beside_sinks(q[rows], keys, values, mask, scale * cache.key_scale, sinks)
+            out[rows] = seen * cache.value_scale
+            start += q_len
+            continue
         seen = functional.scaled_dot_product_attention(
             q[rows].transpose(0, 1)[None],
             keys[None],
             values[None],
             attn_mask=mask,
-            scale=scale,
+            scale=scale * cache.key_scale,
             enable_gqa=True,
         )
-        out[rows] = seen[0].transpose(0, 1)
+        out[rows] = seen[0].transpose(0, 1) * cache.value_scale
         start += q_len
+    return out
+
+
+def _beside_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
+    """q [T, heads, D]; keys, values [kv_heads, kv_len, D] -> [T, heads, D]. A head at a time, for logits are large."""
+    out, per_kv_head = torch.empty_like(q), q.shape[1] // len(keys)
+    for head, sink in enumerate(sinks.float()):
+        logits = q[:, head].float() * scale @ keys[head // per_kv_head].float().T
+        if mask is not None:
+            logits.masked_fill_(~mask, float("-inf"))
+        most = torch.maximum(logits.amax(-1, keepdim=True), sink)
+        weights = logits.sub_(most).exp_()
+        total = weights.sum(-1, keepdim=True) + torch.exp(sink - most)
+        out[:, head] = weights @ values[head // per_kv_head].float() / total
     return out
 
 
@@ -238,20 +290,21 @@ class TorchHead(TorchLinear):
 
 
 class TorchRouter(TorchLinear):
-    def __init__(self, experts: int, hidden: int, dtype: torch.dtype) -> None:
-        super().__init__({"router": experts}, hidden, False, dtype)
+    def __init__(self, experts: int, hidden: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__({"router": experts}, hidden, bias, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x.float(), self.weight.float(), None)
+        return linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 class TorchMlp:
-    def __init__(self, hidden: int, width: int, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, width: int, bias: bool, gating: Gating, dtype: torch.dtype) -> None:
+        self._gating = gating
         self._gate_up = TorchLinear({"gate": width, "up": width}, hidden, bias, dtype)
         self._down = TorchLinear({"down": hidden}, width, bias, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(silu_mul(self._gate_up(x)))
+        return self._down(gated(self._gate_up(x), self._gating))
 
     def parameters(self) -> Parameters:
         yield from self._gate_up.parameters()
@@ -291,16 +344,23 @@ class TorchUnderway:
 class TorchExperts:
     """All experts of one layer, stacked."""
 
-    def __init__(self, experts: int, hidden: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, experts: int, hidden: int, width: int, bias: bool, gating: Gating, dtype: torch.dtype
+    ) -> None:  # fmt: skip
+        self._gating = gating
         self.gate_up = torch.empty(experts, 2 * width, hidden, dtype=dtype)
         self.down = torch.empty(experts, hidden, width, dtype=dtype)
+        sizes = (2 * width, hidden)
+        self.biases = tuple(torch.empty(experts, n, dtype=dtype) for n in sizes) if bias else ()
 
     @property
     def residency(self) -> None:
         return None
 
     def start(self, x: Tensor, chosen: Chosen) -> TorchUnderway:
-        return TorchUnderway(moe_experts(x, chosen.ids, chosen.weights, self.gate_up, self.down))
+        weights = self.gate_up, self.down
+        biases = (self.biases[0], self.biases[1]) if self.biases else None
+        return TorchUnderway(moe_experts(x, chosen.ids, chosen.weights, *weights, biases, self._gating))
 
     def parameters(self) -> Parameters:
         width = self.down.shape[2]
@@ -308,6 +368,10 @@ class TorchExperts:
             yield f"{e}.gate.weight", gate_up[:width]
             yield f"{e}.up.weight", gate_up[width:]
             yield f"{e}.down.weight", down
+        for e, (up_bias, down_bias) in enumerate(zip(*self.biases, strict=True)):
+            yield f"{e}.gate.bias", up_bias[:width]
+            yield f"{e}.up.bias", up_bias[width:]
+            yield f"{e}.down.bias", down_bias
 
 
 class TorchEmbedding:
@@ -333,19 +397,19 @@ class TorchMaps:
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> TorchLinear:
         return TorchLinear(outs, inputs, bias, self._dtype)
 
-    def router(self, experts: int, hidden: int) -> TorchRouter:
-        return TorchRouter(experts, hidden, self._dtype)
+    def router(self, experts: int, hidden: int, bias: bool = False) -> TorchRouter:
+        return TorchRouter(experts, hidden, bias, self._dtype)
 
     def head(self, vocab: int, hidden: int) -> TorchHead:
         return TorchHead(vocab, hidden, self._dtype)
 
-    def mlp(self, hidden: int, width: int, bias: bool) -> TorchMlp:
-        return TorchMlp(hidden, width, bias, self._dtype)
+    def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> TorchMlp:
+        return TorchMlp(hidden, width, bias, gating, self._dtype)
 
-    def experts(self, experts: int, hidden: int, width: int) -> Experts:
+    def experts(self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU) -> Experts:
         if self._new_experts is not None:
-            return self._new_experts(experts, hidden, width)
-        return TorchExperts(experts, hidden, width, self._dtype)
+            return self._new_experts(experts, hidden, width, bias, gating)
+        return TorchExperts(experts, hidden, width, bias, gating, self._dtype)
 
     def latent(self, heads: int, keys: int, values: int, rank: int) -> TorchLatentMaps:
         return TorchLatentMaps(heads, keys, values, rank, self._dtype)

@@ -11,14 +11,14 @@ from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, layout
 from proa.native.weights import Activation
 from proa.ops.bell_block import Bell
 
-ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)
+ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
 
 
 @dataclass(frozen=True)
 class ExpertShape:
     """One expert: gate and up [width, hidden], panel by panel, and down [hidden, width], each in its form.
 
-    Raises ValueError for an activation that the kernels do not have.
+    limit: of the clamped SwiGLU. Raises ValueError for an activation that the kernels do not have.
     """
 
     hidden: int
@@ -26,6 +26,7 @@ class ExpertShape:
     up_form: Form = BF16_FORM
     down_form: Form = BF16_FORM
     activation: Activation = Activation.SILU
+    limit: float = 0.0
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -42,6 +43,22 @@ class ExpertShape:
 
 
 IN_PLACE_PAIRS = 64  # choices of a step of few tokens
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Of all experts of a layer, wherever those are, in the order of their packed rows, padded with zeros: float32."""
+
+    up: Tensor  # [E, rows of gate and up]
+    down: Tensor  # [E, rows of down]
+
+
+@dataclass(frozen=True)
+class PairBias:
+    """Of pairs of a token and an expert, ids int32 [T, k]: one of the Biases of all experts."""
+
+    ids: Tensor
+    of: Tensor
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from proa.models.spec import Router
+from proa.models.spec import SILU, Gating, Router
 from proa.native.fill import Fill, StoredRows
 from proa.ops.residency import Located, Residency
 
@@ -49,10 +49,16 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class KvPages:
-    """One layer's cache. keys, values: [pages, page_tokens, kv_heads, D]."""
+    """One layer's cache. keys, values: [pages, page_tokens, kv_heads, D], of the activations' type or float8_e4m3fn.
+
+    Scales are of float8, exact in float32. What is stored is value * (1 / scale) in float32, rounded to nearest; of
+    that, finite numbers beyond 448 become 448, others NaN.
+    """
 
     keys: Tensor
     values: Tensor
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -220,8 +226,12 @@ class Best(Protocol):
 
 
 class PagedAttention(Protocol):
-    def __call__(self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None) -> Tensor:
-        """Causal attention of q [T, heads, D] over each sequence's pages -> [T, heads, D]; softmax in float32."""
+    def __call__(
+        self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Causal attention of q [T, heads, D] over each sequence's pages -> [T, heads, D]; softmax in float32. sinks
+        float32 [heads]: a logit of each head that takes its share of the softmax and has no value."""
 
 
 class LatentStore(Protocol):
@@ -273,7 +283,7 @@ class LinearMap(Protocol):
 
 
 class Mlp(Protocol):
-    """down(silu(gate x) * up x). Parameters: gate, up, down (.weight, .bias)."""
+    """down(gating(gate x, up x)). Parameters: gate, up, down (.weight, .bias)."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -310,7 +320,7 @@ class LatentMaps(Protocol):
 
 
 class Experts(Protocol):
-    """The routed experts of a layer. Parameters: "<e>.gate.weight" and so on."""
+    """The routed experts of a layer. Parameters: "<e>.gate.weight" and so on, and biases."""
 
     @property
     def residency(self) -> Residency | None:
@@ -324,7 +334,9 @@ class Experts(Protocol):
 
 
 class NewExperts(Protocol):
-    def __call__(self, experts: int, hidden: int, width: int) -> Experts:
+    def __call__(
+        self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU
+    ) -> Experts:  # fmt: skip
         """The routed experts of the model's next MoE layer, wherever they live."""
 
 
@@ -345,15 +357,15 @@ class Maps(Protocol):
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> LinearMap: ...
 
-    def router(self, experts: int, hidden: int) -> LinearMap:
-        """Parameter "router.weight"; gives float32."""
+    def router(self, experts: int, hidden: int, bias: bool = False) -> LinearMap:
+        """Parameters "router.weight" and "router.bias"; gives float32."""
 
     def head(self, vocab: int, hidden: int) -> LinearMap:
         """Parameter "head.weight"; gives float32."""
 
-    def mlp(self, hidden: int, width: int, bias: bool) -> Mlp: ...
+    def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> Mlp: ...
 
-    def experts(self, experts: int, hidden: int, width: int) -> Experts: ...
+    def experts(self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU) -> Experts: ...
 
     def latent(self, heads: int, keys: int, values: int, rank: int) -> LatentMaps: ...
 

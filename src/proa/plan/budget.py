@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from proa.models.spec import Attention, Block, LatentAttention, Mixer, Mlp, Model
 
 ELEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+KV_ELEM_BYTES = {**ELEM_BYTES, "float8_e4m3fn": 1}
 
 # Two processes, measured on x86-64 with Python 3.11 and torch 2.13 for CPUs, resident: the engine after its first
 # operations 249 MB, the matrix kernels that oneDNN compiles and keeps 185 MB (docs/decisions/010), the server 118 MB.
@@ -30,6 +31,8 @@ SAMPLED_LOGIT_BYTES = 48
 SCORED_ROWS, SCORED_LOGIT_BYTES = 64, 12
 # Bytes per (query, key) pair of the causal mask: up to three bools, and the mask in the widest type.
 MASK_BYTES = 7
+# And where heads have sinks: a head's logits in float32, and the mask once more.
+SINK_BYTES = 5
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,21 @@ class Demand:
         )
 
 
-def demand(spec: Model, elem_bytes: int, page_tokens: int, max_running: int, batch_tokens: int) -> Demand:
+def demand(
+    spec: Model, elem_bytes: int, page_tokens: int, max_running: int, batch_tokens: int, kv_elem_bytes: int
+) -> Demand:
     """The demand of a model held in `elem_bytes` per parameter, running steps of up to `batch_tokens`."""
     activations = batch_tokens * row_bytes(spec)
     # One layer at a time, one sequence at a time: its pages gathered into K and V, and its mask.
-    gathered = max((block.mixer.cache.elems_per_token for block in spec.blocks), default=0) * elem_bytes
+    gathered = max((block.mixer.cache.elems_per_token for block in spec.blocks), default=0)
+    gathered *= elem_bytes if kv_elem_bytes == elem_bytes else kv_elem_bytes + elem_bytes  # as stored, then widened
+    pair_bytes = MASK_BYTES + (SINK_BYTES if any(mixer.sinks for mixer in spec.attention) else 0)
     return Demand(
         weights_bytes=spec.num_params * elem_bytes,
         fixed_bytes=PROCESS_BYTES + LOADING_BYTES,
         workspace_base_bytes=logits_bytes(spec, max_running) + activations,
-        workspace_bytes_per_context_token=gathered + batch_tokens * MASK_BYTES,
-        page_bytes=page_tokens * spec.kv_bytes_per_token(elem_bytes),
+        workspace_bytes_per_context_token=gathered + batch_tokens * pair_bytes,
+        page_bytes=page_tokens * spec.kv_bytes_per_token(kv_elem_bytes),
         page_tokens=page_tokens,
         states_bytes=max_running * spec.state_bytes_per_sequence(elem_bytes),
     )

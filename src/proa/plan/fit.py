@@ -33,6 +33,7 @@ class Case:
     machine: Machine
     usable_bytes: int
     space: str = "memory"  # what is short where the context is cut, for the table
+    kv_elem_bytes: int = 2
     stored: Mapping[str, str] = field(default_factory=dict)  # types of parameters that may be kept; see packed_size
     counts: Counts = ()  # how often each expert was chosen; empty: nobody knows
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from math import prod
 
 from proa.models.spec import Model, Moe
-from proa.native.formats import BF16_FORM, Form, Format, kept_form, layout
+from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Format, kept_form, layout
 from proa.weights.dummy_names import is_coded
 
 # Gate and up of all experts of a layer are one stack, and so are its down matrices.
 _EXPERT = re.compile(r"(blocks\.\d+\.ffn\.experts)\.\d+\.(gate|up|down)\.weight")
+_MLP_BIAS = re.compile(r"blocks\.\d+\.ffn\.(?:.*\.)?(?:gate|up|down)\.bias")
 _MLP = re.compile(r"(blocks\.\d+\.ffn(?:\.shared)?)\.(gate|up)\.weight")
 
 
@@ -33,7 +34,8 @@ def packed_size(spec: Model, stored: Mapping[str, str]) -> PackedSize:
     total = active = 0.0
     for name, shape in spec.params():
         stored_as = {"BF16"} if of_heads(name) else types[_stack(name)]
-        nbytes = _bytes(frozenset(stored_as), shape, table=name == "embed.weight" and not spec.tied)
+        padded = (-(-shape[0] // PANEL_ROWS) * PANEL_ROWS,) if _MLP_BIAS.fullmatch(name) else shape
+        nbytes = _bytes(frozenset(stored_as), padded, table=name == "embed.weight" and not spec.tied)
         total += nbytes
         active += nbytes * _read_share(spec, name)
     return PackedSize(int(total), int(active))

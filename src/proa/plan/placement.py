@@ -30,6 +30,7 @@ class MoeLayer:
     top_k: int
     expert_bytes: int
     forms: tuple[Form, Form] = (BF16_FORM, BF16_FORM)  # of gate and up, of down
+    bias_bytes: int = 0  # of an expert
 
     @property
     def total_bytes(self) -> int:
@@ -41,7 +42,7 @@ def moe_layers(spec: Model, stored: Mapping[str, str]) -> tuple[MoeLayer, ...]:
     routed = [(i, block.ffn) for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)]
     forms = [expert_forms(stored, i, ffn) for i, ffn in routed]
     return tuple(
-        MoeLayer(i, ffn.experts, ffn.top_k, expert_bytes(ffn, *of), of)
+        MoeLayer(i, ffn.experts, ffn.top_k, expert_bytes(ffn, *of), of, bias_bytes(ffn))
         for (i, ffn), of in zip(routed, forms, strict=True)
     )
 
@@ -49,6 +50,20 @@ def moe_layers(spec: Model, stored: Mapping[str, str]) -> tuple[MoeLayer, ...]:
 def expert_bytes(ffn: Moe, up: Form = BF16_FORM, down: Form = BF16_FORM) -> int:
     """Packed bytes of one expert: gate and up alternate panel by panel, down follows."""
     return 2 * packed_bytes(ffn.width, ffn.hidden, up) + packed_bytes(ffn.hidden, ffn.width, down)
+
+
+def bias_bytes(ffn: Moe) -> int:
+    """Of one expert, in float32 for whole panels. VRAM and RAM have those of all experts; they do not move."""
+    rows = 2 * _padded(ffn.width, PANEL_ROWS) + _padded(ffn.hidden, PANEL_ROWS)
+    return 4 * rows if ffn.bias else 0
+
+
+def ram_bias_bytes(layers: Sequence[MoeLayer], resident: Sequence[Sequence[int]], inclusive: bool) -> int:
+    """Where RAM has not all experts, the biases of those it has are there once more, by their numbers there."""
+    again = [
+        0 if inclusive or not ids else layer.experts - len(ids) for layer, ids in zip(layers, resident, strict=True)
+    ]
+    return sum(layer.bias_bytes * (layer.experts + more) for layer, more in zip(layers, again, strict=True))
 
 
 def packed_bytes(rows: int, columns: int, form: Form = BF16_FORM) -> int:

@@ -151,6 +151,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     path: str  # folder or GGUF file
     load_format: str  # safetensors, bin, gguf, dummy
     dtype: str  # bfloat16, float16, float32
+    kv_dtype: str = "bfloat16"  # of the KV cache: the same, or float8_e4m3fn
     dummy_seed: int = 0
     dummy_router: str = "uniform"
     dummy_format: str = "bf16"  # of routed experts and linear layers

@@ -6,6 +6,7 @@ as asked raises UsageError (wrong in itself) or ResourceError (wrong on this mac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from proa.config.options import EngineOptions, MachineOptions, ModelOptions
@@ -14,11 +15,12 @@ from proa.machine.machine import Gpu, Machine
 from proa.models.names import Declared
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
-from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, demand
+from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
 from proa.plan.device import choose
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, fit
 from proa.plan.gpu_asked import asked_gpu
+from proa.plan.kv_type import kv_type
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
@@ -50,31 +52,31 @@ def resolve(
     isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in nothing else
     batch_tokens, batch_row = _batch_tokens(options)
     usable_bytes, ram_row = _ram(options.machine, machine)
-    page_tokens, elem_bytes = options.cache.page_tokens, ELEM_BYTES[dtype]
-    need = demand(spec, elem_bytes, page_tokens, asked.max_running, batch_tokens)
-    active_bytes = spec.num_active_params * elem_bytes
+    kv = kv_type(options.cache.kv_dtype, dtype, checkpoint, declared)
+    need = demand(spec, ELEM_BYTES[dtype], options.cache.page_tokens, asked.max_running, batch_tokens, kv.elem_bytes)
     _check_dummy(options.model, checkpoint, dtype)
     stored = kept_types(options.model, declared, checkpoint) if isa else {}
-    if stored:
-        packed = packed_size(spec, stored)
-        need, active_bytes = replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
-    case = Case(model, spec, options, dtype, need, machine, usable_bytes, stored=stored, counts=counts)
+    need, active_bytes = _kept(spec, stored, need, ELEM_BYTES[dtype])
+    case = Case(
+        model, spec, options, dtype, need, machine, usable_bytes,
+        kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts,
+    )  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
-    fitted = placed.fitted
     return Plan(
         model=model,
         path=str(checkpoint.path),
         load_format=checkpoint.load_format,
         dtype=dtype,
+        kv_dtype=kv.dtype,
         dummy_seed=options.model.dummy_seed,
         dummy_router=options.model.dummy_router,
         dummy_format=options.model.dummy_format,
         ignore_config_keys=options.model.ignore_config_key,
         override_config=config_overrides(options.model.override_config),
-        context_tokens=fitted.context_tokens,
-        page_tokens=page_tokens,
-        num_pages=fitted.num_pages,
+        context_tokens=placed.fitted.context_tokens,
+        page_tokens=options.cache.page_tokens,
+        num_pages=placed.fitted.num_pages,
         prefix_cache=options.cache.prefix_cache and not spec.recurrent,
         max_running=asked.max_running,
         max_batch_tokens=batch_tokens,
@@ -91,6 +93,7 @@ def resolve(
             dtype_row,
             _compute(dtype, host, placed.gpu),
             *placed.decisions,
+            kv.row,
             _prefix_cache(options.cache.prefix_cache, spec),
             Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue"),
             batch_row,
@@ -99,6 +102,14 @@ def resolve(
             *worker_rows,
         ),
     )
+
+
+def _kept(spec: Model, stored: Mapping[str, str], need: Demand, elem_bytes: int) -> tuple[Demand, int]:
+    """The demand with weights as the native kernels keep them, and what a token reads of those."""
+    if not stored:
+        return need, spec.num_active_params * elem_bytes
+    packed = packed_size(spec, stored)
+    return replace(need, weights_bytes=packed.total_bytes), packed.active_bytes
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,7 @@ def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -
 def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: float) -> _Placed:
     got = split(case, gpu, batch_tokens)
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
-    roof = split_roof(case.spec, got.gpu, gpu, bandwidth)
+    roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
     return _Placed(got.gpu, got.memory, got.fitted, roof, (row, *got.decisions))
 
 
@@ -160,7 +171,7 @@ def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) ->
         process_bytes=PROCESS_BYTES,
         states_bytes=need.states_bytes,
     )
-    roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], bandwidth)
+    roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], case.kv_elem_bytes, bandwidth)
     row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
     uncounted = saving_rows(case.options.gpus, False, "choices are counted where there is a GPU")
     return _Placed(None, memory, fitted, roof, (row, *fitted.decisions, *uncounted))

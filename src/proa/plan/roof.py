@@ -16,18 +16,18 @@ ROOF_CONTEXT_TOKENS = 256
 FASTEST_VRAM_BYTES_PER_S = 8e12
 
 
-def cpu_roof(spec: Model, active_bytes: int, elem_bytes: int, bandwidth: float) -> Roof:
+def cpu_roof(spec: Model, active_bytes: int, elem_bytes: int, kv_elem_bytes: int, bandwidth: float) -> Roof:
     """Decode of one request reads every active parameter and its past once a token."""
-    past = past_bytes(spec, ROOF_CONTEXT_TOKENS, elem_bytes)
+    past = past_bytes(spec, ROOF_CONTEXT_TOKENS, elem_bytes, kv_elem_bytes)
     return Roof(bytes_per_token=round(active_bytes + past), bandwidth_bytes_per_s=bandwidth)
 
 
-def past_bytes(spec: Model, context_tokens: float, elem_bytes: int) -> float:
+def past_bytes(spec: Model, context_tokens: float, elem_bytes: int, kv_elem_bytes: int) -> float:
     """What a decoded token moves of its sequence's past: all KV is read, recurrent states are read and written."""
-    return context_tokens * spec.kv_bytes_per_token(elem_bytes) + 2 * spec.state_bytes_per_sequence(elem_bytes)
+    return context_tokens * spec.kv_bytes_per_token(kv_elem_bytes) + 2 * spec.state_bytes_per_sequence(elem_bytes)
 
 
-def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float) -> Roof:
+def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float, kv_elem_bytes: int) -> Roof:
     """Dense weights and KV come from VRAM, then resident experts from VRAM while the others come from RAM.
 
     Every expert counts as often as any other.
@@ -42,8 +42,9 @@ def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float) -> Roof:
         in_vram += read_bytes * share
         in_ram += read_bytes * (1 - share)
     rate, source = _vram_rate(gpu, bandwidth)
+    past = past_bytes(spec, ROOF_CONTEXT_TOKENS, BF16_BYTES, kv_elem_bytes)
     vram = VramRoof(
-        dense_bytes_per_token=plan.vram.dense_read_bytes + round(past_bytes(spec, ROOF_CONTEXT_TOKENS, BF16_BYTES)),
+        dense_bytes_per_token=plan.vram.dense_read_bytes + round(past),
         expert_bytes_per_token=round(in_vram),
         bandwidth_bytes_per_s=rate,
         source=source,

@@ -17,7 +17,7 @@ from proa.plan.budget import Demand
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, Short, listed_parts, reach, size_flag
 from proa.plan.gpu_asked import asked_experts, asked_layers
-from proa.plan.placement import MoeLayer, moe_layers, place, resident_bytes, spare_bytes, spare_slots
+from proa.plan.placement import MoeLayer, moe_layers, place, ram_bias_bytes, resident_bytes, spare_bytes, spare_slots
 from proa.plan.plan import GpuPlan, MemoryBudget, VramBudget
 from proa.plan.vram import (
     context_bytes,
@@ -110,7 +110,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     wish = _wish(asked, layers, len(case.spec.blocks))
     budget_bytes, vram_row = _usable(asked, gpu)
     page_tokens, kept = case.options.cache.page_tokens, _kept(case, gpu)
-    need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept)
+    need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
     vram = replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
     room = _room(case, layers, batch_tokens, gpu, budget_bytes)
     fitted = _reach(vram, gpu, _share(vram, layers, wish, room))
@@ -148,7 +148,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     memory = MemoryBudget(
         free_bytes=case.machine.available_bytes,
         reserve_bytes=case.machine.available_bytes - case.usable_bytes,
-        weights_bytes=in_ram_bytes,
+        weights_bytes=in_ram_bytes + ram_bias_bytes(layers, placed.resident, placed.inclusive),
         kv_bytes=0,
         workspace_bytes=host_workspace_bytes(case.spec, running, batch_tokens),
         loading_bytes=loading_bytes(layers, placed.inclusive),
@@ -233,7 +233,9 @@ def _usable(asked: GpuOptions, gpu: Gpu) -> tuple[int, Decision]:
 def _room(case: Case, layers: tuple[MoeLayer, ...], batch_tokens: int, gpu: Gpu, budget_bytes: int) -> _Room:
     other = process_bytes(gpu.simulated) + (budget_bytes if gpu.simulated else 0)
     other += host_workspace_bytes(case.spec, case.options.scheduler.max_running, batch_tokens)
-    inclusive, exclusive = (case.usable_bytes - other - loading_bytes(layers, keep) for keep in (True, False))
+    biases = sum(layer.experts * layer.bias_bytes for layer in layers)
+    inclusive = case.usable_bytes - other - loading_bytes(layers, True) - biases
+    exclusive = case.usable_bytes - other - loading_bytes(layers, False) - 2 * biases  # at most
     return _Room(inclusive, exclusive)
 
 

@@ -16,7 +16,7 @@ from proa.models.spec import Model, Moe, Params
 from proa.native.formats import BF16_FORM, Form, Format, kept_form
 from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, Demand, logits_bytes, row_bytes
 from proa.plan.packed_size import of_heads
-from proa.plan.placement import BF16_BYTES, MoeLayer, packed_bytes
+from proa.plan.placement import BF16_BYTES, MoeLayer, bias_bytes, packed_bytes
 
 # CUDA's context, cuBLAS and its workspaces, modules of compiled kernels.
 CONTEXT_BYTES = 600 << 20
@@ -48,13 +48,21 @@ SLOTS_BYTES = 64 << 20
 
 
 def dense_bytes(spec: Model, stored: Mapping[str, str]) -> int:
-    """Everything but routed experts: matrices in panels, vectors in float32. `stored`: see `dense_form`."""
-    return sum(_param_bytes(shape, dense_form(name, shape, stored)) for name, shape in dense_params(spec))
+    """Everything but routed experts, of which there are the biases: matrices in panels, vectors in float32. `stored`:
+    see `dense_form`."""
+    biases = sum(ffn.experts * bias_bytes(ffn) for ffn in _routed(spec))
+    return biases + sum(_param_bytes(shape, dense_form(name, shape, stored)) for name, shape in dense_params(spec))
 
 
 def dense_read_bytes(spec: Model, stored: Mapping[str, str]) -> int:
     """Of these, what one decoded token reads: of an embedding that is not the head, next to nothing."""
-    return dense_bytes(spec, stored) - (0 if spec.tied else _param_bytes((spec.vocab, spec.hidden), BF16_FORM))
+    idle_bytes = sum((ffn.experts - ffn.top_k) * bias_bytes(ffn) for ffn in _routed(spec))
+    lookup_bytes = 0 if spec.tied else _param_bytes((spec.vocab, spec.hidden), BF16_FORM)
+    return dense_bytes(spec, stored) - idle_bytes - lookup_bytes
+
+
+def _routed(spec: Model) -> list[Moe]:
+    return [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
 
 
 def dense_params(spec: Model) -> Params:
@@ -93,8 +101,9 @@ def graphs_bytes(spec: Model, max_running: int, simulated: bool) -> int:
 
 
 def vram_demand(
-    spec: Model, page_tokens: int, max_running: int, batch_tokens: int, simulated: bool, stored: Mapping[str, str]
-) -> Demand:
+    spec: Model, page_tokens: int, max_running: int, batch_tokens: int, simulated: bool, stored: Mapping[str, str],
+    kv_elem_bytes: int = BF16_BYTES,
+) -> Demand:  # fmt: skip
     """The demand on VRAM without routed experts, running steps of up to `batch_tokens`. `stored`: see `dense_form`."""
     experts = max((_routed_row_bytes(b.ffn) for b in spec.blocks if isinstance(b.ffn, Moe)), default=0)
     partials = max((a.heads * (a.head_dim + 2) * 4 * ATTENTION_PARTS for a in spec.attention), default=0)
@@ -108,7 +117,7 @@ def vram_demand(
         + _linear_workspace_bytes(spec, stored),
         # Page tables: an int64 for each page of each running request.
         workspace_bytes_per_context_token=-(-8 * max_running // page_tokens),
-        page_bytes=page_tokens * spec.kv_bytes_per_token(BF16_BYTES),
+        page_bytes=page_tokens * spec.kv_bytes_per_token(kv_elem_bytes),
         page_tokens=page_tokens,
         states_bytes=max_running * spec.state_bytes_per_sequence(BF16_BYTES),
     )
@@ -129,7 +138,7 @@ def host_workspace_bytes(spec: Model, max_running: int, batch_tokens: int) -> in
     """RAM that steps need: what passes between CPU and GPU (rows in bfloat16, sums in float32, two steps in flight),
     the CPU's own experts, and logits that are sampled on the CPU."""
     passing = 2 * batch_tokens * spec.hidden * (2 + 4)
-    routed = [b.ffn for b in spec.blocks if isinstance(b.ffn, Moe)]
+    routed = _routed(spec)
     experts = max((batch_tokens * ffn.top_k * ffn.width * 4 for ffn in routed), default=0)
     return logits_bytes(spec, max_running) + passing + experts + (SLOTS_BYTES if routed else 0)
 

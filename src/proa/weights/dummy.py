@@ -60,7 +60,7 @@ def fill_dummy(
     if form != "bf16":
         _expect_codes(targets, form, filling)
     for name, shape in spec.params():
-        target, routes = targets[name], name.endswith("router.weight")
+        target, routes = targets[name], name.endswith(".router.weight")
         if isinstance(target, Tensor) or routes or len(shape) != 2:
             whole = target if isinstance(target, Tensor) else torch.empty(shape)
             if routes:

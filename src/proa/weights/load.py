@@ -21,9 +21,10 @@ from torch import Tensor
 
 from proa.errors import WeightsError
 from proa.models.names import Declared
-from proa.native.fill import Fill, ReadError, fill
-from proa.native.formats import Format, layout
+from proa.native.fill import Fill, ReadError, StoredRows, fill
+from proa.native.formats import Format, Order, layout
 from proa.native.pool import Pool
+from proa.ops.staging import STORED
 from proa.ops.table import Sink, Target
 from proa.weights.checkpoint import Checkpoint
 from proa.weights.in_parts import in_parts
@@ -128,6 +129,7 @@ class _Copy:
         self._targets = targets
         self._progress = progress
         self._jobs: list[Fill] = []
+        self._read: list[Tensor] = []
         self._jobs_bytes = 0
         self._scales_bytes = 0
         self.done_bytes = 0
@@ -163,7 +165,11 @@ class _Copy:
         """Whether workers fill a parameter: there are any and they can."""
         if self._pool is None:
             return False
-        stored = rows.stored(source.tensor, source.first_row, source.first_col, source.transposed)
+        plain = isinstance(target, Tensor)
+        if source.col_step > 1 and (plain or not source.transposed):
+            return False
+        gathered = self._gather(rows, source) if source.col_step > 1 else None
+        stored = _stored(rows, source, gathered)
         if stored is None:
             return False
         if isinstance(target, Tensor):
@@ -177,11 +183,21 @@ class _Copy:
         for first, count, jobs in in_parts(target, stored, run):
             covered = first + count
             before, after = (nbytes * row // total for row in (first, covered))
-            self._hand_out(jobs, after - before, run)
+            self._hand_out(jobs, after - before, run, gathered)
         return covered > 0
 
-    def _hand_out(self, jobs: Sequence[Fill], nbytes: int, run: Callable[[], None]) -> None:
+    def _gather(self, rows: Rows, source: Source) -> Tensor:
+        """The source's rows in memory, their columns together: a strided copy here, so that workers can turn them."""
+        step = max(1, _CHUNK_BYTES // self._tensors[source.tensor].row_bytes)
+        starts = range(0, source.rows, step)
+        return torch.cat([_rectangle(rows, source, at, min(step, source.rows - at)).contiguous() for at in starts])
+
+    def _hand_out(
+        self, jobs: Sequence[Fill], nbytes: int, run: Callable[[], None], read: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """read: memory that the jobs read."""
         self._jobs += jobs
+        self._read += [] if read is None else [read]
         self._jobs_bytes += nbytes
         self._scales_bytes += max((job.rows.scales.nbytes for job in jobs if job.rows.scales), default=0)
         if self._jobs_bytes >= self._batch_bytes or self._scales_bytes >= self._most_scales_bytes:
@@ -201,6 +217,7 @@ class _Copy:
             self._flush()
         self.done_bytes += self._jobs_bytes
         self._jobs, self._jobs_bytes, self._scales_bytes = [], 0, 0
+        self._read = []
         self._progress(self.done_bytes, self._total_bytes)
 
     def _fill(self, rows: Rows, source: Source, target: Target) -> None:
@@ -217,20 +234,17 @@ class _Copy:
         info = self._tensors[source.tensor]
         out = target if target.dim() == 2 else target.reshape(-1, target.shape[-1])
         out = out.T if source.transposed else out
-        columns = slice(source.first_col, source.first_col + source.cols)
-        whole_rows = source.cols == info.shape[-1]
+        whole_rows = source.cols == info.shape[-1] and source.row_step == 1
         for first, count in self._chunks(source, 1):
             part = out[first : first + count]
-            at = source.first_row + first
-            if not (whole_rows and rows.read_into(source.tensor, at, part)):
-                chunk = rows.read(source.tensor, at, count)[:, columns]
+            if not (whole_rows and rows.read_into(source.tensor, source.first_row + first, part)):
+                chunk = _rectangle(rows, source, first, count)
                 part.copy_(chunk)
                 _refuse_overflow(chunk, part, source.tensor)
 
     def _fill_sink(self, rows: Rows, source: Source, sink: Sink) -> None:
-        columns = slice(source.first_col, source.first_col + source.cols)
         for first, count in self._chunks(source, sink.row_unit):
-            sink.write(first, rows.read(source.tensor, source.first_row + first, count)[:, columns])
+            sink.write(first, _rectangle(rows, source, first, count))
 
     def _chunks(self, source: Source, unit: int) -> Iterator[tuple[int, int]]:
         """(first row, rows) of pieces of about _CHUNK_BYTES; progress is told after each."""
@@ -257,6 +271,23 @@ class _Copy:
                 f"{theirs.file}: the config says that the head is the embedding, but {head.tensor} differs.",
                 "If the head is right, add --override-config tie_word_embeddings=false.",
             )
+
+
+def _stored(rows: Rows, source: Source, gathered: Tensor | None) -> StoredRows | None:
+    """Where workers find the source's rows; None where only `read` does. gathered: they are here."""
+    if gathered is not None:
+        kind, stride = STORED[gathered.dtype], gathered.stride(0) * gathered.itemsize
+        return StoredRows(kind, gathered.data_ptr(), stride, order=Order.TURNED)
+    stored = rows.stored(source.tensor, source.first_row, source.first_col, source.transposed)
+    return stored.every(source.row_step) if stored is not None and source.row_step > 1 else stored
+
+
+def _rectangle(rows: Rows, source: Source, first: int, count: int) -> Tensor:
+    """What `count` of the source's rows have of its columns, from its row `first` on."""
+    span = (count - 1) * source.row_step + 1
+    read = rows.read(source.tensor, source.first_row + first * source.row_step, span)
+    last = source.first_col + (source.cols - 1) * source.col_step
+    return read[:: source.row_step, source.first_col : last + 1 : source.col_step]
 
 
 def _refuse_overflow(chunk: Tensor, out: Tensor, tensor: str) -> None:

@@ -94,11 +94,16 @@ def _modules(index: Mapping[str, TensorInfo]) -> Iterator[Module]:
 
 
 def _stacks(index: Mapping[str, TensorInfo]) -> Iterator[Module]:
-    """Tensors with a name of their own, such as `experts.gate_up_proj`, beside which lies `.._scale_inv`."""
+    """Tensors with a name of their own, such as `experts.gate_up_proj`, beside which lies `.._scale_inv`; or of which
+    there are `.._blocks` and `.._scales`."""
     for path, tensor in index.items():
         scales = f"{path}_scale_inv"
         if not path.endswith(".weight") and scales in index:
             yield Module(path, path, {"weight": (path, tensor), "weight_scale_inv": (scales, index[scales])})
+        name = path.removesuffix("_blocks")
+        scales = f"{name}_scales"
+        if name != path and scales in index:
+            yield Module(name, name, {"blocks": (path, tensor), "scales": (scales, index[scales])})
 
 
 def _reader(module: Module) -> Callable[[Module, Quantisation], Matrix] | None:
@@ -181,6 +186,16 @@ def _packed_floats(module: Module, of: Quantisation) -> Matrix:
     return Matrix("NVFP4", shape, parts)
 
 
+def _blocks_of_floats(module: Module, of: Quantisation) -> Matrix:
+    """Of gpt-oss: two e2m1 a byte, [experts, rows, groups, 16]; scales [experts, rows, groups]."""
+    blocks, scales = module.take("blocks"), module.take("scales")
+    fit = len(blocks.shape) == 4 and blocks.shape[-1] == 16 and scales.shape == blocks.shape[:-1]
+    if not fit or scales.dtype not in _POWERS:
+        raise module.misfit(scales, blocks.shape)
+    shape = (*blocks.shape[:2], blocks.shape[2] * 32)
+    return Matrix("MXFP4", shape, Quantised(blocks, Code.E2M1, scales, 1, 32))
+
+
 def _turned_integers(module: Module, of: Quantisation) -> Matrix:
     """GPTQ: words along the columns, [columns, rows]; AWQ: words along the rows. Scales and zeros [groups, rows]."""
     words, scales, zeros = module.take("qweight"), module.take("scales"), module.take("qzeros")
@@ -243,4 +258,5 @@ _READERS = {
     "weight": {"F8_E4M3": _eight_bit_floats, "I8": _eight_bit_integers, "U8": _packed_floats},
     "qweight": {"I32": _turned_integers},
     "weight_packed": {"I32": _packed_integers, "U8": _packed_floats},
+    "blocks": {"U8": _blocks_of_floats},
 }

@@ -19,7 +19,9 @@ from proa.weights.index import TensorInfo
 
 Index = Mapping[str, TensorInfo]
 
-_EXPERT = re.compile(r"(?P<stack>blocks\.\d+\.ffn\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)\.weight")
+_EXPERT = re.compile(
+    r"(?P<stack>blocks\.\d+\.ffn\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)\.(?P<kind>weight|bias)"
+)
 _LISTED = 5  # problems that an error names; the rest is counted
 
 
@@ -27,7 +29,8 @@ _LISTED = 5  # problems that an error names; the rest is counted
 class Source:
     """A rectangle of a stored tensor, taken as [rows, columns] with all dimensions but the last as rows.
 
-    `transposed`: the rectangle is [in, out], the parameter [out, in].
+    `transposed`: the rectangle is [in, out], the parameter [out, in]. row_step, col_step: of the stored tensor's rows
+    and columns it takes every so many.
     """
 
     tensor: str
@@ -36,6 +39,8 @@ class Source:
     first_col: int
     cols: int
     transposed: bool = False
+    row_step: int = 1
+    col_step: int = 1
 
 
 @dataclass(frozen=True)
@@ -108,31 +113,43 @@ class _Stacks:
         self._shapes = shapes
         self._counts: dict[str, int] = {}
         for name in shapes:
-            if (match := _EXPERT.fullmatch(name)) and match["part"] == "gate":
+            if (match := _EXPERT.fullmatch(name)) and match["part"] == "gate" and match["kind"] == "weight":
                 self._counts[match["stack"]] = self._counts.get(match["stack"], 0) + 1
         self._transposed: dict[str, bool | None] = {}
 
     def find(self, name: str) -> Source | None:
-        """Source of one expert's gate, up or down; None if the name is no expert's or nothing is stacked."""
+        """Source of one expert's gate, up or down, or of its bias; None if the name is no expert's or nothing is
+        stacked."""
         match = _EXPERT.fullmatch(name)
         if match is None:
             return None
-        stack, expert, part = match["stack"], int(match["expert"]), match["part"]
-        tensor, fused = self._tensor(stack, part)
+        stack, expert, part, kind = match["stack"], int(match["expert"]), match["part"], match["kind"]
+        tensor, fused = self._tensor(stack, part, kind)
         if tensor is None:
             return None
-        out, inp = self._shapes[name]
-        offset = out if fused and part == "up" else 0
+        out = self._shapes[name][0]
+        step = 2 if fused and self._names.alternating else 1
+        offset = (1 if step == 2 else out) if fused and part == "up" else 0
         stacked_out = 2 * out if fused else out
+        if kind == "bias":
+            self._check_bias(stack, tensor, stacked_out)
+            return Source(tensor, expert, 1, offset, out, col_step=step)
+        inp = self._shapes[name][1]
         if self._is_transposed(stack):
-            return Source(tensor, expert * inp, inp, offset, out, transposed=True)
-        return Source(tensor, expert * stacked_out + offset, out, 0, inp)
+            return Source(tensor, expert * inp, inp, offset, out, transposed=True, col_step=step)
+        return Source(tensor, expert * stacked_out + offset, out, 0, inp, row_step=step)
 
-    def _tensor(self, stack: str, part: str) -> tuple[str | None, bool]:
-        """The stacked tensor that holds this part, and whether gate and up share it (gate first)."""
+    def _check_bias(self, stack: str, tensor: str, stacked_out: int) -> None:
+        wanted, stored = (self._counts[stack], stacked_out), self._index[tensor].shape
+        problem = f"{tensor}: the config says {list(wanted)}, the file has {list(stored)}"
+        if stored != wanted and problem not in self.problems:
+            self.problems.append(problem)
+
+    def _tensor(self, stack: str, part: str, kind: str = "weight") -> tuple[str | None, bool]:
+        """The stacked tensor that holds this part, and whether gate and up share it."""
         groups = [(part, False)] if part == "down" else [(part, False), ("gate_up", True)]
         for group, fused in groups:
-            for tensor in self._names.candidates(f"{stack}.{group}.weight"):
+            for tensor in self._names.candidates(f"{stack}.{group}.{kind}"):
                 if tensor in self._index:
                     return tensor, fused
         return None, False
@@ -188,6 +205,6 @@ def _stored_type(source: Source, info: TensorInfo) -> str:
     if source.cols != info.shape[-1] or source.transposed:
         return "F32"
     blocks = info.quantised is not None and info.quantised.scale_rows > 1
-    if blocks and source.first_row % info.shape[-2] % PANEL_ROWS:
+    if blocks and (source.row_step > 1 or source.first_row % info.shape[-2] % PANEL_ROWS):
         return f"{info.dtype} from within a panel"  # whose rows may have scales of two blocks: no format keeps that
     return info.dtype

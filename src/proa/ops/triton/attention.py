@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.table import KvPages
+from proa.ops.triton.kv_codes import elements, kind_of, load_rows
 from proa.ops.triton.variant import Variant
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -42,6 +43,7 @@ class Softmax:
 def _attend(
     q, acc, most, total, keys, values, pages, first, last, seen, scale, page_stride, token_stride, window,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+    KV: tl.constexpr,
 ):  # fmt: skip
     """Add positions first <= p < last to the state of a tile q [M, D]: acc [M, D], most [M], total [M].
 
@@ -58,7 +60,7 @@ def _attend(
         else:
             page = tl.load(pages + position // PAGE_TOKENS).to(tl.int64)
         at = (page * page_stride + (position % PAGE_TOKENS) * token_stride)[:, None] + dim
-        logits = tl.dot(q, tl.trans(tl.load(keys + at, here, 0.0))) * scale
+        logits = tl.dot(q, tl.trans(load_rows(keys + at, here, KV))) * scale
         if MASKED:
             visible = (position[None, :] <= seen[:, None]) & (position < last)[None, :]
             if WINDOW:
@@ -68,7 +70,7 @@ def _attend(
         weights = tl.exp2(logits - more[:, None])
         shrink = tl.exp2(most - more)
         total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(tl.bfloat16), tl.load(values + at, here, 0.0), acc * shrink[:, None])
+        acc = tl.dot(weights.to(tl.bfloat16), load_rows(values + at, here, KV), acc * shrink[:, None])
         most = more
     return acc, most, total
 
@@ -84,10 +86,10 @@ def _range_and_share(kv_len, splits, window, TOKENS: tl.constexpr, WINDOW: tl.co
 
 @triton.jit
 def _decode(
-    q, keys, values, page_table, kv_lens, sinks, partial, sizes, heads, window, scale,
+    q, keys, values, page_table, kv_lens, sinks, partial, sizes, heads, window, scale, value_scale,
     q_row, table_row, page_stride, token_stride, head_stride,
     GROUP: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
@@ -113,9 +115,9 @@ def _decode(
         tile, tl.zeros([TILE, WIDE], tl.float32), most, total, keys + kv_head * head_stride,
         values + kv_head * head_stride, page_table + sequence * table_row, first, last,
         tl.full([TILE], 2**31 - 1, tl.int32), scale * LOG2E, page_stride, token_stride, window,
-        True, False, PAGE_TOKENS, DIM, TOKENS,
+        True, False, PAGE_TOKENS, DIM, TOKENS, KV,
     )  # fmt: skip
-    tl.store(partial + result[:, None] * DIM + dim, acc / total[:, None], some)
+    tl.store(partial + result[:, None] * DIM + dim, acc / total[:, None] * value_scale, some)
     tl.store(sizes + result, most + tl.log2(total), mine)
 
 
@@ -162,10 +164,11 @@ def _combine(
 
 @triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
 def _prefill(
-    q, keys, values, page_table, q_starts, kv_lens, sinks, out, sequences, window, scale,
+    q, keys, values, page_table, q_starts, kv_lens, sinks, out, sequences, window, scale, value_scale,
     q_row, out_row, table_row, page_stride, token_stride, head_stride,
     GROUP: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SEQUENCES: tl.constexpr,
+    KV: tl.constexpr,
 ):  # fmt: skip
     """A tile is TILE // GROUP query rows; those of sequence s have the numbers from q_starts[s] // ROWS + s on."""
     ROWS: tl.constexpr = TILE // GROUP
@@ -207,17 +210,18 @@ def _prefill(
     if WINDOW:
         acc, most, total = _attend(
             tile, acc, most, total, keys, values, pages, begin, tl.minimum(whole, end), seen, scale,
-            page_stride, token_stride, window, True, True, PAGE_TOKENS, DIM, TOKENS,
+            page_stride, token_stride, window, True, True, PAGE_TOKENS, DIM, TOKENS, KV,
         )  # fmt: skip
     acc, most, total = _attend(
         tile, acc, most, total, keys, values, pages, whole, whole_end, seen, scale,
-        page_stride, token_stride, window, False, WINDOW, PAGE_TOKENS, DIM, TOKENS,
+        page_stride, token_stride, window, False, WINDOW, PAGE_TOKENS, DIM, TOKENS, KV,
     )  # fmt: skip
     acc, most, total = _attend(
         tile, acc, most, total, keys, values, pages, whole_end, end, seen, scale,
-        page_stride, token_stride, window, True, WINDOW, PAGE_TOKENS, DIM, TOKENS,
+        page_stride, token_stride, window, True, WINDOW, PAGE_TOKENS, DIM, TOKENS, KV,
     )  # fmt: skip
-    tl.store(out + token[:, None] * out_row + head[:, None] * DIM + dim, (acc / total[:, None]).to(tl.bfloat16), some)
+    found = acc / total[:, None] * value_scale
+    tl.store(out + token[:, None] * out_row + head[:, None] * DIM + dim, found.to(tl.bfloat16), some)
 
 
 def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
@@ -246,7 +250,8 @@ def decode(
 ) -> None:
     """Attention of one query row per sequence: row s is at position kv_lens[s] - 1. Rows of kv_lens 0 become zeros.
 
-    q, out bfloat16 [S, heads, D], heads side by side; page_table int32 [S, max_pages]; kv_lens int32 [S];
+    q, out bfloat16 [S, heads, D], heads side by side; cache bfloat16 or float8_e4m3fn; page_table int32
+    [S, max_pages]; kv_lens int32 [S];
     workspace float32 [workspace_floats(S, heads, D, splits)] or more.
     """
     _check(q, cache, page_table, kv_lens, softmax, out)
@@ -262,9 +267,10 @@ def decode(
     sizes = workspace.view(-1)[sequences * heads * splits * dim :]
     constants, warps, stages = _decode_shape(heads // kv_heads, dim)
     _decode[(sequences, kv_heads, splits)](
-        q, cache.keys, cache.values, page_table, kv_lens, softmax.sinks, workspace, sizes, heads, softmax.window or 0,
-        softmax.scale, q.stride(0), page_table.stride(0), *cache.keys.stride()[:3], PAGE_TOKENS=cache.keys.shape[1],
-        WINDOW=softmax.window is not None, SINKS=softmax.sinks is not None, **constants,
+        q, *elements(cache), page_table, kv_lens, softmax.sinks, workspace, sizes, heads, softmax.window or 0,
+        softmax.scale * cache.key_scale, cache.value_scale, q.stride(0), page_table.stride(0),
+        *cache.keys.stride()[:3], PAGE_TOKENS=cache.keys.shape[1], WINDOW=softmax.window is not None,
+        SINKS=softmax.sinks is not None, KV=kind_of(cache), **constants,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     _combine[(sequences, heads)](
@@ -285,8 +291,9 @@ def prefill(
 ) -> None:
     """Attention of q_starts[s + 1] - q_starts[s] query rows of each sequence s, the last at position kv_lens[s] - 1.
 
-    q, out bfloat16 [T, heads, D], heads side by side; page_table int32 [S, max_pages]; q_starts int32 [S + 1], from
-    0 on, not falling; kv_lens int32 [S]. Rows of no sequence are not written.
+    q, out bfloat16 [T, heads, D], heads side by side; cache bfloat16 or float8_e4m3fn; page_table int32
+    [S, max_pages]; q_starts int32 [S + 1], from 0 on, not falling; kv_lens int32 [S]. Rows of no sequence are not
+    written.
     """
     _check(q, cache, page_table, kv_lens, softmax, out)
     rows, heads, dim = q.shape
@@ -298,9 +305,10 @@ def prefill(
     constants, warps, stages = _prefill_shape(heads // kv_heads, dim)
     tiles = rows // (constants["TILE"] // constants["GROUP"]) + sequences
     _prefill[(tiles, kv_heads)](
-        q, cache.keys, cache.values, page_table, q_starts, kv_lens, softmax.sinks, out, sequences, softmax.window or 0,
-        softmax.scale, q.stride(0), out.stride(0), page_table.stride(0), *cache.keys.stride()[:3],
-        PAGE_TOKENS=cache.keys.shape[1], WINDOW=softmax.window is not None, SINKS=softmax.sinks is not None,
+        q, *elements(cache), page_table, q_starts, kv_lens, softmax.sinks, out, sequences, softmax.window or 0,
+        softmax.scale * cache.key_scale, cache.value_scale, q.stride(0), out.stride(0), page_table.stride(0),
+        *cache.keys.stride()[:3], PAGE_TOKENS=cache.keys.shape[1], WINDOW=softmax.window is not None,
+        SINKS=softmax.sinks is not None, KV=kind_of(cache),
         SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), **constants,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -341,27 +349,33 @@ def _prefill_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
 
 def variants() -> Iterator[Variant]:
     strides = ("q_row", "page_stride", "token_stride", "head_stride")
-    bf16 = dict.fromkeys(("q", "keys", "values"), "*bf16")
     ints = dict.fromkeys(("page_table", "kv_lens"), "*i32") | dict.fromkeys((*strides, "table_row", "window"), "i32")
-    common = bf16 | ints | {"scale": "fp32"}
+    common = ints | {"q": "*bf16", "scale": "fp32", "value_scale": "fp32"}
     aligned = ("q", "keys", "values", *strides)
-    for group, dim, window, sinks in (
-        (1, 64, True, True),
-        (12, 80, False, False),
-        (8, 128, False, False),
-        (32, 128, True, False),
-        (8, 256, True, False),
+    for group, dim, window, sinks, kv in (
+        (1, 64, True, True, "bf16"),
+        (12, 80, False, False, "bf16"),
+        (8, 128, False, False, "bf16"),
+        (32, 128, True, False, "bf16"),
+        (8, 256, True, False, "bf16"),
+        (8, 128, False, False, "e4m3"),
+        (8, 256, True, False, "e4m3"),
+        (8, 128, False, False, "e4m3 by bits"),
+        (12, 80, True, False, "e4m3 by bits"),
     ):
-        options: dict[str, object] = {"PAGE_TOKENS": 16, "WINDOW": window, "SINKS": sinks}
-        types = common | ({"sinks": "*fp32"} if sinks else {})
+        options: dict[str, object] = {"PAGE_TOKENS": 16, "WINDOW": window, "SINKS": sinks, "KV": kv}
+        types = common | dict.fromkeys(("keys", "values"), "*bf16" if kv == "bf16" else "*u8")
+        types |= {"sinks": "*fp32"} if sinks else {}
+        oldest = 89 if kv == "e4m3" else 75
         options |= {} if sinks else {"sinks": None}
         constants, warps, stages = _decode_shape(group, dim)
         outs = {"partial": "*fp32", "sizes": "*fp32", "heads": "i32"}
-        yield Variant(_decode, types | outs, constants | options, warps, stages, (*aligned, "partial"))
+        yield Variant(_decode, types | outs, constants | options, warps, stages, (*aligned, "partial"), oldest)
         constants, warps, stages = _prefill_shape(group, dim)
         outs = {"q_starts": "*i32", "out": "*bf16", "sequences": "i32", "out_row": "i32"}
         more = constants | options | {"SEQUENCES": FEW_SEQUENCES}
-        least = 75 if group in (1, 8) and dim <= 128 else 80  # D of 256 is too much for sm_75, and the others take long
+        # D of 256 is too much for sm_75, and the others take long.
+        least = oldest if group in (1, 8) and dim <= 128 else max(oldest, 80)
         yield Variant(_prefill, types | outs, more, warps, stages, (*aligned, "out", "out_row"), least)
     for dim in (80, 256):
         shape = _decode_shape(1, dim)[0]

@@ -51,7 +51,7 @@ def choice_space(device: torch.device) -> ChoiceSpace:
 
 @triton.jit(do_not_specialize=["layer"])
 def _choose(
-    x, y, weight, router, correction, slots, logits, arrived, total, normed, ids, weights,
+    x, y, weight, router, router_bias, correction, slots, logits, arrived, total, normed, ids, weights,
     up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu,
     header, to_ids, to_weights, to_x, rung, state, layer,
     x_row, y_row, router_row, logits_row, width, eps, offset, scale, epsilon,
@@ -71,7 +71,10 @@ def _choose(
     if expert == 0:
         tl.store(total + row * width + column, value.to(tl.bfloat16), inside)
         tl.store(normed + row * width + column, norm, inside)
-    tl.store(logits + row * logits_row + expert, tl.sum(norm.to(tl.float32) * mine.to(tl.float32), 0))
+    logit = tl.sum(norm.to(tl.float32) * mine.to(tl.float32), 0)
+    if router_bias is not None:
+        logit += tl.load(router_bias + expert).to(tl.float32)
+    tl.store(logits + row * logits_row + expert, logit)
     tl.debug_barrier()  # the arrival below tells of all threads' stores
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == EXPERTS - 1:
         tl.store(arrived + row, 0)
@@ -105,6 +108,14 @@ def _choose(
 
 
 @dataclass(frozen=True)
+class RouterRows:
+    """weight bfloat16 [E, N]; bias bfloat16 [E], or there is none."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Choice:
     """What `choose` writes, of R rows. total, normed bfloat16 [R, N]; at.ids int32, weights float32 [R, k]. Where the
     layer has a bell, at.handed_over is true.
@@ -117,18 +128,18 @@ class Choice:
 
 
 def choose(
-    x: Tensor, y: Tensor, norm: Norm, router: Tensor, slots: Tensor, rule: RouterRule, residency: Residency,
+    x: Tensor, y: Tensor, norm: Norm, router: RouterRows, slots: Tensor, rule: RouterRule, residency: Residency,
     space: ChoiceSpace, out: Choice,
 ) -> None:  # fmt: skip
-    """total = x + y, normed = rms_norm(total); route's choice from normed @ router^T in float32, and where `residency`
-    says that it is; what push of bell.py does with it, if there is a bell.
+    """total = x + y, normed = rms_norm(total); route's choice from normed @ router^T + bias in float32, and where
+    `residency` says that it is; what push of bell.py does with it, if there is a bell.
 
-    x, y bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS; router bfloat16 [E, N]; slots int64 [R]. Raises
-    ValueError for other shapes and types.
+    x, y bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS; slots int64 [R]. Raises ValueError for other shapes
+    and types.
     """
     _check(x, y, norm, router, slots, rule, out)
     rows, width = x.shape
-    experts = len(router)
+    experts = len(router.weight)
     here = residency.in_place if rows == 1 else None
     in_place = (here.up, here.down, here.share) if here else (None, None, None)
     bell: tuple[Tensor | int | None, ...] = (None,) * 6 + (0,)
@@ -137,10 +148,10 @@ def choose(
         bell = (block.header, block.ids, block.weights, block.x, block.rung, to.state, to.layer)
     if rows:
         _choose[(experts, rows)](
-            x, y, norm.weight, router, rule.correction, slots, space.logits, space.arrived, out.total, out.normed,
-            out.at.ids, out.weights, residency.up, residency.down, residency.cpu, residency.counts, *in_place,
-            out.at.up, out.at.down, out.at.cpu, *bell,
-            x.stride(0), y.stride(0), router.stride(0), space.logits.stride(0), width,
+            x, y, norm.weight, router.weight, router.bias, rule.correction, slots, space.logits, space.arrived,
+            out.total, out.normed, out.at.ids, out.weights, residency.up, residency.down, residency.cpu,
+            residency.counts, *in_place, out.at.up, out.at.down, out.at.cpu, *bell,
+            x.stride(0), y.stride(0), router.weight.stride(0), space.logits.stride(0), width,
             norm.eps, norm.offset, rule.router.scale, rule.router.epsilon, **_constants(experts, width, rule),
             ROWS=rows, num_warps=_WARPS,
         )  # fmt: skip
@@ -151,15 +162,18 @@ def _constants(experts: int, width: int, rule: RouterRule) -> dict[str, object]:
 
 
 def _check(
-    x: Tensor, y: Tensor, norm: Norm, router: Tensor, slots: Tensor, rule: RouterRule, out: Choice
+    x: Tensor, y: Tensor, norm: Norm, router: RouterRows, slots: Tensor, rule: RouterRule, out: Choice
 ) -> None:  # fmt: skip
-    (rows, width), experts = x.shape, len(router)
+    (rows, width), experts = x.shape, len(router.weight)
     if rows > MOST_ROWS or width > MOST_COLUMNS:
         raise ValueError(f"x is [{rows}, {width}], at most [{MOST_ROWS}, {MOST_COLUMNS}]")
     check_rule(experts, rule)
-    shapes = {"y": (y, (rows, width)), "router": (router, (experts, width)), "the norm": (norm.weight, (width,))}
+    shapes = {
+        "y": (y, (rows, width)), "router": (router.weight, (experts, width)), "the norm": (norm.weight, (width,)),
+        "the router's bias": (router.bias, (experts,)),
+    }  # fmt: skip
     for name, (tensor, shape) in shapes.items():
-        if tensor.shape != shape or tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1:
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1):
             raise ValueError(f"{name} is bfloat16 {shape} of whole rows, not {tensor.dtype} {tuple(tensor.shape)}")
     if x.dtype != torch.bfloat16 or x.stride(1) != 1 or slots.shape != (rows,) or slots.dtype != torch.int64:
         raise ValueError(f"x is bfloat16 and slots int64 [{rows}], not {x.dtype} and {slots.dtype}")
@@ -186,13 +200,16 @@ def variants() -> Iterator[Variant]:
     in_place = {"up_place": "*i64", "down_place": "*i64", "share": "*i32"}
     bell = dict.fromkeys(("header", "to_ids", "rung", "state"), "*i32") | {"to_weights": "*fp32", "to_x": "*bf16"}
     types |= {"layer": "i32"}
+    optional = ("correction", "router_bias", "counts", *in_place, *bell)
     aligned = ("x", "y", "weight", "router", "logits", "total", "normed", "x_row", "y_row", "router_row", "width")
     for experts, top_k, router in SOME_RULES:
         more = {"correction": "*fp32"} if router.correction else {}
-        more |= {"counts": "*i32"} if experts != 128 else {}
-        more |= in_place if experts in (256, 512) else {}
+        more |= {"router_bias": "*bf16"} if router.linear_bias else {}
+        more |= {"counts": "*i32"} if experts != 128 or router.linear_bias else {}
+        more |= in_place if experts in (256, 512) or router.linear_bias else {}
         more |= bell if experts in (128, 256) else {}
-        absent = dict.fromkeys(name for name in ("correction", "counts", *in_place, *bell) if name not in more)
-        constants = _constants(experts, 8192 if experts == 1024 else 2048, RouterRule(top_k, router)) | absent
+        absent = dict.fromkeys(name for name in optional if name not in more)
+        width = 8192 if experts == 1024 else 2880 if router.linear_bias else 2048
+        constants = _constants(experts, width, RouterRule(top_k, router)) | absent
         constants["ROWS"] = 1 if experts == 128 else MOST_ROWS
         yield Variant(_choose, types | more, constants, warps=_WARPS, aligned=aligned)

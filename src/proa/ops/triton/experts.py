@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from proa.ops.residency import ExpertShape, Located
+from proa.native.formats import PANEL_ROWS
+from proa.ops.residency import Biases, ExpertShape, Located, PairBias
 from proa.ops.triton.experts_few import down, gate_up
 from proa.ops.triton.experts_grouped import Groups, block_tokens, down_grouped, gate_up_grouped, group, groups
 
@@ -34,7 +35,7 @@ def expert_space(tokens: int, top_k: int, experts: int, of: ExpertShape, device:
     )
 
 
-def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace) -> None:
+def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace, biases: Biases | None = None) -> None:
     """partial[t * k + j] of `space` = expert at.ids[t, j] of x[t], where its address is not 0.
 
     x bfloat16 [T, hidden]. How T * k pairs run depends on their number and the number of experts alone. Pairs of one
@@ -42,17 +43,26 @@ def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace) -> None
     """
     pairs = at.ids.numel()
     _check(x, at, of, space)
+    up_bias, down_bias = (None, None) if biases is None else _of_pairs(biases, at.ids, of)
     if not pairs:
         return
     if pairs <= FEW_PAIRS:
-        gate_up(x, at.up, of, space.h)
-        down(space.h, at.down, of, space.partial)
+        gate_up(x, at.up, of, space.h, up_bias)
+        down(space.h, at.down, of, space.partial, down_bias)
         return
     by, total = space.groups, len(space.groups.counts)
     size = block_tokens(pairs, total)
     group(at.ids, total, size, by)
-    gate_up_grouped(x, at.up, by, size, of, space.h)
-    down_grouped(space.h, at.down, by, size, of, space.partial)
+    gate_up_grouped(x, at.up, by, size, of, space.h, up_bias)
+    down_grouped(space.h, at.down, by, size, of, space.partial, down_bias)
+
+
+def _of_pairs(biases: Biases, ids: Tensor, of: ExpertShape) -> tuple[PairBias, PairBias]:
+    for bias, packed in ((biases.up, of.up), (biases.down, of.down)):
+        rows = packed.panels * PANEL_ROWS
+        if bias.dtype != torch.float32 or bias.shape[1:] != (rows,) or not bias.is_contiguous():
+            raise ValueError(f"biases are float32 [experts, {rows}], not {bias.dtype} {tuple(bias.shape)}")
+    return PairBias(ids, biases.up), PairBias(ids, biases.down)
 
 
 def _check(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace) -> None:

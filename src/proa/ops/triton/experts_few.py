@@ -8,16 +8,17 @@ under way. At one token and top 8 of 2048/768 that is 384 programs for gate and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.native.formats import Format, Layout
-from proa.ops.residency import ExpertShape
+from proa.native.formats import BF16_FORM, Form, Format, Layout
+from proa.native.weights import Activation
+from proa.ops.residency import ExpertShape, PairBias
 from proa.ops.triton.formats import EXAMPLES
-from proa.ops.triton.panels import ROWS, activated, constants, lines_of, panel_sums
+from proa.ops.triton.panels import ROWS, activated, bias_at, constants, lines_of, panel_sums
 from proa.ops.triton.variant import Variant
 
 
@@ -41,37 +42,43 @@ _TILES = {
 
 @triton.jit
 def _pair(
-    x, address, out, x_row, out_row,
-    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, address, ids, bias, out, x_row, out_row,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """Pairs run side by side, so that those of one expert find its panel in L2. SHARE pairs read the same row of x.
 
-    ACTIVATION None: the sums themselves, [pairs, WIDTH]; else panels are of gate and up, by turns.
+    ACTIVATION None: the sums themselves, [pairs, WIDTH]; else panels are of gate and up, by turns. bias: None, or of
+    all experts, of which ids has each pair's.
     """
     pair, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     expert = tl.load(address + pair)
     if expert == 0:
         return
     row = x + (pair // SHARE) * x_row
+    if bias is not None:  # read while the weights are on their way
+        bias_places, exist = bias_at(bias, ids, pair, block * PANELS + tl.arange(0, PANELS), COUNT)
+        biases = tl.load(bias_places, exist, 0.0)
     sums = panel_sums(
         expert, block * PANELS, row, 0, PANEL_LINES,
         CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES, QUADS,
     )  # fmt: skip
+    if bias is not None:
+        sums += biases
     if ACTIVATION is None:
         y = tl.reshape(sums, [PANELS * ROWS])
         at = block * PANELS * ROWS + tl.arange(0, PANELS * ROWS)
     else:
         gate, up = tl.split(tl.permute(tl.reshape(sums, [PANELS // 2, 2, ROWS]), (0, 2, 1)))
-        y = tl.reshape(activated(gate, up, ACTIVATION), [PANELS * 8])
+        y = tl.reshape(activated(gate, up, ACTIVATION, LIMIT), [PANELS * 8])
         at = block * PANELS * 8 + tl.arange(0, PANELS * 8)
     tl.store(out + pair * out_row + at, y.to(out.dtype.element_ty), at < WIDTH)
 
 
-def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor) -> None:
-    """h [T * k, width] = activation(gate x) * (up x) of the pairs whose address is not 0; the others' rows stay.
+def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor, bias: PairBias | None = None) -> None:
+    """h [T * k, width] = activation(gate x, up x) of the pairs whose address is not 0; the others' rows stay.
 
     x bfloat16 [T, hidden], up_address int64 [T, k], h bfloat16. Columns side by side.
     """
@@ -79,20 +86,25 @@ def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor) -> None:
     tile = _tile(of.up, "up of few" if pairs <= _FEW else "up")
     grid = (pairs, triton.cdiv(of.up.panels, tile.panels))
     _pair[grid](
-        x, up_address, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share, ACTIVATION=int(of.activation),
-        **_constants(of.up, of.hidden, tile, x), num_warps=tile.warps,
+        x, up_address, *of_pairs(bias), h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share,
+        ACTIVATION=int(of.activation), LIMIT=of.limit, **_constants(of.up, of.hidden, tile, x), num_warps=tile.warps,
     )  # fmt: skip
 
 
-def down(h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor) -> None:
+def down(h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor, bias: PairBias | None = None) -> None:
     """partial float32 [T * k, hidden] = down h of the pairs whose address is not 0; the others' rows stay."""
     pairs = down_address.numel()
     tile = _tile(of.down, "down")
     grid = (pairs, triton.cdiv(of.down.panels, tile.panels))
     _pair[grid](
-        h, down_address, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None,
-        **_constants(of.down, of.width, tile, h), num_warps=tile.warps,
+        h, down_address, *of_pairs(bias), partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1,
+        ACTIVATION=None, LIMIT=0.0, **_constants(of.down, of.width, tile, h), num_warps=tile.warps,
     )  # fmt: skip
+
+
+def of_pairs(bias: PairBias | None) -> tuple[Tensor | None, Tensor | None]:
+    """As kernels take it."""
+    return (None, None) if bias is None else (bias.ids, bias.of)
 
 
 def _tile(of: Layout, which: str) -> Tile:
@@ -111,14 +123,20 @@ def variants() -> Iterator[Variant]:
     aligned = ("x", "address", "out", "x_row", "out_row")
     plain = (ExpertShape(2048, 768), ExpertShape(2880, 2880), ExpertShape(2048, 1408))
     cases = [(of, name) for of in plain for name in ("up of few", "up", "down")]
-    for of, name in cases + [(ExpertShape(2048, 768, form), "up") for form in EXAMPLES]:
+    cases += [(ExpertShape(2048, 768, form), "up") for form in EXAMPLES]
+    mxfp4 = Form(Format.MXFP4, 32)
+    gpt_oss = ExpertShape(2880, 2880, mxfp4, mxfp4, Activation.CLAMPED_SWIGLU, 7.0)
+    biased = [(gpt_oss, "up"), (gpt_oss, "down"), (replace(gpt_oss, up_form=BF16_FORM), "up of few")]
+    for of, name, bias in [*((*case, False) for case in cases), *((*case, True) for case in biased)]:
         up = name != "down"
         which = {
             "WIDTH": of.width if up else of.hidden,
             "SHARE": 8 if up else 1,
             "ACTIVATION": int(of.activation) if up else None,
+            "LIMIT": of.limit if up else 0.0,
         }
-        out = {"out": "*bf16" if up else "*fp32"}
+        which |= {} if bias else {"ids": None, "bias": None}
+        out = {"out": "*bf16" if up else "*fp32"} | ({"ids": "*i32", "bias": "*fp32"} if bias else {})
         packed, columns = (of.up, of.hidden) if up else (of.down, of.width)
         tile = _tile(packed, name)
         of_tile = _constants(packed, columns, tile)

@@ -8,17 +8,19 @@ blocks as the tokens could at most fill; those beyond the last return at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.native.formats import Format, Layout
-from proa.ops.residency import ExpertShape
+from proa.native.formats import BF16_FORM, Form, Format, Layout
+from proa.native.weights import Activation
+from proa.ops.residency import ExpertShape, PairBias
+from proa.ops.triton.experts_few import of_pairs
 from proa.ops.triton.formats import EXAMPLES
-from proa.ops.triton.panels import ROWS, activated, columns_of, constants, panel_products
+from proa.ops.triton.panels import ROWS, activated, bias_at, columns_of, constants, panel_products
 from proa.ops.triton.panels_first import panels_first
 from proa.ops.triton.variant import Variant
 
@@ -93,8 +95,8 @@ def _place(
 
 @triton.jit
 def _block(
-    x, address, order, blocks, out, x_row, out_row,
-    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    x, address, ids, bias, order, blocks, out, x_row, out_row,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr, FIRST: tl.constexpr,
@@ -104,9 +106,16 @@ def _block(
     if block >= tl.load(blocks):
         return
     pair = tl.load(order + block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    expert = tl.load(address + tl.load(order + block * BLOCK))
+    first = tl.load(order + block * BLOCK)
+    expert = tl.load(address + first)
     if expert == 0:
         return
+    if bias is not None:  # read while the weights are on their way
+        panel = tl.arange(0, PANELS)
+        if FIRST and ACTIVATION is not None:  # as panels_first has them
+            panel = panel % (PANELS // 2) * 2 + panel // (PANELS // 2)
+        places, exist = bias_at(bias, ids, first, part * PANELS + panel, COUNT)
+        biases = tl.reshape(tl.load(places, exist, 0.0), [PANELS * ROWS])
     exists = pair >= 0
     rows = x + (tl.maximum(pair, 0) // SHARE) * x_row
     if FIRST:
@@ -119,16 +128,18 @@ def _block(
             expert, part * PANELS, rows, exists, 0, PANEL_LINES,
             CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
         )  # fmt: skip
+    if bias is not None:
+        sums += biases[:, None] if FIRST else biases[None, :]
     if ACTIVATION is None:
         y = tl.trans(sums) if FIRST else sums
         at = part * PANELS * ROWS + tl.arange(0, PANELS * ROWS)
     else:
         if FIRST:
             gate, up = tl.split(tl.permute(tl.reshape(sums, [2, PANELS * 8, BLOCK]), (1, 2, 0)))
-            y = tl.trans(activated(gate, up, ACTIVATION).to(out.dtype.element_ty))
+            y = tl.trans(activated(gate, up, ACTIVATION, LIMIT).to(out.dtype.element_ty))
         else:
             gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK, PANELS // 2, 2, ROWS]), (0, 1, 3, 2)))
-            y = tl.reshape(activated(gate, up, ACTIVATION), [BLOCK, PANELS * 8])
+            y = tl.reshape(activated(gate, up, ACTIVATION, LIMIT), [BLOCK, PANELS * 8])
         at = part * PANELS * 8 + tl.arange(0, PANELS * 8)
     inside = exists[:, None] & (at < WIDTH)[None, :]
     tl.store(out + pair[:, None] * out_row + at[None, :], y.to(out.dtype.element_ty), inside)
@@ -153,25 +164,31 @@ def _scan(pairs: int) -> dict[str, int]:
     return {"SCAN": scan, "SCANS": triton.next_power_of_2(triton.cdiv(pairs, scan))}
 
 
-def gate_up_grouped(x: Tensor, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor) -> None:
+def gate_up_grouped(
+    x: Tensor, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor,
+    bias: PairBias | None = None,
+) -> None:  # fmt: skip
     """As experts_few.gate_up, for pairs grouped into blocks of `block_tokens`."""
     tile = _tile(of.up, block_tokens)
     grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
     _block[grid](
-        x, up_address, by.order, by.blocks, h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=up_address.shape[1],
-        ACTIVATION=int(of.activation), BLOCK=block_tokens, **_constants(of, True, tile), num_warps=tile.warps,
+        x, up_address, *of_pairs(bias), by.order, by.blocks, h, x.stride(0), h.stride(0),
+        WIDTH=of.width, SHARE=up_address.shape[1], ACTIVATION=int(of.activation), LIMIT=of.limit, BLOCK=block_tokens,
+        **_constants(of, True, tile), num_warps=tile.warps,
     )  # fmt: skip
 
 
 def down_grouped(
-    h: Tensor, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor
-) -> None:
+    h: Tensor, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor,
+    bias: PairBias | None = None,
+) -> None:  # fmt: skip
     """As experts_few.down, for pairs grouped into blocks of `block_tokens`."""
     tile = _tile(of.down, block_tokens)
     grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
     _block[grid](
-        h, down_address, by.order, by.blocks, partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1,
-        ACTIVATION=None, BLOCK=block_tokens, **_constants(of, False, tile), num_warps=tile.warps,
+        h, down_address, *of_pairs(bias), by.order, by.blocks, partial, h.stride(0),
+        partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None, LIMIT=0.0, BLOCK=block_tokens,
+        **_constants(of, False, tile), num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -226,12 +243,19 @@ def variants() -> Iterator[Variant]:
         for up in (True, False)
     ]
     cases += [(ExpertShape(2048, 768, down_form=form), False, size) for form in EXAMPLES for size in (16, 128)]
-    for of, up, size in cases:
+    mxfp4 = Form(Format.MXFP4, 32)
+    gpt_oss = ExpertShape(2880, 2880, mxfp4, mxfp4, Activation.CLAMPED_SWIGLU, 7.0)
+    plain = replace(gpt_oss, up_form=BF16_FORM, down_form=BF16_FORM)
+    biased = [(of, up, size) for of in (gpt_oss, plain) for size in (16, 128) for up in (True, False)]
+    for of, up, size, bias in [*((*case, False) for case in cases), *((*case, True) for case in biased)]:
         which = {
             "WIDTH": of.width if up else of.hidden,
             "SHARE": 8 if up else 1,
             "ACTIVATION": int(of.activation) if up else None,
+            "LIMIT": of.limit if up else 0.0,
             "BLOCK": size,
         }
-        out, tile = {"out": "*bf16" if up else "*fp32"}, _tile(of.up if up else of.down, size)
+        which |= {} if bias else {"ids": None, "bias": None}
+        out = {"out": "*bf16" if up else "*fp32"} | ({"ids": "*i32", "bias": "*fp32"} if bias else {})
+        tile = _tile(of.up if up else of.down, size)
         yield Variant(_block, types | out, which | _constants(of, up, tile), warps=tile.warps, aligned=aligned)

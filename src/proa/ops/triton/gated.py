@@ -1,4 +1,4 @@
-"""silu(gate) * up of a gated MLP, in one pass. Never: products with weights; experts do this in theirs."""
+"""What a gated MLP makes of gate and up, in one pass. Never: products with weights; experts do this in theirs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from proa.ops.triton.panels import activated
 from proa.ops.triton.variant import Variant
 
 _COLUMNS, _WARPS = 1024, 4
-_SILU = tl.constexpr(int(Activation.SILU))
 
 
 @triton.jit
-def _silu_mul(gate_up, out, gate_up_row, out_row, width, COLUMNS: tl.constexpr):
+def _gated(
+    gate_up, out, gate_up_row, out_row, width,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     at = gate_up + row * gate_up_row + column
     gate, up = tl.load(at, inside, 0.0).to(tl.float32), tl.load(at + width, inside, 0.0).to(tl.float32)
-    tl.store(out + row * out_row + column, activated(gate, up, _SILU).to(out.dtype.element_ty), inside)
+    y = activated(gate, up, ACTIVATION, LIMIT)
+    tl.store(out + row * out_row + column, y.to(out.dtype.element_ty), inside)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """out [T, width] = silu(gate) * up of gate_up [T, 2 width], gate first; float32 in between, rounded once.
+def gated(gate_up: Tensor, out: Tensor, activation: Activation = Activation.SILU, limit: float = 0.0) -> None:
+    """out [T, width] = activation(gate, up) of gate_up [T, 2 width], gate first; float32 in between, rounded once.
 
     Both bfloat16, rows may be strided, columns not. Raises ValueError for other shapes, strides and types.
     """
@@ -38,12 +41,15 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     if gate_up.dtype != torch.bfloat16 or out.dtype != torch.bfloat16:
         raise ValueError(f"gate, up and out are bfloat16, not {gate_up.dtype} and {out.dtype}")
     if rows:
-        _silu_mul[(rows, triton.cdiv(width, _COLUMNS))](
-            gate_up, out, gate_up.stride(0), out.stride(0), width, COLUMNS=_COLUMNS, num_warps=_WARPS
-        )
+        _gated[(rows, triton.cdiv(width, _COLUMNS))](
+            gate_up, out, gate_up.stride(0), out.stride(0), width, ACTIVATION=int(activation), LIMIT=limit,
+            COLUMNS=_COLUMNS, num_warps=_WARPS,
+        )  # fmt: skip
 
 
 def variants() -> Iterator[Variant]:
     types = {"gate_up": "*bf16", "out": "*bf16"} | dict.fromkeys(("gate_up_row", "out_row", "width"), "i32")
     aligned = ("gate_up", "out", "gate_up_row", "out_row", "width")
-    yield Variant(_silu_mul, types, {"COLUMNS": _COLUMNS}, warps=_WARPS, aligned=aligned)
+    for activation, limit in ((Activation.SILU, 0.0), (Activation.CLAMPED_SWIGLU, 7.0)):
+        constants: dict[str, object] = {"ACTIVATION": int(activation), "LIMIT": limit, "COLUMNS": _COLUMNS}
+        yield Variant(_gated, types, constants, warps=_WARPS, aligned=aligned)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.table import Angles, KvPages, QkNorm
+from proa.ops.triton.kv_codes import elements, store_rounded
 from proa.ops.triton.variant import Variant
 
 FEW_ROWS = 64  # up to here a program has one row, beyond it several
@@ -18,11 +19,12 @@ FEW_ROWS = 64  # up to here a program has one row, beyond it several
 
 @triton.jit
 def _turn(
-    source, target, live, row, weight, cos, sin, eps, offset,
+    source, target, live, row, weight, cos, sin, eps, offset, inverse,
     DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Both of a pair are read and written by the same thread: source and target may be one."""
+    """Both of a pair are read and written by the same thread: source and target may be one. inverse: see
+    store_rounded."""
     size = 2 * HALF
     if NORM:
         column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
@@ -40,21 +42,21 @@ def _turn(
             b *= tl.load(weight + second, pair < HALF, 0.0).to(tl.float32) + offset
             a, b = a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)
         c, s = tl.load(cos + row * HALF + pair, some, 0.0), tl.load(sin + row * HALF + pair, some, 0.0)
-        tl.store(target + first, (a * c - b * s).to(tl.bfloat16), some)
-        tl.store(target + second, (b * c + a * s).to(tl.bfloat16), some)
+        store_rounded(target + first, a * c - b * s, some, inverse)
+        store_rounded(target + second, b * c + a * s, some, inverse)
     if REST > 0:
         column = size + tl.arange(0, REST)[None, :]
         some = live & (column < DIM)
         x = tl.load(source + column, some, 0.0).to(tl.float32)
         if NORM:
             x = x * scale * (tl.load(weight + column, column < DIM, 0.0).to(tl.float32) + offset)
-        tl.store(target + column, x.to(tl.bfloat16), some)
+        store_rounded(target + column, x, some, inverse)
 
 
 @triton.jit(do_not_specialize=["rows"])  # which differs from step to step
 def _rotate_store(
-    q, kv, out, q_norm, k_norm, cos, sin, keys, values, slots, rows, heads, kv_heads, eps, offset,
-    q_row, q_head, kv_row, out_row, page_stride, token_stride, head_stride,
+    q, kv, out, q_norm, k_norm, cos, sin, keys, values, slots, rows, heads, kv_heads, eps, offset, key_inverse,
+    value_inverse, q_row, q_head, kv_row, out_row, page_stride, token_stride, head_stride,
     PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -65,15 +67,18 @@ def _rotate_store(
     place = (slot // PAGE_TOKENS) * page_stride + (slot % PAGE_TOKENS) * token_stride
     if head < heads:
         source, target = q + row * q_row + head * q_head, out + row * out_row + head * DIM
-        _turn(source, target, live, row, q_norm, cos, sin, eps, offset, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
+        _turn(source, target, live, row, q_norm, cos, sin, eps, offset, 1.0, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
     elif head < heads + kv_heads:
         source, target = kv + row * kv_row + (head - heads) * DIM, keys + place + (head - heads) * head_stride
-        _turn(source, target, live, row, k_norm, cos, sin, eps, offset, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
+        _turn(
+            source, target, live, row, k_norm, cos, sin, eps, offset, key_inverse, DIM, HALF, INTERLEAVED, NORM, PAIRS,
+            REST,
+        )  # fmt: skip
     else:
         column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
         some = live & (column < DIM)
         value = tl.load(kv + row * kv_row + (head - heads) * DIM + column, some)
-        tl.store(values + place + (head - heads - kv_heads) * head_stride + column, value, some)
+        store_rounded(values + place + (head - heads - kv_heads) * head_stride + column, value, some, value_inverse)
 
 
 def rotate_store(
@@ -82,8 +87,8 @@ def rotate_store(
     """Norm and turn q into out, which may be q; norm and turn k, and store it and v in the cache.
 
     bfloat16: q [T, heads, D], whose heads may lie apart; kv [T, 2 * kv_heads, D]: k and v, each row whole; out
-    [T, heads, D], heads side by side. slots int64 [T]: rows of slot -1 are left alone. The norm's result is rounded to
-    bfloat16 before it turns. k of kv stays as it is.
+    [T, heads, D], heads side by side. The cache may be float8_e4m3fn (see KvPages). slots int64 [T]: rows of slot -1
+    are left alone. The norm's result is rounded to bfloat16 before it turns. k of kv stays as it is.
     """
     rows, heads, dim = q.shape
     page_tokens, kv_heads = cache.keys.shape[1], cache.keys.shape[2]
@@ -100,14 +105,15 @@ def rotate_store(
         None if norms is None else norms.k,
         None if rotation is None else rotation.cos,
         None if rotation is None else rotation.sin,
-        cache.keys,
-        cache.values,
+        *elements(cache),
         slots,
         rows,
         heads,
         kv_heads,
         0.0 if norms is None else norms.eps,
         0.0 if norms is None else norms.offset,
+        1 / cache.key_scale,
+        1 / cache.value_scale,
         q.stride(0),
         q.stride(1),
         kv.stride(0),
@@ -182,14 +188,15 @@ def variants() -> Iterator[Variant]:
     tensors = dict.fromkeys(("q", "kv", "out", "keys", "values"), "*bf16") | {"slots": "*i64"}
     strides = ("q_row", "q_head", "kv_row", "out_row", "page_stride", "token_stride", "head_stride")
     types = tensors | dict.fromkeys(("rows", "heads", "kv_heads", *strides), "i32")
-    types |= {"eps": "fp32", "offset": "fp32"}
+    types |= dict.fromkeys(("eps", "offset", "key_inverse", "value_inverse"), "fp32")
     aligned = ("q", "kv", "out", "keys", "values", *strides)
-    for dim, half, interleaved, norm, rows in (
-        (128, 64, False, True, 1),
-        (256, 32, False, True, 8),
-        (80, 40, True, False, 8),
-        (128, 0, False, False, 1),
+    for dim, half, interleaved, norm, rows, kv in (
+        (128, 64, False, True, 1, "*bf16"),
+        (256, 32, False, True, 8, "*u8"),
+        (80, 40, True, False, 8, "*u8"),
+        (128, 0, False, False, 1, "*bf16"),
     ):
+        types |= {"keys": kv, "values": kv}
         constants: dict[str, object] = {"PAGE_TOKENS": 16, **_constants(dim, half, interleaved, norm, rows)}
         optional = dict.fromkeys(("cos", "sin"), "*fp32" if half else None)
         optional |= dict.fromkeys(("q_norm", "k_norm"), "*bf16" if norm else None)

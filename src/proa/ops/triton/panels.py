@@ -173,6 +173,16 @@ def panel_sums(
         return sums * _panel_scale(area[:, None], row[None, :], CODE, SCALE, BY_GROUP)
 
 
+@triton.jit
+def bias_at(bias, ids, pair, panel, COUNT: tl.constexpr):
+    """Where the biases of the pair's expert are, of whole panels [..]: [.., ROWS]; and whether there are such panels.
+
+    bias float32 [experts, COUNT * ROWS]; ids of pairs.
+    """
+    expert = tl.load(ids + pair).to(tl.int64)
+    return bias + (expert * COUNT + panel)[:, None] * ROWS + tl.arange(0, ROWS)[None, :], (panel < COUNT)[:, None]
+
+
 @constexpr_function
 def whole_stages(columns, panel_lines, lines, values):
     """Whether stages read no column of x beyond the last; a panel may have more than x, filled up to whole groups."""
@@ -389,10 +399,15 @@ def panel_rows(
 
 
 @triton.jit
-def activated(gate, up, ACTIVATION: tl.constexpr):
-    """float32, by the numbers of native Activation."""
-    tl.static_assert(ACTIVATION == 0 or ACTIVATION == 1)
+def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+    """float32, by the numbers of native Activation. What is no number stays none."""
+    tl.static_assert(ACTIVATION == 0 or ACTIVATION == 1 or ACTIVATION == 2)
     if ACTIVATION == 0:
         return gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == 2:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
     else:
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up

@@ -202,6 +202,7 @@ SOME_RULES = (  # experts, top_k, router: those of published models, and the lar
     (256, 8, Router("sigmoid", True, correction=True)),
     (256, 8, Router("sigmoid", True, correction=True, groups=ExpertGroups(8, 4, 2))),
     (160, 6, Router("softmax", False, groups=ExpertGroups(8, 3, 1))),
+    (128, 4, Router("softmax", True, linear_bias=True)),
 )
 
 
