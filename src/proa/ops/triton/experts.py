@@ -215,7 +215,8 @@ def variants() -> Iterator[Variant]:
     types |= dict.fromkeys((*rows, "hidden", "layer"), "i32")
     extra = {"cpu": "*fp32", "shared": "*bf16", "gate": "*bf16", "records": "*i32", "ids": "*i32", "x": "*bf16"}
     watch = ("records", "ids", "x")
-    for given in ((), watch, ("cpu", *watch), ("shared", "gate", *watch), ("cpu", "shared", "gate", *watch)):
+    added = ((), ("cpu",), ("shared", "gate"), ("cpu", "shared"), ("cpu", "shared", "gate"))
+    for given in ((), *((*some, *watch) for some in added)):
         absent: dict[str, object] = {name: None for name in extra if name not in given}
         yield Variant(
             _combine,
