@@ -35,7 +35,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def all_experts(folder: Path) -> dict[str, object]:
     ffns = [block.ffn for block in load_decoder(folder).spec.blocks if isinstance(block.ffn, Moe)]
-    groups = {"topk_group": ffns[0].router.groups.groups} if ffns and ffns[0].router.groups else {}
+    if not ffns:
+        return {}
+    groups = {"topk_group": ffns[0].router.groups.groups} if ffns[0].router.groups else {}
     config = json.loads((folder / "config.json").read_text())
     names = [name for name in ("num_experts_per_tok", "moe_k") if name in config]
     return dict.fromkeys(names, ffns[0].experts) | groups
