@@ -34,7 +34,7 @@ struct RouterRule {
     int experts, top_k;
     bool sigmoids, renormalise;
     int groups, kept, best_of;
-    float scale, epsilon;
+    float scale, epsilon, least;
     const float* correction;
 };
 
