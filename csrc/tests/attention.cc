@@ -32,8 +32,9 @@ const Case kCases[] = {
     {{1, 5}, {130, 130}, 2, 1, 192, 128, 16, 0, false},
     {{1, 5}, {130, 130}, 1, 1, 256, 512, 16, 0, false},
     {{2, 5}, {70, 70}, 16, 1, 576, 512, 16, 0, false},
-    {{4, 7}, {70, 70}, 130, 1, 8, 16, 16, 0, false},  // a group beyond a block of rows
-    {{300}, {300}, 1, 1, 64, 64, 16, 0, true},        // several blocks of rows
+    {{1, 3, 1}, {700, 70, 5}, 16, 1, 576, 512, 16, 0, false},  // few rows in panels, split
+    {{4, 7}, {70, 70}, 130, 1, 8, 16, 16, 0, false},           // a group beyond a block of rows
+    {{300}, {300}, 1, 1, 64, 64, 16, 0, true},                 // several blocks of rows
 };
 
 // A filled cache, whose unused slots hold NaNs, and queries in rows that are wider than they need to be.
@@ -138,7 +139,8 @@ struct Truth {
         // its argument) and by being rescaled once a block of keys, which rounds likewise.
         const double weight = 2 * terms * (c.key_dim + 4) * kEps32 + (most - least + 4) * kEps32 * (n / 64 + 3);
         // Panels round the weights to bfloat16, in the numerator and in the sum below it.
-        const double relative = 2 * weight + (c.q_lens[s] > 4 ? 2 * kRound16 * 1.01 : 0) + 2 * (n + 8) * kEps32;
+        const bool panels = c.q_lens[s] > 4 || (c.kv_heads == 1 && c.q_lens[s] * c.heads >= 16);
+        const double relative = 2 * weight + (panels ? 2 * kRound16 * 1.01 : 0) + 2 * (n + 8) * kEps32;
         for (int d = 0; d < c.value_dim; ++d) {
             double sum = 0, size = 0;
             for (size_t j = 0; j < scores.size(); ++j) {
