@@ -305,23 +305,19 @@ def variants() -> Iterator[Variant]:
     types |= dict.fromkeys((*strides, "heads", "table_row"), "i32")
     aligned = ("q", "rows", *strides)
     common: dict[str, object] = {"PAGE_TOKENS": 16, **_constants(512, 64)}
-    for shared_kib in (99, LARGE_KIB, LARGEST_KIB):
-        for heads in (16, 32, 128):
-            shape = decode_shape(heads, shared_kib << 10)
-            constants = common | {"TILE": shape.tile, "TOKENS": shape.tokens, "LEAST": LEAST_SHARE}
-            outs = {"partial": "*fp32", "sizes": "*fp32"}
-            yield Variant(
-                _decode, types | outs, constants, shape.warps, shape.stages, (*aligned, "partial"), 80, shared_kib
-            )
-        shape = prefill_shape(shared_kib << 10)
-        for heads in (16, 128):
-            constants = common | {"TILE": shape.tile, "HEADS": min(heads, shape.tile), "TOKENS": shape.tokens}
-            constants |= {"SEQUENCES": FEW_SEQUENCES}
-            outs = {"q_starts": "*i32", "out": "*bf16", "sequences": "i32", "out_row": "i32"}
-            yield Variant(
-                _prefill, types | outs, constants, shape.warps, shape.stages, (*aligned, "out", "out_row"), 80,
-                shared_kib,
-            )  # fmt: skip
+    rooms = (LARGEST_KIB, LARGE_KIB, 99)  # the last one that a shape is chosen for is the least that it must fit into
+    decodes = {decode_shape(heads, kib << 10): kib for kib in rooms for heads in (16, 32, 128)}
+    for shape, kib in decodes.items():
+        constants = common | {"TILE": shape.tile, "TOKENS": shape.tokens, "LEAST": LEAST_SHARE}
+        outs = {"partial": "*fp32", "sizes": "*fp32"}
+        yield Variant(_decode, types | outs, constants, shape.warps, shape.stages, (*aligned, "partial"), 80, kib)
+    prefills = {(prefill_shape(kib << 10), heads): kib for kib in rooms for heads in (16, 128)}
+    for (shape, heads), kib in prefills.items():
+        constants = common | {"TILE": shape.tile, "HEADS": min(heads, shape.tile), "TOKENS": shape.tokens}
+        constants |= {"SEQUENCES": FEW_SEQUENCES}
+        outs = {"q_starts": "*i32", "out": "*bf16", "sequences": "i32", "out_row": "i32"}
+        also = (*aligned, "out", "out_row")
+        yield Variant(_prefill, types | outs, constants, shape.warps, shape.stages, also, 80, kib)
     types = dict.fromkeys(("partial", "sizes"), "*fp32") | {"kv_lens": "*i32", "out": "*bf16"}
     types |= dict.fromkeys(("heads", "splits", "out_row"), "i32")
     constants = {"RANK": 512, "TOKENS": 32, "LEAST": LEAST_SHARE, "SPLITS": MOST_SPLITS, "PART": PART}
