@@ -149,7 +149,7 @@ def _prefill(
 ):  # fmt: skip
     """A tile is TILE // HEADS query rows; those of sequence s have the numbers from q_starts[s] // ROWS + s on."""
     ROWS: tl.constexpr = TILE // HEADS
-    index = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows have most to read
+    index = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows have most to read
     s = tl.arange(0, SEQUENCES)
     before = (s < sequences) & (tl.load(q_starts + s, s < sequences, 0) // ROWS + s <= index)
     sequence = (tl.sum(before.to(tl.int32), 0) - 1).to(tl.int64)
@@ -160,7 +160,7 @@ def _prefill(
         return
     member = tl.arange(0, TILE)
     row = first_row + member // HEADS
-    head = tl.program_id(0) * HEADS + member % HEADS
+    head = tl.program_id(1) * HEADS + member % HEADS
     live = ((row < q_len) & (member < ROWS * HEADS) & (head < heads))[:, None]
     past = tl.load(kv_lens + sequence) - q_len
     seen = past + tl.minimum(row, q_len - 1)
@@ -253,7 +253,7 @@ def prefill(
     shape = prefill_shape(shared_bytes)
     together = min(heads, shape.tile)
     tiles = rows // (shape.tile // together) + sequences
-    _prefill[(triton.cdiv(heads, together), tiles)](
+    _prefill[(tiles, triton.cdiv(heads, together))](  # only the first number may be above 65535
         q, cache.rows, page_table, q_starts, kv_lens, out, heads, sequences, scale, q.stride(0), out.stride(0),
         page_table.stride(0), *cache.rows.stride()[:2], **_widths(cache), TILE=shape.tile, HEADS=together,
         TOKENS=shape.tokens, SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)),
