@@ -24,7 +24,8 @@ ROUTERS = {
     "deepseek-v2": Router("softmax", False, groups=ExpertGroups(4, 2, 1), scale=16.0),
     "deepseek-v3": Router("sigmoid", True, True, ExpertGroups(4, 2, 2), 2.5, 1e-20),
     "sigmoid": Router("sigmoid", False, scale=0.3),
-    "corrected softmax": Router("softmax", True, correction=True, epsilon=0.1),
+    "ernie": Router("softmax", True, correction=True, least=1e-12),
+    "corrected softmax": Router("softmax", True, correction=True, epsilon=0.1, least=0.2),
 }
 
 
@@ -67,7 +68,8 @@ def assert_right(logits: Tensor, rule: RouterRule, ids: Tensor, weights: Tensor)
     assert ((ids == order) | near).all()
     assert all(len(set(row)) == rule.top_k for row in ids.tolist())
     want = scores.gather(-1, ids)
-    want = want / (want.sum(-1, keepdim=True) + router.epsilon) if router.renormalise else want
+    if router.renormalise:
+        want = want / (want.sum(-1, keepdim=True) + router.epsilon).clamp(min=router.least)
     want = want * router.scale
     assert torch.isfinite(weights).all()
     assert ((weights.double() - want).abs() <= want * off).all()

@@ -120,6 +120,17 @@ TINY: dict[str, TinyModel] = {
         "Glm4MoeForCausalLM", n_group=4, topk_group=2, routed_scaling_factor=1.0, use_qk_norm=False, **_GLM
     ),
     "dots1": _model("Dots1ForCausalLM", n_shared_experts=2, sliding_window=None, **_V3),
+    "ernie": _model(
+        "Ernie4_5_MoeForCausalLM",
+        num_hidden_layers=5,
+        moe_layer_start_index=1,
+        moe_layer_end_index=3,
+        moe_num_experts=8,
+        moe_k=3,
+        moe_intermediate_size=24,
+        moe_num_shared_experts=2,
+        rope_parameters=_rope(5e5),
+    ),
     "minimax-m2": _model(
         "MiniMaxM2ForCausalLM",
         head_dim=32,
@@ -207,10 +218,10 @@ def tiny_reference(name: str, seed: int = 0, **overrides: Any) -> Any:
     model = model_class(settings).float().eval()
     noise = torch.Generator().manual_seed(seed + 7)
     with torch.no_grad():
-        corrections = ((n, t) for n, t in model.named_buffers() if n.endswith("e_score_correction_bias"))
-        for path, parameter in (*model.named_parameters(), *corrections):
-            if parameter.dim() <= 1 or path.endswith("_bias"):
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise))
+        vectors = [t for name, t in model.named_parameters() if t.dim() <= 1 or name.endswith("_bias")]
+        corrections = [t for name, t in model.named_buffers() if name.endswith(_CORRECTION)]
+        for tensor in vectors + corrections:
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=noise))
     return model
 
 
@@ -232,7 +243,8 @@ def reference_params(model: Any) -> dict[str, torch.Tensor]:
         _, layer, part = stem.split(".", 2)
         block = f"blocks.{layer}"
         if part != "mlp.experts":
-            found[f"{block}.{_INNER[part]}.{_VECTORS.get(kind, kind)}"] = tensor
+            values = tensor.view(-1) if kind == _CORRECTION else tensor  # ERNIE's are [1, E]
+            found[f"{block}.{_INNER[part]}.{_VECTORS.get(kind, kind)}"] = values
             continue
         gpt_oss = model.config.model_type == "gpt_oss"
         both, ours = kind.removesuffix("_bias").removesuffix("_proj"), "bias" if kind.endswith("_bias") else "weight"
@@ -246,7 +258,8 @@ def reference_params(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-_VECTORS = {"A_log": "a_log", "e_score_correction_bias": "correction"}
+_CORRECTION = "e_score_correction_bias"
+_VECTORS = {"A_log": "a_log", _CORRECTION: "correction"}
 _OUTER = {"embed_tokens": "embed", "norm": "norm", "lm_head": "head"}
 _INNER = {
     "input_layernorm": "norm1",
@@ -258,6 +271,7 @@ _INNER = {
     "mlp": "ffn.router",  # MiniMax's correction
     "mlp.router": "ffn.router",
     "self_attn": "mixer",
+    "mlp.gate.moe_statics": "ffn.router",
     **{f"mlp.shared_expert.{p}_proj": f"ffn.shared.{p}" for p in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{p}_proj": f"ffn.shared.{p}" for p in ("gate", "up", "down")},
     "mlp.shared_expert_gate": "ffn.shared_gate",

@@ -7,7 +7,7 @@ set(isa_flags_scalartiles "")
 set(isa_flags_avx2 -mavx2 -mfma -mf16c -mbmi2)
 set(isa_flags_avx512 ${isa_flags_avx2} -mavx512f -mavx512bw -mavx512vl -mavx512dq)
 set(isa_flags_avx512bf16 ${isa_flags_avx512} -mavx512bf16 -mavx512vnni -mavx512vbmi)
-set(isa_flags_amx ${isa_flags_avx512bf16} -mamx-tile -mamx-bf16)
+set(isa_flags_amx ${isa_flags_avx512bf16} -mgfni -mamx-tile -mamx-bf16)
 
 # Makes an object library isa_<name> of every src/isa/<name>.cc for this processor, and lists their objects in `result`.
 # Files there that are not named after an instruction set are compiled for any processor.

@@ -200,14 +200,15 @@ int proa_program_add_route(proa_program* program, const void* logits, int64_t st
             require(count >= 1 && count <= rule->experts, "Counts of a rule are between 1 and the number of experts.");
         require(ids && weights, "A null pointer where experts are written.");
         rows_in(logits, stride, rule->experts);
-        return proa::Route{logits,
-                           stride,
-                           wide != 0,
-                           proa::RouterRule{int(rule->experts), int(rule->top_k), rule->sigmoids != 0,
-                                            rule->renormalise != 0, int(rule->groups), int(rule->kept),
-                                            int(rule->best_of), rule->scale, rule->epsilon, rule->correction},
-                           ids,
-                           weights};
+        return proa::Route{
+            logits,
+            stride,
+            wide != 0,
+            proa::RouterRule{int(rule->experts), int(rule->top_k), rule->sigmoids != 0, rule->renormalise != 0,
+                             int(rule->groups), int(rule->kept), int(rule->best_of), rule->scale, rule->epsilon,
+                             rule->least, rule->correction},
+            ids,
+            weights};
     });
 }
 

@@ -12,6 +12,7 @@ namespace proa {
 namespace {
 
 constexpr int kDirectQueries = 4;  // rows of a sequence up to which keys are read as they lie (see kernels/attention.h)
+constexpr int kPanelHeads = 16;    // rows of the only KV head from which on panels are made for any number of queries
 constexpr int kBlockRows = 128;    // queries of one KV head that panels are made for
 constexpr int kTileKeys = 128;     // in panels at once: they stay in the second-level cache with all their scores
 constexpr int64_t kSplitBytes = 256 << 10;  // of keys and values that one task reads: some ten microseconds
@@ -24,7 +25,10 @@ using Share = AttentionShare;
 int group_of(const Attention& op) { return op.heads / op.cache.kv_heads; }
 float logit_scale(const Attention& op) { return op.scale * op.cache.key_scale; }
 int block_queries(const Attention& op) { return std::max(1, kBlockRows / group_of(op)); }
-bool direct(const Share& s) { return s.q_len <= kDirectQueries; }
+// Many heads of one KV head, as those of a latent, are worth panels from the first row on.
+bool direct(const Attention& op, const Share& s) {
+    return s.q_len <= kDirectQueries && (op.cache.kv_heads > 1 || s.q_len * op.heads < kPanelHeads);
+}
 int first_seen(const Attention& op, int position) { return op.window > 0 ? std::max(0, position - op.window + 1) : 0; }
 int keys_of(const Attention& op, const Share& s) { return s.kv_len - first_seen(op, s.kv_len - s.q_len); }
 int64_t bytes_of(const Attention& op, const Share& s) {
@@ -49,14 +53,14 @@ Totals divide(const Attention& op) {
         s.first_row = row, s.q_len = batch.q_len(i), s.kv_len = batch.kv_len(i);
         s.blocks = (s.q_len + block_queries(op) - 1) / block_queries(op);
         row += s.q_len;
-        if (direct(s)) s.blocks = std::min(1, s.q_len);
+        if (direct(op, s)) s.blocks = std::min(1, s.q_len);
         if (s.blocks == 1) total.bytes += bytes_of(op, s);
-        total.panels = total.panels || !direct(s);
+        total.panels = total.panels || !direct(op, s);
     }
     const int64_t split_bytes = std::max(kSplitBytes, total.bytes / kMostSplits);
     for (int i = 0; i < batch.sequences(); ++i) {
         Share& s = shares[size_t(i)];
-        const int heads = direct(s) ? 1 : op.cache.kv_heads;  // that have tasks of their own
+        const int heads = direct(op, s) ? 1 : op.cache.kv_heads;  // that have tasks of their own
         const int64_t wanted = (bytes_of(op, s) + split_bytes * heads - 1) / (split_bytes * heads);
         const int most = (keys_of(op, s) + kAttendTokens - 1) / kAttendTokens;
         s.splits = s.blocks == 1 ? int(std::clamp<int64_t>(wanted, 1, most)) : 1;
@@ -98,11 +102,11 @@ Piece piece_of(const Attention& op, int task) {
     p.split = local % std::max(1, s.splits), local /= std::max(1, s.splits);
     p.heads = op.cache.kv_heads;
     int block = 0;
-    if (!direct(s)) {
+    if (!direct(op, s)) {
         p.first_head = local % op.cache.kv_heads, p.heads = 1;
         block = std::max(0, s.blocks - 1 - local / op.cache.kv_heads);  // the longest first
     }
-    const int step = direct(s) ? kDirectQueries : block_queries(op);
+    const int step = direct(op, s) ? kDirectQueries : block_queries(op);
     p.first_query = block * step;
     p.queries = std::clamp(std::min(s.q_len, op.now.rows.get() - s.first_row) - p.first_query, 0, step);
     const int position = s.kv_len - s.q_len + p.first_query, begin = first_seen(op, position);
@@ -303,7 +307,7 @@ void attend_tile(const Attention& op, const Kernels& k, const Piece& p, const Pa
     }
     const size_t head = m.wide ? 0 : size_t(p.first_head);
     k.pack_keys(keys, head * size_t(c.key_dim), count, c.key_dim, m.key_panels);
-    k.matmul(m.keys, m.key_panels, panels, m.packed(k, m.query_pairs), m.scores, m.expanded);
+    k.matmul(m.keys, m.key_panels, panels, m.packed(k, m.query_pairs), m.scores, m.expanded, nullptr);
     see(op, p, begin, count, parts.first, parts.last);
     k.softmax_tile({m.scores, panels, m.rows, parts.first, parts.last, logit_scale(op), m.maxima, m.sums, m.factors});
 
@@ -312,7 +316,7 @@ void attend_tile(const Attention& op, const Kernels& k, const Piece& p, const Pa
     k.activate(Activation::kNone, 0, m.scores, nullptr, 0, panels, values_layout.padded, weights);
     if (panels * kPanelRows < values_layout.padded) k.clear_columns(panels * kPanelRows, values_layout.padded, weights);
     k.pack_values(values, head * size_t(c.value_dim), count, c.value_dim, values_layout.padded, m.value_panels);
-    k.matmul(values_layout, m.value_panels, values_layout.panels, weights, m.part, m.expanded);
+    k.matmul(values_layout, m.value_panels, values_layout.panels, weights, m.part, m.expanded, nullptr);
     k.scale_and_add(m.part, m.factors, values_layout.panels, m.rows, m.total);
 }
 
@@ -340,7 +344,7 @@ void compute(const void* context, int task, std::byte* memory) {
     Carver scratch(memory);
     const Parts parts = carve(op, p, scratch);
     clear_states(parts.states, size_t(p.results()) * size_t(group_of(op)), attention_state_floats(op.cache.value_dim));
-    if (direct(p.share)) {
+    if (direct(op, p.share)) {
         attend_directly(op, k, p, parts, scratch);
     } else {
         attend_by_panels(op, k, p, parts, scratch);

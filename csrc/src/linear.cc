@@ -46,7 +46,7 @@ void multiply(const void* context, int task, std::byte* scratch) {
     Carver parts(scratch);
     float* product = parts.take<float>(size_t(at.end - at.first) * x.tokens * 16);
     void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, at.end - at.first, x.tokens));
-    call.kernels->matmul(w.layout, w.panel(0, at.node, at.first), at.end - at.first, x, product, expanded);
+    call.kernels->matmul(w.layout, w.panel(0, at.node, at.first), at.end - at.first, x, product, expanded, nullptr);
 }
 
 void publish(const void* context, int task, const std::byte* scratch) {

@@ -65,7 +65,9 @@ void multiply_down(const void* context, int task, std::byte* scratch) {
     std::fill(total, total + size_t(panels) * call.tokens * 16, 0.f);
     for (int i = 0; i < call.groups; ++i) {
         const Group& g = call.group[size_t(i)];
-        call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.h(g), part, expanded);
+        const bool last = i + 1 == call.groups;
+        const uint8_t* next = last ? nullptr : w.panel(call.group[size_t(i) + 1].expert, at.node, at.first);
+        call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.h(g), part, expanded, next);
         call.kernels->accumulate(part, panels, g.tokens, call.index.data() + g.first, call.weight.data() + g.first,
                                  call.down_bias(g.expert, at.first), total, call.tokens);
     }

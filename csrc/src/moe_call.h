@@ -60,7 +60,8 @@ struct MoeCall {
         Carver parts(scratch);
         float* product = parts.take<float>(size_t(panels) * g.tokens * 16);
         void* expanded = parts.take<char>(kernels->expand_bytes(w.layout, panels, g.tokens));
-        kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, x_of(g, parts), product, expanded);
+        kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, x_of(g, parts), product, expanded,
+                        nullptr);
     }
 };
 

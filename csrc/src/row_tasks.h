@@ -14,6 +14,8 @@ namespace proa {
 constexpr size_t kLeastTaskBytes = 48 << 10, kMostTaskBytes = 256 << 10;
 constexpr int kTasksPerThread = 16;
 
+constexpr int kPanelsAtOnce = 4;  // at most, that a kernel multiplies with the same activations in registers
+
 constexpr int kPackingTokens = 16;  // of a packing task: some microseconds
 
 constexpr int kManyTokens = 16;  // from here on arithmetic costs more than reading weights, or soon will
@@ -67,10 +69,13 @@ struct RowTasks {
     }
 };
 
-// Panels of a task that reads them once: a multiple of `unit`. streamed: bytes read of each panel; total: of all tasks.
+// Panels of a task that reads them once: a multiple of `unit`, 1 or 2, and of kPanelsAtOnce where there are about as
+// many. streamed: bytes read of each panel; total: of all tasks.
 inline int panels_to_stream(int unit, size_t streamed, size_t total, int threads) {
     const size_t wanted = std::clamp(total / size_t(threads * kTasksPerThread), kLeastTaskBytes, kMostTaskBytes);
-    return std::max(unit, int(wanted / std::max<size_t>(streamed, 1)) / unit * unit);
+    const int panels = int(wanted / std::max<size_t>(streamed, 1));
+    if (panels >= kPanelsAtOnce - 1) return (panels + 1) / kPanelsAtOnce * kPanelsAtOnce;
+    return std::max(unit, panels / unit * unit);
 }
 
 // Panels of a task that passes many tokens over them: the more, the less often the tokens' activations are read again;

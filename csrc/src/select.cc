@@ -79,6 +79,7 @@ const char* missing_for_amx() {
     const Registers seven = cpuid(7, 0);
     if (!has(seven.edx, 24)) return "AMX_TILE";
     if (!has(seven.edx, 22)) return "AMX_BF16";
+    if (!has(seven.ecx, 8)) return "GFNI";
     if ((saved_states() & 0x60000) != 0x60000 || !tiles_permitted()) return "AMX state (operating system)";
     return nullptr;
 }

@@ -35,8 +35,9 @@ const Case kCases[] = {
     {{1, 5}, {130, 130}, 2, 1, 192, 128, 16, 0, false},
     {{1, 5}, {130, 130}, 1, 1, 256, 512, 16, 0, false},
     {{2, 5}, {70, 70}, 16, 1, 576, 512, 16, 0, false},
-    {{4, 7}, {70, 70}, 130, 1, 8, 16, 16, 0, false},  // a group beyond a block of rows
-    {{300}, {300}, 1, 1, 64, 64, 16, 0, true},        // several blocks of rows
+    {{1, 3, 1}, {700, 70, 5}, 16, 1, 576, 512, 16, 0, false},  // few rows in panels, split
+    {{4, 7}, {70, 70}, 130, 1, 8, 16, 16, 0, false},           // a group beyond a block of rows
+    {{300}, {300}, 1, 1, 64, 64, 16, 0, true},                 // several blocks of rows
     // In e4m3.
     {{1, 1}, {1000, 517}, 3, 1, 80, 80, 16, 0, false, kE4m3},
     {{1, 6, 1, 11, 0}, {20, 6, 5, 27, 0}, 6, 2, 64, 64, 16, 4, true, kE4m3},
@@ -168,7 +169,8 @@ struct Truth {
         // its argument) and by being rescaled once a block of keys, which rounds likewise.
         const double weight = 2 * terms * (c.key_dim + 4) * kEps32 + (most - least + 4) * kEps32 * (n / 64 + 3);
         // Panels round the weights to bfloat16, in the numerator and in the sum below it.
-        const double relative = 2 * weight + (c.q_lens[s] > 4 ? 2 * kRound16 * 1.01 : 0) + 2 * (n + 8) * kEps32;
+        const bool panels = c.q_lens[s] > 4 || (c.kv_heads == 1 && c.q_lens[s] * c.heads >= 16);
+        const double relative = 2 * weight + (panels ? 2 * kRound16 * 1.01 : 0) + 2 * (n + 8) * kEps32;
         for (int d = 0; d < c.value_dim; ++d) {
             double sum = 0, size = 0;
             for (size_t j = 0; j < scores.size(); ++j) {

@@ -9,6 +9,7 @@
 #include "moe.h"
 #include "operations.h"
 #include "pack.h"
+#include "row_tasks.h"
 
 using namespace testing;
 
@@ -133,9 +134,23 @@ void experts_agree(proa::Format format, int tokens) {
     });
 }
 
+// Tasks are whole units, and from four panels on whole tiles of four: none is left with panels that share nothing.
+void tasks_have_whole_tiles() {
+    for (int unit : {1, 2})
+        for (size_t streamed : {size_t(1) << 10, size_t(18) << 10, size_t(60) << 10, size_t(300) << 10})
+            for (size_t total : {size_t(1) << 18, size_t(1) << 24, size_t(1) << 30}) {
+                const int panels = proa::panels_to_stream(unit, streamed, total, 14);
+                CHECK(panels >= unit && panels % unit == 0);
+                CHECK(panels < proa::kPanelsAtOnce || panels % proa::kPanelsAtOnce == 0);
+                CHECK(panels == unit || size_t(panels - 1) * streamed <= proa::kMostTaskBytes);
+            }
+    CHECK(proa::panels_to_stream(2, 18 << 10, size_t(96) * 8 * (18 << 10), 14) == 4);
+}
+
 }  // namespace
 
 int main() {
+    tasks_have_whole_tiles();
     for (int format = 0; format < proa::kFormats; ++format)
         for (int tokens : {1, 5, 70}) experts_agree(proa::Format(format), tokens);
     return 0;

@@ -266,7 +266,8 @@ void route_is_right(int rows, const proa::RouterRule& rule, bool wide, Random& r
                 const size_t e = size_t(got.ids[at]), best = size_t(order[size_t(k)]);
                 const double apart = std::abs(keys[e] - keys[best]), room = 2 * off + 2 * kEps32 * std::abs(keys[e]);
                 CHECK(e == best || (apart > 0 && apart <= room && kept[e]));
-                const double divisor = rule.renormalise ? chosen + double(rule.epsilon) : 1;
+                const double divisor =
+                    rule.renormalise ? std::max(chosen + double(rule.epsilon), double(rule.least)) : 1;
                 const double want = scores[e] / divisor * double(rule.scale);
                 CHECK(within(got.weights[at], want, want * off));
             }
@@ -283,18 +284,19 @@ void all_rules_are_right(Random& random) {
                  {std::array{1, 8, 1}, {9, 13, 4}, {3, 512, 10}, {400, 128, 8}, {2, 16, 16}})
                 for (const float* correction : {static_cast<const float*>(nullptr), bias.data()})
                     for (const bool sigmoids : {false, true})
-                        route_is_right(rows, {experts, top_k, sigmoids, renormalise, 1, 1, 1, 2.5f, 1e-20f, correction},
+                        route_is_right(rows,
+                                       {experts, top_k, sigmoids, renormalise, 1, 1, 1, 2.5f, 1e-20f, 0, correction},
                                        wide, random);
-            route_is_right(9, {160, 6, false, renormalise, 8, 3, 1, 16, 0, nullptr}, wide, random);
-            route_is_right(9, {256, 8, true, renormalise, 8, 4, 2, 2.5f, 1e-20f, bias.data()}, wide, random);
-            route_is_right(5, {12, 5, true, renormalise, 4, 2, 2, 1, 0.5f, bias.data()}, wide, random);
+            route_is_right(9, {160, 6, false, renormalise, 8, 3, 1, 16, 0, 0, nullptr}, wide, random);
+            route_is_right(9, {256, 8, true, renormalise, 8, 4, 2, 2.5f, 1e-20f, 0, bias.data()}, wide, random);
+            route_is_right(5, {12, 5, true, renormalise, 4, 2, 2, 1, 0.5f, 4, bias.data()}, wide, random);
         }
 }
 
 void of_equal_groups_the_first_are_kept() {
     const std::vector<float> logits(12, 0.5f);
     on_everything([&](proa::Host& host) {
-        const Routed got(host, logits.data(), true, 1, {12, 4, true, true, 4, 2, 2, 1, 0, nullptr});
+        const Routed got(host, logits.data(), true, 1, {12, 4, true, true, 4, 2, 2, 1, 0, 0, nullptr});
         CHECK((got.ids == std::vector<int32_t>{0, 1, 2, 3}));
         return got.bits();
     });
@@ -312,7 +314,7 @@ void strange_logits_crash_nothing() {
             for (const bool sigmoids : {false, true})
                 on_everything([&](proa::Host& host) {
                     const float* of_last = logits[5] == 0 && logits[0] == -infinity ? correction : nullptr;
-                    const proa::RouterRule rule{6, 4, sigmoids, true, groups, groups - groups / 3, 1, 1, 0, of_last};
+                    const proa::RouterRule rule{6, 4, sigmoids, true, groups, groups - groups / 3, 1, 1, 0, 0, of_last};
                     const Routed got(host, logits.data(), true, 1, rule);
                     std::vector<int32_t> ids = got.ids;
                     std::sort(ids.begin(), ids.end());
@@ -326,7 +328,7 @@ void infinite_logits_have_sigmoids() {
     const float infinity = std::numeric_limits<float>::infinity();
     const std::vector<float> logits = {-infinity, infinity, 0};
     on_everything([&](proa::Host& host) {
-        const Routed got(host, logits.data(), true, 1, {3, 3, true, false, 1, 1, 1, 1, 0, nullptr});
+        const Routed got(host, logits.data(), true, 1, {3, 3, true, false, 1, 1, 1, 1, 0, 0, nullptr});
         CHECK((got.ids == std::vector<int32_t>{1, 2, 0}));
         CHECK(got.weights[0] == 1 && got.weights[1] == 0.5f && got.weights[2] < 1e-37f);
         return got.bits();
@@ -340,9 +342,9 @@ void wrong_rules_are_refused() {
         is_refused([&] { check(proa::Route{logits, 16, true, rule, ids, weights}); });
     };
     for (const auto& [groups, kept, best_of] : {std::array{3, 2, 1}, {4, 5, 1}, {4, 1, 1}, {8, 4, 3}, {16, 8, 2}})
-        refused({16, 6, true, true, groups, kept, best_of, 1, 0, nullptr});
-    refused({16, 17, true, true, 1, 1, 1, 1, 0, nullptr});
-    check(proa::Route{logits, 16, true, {16, 6, true, true, 4, 2, 2, 1, 0, nullptr}, ids, weights});
+        refused({16, 6, true, true, groups, kept, best_of, 1, 0, 0, nullptr});
+    refused({16, 17, true, true, 1, 1, 1, 1, 0, 0, nullptr});
+    check(proa::Route{logits, 16, true, {16, 6, true, true, 4, 2, 2, 1, 0, 0, nullptr}, ids, weights});
 }
 
 // The best of every row, wherever it stands; the lowest of equals; -1 for rows with a value that is not finite.

@@ -188,6 +188,13 @@ def test_refused(values: dict[str, Any], message: str) -> None:
         spec_of(**values)
 
 
+def test_as_transformers_5_writes_it() -> None:
+    rope = {**V2_LITE["rope_scaling"], "rope_type": "yarn", "rope_theta": 10000}
+    new = {**V2_LITE, "rope_parameters": rope, "head_dim": 64, "mlp_bias": False, "pad_token_id": None}
+    del new["rope_scaling"], new["rope_theta"]
+    assert declare(new).spec == spec_of()
+
+
 def test_only_yarn_with_mscale_all_dim_scales_scores() -> None:
     assert score_factor(Rope(64)) == 1.0
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -64,6 +64,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "Glm4MoeForCausalLM": {**_V3, "partial_rotary_factor": 1.0},
     "Dots1ForCausalLM": _V3,
+    "Ernie4_5_MoeForCausalLM": {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "rope_theta": 1e4,
+    },
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e4},
     "GptOssForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8},
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False},
@@ -133,6 +141,9 @@ def test_refused_by_every_family(architecture: str, values: dict[str, Any], mess
         ("Dots1ForCausalLM", {"topk_method": "greedy"}, "topk_method = 'greedy' is not implemented"),
         ("Dots1ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, "no window to slide"),
         ("Dots1ForCausalLM", {"layer_types": ["full_attention"] * 3, "sliding_window": 8}, "layer_types"),
+        ("Ernie4_5_MoeForCausalLM", {"moe_k": 9}, "moe_k is 9"),
+        ("Ernie4_5_MoeForCausalLM", {"use_bias": True}, "use_bias = True is not implemented"),
+        ("Ernie4_5_MoeForCausalLM", {"moe_gate": "top2_fused"}, "moe_gate"),
         ("MiniMaxM2ForCausalLM", {"rotary_dim": 8, "head_dim": 16, "partial_rotary_factor": 1.0}, "rotary_dim is 8"),
         ("MiniMaxM2ForCausalLM", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
         ("MiniMaxM2ForCausalLM", {"use_routing_bias": False}, "use_routing_bias"),
@@ -327,6 +338,7 @@ V3_ROUTER = Router("sigmoid", True, correction=True, scale=2.5, epsilon=1e-20)
         ("Dots1ForCausalLM", {"norm_topk_prob": False}, replace(V3_ROUTER, renormalise=False)),
         ("Dots1ForCausalLM", {"scoring_func": "noaux_tc", "topk_method": "noaux_tc"}, V3_ROUTER),
         ("MiniMaxM2ForCausalLM", {}, Router("sigmoid", True, correction=True)),
+        ("Ernie4_5_MoeForCausalLM", {}, Router("softmax", True, correction=True, least=1e-12)),
         ("Qwen3MoeForCausalLM", {}, Router("softmax", True)),
     ],
 )
@@ -357,6 +369,22 @@ def test_a_published_config_of_minimax_m2() -> None:
     }  # fmt: skip
     mixer = mixer_of("MiniMaxM2ForCausalLM", **published)
     assert (mixer.rope.dim, mixer.rope.base, mixer.qk_norm) == (8, 5e6, "full")
+
+
+@pytest.mark.parametrize(
+    ("values", "sparse"),
+    [
+        ({}, [1, 2, 3]),
+        ({"moe_layer_start_index": 2, "moe_layer_end_index": -1}, [2, 3]),
+        ({"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2}, [1]),
+    ],
+)
+def test_dense_layers_of_ernie(values: dict[str, Any], sparse: list[int]) -> None:
+    spec = spec_of("Ernie4_5_MoeForCausalLM", **values)
+    assert [i for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)] == sparse
+    assert spec.tied
+    assert spec.attention[0].rope.interleaved
+    assert not spec_of("Ernie4_5_MoeForCausalLM", tie_word_embeddings=False).tied
 
 
 def test_windows_of_dots1() -> None:

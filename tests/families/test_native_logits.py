@@ -7,6 +7,7 @@ hundreds of percent. With the checkpoint's own top_k, answers of the demo model 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def all_experts(folder: Path) -> dict[str, object]:
     ffns = [block.ffn for block in load_decoder(folder).spec.blocks if isinstance(block.ffn, Moe)]
-    groups = {"topk_group": ffns[0].router.groups.groups} if ffns and ffns[0].router.groups else {}
-    return {"num_experts_per_tok": ffns[0].experts, **groups} if ffns else {}
+    if not ffns:
+        return {}
+    groups = {"topk_group": ffns[0].router.groups.groups} if ffns[0].router.groups else {}
+    config = json.loads((folder / "config.json").read_text())
+    names = [name for name in ("num_experts_per_tok", "moe_k") if name in config]
+    return dict.fromkeys(names, ffns[0].experts) | groups
 
 
 def rows(model: Loaded, prompts: list[list[int]], answers: list[list[int]], **engine: int) -> Tensor:

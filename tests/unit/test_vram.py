@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions, SchedulerOptions
 from proa.errors import ProaError, ResourceError, UsageError
 from proa.machine.machine import Gpu, Machine
-from proa.models.spec import Attention, Block, GatedDeltaNet, Gating, Mlp, Model, Moe, Rope, Router
+from proa.models.spec import (
+    Attention,
+    Block,
+    GatedDeltaNet,
+    Gating,
+    LatentAttention,
+    Mlp,
+    Model,
+    Moe,
+    Rope,
+    Router,
+)
 from proa.plan.expert_counts import Counts
 from proa.plan.placement import moe_layers
 from proa.plan.plan import GpuPlan, Plan
@@ -65,6 +76,8 @@ SUNK = replace(attention(2880, 64, 8, 64), qkv_bias=True, o_bias=True, sinks=Tru
 GPT_OSS = model(201088, 36, Block(SUNK, GPT_OSS_MOE), 131072)
 # A first layer without experts, as DeepSeek has.
 MIXED = replace(DEMO, blocks=(Block(DEMO.blocks[0].mixer, Mlp(576, 1536)), *DEMO.blocks[1:]))
+LATENT = LatentAttention(2048, 16, None, 512, 128, 128, Rope(64))
+LITE = model(102400, 27, Block(LATENT, moe(2048, 64, 6, 1408, 2816)), 163840)  # but for its first layer
 EXPERTS_BYTES = 48 * 128 * 3 * 2048 * 768 * 2  # of Qwen3-30B: 54 GiB
 
 
@@ -138,6 +151,16 @@ def check(of: Plan, spec: Model) -> GpuPlan:
 
 
 # ---- goldens ----
+
+
+def test_latents_are_small() -> None:
+    got = plan(LITE, machine(64, gpu(40)))
+    on = check(got, LITE)
+    assert on.vram.kv_bytes == got.num_pages * got.page_tokens * 27 * 576 * 2
+    assert on.gpu_only
+    with pytest.raises(UsageError, match=r"latent attention needs .* 8\.0"):
+        plan(LITE, machine(64, gpu(40, capability=(7, 5))), gpu="0")
+    assert plan(QWEN3_30B, machine(124, gpu(80, capability=(7, 5))), gpu="0").gpu is not None
 
 
 def test_everything_fits_and_the_gpu_does_all() -> None:

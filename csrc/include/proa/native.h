@@ -287,11 +287,11 @@ PROA_API int proa_program_add_rotary(proa_program* program, void* x, int64_t x_s
 // How top_k experts are chosen by their logits. A score is the sigmoid of a logit, or the softmax over all. The choice
 // is by score + correction (float32 [experts] or null), among the `kept` best of `groups` groups of one size: those
 // whose best_of (1 or 2) best experts have the largest sum; of equals the first. Weights are scores, which
-// renormalising divides by their sum + epsilon, times scale.
+// renormalising divides by the larger of `least` and their sum + epsilon, times scale.
 typedef struct proa_router_rule {
     int64_t experts, top_k, groups, kept, best_of;
     int sigmoids, renormalise;
-    float scale, epsilon;
+    float scale, epsilon, least;
     const float* correction;
 } proa_router_rule;
 PROA_API int proa_program_add_route(proa_program* program, const void* logits, int64_t stride, int wide,

@@ -1,4 +1,4 @@
-// AMX beside AVX-512 with BF16, VNNI and VBMI (Intel from Sapphire Rapids).
+// AMX beside AVX-512 with BF16, VNNI and VBMI, and GFNI (Intel from Sapphire Rapids).
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -12,7 +12,7 @@ constexpr int kExpandFromTokens = 16;
 constexpr int kTilesFromTokens = 5;  // where they are exact
 constexpr int kMostDigits = 4;
 constexpr int digits_to_tokens(Format) { return kTilesFromTokens - 1; }
-constexpr int digit_rows_at_once(int) { return 2; }
+constexpr int digit_rows_at_once(int) { return 4; }
 constexpr Blocking kBlocking = kTileBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <= 2 ? 4 : 2; }
 

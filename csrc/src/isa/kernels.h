@@ -34,7 +34,7 @@ struct RouterRule {
     int experts, top_k;
     bool sigmoids, renormalise;
     int groups, kept, best_of;
-    float scale, epsilon;
+    float scale, epsilon, least;
     const float* correction;
 };
 
@@ -84,7 +84,9 @@ struct Kernels {
                  const Packed& out);
 
     // out [panels][tokens][16] = panels of w times x. scratch: expand_bytes(layout, panels) or null where that is 0.
-    void (*matmul)(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch);
+    // next: panels of this layout that the caller multiplies next, fetched ahead; null where it does not know.
+    void (*matmul)(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch,
+                   const uint8_t* next);
     size_t (*expand_bytes)(const Layout& l, int panels, int tokens);
 
     // One panel's weights, rounded once, in bfloat16's layout: padded * 32 bytes.

@@ -11,6 +11,7 @@ inline U32 dot_bytes(U32 sum, U32 codes, U32 x) {
 inline U32 bit_xor(U32 a, U32 b) {
     return lanes<U32>([&](int i) { return a.v[i] ^ b.v[i]; });
 }
+inline U32 high_nibbles(U32 a) { return bit_and(shr<4>(a), set_u32(0x0f0f0f0f)); }
 
 struct ByteTable {
     uint8_t bytes[16];

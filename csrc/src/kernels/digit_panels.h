@@ -14,8 +14,8 @@ struct NibbleQuads : DigitCode {
     static constexpr float kStep = 1;
     static inline __attribute__((always_inline)) void load(const uint8_t* p, U32 (&quads)[4]) {
         const U32 low = set_u32(0x0f0f0f0f), first = load_u32(p), second = load_u32(p + 64);
-        quads[0] = bit_and(first, low), quads[1] = bit_and(shr<4>(first), low);
-        quads[2] = bit_and(second, low), quads[3] = bit_and(shr<4>(second), low);
+        quads[0] = bit_and(first, low), quads[1] = high_nibbles(first);
+        quads[2] = bit_and(second, low), quads[3] = high_nibbles(second);
     }
 };
 
@@ -112,7 +112,7 @@ template <class Code, int R, int M>
     requires kInteger<Code>
 struct Lines<Code, R, M> {
     static inline __attribute__((always_inline)) void add(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
-                                                          int last, size_t ahead, const void* x) {
+                                                          int last, ptrdiff_t ahead, const void* x) {
         for (int unit = first; unit < last; ++unit) {
             U32 quads[R][4];
             for (int r = 0; r < R; ++r) {
@@ -131,7 +131,8 @@ struct Lines<Code, R, M> {
     }
 };
 
-void multiply_digits(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out) {
-    with_integers(l.format,
-                  [&]<class Code, class Scales>() { run_panels<Code, Scales, kMostDigits>(l, w, panels, x, out); });
+void multiply_digits(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, const uint8_t* next) {
+    with_integers(l.format, [&]<class Code, class Scales>() {
+        run_panels<Code, Scales, kMostDigits>(l, w, panels, x, out, next);
+    });
 }

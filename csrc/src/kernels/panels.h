@@ -18,7 +18,8 @@ inline __attribute__((always_inline)) void unrolled(F&& f) {
 }
 
 // How far ahead of the line in work memory is asked for: beyond a 4 KB page no hardware prefetcher of x86 looks, and
-// none knows which panels come next.
+// none knows which panels come next. What nobody reads next is not asked for: it would keep a core's few buffers for
+// misses from what is read.
 constexpr size_t kAheadBytes = 8192;  // of a tile's panels together: what memory delivers in a latency
 
 // What lines [first, last) of panels w[0..R-1] add to the sums of M tokens; of each panel also line + `ahead` bytes is
@@ -28,7 +29,7 @@ struct Lines {
     static constexpr int kPairs = Code::kValues / 2;
 
     static inline __attribute__((always_inline)) void add(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
-                                                          int last, size_t ahead, const void* x) {
+                                                          int last, ptrdiff_t ahead, const void* x) {
         for (int line = first; line < last; ++line) {
             typename Code::Line codes[R];
             unrolled<R>([&](auto r) __attribute__((always_inline)) {
@@ -64,21 +65,22 @@ struct Tile {
         unrolled<R>([&](auto r) { unrolled<M>([&](auto m) { sum[r.value][m.value] = zero(); }); });
     }
 
+    // after: from each panel to the one that is multiplied after it; 0: there is none.
     static __attribute__((noinline)) void run(const Layout& l, const uint8_t* const (&w)[R], const void* x,
-                                              const float* sums, float* const (&out)[R]) {
+                                              const float* sums, float* const (&out)[R], ptrdiff_t after) {
         using Terms = Lines<Code, R, M>;
-        constexpr size_t kPrefetchBytes = kAheadBytes / R;
+        constexpr ptrdiff_t kPrefetchBytes = kAheadBytes / R;
         F32 total[R][M];
         clear(total);
         const int all = l.padded / Code::kValues;
-        // Towards the panel's end what is ahead are the codes of the panel R further on.
+        // Towards the panel's end what is ahead are the codes of the next one, or the line in work itself.
         const int turn = all - int(kPrefetchBytes / Code::kBytes), border = turn > 0 ? turn : 0;
-        const size_t next = R * l.panel_bytes - l.code_bytes + kPrefetchBytes;
+        const ptrdiff_t next = after ? after - ptrdiff_t(l.code_bytes) + kPrefetchBytes : 0;
         if constexpr (!Scales::kScaled) {
             Terms::add(total, w, 0, border, kPrefetchBytes, x);
             Terms::add(total, w, border, all, next, x);
         } else {
-            unrolled<R>([&](auto r) { __builtin_prefetch(w[r.value] + R * l.panel_bytes + l.code_bytes); });
+            unrolled<R>([&](auto r) { __builtin_prefetch(w[r.value] + after + l.code_bytes); });
             const int group_lines = l.group / Code::kValues;
             for (int g = 0; g < l.groups; ++g) {
                 F32 part[R][M];
@@ -119,10 +121,11 @@ struct Tile {
     }
 };
 
-// Panels [first, panels) R at a time, as long as there are R of them; returns how far it came.
+// Panels [first, panels) R at a time, as long as there are R of them; returns how far it came. next: see
+// Kernels::matmul.
 template <class Code, class Scales, int R, int M>
-int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const PackedBlock& x, float* out,
-             int out_tokens) {
+int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const PackedBlock& x, float* out, int out_tokens,
+             const uint8_t* next) {
     for (; first + R <= panels; first += R) {
         const uint8_t* panel[R];
         float* place[R];
@@ -130,27 +133,31 @@ int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const Pac
             panel[r] = w + size_t(first + r) * l.panel_bytes;
             place[r] = out + size_t(first + r) * out_tokens * 16;
         }
-        Tile<Code, Scales, R, M>::run(l, panel, x.data, x.sums, place);
+        ptrdiff_t after = R * ptrdiff_t(l.panel_bytes);
+        if (first + R >= panels) after = next ? next - panel[0] : 0;
+        Tile<Code, Scales, R, M>::run(l, panel, x.data, x.sums, place, after);
     }
     return first;
 }
 
 // All panels for one block of M tokens. out: [panels][out_tokens][16], this block's first token at out.
 template <class Code, class Scales, int M>
-void run_block(const Layout& l, const uint8_t* w, int panels, const PackedBlock& x, float* out, int out_tokens) {
+void run_block(const Layout& l, const uint8_t* w, int panels, const PackedBlock& x, float* out, int out_tokens,
+               const uint8_t* next) {
     constexpr int R = kInteger<Code> ? digit_rows_at_once(M) : rows_at_once(M, Scales::kScaled);
-    int done = run_rows<Code, Scales, R, M>(l, w, 0, panels, x, out, out_tokens);
-    if constexpr (R > 2) done = run_rows<Code, Scales, 2, M>(l, w, done, panels, x, out, out_tokens);
-    if constexpr (R > 1) run_rows<Code, Scales, 1, M>(l, w, done, panels, x, out, out_tokens);
+    int done = run_rows<Code, Scales, R, M>(l, w, 0, panels, x, out, out_tokens, next);
+    if constexpr (R > 2) done = run_rows<Code, Scales, 2, M>(l, w, done, panels, x, out, out_tokens, next);
+    if constexpr (R > 1) run_rows<Code, Scales, 1, M>(l, w, done, panels, x, out, out_tokens, next);
 }
 
 template <class Code, class Scales, int most>
-void run_panels(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out) {
+void run_panels(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, const uint8_t* next) {
     each_block(x, l.padded, [&](const PackedBlock& block) {
+        const uint8_t* then = block.first + block.size < x.tokens ? w : next;  // the same panels for the next block
         unrolled<most>([&](auto i) {
             constexpr int M = i.value + 1;
             if (block.size == M)
-                run_block<Code, Scales, M>(l, w, panels, block, out + size_t(block.first) * 16, x.tokens);
+                run_block<Code, Scales, M>(l, w, panels, block, out + size_t(block.first) * 16, x.tokens, then);
         });
     });
 }

@@ -170,6 +170,7 @@ void route_row(const void* logits, bool wide, const RouterRule& rule, float* key
         store(lanes, scores.of(set(logit(logits, wide, ids[k]))));
         weights[k] = lanes[0], chosen += lanes[0];
     }
-    const float divisor = rule.renormalise ? chosen + rule.epsilon : 1.f;
+    chosen += rule.epsilon;
+    const float divisor = !rule.renormalise ? 1.f : chosen < rule.least ? rule.least : chosen;
     for (int k = 0; k < rule.top_k; ++k) weights[k] = defined ? weights[k] / divisor * rule.scale : __builtin_nanf("");
 }

@@ -27,20 +27,21 @@ void expand(const Layout& l, const uint8_t* w, void* out) {
                 [&]<class Code, class Scales>() { expand_groups<Code, Scales>(l, w, 0, l.groups, (uint8_t*)out); });
 }
 
-void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch) {
+void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch,
+            const uint8_t* next) {
     if (x.how.form == Packing::kTiles) return multiply_tiles(l, w, panels, x, out, (uint8_t*)scratch);
-    if (x.how.form != Packing::kPairs) return multiply_digits(l, w, panels, x, out);
+    if (x.how.form != Packing::kPairs) return multiply_digits(l, w, panels, x, out, next);
     with_format(l.format, [&]<class Code, class Scales>() {
         if (!expands(l.format, x.tokens)) {
             constexpr int most = Scales::kScaled ? kMostScaled : kMostPlain;
-            return run_panels<Code, Scales, most>(l, w, panels, x, out);
+            return run_panels<Code, Scales, most>(l, w, panels, x, out, next);
         }
         Layout wide = l;
         wide.panel_bytes = size_t(l.padded) * 32;
         for (int i = 0; i < panels; ++i)
             expand_groups<Code, Scales>(l, w + i * l.panel_bytes, 0, l.groups,
                                         (uint8_t*)scratch + i * wide.panel_bytes);
-        run_panels<Bf16Code, NoScale, kMostPlain>(wide, (const uint8_t*)scratch, panels, x, out);
+        run_panels<Bf16Code, NoScale, kMostPlain>(wide, (const uint8_t*)scratch, panels, x, out, nullptr);
     });
 }
 

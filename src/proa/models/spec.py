@@ -281,7 +281,8 @@ class Router:
     correction: bool = False  # a parameter of each expert, added to its score for the choice alone
     groups: ExpertGroups | None = None
     scale: float = 1.0  # of the weights in the end
-    epsilon: float = 0.0  # added to what renormalising divides by
+    epsilon: float = 0.0  # added to the sum that renormalising divides by,
+    least: float = 0.0  # which counts as at least this
     linear_bias: bool = False  # of the map that gives the logits
 
 

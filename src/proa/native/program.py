@@ -30,6 +30,7 @@ class _RouterRule(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("experts", "top_k", "groups", "kept", "best_of")),
         ("sigmoids", c_int), ("renormalise", c_int), ("scale", c_float), ("epsilon", c_float),
+        ("least", c_float),
         ("correction", c_void_p),
     ]  # fmt: skip
 
@@ -145,6 +146,7 @@ class Routing:
     renormalise: bool
     scale: float
     epsilon: float
+    least: float
     correction: int | None
 
 

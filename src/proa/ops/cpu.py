@@ -133,7 +133,7 @@ class CpuOps:
         router, correction = rule.router, rule.correction
         routing = Routing(
             experts=logits.shape[1], top_k=rule.top_k, sigmoids=router.score == "sigmoid",
-            renormalise=router.renormalise, scale=router.scale, epsilon=router.epsilon,
+            renormalise=router.renormalise, scale=router.scale, epsilon=router.epsilon, least=router.least,
             correction=None if correction is None else self._to.keep(correction).data_ptr(),
             **vars(router.groups or ExpertGroups(1, 1, 1)),
         )  # fmt: skip

@@ -82,7 +82,7 @@ def route(logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tens
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
     weights = scores.gather(-1, ids)
     if router.renormalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon)
+        weights = weights / (weights.sum(-1, keepdim=True) + router.epsilon).clamp(min=router.least)
     poison = torch.where(choice.isnan().any(-1, keepdim=True), math.nan, router.scale)
     return torch.where(slots[:, None] < 0, -1, ids), weights * poison
 

@@ -187,8 +187,9 @@ class Route(Protocol):
         """logits [T, E] -> ids int [T, k], weights float32 [T, k], best first, of equals the lower id. In float32:
 
         Scores are softmax(logits) or sigmoid(logits). The choice is by score + correction, of groups too, where there
-        are groups; the weights are the scores of those chosen, divided by their sum + epsilon to renormalise, times
-        scale. Rows whose slot is negative are padding: ids -1. Weights of a row that has NaN are NaN.
+        are groups; the weights are the scores of those chosen, to renormalise divided by their sum + epsilon, or by
+        `least` if that is more, times scale. Rows whose slot is negative are padding: ids -1. Weights of a row that has
+        NaN are NaN.
         """
 
 

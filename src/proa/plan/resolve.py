@@ -16,7 +16,7 @@ from proa.models.names import Declared
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
-from proa.plan.device import choose
+from proa.plan.device import best_effort, choose
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, fit
 from proa.plan.gpu_asked import asked_gpu
@@ -134,7 +134,7 @@ def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -
     certain = asked.explicit or asks_for_experts(options)
     chosen = choose(asked, case.machine)
     why, refused = chosen.why, None
-    if chosen.gpu is not None and (hindered := _hindrance(case.dtype)):
+    if chosen.gpu is not None and (hindered := _hindrance(case, chosen.gpu)):
         if certain:
             raise UsageError(f"{case.model} cannot use a GPU: {hindered[0]}.", hindered[1], param="gpu")
         why = f"CPU only: {hindered[0]}"
@@ -187,10 +187,12 @@ def _workers(
     return plan_workers(asked, machine, threads, launched=launched) if isa else no_workers(asked)
 
 
-def _hindrance(dtype: str) -> tuple[str, str] | None:
-    """What about the model keeps it off GPUs, and the remedy."""
-    if dtype != "bfloat16":
-        return f"the GPU computes in bfloat16, not {dtype}", "Use --dtype bfloat16, or --gpu none."
+def _hindrance(case: Case, gpu: Gpu) -> tuple[str, str] | None:
+    """What about the model keeps it off this GPU, and the remedy."""
+    if case.dtype != "bfloat16":
+        return f"the GPU computes in bfloat16, not {case.dtype}", "Use --dtype bfloat16, or --gpu none."
+    if case.spec.latent_attention and best_effort(gpu):
+        return "latent attention needs matrix instructions for bfloat16, compute capability 8.0", "Use --gpu none."
     return None
 
 

@@ -93,8 +93,8 @@ def _whole(tensor: str, info: TensorInfo) -> Source:
 
 
 def _same(ours: Shape, stored: Shape) -> bool:
-    """GGUF stores a [1, N] matrix as [N]."""
-    return stored in (ours, ours[1:] if ours[0] == 1 else ours)
+    """GGUF stores a [1, N] matrix as [N], and ERNIE [N] numbers as [1, N]."""
+    return stored in (ours, ours[1:] if ours[0] == 1 else (1, *ours))
 
 
 def _tied_head(declared: Declared, index: Index) -> Source | None:

@@ -52,14 +52,17 @@ def attention(c: Reader, *, theta: float = 10000.0, partial: float | None = None
     return Attention(hidden, heads, kv_heads, head_dim, rope(c, head_dim, theta, partial), **kinds)
 
 
-def model(c: Reader, mixer: Attention, ffns: Sequence[Mlp | Moe], windows: Sequence[int | None] = ()) -> Model:
-    """One block per ffn, each with `mixer` and its own window; ends the reading."""
+def model(
+    c: Reader, mixer: Attention, ffns: Sequence[Mlp | Moe], windows: Sequence[int | None] = (), *, tied: bool = False
+) -> Model:
+    """One block per ffn, each with `mixer` and its own window; ends the reading. `tied`: see model_of."""
     by_layer = windows or [None] * len(ffns)
-    return model_of(c, mixer.rope, [Block(replace(mixer, window=w), f) for w, f in zip(by_layer, ffns, strict=True)])
+    blocks = [Block(replace(mixer, window=w), f) for w, f in zip(by_layer, ffns, strict=True)]
+    return model_of(c, mixer.rope, blocks, tied=tied)
 
 
-def model_of(c: Reader, rope: Rope, blocks: Sequence[Block], *, norm_offset: float = 0.0) -> Model:
-    """A model of these blocks; ends the reading."""
+def model_of(c: Reader, rope: Rope, blocks: Sequence[Block], *, norm_offset: float = 0.0, tied: bool = False) -> Model:
+    """A model of these blocks; ends the reading. `tied`: whether the head is the embedding if the config is silent."""
     c.expect("hidden_act", "silu", "swish")  # two names of one function
     spec = Model(
         hidden=blocks[0].mixer.hidden,
@@ -67,7 +70,7 @@ def model_of(c: Reader, rope: Rope, blocks: Sequence[Block], *, norm_offset: flo
         blocks=tuple(blocks),
         norm_eps=c.get("rms_norm_eps", float),
         max_positions=context_tokens(c, rope),
-        tied=c.get("tie_word_embeddings", bool, False),
+        tied=c.get("tie_word_embeddings", bool, tied),
         norm_offset=norm_offset,
     )
     c.finish()

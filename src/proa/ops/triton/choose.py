@@ -54,7 +54,7 @@ def _choose(
     x, y, weight, router, router_bias, correction, slots, logits, arrived, total, normed, ids, weights,
     up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu,
     header, to_ids, to_weights, to_x, rung, state, layer,
-    x_row, y_row, router_row, logits_row, width, eps, offset, scale, epsilon,
+    x_row, y_row, router_row, logits_row, width, eps, offset, scale, epsilon, least,
     COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr, LANES: tl.constexpr,
     PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
@@ -82,8 +82,8 @@ def _choose(
         every, exists = experts_of_lanes(EXPERTS, GROUPS, LANES, PER_GROUP)
         given = tl.load(logits + row * logits_row + every, exists, 0.0, cache_modifier=".cg")
         chosen, values = best_experts(
-            tl.where(real, given, 0.0), correction, every, exists, scale, epsilon, TOP_K, RENORMALISE, SCORE, KEPT,
-            BEST_OF, PER_GROUP, CHOSEN,
+            tl.where(real, given, 0.0), correction, every, exists, scale, epsilon, least, TOP_K, RENORMALISE, SCORE,
+            KEPT, BEST_OF, PER_GROUP, CHOSEN,
         )  # fmt: skip
         place = tl.arange(0, CHOSEN)
         at, counted = row * TOP_K + place, place < TOP_K
@@ -153,8 +153,8 @@ def choose(
             out.total, out.normed, out.at.ids, out.weights, residency.up, residency.down, residency.cpu,
             residency.counts, *in_place, out.at.up, out.at.down, out.at.cpu, *bell,
             x.stride(0), y.stride(0), router.weight.stride(0), space.logits.stride(0), width,
-            norm.eps, norm.offset, rule.router.scale, rule.router.epsilon, **_constants(experts, width, rule),
-            ROWS=rows, num_warps=_WARPS,
+            norm.eps, norm.offset, rule.router.scale, rule.router.epsilon, rule.router.least,
+            **_constants(experts, width, rule), ROWS=rows, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def variants() -> Iterator[Variant]:
     types = dict.fromkeys(("x", "y", "weight", "router", "total", "normed"), "*bf16")
     types |= dict.fromkeys(("slots", "up_table", "down_table", "up", "down"), "*i64")
     types |= dict.fromkeys(("logits", "weights"), "*fp32") | dict.fromkeys(
-        ("eps", "offset", "scale", "epsilon"), "fp32"
+        ("eps", "offset", "scale", "epsilon", "least"), "fp32"
     )
     types |= dict.fromkeys(("arrived", "ids", "cpu_table", "cpu"), "*i32")
     types |= dict.fromkeys(("x_row", "y_row", "router_row", "logits_row", "width"), "i32")

@@ -256,6 +256,7 @@ def variants() -> Iterator[Variant]:
         (("cpu", "shared", "gate", *watch), 512),
         ((*norm, *watch), 2048),
         (("cpu", "answer", "state", *norm, *watch), 2048),
+        (("cpu", "shared", *norm, *watch), 4096),
         (("cpu", "shared", "gate", *norm, *watch), 7168),
     ):
         absent: dict[str, object] = {name: None for name in extra if name not in given}

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from proa.ops.triton.variant import Variant
 
-TILE, COLUMNS, DEPTH = 16, 64, 128  # tokens and outputs of a program, inputs at once
+TILE, DEPTH = 16, 128  # tokens of a program, inputs at once
+BLOCKS, LEAST_COLUMNS, MOST_COLUMNS = 8, 16, 64  # of a head's outputs, and outputs of one: few heads fill a GPU too
 
 
 @triton.jit(do_not_specialize=["tokens"])  # which differs from step to step
@@ -51,16 +52,18 @@ def head_linear(x: Tensor, weight: Tensor, y: Tensor) -> None:
     if x.stride(2) != 1 or y.stride(2) != 1:
         raise ValueError(f"heads of x {x.stride()} and y {y.stride()} must be whole")
     if tokens:
-        _head_linear[(heads, triton.cdiv(outputs, COLUMNS), triton.cdiv(tokens, TILE))](
-            x, weight, y, tokens, *x.stride()[:2], *y.stride()[:2], *weight.stride(),
-            **_constants(inputs, outputs, carried), num_warps=4, num_stages=3,
+        constants = _constants(inputs, outputs, carried)
+        _head_linear[(heads, triton.cdiv(outputs, constants["COLUMNS"]), triton.cdiv(tokens, TILE))](
+            x, weight, y, tokens, *x.stride()[:2], *y.stride()[:2], *weight.stride(), **constants,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
 
 
 def _constants(inputs: int, outputs: int, carried: int) -> dict[str, int]:
     wide = triton.next_power_of_2(carried) if carried else 0
     sizes = {"INPUTS": inputs, "OUTPUTS": outputs, "CARRIED": carried, "CARRIED_WIDE": wide}
-    return sizes | {"TILE": TILE, "COLUMNS": COLUMNS, "DEPTH": DEPTH}
+    columns = min(MOST_COLUMNS, max(LEAST_COLUMNS, triton.next_power_of_2(outputs // BLOCKS)))
+    return sizes | {"TILE": TILE, "COLUMNS": columns, "DEPTH": DEPTH}
 
 
 def variants() -> Iterator[Variant]:

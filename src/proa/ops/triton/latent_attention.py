@@ -149,7 +149,7 @@ def _prefill(
 ):  # fmt: skip
     """A tile is TILE // HEADS query rows; those of sequence s have the numbers from q_starts[s] // ROWS + s on."""
     ROWS: tl.constexpr = TILE // HEADS
-    index = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows have most to read
+    index = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows have most to read
     s = tl.arange(0, SEQUENCES)
     before = (s < sequences) & (tl.load(q_starts + s, s < sequences, 0) // ROWS + s <= index)
     sequence = (tl.sum(before.to(tl.int32), 0) - 1).to(tl.int64)
@@ -160,7 +160,7 @@ def _prefill(
         return
     member = tl.arange(0, TILE)
     row = first_row + member // HEADS
-    head = tl.program_id(0) * HEADS + member % HEADS
+    head = tl.program_id(1) * HEADS + member % HEADS
     live = ((row < q_len) & (member < ROWS * HEADS) & (head < heads))[:, None]
     past = tl.load(kv_lens + sequence) - q_len
     seen = past + tl.minimum(row, q_len - 1)
@@ -253,7 +253,7 @@ def prefill(
     shape = prefill_shape(shared_bytes)
     together = min(heads, shape.tile)
     tiles = rows // (shape.tile // together) + sequences
-    _prefill[(triton.cdiv(heads, together), tiles)](
+    _prefill[(tiles, triton.cdiv(heads, together))](  # only the first number may be above 65535
         q, cache.rows, page_table, q_starts, kv_lens, out, heads, sequences, scale, q.stride(0), out.stride(0),
         page_table.stride(0), *cache.rows.stride()[:2], **_widths(cache), TILE=shape.tile, HEADS=together,
         TOKENS=shape.tokens, SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)),
@@ -305,23 +305,19 @@ def variants() -> Iterator[Variant]:
     types |= dict.fromkeys((*strides, "heads", "table_row"), "i32")
     aligned = ("q", "rows", *strides)
     common: dict[str, object] = {"PAGE_TOKENS": 16, **_constants(512, 64)}
-    for shared_kib in (99, LARGE_KIB, LARGEST_KIB):
-        for heads in (16, 32, 128):
-            shape = decode_shape(heads, shared_kib << 10)
-            constants = common | {"TILE": shape.tile, "TOKENS": shape.tokens, "LEAST": LEAST_SHARE}
-            outs = {"partial": "*fp32", "sizes": "*fp32"}
-            yield Variant(
-                _decode, types | outs, constants, shape.warps, shape.stages, (*aligned, "partial"), 80, shared_kib
-            )
-        shape = prefill_shape(shared_kib << 10)
-        for heads in (16, 128):
-            constants = common | {"TILE": shape.tile, "HEADS": min(heads, shape.tile), "TOKENS": shape.tokens}
-            constants |= {"SEQUENCES": FEW_SEQUENCES}
-            outs = {"q_starts": "*i32", "out": "*bf16", "sequences": "i32", "out_row": "i32"}
-            yield Variant(
-                _prefill, types | outs, constants, shape.warps, shape.stages, (*aligned, "out", "out_row"), 80,
-                shared_kib,
-            )  # fmt: skip
+    rooms = (LARGEST_KIB, LARGE_KIB, 99)  # the last one that a shape is chosen for is the least that it must fit into
+    decodes = {decode_shape(heads, kib << 10): kib for kib in rooms for heads in (16, 32, 128)}
+    for shape, kib in decodes.items():
+        constants = common | {"TILE": shape.tile, "TOKENS": shape.tokens, "LEAST": LEAST_SHARE}
+        outs = {"partial": "*fp32", "sizes": "*fp32"}
+        yield Variant(_decode, types | outs, constants, shape.warps, shape.stages, (*aligned, "partial"), 80, kib)
+    prefills = {(prefill_shape(kib << 10), heads): kib for kib in rooms for heads in (16, 128)}
+    for (shape, heads), kib in prefills.items():
+        constants = common | {"TILE": shape.tile, "HEADS": min(heads, shape.tile), "TOKENS": shape.tokens}
+        constants |= {"SEQUENCES": FEW_SEQUENCES}
+        outs = {"q_starts": "*i32", "out": "*bf16", "sequences": "i32", "out_row": "i32"}
+        also = (*aligned, "out", "out_row")
+        yield Variant(_prefill, types | outs, constants, shape.warps, shape.stages, also, 80, kib)
     types = dict.fromkeys(("partial", "sizes"), "*fp32") | {"kv_lens": "*i32", "out": "*bf16"}
     types |= dict.fromkeys(("heads", "splits", "out_row"), "i32")
     constants = {"RANK": 512, "TOKENS": 32, "LEAST": LEAST_SHARE, "SPLITS": MOST_SPLITS, "PART": PART}

@@ -80,7 +80,7 @@ def _in_best_groups(keys, exists, KEPT: tl.constexpr, BEST_OF: tl.constexpr, PER
 
 @triton.jit
 def best_experts(
-    logits, correction, expert, exists, scale, epsilon,
+    logits, correction, expert, exists, scale, epsilon, least,
     TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr,
     PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
@@ -114,13 +114,14 @@ def best_experts(
         values = tl.where(place == k, value, values)
         left = tl.where(expert == first, LOWEST, left)
     if RENORMALISE:
-        values = values / (tl.sum(values, 0) + epsilon)
+        total = tl.sum(values, 0) + epsilon
+        values = values / tl.where(total < least, least, total)  # NaN stays
     return chosen, values * scale
 
 
 @triton.jit
 def _route(
-    logits, slots, correction, ids, weights, logits_row, scale, epsilon,
+    logits, slots, correction, ids, weights, logits_row, scale, epsilon, least,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr, LANES: tl.constexpr, PER_GROUP: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -131,7 +132,20 @@ def _route(
     expert, exists = experts_of_lanes(EXPERTS, GROUPS, LANES, PER_GROUP)
     given = tl.load(logits + token * logits_row + expert, exists & real, 0.0).to(tl.float32)
     chosen, values = best_experts(
-        given, correction, expert, exists, scale, epsilon, TOP_K, RENORMALISE, SCORE, KEPT, BEST_OF, PER_GROUP, CHOSEN
+        given,
+        correction,
+        expert,
+        exists,
+        scale,
+        epsilon,
+        least,
+        TOP_K,
+        RENORMALISE,
+        SCORE,
+        KEPT,
+        BEST_OF,
+        PER_GROUP,
+        CHOSEN,
     )
     place = tl.arange(0, CHOSEN)
     at, inside = token * TOP_K + place, place < TOP_K
@@ -190,6 +204,7 @@ def route(logits: Tensor, slots: Tensor, rule: RouterRule, ids: Tensor, weights:
         return
     _route[(tokens,)](
         logits, slots, rule.correction, ids, weights, logits.stride(0), rule.router.scale, rule.router.epsilon,
+        rule.router.least,
         **rule_constants(experts, rule), num_warps=_WARPS,
     )  # fmt: skip
 
@@ -208,7 +223,7 @@ SOME_RULES = (  # experts, top_k, router: those of published models, and the lar
 
 def variants() -> Iterator[Variant]:
     types = {"logits": "*fp32", "slots": "*i64", "ids": "*i32", "weights": "*fp32", "logits_row": "i32"}
-    types |= {"scale": "fp32", "epsilon": "fp32"}
+    types |= dict.fromkeys(("scale", "epsilon", "least"), "fp32")
     for experts, top_k, router in SOME_RULES:
         constants = rule_constants(experts, RouterRule(top_k, router))
         more = {"correction": "*fp32"} if router.correction else {}
