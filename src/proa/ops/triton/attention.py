@@ -131,7 +131,8 @@ def _found(partial, sizes, at, part, splits, dim, DIM: tl.constexpr):
 
 @triton.jit
 def _weighed(found, size, used, most):
-    return tl.sum(tl.where(used[:, None], tl.exp2(size - most)[:, None] * found, 0.0), 0)
+    weight = tl.exp2(tl.where(used, size - most, 0.0))
+    return tl.sum(tl.where(used[:, None], weight[:, None] * found, 0.0), 0)
 
 
 @triton.jit
