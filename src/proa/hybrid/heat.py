@@ -44,7 +44,7 @@ class Heat:
         count = len(HALF_LIVES_TOKENS)
         self._heats = [np.zeros((len(slots), experts), np.float32) for _ in range(count)]
         self._slots = np.array(slots, np.int64)[:, None]
-        self._kept = np.zeros((count, len(slots), experts), bool)  # whom each heat would have on the GPU
+        self._kept = np.zeros((count, len(slots), experts), np.float32)  # 1: whom each heat would have on the GPU
         self._scores = np.zeros(count)  # shares of the last choices that these were
         self._next = 0  # whose turn it is to say whom it would keep
 
@@ -62,12 +62,14 @@ class Heat:
         if tokens <= 0:
             return
         faded = 0.5 ** (min(tokens, JUDGED_TOKENS) / JUDGED_TOKENS)
+        often = chosen.astype(np.float32)
+        found = self._kept.reshape(len(self._heats), -1) @ often.ravel()
         self._scores *= faded
-        self._scores += (1 - faded) * (self._kept * chosen).sum((1, 2)) / max(1, chosen.sum())
+        self._scores += (1 - faded) * found / max(1.0, float(often.sum()))
         for heat, half_life in zip(self._heats, HALF_LIVES_TOKENS, strict=True):
             counted = min(tokens, MOST_HALF_LIVES * half_life)
             heat *= np.float32(0.5 ** (counted / half_life))
-            heat += chosen * np.float32(counted / tokens)
+            heat += often * np.float32(counted / tokens)
         self._keep(self._next)  # one at a time: sorting is most of what this costs
         self._next = (self._next + 1) % len(self._heats)
 
