@@ -68,6 +68,7 @@ def test_a_drift() -> None:
             for of in ("", "lru_", "best_"):
                 assert 0 <= figures[f"{of}hit_rate_{name}"] <= 1
             assert figures[f"best_hit_rate_{name}"] >= figures[f"hit_rate_{name}"] - 0.2
+        assert 20 <= figures["tokens_until_good"] <= 100
 
 
 def test_a_drift_as_a_table() -> None:
