@@ -83,7 +83,7 @@ class Restless:
     def __init__(self) -> None:
         self.turn = 0
 
-    def observe(self, chosen: object, tokens: float) -> None:
+    def observe(self, chosen: object, tokens: float, resident: object) -> None:
         pass
 
     def swaps(self, resident: Tensor, movable: Tensor) -> list[Swap]:

@@ -107,7 +107,7 @@ class Moves:
             if move.copy is None:
                 move.copy = self._copier.start(self._out_pairs(move))
         if seen is not None:
-            self.heat.observe(seen.chosen, seen.tokens)
+            self.heat.observe(seen.chosen, seen.tokens, self._resident)
         if not any(self._spare.values()):
             return
         for swap in self.heat.swaps(self._resident, self._movable):
