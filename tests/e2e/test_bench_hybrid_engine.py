@@ -30,6 +30,7 @@ def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
         expert_bytes, requests = 3 * 64 * 32 * 2, figures["requests"]
         assert 2 * 2 <= figures["cpu_bytes_per_step"] / expert_bytes <= 2 * min(8, 2 * requests)
         assert (figures["resident_share"], figures["layers"]) == (0, 2)
+        assert (figures["hit_rate"], figures["best_hit_rate"]) == (0, 0)
         parts = ("cpu_experts_ms", "transport_ms", "gpu_ms", "host_ms")
         assert min(split.values()) > 0
         assert sum(split[part] for part in parts) == pytest.approx(figures["step_ms"])
@@ -67,6 +68,7 @@ def test_a_drift() -> None:
             for of in ("", "lru_", "best_"):
                 assert 0 <= figures[f"{of}hit_rate_{name}"] <= 1
             assert figures[f"best_hit_rate_{name}"] >= figures[f"hit_rate_{name}"] - 0.2
+        assert 20 <= figures["tokens_until_good"] <= 100
 
 
 def test_a_drift_as_a_table() -> None:
@@ -116,6 +118,12 @@ def test_experts_of_another_format(form: str, bits: float) -> None:
     assert figures["resident_share"] == 0.5
     assert figures["resident_bytes_per_step"] == pytest.approx(2 * 4 * (1 - 0.75**2) * expert_bytes, rel=0.1)
     assert 0 < figures["cpu_bytes_per_step"] <= 2 * 4 * expert_bytes * 1.1  # scales fill up their lines
+
+
+def test_a_drift_where_none_shows() -> None:
+    done = bench("--gpu=sim:64MiB", "--resident=100", "--router=drift")
+    assert done.returncode == 2
+    assert "a drift changes nothing" in done.stderr
 
 
 def test_without_a_gpu_there_is_nothing_to_share() -> None:

@@ -19,6 +19,7 @@ from fakes import make_plan
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions
 from proa.engine.client import EngineClient
 from proa.errors import ContextLengthExceeded, EngineDead, QueueFull, RequestError, UsageError, WeightsError
+from proa.plan.expert_counts import read_counts
 from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
 from proa.types import EngineRequest, TokenEvent
@@ -236,6 +237,25 @@ def test_what_the_cpu_did_for_a_gpu_is_counted(folder: Path) -> None:
             assert stats.cpu_waiting_seconds > 0
 
     asyncio.run(go())
+
+
+def test_how_often_experts_were_chosen_is_saved_at_the_end(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "counts.json"
+    options = EngineOptions(
+        model=ModelOptions(dtype="bfloat16"), cache=CacheOptions(context=128), machine=MachineOptions(threads=1),
+        gpus=GpuOptions(gpu="sim:64MiB", gpu_experts="3", save_expert_counts=str(file)),
+    )  # fmt: skip
+    prepared = prepare(str(folder), options)
+
+    async def go() -> None:
+        async with running(prepared.plan) as client:
+            await client.wait_ready()
+            await collect(client, request("a", [5, 6, 7], 10))
+            assert not file.exists()
+
+    asyncio.run(go())
+    counts = read_counts(file, prepared.declared.spec)
+    assert {sum(of) for of in counts} == {3 * (3 + 9)}, "top 3 of all tokens but the last"
 
 
 def test_a_gguf_over_a_gpu_and_the_cpu(tmp_path: Path) -> None:

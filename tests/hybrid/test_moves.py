@@ -19,7 +19,7 @@ from proa.engine.executor import Executor
 from proa.engine.spans import Span
 from proa.hybrid.copies import Copiers, HostCopier, Pairs
 from proa.hybrid.heat import Swap
-from proa.hybrid.model import MOST_FOLLOWING, HybridModel
+from proa.hybrid.model import LEAST_FOLLOWING, MOST_FOLLOWING, HybridModel
 from proa.hybrid.moves import Moves
 from proa.native.formats import Format
 from proa.native.pool import Pool
@@ -83,7 +83,7 @@ class Restless:
     def __init__(self) -> None:
         self.turn = 0
 
-    def observe(self, chosen: object, tokens: float) -> None:
+    def observe(self, chosen: object, tokens: float, resident: object) -> None:
         pass
 
     def swaps(self, resident: Tensor, movable: Tensor) -> list[Swap]:
@@ -231,6 +231,32 @@ def test_a_simulated_link_takes_its_time(rate: float | None) -> None:
     assert torch.equal(to, source)
     assert rate is None or took_s >= 2_000_000 / rate
     copier.close()
+
+
+def test_a_few_steps_follow_each_other_though_some_have_arrived(pool: Pool, tmp_path: Path) -> None:
+    """Unless half of the slots are waiting for it."""
+    for spare, waits in ((8, LEAST_FOLLOWING), (2, 0)):
+        copier = PromptCopier()
+        model = restless(make_tiny("qwen3-moe", tmp_path / str(spare)), pool, Split(0.5, inclusive=True, spare=spare),
+                         "sim", Copiers(copier, PromptCopier()))  # fmt: skip
+        model.loaded.make(LIMITS, PAGES)
+        hybrid, moves = model.kept[-1].hybrid, model.moves
+        hybrid.begin()
+        hybrid.launched()
+        layers = len(moves.layers)
+        assert moves.arrived() == min(spare, layers)
+        assert moves.crowded == (waits == 0)
+        follows = 0
+        while hybrid.can_follow():
+            hybrid.follow()
+            follows += 1
+            hybrid.end()
+        assert follows == waits
+        assert moves.moved.experts == 0
+        hybrid.end()
+        hybrid.begin()
+        assert moves.moved.experts == min(spare, layers)
+        hybrid.end()
 
 
 def test_steps_follow_each_other_until_a_copy_has_arrived(pool: Pool, tmp_path: Path) -> None:

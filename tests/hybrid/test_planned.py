@@ -18,13 +18,13 @@ from tiny import make_tiny
 TOKENS = 150
 
 
-def load(folder: Path, **asked: str) -> tuple[Engine, HybridModel]:
+def load(folder: Path, experts: str = "3", **asked: str) -> tuple[Engine, HybridModel]:
     """Dummy weights whose routers prefer some experts, three of eight of them in VRAM."""
     options = EngineOptions(
         ModelOptions(load_format="dummy", dummy_router="zipf", dtype="bfloat16"),
         CacheOptions(context=512),
         machine=MachineOptions(threads=2, cpu_binding="none"),
-        gpus=GpuOptions(gpu="sim:64MiB,pcie=1GB/s", gpu_experts="3", **asked),
+        gpus=GpuOptions(gpu="sim:64MiB,pcie=1GB/s", gpu_experts=experts, **asked),
     )
     engine, _ = load_engine(prepare(str(folder), options).plan, lambda loading: None)
     hybrid = engine.runner.executor._session._session  # the watched one
@@ -77,6 +77,11 @@ def test_counts_are_saved_and_place_experts(tmp_path: Path, caplog: pytest.LogCa
     for ids, of in zip(resident, counts, strict=True):
         assert ids == set(sorted(range(len(of)), key=lambda e: -of[e])[:3])
     assert pairs_of(again, there) < pairs_of(*load(folder, expert_placement="uniform", co_fetch="off"))
+    whole, _ = load(folder, "all", save_expert_counts=str(file))
+    whole.submit(request("first", list(range(20, 40)), TOKENS))
+    finish_all(whole)
+    whole.settle()
+    assert read_counts(file, engine.runner.executor.spec) == counts, "wherever the experts are"
     file.unlink()
     file.mkdir()
     engine.settle()

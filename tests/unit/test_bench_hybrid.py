@@ -21,13 +21,14 @@ from proa.bench.hybrid_figures import (
     best_bytes,
     common_span,
     dense_bytes,
-    even_bytes,
+    expected_bytes,
     expected_distinct,
     figures_of,
     hit_figures,
     looks_of,
     middle,
     placed_bytes,
+    placed_figures,
     roof_tokens_per_s,
     split_ms,
 )
@@ -119,7 +120,7 @@ def test_what_a_step_reads() -> None:
     dense = dense_bytes(TINY_SPEC, gpu_plan(4, 2), 2, 100.5)
     assert dense == DENSE_BYTES + 2 * 100.5 * TINY_KV_BYTES
     assert dense_bytes(TINY_SPEC, gpu_plan(4, 2), 2, 100.5, 1) == DENSE_BYTES + 100.5 * TINY_KV_BYTES, "fp8"
-    read = even_bytes(TINY_SPEC, gpu_plan(4, 2), 2, dense, cpu_bytes=777.0)
+    read = expected_bytes(TINY_SPEC, gpu_plan(4, 2), "uniform", 2, dense, cpu_bytes=777.0)
     assert read.dense == dense
     assert read.cpu == 777
     assert read.resident == pytest.approx((4 + 2) * (1 - 0.75**2) * TINY_EXPERT_BYTES)
@@ -127,15 +128,24 @@ def test_what_a_step_reads() -> None:
 
 def test_what_the_gpu_reads_in_ram_counts_as_read_from_ram() -> None:
     fetching = msgspec.structs.replace(gpu_plan(4, 2), co_fetch=True)
-    alone = even_bytes(TINY_SPEC, fetching, 1, DENSE_BYTES, cpu_bytes=1.0)
+    alone = expected_bytes(TINY_SPEC, fetching, "uniform", 1, DENSE_BYTES, cpu_bytes=1.0)
     missed = 2 * 2 * TINY_EXPERT_BYTES - alone.resident
     assert alone.cpu == pytest.approx(missed)
-    two = even_bytes(TINY_SPEC, fetching, 2, DENSE_BYTES, cpu_bytes=1.0)
+    two = expected_bytes(TINY_SPEC, fetching, "uniform", 2, DENSE_BYTES, cpu_bytes=1.0)
     assert two.cpu == pytest.approx(2 * 8 * (1 - 0.75**2) * TINY_EXPERT_BYTES - two.resident)
 
 
 COUNTED = {"steps": 4, "expert_looks": 6, "expert_choices": 16, "expert_hits": 12, "expert_hit_bytes": 400,
            "expert_missed_bytes": 200, "expert_moved_bytes": 80}  # fmt: skip
+
+
+def test_all_or_nothing_is_expected_under_any_routing() -> None:
+    every = 2 * expected_distinct(frequencies("zipf", 8, 2), 3) * TINY_EXPERT_BYTES
+    none, both = (expected_bytes(TINY_SPEC, gpu_plan(n, n), "zipf", 3, 1, cpu_bytes=5.0) for n in (0, 8))
+    assert (none.resident, both.resident) == (0, pytest.approx(every))
+    assert (none.cpu, both.cpu) == (5, 5)
+    rates = [hit_figures(a_span(), None, gpu_plan(n, n)) for n in (0, 8)]
+    assert rates == [{"hit_rate": 0, "best_hit_rate": 0}, {"hit_rate": 1, "best_hit_rate": 1}]
 
 
 def test_what_was_really_read() -> None:
@@ -157,7 +167,7 @@ def test_hits_beside_the_best_ones_and_their_roof() -> None:
     assert len(inside) == 4
     gpu, rates = gpu_plan(2, 1), Rates(hbm=1e6, ram=1e5)
     placed = placed_bytes(span, gpu, 1, 0.0)
-    figures = hit_figures(span, inside, gpu, 1, placed, rates)
+    figures = hit_figures(span, inside, gpu) | placed_figures(span, 1, placed, rates)
     assert figures["hit_rate"] == 12 / 16
     assert figures["best_hit_rate"] == (4 + 3 + 4) / 16
     assert figures["moved_bytes_per_step"] == 20
@@ -286,7 +296,7 @@ def test_prompts_are_random_and_the_same_every_time() -> None:
 def test_the_table_shows_what_the_json_has() -> None:
     read, rates = StepBytes(dense=1 << 20, resident=0, cpu=5 << 20), Rates(hbm=4.2e12, ram=2.5e11, pcie=5.5e10)
     figures = figures_of(a_span(), gpu_plan(0, 0), 4, read, rates) | {"round_trip_us": 13.5, "load_s": 2.0}
-    figures |= hit_figures(a_span(), np.zeros((0, 2, 8), np.int64), gpu_plan(0, 0), 4, read, rates)
+    figures |= placed_figures(a_span(), 4, read, rates) | hit_figures(a_span(), None, gpu_plan(0, 0))
     found = result(
         "hybrid", "What?", "tiny", HybridOptions(), figures, split=split_ms(a_span(), 50.0), notes=("on a boat",)
     )

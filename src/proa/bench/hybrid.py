@@ -23,12 +23,13 @@ from proa.bench.hybrid_figures import (
     best_bytes,
     common_span,
     dense_bytes,
-    even_bytes,
+    expected_bytes,
     figures_of,
     hit_figures,
     looks_of,
     middle,
     placed_bytes,
+    placed_figures,
     split_ms,
     uncached_steps,
 )
@@ -135,7 +136,11 @@ def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
         if gpu is None:
             why = next((d.why for d in prepared.plan.decisions if d.name == "GPU"), "none was found")
             raise UsageError(f"There is no GPU to share experts with: {why}.", "Simulate one: --gpu sim:6GiB.")
-        prepared = _traced(prepared, gpu, Path(folder) / "trace")
+        some = 0 < sum(map(len, gpu.resident)) < sum(gpu.experts)
+        if options.router == "drift" and not some:
+            raise UsageError("Where all experts are in VRAM, or none, a drift changes nothing.", "Use --resident 25.")
+        if some:  # counting costs a little, and is for nothing where all choices find the same
+            prepared = _traced(prepared, gpu, Path(folder) / "trace")
         rates = None if gpu.index is None else measure_gpu(gpu.index)  # before the engine takes its memory
         asyncio.run(_measure_all(options, case, prepared, rates, notes, report))
 
@@ -274,9 +279,8 @@ class Bench:
         upper = self._case.shape.vocab // 2
         longer = [[*p, *a.tokens, upper + i] for i, (p, a) in enumerate(zip(prompts, before, strict=True))]
         after = await ask_all(engine, longer, each)
-        figures = drift_figures(
-            before, after, self._trace(), [len(ids) for ids in self._gpu.resident], options.drift_tokens
-        )
+        slots = [len(ids) for ids in self._gpu.resident]
+        figures = drift_figures(before, after, self._trace(self._gpu.trace or ""), slots, options.drift_tokens)
         rates = self._rates_of(max(ram, await asyncio.to_thread(self._meter)))
         figures |= {"requests": requests, "round_trip_us": self._ready.round_trip_us}
         figures |= {f"{name}_bytes_per_s": getattr(rates, name) for name in ("hbm", "ram", "pcie")}
@@ -285,17 +289,20 @@ class Bench:
 
     def _figures(self, span: Span, requests: int, context_tokens: float, rates: Rates) -> dict[str, float | None]:
         spec, gpu = self._prepared.declared.spec, self._gpu
-        trace = looks_of(span, self._trace())
         dense = dense_bytes(spec, gpu, requests, context_tokens, KV_ELEM_BYTES[self._prepared.plan.kv_dtype])
-        if self._options.router == "uniform":
-            read = even_bytes(spec, gpu, requests, dense, span.per_step("cpu_weight_bytes"))
-        else:
-            read = best_bytes(span, trace, gpu, requests, dense)
-        placed = placed_bytes(span, gpu, requests, dense)
-        return figures_of(span, gpu, requests, read, rates) | hit_figures(span, trace, gpu, requests, placed, rates)
+        router, cpu_bytes = self._options.router, span.per_step("cpu_weight_bytes")
+        read = placed = expected_bytes(spec, gpu, router, requests, dense, cpu_bytes)
+        trace = None
+        if gpu.trace is not None:
+            trace = looks_of(span, self._trace(gpu.trace))
+            placed = placed_bytes(span, gpu, requests, dense)
+            if router != "uniform":
+                read = best_bytes(span, trace, gpu, requests, dense)
+        figures = figures_of(span, gpu, requests, read, rates) | placed_figures(span, requests, placed, rates)
+        return figures | hit_figures(span, trace, gpu)
 
-    def _trace(self) -> Trace:
-        return read_trace(Path(self._gpu.trace or ""), len(self._gpu.experts), max(self._gpu.experts))
+    def _trace(self, file: str) -> Trace:
+        return read_trace(Path(file), len(self._gpu.experts), max(self._gpu.experts))
 
     def _rates_of(self, ram: float) -> Rates:
         if self._rates is None:

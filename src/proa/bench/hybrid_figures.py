@@ -96,14 +96,14 @@ def dense_bytes(
     return gpu.vram.dense_read_bytes + requests * past_bytes(spec, context_tokens, BF16_BYTES, kv_elem_bytes)
 
 
-def even_bytes(spec: Model, gpu: GpuPlan, requests: int, dense: float, cpu_bytes: float) -> StepBytes:
-    """Under even routing. `cpu_bytes` are counted; resident experts are expected by their number. What the GPU reads in
-    RAM is the rest of those that are not resident.
+def expected_bytes(spec: Model, gpu: GpuPlan, router: str, requests: int, dense: float, cpu_bytes: float) -> StepBytes:
+    """Where it does not matter which experts are resident: routing is even, or all are, or none. `cpu_bytes` are
+    counted; resident experts are expected by their number. What the GPU reads in RAM is the rest of the others.
     """
     resident_bytes = all_bytes = 0.0
     layers = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
     for layer, expert_bytes, resident in zip(layers, gpu.expert_bytes, gpu.resident, strict=True):
-        distinct = expected_distinct(frequencies("uniform", layer.experts, layer.top_k), requests)
+        distinct = expected_distinct(frequencies(router, layer.experts, layer.top_k), requests)
         all_bytes += distinct * expert_bytes
         resident_bytes += distinct * expert_bytes * len(resident) / layer.experts
     if gpu.co_fetch:
@@ -165,20 +165,24 @@ def split_ms(span: Span, round_trip_us: float | None) -> dict[str, float]:
     }
 
 
-def hit_figures(
-    span: Span, trace: Trace, gpu: GpuPlan, requests: int, placed: StepBytes, rates: Rates
-) -> dict[str, float | None]:
-    """What was found in VRAM, and what could have been. trace: of the span."""
-    slots, choices = [len(ids) for ids in gpu.resident], int(trace.sum())
+def placed_figures(span: Span, requests: int, placed: StepBytes, rates: Rates) -> dict[str, float | None]:
     roof = roof_tokens_per_s(placed, rates, requests)
     return {
-        "hit_rate": hit_rate(span),
-        "best_hit_rate": best_kept(trace, slots, gpu.expert_bytes).hits / choices if choices else None,
         "roof_as_placed_tokens_per_s": roof,
         "roof_as_placed_share": span.tokens_per_s / roof,
         "ram_bytes_per_step": placed.cpu,
         "moved_bytes_per_step": span.per_step("expert_moved_bytes"),
     }
+
+
+def hit_figures(span: Span, trace: Trace | None, gpu: GpuPlan) -> dict[str, float | None]:
+    """What was found in VRAM, and what could have been. trace: of the span; without, all of that is, or nothing."""
+    if trace is None:
+        rate = float(gpu.gpu_only)
+        return {"hit_rate": rate, "best_hit_rate": rate}
+    slots, choices = [len(ids) for ids in gpu.resident], int(trace.sum())
+    best = best_kept(trace, slots, gpu.expert_bytes).hits
+    return {"hit_rate": hit_rate(span), "best_hit_rate": best / choices if choices else None}
 
 
 def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: Rates) -> dict[str, float | None]:

@@ -16,6 +16,7 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
                   kv_bytes, workspace_bytes, graphs_bytes, experts_bytes, spare_bytes, states_bytes}; blocks to
                   resident: of each
                   MoE layer
+                  gpu also has save_counts and trace: names of files that are written, or null
     options      [{name, value, source}]       those that differ from their defaults
     decisions    [{name, asked, got, why}]
     roof         {bytes_per_token, bandwidth_bytes_per_s, vram, bound_by, tokens_per_s}; vram: null or

@@ -29,6 +29,7 @@ from proa.ops.staging import Staging
 
 # Steps that are launched behind each other before the tables may change again: what the CPU reads changes slowly.
 MOST_FOLLOWING = 32
+LEAST_FOLLOWING = 3  # so many at least, though some experts have arrived
 
 NewDevice = Callable[[LayerMemory, Residency, LayerFaults], DeviceExperts]
 NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
@@ -136,8 +137,11 @@ class HybridModel:
             self.moves.meanwhile(seen)
 
     def can_follow(self) -> bool:
-        """Whether tables may stay as they are for another step, behind one that has not ended."""
-        return self._following < MOST_FOLLOWING and (self.moves is None or not self.moves.arrived())
+        """Whether tables may stay as they are for another step, behind one that has not ended. Where experts move all
+        the time, a few steps wait for none of them, since a step that waits for the last one's end loses a little."""
+        if self._following >= MOST_FOLLOWING or self.moves is None:
+            return self._following < MOST_FOLLOWING
+        return not self.moves.arrived() or (self._following < LEAST_FOLLOWING and not self.moves.crowded)
 
     def follow(self) -> None:
         """That step is about to be launched."""

@@ -66,6 +66,7 @@ class Moves:
         self.moved = Moved()
         self.layers, self.tables, self._inclusive, self._copier = layers, tables, inclusive, copier
         self._spare: dict[_Size, list[Slot]] = {}
+        self._at_once = spare
         self._size = [(layer.shape.up.matrix_bytes, layer.shape.down.matrix_bytes) for layer in layers]
         for layer, size in zip(layers, self._size, strict=True):
             if size not in self._spare:
@@ -90,9 +91,14 @@ class Moves:
         """The last step has ended and the next one has not been launched; the tables are published after this."""
         self._moves = [move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move))]
 
-    def arrived(self) -> bool:
-        """Whether `between_steps` has something to do."""
-        return any(move.copy is not None and move.copy.done() for move in self._moves)
+    def arrived(self) -> int:
+        """With how many copies `between_steps` has something to do."""
+        return sum(move.copy is not None and move.copy.done() for move in self._moves)
+
+    @property
+    def crowded(self) -> bool:
+        """These are so many that others may have to wait for their slots."""
+        return 2 * self.arrived() >= self._at_once
 
     def meanwhile(self, seen: Seen | None) -> None:
         """A step is under way, or has just been: start copies. `seen`: what steps chose since the last call. Steps that
@@ -101,7 +107,7 @@ class Moves:
             if move.copy is None:
                 move.copy = self._copier.start(self._out_pairs(move))
         if seen is not None:
-            self.heat.observe(seen.chosen, seen.tokens)
+            self.heat.observe(seen.chosen, seen.tokens, self._resident)
         if not any(self._spare.values()):
             return
         for swap in self.heat.swaps(self._resident, self._movable):
