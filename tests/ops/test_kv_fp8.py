@@ -53,6 +53,7 @@ def test_rounding(x: float, scale: float, want: float) -> None:
 
 
 @pytest.mark.parametrize("ops", RUNS)
+@pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize(
     ("q_lens", "kv_lens", "heads", "kv_heads", "dim", "window"),
     [
@@ -69,6 +70,7 @@ def test_attention(
     kv_heads: int,
     dim: int,
     window: int | None,
+    sunk: bool,
     rng: torch.Generator,
 ) -> None:
     counts = [-(-n // PAGE_TOKENS) for n in kv_lens]
@@ -88,28 +90,35 @@ def test_attention(
         side.view(torch.uint8)[side.float().isnan()] = 0x7E
 
     q = rand(rng, sum(q_lens), heads, dim)
-    got = ops.attention(q, cache, batch_of(q_lens, kv_lens, pages, PAGE_TOKENS), scale, window)
+    sinks = 2 * torch.randn(heads, generator=rng) if sunk else None
+    got = ops.attention(q, cache, batch_of(q_lens, kv_lens, pages, PAGE_TOKENS), scale, window, sinks)
     row = 0
     for s, (q_len, n) in enumerate(zip(q_lens, kv_lens, strict=True)):
         for position in range(n - q_len, n):
             seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
             for h in range(heads):
                 mine = tuple(t[s][seen, h * kv_heads // heads].double() for t in (keys, values, *held))
-                near_what_is_held(got[row, h], q[row, h].double(), mine[2], mine[3], scale)
-                near_what_was_given(got[row, h], q[row, h].double(), mine[0], mine[1], scale)
+                sink = None if sinks is None else sinks[h : h + 1].double()
+                near_what_is_held(got[row, h], q[row, h].double(), mine[2], mine[3], scale, sink)
+                near_what_was_given(got[row, h], q[row, h].double(), mine[0], mine[1], scale, sink)
             row += 1
 
 
-def near_what_is_held(got: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+def weights(q: Tensor, k: Tensor, scale: float, sink: Tensor | None) -> Tensor:
+    logits = k @ q * scale
+    return torch.softmax(logits if sink is None else torch.cat((logits, sink)), 0)[: len(k)]
+
+
+def near_what_is_held(got: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, sink: Tensor | None) -> None:
     """As exactly as over any other cache; see test_ops.py."""
-    p = torch.softmax(k @ q * scale, 0)
+    p = weights(q, k, scale, sink)
     wobble = (k.abs() @ q.abs() * scale).max() * (len(q) + 5) * EPS32
     bound = (p @ v.abs()) * (4 * wobble + 3 * torch.finfo(BF16).eps + (len(p) + 9) * EPS32)
     assert_within(got, p @ v, bound + 2 * stored(p @ v))  # plain torch rounds before its scale and after it
 
 
-def near_what_was_given(got: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-    p = torch.softmax(k @ q * scale, 0)
+def near_what_was_given(got: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, sink: Tensor | None) -> None:
+    p = weights(q, k, scale, sink)
     off = (scale * ((ROUNDED * k.abs() + LEAST * SCALES[0]) @ q.abs())).max()
     size, grown = p @ v.abs(), torch.exp(2 * off)
     bound = grown * (p @ (ROUNDED * v.abs() + LEAST * SCALES[1])) + (grown - 1) * size
