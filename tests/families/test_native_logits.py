@@ -33,12 +33,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def all_experts(folder: Path) -> dict[str, object]:
-    ffns = [block.ffn for block in load_decoder(folder).spec.blocks if isinstance(block.ffn, Moe)]
+def all_experts(model: Path) -> dict[str, object]:
+    """Of a folder, or a GGUF file, whose keys have one name."""
+    ffns = [block.ffn for block in load_decoder(model).spec.blocks if isinstance(block.ffn, Moe)]
     if not ffns:
         return {}
     groups = {"topk_group": ffns[0].router.groups.groups} if ffns[0].router.groups else {}
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text()) if model.is_dir() else {"num_experts_per_tok": 0}
     names = [name for name in ("num_experts_per_tok", "moe_k") if name in config]
     return dict.fromkeys(names, ffns[0].experts) | groups
 

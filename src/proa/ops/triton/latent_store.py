@@ -27,13 +27,15 @@ def _latent_store(
     live = slot >= 0
     if head < heads:
         at = q + row * q_row + head * (PLAIN + 2 * HALF) + PLAIN
-        _turn(at, at, live, row, None, cos, sin, eps, offset, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0)
+        _turn(at, at, live, row, None, cos, sin, eps, offset, 1.0, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0)
     else:
         source = kv + row * kv_row
         target = cache + (slot // PAGE_TOKENS) * page_stride + (slot % PAGE_TOKENS) * token_stride
-        _turn(source, target, live, row, weight, cos, sin, eps, offset, RANK, 0, INTERLEAVED, True, 0, WIDE)
+        _turn(source, target, live, row, weight, cos, sin, eps, offset, 1.0, RANK, 0, INTERLEAVED, True, 0, WIDE)
         source, target = source + RANK, target + RANK
-        _turn(source, target, live, row, None, cos, sin, eps, offset, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0)
+        _turn(
+            source, target, live, row, None, cos, sin, eps, offset, 1.0, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0
+        )  # fmt: skip
 
 
 def latent_store(q: Tensor, kv: Tensor, norm: Norm, rotation: Angles, cache: LatentPages, slots: Tensor) -> None:
