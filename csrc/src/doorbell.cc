@@ -173,8 +173,8 @@ void Doorbell::fail(int code, const std::string& what) {
         const std::lock_guard lock(mutex_);
         if (!failure_) failure_ = std::make_exception_ptr(Error(code, what));
     }
-    answer().fetch_or(uint64_t(uint32_t(code)) << 32, std::memory_order_acq_rel);
     for (int64_t each : {layout_.done, layout_.ready}) flag(each).fetch_or(kFailed, std::memory_order_acq_rel);
+    answer().fetch_or(uint64_t(uint32_t(code)) << 32, std::memory_order_acq_rel);
 }
 
 void Doorbell::ring(uint32_t number) { rung().store(way_ == Way::kFlags ? kFlag : number, std::memory_order_release); }
@@ -218,7 +218,7 @@ void Doorbell::serve() {
     uint32_t last = 0;
     for (int spins = 1; !stop_.load(std::memory_order_relaxed); ++spins) {
         const uint32_t rang = rung().load(std::memory_order_acquire);
-        const uint32_t number = way_ != Way::kFlags ? rang : rang == kFlag ? copied_number() : last;
+        const uint32_t number = way_ == Way::kFlags ? flagged_number(rang, last) : rang;
         const bool armed = armed_.load(std::memory_order_relaxed) > 0;  // of a step that rang: it was armed before
         if (number != last) {
             if (!armed) fail(PROA_ERROR_ARGUMENT, "A step rang the doorbell while none was armed.");
@@ -235,6 +235,11 @@ void Doorbell::serve() {
         park();
         if (armed_.load(std::memory_order_relaxed) > 0) idle_since = Clock::now();
     }
+}
+
+// After a failure nobody waits before the next job is copied, so its number is not looked at.
+uint32_t Doorbell::flagged_number(uint32_t rang, uint32_t last) const {
+    return rang == kFlag && !dead() ? copied_number() : last;
 }
 
 void Doorbell::say_done() {

@@ -90,6 +90,7 @@ class Doorbell {
     std::atomic_ref<uint64_t> answer() const;
     std::atomic_ref<uint32_t> flag(int64_t at) const { return std::atomic_ref<uint32_t>(*this->at<uint32_t>(at)); }
     uint32_t copied_number() const { return uint32_t(at<int32_t>(layout_.header)[2]); }
+    uint32_t flagged_number(uint32_t rang, uint32_t last) const;
     void say_done();
     void answer_flags(bool rings);
     template <class Seen>

@@ -175,7 +175,7 @@ void failures_end_every_wait(proa::Way way) {
         CHECK(!ring_and_wait(*bell, way, 50, 60 * kSecond));
         CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(1));
         for (int64_t flag : {bench.block.layout.done, bench.block.layout.ready})
-            CHECK(*bench.block.at<uint32_t>(flag) & proa::kFailed);
+            CHECK(std::atomic_ref<uint32_t>(*bench.block.at<uint32_t>(flag)).load() & proa::kFailed);
     };
     const auto header = [](Bench& bench) { return bench.block.at<int32_t>(bench.block.layout.header); };
     const auto id = [way](Bench& bench) {
