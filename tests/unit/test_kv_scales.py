@@ -12,7 +12,8 @@ from torch import Tensor
 from proa.errors import WeightsError
 from proa.plan.kv_type import kv_type
 from proa.weights.checkpoint import open_checkpoint
-from proa.weights.kv_scales import has_kv_scales, kv_scales
+from proa.weights.kv_scale_names import has_kv_scales
+from proa.weights.kv_scales import kv_scales
 from proa.weights.sources import resolve
 from tiny import make_tiny
 

@@ -10,7 +10,7 @@ from proa.models.spec import PagedKv, Recurrent
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint
-from proa.weights.kv_scales import has_kv_scales
+from proa.weights.kv_scale_names import has_kv_scales
 
 
 @dataclass(frozen=True)
