@@ -39,11 +39,12 @@ check() {
 sanitizer=$(find_sanitizer)
 "$BIN/python" tools/need_gpu.py
 "$sanitizer" --version | head -3
-ours="--kernel-name kernel_substring=_pu" # _push and _pull; not those of torch
+ours="--kernel-name kernel_substring=_pu" # _push and _pull, not those of torch: but who writes must be seen by initcheck
 check memcheck "($STEPS) and number"
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 check memcheck "eager and number" # a graph would need the cache
 check memcheck "($STEPS) and (flags or calls)"
-for each in initcheck racecheck synccheck; do
+check initcheck "($STEPS) and number"
+for each in racecheck synccheck; do
     # shellcheck disable=SC2086 # two words
     check "$each" "($STEPS) and number" $ours
 done
