@@ -1,4 +1,4 @@
-"""What experts' biases take in VRAM and in RAM: those of all experts lie in both, see decision 031."""
+"""What experts' biases take in VRAM and in RAM: those of all experts lie in both, see decision 030."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class LayerMemory:
     """`resident`: experts that the device has. `inclusive`: RAM has those as well; else only the others.
 
     Slots and stacks have one form, that of what the checkpoint stores: it is known, and memory taken, once all sinks
-    have been told what to expect. Biases do not move: the device and RAM have those of all experts (decision 031), and
+    have been told what to expect. Biases do not move: the device and RAM have those of all experts (decision 030), and
     where RAM has not all experts, the stacks have those of theirs once more, by their numbers.
     """
 
