@@ -76,13 +76,13 @@ class SimExperts:
 
     def _own(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
         """The sum of the device's own experts, float32."""
-        everywhere = zip(*(t.flatten().tolist() for t in (at.up, at.down, at.ids)), strict=True)
-        mine = sorted({place for place in everywhere if place[0]})
+        everywhere = zip(*(t.flatten().tolist() for t in (at.ids, at.up, at.down)), strict=True)
+        mine = sorted({place for place in everywhere if place[1]})  # an order that does not depend on where they are
         if not mine:
             return None
         begin, fetched = time.perf_counter(), 0
         total = torch.zeros(x.shape, dtype=torch.float32)
-        for up, down, expert in mine:
+        for expert, up, down in mine:
             rows, choices = (at.up == up).nonzero(as_tuple=True)
             y = self._one(self._expert(up, down, expert), x[rows])
             total.index_add_(0, rows, weights[rows, choices, None].float() * y)
