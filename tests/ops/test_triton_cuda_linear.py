@@ -19,6 +19,7 @@ from proa.ops.cuda import CudaMaps
 from proa.ops.cuda_linear import CudaLinear
 from proa.ops.staging import Staging
 from proa.ops.table import Experts, Sink
+from proa.plan import vram
 from proa.weights.in_parts import in_parts
 
 COLUMNS = 512
@@ -183,3 +184,7 @@ def test_a_router_is_not_rounded(
     assert got.dtype == torch.float32
     size = x.double().abs() @ weight.abs().T + offset.abs()
     assert_within(got, x.double() @ weight.T + offset, size * (64 + 2) * EPS32)
+
+
+def test_the_plan_knows_how_much_is_unpacked_at_once() -> None:
+    assert vram.LINEAR_ROWS_BYTES == cuda_linear.UNPACKED_BYTES
