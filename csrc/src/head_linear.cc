@@ -37,8 +37,7 @@ void multiply(const void* context, int task, std::byte* scratch) {
     const Packed x = packed_rows(*call.kernels, l, pairs, nullptr, 0, tokens);
     const uint16_t* from = op.x + call.first(at) * op.x_stride + call.head(at) * op.x_apart;
     call.kernels->pack(from, size_t(op.x_stride), nullptr, 0, tokens, l.columns, l.padded, x);
-    call.kernels->matmul(l, op.weights->panel(call.head(at), at.node, at.first), panels, x, product, expanded,
-                          nullptr);
+    call.kernels->matmul(l, op.weights->panel(call.head(at), at.node, at.first), panels, x, product, expanded, nullptr);
 }
 
 void publish(const void* context, int task, const std::byte* scratch) {
