@@ -1,5 +1,5 @@
-"""What choosing experts costs on a GPU, rule by rule: the kernel that only chooses, and the one that does all that stands
-before the experts of a few rows. Needs a GPU.
+"""What choosing experts costs on a GPU, rule by rule: the kernel that only chooses, and the one that does all that
+stands before the experts of a few rows. Needs a GPU.
 
 Everything runs in a CUDA graph, one call after another. A rule's first row is the one to compare the others with.
 Run: PYTHONPATH=src python benchmarks/probes/gpu_route.py
@@ -7,10 +7,8 @@ Run: PYTHONPATH=src python benchmarks/probes/gpu_route.py
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-
 import torch
+from gpu_experts import microseconds
 from torch import Tensor
 
 from proa.ops.residency import Located, Residency
@@ -22,28 +20,10 @@ DEVICE = torch.device("cuda")
 HIDDEN, CALLS = 3072, 50
 
 
-def microseconds(call: Callable[[], None]) -> float:
-    """Median time of a call in a graph of many."""
-    call()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    times = []
-    for _ in range(13):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(times[3:])
-
-
 def routing(rows: int, experts: int, rule: RouterRule) -> float:
     logits, slots = torch.randn(rows, experts, device=DEVICE), torch.arange(rows, device=DEVICE)
     ids, weights = pairs(rows, rule, torch.int32), pairs(rows, rule, torch.float32)
-    return microseconds(lambda: route(logits, slots, rule, ids, weights))
+    return microseconds([lambda: route(logits, slots, rule, ids, weights)] * CALLS)
 
 
 def choosing(rows: int, experts: int, rule: RouterRule) -> float:
@@ -56,7 +36,7 @@ def choosing(rows: int, experts: int, rule: RouterRule) -> float:
     kinds = (torch.int32, torch.int64, torch.int64, torch.int32)
     out = Choice(total, normed, pairs(rows, rule, torch.float32), Located(*(pairs(rows, rule, kind) for kind in kinds)))
     slots, space = torch.arange(rows, device=DEVICE), choice_space(DEVICE)
-    return microseconds(lambda: choose(x, y, norm, router, slots, rule, residency, space, out))
+    return microseconds([lambda: choose(x, y, norm, router, slots, rule, residency, space, out)] * CALLS)
 
 
 def pairs(rows: int, rule: RouterRule, dtype: torch.dtype) -> Tensor:

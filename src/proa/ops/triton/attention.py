@@ -163,6 +163,18 @@ def _combine(
     tl.store(out + row * out_row + head * DIM + column, acc.to(tl.bfloat16), column < DIM)
 
 
+@triton.jit
+def rows_of_tile(index, q_starts, sequences, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
+    """A tile's sequence, where its rows begin and how many they are, and which of them is the tile's first: a tile is
+    ROWS of them, and those of sequence s have the numbers from q_starts[s] // ROWS + s on."""
+    s = tl.arange(0, SEQUENCES)
+    before = (s < sequences) & (tl.load(q_starts + s, s < sequences, 0) // ROWS + s <= index)
+    sequence = (tl.sum(before.to(tl.int32), 0) - 1).to(tl.int64)
+    q_start = tl.load(q_starts + sequence)
+    q_len = tl.load(q_starts + sequence + 1) - q_start
+    return sequence, q_start, q_len, (index - q_start // ROWS - sequence.to(tl.int32)) * ROWS
+
+
 @triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
 def _prefill(
     q, keys, values, page_table, q_starts, kv_lens, sinks, out, sequences, window, scale, value_scale,
@@ -171,15 +183,10 @@ def _prefill(
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SEQUENCES: tl.constexpr,
     KV: tl.constexpr,
 ):  # fmt: skip
-    """A tile is TILE // GROUP query rows; those of sequence s have the numbers from q_starts[s] // ROWS + s on."""
+    """A tile is TILE // GROUP query rows."""
     ROWS: tl.constexpr = TILE // GROUP
     index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the last rows have most to read
-    s = tl.arange(0, SEQUENCES)
-    before = (s < sequences) & (tl.load(q_starts + s, s < sequences, 0) // ROWS + s <= index)
-    sequence = (tl.sum(before.to(tl.int32), 0) - 1).to(tl.int64)
-    q_start = tl.load(q_starts + sequence)
-    q_len = tl.load(q_starts + sequence + 1) - q_start
-    first_row = (index - q_start // ROWS - sequence.to(tl.int32)) * ROWS
+    sequence, q_start, q_len, first_row = rows_of_tile(index, q_starts, sequences, ROWS, SEQUENCES)
     if first_row >= q_len:
         return
     member = tl.arange(0, TILE)

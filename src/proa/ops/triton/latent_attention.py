@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.table import LatentPages
+from proa.ops.triton.attention import rows_of_tile
 from proa.ops.triton.variant import Variant
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -147,15 +148,10 @@ def _prefill(
     PAGE_TOKENS: tl.constexpr, RANK: tl.constexpr, KEY: tl.constexpr, WIDE: tl.constexpr, TURNING: tl.constexpr,
     TILE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """A tile is TILE // HEADS query rows; those of sequence s have the numbers from q_starts[s] // ROWS + s on."""
+    """A tile is TILE // HEADS query rows."""
     ROWS: tl.constexpr = TILE // HEADS
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows have most to read
-    s = tl.arange(0, SEQUENCES)
-    before = (s < sequences) & (tl.load(q_starts + s, s < sequences, 0) // ROWS + s <= index)
-    sequence = (tl.sum(before.to(tl.int32), 0) - 1).to(tl.int64)
-    q_start = tl.load(q_starts + sequence)
-    q_len = tl.load(q_starts + sequence + 1) - q_start
-    first_row = (index - q_start // ROWS - sequence.to(tl.int32)) * ROWS
+    sequence, q_start, q_len, first_row = rows_of_tile(index, q_starts, sequences, ROWS, SEQUENCES)
     if first_row >= q_len:
         return
     member = tl.arange(0, TILE)
