@@ -3,6 +3,11 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cstdio>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include "operations.h"
 
@@ -47,6 +52,22 @@ const Case kCases[] = {
     {{2, 17}, {129, 130}, 6, 3, 24, 40, 16, 0, false, kE4m3},
     {{2, 5}, {70, 70}, 16, 1, 576, 512, 16, 0, false, kE4m3},
 };
+
+// Processors widen subnormal float16 whatever MXCSR says of subnormals; QEMU 7 makes them zero where it says so. That
+// is how AVX2 widens e4m3.
+#if defined(__x86_64__)
+__attribute__((target("f16c"))) bool widens_subnormals() {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    volatile int16_t smallest = 1;
+    const float wide = _mm_cvtss_f32(_mm_cvtph_ps(_mm_set1_epi16(smallest)));
+    _mm_setcsr(before);
+    return wide != 0;
+}
+bool keeps_subnormals() { return !__builtin_cpu_supports("f16c") || widens_subnormals(); }
+#else
+bool keeps_subnormals() { return true; }
+#endif
 
 // A filled cache, whose unused slots hold NaNs, and queries in rows that are wider than they need to be.
 struct Problem {
@@ -120,6 +141,9 @@ struct Problem {
                                   slots.data(),
                                   cache()};
         proa::run(write, host, n, 0);
+        if (c.type == kE4m3 && !keeps_subnormals())
+            for (std::vector<uint8_t>* cached : {&cached_keys, &cached_values})
+                for (uint8_t& code : *cached) code = code & 0x78 ? code : 0;
         keys.push_back(read(cached_keys, slots, c.kv_heads * c.key_dim, cache().key_scale));
         values.push_back(read(cached_values, slots, c.kv_heads * c.value_dim, cache().value_scale));
     }
@@ -255,6 +279,8 @@ void wrong_batches_are_refused() {
 }  // namespace
 
 int main() {
+    if (!keeps_subnormals())
+        std::fprintf(stderr, "no subnormal codes of e4m3 here: this machine drops their float16\n");
     Random random(1);
     for (const Case& c : kCases) attention_is_right(c, random);
     steps_follow_one_another();
