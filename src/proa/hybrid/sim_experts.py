@@ -48,7 +48,7 @@ class SimExperts:
         self._bus_bytes_per_s = bus_bytes_per_s
         self._pool, self._shape, self.residency, self._faults = pool, memory.shape, residency, faults
         self._biases = memory.biases
-        self._at: dict[tuple[int, int, int], Experts] = {}
+        self._at: dict[tuple[int, int], tuple[int, Experts]] = {}
 
     def locate(self, ids: Tensor) -> Located:
         return locate(ids, self.residency)
@@ -103,18 +103,20 @@ class SimExperts:
         return y
 
     def _expert(self, up: int, down: int, expert: int) -> Experts:
-        """An address may have had another expert before."""
-        if (up, down, expert) not in self._at:
-            gate_up, low = (
-                Matrix(of, [Piece(0, address, of.matrix_bytes, of.matrix_bytes)])
-                for of, address in ((self._shape.up, up), (self._shape.down, down))
-            )
+        """A place may have had another expert before, with other biases: only the last one's are kept."""
+        number, made = self._at.get((up, down), (-1, None))
+        if made is None or (number != expert and self._biases is not None):
             of = self._shape
+            gate_up, low = (
+                Matrix(layout, [Piece(0, address, layout.matrix_bytes, layout.matrix_bytes)])
+                for layout, address in ((of.up, up), (of.down, down))
+            )
             biases = {} if self._biases is None else {
                 "gate_bias": self._biases.up[expert].data_ptr(), "down_bias": self._biases.down[expert].data_ptr()
             }  # fmt: skip
-            self._at[up, down, expert] = Experts(gate_up, low, of.activation, limit=of.limit, **biases)
-        return self._at[up, down, expert]
+            made = Experts(gate_up, low, of.activation, limit=of.limit, **biases)
+            self._at[up, down] = expert, made
+        return made
 
     def _note(self, total: Tensor, parts: dict[int, Tensor | None], own: Tensor | None, at: Located) -> None:
         """As the GPU does; but of its own experts only the sum is known, so all that the row chose are named."""
