@@ -8,7 +8,7 @@ import pytest
 
 from proa.errors import UsageError
 from proa.machine.machine import Machine
-from unit.test_vram import DENSE, QWEN3_30B, check, counts, gpu, machine, plan, row
+from unit.test_vram import DENSE, GIB, QWEN3_30B, check, counts, gpu, machine, plan, row
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,18 @@ def test_a_doorbell_is_for_experts_in_ram() -> None:
         got = plan(QWEN3_30B, machine(124, gpu(box)), doorbell="memops")
         assert check(got, QWEN3_30B).doorbell == "memops"
         assert [(d.asked, d.got, d.why) for d in got.decisions if d.name == "doorbell"] == rows
+
+
+def test_what_is_asked_of_a_gpu_that_is_not_there() -> None:
+    """All of it is in the table, but for no experts in VRAM, which is so."""
+    asked: dict[str, Any] = {"vram": 3 * GIB, "doorbell": "memops", "co_fetch": "off", "gpu_experts": "none"}
+    asked |= {"expert_placement": "frequency", "expert_counts": "/tmp/counts"}
+    got = plan(QWEN3_30B, machine(124), **asked)
+    assert got.gpu is None
+    shown = {f"--{name.replace('_', '-')}": value for name, value in asked.items() if value != "none"}
+    rows = {d.name: (d.asked, d.got, d.why) for d in got.decisions if d.name.startswith("--")}
+    assert rows == {name: (value, "none", "no GPU is used") for name, value in (shown | {"--vram": "3.00 GiB"}).items()}
+    assert not any(d.name.startswith("--") for d in plan(QWEN3_30B, machine(124)).decisions)
 
 
 def test_asked_experts_leave_no_room_to_move() -> None:

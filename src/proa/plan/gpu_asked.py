@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+from proa.config.options import GpuOptions
 from proa.config.value import parse_size
 from proa.errors import UsageError
+from proa.obs.units import format_bytes
+from proa.types import Decision
 
 _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -45,6 +48,20 @@ def asked_gpu(text: str) -> AskedGpu:
     if sim_bytes <= 0 or (rate is not None and rate <= 0):
         raise _wrong("gpu", text, "a size and perhaps the rate of its link: sim:512MiB, or sim:512MiB,pcie=8GB/s")
     return AskedGpu("sim", 0, sim_bytes, rate)
+
+
+def unused_rows(asked: GpuOptions) -> tuple[Decision, ...]:
+    """What was asked about a GPU, where none is used; but for whether there shall be one, and what is counted."""
+    given = {f.name: getattr(asked, f.name) for f in fields(asked) if getattr(asked, f.name) != f.default}
+    return tuple(
+        Decision(f"--{name.replace('_', '-')}", _shown(value), "none", "no GPU is used")
+        for name, value in given.items()
+        if name not in ("gpu", "save_expert_counts") and value != "none"
+    )
+
+
+def _shown(value: object) -> str:
+    return format_bytes(value) if isinstance(value, int) else str(value)
 
 
 def asked_experts(text: str) -> int | Literal["auto", "all"]:

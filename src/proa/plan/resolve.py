@@ -19,7 +19,7 @@ from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, d
 from proa.plan.device import best_effort, choose
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, fit
-from proa.plan.gpu_asked import asked_gpu
+from proa.plan.gpu_asked import asked_gpu, unused_rows
 from proa.plan.kv_type import kv_type
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
@@ -178,7 +178,8 @@ def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) ->
     roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], case.kv_elem_bytes, bandwidth)
     row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
     uncounted = saving_rows(case.options.gpus, False, "choices are counted where there is a GPU")
-    return _Placed(None, memory, fitted, roof, (row, *fitted.decisions, *uncounted))
+    unused = unused_rows(case.options.gpus)
+    return _Placed(None, memory, fitted, roof, (row, *unused, *fitted.decisions, *uncounted))
 
 
 def _workers(
