@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from proa.models.config_reader import Reader
 from proa.models.families.llama import model_of
+from proa.models.families.moe import experts_per_token
 from proa.models.families.v3_moe import expert_groups, v3_ffns, v3_names
 from proa.models.names import NameTable, Rules
 from proa.models.rope_reader import rope
@@ -60,9 +61,8 @@ def _softmax_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
     c.expect("norm_topk_prob", False)
     c.expect("moe_layer_freq", 1)
     c.ignore("training, or where experts are computed", "aux_loss_alpha", "seq_aux", "ep_size")
-    experts, top_k, width = c.size("n_routed_experts"), c.size("num_experts_per_tok"), c.size("moe_intermediate_size")
-    if top_k > experts:
-        raise c.error(f"num_experts_per_tok is {top_k}, but there are only {experts} experts")
+    experts, width = c.size("n_routed_experts"), c.size("moe_intermediate_size")
+    top_k = experts_per_token(c, experts)
     scale = c.get("routed_scaling_factor", float, 1.0)
     router = Router("softmax", renormalise=False, groups=_groups(c, experts, top_k), scale=scale)
     shared = c.get("n_shared_experts", int, 0)

@@ -5,7 +5,7 @@ Source: modeling_gpt_oss.py in Hugging Face transformers.
 from __future__ import annotations
 
 from proa.models.config_reader import Reader
-from proa.models.families.llama import attention, model
+from proa.models.families.llama import attention, layer_types, model
 from proa.models.names import NameTable
 from proa.models.spec import Gating, Model, Moe, Router
 
@@ -37,14 +37,8 @@ def gpt_oss(c: Reader) -> tuple[Model, NameTable]:
 
 
 def _windows(c: Reader) -> list[int | None]:
-    layers, width, names = (
-        c.size("num_hidden_layers"),
-        c.size("sliding_window"),
-        ("sliding_attention", "full_attention"),
-    )
-    kinds = c.get("layer_types", list, [names[i % 2] for i in range(layers)])
-    if len(kinds) != layers or not {*kinds} <= {*names}:
-        raise c.error(f"layer_types must name {' or '.join(names)} for {layers} layers")
+    width, names = c.size("sliding_window"), ("sliding_attention", "full_attention")
+    kinds = layer_types(c, [names[i % 2] for i in range(c.size("num_hidden_layers"))], *names)
     return [width if kind == names[0] else None for kind in kinds]
 
 

@@ -87,10 +87,18 @@ def qwen_windows(c: Reader) -> list[int | None]:
         return [None] * layers
     if width < 1:
         raise c.error(f"use_sliding_window is true, but sliding_window is {width}")
-    kinds = c.get("layer_types", list, [full if i < first else "sliding_attention" for i in range(layers)])
-    if len(kinds) != layers or not {*kinds} <= {full, "sliding_attention"}:
-        raise c.error(f"layer_types must name full_attention or sliding_attention for {layers} layers")
+    sliding = "sliding_attention"
+    kinds = layer_types(c, [full if i < first else sliding for i in range(layers)], full, sliding)
     return [None if kind == full else width for kind in kinds]
+
+
+def layer_types(c: Reader, default: list[str], *known: str) -> list[str]:
+    """What each layer is, of what is known; default: where the config does not say."""
+    kinds: list[str] = c.get("layer_types", list, default)
+    layers = c.size("num_hidden_layers")
+    if len(kinds) != layers or not {*kinds} <= {*known}:
+        raise c.error(f"layer_types must name {' or '.join(known)} for {layers} layers")
+    return kinds
 
 
 ARCHITECTURES = {

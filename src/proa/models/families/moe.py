@@ -38,11 +38,17 @@ def mixtral(c: Reader) -> tuple[Model, NameTable]:
 
 def routed(c: Reader, hidden: int, experts: int, width: int, *, renormalise: bool, shared: Mlp | None = None) -> Moe:
     """Softmax routing over equal experts, and a gated shared one if given."""
+    top_k = experts_per_token(c, experts)
+    router = Router("softmax", renormalise)
+    return Moe(hidden, experts, top_k, width, router, shared, shared_gate=shared is not None)
+
+
+def experts_per_token(c: Reader, experts: int) -> int:
+    """Of so many."""
     top_k = c.size("num_experts_per_tok")
     if top_k > experts:
         raise c.error(f"num_experts_per_tok is {top_k}, but there are only {experts} experts")
-    router = Router("softmax", renormalise)
-    return Moe(hidden, experts, top_k, width, router, shared, shared_gate=shared is not None)
+    return top_k
 
 
 def qwen_ffns(c: Reader, hidden: int, shared: Mlp | None) -> list[Mlp | Moe]:

@@ -5,7 +5,7 @@ gated shared one in all. Source: modeling_qwen3_next.py in Hugging Face transfor
 from __future__ import annotations
 
 from proa.models.config_reader import Reader
-from proa.models.families.llama import attention, model_of
+from proa.models.families.llama import attention, layer_types, model_of
 from proa.models.families.moe import qwen_ffns
 from proa.models.names import HF_IGNORED, NameTable
 from proa.models.spec import Block, GatedDeltaNet, Mixer, Mlp, Model
@@ -50,9 +50,7 @@ def _full(c: Reader) -> list[bool]:
     """Which layers attend: `layer_types`, else every full_attention_interval-th."""
     layers, interval = c.size("num_hidden_layers"), c.size("full_attention_interval", 4)
     names = {True: "full_attention", False: "linear_attention"}
-    kinds = c.get("layer_types", list, [names[(i + 1) % interval == 0] for i in range(layers)])
-    if len(kinds) != layers or not {*kinds} <= {*names.values()}:
-        raise c.error(f"layer_types must name full_attention or linear_attention for {layers} layers")
+    kinds = layer_types(c, [names[(i + 1) % interval == 0] for i in range(layers)], *names.values())
     if names[True] not in kinds:
         raise c.error("a model without any layer of full attention is not implemented")
     return [kind == names[True] for kind in kinds]

@@ -8,7 +8,7 @@ modeling_dots1.py in Hugging Face transformers.
 from __future__ import annotations
 
 from proa.models.config_reader import Reader
-from proa.models.families.llama import attention, model
+from proa.models.families.llama import attention, layer_types, model
 from proa.models.names import HF_IGNORED, NameTable, guessing_layers
 from proa.models.spec import ExpertGroups, Mlp, Model, Moe, Router
 
@@ -32,12 +32,11 @@ def dots1(c: Reader) -> tuple[Model, NameTable]:
 
 def _windows(c: Reader) -> list[int | None]:
     """By layer: `layer_types`, else from max_window_layers on if there is a window."""
-    layers, width, full = c.size("num_hidden_layers"), c.size("sliding_window", None), "full_attention"
+    layers, width = c.size("num_hidden_layers"), c.size("sliding_window", None)
+    full, sliding = "full_attention", "sliding_attention"
     first = c.get("max_window_layers", int, layers) if width else layers
     c.ignore("without a window it means nothing", "max_window_layers")
-    kinds = c.get("layer_types", list, [full if i < first else "sliding_attention" for i in range(layers)])
-    if len(kinds) != layers or not {*kinds} <= {full, "sliding_attention"}:
-        raise c.error(f"layer_types must name full_attention or sliding_attention for {layers} layers")
+    kinds = layer_types(c, [full if i < first else sliding for i in range(layers)], full, sliding)
     if {*kinds} != {full} and (width is None or not c.get("use_sliding_window", bool, True)):
         raise c.error("some layers slide, but there is no window to slide")
     c.ignore("layer_types and sliding_window say it", "use_sliding_window")
