@@ -18,7 +18,7 @@ FEW_ROWS = 64  # up to here a program has one row, beyond it several
 
 
 @triton.jit
-def _turn(
+def turn(
     source, target, live, row, weight, cos, sin, eps, offset, inverse,
     DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
@@ -67,10 +67,10 @@ def _rotate_store(
     place = (slot // PAGE_TOKENS) * page_stride + (slot % PAGE_TOKENS) * token_stride
     if head < heads:
         source, target = q + row * q_row + head * q_head, out + row * out_row + head * DIM
-        _turn(source, target, live, row, q_norm, cos, sin, eps, offset, 1.0, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
+        turn(source, target, live, row, q_norm, cos, sin, eps, offset, 1.0, DIM, HALF, INTERLEAVED, NORM, PAIRS, REST)
     elif head < heads + kv_heads:
         source, target = kv + row * kv_row + (head - heads) * DIM, keys + place + (head - heads) * head_stride
-        _turn(
+        turn(
             source, target, live, row, k_norm, cos, sin, eps, offset, key_inverse, DIM, HALF, INTERLEAVED, NORM, PAIRS,
             REST,
         )  # fmt: skip
@@ -121,7 +121,7 @@ def rotate_store(
         *cache.keys.stride()[:3],
         PAGE_TOKENS=page_tokens,
         **_constants(dim, half, rotation is not None and rotation.interleaved, norms is not None, block),
-        num_warps=_warps(block),
+        num_warps=warps_for(block),
     )
 
 
@@ -180,7 +180,7 @@ def _constants(dim: int, half: int, interleaved: bool, norm: bool, rows: int) ->
     }
 
 
-def _warps(rows: int) -> int:
+def warps_for(rows: int) -> int:
     return min(4, rows)
 
 
@@ -202,6 +202,6 @@ def variants() -> Iterator[Variant]:
         optional |= dict.fromkeys(("q_norm", "k_norm"), "*bf16" if norm else None)
         given = {name: kind for name, kind in optional.items() if kind is not None}
         absent = {name: None for name, kind in optional.items() if kind is None}
-        yield Variant(_rotate_store, types | given, constants | absent, warps=_warps(rows), aligned=aligned)
+        yield Variant(_rotate_store, types | given, constants | absent, warps=warps_for(rows), aligned=aligned)
     of_gate = dict.fromkeys(("x", "gate"), "*bf16") | dict.fromkeys(("x_row", "gate_row", "gate_head"), "i32")
     yield Variant(_gate, of_gate, {"DIM": 256, "WIDE": 256}, warps=1, aligned=tuple(of_gate))

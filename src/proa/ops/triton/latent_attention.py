@@ -16,13 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.table import LatentPages
-from proa.ops.triton.attention import rows_of_tile
+from proa.ops.triton.attention import FEW_SEQUENCES, LOG2E, LOWEST, MOST_SPLITS, rows_of_tile
 from proa.ops.triton.variant import Variant
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LOWEST: tl.constexpr = tl.constexpr(-1e30)  # where a maximum begins: finite, so that no difference is NaN
-MOST_SPLITS = 256
-FEW_SEQUENCES = 256  # up to here one compiled kernel serves all numbers of sequences
 LEAST_SHARE = 64  # tokens of a split: what it leaves for each head is as long as four of them
 PART, COLUMNS = 16, 128  # splits, and columns of the latent, that are combined at once
 MOST_RANK, MOST_KEY = 512, 64

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.table import Angles, LatentPages, Norm
-from proa.ops.triton.heads import FEW_ROWS, _turn, _warps
+from proa.ops.triton.heads import FEW_ROWS, turn, warps_for
 from proa.ops.triton.variant import Variant
 
 
@@ -27,13 +27,13 @@ def _latent_store(
     live = slot >= 0
     if head < heads:
         at = q + row * q_row + head * (PLAIN + 2 * HALF) + PLAIN
-        _turn(at, at, live, row, None, cos, sin, eps, offset, 1.0, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0)
+        turn(at, at, live, row, None, cos, sin, eps, offset, 1.0, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0)
     else:
         source = kv + row * kv_row
         target = cache + (slot // PAGE_TOKENS) * page_stride + (slot % PAGE_TOKENS) * token_stride
-        _turn(source, target, live, row, weight, cos, sin, eps, offset, 1.0, RANK, 0, INTERLEAVED, True, 0, WIDE)
+        turn(source, target, live, row, weight, cos, sin, eps, offset, 1.0, RANK, 0, INTERLEAVED, True, 0, WIDE)
         source, target = source + RANK, target + RANK
-        _turn(
+        turn(
             source, target, live, row, None, cos, sin, eps, offset, 1.0, 2 * HALF, HALF, INTERLEAVED, False, PAIRS, 0
         )  # fmt: skip
 
@@ -62,7 +62,7 @@ def latent_store(q: Tensor, kv: Tensor, norm: Norm, rotation: Angles, cache: Lat
     _latent_store[(triton.cdiv(rows, block), heads + 1)](
         q, kv, norm.weight, rotation.cos, rotation.sin, cache.rows, slots, rows, heads, norm.eps, norm.offset,
         q.stride(0), kv.stride(0), *cache.rows.stride()[:2], PAGE_TOKENS=page_tokens,
-        **_constants(dim - 2 * half, half, cache.rank, rotation.interleaved, block), num_warps=_warps(block),
+        **_constants(dim - 2 * half, half, cache.rank, rotation.interleaved, block), num_warps=warps_for(block),
     )  # fmt: skip
 
 
@@ -80,4 +80,4 @@ def variants() -> Iterator[Variant]:
     for rows in (1, 8):
         constants: dict[str, object] = {"PAGE_TOKENS": 16, **_constants(128, 32, 512, True, rows)}
         aligned = ("q", "kv", "cache", *strides)
-        yield Variant(_latent_store, types, constants, warps=_warps(rows), aligned=aligned)
+        yield Variant(_latent_store, types, constants, warps=warps_for(rows), aligned=aligned)

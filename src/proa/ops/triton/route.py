@@ -132,21 +132,9 @@ def _route(
     expert, exists = experts_of_lanes(EXPERTS, GROUPS, LANES, PER_GROUP)
     given = tl.load(logits + token * logits_row + expert, exists & real, 0.0).to(tl.float32)
     chosen, values = best_experts(
-        given,
-        correction,
-        expert,
-        exists,
-        scale,
-        epsilon,
-        least,
-        TOP_K,
-        RENORMALISE,
-        SCORE,
-        KEPT,
-        BEST_OF,
-        PER_GROUP,
+        given, correction, expert, exists, scale, epsilon, least, TOP_K, RENORMALISE, SCORE, KEPT, BEST_OF, PER_GROUP,
         CHOSEN,
-    )
+    )  # fmt: skip
     place = tl.arange(0, CHOSEN)
     at, inside = token * TOP_K + place, place < TOP_K
     tl.store(ids + at, tl.where(real, chosen, -1), inside)
