@@ -62,12 +62,9 @@ def balanced(most: int, rates: InPlaceRates, cpu_bytes_per_s: float) -> tuple[in
     def takes(misses: int, fetched: int) -> float:
         return max(fetched / bus, (misses - fetched) / cpu_bytes_per_s)
 
-    shares = []
-    for misses in range(most + 1):
-        together = min(
-            misses, int(misses * bus / (bus + cpu_bytes_per_s))
-        )  # or one more: parts of experts are not read
-        shares.append(
-            min(range(together, min(misses, together + 1) + 1), key=partial(takes, misses))
-        )  # first of equals
-    return tuple(shares)
+    def best(misses: int) -> int:
+        """Parts of experts are not read: as many whole ones as end together, or one more."""
+        together = int(misses * bus / (bus + cpu_bytes_per_s))
+        return min(together, min(misses, together + 1), key=partial(takes, misses))  # the first of equals
+
+    return tuple(best(misses) for misses in range(most + 1))

@@ -139,8 +139,10 @@ class HybridModel:
     def can_follow(self) -> bool:
         """Whether tables may stay as they are for another step, behind one that has not ended. Where experts move all
         the time, a few steps wait for none of them, since a step that waits for the last one's end loses a little."""
-        if self._following >= MOST_FOLLOWING or self.moves is None:
-            return self._following < MOST_FOLLOWING
+        if self._following >= MOST_FOLLOWING:
+            return False
+        if self.moves is None:
+            return True
         return not self.moves.arrived() or (self._following < LEAST_FOLLOWING and not self.moves.crowded)
 
     def follow(self) -> None:
