@@ -214,7 +214,8 @@ bool Doorbell::wait_until(const Seen& seen, int64_t timeout_us) const {
 
 DoorbellCounters Doorbell::counters() const {
     const auto of = [](const Count& count) { return count.load(std::memory_order_relaxed); };
-    return {of(jobs_), of(pairs_), of(weight_bytes_), of(moe_ns_), of(waiting_ns_), of(experts_), of(foreseen_experts_)};
+    return {of(jobs_),       of(pairs_),   of(weight_bytes_),    of(moe_ns_),
+            of(waiting_ns_), of(experts_), of(foreseen_experts_)};
 }
 
 void Doorbell::serve() {
@@ -365,8 +366,8 @@ void Doorbell::count_weights() {
     add(pairs_, pairs), add(weight_bytes_, experts * (e.gate_up->matrix_bytes() + e.down->matrix_bytes()));
     add(jobs_, 1), add(experts_, experts);
     if (!read_ahead_ || !read_ahead_->of(e)) return;
-    add(foreseen_experts_, uint64_t(std::count_if(foreseen_.begin(), foreseen_.end(),
-                                                  [this](int id) { return used_[size_t(id)]; })));
+    add(foreseen_experts_,
+        uint64_t(std::count_if(foreseen_.begin(), foreseen_.end(), [this](int id) { return used_[size_t(id)]; })));
 }
 
 }  // namespace proa

@@ -35,11 +35,11 @@ enum class Way {
 // half, `dead`, the code of a failure after which nothing is answered any more. One load tells both.
 // `done` and `ready` are flags of kFlags: 1 or 0, and after a failure kFailed besides, for good.
 // `foreseen` is a word as `rung`, of messages that want no answer and may be missed: experts that the next job will
-// probably need, each row's likeliest first. They come at any time; one that is read while the next is written is wrong,
-// and does no harm.
-// Of a copied job (kFlags, kCalls) ids, weights and x stand where they do in a block for its tokens alone.
+// probably need, each row's likeliest first. They come at any time; one that is read while the next is written is
+// wrong, and does no harm. Of a copied job (kFlags, kCalls) ids, weights and x stand where they do in a block for its
+// tokens alone.
 struct DoorbellLayout {
-    int64_t rung, answered, dead, done, ready, header;  // the header: int32 layer, tokens, number
+    int64_t rung, answered, dead, done, ready, header;              // the header: int32 layer, tokens, number
     int64_t foreseen, foreseen_layer, foreseen_rows, foreseen_ids;  // uint32 number, int32; int32 [rows][top_k]
     int64_t ids, weights, x, y, bytes;  // int32, float32 [tokens][top_k]; bfloat16, float32 [tokens][hidden]
 };
@@ -134,11 +134,11 @@ class Doorbell {
     std::unique_ptr<ReadAhead> read_ahead_;  // null: nothing is foreseen
     std::vector<int> foreseen_;              // the last time
     uint32_t last_foreseen_ = 0;
-    std::vector<Moe> operations_;  // taken in turn: a late worker may still read the former one's
-    std::vector<int32_t> ids_;     // of the job: those in the block are gone when the next one comes
-    std::vector<bool> used_;       // experts of the job
+    std::vector<Moe> operations_;           // taken in turn: a late worker may still read the former one's
+    std::vector<int32_t> ids_;              // of the job: those in the block are gone when the next one comes
+    std::vector<bool> used_;                // experts of the job
     int layer_ = kProbeLayer, tokens_ = 0;  // of the job
-    size_t turn_ = 0;              // jobs that used an operation
+    size_t turn_ = 0;                       // jobs that used an operation
     Count jobs_{0}, pairs_{0}, weight_bytes_{0}, moe_ns_{0}, waiting_ns_{0}, experts_{0}, foreseen_experts_{0};
     std::atomic<uint32_t> looked_{0};  // number of the last job whose result was looked at
     std::atomic<int> armed_{0};

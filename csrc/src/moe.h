@@ -32,7 +32,7 @@ struct Moe {
     void* y;  // bfloat16, float32 if wide
     int64_t y_stride;
     bool wide;
-    const Pieces* ahead = nullptr;  // weights that workers have read ahead, of these experts
+    const Pieces* ahead = nullptr;            // weights that workers have read ahead, of these experts
     mutable std::shared_ptr<MoeCall> call{};  // what a run leaves for its tasks
 };
 

@@ -27,7 +27,7 @@ struct MoeCall {
     std::vector<float> weight;   // of slot
     char *x_pairs, *h_pairs;
     float *x_sums, *h_sums;
-    Handing handing;                // of gate and up, where workers have read some ahead
+    Handing handing;  // of gate and up, where workers have read some ahead
     std::vector<int> group_experts;
     bool shared_x;  // one token: all experts read the same
 

@@ -90,8 +90,9 @@ class Pool {
     // The same on the calling thread alone: for work that is done before anybody else has noticed it.
     void run_alone(const Phase& phase, int lane = 0);
 
-    // For workers that have nothing else to do and are awake: `run` of the phase's tasks, some of them, instead of those
-    // of the last such phase. Nothing is published, and nothing says when it is over: see settle(). One caller at a time.
+    // For workers that have nothing else to do and are awake: `run` of the phase's tasks, some of them, instead of
+    // those of the last such phase. Nothing is published, and nothing says when it is over: see settle(). One caller at
+    // a time.
     void post(const Phase& phase);
     void withdraw();  // no further task of it is begun
 

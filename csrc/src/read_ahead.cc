@@ -7,7 +7,7 @@
 namespace proa {
 namespace {
 
-constexpr size_t kLookBytes = 4 << 10;         // read before a worker looks whether it is over: half a microsecond
+constexpr size_t kLookBytes = 4 << 10;          // read before a worker looks whether it is over: half a microsecond
 constexpr size_t kLeastCacheBytes = 256 << 10;  // of a core, where the system does not say
 
 size_t cache_bytes() {
