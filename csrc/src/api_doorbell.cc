@@ -45,7 +45,8 @@ int proa_doorbell_layout_of(int64_t most_tokens, int64_t top_k, int64_t hidden, 
         require(out, "A null pointer.");
         check_size(most_tokens, top_k, hidden);
         const proa::DoorbellLayout l = proa::doorbell_layout(int(most_tokens), int(top_k), int(hidden));
-        *out = {l.rung, l.answered, l.dead, l.done, l.ready, l.header, l.ids, l.weights, l.x, l.y, l.bytes};
+        *out = {l.rung, l.answered, l.dead,     l.done,           l.ready,         l.header,       l.ids,  l.weights,
+                l.x,    l.y,        l.foreseen, l.foreseen_layer, l.foreseen_rows, l.foreseen_ids, l.bytes};
     });
 }
 
@@ -62,8 +63,12 @@ int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, 
                 "The doorbell's memory must be aligned to 64 bytes.");
         require(o.memory_bytes >= proa::doorbell_layout(size.most_tokens, size.top_k, size.hidden).bytes,
                 "The doorbell's memory is too small.");
-        *out = new proa_doorbell{{pool->owner, layers_of(pool, o), static_cast<std::byte*>(o.memory), size,
-                                  proa::Way(o.way), o.lane, o.spin_us, cpus_of(o)}};
+        *out = new proa_doorbell{{pool->owner,
+                                  layers_of(pool, o),
+                                  static_cast<std::byte*>(o.memory),
+                                  size,
+                                  proa::Way(o.way),
+                                  {o.lane, o.spin_us, cpus_of(o), o.read_ahead != 0}}};
     });
 }
 
@@ -123,7 +128,7 @@ int proa_doorbell_get_counters(const proa_doorbell* doorbell, proa_doorbell_coun
     return proa::guarded([&] {
         require(doorbell && out, "A null pointer.");
         const proa::DoorbellCounters c = doorbell->doorbell.counters();
-        *out = {c.jobs, c.pairs, c.weight_bytes, c.moe_ns, c.waiting_ns};
+        *out = {c.jobs, c.pairs, c.weight_bytes, c.moe_ns, c.waiting_ns, c.experts, c.foreseen};
     });
 }
 

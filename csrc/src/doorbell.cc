@@ -69,9 +69,12 @@ void add(std::atomic<uint64_t>& count, uint64_t more) { count.fetch_add(more, st
 DoorbellLayout doorbell_layout(int most_tokens, int top_k, int hidden) {
     const int64_t pairs = int64_t(most_tokens) * top_k, values = int64_t(most_tokens) * hidden;
     DoorbellLayout l{};
-    l.rung = 0, l.header = 2 * kWord;
+    l.rung = 0;
     l.answered = kWord, l.dead = kWord + 4, l.done = kWord + 8, l.ready = kWord + 12;
-    l.ids = 3 * kWord;
+    l.foreseen = 2 * kWord, l.foreseen_layer = l.foreseen + 4, l.foreseen_rows = l.foreseen + 8;
+    l.foreseen_ids = 3 * kWord;
+    l.header = l.foreseen_ids + lines(int64_t(kForeseenRows) * top_k * 4);
+    l.ids = l.header + kWord;
     l.weights = l.ids + lines(pairs * 4);
     l.x = l.weights + lines(pairs * 4);
     l.y = l.x + lines(values * 2);
@@ -80,22 +83,23 @@ DoorbellLayout doorbell_layout(int most_tokens, int top_k, int hidden) {
 }
 
 Doorbell::Doorbell(std::shared_ptr<Host> host, std::vector<const Experts*> layers, std::byte* memory, DoorbellSize size,
-                   Way way, int lane, int spin_us, const std::vector<int>& cpus)
+                   Way way, const DoorbellService& service)
     : host_(std::move(host)),
       layers_(std::move(layers)),
       memory_(memory),
       size_(size),
       layout_(doorbell_layout(size.most_tokens, size.top_k, size.hidden)),
       way_(way),
-      lane_(lane),
-      spin_us_(spin_us),
+      lane_(service.lane),
+      spin_us_(service.spin_us),
+      read_ahead_(service.read_ahead ? std::make_unique<ReadAhead>(*host_) : nullptr),
       operations_(kOperations) {
     std::memset(memory_, 0, size_t(layout_.ids));
     flag(layout_.ready).store(kFlag);
     ids_.reserve(size_t(size.most_tokens) * size_t(size.top_k));
     thread_ = std::thread([this] { serve(); });
     try {
-        bind(cpus);
+        bind(service.cpus);
     } catch (...) {
         stop_.store(true);
         unpark();
@@ -210,7 +214,8 @@ bool Doorbell::wait_until(const Seen& seen, int64_t timeout_us) const {
 
 DoorbellCounters Doorbell::counters() const {
     const auto of = [](const Count& count) { return count.load(std::memory_order_relaxed); };
-    return {of(jobs_), of(pairs_), of(weight_bytes_), of(moe_ns_), of(waiting_ns_)};
+    return {of(jobs_),       of(pairs_),   of(weight_bytes_),    of(moe_ns_),
+            of(waiting_ns_), of(experts_), of(foreseen_experts_)};
 }
 
 void Doorbell::serve() {
@@ -223,12 +228,14 @@ void Doorbell::serve() {
         if (number != last) {
             if (!armed) fail(PROA_ERROR_ARGUMENT, "A step rang the doorbell while none was armed.");
             add(waiting_ns_, ns_since(idle_since));
+            if (read_ahead_) read_ahead_->end();
             if (!dead()) answer_job(number);
             last = number;
             idle_since = Clock::now();
             continue;
         }
         if (way_ == Way::kFlags) answer_flags(rang == kFlag);
+        if (read_ahead_ && armed) look_ahead();
         relax();
         if (spins % 4096 == 0) std::this_thread::yield();  // where cores are few, the others need this one
         if (armed || spins % 64 || ns_since(idle_since) < uint64_t(spin_us_) * 1000) continue;
@@ -301,8 +308,28 @@ void Doorbell::run(const int32_t* header) {
     op.top_k = size_.top_k, op.ids = ids_.data(), op.weights = at<float>(l.weights);
     op.x = at<uint16_t>(l.x), op.x_stride = size_.hidden;
     op.y = at<float>(layout_.y), op.y_stride = size_.hidden, op.wide = true;
+    op.ahead = read_ahead_ ? read_ahead_->of(*op.experts) : nullptr;
     proa::run(op, *host_, tokens_, lane_);
     add(moe_ns_, ns_since(begin));
+}
+
+// Idle workers read what the next job will probably need. Numbers are those of any layer if this comes late.
+void Doorbell::look_ahead() {
+    const uint32_t number = std::atomic_ref<uint32_t>(*at<uint32_t>(layout_.foreseen)).load(std::memory_order_acquire);
+    if (number == last_foreseen_) return;
+    last_foreseen_ = number;
+    const int layer = *at<int32_t>(layout_.foreseen_layer), rows = *at<int32_t>(layout_.foreseen_rows);
+    if (layer < 0 || layer >= int(layers_.size()) || layer == layer_ || rows < 1 || rows > kForeseenRows) return;
+    const Experts& experts = *layers_[size_t(layer)];
+    const int32_t* ids = at<int32_t>(layout_.foreseen_ids);
+    foreseen_.clear();
+    for (int k = 0; k < size_.top_k; ++k)
+        for (int row = 0; row < rows; ++row) {
+            const int id = ids[row * size_.top_k + k];
+            if (id < 0 || id >= experts.gate_up->count) continue;
+            if (std::find(foreseen_.begin(), foreseen_.end(), id) == foreseen_.end()) foreseen_.push_back(id);
+        }
+    read_ahead_->begin(experts, foreseen_);
 }
 
 void Doorbell::look_at_result() {
@@ -337,7 +364,10 @@ void Doorbell::count_weights() {
         used_[size_t(id)] = true;
     }
     add(pairs_, pairs), add(weight_bytes_, experts * (e.gate_up->matrix_bytes() + e.down->matrix_bytes()));
-    add(jobs_, 1);
+    add(jobs_, 1), add(experts_, experts);
+    if (!read_ahead_ || !read_ahead_->of(e)) return;
+    add(foreseen_experts_,
+        uint64_t(std::count_if(foreseen_.begin(), foreseen_.end(), [this](int id) { return used_[size_t(id)]; })));
 }
 
 }  // namespace proa

@@ -18,6 +18,7 @@
 
 #include "host.h"
 #include "moe.h"
+#include "read_ahead.h"
 
 namespace proa {
 
@@ -33,11 +34,16 @@ enum class Way {
 // Offsets in the block. `answer` is one word of 64 bits: its low half is the number of the last job answered, its high
 // half, `dead`, the code of a failure after which nothing is answered any more. One load tells both.
 // `done` and `ready` are flags of kFlags: 1 or 0, and after a failure kFailed besides, for good.
-// Of a copied job (kFlags, kCalls) ids, weights and x stand where they do in a block for its tokens alone.
+// `foreseen` is a word as `rung`, of messages that want no answer and may be missed: experts that the next job will
+// probably need, each row's likeliest first. They come at any time; one that is read while the next is written is
+// wrong, and does no harm. Of a copied job (kFlags, kCalls) ids, weights and x stand where they do in a block for its
+// tokens alone.
 struct DoorbellLayout {
-    int64_t rung, answered, dead, done, ready, header;  // the header: int32 layer, tokens, number
+    int64_t rung, answered, dead, done, ready, header;              // the header: int32 layer, tokens, number
+    int64_t foreseen, foreseen_layer, foreseen_rows, foreseen_ids;  // uint32 number, int32; int32 [rows][top_k]
     int64_t ids, weights, x, y, bytes;  // int32, float32 [tokens][top_k]; bfloat16, float32 [tokens][hidden]
 };
+constexpr int kForeseenRows = 4;  // at most
 constexpr uint32_t kFlag = 1, kFailed = 1u << 31;
 DoorbellLayout doorbell_layout(int most_tokens, int top_k, int hidden);
 
@@ -45,17 +51,25 @@ struct DoorbellSize {
     int most_tokens, top_k, hidden;
 };
 
+// The thread that answers. cpus: where it may run; empty: anywhere. spin_us: how long it goes on looking after the last
+// step. read_ahead: it listens to `foreseen`.
+struct DoorbellService {
+    int lane, spin_us;
+    std::vector<int> cpus;
+    bool read_ahead;
+};
+
 struct DoorbellCounters {
     uint64_t jobs, pairs, weight_bytes;  // pairs of a token and an expert; bytes of the experts that a job needed
     uint64_t moe_ns, waiting_ns;         // waiting: from an answer to the next ring, while armed
+    uint64_t experts, foreseen;          // of jobs, and how many of these were foreseen
 };
 
 class Doorbell {
   public:
-    // `layers` and `memory` must outlive it, and nobody may ring any more when it goes. cpus: where its thread may run;
-    // empty: anywhere. spin_us: how long it goes on looking after the last step.
+    // `layers` and `memory` must outlive it, and nobody may ring any more when it goes.
     Doorbell(std::shared_ptr<Host> host, std::vector<const Experts*> layers, std::byte* memory, DoorbellSize size,
-             Way way, int lane, int spin_us, const std::vector<int>& cpus);
+             Way way, const DoorbellService& service);
     ~Doorbell();
     Doorbell(const Doorbell&) = delete;
     Doorbell& operator=(const Doorbell&) = delete;
@@ -102,6 +116,7 @@ class Doorbell {
     void unpark();
     void answer_job(uint32_t number);
     void run(const int32_t* header);
+    void look_ahead();
     void look_at_result();
     void count_weights();
     template <class T>
@@ -116,12 +131,15 @@ class Doorbell {
     const DoorbellLayout layout_;
     const Way way_;
     const int lane_, spin_us_;
-    std::vector<Moe> operations_;  // taken in turn: a late worker may still read the former one's
-    std::vector<int32_t> ids_;     // of the job: those in the block are gone when the next one comes
-    std::vector<bool> used_;       // experts of the job
-    int layer_ = 0, tokens_ = 0;   // of the job
-    size_t turn_ = 0;              // jobs that used an operation
-    Count jobs_{0}, pairs_{0}, weight_bytes_{0}, moe_ns_{0}, waiting_ns_{0};
+    std::unique_ptr<ReadAhead> read_ahead_;  // null: nothing is foreseen
+    std::vector<int> foreseen_;              // the last time
+    uint32_t last_foreseen_ = 0;
+    std::vector<Moe> operations_;           // taken in turn: a late worker may still read the former one's
+    std::vector<int32_t> ids_;              // of the job: those in the block are gone when the next one comes
+    std::vector<bool> used_;                // experts of the job
+    int layer_ = kProbeLayer, tokens_ = 0;  // of the job
+    size_t turn_ = 0;                       // jobs that used an operation
+    Count jobs_{0}, pairs_{0}, weight_bytes_{0}, moe_ns_{0}, waiting_ns_{0}, experts_{0}, foreseen_experts_{0};
     std::atomic<uint32_t> looked_{0};  // number of the last job whose result was looked at
     std::atomic<int> armed_{0};
     std::atomic<bool> stop_{false}, parked_{false};

@@ -4,6 +4,7 @@
 
 #include "error.h"
 #include "moe_call.h"
+#include "read_ahead.h"
 
 namespace proa {
 namespace {
@@ -129,8 +130,7 @@ int step_of(const Matrix& w, const Call& call, int unit, int matrices, int repea
     const Layout& l = w.layout;
     if (many_tokens(call))
         return panels_to_compute(unit, size_t(l.panels) * size_t(repeats), threads, call.kernels->blocking);
-    const size_t total = size_t(l.panels) * l.panel_bytes * size_t(call.groups);
-    return panels_to_stream(unit, l.panel_bytes * size_t(matrices), total, threads);
+    return streamed_step(w, unit, matrices, call.groups, threads);
 }
 
 void carve(Call& call, Host& host, int parts, int lane) {
@@ -149,6 +149,15 @@ void carve(Call& call, Host& host, int parts, int lane) {
     take(Carver(host.workspace(lane, take(Carver()))));
     if (!kFacts[int(up.format)].has_min) call.x_sums = nullptr;
     if (!kFacts[int(down.format)].has_min) call.h_sums = nullptr;
+}
+
+// Who has some of these weights in its cache, or null.
+const Handing* hand_out(Call& call) {
+    if (!call.op.ahead) return nullptr;
+    call.group_experts.clear();
+    for (int i = 0; i < call.groups; ++i) call.group_experts.push_back(call.group[size_t(i)].expert);
+    proa::hand_out(*call.op.ahead, call.up_tasks, call.group_experts, call.handing);
+    return &call.handing;
 }
 
 void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
@@ -175,7 +184,9 @@ void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
     Phase phase{};
     call.up_tasks.describe(phase);
     phase.run = multiply_up, phase.publish = publish_up, phase.context = &call;
+    phase.handing = hand_out(call);
     host.pool.run(phase, lane);
+    phase.handing = nullptr;
     if (call.by_expert) return run_down_by_expert(call, host, parts, lane);
     call.down_tasks = RowTasks(*e.down, step_of(*e.down, call, 2, groups, 1, threads), 1);
     call.down_tasks.describe(phase);

@@ -19,6 +19,7 @@ struct Experts {
 };
 
 struct MoeCall;
+class Pieces;
 
 // Lives as long as the pool may be working on it: until the program that holds it is gone, or settle().
 struct Moe {
@@ -31,6 +32,7 @@ struct Moe {
     void* y;  // bfloat16, float32 if wide
     int64_t y_stride;
     bool wide;
+    const Pieces* ahead = nullptr;            // weights that workers have read ahead, of these experts
     mutable std::shared_ptr<MoeCall> call{};  // what a run leaves for its tasks
 };
 

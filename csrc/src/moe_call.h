@@ -27,6 +27,8 @@ struct MoeCall {
     std::vector<float> weight;   // of slot
     char *x_pairs, *h_pairs;
     float *x_sums, *h_sums;
+    Handing handing;  // of gate and up, where workers have read some ahead
+    std::vector<int> group_experts;
     bool shared_x;  // one token: all experts read the same
 
     // Where experts are computed one by one: see moe_by_expert.cc.

@@ -22,6 +22,7 @@ namespace {
 constexpr int kIndexBits = 20;
 constexpr uint64_t kIndexMask = (uint64_t(1) << kIndexBits) - 1;
 constexpr uint64_t kEpochMask = (uint64_t(1) << 24) - 1;
+constexpr size_t kAllSeen = ~size_t(0);
 constexpr int64_t kRedoAfterNs = 50'000;  // a task takes at most about that long while decoding
 
 int64_t now_ns() {
@@ -117,23 +118,9 @@ void Pool::run(const Phase& phase, int lane_index) {
     if (lane.busy.exchange(true))
         throw Error(PROA_ERROR_ARGUMENT, "This lane of the pool is in use by another thread.");
     [[maybe_unused]] const FlushSubnormals flush;
-    const uint64_t epoch = (lane.epoch.load(std::memory_order_relaxed) + 1) & kEpochMask;
-    Posted& posted = lane.posted[epoch & 1];
-    posted.epoch.store(~uint64_t(0), std::memory_order_seq_cst);
-    posted.run.store(phase.run, std::memory_order_release);  // not before the epoch is gone
-    posted.publish.store(phase.publish, std::memory_order_release);
-    posted.context.store(phase.context, std::memory_order_release);
-    posted.tasks.store(tasks, std::memory_order_release);
-    posted.at_home.store(phase.at_home, std::memory_order_release);
-    for (int n = 0; n <= phase.nodes; ++n) posted.begin[n].store(phase.begin[n], std::memory_order_release);
-    posted.epoch.store(epoch, std::memory_order_release);
     lane.done.store(0, std::memory_order_relaxed);
     lane.tasks.store(tasks, std::memory_order_relaxed);
-    lane.epoch.store(epoch, std::memory_order_release);
-    for (int n = 0; n < phase.nodes; ++n) {
-        const uint64_t count = uint64_t(phase.begin[n + 1] - phase.begin[n]);
-        lane.next[n].value.store(epoch << 40 | count << kIndexBits, std::memory_order_seq_cst);
-    }
+    hand_out(lane, phase);
     if (asleep_.load(std::memory_order_seq_cst)) wake();
     try {
         finish(lane, callers_[lane_index]);
@@ -142,6 +129,36 @@ void Pool::run(const Phase& phase, int lane_index) {
         throw;
     }
     lane.busy.store(false, std::memory_order_release);
+}
+
+// From here on workers find its tasks.
+void Pool::hand_out(Lane& lane, const Phase& phase) {
+    const uint64_t epoch = (lane.epoch.load(std::memory_order_relaxed) + 1) & kEpochMask;
+    Posted& posted = lane.posted[epoch & 1];
+    posted.epoch.store(~uint64_t(0), std::memory_order_seq_cst);
+    posted.run.store(phase.run, std::memory_order_release);  // not before the epoch is gone
+    posted.publish.store(phase.publish, std::memory_order_release);
+    posted.context.store(phase.context, std::memory_order_release);
+    posted.tasks.store(phase.begin[phase.nodes], std::memory_order_release);
+    posted.at_home.store(phase.at_home, std::memory_order_release);
+    posted.handing.store(phase.handing, std::memory_order_release);
+    for (int n = 0; n <= phase.nodes; ++n) posted.begin[n].store(phase.begin[n], std::memory_order_release);
+    posted.epoch.store(epoch, std::memory_order_release);
+    lane.epoch.store(epoch, std::memory_order_release);
+    for (int n = 0; n < phase.nodes; ++n) {
+        const uint64_t count = uint64_t(phase.begin[n + 1] - phase.begin[n]);
+        lane.next[n].value.store(epoch << 40 | count << kIndexBits, std::memory_order_seq_cst);
+    }
+}
+
+void Pool::post(const Phase& phase) {
+    if (phase.begin[phase.nodes] > kMaxTasks || phase.nodes > nodes())
+        throw Error(PROA_ERROR_ARGUMENT, "A phase has too many tasks or nodes.");
+    hand_out(idle_, phase);
+}
+
+void Pool::withdraw() {
+    for (Counter& counter : idle_.next) counter.value.store(0, std::memory_order_seq_cst);
 }
 
 void Pool::run_alone(const Phase& phase, int lane_index) {
@@ -198,6 +215,7 @@ bool Pool::look_up(Lane& lane, uint64_t epoch, Task& task) {
     task.context = posted.context.load(std::memory_order_acquire);
     task.tasks = posted.tasks.load(std::memory_order_acquire);
     task.at_home = posted.at_home.load(std::memory_order_acquire);
+    task.handing = posted.handing.load(std::memory_order_acquire);
     task.epoch = uint32_t(epoch);
     return posted.epoch.load(std::memory_order_relaxed) == epoch;
 }
@@ -219,7 +237,26 @@ bool Pool::take_of(Lane& lane, int node, Task& task) {
     if (index >= (got >> kIndexBits & kIndexMask)) return false;
     const uint64_t epoch = got >> 40;
     task.id = lane.posted[epoch & 1].begin[node].load(std::memory_order_acquire) + int(index);
-    return look_up(lane, epoch, task);  // false only if another worker has done the task and the phase is over
+    if (!look_up(lane, epoch, task)) return false;  // only if another worker has done the task and the phase is over
+    if (task.handing) task.id = task.handing->order[size_t(task.id)];
+    return true;
+}
+
+// The next task that is this worker's own.
+bool Pool::take_owned(int lane, Worker& worker, Task& task) {
+    const uint64_t epoch = lanes_[lane].epoch.load(std::memory_order_acquire);
+    size_t& at = worker.looked_at[lane];
+    if (worker.looked[lane] != epoch) worker.looked[lane] = epoch, at = 0;
+    if (at == kAllSeen) return false;
+    if (look_up(lanes_[lane], epoch, task) && task.handing) {
+        for (const auto& owned = task.handing->owned; at < owned.size();)
+            if (const Handing::Owned& each = owned[at++]; each.scratch == worker.scratch) {
+                task.id = each.task;
+                return true;
+            }
+    }
+    at = kAllSeen;
+    return false;
 }
 
 // A task that somebody took and has not published: every node's, since its team may be off its cores.
@@ -272,14 +309,18 @@ void Pool::serve(Worker& worker) {
     worker.alive.store(false);
 }
 
-// One task, of the first lane that has one; or one that another worker has been at for too long.
+// One task, of the first lane that has one, or for idle workers; or one that another has been at for too long.
 bool Pool::serve_once(Worker& worker, int64_t idle_since_ns) {
     Task task;
-    for (Lane& lane : lanes_)
-        if (take(lane, worker.node, task)) {
-            execute(lane, task, worker);
+    for (int lane = 0; lane < kLanes; ++lane)
+        if (take_owned(lane, worker, task) || take(lanes_[lane], worker.node, task)) {
+            execute(lanes_[lane], task, worker);
             return true;
         }
+    if (take(idle_, worker.node, task)) {
+        task.run(task.context, task.id, worker.scratch);
+        return true;
+    }
     for (Lane& lane : lanes_)
         if (idle_since_ns && lane.done.load(std::memory_order_relaxed) < lane.tasks.load(std::memory_order_relaxed))
             redo(lane, worker, idle_since_ns);
@@ -291,12 +332,11 @@ bool Pool::any_work(int node) const {
         const uint64_t seen = lane.next[n].value.load(std::memory_order_seq_cst);
         return (seen & kIndexMask) < (seen >> kIndexBits & kIndexMask);
     };
-    for (const Lane& lane : lanes_) {
-        if (waiting(lane, node)) return true;
-        for (int orphan : orphans_)
-            if (waiting(lane, orphan)) return true;
-    }
-    return false;
+    const auto here = [&](const Lane& lane) {
+        return waiting(lane, node) ||
+               std::any_of(orphans_.begin(), orphans_.end(), [&](int orphan) { return waiting(lane, orphan); });
+    };
+    return std::any_of(std::begin(lanes_), std::end(lanes_), here) || here(idle_);
 }
 
 // Spins a while, then sleeps until the next phase.

@@ -7,6 +7,7 @@
 // core delays a phase by a task, not by a time slice.
 //
 // Two lanes carry the phases of two callers (decode and prefill); workers look at the first lane before every task.
+// Whoever finds nothing there does what was posted for idle workers, which nobody waits for.
 #pragma once
 
 #include <atomic>
@@ -29,6 +30,16 @@ constexpr int kLanes = 2;
 constexpr size_t kScratchBytes = size_t(256) << 20;  // address space of each worker; memory is taken as it is touched
 constexpr int kMaxTasks = 1 << 20;                   // of a phase
 
+// Who should take which tasks of a phase: those whose weights it has in its cache already.
+struct Handing {
+    struct Owned {
+        const std::byte* scratch;  // of the worker
+        int task;
+    };
+    std::vector<Owned> owned;
+    std::vector<int32_t> order;  // of every place in the phase, its task: of each node the owned ones last
+};
+
 struct Phase {
     void (*run)(const void* context, int task, std::byte* scratch);
     void (*publish)(const void* context, int task, const std::byte* scratch);
@@ -36,6 +47,7 @@ struct Phase {
     int nodes;
     int begin[kMaxNodes + 1];  // node n owns tasks [begin[n], begin[n + 1])
     bool at_home = false;      // nobody else does them, however long they wait
+    const Handing* handing = nullptr;
 };
 
 // A phase whose tasks have no home: divided evenly over the nodes.
@@ -78,6 +90,12 @@ class Pool {
     // The same on the calling thread alone: for work that is done before anybody else has noticed it.
     void run_alone(const Phase& phase, int lane = 0);
 
+    // For workers that have nothing else to do and are awake: `run` of the phase's tasks, some of them, instead of
+    // those of the last such phase. Nothing is published, and nothing says when it is over: see settle(). One caller at
+    // a time.
+    void post(const Phase& phase);
+    void withdraw();  // no further task of it is begun
+
     // Until as many calls of let_sleep, no worker that takes part sleeps, however long it idles: for callers who cannot
     // wake one. From any thread.
     void keep_awake();
@@ -111,6 +129,7 @@ class Pool {
         std::atomic<const void*> context{nullptr};
         std::atomic<int> tasks{0};
         std::atomic<bool> at_home{false};
+        std::atomic<const Handing*> handing{nullptr};
         std::atomic<int> begin[kMaxNodes + 1];
     };
     struct Lane {
@@ -129,6 +148,7 @@ class Pool {
         uint32_t epoch;
         int id, tasks;  // of the phase
         bool at_home;
+        const Handing* handing;
     };
     struct alignas(64) Worker {
         std::thread thread;
@@ -137,11 +157,15 @@ class Pool {
         std::atomic<bool> alive{false};
         int node = 0, cpu = -1, rank = 0;  // in its team
         int64_t longest_ns = 0;            // of its tasks, fading
+        uint64_t looked[kLanes] = {};      // the last epoch in which it looked for tasks of its own,
+        size_t looked_at[kLanes] = {};     // and how far
     };
 
     void start(Worker& worker);
     void serve(Worker& worker);
     bool serve_once(Worker& worker, int64_t idle_since_ns);
+    void hand_out(Lane& lane, const Phase& phase);
+    bool take_owned(int lane, Worker& worker, Task& task);
     bool take(Lane& lane, int node, Task& task);
     bool take_of(Lane& lane, int node, Task& task);
     bool take_again(Lane& lane, int node, Task& task);
@@ -158,7 +182,7 @@ class Pool {
 
     PoolOptions options_;
     std::vector<int> orphans_;  // nodes without a worker: everybody serves them
-    Lane lanes_[kLanes];
+    Lane lanes_[kLanes], idle_;
     Worker callers_[kLanes];
     std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<bool> stop_{false}, kill_{false};

@@ -78,6 +78,13 @@ inline int panels_to_stream(int unit, size_t streamed, size_t total, int threads
     return std::max(unit, panels / unit * unit);
 }
 
+// The same of a whole phase over `groups` experts, of which a task reads `matrices`.
+inline int streamed_step(const Matrix& w, int unit, int matrices, int groups, int threads) {
+    const Layout& l = w.layout;
+    const size_t total = size_t(l.panels) * l.panel_bytes * size_t(groups);
+    return panels_to_stream(unit, l.panel_bytes * size_t(matrices), total, threads);
+}
+
 // Panels of a task that passes many tokens over them: the more, the less often the tokens' activations are read again;
 // all: panels of the phase, of which every thread should get some tasks.
 inline int panels_to_compute(int unit, size_t all, int threads, const Blocking& blocking) {

@@ -94,13 +94,14 @@ struct Bench {
     explicit Bench(int pool) : host(pool_options(pool), proa::select_kernels("").kernels) {
         for (unsigned i = 0; i < kLayers; ++i) layers.push_back(std::make_unique<Layer>(i));
     }
-    std::unique_ptr<proa::Doorbell> bell(proa::Way way = proa::Way::kNumber, int spin_us = 100) {
+    std::unique_ptr<proa::Doorbell> bell(proa::Way way = proa::Way::kNumber, int spin_us = 100,
+                                         bool read_ahead = false) {
         std::vector<const proa::Experts*> experts;
         for (const auto& layer : layers) experts.push_back(&layer->experts);
         const std::shared_ptr<proa::Host> unowned(&host, [](proa::Host*) {});
         const proa::DoorbellSize size{kMostTokens, kTopK, kHidden};
-        return std::make_unique<proa::Doorbell>(unowned, experts, block.memory.get(), size, way, 1, spin_us,
-                                                std::vector<int>{});
+        return std::make_unique<proa::Doorbell>(unowned, experts, block.memory.get(), size, way,
+                                                proa::DoorbellService{1, spin_us, {}, read_ahead});
     }
 };
 
@@ -150,6 +151,37 @@ void answers_are_the_experts(int pool, proa::Way way, int rounds) {
     }
     CHECK(failure(*bell) == 0);
     CHECK(bell->counters().jobs == number);
+}
+
+// What it says beforehand, right, wrong or nonsense, changes no answer; right guesses are counted.
+void what_is_foreseen_changes_no_answer(int pool) {
+    Bench bench(pool);
+    const auto bell = bench.bell(proa::Way::kNumber, 100, true);
+    const proa::DoorbellLayout& l = bench.block.layout;
+    Random random(11);
+    uint32_t number = 0;
+    bell->arm();
+    for (int step = 0; step < 200; ++step) {
+        const int layer = step % kLayers, rows = 1 + random.below(proa::kForeseenRows);
+        const Job job(random, layer, rows);
+        const std::vector<float> want = job.exact(*bench.layers[size_t(layer)], bench.host);
+        int32_t* ids = bench.block.at<int32_t>(l.foreseen_ids);
+        std::copy(job.ids.begin(), job.ids.end(), ids);
+        if (step % 4 == 1) ids[random.below(kTopK)] = random.below(2 * kExperts) - 3;
+        *bench.block.at<int32_t>(l.foreseen_layer) = step % 8 == 2 ? random.below(7) - 2 : layer;
+        *bench.block.at<int32_t>(l.foreseen_rows) = step % 8 == 6 ? random.below(9) - 2 : rows;
+        const auto before = bell->counters();
+        std::atomic_ref<uint32_t>(*bench.block.at<uint32_t>(l.foreseen)).store(uint32_t(step + 1));
+        std::this_thread::sleep_for(std::chrono::microseconds(random.below(3) * 100));
+        job.write(bench.block, proa::Way::kNumber, ++number);
+        CHECK(ring_and_wait(*bell, proa::Way::kNumber, number, 60 * kSecond));
+        CHECK(failure(*bell) == 0);
+        CHECK(!std::memcmp(want.data(), bench.block.at<float>(l.y), want.size() * 4));
+        const auto after = bell->counters();
+        CHECK(after.foreseen - before.foreseen <= after.experts - before.experts);
+    }
+    bell->disarm();
+    CHECK(bell->counters().foreseen > 0);
 }
 
 // Every bad job ends the wait, and all that follow.
@@ -249,6 +281,7 @@ int main() {
         for (int pool = 0; pool < kPools; ++pool) answers_are_the_experts(pool, way, 60);
         failures_end_every_wait(way);
     }
+    for (int pool = 0; pool < kPools; ++pool) what_is_foreseen_changes_no_answer(pool);
     a_worker_that_ends_is_told_without_a_job();
     what_is_not_finite_is_told();
     it_ends_whatever_it_is_doing();

@@ -241,6 +241,62 @@ void a_worker_late_for_a_task_leaves_later_phases_alone() {
     CHECK(pool.redone() > 0);
 }
 
+// Who was busy with which task of a phase for idle workers.
+struct Readers {
+    std::vector<std::atomic<const std::byte*>> of;
+    std::atomic<int> read{0};
+    explicit Readers(int tasks) : of(size_t(tasks)) {}
+};
+
+Phase reading(Readers& readers, int nodes) {
+    Phase phase = spread(int(readers.of.size()), nodes);
+    phase.context = &readers;
+    phase.run = [](const void* context, int task, std::byte* scratch) {
+        auto& all = *const_cast<Readers*>(static_cast<const Readers*>(context));
+        all.of[size_t(task)].store(scratch);
+        all.read.fetch_add(1);
+    };
+    return phase;
+}
+
+// What idle workers did in advance is theirs first, and everything is published once all the same: whatever was posted
+// or withdrawn meanwhile, however little of it was done.
+void owned_tasks_are_published_once() {
+    constexpr int kTasks = 60;
+    int by_owners = 0;
+    for (const auto& teams : std::vector<std::vector<std::vector<int>>>{{{0}}, {{0, 0}}, {{0}, {0, 0}}, {{}, {0}}}) {
+        Pool pool({.teams = teams, .pin = false, .spin_us = 50, .redo = true});
+        pool.keep_awake();
+        std::deque<Readers> all;
+        for (int i = 0; i < 100; ++i) {
+            Readers& readers = all.emplace_back(kTasks);
+            pool.post(reading(readers, pool.nodes()));
+            for (int waits = 0; readers.read.load() < i % 4 * kTasks / 3 && waits < 1000; ++waits)
+                std::this_thread::sleep_for(std::chrono::microseconds(100));
+            pool.withdraw();
+            Count count(kTasks);
+            Phase phase = counting(count, pool.nodes());
+            Handing handing;
+            handing.order.resize(kTasks);
+            for (int node = 0; node < pool.nodes(); ++node) {
+                int first = phase.begin[node], last = phase.begin[node + 1];
+                for (int task = first, end = last; task < end; ++task) {
+                    const std::byte* reader = readers.of[size_t(task)].load();
+                    if (reader) handing.owned.push_back({reader, task});
+                    handing.order[size_t(reader ? --last : first++)] = task;
+                }
+            }
+            phase.handing = &handing;
+            by_owners += int(handing.owned.size());
+            pool.run(phase);
+            pool.settle();
+            CHECK(count.each_once());
+        }
+        pool.let_sleep();
+    }
+    CHECK(by_owners > 0);
+}
+
 void a_dead_worker_is_an_error() {
     Pool pool({.teams = {{0}}, .pin = false, .spin_us = 50});
     pool.kill_worker_for_test();
@@ -269,6 +325,7 @@ int main() {
     two_pools_work_at_once();
     a_late_workers_task_is_done_again();
     a_worker_late_for_a_task_leaves_later_phases_alone();
+    owned_tasks_are_published_once();
     a_dead_worker_is_an_error();
     return 0;
 }

@@ -19,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 async def answers(folder: Path, gpu: str) -> list[Answer | BaseException]:
     """Of the prompts, asked together; then of the first one that failed, again."""
-    async with launched(folder, gpu) as llm:
+    async with launched(folder, gpu, expert_placement="uniform") as llm:  # experts that stay where they were put
         found = await asyncio.gather(*(llm.generate(p, PARAMS) for p in PROMPTS), return_exceptions=True)
         bad = next((i for i, a in enumerate(found) if isinstance(a, BaseException)), 0)
         found += await asyncio.gather(llm.generate(PROMPTS[bad], PARAMS), return_exceptions=True)

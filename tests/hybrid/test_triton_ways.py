@@ -75,7 +75,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> FakeDriver:
         tl.store(rung, number)
 
     made = FakeDriver()
-    monkeypatch.setattr(bell, "_ring", ring)
+    monkeypatch.setattr(bell, "ring", ring)
     monkeypatch.setattr(gpu_ways, "Driver", lambda: made)
     monkeypatch.setattr(gpu_ways.ByCopies, "_stream", lambda _: STREAM)
     return made

@@ -38,7 +38,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[int]:
     def wait(answer: Any, number: Any) -> None:
         numbers.append(int(number.handle.data.item()))
 
-    monkeypatch.setattr(bell, "_ring", ring)
+    monkeypatch.setattr(bell, "ring", ring)
     monkeypatch.setattr(bell, "_await", wait)
     return numbers
 

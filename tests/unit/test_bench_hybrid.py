@@ -209,7 +209,7 @@ def a_span() -> Span:
     begin = {"steps": 5, "generated_tokens": 100, "cpu_jobs": 7, "cpu_weight_bytes": 1000, "schedule_seconds": 1.0}
     end = {"steps": 15, "generated_tokens": 140, "cpu_jobs": 27, "cpu_weight_bytes": 6000, "schedule_seconds": 1.001,
            "inputs_seconds": 0.001, "program_seconds": 0.018, "sample_seconds": 0.0, "cpu_experts_seconds": 0.012,
-           "cpu_waiting_seconds": 0.003}  # fmt: skip
+           "cpu_waiting_seconds": 0.003, "cpu_experts_needed": 80, "cpu_experts_foreseen": 60}  # fmt: skip
     return Span(moment(1.0, **begin), moment(1.02, **end))
 
 
@@ -231,6 +231,7 @@ def test_figures() -> None:
     assert figures["fixed_us_per_layer"] == pytest.approx((2000 - 1200) / 2)
     assert figures["cpu_jobs_per_step"] == pytest.approx(2)
     assert figures["cpu_bytes_per_step"] == pytest.approx(500)
+    assert figures["foreseen_share"] == pytest.approx(0.75)
     assert (figures["ram_bytes_per_s"], figures["pcie_bytes_per_s"]) == (1e9, 5e8)
     some = figures_of(a_span(), gpu_plan(1, 0), 4, read, rates)
     assert some["fixed_us_per_layer"] is None, "the GPU's experts are in the rest of a step"

@@ -21,7 +21,7 @@ extern "C" {
 
 // ---- version and errors
 
-#define PROA_ABI_VERSION 7
+#define PROA_ABI_VERSION 8
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // the caller passed something wrong
@@ -390,8 +390,13 @@ typedef struct proa_doorbell proa_doorbell;
 // - by flags (uint32): it waits until `ready` & 0x80000001, has the job copied, writes 1 to `rung`, waits until
 //   `done` & 0x80000001 and writes 0 to `rung`. After a failure both keep their highest bit;
 // - or by calls, in this order: the job is copied, proa_doorbell_call_ring, proa_doorbell_call_wait.
+//
+// At any time it may say what the next job will probably need, so that idle workers read those weights into their
+// caches: foreseen_ids int32 [rows][top_k], up to PROA_FORESEEN_ROWS rows, each with its likeliest expert first, -1 for
+// none; layer and rows (int32); then a number that changes (uint32, released) at `foreseen`. Nothing answers.
 typedef struct proa_doorbell_layout {
     int64_t rung, answered, dead, done, ready, header, ids, weights, x, y;
+    int64_t foreseen, foreseen_layer, foreseen_rows, foreseen_ids;
     int64_t bytes;  // of the block
 } proa_doorbell_layout;
 
@@ -407,8 +412,11 @@ typedef struct proa_doorbell_options {
     int64_t cpu_count;    // 0: anywhere
     int32_t lane;
     int32_t spin_us;  // how long its thread goes on looking after the last step
-    int32_t way;      // PROA_WAY_...
+    int32_t way;         // PROA_WAY_...
+    int32_t read_ahead;  // whether it listens to what is foreseen
 } proa_doorbell_options;
+
+#define PROA_FORESEEN_ROWS 4
 
 #define PROA_WAY_NUMBER 0  // the job's number stands in `rung`
 #define PROA_WAY_FLAGS 1
@@ -445,6 +453,8 @@ typedef struct proa_doorbell_counters {
     uint64_t weight_bytes;  // of the experts that jobs needed, each once a job
     uint64_t moe_ns;        // from ring to answer
     uint64_t waiting_ns;    // from an answer to the next ring, or from arming
+    uint64_t experts;       // that jobs needed, each once a job
+    uint64_t foreseen;      // of these
 } proa_doorbell_counters;
 PROA_API int proa_doorbell_get_counters(const proa_doorbell* doorbell, proa_doorbell_counters* out);
 

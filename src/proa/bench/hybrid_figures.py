@@ -137,6 +137,12 @@ def hit_rate(span: Span) -> float | None:
     return span.per_step("expert_hits") / choices if choices else None
 
 
+def foreseen_share(span: Span) -> float | None:
+    """Of the experts that the CPU computed, what it was told of before its turn."""
+    needed = span.per_step("cpu_experts_needed")
+    return span.per_step("cpu_experts_foreseen") / needed if needed else None
+
+
 def looks_of(span: Span, trace: Trace) -> Trace:
     """The span's part of a whole trace."""
     return trace[span.begin.stats.expert_looks : span.end.stats.expert_looks]
@@ -205,6 +211,7 @@ def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: 
         "resident_bytes_per_step": read.resident,
         "cpu_bytes_per_step": span.per_step("cpu_weight_bytes"),
         "cpu_jobs_per_step": span.per_step("cpu_jobs"),
+        "foreseen_share": foreseen_share(span),
         "hbm_bytes_per_s": rates.hbm,
         "ram_bytes_per_s": rates.ram,
         "pcie_bytes_per_s": rates.pcie,

@@ -108,6 +108,9 @@ def _facts(results: Sequence[Result]) -> Table:
     if all(rate is not None for pair in hits for rate in pair):
         shown = ", ".join(f"{100 * (got or 0):.0f} % of {100 * (best or 0):.0f} %" for got, best in hits)
         table.add_row("found in VRAM", f"{shown} of choices that the best experts would have")
+    if all(r.figures["foreseen_share"] is not None for r in results):
+        shares = ", ".join(f"{100 * (r.figures['foreseen_share'] or 0):.0f} %" for r in results)
+        table.add_row("foreseen", f"{shares} of the CPU's experts, whose weights idle workers began to read")
     for text, name in (("VRAM", "hbm"), ("RAM", "ram"), ("link to the GPU", "pcie")):
         rates = [rate for r in results if (rate := r.figures[f"{name}_bytes_per_s"]) is not None]
         table.add_row(text, format_rate(max(rates)) if rates else "unknown")

@@ -176,6 +176,12 @@ class GpuOptions:
         "many as end together, where the CPU leaves bandwidth)",
         choices=("auto", "off"),
     )
+    read_ahead: str = option(
+        "auto",
+        help="let CPU workers that wait for the GPU read into their caches what the next layer will probably need, in "
+        "steps of up to 4 tokens: off, or auto (where kernels ring the doorbell)",
+        choices=("auto", "off"),
+    )
     doorbell: str = option(
         "auto",
         help="how the GPU hands experts to the CPU: by kernels that poll pinned memory, by copies and the driver's "

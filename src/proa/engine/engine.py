@@ -104,6 +104,8 @@ class Engine:
             **self.clock.seconds(),
             cpu_jobs=done.jobs,
             cpu_weight_bytes=done.weight_bytes,
+            cpu_experts_needed=done.experts,
+            cpu_experts_foreseen=done.foreseen,
             cpu_experts_seconds=done.moe_s,
             cpu_waiting_seconds=done.waiting_s,
             expert_looks=done.looks,

@@ -131,7 +131,9 @@ class GpuBuild:
         return ""
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
-        service = Service(spin_us=self._workers.spin_us, cpus=self._cpu.caller_cpus)
+        service = Service(
+            spin_us=self._workers.spin_us, cpus=self._cpu.caller_cpus, read_ahead=self._gpu.read_ahead
+        )  # fmt: skip
         taken = take(
             self._gpu.doorbell,
             lambda way: GpuTransport(self.pool, layers, size, self._device, service, way),
@@ -139,6 +141,8 @@ class GpuBuild:
         )
         self._round_trip_us = taken.round_trip_us
         self._decisions.append(taken.decision)
+        if self._gpu.read_ahead:
+            self._decisions.append(taken.read_ahead())
         return taken.transport
 
     def saver(self) -> CountSaver | None:

@@ -91,6 +91,8 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     publish_seconds: float = 0.0  # up to the step before
     cpu_jobs: int = 0  # a GPU's, for experts that the CPU has: one a layer and step, if any is chosen
     cpu_weight_bytes: int = 0  # of the experts that they needed, each once a job
+    cpu_experts_needed: int = 0  # these experts
+    cpu_experts_foreseen: int = 0  # of these, what was known before the job came
     cpu_experts_seconds: float = 0.0  # within program_seconds: from a job's arrival to its answer
     cpu_waiting_seconds: float = 0.0  # from an answer to the next job
     expert_looks: int = 0  # where choices of experts are counted, since they move or somebody asked for it

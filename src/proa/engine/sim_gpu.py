@@ -73,10 +73,12 @@ class SimBuild:
         return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
-        service = Service(spin_us=self._workers.spin_us)
+        service = Service(spin_us=self._workers.spin_us, read_ahead=self._gpu.read_ahead)
         taken = take(self._gpu.doorbell, lambda way: HostTransport(self.pool, layers, size, service, way), PROBE_ROUNDS)
         self._round_trip_us = taken.round_trip_us
         self._decisions.append(taken.decision)
+        if self._gpu.read_ahead:
+            self._decisions.append(taken.read_ahead())
         return taken.transport
 
     def saver(self) -> CountSaver | None:

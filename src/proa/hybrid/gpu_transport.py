@@ -27,6 +27,7 @@ from proa.native.doorbell import (
 from proa.native.pool import Pool
 from proa.native.weights import Experts
 from proa.ops.bell_block import Bell
+from proa.ops.table import NextRouter
 from proa.ops.triton import bell
 
 ANSWER_TIMEOUT_S = 1.0  # for an empty job at start
@@ -48,6 +49,7 @@ class GpuTransport:
         layout = block_layout(size)
         memory = torch.zeros(layout.bytes, dtype=torch.uint8, pin_memory=True)
         self.device, self.size, self._closed = device, size, False
+        self._read_ahead = service.read_ahead
         self.doorbell = Doorbell(pool, layers, size, Memory(memory.data_ptr(), layout.bytes, memory), service, way)
         self._state = torch.zeros(bell.ROWS + size.most_tokens, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # the zeros are there before a step on any stream; the thread has a context
@@ -64,6 +66,10 @@ class GpuTransport:
 
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
         self._way.push(x, ids, weights, up_address, layer)
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None:
+        if self._read_ahead:
+            self._way.foresee(x, slots, following, cpu, layer)
 
     def pull(self, out: Tensor) -> None:
         self._way.pull(out)

@@ -15,7 +15,9 @@ from proa.errors import NativeError
 from proa.hybrid.cuda_driver import Driver
 from proa.native.doorbell import BlockLayout, Doorbell, JobSize, Way, block_layout
 from proa.ops.bell_block import Bell, Copied, copied, views
-from proa.ops.triton import bell
+from proa.ops.cuda_linear import CudaLinear
+from proa.ops.table import NextRouter
+from proa.ops.triton import bell, choose, look_ahead
 
 FLAG, FAILED = 1, 1 << 31  # csrc/src/doorbell.h
 LOOKS = 1 << 20  # of a kernel over the bus, about a microsecond each: how long it waits to see what the CPU writes
@@ -27,6 +29,8 @@ class GpuWay(Protocol):
     """On the current stream; may be captured. push and pull as Transport's."""
 
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None: ...
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None: ...
 
     def pull(self, out: Tensor) -> None: ...
 
@@ -57,10 +61,20 @@ class ByKernels:
         self._block = views(memory, block_layout(size), size)
         at = block_layout(size).header + _CPU_WORD
         self._word = memory[at : at + 4].view(torch.int32)
-        self._device, self._state = device, state
+        self._device, self._state, self._look_space = device, state, look_ahead.look_space(device)
 
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
         bell.push(x, ids, weights, up_address, layer, self._block, self._state)
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None:
+        router = following.router
+        weight, bias = (router.weight, router.bias) if isinstance(router, CudaLinear) else (None, None)
+        if weight is None or len(x) > look_ahead.MOST_ROWS or x.shape[1] > choose.MOST_COLUMNS:
+            return
+        rows = choose.RouterRows(weight, bias)
+        look_ahead.look_ahead(
+            x, following.norm, rows, following.rule, slots, cpu, layer, self._block, self._look_space
+        )  # fmt: skip
 
     def pull(self, out: Tensor) -> None:
         bell.pull(out, self._block, self._state)
@@ -127,6 +141,9 @@ class ByCopies:
         self._signals.before(stream)
         self._driver.copy_to_host(stream, there.job.data_ptr(), here.job.data_ptr(), here.job.nbytes)
         self._signals.ring(stream)
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None:
+        """Each copy costs more time than is to be won."""
 
     def pull(self, out: Tensor) -> None:
         here, there = (job.block for job in self._jobs(len(out)))

@@ -14,7 +14,7 @@ from proa.hybrid.transport import Transport
 from proa.ops.added import Added
 from proa.ops.bell_block import Bell
 from proa.ops.residency import Located, Residency
-from proa.ops.table import Chosen, Parameters, Unsummed
+from proa.ops.table import Chosen, NextRouter, Parameters, Unsummed
 
 
 class DeviceExperts(Protocol):
@@ -64,6 +64,10 @@ class HybridExperts:
         if self._transport is not None and not at.handed_over:
             self._transport.push(x, at.cpu, weights, at.up, self.layer)
         return HybridUnderway(device, self._transport, at, weights, device.start(x, at), x)
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
+        if self._transport is not None:
+            self._transport.foresee(x, slots, following, self.residency.cpu, self.layer)
 
     def parameters(self) -> Parameters:
         return self.memory.parameters()

@@ -36,6 +36,9 @@ Such a step rings in any case. If it has no job the number is the last one's, an
 Why nothing is written too early: the CPU reads a job only between its number's arrival and its own answer (a worker
 that is late may read rows later still, and drops what it made of them), the GPU writes the next one only after it saw
 that answer and read y in a former kernel. The state words are touched by kernels of one stream alone.
+What is foreseen (ops/triton/look_ahead.py) is a message of the same make, written and released as a job is, into words
+of its own. Nobody answers it or waits for it: the next one may overwrite it while the CPU's thread reads, which then
+has workers prefetch other weights than it should, of the experts that there are, and nothing else.
 No atomics work from the GPU on host memory, so there are none: each word has one writer.
 `dead` is the high half of the word that holds `answered`: one load tells whether to go on waiting. It is never cleared,
 so nothing waits after a failure, and `check` says what it was. Flags keep a bit of their own for that, which ends every
@@ -53,6 +56,7 @@ from torch import Tensor
 
 from proa.native.doorbell import (
     ANY_SERVICE,
+    FORESEEN_ROWS,
     PROBE_LAYER,
     Counters,
     Doorbell,
@@ -65,6 +69,8 @@ from proa.native.doorbell import (
 from proa.native.pool import Pool
 from proa.native.weights import Experts
 from proa.ops.bell_block import Bell, Block, check_pull, check_push, copied, views
+from proa.ops.reference import rms_norm, route
+from proa.ops.table import NextRouter
 
 
 class Transport(Protocol):
@@ -81,6 +87,10 @@ class Transport(Protocol):
 
         x bfloat16 [T, hidden]; ids int32 or int64, weights float32, up_address int64 [T, k]. Raises ValueError.
         """
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None:
+        """Say which of its experts, by its numbers cpu int32 [E], the CPU will probably need for `layer`, where that is
+        done: in steps of few rows. Between push and pull of the former MoE layer, with x as Experts.foresee says."""
 
     def pull(self, out: Tensor) -> None:
         """out float32 [T, hidden] = the CPU's part of the last push, zeros where it has none."""
@@ -117,6 +127,7 @@ class HostTransport:
         self._memory = memory
         self._block = views(memory, layout, size)
         self._number = 0
+        self._read_ahead = service.read_ahead and way is Way.NUMBER
         self._copies = way is not Way.NUMBER  # a GPU would, and rings in any case then
         self._rows: Tensor | None = None  # bool [T]: rows of the last push that the CPU has a pair of
 
@@ -148,6 +159,17 @@ class HostTransport:
         block.x[:tokens][rows] = x[rows]
         signed = self._number - (self._number >> 31 << 32)
         block.header.copy_(torch.tensor((layer, tokens, signed)))
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None:
+        if not self._read_ahead or len(x) > FORESEEN_ROWS:
+            return
+        normed = rms_norm(x, following.norm.weight, following.norm.eps, following.norm.offset)
+        ids, _ = route(following.router(normed), slots, following.rule)
+        numbers = torch.where(ids >= 0, cpu[ids.clamp(min=0).long()], -1)
+        block = self._block
+        block.foreseen_ids[: len(x)] = numbers
+        block.foreseen[1:] = torch.tensor((layer, len(x)))
+        block.foreseen[0] += 1
 
     def pull(self, out: Tensor) -> None:
         check_pull(out, self._block)

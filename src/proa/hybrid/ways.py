@@ -31,6 +31,13 @@ class Taken:
     round_trip_us: float  # of a job without work
     decision: Decision
 
+    def read_ahead(self) -> Decision:
+        """What becomes of it, where it is wanted."""
+        if self.decision.got == "kernel":
+            why = "CPU workers that wait read what the next layer will probably need; in steps of up to 4 tokens"
+            return Decision("read ahead", "auto", "on", why)
+        return Decision("read ahead", "auto", "off", "saying what will be needed by copies takes longer than it saves")
+
 
 def take(asked: str, make: Callable[[Way], Transport], rounds: int) -> Taken:
     """asked: auto, or a name. Of each way, `make` makes the transport and `rounds` jobs without work try it.

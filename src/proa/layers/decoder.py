@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor
 
 from proa.layers.build import build_ffn, build_mixer
+from proa.layers.moe import Moe
 from proa.layers.norm import RmsNorm
 from proa.layers.parameters import prefixed
 from proa.layers.step import Step
@@ -45,6 +48,9 @@ class Decoder:
         self.best, self._add = ops.best, ops.add
         self.embed = ops.maps.embedding(model.vocab, model.hidden, model.tied)
         self.blocks = [Block(block, model, ops) for block in model.blocks]
+        with_experts = [(block.ffn, block.norm2.norm) for block in self.blocks if isinstance(block.ffn, Moe)]
+        for (ffn, _), following in pairwise(with_experts):
+            ffn.is_followed_by(*following)
         self.norm = RmsNorm(model, ops)
         self.head = None if model.tied else ops.maps.head(model.vocab, model.hidden)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from proa.layers.parameters import prefixed
 from proa.models import spec
-from proa.ops.table import Norm, Ops, Parameters, RouterRule, Unsummed
+from proa.ops.table import NextRouter, Norm, Ops, Parameters, RouterRule, Unsummed
 
 
 class Moe:
@@ -19,6 +19,11 @@ class Moe:
         shared = s.shared
         self.shared = maps.mlp(shared.hidden, shared.width, shared.bias, shared.gating) if shared else None
         self.shared_gate = maps.linear({"shared_gate": 1}, s.hidden, False) if s.shared_gate else None
+        self._next: tuple[Moe, Norm] | None = None
+
+    def is_followed_by(self, following: Moe, norm: Norm) -> None:
+        """norm: by which the model's next MoE layer reads the residual stream."""
+        self._next = following, norm
 
     def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor | Unsummed]:
         """x + y [T, hidden], and what the layer makes of its norm; rows of slot -1 go to no routed expert."""
@@ -26,7 +31,14 @@ class Moe:
         routed = self.experts.start(normed, chosen)
         shared = self.shared(normed) if self.shared else None
         gate = self.shared_gate(normed) if self.shared_gate else None
+        if self._next is not None:
+            following, norm_there = self._next
+            following.foresee(x, norm_there, slots)
         return x, routed.finish(shared, gate)
+
+    def foresee(self, x: Tensor, norm: Norm, slots: Tensor) -> None:
+        """What this layer will choose soon, as far as x tells."""
+        self.experts.foresee(x, slots, NextRouter(norm, self.router, self._rule))
 
     def parameters(self) -> Parameters:
         yield from self.router.parameters()

@@ -16,6 +16,7 @@ from proa.native.library import Signatures, library
 from proa.native.pool import Pool
 from proa.native.weights import Experts
 
+FORESEEN_ROWS = 4  # of a message that says what the next job will probably need
 PROBE_LAYER = -1  # a job of this layer is answered at once, without work
 
 
@@ -31,7 +32,8 @@ class BlockLayout(ctypes.Structure):
     """Offsets in bytes from the block's beginning, which stands on a boundary of 64 bytes.
 
     rung, answered, dead, done, ready: uint32. header: int32 layer, tokens, number. ids int32, weights float32 [T, k];
-    x bfloat16, y float32 [T, hidden]. answered and dead are the halves of one word of 64 bits.
+    x bfloat16, y float32 [T, hidden]. answered and dead are the halves of one word of 64 bits. What is foreseen: number
+    (uint32), layer and rows (int32) one behind the other; ids int32 [FORESEEN_ROWS, k].
     """
 
     rung: int
@@ -44,11 +46,18 @@ class BlockLayout(ctypes.Structure):
     weights: int
     x: int
     y: int
+    foreseen: int
+    foreseen_layer: int
+    foreseen_rows: int
+    foreseen_ids: int
     bytes: int  # of the block
     _fields_ = [
         (name, c_int64)
-        for name in ("rung", "answered", "dead", "done", "ready", "header", "ids", "weights", "x", "y", "bytes")
-    ]
+        for name in (
+            "rung", "answered", "dead", "done", "ready", "header", "ids", "weights", "x", "y", "foreseen",
+            "foreseen_layer", "foreseen_rows", "foreseen_ids", "bytes",
+        )
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class Service:
     lane: int = 0
     spin_us: int = 1000  # how long it goes on looking for a ring after the last step
     cpus: tuple[int, ...] = ()  # where it may run, best where no worker does; empty: wherever the system likes
+    read_ahead: bool = False  # idle workers read into their caches what is foreseen
 
 
 ANY_SERVICE = Service()
@@ -77,11 +87,14 @@ class _Options(ctypes.Structure):
         ("layers", POINTER(c_void_p)), ("layer_count", c_int64), ("memory", c_void_p), ("memory_bytes", c_int64),
         ("most_tokens", c_int64), ("top_k", c_int64), ("hidden", c_int64),
         ("cpus", POINTER(c_int32)), ("cpu_count", c_int64), ("lane", c_int32), ("spin_us", c_int32), ("way", c_int32),
+        ("read_ahead", c_int32),
     ]  # fmt: skip
 
 
 class _Counters(ctypes.Structure):
-    _fields_ = [(name, c_uint64) for name in ("jobs", "pairs", "weight_bytes", "moe_ns", "waiting_ns")]
+    _fields_ = [
+        (name, c_uint64) for name in ("jobs", "pairs", "weight_bytes", "moe_ns", "waiting_ns", "experts", "foreseen")
+    ]
 
 
 _SIGNATURES: Signatures = {
@@ -122,6 +135,8 @@ class Counters:
     weight_bytes: int  # of the experts that jobs needed, each once a job
     moe_s: float  # from ring to answer
     waiting_s: float  # from an answer to the next ring, or from arming
+    experts: int = 0  # that jobs needed, each once a job
+    foreseen: int = 0  # of these
     looks: int = 0
     choices: int = 0  # of experts, by tokens
     hits: int = 0  # of these, what the device had
@@ -169,7 +184,7 @@ class Doorbell:
             (c_void_p * len(layers))(*(layer.handle.value for layer in layers)), len(layers),
             memory.address, memory.nbytes, size.most_tokens, size.top_k, size.hidden,
             (c_int32 * len(service.cpus))(*service.cpus), len(service.cpus), service.lane, service.spin_us,
-            way,
+            way, service.read_ahead,
         )  # fmt: skip
         _native().proa_doorbell_create(pool.handle, ctypes.byref(options), ctypes.byref(self._handle))
         self._end = weakref.finalize(self, _native().proa_doorbell_destroy, c_void_p(self._handle.value))
@@ -219,7 +234,15 @@ class Doorbell:
         """What it did so far."""
         found = _Counters()
         _native().proa_doorbell_get_counters(self._handle, ctypes.byref(found))
-        return Counters(found.jobs, found.pairs, found.weight_bytes, found.moe_ns * 1e-9, found.waiting_ns * 1e-9)
+        return Counters(
+            found.jobs,
+            found.pairs,
+            found.weight_bytes,
+            found.moe_ns * 1e-9,
+            found.waiting_ns * 1e-9,
+            found.experts,
+            found.foreseen,
+        )
 
     def close(self) -> None:
         """End the thread. Whoever waits for an answer is told of a failure; nothing may be called after it."""

@@ -61,6 +61,10 @@ SAMPLED: dict[str, Declared] = {
     "publish_seconds": Declared("proa_engine_publish_seconds", "counter", "Time of steps: telling the server process"),
     "cpu_jobs": Declared("proa_cpu_expert_jobs", "counter", "Times a layer of a step on the GPU called for the CPU"),
     "cpu_weight_bytes": Declared("proa_cpu_expert_bytes", "counter", "Weights of experts that these jobs needed"),
+    "cpu_experts_needed": Declared("proa_cpu_experts_needed", "counter", "Experts that these jobs needed, by jobs"),
+    "cpu_experts_foreseen": Declared(
+        "proa_cpu_experts_foreseen", "counter", "Of these, what was foreseen, and read into caches as far as time was"
+    ),
     "cpu_experts_seconds": Declared("proa_cpu_expert_seconds", "counter", "Time of steps: these jobs"),
     "cpu_waiting_seconds": Declared(
         "proa_cpu_waiting_seconds", "counter", "Time the CPU waited for the next of these jobs"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from proa.native.doorbell import BlockLayout, JobSize, block_layout
+from proa.native.doorbell import FORESEEN_ROWS, BlockLayout, JobSize, block_layout
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Block:
     weights: Tensor  # float32 [most tokens, k]
     x: Tensor  # bfloat16 [most tokens, hidden]
     y: Tensor  # float32 [most tokens, hidden]
+    foreseen: Tensor  # int32 [3]: number, layer, rows
+    foreseen_ids: Tensor  # int32 [FORESEEN_ROWS, k]
 
 
 def views(memory: Tensor, layout: BlockLayout, size: JobSize) -> Block:
@@ -39,6 +41,8 @@ def views(memory: Tensor, layout: BlockLayout, size: JobSize) -> Block:
         weights=part(layout.weights, torch.float32, tokens, top_k),
         x=part(layout.x, torch.bfloat16, tokens, hidden),
         y=part(layout.y, torch.float32, tokens, hidden),
+        foreseen=part(layout.foreseen, torch.int32, 3),
+        foreseen_ids=part(layout.foreseen_ids, torch.int32, FORESEEN_ROWS, top_k),
     )
 
 

@@ -30,6 +30,7 @@ from proa.ops.table import (
     DeltaWeights,
     KvPages,
     LatentPages,
+    NextRouter,
     Norm,
     Ops,
     Parameters,
@@ -309,6 +310,9 @@ class CpuExperts:
     @property
     def residency(self) -> None:
         return None
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
+        """Nobody waits for these experts' weights."""
 
     def start(self, x: Tensor, chosen: Chosen) -> CpuUnderway:
         return CpuUnderway(self._to, self._gated.record(x, chosen.ids, chosen.weights))

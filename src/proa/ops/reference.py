@@ -25,6 +25,7 @@ from proa.ops.table import (
     KvPages,
     LatentPages,
     NewExperts,
+    NextRouter,
     Norm,
     Ops,
     Parameters,
@@ -356,6 +357,9 @@ class TorchExperts:
     @property
     def residency(self) -> None:
         return None
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
+        """Nobody waits for these experts' weights."""
 
     def start(self, x: Tensor, chosen: Chosen) -> TorchUnderway:
         weights = self.gate_up, self.down

@@ -291,6 +291,15 @@ class Mlp(Protocol):
     def parameters(self) -> Parameters: ...
 
 
+@dataclass(frozen=True)
+class NextRouter:
+    """What the next MoE layer will choose by: its norm of the residual stream, its router, its rule."""
+
+    norm: Norm
+    router: LinearMap
+    rule: RouterRule
+
+
 class Unsummed(Protocol):
     """What a MoE layer adds to the residual stream x [T, H], of a device that adds both up at once."""
 
@@ -330,6 +339,10 @@ class Experts(Protocol):
     def start(self, x: Tensor, chosen: Chosen) -> Underway:
         """Sum over k of weights[t, k] * expert[ids[t, k]](x[t]), in a fixed order, in float32; id -1 is no expert.
         What is computed until `finish` may run beside them."""
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
+        """These experts are those of the next MoE layer; x [T, hidden] is the residual stream that the present one
+        reads, and likely to choose as it will when these are asked. No result depends on it."""
 
     def parameters(self) -> Parameters: ...
 

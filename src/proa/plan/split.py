@@ -139,10 +139,12 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         spare=placed.spare,
         doorbell=asked.doorbell,
         co_fetch=asked.co_fetch == "auto" and experts_bytes < total_bytes,
+        read_ahead=asked.read_ahead == "auto" and experts_bytes < total_bytes,
         inclusive=placed.inclusive,
         save_counts=asked.save_expert_counts if layers else None,
     )
-    off = [Decision("co-fetch", "off", "off", "as asked")] if asked.co_fetch == "off" else []
+    turned_off = {"co-fetch": asked.co_fetch, "read ahead": asked.read_ahead}
+    off = [Decision(name, "off", "off", "as asked") for name, word in turned_off.items() if word == "off"]
     if asked.doorbell != "auto" and plan.gpu_only:
         off.append(Decision("doorbell", asked.doorbell, "none", "the CPU computes no experts"))
     memory = MemoryBudget(

@@ -70,7 +70,7 @@ done:
 
 
 @triton.jit
-def _ring(rung, number):
+def ring(rung, number):
     tl.debug_barrier()  # after what all threads of this program wrote, and what they saw of others
     tl.inline_asm_elementwise(_RELEASE, "=r,l,r", [rung.to(tl.uint64), number], tl.int32, is_pure=False, pack=1)
 
@@ -148,7 +148,7 @@ def arrive(header, rung, state, layer, tokens, number, rows, PROGRAMS: tl.conste
             tl.store(header, layer)
             tl.store(header + 1, tokens)
             tl.store(header + 2, number)
-            _ring(rung, number)
+            ring(rung, number)
 
 
 @triton.jit

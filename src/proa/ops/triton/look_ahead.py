@@ -1,0 +1,148 @@
+"""Which of the CPU's experts the next MoE layer will probably want: its router, asked with the residual stream before
+this layer's experts are added. Belongs here: the kernel that asks and tells the CPU. Never: what the CPU does about it.
+
+A program has one of the next layer's experts and a row, as in choose.py; the last one of a row chooses, and the last of
+these tells (hybrid/transport.py: its several programs are these, and the message is written as a job is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.native.doorbell import FORESEEN_ROWS
+from proa.ops.bell_block import Block
+from proa.ops.table import Norm, RouterRule
+from proa.ops.triton.bell import ring
+from proa.ops.triton.choose import MOST_COLUMNS, RouterRows
+from proa.ops.triton.route import MOST_EXPERTS, SOME_RULES, best_experts, check_rule, experts_of_lanes, rule_constants
+from proa.ops.triton.variant import Variant
+
+MOST_ROWS = FORESEEN_ROWS
+_WARPS = 1
+# Words of `state`: the last message's number, rows that have chosen, and of each row, experts that have arrived.
+_NUMBER, _ROWS, _ARRIVED = (tl.constexpr(i) for i in range(3))
+_LAYER, _COUNT = tl.constexpr(1), tl.constexpr(2)  # behind the message's number
+
+
+@dataclass(frozen=True)
+class LookSpace:
+    """Memory between a call's programs; calls follow one another."""
+
+    logits: Tensor  # float32 [MOST_ROWS, MOST_EXPERTS]
+    state: Tensor  # int32 [2 + MOST_ROWS], zeros at first
+
+
+def look_space(device: torch.device) -> LookSpace:
+    return LookSpace(
+        torch.empty(MOST_ROWS, MOST_EXPERTS, device=device),
+        torch.zeros(2 + MOST_ROWS, dtype=torch.int32, device=device),
+    )
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _look_ahead(
+    x, weight, router, router_bias, correction, slots, logits, state, cpu_table, foreseen, to_ids, layer,
+    x_row, router_row, logits_row, width, eps, offset, scale, epsilon, least,
+    COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
+    SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr, LANES: tl.constexpr,
+    PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    expert, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    inside = column < width
+    mine = tl.load(router + expert.to(tl.int64) * router_row + column, inside, 0.0).to(tl.float32)
+    value = tl.load(x + row * x_row + column, inside, 0.0).to(tl.float32)
+    factor = tl.load(weight + column, inside, 0.0).to(tl.float32) + offset
+    norm = (value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * factor).to(tl.bfloat16)
+    logit = tl.sum(norm.to(tl.float32) * mine, 0)
+    if router_bias is not None:
+        logit += tl.load(router_bias + expert).to(tl.float32)
+    tl.store(logits + row * logits_row + expert, logit)
+    tl.debug_barrier()  # the arrival below tells of all threads' stores
+    if tl.atomic_add(state + _ARRIVED + row, 1, sem="acq_rel") == EXPERTS - 1:
+        tl.store(state + _ARRIVED + row, 0)
+        real = tl.load(slots + row) >= 0
+        every, exists = experts_of_lanes(EXPERTS, GROUPS, LANES, PER_GROUP)
+        given = tl.load(logits + row * logits_row + every, exists, 0.0, cache_modifier=".cg")
+        chosen, _ = best_experts(
+            tl.where(real, given, 0.0), correction, every, exists, scale, epsilon, least, TOP_K, RENORMALISE, SCORE,
+            KEPT, BEST_OF, PER_GROUP, CHOSEN,
+        )  # fmt: skip
+        place = tl.arange(0, CHOSEN)
+        counted = place < TOP_K
+        tl.store(to_ids + row * TOP_K + place, tl.load(cpu_table + chosen, counted & real, -1), counted)
+        tl.debug_barrier()
+        if ROWS == 1 or tl.atomic_add(state + _ROWS, 1, sem="acq_rel", scope="sys") == ROWS - 1:
+            tl.debug_barrier()  # all threads have read it
+            number = tl.load(state + _NUMBER) + 1
+            tl.store(state + _ROWS, 0)
+            tl.store(state + _NUMBER, number)
+            tl.store(foreseen + _LAYER, layer)
+            tl.store(foreseen + _COUNT, ROWS)
+            ring(foreseen, number)
+
+
+def look_ahead(
+    x: Tensor, norm: Norm, router: RouterRows, rule: RouterRule, slots: Tensor, cpu: Tensor, layer: int, block: Block,
+    space: LookSpace,
+) -> None:  # fmt: skip
+    """Tell the CPU which of its experts `layer`, its number of the next MoE layer, chooses by this router from
+    rms_norm(x), each row's likeliest first.
+
+    x bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS; slots int64 [R], -1: that row wants nobody; cpu int32
+    [E], -1: not the CPU's. Raises ValueError for other shapes and types.
+    """
+    rows, width = x.shape
+    experts = len(router.weight)
+    _check(x, norm, router, slots, cpu, rule)
+    if rows:
+        _look_ahead[(experts, rows)](
+            x, norm.weight, router.weight, router.bias, rule.correction, slots, space.logits, space.state, cpu,
+            block.foreseen, block.foreseen_ids, layer,
+            x.stride(0), router.weight.stride(0), space.logits.stride(0), width,
+            norm.eps, norm.offset, rule.router.scale, rule.router.epsilon, rule.router.least,
+            **_constants(experts, width, rule), ROWS=rows, num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def _constants(experts: int, width: int, rule: RouterRule) -> dict[str, object]:
+    return rule_constants(experts, rule) | {"COLUMNS": triton.next_power_of_2(width)}
+
+
+def _check(x: Tensor, norm: Norm, router: RouterRows, slots: Tensor, cpu: Tensor, rule: RouterRule) -> None:
+    (rows, width), experts = x.shape, len(router.weight)
+    if rows > MOST_ROWS or width > MOST_COLUMNS:
+        raise ValueError(f"x is [{rows}, {width}], at most [{MOST_ROWS}, {MOST_COLUMNS}]")
+    check_rule(experts, rule)
+    shapes = {
+        "x": (x, (rows, width)), "the router": (router.weight, (experts, width)), "the norm": (norm.weight, (width,)),
+        "the router's bias": (router.bias, (experts,)),
+    }  # fmt: skip
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1):
+            raise ValueError(f"{name} is bfloat16 {shape} of whole rows, not {tensor.dtype} {tuple(tensor.shape)}")
+    for name, numbers, count, dtype in (("slots", slots, rows, torch.int64), ("cpu", cpu, experts, torch.int32)):
+        if numbers.shape != (count,) or numbers.dtype != dtype:
+            raise ValueError(f"{name} is {dtype} [{count}], not {numbers.dtype} {tuple(numbers.shape)}")
+
+
+def variants() -> Iterator[Variant]:
+    types = dict.fromkeys(("x", "weight", "router"), "*bf16") | {"slots": "*i64", "logits": "*fp32", "layer": "i32"}
+    types |= dict.fromkeys(("state", "cpu_table", "foreseen", "to_ids"), "*i32")
+    types |= dict.fromkeys(("x_row", "router_row", "logits_row", "width"), "i32")
+    types |= dict.fromkeys(("eps", "offset", "scale", "epsilon", "least"), "fp32")
+    aligned = ("x", "weight", "router", "logits", "x_row", "router_row", "width")
+    for experts, top_k, router in SOME_RULES:
+        more = {"correction": "*fp32"} if router.correction else {}
+        more |= {"router_bias": "*bf16"} if router.linear_bias else {}
+        absent = dict.fromkeys(name for name in ("correction", "router_bias") if name not in more)
+        width = 8192 if experts == 1024 else 2880 if router.linear_bias else 2048
+        constants = _constants(experts, width, RouterRule(top_k, router)) | absent
+        constants["ROWS"] = 1 if experts == 128 else MOST_ROWS
+        yield Variant(_look_ahead, types | more, constants, warps=_WARPS, aligned=aligned)
