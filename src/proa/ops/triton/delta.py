@@ -1,6 +1,7 @@
 """Linear attention by the gated delta rule (arXiv 2412.06464; ops/table.py, GatedDelta): the causal convolution, a
 program per row and head; the rule, a program per sequence, head and some columns of its state, token after token; the
-gated norm. Belongs here: decode and prefill alike. Never: where states lie.
+gated norm. Belongs here: decode and prefill alike, and which sequences go by chunks (delta_chunks.py). Never: where
+states lie.
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
+from proa.ops.triton import delta_chunks
+from proa.ops.triton.delta_chunks import Chunks, by_chunks
+from proa.ops.triton.delta_rows import keep_tail, log_decay, pair
 from proa.ops.triton.variant import Variant
 
 COLUMNS = 8  # of a state that one warp keeps in its registers
+# Rows of a sequence up to which it goes token by token, 0.7 us each on an H200: about what two launches and a chunk are
+# expected to take, which is the same for 1 row and for 64 (decision 033).
+FEW_ROWS = 32
+ALL_ROWS = 2**31 - 1
 FEW_SEQUENCES = 256  # up to here one compiled kernel serves all numbers of sequences
 
 
@@ -40,9 +48,11 @@ def _part(q, k, v, part, groups, group_stride, KEY: tl.constexpr, VALUE: tl.cons
 @triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
 def _convolve(
     q, k, v, conv, tail, q_starts, kv_lens, states, mixed, sequences, groups, channels, row_stride, group_stride,
-    KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr,
-    SEQUENCES: tl.constexpr,
+    FEW: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr,
+    WIDE: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
+    """Values are float32, and so are queries and keys of sequences of up to FEW rows; those of others are pairs of
+    bfloat16 in the same bytes, the higher parts first, as products of matrices take them."""
     row, part = tl.program_id(0), tl.program_id(1)
     s = tl.arange(0, SEQUENCES)
     begun = (s < sequences) & (tl.load(q_starts + s, s < sequences, 0) <= row)
@@ -71,41 +81,28 @@ def _convolve(
         y *= tl.rsqrt(tl.sum(y * y, 0) + 1e-6)
     if part < groups:
         y /= tl.sqrt(KEY * 1.0)
-    tl.store(mixed + row.to(tl.int64) * channels + channel + column, y, inside)
-
-
-@triton.jit
-def _keep(source, tail, q_len, past, channels, row_stride, column, inside, TAPS: tl.constexpr):
-    """The last rows of a sequence's inputs, whose last one is at `source`. A column is read and written by one thread,
-    the oldest row first."""
-    for j in tl.static_range(TAPS - 1):
-        back = TAPS - 2 - j
-        x = tl.load(source - back * row_stride + column, inside & (back < q_len), 0.0)
-        x += tl.load(tail + (j + q_len) * channels + column, inside & past & (back >= q_len), 0.0)
-        tl.store(tail + j * channels + column, x, inside)
-
-
-@triton.jit
-def _decay(a, dt_bias, a_log):
-    """exp(-exp(a_log) softplus(a + dt_bias))."""
-    x = a + dt_bias
-    e = tl.exp(tl.minimum(x, 20.0))
-    step = tl.where(x > 20.0, x, tl.where(e < 1e-3, e * (1.0 - 0.5 * e), tl.log(1.0 + e)))
-    return tl.exp(-tl.exp(a_log) * step)
+    to = row.to(tl.int64) * channels + channel
+    if (part < 2 * groups) & (q_len > FEW):
+        high, low = pair(y)
+        pairs = mixed.to(tl.pointer_type(tl.bfloat16)) + 2 * to + column
+        tl.store(pairs, high, inside)
+        tl.store(pairs + KEY, low, inside)
+    else:
+        tl.store(mixed + to + column, y, inside)
 
 
 @triton.jit
 def _rule(
     q, k, v, b, a, a_log, dt_bias, mixed, rule, tail, q_starts, kv_lens, states, seen,
     groups, channels, row_stride, group_stride, gates_row, gates_group,
-    KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    FEW: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr,
+    WIDE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group, member = head // MEMBERS, head % MEMBERS
     q_start = tl.load(q_starts + sequence)
     q_len = tl.load(q_starts + sequence + 1) - q_start
-    if q_len == 0:
+    if (q_len == 0) | (q_len > FEW):
         return
     past = tl.load(kv_lens + sequence) > q_len
     slot = tl.load(states + sequence).to(tl.int64)
@@ -125,7 +122,7 @@ def _rule(
     next_value, next_a, next_b = tl.load(of_value, some_columns, 0.0), tl.load(a + gate), tl.load(b + gate)
     for i in range(q_len):
         query, this, value = next_query, next_key, next_value
-        decay = _decay(next_a.to(tl.float32), bias, rate)
+        decay = tl.exp(log_decay(next_a.to(tl.float32), bias, rate))
         beta = 1.0 / (1.0 + tl.exp(-next_b.to(tl.float32)))
         more = i + 1 < q_len  # the next token's inputs come while this one's are worked on
         of_query += channels
@@ -143,10 +140,10 @@ def _rule(
     tl.store(place, state, some)
     kept, last = tail + slot * (TAPS - 1) * channels, (first + q_len - 1) * row_stride + group * group_stride
     of_head = 2 * groups * KEY + head * VALUE
-    _keep(v + last + member * VALUE, kept + of_head, q_len, past, channels, row_stride, column, some_columns, TAPS)
+    keep_tail(v + last + member * VALUE, kept + of_head, q_len, past, channels, row_stride, column, some_columns, TAPS)
     if (member == 0) & (block == 0):
-        _keep(q + last, kept + group * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
-        _keep(k + last, kept + (groups + group) * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
+        keep_tail(q + last, kept + group * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
+        keep_tail(k + last, kept + (groups + group) * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
 
 
 @triton.jit
@@ -166,14 +163,19 @@ def _norm(
     tl.store(out + row * out_row + head * VALUE + column, y.to(tl.bfloat16), inside)
 
 
+def takes_chunks(rows: int, key_dim: int, one_each: bool) -> bool:
+    """Whether of a step of so many rows some sequence may go by chunks."""
+    return not one_each and rows > FEW_ROWS and key_dim <= delta_chunks.MOST_KEY
+
+
 def gated_delta(
     x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, slots: Tensor,
-    mixed: Tensor, seen: Tensor, out: Tensor,
+    mixed: Tensor, seen: Tensor, chunks: Chunks | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Of T rows, bfloat16 (ops/table.py, GatedDelta). Rows of slot -1 become zeros; they belong to no sequence.
 
-    mixed float32 [T, channels] and seen float32 [T, G * R, value dim]: workspace; out bfloat16 [T, G * R * value dim];
-    state.tail bfloat16.
+    Workspace, float32: mixed [T, channels], seen [T, G * R, value dim]. out bfloat16 [T, G * R * value dim]; state.tail
+    bfloat16. chunks: for sequences of more than FEW_ROWS rows; None: all go token by token.
     """
     (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
     heads, channels = groups * members, weights.conv.shape[0]
@@ -182,7 +184,13 @@ def gated_delta(
         return
     sequences, strides = len(at.kv_lens), (x.q.stride(0), x.q.stride(1))
     key, value = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-    constants = {"KEY": key_dim, "VALUE": value_dim, "MEMBERS": members, "TAPS": weights.conv.shape[2]}
+    constants = {
+        "FEW": FEW_ROWS if chunks else ALL_ROWS,
+        "KEY": key_dim,
+        "VALUE": value_dim,
+        "MEMBERS": members,
+        "TAPS": weights.conv.shape[2],
+    }
     _convolve[(rows, 2 * groups + heads)](
         x.q, x.k, x.v, weights.conv, state.tail, at.q_starts, at.kv_lens, at.states, mixed, sequences, groups, channels,
         *strides, **constants, WIDE=max(key, value), SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)),
@@ -193,6 +201,8 @@ def gated_delta(
         at.states, seen, groups, channels, *strides, x.b.stride(0), x.b.stride(1), **constants, WIDE=key,
         COLUMNS=COLUMNS, num_warps=1,
     )  # fmt: skip
+    if chunks:
+        by_chunks(x, weights, state, at, FEW_ROWS, mixed, chunks, seen)
     _norm[(rows, heads)](
         seen, x.z, weights.norm, slots, out, heads, *strides, out.stride(0), weights.eps, VALUE=value_dim,
         MEMBERS=members, WIDE=value, num_warps=1,
@@ -237,7 +247,7 @@ def variants() -> Iterator[Variant]:
         return tuple(name for name in aligned if name in types)
 
     for key, value, members in ((128, 128, 2), (48, 80, 1)):
-        constants: dict[str, object] = {"KEY": key, "VALUE": value, "MEMBERS": members, "TAPS": 4}
+        constants: dict[str, object] = {"FEW": FEW_ROWS, "KEY": key, "VALUE": value, "MEMBERS": members, "TAPS": 4}
         wide, tall = triton.next_power_of_2(max(key, value)), triton.next_power_of_2(key)
         types = inputs | {"conv": "*fp32", "sequences": "i32"}
         yield Variant(_convolve, types, constants | {"WIDE": wide, "SEQUENCES": FEW_SEQUENCES}, 1, aligned=of(types))
