@@ -1,6 +1,5 @@
 """How near the GPU's gated delta rule comes to its bandwidth; what prompts cost, by tokens and by chunks. Needs a GPU.
 
-
 Shapes of Qwen3-Next-80B. Every time is that of a launch inside a CUDA graph. Decode moves each sequence's state once in
 and once out; layers take turns, so that states do not stay in the second-level cache. Bandwidth: of a plain copy.
 TFLOP/s of chunks count every product that is computed, three of bfloat16 for one of the rule.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
 from proa.ops.triton import delta_chunks
-from proa.ops.triton.delta_chunks import Chunks, by_chunks
-from proa.ops.triton.delta_rows import keep_tail, log_decay, pair
+from proa.ops.triton.delta_chunks import Chunks, by_chunks, convolve
+from proa.ops.triton.delta_rows import keep_tail, log_decay, part_of
 from proa.ops.triton.variant import Variant
 
 COLUMNS = 8  # of a state that one warp keeps in its registers
@@ -23,36 +23,16 @@ COLUMNS = 8  # of a state that one warp keeps in its registers
 # expected to take, which is the same for 1 row and for 64 (decision 033).
 FEW_ROWS = 32
 ALL_ROWS = 2**31 - 1
+NORM_ROWS = 8  # of a program, where there are many
 FEW_SEQUENCES = 256  # up to here one compiled kernel serves all numbers of sequences
-
-
-@triton.jit
-def _part(q, k, v, part, groups, group_stride, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr):
-    """Parts are all heads of q, of k, of v: where a row has it, its first channel, its width."""
-    if part < groups:
-        source = q + part * group_stride
-        channel = part * KEY
-        width = KEY
-    elif part < 2 * groups:
-        source = k + (part - groups) * group_stride
-        channel = part * KEY
-        width = KEY
-    else:
-        head = part - 2 * groups
-        source = v + head // MEMBERS * group_stride + head % MEMBERS * VALUE
-        channel = 2 * groups * KEY + head * VALUE
-        width = VALUE
-    return source, channel, width
 
 
 @triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
 def _convolve(
     q, k, v, conv, tail, q_starts, kv_lens, states, mixed, sequences, groups, channels, row_stride, group_stride,
-    FEW: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr,
-    WIDE: tl.constexpr, SEQUENCES: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Values are float32, and so are queries and keys of sequences of up to FEW rows; those of others are pairs of
-    bfloat16 in the same bytes, the higher parts first, as products of matrices take them."""
     row, part = tl.program_id(0), tl.program_id(1)
     s = tl.arange(0, SEQUENCES)
     begun = (s < sequences) & (tl.load(q_starts + s, s < sequences, 0) <= row)
@@ -64,7 +44,7 @@ def _convolve(
         return
     past = tl.load(kv_lens + sequence) > q_len
     kept = tail + tl.load(states + sequence).to(tl.int64) * (TAPS - 1) * channels
-    source, channel, width = _part(q, k, v, part, groups, group_stride, KEY, VALUE, MEMBERS)
+    source, channel, width = part_of(q, k, v, part, groups, group_stride, KEY, VALUE, MEMBERS)
     source += row.to(tl.int64) * row_stride
     column = tl.arange(0, WIDE)
     inside = column < width
@@ -81,14 +61,7 @@ def _convolve(
         y *= tl.rsqrt(tl.sum(y * y, 0) + 1e-6)
     if part < groups:
         y /= tl.sqrt(KEY * 1.0)
-    to = row.to(tl.int64) * channels + channel
-    if (part < 2 * groups) & (q_len > FEW):
-        high, low = pair(y)
-        pairs = mixed.to(tl.pointer_type(tl.bfloat16)) + 2 * to + column
-        tl.store(pairs, high, inside)
-        tl.store(pairs + KEY, low, inside)
-    else:
-        tl.store(mixed + to + column, y, inside)
+    tl.store(mixed + row.to(tl.int64) * channels + channel + column, y, inside)
 
 
 @triton.jit
@@ -148,17 +121,18 @@ def _rule(
 
 @triton.jit
 def _norm(
-    seen, z, weight, slots, out, heads, row_stride, group_stride, out_row, eps,
-    VALUE: tl.constexpr, MEMBERS: tl.constexpr, WIDE: tl.constexpr,
+    seen, z, weight, slots, out, rows, heads, row_stride, group_stride, out_row, eps,
+    VALUE: tl.constexpr, MEMBERS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, WIDE)
-    inside = column < VALUE
-    live = inside & (tl.load(slots + row) >= 0)
+    row, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.program_id(1)
+    column = tl.arange(0, WIDE)[None, :]
+    inside = (row < rows) & (column < VALUE)
+    live = inside & (tl.load(slots + row, row < rows, -1) >= 0)
     x = tl.load(seen + (row * heads + head) * VALUE + column, live, 0.0)
     at = z + row * row_stride + head // MEMBERS * group_stride + head % MEMBERS * VALUE
     gate = tl.load(at + column, live, 0.0).to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, 0) / VALUE + eps) * tl.load(weight + column, inside, 0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / VALUE + eps)
+    x *= scale[:, None] * tl.load(weight + column, column < VALUE, 0.0).to(tl.float32)
     y = x * gate / (1.0 + tl.exp(-gate))
     tl.store(out + row * out_row + head * VALUE + column, y.to(tl.bfloat16), inside)
 
@@ -184,28 +158,26 @@ def gated_delta(
         return
     sequences, strides = len(at.kv_lens), (x.q.stride(0), x.q.stride(1))
     key, value = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-    constants = {
-        "FEW": FEW_ROWS if chunks else ALL_ROWS,
-        "KEY": key_dim,
-        "VALUE": value_dim,
-        "MEMBERS": members,
-        "TAPS": weights.conv.shape[2],
-    }
-    _convolve[(rows, 2 * groups + heads)](
-        x.q, x.k, x.v, weights.conv, state.tail, at.q_starts, at.kv_lens, at.states, mixed, sequences, groups, channels,
-        *strides, **constants, WIDE=max(key, value), SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)),
-        num_warps=1,
-    )  # fmt: skip
+    constants = {"KEY": key_dim, "VALUE": value_dim, "MEMBERS": members, "TAPS": weights.conv.shape[2]}
+    if chunks:
+        convolve(x, weights, state, at, FEW_ROWS, mixed)
+    else:
+        _convolve[(rows, 2 * groups + heads)](
+            x.q, x.k, x.v, weights.conv, state.tail, at.q_starts, at.kv_lens, at.states, mixed, sequences, groups,
+            channels, *strides, **constants, WIDE=max(key, value),
+            SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), num_warps=1,
+        )  # fmt: skip
     _rule[(sequences, heads, triton.cdiv(value_dim, COLUMNS))](
         x.q, x.k, x.v, x.b, x.a, weights.a_log, weights.dt_bias, mixed, state.rule, state.tail, at.q_starts, at.kv_lens,
-        at.states, seen, groups, channels, *strides, x.b.stride(0), x.b.stride(1), **constants, WIDE=key,
-        COLUMNS=COLUMNS, num_warps=1,
+        at.states, seen, groups, channels, *strides, x.b.stride(0), x.b.stride(1), **constants,
+        FEW=FEW_ROWS if chunks else ALL_ROWS, WIDE=key, COLUMNS=COLUMNS, num_warps=1,
     )  # fmt: skip
     if chunks:
         by_chunks(x, weights, state, at, FEW_ROWS, mixed, chunks, seen)
-    _norm[(rows, heads)](
-        seen, x.z, weights.norm, slots, out, heads, *strides, out.stride(0), weights.eps, VALUE=value_dim,
-        MEMBERS=members, WIDE=value, num_warps=1,
+    together, warps = (NORM_ROWS, 4) if chunks else (1, 1)
+    _norm[(triton.cdiv(rows, together), heads)](
+        seen, x.z, weights.norm, slots, out, rows, heads, *strides, out.stride(0), weights.eps, VALUE=value_dim,
+        MEMBERS=members, WIDE=value, ROWS=together, num_warps=warps,
     )  # fmt: skip
 
 
@@ -247,7 +219,7 @@ def variants() -> Iterator[Variant]:
         return tuple(name for name in aligned if name in types)
 
     for key, value, members in ((128, 128, 2), (48, 80, 1)):
-        constants: dict[str, object] = {"FEW": FEW_ROWS, "KEY": key, "VALUE": value, "MEMBERS": members, "TAPS": 4}
+        constants: dict[str, object] = {"KEY": key, "VALUE": value, "MEMBERS": members, "TAPS": 4}
         wide, tall = triton.next_power_of_2(max(key, value)), triton.next_power_of_2(key)
         types = inputs | {"conv": "*fp32", "sequences": "i32"}
         yield Variant(_convolve, types, constants | {"WIDE": wide, "SEQUENCES": FEW_SEQUENCES}, 1, aligned=of(types))
@@ -255,8 +227,11 @@ def variants() -> Iterator[Variant]:
             inputs | dict.fromkeys(("b", "a"), "*bf16") | dict.fromkeys(("a_log", "dt_bias", "rule", "seen"), "*fp32")
         )
         types |= dict.fromkeys(("gates_row", "gates_group"), "i32")
-        yield Variant(_rule, types, constants | {"WIDE": tall, "COLUMNS": COLUMNS}, 1, aligned=of(types))
+        for few in (FEW_ROWS, ALL_ROWS):
+            one_by_one = constants | {"FEW": few, "WIDE": tall, "COLUMNS": COLUMNS}
+            yield Variant(_rule, types, one_by_one, 1, aligned=of(types))
         types = {"seen": "*fp32", "slots": "*i64"} | dict.fromkeys(("z", "weight", "out"), "*bf16") | {"eps": "fp32"}
-        types |= dict.fromkeys(("heads", "row_stride", "group_stride", "out_row"), "i32")
+        types |= dict.fromkeys(("rows", "heads", "row_stride", "group_stride", "out_row"), "i32")
         last: dict[str, object] = {"VALUE": value, "MEMBERS": members, "WIDE": triton.next_power_of_2(value)}
-        yield Variant(_norm, types, last, 1, aligned=of(types))
+        for rows, warps in ((1, 1), (NORM_ROWS, 4)):
+            yield Variant(_norm, types, last | {"ROWS": rows}, warps, aligned=of(types))

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
 from proa.ops.triton.attention import FEW_SEQUENCES, rows_of_tile
-from proa.ops.triton.delta_rows import keep_tail, log_decay, pair
+from proa.ops.triton.delta_rows import keep_tail, log_decay, pair, part_of
 from proa.ops.triton.variant import Variant
 
 CHUNK = 64  # rows
+CONVOLVED = 16  # rows of a program of the convolution
 BLOCK = 16  # of a chunk's triangle: up to here it is inverted in blocks beside one another
 MOST_KEY = 128
 OLDEST = 80  # architecture: with products of bfloat16
@@ -44,6 +45,46 @@ class Chunks:
 
     shape: Shape
     workspace: Tensor
+
+
+@triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
+def _convolve(
+    q, k, v, conv, tail, q_starts, kv_lens, states, mixed, sequences, groups, channels, row_stride, group_stride,
+    FEW: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """Values become float32, and so do queries and keys of sequences of up to FEW rows; those of others become pairs of
+    bfloat16 in the same bytes, the higher parts first."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    sequence, q_start, q_len, first = rows_of_tile(tile, q_starts, sequences, ROWS, SEQUENCES)
+    if first >= q_len:
+        return
+    past = tl.load(kv_lens + sequence) > q_len
+    kept = tail + tl.load(states + sequence).to(tl.int64) * (TAPS - 1) * channels
+    source, channel, width = part_of(q, k, v, part, groups, group_stride, KEY, VALUE, MEMBERS)
+    index, column = first + tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
+    row = (q_start + index).to(tl.int64)
+    inside = (index < q_len) & (column < width)
+    total = tl.zeros([ROWS, WIDE], tl.float32)
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        x = tl.load(source + (row - back) * row_stride + column, inside & (index >= back), 0.0).to(tl.float32)
+        before = kept + (index + tap) * channels + channel + column
+        x += tl.load(before, inside & past & (index < back), 0.0).to(tl.float32)
+        total += x * tl.load(conv + (channel + column) * TAPS + tap, column < width, 0.0)
+    y = total / (1.0 + tl.exp(-total))
+    if part < 2 * groups:
+        y *= tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
+    if part < groups:
+        y /= tl.sqrt(KEY * 1.0)
+    to = row * channels + channel
+    if (part < 2 * groups) & (q_len > FEW):
+        high, low = pair(y)
+        pairs = mixed.to(tl.pointer_type(tl.bfloat16)) + 2 * to + column
+        tl.store(pairs, high, inside)
+        tl.store(pairs + KEY, low, inside)
+    else:
+        tl.store(mixed + to + column, y, inside)
 
 
 @triton.jit
@@ -207,13 +248,30 @@ def workspace_floats(rows: int, heads: int) -> int:
     return rows * heads * (2 * CHUNK + 2)
 
 
+def convolve(
+    x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, few_rows: int, mixed: Tensor
+) -> None:
+    """The convolution of all sequences' rows, for what follows to go on with.
+
+    mixed float32 [T, channels]: of sequences of more than few_rows rows, queries and keys there are pairs of bfloat16.
+    """
+    (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
+    sequences = len(at.kv_lens)
+    _convolve[(rows // CONVOLVED + sequences, groups * (2 + members))](
+        x.q, x.k, x.v, weights.conv, state.tail, at.q_starts, at.kv_lens, at.states, mixed, sequences, groups,
+        mixed.shape[1], x.q.stride(0), x.q.stride(1), FEW=few_rows, KEY=key_dim, VALUE=value_dim, MEMBERS=members,
+        TAPS=weights.conv.shape[2], WIDE=triton.next_power_of_2(max(key_dim, value_dim)), ROWS=CONVOLVED,
+        SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), num_warps=4,
+    )  # fmt: skip
+
+
 def by_chunks(
     x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, few_rows: int,
     mixed: Tensor, chunks: Chunks, seen: Tensor,
 ) -> None:  # fmt: skip
     """The rule over the sequences of more than few_rows rows, at least taps - 1; the rows of others stay as they are.
 
-    mixed float32 [T, channels]: what the convolution gives, its q and k as pairs; seen float32 [T, G * R, value dim]:
+    mixed float32 [T, channels]: what `convolve` gives; seen float32 [T, G * R, value dim]:
     what becomes of it. Writes states and tails.
     """
     (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
@@ -250,11 +308,17 @@ def variants() -> Iterator[Variant]:
     then = shared | dict.fromkeys(("q", "k", "v", "tail"), "*bf16") | dict.fromkeys(("rule", "seen"), "*fp32")
     then |= dict.fromkeys(("kv_lens", "states"), "*i32") | dict.fromkeys(("row_stride", "group_stride"), "i32")
     aligned = ("q", "k", "v", "tail", "inverses", "scores", "channels", "row_stride", "group_stride", *floats)
-    of_first, of_then = (tuple(name for name in aligned if name in types) for types in (first, then))
+    taps = dict.fromkeys(("q", "k", "v", "tail"), "*bf16") | dict.fromkeys(("q_starts", "kv_lens", "states"), "*i32")
+    taps |= {"conv": "*fp32", "mixed": "*fp32"}
+    taps |= dict.fromkeys(("sequences", "groups", "channels", "row_stride", "group_stride"), "i32")
+    of_taps, of_first, of_then = (tuple(name for name in aligned if name in types) for types in (taps, first, then))
     for key, value, members in ((128, 128, 2), (48, 80, 1)):
         both: dict[str, object] = {"FEW": 32, "KEY": key, "MEMBERS": members, "WIDE": triton.next_power_of_2(key)}
         both |= {"ROWS": CHUNK}
         constants = both | {"BLOCK": BLOCK, "SEQUENCES": FEW_SEQUENCES}
+        wide: dict[str, object] = {"FEW": 32, "KEY": key, "VALUE": value, "MEMBERS": members, "TAPS": 4}
+        wide |= {"WIDE": triton.next_power_of_2(max(key, value)), "ROWS": CONVOLVED, "SEQUENCES": FEW_SEQUENCES}
+        yield Variant(_convolve, taps, wide, aligned=of_taps)
         yield Variant(_prepare, first, constants, aligned=of_first, least=OLDEST)
         for kib in (LEAST_KIB, LARGE_KIB):
             shape = shape_for(OLDEST, kib << 10)

@@ -31,3 +31,22 @@ def keep_tail(source, tail, q_len, past, channels, row_stride, column, inside, T
         x = tl.load(source - back * row_stride + column, inside & (back < q_len), 0.0)
         x += tl.load(tail + (j + q_len) * channels + column, inside & past & (back >= q_len), 0.0)
         tl.store(tail + j * channels + column, x, inside)
+
+
+@triton.jit
+def part_of(q, k, v, part, groups, group_stride, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr):
+    """Parts are all heads of q, of k, of v: where a row has it, its first channel, its width."""
+    if part < groups:
+        source = q + part * group_stride
+        channel = part * KEY
+        width = KEY
+    elif part < 2 * groups:
+        source = k + (part - groups) * group_stride
+        channel = part * KEY
+        width = KEY
+    else:
+        head = part - 2 * groups
+        source = v + head // MEMBERS * group_stride + head % MEMBERS * VALUE
+        channel = 2 * groups * KEY + head * VALUE
+        width = VALUE
+    return source, channel, width
