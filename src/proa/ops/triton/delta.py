@@ -119,7 +119,7 @@ def _rule(
         keep_tail(k + last, kept + (groups + group) * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # which differs from step to step
 def _norm(
     seen, z, weight, slots, out, rows, heads, row_stride, group_stride, out_row, eps,
     VALUE: tl.constexpr, MEMBERS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,

@@ -131,6 +131,12 @@ def _split_log(log):
     return coarse, log - coarse
 
 
+@triton.jit
+def _load_pairs(high, offsets, mask, APART: tl.constexpr):
+    """Lower parts lie APART behind the higher ones."""
+    return tl.load(high + offsets, mask, 0.0), tl.load(high + APART + offsets, mask, 0.0)
+
+
 @triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
 def _prepare(
     mixed, b, a, a_log, dt_bias, q_starts, inverses, scores, passed, left, sequences, groups, channels,
@@ -161,10 +167,10 @@ def _prepare(
     since = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
     decay = tl.where(before, tl.exp(tl.where(before, since, 0.0)), 0.0)
     some = live[:, None] & (key < KEY)
-    of_query = mixed.to(tl.pointer_type(tl.bfloat16)) + 2 * (row[:, None] * channels + group * KEY) + key
-    of_key = of_query + 2 * groups * KEY
-    k_high, k_low = tl.load(of_key, some, 0.0), tl.load(of_key + KEY, some, 0.0)
-    q_high, q_low = tl.load(of_query, some, 0.0), tl.load(of_query + KEY, some, 0.0)
+    mixed_pairs = mixed.to(tl.pointer_type(tl.bfloat16))
+    of_query = 2 * (row[:, None] * channels + group * KEY) + key
+    k_high, k_low = _load_pairs(mixed_pairs, of_query + 2 * groups * KEY, some, KEY)
+    q_high, q_low = _load_pairs(mixed_pairs, of_query, some, KEY)
     square = place[:, None] * (2 * ROWS) + i[None, :]
     high, low = pair(_times(q_high, q_low, tl.trans(k_high), tl.trans(k_low)) * decay)
     tl.store(scores + square, high, live[:, None])
@@ -198,34 +204,30 @@ def _carry(
     kept = rule + ((slot * heads + head) * KEY + key[:, None]) * VALUE + column[None, :]
     some = some_keys[:, None] & some_columns[None, :]
     state = tl.load(kept, some & past, 0.0)
-    pairs = mixed.to(tl.pointer_type(tl.bfloat16))
+    pairs = mixed.to(tl.pointer_type(tl.bfloat16)) + 2 * group * KEY
+    of_rows, of_values = 2 * channels * i[:, None] + key[None, :], channels * i[:, None] + column[None, :]
+    of_squares = 2 * ROWS * heads * i[:, None] + i[None, :]
     for first in range(0, q_len, ROWS):
-        live = first + i < q_len
-        row = (q_start + first + i).to(tl.int64)
-        place = row * heads + head
-        of_query = pairs + 2 * (row[:, None] * channels + group * KEY) + key[None, :]
-        of_key = of_query + 2 * groups * KEY
-        some_of_row = live[:, None] & some_keys[None, :]
-        k_high, k_low = tl.load(of_key, some_of_row, 0.0), tl.load(of_key + KEY, some_of_row, 0.0)
-        of_value = mixed + row[:, None] * channels + 2 * groups * KEY + head * VALUE + column[None, :]
-        value = tl.load(of_value, live[:, None] & some_columns[None, :], 0.0)
-        square = place[:, None] * (2 * ROWS) + i[None, :]
-        high = tl.load(inverses + square, live[:, None], 0.0)
-        low = tl.load(inverses + square + ROWS, live[:, None], 0.0)
-        since = tl.load(passed + place, live, 0.0)[:, None]
+        start = (q_start + first).to(tl.int64)
+        live, place = first + i < q_len, start * heads + head
+        live_keys, live_values = live[:, None] & some_keys[None, :], live[:, None] & some_columns[None, :]
+        k_high, k_low = _load_pairs(pairs + 2 * (start * channels + groups * KEY), of_rows, live_keys, KEY)
+        values = mixed + start * channels + 2 * groups * KEY + head * VALUE
+        value = tl.load(values + of_values, live_values, 0.0)
+        high, low = _load_pairs(inverses + 2 * ROWS * place, of_squares, live[:, None], ROWS)
+        since = tl.load(passed + place + heads * i, live, 0.0)[:, None]
         s_high, s_low = pair(state)
         x_high, x_low = pair(value - since * _times(k_high, k_low, s_high, s_low))
         update = _times(high, low, x_high, x_low)
-        u_high, u_low = pair(update * tl.load(left + place, live, 0.0)[:, None])
-        last = (q_start + tl.minimum(first + ROWS, q_len) - 1).to(tl.int64)
-        state = state * tl.load(passed + last * heads + head)
+        u_high, u_low = pair(update * tl.load(left + place + heads * i, live, 0.0)[:, None])
+        last = tl.minimum(ROWS, q_len - first) - 1
+        state = state * tl.load(passed + place + heads * last)
         state += _times(tl.trans(k_high), tl.trans(k_low), u_high, u_low)
-        q_high, q_low = tl.load(of_query, some_of_row, 0.0), tl.load(of_query + KEY, some_of_row, 0.0)
-        high = tl.load(scores + square, live[:, None], 0.0)
-        low = tl.load(scores + square + ROWS, live[:, None], 0.0)
+        q_high, q_low = _load_pairs(pairs + 2 * start * channels, of_rows, live_keys, KEY)
+        high, low = _load_pairs(scores + 2 * ROWS * place, of_squares, live[:, None], ROWS)
         u_high, u_low = pair(update)
         found = since * _times(q_high, q_low, s_high, s_low) + _times(high, low, u_high, u_low)
-        tl.store(seen + place[:, None] * VALUE + column[None, :], found, live[:, None] & some_columns[None, :])
+        tl.store(seen + place * VALUE + heads * VALUE * i[:, None] + column[None, :], found, live_values)
     tl.store(kept, state, some)
     end = (q_start + q_len - 1).to(tl.int64) * row_stride + group * group_stride
     tail += slot * (TAPS - 1) * channels
@@ -261,7 +263,7 @@ def convolve(
         x.q, x.k, x.v, weights.conv, state.tail, at.q_starts, at.kv_lens, at.states, mixed, sequences, groups,
         mixed.shape[1], x.q.stride(0), x.q.stride(1), FEW=few_rows, KEY=key_dim, VALUE=value_dim, MEMBERS=members,
         TAPS=weights.conv.shape[2], WIDE=triton.next_power_of_2(max(key_dim, value_dim)), ROWS=CONVOLVED,
-        SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), num_warps=4,
+        SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), num_warps=8,
     )  # fmt: skip
 
 
@@ -318,7 +320,7 @@ def variants() -> Iterator[Variant]:
         constants = both | {"BLOCK": BLOCK, "SEQUENCES": FEW_SEQUENCES}
         wide: dict[str, object] = {"FEW": 32, "KEY": key, "VALUE": value, "MEMBERS": members, "TAPS": 4}
         wide |= {"WIDE": triton.next_power_of_2(max(key, value)), "ROWS": CONVOLVED, "SEQUENCES": FEW_SEQUENCES}
-        yield Variant(_convolve, taps, wide, aligned=of_taps)
+        yield Variant(_convolve, taps, wide, 8, aligned=of_taps)
         yield Variant(_prepare, first, constants, aligned=of_first, least=OLDEST)
         for kib in (LEAST_KIB, LARGE_KIB):
             shape = shape_for(OLDEST, kib << 10)
