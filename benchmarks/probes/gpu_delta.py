@@ -130,7 +130,7 @@ def agreement(shape: Shape) -> None:
 
 
 def sweep() -> None:
-    layers = {rows: Layer(1, rows) for rows in (512, 8192)}
+    layers = {f"{count} x {rows}": Layer(count, rows) for count, rows in ((1, 512), (1, 8192), (4, 2048))}
     for shape in (Shape(c, w, s) for c in (16, 32, 64) for w in (4, 8) for s in (1, 2)):
         try:
             times = {rows: microseconds([lambda: layer.run(shape)]) for rows, layer in layers.items()}  # noqa: B023

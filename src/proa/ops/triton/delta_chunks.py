@@ -1,7 +1,7 @@
 """The gated delta rule by chunks of rows: a chunk's updates solve a triangular system (UT transform, arXiv 2406.06484,
 2412.06464), so that a chunk takes a few products of matrices instead of 64 steps; docs/decisions/033 derives it.
-Belongs here: what is done once a chunk, and the state's way through the chunks. Never: the convolution, the norm, which
-sequences go this way.
+Belongs here: the convolution of such steps, what is done once a chunk, the state's way through the chunks. Never: the
+norm, which sequences go this way.
 """
 
 from __future__ import annotations
