@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from delta_chunk_bounds import CHUNK, EPS32, chunk_errors
 from proa.ops.table import DeltaInputs, DeltaWeights, RecurrentState
-
-EPS32 = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class Shape:
 
 
 SHAPES = {"small": Shape(2, 3, 24, 16, 4), "one": Shape(1, 1, 24, 16, 2), "wide": Shape(2, 2, 40, 80, 3)}
+QWEN3_NEXT = Shape(16, 2, 128, 128, 4)
 # (rows of the step, rows altogether) of each sequence; the history comes in a step before.
 CASES = {
     "one token": [(1, 1)],
@@ -42,6 +42,7 @@ CASES = {
     "decode": [(1, 2), (1, 9), (1, 1)],
     "mixed": [(2, 8), (5, 5), (1, 4), (9, 11), (3, 4)],
 }
+LONG = [(1, 4), (70, 70), (5, 40), (33, 68), (3, 3)]  # some of it by chunks
 
 
 def inputs(shape: Shape, rows: int, rng: torch.Generator, dtype: torch.dtype) -> DeltaInputs:
@@ -81,6 +82,32 @@ def part(x: DeltaInputs, rows: slice) -> DeltaInputs:
     return DeltaInputs(*(t[rows] for t in vars(x).values()))
 
 
+@dataclass(frozen=True)
+class Mixed:
+    """What the rule reads of each row and head: q, k [T, heads, key_dim], v [T, heads, value_dim], beta and the decay's
+    negative logarithm [T, heads], in float64; and how far off float32 may be: lengths of errors [T, heads]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    rate: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_rate: Tensor
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """seen [T, heads, value_dim], lengths of its errors [T, heads]; the state, the length of its error [heads]."""
+
+    seen: Tensor
+    d_seen: Tensor
+    state: Tensor
+    off: Tensor
+
+
 @dataclass
 class Exact:
     """Of a sequence from its first token on. out [T, heads, value_dim] and its bound; the state after the last row."""
@@ -92,44 +119,76 @@ class Exact:
     tail: Tensor
 
 
-def exact(x: DeltaInputs, w: DeltaWeights, shape: Shape) -> Exact:
-    rows, heads, taps = len(x.q), shape.heads, shape.taps
-    mixed = torch.cat([t.flatten(1) for t in (x.q, x.k, x.v)], -1)
-    padded = torch.cat([torch.zeros(taps - 1, shape.channels, dtype=mixed.dtype), mixed])
-    windows = padded.double().unfold(0, taps, 1)
+def gates(x: DeltaInputs, w: DeltaWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """beta, rate and its error, of each row and head."""
+    beta = torch.sigmoid(x.b.double()).flatten(1)
+    rate = torch.exp(w.a_log.double()) * torch.nn.functional.softplus(x.a.double().flatten(1) + w.dt_bias.double())
+    # Softplus of float32 may be off by an eps of its argument and of 1, whatever is left of it then.
+    d_rate = rate * 16 * EPS32 + torch.exp(w.a_log.double()) * 4 * EPS32 * (1 + x.a.double().flatten(1).abs())
+    return beta, rate, d_rate
+
+
+def mix(x: DeltaInputs, w: DeltaWeights, shape: Shape, padded: Tensor) -> Mixed:
+    """padded: q, k and v of all channels, behind as many zeros as there are taps before a row's own."""
+    rows, heads = len(x.q), shape.heads
+    windows = padded.double().unfold(0, shape.taps, 1)
     products = windows * w.conv[:, 0].double()
     total = products.sum(-1)
     conv = total * torch.sigmoid(total)
-    error = 1.1 * products.abs().sum(-1) * (taps + 1) * EPS32 + conv.abs() * 12 * EPS32
+    error = 1.1 * products.abs().sum(-1) * (shape.taps + 1) * EPS32 + conv.abs() * 12 * EPS32
     sizes = [shape.groups * shape.key_dim] * 2 + [heads * shape.value_dim]
     (q, k, v), (dq, dk, dv) = torch.split(conv, sizes, -1), torch.split(error, sizes, -1)
     q, dq = _unit(q, dq, shape)
     k, dk = _unit(k, dk, shape)
     q, dq = q * shape.key_dim**-0.5, (dq + 2 * EPS32) * shape.key_dim**-0.5
-    v, dv = v.view(rows, heads, -1), dv.view(rows, heads, -1).norm(dim=-1)
-    beta = torch.sigmoid(x.b.double()).flatten(1)
-    rate = torch.exp(w.a_log.double()) * torch.nn.functional.softplus(x.a.double().flatten(1) + w.dt_bias.double())
-    # Softplus of float32 may be off by an eps of its argument and of 1, whatever is left of it then.
-    d_rate = rate * 16 * EPS32 + torch.exp(w.a_log.double()) * 4 * EPS32 * (1 + x.a.double().flatten(1).abs())
-    decay, d_decay = torch.exp(-rate), torch.exp(-rate) * (d_rate + 4 * EPS32)
-    state, off = torch.zeros(heads, shape.key_dim, shape.value_dim, dtype=torch.float64), torch.zeros(heads).double()
-    out, bound = torch.zeros(2, rows, heads, shape.value_dim, dtype=torch.float64)
+    beta, rate, d_rate = gates(x, w)
+    return Mixed(q, k, v.view(rows, heads, -1), beta, rate, dq, dk, dv.view(rows, heads, -1).norm(dim=-1), d_rate)
+
+
+def apply_rule(m: Mixed, chunked: Sequence[tuple[int, int]] = (), start: Tensor | None = None) -> Ruled:
+    """Row by row. chunked: the steps, as first row and end, that go by chunks: they have the errors of that instead of
+    those of going row by row. start: the state before."""
+    rows, heads, key_dim = m.k.shape
+    value_dim, short = m.v.shape[2], key_dim**-0.5
+    state = m.k.new_zeros(heads, key_dim, value_dim) if start is None else start
+    decay = torch.exp(-m.rate)
+    d_decay = decay * (m.d_rate + 4 * EPS32)
+    off, d_state = m.k.new_zeros(2, heads)
+    seen, d_seen = torch.zeros_like(m.v), torch.zeros_like(m.rate)
+    chunks = {i: min(i + CHUNK, end) for first, end in chunked for i in range(first, end, CHUNK)}
+    inside = 0  # up to here rows belong to a chunk
     for i in range(rows):
-        size = state.flatten(1).norm(dim=1) + v[i].norm(dim=1)
+        if i in chunks:
+            inside = chunks[i]
+            part = slice(i, inside)
+            d_seen[part], d_state = chunk_errors(m.q[part], m.k[part], m.v[part], m.beta[part], m.rate[part], state)
+        rounding = 0 if i < inside else key_dim * EPS32
+        size = state.flatten(1).norm(dim=1) + m.v[i].norm(dim=1)
         state = state * decay[i, :, None, None]
-        known = (state * k[i, :, :, None]).sum(1)
-        state = state + k[i, :, :, None] * (beta[i, :, None] * (v[i] - known))[:, None]
-        off = off + size * (d_decay[i] + 4 * dk[i] + 8 * EPS32 + (shape.key_dim + 8) * EPS32) + dv[i]
-        seen = (state * q[i, :, :, None]).sum(1)
-        length, short = state.flatten(1).norm(dim=1), shape.key_dim**-0.5
-        d_seen = (off + length * shape.key_dim * EPS32) * short + length * dq[i]
-        root = (seen.pow(2).mean(-1, keepdim=True) + w.eps).sqrt()
-        z = x.z[i].double().flatten(0, 1)
-        factor = w.norm.double() * z * torch.sigmoid(z)
-        out[i] = seen / root * factor
-        relative = (d_seen[:, None] / root) * (1 + (seen / root).abs() * shape.value_dim**-0.5)
-        bound[i] = relative * factor.abs() + out[i].abs() * (shape.value_dim / 2 + 24) * EPS32
-    return Exact(out, bound, state, off, padded[rows:])
+        known = (state * m.k[i, :, :, None]).sum(1)
+        state = state + m.k[i, :, :, None] * (m.beta[i, :, None] * (m.v[i] - known))[:, None]
+        off = off + size * (d_decay[i] + 4 * m.dk[i] + 16 * EPS32 + rounding) + m.dv[i]
+        seen[i] = (state * m.q[i, :, :, None]).sum(1)
+        length = state.flatten(1).norm(dim=1)
+        d_seen[i] += (off + length * rounding) * short + length * m.dq[i]
+        if i + 1 == inside:
+            off = off + d_state
+    return Ruled(seen, d_seen, state, off)
+
+
+def exact(x: DeltaInputs, w: DeltaWeights, shape: Shape, chunked: Sequence[tuple[int, int]] = ()) -> Exact:
+    """chunked: the steps, as first row and end, that go by chunks."""
+    mixed = torch.cat([t.flatten(1) for t in (x.q, x.k, x.v)], -1)
+    padded = torch.cat([mixed.new_zeros(shape.taps - 1, shape.channels), mixed])
+    ruled = apply_rule(mix(x, w, shape, padded), chunked)
+    seen = ruled.seen
+    root = (seen.pow(2).mean(-1, keepdim=True) + w.eps).sqrt()
+    z = x.z.double().flatten(1, 2)
+    factor = w.norm.double() * z * torch.sigmoid(z)
+    out = seen / root * factor
+    relative = (ruled.d_seen[..., None] / root) * (1 + (seen / root).abs() * shape.value_dim**-0.5)
+    bound = relative * factor.abs() + out.abs() * (shape.value_dim / 2 + 24) * EPS32
+    return Exact(out, bound, ruled.state, ruled.off, padded[len(mixed) :])
 
 
 def mostly_rounded_once(got: Tensor, want: Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""How near the GPU's gated delta rule comes to its bandwidth, and what a token of a prompt costs. Needs a CUDA device.
+"""How near the GPU's gated delta rule comes to its bandwidth; what prompts cost, by tokens and by chunks. Needs a GPU.
 
 Shapes of Qwen3-Next-80B. Every time is that of a launch inside a CUDA graph. Decode moves each sequence's state once in
 and once out; layers take turns, so that states do not stay in the second-level cache. Bandwidth: of a plain copy.
-Run: python benchmarks/probes/gpu_delta.py [--sweep]   --sweep also tries other numbers of columns a program.
+TFLOP/s of chunks count every product that is computed, three of bfloat16 for one of the rule.
+Run: python benchmarks/probes/gpu_delta.py [--sweep]   --sweep also tries other shapes of both forms.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ import sys
 import torch
 from gpu_attention import copy_bandwidth, microseconds
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from proa.ops.cuda_latent import shared_bytes
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
 from proa.ops.triton import delta
+from proa.ops.triton.delta_chunks import CHUNK, Chunks, Shape, shape_for, workspace_floats
 
 GROUPS, MEMBERS, DIM, TAPS, LAYERS = 16, 2, 128, 4, 36
 HEADS, CHANNELS = GROUPS * MEMBERS, (2 + MEMBERS) * GROUPS * DIM
 STATE_BYTES = 4 * HEADS * DIM * DIM
 MOST_BYTES = 4 << 30  # of states
+# Of a row and head: three products with the state; two among keys and queries, two with updates, four to invert.
+FLOPS = 3 * 2 * HEADS * (3 * DIM * DIM + 4 * CHUNK * DIM + 4 * CHUNK * CHUNK)
 
 
 class Layer:
@@ -49,13 +55,18 @@ class Layer:
         self.slots = torch.arange(total, device="cuda")
         self.mixed, self.seen = self.numbers(total, CHANNELS), self.numbers(total, HEADS, DIM)
         self.out = torch.empty(total, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
+        self.space = self.numbers(workspace_floats(total, HEADS))
 
     @staticmethod
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda")
 
-    def run(self) -> None:
-        delta.gated_delta(self.x, self.weights, self.state, self.at, self.slots, self.mixed, self.seen, self.out)
+    def run(self, shape: Shape | None = None) -> None:
+        """By chunks where there is a shape."""
+        chunks = None if shape is None else Chunks(shape, self.space)
+        delta.gated_delta(
+            self.x, self.weights, self.state, self.at, self.slots, self.mixed, self.seen, chunks, self.out
+        )
 
 
 def decode(bandwidth: float) -> None:
@@ -66,21 +77,87 @@ def decode(bandwidth: float) -> None:
         print(f"decode, {sequences} sequences: {time:.1f} us a layer, states alone {least:.1f} us ({least / time:.0%})")
 
 
-def prefill() -> None:
-    for rows in (64, 512, 2048, 8192):
-        time = microseconds([Layer(1, rows).run])
-        print(f"prefill, {rows} rows: {time:.0f} us a layer, {1000 * time / rows:.0f} ns a row; "
-              f"{rows / (time * LAYERS) * 1e6:.0f} rows/s through {LAYERS} layers")  # fmt: skip
+def said(time: float, rows: int) -> str:
+    return f"{time:.0f} us a layer, {rows / (time * LAYERS) * 1e6:.0f} rows/s through {LAYERS} layers"
+
+
+def prefill(shape: Shape) -> None:
+    alone = [(1, rows) for rows in (512, 1024, 2048, 4096, 8192, 16384, 32768)]
+    for sequences, rows in (*alone, (4, 512), (4, 2048)):
+        layer, total = Layer(sequences, rows), sequences * rows
+        time = microseconds([lambda: layer.run(shape)])  # noqa: B023
+        text = f"prefill, {sequences} x {rows}: by chunks {said(time, total)}, {FLOPS * total / time / 1e6:.0f} TFLOP/s"
+        if rows <= 8192:
+            slow = microseconds([layer.run])
+            text += f"; token by token {said(slow, total)}, {slow / time:.1f} times as long"
+        print(text, flush=True)
+
+
+def few(shape: Shape) -> None:
+    """From how many rows on chunks are faster: delta.FEW_ROWS."""
+    chosen, delta.FEW_ROWS = delta.FEW_ROWS, 4
+    for sequences in (1, 4):
+        for rows in (8, 16, 24, 32, 48, 64, 128):
+            layer = Layer(sequences, rows)
+            chunks, tokens = microseconds([lambda: layer.run(shape)]), microseconds([layer.run])  # noqa: B023
+            print(f"short, {sequences} x {rows}: by chunks {chunks:.1f} us, token by token {tokens:.1f} us")
+    delta.FEW_ROWS = chosen
+
+
+def kernels(shape: Shape) -> None:
+    for rows in (512, 8192):
+        layer = Layer(1, rows)
+        layer.run(shape)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(10):
+                layer.run(shape)
+            torch.cuda.synchronize()
+        parts = sorted(((e.key, e.device_time) for e in seen.key_averages()), key=lambda part: -part[1])
+        print(f"kernels of {rows} rows:", ", ".join(f"{name} {time:.0f} us" for name, time in parts if time >= 1))
+
+
+def agreement(shape: Shape) -> None:
+    """Of both forms, after a prompt: how far apart they are, relative to their lengths."""
+    layer = Layer(1, 4096)
+    before, found = [t.clone() for t in (layer.state.rule, layer.state.tail)], []
+    for form in (None, shape):
+        for now, then in zip((layer.state.rule, layer.state.tail), before, strict=True):
+            now.copy_(then)
+        layer.run(form)
+        found.append((layer.seen.clone(), layer.state.rule.clone()))
+    for name, tokens, chunks in zip(("outputs", "states"), *found, strict=True):
+        print(f"both forms, {name}: {((tokens - chunks).norm() / tokens.norm()).item():.2g} apart")
+
+
+def sweep() -> None:
+    layers = {f"{count} x {rows}": Layer(count, rows) for count, rows in ((1, 512), (1, 8192), (4, 2048))}
+    for shape in (Shape(c, w, s) for c in (16, 32, 64) for w in (4, 8) for s in (1, 2)):
+        try:
+            times = {rows: microseconds([lambda: layer.run(shape)]) for rows, layer in layers.items()}  # noqa: B023
+        except Exception as error:  # noqa: BLE001 - too much shared memory, say
+            print(f"sweep {shape}: {type(error).__name__}")
+            continue
+        print(f"sweep {shape}:", ", ".join(f"{rows} rows {time:.0f} us" for rows, time in times.items()), flush=True)
 
 
 def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copies at {bandwidth / 1e6:.2f} TB/s")
+    major, minor = torch.cuda.get_device_capability()
+    shape = shape_for(10 * major + minor, shared_bytes(torch.device("cuda")))
     for columns in (4, 8, 16, 32) if "--sweep" in sys.argv else (delta.COLUMNS,):
         delta.COLUMNS = columns
         print(f"{columns} columns of a state a program")
         decode(bandwidth)
-        prefill()
+    if shape is None:
+        print("this GPU goes token by token")
+        return
+    agreement(shape)
+    few(shape)
+    prefill(shape)
+    kernels(shape)
+    if "--sweep" in sys.argv:
+        sweep()
 
 
 if __name__ == "__main__":

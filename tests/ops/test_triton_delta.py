@@ -5,10 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from delta_cases import CASES, SHAPES, exact, inputs, joined, mostly_rounded_once, part, poisoned_state, weights
+from delta_cases import (
+    CASES,
+    LONG,
+    QWEN3_NEXT,
+    SHAPES,
+    exact,
+    inputs,
+    joined,
+    mostly_rounded_once,
+    part,
+    poisoned_state,
+    weights,
+)
 from ops.triton_bounds import BF16, assert_within, poisoned, stored
+from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Rope
+from proa.ops.cuda_latent import shared_bytes
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
-from proa.ops.triton.delta import gated_delta
+from proa.ops.triton.delta import FEW_ROWS, gated_delta, takes_chunks
+from proa.ops.triton.delta_chunks import LEAST_KIB, OLDEST, Chunks, shape_for, workspace_floats
+from proa.plan.vram import delta_chunks_bytes
 
 
 def batch(q_lens: list[int], kv_lens: list[int], states: list[int], device: torch.device) -> DeviceBatch:
@@ -28,12 +44,23 @@ def run(
     slots[rows - padding :] = -1
     out = poisoned(rows, heads * dim).to(device)
     mixed, seen = (poisoned(rows, n, dtype=torch.float32).to(device) for n in (len(w.conv), heads * dim))
+    chunks = chunks_of(rows, heads, device) if takes_chunks(rows, x.q.shape[2], at.one_each) else None
     gated_delta(
         on(x, device),
         DeltaWeights(w.conv.to(device), w.a_log.to(device), w.dt_bias.to(device), w.norm.to(device), w.eps),
-        state, at, slots, mixed, seen.view(rows, heads, dim), out,
+        state, at, slots, mixed, seen.view(rows, heads, dim), chunks, out,
     )  # fmt: skip
     return out.cpu().view(rows, heads, dim)
+
+
+def chunks_of(rows: int, heads: int, device: torch.device) -> Chunks:
+    """Of the smallest GPU, where there is none."""
+    kib, capability = LEAST_KIB, OLDEST
+    if device.type == "cuda":
+        kib, capability = shared_bytes(device) >> 10, int("".join(map(str, torch.cuda.get_device_capability(device))))
+    shape = shape_for(capability, kib << 10)
+    assert shape is not None
+    return Chunks(shape, poisoned(workspace_floats(rows, heads), dtype=torch.float32).to(device))
 
 
 def on(x: DeltaInputs, device: torch.device) -> DeltaInputs:
@@ -45,9 +72,11 @@ def _like(t: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
 
 
-@pytest.mark.parametrize(("size", "case"), [*(("small", case) for case in CASES), ("one", "mixed"), ("wide", "decode")])
+@pytest.mark.parametrize(
+    ("size", "case"), [*(("small", case) for case in CASES), ("one", "mixed"), ("one", "long"), ("wide", "decode")]
+)
 def test_gated_delta(size: str, case: str, rng: torch.Generator, device: torch.device) -> None:
-    shape, sequences = SHAPES[size], CASES[case]
+    shape, sequences = SHAPES[size], (CASES | {"long": LONG})[case]
     w = weights(shape, rng, BF16)
     texts = [inputs(shape, total, rng, BF16) for _, total in sequences]
     slots = torch.randperm(len(texts) + 2, generator=rng)[: len(texts)].tolist()
@@ -66,8 +95,9 @@ def test_gated_delta(size: str, case: str, rng: torch.Generator, device: torch.d
     assert not got[len(got) - padding :].any()
     first = 0
     for text, past, slot in zip(texts, before, slots, strict=True):
-        want = exact(text, w, shape)
         rows = len(text.q) - past
+        steps = [(first, end) for first, end in ((0, past), (past, len(text.q))) if end - first > FEW_ROWS]
+        want = exact(text, w, shape, steps)
         assert_within(got[first : first + rows], want.out[past:], want.bound[past:] + stored(want.out[past:]))
         assert mostly_rounded_once(got[first : first + rows], want.out[past:])
         off = (state.rule[slot].cpu().double() - want.rule).flatten(1).norm(dim=1)
@@ -79,14 +109,63 @@ def test_gated_delta(size: str, case: str, rng: torch.Generator, device: torch.d
     assert state.tail[others].isnan().all()
 
 
+@pytest.mark.gpu
+def test_qwen3_next_by_chunks(rng: torch.Generator, device: torch.device) -> None:
+    """A step of a prompt, one that goes on, a decoded token and a short prompt, twice: its bits are always the same."""
+    sequences = [(1100, 1100), (300, 577), (1, 30), (20, 20)]
+    x = [on(inputs(QWEN3_NEXT, total, rng, BF16), device) for _, total in sequences]
+    w = weights(QWEN3_NEXT, rng, BF16)
+    w = DeltaWeights(*(t.to(device) for t in (w.conv, w.a_log, w.dt_bias, w.norm)), w.eps)
+    found = []
+    for _ in range(2):
+        state = poisoned_state(QWEN3_NEXT, len(x), BF16)
+        state = RecurrentState(state.rule.to(device), state.tail.to(device))
+        for slot, (rows, total) in enumerate(sequences):
+            if past := total - rows:
+                run(part(x[slot], slice(past)), w, state, batch([past], [past], [slot], device), 0, device)
+        step = joined(
+            QWEN3_NEXT, [part(t, slice(total - rows, None)) for t, (rows, total) in zip(x, sequences, strict=True)]
+        )
+        q_lens, kv_lens = ([s[i] for s in sequences] for i in range(2))
+        found.append((run(step, w, state, batch(q_lens, kv_lens, list(range(len(x))), device), 0, device), state))
+    (got, state), (again, other) = found
+    assert torch.equal(got, again)
+    assert torch.equal(state.rule, other.rule)
+    first = 0
+    for slot, (rows, total) in enumerate(sequences):
+        past, mine = total - rows, got[first : first + rows]
+        want = exact(x[slot], w, QWEN3_NEXT, [s for s in ((0, past), (past, total)) if s[1] - s[0] > FEW_ROWS])
+        bound = want.bound[past:] + stored(want.out[past:])
+        assert_within(mine, want.out[past:], bound)
+        assert mostly_rounded_once(mine, want.out[past:].cpu())
+        assert ((state.rule[slot].double() - want.rule).flatten(1).norm(dim=1) <= want.rule_bound).all()
+        first += rows
+
+
+def test_short_steps_and_old_devices_go_token_by_token() -> None:
+    assert takes_chunks(FEW_ROWS + 1, 128, False)
+    assert not takes_chunks(FEW_ROWS, 128, False)
+    assert not takes_chunks(FEW_ROWS + 1, 128, True)
+    assert not takes_chunks(FEW_ROWS + 1, 256, False)
+    assert shape_for(75, 64 << 10) is None
+    assert shape_for(120, 99 << 10) == shape_for(80, 163 << 10) != shape_for(90, 227 << 10)
+
+
+def test_the_plan_has_room_for_what_chunks_take() -> None:
+    mixer = GatedDeltaNet(64, 2, 6, 24, 16, 4)
+    spec = Model(64, 100, (Block(mixer, Mlp(64, 96)), Block(Attention(64, 4, 2, 16, Rope(16)), Mlp(64, 96))), 1e-6, 512)
+    for rows in (1, 33, 512):
+        assert 4 * workspace_floats(rows, 6) <= delta_chunks_bytes(spec, rows)
+
+
 def test_what_does_not_fit_is_refused(rng: torch.Generator, device: torch.device) -> None:
     shape = SHAPES["small"]
     x, w, state = inputs(shape, 2, rng, BF16), weights(shape, rng, BF16), poisoned_state(shape, 2, BF16)
     at, slots, out = batch([2], [2], [0], device), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 6 * 16, dtype=BF16)
     mixed, seen = torch.zeros(2, shape.channels), torch.zeros(2, 6, 16)
     with pytest.raises(ValueError, match="without gaps"):
-        gated_delta(x, w, state, at, slots, mixed[:1], seen, out)
+        gated_delta(x, w, state, at, slots, mixed[:1], seen, None, out)
     with pytest.raises(ValueError, match="out"):
-        gated_delta(x, w, state, at, slots, mixed, seen, out[:, 1:])
+        gated_delta(x, w, state, at, slots, mixed, seen, None, out[:, 1:])
     with pytest.raises(ValueError, match="channels"):
-        gated_delta(part(x, slice(None)), weights(SHAPES["wide"], rng, BF16), state, at, slots, mixed, seen, out)
+        gated_delta(part(x, slice(None)), weights(SHAPES["wide"], rng, BF16), state, at, slots, mixed, seen, None, out)

@@ -33,7 +33,7 @@ from proa.ops.table import (
     RecurrentState,
     RouterRule,
 )
-from proa.ops.triton import attention, best, choose, delta, route
+from proa.ops.triton import attention, best, choose, delta, delta_chunks, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
 from proa.ops.triton.gated import gated
@@ -49,6 +49,8 @@ class CudaOps:
         self._choice_space = choose.choice_space(device)
         self._processors: int = torch.cuda.get_device_properties(device).multi_processor_count
         self._latent = CudaLatentAttention(self._processors, shared_bytes(device))
+        major, minor = torch.cuda.get_device_capability(device)
+        self._chunk_shape = delta_chunks.shape_for(10 * major + minor, shared_bytes(device))
 
     def table(self) -> Ops:
         return Ops(
@@ -106,8 +108,12 @@ class CudaOps:
             raise ValueError("the delta rule on a GPU reads its batch from the device")
         rows, heads, dim = len(x.q), len(weights.a_log), x.v.shape[3]
         mixed, seen = (torch.empty(rows, n, device=x.q.device) for n in (len(weights.conv), heads * dim))
+        shape, chunks = self._chunk_shape, None
+        if shape is not None and delta.takes_chunks(rows, x.q.shape[2], batch.device.one_each):
+            space = torch.empty(delta_chunks.workspace_floats(rows, heads), device=x.q.device)
+            chunks = delta_chunks.Chunks(shape, space)
         out = torch.empty(rows, heads * dim, dtype=x.q.dtype, device=x.q.device)
-        delta.gated_delta(x, weights, state, batch.device, batch.slots, mixed, seen.view(rows, heads, dim), out)
+        delta.gated_delta(x, weights, state, batch.device, batch.slots, mixed, seen.view(rows, heads, dim), chunks, out)
         return out
 
     def route(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:

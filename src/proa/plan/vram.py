@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from proa.models.spec import Model, Moe, Params
+from proa.models.spec import GatedDeltaNet, Model, Moe, Params
 from proa.native.formats import BF16_FORM, Form, Format, kept_form
 from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, Demand, logits_bytes, row_bytes
 from proa.plan.packed_size import of_heads
@@ -34,6 +34,9 @@ ATTENTION_PARTS = 64
 
 # Latent attention is cut for 2 programs a multiprocessor, of which there are up to 192; a program has up to 64 heads.
 LATENT_PARTS, LATENT_HEADS = 2 * 192, 64
+
+# The gated delta rule goes by chunks of so many rows; each row leaves, of each head, two numbers a row of its chunk.
+DELTA_CHUNK = 64
 
 # Of a GPU's sampler: changed logits of a step, and what small vocabularies take. Its candidates fit into what the CPU's
 # sampler would take; logits themselves are there twice, in float32 (engine/device_sampler.py, engine/graphs.py).
@@ -114,6 +117,7 @@ def vram_demand(
         + (0 if simulated else SAMPLER_BYTES)
         + batch_tokens * (row_bytes(spec) + experts)
         + max(max_running * partials, latent_partials_bytes(spec, max_running))
+        + delta_chunks_bytes(spec, batch_tokens)
         + _linear_workspace_bytes(spec, stored),
         # Page tables: an int64 for each page of each running request.
         workspace_bytes_per_context_token=-(-8 * max_running // page_tokens),
@@ -127,6 +131,12 @@ def latent_partials_bytes(spec: Model, max_running: int) -> int:
     """What splits leave: as many for all sequences together as keep every multiprocessor busy, and one more of each."""
     parts = [(-(-LATENT_PARTS // -(-a.heads // LATENT_HEADS)) + max_running, a) for a in spec.latent_attention]
     return max((count * a.heads * (a.rank + 1) * 4 for count, a in parts), default=0)
+
+
+def delta_chunks_bytes(spec: Model, batch_tokens: int) -> int:
+    """Of a layer of linear attention, what its chunks' inverses, scores and decays take in float32."""
+    heads = max((b.mixer.value_heads for b in spec.blocks if isinstance(b.mixer, GatedDeltaNet)), default=0)
+    return batch_tokens * heads * (2 * DELTA_CHUNK + 2) * 4
 
 
 def process_bytes(simulated: bool) -> int:

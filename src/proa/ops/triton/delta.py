@@ -1,6 +1,7 @@
 """Linear attention by the gated delta rule (arXiv 2412.06464; ops/table.py, GatedDelta): the causal convolution, a
 program per row and head; the rule, a program per sequence, head and some columns of its state, token after token; the
-gated norm. Belongs here: decode and prefill alike. Never: where states lie.
+gated norm. Belongs here: decode and prefill alike, and which sequences go by chunks (delta_chunks.py). Never: where
+states lie.
 """
 
 from __future__ import annotations
@@ -12,29 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
+from proa.ops.triton import delta_chunks
+from proa.ops.triton.delta_chunks import Chunks, by_chunks, convolve
+from proa.ops.triton.delta_rows import keep_tail, log_decay, part_of
 from proa.ops.triton.variant import Variant
 
 COLUMNS = 8  # of a state that one warp keeps in its registers
+# Rows of a sequence up to which it goes token by token, 0.7 us each on an H200: about what two launches and a chunk are
+# expected to take, which is the same for 1 row and for 64 (decision 033).
+FEW_ROWS = 32
+ALL_ROWS = 2**31 - 1
+NORM_ROWS = 8  # of a program, where there are many
 FEW_SEQUENCES = 256  # up to here one compiled kernel serves all numbers of sequences
-
-
-@triton.jit
-def _part(q, k, v, part, groups, group_stride, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr):
-    """Parts are all heads of q, of k, of v: where a row has it, its first channel, its width."""
-    if part < groups:
-        source = q + part * group_stride
-        channel = part * KEY
-        width = KEY
-    elif part < 2 * groups:
-        source = k + (part - groups) * group_stride
-        channel = part * KEY
-        width = KEY
-    else:
-        head = part - 2 * groups
-        source = v + head // MEMBERS * group_stride + head % MEMBERS * VALUE
-        channel = 2 * groups * KEY + head * VALUE
-        width = VALUE
-    return source, channel, width
 
 
 @triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
@@ -54,7 +44,7 @@ def _convolve(
         return
     past = tl.load(kv_lens + sequence) > q_len
     kept = tail + tl.load(states + sequence).to(tl.int64) * (TAPS - 1) * channels
-    source, channel, width = _part(q, k, v, part, groups, group_stride, KEY, VALUE, MEMBERS)
+    source, channel, width = part_of(q, k, v, part, groups, group_stride, KEY, VALUE, MEMBERS)
     source += row.to(tl.int64) * row_stride
     column = tl.arange(0, WIDE)
     inside = column < width
@@ -75,37 +65,17 @@ def _convolve(
 
 
 @triton.jit
-def _keep(source, tail, q_len, past, channels, row_stride, column, inside, TAPS: tl.constexpr):
-    """The last rows of a sequence's inputs, whose last one is at `source`. A column is read and written by one thread,
-    the oldest row first."""
-    for j in tl.static_range(TAPS - 1):
-        back = TAPS - 2 - j
-        x = tl.load(source - back * row_stride + column, inside & (back < q_len), 0.0)
-        x += tl.load(tail + (j + q_len) * channels + column, inside & past & (back >= q_len), 0.0)
-        tl.store(tail + j * channels + column, x, inside)
-
-
-@triton.jit
-def _decay(a, dt_bias, a_log):
-    """exp(-exp(a_log) softplus(a + dt_bias))."""
-    x = a + dt_bias
-    e = tl.exp(tl.minimum(x, 20.0))
-    step = tl.where(x > 20.0, x, tl.where(e < 1e-3, e * (1.0 - 0.5 * e), tl.log(1.0 + e)))
-    return tl.exp(-tl.exp(a_log) * step)
-
-
-@triton.jit
 def _rule(
     q, k, v, b, a, a_log, dt_bias, mixed, rule, tail, q_starts, kv_lens, states, seen,
     groups, channels, row_stride, group_stride, gates_row, gates_group,
-    KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    FEW: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr,
+    WIDE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group, member = head // MEMBERS, head % MEMBERS
     q_start = tl.load(q_starts + sequence)
     q_len = tl.load(q_starts + sequence + 1) - q_start
-    if q_len == 0:
+    if (q_len == 0) | (q_len > FEW):
         return
     past = tl.load(kv_lens + sequence) > q_len
     slot = tl.load(states + sequence).to(tl.int64)
@@ -125,7 +95,7 @@ def _rule(
     next_value, next_a, next_b = tl.load(of_value, some_columns, 0.0), tl.load(a + gate), tl.load(b + gate)
     for i in range(q_len):
         query, this, value = next_query, next_key, next_value
-        decay = _decay(next_a.to(tl.float32), bias, rate)
+        decay = tl.exp(log_decay(next_a.to(tl.float32), bias, rate))
         beta = 1.0 / (1.0 + tl.exp(-next_b.to(tl.float32)))
         more = i + 1 < q_len  # the next token's inputs come while this one's are worked on
         of_query += channels
@@ -143,37 +113,43 @@ def _rule(
     tl.store(place, state, some)
     kept, last = tail + slot * (TAPS - 1) * channels, (first + q_len - 1) * row_stride + group * group_stride
     of_head = 2 * groups * KEY + head * VALUE
-    _keep(v + last + member * VALUE, kept + of_head, q_len, past, channels, row_stride, column, some_columns, TAPS)
+    keep_tail(v + last + member * VALUE, kept + of_head, q_len, past, channels, row_stride, column, some_columns, TAPS)
     if (member == 0) & (block == 0):
-        _keep(q + last, kept + group * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
-        _keep(k + last, kept + (groups + group) * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
+        keep_tail(q + last, kept + group * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
+        keep_tail(k + last, kept + (groups + group) * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # which differs from step to step
 def _norm(
-    seen, z, weight, slots, out, heads, row_stride, group_stride, out_row, eps,
-    VALUE: tl.constexpr, MEMBERS: tl.constexpr, WIDE: tl.constexpr,
+    seen, z, weight, slots, out, rows, heads, row_stride, group_stride, out_row, eps,
+    VALUE: tl.constexpr, MEMBERS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, WIDE)
-    inside = column < VALUE
-    live = inside & (tl.load(slots + row) >= 0)
+    row, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.program_id(1)
+    column = tl.arange(0, WIDE)[None, :]
+    inside = (row < rows) & (column < VALUE)
+    live = inside & (tl.load(slots + row, row < rows, -1) >= 0)
     x = tl.load(seen + (row * heads + head) * VALUE + column, live, 0.0)
     at = z + row * row_stride + head // MEMBERS * group_stride + head % MEMBERS * VALUE
     gate = tl.load(at + column, live, 0.0).to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, 0) / VALUE + eps) * tl.load(weight + column, inside, 0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / VALUE + eps)
+    x *= scale[:, None] * tl.load(weight + column, column < VALUE, 0.0).to(tl.float32)
     y = x * gate / (1.0 + tl.exp(-gate))
     tl.store(out + row * out_row + head * VALUE + column, y.to(tl.bfloat16), inside)
 
 
+def takes_chunks(rows: int, key_dim: int, one_each: bool) -> bool:
+    """Whether of a step of so many rows some sequence may go by chunks."""
+    return not one_each and rows > FEW_ROWS and key_dim <= delta_chunks.MOST_KEY
+
+
 def gated_delta(
     x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, slots: Tensor,
-    mixed: Tensor, seen: Tensor, out: Tensor,
+    mixed: Tensor, seen: Tensor, chunks: Chunks | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Of T rows, bfloat16 (ops/table.py, GatedDelta). Rows of slot -1 become zeros; they belong to no sequence.
 
-    mixed float32 [T, channels] and seen float32 [T, G * R, value dim]: workspace; out bfloat16 [T, G * R * value dim];
-    state.tail bfloat16.
+    Workspace, float32: mixed [T, channels], seen [T, G * R, value dim]. out bfloat16 [T, G * R * value dim]; state.tail
+    bfloat16. chunks: for sequences of more than FEW_ROWS rows; None: all go token by token.
     """
     (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
     heads, channels = groups * members, weights.conv.shape[0]
@@ -183,19 +159,25 @@ def gated_delta(
     sequences, strides = len(at.kv_lens), (x.q.stride(0), x.q.stride(1))
     key, value = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     constants = {"KEY": key_dim, "VALUE": value_dim, "MEMBERS": members, "TAPS": weights.conv.shape[2]}
-    _convolve[(rows, 2 * groups + heads)](
-        x.q, x.k, x.v, weights.conv, state.tail, at.q_starts, at.kv_lens, at.states, mixed, sequences, groups, channels,
-        *strides, **constants, WIDE=max(key, value), SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)),
-        num_warps=1,
-    )  # fmt: skip
+    if chunks:
+        convolve(x, weights, state, at, FEW_ROWS, mixed)
+    else:
+        _convolve[(rows, 2 * groups + heads)](
+            x.q, x.k, x.v, weights.conv, state.tail, at.q_starts, at.kv_lens, at.states, mixed, sequences, groups,
+            channels, *strides, **constants, WIDE=max(key, value),
+            SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), num_warps=1,
+        )  # fmt: skip
     _rule[(sequences, heads, triton.cdiv(value_dim, COLUMNS))](
         x.q, x.k, x.v, x.b, x.a, weights.a_log, weights.dt_bias, mixed, state.rule, state.tail, at.q_starts, at.kv_lens,
-        at.states, seen, groups, channels, *strides, x.b.stride(0), x.b.stride(1), **constants, WIDE=key,
-        COLUMNS=COLUMNS, num_warps=1,
+        at.states, seen, groups, channels, *strides, x.b.stride(0), x.b.stride(1), **constants,
+        FEW=FEW_ROWS if chunks else ALL_ROWS, WIDE=key, COLUMNS=COLUMNS, num_warps=1,
     )  # fmt: skip
-    _norm[(rows, heads)](
-        seen, x.z, weights.norm, slots, out, heads, *strides, out.stride(0), weights.eps, VALUE=value_dim,
-        MEMBERS=members, WIDE=value, num_warps=1,
+    if chunks:
+        by_chunks(x, weights, state, at, FEW_ROWS, mixed, chunks, seen)
+    together, warps = (NORM_ROWS, 4) if chunks else (1, 1)
+    _norm[(triton.cdiv(rows, together), heads)](
+        seen, x.z, weights.norm, slots, out, rows, heads, *strides, out.stride(0), weights.eps, VALUE=value_dim,
+        MEMBERS=members, WIDE=value, ROWS=together, num_warps=warps,
     )  # fmt: skip
 
 
@@ -245,8 +227,11 @@ def variants() -> Iterator[Variant]:
             inputs | dict.fromkeys(("b", "a"), "*bf16") | dict.fromkeys(("a_log", "dt_bias", "rule", "seen"), "*fp32")
         )
         types |= dict.fromkeys(("gates_row", "gates_group"), "i32")
-        yield Variant(_rule, types, constants | {"WIDE": tall, "COLUMNS": COLUMNS}, 1, aligned=of(types))
+        for few in (FEW_ROWS, ALL_ROWS):
+            one_by_one = constants | {"FEW": few, "WIDE": tall, "COLUMNS": COLUMNS}
+            yield Variant(_rule, types, one_by_one, 1, aligned=of(types))
         types = {"seen": "*fp32", "slots": "*i64"} | dict.fromkeys(("z", "weight", "out"), "*bf16") | {"eps": "fp32"}
-        types |= dict.fromkeys(("heads", "row_stride", "group_stride", "out_row"), "i32")
+        types |= dict.fromkeys(("rows", "heads", "row_stride", "group_stride", "out_row"), "i32")
         last: dict[str, object] = {"VALUE": value, "MEMBERS": members, "WIDE": triton.next_power_of_2(value)}
-        yield Variant(_norm, types, last, 1, aligned=of(types))
+        for rows, warps in ((1, 1), (NORM_ROWS, 4)):
+            yield Variant(_norm, types, last | {"ROWS": rows}, warps, aligned=of(types))
