@@ -176,6 +176,11 @@ class GpuOptions:
         "many as end together, where the CPU leaves bandwidth)",
         choices=("auto", "off"),
     )
+    fp8_activations: bool = option(
+        False,
+        help="lossy: round activations of many tokens to FP8 (E4M3) on the GPU, for twice the rate of products with "
+        "weights in FP8; for checkpoints that were made for it, and compute capability 8.9 or newer",
+    )
     doorbell: str = option(
         "auto",
         help="how the GPU hands experts to the CPU: by kernels that poll pinned memory, by copies and the driver's "

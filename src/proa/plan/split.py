@@ -16,6 +16,7 @@ from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, Short, listed_parts, reach, size_flag
+from proa.plan.fp8_activations import with_fp8
 from proa.plan.gpu_asked import asked_experts, asked_layers
 from proa.plan.placement import MoeLayer, moe_layers, place, ram_bias_bytes, resident_bytes, spare_bytes, spare_slots
 from proa.plan.plan import GpuPlan, MemoryBudget, VramBudget
@@ -111,6 +112,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     budget_bytes, vram_row = _usable(asked, gpu)
     page_tokens, kept = case.options.cache.page_tokens, _kept(case, gpu)
     need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
+    need = with_fp8(need, case.spec, batch_tokens, running) if asked.fp8_activations else need
     vram = replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
     room = _room(case, layers, batch_tokens, gpu, budget_bytes)
     fitted = _reach(vram, gpu, _share(vram, layers, wish, room))
@@ -138,6 +140,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         resident=placed.resident,
         spare=placed.spare,
         doorbell=asked.doorbell,
+        fp8_activations=asked.fp8_activations,
         co_fetch=asked.co_fetch == "auto" and experts_bytes < total_bytes,
         inclusive=placed.inclusive,
         save_counts=asked.save_expert_counts if layers else None,
