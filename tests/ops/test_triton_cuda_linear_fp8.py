@@ -12,13 +12,17 @@ from ops.test_triton_cuda_linear import no_experts
 from ops.test_triton_linear_fp8 import panels_of, rounded
 from ops.triton_bounds import BF16, poisoned, rand
 from packing import random_weights
-from proa.native.formats import E4M3_FORMS, Form, Format
+from proa.native.formats import E4M3_FORMS, Form, Format, layout
 from proa.native.pool import Pool
 from proa.ops import cuda_linear
 from proa.ops.cuda import CudaMaps
-from proa.ops.cuda_linear import CudaLinear, PackedMatrix
+from proa.ops.cuda_linear import FP8_TOKENS, CudaLinear, PackedMatrix
 from proa.ops.staging import Staging
+from proa.ops.triton.experts_fp8 import LEAST_BLOCK
+from proa.ops.triton.experts_grouped import block_tokens
+from proa.ops.triton.fp8_rows import LEAST_CAPABILITY, fp8_rows
 from proa.ops.triton.linear_fp8 import linear_fp8
+from proa.plan import fp8_activations
 
 pytestmark = NEEDS_FP8
 
@@ -82,3 +86,19 @@ def test_routers_and_heads_do_not(
             )
         got.append(made(x))
     assert torch.equal(*got) is not rounds
+
+
+@pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
+@pytest.mark.parametrize("columns", [128, 150, 2880])
+def test_the_plan_knows_what_rows_take(form: Form, columns: int, device: torch.device) -> None:
+    rows = fp8_rows(7, layout(form.format, 16, columns, form.group), device)
+    most = 7 * fp8_activations.row_bytes(columns)
+    assert most - 7 * 4 * -(-columns // 128) <= rows.codes.nbytes + rows.scales.nbytes <= most
+
+
+def test_the_plan_says_what_the_kernels_do() -> None:
+    least = fp8_activations.LEAST_CAPABILITY
+    assert 10 * least[0] + least[1] == LEAST_CAPABILITY
+    assert FP8_TOKENS == fp8_activations.LEAST_TOKENS
+    mean = fp8_activations.LEAST_OF_AN_EXPERT
+    assert [block_tokens(mean * 100 + pairs, 100) >= LEAST_BLOCK for pairs in (-100, 0)] == [False, True]

@@ -14,20 +14,21 @@ from proa.plan.vram import GRAPH_NODE_BYTES, GRAPH_ROWS_MOST, dense_params
 from proa.types import Decision
 
 LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply E4M3 with E4M3
+LEAST_TOKENS, LEAST_OF_AN_EXPERT = 64, 11  # of a step, and on average, from which rows are rounded
 SCALE_COLUMNS, SCALE_BYTES = 128, 4
 GRAPH_NODES_PER_BLOCK = 8  # more, of a step of many sequences: rows are rounded before each product
 
 
 def with_fp8(need: Demand, spec: Model, batch_tokens: int, max_running: int) -> Demand:
     """`need` of VRAM, and that of rounded rows: of the widest linear layer, and of a layer's routed experts."""
-    linear = max((_row_bytes(shape[1]) for _, shape in dense_params(spec) if len(shape) == 2), default=0)
+    linear = max((row_bytes(shape[1]) for _, shape in dense_params(spec) if len(shape) == 2), default=0)
     routed = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
-    experts = max((_row_bytes(f.hidden) + f.top_k * _row_bytes(f.width) for f in routed), default=0)
+    experts = max((row_bytes(f.hidden) + f.top_k * row_bytes(f.width) for f in routed), default=0)
     graphs = GRAPH_NODES_PER_BLOCK * len(spec.blocks) * GRAPH_NODE_BYTES if max_running >= GRAPH_ROWS_MOST else 0
     return replace(need, workspace_base_bytes=need.workspace_base_bytes + batch_tokens * (linear + experts) + graphs)
 
 
-def _row_bytes(columns: int) -> int:
+def row_bytes(columns: int) -> int:
     """Codes, filled up to whole groups, and their scales."""
     return -(-columns // SCALE_COLUMNS) * (SCALE_COLUMNS + SCALE_BYTES)
 
@@ -53,7 +54,7 @@ def fp8_rows(asked: bool, model: str, gpu: GpuPlan, stored: Mapping[str, str]) -
             "Leave it out.", param="fp8_activations",
         )  # fmt: skip
     why = (
-        "as asked; lossy: on the GPU rows are rounded to E4M3 for products with FP8 weights, in steps of 64 tokens or "
-        "more, of experts that have 11 or more on average"
+        "as asked; lossy: on the GPU rows are rounded to E4M3 for products with FP8 weights, in steps of "
+        f"{LEAST_TOKENS} tokens or more, of experts that have {LEAST_OF_AN_EXPERT} or more on average"
     )
     return (Decision("fp8 activations", "on", "on", why),)
