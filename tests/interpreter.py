@@ -1,5 +1,6 @@
 """Triton's interpreter runs kernels on CPU tensors. It takes bfloat16 for 16-bit integers in products, cuts it off
-where a GPU rounds it, and NumPy 2.4 no longer lets it use its scalars as bounds of a loop; here it does as a GPU does.
+where a GPU rounds it, takes the NaN of e4m3 for 480, and NumPy 2.4 no longer lets it use its scalars as bounds of
+a loop; here it does as a GPU does.
 Imported only where kernels are interpreted.
 """
 
@@ -26,6 +27,9 @@ def _rounded(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarra
 
 
 def _wide(value: Any) -> Any:
+    if value.dtype.scalar == tl.float8e4nv:
+        codes = torch.from_numpy(np.ascontiguousarray(value.data)).view(torch.float8_e4m3fn)
+        return interpreter.TensorHandle(codes.float().numpy(), tl.float32)
     if value.dtype.scalar != tl.bfloat16:
         return value
     return interpreter.TensorHandle(_rounded(value.data, tl.bfloat16, tl.float32, None).view(np.float32), tl.float32)

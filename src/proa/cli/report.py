@@ -11,9 +11,9 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
                   loading_bytes, process_bytes, states_bytes, simulated_vram_bytes, kv_pages, page_tokens}
                  of RAM, but pages wherever they are
     gpu          {index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement, blocks, experts,
-                  expert_bytes, resident, spare, co_fetch, read_ahead, doorbell, inclusive, device, gpu_only} or null;
-                  vram: {total_bytes, free_bytes, reserve_bytes, usable_bytes, context_bytes, dense_bytes,
-                  dense_read_bytes, kv_bytes, workspace_bytes, graphs_bytes, experts_bytes, spare_bytes,
+                  expert_bytes, resident, spare, co_fetch, read_ahead, doorbell, fp8_activations, inclusive, device,
+                  gpu_only} or null; vram: {total_bytes, free_bytes, reserve_bytes, usable_bytes, context_bytes,
+                  dense_bytes, dense_read_bytes, kv_bytes, workspace_bytes, graphs_bytes, experts_bytes, spare_bytes,
                   states_bytes}; blocks to resident: of each MoE layer
                   gpu also has save_counts and trace: names of files that are written, or null
     options      [{name, value, source}]       those that differ from their defaults

@@ -182,6 +182,11 @@ class GpuOptions:
         "steps of up to 4 tokens: off, or auto (where kernels ring the doorbell)",
         choices=("auto", "off"),
     )
+    fp8_activations: bool = option(
+        False,
+        help="lossy: round activations of many tokens to FP8 (E4M3) on the GPU, so that its FP8 matrix unit multiplies "
+        "them with FP8 weights; for checkpoints that were made for it, from compute capability 8.9 on",
+    )
     doorbell: str = option(
         "auto",
         help="how the GPU hands experts to the CPU: by kernels that poll pinned memory, by copies and the driver's "

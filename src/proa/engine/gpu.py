@@ -61,7 +61,9 @@ class GpuBuild:
         self._staging = Staging(self.pool, STAGING_BYTES_PER_THREAD * self.pool.threads, pinned=True)
         self.flush = self._staging.flush
         self._hybrid = HybridModel(placement_of(self._gpu), self._device, self._cpu.memory, self._staging)
-        self.model = Decoder(spec, CudaOps(self._device, self._hybrid.new_experts, self._staging).table())
+        fp8 = self._gpu.fp8_activations
+        ops = CudaOps(self._device, self._hybrid.new_experts, self._staging, fp8=fp8)
+        self.model = Decoder(spec, ops.table())
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
         if index != self._gpu.index:
@@ -79,7 +81,7 @@ class GpuBuild:
         plan = self._plan
         self._cpu.note_unbound()
         chosen = top_k(self._spec)
-        spaces = GpuSpaces(plan.max_batch_tokens, chosen)
+        spaces = GpuSpaces(plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations)
         in_place = self._read_in_place(spaces)
         parts = Parts(
             lambda memory, residency, faults: GpuExperts(memory, residency, spaces.of(memory), faults),

@@ -21,17 +21,18 @@ PROBED_AT_ONCE = 4  # as many as a step of one token may leave to the bus
 
 
 class GpuSpaces:
-    """Memory between kernels, shared by layers of one shape: their calls follow one another."""
+    """Memory between kernels, shared by layers of one shape: their calls follow one another. fp8: see expert_space."""
 
-    def __init__(self, tokens: int, top_k: int) -> None:
-        self._tokens, self._top_k = tokens, top_k
+    def __init__(self, tokens: int, top_k: int, *, fp8: bool = False) -> None:
+        self._tokens, self._top_k, self._fp8 = tokens, top_k, fp8
         self._made: dict[object, ExpertSpace] = {}
 
     def of(self, memory: LayerMemory) -> ExpertSpace:
-        device = memory.slots.up.device
-        key = (memory.hidden, memory.shape.down.padded_columns, memory.experts, device)
+        device, of = memory.slots.up.device, memory.shape
+        rounded = (of.up_form, of.down_form, of.width) if self._fp8 else ()
+        key = (memory.hidden, of.down.padded_columns, memory.experts, device, rounded)
         if key not in self._made:
-            self._made[key] = expert_space(self._tokens, self._top_k, memory.experts, memory.shape, device)
+            self._made[key] = expert_space(self._tokens, self._top_k, memory.experts, of, device, fp8=self._fp8)
         return self._made[key]
 
 

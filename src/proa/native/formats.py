@@ -86,6 +86,9 @@ class Form(NamedTuple):
 
 BF16_FORM = Form(Format.BF16, 0)
 
+# E4M3 in blocks of 128, whole tensors, channels: what a GPU can multiply with activations in E4M3.
+E4M3_FORMS = (Form(Format.FP8_PANEL, 128), Form(Format.FP8_PANEL, 0), Form(Format.FP8_ROW, 0))
+
 
 @dataclass(frozen=True)
 class Kept:

@@ -61,6 +61,8 @@ def unused_rows(asked: GpuOptions) -> tuple[Decision, ...]:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return format_bytes(value) if isinstance(value, int) else str(value)
 
 

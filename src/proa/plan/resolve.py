@@ -19,6 +19,7 @@ from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, d
 from proa.plan.device import best_effort, choose
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, fit
+from proa.plan.fp8_activations import fp8_rows
 from proa.plan.gpu_asked import asked_gpu, unused_rows
 from proa.plan.kv_type import kv_type
 from proa.plan.overrides import config_overrides
@@ -160,7 +161,8 @@ def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: floa
     got = split(case, gpu, batch_tokens)
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
     roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
-    return _Placed(got.gpu, got.memory, got.fitted, roof, (row, *got.decisions))
+    rounded = fp8_rows(case.options.gpus.fp8_activations, case.model, got.gpu, case.stored)
+    return _Placed(got.gpu, got.memory, got.fitted, roof, (row, *got.decisions, *rounded))
 
 
 def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) -> _Placed:

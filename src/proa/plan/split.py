@@ -16,6 +16,7 @@ from proa.obs.units import format_bytes
 from proa.plan.budget import Demand
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, Short, listed_parts, reach, size_flag
+from proa.plan.fp8_activations import with_fp8
 from proa.plan.gpu_asked import asked_experts, asked_layers
 from proa.plan.placement import MoeLayer, moe_layers, place, ram_bias_bytes, resident_bytes, spare_bytes, spare_slots
 from proa.plan.plan import GpuPlan, MemoryBudget, VramBudget
@@ -100,6 +101,15 @@ def saving_rows(asked: GpuOptions, saved: bool, why_not: str) -> tuple[Decision,
     return (Decision("expert counts", asked.save_expert_counts, got, why),)
 
 
+def _off_rows(asked: GpuOptions, plan: GpuPlan) -> tuple[Decision, ...]:
+    """Of what the CPU does for the GPU: what is off, since that was asked, or since there is nothing to do."""
+    turned_off = {"co-fetch": asked.co_fetch, "read ahead": asked.read_ahead}
+    rows = [Decision(name, "off", "off", "as asked") for name, word in turned_off.items() if word == "off"]
+    if asked.doorbell != "auto" and plan.gpu_only:
+        rows.append(Decision("doorbell", asked.doorbell, "none", "the CPU computes no experts"))
+    return tuple(rows)
+
+
 def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     """`case` is that of the RAM: its machine and usable bytes; its demand is not looked at.
 
@@ -111,6 +121,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     budget_bytes, vram_row = _usable(asked, gpu)
     page_tokens, kept = case.options.cache.page_tokens, _kept(case, gpu)
     need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
+    need = with_fp8(need, case.spec, batch_tokens, running) if asked.fp8_activations else need
     vram = replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
     room = _room(case, layers, batch_tokens, gpu, budget_bytes)
     fitted = _reach(vram, gpu, _share(vram, layers, wish, room))
@@ -138,15 +149,12 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         resident=placed.resident,
         spare=placed.spare,
         doorbell=asked.doorbell,
+        fp8_activations=asked.fp8_activations,
         co_fetch=asked.co_fetch == "auto" and experts_bytes < total_bytes,
         read_ahead=asked.read_ahead == "auto" and experts_bytes < total_bytes,
         inclusive=placed.inclusive,
         save_counts=asked.save_expert_counts if layers else None,
     )
-    turned_off = {"co-fetch": asked.co_fetch, "read ahead": asked.read_ahead}
-    off = [Decision(name, "off", "off", "as asked") for name, word in turned_off.items() if word == "off"]
-    if asked.doorbell != "auto" and plan.gpu_only:
-        off.append(Decision("doorbell", asked.doorbell, "none", "the CPU computes no experts"))
     memory = MemoryBudget(
         free_bytes=case.machine.available_bytes,
         reserve_bytes=case.machine.available_bytes - case.usable_bytes,
@@ -157,7 +165,8 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
         process_bytes=process_bytes(gpu.simulated),
         simulated_vram_bytes=plan.vram.used_bytes if gpu.simulated else 0,
     )
-    rows = (*fitted.decisions, vram_row, _linear_row(case, gpu), _experts_row(wish, plan), *placed.decisions, *off)
+    rows = (*fitted.decisions, vram_row, _linear_row(case, gpu), _experts_row(wish, plan), *placed.decisions)
+    rows += _off_rows(asked, plan)
     rows += saving_rows(asked, plan.save_counts is not None, "the model has no routed experts")
     return Split(plan, memory, fitted, rows)
 

@@ -41,8 +41,11 @@ def weights_row(
         names = {tensor.dtype for tensor in checkpoint.tensors.values() if tensor.quantised}
         got += f", {' and '.join(sorted(names))}"
         why = _with_gpu(_quantised(spec, stored, names), gpu) if stored else dequantised
-        if checkpoint.quantisation.activations:
-            why += f"; activations stay bfloat16 (made for {checkpoint.quantisation.activations})"
+        made_for = checkpoint.quantisation.activations
+        if gpu is not None and gpu.fp8_activations:
+            why += f"; made for activations in {made_for or 'bfloat16'}"
+        elif made_for:
+            why += f"; activations stay bfloat16 (made for {made_for})"
     return Decision("weights", asked.load_format, got, why)
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from proa.native.formats import PANEL_ROWS
 from proa.ops.residency import Biases, ExpertShape, Located, PairBias
 from proa.ops.triton.experts_few import down, gate_up
+from proa.ops.triton.experts_fp8 import LEAST_BLOCK, Fp8Space, down_fp8, fp8_space, gate_up_fp8
 from proa.ops.triton.experts_grouped import Groups, block_tokens, down_grouped, gate_up_grouped, group, groups
+from proa.ops.triton.fp8_rows import round_rows
 
 FEW_PAIRS = 64  # up to here, hardly two pairs share an expert
 
@@ -23,15 +25,20 @@ class ExpertSpace:
     h: Tensor  # bfloat16 [pairs, padded width]
     partial: Tensor  # float32 [pairs, hidden]: of each pair, before its weight
     groups: Groups
+    fp8: Fp8Space | None = None  # where many tokens' rows are rounded
 
 
-def expert_space(tokens: int, top_k: int, experts: int, of: ExpertShape, device: torch.device) -> ExpertSpace:
-    """Room for batches of up to `tokens`; ExpertSpace says how much."""
+def expert_space(
+    tokens: int, top_k: int, experts: int, of: ExpertShape, device: torch.device, *, fp8: bool = False
+) -> ExpertSpace:  # fmt: skip
+    """Room for batches of up to `tokens`; ExpertSpace says how much. fp8: many tokens are multiplied in e4m3, where the
+    experts are."""
     pairs = tokens * top_k
     return ExpertSpace(
         torch.empty(pairs, of.down.padded_columns, dtype=torch.bfloat16, device=device),
         torch.empty(pairs, of.hidden, dtype=torch.float32, device=device),
         groups(pairs, experts, device),
+        fp8_space(tokens, top_k, of, device) if fp8 else None,
     )
 
 
@@ -53,8 +60,19 @@ def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace, biases:
     by, total = space.groups, len(space.groups.counts)
     size = block_tokens(pairs, total)
     group(at.ids, total, size, by)
-    gate_up_grouped(x, at.up, by, size, of, space.h, up_bias)
-    down_grouped(space.h, at.down, by, size, of, space.partial, down_bias)
+    rounded = space.fp8 if space.fp8 is not None and size >= LEAST_BLOCK else Fp8Space(None, None)
+    if rounded.x is None:
+        gate_up_grouped(x, at.up, by, size, of, space.h, up_bias)
+    else:
+        rows = rounded.x.first(len(x))
+        round_rows(x, rows)
+        gate_up_fp8(rows, at.up, by, size, of, space.h, up_bias)
+    if rounded.h is None:
+        down_grouped(space.h, at.down, by, size, of, space.partial, down_bias)
+    else:
+        rows = rounded.h.first(pairs)
+        round_rows(space.h[:pairs, : of.width], rows)
+        down_fp8(rows, at.down, by, size, of, space.partial, down_bias)
 
 
 def _of_pairs(biases: Biases, ids: Tensor, of: ExpertShape) -> tuple[PairBias, PairBias]:

@@ -1,0 +1,142 @@
+"""Routed experts of many tokens in e4m3, their rows too (fp8_rows.py): as experts_grouped.py, which groups the pairs.
+Never: rounding, who is resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proa.native.formats import E4M3_FORMS, Form, Layout
+from proa.native.weights import Activation
+from proa.ops.residency import ExpertShape, PairBias
+from proa.ops.triton.experts_few import of_pairs
+from proa.ops.triton.experts_grouped import Groups, most_blocks
+from proa.ops.triton.fp8_rows import LEAST_CAPABILITY, Fp8Rows, fp8_rows, suits
+from proa.ops.triton.panels import ROWS, activated, bias_at
+from proa.ops.triton.panels_fp8 import fp8_constants, fp8_products, gate_and_up, in_order
+from proa.ops.triton.variant import Variant
+
+LEAST_BLOCK = 32  # tokens: an expert of fewer is bound by reading it, and its rows are not rounded for nothing
+
+
+@dataclass(frozen=True)
+class Fp8Space:
+    """Rounded rows of a call: of x, and of h. None where the weights they meet are not in e4m3."""
+
+    x: Fp8Rows | None
+    h: Fp8Rows | None
+
+
+def fp8_space(tokens: int, top_k: int, of: ExpertShape, device: torch.device) -> Fp8Space | None:
+    """None where neither matrix of an expert is in e4m3."""
+    x = fp8_rows(tokens, of.up, device) if suits(of.up) else None
+    h = fp8_rows(tokens * top_k, of.down, device) if suits(of.down) else None
+    return Fp8Space(x, h) if x is not None or h is not None else None
+
+
+@triton.jit
+def _block(
+    codes, scales, address, ids, bias, order, blocks, out, codes_row, scales_row, out_row,
+    WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr,
+    BY_GROUP: tl.constexpr, LINES: tl.constexpr, PANELS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """See experts_grouped._block."""
+    PAIRED: tl.constexpr = ACTIVATION is not None
+    block, part = tl.program_id(0), tl.program_id(1)
+    if block >= tl.load(blocks):
+        return
+    pair = tl.load(order + block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    first = tl.load(order + block * BLOCK)
+    expert = tl.load(address + first)
+    if expert == 0:
+        return
+    row = tl.maximum(pair, 0) // SHARE
+    sums = fp8_products(
+        expert, part * PANELS, codes + row * codes_row, scales + row * scales_row,
+        SCALE, PANEL_LINES, PANEL_WORDS, COUNT, BY_GROUP, LINES, PANELS, STAGES, PAIRED,
+    )  # fmt: skip
+    if bias is not None:
+        places, exist = bias_at(bias, ids, first, part * PANELS + tl.arange(0, PANELS), COUNT)
+        sums += in_order(tl.load(places, exist, 0.0), PANELS, PAIRED)[:, None]
+    if PAIRED:
+        gate, up = gate_and_up(sums, PANELS)
+        y = activated(gate, up, ACTIVATION, LIMIT)
+        at = part * PANELS * 8 + tl.arange(0, PANELS * 8)
+    else:
+        y = sums
+        at = part * PANELS * ROWS + tl.arange(0, PANELS * ROWS)
+    inside = (pair >= 0)[:, None] & (at < WIDTH)[None, :]
+    tl.store(out + pair[:, None] * out_row + at[None, :], tl.trans(y.to(out.dtype.element_ty)), inside)
+
+
+def gate_up_fp8(
+    x: Fp8Rows, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor,
+    bias: PairBias | None = None,
+) -> None:  # fmt: skip
+    """As experts_grouped.gate_up_grouped, of rows made for `of.up`."""
+    tile = _tile(block_tokens)
+    grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
+    _block[grid](
+        x.codes, x.scales, up_address, *of_pairs(bias), by.order, by.blocks, h, x.codes.stride(0), x.scales.stride(0),
+        h.stride(0), WIDTH=of.width, SHARE=up_address.shape[1], ACTIVATION=int(of.activation), LIMIT=of.limit,
+        BLOCK=block_tokens, **_constants(of.up, tile), num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def down_fp8(
+    h: Fp8Rows, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor,
+    bias: PairBias | None = None,
+) -> None:  # fmt: skip
+    """As experts_grouped.down_grouped, of rows made for `of.down`."""
+    tile = _tile(block_tokens)
+    grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
+    _block[grid](
+        h.codes, h.scales, down_address, *of_pairs(bias), by.order, by.blocks, partial, h.codes.stride(0),
+        h.scales.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1, ACTIVATION=None, LIMIT=0.0,
+        BLOCK=block_tokens, **_constants(of.down, tile), num_warps=tile.warps,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Panels of a program, stages, warps. Shared memory stays below sm_120's 99 KiB."""
+
+    panels: int
+    stages: int
+    warps: int
+
+
+def _tile(block_tokens: int) -> _Tile:
+    return _Tile(8, 3, 8 if block_tokens == 128 else 4)
+
+
+def _constants(of: Layout, tile: _Tile) -> dict[str, object]:
+    return fp8_constants(of) | {"PANELS": tile.panels, "STAGES": tile.stages}
+
+
+def variants() -> Iterator[Variant]:
+    types = {"codes": "*fp8e4nv", "scales": "*fp32", "address": "*i64", "order": "*i32", "blocks": "*i32"}
+    types |= dict.fromkeys(("codes_row", "scales_row", "out_row"), "i32")
+    aligned = ("codes", "scales", "address", "order", "blocks", "out", "codes_row", "out_row")
+    cases: list[tuple[Form, int, bool]] = [(form, size, False) for form in E4M3_FORMS for size in (32, 64, 128)]
+    for form, size, biased in [*cases, (E4M3_FORMS[0], 64, True)]:
+        of = ExpertShape(2048, 768, form, form, Activation.SILU)
+        for up in (True, False):
+            tile = _tile(size)
+            made = _constants(of.up if up else of.down, tile) | {
+                "WIDTH": of.width if up else of.hidden,
+                "SHARE": 8 if up else 1,
+                "ACTIVATION": int(of.activation) if up else None,
+                "LIMIT": 0.0,
+                "BLOCK": size,
+            }
+            made |= {} if biased else {"ids": None, "bias": None}
+            given = types | {"out": "*bf16" if up else "*fp32"} | ({"ids": "*i32", "bias": "*fp32"} if biased else {})
+            yield Variant(_block, given, made, warps=tile.warps, aligned=aligned, least=LEAST_CAPABILITY)

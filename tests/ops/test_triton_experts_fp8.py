@@ -1,0 +1,185 @@
+"""Experts in e4m3 whose rows are rounded too, step by step: gate and up against float64 of the rounded rows, down
+against float64 of what became of h, rounded as it is specified (test_triton_fp8_rows.py has that bit for bit).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.fp8_cases import NEEDS_FP8, NOT_FINITE, spec_round, sum_bound
+from ops.test_triton_experts import Layer, choose
+from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
+from proa.native.formats import BF16_FORM, E4M3_FORMS, Form, Format
+from proa.native.weights import Activation
+from proa.ops.residency import ExpertShape
+from proa.ops.triton import experts as launcher
+from proa.ops.triton.experts import ExpertSpace, expert_space, experts
+from proa.ops.triton.experts_fp8 import LEAST_BLOCK, fp8_space
+from proa.ops.triton.experts_grouped import BLOCK_TOKENS
+
+pytestmark = [NEEDS_FP8, NOT_FINITE]
+SIZES = [size for size in BLOCK_TOKENS if size >= LEAST_BLOCK]
+
+
+@pytest.fixture
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Blocks of so many tokens, whatever the launcher would take; few pairs too."""
+    monkeypatch.setattr(launcher, "block_tokens", lambda *_: request.param)
+    monkeypatch.setattr(launcher, "FEW_PAIRS", 0)
+    size: int = request.param
+    return size
+
+
+def dequantised(x: Tensor, group: int) -> Tensor:
+    """float64: x, rounded."""
+    codes, scales = spec_round(x.cpu(), group)
+    wide = codes.double().unflatten(1, (scales.shape[1], -1)) * scales.double()[..., None]
+    return wide.flatten(1)[:, : x.shape[1]].to(x.device)
+
+
+def run(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator) -> tuple[ExpertSpace, Tensor]:
+    """What the launcher leaves, and which pairs it could read."""
+    tokens, top_k = ids.shape
+    room = expert_space(tokens + 1, top_k, layer.count, layer.shape, layer.device, fp8=True)
+    h, partial = (poisoned(*t.shape, dtype=t.dtype).to(layer.device) for t in (room.h, room.partial))
+    space = ExpertSpace(h, partial, room.groups, room.fp8)
+    at = layer.routing(ids, rng).at
+    experts(x, at, layer.shape, space, layer.biases)
+    return space, at.up.flatten() != 0
+
+
+def check(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator) -> None:
+    space, read = run(layer, x, ids, rng)
+    again, _ = run(layer, x, ids, rng)
+    of, to, top_k = layer.shape, layer.device, ids.shape[1]
+    rows = dequantised(x, of.up_form.group).repeat_interleave(top_k, 0)
+    pairs = ids.flatten().to(to).clamp(min=0)
+    stored_h = space.h[: len(pairs), : of.width]
+    seen = torch.where(read[:, None], dequantised(stored_h.nan_to_num(), of.down_form.group), 0)
+    for pair in torch.where(read)[0].tolist():
+        e = int(pairs[pair])
+        gate, gate_bound = product(rows[pair], layer.gate[e].to(to), layer.gate_bias[e])
+        up, up_bound = product(rows[pair], layer.up[e].to(to), layer.up_bias[e])
+        want, bound = activation(of, gate, gate_bound, up, up_bound)
+        assert_within(stored_h[pair], want, bound)
+        want, bound = product(seen[pair], layer.down[e].to(to), layer.down_bias[e])
+        assert_within(space.partial[pair], want, bound + stored(want.abs(), torch.float32))
+    assert space.h[len(pairs) :].isnan().all()
+    assert stored_h[~read].isnan().all()
+    assert space.partial[: len(pairs)][~read].isnan().all()
+    assert torch.equal(space.partial[: len(pairs)][read], again.partial[: len(pairs)][read])
+
+
+def product(row: Tensor, weights: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Exactly, and how far off the kernel may be."""
+    sizes = weights.abs() @ row.abs() + bias.abs()
+    return weights @ row + bias, sum_bound(sizes, len(row), row.device)
+
+
+def activation(
+    of: ExpertShape, gate: Tensor, gate_bound: Tensor, up: Tensor, up_bound: Tensor
+) -> tuple[Tensor, Tensor]:
+    """silu's slope is at most 1.1; with 1.702 as its factor, too."""
+    clamped = of.activation is Activation.CLAMPED_SWIGLU
+    if clamped:
+        gate, up = gate.clamp(max=of.limit), up.clamp(-of.limit, of.limit) + 1
+    act = gate * (gate * (1.702 if clamped else 1)).sigmoid() * up
+    error = 1.15 * gate_bound * (up.abs() + up_bound) + gate.abs() * up_bound
+    error += (gate * up).abs() * (gate.abs() + 16) * EPS32 + up.abs() * EPS32
+    return act, error + stored(act.abs() + error)
+
+
+@pytest.mark.parametrize("size", SIZES, indirect=True)
+@pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
+@pytest.mark.parametrize(("hidden", "width"), [(128, 128), (72, 150)])
+def test_shapes(
+    form: Form, hidden: int, width: int, size: int, rng: torch.Generator, device: torch.device
+) -> None:  # fmt: skip
+    layer = Layer(3, ExpertShape(hidden, width, form, form), device)
+    check(layer, rand(rng, 4, hidden).to(device), choose(rng, 4, 3, 2), rng)
+
+
+@pytest.mark.parametrize("size", SIZES, indirect=True)
+def test_absent_experts_and_padding_rows(size: int, rng: torch.Generator, device: torch.device) -> None:
+    """What padding rows hold does not matter."""
+    layer = Layer(6, ExpertShape(40, 24, E4M3_FORMS[0], E4M3_FORMS[0]), device, absent=(0, 3))
+    ids, x = choose(rng, 9, 6, 3), rand(rng, 9, 40)
+    ids[2], ids[8] = -1, -1
+    ids[4] = torch.tensor([0, 3, 1])
+    check(layer, x.to(device), ids, rng)
+
+
+@pytest.mark.parametrize("size", [32, 128], indirect=True)
+@pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
+def test_biases(form: Form, size: int, rng: torch.Generator, device: torch.device) -> None:
+    shape = ExpertShape(72, 150, form, form, Activation.CLAMPED_SWIGLU, 0.5)
+    layer = Layer(3, shape, device, biased=True)
+    check(layer, rand(rng, 2, 72).to(device), choose(rng, 2, 3, 2), rng)
+
+
+@pytest.mark.parametrize(("tokens", "count", "rounds"), [(17, 7, False), (17, 4, True)])
+def test_the_launcher_takes_it_for_many_tokens(
+    tokens: int, count: int, rounds: bool, rng: torch.Generator, device: torch.device
+) -> None:
+    """Of some tokens of an expert nothing is rounded: the same bits as without room for it."""
+    layer = Layer(count, ExpertShape(40, 24, E4M3_FORMS[0], E4M3_FORMS[0]), device)
+    x, at = rand(rng, tokens, 40).to(device), layer.routing(choose(rng, tokens, count, 4), rng).at
+    spaces = [expert_space(tokens, 4, count, layer.shape, device, fp8=fp8) for fp8 in (False, True)]
+    for space in spaces:
+        experts(x, at, layer.shape, space)
+    assert torch.equal(spaces[0].partial, spaces[1].partial) is not rounds
+
+
+def test_only_matrices_in_e4m3(rng: torch.Generator, device: torch.device) -> None:
+    assert fp8_space(2, 2, ExpertShape(40, 24), device) is None
+    assert fp8_space(2, 2, ExpertShape(40, 24, Form(Format.MXFP8, 32), BF16_FORM), device) is None
+    for up, down in ((E4M3_FORMS[0], BF16_FORM), (BF16_FORM, E4M3_FORMS[0])):
+        layer = Layer(2, ExpertShape(40, 24, up, down), device)
+        x, at = rand(rng, 33, 40).to(device), layer.routing(choose(rng, 33, 2, 2), rng).at
+        spaces = [expert_space(33, 2, 2, layer.shape, device, fp8=fp8) for fp8 in (False, True)]
+        for space in spaces:
+            experts(x, at, layer.shape, space)
+        assert torch.equal(spaces[0].h[:, :24], spaces[1].h[:, :24]) is (up == BF16_FORM)
+        assert not torch.equal(spaces[0].partial, spaces[1].partial)
+
+
+def test_what_is_no_number_stays_in_its_row(rng: torch.Generator, device: torch.device) -> None:
+    layer = Layer(1, ExpertShape(40, 24, E4M3_FORMS[0], E4M3_FORMS[0]), device)
+    x = rand(rng, 70, 40)
+    x[1, 3] = torch.nan
+    space, _ = run(layer, x.to(device), torch.zeros(70, 1, dtype=torch.int64), rng)
+    assert space.partial[:70].isnan().any(1).nonzero().flatten().tolist() == [1]
+    assert space.partial[1].isnan().all()
+
+
+@functools.cache
+def model_layer(device: torch.device, form: Form) -> Layer:
+    return Layer(6, ExpertShape(2048, 768, form, form), device, absent=(3,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SIZES, indirect=True)
+@pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
+def test_shapes_of_models(form: Form, size: int, rng: torch.Generator, device: torch.device) -> None:
+    check(model_layer(device, form), rand(rng, 200, 2048).to(device), choose(rng, 200, 6, 2), rng)
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_it(rng: torch.Generator, device: torch.device) -> None:
+    layer = model_layer(device, E4M3_FORMS[0])
+    x, ids = rand(rng, 200, 2048).to(device), choose(rng, 200, 6, 4)
+    at = layer.routing(ids, rng).at
+    space = expert_space(200, 4, 6, layer.shape, device, fp8=True)
+    experts(x, at, layer.shape, space)  # compiles
+    eager = space.partial.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        experts(x, at, layer.shape, space)
+    space.partial.fill_(torch.nan)
+    graph.replay()
+    read = at.up.flatten() != 0
+    assert torch.equal(space.partial[read], eager[read])
