@@ -175,6 +175,7 @@ def case_of(options: HybridOptions) -> Case:
             kv_memory=most * pages * page_tokens * kv_bytes,
             kv_dtype=options.kv_dtype,
             page_tokens=page_tokens,
+            prefix_cache=not spec.recurrent,
         ),
         scheduler=SchedulerOptions(max_running=most, max_batch_tokens=options.max_batch_tokens),
         machine=options.engine.machine,

@@ -89,7 +89,7 @@ class GpuBuild:
         )
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
         caches = allocate_pool(
-            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.max_running,
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.state_slots,
             kv=self._kv,
         )  # fmt: skip
         executor = GraphExecutor(

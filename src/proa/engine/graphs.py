@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from proa.cache.pool import copy_states
 from proa.engine.clock import Stage, StepClock
 from proa.engine.device_inputs import DeviceInputs
 from proa.engine.device_logprobs import DeviceLogprobs
@@ -181,6 +182,12 @@ class GraphExecutor:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             launch()
         return graph
+
+    @torch.inference_mode()
+    def copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            copy_states(self._caches, slots)
+        self.clock.lap(Stage.PROGRAM)
 
     @torch.inference_mode()
     def score(self, rows: Sequence[int]) -> list[int]:

@@ -26,6 +26,7 @@ from proa.plan.packed_size import packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
 from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import asks_for_experts, saving_rows, split
+from proa.plan.state_copies import copies_rows, prefix_cache_row, with_copies
 from proa.plan.stored import kept_types, weights_row
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
@@ -77,7 +78,8 @@ def resolve(
         context_tokens=fitted.context_tokens,
         page_tokens=options.cache.page_tokens,
         num_pages=fitted.num_pages,
-        prefix_cache=options.cache.prefix_cache and not spec.recurrent,
+        prefix_cache=options.cache.prefix_cache and (placed.need.copies > 0 or not spec.recurrent),
+        state_copies=placed.need.copies,
         max_running=asked.max_running,
         max_batch_tokens=batch_tokens,
         max_queued=asked.max_queued,
@@ -94,7 +96,8 @@ def resolve(
             _compute(dtype, host, placed.gpu),
             *placed.decisions,
             kv.row,
-            _prefix_cache(options.cache.prefix_cache, spec),
+            prefix_cache_row(case, placed.need),
+            *copies_rows(case, placed.need),
             Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue"),
             batch_row,
             ram_row,
@@ -122,6 +125,7 @@ class _Placed:
 
     gpu: GpuPlan | None
     memory: MemoryBudget
+    need: Demand  # on the memory that has KV and states
     fitted: Fitted
     roof: Roof
     decisions: tuple[Decision, ...]
@@ -160,10 +164,11 @@ def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: floa
     got = split(case, gpu, batch_tokens)
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
     roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
-    return _Placed(got.gpu, got.memory, got.fitted, roof, (row, *got.decisions))
+    return _Placed(got.gpu, got.memory, got.need, got.fitted, roof, (row, *got.decisions))
 
 
 def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) -> _Placed:
+    case = with_copies(case)
     fitted, need = fit(case), case.need
     memory = MemoryBudget(
         free_bytes=case.machine.available_bytes,
@@ -173,13 +178,13 @@ def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) ->
         workspace_bytes=need.workspace_bytes(fitted.context_tokens),
         loading_bytes=LOADING_BYTES,
         process_bytes=PROCESS_BYTES,
-        states_bytes=need.states_bytes,
+        states_bytes=need.slots_bytes,
     )
     roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], case.kv_elem_bytes, bandwidth)
     row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
     uncounted = saving_rows(case.options.gpus, False, "choices are counted where there is a GPU")
     unused = unused_rows(case.options.gpus)
-    return _Placed(None, memory, fitted, roof, (row, *unused, *fitted.decisions, *uncounted))
+    return _Placed(None, memory, need, fitted, roof, (row, *unused, *fitted.decisions, *uncounted))
 
 
 def _workers(
@@ -254,16 +259,6 @@ def _batch_tokens(options: EngineOptions) -> tuple[int, Decision]:
     if got > asked:
         why = f"raised so that all {running} running requests can decode in one step"
     return got, Decision("tokens per step", str(asked), str(got), why)
-
-
-def _prefix_cache(on: bool, spec: Model) -> Decision:
-    word = "on" if on else "off"
-    if on and spec.recurrent:
-        why = (
-            "recurrent layers remember only where a sequence is now: a prompt's beginning cannot be taken from another"
-        )
-        return Decision("prefix cache", word, "off", why)
-    return Decision("prefix cache", word, word, "prompts that start alike are computed once" if on else "as asked")
 
 
 def _ram(asked: MachineOptions, machine: Machine) -> tuple[int, Decision]:
