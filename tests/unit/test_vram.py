@@ -216,8 +216,7 @@ def test_vram_and_ram_together_hold_what_neither_does() -> None:
     """Qwen3-Next-80B: 148 GiB of weights; states of four sequences, copies and KV in VRAM."""
     got = plan(NEXT, machine(112, gpu(80)))
     on = check(got, NEXT)
-    assert NEXT.state_bytes_per_sequence(2) == 77266944
-    assert on.vram.states_bytes == got.state_slots * 77266944
+    assert on.vram.states_bytes == got.state_slots * NEXT.state_bytes_per_sequence(2) == got.state_slots * 77266944
     assert got.memory.states_bytes == 0
     assert not on.inclusive
 

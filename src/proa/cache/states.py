@@ -37,10 +37,6 @@ class StateCopies:
         """Those that have a copy."""
         return self._held.keys()
 
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
     def take(self) -> int | None:
         """A slot to copy into: a free one, else that of the copy that goes first; None if all are taken already."""
         if not self._free and self._held:

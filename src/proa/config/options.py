@@ -84,7 +84,7 @@ class CacheOptions:
         common=True,
     )
     page_tokens: int = option(16, help="tokens per KV page", low=1, high=256)
-    prefix_cache: bool = option(True, help="reuse the KV of prompts that start alike")
+    prefix_cache: bool = option(True, help="reuse what was computed of prompts that start alike")
 
 
 @dataclass(frozen=True)

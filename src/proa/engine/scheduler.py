@@ -99,6 +99,7 @@ class Scheduler:
             pages_total=self._allocator.num_pages,
             pages_free=self._allocator.num_free,
             pages_cached=self._cache.num_evictable if self._cache else 0,
+            state_copies=len(self._cache.copies.nodes) if self._cache and self._cache.copies else 0,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             cached_prompt_tokens=self._cached_prompt_tokens,

@@ -26,7 +26,7 @@ from proa.plan.packed_size import packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
 from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import asks_for_experts, saving_rows, split
-from proa.plan.state_copies import copies_rows, prefix_cache_row, with_copies
+from proa.plan.state_copies import has_prefix_cache, prefix_rows, with_copies
 from proa.plan.stored import kept_types, weights_row
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
@@ -63,7 +63,6 @@ def resolve(
     )  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
-    fitted = placed.fitted
     return Plan(
         model=model,
         path=str(checkpoint.path),
@@ -75,10 +74,10 @@ def resolve(
         dummy_format=options.model.dummy_format,
         ignore_config_keys=options.model.ignore_config_key,
         override_config=config_overrides(options.model.override_config),
-        context_tokens=fitted.context_tokens,
+        context_tokens=placed.fitted.context_tokens,
         page_tokens=options.cache.page_tokens,
-        num_pages=fitted.num_pages,
-        prefix_cache=options.cache.prefix_cache and (placed.need.copies > 0 or not spec.recurrent),
+        num_pages=placed.fitted.num_pages,
+        prefix_cache=has_prefix_cache(case, placed.need),
         state_copies=placed.need.copies,
         max_running=asked.max_running,
         max_batch_tokens=batch_tokens,
@@ -96,8 +95,7 @@ def resolve(
             _compute(dtype, host, placed.gpu),
             *placed.decisions,
             kv.row,
-            prefix_cache_row(case, placed.need),
-            *copies_rows(case, placed.need),
+            *prefix_rows(case, placed.need),
             Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue"),
             batch_row,
             ram_row,

@@ -111,12 +111,9 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     layers = moe_layers(case.spec, case.stored)
     wish = _wish(asked, layers, len(case.spec.blocks))
     budget_bytes, vram_row = _usable(asked, gpu)
-    page_tokens, kept = case.options.cache.page_tokens, _kept(case, gpu)
-    need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
-    vram = replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
     room = _room(case, layers, batch_tokens, gpu, budget_bytes)
     least_bytes = _least_bytes(layers, wish, room)
-    vram = with_copies(vram, least_bytes)
+    vram = with_copies(_in_vram(case, gpu, batch_tokens, budget_bytes), least_bytes)
     need = vram.need
     fitted = _reach(vram, gpu, _share(vram, layers, wish, least_bytes))
     left_bytes = budget_bytes - need.total_bytes(fitted.context_tokens, fitted.num_pages)
@@ -163,6 +160,13 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     rows = (*fitted.decisions, vram_row, _linear_row(case, gpu), _experts_row(wish, plan), *placed.decisions, *off)
     rows += saving_rows(asked, plan.save_counts is not None, "the model has no routed experts")
     return Split(plan, memory, need, fitted, rows)
+
+
+def _in_vram(case: Case, gpu: Gpu, batch_tokens: int, budget_bytes: int) -> Case:
+    """The same of the VRAM."""
+    page_tokens, running, kept = case.options.cache.page_tokens, case.options.scheduler.max_running, _kept(case, gpu)
+    need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
+    return replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
 
 
 def _place(

@@ -41,8 +41,16 @@ def with_copies(case: Case, kept_bytes: int = 0) -> Case:
     return replace(case, need=replace(need, copies=asked // each_bytes))
 
 
-def copies_rows(case: Case, need: Demand) -> tuple[Decision, ...]:
-    """What became of --state-memory."""
+def has_prefix_cache(case: Case, need: Demand) -> bool:
+    return case.options.cache.prefix_cache and (need.copies > 0 or not need.copy_bytes)
+
+
+def prefix_rows(case: Case, need: Demand) -> tuple[Decision, ...]:
+    """What became of --prefix-cache and --state-memory."""
+    return (_prefix_cache_row(case, need), *_copies_rows(case, need))
+
+
+def _copies_rows(case: Case, need: Demand) -> tuple[Decision, ...]:
     asked, each_bytes = case.options.cache.state_memory, need.copy_bytes
     word = "auto" if asked is None else format_bytes(asked)
     if not each_bytes or not case.options.cache.prefix_cache:
@@ -55,7 +63,7 @@ def copies_rows(case: Case, need: Demand) -> tuple[Decision, ...]:
     return (Decision("copies of states", word, got, "where prompts that start alike go on"),)
 
 
-def prefix_cache_row(case: Case, need: Demand) -> Decision:
+def _prefix_cache_row(case: Case, need: Demand) -> Decision:
     asked = case.options.cache.prefix_cache
     word = "on" if asked else "off"
     if not asked:
