@@ -38,6 +38,7 @@ class FollowingExecutor(EagerExecutor):
         self.late: Callable[[Row], bool] = lambda row: False
         self.broken_at = -1
         self.follows = 0
+        self.rows: list[int] = []  # of the steps that followed
         self._sampled: list[list[Choice]] = []  # of steps whose choices were not read
 
     def can_follow(self) -> bool:
@@ -56,6 +57,7 @@ class FollowingExecutor(EagerExecutor):
     def follow(self, sequences: Sequence[Span]) -> None:
         (drawn,) = self._sampled
         self.follows += 1
+        self.rows.append(len(sequences))
         fed = [(c.token + 1) % self.spec.vocab if c.late else max(c.token, 0) for c in drawn]
         self.forward([msgspec.structs.replace(s, tokens=(t,)) for s, t in zip(sequences, fed, strict=True)])
 
@@ -156,6 +158,19 @@ def test_tokens_that_only_the_cpu_knows(seed: int, decoder: Decoder) -> None:
     for _ in range(2):
         assert answers(hurries, asked) == answers(waits, asked)
     assert hurries.follows > 5
+
+
+def test_ends_do_not_stop_it(decoder: Decoder) -> None:
+    """Rows move up behind those that end."""
+    counts, found = (16, 24, 12, 24, 20), []
+    for ahead in (False, True):
+        case = Case(decoder, ahead=ahead, max_running=5)
+        asked = [request(f"r{i}", [5 + i, 9, 7], count) for i, count in enumerate(counts)]
+        found.append(answers(case, asked))
+        if isinstance(case.executor, FollowingExecutor):
+            assert case.executor.rows == [5] * 11 + [4] * 4 + [3] * 4 + [2] * 3
+    assert found[0] == found[1]
+    assert [len(found[0][f"r{i}"][0]) for i in range(5)] == list(counts)
 
 
 def test_who_is_aborted_meanwhile_leaves_nothing(decoder: Decoder) -> None:

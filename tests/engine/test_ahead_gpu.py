@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.test_split_engine import DRAWS
 from engines import RULES, finish_all, prefixes, request, tokens_of
@@ -17,7 +19,8 @@ from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
 from proa.engine.spans import StepLimits
 from proa.native.pool import Pool
-from proa.types import EngineRequest
+from proa.ops.table import KvPages
+from proa.types import EngineRequest, TokenEvent
 from tiny import make_tiny
 
 pytestmark = pytest.mark.gpu
@@ -72,6 +75,51 @@ def test_the_same_answers(share: float, count: int, pool: Pool, folder: Path) ->
         found.append({name: (tokens_of(of), [s for e in of for s in e.logprobs or []]) for name, of in events.items()})
         assert len(follows) == (22 if ahead else 0)
     assert found[0] == found[1]
+
+
+def test_ends_do_not_stop_it(pool: Pool, folder: Path) -> None:
+    """Rows move up behind those that end, in the graph of eight that all steps have in both engines."""
+    found = []
+    for ahead in (False, True):
+        engine, follows = engine_of(folder, pool, Split(0.5), ahead=ahead)
+        for i, count in enumerate((16, 24, 12, 24, 20, 24, 24, 24)):
+            engine.submit(request(f"r{i}", [5 + i, 9, 7], count))
+        found.append({name: tokens_of(events) for name, events in finish_all(engine).items()})
+        assert [len(found[-1][f"r{i}"]) for i in range(8)] == [16, 24, 12, 24, 20, 24, 24, 24]
+        assert follows == ([8] * 11 + [7] * 4 + [6] * 4 + [5] * 3 if ahead else [])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("at", [3, 9])
+def test_who_breaks_ends_alone(at: int, pool: Pool, folder: Path) -> None:
+    """While another step is in flight, and rows move up behind it: keys of one request are NaN from a step on."""
+    whole = {}
+    for poisoned in (False, True):
+        engine, follows = engine_of(folder, pool, Split(0.5), ahead=True)
+        for i in range(8):
+            engine.submit(request(f"r{i}", [5 + i, 9, 7], 20 if i != 6 else at + 3))
+        found: dict[str, list[TokenEvent]] = {f"r{i}": [] for i in range(8)}
+        for step in itertools.count():
+            if step == at and poisoned:
+                poison(engine, "r2")
+            for event in engine.step():
+                found[event.id].append(event)
+            if not engine.has_work:
+                break
+        ends = {name: events[-1].finish for name, events in found.items()}
+        assert ends == {name: "error" if poisoned and name == "r2" else "length" for name in found}
+        assert len(follows) > 15
+        whole[poisoned] = {name: tokens_of(events) for name, events in found.items() if name != "r2"}
+    assert whole[True] == whole[False]
+
+
+def poison(engine: Engine, name: str) -> None:
+    torch.cuda.synchronize()
+    pages = engine.scheduler._requests[name].pages
+    for cache in engine.runner.executor._caches:  # type: ignore[attr-defined]
+        if isinstance(cache, KvPages):
+            cache.keys[pages] = torch.nan
+    torch.cuda.synchronize()
 
 
 def test_turns_that_follow_from_what_was_computed_ahead(pool: Pool, folder: Path) -> None:

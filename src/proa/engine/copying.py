@@ -66,6 +66,8 @@ class Copying:
         request, end = item.request, item.start + item.num_tokens
         if end % self._page_tokens or end - request.copied_tokens < self._rules.every_tokens:
             return item
+        if end >= request.max_length:  # a step ahead of its last one
+            return item
         slot = self._copies.take()
         if slot is None:
             return item

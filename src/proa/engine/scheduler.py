@@ -169,15 +169,16 @@ class Scheduler:
         return StepPlan(tuple(map(self._copying.planned, items) if self._copying else items))
 
     def plan_ahead(self) -> StepPlan | None:
-        """The step after the one in flight, if that decodes and all its requests will, as far as can be known, do so
-        once more: the same items, each one token later, which is not known yet. To be committed after that step.
+        """The step after the one in flight, if that decodes and, as far as can be known, nothing but one more token of
+        its requests is to be computed next: its items that count, in their order, each one token later, which is not
+        known yet. To be committed after that step.
 
-        None where anything else is to be done first: somebody ends for certain, may be admitted, needs a page that is
-        not there. Items of requests that end although they might have gone on are dropped at commit().
+        None where anything else is to be done first: somebody may be admitted, or needs a page that is not there. Items
+        of requests that end in the step in flight, foreseen or not, are dropped at commit().
         """
         if len(self._in_flight) != 1:
             raise RuntimeError(f"a step can be planned ahead of one in flight, not of {len(self._in_flight)}")
-        items = self._in_flight[0].items
+        items = [item for item in self._in_flight[0].items if self.counts(item)]
         needs = [self.limits.pages_for(item.start + 2) - len(item.request.pages) for item in items]
         if not self._goes_on(items) or sum(need for need in needs if need > 0) > self._num_available:
             return None
@@ -270,19 +271,15 @@ class Scheduler:
 
     def _goes_on(self, items: Sequence[StepItem]) -> bool:
         """Whether nothing but one more token of each of these is to be computed next."""
-        if self.limits.lookahead_tokens or self._void or len(items) != len(self._running):
+        num_running = sum(request.state is State.RUNNING for request in self._running)
+        if self.limits.lookahead_tokens or self._void or len(items) != num_running:
             return False
+        num_going_on = sum(len(item.request.tokens) + 1 < item.request.max_length for item in items)
         first = next(iter(self._waiting), None)  # nobody overtakes it
-        full = len(self._running) >= self.limits.num_slots
+        full = num_going_on >= self.limits.num_slots
         if first is not None and not (full and first.priority >= self._running.last.priority):
             return False
-        return all(
-            item.samples
-            and item.num_tokens == 1
-            and item.request.state is State.RUNNING
-            and len(item.request.tokens) + 1 < item.request.max_length
-            for item in items
-        )
+        return num_going_on > 0 and all(item.samples and item.num_tokens == 1 for item in items)
 
     def _plan_decodes(self, draft: _Draft) -> None:
         for request in self._running:
