@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from proa.cache.pages import IntegrityError, PageAllocator
+from proa.cache.pool import allocate_pool, copy_states
 from proa.cache.radix import PrefixCache, PrefixNode
 from proa.cache.states import StateCopies
+from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Rope
+from proa.ops.table import RecurrentState
 
 
 def filled(count: int = 3) -> StateCopies:
@@ -150,6 +154,20 @@ def test_a_page_takes_its_copy_along() -> None:
     assert (len(copies.nodes), cache.match("abcde").node.depth) == (1, 2)
     fill(cache, allocator, "abcde")
     assert cache.match("abcde").node.depth == 2, "a page that came back has no copy"
+
+
+def test_slots_are_copied_in_all_layers_one_after_the_other() -> None:
+    mixers = (GatedDeltaNet(8, 1, 2, 4, 4, 3), Attention(8, 2, 1, 4, Rope(4)), GatedDeltaNet(8, 1, 2, 4, 8, 3))
+    spec = Model(8, 16, tuple(Block(mixer, Mlp(8, 8)) for mixer in mixers), 1e-6, 64)
+    caches = allocate_pool(spec, 2, 4, torch.float32, sequences=4)
+    tensors = [t for c in caches if isinstance(c, RecurrentState) for t in (c.rule, c.tail)]
+    for tensor in tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    before = [tensor.clone() for tensor in tensors]
+    copy_states(caches, [(0, 2), (2, 3)])
+    assert len(tensors) == 4
+    for old, new in zip(before, tensors, strict=True):
+        assert torch.equal(new, old[[0, 1, 0, 0]])
 
 
 class Trees(RuleBasedStateMachine):

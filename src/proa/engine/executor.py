@@ -82,11 +82,11 @@ class Follower(Executor, Protocol):
     """
 
     def can_follow(self) -> bool:
-        """Whether `follow` is possible now, the last step having been sampled, all its rows in order."""
+        """Whether `follow` is possible now, the last step having been sampled."""
 
     def follow(self, sequences: Sequence[Span]) -> None:
-        """Compute one more token of each sequence of the last step: the one that is being chosen, which they do not
-        name."""
+        """Compute one more token of each sequence of the last step that `sample` was asked for, in that order: the one
+        that is being chosen, which they do not name."""
 
 
 class ChoosesOnTheCpu(ABC):
