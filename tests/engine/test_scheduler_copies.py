@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from proa.engine.copying import CopyRules
+from proa.engine.request import NO_SLOT
 from scheduler_sim import FakeEngine, ask, make_limits
 
 PROMPT = list(range(1, 31))  # 7 pages of 4, and 2 tokens
@@ -213,3 +214,19 @@ def test_fail_all_gives_slots_back() -> None:
     assert any(item.copy_to >= 0 for plan in fake.plans for item in plan.items)
     fake.fail()
     fake.check_idle()
+
+
+def test_a_step_ahead_of_a_requests_last_one_takes_no_slot() -> None:
+    fake = engine(max_batch_tokens=64)
+    fake.submit(ask("a", PROMPT[:5], 3))
+    fake.submit(ask("b", PROMPT[:6], 30))
+    fake.step()
+    fake.step()
+    assert fake.begin()
+    plan = fake.begin_ahead()
+    assert plan is not None
+    (item,) = [item for item in plan.items if item.request.id == "a"]
+    assert (item.start + item.num_tokens, item.copy_to) == (8, NO_SLOT), "its eighth token is never computed"
+    while fake.plans:
+        fake.finish(fake.plans[0])
+    fake.drain()
