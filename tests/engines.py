@@ -13,12 +13,15 @@ from torch import Tensor
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.cache.radix import PrefixCache
+from proa.cache.states import StateCopies
+from proa.engine.copying import CopyRules
 from proa.engine.engine import Engine
 from proa.engine.executor import EagerExecutor, Executor, RecordedExecutor
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner, StepOutput
-from proa.engine.scheduler import Scheduler, StepPlan
+from proa.engine.scheduler import Scheduler
 from proa.engine.spans import StepLimits
+from proa.engine.step_plan import StepPlan
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.pool import Pool
@@ -30,6 +33,7 @@ from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
 
 HEAD_ROWS = 64
+COPIES, RULES = 12, CopyRules(every_tokens=1, cut_tokens=1, asking_tokens=1)  # of states, wherever a page ends
 
 
 class RecordingRunner(Runner):
@@ -72,7 +76,9 @@ def load_decoder(
     load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None)
 
     def make(limits: StepLimits, num_pages: int) -> Executor:
-        caches = allocate_pool(declared.spec, num_pages, limits.page_tokens, dtype, sequences=limits.sequences, kv=kv)
+        caches = allocate_pool(
+            declared.spec, num_pages, limits.page_tokens, dtype, sequences=limits.sequences + COPIES, kv=kv
+        )
         return EagerExecutor(model, caches, limits.page_tokens)
 
     return Loaded(declared.spec, make, model)
@@ -89,7 +95,7 @@ def load_native(folder: Path, pool: Pool, kv: KvStorage | None = None, **overrid
         model = Decoder(declared.spec, CpuOps(recorder).table())
         load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None, pool)
         caches = allocate_pool(
-            declared.spec, num_pages, limits.page_tokens, torch.bfloat16, sequences=limits.sequences, kv=kv
+            declared.spec, num_pages, limits.page_tokens, torch.bfloat16, sequences=limits.sequences + COPIES, kv=kv
         )
         return RecordedExecutor(model, recorder, caches, limits)
 
@@ -119,8 +125,14 @@ def make_engine(
         page_tokens=page_tokens, head_rows=HEAD_ROWS,
     )  # fmt: skip
     runner = RecordingRunner(model.make(steps, num_pages), page_tokens)
-    tree = PrefixCache(page_tokens, allocator) if prefix_cache and not model.spec.recurrent else None
-    return Engine(runner, Scheduler(limits, allocator, tree), model.spec.vocab), runner
+    scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator) if prefix_cache else None, RULES)
+    return Engine(runner, scheduler, model.spec.vocab), runner
+
+
+def prefixes(spec: Model, limits: Limits, allocator: PageAllocator, copies: int = COPIES) -> PrefixCache:
+    return PrefixCache(
+        limits.page_tokens, allocator, StateCopies(limits.max_running, copies) if spec.recurrent else None
+    )
 
 
 def request(request_id: str, tokens: list[int], max_tokens: int, **wishes: object) -> EngineRequest:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engines import Loaded
+from engines import COPIES, Loaded
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.executor import EagerExecutor, Executor
 from proa.engine.gpu_plan import top_k
@@ -116,7 +116,7 @@ def load_split(
         if keep is not None:
             keep.append(Kept(hybrid, registered, model))
         caches = allocate_pool(
-            spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences, kv=kv
+            spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences + COPIES, kv=kv
         )
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid)

@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 
 from proa.cache.pages import PageAllocator
 from proa.cache.radix import PrefixCache
+from proa.cache.states import StateCopies
+from proa.engine.copying import CopyRules
 from proa.engine.policy import Limits
-from proa.engine.scheduler import Scheduler, StepItem, StepPlan
+from proa.engine.request import NO_SLOT
+from proa.engine.scheduler import Scheduler
+from proa.engine.step_plan import StepItem, StepPlan
 from proa.types import EngineRequest, FinishReason, Sampling, TokenEvent
 
 VOCAB = 12
@@ -62,11 +66,16 @@ def predict(request: EngineRequest, context_tokens: int) -> Answer:
 class FakeEngine:
     """Runs steps, collects answers, and checks everything that must hold in between."""
 
-    def __init__(self, limits: Limits, num_pages: int, with_cache: bool = True) -> None:
+    def __init__(
+        self, limits: Limits, num_pages: int, with_cache: bool = True, copies: int = 0, rules: CopyRules | None = None
+    ) -> None:
+        """copies: of recurrent states; 0: with a cache, the model has none."""
         self.limits = limits
         self.allocator = PageAllocator(num_pages)
-        self.cache = PrefixCache(limits.page_tokens, self.allocator) if with_cache else None
-        self.scheduler = Scheduler(limits, self.allocator, self.cache)
+        self.copies = StateCopies(limits.num_slots, copies) if copies else None
+        self.cache = PrefixCache(limits.page_tokens, self.allocator, self.copies) if with_cache else None
+        self.scheduler = Scheduler(limits, self.allocator, self.cache, rules)
+        self.recurrent = not limits.lookahead_tokens and (self.cache is None or self.copies is not None)
         self.pool: dict[tuple[int, int], tuple[int, int]] = {}  # (page, slot) -> (token, digest)
         self.states: dict[int, int] = {}  # state slot -> digest, as recurrent layers would keep it
         self.asked: dict[str, EngineRequest] = {}
@@ -74,7 +83,7 @@ class FakeEngine:
         self.cached_tokens: dict[str, int] = {}
         self.aborted: set[str] = set()
         self.plans: list[StepPlan] = []  # in flight, the older first
-        self.tables: list[dict[str, list[int]]] = []  # their requests' pages when they were launched
+        self.tables: list[dict[str, tuple[list[int], int]]] = []  # of their launch: pages and state slots
         self.finished: list[str] = []
 
     def submit(self, request: EngineRequest) -> None:
@@ -96,7 +105,7 @@ class FakeEngine:
         return plan
 
     def begin_ahead(self) -> StepPlan | None:
-        """Plan the step after the one in flight; it must be the same sequences, each one token later."""
+        """Plan the step after the one in flight; it must be the sequences that count, each one token later."""
         before = [list(item.request.pages) for item in self.plans[0].items]
         plan = self.scheduler.plan_ahead()
         if plan is None:
@@ -115,11 +124,15 @@ class FakeEngine:
         table = self.tables.pop(0)
         items = [item for item in plan.items if self.scheduler.counts(item)]
         sampled = {}
+        self.states |= {table[i.request.id][1]: self.states[i.copy_from] for i in plan.items if i.copy_from != NO_SLOT}
         for item in plan.items:
-            if self.scheduler.counts(item) and (tokens := self._compute(item, drafts, table[item.request.id])):
+            if self.scheduler.counts(item) and (tokens := self._compute(item, drafts, *table[item.request.id])):
                 sampled[item.request.id] = tokens
             elif not self.scheduler.counts(item):
-                self._spoil(item, table[item.request.id])
+                self._spoil(item, *table[item.request.id])
+        for item in plan.items:
+            if item.copy_to != NO_SLOT:
+                self.states[item.copy_to] = self.states[table[item.request.id][1]]
         events = self.scheduler.commit(plan, sampled, [name for name in sampled if replaced(name)])
         assert [e.id for e in events] == [item.request.id for item in items if item.samples]
         for event in events:
@@ -187,19 +200,23 @@ class FakeEngine:
             written.update(slots)
 
     def _check_ahead(self, plan: StepPlan) -> None:
-        before = self.plans[0]
-        assert [(i.request, i.start + 1, 1, True) for i in before.items] == [
+        before = [item for item in self.plans[0].items if self.scheduler.counts(item)]
+        assert [(i.request, i.start + 1, 1, True) for i in before] == [
             (i.request, i.start, i.num_tokens, i.samples) for i in plan.items
-        ], "a device feeds tokens row by row"
+        ], "a device feeds the tokens that it was asked for, one after the other"
+        assert all(item.start < item.request.max_length for item in plan.items), "beyond the context"
+        assert any(item.start + 1 < item.request.max_length for item in plan.items), "for nothing"
         tree = set(self.cache.pages()) if self.cache else set()
         slots = [self._slot(item.request.pages, item.start) for item in plan.items]
-        slots += [self._slot(item.request.pages, item.start) for item in before.items]
+        slots += [self._slot(item.request.pages, item.start) for item in before]
         assert len(set(slots)) == len(slots)
         assert not tree & {page for page, _ in slots}, "a shared page is written"
 
     def _launch(self, plan: StepPlan) -> None:
         self.plans.append(plan)
-        self.tables.append({item.request.id: list(item.request.pages) for item in plan.items})
+        self.tables.append({i.request.id: (list(i.request.pages), i.request.state_slot) for i in plan.items})
+        into = [item.copy_to for item in plan.items if item.copy_to != NO_SLOT]
+        assert len(set(into)) == len(into), "two states are copied into one slot"
 
     def fail(self) -> None:
         self.aborted.update(self.scheduler.fail_all())
@@ -209,13 +226,13 @@ class FakeEngine:
         size = self.limits.page_tokens
         return pages[position // size], position % size
 
-    def _spoil(self, item: StepItem, pages: list[int]) -> None:
+    def _spoil(self, item: StepItem, pages: list[int], state_slot: int) -> None:
         """The device does not know that nobody wants the item: it writes what is not the token's."""
         for position in range(item.start, item.start + item.num_tokens):
             self.pool[self._slot(pages, position)] = (-1, -1)
-        self.states[item.request.state_slot] = -1
+        self.states[state_slot] = -1
 
-    def _compute(self, item: StepItem, drafts: int, pages: list[int]) -> list[int]:
+    def _compute(self, item: StepItem, drafts: int, pages: list[int], state_slot: int) -> list[int]:
         """Write the item's KV, read the whole prefix back, return the sampled tokens (the last one not computed)."""
         tokens, state, sampled = item.request.tokens, _SEED, []
         for position in range(item.start + item.num_tokens):
@@ -223,7 +240,8 @@ class FakeEngine:
             if position >= item.start:
                 self.pool[self._slot(pages, position)] = (tokens[position], state)
             assert self.pool[self._slot(pages, position)] == (tokens[position], state), "stale or foreign page"
-        self._advance_state(item, state)
+        if self.recurrent:
+            self._advance_state(item, state_slot, state)
         if item.samples:
             sampled.append(next_token(state))
             for position in range(len(tokens), len(tokens) + drafts):
@@ -232,15 +250,13 @@ class FakeEngine:
                 sampled.append(next_token(state))
         return sampled
 
-    def _advance_state(self, item: StepItem, want: int) -> None:
+    def _advance_state(self, item: StepItem, state_slot: int, want: int) -> None:
         """Recurrent layers go on from what they left in the request's slot; a past from elsewhere they do not have."""
-        if self.cache is not None or self.limits.lookahead_tokens:
-            return
-        state = self.states[item.request.state_slot] if item.start else _SEED
+        state = self.states[state_slot] if item.start else _SEED
         for token in item.request.tokens[item.start : item.start + item.num_tokens]:
             state = digest(state, token)
         assert state == want, "a foreign state"
-        self.states[item.request.state_slot] = state
+        self.states[state_slot] = state
 
     def _take(self, event: TokenEvent) -> None:
         answer = self.got[event.id]

@@ -10,10 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from engines import finish_all, load_decoder, request, tokens_of
+from engines import COPIES, RULES, finish_all, load_decoder, prefixes, request, tokens_of
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
-from proa.cache.radix import PrefixCache
 from proa.engine.clock import Stage
 from proa.engine.engine import Engine
 from proa.engine.executor import EagerExecutor
@@ -22,7 +21,6 @@ from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
 from proa.engine.spans import Span
 from proa.layers.decoder import Decoder
-from proa.models.spec import Attention
 from proa.sampling.choose import Choice
 from proa.sampling.rows import Row
 from proa.types import EngineRequest, TokenEvent
@@ -40,6 +38,7 @@ class FollowingExecutor(EagerExecutor):
         self.late: Callable[[Row], bool] = lambda row: False
         self.broken_at = -1
         self.follows = 0
+        self.rows: list[int] = []  # of the steps that followed
         self._sampled: list[list[Choice]] = []  # of steps whose choices were not read
 
     def can_follow(self) -> bool:
@@ -58,6 +57,7 @@ class FollowingExecutor(EagerExecutor):
     def follow(self, sequences: Sequence[Span]) -> None:
         (drawn,) = self._sampled
         self.follows += 1
+        self.rows.append(len(sequences))
         fed = [(c.token + 1) % self.spec.vocab if c.late else max(c.token, 0) for c in drawn]
         self.forward([msgspec.structs.replace(s, tokens=(t,)) for s, t in zip(sequences, fed, strict=True)])
 
@@ -67,14 +67,13 @@ class FollowingExecutor(EagerExecutor):
 
 class Case:
     def __init__(self, decoder: Decoder, *, ahead: bool, num_pages: int = 48, max_running: int = 4) -> None:
-        caches = allocate_pool(decoder.spec, num_pages, PAGE_TOKENS, torch.float32, sequences=max_running)
+        sequences = max_running + COPIES
+        caches = allocate_pool(decoder.spec, num_pages, PAGE_TOKENS, torch.float32, sequences=sequences)
         self.executor = (FollowingExecutor if ahead else EagerExecutor)(decoder, caches, PAGE_TOKENS)
         follower = self.executor if isinstance(self.executor, FollowingExecutor) else None
         limits = Limits(CONTEXT, PAGE_TOKENS, max_running, 32, 1000, 1_000_000)
         self.pages = PageAllocator(num_pages)
-        self.shares = all(isinstance(block.mixer, Attention) for block in decoder.spec.blocks)  # others have states
-        tree = PrefixCache(PAGE_TOKENS, self.pages) if self.shares else None
-        scheduler = Scheduler(limits, self.pages, tree)
+        scheduler = Scheduler(limits, self.pages, prefixes(decoder.spec, limits, self.pages), RULES)
         runner = Runner(self.executor, PAGE_TOKENS, follower)
         self.engine = Engine(runner, scheduler, decoder.spec.vocab)
 
@@ -111,9 +110,18 @@ def requests(seed: int, vocab: int, count: int = 12) -> list[EngineRequest]:
     ]  # fmt: skip
 
 
+class Near(float):
+    """A log-probability: steps that are cut elsewhere round elsewhere, by some 1e-6."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 1e-4
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def outcome(events: list[TokenEvent]) -> tuple[Any, ...]:
     scores = [s for event in events for s in event.logprobs or []]
-    told = [(s.token, round(s.logprob, 4), [t for t, _ in s.top]) for s in scores]
+    told = [(s.token, Near(s.logprob), [t for t, _ in s.top]) for s in scores]
     return tokens_of(events), events[-1].finish, events[-1].stop_token, told
 
 
@@ -124,7 +132,7 @@ def answers(case: Case, asked: Sequence[EngineRequest]) -> dict[str, tuple[Any, 
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("num_pages", [48, 15])
+@pytest.mark.parametrize("num_pages", [48, 14])
 def test_the_same_answers(seed: int, num_pages: int, decoder: Decoder) -> None:
     """Twice, so that the second time finds what the first has left in the prefix cache; with few pages some are
     preempted."""
@@ -135,8 +143,8 @@ def test_the_same_answers(seed: int, num_pages: int, decoder: Decoder) -> None:
         assert answers(hurries, asked) == want
         assert {finish for _, finish, _, _ in want.values()} == {"stop", "length"}
     assert hurries.follows > (20 if num_pages == 48 else 5)
-    assert (hurries.engine.stats().cached_prompt_tokens > 0) == hurries.shares
-    assert (hurries.engine.stats().preemptions > 0) == (waits.engine.stats().preemptions > 0) == (num_pages == 15)
+    assert hurries.engine.stats().cached_prompt_tokens > 0
+    assert (hurries.engine.stats().preemptions > 0) == (waits.engine.stats().preemptions > 0) == (num_pages == 14)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -150,6 +158,19 @@ def test_tokens_that_only_the_cpu_knows(seed: int, decoder: Decoder) -> None:
     for _ in range(2):
         assert answers(hurries, asked) == answers(waits, asked)
     assert hurries.follows > 5
+
+
+def test_ends_do_not_stop_it(decoder: Decoder) -> None:
+    """Rows move up behind those that end."""
+    counts, found = (16, 24, 12, 24, 20), []
+    for ahead in (False, True):
+        case = Case(decoder, ahead=ahead, max_running=5)
+        asked = [request(f"r{i}", [5 + i, 9, 7], count) for i, count in enumerate(counts)]
+        found.append(answers(case, asked))
+        if isinstance(case.executor, FollowingExecutor):
+            assert case.executor.rows == [5] * 11 + [4] * 4 + [3] * 4 + [2] * 3
+    assert found[0] == found[1]
+    assert [len(found[0][f"r{i}"][0]) for i in range(5)] == list(counts)
 
 
 def test_who_is_aborted_meanwhile_leaves_nothing(decoder: Decoder) -> None:

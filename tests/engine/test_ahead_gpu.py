@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.test_split_engine import DRAWS
-from engines import finish_all, request, tokens_of
+from engines import RULES, finish_all, prefixes, request, tokens_of
 from hybrid_engines import Kept, Split, load_split
 from proa.cache.pages import PageAllocator
-from proa.cache.radix import PrefixCache
 from proa.engine.engine import Engine
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
 from proa.engine.spans import StepLimits
 from proa.native.pool import Pool
-from proa.types import EngineRequest
+from proa.ops.table import KvPages
+from proa.types import EngineRequest, TokenEvent
 from tiny import make_tiny
 
 pytestmark = pytest.mark.gpu
@@ -31,9 +33,9 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("qwen3-moe", tmp_path_factory.mktemp("tiny"))
+@pytest.fixture(scope="module", params=["qwen3-moe", "qwen3-next"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(request.param, tmp_path_factory.mktemp("tiny"))
 
 
 def engine_of(
@@ -47,7 +49,7 @@ def engine_of(
     follow = executor.follow  # type: ignore[attr-defined]
     executor.follow = lambda spans: (follows.append(len(spans)), follow(spans))  # type: ignore[attr-defined]
     allocator = PageAllocator(PAGES)
-    scheduler = Scheduler(limits, allocator, PrefixCache(PAGE_TOKENS, allocator))
+    scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES)
     runner = Runner(executor, PAGE_TOKENS, executor if ahead else None)  # type: ignore[arg-type]
     return Engine(runner, scheduler, model.spec.vocab), follows
 
@@ -72,6 +74,68 @@ def test_the_same_answers(share: float, count: int, pool: Pool, folder: Path) ->
         events = finish_all(engine)
         found.append({name: (tokens_of(of), [s for e in of for s in e.logprobs or []]) for name, of in events.items()})
         assert len(follows) == (22 if ahead else 0)
+    assert found[0] == found[1]
+
+
+def test_ends_do_not_stop_it(pool: Pool, folder: Path) -> None:
+    """Rows move up behind those that end, in the graph of eight that all steps have in both engines."""
+    found = []
+    for ahead in (False, True):
+        engine, follows = engine_of(folder, pool, Split(0.5), ahead=ahead)
+        for i, count in enumerate((16, 24, 12, 24, 20, 24, 24, 24)):
+            engine.submit(request(f"r{i}", [5 + i, 9, 7], count))
+        found.append({name: tokens_of(events) for name, events in finish_all(engine).items()})
+        assert [len(found[-1][f"r{i}"]) for i in range(8)] == [16, 24, 12, 24, 20, 24, 24, 24]
+        assert follows == ([8] * 11 + [7] * 4 + [6] * 4 + [5] * 3 if ahead else [])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("at", [3, 9])
+def test_who_breaks_ends_alone(at: int, pool: Pool, folder: Path) -> None:
+    """While another step is in flight, and rows move up behind it: keys of one request are NaN from a step on."""
+    whole = {}
+    for poisoned in (False, True):
+        engine, follows = engine_of(folder, pool, Split(0.5), ahead=True)
+        for i in range(8):
+            engine.submit(request(f"r{i}", [5 + i, 9, 7], 20 if i != 6 else at + 3))
+        found: dict[str, list[TokenEvent]] = {f"r{i}": [] for i in range(8)}
+        for step in itertools.count():
+            if step == at and poisoned:
+                poison(engine, "r2")
+            for event in engine.step():
+                found[event.id].append(event)
+            if not engine.has_work:
+                break
+        ends = {name: events[-1].finish for name, events in found.items()}
+        assert ends == {name: "error" if poisoned and name == "r2" else "length" for name in found}
+        assert len(follows) > 15
+        whole[poisoned] = {name: tokens_of(events) for name, events in found.items() if name != "r2"}
+    assert whole[True] == whole[False]
+
+
+def poison(engine: Engine, name: str) -> None:
+    torch.cuda.synchronize()
+    pages = engine.scheduler._requests[name].pages
+    for cache in engine.runner.executor._caches:  # type: ignore[attr-defined]
+        if isinstance(cache, KvPages):
+            cache.keys[pages] = torch.nan
+    torch.cuda.synchronize()
+
+
+def test_turns_that_follow_from_what_was_computed_ahead(pool: Pool, folder: Path) -> None:
+    """Pages, and copies of states taken between two steps in flight. Steps are the same ones: all end together."""
+    found = []
+    for ahead in (False, True):
+        engine, follows = engine_of(folder, pool, Split(0.5), ahead=ahead)
+        texts = {f"r{i}": [5 + i, 9, 7] for i in range(5)}
+        for turn in range(3):
+            for name, tokens in texts.items():
+                engine.submit(request(f"{name} {turn}", tokens, 21))
+            answers = {name.split()[0]: tokens_of(events) for name, events in finish_all(engine).items()}
+            texts = {name: [*tokens, *answers[name], 11 + turn] for name, tokens in texts.items()}
+        assert engine.stats().cached_prompt_tokens == 5 * (20 + 44)  # of 25 and 47, by pages of what is computed
+        assert (len(follows) > 40) == ahead
+        found.append(texts)
     assert found[0] == found[1]
 
 

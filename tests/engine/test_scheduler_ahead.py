@@ -52,11 +52,12 @@ def one_aborted() -> FakeEngine:
 
 SCENES: dict[str, tuple[Callable[[], FakeEngine], bool]] = {
     "nothing else to do": (lambda: decoding(*pair()), True),
-    "one ends for certain": (lambda: decoding(pair()[0], ask("b", [4, 5], 2)), False),
+    "one ends for certain": (lambda: decoding(pair()[0], ask("b", [4, 5], 2)), True),
+    "all end for certain": (lambda: decoding(ask("a", [1, 2, 3], 2), ask("b", [4, 5], 2)), False),
     "one more token until then": (lambda: decoding(pair()[0], ask("b", [4, 5], 3)), True),
     "drafts": (lambda: decoding(*pair(), lookahead_tokens=2), False),
     "a prompt is being computed": (lambda: decoding(pair()[0], ask("b", range(40), 3)), False),
-    "one is aborted: its row draws no token": (one_aborted, False),
+    "one is aborted: its row draws no token": (one_aborted, True),
     "the context ends": (lambda: decoding(ask("a", range(62), 2), max_batch_tokens=64), False),
 }
 
@@ -78,6 +79,39 @@ def test_who_waits_is_admitted_first_if_that_can_be(max_running: int, priority: 
     fake = decoding(*pair(), max_running=max_running)
     fake.submit(ask("new", [7, 8], 3, priority=priority))
     assert (fake.begin_ahead() is not None) == there_is
+
+
+def test_who_waits_for_one_that_ends_is_admitted_first() -> None:
+    fake = decoding(pair()[0], ask("b", [4, 5], 2), max_running=2)
+    fake.submit(ask("new", [7, 8], 3))
+    assert fake.begin_ahead() is None
+    fake.finish(fake.plans[0])
+    plan = fake.step()
+    assert plan is not None
+    assert [item.request.id for item in plan.items] == ["a", "new"]
+    fake.drain()
+
+
+@pytest.mark.parametrize("how", ["foreseen", "stop", "aborted"])
+def test_steps_go_on_ahead_across_an_end(how: str) -> None:
+    """Of the two steps after it only the first one has the row."""
+    plain = predict(ask("b", [4, 5], 20), 64).tokens
+    count = next(i for i in range(2, 12) if plain[i] not in plain[:i])
+    ends = {"foreseen": ask("b", [4, 5], count + 1), "stop": ask("b", [4, 5], 20, stop_token_ids=(plain[count],))}
+    fake = decoding(pair()[0], ends.get(how, pair()[1]), ask("c", [9], 20))
+    rows = []
+    for step in range(count + 3):
+        if step == count - 1 and how == "aborted":
+            fake.abort("b")
+        plan = fake.begin_ahead()
+        assert plan is not None
+        rows.append([item.request.id for item in plan.items])
+        fake.finish(fake.plans[0])
+        fake.scheduler.check()
+    with_b = {"foreseen": count, "stop": count, "aborted": count - 1}[how]
+    assert rows == [["a", "b", "c"]] * with_b + [["a", "c"]] * (count + 3 - with_b)
+    fake.finish(fake.plans[0])
+    fake.drain()
 
 
 def test_without_a_page_there_is_none() -> None:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from proa.engine.copying import CopyRules
 from proa.errors import ContextLengthExceeded, QueueFull, ResourceError
 from proa.types import EngineRequest, Sampling
 from scheduler_sim import EOS, VOCAB, FakeEngine, make_limits
@@ -40,7 +41,12 @@ def make_engine(random: Random) -> FakeEngine:
         lookahead_tokens=lookahead,
     )
     num_pages = random.randint(max(1, one_context // 4), one_context * 3 // 2)
-    return FakeEngine(limits, num_pages, with_cache=random.random() < 0.8)
+    with_cache = random.random() < 0.8
+    copies = random.choice([0, 0, 1, 2, 6, 40]) if with_cache and not lookahead else 0
+    rules = CopyRules(
+        every_tokens=random.choice([1, 4, 8]), cut_tokens=random.choice([4, 8]), asking_tokens=random.choice([1, 4])
+    )
+    return FakeEngine(limits, num_pages, with_cache, copies, rules)
 
 
 def make_request(random: Random, request_id: str) -> EngineRequest:
@@ -106,7 +112,7 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int]:
 @pytest.mark.parametrize("block", range(10))
 def test_seeded_schedules(block: int) -> None:
     per_block = NUM_SCHEDULES // 10 or 300
-    finished = preempted = cached = aborted = ahead = 0
+    finished = preempted = cached = aborted = ahead = copied = 0
     for seed in range(block * per_block, (block + 1) * per_block):
         try:
             fake, steps = run_schedule(seed)
@@ -118,8 +124,9 @@ def test_seeded_schedules(block: int) -> None:
         finished += len(fake.finished)
         preempted += stats.preemptions
         cached += stats.cached_prompt_tokens
+        copied += stats.cached_prompt_tokens if fake.copies else 0
         aborted += len(fake.aborted)
-    assert min(finished, preempted, cached, aborted, ahead) > per_block, "the schedules exercise too little"
+    assert min(finished, preempted, cached, aborted, ahead, copied) > per_block, "the schedules exercise too little"
 
 
 class Schedules(RuleBasedStateMachine):

@@ -10,8 +10,8 @@ import torch
 from engines import HEAD_ROWS, Loaded, load_decoder
 from proa.engine.executor import EagerExecutor
 from proa.engine.runner import Runner, StepOutput
-from proa.engine.scheduler import StepPlan
 from proa.engine.spans import StepLimits
+from proa.engine.step_plan import StepPlan
 from proa.engine.threads import choose_threads
 from tiny import make_tiny
 

@@ -157,7 +157,7 @@ def test_json_has_one_shape() -> None:
     assert json.loads(json.dumps(after)) == after
     assert after["ready"]["ops"] == {"linear": "reference", "rms_norm": "fast"}
     assert after["memory"]["usable_bytes"] == 7 * GIB
-    assert after["memory"]["kv_pages"] == 2048
+    assert (after["memory"]["kv_pages"], after["memory"]["state_copies"]) == (2048, 0)
     assert after["roof"]["tokens_per_s"] == 100
     assert after["decisions"][0] == {
         "name": "context", "asked": "auto", "got": "8192 tokens", "why": "the model's own"

@@ -213,10 +213,10 @@ def test_where_both_are_short_the_context_gives_way() -> None:
 
 
 def test_vram_and_ram_together_hold_what_neither_does() -> None:
-    """Qwen3-Next-80B: 148 GiB of weights, states of four sequences and their KV in VRAM."""
+    """Qwen3-Next-80B: 148 GiB of weights; states of four sequences, copies and KV in VRAM."""
     got = plan(NEXT, machine(112, gpu(80)))
     on = check(got, NEXT)
-    assert on.vram.states_bytes == 4 * NEXT.state_bytes_per_sequence(2) == got.max_running * 77266944
+    assert on.vram.states_bytes == got.state_slots * NEXT.state_bytes_per_sequence(2) == got.state_slots * 77266944
     assert got.memory.states_bytes == 0
     assert not on.inclusive
 

@@ -159,7 +159,7 @@ def case_of(options: HybridOptions) -> Case:
         raise UsageError(f"--max-batch-tokens {options.max_batch_tokens} is too few for {most} requests.", "Use more.")
     page_tokens = CacheOptions().page_tokens
     spec = declare(shape.config()).spec
-    uncached = options.context if spec.recurrent else page_tokens  # a model with states computes prompts again
+    uncached = options.context if spec.recurrent else page_tokens  # see prefix_cache
     answers = answer_tokens(options, most, uncached)
     if options.router == "drift":
         answers = 2 * _drift_answer(options, most, uncached) + 1
@@ -175,6 +175,7 @@ def case_of(options: HybridOptions) -> Case:
             kv_memory=most * pages * page_tokens * kv_bytes,
             kv_dtype=options.kv_dtype,
             page_tokens=page_tokens,
+            prefix_cache=not spec.recurrent,  # copies of states would take VRAM from experts
         ),
         scheduler=SchedulerOptions(max_running=most, max_batch_tokens=options.max_batch_tokens),
         machine=options.engine.machine,

@@ -31,8 +31,8 @@ def allocate_pool(
     kv: KvStorage | None = None,
 ) -> tuple[LayerCache, ...]:
     """Storage for every block: num_pages x page_tokens tokens of KV, to whose size kv_bytes_per_token sums, and state
-    slots of `sequences` running at once, to whose size state_bytes_per_sequence sums. dtype: of states, and of KV where
-    `kv` says nothing.
+    slots of `sequences`, those that run at once and copies, to each of whose size state_bytes_per_sequence sums. dtype:
+    of states, and of KV where `kv` says nothing.
 
     RAM is not initialised: it is touched only as the cache fills, and no op reads a slot before it was written. A GPU's
     kernels multiply what they mask with 0, so that `device` memory holds zeros.
@@ -57,3 +57,13 @@ def allocate_pool(
         return RecurrentState(rule, empty(sequences, c.tail, c.channels))
 
     return tuple(one(block.mixer.cache, of) for block, of in zip(model.blocks, scales, strict=True))
+
+
+def copy_states(caches: Sequence[LayerCache], slots: Sequence[tuple[int, int]]) -> None:
+    """Of all recurrent layers the first slot of each pair to the second, one pair after the other. On a GPU: on the
+    current stream."""
+    for cache in caches:
+        if isinstance(cache, RecurrentState):
+            for source, target in slots:
+                cache.rule[target].copy_(cache.rule[source])
+                cache.tail[target].copy_(cache.tail[source])

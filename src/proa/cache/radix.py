@@ -5,6 +5,9 @@ plain one is fast enough: for a context of 131,072 tokens (8,192 pages of 16) on
 takes 1.2 ms to make the keys (once per request), 0.4 ms to match, 0.3 ms to lock or unlock, 4 ms to insert and
 3 ms to evict. A node and its key take 0.45 KiB; the page itself, even of a small model, hundreds.
 
+Models with recurrent states go on from a node only where there is a copy of their states (cache/states.py): then the
+copies' nodes are the ones that match, and a copy goes with its node.
+
 Locks make `num_evictable` exact in O(1): a node's `busy` counts the locks on it plus its busy children, so it
 is 0 exactly when nothing at or below it is in use, and a change travels up only while it flips idle/busy.
 """
@@ -18,6 +21,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from proa.cache.pages import IntegrityError, PageAllocator
+from proa.cache.states import StateCopies
 
 
 class PrefixNode:
@@ -37,11 +41,15 @@ class PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The longest known prefix. `num_idle` of its pages are counted in num_evictable until `node` is locked."""
+    """The longest prefix to go on from. `num_idle` of its pages are counted in num_evictable until `node` is locked.
+
+    `num_known`: how many pages of the prompt are in the tree, those included from which one cannot go on.
+    """
 
     node: PrefixNode
     pages: list[int]
     num_idle: int
+    num_known: int
 
 
 class PrefixCache:
@@ -50,8 +58,10 @@ class PrefixCache:
     A user of a path holds its own reference on each page of it and one lock on the deepest node.
     """
 
-    def __init__(self, page_tokens: int, allocator: PageAllocator) -> None:
+    def __init__(self, page_tokens: int, allocator: PageAllocator, copies: StateCopies | None = None) -> None:
+        """copies: of recurrent states; None: the model has none."""
         self.page_tokens = page_tokens
+        self.copies = copies
         self._allocator = allocator
         self._root = PrefixNode("", -1, None)
         self._num_pages = 0
@@ -90,7 +100,8 @@ class PrefixCache:
         return keys
 
     def match(self, keys: Sequence[Hashable]) -> PrefixMatch:
-        """The longest prefix of `keys` in the tree. Changes nothing, not even recency (unlocking sets that)."""
+        """The longest prefix of `keys` in the tree to go on from. Changes nothing, not even recency (unlocking sets
+        that)."""
         node, num_idle = self._root, 0
         pages: list[int] = []
         for key in keys:
@@ -100,7 +111,11 @@ class PrefixCache:
             node = child
             pages.append(node.page)
             num_idle += node.busy == 0
-        return PrefixMatch(node, pages, num_idle)
+        num_known = len(pages)
+        while self.copies is not None and node.parent is not None and node not in self.copies:
+            num_idle -= node.busy == 0
+            node = node.parent
+        return PrefixMatch(node, pages[: node.depth], num_idle, num_known)
 
     def lock(self, node: PrefixNode) -> None:
         """Keep the path from the root to `node` from being evicted, until unlocked as often as locked."""
@@ -164,6 +179,8 @@ class PrefixCache:
                 continue  # stale: evicted, in use, or offered again later with another stamp
             del parent.children[node.key]
             node.parent = None
+            if self.copies is not None:
+                self.copies.drop(node)
             self._allocator.release((node.page,))
             self._num_pages -= 1
             self._num_idle -= 1
@@ -195,6 +212,8 @@ class PrefixCache:
         if len(idle) != self._num_idle:
             raise IntegrityError(f"{len(idle)} pages of the prefix tree are idle but {self._num_idle} are counted")
         offered = {id(node) for stamp, _, node in self._leaves if stamp == node.stamp}
+        if self.copies is not None and not self.copies.nodes <= set(nodes):
+            raise IntegrityError("a copy of states belongs to no node of the prefix tree")
         for node in nodes:
             self._check_node(node, id(node) in offered)
 

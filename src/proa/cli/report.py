@@ -8,8 +8,8 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
     model        {asked, path, format, dtype, parameters, active_parameters, layers, experts, experts_per_token}
     context_tokens, max_running
     memory       {free_bytes, reserve_bytes, usable_bytes, weights_bytes, kv_bytes, workspace_bytes,
-                  loading_bytes, process_bytes, states_bytes, simulated_vram_bytes, kv_pages, page_tokens}
-                 of RAM, but pages wherever they are
+                  loading_bytes, process_bytes, states_bytes, simulated_vram_bytes, kv_pages, page_tokens, state_copies}
+                 of RAM, but pages and copies wherever they are
     gpu          {index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement, blocks, experts,
                   expert_bytes, resident, spare, co_fetch, read_ahead, doorbell, fp8_activations, inclusive, device,
                   gpu_only} or null; vram: {total_bytes, free_bytes, reserve_bytes, usable_bytes, context_bytes,
@@ -83,6 +83,7 @@ def report_json(report: Report) -> dict[str, Any]:
             **msgspec.structs.asdict(memory),
             "usable_bytes": memory.usable_bytes,
             "kv_pages": plan.num_pages,
+            "state_copies": plan.state_copies,
             "page_tokens": plan.page_tokens,
         },
         "gpu": _gpu_fields(plan.gpu),

@@ -68,6 +68,14 @@ class CacheOptions:
         kind="size",
         low=1,
     )
+    state_memory: int | None = option(
+        None,
+        help="memory for copies of recurrent states, from which prompts that start alike go on; default: 4 for each of "
+        "--max-running, at most 1/8 of what weights leave",
+        metavar="SIZE",
+        kind="size",
+        low=1,
+    )
     kv_dtype: str = option(
         "auto",
         help="type of the KV cache: auto = that of activations; fp8 (E4M3) takes half the memory of bf16, and rounds K "
@@ -76,7 +84,7 @@ class CacheOptions:
         common=True,
     )
     page_tokens: int = option(16, help="tokens per KV page", low=1, high=256)
-    prefix_cache: bool = option(True, help="reuse the KV of prompts that start alike")
+    prefix_cache: bool = option(True, help="reuse what was computed of prompts that start alike")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from proa.engine.clock import Stage
 from proa.engine.count_saver import CountSaver
 from proa.engine.ipc import Stats
 from proa.engine.runner import Runner, StepOutput
-from proa.engine.scheduler import Scheduler, StepPlan
+from proa.engine.scheduler import Scheduler
+from proa.engine.step_plan import StepPlan
 from proa.errors import RequestError
 from proa.layers.rope import dynamic_lengths
 from proa.types import EngineRequest, TokenEvent, TokenLogprob

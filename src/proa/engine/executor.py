@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from proa.cache.pool import copy_states
 from proa.engine.clock import Stage, StepClock
 from proa.engine.crew import Crew
 from proa.engine.page_table import PageTable
@@ -45,6 +46,10 @@ class Executor(Protocol):
     def forward(self, sequences: Sequence[Span]) -> None:
         """Compute all rows of a step; write their K and V."""
 
+    def copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Behind what was computed and before what will be: of all recurrent layers, the first slot of each pair to the
+        second, one pair after the other."""
+
     def score(self, rows: Sequence[int]) -> list[int]:
         """The best next token after each of these rows of the last step; -1 where logits are not finite."""
 
@@ -77,11 +82,11 @@ class Follower(Executor, Protocol):
     """
 
     def can_follow(self) -> bool:
-        """Whether `follow` is possible now, the last step having been sampled, all its rows in order."""
+        """Whether `follow` is possible now, the last step having been sampled."""
 
     def follow(self, sequences: Sequence[Span]) -> None:
-        """Compute one more token of each sequence of the last step: the one that is being chosen, which they do not
-        name."""
+        """Compute one more token of each sequence of the last step that `sample` was asked for, in that order: the one
+        that is being chosen, which they do not name."""
 
 
 class ChoosesOnTheCpu(ABC):
@@ -143,6 +148,11 @@ class EagerExecutor(ChoosesOnTheCpu):
         self.clock.lap(Stage.PROGRAM)
 
     @torch.inference_mode()
+    def copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
+        copy_states(self._caches, slots)
+        self.clock.lap(Stage.PROGRAM)
+
+    @torch.inference_mode()
     def score(self, rows: Sequence[int]) -> list[int]:
         self._logits = self._model.logits(self._hidden[list(rows)])
         best: list[int] = self._model.best(self._logits).tolist()
@@ -170,7 +180,8 @@ class RecordedExecutor(ChoosesOnTheCpu):
         super().__init__()
         self.spec, self.clock = model.spec, StepClock()
         self.crew = crew
-        self._keep = model, recorder, caches  # the program has the addresses of what they own
+        self._keep = model, recorder  # the program has the addresses of what they own, and of what caches do
+        self._caches = caches
         self._program, self._limits, self._cache_pages = recorder.program, limits, _num_pages(caches)
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
         tokens, slots, positions = (_numbers(recorder, limits.rows) for _ in range(3))
@@ -215,6 +226,11 @@ class RecordedExecutor(ChoosesOnTheCpu):
         self._program.set_batch(len(sequences), *self._addresses, self._most_pages, self._cache_pages, page_tokens)
         self.clock.lap(Stage.INPUTS)
         self._program.run(0, self._body, rows)
+        self.clock.lap(Stage.PROGRAM)
+
+    @torch.inference_mode()
+    def copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
+        copy_states(self._caches, slots)
         self.clock.lap(Stage.PROGRAM)
 
     def try_step(self, token: int, share: float) -> None:

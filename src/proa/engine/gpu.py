@@ -12,7 +12,7 @@ from torch import Tensor
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
-from proa.engine.gpu_plan import cuda_index, needed, placement_of, ready, saver_of, step_ahead, top_k
+from proa.engine.gpu_plan import STEP_AHEAD, cuda_index, needed, placement_of, ready, saver_of, top_k
 from proa.engine.graphs import GraphExecutor
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
@@ -91,15 +91,15 @@ class GpuBuild:
         )
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
         caches = allocate_pool(
-            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.max_running,
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.state_slots,
             kv=self._kv,
         )  # fmt: skip
         executor = GraphExecutor(
             self.model, caches, step_limits(plan), self._device, self._hybrid, sleeps=not self._gpu.gpu_only
         )
         self._decisions.append(warm_up(executor.warm_ups(), report))
-        self._decisions.append(step_ahead(self._spec))
-        return Runner(executor, plan.page_tokens, None if self._spec.recurrent else executor)
+        self._decisions.append(STEP_AHEAD)
+        return Runner(executor, plan.page_tokens, executor)
 
     def _read_in_place(self, spaces: GpuSpaces) -> InPlaceRates | None:
         """Register the experts in RAM with the driver, and see how fast the GPU reads them there."""

@@ -17,6 +17,8 @@ from proa.ops.table import Ops
 from proa.plan.plan import GpuPlan, Plan, Workers
 from proa.types import Decision
 
+STEP_AHEAD = Decision("step ahead", "auto", "on", "a step is launched before the last one's tokens are read")  # 026
+
 
 def top_k(spec: Model) -> int:
     """Of the layers' experts a token, the most."""
@@ -56,13 +58,6 @@ def saver_of(plan: Plan, hybrid: HybridModel) -> CountSaver | None:
     if gpu.save_counts is None or hybrid.counting is None:
         return None
     return CountSaver(hybrid.counting, Path(gpu.save_counts), plan.model, gpu.blocks, gpu.experts)
-
-
-def step_ahead(spec: Model) -> Decision:
-    """Whether a decode step is launched before the last one's tokens are read (decision 026)."""
-    if spec.recurrent:
-        return Decision("step ahead", "auto", "off", "a recurrent state that has gone on with a token cannot go back")
-    return Decision("step ahead", "auto", "on", "a step is launched before the last one's tokens are read")
 
 
 def ready(

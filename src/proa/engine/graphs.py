@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from proa.cache.pool import copy_states
 from proa.engine.clock import Stage, StepClock
 from proa.engine.device_inputs import DeviceInputs
 from proa.engine.device_logprobs import DeviceLogprobs
@@ -78,13 +79,18 @@ class GraphExecutor:
         self._sampler = DeviceSampler(
             min(limits.sequences, limits.rows), model.spec.vocab, device, self._logprobs
         )  # fmt: skip
-        self._num_scored = 0
+        self._rows: Sequence[int] = ()  # of the last step, that were scored last
         self._underway = 0  # steps launched whose end has not been waited for
         self._decoding = self._ahead = False  # the last one is a graph's; another one follows it already
+        self._captured: _Captured | None = None  # that graph
+        self._next: Sequence[Span] = ()  # of the one that follows
+        self._follows = False  # the last one followed another itself: all its rows that anybody wants are scored
         self._asked: Sequence[Row] = ()
         self._late: set[str] = set()  # requests of the last steps of which the CPU drew a token
         self._sequences: Sequence[Span] = ()
         self._suspect = False  # whether the last step may have rows that are not finite
+        self._bad: set[int] = set()  # its rows whose logits are not
+        self._early: dict[int, str] = {}  # sequences that its successor may have broken, and why
         torch.cuda.synchronize(device)  # weights, caches and buffers were filled on streams that this one never awaits
 
     def warm_ups(self) -> list[Callable[[], None]]:
@@ -131,7 +137,7 @@ class GraphExecutor:
 
     def _decode(self, sequences: Sequence[Span]) -> None:
         bucket = self._bucket(len(sequences))
-        captured = self._steps.get(bucket) or self._capture(bucket)
+        self._captured = captured = self._steps.get(bucket) or self._capture(bucket)
         captured.inputs.fill(sequences, self._limits.page_tokens)
         self._tables.fill(sequences)
         self.clock.lap(Stage.INPUTS)
@@ -183,6 +189,12 @@ class GraphExecutor:
         return graph
 
     @torch.inference_mode()
+    def copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            copy_states(self._caches, slots)
+        self.clock.lap(Stage.PROGRAM)
+
+    @torch.inference_mode()
     def score(self, rows: Sequence[int]) -> list[int]:
         self._launch_head(rows, ())
         self._finish()
@@ -202,6 +214,9 @@ class GraphExecutor:
     @torch.inference_mode()
     def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
         """No rows: of the step nothing but its end is of interest."""
+        self._follows = self._ahead
+        if self._follows:
+            self._sequences = self._next
         self._asked, self._ahead = asked, False
         self._launch_head(rows, asked)
         self.clock.lap(Stage.PROGRAM)
@@ -224,13 +239,15 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def follow(self, sequences: Sequence[Span]) -> None:
-        """Rows are where they were in the last step: each one's token is copied from where it is drawn."""
-        count = len(sequences)
-        captured = self._steps[self._bucket(count)]
+        """Sequences are those that were asked for, in their order: each one's token is copied from where it is drawn.
+        Where they are fewer than they were, the same graph has more padding."""
+        count, captured = len(sequences), self._captured
+        if captured is None or count != len(self._asked):
+            raise ValueError(f"{count} sequences cannot follow {len(self._asked)}")
         captured.inputs.fill(sequences, self._limits.page_tokens)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._session.follow()
-            self._underway, self._ahead = self._underway + 1, True
+            self._underway, self._ahead, self._next = self._underway + 1, True, sequences
             captured.inputs.copy()
             tokens = captured.inputs.tokens[:count]
             tokens.copy_(self._best[:count])
@@ -240,7 +257,7 @@ class GraphExecutor:
 
     def _launch_head(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
         """asked: of each row what it draws, or nothing at all: then each has its best token."""
-        self._num_scored = count = len(rows)
+        self._rows, count = rows, len(rows)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if count:
                 bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
@@ -263,20 +280,30 @@ class GraphExecutor:
 
     def _tokens(self) -> list[int]:
         """Of the rows scored last."""
-        tokens: list[int] = self._host_best[: self._num_scored].tolist()
+        tokens: list[int] = self._host_best[: len(self._rows)].tolist()
         rows_of_step = sum(len(s.tokens) for s in self._sequences)
-        self._suspect = len(tokens) < rows_of_step or -1 in tokens
+        broke, self._bad = bool(self._bad), {row for row, token in zip(self._rows, tokens, strict=True) if token < 0}
+        # A row that broke is in the next step too, and may have left a note there.
+        self._suspect = broke or bool(self._bad) or (len(tokens) < rows_of_step and not self._follows)
         return tokens
 
     @torch.inference_mode()
     def broken(self) -> dict[int, str]:
-        """Decode looks for nothing that its logits do not show."""
+        """Decode looks for nothing that its logits do not show. Where a step follows, what is known may be about that
+        one: nobody ends before the logits of a step of its own show it."""
         if not self._ahead:
             self._settle()
-        if not (self._suspect or self._session.complained):
-            return {}
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            return self._session.broken(self._sequences, look=self._suspect)
+        found, self._early = self._early, {}
+        if self._suspect or self._session.complained:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                found = self._session.broken(self._sequences, look=self._suspect) | found
+        if not (self._ahead or self._follows):
+            return found
+        if self._ahead and len(self._next) < len(self._sequences):
+            return {}  # rows have moved up: notes may be of either step
+        if self._ahead:
+            self._early = {place: why for place, why in found.items() if place not in self._bad}
+        return {place: why for place, why in found.items() if place in self._bad}
 
     def _run_head(self, rows: int) -> None:
         logits = self._model.logits(self._hidden.index_select(0, self._scored[:rows]))
@@ -285,7 +312,7 @@ class GraphExecutor:
 
     @property
     def logits(self) -> Tensor:
-        return self._logits[: self._num_scored].cpu()
+        return self._logits[: len(self._rows)].cpu()
 
     def counters(self) -> Counters:
         return self._session.counters()

@@ -79,6 +79,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     pages_total: int = 0
     pages_free: int = 0  # on the free list
     pages_cached: int = 0  # held only by the prefix cache, evictable at once
+    state_copies: int = 0  # of recurrent states, where prompts may go on
     steps: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0

@@ -15,6 +15,7 @@ import torch
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.cache.radix import PrefixCache
+from proa.cache.states import StateCopies
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.crew import choose_few
@@ -121,7 +122,7 @@ class _Eager:
     def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan = self._plan
         caches = allocate_pool(
-            self._spec, plan.num_pages, plan.page_tokens, self._dtype, sequences=plan.max_running, kv=self._kv
+            self._spec, plan.num_pages, plan.page_tokens, self._dtype, sequences=plan.state_slots, kv=self._kv
         )
         self._executor = EagerExecutor(self.model, caches, plan.page_tokens)
         runner = Runner(self._executor, plan.page_tokens)
@@ -168,7 +169,7 @@ class _Native:
     def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan = self._plan
         caches = allocate_pool(
-            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.max_running, kv=self._kv
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
         )
         executor = RecordedExecutor(self.model, self._recorder, caches, self._limits, self._crew)
         self._cpu.note_unbound()
@@ -200,7 +201,8 @@ class _Native:
 
 def _scheduler(plan: Plan) -> Scheduler:
     allocator = PageAllocator(plan.num_pages)
-    prefix_cache = PrefixCache(plan.page_tokens, allocator) if plan.prefix_cache else None
+    copies = StateCopies(plan.max_running, plan.state_copies) if plan.state_copies else None
+    prefix_cache = PrefixCache(plan.page_tokens, allocator, copies) if plan.prefix_cache else None
     return Scheduler(Limits.of(plan), allocator, prefix_cache)
 
 

@@ -33,9 +33,9 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "finish_reason", "group", "id", "keys", "max_length", "min_length", "node", "num_cached",
-        "num_computed", "num_prompt", "page_tokens", "pages", "priority", "salt", "sampling", "state", "state_slot",
-        "stop_ids", "stop_token", "tokens",
+        "arrival", "branch_tokens", "copied_tokens", "finish_reason", "group", "id", "keys", "max_length", "min_length",
+        "node", "num_cached", "num_computed", "num_prompt", "page_tokens", "pages", "passing", "priority", "salt",
+        "sampling", "state", "state_slot", "stop_ids", "stop_token", "tokens",
     )  # fmt: skip
 
     def __init__(self, source: EngineRequest, *, arrival: int = 0, context_tokens: int, page_tokens: int) -> None:
@@ -56,6 +56,11 @@ class Request:
         self.num_cached: int | None = None  # prompt tokens from the prefix cache at the first admission
         self.pages: list[int] = []
         self.state_slot = NO_SLOT  # of recurrent states, while it runs
+        self.copied_tokens = 0  # up to the last copy of these, there or on its way
+        self.branch_tokens = 0  # of its tokens, whose KV the prefix cache had when it started
+        self.passing: PrefixNode | None = (
+            None  # of its last copy, if that is neither at a branch nor at its prompt's end
+        )
         self.keys: list[Hashable] = []  # prefix-cache keys of the first full pages, made when first needed
         self.node: PrefixNode | None = None  # the locked path: pages[:node.depth] are those of the prefix tree
         self.finish_reason: FinishReason | None = None
@@ -108,6 +113,7 @@ class Request:
     def forget_pages(self) -> None:
         """Drop page table, state slot and computed tokens; the scheduler has released them."""
         self.pages, self.num_computed, self.node, self.state_slot = [], 0, None, NO_SLOT
+        self.copied_tokens, self.branch_tokens, self.passing = 0, 0, None
 
     def append(self, token: int) -> FinishReason | None:
         """Take a sampled token; say how the answer ends, if it does.

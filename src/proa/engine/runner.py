@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from proa.engine.clock import Stage
 from proa.engine.executor import Executor, Follower
-from proa.engine.request import Request
-from proa.engine.scheduler import StepItem, StepPlan
+from proa.engine.request import NO_SLOT, Request
 from proa.engine.spans import PROMPT_LOGITS_ROWS, Span
+from proa.engine.step_plan import StepItem, StepPlan
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
@@ -43,8 +43,10 @@ class Runner:
         return self.finish(plan, everyone)
 
     def start(self, plan: StepPlan) -> None:
-        """Compute every item's rows, write their KV."""
+        """Compute every item's rows, write their KV; states of others are taken before, copies behind."""
+        self._copy([(item.copy_from, item.request.state_slot) for item in plan.items if item.copy_from != NO_SLOT])
         self.executor.forward([_span(item) for item in plan.items])
+        self._copy_behind(plan)
 
     @property
     def can_start_ahead(self) -> bool:
@@ -55,6 +57,7 @@ class Runner:
         if self._follower is None:
             raise ValueError("this executor does not go on by itself")
         self._follower.follow([msgspec.structs.replace(_span(item), tokens=(0,)) for item in plan.items])
+        self._copy_behind(plan)
 
     def ask(self, plan: StepPlan, wanted: Collection[str]) -> None:
         """Choose tokens where the plan says so, of the requests that want them."""
@@ -94,6 +97,13 @@ class Runner:
         if self._follower is not None:
             self._follower.sample((), ())
             self._follower.choices()
+
+    def _copy_behind(self, plan: StepPlan) -> None:
+        self._copy([(item.request.state_slot, item.copy_to) for item in plan.items if item.copy_to != NO_SLOT])
+
+    def _copy(self, slots: Sequence[tuple[int, int]]) -> None:
+        if slots:
+            self.executor.copy_states(slots)
 
     def _take(self, out: StepOutput) -> None:
         for request, choice in zip(self._asked, self.executor.choices(), strict=True):

@@ -19,47 +19,26 @@ rules, in their order of weight:
 4. Siblings (same group) wait while one of them computes what they could then take from the prefix cache.
 
 Every full page is offered to the prefix cache in the step that fills it. Pages there are shared and never written
-again, hence only full pages are matched, and at least the last token of a prompt is always computed.
+again, hence only full pages are matched, and at least the last token of a prompt is always computed. Where layers have
+recurrent states, a step also says which of them are copied before and behind it (engine/copying.py).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-import msgspec
 
 from proa.cache.pages import IntegrityError, PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
+from proa.engine.copying import Copying, CopyRules
 from proa.engine.ipc import Stats
 from proa.engine.policy import Limits, Lineup, refuse_crowd, refuse_impossible
 from proa.engine.request import NO_SLOT, Request, State
+from proa.engine.step_plan import StepItem, StepPlan
 from proa.errors import RequestError
 from proa.types import EngineRequest, FinishReason, TokenEvent
-
-
-class StepItem(msgspec.Struct, frozen=True):
-    """Compute tokens[start : start + num_tokens] of `request`; all earlier ones are in its pages already.
-
-    `samples`: these reach the end of its tokens, so the step yields 1..1+lookahead_tokens new ones.
-    """
-
-    request: Request
-    start: int
-    num_tokens: int
-    samples: bool
-
-
-class StepPlan(msgspec.Struct, frozen=True):
-    """One step: decodes first, then prefill chunks. Page tables of the requests stand still until commit."""
-
-    items: tuple[StepItem, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.items)
 
 
 class _Draft:
@@ -68,11 +47,13 @@ class _Draft:
     def __init__(self, budget_tokens: int) -> None:
         self.items: dict[str, StepItem] = {}
         self.budget_tokens = budget_tokens
+        self.copy_from: dict[str, int] = {}  # state slots that requests which start in this step go on from
 
     def add(self, request: Request, cost_tokens: int) -> None:
         num_tokens = min(request.num_left, cost_tokens)
         samples = num_tokens == request.num_left
-        self.items[request.id] = StepItem(request, request.num_computed, num_tokens, samples)
+        copy_from = self.copy_from.get(request.id, NO_SLOT)
+        self.items[request.id] = StepItem(request, request.num_computed, num_tokens, samples, copy_from)
         self.budget_tokens -= cost_tokens
 
     def drop(self, request: Request) -> None:
@@ -82,10 +63,17 @@ class _Draft:
 class Scheduler:
     """Plain data and policy; one thread. Owns the requests and, through them, every page it allocates."""
 
-    def __init__(self, limits: Limits, allocator: PageAllocator, prefix_cache: PrefixCache | None) -> None:
+    def __init__(
+        self, limits: Limits, allocator: PageAllocator, prefix_cache: PrefixCache | None,
+        copy_rules: CopyRules | None = None,
+    ) -> None:  # fmt: skip
+        """copy_rules: for a prefix cache with copies of recurrent states."""
         self.limits = limits
         self._allocator = allocator
         self._cache = prefix_cache
+        self._copying = (
+            Copying(prefix_cache, copy_rules or CopyRules()) if prefix_cache and prefix_cache.copies else None
+        )
         self._requests: dict[str, Request] = {}
         self._waiting = Lineup()
         self._running = Lineup()
@@ -111,6 +99,7 @@ class Scheduler:
             pages_total=self._allocator.num_pages,
             pages_free=self._allocator.num_free,
             pages_cached=self._cache.num_evictable if self._cache else 0,
+            state_copies=len(self._cache.copies.nodes) if self._cache and self._cache.copies else 0,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             cached_prompt_tokens=self._cached_prompt_tokens,
@@ -154,6 +143,8 @@ class Scheduler:
     def fail_all(self) -> list[str]:
         """The engine cannot go on, or must stop: end everything now, the steps in flight included, whose plans must
         not be committed. Returns the ids that had not ended, oldest first."""
+        for plan in self._in_flight:
+            self._forget_copies(plan.items)
         self._in_flight, self._void = [], ()
         ended = [r.id for r in self._requests.values() if r.state is not State.FINISHED]
         for request in list(self._requests.values()):
@@ -171,26 +162,30 @@ class Scheduler:
         self._plan_prefills(draft)
         if not draft.items:
             return None
-        self._in_flight = [StepPlan(tuple(draft.items.values()))]
+        self._in_flight = [self._step(draft.items.values())]
         return self._in_flight[0]
 
-    def plan_ahead(self) -> StepPlan | None:
-        """The step after the one in flight, if that decodes and all its requests will, as far as can be known, do so
-        once more: the same items, each one token later, which is not known yet. To be committed after that step.
+    def _step(self, items: Iterable[StepItem]) -> StepPlan:
+        return StepPlan(tuple(map(self._copying.planned, items) if self._copying else items))
 
-        None where anything else is to be done first: somebody ends for certain, may be admitted, needs a page that is
-        not there. Items of requests that end although they might have gone on are dropped at commit().
+    def plan_ahead(self) -> StepPlan | None:
+        """The step after the one in flight, if that decodes and, as far as can be known, nothing but one more token of
+        its requests is to be computed next: its items that count, in their order, each one token later, which is not
+        known yet. To be committed after that step.
+
+        None where anything else is to be done first: somebody may be admitted, or needs a page that is not there. Items
+        of requests that end in the step in flight, foreseen or not, are dropped at commit().
         """
         if len(self._in_flight) != 1:
             raise RuntimeError(f"a step can be planned ahead of one in flight, not of {len(self._in_flight)}")
-        items = self._in_flight[0].items
+        items = [item for item in self._in_flight[0].items if self.counts(item)]
         needs = [self.limits.pages_for(item.start + 2) - len(item.request.pages) for item in items]
         if not self._goes_on(items) or sum(need for need in needs if need > 0) > self._num_available:
             return None
         for item, need in zip(items, needs, strict=True):
             if need > 0:
                 item.request.pages += self._take(need)
-        self._in_flight.append(StepPlan(tuple(StepItem(item.request, item.start + 1, 1, True) for item in items)))
+        self._in_flight.append(self._step(StepItem(item.request, item.start + 1, 1, True) for item in items))
         return self._in_flight[1]
 
     def counts(self, item: StepItem) -> bool:
@@ -209,6 +204,7 @@ class Scheduler:
         changed, if `plan` is not the older step in flight or `sampled` does not fit it.
         """
         results = self._check_results(plan, sampled)
+        self._forget_copies([item for item in plan.items if not self.counts(item)])
         void, self._void = self._void, ()
         self._in_flight.pop(0)
         if self._in_flight:
@@ -229,6 +225,8 @@ class Scheduler:
             if item.samples:
                 events.append(self._accept(request, tokens))
             self._share_full_pages(request)
+            if self._copying:
+                self._copying.keep(item)
             if item.samples and (reason := events[-1].finish):
                 self._remove(request, reason)
         return events
@@ -242,6 +240,8 @@ class Scheduler:
         if self._cache:
             self._cache.check()
             holders.update(self._cache.pages())
+        if self._copying:
+            self._copying.check([item for plan in self._in_flight for item in plan.items])
         for page in range(self._allocator.num_pages):
             if (count := self._allocator.references(page)) != holders[page]:
                 raise IntegrityError(f"page {page} has {count} references but {holders[page]} known holders")
@@ -271,19 +271,15 @@ class Scheduler:
 
     def _goes_on(self, items: Sequence[StepItem]) -> bool:
         """Whether nothing but one more token of each of these is to be computed next."""
-        if self.limits.lookahead_tokens or self._void or len(items) != len(self._running):
+        num_running = sum(request.state is State.RUNNING for request in self._running)
+        if self.limits.lookahead_tokens or self._void or len(items) != num_running:
             return False
+        num_going_on = sum(len(item.request.tokens) + 1 < item.request.max_length for item in items)
         first = next(iter(self._waiting), None)  # nobody overtakes it
-        full = len(self._running) >= self.limits.num_slots
+        full = num_going_on >= self.limits.num_slots
         if first is not None and not (full and first.priority >= self._running.last.priority):
             return False
-        return all(
-            item.samples
-            and item.num_tokens == 1
-            and item.request.state is State.RUNNING
-            and len(item.request.tokens) + 1 < item.request.max_length
-            for item in items
-        )
+        return num_going_on > 0 and all(item.samples and item.num_tokens == 1 for item in items)
 
     def _plan_decodes(self, draft: _Draft) -> None:
         for request in self._running:
@@ -306,7 +302,8 @@ class Scheduler:
                     continue
                 if self._leads(request):
                     leading.add(request.group)
-            draft.add(request, min(draft.budget_tokens, request.num_left))
+            num_tokens = min(draft.budget_tokens, request.num_left)
+            draft.add(request, self._copying.chunk(request, num_tokens) if self._copying else num_tokens)
 
     def _unfinished_prompts(self) -> Iterator[Request]:
         """Running requests with more than a decode to compute, and the waiting ones, in the order of service."""
@@ -315,7 +312,9 @@ class Scheduler:
 
     def _leads(self, request: Request) -> bool:
         """Is it computing pages that its siblings could soon take from the prefix cache?"""
-        return self._cache is not None and request.group != "" and request.num_computed < request.num_shareable
+        if self._cache is None or request.group == "":
+            return False
+        return self._copying.leads(request) if self._copying else request.num_computed < request.num_shareable
 
     def _may_match(self, request: Request) -> bool:
         """Log-probabilities of prompt tokens come only with computing these."""
@@ -341,6 +340,8 @@ class Scheduler:
             self._allocator.share(match.pages)
         self._count_prompt(request, match)
         request.admit(match.pages if match else [], match.node if match else None, self._free_states.pop())
+        if self._copying and match:
+            draft.copy_from[request.id] = self._copying.admit(request, match)
         request.pages += self._take(self._pages_needed(request))
         return True
 
@@ -433,6 +434,11 @@ class Scheduler:
         del self._requests[request.id]
         if request.state is not State.FINISHED:
             request.finish(reason)
+
+    def _forget_copies(self, items: Iterable[StepItem]) -> None:
+        if self._copying:
+            for item in items:
+                self._copying.forget(item)
 
     # ---- pages
 

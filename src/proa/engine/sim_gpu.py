@@ -68,7 +68,7 @@ class SimBuild:
             self._decisions.append(Decision("co-fetch", "auto", "on", why))
         self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts)
         caches = allocate_pool(
-            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.max_running, kv=self._kv
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
         )
         return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)
 

@@ -12,7 +12,7 @@ from statistics import median
 from proa.engine.executor import EagerExecutor
 from proa.engine.request import Request
 from proa.engine.runner import Runner
-from proa.engine.scheduler import StepItem, StepPlan
+from proa.engine.step_plan import StepItem, StepPlan
 from proa.types import EngineRequest, Sampling
 
 ROUNDS = 2

@@ -51,6 +51,9 @@ SAMPLED: dict[str, Declared] = {
     "pages_cached": Declared(
         "proa_kv_pages_cached", "gauge", "KV pages held only by the prefix cache; free + cached = all when idle"
     ),
+    "state_copies": Declared(
+        "proa_state_copies", "gauge", "Copies of recurrent states, from which prompts that start alike go on"
+    ),
     "steps": Declared("proa_engine_steps", "counter", "Steps of the engine"),
     "schedule_seconds": Declared(
         "proa_engine_schedule_seconds", "counter", "Time of steps: deciding who computes what"

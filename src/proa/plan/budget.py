@@ -46,6 +46,13 @@ class Demand:
     page_bytes: int
     page_tokens: int
     states_bytes: int = 0  # recurrent states of all that run at once
+    copy_bytes: int = 0  # those of one sequence
+    copies: int = 0  # of these, for prompts to go on from
+
+    @property
+    def slots_bytes(self) -> int:
+        """States that are in use, and copies."""
+        return self.states_bytes + self.copies * self.copy_bytes
 
     def pages(self, tokens: int) -> int:
         """KV pages that hold one sequence of `tokens`."""
@@ -57,7 +64,7 @@ class Demand:
     def total_bytes(self, context_tokens: int, num_pages: int) -> int:
         kv_bytes = num_pages * self.page_bytes
         return (
-            self.fixed_bytes + self.weights_bytes + self.states_bytes + kv_bytes + self.workspace_bytes(context_tokens)
+            self.fixed_bytes + self.weights_bytes + self.slots_bytes + kv_bytes + self.workspace_bytes(context_tokens)
         )
 
 
@@ -78,6 +85,7 @@ def demand(
         page_bytes=page_tokens * spec.kv_bytes_per_token(kv_elem_bytes),
         page_tokens=page_tokens,
         states_bytes=max_running * spec.state_bytes_per_sequence(elem_bytes),
+        copy_bytes=spec.state_bytes_per_sequence(elem_bytes),
     )
 
 

@@ -83,12 +83,25 @@ def reach(case: Case) -> Fitted | Short:
         return need.total_bytes(context, need.pages(context) if given is None else given)
 
     fitting = bisect_right(range(1, longest + 1), case.usable_bytes, key=total_bytes)  # it only grows with context
-    least = asked or (min(full, LEAST_CONTEXT_TOKENS) if given is None else 1)
+    least = _least_context(case, given)
     if fitting < least:
         return Short(least, total_bytes(least), fitting)
     context = asked or fitting
     pages = _wanted_pages(case, context) if given is None else given
     return Fitted(context, pages, (_context_row(case, context, full), _pages_row(case, context, pages)))
+
+
+def least_bytes(case: Case) -> int:
+    """What must fit, or the model is refused. Raises UsageError as `reach` does."""
+    given = _pages_asked(case)
+    least = _least_context(case, given)
+    return case.need.total_bytes(least, case.need.pages(least) if given is None else given)
+
+
+def _least_context(case: Case, given: int | None) -> int:
+    """given: pages of --kv-memory."""
+    least = min(supported_context(case.spec), LEAST_CONTEXT_TOKENS) if given is None else 1
+    return case.options.cache.context or least
 
 
 def supported_context(spec: Model) -> int:
@@ -164,8 +177,9 @@ def listed_parts(case: Case, short: Short, weights: str, fixed: str) -> str:
     kv = "KV cache" + (f" for a context of {short.context_tokens}" if case.options.cache.kv_memory is None else "")
     parts = {
         weights: need.weights_bytes,
-        kv: total_bytes - need.weights_bytes - workspace_bytes - need.fixed_bytes - need.states_bytes,
+        kv: total_bytes - need.weights_bytes - workspace_bytes - need.fixed_bytes - need.slots_bytes,
         "recurrent states": need.states_bytes,
+        "copies of states": need.slots_bytes - need.states_bytes,
         "workspace": workspace_bytes,
         fixed: need.fixed_bytes,
     }
@@ -196,6 +210,8 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
         helps.append(f"use --context {fitting}")
     if asked.cache.kv_memory is not None and asked.cache.context is None:
         helps.append("lower --kv-memory")
+    if asked.cache.state_memory is not None and case.need.copies:
+        helps.append("lower --state-memory")
     if fewer := fewer_running(case, missing):
         helps.append(f"use --max-running {fewer}")
     if case.dtype == "float32" and case.need.weights_bytes // 2 >= missing:

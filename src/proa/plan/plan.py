@@ -22,7 +22,7 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int
     loading_bytes: int  # transient: what the loader holds beside the weights
     process_bytes: int = 0  # the two processes themselves: Python, torch, tokenizer
-    states_bytes: int = 0  # recurrent states of all that run at once
+    states_bytes: int = 0  # recurrent states of all that run at once, and copies
     simulated_vram_bytes: int = 0  # what stands in for the memory of a simulated GPU
 
     @property
@@ -47,7 +47,7 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     graphs_bytes: int
     experts_bytes: int  # slots of resident experts, packed as in RAM
     spare_bytes: int = 0  # slots for experts that change places
-    states_bytes: int = 0  # recurrent states of all that run at once
+    states_bytes: int = 0  # recurrent states of all that run at once, and copies
 
     @property
     def usable_bytes(self) -> int:
@@ -163,6 +163,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     num_pages: int
     prefix_cache: bool
+    state_copies: int = 0  # of recurrent states, for prompts to go on from
     max_running: int
     max_batch_tokens: int
     max_queued: int
@@ -174,3 +175,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     gpu: GpuPlan | None = None  # None: everything runs on the CPU
     roof: Roof
     decisions: tuple[Decision, ...] = ()
+
+    @property
+    def state_slots(self) -> int:
+        """Those of requests that run, then those of copies."""
+        return self.max_running + self.state_copies

@@ -27,6 +27,7 @@ from proa.plan.packed_size import packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
 from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import asks_for_experts, saving_rows, split
+from proa.plan.state_copies import has_prefix_cache, prefix_rows, with_copies
 from proa.plan.stored import kept_types, weights_row
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
@@ -63,7 +64,6 @@ def resolve(
     )  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
-    fitted = placed.fitted
     return Plan(
         model=model,
         path=str(checkpoint.path),
@@ -75,10 +75,11 @@ def resolve(
         dummy_format=options.model.dummy_format,
         ignore_config_keys=options.model.ignore_config_key,
         override_config=config_overrides(options.model.override_config),
-        context_tokens=fitted.context_tokens,
+        context_tokens=placed.fitted.context_tokens,
         page_tokens=options.cache.page_tokens,
-        num_pages=fitted.num_pages,
-        prefix_cache=options.cache.prefix_cache and not spec.recurrent,
+        num_pages=placed.fitted.num_pages,
+        prefix_cache=has_prefix_cache(case, placed.need),
+        state_copies=placed.need.copies,
         max_running=asked.max_running,
         max_batch_tokens=batch_tokens,
         max_queued=asked.max_queued,
@@ -95,7 +96,7 @@ def resolve(
             _compute(dtype, host, placed.gpu),
             *placed.decisions,
             kv.row,
-            _prefix_cache(options.cache.prefix_cache, spec),
+            *prefix_rows(case, placed.need),
             Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue"),
             batch_row,
             ram_row,
@@ -123,6 +124,7 @@ class _Placed:
 
     gpu: GpuPlan | None
     memory: MemoryBudget
+    need: Demand  # on the memory that has KV and states
     fitted: Fitted
     roof: Roof
     decisions: tuple[Decision, ...]
@@ -162,10 +164,11 @@ def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: floa
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
     roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
     rounded = fp8_rows(case.options.gpus.fp8_activations, case.model, got.gpu, case.stored)
-    return _Placed(got.gpu, got.memory, got.fitted, roof, (row, *got.decisions, *rounded))
+    return _Placed(got.gpu, got.memory, got.need, got.fitted, roof, (row, *got.decisions, *rounded))
 
 
 def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) -> _Placed:
+    case = with_copies(case)
     fitted, need = fit(case), case.need
     memory = MemoryBudget(
         free_bytes=case.machine.available_bytes,
@@ -175,13 +178,13 @@ def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) ->
         workspace_bytes=need.workspace_bytes(fitted.context_tokens),
         loading_bytes=LOADING_BYTES,
         process_bytes=PROCESS_BYTES,
-        states_bytes=need.states_bytes,
+        states_bytes=need.slots_bytes,
     )
     roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], case.kv_elem_bytes, bandwidth)
     row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
     uncounted = saving_rows(case.options.gpus, False, "choices are counted where there is a GPU")
     unused = unused_rows(case.options.gpus)
-    return _Placed(None, memory, fitted, roof, (row, *unused, *fitted.decisions, *uncounted))
+    return _Placed(None, memory, need, fitted, roof, (row, *unused, *fitted.decisions, *uncounted))
 
 
 def _workers(
@@ -256,16 +259,6 @@ def _batch_tokens(options: EngineOptions) -> tuple[int, Decision]:
     if got > asked:
         why = f"raised so that all {running} running requests can decode in one step"
     return got, Decision("tokens per step", str(asked), str(got), why)
-
-
-def _prefix_cache(on: bool, spec: Model) -> Decision:
-    word = "on" if on else "off"
-    if on and spec.recurrent:
-        why = (
-            "recurrent layers remember only where a sequence is now: a prompt's beginning cannot be taken from another"
-        )
-        return Decision("prefix cache", word, "off", why)
-    return Decision("prefix cache", word, word, "prompts that start alike are computed once" if on else "as asked")
 
 
 def _ram(asked: MachineOptions, machine: Machine) -> tuple[int, Decision]:

@@ -20,6 +20,7 @@ from proa.plan.fp8_activations import with_fp8
 from proa.plan.gpu_asked import asked_experts, asked_layers
 from proa.plan.placement import MoeLayer, moe_layers, place, ram_bias_bytes, resident_bytes, spare_bytes, spare_slots
 from proa.plan.plan import GpuPlan, MemoryBudget, VramBudget
+from proa.plan.state_copies import with_copies
 from proa.plan.vram import (
     context_bytes,
     dense_read_bytes,
@@ -44,6 +45,7 @@ class Split:
 
     gpu: GpuPlan
     memory: MemoryBudget
+    need: Demand  # on VRAM
     fitted: Fitted
     decisions: tuple[Decision, ...]
 
@@ -119,12 +121,11 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     layers = moe_layers(case.spec, case.stored)
     wish = _wish(asked, layers, len(case.spec.blocks))
     budget_bytes, vram_row = _usable(asked, gpu)
-    page_tokens, kept = case.options.cache.page_tokens, _kept(case, gpu)
-    need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
-    need = with_fp8(need, case.spec, batch_tokens, running) if asked.fp8_activations else need
-    vram = replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
     room = _room(case, layers, batch_tokens, gpu, budget_bytes)
-    fitted = _reach(vram, gpu, _share(vram, layers, wish, room))
+    least_bytes = _least_bytes(layers, wish, room)
+    vram = with_copies(_in_vram(case, gpu, batch_tokens, budget_bytes), least_bytes)
+    need = vram.need
+    fitted = _reach(vram, gpu, _share(vram, layers, wish, least_bytes))
     left_bytes = budget_bytes - need.total_bytes(fitted.context_tokens, fitted.num_pages)
     placed = _place(asked.expert_placement, layers, left_bytes, wish, room, case.counts)
     experts_bytes = resident_bytes(layers, placed.resident)
@@ -168,7 +169,16 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
     rows = (*fitted.decisions, vram_row, _linear_row(case, gpu), _experts_row(wish, plan), *placed.decisions)
     rows += _off_rows(asked, plan)
     rows += saving_rows(asked, plan.save_counts is not None, "the model has no routed experts")
-    return Split(plan, memory, fitted, rows)
+    return Split(plan, memory, need, fitted, rows)
+
+
+def _in_vram(case: Case, gpu: Gpu, batch_tokens: int, budget_bytes: int) -> Case:
+    """The same of the VRAM."""
+    page_tokens, running, kept = case.options.cache.page_tokens, case.options.scheduler.max_running, _kept(case, gpu)
+    need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
+    if case.options.gpus.fp8_activations:
+        need = with_fp8(need, case.spec, batch_tokens, running)
+    return replace(case, need=need, usable_bytes=budget_bytes, space="VRAM beside the experts' share")
 
 
 def _place(
@@ -254,17 +264,23 @@ def _bytes_of(layers: tuple[MoeLayer, ...], counts: Sequence[int]) -> int:
     return sum(layer.expert_bytes * count for layer, count in zip(layers, counts, strict=True))
 
 
-def _share(case: Case, layers: tuple[MoeLayer, ...], wish: Wish, room: _Room) -> int:
-    """VRAM that context and KV leave to experts.
-
-    Where nobody asked for a length, half of what dense weights leave, or less if all wanted experts take less; but
-    never less than is asked for by name, or than RAM cannot hold.
-    """
+def _least_bytes(layers: tuple[MoeLayer, ...], wish: Wish, room: _Room) -> int:
+    """Of experts in VRAM: what is asked for by name, or RAM cannot hold."""
     total_bytes, wanted_bytes = sum(layer.total_bytes for layer in layers), _bytes_of(layers, wish.counts(layers))
     least_bytes = _bytes_of(layers, wish.least(layers))
     if total_bytes > room.inclusive_bytes:
         whole_expert = max((layer.expert_bytes for layer in layers), default=1) - 1
         least_bytes = max(least_bytes, min(wanted_bytes, total_bytes - room.exclusive_bytes + whole_expert))
+    return least_bytes
+
+
+def _share(case: Case, layers: tuple[MoeLayer, ...], wish: Wish, least_bytes: int) -> int:
+    """VRAM that context and KV leave to experts.
+
+    Where nobody asked for a length, half of what dense weights leave, or less if all wanted experts take less; but
+    never less than must be there.
+    """
+    wanted_bytes = _bytes_of(layers, wish.counts(layers))
     half = (case.usable_bytes - case.need.total_bytes(0, 0)) // 2
     return max(min(wanted_bytes, half), least_bytes)
 
@@ -302,7 +318,7 @@ def _vram_budget(
         graphs_bytes=graphs_bytes(case.spec, case.options.scheduler.max_running, gpu.simulated),
         experts_bytes=experts,
         spare_bytes=spare,
-        states_bytes=need.states_bytes,
+        states_bytes=need.slots_bytes,
     )
 
 

@@ -124,6 +124,7 @@ def vram_demand(
         page_bytes=page_tokens * spec.kv_bytes_per_token(kv_elem_bytes),
         page_tokens=page_tokens,
         states_bytes=max_running * spec.state_bytes_per_sequence(BF16_BYTES),
+        copy_bytes=spec.state_bytes_per_sequence(BF16_BYTES),
     )
 
 
