@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from gguf_blocks import random_blocks
 from proa.errors import ConfigError
 from proa.models.gguf import config_from_metadata, generation_from_metadata
 from proa.models.spec import RopeScaling
@@ -88,11 +89,10 @@ def test_quantised_values(quant: str, dtype: torch.dtype, tmp_path: Path) -> Non
     assert_same(load(file, dtype), want)
 
 
-@pytest.mark.parametrize("quant", ["Q4_K", "Q5_K", "Q6_K"])
-def test_k_quants(quant: str, tmp_path: Path) -> None:
-    """The gguf package cannot make these, so the blocks are random bytes with scales that are numbers."""
+@pytest.mark.parametrize("quant", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"])
+def test_types_that_the_package_cannot_make(quant: str, tmp_path: Path) -> None:
+    """The blocks are random bytes with scales that are numbers."""
     kind = gguf.GGMLQuantizationType[quant]
-    elems, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     file = make_tiny_gguf("qwen2", tmp_path / "plain.gguf", hidden_size=256, intermediate_size=512)
     plain = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
@@ -105,14 +105,7 @@ def test_k_quants(quant: str, tmp_path: Path) -> None:
         if tensor.data.ndim == 1:
             writer.add_tensor(tensor.name, tensor.data)
             continue
-        rows, cols = tensor.data.shape
-        raw = rng.integers(0, 256, (rows, cols // elems, block_bytes), dtype=np.uint8)
-        scales = rng.random((rows, cols // elems, 2)).astype(np.float16).view(np.uint8)
-        if quant == "Q6_K":
-            raw[..., -2:] = scales[..., :2]
-        else:
-            raw[..., :4] = scales
-        raw = raw.reshape(rows, -1)
+        raw = random_blocks(quant, *tensor.data.shape, rng)
         writer.add_tensor(tensor.name, raw, raw_dtype=kind)
         want[tensor.name] = torch.from_numpy(gguf.dequantize(raw, kind))
     writer.write_header_to_file()
