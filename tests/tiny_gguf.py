@@ -24,7 +24,20 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "glm4moe",
     "Dots1ForCausalLM": "dots1",
     "MiniMaxM2ForCausalLM": "minimax-m2",
+    "GptOssForCausalLM": "gpt-oss",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
 }
+# Tiny models that a file says all of, and what it takes: values that GGUF has no key for are those of published models.
+_ALL_SAID = (
+    "llama2", "smollm2", "llama-yarn", "qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "mixtral", "glm4-moe", "glm4-moe-groups",
+    "dots1", "minimax-m2", "ernie",
+)  # fmt: skip
+SAID: dict[str, dict[str, Any]] = {
+    **{name: {} for name in _ALL_SAID},
+    "qwen2-moe-mixed": {"norm_topk_prob": False},
+    "gpt-oss": {"swiglu_limit": 7.0},
+}
+_POST_NORM = ("glm4moe", "gpt-oss")  # whose norm before the FFN has another name
 _TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -43,6 +56,7 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
@@ -68,7 +82,9 @@ def make_tiny_gguf(
     for tensor, values in gguf_tensors(model, arch):
         wanted = down if down and "ffn_down" in tensor else quant
         kind = gguf.GGMLQuantizationType[first if first and tensor.startswith("blk.0.ffn_") else wanted]
-        if values.ndim > 1 and "ffn_gate_inp" not in tensor and kind != gguf.GGMLQuantizationType.F32:
+        if values.ndim > 1 and "ffn_gate_inp" not in tensor and tensor.endswith("weight"):
+            if values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+                kind = gguf.GGMLQuantizationType.F16
             writer.add_tensor(tensor, gguf.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(tensor, values)
@@ -91,16 +107,16 @@ def gguf_tensors(model: Any, arch: str) -> Iterator[tuple[str, Array]]:
             yield f"{_TOP[stem]}.{kind}", values
             continue
         _, _, layer, rest = stem.split(".", 3)
-        if rest == "mlp.experts":  # [E, 2I, H] and [E, H, I]
-            parts = np.split(values, 2, axis=1) if kind == "gate_up_proj" else [values]
-            names = ("gate", "up") if kind == "gate_up_proj" else ("down",)
-            for part, half in zip(names, parts, strict=True):
-                yield f"blk.{layer}.ffn_{part}_exps.weight", np.ascontiguousarray(half)
+        if rest == "mlp.experts":
+            yield from stacks(layer, kind, values, turned=arch == "gpt-oss")
             continue
         if kind == "e_score_correction_bias":
-            yield f"blk.{layer}.exp_probs_b.bias", values
+            yield f"blk.{layer}.exp_probs_b.bias", values.reshape(-1)
             continue
-        if arch == "glm4moe" and rest == "post_attention_layernorm":
+        if kind == "sinks":
+            yield f"blk.{layer}.attn_sinks.weight", values
+            continue
+        if arch in _POST_NORM and rest == "post_attention_layernorm":
             yield f"blk.{layer}.post_attention_norm.weight", values
             continue
         if arch == "llama" and _LAYER[rest] in heads:
@@ -108,6 +124,19 @@ def gguf_tensors(model: Any, arch: str) -> Iterator[tuple[str, Array]]:
         if rest == "mlp.shared_expert_gate":
             values = values[0]
         yield f"blk.{layer}.{_LAYER[rest]}.{kind}", values
+
+
+def stacks(layer: str, kind: str, values: Array, turned: bool) -> Iterator[tuple[str, Array]]:
+    """[E, 2I, H] and [E, H, I]; turned: [E, H, 2I], where gate and up take turns, and [E, I, H], and their biases."""
+    name, what = kind.partition("_proj")[0], "bias" if kind.endswith("_bias") else "weight"
+    if turned and what == "weight":
+        values = values.swapaxes(1, 2)
+    halves = {"down": values}
+    if name == "gate_up":
+        gate, up = (values[:, ::2], values[:, 1::2]) if turned else np.split(values, 2, axis=1)
+        halves = {"gate": gate, "up": up}
+    for part, half in halves.items():
+        yield f"blk.{layer}.ffn_{part}_exps.{what}", np.ascontiguousarray(half)
 
 
 def interleaved(rows: Array, heads: int) -> Array:
@@ -146,6 +175,13 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if arch in ("glm4moe", "dots1", "minimax-m2"):
         _write_sigmoid_experts(writer, config, arch)
+    if arch == "gpt-oss":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_sliding_window(config.sliding_window)
+    if arch == "ernie4_5-moe":
+        _write_ernie_experts(writer, config)
     if guesses:
         writer.add_nextn_predict_layers(guesses)
         writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", np.zeros((2, 2), dtype=np.float32))
@@ -165,3 +201,13 @@ def _write_sigmoid_experts(writer: gguf.GGUFWriter, config: Any, arch: str) -> N
     writer.add_expert_weights_norm(config.norm_topk_prob)
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
+
+
+def _write_ernie_experts(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.moe_num_experts)
+    writer.add_expert_used_count(config.moe_k)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    writer.add_leading_dense_block_count(config.moe_layer_start_index)
+    writer.add_expert_shared_count(config.moe_num_shared_experts)
+    writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
