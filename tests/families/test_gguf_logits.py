@@ -1,5 +1,5 @@
 """GGUF files of every architecture, as llama.cpp's converter writes them (tests/tiny_gguf.py), against transformers in
-float32; and on native kernels, alone and beside a simulated GPU, against plain torch in bfloat16.
+float32; and on native kernels, alone and beside a GPU, against plain torch in bfloat16.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "ernie"])
+@pytest.mark.parametrize("name", ["gpt-oss", "ernie", "deepseek-v2", "deepseek-v3", "qwen3-next"])
 @pytest.mark.parametrize("quant", ["F32", "Q8_0"])
-def test_no_further_from_float32_than_torch_in_bfloat16(name: str, quant: str, pool: Pool, tmp_path: Path) -> None:
-    """Where rows are no whole blocks, the file has F16, as quantisers do."""
+@pytest.mark.parametrize("device", ["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_no_further_from_float32_than_torch_in_bfloat16(
+    device: str, name: str, quant: str, pool: Pool, tmp_path: Path
+) -> None:
     file = make_tiny_gguf(name, tmp_path / "m.gguf", quant, **SAID[name])
     override = all_experts(file)
     exact, plain = (
         forced(load_decoder(file, dtype, **override), TEXTS, PROMPT_TOKENS) for dtype in (torch.float32, torch.bfloat16)
     )
     native = forced(load_native(file, pool, **override), TEXTS, PROMPT_TOKENS)
-    split = forced(load_split(file, pool, SPLITS["half"], "sim", **override), TEXTS, PROMPT_TOKENS)
+    split = forced(load_split(file, pool, SPLITS["half"], device, **override), TEXTS, PROMPT_TOKENS)
     scale = exact.abs().max()
     off_plain, *off = ((rows - exact).pow(2).mean().sqrt() for rows in (plain, native, split))
     assert off_plain <= 0.05 * scale, "the yardstick itself is off"

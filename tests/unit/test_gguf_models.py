@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gguf_blocks import random_blocks
-from proa.errors import ConfigError
+from proa.errors import ConfigError, WeightsError
 from proa.models.gguf import config_from_metadata, generation_from_metadata
 from proa.models.spec import RopeScaling
 from proa.weights.checkpoint import open_checkpoint
@@ -23,7 +23,7 @@ from weights_cases import assert_same, load
 
 
 def stored(name: str, **overrides: Any) -> dict[str, torch.Tensor]:
-    """Parameters as the GGUF has them: q and k of the llama architecture interleaved."""
+    """Parameters as the GGUF has them: q and k of the llama architecture interleaved, Qwen3-Next's numbers rounded."""
     model = tiny_reference(name, **overrides)
     params = reference_params(model)
     if model.config.model_type in ("llama", "mixtral"):
@@ -31,6 +31,12 @@ def stored(name: str, **overrides: Any) -> dict[str, torch.Tensor]:
         for key, tensor in params.items():
             if key.endswith(("mixer.q.weight", "mixer.k.weight")):
                 params[key] = torch.from_numpy(interleaved(tensor.numpy(), heads[key.split(".")[-2]]))
+    if model.config.model_type == "qwen3_next":  # whose norms and decays are stored as other numbers
+        for key, tensor in params.items():
+            if "norm" in key and not key.endswith("mixer.norm.weight"):
+                params[key] = (tensor + 1) - 1
+            if key.endswith("a_log"):
+                params[key] = torch.from_numpy(np.exp(tensor.numpy())).log()
     return params
 
 
@@ -45,11 +51,23 @@ def test_same_model_as_the_folder(name: str, tmp_path: Path) -> None:
     assert checkpoint.generation_config == {"eos_token_id": [2]}
     want = open_checkpoint(folder).declare().spec
     got = checkpoint.declare().spec
-    turned = [replace(b, mixer=replace(b.mixer, rope=replace(b.mixer.rope, interleaved=True))) for b in want.blocks]
-    assert got.blocks == (tuple(turned) if name.startswith(("llama", "smollm", "mixtral")) else want.blocks)
+    if name.startswith(("llama", "smollm", "mixtral")):
+        rope = replace(want.blocks[0].mixer.rope, interleaved=True)
+        want = replace(want, blocks=tuple(replace(b, mixer=replace(b.mixer, rope=rope)) for b in want.blocks))
+    assert got.blocks == want.blocks
     assert list(got.params()) == list(want.params())
     assert (got.norm_eps, got.max_positions, got.tied) == (want.norm_eps, want.max_positions, want.tied)
     assert_same(load(file), stored(name, **overrides))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "qwen3-next"])
+def test_files_of_older_converters(name: str, tmp_path: Path) -> None:
+    """kv_b and qkvz as one tensor."""
+    file, old = (make_tiny_gguf(name, tmp_path / f"{n}.gguf", old=n, **SAID[name]) for n in (False, True))
+    checkpoints = [open_checkpoint(path) for path in (file, old)]
+    assert checkpoints[0].tensors.keys() - checkpoints[1].tensors.keys()
+    assert checkpoints[0].declare().spec == checkpoints[1].declare().spec
+    assert_same(load(old), stored(name, **SAID[name]))
 
 
 def test_layers_that_guess_are_known_and_not_loaded(tmp_path: Path) -> None:
@@ -185,3 +203,60 @@ def test_sampling_defaults() -> None:
     want = {"temperature": 0.6, "top_k": 20, "eos_token_id": [5, 7]}
     assert generation_from_metadata(metadata) == want
     assert generation_from_metadata({}) == {}
+
+
+DEEPSEEK: dict[str, Any] = {
+    "general.architecture": "deepseek2",
+    "deepseek2.block_count": 2,
+    "deepseek2.context_length": 512,
+    "deepseek2.embedding_length": 64,
+    "deepseek2.feed_forward_length": 96,
+    "deepseek2.attention.head_count": 4,
+    "deepseek2.attention.layer_norm_rms_epsilon": 1e-6,
+    "deepseek2.attention.kv_lora_rank": 32,
+    "deepseek2.attention.key_length": 24,
+    "deepseek2.attention.value_length": 16,
+    "deepseek2.rope.dimension_count": 8,
+    "deepseek2.expert_count": 256,
+    "deepseek2.expert_used_count": 8,
+    "deepseek2.expert_feed_forward_length": 24,
+}
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(64, (1, 1)), (160, (8, 3)), (256, (8, 4)), (384, (1, 1))])
+def test_groups_of_experts_where_the_file_has_no_key(experts: int, groups: tuple[int, int]) -> None:
+    config = config_from_metadata(DEEPSEEK | {"deepseek2.expert_count": experts}, SHAPES)
+    assert (config["n_group"], config["topk_group"]) == groups
+    assert config["architectures"] == ["DeepseekV2ForCausalLM"]
+    assert config["topk_method"] == ("greedy" if groups == (1, 1) else "group_limited_greedy")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"expert_count": 100}, "expert_group_count is missing, and no published model has 100 experts"),
+        ({"expert_gating_func": 3}, "expert_gating_func = 3 is not implemented"),
+        ({"attention.head_count_kv": 2}, "head_count_kv = 2 is not implemented"),
+        (
+            {"attention.key_length_mla": 24, "attention.value_length_mla": 16},
+            "key_length = 24 is not implemented, only 40",
+        ),
+    ],
+)
+def test_refused_metadata_of_deepseek(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_metadata(DEEPSEEK | {f"deepseek2.{key}": value for key, value in metadata.items()}, SHAPES)
+
+
+def test_yarn_of_deepseek() -> None:
+    scaled = {"type": "yarn", "factor": 40.0, "original_context_length": 128, "yarn_log_multiplier": 0.0707}
+    config = config_from_metadata(DEEPSEEK | {f"deepseek2.rope.scaling.{k}": v for k, v in scaled.items()}, SHAPES)
+    rope = config["rope_parameters"]
+    assert (rope["mscale"], rope["mscale_all_dim"]) == (0.707, 0.707)
+
+
+def test_a_decay_that_grows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiny_gguf.np.exp", np.negative)  # ssm_a = A_log, of which some are above zero
+    file = make_tiny_gguf("qwen3-next", tmp_path / "m.gguf")
+    with pytest.raises(WeightsError, match=r"blk\.0\.ssm_a has numbers that are not below zero"):
+        load(file)

@@ -139,6 +139,25 @@ def test_blocks_on_every_pool(quant: str, tmp_path: Path) -> None:
         assert_same(loaded.kept, first)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"linear_key_head_dim": 8, "linear_value_head_dim": 12}], ids=["panels", "rows"])
+@pytest.mark.parametrize("quant", ["Q8_0", "F16"])
+def test_rows_of_several_tensors_on_every_pool(quant: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    """The packed bytes that one tensor with all rows gives; bfloat16 where heads are no whole panels."""
+    name, sizes = "blocks.0.mixer.qkvz.weight", {"moe_intermediate_size": 32, **sizes}
+    parted, whole = (make_tiny_gguf("qwen3-next", tmp_path / f"{n}.gguf", quant, old=n, **sizes) for n in (False, True))
+    want = load(parted, torch.bfloat16)[name]
+    with Pool([[0]], pin=False) as pool:
+        kept = Loaded(whole, pool).kept
+    for teams in POOLS:
+        with Pool(teams, pin=False) as pool:
+            loaded = Loaded(parted, pool)
+        assert (name in loaded.kept) == (quant == "Q8_0" and len(sizes) == 1)
+        if name in loaded.kept:
+            assert torch.equal(loaded.kept[name], kept[name])
+        else:
+            assert torch.equal(loaded.values[name], want)
+
+
 @pytest.mark.parametrize("scheme", ["fp8 small blocks", "int4 zeros", "nvfp4", "gptq 8", "gptq zeros", "awq"])
 def test_codes_on_every_pool(scheme: str, tmp_path: Path) -> None:
     """The same for codes with their scales, wherever a node's rows begin."""

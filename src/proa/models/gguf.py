@@ -12,7 +12,7 @@ from typing import Any
 
 from proa.errors import ConfigError
 from proa.models.config_reader import Reader
-from proa.models.gguf_architectures import ARCHITECTURES, Architecture, Shapes, shape_of
+from proa.models.gguf_architectures import ARCHITECTURES, CHANGED, Architecture, Shapes, shape_of
 from proa.models.names import NameTable, guessing_layers
 
 GGUF_NAMES = NameTable(
@@ -24,6 +24,15 @@ GGUF_NAMES = NameTable(
         ("blocks.{i}.norm2.weight", "blk.{i}.ffn_norm.weight"),
         ("blocks.{i}.norm2.weight", "blk.{i}.post_attention_norm.weight"),
         ("blocks.{i}.mixer.sinks", "blk.{i}.attn_sinks.weight"),
+        ("blocks.{i}.mixer.kv_a.weight", "blk.{i}.attn_kv_a_mqa.weight"),
+        ("blocks.{i}.mixer.qkvz.weight", "blk.{i}.ssm_in.weight"),  # of older files
+        ("blocks.{i}.mixer.z.weight", "blk.{i}.attn_gate.weight"),
+        ("blocks.{i}.mixer.ba.weight", "blk.{i}.ssm_ba.weight"),
+        ("blocks.{i}.mixer.conv.weight", "blk.{i}.ssm_conv1d.weight"),
+        ("blocks.{i}.mixer.a_log", "blk.{i}.ssm_a"),
+        ("blocks.{i}.mixer.dt_bias", "blk.{i}.ssm_dt.bias"),
+        ("blocks.{i}.mixer.norm.weight", "blk.{i}.ssm_norm.weight"),
+        ("blocks.{i}.mixer.out.weight", "blk.{i}.ssm_out.weight"),
         ("blocks.{i}.mixer.o.{w}", "blk.{i}.attn_output.{w}"),
         ("blocks.{i}.mixer.{p}.{w}", "blk.{i}.attn_{p}.{w}"),
         ("blocks.{i}.ffn.router.correction", "blk.{i}.exp_probs_b.bias"),
@@ -42,7 +51,8 @@ GGUF_NAMES = NameTable(
 def gguf_names(config: Mapping[str, Any]) -> NameTable:
     """Of the file that `config` was read from."""
     more = guessing_layers(r"blk\.", config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0))
-    return replace(GGUF_NAMES, ignored=GGUF_NAMES.ignored + more)
+    changed = CHANGED.get(config["architectures"][0], ())
+    return replace(GGUF_NAMES, ignored=GGUF_NAMES.ignored + more, changed=changed)
 
 
 def config_from_metadata(
@@ -91,11 +101,6 @@ def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _common(c: Reader, shapes: Shapes, rope_factors: Sequence[float], arch: Architecture) -> dict[str, Any]:
     hidden, heads = c.size("embedding_length"), c.size("attention.head_count")
-    head_dim = c.size("attention.key_length", hidden // heads)
-    c.expect("attention.value_length", head_dim)
-    turning = c.size("rope.dimension_count", head_dim)
-    if not arch.in_part:
-        c.expect("rope.dimension_count", head_dim)
     c.expect("attention.causal", True)
     c.ignore("the embedding's shape says it", "vocab_size")
     c.ignore("provenance", "tensor_data_layout", "rope.scaling.finetuned")
@@ -104,13 +109,25 @@ def _common(c: Reader, shapes: Shapes, rope_factors: Sequence[float], arch: Arch
         "hidden_size": hidden,
         "num_hidden_layers": c.size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": c.size("attention.head_count_kv", heads),
-        "head_dim": head_dim,
         "intermediate_size": c.size("feed_forward_length", None),
         "max_position_embeddings": c.size("context_length"),
         "rms_norm_eps": c.get("attention.layer_norm_rms_epsilon", float),
         "tie_word_embeddings": "output.weight" not in shapes,
         "rope_parameters": _rope(c, rope_factors, arch),
+        **({} if arch.latent else _heads(c, hidden, heads, arch)),
+    }
+
+
+def _heads(c: Reader, hidden: int, heads: int, arch: Architecture) -> dict[str, Any]:
+    """Of grouped-query attention."""
+    head_dim = c.size("attention.key_length", hidden // heads)
+    c.expect("attention.value_length", head_dim)
+    turning = c.size("rope.dimension_count", head_dim)
+    if not arch.in_part:
+        c.expect("rope.dimension_count", head_dim)
+    return {
+        "num_key_value_heads": c.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
         **({"partial_rotary_factor": turning / head_dim} if arch.in_part else {}),
     }
 
@@ -132,7 +149,7 @@ def _rope(c: Reader, factors: Sequence[float], arch: Architecture) -> dict[str, 
             "original_max_position_embeddings": original,
             "beta_fast": c.get("rope.scaling.yarn_beta_fast", float, None),
             "beta_slow": c.get("rope.scaling.yarn_beta_slow", float, None),
-            **arch.yarn,
+            **arch.yarn(c),
         }
     if kind not in ("none", "linear"):
         raise c.error(f"rope scaling {kind!r} is not implemented, only none, linear and yarn")

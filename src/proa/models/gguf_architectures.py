@@ -7,10 +7,11 @@ Sources: the conversion and the graph of each architecture in llama.cpp.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from proa.models.config_reader import Reader
+from proa.models.names import Rules
 
 Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[Reader, Shapes], dict[str, Any]]
@@ -18,12 +19,13 @@ Read = Callable[[Reader, Shapes], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """read: the keys of its own. in_part: of each head some dimensions may not turn. yarn: what its models have with
-    this scaling and no key says."""
+    """read: the keys of its own. in_part: of each head some dimensions may not turn. latent: `read` reads attention's
+    keys. yarn: more of this scaling's parameters."""
 
     read: Read
     in_part: bool = False
-    yarn: Mapping[str, Any] = field(default_factory=dict)
+    latent: bool = False
+    yarn: Callable[[Reader], dict[str, Any]] = lambda c: {}
 
 
 def shape_of(c: Reader, shapes: Shapes, tensor: str) -> tuple[int, ...]:
@@ -157,6 +159,93 @@ def _ernie_moe(c: Reader, shapes: Shapes) -> dict[str, Any]:
     }
 
 
+# Groups of experts, and how many are kept, by the number of experts, of DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-V3 and
+# Kimi-K2: older files have no keys for them.
+_GROUPS = {64: (1, 1), 160: (8, 3), 256: (8, 4), 384: (1, 1)}
+
+
+def _deepseek2(c: Reader, shapes: Shapes) -> dict[str, Any]:
+    """DeepSeek-V2, and with sigmoid scores DeepSeek-V3; files that do not say which scores are of DeepSeek-V2."""
+    c.expect("expert_gating_func", 1, 2)
+    sigmoid = c.get("expert_gating_func", int, 1) == 2
+    experts, guesses = c.size("expert_count"), c.get("nextn_predict_layers", int, 0)
+    if not c.has("expert_group_count") and experts not in _GROUPS:
+        raise c.error(f"expert_group_count is missing, and no published model has {experts} experts")
+    groups, kept = _GROUPS.get(experts, (1, 1))
+    groups, kept = c.size("expert_group_count", groups), c.size("expert_group_used_count", kept)
+    limited = {} if sigmoid else {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
+    return {
+        "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
+        "num_hidden_layers": c.size("block_count") - guesses,
+        "num_nextn_predict_layers": guesses,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": c.size("expert_used_count"),
+        "n_shared_experts": c.get("expert_shared_count", int, 0),
+        "moe_intermediate_size": c.size("expert_feed_forward_length"),
+        "first_k_dense_replace": c.get("leading_dense_block_count", int, 0),
+        "n_group": groups,
+        "topk_group": kept,
+        "norm_topk_prob": c.get("expert_weights_norm", bool, False),
+        "routed_scaling_factor": c.get("expert_weights_scale", float, 0.0) or 1.0,
+        **limited,
+        **_latent_heads(c),
+    }
+
+
+def _latent_heads(c: Reader) -> dict[str, Any]:
+    """What heads have; key_length and value_length are those of the cache where _mla stands behind the heads' own."""
+    heads, rank, turned = (
+        c.size("attention.head_count"),
+        c.size("attention.kv_lora_rank"),
+        c.size("rope.dimension_count"),
+    )
+    c.expect("attention.head_count_kv", 1, heads)
+    own = ""
+    if c.has("attention.key_length_mla"):
+        own = "_mla"
+        c.expect("attention.key_length", rank + turned)
+        c.expect("attention.value_length", rank)
+    return {
+        "num_key_value_heads": heads,
+        "q_lora_rank": c.size("attention.q_lora_rank", None),
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": c.size(f"attention.key_length{own}") - turned,
+        "v_head_dim": c.size(f"attention.value_length{own}"),
+    }
+
+
+def _deepseek_yarn(c: Reader) -> dict[str, Any]:
+    """The file has a tenth of mscale_all_dim. mscale is the same in all published models, and llama.cpp takes it so."""
+    tenth = c.get("rope.scaling.yarn_log_multiplier", float, None)
+    scale = None if tenth is None else round(tenth * 10, 6)
+    return {"mscale": scale, "mscale_all_dim": scale}
+
+
+def _qwen3_next(c: Reader, shapes: Shapes) -> dict[str, Any]:
+    layers, interval = c.size("block_count"), c.size("full_attention_interval", 4)
+    value_heads, values = c.size("ssm.time_step_rank"), c.size("ssm.inner_size")
+    if values % value_heads:
+        raise c.error(f"ssm.inner_size {values} is no multiple of {value_heads} heads")
+    kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    return _qwen_moe("Qwen3NextForCausalLM", renormalise=True, bias_key="attention_bias")(c, shapes) | {
+        "layer_types": kinds,
+        "linear_num_key_heads": c.size("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": c.size("ssm.state_size"),
+        "linear_value_head_dim": values // value_heads,
+        "linear_conv_kernel_dim": c.size("ssm.conv_kernel"),
+    }
+
+
+# Tensors whose numbers the converter changes; see NameTable.
+CHANGED: Mapping[str, Rules] = {
+    "Qwen3NextForCausalLM": (
+        (r"(blk\.\d+\.(attn|post_attention|attn_q|attn_k)|output)_norm\.weight", "x + 1"),
+        (r"blk\.\d+\.ssm_a", "-exp(x)"),
+    ),
+}
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(_llama),
     "qwen2": Architecture(_dense("Qwen2ForCausalLM")),
@@ -166,6 +255,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4moe": Architecture(_v3_moe("Glm4MoeForCausalLM", use_qk_norm=_has("attn_q_norm.weight")), in_part=True),
     "dots1": Architecture(_v3_moe("Dots1ForCausalLM")),
     "minimax-m2": Architecture(_minimax_m2, in_part=True),
-    "gpt-oss": Architecture(_gpt_oss, yarn={"truncate": False}),
+    "gpt-oss": Architecture(_gpt_oss, yarn=lambda c: {"truncate": False}),  # as openai's config.json says
+    "deepseek2": Architecture(_deepseek2, latent=True, yarn=_deepseek_yarn),
+    "qwen3next": Architecture(_qwen3_next, in_part=True),
     "ernie4_5-moe": Architecture(_ernie_moe),
 }
