@@ -95,11 +95,13 @@ void words_of_values(const int8_t* values, int count, uint32_t* words) {
 // d, 32 fifth bits, nibbles.
 void take_q5_0(const uint8_t* block, int i, const Row& row) {
     std::memcpy(row.scales + i * 2, block, 2);
-    const uint32_t fifths = read<uint32_t>(block + 2);
-    int8_t values[32];
-    for (int k = 0; k < 32; ++k)
-        values[k] = int8_t(((block[6 + k % 16] >> k / 16 * 4 & 15) | (fifths >> k & 1) << 4) - 16);
-    words_of_values(values, 32, row.words + i * 8);
+    for (int k = 0; k < 32; k += 8) {
+        const uint64_t low = read<uint64_t>(block + 6 + k % 16) >> k / 16 * 4 & kNibbles;
+        const uint64_t below = (sixteens(block[2 + k / 8]) ^ 0x1010101010101010u) >> 4;  // 1 for codes below 16
+        const uint64_t values = low | below * 0xf0;                                      // two's complement
+        row.words[i * 8 + k / 4] = word_of_bytes(uint32_t(values));
+        row.words[i * 8 + k / 4 + 1] = word_of_bytes(uint32_t(values >> 32));
+    }
 }
 
 void take_iq4_nl(const uint8_t* block, int i, const Row& row) {

@@ -47,10 +47,7 @@ struct Codes {
     }
     // Bit i of 32 is worth 16 in code i.
     void add_fifths(const uint8_t* bits) {
-        for (int k = 0; k < N; k += 8) {
-            const uint64_t own = (bits[k / 8] * 0x0101010101010101u) & 0x8040201008040201u;  // bit i stays in byte i
-            put(k, read<uint64_t>(at + k) | ((own + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u));
-        }
+        for (int k = 0; k < N; k += 8) put(k, read<uint64_t>(at + k) | sixteens(bits[k / 8]));
     }
 };
 

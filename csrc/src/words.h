@@ -1,6 +1,7 @@
 // Codes of one row -> words of 32 bits: the row's lanes of a panel's lines. Belongs here: shuffling bits in registers.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -68,9 +69,25 @@ inline void three_bit_scales(const uint8_t* six, int8_t* scales) {
 // What the codes of IQ4_NL and IQ4_XS stand for.
 constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
+// Of both nibbles of a byte at once.
+constexpr auto kIq4Pairs = [] {
+    std::array<uint16_t, 256> pairs{};
+    for (size_t i = 0; i < 256; ++i) pairs[i] = uint16_t(uint8_t(kIq4[i & 15]) | uint8_t(kIq4[i >> 4]) << 8);
+    return pairs;
+}();
+
 // 16 bytes -> 32 of those, the first 16 from the low nibbles.
 inline void iq4_values(const uint8_t* packed, int8_t* values) {
-    for (int i = 0; i < 16; ++i) values[i] = kIq4[packed[i] & 15], values[16 + i] = kIq4[packed[i] >> 4];
+    for (int i = 0; i < 16; ++i) {
+        const uint16_t both = kIq4Pairs[packed[i]];
+        values[i] = int8_t(both), values[16 + i] = int8_t(both >> 8);
+    }
+}
+
+// Bit i -> 16 in byte i.
+inline uint64_t sixteens(uint8_t bits) {
+    const uint64_t own = (bits * 0x0101010101010101u) & 0x8040201008040201u;  // bit i stays in byte i
+    return (own + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
 }
 
 // IQ4_XS: d, upper pairs of bits, low nibbles -> the scale of group `g` (of 8), less d.

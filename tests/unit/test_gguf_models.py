@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import tiny_gguf
 from gguf_blocks import random_blocks
 from proa.errors import ConfigError, WeightsError
 from proa.models.gguf import config_from_metadata, generation_from_metadata
@@ -68,6 +69,17 @@ def test_files_of_older_converters(name: str, tmp_path: Path) -> None:
     assert checkpoints[0].tensors.keys() - checkpoints[1].tensors.keys()
     assert checkpoints[0].declare().spec == checkpoints[1].declare().spec
     assert_same(load(old), stored(name, **SAID[name]))
+
+
+def test_a_file_with_both_forms_of_kv_b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = list(tiny_gguf.gguf_tensors(tiny_reference("deepseek-v3"), "deepseek2", False))
+    old = list(tiny_gguf.gguf_tensors(tiny_reference("deepseek-v3"), "deepseek2", True))
+    both = dict(new) | dict(old)
+    monkeypatch.setattr(tiny_gguf, "gguf_tensors", lambda *_: iter(both.items()))
+    assert_same(load(make_tiny_gguf("deepseek-v3", tmp_path / "both.gguf")), stored("deepseek-v3"))
+    monkeypatch.setattr(tiny_gguf, "gguf_tensors", lambda *_: iter([n for n in new if "attn_v_b" not in n[0]]))
+    with pytest.raises(WeightsError, match=r"blk\.0\.attn_kv_b\.weight: not in the checkpoint"):
+        load(make_tiny_gguf("deepseek-v3", tmp_path / "half.gguf"))
 
 
 def test_layers_that_guess_are_known_and_not_loaded(tmp_path: Path) -> None:

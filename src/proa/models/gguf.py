@@ -43,7 +43,10 @@ GGUF_NAMES = NameTable(
         ("blocks.{i}.ffn.shared_gate.weight", "blk.{i}.ffn_gate_inp_shexp.weight"),
         ("blocks.{i}.ffn.{p}.{w}", "blk.{i}.ffn_{p}.{w}"),
     ),
-    ignored=((r"rope_freqs\.weight", "the config has it as rope factors"),),
+    ignored=(
+        (r"rope_freqs\.weight", "the config has it as rope factors"),
+        (r"blk\.\d+\.attn_[kv]_b\.weight", "attn_kv_b.weight has the same"),  # else they are parts of it
+    ),
     stacked_out_in=True,
 )
 
