@@ -83,7 +83,7 @@ _LAYER = {
 
 def make_tiny_gguf(
     name: str, file: Path, quant: str = "F32", rope_factors: tuple[float, ...] = (), down: str = "", first: str = "",
-    old: bool = False, **overrides: Any,
+    old: bool = False, tensors_per_file: int = 0, **overrides: Any,
 ) -> Path:  # fmt: skip
     """Write the model `tiny_reference(name, **overrides)`; its matrices as `quant` (those of FFNs that lead back into
     the residual stream as `down`, all of the first layer's FFN as `first`), all else as F32; where rows are no whole
@@ -92,7 +92,7 @@ def make_tiny_gguf(
     model = tiny_reference(name, **overrides)
     arch = ARCHITECTURES[TINY[name].architecture]
     file.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(file, arch)
+    writer = gguf.GGUFWriter(file, arch, split_max_tensors=tensors_per_file)
     _write_metadata(writer, model.config, arch, old)
     if rope_factors:
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))

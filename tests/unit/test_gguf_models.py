@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tiny_gguf
 from gguf_blocks import random_blocks
@@ -20,6 +22,7 @@ from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve
 from tiny import make_tiny, reference_params, tiny_reference
 from tiny_gguf import SAID, interleaved, make_tiny_gguf
+from tiny_quantised import make_gpt_oss
 from weights_cases import assert_same, load
 
 
@@ -112,6 +115,58 @@ def test_quantised_values(quant: str, dtype: torch.dtype, tmp_path: Path) -> Non
     assert_same(load(file, dtype), want)
 
 
+def copy_metadata(plain: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    for key, field in plain.fields.items():
+        if key.startswith(f"{writer.arch}."):
+            writer.add_key_value(key, field.contents(), field.types[0])
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def mxfp4_blocks(codes: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+    """uint8 [..., groups, 16], two neighbours a byte, and [..., groups] -> ggml's blocks: a scale, then bytes whose low
+    nibbles are the first half."""
+    values = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    halves = values[..., :16] | values[..., 16:] << 4
+    return torch.cat((scales[..., None], halves), -1).flatten(-2).contiguous().numpy()
+
+
+def test_openais_blocks_as_the_converter_packs_them(tmp_path: Path) -> None:
+    make_gpt_oss(tmp_path / "folder", tmp_path / "plain")
+    stored = load_file(tmp_path / "folder" / "model.safetensors")
+    plain = gguf.GGUFReader(make_tiny_gguf("gpt-oss", tmp_path / "plain.gguf"))
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gpt-oss")
+    copy_metadata(plain, writer)
+    for tensor in plain.tensors:
+        match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight", tensor.name)
+        if match is None:
+            writer.add_tensor(tensor.name, tensor.data)
+            continue
+        name = f"model.layers.{match[1]}.mlp.experts.{'down' if match[2] == 'down' else 'gate_up'}_proj"
+        rows = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[match[2]]
+        raw = mxfp4_blocks(*(stored[f"{name}_{part}"][:, rows] for part in ("blocks", "scales")))
+        writer.add_tensor(tensor.name, raw, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+    finish(writer)
+    got, want = load(tmp_path / "m.gguf", torch.bfloat16), load(tmp_path / "folder", torch.bfloat16)
+    experts = [name for name in want if ".experts." in name and name.endswith("weight")]
+    assert len(experts) == 4 * 8 * 3
+    assert_same({name: got[name] for name in experts}, {name: want[name] for name in experts})
+
+
+def test_parts_of_a_parameter_in_two_files(tmp_path: Path) -> None:
+    """One tensor a file: q, k and v lie apart from z, and keys from values."""
+    for name in ("qwen3-next", "deepseek-v3"):
+        make_tiny_gguf(name, tmp_path / name / "m.gguf", tensors_per_file=1)
+        first = min((tmp_path / name).glob("*.gguf"))
+        assert "-00001-of-" in first.name
+        assert_same(load(first), stored(name))
+
+
 @pytest.mark.parametrize("quant", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"])
 def test_types_that_the_package_cannot_make(quant: str, tmp_path: Path) -> None:
     """The blocks are random bytes with scales that are numbers."""
@@ -119,9 +174,7 @@ def test_types_that_the_package_cannot_make(quant: str, tmp_path: Path) -> None:
     file = make_tiny_gguf("qwen2", tmp_path / "plain.gguf", hidden_size=256, intermediate_size=512)
     plain = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
-    for key, field in plain.fields.items():
-        if key.startswith("qwen2."):
-            writer.add_key_value(key, field.contents(), field.types[0])
+    copy_metadata(plain, writer)
     rng = np.random.default_rng(1)
     want: dict[str, torch.Tensor] = {}
     for tensor in plain.tensors:
@@ -131,10 +184,7 @@ def test_types_that_the_package_cannot_make(quant: str, tmp_path: Path) -> None:
         raw = random_blocks(quant, *tensor.data.shape, rng)
         writer.add_tensor(tensor.name, raw, raw_dtype=kind)
         want[tensor.name] = torch.from_numpy(gguf.dequantize(raw, kind))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     got = load(tmp_path / "m.gguf")
     assert torch.equal(got["embed.weight"], want["token_embd.weight"])
     assert torch.equal(got["blocks.2.ffn.down.weight"], want["blk.2.ffn_down.weight"])

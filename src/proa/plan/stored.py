@@ -35,7 +35,8 @@ def weights_row(
         if asked.dummy_format != "bf16":
             why += f"; experts and linear layers in {asked.dummy_format}"
     elif got == "gguf":
-        kept = f"blocks of {', '.join(KEPT)} and MXFP4 keep their values, others are rounded once to bfloat16"
+        kept = f"blocks of {', '.join(KEPT)} and MXFP4 keep their values, those that no format has in a wider one; "
+        kept += "others are rounded once to bfloat16"
         why = _with_gpu(kept, gpu) if stored else dequantised
     elif checkpoint.quantisation is not None:
         names = {tensor.dtype for tensor in checkpoint.tensors.values() if tensor.quantised}
