@@ -133,6 +133,25 @@ def test_what_is_larger_than_the_staging_comes_in_parts(
     assert torch.equal(cut.map(x), whole.map(x))
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "F32"])
+def test_rows_from_several_places(kind: str, rng: torch.Generator, pool: Pool, device: torch.device) -> None:
+    """As one place with all of them."""
+    staging = Staging(pool, 24 << 10, pinned=device.type == "cuda")
+    one, several = (CudaMaps(device, no_experts, staging).linear({"out": 200}, COLUMNS, False) for _ in range(2))
+    rows, _ = rows_of(kind, 200, 5)
+    targets = [dict(linear.parameters())["out.weight"] for linear in (one, several)]
+    for target in targets:
+        target.expect(kind)
+    load(targets[0], kind, rows, staging)
+    for begin, end in ((96, 200), (0, 96)):
+        stored_rows = StoredRows(Stored[kind], rows[begin:].ctypes.data, rows.strides[0])
+        for _, _, jobs in in_parts(targets[1], stored_rows, staging.flush, begin, end):
+            fill(pool, jobs)
+        staging.flush()
+    x = rand(rng, 1, COLUMNS).to(device)
+    assert torch.equal(several(x), one(x))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("case", ["another value type", "the last one of no whole panels"])
 def test_many_rows_by_a_library(
