@@ -83,7 +83,7 @@ _LAYER = {
 
 def make_tiny_gguf(
     name: str, file: Path, quant: str = "F32", rope_factors: tuple[float, ...] = (), down: str = "", first: str = "",
-    old: bool = False, tensors_per_file: int = 0, **overrides: Any,
+    old: bool = False, tensors_per_file: int = 0, vocabulary: bool = True, **overrides: Any,
 ) -> Path:  # fmt: skip
     """Write the model `tiny_reference(name, **overrides)`; its matrices as `quant` (those of FFNs that lead back into
     the residual stream as `down`, all of the first layer's FFN as `first`), all else as F32; where rows are no whole
@@ -94,6 +94,10 @@ def make_tiny_gguf(
     file.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=tensors_per_file)
     _write_metadata(writer, model.config, arch, old)
+    writer.add_vocab_size(model.config.vocab_size)
+    writer.add_tokenizer_model("gpt2" if vocabulary else "no_vocab")
+    if vocabulary:
+        writer.add_token_list([f"t{i}" for i in range(model.config.vocab_size)])
     if rope_factors:
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
     for tensor, values in gguf_tensors(model, arch, old):
@@ -214,8 +218,6 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str, old: bool) 
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     if config.rope_parameters["rope_type"] == "yarn":
@@ -294,7 +296,6 @@ def _write_deepseek_experts(writer: gguf.GGUFWriter, config: Any, old: bool) -> 
     """Old files do not say which scores DeepSeek-V2 has."""
     sigmoid = config.model_type == "deepseek_v3"
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
-    writer.add_vocab_size(config.vocab_size)
     writer.add_expert_count(config.n_routed_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
