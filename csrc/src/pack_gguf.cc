@@ -1,4 +1,5 @@
-// Blocks of GGUF taken apart: the layouts of ggml's block_q4_0, q4_1, q8_0, q4_K and q6_K.
+// Blocks of GGUF taken apart: ggml's layouts. What no format has becomes what one has, exactly: codes of fewer bits
+// ones of more, tables integers, scales of two levels float32.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -21,7 +22,7 @@ class PanelRows {
   public:
     PanelRows(const Layout& l, int blocks)
         : words_(l.code_bytes / kLineBytes),
-          scales_(size_t(l.groups) * 2),
+          scales_(size_t(l.groups) * 4),  // the largest
           block_scales_(size_t(blocks) * 2),
           codes_(kPanelRows * words_),
           memory_(kPanelRows * 2 * (scales_ + block_scales_)) {}
@@ -87,6 +88,69 @@ void take_q6_k(const uint8_t* block, int i, const Row& row) {
     std::memcpy(row.block_scales + i * 2, block + 208, 2);
 }
 
+void words_of_values(const int8_t* values, int count, uint32_t* words) {
+    for (int k = 0; k < count; k += 4) words[k / 4] = word_of_bytes(read<uint32_t>(values + k));
+}
+
+// d, 32 fifth bits, nibbles.
+void take_q5_0(const uint8_t* block, int i, const Row& row) {
+    std::memcpy(row.scales + i * 2, block, 2);
+    for (int k = 0; k < 32; k += 8) {
+        const uint64_t low = read<uint64_t>(block + 6 + k % 16) >> k / 16 * 4 & kNibbles;
+        const uint64_t below = (sixteens(block[2 + k / 8]) ^ 0x1010101010101010u) >> 4;  // 1 for codes below 16
+        const uint64_t values = low | below * 0xf0;                                      // two's complement
+        row.words[i * 8 + k / 4] = word_of_bytes(uint32_t(values));
+        row.words[i * 8 + k / 4 + 1] = word_of_bytes(uint32_t(values >> 32));
+    }
+}
+
+void take_iq4_nl(const uint8_t* block, int i, const Row& row) {
+    std::memcpy(row.scales + i * 2, block, 2);
+    int8_t values[32];
+    iq4_values(block + 2, values);
+    words_of_values(values, 32, row.words + i * 8);
+}
+
+void put_float(uint8_t* to, float value) { std::memcpy(to, &value, 4); }
+
+void take_iq4_xs(const uint8_t* block, int i, const Row& row) {
+    const float d = from_half(read<uint16_t>(block));
+    for (int g = i * 8; g < i * 8 + 8; ++g) {
+        put_float(row.scales + g * 4, float(iq4_xs_scale(block, g % 8)) * d);
+        int8_t values[32];
+        iq4_values(block + 8 + g % 8 * 16, values);
+        words_of_values(values, 32, row.words + g * 8);
+    }
+}
+
+void take_mxfp4(const uint8_t* block, int i, const Row& row) {
+    row.scales[i] = block[0];
+    words_of_halves(block + 1, row.words + i * 4);
+}
+
+void take_q2_k(const uint8_t* block, int i, const Row& row) {
+    const float d = from_half(read<uint16_t>(block + 80)), dmin = from_half(read<uint16_t>(block + 82));
+    for (int part = 0; part < 16; ++part) {
+        const int g = i * 16 + part;
+        put_float(row.scales + g * 4, float(block[part] & 15) * d);
+        put_float(row.mins + g * 4, -(float(block[part] >> 4) * dmin));
+        for (int k = 0; k < 2; ++k) row.words[g * 2 + k] = word_of_nibbles(two_bit_codes(block + 16, part, k * 8));
+    }
+}
+
+// 4 more than Q3_K's codes are those of 4 bits, whose zero is 8.
+void take_q3_k(const uint8_t* block, int i, const Row& row) {
+    const float d = from_half(read<uint16_t>(block + 108));
+    int8_t scales[16];
+    three_bit_scales(block + 96, scales);
+    for (int part = 0; part < 16; ++part) {
+        const int g = i * 16 + part;
+        put_float(row.scales + g * 4, float(scales[part]) * d);
+        for (int k = 0; k < 2; ++k)
+            row.words[g * 2 + k] = word_of_nibbles(three_bit_codes(block, part, k * 8) + 0x0404040404040404);
+    }
+}
+
 void take(Stored type, const uint8_t* block, int i, const Row& row) {
     switch (type) {
         case Stored::kQ4_0: return take_q4(block, i, false, row);
@@ -94,6 +158,12 @@ void take(Stored type, const uint8_t* block, int i, const Row& row) {
         case Stored::kQ8_0: return take_q8(block, i, row);
         case Stored::kQ4K: return take_q4_k(block, i, row);
         case Stored::kQ6K: return take_q6_k(block, i, row);
+        case Stored::kQ5_0: return take_q5_0(block, i, row);
+        case Stored::kQ2K: return take_q2_k(block, i, row);
+        case Stored::kQ3K: return take_q3_k(block, i, row);
+        case Stored::kIq4Nl: return take_iq4_nl(block, i, row);
+        case Stored::kIq4Xs: return take_iq4_xs(block, i, row);
+        case Stored::kMxfp4: return take_mxfp4(block, i, row);
         default: return;  // kept_format has refused it
     }
 }

@@ -11,7 +11,6 @@
 #include "words.h"
 
 namespace proa {
-namespace {
 
 // Loops over these become vectors: no branches, signed conversions.
 float from_half(uint16_t half) {
@@ -22,6 +21,8 @@ float from_half(uint16_t half) {
     const uint32_t is_small = uint32_t((size - 0x400) >> 31);
     return std::bit_cast<float>(uint32_t(half & 0x8000) << 16 | (small & is_small) | (large & ~is_small));
 }
+
+namespace {
 
 float half_at(const uint8_t* p) { return from_half(read<uint16_t>(p)); }
 
@@ -46,10 +47,7 @@ struct Codes {
     }
     // Bit i of 32 is worth 16 in code i.
     void add_fifths(const uint8_t* bits) {
-        for (int k = 0; k < N; k += 8) {
-            const uint64_t own = (bits[k / 8] * 0x0101010101010101u) & 0x8040201008040201u;  // bit i stays in byte i
-            put(k, read<uint64_t>(at + k) | ((own + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u));
-        }
+        for (int k = 0; k < N; k += 8) put(k, read<uint64_t>(at + k) | sixteens(bits[k / 8]));
     }
 };
 
@@ -133,6 +131,40 @@ void q6_k(const uint8_t* b, float* to) {
     }
 }
 
+// 16 bytes of scales and minimums of 4 bits, 64 of pairs of bits, d, dmin.
+void q2_k(const uint8_t* b, float* to) {
+    const float d = half_at(b + 80), dmin = half_at(b + 82);
+    for (int part = 0; part < 16; ++part) {
+        Codes<16> codes;
+        codes.put(0, two_bit_codes(b + 16, part, 0)), codes.put(8, two_bit_codes(b + 16, part, 8));
+        scale_and_add<16>(codes.at, float(b[part] & 15) * d, -(float(b[part] >> 4) * dmin), to + part * 16);
+    }
+}
+
+// 32 bytes of upper bits, 64 of pairs of bits, 12 of scales, d.
+void q3_k(const uint8_t* b, float* to) {
+    const float d = half_at(b + 108);
+    int8_t scales[16];
+    three_bit_scales(b + 96, scales);
+    for (int part = 0; part < 16; ++part) {
+        Codes<16> codes;
+        codes.put(0, three_bit_codes(b, part, 0)), codes.put(8, three_bit_codes(b, part, 8));
+        scale<16>(codes.at, 4, float(scales[part]) * d, to + part * 16);
+    }
+}
+
+void iq4(const uint8_t* packed, float d, float* to) {
+    int8_t values[32];
+    iq4_values(packed, values);
+    for (int i = 0; i < 32; ++i) to[i] = float(values[i]) * d;
+}
+
+void iq4_nl(const uint8_t* b, float* to) { iq4(b + 2, half_at(b), to); }
+
+void iq4_xs(const uint8_t* b, float* to) {
+    for (int g = 0; g < 8; ++g) iq4(b + 8 + g * 16, float(iq4_xs_scale(b, g)) * half_at(b), to + g * 32);
+}
+
 // Both pass through the float16 that has their bits in its own: 2^8 and 2^14 times too small.
 float e4m3(uint8_t code) {
     const int32_t size = code & 0x7f;
@@ -144,6 +176,13 @@ float e4m3(uint8_t code) {
 float e8m0(uint8_t code) { return std::bit_cast<float>(code == 255 ? 0x7fc00000 : uint32_t(code) << 23); }
 
 float e2m1(uint8_t code) { return from_half(uint16_t((code & 7) << 9 | (code & 8) << 12)) * 0x1p14f; }
+
+// An exponent, then 16 bytes of codes.
+void mxfp4(const uint8_t* b, float* to) {
+    Codes<32> codes;
+    codes.put_nibbles(0, b + 1);
+    for (int i = 0; i < 32; ++i) to[i] = e2m1(codes.at[i]) * e8m0(b[0]);
+}
 
 // Two values of each byte, that in the low bits first.
 template <class Value>
@@ -169,9 +208,14 @@ StoredFacts facts_of(Stored type) {
         case Stored::kQ5_0: return {32, 22};
         case Stored::kQ5_1: return {32, 24};
         case Stored::kQ8_0: return {32, 34};
+        case Stored::kQ2K: return {256, 84};
+        case Stored::kQ3K: return {256, 110};
         case Stored::kQ4K: return {256, 144};
         case Stored::kQ5K: return {256, 176};
         case Stored::kQ6K: return {256, 210};
+        case Stored::kIq4Nl: return {32, 18};
+        case Stored::kIq4Xs: return {256, 136};
+        case Stored::kMxfp4: return {32, 17};
         case Stored::kF64: return {1, 8};
         case Stored::kBf16: return {1, 2};
         case Stored::kE4m3:
@@ -189,7 +233,13 @@ KeptFormat kept_format(Stored type) {
     switch (type) {
         case Stored::kQ4_0: return {Format::kInt4F16, 32};
         case Stored::kQ4_1: return {Format::kUint4F16, 32};
+        case Stored::kQ5_0:
+        case Stored::kIq4Nl:
         case Stored::kQ8_0: return {Format::kInt8F16, 32};
+        case Stored::kIq4Xs: return {Format::kInt8F32, 32};
+        case Stored::kMxfp4: return {Format::kMxfp4, 32};
+        case Stored::kQ2K: return {Format::kUint4F32, 16};
+        case Stored::kQ3K: return {Format::kInt4F32, 16};
         case Stored::kQ4K: return {Format::kQ4K, 32};
         case Stored::kQ6K: return {Format::kQ6K, 16};
         default: break;
@@ -218,6 +268,11 @@ void to_float(Stored type, const uint8_t* from, size_t values, float* to) {
         case Stored::kQ4K: return blocks(q4_k);
         case Stored::kQ5K: return blocks(q5_k);
         case Stored::kQ6K: return blocks(q6_k);
+        case Stored::kQ2K: return blocks(q2_k);
+        case Stored::kQ3K: return blocks(q3_k);
+        case Stored::kIq4Nl: return blocks(iq4_nl);
+        case Stored::kIq4Xs: return blocks(iq4_xs);
+        case Stored::kMxfp4: return blocks(mxfp4);
         case Stored::kE4m3: return plain(e4m3, uint8_t());
         case Stored::kE8m0: return plain(e8m0, uint8_t());
         case Stored::kInt8: return plain([](int8_t x) { return float(x); }, int8_t());

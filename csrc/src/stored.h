@@ -18,11 +18,16 @@ enum class Stored : int32_t {
     kQ5_0 = 6,
     kQ5_1 = 7,
     kQ8_0 = 8,
+    kQ2K = 10,
+    kQ3K = 11,
     kQ4K = 12,
     kQ5K = 13,
     kQ6K = 14,
+    kIq4Nl = 20,
+    kIq4Xs = 23,
     kF64 = 28,
     kBf16 = 30,
+    kMxfp4 = 39,
     kE4m3 = 1000,
     kE8m0 = 1001,   // a power of two by its biased exponent; 2^-127 is taken as 0
     kInt8 = 1002,   // two's complement
@@ -46,6 +51,9 @@ struct KeptFormat {
 };
 // Throws Error (argument) where there is none.
 KeptFormat kept_format(Stored type);
+
+// float16 -> float32, exactly, whatever becomes of subnormal floats.
+float from_half(uint16_t half);
 
 // `values` numbers, whole blocks, with the operations of ggml's reference in the same order.
 void to_float(Stored type, const uint8_t* from, size_t values, float* to);

@@ -1,6 +1,7 @@
 // Codes of one row -> words of 32 bits: the row's lanes of a panel's lines. Belongs here: shuffling bits in registers.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -46,6 +47,52 @@ inline uint64_t six_bit_codes(const uint8_t* block, int part, int at) {
     const uint8_t* high = block + 128 + part / 8 * 32 + part % 2 * 16 + at;
     const uint64_t upper = read<uint64_t>(high) >> part % 8 / 2 * 2 << 4;
     return (read<uint64_t>(low) >> part % 8 / 4 * 4 & kNibbles) | (upper & 0x3030303030303030);
+}
+
+// The pairs of bits at to at + 8 of group `part` (of 16) of Q2_K and Q3_K: 64 bytes, each with those of four groups.
+inline uint64_t two_bit_codes(const uint8_t* pairs, int part, int at) {
+    return read<uint64_t>(pairs + part / 8 * 32 + part % 2 * 16 + at) >> part % 8 / 2 * 2 & 0x0303030303030303;
+}
+
+// Codes at to at + 8 of group `part` of a block of Q3_K, 0 to 7 for -4 to 3: 32 bytes of upper bits, 64 of pairs.
+inline uint64_t three_bit_codes(const uint8_t* block, int part, int at) {
+    const uint64_t upper = read<uint64_t>(block + part % 2 * 16 + at) >> part / 2 & 0x0101010101010101;
+    return two_bit_codes(block + 32, part, at) | upper << 2;
+}
+
+// Q3_K's 12 bytes -> scales of 16 groups: their low nibbles, then their upper pairs of bits.
+inline void three_bit_scales(const uint8_t* six, int8_t* scales) {
+    for (int g = 0; g < 16; ++g)
+        scales[g] = int8_t(((six[g % 8] >> g / 8 * 4 & 15) | (six[8 + g % 4] >> g / 4 * 2 & 3) << 4) - 32);
+}
+
+// What the codes of IQ4_NL and IQ4_XS stand for.
+constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// Of both nibbles of a byte at once.
+constexpr auto kIq4Pairs = [] {
+    std::array<uint16_t, 256> pairs{};
+    for (size_t i = 0; i < 256; ++i) pairs[i] = uint16_t(uint8_t(kIq4[i & 15]) | uint8_t(kIq4[i >> 4]) << 8);
+    return pairs;
+}();
+
+// 16 bytes -> 32 of those, the first 16 from the low nibbles.
+inline void iq4_values(const uint8_t* packed, int8_t* values) {
+    for (int i = 0; i < 16; ++i) {
+        const uint16_t both = kIq4Pairs[packed[i]];
+        values[i] = int8_t(both), values[16 + i] = int8_t(both >> 8);
+    }
+}
+
+// Bit i -> 16 in byte i.
+inline uint64_t sixteens(uint8_t bits) {
+    const uint64_t own = (bits * 0x0101010101010101u) & 0x8040201008040201u;  // bit i stays in byte i
+    return (own + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
+}
+
+// IQ4_XS: d, upper pairs of bits, low nibbles -> the scale of group `g` (of 8), less d.
+inline int iq4_xs_scale(const uint8_t* block, int g) {
+    return ((block[4 + g / 2] >> g % 2 * 4 & 15) | (read<uint16_t>(block + 2) >> 2 * g & 3) << 4) - 32;
 }
 
 // Q4_K's and Q5_K's 12 bytes -> scales and minimums of 6 bits of 8 groups.

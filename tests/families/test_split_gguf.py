@@ -22,7 +22,8 @@ from tiny_gguf import make_tiny_gguf
 
 DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = {
-    "Q4_0": Format.INT4_F16, "Q4_1": Format.UINT4_F16, "Q8_0": Format.INT8_F16, "Q5_0": Format.BF16, "F16": Format.BF16,
+    "Q4_0": Format.INT4_F16, "Q4_1": Format.UINT4_F16, "Q8_0": Format.INT8_F16, "Q5_0": Format.INT8_F16,
+    "Q5_1": Format.BF16, "MXFP4": Format.MXFP4, "F16": Format.BF16,
 }  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize(("up", "down"), [("Q4_0", "Q8_0"), ("Q4_1", "Q4_1"), ("Q5_0", "Q4_0"), ("Q8_0", "F16")])
+@pytest.mark.parametrize(("up", "down"), [("Q4_0", "Q8_0"), ("Q4_1", "Q4_1"), ("Q5_0", "MXFP4"), ("Q5_1", "F16")])
 def test_no_further_from_float32_than_torch_in_bfloat16(
     up: str, down: str, split: str, device: str, pool: Pool, tmp_path: Path
 ) -> None:

@@ -4,11 +4,13 @@ by at most n 2^-24 of the sum of sizes; a weight rounded once to bfloat16 by 2^-
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 
+from gguf_blocks import random_blocks
 from packing import CASES, Packed, Weights, bf16_bits, bf16_values, pack_blocks, random_weights
-from proa.native.formats import KEPT, Format, Stored, layout
+from proa.native.formats import KEPT, Format, Stored, kept_form, layout
 from proa.native.pool import Pool, select_isa
 from proa.native.queue import Queue
 from proa.native.weights import Activation, Experts, Matrix, Piece, Rows, linear, moe
@@ -197,30 +199,17 @@ def test_bias_and_bfloat16_output(pool):
     np.testing.assert_array_equal(y, bf16_bits(wide))
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", [*KEPT, "MXFP4"])
 def test_gguf_blocks_keep_their_values(pool, name):
-    gguf = pytest.importorskip("gguf")
-    type_, kept = Stored[name], KEPT[name]
-    columns_of_block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
-    rows, columns = 35, columns_of_block * 3
-    rng = np.random.default_rng(type_)
-    blocks = rng.integers(0, 256, (rows, 3, nbytes)).astype(np.uint8)
-    halves = {
-        Stored.Q4_0: (0,),
-        Stored.Q4_1: (0, 2),
-        Stored.Q8_0: (0,),
-        Stored.Q4_K: (0, 2),
-        Stored.Q6_K: (208,),
-    }
-    for at in halves[type_]:
-        scales = rng.uniform(0.001, 0.01, (rows, 3)).astype(np.float16)
-        blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
-    flat = np.ascontiguousarray(blocks.reshape(rows, -1))
-    exact = gguf.quants.dequantize(flat, gguf.GGMLQuantizationType(int(type_))).astype(np.float64)
-    packed = pack_blocks(pool, type_, flat, layout(kept.format, rows, columns, kept.group))
-    identity = bf16_bits(np.eye(columns))
-    got = product(pool, packed, identity[:15], rows).T  # few tokens: nothing is rounded
-    np.testing.assert_allclose(got, exact[:, :15], rtol=2.0**-21, atol=2.0**-24 * 64)
+    type_, form = Stored[name], kept_form([name], 768)
+    blocks = random_blocks(name, 35, 768, np.random.default_rng(type_))
+    exact = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name]).astype(np.float64)
+    packed = pack_blocks(pool, type_, blocks, layout(form.format, 35, 768, form.group))
+    assert form.format is not Format.BF16
+    identity = bf16_bits(np.eye(768))
+    for first in range(0, 768, 15):  # few tokens: nothing is rounded
+        got = product(pool, packed, identity[first : first + 15], 35).T
+        np.testing.assert_allclose(got, exact[:, first : first + 15], rtol=2.0**-21, atol=2.0**-24 * 64)
 
 
 # ---- experts

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gguf_blocks import random_blocks
 from ops.triton_bounds import EPS32, assert_within, rand, stored
 from proa.native.fill import StoredRows, fill
-from proa.native.formats import BF16_FORM, KEPT, Form, Stored
+from proa.native.formats import BF16_FORM, KEPT, Form, Stored, kept_form
 from proa.native.pool import Pool
 from proa.ops import cuda_linear
 from proa.ops.cuda import CudaMaps
@@ -23,8 +24,10 @@ from proa.plan import vram
 from proa.weights.in_parts import in_parts
 
 COLUMNS = 512
-HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # scales of blocks
-LEAST = {"Q4_K": 0.01 * 63}  # no minimum is further from zero, where minimums and codes have different signs
+LEAST = {
+    "Q4_K": 0.01 * 63,
+    "Q2_K": 0.01 * 15,
+}  # no minimum is further from zero, where minimums and codes have different signs
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +46,9 @@ def rows_of(kind: str, rows: int, seed: int) -> tuple[np.ndarray, Tensor]:
     if kind == "F32":
         values = rng.standard_normal((rows, COLUMNS)).astype(np.float32)
         return values, torch.from_numpy(values).bfloat16().double()
-    of = gguf.GGMLQuantizationType[kind]
-    elems, block_bytes = gguf.GGML_QUANT_SIZES[of]
-    raw = rng.integers(0, 256, (rows, COLUMNS // elems, block_bytes), dtype=np.uint8)
-    for at in HALVES[kind]:
-        raw[..., at : at + 2] = rng.uniform(0.001, 0.01, (*raw.shape[:2], 1)).astype(np.float16).view(np.uint8)
-    raw = raw.reshape(rows, -1)
-    values = torch.from_numpy(gguf.dequantize(raw, of).copy())
-    return raw, values.double() if kind in KEPT else values.bfloat16().double()
+    raw = random_blocks(kind, rows, COLUMNS, rng)
+    values = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]).copy())
+    return raw, values.double() if kept_form([kind], COLUMNS) != BF16_FORM else values.bfloat16().double()
 
 
 def load(target: Sink, kind: str, rows: np.ndarray, staging: Staging) -> int:
@@ -96,7 +94,9 @@ CASES = {
     "one type": (QKV, ("Q4_0",) * 3, [KEPT["Q4_0"]]),
     "another value type": (QKV, ("Q4_K", "Q4_K", "Q6_K"), [KEPT["Q4_K"], KEPT["Q6_K"]]),
     "rows of numbers between": (QKV, ("Q8_0", "F32", "Q8_0"), [KEPT["Q8_0"], None, KEPT["Q8_0"]]),
-    "a type that is not kept": (QKV, ("Q5_0", "Q5_0", "F32"), [None]),
+    "tables as integers": (QKV, ("IQ4_NL", "Q5_0", "Q8_0"), [KEPT["Q8_0"]]),
+    "scales in float32": (QKV, ("IQ4_XS", "Q3_K", "Q2_K"), [KEPT["IQ4_XS"], KEPT["Q3_K"], KEPT["Q2_K"]]),
+    "a type that is not kept": (QKV, ("Q5_1", "Q5_1", "F32"), [None]),
     "parts of no whole panels": ({"q": 40, "k": 20, "v": 7}, ("Q4_1",) * 3, [KEPT["Q4_1"]] * 3),
     "the last one of no whole panels": ({"gate": 32, "up": 7}, ("Q4_1",) * 2, [KEPT["Q4_1"]]),
     "plain ones of no whole panels": ({"gate": 7, "up": 9}, ("F32",) * 2, [None]),
@@ -131,6 +131,25 @@ def test_what_is_larger_than_the_staging_comes_in_parts(
     assert cut.parts["head"] > 2
     x = rand(rng, 1, COLUMNS).to(device)
     assert torch.equal(cut.map(x), whole.map(x))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "F32"])
+def test_rows_from_several_places(kind: str, rng: torch.Generator, pool: Pool, device: torch.device) -> None:
+    """As one place with all of them."""
+    staging = Staging(pool, 24 << 10, pinned=device.type == "cuda")
+    one, several = (CudaMaps(device, no_experts, staging).linear({"out": 200}, COLUMNS, False) for _ in range(2))
+    rows, _ = rows_of(kind, 200, 5)
+    targets = [dict(linear.parameters())["out.weight"] for linear in (one, several)]
+    for target in targets:
+        target.expect(kind)
+    load(targets[0], kind, rows, staging)
+    for begin, end in ((96, 200), (0, 96)):
+        stored_rows = StoredRows(Stored[kind], rows[begin:].ctypes.data, rows.strides[0])
+        for _, _, jobs in in_parts(targets[1], stored_rows, staging.flush, begin, end):
+            fill(pool, jobs)
+        staging.flush()
+    x = rand(rng, 1, COLUMNS).to(device)
+    assert torch.equal(several(x), one(x))
 
 
 @pytest.mark.parametrize("bias", [False, True])

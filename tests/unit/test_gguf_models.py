@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +11,23 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from proa.errors import ConfigError
+import tiny_gguf
+from gguf_blocks import random_blocks
+from proa.errors import ConfigError, WeightsError
 from proa.models.gguf import config_from_metadata, generation_from_metadata
 from proa.models.spec import RopeScaling
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve
 from tiny import make_tiny, reference_params, tiny_reference
-from tiny_gguf import interleaved, make_tiny_gguf
+from tiny_gguf import SAID, interleaved, make_tiny_gguf
+from tiny_quantised import make_gpt_oss
 from weights_cases import assert_same, load
-
-# Names whose GGUF can say all that the config does.
-SAME = ["llama2", "smollm2", "llama-yarn", "qwen2", "qwen3", "qwen2-moe", "qwen2-moe-mixed", "qwen3-moe", "mixtral",
-        "glm4-moe", "glm4-moe-groups", "dots1", "minimax-m2"]  # fmt: skip
 
 
 def stored(name: str, **overrides: Any) -> dict[str, torch.Tensor]:
-    """Parameters as the GGUF has them: q and k of the llama architecture interleaved."""
+    """Parameters as the GGUF has them: q and k of the llama architecture interleaved, Qwen3-Next's numbers rounded."""
     model = tiny_reference(name, **overrides)
     params = reference_params(model)
     if model.config.model_type in ("llama", "mixtral"):
@@ -33,13 +35,18 @@ def stored(name: str, **overrides: Any) -> dict[str, torch.Tensor]:
         for key, tensor in params.items():
             if key.endswith(("mixer.q.weight", "mixer.k.weight")):
                 params[key] = torch.from_numpy(interleaved(tensor.numpy(), heads[key.split(".")[-2]]))
+    if model.config.model_type == "qwen3_next":  # whose norms and decays are stored as other numbers
+        for key, tensor in params.items():
+            if "norm" in key and not key.endswith("mixer.norm.weight"):
+                params[key] = (tensor + 1) - 1
+            if key.endswith("a_log"):
+                params[key] = torch.from_numpy(np.exp(tensor.numpy())).log()
     return params
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", SAID)
 def test_same_model_as_the_folder(name: str, tmp_path: Path) -> None:
-    # norm_topk_prob is not in the file: llama.cpp never renormalises Qwen2-MoE
-    overrides = {"norm_topk_prob": False} if name == "qwen2-moe-mixed" else {}
+    overrides = SAID[name]
     folder = make_tiny(name, tmp_path / "folder", **overrides)
     file = make_tiny_gguf(name, tmp_path / "m.gguf", **overrides)
     checkpoint = open_checkpoint(file)
@@ -48,14 +55,34 @@ def test_same_model_as_the_folder(name: str, tmp_path: Path) -> None:
     assert checkpoint.generation_config == {"eos_token_id": [2]}
     want = open_checkpoint(folder).declare().spec
     got = checkpoint.declare().spec
-    rope = got.blocks[0].mixer.rope
-    assert rope.interleaved is name.startswith(("llama", "smollm", "mixtral"))
-    assert rope.dim == want.blocks[0].mixer.rope.dim
-    assert (rope.base, rope.scaling) == (want.blocks[0].mixer.rope.base, want.blocks[0].mixer.rope.scaling)
-    assert [b.ffn for b in got.blocks] == [b.ffn for b in want.blocks]
+    if name.startswith(("llama", "smollm", "mixtral")):
+        rope = replace(want.blocks[0].mixer.rope, interleaved=True)
+        want = replace(want, blocks=tuple(replace(b, mixer=replace(b.mixer, rope=rope)) for b in want.blocks))
+    assert got.blocks == want.blocks
     assert list(got.params()) == list(want.params())
     assert (got.norm_eps, got.max_positions, got.tied) == (want.norm_eps, want.max_positions, want.tied)
     assert_same(load(file), stored(name, **overrides))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "qwen3-next"])
+def test_files_of_older_converters(name: str, tmp_path: Path) -> None:
+    """kv_b and qkvz as one tensor."""
+    file, old = (make_tiny_gguf(name, tmp_path / f"{n}.gguf", old=n, **SAID[name]) for n in (False, True))
+    checkpoints = [open_checkpoint(path) for path in (file, old)]
+    assert checkpoints[0].tensors.keys() - checkpoints[1].tensors.keys()
+    assert checkpoints[0].declare().spec == checkpoints[1].declare().spec
+    assert_same(load(old), stored(name, **SAID[name]))
+
+
+def test_a_file_with_both_forms_of_kv_b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = list(tiny_gguf.gguf_tensors(tiny_reference("deepseek-v3"), "deepseek2", False))
+    old = list(tiny_gguf.gguf_tensors(tiny_reference("deepseek-v3"), "deepseek2", True))
+    both = dict(new) | dict(old)
+    monkeypatch.setattr(tiny_gguf, "gguf_tensors", lambda *_: iter(both.items()))
+    assert_same(load(make_tiny_gguf("deepseek-v3", tmp_path / "both.gguf")), stored("deepseek-v3"))
+    monkeypatch.setattr(tiny_gguf, "gguf_tensors", lambda *_: iter([n for n in new if "attn_v_b" not in n[0]]))
+    with pytest.raises(WeightsError, match=r"blk\.0\.attn_kv_b\.weight: not in the checkpoint"):
+        load(make_tiny_gguf("deepseek-v3", tmp_path / "half.gguf"))
 
 
 def test_layers_that_guess_are_known_and_not_loaded(tmp_path: Path) -> None:
@@ -88,37 +115,76 @@ def test_quantised_values(quant: str, dtype: torch.dtype, tmp_path: Path) -> Non
     assert_same(load(file, dtype), want)
 
 
-@pytest.mark.parametrize("quant", ["Q4_K", "Q5_K", "Q6_K"])
-def test_k_quants(quant: str, tmp_path: Path) -> None:
-    """The gguf package cannot make these, so the blocks are random bytes with scales that are numbers."""
+def copy_metadata(plain: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    for key, field in plain.fields.items():
+        if key.startswith(f"{writer.arch}."):
+            writer.add_key_value(key, field.contents(), field.types[0])
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def mxfp4_blocks(codes: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+    """uint8 [..., groups, 16], two neighbours a byte, and [..., groups] -> ggml's blocks: a scale, then bytes whose low
+    nibbles are the first half."""
+    values = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    halves = values[..., :16] | values[..., 16:] << 4
+    return torch.cat((scales[..., None], halves), -1).flatten(-2).contiguous().numpy()
+
+
+def test_openais_blocks_as_the_converter_packs_them(tmp_path: Path) -> None:
+    make_gpt_oss(tmp_path / "folder", tmp_path / "plain")
+    stored = load_file(tmp_path / "folder" / "model.safetensors")
+    plain = gguf.GGUFReader(make_tiny_gguf("gpt-oss", tmp_path / "plain.gguf"))
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gpt-oss")
+    copy_metadata(plain, writer)
+    for tensor in plain.tensors:
+        match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight", tensor.name)
+        if match is None:
+            writer.add_tensor(tensor.name, tensor.data)
+            continue
+        name = f"model.layers.{match[1]}.mlp.experts.{'down' if match[2] == 'down' else 'gate_up'}_proj"
+        rows = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[match[2]]
+        raw = mxfp4_blocks(*(stored[f"{name}_{part}"][:, rows] for part in ("blocks", "scales")))
+        writer.add_tensor(tensor.name, raw, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+    finish(writer)
+    got, want = load(tmp_path / "m.gguf", torch.bfloat16), load(tmp_path / "folder", torch.bfloat16)
+    experts = [name for name in want if ".experts." in name and name.endswith("weight")]
+    assert len(experts) == 4 * 8 * 3
+    assert_same({name: got[name] for name in experts}, {name: want[name] for name in experts})
+
+
+def test_parts_of_a_parameter_in_two_files(tmp_path: Path) -> None:
+    """One tensor a file: q, k and v lie apart from z, and keys from values."""
+    for name in ("qwen3-next", "deepseek-v3"):
+        make_tiny_gguf(name, tmp_path / name / "m.gguf", tensors_per_file=1)
+        first = min((tmp_path / name).glob("*.gguf"))
+        assert "-00001-of-" in first.name
+        assert_same(load(first), stored(name))
+
+
+@pytest.mark.parametrize("quant", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"])
+def test_types_that_the_package_cannot_make(quant: str, tmp_path: Path) -> None:
+    """The blocks are random bytes with scales that are numbers."""
     kind = gguf.GGMLQuantizationType[quant]
-    elems, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     file = make_tiny_gguf("qwen2", tmp_path / "plain.gguf", hidden_size=256, intermediate_size=512)
     plain = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
-    for key, field in plain.fields.items():
-        if key.startswith("qwen2."):
-            writer.add_key_value(key, field.contents(), field.types[0])
+    copy_metadata(plain, writer)
     rng = np.random.default_rng(1)
     want: dict[str, torch.Tensor] = {}
     for tensor in plain.tensors:
         if tensor.data.ndim == 1:
             writer.add_tensor(tensor.name, tensor.data)
             continue
-        rows, cols = tensor.data.shape
-        raw = rng.integers(0, 256, (rows, cols // elems, block_bytes), dtype=np.uint8)
-        scales = rng.random((rows, cols // elems, 2)).astype(np.float16).view(np.uint8)
-        if quant == "Q6_K":
-            raw[..., -2:] = scales[..., :2]
-        else:
-            raw[..., :4] = scales
-        raw = raw.reshape(rows, -1)
+        raw = random_blocks(quant, *tensor.data.shape, rng)
         writer.add_tensor(tensor.name, raw, raw_dtype=kind)
         want[tensor.name] = torch.from_numpy(gguf.dequantize(raw, kind))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     got = load(tmp_path / "m.gguf")
     assert torch.equal(got["embed.weight"], want["token_embd.weight"])
     assert torch.equal(got["blocks.2.ffn.down.weight"], want["blk.2.ffn_down.weight"])
@@ -199,3 +265,60 @@ def test_sampling_defaults() -> None:
     want = {"temperature": 0.6, "top_k": 20, "eos_token_id": [5, 7]}
     assert generation_from_metadata(metadata) == want
     assert generation_from_metadata({}) == {}
+
+
+DEEPSEEK: dict[str, Any] = {
+    "general.architecture": "deepseek2",
+    "deepseek2.block_count": 2,
+    "deepseek2.context_length": 512,
+    "deepseek2.embedding_length": 64,
+    "deepseek2.feed_forward_length": 96,
+    "deepseek2.attention.head_count": 4,
+    "deepseek2.attention.layer_norm_rms_epsilon": 1e-6,
+    "deepseek2.attention.kv_lora_rank": 32,
+    "deepseek2.attention.key_length": 24,
+    "deepseek2.attention.value_length": 16,
+    "deepseek2.rope.dimension_count": 8,
+    "deepseek2.expert_count": 256,
+    "deepseek2.expert_used_count": 8,
+    "deepseek2.expert_feed_forward_length": 24,
+}
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(64, (1, 1)), (160, (8, 3)), (256, (8, 4)), (384, (1, 1))])
+def test_groups_of_experts_where_the_file_has_no_key(experts: int, groups: tuple[int, int]) -> None:
+    config = config_from_metadata(DEEPSEEK | {"deepseek2.expert_count": experts}, SHAPES)
+    assert (config["n_group"], config["topk_group"]) == groups
+    assert config["architectures"] == ["DeepseekV2ForCausalLM"]
+    assert config["topk_method"] == ("greedy" if groups == (1, 1) else "group_limited_greedy")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"expert_count": 100}, "expert_group_count is missing, and no published model has 100 experts"),
+        ({"expert_gating_func": 3}, "expert_gating_func = 3 is not implemented"),
+        ({"attention.head_count_kv": 2}, "head_count_kv = 2 is not implemented"),
+        (
+            {"attention.key_length_mla": 24, "attention.value_length_mla": 16},
+            "key_length = 24 is not implemented, only 40",
+        ),
+    ],
+)
+def test_refused_metadata_of_deepseek(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_metadata(DEEPSEEK | {f"deepseek2.{key}": value for key, value in metadata.items()}, SHAPES)
+
+
+def test_yarn_of_deepseek() -> None:
+    scaled = {"type": "yarn", "factor": 40.0, "original_context_length": 128, "yarn_log_multiplier": 0.0707}
+    config = config_from_metadata(DEEPSEEK | {f"deepseek2.rope.scaling.{k}": v for k, v in scaled.items()}, SHAPES)
+    rope = config["rope_parameters"]
+    assert (rope["mscale"], rope["mscale_all_dim"]) == (0.707, 0.707)
+
+
+def test_a_decay_that_grows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiny_gguf.np.exp", np.negative)  # ssm_a = A_log, of which some are above zero
+    file = make_tiny_gguf("qwen3-next", tmp_path / "m.gguf")
+    with pytest.raises(WeightsError, match=r"blk\.0\.ssm_a has numbers that are not below zero"):
+        load(file)

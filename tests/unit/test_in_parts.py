@@ -43,10 +43,10 @@ class Room:
             self._left = self._rows
 
 
-def parts(sink: Room) -> list[tuple[int, int]]:
-    stored = StoredRows(Stored.BF16, 1000, ROW_BYTES)
+def parts(sink: Room, begin: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+    stored = StoredRows(Stored.BF16, 1000 + begin * ROW_BYTES, ROW_BYTES)
     found = []
-    for first, count, jobs in in_parts(sink, stored, sink.empty):
+    for first, count, jobs in in_parts(sink, stored, sink.empty, begin, end):
         assert [job.to.rows for job in jobs] == [count]
         found.append((first, count))
     return found
@@ -72,3 +72,11 @@ def test_all_rows_once(shape: tuple[int, ...], room: int, want: list[tuple[int, 
 def test_room_that_is_not_emptied() -> None:
     with pytest.raises(ValueError, match="room for 48 rows"):
         parts(Room((100, 32), 60, most_emptied=1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "room", "want"),
+    [((0, 48), 100, [(0, 48)]), ((48, 100), 100, [(48, 52)]), ((32, 80), 30, [(32, 16), (48, 16), (64, 16)])],
+)
+def test_some_of_the_rows(rows: tuple[int, int], room: int, want: list[tuple[int, int]]) -> None:
+    assert parts(Room((100, 32), room), *rows) == want

@@ -16,6 +16,7 @@ from proa.weights.checkpoint import open_checkpoint
 from proa.weights.load import load_weights
 from proa.weights.sources import resolve, stored_types
 from tiny import TINY, make_tiny
+from tiny_gguf import SAID, make_tiny_gguf
 
 
 def loaded(path: Path) -> tuple[int, int, int]:
@@ -36,6 +37,13 @@ def test_tiny_models(family: str, tmp_path: Path) -> None:
     planned, active, took = loaded(make_tiny(family, tmp_path))
     assert took == pytest.approx(planned, rel=0.25)  # one-dimensional weights, and parts that fill up a panel together
     assert 0 < active <= planned
+
+
+@pytest.mark.parametrize("quant", ["F16", "Q5_0", "MXFP4"])
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v3", "qwen3-next"])
+def test_tiny_gguf_files(family: str, quant: str, tmp_path: Path) -> None:
+    planned, _, took = loaded(make_tiny_gguf(family, tmp_path / "m.gguf", quant, **SAID[family]))
+    assert took == pytest.approx(planned, rel=0.25)
 
 
 @pytest.mark.demo

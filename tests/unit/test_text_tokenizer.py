@@ -352,6 +352,17 @@ def test_a_sentencepiece_gguf_equals_its_model(tmp_path: Path) -> None:
         ("llama-bpe", "a 1234'S", ["a", " ", "123", "4", "'S"]),
         ("tekken", "aB 12", ["a", "B", " ", "1", "2"]),
         ("qwen2", "e\u0301", ["é"]),
+        ("glm4", "a 1234'S", ["a", " ", "123", "4", "'S"]),
+        ("gpt-4o", "aB's 1234//\n\n x", ["a", "B's", " ", "123", "4", "//\n\n", " x"]),
+        ("gpt-4o", "中文abc", ["中文abc"]),
+        ("minimax-m2", "HE'LL", ["HE'LL"]),
+        ("kimi-k2", "中文aB's 1234//\n", ["中文", "a", "B's", " ", "123", "4", "//\n"]),
+        ("kimi-k2", "x/\n/y", ["x", "/\n", "/y"]),
+        ("deepseek-v3", "中文カナab1234's?\n 한국", ["中文カナ", "ab", "123", "4", "'s", "?\n", " 한국"]),
+        ("deepseek-v3", "  x++ y", [" ", " x", "++", " y"]),
+        ("deepseek-llm", "Über 1234's\n\n?!한국中", ["Ü", "ber", " ", *"1234", "'", "s", "\n", "\n", "?!", "한국中"]),
+        ("deepseek-llm", "Ωмир 𝐀ḉ", ["Ωмир", " 𝐀", "ḉ"]),
+        ("deepseek-coder", "x_1 = 'ab'  ", ["x", "_", "1", " =", " '", "ab", "'", "  "]),
     ],
 )
 def test_pre_tokenizers_split_as_the_original(
@@ -376,6 +387,17 @@ def test_gguf_eos_ids_and_named_templates(folder: Path, tmp_path: Path) -> None:
     assert tokenizer.render(Chat(messages=USER.messages, tools=[{"type": "function"}])) == "tools"
 
 
+def test_all_ends_of_answers_of_gpt_oss(folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
+    tokens = [*vocabulary, "aa", "<|return|>", "<|call|>"]
+    path = write_gguf(
+        tmp_path / "m.gguf", "gpt2", tokens, pre="gpt-4o", merges=["a a"], eos_token_id=len(tokens) - 2,
+        token_type=[NORMAL] * len(vocabulary) + [NORMAL, CONTROL, CONTROL],
+    )  # fmt: skip
+    assert Tokenizer.load(path).eos_token_ids == {len(tokens) - 2, len(tokens) - 1}
+
+
 def test_a_split_gguf_has_its_tokenizer_in_the_first_part(folder: Path, tmp_path: Path) -> None:
     byte_level_gguf(folder, tmp_path / "m-00001-of-00002.gguf")
     second = tmp_path / "m-00002-of-00002.gguf"
@@ -387,7 +409,8 @@ def test_a_split_gguf_has_its_tokenizer_in_the_first_part(folder: Path, tmp_path
     ("values", "says"),
     [
         ({"pre": "brand-new"}, "pre-tokenizer is 'brand-new'.*--tokenizer PATH"),
-        ({"pre": None}, "pre-tokenizer is None"),
+        ({"pre": None}, "pre-tokenizer is 'None'"),
+        ({"merges": None}, "has no merges.*--tokenizer PATH"),
     ],
 )
 def test_an_unknown_pre_tokenizer_is_refused(folder: Path, tmp_path: Path, values: dict[str, Any], says: str) -> None:

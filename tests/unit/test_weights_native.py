@@ -19,7 +19,7 @@ from proa.errors import WeightsError
 from proa.layers.decoder import Decoder
 from proa.native.arena import Arena
 from proa.native.fill import Fill, ReadError, StoredRows, fill, touch
-from proa.native.formats import KEPT, Format, Layout, Order, Stored, kept_form, layout
+from proa.native.formats import Format, Layout, Order, Stored, kept_form, layout
 from proa.native.pool import Pool
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.packed import Memory, RowSink
@@ -124,7 +124,7 @@ def test_turned_experts_whose_gate_and_up_take_turns(
     assert want.keys() - loaded.values.keys() == {n for n in want if ".experts." in n and n.endswith(".bias")}
 
 
-@pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 def test_blocks_on_every_pool(quant: str, tmp_path: Path) -> None:
     """Kept blocks are the same bytes on every pool; all else is what plain tensors get."""
     path = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", quant, intermediate_size=96, moe_intermediate_size=32)
@@ -133,10 +133,29 @@ def test_blocks_on_every_pool(quant: str, tmp_path: Path) -> None:
     for teams in POOLS:
         with Pool(teams, pin=False) as pool:
             loaded = Loaded(path, pool)
-        assert bool(loaded.kept) == (quant in KEPT)
+        assert bool(loaded.kept) == (quant != "Q5_1")
         assert_same(loaded.values, {name: want[name] for name in loaded.values})
         first = first or loaded.kept
         assert_same(loaded.kept, first)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"linear_key_head_dim": 8, "linear_value_head_dim": 12}], ids=["panels", "rows"])
+@pytest.mark.parametrize("quant", ["Q8_0", "F16"])
+def test_rows_of_several_tensors_on_every_pool(quant: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    """The packed bytes that one tensor with all rows gives; bfloat16 where heads are no whole panels."""
+    name, sizes = "blocks.0.mixer.qkvz.weight", {"moe_intermediate_size": 32, **sizes}
+    parted, whole = (make_tiny_gguf("qwen3-next", tmp_path / f"{n}.gguf", quant, old=n, **sizes) for n in (False, True))
+    want = load(parted, torch.bfloat16)[name]
+    with Pool([[0]], pin=False) as pool:
+        kept = Loaded(whole, pool).kept
+    for teams in POOLS:
+        with Pool(teams, pin=False) as pool:
+            loaded = Loaded(parted, pool)
+        assert (name in loaded.kept) == (quant == "Q8_0" and len(sizes) == 1)
+        if name in loaded.kept:
+            assert torch.equal(loaded.kept[name], kept[name])
+        else:
+            assert torch.equal(loaded.values[name], want)
 
 
 @pytest.mark.parametrize("scheme", ["fp8 small blocks", "int4 zeros", "nvfp4", "gptq 8", "gptq zeros", "awq"])

@@ -12,7 +12,8 @@ from proa.errors import WeightsError
 from proa.models.names import Declared, NameTable
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
 from proa.weights.index import TensorInfo
-from proa.weights.sources import Source, resolve
+from proa.weights.source import Source
+from proa.weights.sources import resolve
 
 HIDDEN, EXPERTS = 8, 4
 

@@ -61,7 +61,8 @@ class NameTable:
 
     stacked_out_in: how experts stacked in one tensor lie: True [E, out, in], False [E, in, out], None: the
     shapes decide. alternating: where gate and up share a stack, their rows take turns, gate's first; else all of gate
-    come first.
+    come first. changed: (regular expression, what such a tensor has of each of a parameter's numbers x): "x + 1" or
+    "-exp(x)".
     """
 
     rules: Rules = ()
@@ -69,6 +70,7 @@ class NameTable:
     ignored: Rules = HF_IGNORED
     stacked_out_in: bool | None = None
     alternating: bool = False
+    changed: Rules = ()
 
     def candidates(self, name: str) -> tuple[str, ...]:
         """Checkpoint names that may hold our parameter `name`, best first."""
@@ -77,6 +79,10 @@ class NameTable:
         template = ".".join("{%s}" % next(letters) if p.isdigit() else p for p in name.split("."))  # noqa: UP031
         values = dict(zip("ie", numbers, strict=False))
         return tuple(t.format(**values) for t in _templates(self.rules + self.defaults, template))
+
+    def how_changed(self, tensor: str) -> str:
+        """What a tensor of the file has of each number; empty where it has the number."""
+        return next((how for pattern, how in self.changed if re.fullmatch(pattern, tensor)), "")
 
     def why_ignored(self, tensor: str) -> str | None:
         """Why a tensor of the file is rightly not loaded; None if it is not known."""

@@ -49,11 +49,16 @@ class Stored(IntEnum):
     Q5_0 = 6
     Q5_1 = 7
     Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    IQ4_NL = 20
+    IQ4_XS = 23
     F64 = 28
     BF16 = 30
+    MXFP4 = 39
 
 
 class Code(IntEnum):
@@ -99,13 +104,19 @@ class Kept:
     block_columns: int
 
 
-# By the names of GGUF's tensor types.
+# By the names of GGUF's tensor types; MXFP4 stands with those below. Where no format has the codes, a wider one has the
+# same numbers.
 KEPT = {
     "Q4_0": Kept(Format.INT4_F16, 32, 32),
     "Q4_1": Kept(Format.UINT4_F16, 32, 32),
+    "Q5_0": Kept(Format.INT8_F16, 32, 32),
     "Q8_0": Kept(Format.INT8_F16, 32, 32),
+    "Q2_K": Kept(Format.UINT4_F32, 16, 256),
+    "Q3_K": Kept(Format.INT4_F32, 16, 256),
     "Q4_K": Kept(Format.Q4_K, 32, 256),
     "Q6_K": Kept(Format.Q6_K, 16, 256),
+    "IQ4_NL": Kept(Format.INT8_F16, 32, 32),
+    "IQ4_XS": Kept(Format.INT8_F32, 32, 256),
 }
 
 

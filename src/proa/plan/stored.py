@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from proa.config.options import ModelOptions
 from proa.models.names import Declared
 from proa.models.spec import Model
-from proa.native.formats import QUANTISED
+from proa.native.formats import KEPT, QUANTISED
 from proa.plan.packed_size import dummy_types, mixed_stacks
 from proa.plan.plan import GpuPlan
 from proa.types import Decision
@@ -35,7 +35,8 @@ def weights_row(
         if asked.dummy_format != "bf16":
             why += f"; experts and linear layers in {asked.dummy_format}"
     elif got == "gguf":
-        kept = "blocks of Q4_0, Q4_1, Q8_0, Q4_K and Q6_K are kept as they are, others rounded once to bfloat16"
+        kept = f"blocks of {', '.join(KEPT)} and MXFP4 keep their values, those that no format has in a wider one; "
+        kept += "others are rounded once to bfloat16"
         why = _with_gpu(kept, gpu) if stored else dequantised
     elif checkpoint.quantisation is not None:
         names = {tensor.dtype for tensor in checkpoint.tensors.values() if tensor.quantised}

@@ -1,66 +1,26 @@
 """Tokenizers in GGUF metadata (tokenizer.ggml.*). Belongs here: how ggml's names map to the `tokenizers` library.
 Never: tensors, encoding.
 
-GGUF keeps vocabulary, merges or scores, and the name of a pre-tokenizer whose regular expression stands only in
-llama.cpp (src/llama-vocab.cpp) and in the original tokenizer.json. A name without a row here is refused: text
-split the wrong way gives plausible but worse answers.
+GGUF keeps vocabulary, merges or scores, and the name of a pre-tokenizer. A name without a row in gguf_pre_tokenizers.py
+is refused: text split the wrong way gives plausible but worse answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers
 
 from proa.errors import TokenizerError
+from proa.text.gguf_pre_tokenizers import IGNORE_MERGES, LLAMA3, NFC, PRE_TOKENIZERS
 from proa.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, Pieces, add_special, build_backend
 from proa.text.tokenizer_source import TokenizerSource, token_ids, wrap_in
 from proa.weights.gguf_header import gguf_metadata
 
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _gpt2() -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-def _single_digits() -> Any:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _split(regex: str) -> Callable[[], Any]:
-    return lambda: pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(regex), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe", "dbrx")
-_PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "phi-2"), _gpt2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _single_digits),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _split(_QWEN2_SPLIT)),
-    **dict.fromkeys(_LLAMA3, _split(_LLAMA3_SPLIT)),
-    "tekken": _split(_TEKKEN_SPLIT),
-}
-# A word that is a token as a whole is taken as such, without the merges that lead to it.
-_IGNORE_MERGES = frozenset((*_LLAMA3, "tekken"))
-# The original tokenizer.json composes characters (Unicode NFC) first.
-_NFC = frozenset(("qwen2", "deepseek-r1-qwen", "megrez"))
+_ENDS = ("<|return|>", "<|call|>")  # of an answer of gpt-oss; there is one key for both
 
 
 def read_gguf(path: Path) -> TokenizerSource:
@@ -82,31 +42,37 @@ def read_gguf(path: Path) -> TokenizerSource:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: ggml.get(f"{key}_token_id") for name, key in names.items()}
     special_tokens = {name: ggml["tokens"][i] for name, i in ids.items() if i is not None}
-    bos_by_default = kind == "llama" or ggml.get("pre") in _LLAMA3  # as llama.cpp, for files without the flag
+    bos_by_default = kind == "llama" or ggml.get("pre") in LLAMA3  # as llama.cpp, for files without the flag
     wrap_in(
         backend,
         bos=special_tokens.get("bos_token") if ggml.get("add_bos_token", bos_by_default) else None,
         eos=special_tokens.get("eos_token") if ggml.get("add_eos_token", False) else None,
     )
-    eos_ids = token_ids(ids["eos_token"], ggml.get("eot_token_id"), ggml.get("eom_token_id"))
+    ends = [i for i, token in enumerate(ggml["tokens"]) if token in _ENDS]
+    eos_ids = token_ids(ids["eos_token"], ggml.get("eot_token_id"), ggml.get("eom_token_id"), ends)
     return TokenizerSource(backend, _templates(metadata), special_tokens, eos_ids)
 
 
 def _byte_level(ggml: Mapping[str, Any], types: list[int]) -> tokenizers.Tokenizer:
     """Byte-level BPE with the file's merges."""
-    pre = ggml.get("pre")
-    if pre not in _PRE_TOKENIZERS:
+    pre = str(ggml.get("pre"))
+    if pre not in PRE_TOKENIZERS:
         raise TokenizerError(
-            f"The GGUF file's pre-tokenizer is {pre!r}; Proa knows {', '.join(sorted(_PRE_TOKENIZERS))}.",
+            f"The GGUF file's pre-tokenizer is {pre!r}; Proa knows {', '.join(sorted(PRE_TOKENIZERS))}.",
+            "Name a folder with the original tokenizer.json with --tokenizer PATH.",
+        )
+    if "merges" not in ggml:
+        raise TokenizerError(
+            "The GGUF file's tokenizer has no merges (tokenizer.ggml.merges).",
             "Name a folder with the original tokenizer.json with --tokenizer PATH.",
         )
     vocabulary = {token: i for i, token in enumerate(ggml["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in ggml["merges"]]
-    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _IGNORE_MERGES)
+    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in IGNORE_MERGES)
     backend = tokenizers.Tokenizer(model)
-    if pre in _NFC:
+    if pre in NFC:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
     backend.decoder = decoders.ByteLevel()
     add_special(backend, ggml["tokens"], types)
     return backend

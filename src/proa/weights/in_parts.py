@@ -9,27 +9,29 @@ from proa.ops.table import Sink
 
 
 def in_parts(
-    target: Sink, rows: StoredRows, make_room: Callable[[], None]
+    target: Sink, rows: StoredRows, make_room: Callable[[], None], begin: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, int, Sequence[Fill]]]:
-    """(first row, rows, jobs) until all of `target` is covered; nothing where only `write` fills it.
+    """(first row, rows, jobs) until `target` is covered from row `begin`, which is the first of `rows`, to row `end` or
+    its last; nothing where only `write` fills it.
 
     make_room: does all jobs handed out so far, and empties what they filled. Raises ValueError where a part found room
     and the next does not.
     """
-    total, unit = target.shape[0] if len(target.shape) == 2 else 1, target.row_unit
-    first, step = 0, total
+    whole, unit = target.shape[0] if len(target.shape) == 2 else 1, target.row_unit
+    total = whole if end is None else end
+    first, step = begin, total - begin
     while first < total:
         count = min(step, total - first)
-        jobs = target.fills(rows.after(first), first, count)
+        jobs = target.fills(rows.after(first - begin), first, count)
         if jobs is None:
             make_room()
-            jobs = target.fills(rows.after(first), first, count)
+            jobs = target.fills(rows.after(first - begin), first, count)
         if jobs is not None:
             yield first, count, jobs
             first += count
         elif step > unit:
             step = max(unit, step // 2 // unit * unit)
-        elif first:
+        elif first > begin:
             raise ValueError(f"there is room for {first} rows of {target.shape}, but not for the next")
         else:
             return

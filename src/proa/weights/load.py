@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -30,7 +31,8 @@ from proa.weights.checkpoint import Checkpoint
 from proa.weights.in_parts import in_parts
 from proa.weights.index import FETCH_AGAIN, TensorInfo
 from proa.weights.rows import READABLE, Rows, open_rows
-from proa.weights.sources import Source, Sources, resolve, stored_types
+from proa.weights.source import Source
+from proa.weights.sources import Sources, resolve, stored_types
 
 _CHUNK_BYTES = 1 << 20  # with its decoded form it stays in the cache between reading and writing
 _BATCH_BYTES = 16 << 20  # for each worker: long enough to hide the end of a batch, short enough to show progress
@@ -84,7 +86,7 @@ def _check(declared: Declared, checkpoint: Checkpoint, sources: Sources, targets
     wrong = [name for name, shape in shapes.items() if tuple(targets[name].shape) != shape]
     if wrong:
         raise ValueError(f"targets of other shapes than the parameters: {wrong[:5]}")
-    for source in sources.params.values():
+    for source in sources.all:
         info = checkpoint.tensors[source.tensor]
         if info.quantised and source.transposed:
             raise WeightsError(
@@ -133,13 +135,15 @@ class _Copy:
         self._jobs_bytes = 0
         self._scales_bytes = 0
         self.done_bytes = 0
-        self._total_bytes = sum(self._bytes(source) for source in sources.params.values())
+        self._total_bytes = sum(self._bytes(source) for source in sources.all)
 
     def run(self) -> None:
         names = sorted(self._sources.params, key=self._place)
         for file, group in groupby(names, key=lambda name: self._place(name)[0]):
             with open_rows(file, self._tensors) as rows:
                 self._fill_all(file, rows, group)
+        for name, parts in self._sources.joined.items():
+            self._fill_joined(parts, self._targets[name])
         if self._sources.tied_head is not None:
             self._compare_tied_head(self._sources.tied_head)
 
@@ -161,9 +165,40 @@ class _Copy:
                 self._fill(rows, source, target)
         run()
 
-    def _by_workers(self, rows: Rows, source: Source, target: Target, run: Callable[[], None]) -> bool:
-        """Whether workers fill a parameter: there are any and they can."""
-        if self._pool is None:
+    def _fill_joined(self, parts: Sequence[Source], target: Target) -> None:
+        """A parameter whose rows are in several tensors."""
+        with ExitStack() as stack:
+            files = {self._tensors[part.tensor].file for part in parts}
+            opened = {file: stack.enter_context(open_rows(file, self._tensors)) for file in files}
+            if isinstance(target, Tensor):
+                self._fill_parts(opened, parts, target)
+            elif any(part.transposed or part.height % target.row_unit for part in parts):
+                whole = torch.empty(target.shape, dtype=torch.float32)
+                self._fill_parts(opened, parts, whole)
+                target.write(0, whole)
+            else:
+                first = 0
+                for part in parts:
+                    file = self._tensors[part.tensor].file
+                    run, end = partial(self._run, file), first + part.height
+                    if not self._by_workers(opened[file], part, target, run, first, end):
+                        self._fill_sink(opened[file], part, target, first)
+                    run()  # while the file is open
+                    first = end
+
+    def _fill_parts(self, opened: Mapping[Path, Rows], parts: Sequence[Source], whole: Tensor) -> None:
+        first = 0
+        for part in parts:
+            rows = opened[self._tensors[part.tensor].file]
+            self._fill_tensor(rows, part, whole[first : first + part.height])
+            first += part.height
+
+    def _by_workers(
+        self, rows: Rows, source: Source, target: Target, run: Callable[[], None], begin: int = 0,
+        end: int | None = None,
+    ) -> bool:  # fmt: skip
+        """Whether workers fill a parameter, or its rows from `begin` to `end`: there are any and they can."""
+        if self._pool is None or source.changed:
             return False
         plain = isinstance(target, Tensor)
         if source.col_step > 1 and (plain or not source.transposed):
@@ -178,11 +213,10 @@ class _Copy:
             to = layout(Format.BF16, source.rows, source.cols)
             self._hand_out([Fill(stored, to, target.data_ptr(), target.nbytes, plain=True)], self._bytes(source), run)
             return True
-        covered, nbytes = 0, self._bytes(source)
-        total = source.cols if source.transposed else source.rows
-        for first, count, jobs in in_parts(target, stored, run):
-            covered = first + count
-            before, after = (nbytes * row // total for row in (first, covered))
+        covered, nbytes, total = 0, self._bytes(source), source.height
+        for first, count, jobs in in_parts(target, stored, run, begin, end):
+            covered = first - begin + count
+            before, after = (nbytes * row // total for row in (first - begin, covered))
             self._hand_out(jobs, after - before, run, gathered)
         return covered > 0
 
@@ -234,7 +268,7 @@ class _Copy:
         info = self._tensors[source.tensor]
         out = target if target.dim() == 2 else target.reshape(-1, target.shape[-1])
         out = out.T if source.transposed else out
-        whole_rows = source.cols == info.shape[-1] and source.row_step == 1
+        whole_rows = source.cols == info.shape[-1] and source.row_step == 1 and not source.changed
         for first, count in self._chunks(source, 1):
             part = out[first : first + count]
             if not (whole_rows and rows.read_into(source.tensor, source.first_row + first, part)):
@@ -242,9 +276,9 @@ class _Copy:
                 part.copy_(chunk)
                 _refuse_overflow(chunk, part, source.tensor)
 
-    def _fill_sink(self, rows: Rows, source: Source, sink: Sink) -> None:
+    def _fill_sink(self, rows: Rows, source: Source, sink: Sink, begin: int = 0) -> None:
         for first, count in self._chunks(source, sink.row_unit):
-            sink.write(first, _rectangle(rows, source, first, count))
+            sink.write(begin + first, _rectangle(rows, source, first, count))
 
     def _chunks(self, source: Source, unit: int) -> Iterator[tuple[int, int]]:
         """(first row, rows) of pieces of about _CHUNK_BYTES; progress is told after each."""
@@ -287,7 +321,15 @@ def _rectangle(rows: Rows, source: Source, first: int, count: int) -> Tensor:
     span = (count - 1) * source.row_step + 1
     read = rows.read(source.tensor, source.first_row + first * source.row_step, span)
     last = source.first_col + (source.cols - 1) * source.col_step
-    return read[:: source.row_step, source.first_col : last + 1 : source.col_step]
+    found = read[:: source.row_step, source.first_col : last + 1 : source.col_step]
+    match source.changed:
+        case "x + 1":
+            return found - 1
+        case "-exp(x)":
+            if bool((found >= 0).any()):
+                raise WeightsError(f"{source.tensor} has numbers that are not below zero.", FETCH_AGAIN)
+            return (-found).log()
+    return found
 
 
 def _refuse_overflow(chunk: Tensor, out: Tensor, tensor: str) -> None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from proa.errors import WeightsError
 from proa.models.names import Declared, NameTable
 from proa.models.spec import Shape
 from proa.native.formats import PANEL_ROWS, Order
 from proa.weights.index import TensorInfo
+from proa.weights.joined import parts_of
+from proa.weights.source import Source
 
 Index = Mapping[str, TensorInfo]
 
@@ -25,33 +28,22 @@ _EXPERT = re.compile(
 _LISTED = 5  # problems that an error names; the rest is counted
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A rectangle of a stored tensor, taken as [rows, columns] with all dimensions but the last as rows.
-
-    `transposed`: the rectangle is [in, out], the parameter [out, in]. row_step, col_step: of the stored tensor's rows
-    and columns it takes every so many.
-    """
-
-    tensor: str
-    first_row: int
-    rows: int
-    first_col: int
-    cols: int
-    transposed: bool = False
-    row_step: int = 1
-    col_step: int = 1
-
-
 @dataclass(frozen=True)
 class Sources:
-    """params: one source for every parameter. ignored: tensor -> why. tied_head: a stored copy of the embedding, which
-    the loader compares with it. zeros: biases that the model does not have, which the loader looks at."""
+    """params: one source for every parameter but those in `joined`, whose rows come from several, one after the other.
+    ignored: tensor -> why. tied_head: a stored copy of the embedding, which the loader compares with it. zeros: biases
+    that the model does not have, which the loader looks at."""
 
     params: dict[str, Source]
+    joined: dict[str, tuple[Source, ...]] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     tied_head: Source | None = None
     zeros: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> list[Source]:
+        """Of all parameters."""
+        return [*self.params.values(), *chain.from_iterable(self.joined.values())]
 
 
 def resolve(declared: Declared, index: Index) -> Sources:
@@ -59,19 +51,22 @@ def resolve(declared: Declared, index: Index) -> Sources:
     shapes = dict(declared.spec.params())
     stacks = _Stacks(declared.names, index, shapes)
     params: dict[str, Source] = {}
+    joined: dict[str, tuple[Source, ...]] = {}
     problems: list[str] = []
     for name, shape in shapes.items():
         candidates = declared.names.candidates(name)
         tensor = next((c for c in candidates if c in index), None)
         if tensor is not None:
-            params[name] = _whole(tensor, index[tensor])
+            params[name] = replace(_whole(tensor, index[tensor]), changed=declared.names.how_changed(tensor))
             if not _same(shape, index[tensor].shape):
                 problems.append(f"{tensor}: the config says {list(shape)}, the file has {list(index[tensor].shape)}")
         elif source := stacks.find(name):
             params[name] = source
+        elif parts := parts_of(name, declared, index, problems):
+            joined[name] = parts
         else:
             problems.append(f"{candidates[0]}: not in the checkpoint")
-    used = {source.tensor for source in params.values()}
+    used = {source.tensor for source in Sources(params, joined).all}
     head = _tied_head(declared, index) if declared.spec.tied else None
     spare = [t for t in index if t not in used and (head is None or t != head.tensor)]
     ignored = {t: why for t in spare if (why := declared.names.why_ignored(t))}
@@ -79,7 +74,7 @@ def resolve(declared: Declared, index: Index) -> Sources:
     problems += [f"{t}: nothing in the model uses it" for t in sorted(set(spare) - set(ignored) - set(zeros))]
     if problems or stacks.problems:
         raise _error([*stacks.problems, *problems], declared, index)
-    return Sources(params, ignored, head, zeros)
+    return Sources(params, joined, ignored, head, zeros)
 
 
 def _is_of_gptq(tensor: str, index: Index) -> bool:
@@ -93,8 +88,9 @@ def _whole(tensor: str, info: TensorInfo) -> Source:
 
 
 def _same(ours: Shape, stored: Shape) -> bool:
-    """GGUF stores a [1, N] matrix as [N], and ERNIE [N] numbers as [1, N]."""
-    return stored in (ours, ours[1:] if ours[0] == 1 else (1, *ours))
+    """GGUF stores a [1, N] matrix as [N] and [C, 1, T] as [C, T], and ERNIE [N] numbers as [1, N]."""
+    flat = (ours[0], ours[2]) if len(ours) == 3 and ours[1] == 1 else ours
+    return stored in (ours, flat, ours[1:] if ours[0] == 1 else (1, *ours))
 
 
 def _tied_head(declared: Declared, index: Index) -> Source | None:
@@ -197,8 +193,14 @@ def _error(problems: list[str], declared: Declared, index: Index) -> WeightsErro
 
 
 def stored_types(sources: Sources, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """The type that each parameter has in the checkpoint; "F32" where its rows are not whole rows there."""
-    return {name: _stored_type(source, tensors[source.tensor]) for name, source in sources.params.items()}
+    """The type that each parameter has in the checkpoint; "F32" where its rows are not whole rows there, or of several
+    types."""
+    found = {name: _stored_type(source, tensors[source.tensor]) for name, source in sources.params.items()}
+    for name, parts in sources.joined.items():
+        types = {_stored_type(part, tensors[part.tensor]) for part in parts}
+        whole_panels = all(part.height % PANEL_ROWS == 0 for part in parts[:-1])
+        found[name] = types.pop() if len(types) == 1 and whole_panels else "F32"
+    return found
 
 
 def _stored_type(source: Source, info: TensorInfo) -> str:

@@ -1,0 +1,262 @@
+"""GGUF architectures: what their metadata and tensors say, in the words of Hugging Face's configs. Belongs here: one
+reader for each. Never: keys that all of them share (gguf.py), file access, torch.
+
+Sources: the conversion and the graph of each architecture in llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from proa.models.config_reader import Reader
+from proa.models.names import Rules
+
+Shapes = Mapping[str, tuple[int, ...]]
+Read = Callable[[Reader, Shapes], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """read: the keys of its own. in_part: of each head some dimensions may not turn. latent: `read` reads attention's
+    keys. yarn: more of this scaling's parameters."""
+
+    read: Read
+    in_part: bool = False
+    latent: bool = False
+    yarn: Callable[[Reader], dict[str, Any]] = lambda c: {}
+
+
+def shape_of(c: Reader, shapes: Shapes, tensor: str) -> tuple[int, ...]:
+    """Raises ConfigError where the tensor is missing."""
+    if tensor not in shapes:
+        raise c.error(f"the tensor {tensor} is missing")
+    return shapes[tensor]
+
+
+def _has(tensor: str) -> Callable[[Shapes], bool]:
+    """Of the first layer."""
+    return lambda shapes: f"blk.0.{tensor}" in shapes
+
+
+def _llama(c: Reader, shapes: Shapes) -> dict[str, Any]:
+    """Llama's and Mixtral's q and k rows are stored for interleaved rotary pairs; other architectures' are not."""
+    if experts := c.get("expert_count", int, 0):
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "rope_interleaved": True,
+            "num_local_experts": experts,
+            "num_experts_per_tok": c.size("expert_used_count"),
+            "sliding_window": c.size("attention.sliding_window", None),
+        }
+    c.expect("expert_used_count", 0)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "rope_interleaved": True,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+    }
+
+
+def _dense(architecture: str) -> Callable[[Reader, Shapes], dict[str, Any]]:
+    return lambda c, shapes: {"architectures": [architecture]}
+
+
+def _qwen_moe(architecture: str, renormalise: bool, bias_key: str) -> Callable[[Reader, Shapes], dict[str, Any]]:
+    """`renormalise`: what the architecture does when the file does not say it. `bias_key`: of biases of q, k and v."""
+
+    def read(c: Reader, shapes: Shapes) -> dict[str, Any]:
+        c.expect("expert_gating_func", 1)  # softmax
+        c.expect("expert_weights_scale", 0.0, 1.0)
+        c.ignore("the tensors' shapes say it", "expert_feed_forward_length", "expert_shared_feed_forward_length")
+        layers = range(c.size("block_count"))
+        dense = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in shapes]
+        sparse = next((i for i in layers if i not in dense), 0)
+        config = {
+            "architectures": [architecture],
+            "num_experts": c.size("expert_count"),
+            "num_experts_per_tok": c.size("expert_used_count"),
+            "norm_topk_prob": c.get("expert_weights_norm", bool, renormalise),
+            "mlp_only_layers": dense,
+            "moe_intermediate_size": shape_of(c, shapes, f"blk.{sparse}.ffn_down_exps.weight")[-1],
+            bias_key: "blk.0.attn_q.bias" in shapes,
+        }
+        if f"blk.{sparse}.ffn_down_shexp.weight" in shapes:
+            config["shared_expert_intermediate_size"] = shapes[f"blk.{sparse}.ffn_down_shexp.weight"][-1]
+        return config
+
+    return read
+
+
+def _v3_moe(architecture: str, **more: Callable[[Shapes], bool]) -> Callable[[Reader, Shapes], dict[str, Any]]:
+    """Experts with sigmoid scores and a correction behind dense layers. `more`: keys that the tensors say."""
+
+    def read(c: Reader, shapes: Shapes) -> dict[str, Any]:
+        c.expect("expert_gating_func", 2)  # sigmoid
+        guesses = c.get("nextn_predict_layers", int, 0)
+        return {
+            "architectures": [architecture],
+            "num_hidden_layers": c.size("block_count") - guesses,
+            "num_nextn_predict_layers": guesses,
+            "n_routed_experts": c.size("expert_count"),
+            "num_experts_per_tok": c.size("expert_used_count"),
+            "n_shared_experts": c.get("expert_shared_count", int, 0),
+            "moe_intermediate_size": c.size("expert_feed_forward_length"),
+            "first_k_dense_replace": c.get("leading_dense_block_count", int, 0),
+            "n_group": c.size("expert_group_count", None),
+            "topk_group": c.size("expert_group_used_count", None),
+            "norm_topk_prob": c.get("expert_weights_norm", bool),
+            "routed_scaling_factor": c.get("expert_weights_scale", float, 0.0) or 1.0,
+            "attention_bias": "blk.0.attn_q.bias" in shapes,
+            **{key: says(shapes) for key, says in more.items()},
+        }
+
+    return read
+
+
+def _minimax_m2(c: Reader, shapes: Shapes) -> dict[str, Any]:
+    c.expect("expert_gating_func", 2)  # sigmoid
+    c.expect("expert_weights_norm", True)
+    c.expect("expert_weights_scale", 0.0, 1.0)
+    return {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "num_local_experts": c.size("expert_count"),
+        "num_experts_per_tok": c.size("expert_used_count"),
+        "intermediate_size": c.size("expert_feed_forward_length"),
+    }
+
+
+def _gpt_oss(c: Reader, shapes: Shapes) -> dict[str, Any]:
+    """Every other layer is in the window, the first one too."""
+    c.expect("attention.sliding_window_pattern", 2)
+    c.expect("expert_weights_scale", 0.0, 1.0)
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": c.size("expert_count"),
+        "num_experts_per_tok": c.size("expert_used_count"),
+        "intermediate_size": c.size("expert_feed_forward_length"),
+        "sliding_window": c.size("attention.sliding_window"),
+    }
+
+
+def _ernie_moe(c: Reader, shapes: Shapes) -> dict[str, Any]:
+    c.expect("expert_gating_func", 1)  # softmax
+    c.expect("expert_weights_norm", True)
+    c.expect("expert_weights_scale", 0.0, 1.0)
+    c.ignore("the tensors' shapes say it", "expert_shared_feed_forward_length")
+    layers = range(c.size("block_count"))
+    sparse = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" in shapes]
+    return {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "num_experts": c.size("expert_count"),
+        "num_experts_per_tok": c.size("expert_used_count"),
+        "moe_intermediate_size": c.size("expert_feed_forward_length"),
+        "moe_num_shared_experts": c.get("expert_shared_count", int, 0),
+        "moe_layer_start_index": c.get("leading_dense_block_count", int, 0),
+        "moe_layer_end_index": max(sparse, default=0),
+        "moe_layer_interval": c.size("interleave_moe_layer_step", 1),
+    }
+
+
+# Groups of experts, and how many are kept, by the number of experts, of DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-V3 and
+# Kimi-K2: older files have no keys for them.
+_GROUPS = {64: (1, 1), 160: (8, 3), 256: (8, 4), 384: (1, 1)}
+
+
+def _deepseek2(c: Reader, shapes: Shapes) -> dict[str, Any]:
+    """DeepSeek-V2, and with sigmoid scores DeepSeek-V3; files that do not say which scores are of DeepSeek-V2."""
+    c.expect("expert_gating_func", 1, 2)
+    sigmoid = c.get("expert_gating_func", int, 1) == 2
+    experts, guesses = c.size("expert_count"), c.get("nextn_predict_layers", int, 0)
+    if not c.has("expert_group_count") and experts not in _GROUPS:
+        raise c.error(f"expert_group_count is missing, and no published model has {experts} experts")
+    groups, kept = _GROUPS.get(experts, (1, 1))
+    groups, kept = c.size("expert_group_count", groups), c.size("expert_group_used_count", kept)
+    limited = {} if sigmoid else {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
+    return {
+        "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
+        "num_hidden_layers": c.size("block_count") - guesses,
+        "num_nextn_predict_layers": guesses,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": c.size("expert_used_count"),
+        "n_shared_experts": c.get("expert_shared_count", int, 0),
+        "moe_intermediate_size": c.size("expert_feed_forward_length"),
+        "first_k_dense_replace": c.get("leading_dense_block_count", int, 0),
+        "n_group": groups,
+        "topk_group": kept,
+        "norm_topk_prob": c.get("expert_weights_norm", bool, False),
+        "routed_scaling_factor": c.get("expert_weights_scale", float, 0.0) or 1.0,
+        **limited,
+        **_latent_heads(c),
+    }
+
+
+def _latent_heads(c: Reader) -> dict[str, Any]:
+    """What heads have; key_length and value_length are those of the cache where _mla stands behind the heads' own."""
+    heads, rank, turned = (
+        c.size("attention.head_count"),
+        c.size("attention.kv_lora_rank"),
+        c.size("rope.dimension_count"),
+    )
+    c.expect("attention.head_count_kv", 1, heads)
+    own = ""
+    if c.has("attention.key_length_mla"):
+        own = "_mla"
+        c.expect("attention.key_length", rank + turned)
+        c.expect("attention.value_length", rank)
+    return {
+        "num_key_value_heads": heads,
+        "q_lora_rank": c.size("attention.q_lora_rank", None),
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": c.size(f"attention.key_length{own}") - turned,
+        "v_head_dim": c.size(f"attention.value_length{own}"),
+    }
+
+
+def _deepseek_yarn(c: Reader) -> dict[str, Any]:
+    """The file has a tenth of mscale_all_dim. mscale is the same in all published models, and llama.cpp takes it so."""
+    tenth = c.get("rope.scaling.yarn_log_multiplier", float, None)
+    scale = None if tenth is None else round(tenth * 10, 6)
+    return {"mscale": scale, "mscale_all_dim": scale}
+
+
+def _qwen3_next(c: Reader, shapes: Shapes) -> dict[str, Any]:
+    layers, interval = c.size("block_count"), c.size("full_attention_interval", 4)
+    value_heads, values = c.size("ssm.time_step_rank"), c.size("ssm.inner_size")
+    if values % value_heads:
+        raise c.error(f"ssm.inner_size {values} is no multiple of {value_heads} heads")
+    kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    return _qwen_moe("Qwen3NextForCausalLM", renormalise=True, bias_key="attention_bias")(c, shapes) | {
+        "layer_types": kinds,
+        "linear_num_key_heads": c.size("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": c.size("ssm.state_size"),
+        "linear_value_head_dim": values // value_heads,
+        "linear_conv_kernel_dim": c.size("ssm.conv_kernel"),
+    }
+
+
+# Tensors whose numbers the converter changes; see NameTable.
+CHANGED: Mapping[str, Rules] = {
+    "Qwen3NextForCausalLM": (
+        (r"(blk\.\d+\.(attn|post_attention|attn_q|attn_k)|output)_norm\.weight", "x + 1"),
+        (r"blk\.\d+\.ssm_a", "-exp(x)"),
+    ),
+}
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(_llama),
+    "qwen2": Architecture(_dense("Qwen2ForCausalLM")),
+    "qwen3": Architecture(_dense("Qwen3ForCausalLM")),
+    "qwen2moe": Architecture(_qwen_moe("Qwen2MoeForCausalLM", renormalise=False, bias_key="qkv_bias")),
+    "qwen3moe": Architecture(_qwen_moe("Qwen3MoeForCausalLM", renormalise=True, bias_key="attention_bias")),
+    "glm4moe": Architecture(_v3_moe("Glm4MoeForCausalLM", use_qk_norm=_has("attn_q_norm.weight")), in_part=True),
+    "dots1": Architecture(_v3_moe("Dots1ForCausalLM")),
+    "minimax-m2": Architecture(_minimax_m2, in_part=True),
+    "gpt-oss": Architecture(_gpt_oss, yarn=lambda c: {"truncate": False}),  # as openai's config.json says
+    "deepseek2": Architecture(_deepseek2, latent=True, yarn=_deepseek_yarn),
+    "qwen3next": Architecture(_qwen3_next, in_part=True),
+    "ernie4_5-moe": Architecture(_ernie_moe),
+}
