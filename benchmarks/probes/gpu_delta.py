@@ -145,7 +145,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: copies at {bandwidth / 1e6:.2f} TB/s")
     major, minor = torch.cuda.get_device_capability()
     shape = shape_for(10 * major + minor, shared_bytes(torch.device("cuda")))
-    for columns in (4, 8, 16, 32) if "--sweep" in sys.argv else (delta.COLUMNS,):
+    for columns in ((n, n) for n in (8, 16, 32)) if "--sweep" in sys.argv else (delta.COLUMNS,):
         delta.COLUMNS = columns
         print(f"{columns} columns of a state a program")
         decode(bandwidth)

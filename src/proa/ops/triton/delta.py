@@ -7,6 +7,7 @@ states lie.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import triton
 import triton.language as tl
@@ -18,9 +19,13 @@ from proa.ops.triton.delta_chunks import Chunks, by_chunks, convolve
 from proa.ops.triton.delta_rows import keep_tail, log_decay, part_of
 from proa.ops.triton.variant import Variant
 
-COLUMNS = 8  # of a state that one warp keeps in its registers
-# Rows of a sequence up to which it goes token by token, 0.7 us each on an H200: about what two launches and a chunk are
-# expected to take, which is the same for 1 row and for 64 (decision 033).
+# Columns of a state that one warp keeps in its registers: of few sequences fewer, so that there are warps for all
+# processors. Decode of 1, 4, 8, 32 sequences on an H200 takes 10.5, 13.0, 20.6, 69.3 us a layer with 16 columns, 11.8,
+# 15.0, 18.9, 56.0 with 32.
+COLUMNS = (16, 32)
+FEW_STATES = 4
+# Rows of a sequence up to which it goes token by token: on an H200 chunks are as fast from 20 rows of one sequence on,
+# from 48 of four (decision 033).
 FEW_ROWS = 32
 ALL_ROWS = 2**31 - 1
 NORM_ROWS = 8  # of a program, where there are many
@@ -167,10 +172,11 @@ def gated_delta(
             channels, *strides, **constants, WIDE=max(key, value),
             SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), num_warps=1,
         )  # fmt: skip
-    _rule[(sequences, heads, triton.cdiv(value_dim, COLUMNS))](
+    columns = COLUMNS[sequences > FEW_STATES]
+    _rule[(sequences, heads, triton.cdiv(value_dim, columns))](
         x.q, x.k, x.v, x.b, x.a, weights.a_log, weights.dt_bias, mixed, state.rule, state.tail, at.q_starts, at.kv_lens,
         at.states, seen, groups, channels, *strides, x.b.stride(0), x.b.stride(1), **constants,
-        FEW=FEW_ROWS if chunks else ALL_ROWS, WIDE=key, COLUMNS=COLUMNS, num_warps=1,
+        FEW=FEW_ROWS if chunks else ALL_ROWS, WIDE=key, COLUMNS=columns, num_warps=1,
     )  # fmt: skip
     if chunks:
         by_chunks(x, weights, state, at, FEW_ROWS, mixed, chunks, seen)
@@ -227,8 +233,8 @@ def variants() -> Iterator[Variant]:
             inputs | dict.fromkeys(("b", "a"), "*bf16") | dict.fromkeys(("a_log", "dt_bias", "rule", "seen"), "*fp32")
         )
         types |= dict.fromkeys(("gates_row", "gates_group"), "i32")
-        for few in (FEW_ROWS, ALL_ROWS):
-            one_by_one = constants | {"FEW": few, "WIDE": tall, "COLUMNS": COLUMNS}
+        for few, columns in product((FEW_ROWS, ALL_ROWS), COLUMNS):
+            one_by_one = constants | {"FEW": few, "WIDE": tall, "COLUMNS": columns}
             yield Variant(_rule, types, one_by_one, 1, aligned=of(types))
         types = {"seen": "*fp32", "slots": "*i64"} | dict.fromkeys(("z", "weight", "out"), "*bf16") | {"eps": "fp32"}
         types |= dict.fromkeys(("rows", "heads", "row_stride", "group_stride", "out_row"), "i32")
