@@ -38,7 +38,7 @@ void pack(const Call& call, int task) {
                        block_begin(out.tokens, call.packing_parts, part + 1), l.columns, l.padded, out);
 }
 
-void multiply(const void* context, int task, std::byte* scratch) {
+void multiply(const void* context, int task, int next, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const Matrix& w = *call.op.weights;
     const RowTasks::Place at = call.tasks.place(task);
@@ -46,7 +46,9 @@ void multiply(const void* context, int task, std::byte* scratch) {
     Carver parts(scratch);
     float* product = parts.take<float>(size_t(at.end - at.first) * x.tokens * 16);
     void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, at.end - at.first, x.tokens));
-    call.kernels->matmul(w.layout, w.panel(0, at.node, at.first), at.end - at.first, x, product, expanded, nullptr);
+    const RowTasks::Place behind = call.tasks.place(next < 0 ? task : next);
+    const uint8_t* then = next < 0 ? nullptr : w.panel(0, behind.node, behind.first);
+    call.kernels->matmul(w.layout, w.panel(0, at.node, at.first), at.end - at.first, x, product, expanded, then);
 }
 
 void publish(const void* context, int task, const std::byte* scratch) {
@@ -97,7 +99,7 @@ void run(const Linear& op, Host& host, int tokens, int lane) {
     }
     Phase phase{};
     call.tasks.describe(phase);
-    phase.run = multiply, phase.publish = publish, phase.context = &call;
+    phase.run_before = multiply, phase.publish = publish, phase.context = &call;
     if (size_t(l.panels) * l.panel_bytes * size_t(tokens) <= kAloneBytes)
         host.pool.run_alone(phase, lane);
     else

@@ -32,9 +32,9 @@ Packed packed_here(const Call& call, const Group& g, Carver& scratch) {
     return x;
 }
 
-void multiply_up(const void* context, int task, std::byte* scratch) {
+void multiply_up(const void* context, int task, int next, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
-    call.multiply(*call.experts->gate_up, call.up_tasks, task, scratch, [&](const Group& g, Carver& parts) {
+    call.multiply(*call.experts->gate_up, call.up_tasks, task, next, scratch, [&](const Group& g, Carver& parts) {
         return call.by_expert ? packed_here(call, g, parts) : call.x(g);
     });
 }
@@ -54,7 +54,7 @@ void publish_up(const void* context, int task, const std::byte* scratch) {
         call.kernels->clear_columns(end * kPanelRows, padded, h);
 }
 
-void multiply_down(const void* context, int task, std::byte* scratch) {
+void multiply_down(const void* context, int task, int next, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const Matrix& w = *call.experts->down;
     const RowTasks::Place at = call.down_tasks.place(task);
@@ -66,9 +66,11 @@ void multiply_down(const void* context, int task, std::byte* scratch) {
     std::fill(total, total + size_t(panels) * call.tokens * 16, 0.f);
     for (int i = 0; i < call.groups; ++i) {
         const Group& g = call.group[size_t(i)];
-        const bool last = i + 1 == call.groups;
-        const uint8_t* next = last ? nullptr : w.panel(call.group[size_t(i) + 1].expert, at.node, at.first);
-        call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.h(g), part, expanded, next);
+        const uint8_t* then = i + 1 < call.groups ? w.panel(call.group[size_t(i) + 1].expert, at.node, at.first)
+                              : next >= 0         ? w.panel(call.group[0].expert, call.down_tasks.place(next).node,
+                                                            call.down_tasks.place(next).first)
+                                                  : nullptr;
+        call.kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, call.h(g), part, expanded, then);
         call.kernels->accumulate(part, panels, g.tokens, call.index.data() + g.first, call.weight.data() + g.first,
                                  call.down_bias(g.expert, at.first), total, call.tokens);
     }
@@ -183,14 +185,14 @@ void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
     }
     Phase phase{};
     call.up_tasks.describe(phase);
-    phase.run = multiply_up, phase.publish = publish_up, phase.context = &call;
+    phase.run_before = multiply_up, phase.publish = publish_up, phase.context = &call;
     phase.handing = hand_out(call);
     host.pool.run(phase, lane);
     phase.handing = nullptr;
     if (call.by_expert) return run_down_by_expert(call, host, parts, lane);
     call.down_tasks = RowTasks(*e.down, step_of(*e.down, call, 2, groups, 1, threads), 1);
     call.down_tasks.describe(phase);
-    phase.run = multiply_down, phase.publish = publish_down;
+    phase.run_before = multiply_down, phase.publish = publish_down;
     host.pool.run(phase, lane);
 }
 

@@ -11,9 +11,9 @@ using Call = MoeCall;
 
 constexpr int kSumTokens = 8;  // of a task that adds up
 
-void multiply(const void* context, int task, std::byte* scratch) {
+void multiply(const void* context, int task, int next, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
-    call.multiply(*call.experts->down, call.down_tasks, task, scratch,
+    call.multiply(*call.experts->down, call.down_tasks, task, next, scratch,
                   [&](const Group& g, Carver&) { return call.h(g); });
 }
 
@@ -79,7 +79,7 @@ void run_down_by_expert(MoeCall& call, Host& host, int parts, int lane) {
         call.down_tasks = RowTasks(down, step, call.groups, part, parts);
         Phase phase{};
         call.down_tasks.describe(phase);
-        phase.run = multiply, phase.publish = publish, phase.context = &call;
+        phase.run_before = multiply, phase.publish = publish, phase.context = &call;
         host.pool.run(phase, lane);
         host.pool.run(published(block_count(call.tokens, kSumTokens), host.pool.nodes(), &call, add_up), lane);
     }

@@ -46,6 +46,9 @@ struct MoeCall {
     Packed h(const Group& g) const {
         return packed_rows(*kernels, experts->down->layout, h_pairs, h_sums, size_t(g.first), g.tokens);
     }
+    const uint8_t* first_panel(const Matrix& w, const RowTasks::Place& at) const {
+        return w.panel(group[size_t(at.repeat)].expert, at.node, at.first);
+    }
     int panels_per_row() const { return experts->activation == Activation::kRelu2 ? 1 : 2; }
     // Of an expert's rows from panel `first` on, or null.
     const float* down_bias(int expert, int first) const {
@@ -53,9 +56,9 @@ struct MoeCall {
         return experts->down_bias ? experts->down_bias + panel * kPanelRows : nullptr;
     }
 
-    // One group's product, at the beginning of the scratch. x_of(group, carver): its activations.
+    // One group's product, at the beginning of the scratch. x_of(group, carver): its activations. next: as Phase says.
     template <class F>
-    void multiply(const Matrix& w, const RowTasks& tasks, int task, std::byte* scratch, F&& x_of) const {
+    void multiply(const Matrix& w, const RowTasks& tasks, int task, int next, std::byte* scratch, F&& x_of) const {
         const RowTasks::Place at = tasks.place(task);
         const Group& g = group[size_t(at.repeat)];
         const int panels = at.end - at.first;
@@ -63,7 +66,7 @@ struct MoeCall {
         float* product = parts.take<float>(size_t(panels) * g.tokens * 16);
         void* expanded = parts.take<char>(kernels->expand_bytes(w.layout, panels, g.tokens));
         kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, x_of(g, parts), product, expanded,
-                        nullptr);
+                        next < 0 ? nullptr : first_panel(w, tasks.place(next)));
     }
 };
 

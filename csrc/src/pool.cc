@@ -22,6 +22,7 @@ namespace {
 constexpr int kIndexBits = 20;
 constexpr uint64_t kIndexMask = (uint64_t(1) << kIndexBits) - 1;
 constexpr uint64_t kEpochMask = (uint64_t(1) << 24) - 1;
+constexpr int kManyLeft = 2;  // tasks for each worker
 constexpr size_t kAllSeen = ~size_t(0);
 constexpr int64_t kRedoAfterNs = 50'000;  // a task takes at most about that long while decoding
 
@@ -123,11 +124,13 @@ void Pool::run(const Phase& phase, int lane_index) {
     hand_out(lane, phase);
     if (asleep_.load(std::memory_order_seq_cst)) wake();
     try {
-        finish(lane, callers_[lane_index]);
+        finish(lane_index, callers_[lane_index]);
     } catch (...) {
+        close(lane);
         abandon(lane);
         throw;
     }
+    close(lane);
     lane.busy.store(false, std::memory_order_release);
 }
 
@@ -137,6 +140,7 @@ void Pool::hand_out(Lane& lane, const Phase& phase) {
     Posted& posted = lane.posted[epoch & 1];
     posted.epoch.store(~uint64_t(0), std::memory_order_seq_cst);
     posted.run.store(phase.run, std::memory_order_release);  // not before the epoch is gone
+    posted.run_before.store(phase.run_before, std::memory_order_release);
     posted.publish.store(phase.publish, std::memory_order_release);
     posted.context.store(phase.context, std::memory_order_release);
     posted.tasks.store(phase.begin[phase.nodes], std::memory_order_release);
@@ -149,6 +153,11 @@ void Pool::hand_out(Lane& lane, const Phase& phase) {
         const uint64_t count = uint64_t(phase.begin[n + 1] - phase.begin[n]);
         lane.next[n].value.store(epoch << 40 | count << kIndexBits, std::memory_order_seq_cst);
     }
+}
+
+// Who looks from now on finds nothing that belongs to the phase's caller; who is looking is inside, see settle().
+void Pool::close(Lane& lane) {
+    lane.posted[lane.epoch.load(std::memory_order_relaxed) & 1].handing.store(nullptr, std::memory_order_seq_cst);
 }
 
 void Pool::post(const Phase& phase) {
@@ -164,8 +173,12 @@ void Pool::withdraw() {
 void Pool::run_alone(const Phase& phase, int lane_index) {
     [[maybe_unused]] const FlushSubnormals flush;
     std::byte* scratch = callers_[lane_index].scratch;
-    for (int task = 0; task < phase.begin[phase.nodes]; ++task) {
-        if (phase.run) phase.run(phase.context, task, scratch);
+    const int tasks = phase.begin[phase.nodes];
+    for (int task = 0; task < tasks; ++task) {
+        if (phase.run_before)
+            phase.run_before(phase.context, task, task + 1 < tasks ? task + 1 : -1, scratch);
+        else if (phase.run)
+            phase.run(phase.context, task, scratch);
         if (phase.publish) phase.publish(phase.context, task, scratch);
     }
 }
@@ -179,11 +192,12 @@ void Pool::abandon(Lane& lane) {
 }
 
 // Works until every task of the lane's phase is published.
-void Pool::finish(Lane& lane, Worker& self) {
+void Pool::finish(int lane_index, Worker& self) {
+    Lane& lane = lanes_[lane_index];
     Task task;
     int64_t waiting_since = 0;
     for (int spins = 0;; ++spins) {
-        if (take(lane, 0, task)) {
+        if (next_task(lane_index, self, task)) {
             execute(lane, task, self);
             waiting_since = 0;
             continue;
@@ -211,13 +225,43 @@ bool Pool::look_up(Lane& lane, uint64_t epoch, Task& task) {
     Posted& posted = lane.posted[epoch & 1];
     if (posted.epoch.load(std::memory_order_acquire) != epoch) return false;
     task.run = posted.run.load(std::memory_order_acquire);  // before the epoch is looked at again
+    task.run_before = posted.run_before.load(std::memory_order_acquire);
     task.publish = posted.publish.load(std::memory_order_acquire);
     task.context = posted.context.load(std::memory_order_acquire);
     task.tasks = posted.tasks.load(std::memory_order_acquire);
     task.at_home = posted.at_home.load(std::memory_order_acquire);
-    task.handing = posted.handing.load(std::memory_order_acquire);
+    task.handing = posted.handing.load(std::memory_order_seq_cst);
     task.epoch = uint32_t(epoch);
     return posted.epoch.load(std::memory_order_relaxed) == epoch;
+}
+
+// A task to do now; where tasks prepare the one behind them, that one is taken too, while there are many.
+bool Pool::next_task(int lane, Worker& worker, Task& task) {
+    Task& queued = worker.queued[lane];
+    if (queued.tasks) {
+        task = queued;
+        queued.tasks = 0;
+    } else if (!first_task(lane, worker, task)) {
+        return false;
+    }
+    if (task.run_before && has_many(lanes_[lane], worker.node) && first_task(lane, worker, queued) &&
+        queued.epoch == task.epoch)
+        task.next = queued.id;
+    return true;
+}
+
+bool Pool::first_task(int lane, Worker& worker, Task& task) {
+    task = Task();
+    if (take_owned(lane, worker, task) || take(lanes_[lane], worker.node, task)) return true;
+    task.tasks = 0;
+    return false;
+}
+
+// So many that a task which waits behind another one is not what the phase ends with.
+bool Pool::has_many(const Lane& lane, int node) const {
+    const uint64_t seen = lane.next[node].value.load(std::memory_order_relaxed);
+    const int left = int(seen >> kIndexBits & kIndexMask) - int(seen & kIndexMask);
+    return left > kManyLeft * (wanted_[node].load(std::memory_order_relaxed) + 1);
 }
 
 bool Pool::take(Lane& lane, int node, Task& task) {
@@ -279,7 +323,10 @@ void Pool::execute(Lane& lane, const Task& task, Worker& self) {
     // then that phase's epoch is seen here. Otherwise the claim below fails if the task is published meanwhile.
     if (before == task.epoch + 1 || lane.epoch.load(std::memory_order_relaxed) != task.epoch) return;
     const int64_t begin = now_ns();
-    if (task.run) task.run(task.context, task.id, self.scratch);
+    if (task.run_before)
+        task.run_before(task.context, task.id, task.next, self.scratch);
+    else if (task.run)
+        task.run(task.context, task.id, self.scratch);
     self.longest_ns = std::max(now_ns() - begin, self.longest_ns - self.longest_ns / 8);
     if (!claimed.compare_exchange_strong(before, task.epoch + 1, std::memory_order_acq_rel)) return;
     if (task.publish) task.publish(task.context, task.id, self.scratch);
@@ -313,7 +360,7 @@ void Pool::serve(Worker& worker) {
 bool Pool::serve_once(Worker& worker, int64_t idle_since_ns) {
     Task task;
     for (int lane = 0; lane < kLanes; ++lane)
-        if (take_owned(lane, worker, task) || take(lanes_[lane], worker.node, task)) {
+        if (next_task(lane, worker, task)) {
             execute(lanes_[lane], task, worker);
             return true;
         }
@@ -393,7 +440,7 @@ void Pool::wake() {
 
 void Pool::settle() {
     for (auto& worker : workers_)
-        while (worker->inside.load(std::memory_order_acquire)) relax();
+        while (worker->inside.load(std::memory_order_seq_cst)) relax();
 }
 
 void Pool::check_bound() const {

@@ -44,6 +44,9 @@ struct Phase {
     void (*run)(const void* context, int task, std::byte* scratch);
     void (*publish)(const void* context, int task, const std::byte* scratch);
     const void* context;
+    // Instead of `run`, for short tasks that can prepare the one behind them: next is what this worker will probably do
+    // after this task, or -1.
+    void (*run_before)(const void* context, int task, int next, std::byte* scratch) = nullptr;
     int nodes;
     int begin[kMaxNodes + 1];  // node n owns tasks [begin[n], begin[n + 1])
     bool at_home = false;      // nobody else does them, however long they wait
@@ -125,6 +128,7 @@ class Pool {
     struct Posted {  // read by workers that may be late: every field is atomic, `epoch` is checked before and after
         std::atomic<uint64_t> epoch{0};
         std::atomic<decltype(Phase::run)> run{nullptr};
+        std::atomic<decltype(Phase::run_before)> run_before{nullptr};
         std::atomic<decltype(Phase::publish)> publish{nullptr};
         std::atomic<const void*> context{nullptr};
         std::atomic<int> tasks{0};
@@ -143,10 +147,11 @@ class Pool {
     };
     struct Task {
         decltype(Phase::run) run;
+        decltype(Phase::run_before) run_before;
         decltype(Phase::publish) publish;
         const void* context;
         uint32_t epoch;
-        int id, tasks;  // of the phase
+        int id = 0, next = -1, tasks = 0;  // tasks: of the phase
         bool at_home;
         const Handing* handing;
     };
@@ -159,13 +164,18 @@ class Pool {
         int64_t longest_ns = 0;            // of its tasks, fading
         uint64_t looked[kLanes] = {};      // the last epoch in which it looked for tasks of its own,
         size_t looked_at[kLanes] = {};     // and how far
+        Task queued[kLanes];               // what it has taken besides the task that it is at, if its `tasks` is not 0
     };
 
     void start(Worker& worker);
     void serve(Worker& worker);
     bool serve_once(Worker& worker, int64_t idle_since_ns);
     void hand_out(Lane& lane, const Phase& phase);
+    static void close(Lane& lane);
+    bool next_task(int lane, Worker& worker, Task& task);
+    bool first_task(int lane, Worker& worker, Task& task);
     bool take_owned(int lane, Worker& worker, Task& task);
+    bool has_many(const Lane& lane, int node) const;
     bool take(Lane& lane, int node, Task& task);
     bool take_of(Lane& lane, int node, Task& task);
     bool take_again(Lane& lane, int node, Task& task);
@@ -173,7 +183,7 @@ class Pool {
     void execute(Lane& lane, const Task& task, Worker& self);
     bool redo(Lane& lane, Worker& self, int64_t waiting_since_ns);
     void abandon(Lane& lane);
-    void finish(Lane& lane, Worker& self);
+    void finish(int lane, Worker& self);
     bool any_work(int node) const;
     void idle(Worker& worker, int64_t since_ns);
     void rest(const Worker& worker);
