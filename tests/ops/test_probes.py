@@ -12,7 +12,7 @@ PROBES = Path(__file__).parents[2] / "benchmarks" / "probes"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpu_attention", "gpu_experts", "gpu_linear", "gpu_fp8"])
+@pytest.mark.parametrize("name", ["gpu_attention", "gpu_experts", "gpu_linear"])
 def test_calls_wait_for_what_was_written_before_them(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,25 +10,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.fp8_cases import NEEDS_FP8, NOT_FINITE, spec_round, sum_bound
+from ops.fp8_cases import NEEDS_FP8, NOT_FINITE, spec_round, sum_bound, values
 from ops.test_triton_experts import Layer, choose
 from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
-from proa.native.formats import BF16_FORM, E4M3_FORMS, Form, Format
+from packing import Packed, Weights, random_weights
+from proa.native.formats import BF16_FORM, E4M3_FORMS, Form, Format, layout
 from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape
 from proa.ops.triton import experts as launcher
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
-from proa.ops.triton.experts_fp8 import LEAST_BLOCK, fp8_space
-from proa.ops.triton.experts_grouped import BLOCK_TOKENS
+from proa.ops.triton.experts_fp8 import BLOCK_TOKENS, down_fp8, fp8_space, pays
+from proa.ops.triton.experts_grouped import block_tokens, group, groups
+from proa.ops.triton.fp8_rows import LEAST_CAPABILITY, fp8_rows, round_rows
+from proa.plan import fp8_activations
 
 pytestmark = [NEEDS_FP8, NOT_FINITE]
-SIZES = [size for size in BLOCK_TOKENS if size >= LEAST_BLOCK]
 
 
 @pytest.fixture
 def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Blocks of so many tokens, whatever the launcher would take; few pairs too."""
     monkeypatch.setattr(launcher, "block_tokens", lambda *_: request.param)
+    monkeypatch.setattr(launcher, "pays", lambda *_: True)
     monkeypatch.setattr(launcher, "FEW_PAIRS", 0)
     size: int = request.param
     return size
@@ -93,7 +96,7 @@ def activation(
     return act, error + stored(act.abs() + error)
 
 
-@pytest.mark.parametrize("size", SIZES, indirect=True)
+@pytest.mark.parametrize("size", BLOCK_TOKENS, indirect=True)
 @pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
 @pytest.mark.parametrize(("hidden", "width"), [(128, 128), (72, 150)])
 def test_shapes(
@@ -103,7 +106,7 @@ def test_shapes(
     check(layer, rand(rng, 4, hidden).to(device), choose(rng, 4, 3, 2), rng)
 
 
-@pytest.mark.parametrize("size", SIZES, indirect=True)
+@pytest.mark.parametrize("size", BLOCK_TOKENS, indirect=True)
 def test_absent_experts_and_padding_rows(size: int, rng: torch.Generator, device: torch.device) -> None:
     """What padding rows hold does not matter."""
     layer = Layer(6, ExpertShape(40, 24, E4M3_FORMS[0], E4M3_FORMS[0]), device, absent=(0, 3))
@@ -113,7 +116,7 @@ def test_absent_experts_and_padding_rows(size: int, rng: torch.Generator, device
     check(layer, x.to(device), ids, rng)
 
 
-@pytest.mark.parametrize("size", [32, 128], indirect=True)
+@pytest.mark.parametrize("size", BLOCK_TOKENS, indirect=True)
 @pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
 def test_biases(form: Form, size: int, rng: torch.Generator, device: torch.device) -> None:
     shape = ExpertShape(72, 150, form, form, Activation.CLAMPED_SWIGLU, 0.5)
@@ -121,11 +124,46 @@ def test_biases(form: Form, size: int, rng: torch.Generator, device: torch.devic
     check(layer, rand(rng, 2, 72).to(device), choose(rng, 2, 3, 2), rng)
 
 
-@pytest.mark.parametrize(("tokens", "count", "rounds"), [(17, 7, False), (17, 4, True)])
-def test_the_launcher_takes_it_for_many_tokens(
+@pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
+def test_every_code(form: Form, device: torch.device) -> None:
+    """Of weights, the smallest too: rows pick single columns."""
+    weights = random_weights(*form, 256, 128, seed=3, every_code=True)
+    x = torch.zeros(4, 128)
+    x[range(4), [0, 3, 70, 127]] = torch.tensor([1.0, -3.0, 0.5, 2.0])
+    got, wide = products(weights, x, device)
+    assert_within(got, want := wide @ torch.from_numpy(weights.values).T, want.abs() * 4 * EPS32)
+
+
+@pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
+def test_a_weight_that_is_no_number_stays_in_its_row(form: Form, rng: torch.Generator, device: torch.device) -> None:
+    weights = random_weights(*form, 40, 256, seed=4)
+    weights.arrays["codes"][3, 200] = 0x7F
+    got, _ = products(weights, rand(rng, 5, 256), device)
+    assert got.isnan().all(0).nonzero().flatten().tolist() == [3]
+    assert got.isnan().any(0).nonzero().flatten().tolist() == [3]
+
+
+def products(weights: Weights, x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of one expert's down, and the rows as they are rounded, in float64."""
+    packed = Packed([weights])
+    memory = torch.frombuffer(packed.memory, dtype=torch.uint8).to(device)
+    rows, ids = fp8_rows(len(x), weights.layout, device), torch.zeros(len(x), 1, dtype=torch.int32, device=device)
+    round_rows(x.bfloat16().to(device), rows)
+    by, out = groups(len(x), 1, device), poisoned(len(x), len(weights.values), dtype=torch.float32).to(device)
+    group(ids, 1, 32, by)
+    shape = ExpertShape(len(weights.values), x.shape[1], BF16_FORM, Form(weights.format, weights.group))
+    down_fp8(rows, torch.full_like(ids, memory.data_ptr(), dtype=torch.int64), by, 32, shape, out)
+    return out.cpu(), values(rows, x.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "rounds"),
+    [(17, 7, False), (17, 4, True), (44, 8, True), (46, 8, False), (128, 8, False), (130, 8, True)],
+)
+def test_the_launcher_takes_it_where_it_is_faster(
     tokens: int, count: int, rounds: bool, rng: torch.Generator, device: torch.device
 ) -> None:
-    """Of some tokens of an expert nothing is rounded: the same bits as without room for it."""
+    """Where it is not nothing is rounded: the same bits as without room for it. 4 experts a token."""
     layer = Layer(count, ExpertShape(40, 24, E4M3_FORMS[0], E4M3_FORMS[0]), device)
     x, at = rand(rng, tokens, 40).to(device), layer.routing(choose(rng, tokens, count, 4), rng).at
     spaces = [expert_space(tokens, 4, count, layer.shape, device, fp8=fp8) for fp8 in (False, True)]
@@ -138,9 +176,9 @@ def test_only_matrices_in_e4m3(rng: torch.Generator, device: torch.device) -> No
     assert fp8_space(2, 2, ExpertShape(40, 24), device) is None
     assert fp8_space(2, 2, ExpertShape(40, 24, Form(Format.MXFP8, 32), BF16_FORM), device) is None
     for up, down in ((E4M3_FORMS[0], BF16_FORM), (BF16_FORM, E4M3_FORMS[0])):
-        layer = Layer(2, ExpertShape(40, 24, up, down), device)
-        x, at = rand(rng, 33, 40).to(device), layer.routing(choose(rng, 33, 2, 2), rng).at
-        spaces = [expert_space(33, 2, 2, layer.shape, device, fp8=fp8) for fp8 in (False, True)]
+        layer = Layer(4, ExpertShape(40, 24, up, down), device)
+        x, at = rand(rng, 33, 40).to(device), layer.routing(choose(rng, 33, 4, 2), rng).at
+        spaces = [expert_space(33, 2, 4, layer.shape, device, fp8=fp8) for fp8 in (False, True)]
         for space in spaces:
             experts(x, at, layer.shape, space)
         assert torch.equal(spaces[0].h[:, :24], spaces[1].h[:, :24]) is (up == BF16_FORM)
@@ -156,13 +194,35 @@ def test_what_is_no_number_stays_in_its_row(rng: torch.Generator, device: torch.
     assert space.partial[1].isnan().all()
 
 
+@pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
+@pytest.mark.parametrize("columns", [128, 150, 2880])
+def test_the_plan_knows_what_rows_take(form: Form, columns: int, device: torch.device) -> None:
+    rows = fp8_rows(7, layout(form.format, 16, columns, form.group), device)
+    most = 7 * fp8_activations.row_bytes(columns)
+    assert most - 7 * 4 * -(-columns // 128) <= rows.codes.nbytes + rows.scales.nbytes <= most
+
+
+def test_the_plan_says_what_the_launcher_does() -> None:
+    least = fp8_activations.LEAST_CAPABILITY
+    assert 10 * least[0] + least[1] == LEAST_CAPABILITY
+    few_above, few_most, many_above = (
+        100 * mean for mean in (fp8_activations.FEW_ABOVE, fp8_activations.FEW_MOST, fp8_activations.MANY_ABOVE)
+    )
+    for pairs in range(1, 30000):
+        assert pays(pairs, 100) is (few_above < pairs <= few_most or pairs > many_above), pairs
+
+
+def test_what_pays_has_blocks_of_sizes_that_are_compiled_ahead() -> None:
+    assert {block_tokens(pairs, 100) for pairs in range(1, 30000) if pays(pairs, 100)} == set(BLOCK_TOKENS)
+
+
 @functools.cache
 def model_layer(device: torch.device, form: Form) -> Layer:
     return Layer(6, ExpertShape(2048, 768, form, form), device, absent=(3,))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", SIZES, indirect=True)
+@pytest.mark.parametrize("size", BLOCK_TOKENS, indirect=True)
 @pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
 def test_shapes_of_models(form: Form, size: int, rng: torch.Generator, device: torch.device) -> None:
     check(model_layer(device, form), rand(rng, 200, 2048).to(device), choose(rng, 200, 6, 2), rng)

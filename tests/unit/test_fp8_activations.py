@@ -10,19 +10,22 @@ import pytest
 from proa.config.options import GpuOptions, ModelOptions
 from proa.errors import UsageError
 from proa.models.quantisation import Quantisation
+from proa.models.spec import Block, Model
 from proa.plan.fp8_activations import fp8_rows
 from proa.plan.gpu_asked import unused_rows
 from proa.plan.plan import Plan
 from proa.plan.stored import weights_row
 from unit import test_vram
-from unit.test_vram import QWEN3_30B, row
+from unit.test_vram import DEMO, DENSE, MIXTRAL, QWEN3_30B, model, moe, row
 
 FP8 = {"load_format": "dummy", "dummy_format": "fp8"}
 
 
-def plan(gib: float = 24, capability: tuple[int, int] = (9, 0), **asked: Any) -> Plan:
+def plan(
+    gib: float = 24, capability: tuple[int, int] = (9, 0), spec: Model = QWEN3_30B, **asked: Any
+) -> Plan:  # fmt: skip
     box = test_vram.machine(124, test_vram.gpu(gib, capability=capability))
-    return test_vram.plan(QWEN3_30B, box, **(FP8 | asked))
+    return test_vram.plan(spec, box, **(FP8 | asked))
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
@@ -32,8 +35,9 @@ def test_the_table_says_it(capability: tuple[int, int]) -> None:
     assert off.gpu is not None
     assert (on.gpu.fp8_activations, off.gpu.fp8_activations) == (True, False)
     asked, got, why = row(on, "fp8 activations")
-    assert (asked, got) == ("on", "on")
+    assert (asked, got) == ("on", "experts of many tokens")
     assert "lossy" in why
+    assert why.endswith("in steps of 161 to 352 tokens, and of more than 1024")
     assert "fp8 activations" not in {decision.name for decision in off.decisions}
 
 
@@ -43,6 +47,7 @@ def test_the_table_says_it(capability: tuple[int, int]) -> None:
         ({"capability": (8, 6)}, "8.9 or newer; cuda:0 has 8.6"),
         ({"gpu": "sim:24GiB"}, "sim is simulated"),
         ({"dummy_format": "int4"}, "some/model has none"),
+        ({"spec": DENSE}, "some/model has none"),
         ({"load_format": "safetensors", "dummy_format": "bf16"}, "some/model has none"),
     ],
 )
@@ -57,13 +62,18 @@ def test_without_a_gpu_it_does_nothing_and_says_so() -> None:
     assert unused_rows(GpuOptions()) == ()
 
 
-@pytest.mark.parametrize("kind", ["FP8 block 64", "MXFP8", "INT8 channel", "NVFP4"])
-def test_other_codes_and_groups_are_not_such(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["FP8 block 64", "MXFP8", "INT8 channel", "NVFP4", "BF16"])
+def test_only_experts_in_such_codes_and_groups(kind: str) -> None:
+    """Whatever the linear layers are."""
     on = plan().gpu
     assert on is not None
-    assert fp8_rows(True, "m", on, {"a": kind, "b": "FP8 channel"})
+    spec = model(64, 1, Block(DEMO.blocks[0].mixer, moe(576, 16, 12, 48)), 512)
+    linear = {name: "FP8 channel" for name, _ in spec.params()}
+    experts = [name for name in linear if ".experts." in name]
+    down = [name for name in experts if ".down." in name]
+    assert fp8_rows(True, "m", on, spec, linear | dict.fromkeys(down, kind))
     with pytest.raises(UsageError, match="128 x 128"):
-        fp8_rows(True, "m", on, {"a": kind, "b": "BF16"})
+        fp8_rows(True, "m", on, spec, linear | dict.fromkeys(experts, kind))
 
 
 @pytest.mark.parametrize(("made_for", "said"), [("FP8, dynamic", "FP8, dynamic"), ("", "bfloat16")])
@@ -73,14 +83,22 @@ def test_what_the_checkpoint_was_made_for(made_for: str, said: str) -> None:
         load_format="safetensors", tensors={}, quantisation=Quantisation("fp8", activations=made_for)
     )
     got = weights_row(ModelOptions(), checkpoint, QWEN3_30B, {"a": "FP8 channel"}, on)  # type: ignore[arg-type]
-    assert got.why.endswith(f"; made for activations in {said}")
+    assert got.why.endswith(f"; activations stay bfloat16 but for experts of many tokens (made for {said})")
 
 
-def test_rounded_rows_are_counted() -> None:
-    """Of 512 tokens: the widest linear layer's rows of 4096, and of experts rows of 2048 and 8 of 768."""
-    rows, nodes = 512 * (4096 + 2048 + 8 * 768) * 132 // 128, 8 * 48 * (64 << 10)  # of graphs of many sequences
-    for running, more in ((4, rows), (64, rows + nodes)):
-        on, off = (plan(fp8_activations=fp8, max_running=running).gpu for fp8 in (True, False))
-        assert on is not None
-        assert off is not None
-        assert on.vram.workspace_bytes - off.vram.workspace_bytes == more
+@pytest.mark.parametrize(
+    ("spec", "running", "rows_bytes", "nodes"),
+    [
+        (QWEN3_30B, 64, 2048 + 8 * 768, 0),
+        (MIXTRAL, 32, 4096 + 2 * 14336, 0),
+        (MIXTRAL, 40, 4096 + 2 * 14336, 4 * 32),
+        (MIXTRAL, 64, 4096 + 2 * 14336, 4 * 32),
+    ],
+)
+def test_rounded_rows_are_counted(spec: Model, running: int, rows_bytes: int, nodes: int) -> None:
+    """Of 512 tokens, of x and of each pair; and nodes of graphs in which experts have more than 10 tokens."""
+    on, off = (plan(40, spec=spec, fp8_activations=fp8, max_running=running).gpu for fp8 in (True, False))
+    assert on is not None
+    assert off is not None
+    more = 512 * rows_bytes * 132 // 128 + nodes * (64 << 10)
+    assert on.vram.workspace_bytes - off.vram.workspace_bytes == more

@@ -192,8 +192,9 @@ class GpuOptions:
     )
     fp8_activations: bool = option(
         False,
-        help="lossy: round activations of many tokens to FP8 (E4M3) on the GPU, so that its FP8 matrix unit multiplies "
-        "them with FP8 weights; for checkpoints that were made for it, from compute capability 8.9 on",
+        help="lossy: for experts of many tokens, where that is faster, round activations to FP8 (E4M3) on the GPU, so "
+        "that its FP8 matrix unit multiplies them with FP8 weights; for checkpoints that were made for it, from "
+        "compute capability 8.9 on",
     )
     doorbell: str = option(
         "auto",

@@ -61,9 +61,7 @@ class GpuBuild:
         self._staging = Staging(self.pool, STAGING_BYTES_PER_THREAD * self.pool.threads, pinned=True)
         self.flush = self._staging.flush
         self._hybrid = HybridModel(placement_of(self._gpu), self._device, self._cpu.memory, self._staging)
-        fp8 = self._gpu.fp8_activations
-        ops = CudaOps(self._device, self._hybrid.new_experts, self._staging, fp8=fp8)
-        self.model = Decoder(spec, ops.table())
+        self.model = Decoder(spec, CudaOps(self._device, self._hybrid.new_experts, self._staging).table())
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
         if index != self._gpu.index:

@@ -43,11 +43,8 @@ from proa.ops.triton.locate import locate
 class CudaOps:
     """Implements the functions of ops/table.py."""
 
-    def __init__(
-        self, device: torch.device, new_experts: NewExperts, staging: Staging, *, fp8: bool = False
-    ) -> None:  # fmt: skip
-        """fp8: see CudaMaps."""
-        self._maps = CudaMaps(device, new_experts, staging, fp8=fp8)
+    def __init__(self, device: torch.device, new_experts: NewExperts, staging: Staging) -> None:
+        self._maps = CudaMaps(device, new_experts, staging)
         self._in_steps = in_steps(self.add_norm, self.route)
         self._choice_space = choose.choice_space(device)
         self._processors: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -180,12 +177,11 @@ def _new_choice(x: Tensor, top_k: int, handed_over: bool) -> choose.Choice:
 
 class CudaMlp:
     def __init__(
-        self, hidden: int, width: int, bias: bool, gating: Gating, device: torch.device, staging: Staging,
-        *, fp8: bool,
+        self, hidden: int, width: int, bias: bool, gating: Gating, device: torch.device, staging: Staging
     ) -> None:  # fmt: skip
         self._gating = gating
-        self._gate_up = CudaLinear({"gate": width, "up": width}, hidden, bias, device, staging, fp8=fp8)
-        self._down = CudaLinear({"down": hidden}, width, bias, device, staging, fp8=fp8)
+        self._gate_up = CudaLinear({"gate": width, "up": width}, hidden, bias, device, staging)
+        self._down = CudaLinear({"down": hidden}, width, bias, device, staging)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate_up = self._gate_up(x)
@@ -215,17 +211,14 @@ class CudaEmbedding:
 
 
 class CudaMaps:
-    """Weights come through the staging. fp8: linear layers, but not routers and heads, round many rows to e4m3, where
-    their weights are."""
+    """Weights come through the staging."""
 
-    def __init__(
-        self, device: torch.device, new_experts: NewExperts, staging: Staging, *, fp8: bool = False
-    ) -> None:  # fmt: skip
-        self._device, self._staging, self._fp8 = device, staging, fp8
+    def __init__(self, device: torch.device, new_experts: NewExperts, staging: Staging) -> None:
+        self._device, self._staging = device, staging
         self.experts = new_experts
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> CudaLinear:
-        return CudaLinear(outs, inputs, bias, self._device, self._staging, fp8=self._fp8)
+        return CudaLinear(outs, inputs, bias, self._device, self._staging)
 
     def router(self, experts: int, hidden: int, bias: bool = False) -> CudaLinear:
         return CudaLinear({"router": experts}, hidden, bias, self._device, self._staging, out=torch.float32)
@@ -234,7 +227,7 @@ class CudaMaps:
         return CudaLinear({"head": vocab}, hidden, False, self._device, self._staging, out=torch.float32)
 
     def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> CudaMlp:
-        return CudaMlp(hidden, width, bias, gating, self._device, self._staging, fp8=self._fp8)
+        return CudaMlp(hidden, width, bias, gating, self._device, self._staging)
 
     def latent(self, heads: int, keys: int, values: int, rank: int) -> CudaLatentMaps:
         return CudaLatentMaps(heads, keys, values, rank, self._device)

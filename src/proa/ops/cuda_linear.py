@@ -18,15 +18,12 @@ from proa.ops.parts import named_parts
 from proa.ops.staging import DecidedLater, DevicePanels, DeviceRows, Staging
 from proa.ops.table import Parameters, Sink
 from proa.ops.triton import linear, linear_packed
-from proa.ops.triton.fp8_rows import fp8_rows, round_rows, suits
-from proa.ops.triton.linear_fp8 import linear_fp8
 from proa.ops.triton.unpack import unpack
 
 # From so many on, products at a library's speed are worth writing rows and reading them again: on an H200 FP8 of 1536 x
 # 2048 takes 21 us at 128 tokens, 10 at 256 by rows; of 7168 x 4096 60 and 48.
 UNPACKED_TOKENS = 128
 UNPACKED_BYTES = 64 << 20
-FP8_TOKENS = 64  # from so many on a product is not bound by reading weights in e4m3
 
 
 class _Matrix(Protocol):
@@ -60,10 +57,10 @@ class PlainMatrix:
 
 
 class PackedMatrix:
-    """panels: uint8 [panels, panel bytes], packed as `of` says. fp8: many rows are rounded to e4m3, if weights are."""
+    """panels: uint8 [panels, panel bytes], packed as `of` says."""
 
-    def __init__(self, of: Layout, device: torch.device, *, fp8: bool = False) -> None:
-        self.of, self._fp8 = of, fp8 and suits(of)
+    def __init__(self, of: Layout, device: torch.device) -> None:
+        self.of = of
         self.panels = torch.empty(of.panels, of.panel_bytes, dtype=torch.uint8, device=device)
         self._arrived = torch.zeros(linear_packed.MOST_PROGRAMS, dtype=torch.int32, device=device)
 
@@ -73,11 +70,6 @@ class PackedMatrix:
         return out
 
     def into(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        if self._fp8 and len(x) >= FP8_TOKENS:
-            rows = fp8_rows(len(x), self.of, x.device)
-            round_rows(x, rows)
-            linear_fp8(rows, self.panels, self.of, bias, out)
-            return
         if len(x) >= UNPACKED_TOKENS and out.dtype == x.dtype:
             self._unpacked(x, bias, out)
             return
@@ -116,10 +108,9 @@ class CudaLinear:
 
     def __init__(
         self, outs: Mapping[str, int], inputs: int, bias: bool, device: torch.device, staging: Staging,
-        out: torch.dtype = torch.bfloat16, *, fp8: bool = False,
+        out: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
-        """fp8: see PackedMatrix."""
-        self._outs, self._inputs, self._out, self._fp8 = dict(outs), inputs, out, fp8
+        self._outs, self._inputs, self._out = dict(outs), inputs, out
         self._device, self._staging = device, staging
         self._stored: dict[str, str] = {}
         rows = sum(outs.values())
@@ -174,7 +165,7 @@ class CudaLinear:
             for (name, _), part in zip(outs.items(), torch.split(weight, list(outs.values())), strict=True):
                 sinks[name] = DeviceRows(part, self._staging)
             return _Piece(PlainMatrix(weight), first, first + rows, sinks)
-        matrix = PackedMatrix(layout(form.format, rows, self._inputs, form.group), self._device, fp8=self._fp8)
+        matrix = PackedMatrix(layout(form.format, rows, self._inputs, form.group), self._device)
         panels = [-(-count // PANEL_ROWS) for count in outs.values()]
         for (name, count), part in zip(outs.items(), torch.split(matrix.panels, panels), strict=True):
             sinks[name] = DevicePanels(count, self._inputs, self._told, self._at(part, form), self._staging)

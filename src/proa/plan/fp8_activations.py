@@ -7,25 +7,27 @@ from dataclasses import replace
 
 from proa.errors import UsageError
 from proa.models.spec import Model, Moe
-from proa.native.formats import E4M3_FORMS, kept_form
+from proa.native.formats import E4M3_FORMS
 from proa.plan.budget import Demand
+from proa.plan.placement import moe_layers
 from proa.plan.plan import GpuPlan
-from proa.plan.vram import GRAPH_NODE_BYTES, GRAPH_ROWS_MOST, dense_params
+from proa.plan.vram import GRAPH_NODE_BYTES, GRAPH_ROWS_MOST
 from proa.types import Decision
 
 LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply E4M3 with E4M3
-LEAST_TOKENS, LEAST_OF_AN_EXPERT = 64, 11  # of a step, and on average, from which rows are rounded
+# Tokens of an expert on average for which rows are rounded: more than the first, up to the second; more than the third.
+FEW_ABOVE, FEW_MOST, MANY_ABOVE = 10, 22, 64
 SCALE_COLUMNS, SCALE_BYTES = 128, 4
-GRAPH_NODES_PER_BLOCK = 8  # more, of a step of many sequences: rows are rounded before each product
+GRAPH_NODES = 2 * 2  # more, of a block: rows are rounded twice, in two graphs at most of those for powers of two
 
 
 def with_fp8(need: Demand, spec: Model, batch_tokens: int, max_running: int) -> Demand:
-    """`need` of VRAM, and that of rounded rows: of the widest linear layer, and of a layer's routed experts."""
-    linear = max((row_bytes(shape[1]) for _, shape in dense_params(spec) if len(shape) == 2), default=0)
+    """`need` of VRAM, and that of rounded rows of a layer's routed experts."""
     routed = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
-    experts = max((row_bytes(f.hidden) + f.top_k * row_bytes(f.width) for f in routed), default=0)
-    graphs = GRAPH_NODES_PER_BLOCK * len(spec.blocks) * GRAPH_NODE_BYTES if max_running >= GRAPH_ROWS_MOST else 0
-    return replace(need, workspace_base_bytes=need.workspace_base_bytes + batch_tokens * (linear + experts) + graphs)
+    rows = max((row_bytes(f.hidden) + f.top_k * row_bytes(f.width) for f in routed), default=0)
+    sequences = 1 << (min(max_running, GRAPH_ROWS_MOST) - 1).bit_length()
+    graphs = GRAPH_NODES * sum(sequences * f.top_k > FEW_ABOVE * f.experts for f in routed) * GRAPH_NODE_BYTES
+    return replace(need, workspace_base_bytes=need.workspace_base_bytes + batch_tokens * rows + graphs)
 
 
 def row_bytes(columns: int) -> int:
@@ -33,10 +35,12 @@ def row_bytes(columns: int) -> int:
     return -(-columns // SCALE_COLUMNS) * (SCALE_COLUMNS + SCALE_BYTES)
 
 
-def fp8_rows(asked: bool, model: str, gpu: GpuPlan, stored: Mapping[str, str]) -> tuple[Decision, ...]:
+def fp8_rows(
+    asked: bool, model: str, gpu: GpuPlan, spec: Model, stored: Mapping[str, str]
+) -> tuple[Decision, ...]:  # fmt: skip
     """Of the start-up table. stored: the checkpoint's type of each parameter.
 
-    Raises UsageError where the GPU or the weights are not such.
+    Raises UsageError where the GPU or the experts are not such.
     """
     if not asked:
         return ()
@@ -47,14 +51,17 @@ def fp8_rows(asked: bool, model: str, gpu: GpuPlan, stored: Mapping[str, str]) -
             f"{gpu.device} {has}.",
             "Leave it out: products are in bfloat16 then, and activations are not rounded.", param="fp8_activations",
         )  # fmt: skip
-    if not any(kept_form({kind}, SCALE_COLUMNS) in E4M3_FORMS for kind in set(stored.values())):
+    rounds = [layer for layer in moe_layers(spec, stored) if not set(E4M3_FORMS).isdisjoint(layer.forms)]
+    if not rounds:
         raise UsageError(
-            "--fp8-activations is for weights in FP8 (E4M3) with a scale for each 128 x 128 block, channel or tensor; "
+            "--fp8-activations is for experts in FP8 (E4M3) with a scale for each 128 x 128 block, channel or tensor; "
             f"{model} has none.",
             "Leave it out.", param="fp8_activations",
         )  # fmt: skip
+    experts, top_k = rounds[0].experts, rounds[0].top_k
+    few_above, few_most, many_above = (tokens * experts // top_k for tokens in (FEW_ABOVE, FEW_MOST, MANY_ABOVE))
     why = (
-        "as asked; lossy: on the GPU rows are rounded to E4M3 for products with FP8 weights, in steps of "
-        f"{LEAST_TOKENS} tokens or more, of experts that have {LEAST_OF_AN_EXPERT} or more on average"
+        "as asked; lossy: on the GPU rows are rounded to E4M3 for experts of many tokens, where that is faster: in "
+        f"steps of {few_above + 1} to {few_most} tokens, and of more than {many_above}"
     )
-    return (Decision("fp8 activations", "on", "on", why),)
+    return (Decision("fp8 activations", "on", "experts of many tokens", why),)

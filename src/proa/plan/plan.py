@@ -81,7 +81,7 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     co_fetch: bool = False  # the GPU may read experts in RAM, beside the CPU
     doorbell: str = "auto"  # how the GPU hands experts to the CPU, as asked: the start takes what works
     read_ahead: bool = False  # idle workers read what the next layer will probably need, if kernels ring
-    fp8_activations: bool = False  # rows of many tokens are rounded to E4M3, where weights are in it; lossy
+    fp8_activations: bool = False  # rows of experts of many tokens are rounded to E4M3, as weights; lossy
     inclusive: bool = False  # RAM keeps a copy of resident experts too; else it holds only the others
     save_counts: str | None = None  # file for how often each expert was chosen; None: nobody asked
     trace: str | None = None  # file for what steps choose, look by look; for benchmarks

@@ -163,7 +163,7 @@ def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: floa
     got = split(case, gpu, batch_tokens)
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
     roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
-    rounded = fp8_rows(case.options.gpus.fp8_activations, case.model, got.gpu, case.stored)
+    rounded = fp8_rows(case.options.gpus.fp8_activations, case.model, got.gpu, case.spec, case.stored)
     return _Placed(got.gpu, got.memory, got.need, got.fitted, roof, (row, *got.decisions, *rounded))
 
 

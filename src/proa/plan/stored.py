@@ -44,7 +44,8 @@ def weights_row(
         why = _with_gpu(_quantised(spec, stored, names), gpu) if stored else dequantised
         made_for = checkpoint.quantisation.activations
         if gpu is not None and gpu.fp8_activations:
-            why += f"; made for activations in {made_for or 'bfloat16'}"
+            but = "but for experts of many tokens"
+            why += f"; activations stay bfloat16 {but} (made for {made_for or 'bfloat16'})"
         elif made_for:
             why += f"; activations stay bfloat16 (made for {made_for})"
     return Decision("weights", asked.load_format, got, why)

@@ -11,7 +11,7 @@ from torch import Tensor
 from proa.native.formats import PANEL_ROWS
 from proa.ops.residency import Biases, ExpertShape, Located, PairBias
 from proa.ops.triton.experts_few import down, gate_up
-from proa.ops.triton.experts_fp8 import LEAST_BLOCK, Fp8Space, down_fp8, fp8_space, gate_up_fp8
+from proa.ops.triton.experts_fp8 import Fp8Space, down_fp8, fp8_space, gate_up_fp8, pays
 from proa.ops.triton.experts_grouped import Groups, block_tokens, down_grouped, gate_up_grouped, group, groups
 from proa.ops.triton.fp8_rows import round_rows
 
@@ -32,7 +32,7 @@ def expert_space(
     tokens: int, top_k: int, experts: int, of: ExpertShape, device: torch.device, *, fp8: bool = False
 ) -> ExpertSpace:  # fmt: skip
     """Room for batches of up to `tokens`; ExpertSpace says how much. fp8: many tokens are multiplied in e4m3, where the
-    experts are."""
+    experts are and it pays."""
     pairs = tokens * top_k
     return ExpertSpace(
         torch.empty(pairs, of.down.padded_columns, dtype=torch.bfloat16, device=device),
@@ -60,7 +60,7 @@ def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace, biases:
     by, total = space.groups, len(space.groups.counts)
     size = block_tokens(pairs, total)
     group(at.ids, total, size, by)
-    rounded = space.fp8 if space.fp8 is not None and size >= LEAST_BLOCK else Fp8Space(None, None)
+    rounded = space.fp8 if space.fp8 is not None and pays(pairs, total) else Fp8Space(None, None)
     if rounded.x is None:
         gate_up_grouped(x, at.up, by, size, of, space.h, up_bias)
     else:

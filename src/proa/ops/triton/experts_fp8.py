@@ -16,13 +16,13 @@ from proa.native.formats import E4M3_FORMS, Form, Layout
 from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape, PairBias
 from proa.ops.triton.experts_few import of_pairs
-from proa.ops.triton.experts_grouped import Groups, most_blocks
+from proa.ops.triton.experts_grouped import Groups, block_tokens, most_blocks
 from proa.ops.triton.fp8_rows import LEAST_CAPABILITY, Fp8Rows, fp8_rows, suits
 from proa.ops.triton.panels import ROWS, activated, bias_at
 from proa.ops.triton.panels_fp8 import fp8_constants, fp8_products, gate_and_up, in_order
 from proa.ops.triton.variant import Variant
 
-LEAST_BLOCK = 32  # tokens: an expert of fewer is bound by reading it, and its rows are not rounded for nothing
+BLOCK_TOKENS = (32, 128)  # of those sizes that `pays` lets in
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,17 @@ def fp8_space(tokens: int, top_k: int, of: ExpertShape, device: torch.device) ->
     x = fp8_rows(tokens, of.up, device) if suits(of.up) else None
     h = fp8_rows(tokens * top_k, of.down, device) if suits(of.down) else None
     return Fp8Space(x, h) if x is not None or h is not None else None
+
+
+def pays(pairs: int, experts: int) -> bool:
+    """Whether a call is faster so than with its weights decoded and its rows as they are.
+
+    On an H200 (benchmarks/probes/gpu_fp8.py, 128 experts of 2048 x 768, top 8; us exact / rounded, with a scale for
+    each 128 x 128, and for each channel): blocks of 32 with 16 tokens of an expert on average 341 / 248, 322 / 241; of
+    64 with 32 of them 339 / 366, 329 / 347; of 128 with 64 of them 628 / 620, 627 / 629, with 256 of them
+    1609 / 1295, 1607 / 1053. Fewer than in blocks of 32 are bound by reading weights.
+    """
+    return block_tokens(pairs, experts) == 32 or pairs > 64 * experts
 
 
 @triton.jit
@@ -125,8 +136,8 @@ def variants() -> Iterator[Variant]:
     types = {"codes": "*fp8e4nv", "scales": "*fp32", "address": "*i64", "order": "*i32", "blocks": "*i32"}
     types |= dict.fromkeys(("codes_row", "scales_row", "out_row"), "i32")
     aligned = ("codes", "scales", "address", "order", "blocks", "out", "codes_row", "out_row")
-    cases: list[tuple[Form, int, bool]] = [(form, size, False) for form in E4M3_FORMS for size in (32, 64, 128)]
-    for form, size, biased in [*cases, (E4M3_FORMS[0], 64, True)]:
+    cases: list[tuple[Form, int, bool]] = [(form, size, False) for form in E4M3_FORMS for size in BLOCK_TOKENS]
+    for form, size, biased in [*cases, (E4M3_FORMS[0], 32, True)]:
         of = ExpertShape(2048, 768, form, form, Activation.SILU)
         for up in (True, False):
             tile = _tile(size)
