@@ -18,6 +18,7 @@ CASES = [
     (Format.INT8_F32, 0), (Format.INT8_F16, 32), (Format.INT4_F32, 128), (Format.INT4_F16, 32), (Format.INT4_BF16, 64),
     (Format.UINT4_F32, 16), (Format.UINT4_F16, 32), (Format.UINT4_BF16, 128), (Format.NVFP4, 16), (Format.MXFP4, 32),
     (Format.Q4_K, 32), (Format.Q6_K, 16), (Format.FP8_PANEL, 0), (Format.INT8_F32, 32),
+    (Format.Q5_K, 32),
 ]  # fmt: skip
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float64)
@@ -109,7 +110,7 @@ def random_weights(
     rng = np.random.default_rng(seed)
     if form in (Format.BF16, Format.FP16):
         return _plain(form, rng, rows, columns)
-    blocks = {Format.Q4_K: 8, Format.Q6_K: 16}.get(form, 1)
+    blocks = {Format.Q4_K: 8, Format.Q5_K: 8, Format.Q6_K: 16}.get(form, 1)
     groups = -(-columns // (group * blocks)) * blocks if group else 1
     codes, code_values = _codes(form, rng, rows, columns, every_code)
     weights = Weights(form, group, code_values, code_values, {"codes": codes})
@@ -139,7 +140,7 @@ def _plain(form: Format, rng: np.random.Generator, rows: int, columns: int) -> W
 def _codes(
     form: Format, rng: np.random.Generator, rows: int, columns: int, every: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    bits = 6 if form is Format.Q6_K else 4 if form >= Format.INT4_F32 else 8
+    bits = {Format.Q6_K: 6, Format.Q5_K: 5}.get(form, 4 if form >= Format.INT4_F32 else 8)
     codes = rng.integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
     if every:
         codes = ((np.arange(rows)[:, None] + np.arange(columns)) % (1 << bits)).astype(np.uint8)
@@ -185,7 +186,7 @@ def _scales(form: Format, rng: np.random.Generator, rows: int, groups: int, to: 
             to.scale_rows = 128
             a["scales"] = values[: -(-rows // 128)].astype(np.float32)
             return a["scales"].astype(np.float64)[np.arange(rows) // 128]
-        case Format.Q4_K:
+        case Format.Q4_K | Format.Q5_K:
             a["scales"] = rng.integers(0, 64, (rows, groups)).astype(np.uint8)
             a["mins"] = rng.integers(0, 64, (rows, groups)).astype(np.uint8)
             a["block_scales"] = (values[:, ::8] / 32).astype(np.float16)
@@ -203,7 +204,7 @@ def _scales(form: Format, rng: np.random.Generator, rows: int, groups: int, to: 
 
 def _minimums(form: Format, weights: Weights) -> np.ndarray:
     mins = weights.arrays["mins"]
-    if form is Format.Q4_K:
+    if form in (Format.Q4_K, Format.Q5_K):
         return -(mins * np.repeat(weights.arrays["block_mins"].astype(np.float64), 8, 1))
     return bf16_values(mins) if form is Format.UINT4_BF16 else mins.astype(np.float64)
 

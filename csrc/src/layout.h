@@ -35,8 +35,9 @@ enum class Format : int32_t {
     kMxfp4 = 14,  // e2m1, e8m0 per row and group
     kQ4K = 15,    // q * (d * sc) - dmin * mn, groups of 32 in blocks of 256
     kQ6K = 16,    // (q - 32) * (d * sc), groups of 16 in blocks of 256
+    kQ5K = 17,    // as Q4_K; codes of five bits are stored in six
 };
-constexpr int kFormats = 17;
+constexpr int kFormats = 18;
 
 struct FormatFacts {
     int code_bits;
@@ -61,6 +62,7 @@ constexpr FormatFacts kFacts[kFormats] = {
     {4, 16, 1, 0, 0, false},                                                       // mxfp4
     {4, 32, 8, 64, 0, true},                                                       // Q4_K
     {6, 16, 16, 32, 0, false},                                                     // Q6_K
+    {6, 32, 8, 64, 0, true},                                                       // Q5_K
 };
 
 struct Layout {

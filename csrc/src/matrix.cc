@@ -18,7 +18,8 @@ int fixed_group(Format format) {  // -1: any
         case Format::kQ6K: return 16;
         case Format::kMxfp8:
         case Format::kMxfp4:
-        case Format::kQ4K: return 32;
+        case Format::kQ4K:
+        case Format::kQ5K: return 32;
         default: return -1;
     }
 }

@@ -17,7 +17,7 @@ struct Source {
     size_t scale_stride = 0;
     int scale_rows = 1;                     // rows that share a row of scales: 1, or a multiple of 16 for kFp8Panel
     const uint8_t* mins = nullptr;          // like scales
-    const uint8_t* block_scales = nullptr;  // Q4_K, Q6_K: float16 of each block
+    const uint8_t* block_scales = nullptr;  // Q4_K, Q5_K, Q6_K: float16 of each block
     const uint8_t* block_mins = nullptr;
     size_t block_stride = 0;
     float factor = 1.f;  // of the whole panel (nvfp4)

@@ -80,6 +80,18 @@ void take_q4_k(const uint8_t* block, int i, const Row& row) {
     }
 }
 
+// d, dmin, 12 bytes of scales, 32 of fifth bits, a bit of each group, 128 of nibbles as in Q4_K.
+void take_q5_k(const uint8_t* block, int i, const Row& row) {
+    std::memcpy(row.block_scales + i * 2, block, 2);
+    std::memcpy(row.block_mins + i * 2, block + 2, 2);
+    six_bit_scales(block + 4, row.scales + i * 8, row.mins + i * 8);
+    for (int part = 0; part < 16; ++part) {
+        uint64_t codes[2];
+        for (int k = 0; k < 2; ++k) codes[k] = five_bit_codes(block, part / 2, part % 2 * 16 + k * 8);
+        words_of_sixes(codes[0], codes[1], row.words + (i * 16 + part) * 3);
+    }
+}
+
 // Codes, 16 signed scales, d.
 void take_q6_k(const uint8_t* block, int i, const Row& row) {
     for (int part = 0; part < 16; ++part)
@@ -157,6 +169,7 @@ void take(Stored type, const uint8_t* block, int i, const Row& row) {
         case Stored::kQ4_1: return take_q4(block, i, true, row);
         case Stored::kQ8_0: return take_q8(block, i, row);
         case Stored::kQ4K: return take_q4_k(block, i, row);
+        case Stored::kQ5K: return take_q5_k(block, i, row);
         case Stored::kQ6K: return take_q6_k(block, i, row);
         case Stored::kQ5_0: return take_q5_0(block, i, row);
         case Stored::kQ2K: return take_q2_k(block, i, row);

@@ -110,14 +110,11 @@ void q4_k(const uint8_t* b, float* to) {
     scale_groups(b, codes.at, to);
 }
 
-// As Q4_K, with 32 bytes of fifth bits: bit g of byte i is that of element i of group g.
+// As Q4_K, with 32 bytes of fifth bits.
 void q5_k(const uint8_t* b, float* to) {
     Codes<256> codes;
     for (int g = 0; g < 8; ++g)
-        for (int i = 0; i < 32; i += 8) {
-            const uint64_t low = read<uint64_t>(b + 48 + g / 2 * 32 + i) >> g % 2 * 4 & kNibbles;
-            codes.put(g * 32 + i, low | (read<uint64_t>(b + 16 + i) >> g << 4 & 0x1010101010101010u));
-        }
+        for (int i = 0; i < 32; i += 8) codes.put(g * 32 + i, five_bit_codes(b, g, i));
     scale_groups(b, codes.at, to);
 }
 
@@ -241,6 +238,7 @@ KeptFormat kept_format(Stored type) {
         case Stored::kQ2K: return {Format::kUint4F32, 16};
         case Stored::kQ3K: return {Format::kInt4F32, 16};
         case Stored::kQ4K: return {Format::kQ4K, 32};
+        case Stored::kQ5K: return {Format::kQ5K, 32};
         case Stored::kQ6K: return {Format::kQ6K, 16};
         default: break;
     }

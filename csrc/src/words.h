@@ -95,6 +95,12 @@ inline int iq4_xs_scale(const uint8_t* block, int g) {
     return ((block[4 + g / 2] >> g % 2 * 4 & 15) | (read<uint16_t>(block + 2) >> 2 * g & 3) << 4) - 32;
 }
 
+// Codes at to at + 8 of group `g` (of 8) of a block of Q5_K: bit g of 32 bytes, and nibbles of those of two groups.
+inline uint64_t five_bit_codes(const uint8_t* block, int g, int at) {
+    const uint64_t low = read<uint64_t>(block + 48 + g / 2 * 32 + at) >> g % 2 * 4 & kNibbles;
+    return low | (read<uint64_t>(block + 16 + at) >> g << 4 & 0x1010101010101010u);
+}
+
 // Q4_K's and Q5_K's 12 bytes -> scales and minimums of 6 bits of 8 groups.
 inline void six_bit_scales(const uint8_t* six, uint8_t* scales, uint8_t* mins) {
     for (int g = 0; g < 4; ++g) {

@@ -52,6 +52,7 @@ void fill_scales(proa::Format format, std::vector<uint8_t>& scales) {
             case proa::Format::kMxfp4: scales[i] = 120; break;
             case proa::Format::kNvfp4: scales[i] = 0x20; break;
             case proa::Format::kQ4K:
+            case proa::Format::kQ5K:
             case proa::Format::kQ6K: scales[i] = uint8_t(i % 32); break;
             default: scales[i] = i % 2 ? 0x21 : 0x1f;  // float16
         }

@@ -129,7 +129,7 @@ int main() {
           Stored::kQ4K, Stored::kQ5K, Stored::kQ6K, Stored::kIq4Nl, Stored::kIq4Xs, Stored::kMxfp4})
         same_on_every_pool(stored, proa::Format::kBf16, 0, false);
     for (Stored stored : {Stored::kQ4_0, Stored::kQ4_1, Stored::kQ5_0, Stored::kQ8_0, Stored::kQ2K, Stored::kQ3K,
-                          Stored::kQ4K, Stored::kQ6K, Stored::kIq4Nl, Stored::kIq4Xs, Stored::kMxfp4}) {
+                          Stored::kQ4K, Stored::kQ5K, Stored::kQ6K, Stored::kIq4Nl, Stored::kIq4Xs, Stored::kMxfp4}) {
         const proa::KeptFormat kept = proa::kept_format(stored);
         same_on_every_pool(stored, kept.format, kept.group, false);
     }

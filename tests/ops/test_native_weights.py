@@ -125,7 +125,7 @@ def other_way_from(isa: str, form: Format) -> int:
         return 5
     if isa == "avx512-bf16" and form in (Format.INT8_F32, Format.INT8_F16):
         return 4
-    return 7 if isa == "avx512-bf16" and form is Format.Q6_K else 32
+    return 7 if isa == "avx512-bf16" and form in (Format.Q5_K, Format.Q6_K) else 32
 
 
 INTEGERS = [case for case in CASES if case[0] >= Format.INT8_F32]

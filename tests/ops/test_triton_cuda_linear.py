@@ -26,6 +26,7 @@ from proa.weights.in_parts import in_parts
 COLUMNS = 512
 LEAST = {
     "Q4_K": 0.01 * 63,
+    "Q5_K": 0.01 * 63,
     "Q2_K": 0.01 * 15,
 }  # no minimum is further from zero, where minimums and codes have different signs
 
@@ -93,6 +94,7 @@ QKV = {"q": 48, "k": 16, "v": 16}
 CASES = {
     "one type": (QKV, ("Q4_0",) * 3, [KEPT["Q4_0"]]),
     "another value type": (QKV, ("Q4_K", "Q4_K", "Q6_K"), [KEPT["Q4_K"], KEPT["Q6_K"]]),
+    "five bits": (QKV, ("Q5_K", "Q4_K", "Q5_K"), [KEPT["Q5_K"], KEPT["Q4_K"], KEPT["Q5_K"]]),
     "rows of numbers between": (QKV, ("Q8_0", "F32", "Q8_0"), [KEPT["Q8_0"], None, KEPT["Q8_0"]]),
     "tables as integers": (QKV, ("IQ4_NL", "Q5_0", "Q8_0"), [KEPT["Q8_0"]]),
     "scales in float32": (QKV, ("IQ4_XS", "Q3_K", "Q2_K"), [KEPT["IQ4_XS"], KEPT["Q3_K"], KEPT["Q2_K"]]),

@@ -12,7 +12,7 @@ constexpr int kExpandFromTokens = 32;
 // Measured on Zen 5, where a VDPBF16PS costs no more than a VPDPBUSD: digits pay where codes are dear to convert.
 constexpr int kMostDigits = 6;
 constexpr int digits_to_tokens(Format f) {
-    return f == Format::kQ6K ? 6 : f == Format::kInt8F32 || f == Format::kInt8F16 ? 3 : 0;
+    return f == Format::kQ6K || f == Format::kQ5K ? 6 : f == Format::kInt8F32 || f == Format::kInt8F16 ? 3 : 0;
 }
 constexpr int digit_rows_at_once(int tokens) { return tokens <= 4 ? 2 : 1; }
 constexpr Blocking kBlocking = kVectorBlocking;

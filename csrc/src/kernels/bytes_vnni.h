@@ -27,8 +27,8 @@ inline U32 look_up_bytes(const ByteTable& table, U32 index) {
     return {_mm512_permutexvar_epi8(index.v, _mm512_load_si512(table.bytes))};
 }
 
-// Of Q6_K's upper bit pairs those of quad q, at bits 4 and 5 of the bytes they belong to (see Q6Quads); the other bits
-// are anybody's.
+// Of six-bit codes the upper bit pairs those of quad q, at bits 4 and 5 of the bytes they belong to (see SixQuads); the
+// other bits are anybody's.
 struct alignas(64) BitOffsets {
     uint8_t of[64];
 };

@@ -174,7 +174,8 @@ struct E2m1Nibble {  // OCP microscaling formats: sign, two bits of exponent, on
 };
 
 // Six bits: two lines of low nibbles, then one of upper bit pairs; value i's stands at bit 16 (i % 2) + 2 (i / 2).
-struct Q6Code {
+template <int zero_point>
+struct SixCode {
     static constexpr int kValues = 16, kBytes = 192;
     struct Line {
         U32 low[2], high;
@@ -189,6 +190,6 @@ struct Q6Code {
     static F32 value(U32 low, U32 high) {
         const U32 q =
             bit_or(bit_and(shr<low_shift>(low), set_u32(15)), shl<4>(bit_and(shr<high_shift>(high), set_u32(3))));
-        return sub(to_f32(q), set(32.f));
+        return zero_point ? sub(to_f32(q), set(zero_point)) : to_f32(q);
     }
 };

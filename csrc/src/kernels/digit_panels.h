@@ -41,8 +41,9 @@ struct Int8Quads : DigitCode {
     }
 };
 
-struct Q6Quads : DigitCode {
-    static constexpr int kBytes = 192, kZero = 32;
+template <int zero_point>
+struct SixQuads : DigitCode {
+    static constexpr int kBytes = 192, kZero = zero_point;
     static constexpr Packing::Form kForm = Packing::kNibbleDigits;
     static constexpr float kStep = 1;
     static inline __attribute__((always_inline)) void load(const uint8_t* p, U32 (&quads)[4]) {
@@ -70,7 +71,8 @@ inline __attribute__((always_inline)) void with_integers(Format format, F&& f) {
         case Format::kNvfp4: return f.template operator()<E2m1Quads, NvRows>();
         case Format::kMxfp4: return f.template operator()<E2m1Quads, E8m0Rows>();
         case Format::kQ4K: return f.template operator()<NibbleQuads<0>, Q4kRows>();
-        case Format::kQ6K: return f.template operator()<Q6Quads, Q6kRows>();
+        case Format::kQ6K: return f.template operator()<SixQuads<32>, Q6kRows>();
+        case Format::kQ5K: return f.template operator()<SixQuads<0>, Q4kRows>();
         default: return;
     }
 }

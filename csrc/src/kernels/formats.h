@@ -21,6 +21,7 @@ inline __attribute__((always_inline)) void with_format(Format format, F&& f) {
         case Format::kNvfp4: return f.template operator()<NibbleCode<E2m1Nibble>, NvRows>();
         case Format::kMxfp4: return f.template operator()<NibbleCode<E2m1Nibble>, E8m0Rows>();
         case Format::kQ4K: return f.template operator()<NibbleCode<IntegerNibble<0>>, Q4kRows>();
-        case Format::kQ6K: return f.template operator()<Q6Code, Q6kRows>();
+        case Format::kQ6K: return f.template operator()<SixCode<32>, Q6kRows>();
+        case Format::kQ5K: return f.template operator()<SixCode<0>, Q4kRows>();
     }
 }

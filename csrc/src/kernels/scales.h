@@ -45,7 +45,8 @@ struct WithMin {
     static F32 minimum(const uint8_t* base, int g) { return Rows::scale(base, 2 * g + 1); }
 };
 
-// GGUF's Q4_K: blocks of 8 groups: d and dmin in float16, then 8-bit factors of each group's scale and minimum.
+// GGUF's Q4_K and Q5_K: blocks of 8 groups: d and dmin in float16, then 8-bit factors of each group's scale and
+// minimum.
 struct Q4kRows {
     static constexpr bool kScaled = true, kHasMin = true, kHasFactor = false;
     static constexpr int kBlock = 64 + 8 * 32;

@@ -58,6 +58,7 @@ FORMATS = {
         WeightFormat("nvfp4", Format.NVFP4, 16),
         WeightFormat("mxfp4", Format.MXFP4, 32),
         WeightFormat("q4_k", Format.Q4_K, 32),
+        WeightFormat("q5_k", Format.Q5_K, 32),
         WeightFormat("q6_k", Format.Q6_K, 16),
     )
 }

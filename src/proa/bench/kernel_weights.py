@@ -20,7 +20,7 @@ from proa.native.formats import PANEL_ROWS, Format, Layout, Source, layout, pack
 from proa.native.weights import Activation, Experts, Matrix, Piece
 
 TEMPLATE_PANELS = 61  # a prime: neighbouring experts differ
-_BLOCK_GROUPS = {Format.Q4_K: 8, Format.Q6_K: 16}
+_BLOCK_GROUPS = {Format.Q4_K: 8, Format.Q5_K: 8, Format.Q6_K: 16}
 _HALF_SCALES = (Format.INT8_F16, Format.INT4_F16, Format.UINT4_F16)
 _BF16_SCALES = (Format.INT4_BF16, Format.UINT4_BF16)
 _E8M0_BIAS = 127
@@ -179,6 +179,8 @@ def _random_codes(form: Format, size: tuple[int, int], rng: np.random.Generator)
             return rng.integers(0, 16, size, np.uint8), 2.93
         case Format.Q6_K:
             return rng.integers(0, 64, size, np.uint8), 18.5
+        case Format.Q5_K:
+            return rng.integers(0, 32, size, np.uint8), 9.23  # around their middle
     return rng.integers(0, 16, size, np.uint8), 4.61  # around their middle
 
 
@@ -195,10 +197,10 @@ def _add_scales(form: Format, to: _Rows, scale: float, size: tuple[int, int], rn
         case Format.FP8_PANEL:
             to.scale_rows = 128
             a["scales"] = values[: -(-size[0] // 128)].astype(np.float32)
-        case Format.Q4_K:
+        case Format.Q4_K | Format.Q5_K:
             a["scales"] = a["mins"] = rng.integers(36, 61, size, np.uint8)
-            blocks = values[:, ::8] / 48
-            a["block_scales"], a["block_mins"] = blocks.astype(np.float16), (7.5 * blocks).astype(np.float16)
+            blocks, middle = values[:, ::8] / 48, 7.5 if form is Format.Q4_K else 15.5
+            a["block_scales"], a["block_mins"] = blocks.astype(np.float16), (middle * blocks).astype(np.float16)
         case Format.Q6_K:
             a["scales"] = rng.integers(48, 81, size, np.uint8)
             a["block_scales"] = (values[:, ::16] / 64).astype(np.float16)

@@ -37,6 +37,7 @@ class Format(IntEnum):
     MXFP4 = 14  # e2m1, e8m0 scale per row and 32 columns
     Q4_K = 15
     Q6_K = 16
+    Q5_K = 17
 
 
 class Stored(IntEnum):
@@ -114,6 +115,7 @@ KEPT = {
     "Q2_K": Kept(Format.UINT4_F32, 16, 256),
     "Q3_K": Kept(Format.INT4_F32, 16, 256),
     "Q4_K": Kept(Format.Q4_K, 32, 256),
+    "Q5_K": Kept(Format.Q5_K, 32, 256),
     "Q6_K": Kept(Format.Q6_K, 16, 256),
     "IQ4_NL": Kept(Format.INT8_F16, 32, 32),
     "IQ4_XS": Kept(Format.INT8_F32, 32, 256),

@@ -15,30 +15,32 @@ from proa.native.formats import Form, Format
 
 # Values of a word, and words of a line.
 VALUES = {form: 2 if form <= Format.FP16 else 4 if form <= Format.INT8_F16 else 8 for form in Format} | {
-    Format.Q6_K: 16
-}
-LINE_WORDS = dict.fromkeys(Format, 1) | {Format.Q6_K: 3}
+    Format.Q6_K: 16, Format.Q5_K: 16
+}  # fmt: skip
+LINE_WORDS = dict.fromkeys(Format, 1) | {Format.Q6_K: 3, Format.Q5_K: 3}
 
 # One of each kind of code and of scale, as checkpoints have them: what is compiled for every architecture.
 EXAMPLES = (
     Form(Format.FP16, 0), Form(Format.FP8_ROW, 0), Form(Format.FP8_PANEL, 128), Form(Format.MXFP8, 32),
     Form(Format.INT8_F16, 32), Form(Format.INT4_F16, 32), Form(Format.INT4_BF16, 128), Form(Format.UINT4_F32, 32),
     Form(Format.UINT4_F16, 32), Form(Format.NVFP4, 16), Form(Format.MXFP4, 32), Form(Format.Q4_K, 32),
-    Form(Format.Q6_K, 16),
+    Form(Format.Q6_K, 16), Form(Format.Q5_K, 32),
 )  # fmt: skip
 
-# What a word holds, and what a group's scale is. Codes of "uint4" have minimums, those of "e4m3" have NaN.
+# What a word holds, and what a group's scale is. Codes without a sign ("u..") have minimums, those of "e4m3" have NaN.
 _CODES = {
     Format.BF16: "bf16", Format.FP16: "fp16", Format.FP8_ROW: "e4m3", Format.FP8_PANEL: "e4m3", Format.MXFP8: "e4m3",
     Format.INT8_F32: "int8", Format.INT8_F16: "int8", Format.INT4_F32: "int4", Format.INT4_F16: "int4",
     Format.INT4_BF16: "int4", Format.UINT4_F32: "uint4", Format.UINT4_F16: "uint4", Format.UINT4_BF16: "uint4",
     Format.NVFP4: "e2m1", Format.MXFP4: "e2m1", Format.Q4_K: "uint4", Format.Q6_K: "six",
+    Format.Q5_K: "usix",
 }  # fmt: skip
 _SCALES = {
     Format.BF16: "none", Format.FP16: "none", Format.FP8_ROW: "f32", Format.FP8_PANEL: "panel", Format.MXFP8: "e8m0",
     Format.INT8_F32: "f32", Format.INT8_F16: "f16", Format.INT4_F32: "f32", Format.INT4_F16: "f16",
     Format.INT4_BF16: "bf16", Format.UINT4_F32: "f32", Format.UINT4_F16: "f16", Format.UINT4_BF16: "bf16",
     Format.NVFP4: "e4m3", Format.MXFP4: "e8m0", Format.Q4_K: "q4_k", Format.Q6_K: "q6_k",
+    Format.Q5_K: "q4_k",
 }  # fmt: skip
 
 
@@ -55,13 +57,18 @@ def unit_of(code):
 
 @constexpr_function
 def line_words(code):
-    return 3 if code == "six" else 1
+    return 3 if code == "six" or code == "usix" else 1
+
+
+@constexpr_function
+def has_minimum(code):
+    return code == "uint4" or code == "usix"
 
 
 @constexpr_function
 def by_group(code, scale, group, padded):
     """Whether scales, or minimums, are applied on the way along a row."""
-    return code == "uint4" or (scale != "none" and group < padded)
+    return code == "uint4" or code == "usix" or (scale != "none" and group < padded)
 
 
 @triton.jit
@@ -107,11 +114,11 @@ def value(words, i: tl.constexpr, CODE: tl.constexpr):
 
 
 @triton.jit
-def six_bits(low, high, i: tl.constexpr):
-    """Value i of lines of Q6_K, where `low` is the word that has its low bits."""
+def six_bits(low, high, i: tl.constexpr, CODE: tl.constexpr):
+    """Value i of lines of six bits, where `low` is the word that has its low bits."""
     upper = ((high >> (16 * (i % 2) + 2 * (i // 2))) & 3) << 4
     bits = ((low >> (16 * (i % 2) + 4 * (i // 2 % 4))) & 15) | upper
-    return _integer(bits, 0, 6, 32)
+    return _integer(bits, 0, 6, 32 if CODE == "six" else 0)
 
 
 @triton.jit

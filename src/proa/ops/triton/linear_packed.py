@@ -226,7 +226,10 @@ def _check(
 
 
 # Codes are compiled with the kernels of experts in all formats; here those whose loads differ.
-_EXAMPLES = (Form(Format.FP8_PANEL, 128), Form(Format.INT8_F16, 32), Form(Format.Q4_K, 32), Form(Format.Q6_K, 16))
+_EXAMPLES = (
+    Form(Format.FP8_PANEL, 128), Form(Format.INT8_F16, 32), Form(Format.Q4_K, 32), Form(Format.Q5_K, 32),
+    Form(Format.Q6_K, 16),
+)  # fmt: skip
 
 
 def variants() -> Iterator[Variant]:

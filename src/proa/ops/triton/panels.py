@@ -48,7 +48,7 @@ def _words(at, mask, CODE: tl.constexpr):
     """Three words of each line and row: of six bits, two of low bits and one of high ones; else all the same one."""
     low = tl.load(at) if mask is None else tl.load(at, mask, 0)
     more, high = low, low
-    if CODE == "six":
+    if formats.line_words(CODE) == 3:
         if mask is None:
             more, high = tl.load(at + ROWS), tl.load(at + 2 * ROWS)
         else:
@@ -59,8 +59,8 @@ def _words(at, mask, CODE: tl.constexpr):
 @triton.jit
 def _value(words, i: tl.constexpr, CODE: tl.constexpr):
     low, more, high = words
-    if CODE == "six":
-        return formats.six_bits(low if i < 8 else more, high, i)
+    if formats.line_words(CODE) == 3:
+        return formats.six_bits(low if i < 8 else more, high, i, CODE)
     else:
         return formats.value(low, i, CODE)
 
@@ -161,7 +161,7 @@ def panel_sums(
                 group = tl.minimum(group, PANEL_LINES * VALUES // GROUP - 1)[None, :, None]
                 scale = formats.scale(area[:, None, None], group, row[None, None, :], CODE, SCALE)
                 total += products * formats.unit_of(CODE) * _spread(scale, LINES)
-                if CODE == "uint4":
+                if formats.has_minimum(CODE):
                     minimum = formats.minimum(area[:, None, None], group, row[None, None, :], SCALE)
                     total += _spread(minimum, LINES) * x_sum[None, :, None]
             else:
@@ -273,7 +273,7 @@ def _scaled(
     scale, minimum = None, None
     if BY_GROUP:
         scale = formats.scale(area, group, row, CODE, SCALE)
-        if CODE == "uint4":
+        if formats.has_minimum(CODE):
             minimum = formats.minimum(area, group, row, SCALE)
     if CODE == "e4m3":
         one = 1.0 / formats.unit_of(CODE)
@@ -393,7 +393,7 @@ def panel_rows(
             scale *= formats.factor(area, SCALE)
         if CODE == "e4m3":
             scale = tl.where(formats.not_numbers(part[0]), float("nan"), scale)
-        minimum = formats.minimum(area, group, row, SCALE) if CODE == "uint4" else None
+        minimum = formats.minimum(area, group, row, SCALE) if formats.has_minimum(CODE) else None
         values = _weights(part, scale, minimum, CODE, VALUES)
         return tl.reshape(tl.permute(values, (1, 0, 2)), [ROWS, LINES * VALUES])
 
