@@ -411,7 +411,7 @@ typedef struct proa_doorbell_options {
     const int32_t* cpus;  // where the doorbell's thread may run
     int64_t cpu_count;    // 0: anywhere
     int32_t lane;
-    int32_t spin_us;  // how long its thread goes on looking after the last step
+    int32_t spin_us;     // how long its thread goes on looking after the last step
     int32_t way;         // PROA_WAY_...
     int32_t read_ahead;  // whether it listens to what is foreseen
 } proa_doorbell_options;
