@@ -39,6 +39,14 @@ def _subnormals() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
+@pytest.fixture(autouse=True)
+def _vram() -> Iterator[None]:
+    """An engine in this process leaves the rest of the VRAM to others, for good."""
+    yield
+    if HAVE_GPU:
+        torch.cuda.memory.set_per_process_memory_fraction(1.0)
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> torch.Generator:
     """Fresh random numbers, the same for the same test."""

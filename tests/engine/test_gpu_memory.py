@@ -45,7 +45,6 @@ def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Pla
     engine, ready = load_engine(plan, reports.append)
     yield plan, engine, ready, reports
     del engine
-    torch.cuda.memory.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
 
 
