@@ -162,22 +162,30 @@ def _constants(experts: int, width: int, rule: RouterRule) -> dict[str, object]:
     return rule_constants(experts, rule) | {"COLUMNS": triton.next_power_of_2(width)}
 
 
-def _check(
-    x: Tensor, y: Tensor, norm: Norm, router: RouterRows, slots: Tensor, rule: RouterRule, out: Choice
-) -> None:  # fmt: skip
+def check_asked(x: Tensor, norm: Norm, router: RouterRows, rule: RouterRule) -> None:
+    """Raises ValueError for rows and a router that such kernels do not take."""
     (rows, width), experts = x.shape, len(router.weight)
     if rows > MOST_ROWS or width > MOST_COLUMNS:
         raise ValueError(f"x is [{rows}, {width}], at most [{MOST_ROWS}, {MOST_COLUMNS}]")
     check_rule(experts, rule)
     shapes = {
-        "y": (y, (rows, width)), "router": (router.weight, (experts, width)), "the norm": (norm.weight, (width,)),
+        "x": (x, (rows, width)), "the router": (router.weight, (experts, width)), "the norm": (norm.weight, (width,)),
         "the router's bias": (router.bias, (experts,)),
     }  # fmt: skip
     for name, (tensor, shape) in shapes.items():
         if tensor is not None and (tensor.shape != shape or tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1):
             raise ValueError(f"{name} is bfloat16 {shape} of whole rows, not {tensor.dtype} {tuple(tensor.shape)}")
-    if x.dtype != torch.bfloat16 or x.stride(1) != 1 or slots.shape != (rows,) or slots.dtype != torch.int64:
-        raise ValueError(f"x is bfloat16 and slots int64 [{rows}], not {x.dtype} and {slots.dtype}")
+
+
+def _check(
+    x: Tensor, y: Tensor, norm: Norm, router: RouterRows, slots: Tensor, rule: RouterRule, out: Choice
+) -> None:  # fmt: skip
+    check_asked(x, norm, router, rule)
+    rows = len(x)
+    if y.shape != x.shape or y.dtype != torch.bfloat16 or y.stride(1) != 1:
+        raise ValueError(f"y is bfloat16 {tuple(x.shape)} of whole rows, not {y.dtype} {tuple(y.shape)}")
+    if slots.shape != (rows,) or slots.dtype != torch.int64:
+        raise ValueError(f"slots is int64 [{rows}], not {slots.dtype} {tuple(slots.shape)}")
     at, pairs = out.at, (rows, rule.top_k)
     for tensor, dtype in (
         (at.ids, torch.int32), (at.up, torch.int64), (at.down, torch.int64), (at.cpu, torch.int32),

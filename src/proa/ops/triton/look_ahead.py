@@ -19,8 +19,8 @@ from proa.native.doorbell import FORESEEN_ROWS
 from proa.ops.bell_block import Block
 from proa.ops.table import Norm, RouterRule
 from proa.ops.triton.bell import ring
-from proa.ops.triton.choose import MOST_COLUMNS, RouterRows
-from proa.ops.triton.route import MOST_EXPERTS, SOME_RULES, best_experts, check_rule, experts_of_lanes, rule_constants
+from proa.ops.triton.choose import RouterRows, check_asked
+from proa.ops.triton.route import MOST_EXPERTS, SOME_RULES, best_experts, experts_of_lanes, rule_constants
 from proa.ops.triton.variant import Variant
 
 MOST_ROWS = FORESEEN_ROWS
@@ -95,8 +95,8 @@ def look_ahead(
     """Tell the CPU which of its experts `layer`, its number of the next MoE layer, chooses by this router from
     rms_norm(x), each row's likeliest first.
 
-    x bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS; slots int64 [R], -1: that row wants nobody; cpu int32
-    [E], -1: not the CPU's. Raises ValueError for other shapes and types.
+    x bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS of choose.py; slots int64 [R], -1: that row wants nobody;
+    cpu int32 [E], -1: not the CPU's. Raises ValueError for other shapes and types.
     """
     rows, width = x.shape
     experts = len(router.weight)
@@ -116,17 +116,8 @@ def _constants(experts: int, width: int, rule: RouterRule) -> dict[str, object]:
 
 
 def _check(x: Tensor, norm: Norm, router: RouterRows, slots: Tensor, cpu: Tensor, rule: RouterRule) -> None:
-    (rows, width), experts = x.shape, len(router.weight)
-    if rows > MOST_ROWS or width > MOST_COLUMNS:
-        raise ValueError(f"x is [{rows}, {width}], at most [{MOST_ROWS}, {MOST_COLUMNS}]")
-    check_rule(experts, rule)
-    shapes = {
-        "x": (x, (rows, width)), "the router": (router.weight, (experts, width)), "the norm": (norm.weight, (width,)),
-        "the router's bias": (router.bias, (experts,)),
-    }  # fmt: skip
-    for name, (tensor, shape) in shapes.items():
-        if tensor is not None and (tensor.shape != shape or tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1):
-            raise ValueError(f"{name} is bfloat16 {shape} of whole rows, not {tensor.dtype} {tuple(tensor.shape)}")
+    check_asked(x, norm, router, rule)
+    rows, experts = len(x), len(router.weight)
     for name, numbers, count, dtype in (("slots", slots, rows, torch.int64), ("cpu", cpu, experts, torch.int32)):
         if numbers.shape != (count,) or numbers.dtype != dtype:
             raise ValueError(f"{name} is {dtype} [{count}], not {numbers.dtype} {tuple(numbers.shape)}")
