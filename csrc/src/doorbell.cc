@@ -313,19 +313,22 @@ void Doorbell::run(const int32_t* header) {
     add(moe_ns_, ns_since(begin));
 }
 
-// Idle workers read what the next job will probably need. Numbers are those of any layer if this comes late.
+// Idle workers read what the next job will probably need. Numbers are those of any layer if this comes late: whoever
+// writes does not wait for it.
 void Doorbell::look_ahead() {
     const uint32_t number = std::atomic_ref<uint32_t>(*at<uint32_t>(layout_.foreseen)).load(std::memory_order_acquire);
     if (number == last_foreseen_) return;
     last_foreseen_ = number;
-    const int layer = *at<int32_t>(layout_.foreseen_layer), rows = *at<int32_t>(layout_.foreseen_rows);
+    const auto word = [this](int64_t offset) {
+        return std::atomic_ref<int32_t>(*at<int32_t>(offset)).load(std::memory_order_relaxed);
+    };
+    const int layer = word(layout_.foreseen_layer), rows = word(layout_.foreseen_rows);
     if (layer < 0 || layer >= int(layers_.size()) || layer == layer_ || rows < 1 || rows > kForeseenRows) return;
     const Experts& experts = *layers_[size_t(layer)];
-    const int32_t* ids = at<int32_t>(layout_.foreseen_ids);
     foreseen_.clear();
     for (int k = 0; k < size_.top_k; ++k)
         for (int row = 0; row < rows; ++row) {
-            const int id = ids[row * size_.top_k + k];
+            const int id = word(layout_.foreseen_ids + int64_t(row * size_.top_k + k) * 4);
             if (id < 0 || id >= experts.gate_up->count) continue;
             if (std::find(foreseen_.begin(), foreseen_.end(), id) == foreseen_.end()) foreseen_.push_back(id);
         }

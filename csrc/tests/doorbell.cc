@@ -165,11 +165,13 @@ void what_is_foreseen_changes_no_answer(int pool) {
         const int layer = step % kLayers, rows = 1 + random.below(proa::kForeseenRows);
         const Job job(random, layer, rows);
         const std::vector<float> want = job.exact(*bench.layers[size_t(layer)], bench.host);
-        int32_t* ids = bench.block.at<int32_t>(l.foreseen_ids);
-        std::copy(job.ids.begin(), job.ids.end(), ids);
-        if (step % 4 == 1) ids[random.below(kTopK)] = random.below(2 * kExperts) - 3;
-        *bench.block.at<int32_t>(l.foreseen_layer) = step % 8 == 2 ? random.below(7) - 2 : layer;
-        *bench.block.at<int32_t>(l.foreseen_rows) = step % 8 == 6 ? random.below(9) - 2 : rows;
+        const auto say = [&](int64_t offset, int value) {
+            std::atomic_ref<int32_t>(*bench.block.at<int32_t>(offset)).store(value, std::memory_order_relaxed);
+        };
+        for (size_t i = 0; i < job.ids.size(); ++i) say(l.foreseen_ids + int64_t(i) * 4, job.ids[i]);
+        if (step % 4 == 1) say(l.foreseen_ids + random.below(kTopK) * 4, random.below(2 * kExperts) - 3);
+        say(l.foreseen_layer, step % 8 == 2 ? random.below(7) - 2 : layer);
+        say(l.foreseen_rows, step % 8 == 6 ? random.below(9) - 2 : rows);
         const auto before = bell->counters();
         std::atomic_ref<uint32_t>(*bench.block.at<uint32_t>(l.foreseen)).store(uint32_t(step + 1));
         std::this_thread::sleep_for(std::chrono::microseconds(random.below(3) * 100));
