@@ -16,7 +16,7 @@ import torch
 
 from bell_cases import EXPERTS, WIDTH, Layer
 from proa.errors import NativeError, NumericsError
-from proa.native.doorbell import PROBE_LAYER, Doorbell, JobSize, Memory, Service, Way, block_layout
+from proa.native.doorbell import FORESEEN_ROWS, PROBE_LAYER, Doorbell, JobSize, Memory, Service, Way, block_layout
 from proa.native.pool import Pool
 
 SIZE = JobSize(most_tokens=5, top_k=2, hidden=64)
@@ -54,9 +54,11 @@ class Rig:
 
 def test_the_block_has_room_for_all() -> None:
     layout = block_layout(SIZE)
-    assert (layout.rung, layout.answered, layout.dead, layout.header) == (0, 64, 68, 128)
+    assert (layout.rung, layout.answered, layout.dead, layout.foreseen) == (0, 64, 68, 128)
     assert (layout.done, layout.ready) == (72, 76), "beside what else the CPU writes"
-    parts = [(layout.ids, 5 * 2 * 4), (layout.weights, 5 * 2 * 4), (layout.x, 5 * 64 * 2), (layout.y, 5 * 64 * 4)]
+    assert (layout.foreseen_layer, layout.foreseen_rows) == (132, 136), "right behind their number"
+    parts = [(layout.foreseen_ids, FORESEEN_ROWS * 2 * 4), (layout.header, 12)]
+    parts += [(layout.ids, 5 * 2 * 4), (layout.weights, 5 * 2 * 4), (layout.x, 5 * 64 * 2), (layout.y, 5 * 64 * 4)]
     ends = [at + size for at, size in parts]
     assert all(at % 64 == 0 for at, _ in parts)
     assert all(end <= at for end, (at, _) in zip([140, *ends], [*parts, (layout.bytes, 0)], strict=True))
