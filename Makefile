@@ -1,6 +1,6 @@
 # make demo   a real model answers through a real server        make native    build csrc, beside the Python package
 # make test   all CPU tests; make test-gpu: those of a GPU      make sanitize  csrc's tests under ASan, UBSan and TSan
-# make check  formatting, lint, types, sizes, symbols, kernels  make qemu      csrc's tests on emulated older CPUs
+# make check  formatting, lint, types, sizes, symbols, kernels  make qemu      csrc's tests here and on emulated older CPUs
 # make format, make docs, make clean                            make sanitize-gpu  the doorbell under compute-sanitizer
 # Another environment than .venv: make native BIN=/path/to/venv/bin
 .PHONY: demo test test-gpu check native sanitize sanitize-gpu qemu format docs clean venv
@@ -15,7 +15,7 @@ demo: native
 	@$(BIN)/proa chat demo -p "$(QUESTION)"
 
 test: native
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
 
 test-gpu: native
 	@$(BIN)/python tools/need_gpu.py

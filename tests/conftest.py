@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
+
+from at_once import beside_others, processes
 
 HAVE_GPU = torch.cuda.is_available()
 if not HAVE_GPU:
@@ -19,6 +21,17 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jo
 
 HAVE_TRITON = find_spec("triton") is not None  # not on every machine that has no GPU
 collect_ignore_glob = [] if HAVE_TRITON else ["*/test_triton_*.py", "*/test_check_kernels.py"]
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    return processes(HAVE_GPU)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # to wait is no time of the test
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with beside_others(item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 def pytest_report_header() -> str:

@@ -1,4 +1,4 @@
-"""Triton's interpreter runs kernels on CPU tensors. It takes bfloat16 for 16-bit integers in products, cuts it off
+"""Triton's interpreter runs kernels on CPU tensors. It takes bfloat16 for 16-bit integers in arithmetic, cuts it off
 where a GPU rounds it, takes the NaN of e4m3 for 480, and NumPy 2.4 no longer lets it use its scalars as bounds of
 a loop; here it does as a GPU does.
 Imported only where kernels are interpreted.
@@ -15,6 +15,8 @@ from triton.runtime import interpreter
 
 _patch_tensor = interpreter._patch_lang_tensor
 _convert, _dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+_binary = interpreter.InterpreterBuilder.binary_op
+_ARITHMETIC = (np.add, np.subtract, np.multiply)
 
 
 def _rounded(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
@@ -39,6 +41,17 @@ def _product(self: Any, a: Any, b: Any, d: Any, input_precision: Any, most_impre
     return _dot(self, _wide(a), _wide(b), d, input_precision, most_imprecise)
 
 
+def _binary_op(self: Any, a: Any, b: Any, op: Any) -> Any:
+    if a.dtype.scalar != tl.bfloat16 or op not in _ARITHMETIC:
+        return _binary(self, a, b, op)
+    exact = op(_wide(a).data, _wide(b).data)
+    return interpreter.TensorHandle(_rounded(exact, tl.float32, tl.bfloat16, None), tl.bfloat16)
+
+
+def _constant(self: Any, value: float) -> Any:
+    return interpreter.TensorHandle(_rounded(np.array([value]), tl.float32, tl.bfloat16, None), tl.bfloat16)
+
+
 def _patch(tensor: Any, scope: Any) -> None:
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
@@ -48,3 +61,5 @@ def repair() -> None:
     interpreter._patch_lang_tensor = _patch
     interpreter._convert_float = _rounded
     interpreter.InterpreterBuilder.create_dot = _product
+    interpreter.InterpreterBuilder.binary_op = _binary_op
+    interpreter.InterpreterBuilder.get_bf16 = _constant

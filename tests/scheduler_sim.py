@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+import torch
+
 from proa.cache.pages import PageAllocator
 from proa.cache.radix import PrefixCache
 from proa.cache.states import StateCopies
 from proa.engine.copying import CopyRules
+from proa.engine.page_table import PageTable
 from proa.engine.policy import Limits
 from proa.engine.request import NO_SLOT
 from proa.engine.scheduler import Scheduler
@@ -84,6 +87,8 @@ class FakeEngine:
         self.aborted: set[str] = set()
         self.plans: list[StepPlan] = []  # in flight, the older first
         self.tables: list[dict[str, tuple[list[int], int]]] = []  # of their launch: pages and state slots
+        self.kernels_table = torch.zeros(limits.num_slots, limits.context_tokens + 9, dtype=torch.int32)
+        self.page_table = PageTable(self.kernels_table)
         self.finished: list[str] = []
 
     def submit(self, request: EngineRequest) -> None:
@@ -215,6 +220,10 @@ class FakeEngine:
     def _launch(self, plan: StepPlan) -> None:
         self.plans.append(plan)
         self.tables.append({i.request.id: (list(i.request.pages), i.request.state_slot) for i in plan.items})
+        for place, item in enumerate(plan.items):
+            self.page_table.set(place, item.request.pages)
+            there = self.kernels_table[place, : len(item.request.pages)].tolist()
+            assert there == item.request.pages, "a list of pages has changed, not only grown"
         into = [item.copy_to for item in plan.items if item.copy_to != NO_SLOT]
         assert len(set(into)) == len(into), "two states are copied into one slot"
 

@@ -1,8 +1,11 @@
 """Every Triton kernel compiles for every architecture, without a GPU. Run: python tools/check_kernels.py [module...]
 
 Each module of proa.ops.triton that has `variants()` names what its launchers use; each variant is compiled for sm_75
-to sm_120, and the shared memory of a block compared with what that architecture gives. Triton keeps what it compiled
-(~/.triton/cache), so a second run only reads.
+to sm_120, and the shared memory of a block compared with what that architecture gives. What is compiled is kept (in
+~/.triton/cache/checked), so that a second run only reads.
+
+Where the optimised LLVM code for an architecture is that of an older one, the rest of the compiler has passed it:
+PTX of an older architecture is PTX of every newer one.
 """
 
 from __future__ import annotations
@@ -25,9 +28,39 @@ def attributes(variant) -> dict[tuple[int], list[list[object]]]:
     return {(variant.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
 
 
-def compiled(variant, capability: int):
+class Passed:
+    """LLVM code of one kernel that was assembled for some architecture. The oldest comes first."""
+
+    def __init__(self) -> None:
+        self._codes: set[str] = set()
+
+    def skip(self, *asked) -> tuple[str, str]:
+        """A hook of Triton's (backend, stages, options, language, capability): changes the stages of a compilation that
+        follow LLVM's. Since 3.7 it is also asked, with nothing, what to add to the key and the hash of what is kept."""
+        if not asked:
+            return "", ""
+        stages = asked[1]
+        to_ptx, to_cubin = stages["ptx"], stages["cubin"]
+        llvm: list[str] = []
+
+        def ptx(code: str, metadata) -> str:
+            metadata["name"] = ""  # what is not assembled has none
+            llvm.append(code)
+            return "" if code in self._codes else to_ptx(code, metadata)
+
+        def cubin(code: str, metadata) -> bytes:
+            made = to_cubin(code, metadata) if code else b""
+            self._codes.update(llvm)
+            return made
+
+        stages["ptx"], stages["cubin"] = ptx, cubin
+        return "", ""
+
+
+def compiled(variant, capability: int, passed: Passed):
     """For one architecture. Raises whatever the compiler does."""
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -36,6 +69,7 @@ def compiled(variant, capability: int):
     }
     source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes(variant))
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    knobs.runtime.add_stages_inspection_hook = passed.skip
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -49,13 +83,13 @@ def check(module: str, index: int) -> tuple[str, list[str]]:
     strange = set(variant.kernel.arg_names) ^ {*variant.types, *variant.constants}
     if strange:
         return name, [f"{name}: the variant and the kernel's arguments differ in {', '.join(sorted(strange))}"]
-    most, found = 0, []
+    most, found, passed = 0, [], Passed()
     failed: dict[str, list[str]] = {}  # by what the compiler says, the architectures
     for capability, limit in SHARED_BYTES.items():
-        if capability < variant.least or limit < variant.shared_kib:
+        if not variant.least <= capability <= (variant.newest or capability) or limit < variant.shared_kib:
             continue
         try:
-            used = compiled(variant, capability).metadata.shared
+            used = compiled(variant, capability, passed).metadata.shared
         except Exception as error:  # noqa: BLE001 - whatever the compiler throws is the finding
             failed.setdefault(f"{type(error).__name__}: {error}", []).append(f"sm_{capability}")
             continue
@@ -63,7 +97,8 @@ def check(module: str, index: int) -> tuple[str, list[str]]:
         if used > limit * KIB:
             found.append(f"{name}: sm_{capability} has {limit} KiB of shared memory a block, not {used / KIB:.1f}")
     found += [f"{name}: does not compile for {', '.join(where)}: {error}" for error, where in failed.items()]
-    return f"{name}: from sm_{variant.least}, at most {most / KIB:.1f} KiB shared", found
+    to = f" to sm_{variant.newest}" if variant.newest else ""
+    return f"{name}: from sm_{variant.least}{to}, at most {most / KIB:.1f} KiB shared", found
 
 
 def modules_of_kernels() -> list[str]:
@@ -81,6 +116,9 @@ def main(arguments: list[str]) -> int:
         print("kernels: there is no Triton here to compile them; run: pip install 'triton>=3.6'")
         return 1
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted functions cannot be compiled
+    # Apart from what programs run: of what has passed already there is no machine code here.
+    cache = os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")
+    os.environ["TRITON_CACHE_DIR"] = str(Path(cache, "checked"))
     sys.path.insert(0, str(ROOT / "src"))
     todo = work(arguments or modules_of_kernels())
     found: list[str] = []

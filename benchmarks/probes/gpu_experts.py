@@ -191,7 +191,7 @@ def time_parts(case: Case, copy: float) -> None:
         row("    gate_up", case.each(case.few_up), int(case.nbytes * up), case.flops * up, copy)
         row("    down", case.each(case.few_down), int(case.nbytes * down), case.flops * down, copy)
     else:
-        size = experts_grouped.block_tokens(pairs, EXPERTS)
+        size = experts_grouped.block_tokens(pairs, EXPERTS, experts_grouped.coded(case.shape))
         row(f"    group into blocks of {size}", case.each(lambda r: case.group(r, size)), pairs * 4, 0, copy)
         us = case.each(lambda r: case.grouped_up(r, size))
         row("    group and gate_up", us, int(case.nbytes * up), case.flops * up, copy)

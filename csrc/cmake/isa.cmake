@@ -9,15 +9,28 @@ set(isa_flags_avx512 ${isa_flags_avx2} -mavx512f -mavx512bw -mavx512vl -mavx512d
 set(isa_flags_avx512bf16 ${isa_flags_avx512} -mavx512bf16 -mavx512vnni -mavx512vbmi)
 set(isa_flags_amx ${isa_flags_avx512bf16} -mgfni -mamx-tile -mamx-bf16)
 
+# Those that tests with a sanitizer leave out. AMX: few machines could run it, and what it does with memory the plain
+# tiles do too. Of threads: vector kernels write what the scalar ones do, and to watch them takes minutes to compile.
+set(isa_left_out "")
+if(PROA_SANITIZE MATCHES "thread")
+    set(isa_left_out avx2 avx512 avx512bf16 amx)
+elseif(PROA_SANITIZE)
+    set(isa_left_out amx)
+endif()
+
 # Makes an object library isa_<name> of every src/isa/<name>.cc for this processor, and lists their objects in `result`.
-# Files there that are not named after an instruction set are compiled for any processor.
+# Files there that are not named after an instruction set are compiled for any processor. Of those that only some
+# processors run, every file of the library learns which there are: PROA_HAS_<name>.
 function(proa_add_isa_objects result)
     file(GLOB files CONFIGURE_DEPENDS src/isa/*.cc)
     set(objects "")
     foreach(file IN LISTS files)
         cmake_path(GET file STEM name)
-        if(name IN_LIST isa_names AND NOT name MATCHES "^scalar" AND NOT PROA_X86)
-            continue()
+        if(name IN_LIST isa_names AND NOT name MATCHES "^scalar")
+            if(NOT PROA_X86 OR name IN_LIST isa_left_out)
+                continue()
+            endif()
+            target_compile_definitions(proa_flags INTERFACE PROA_HAS_${name})
         endif()
         add_library(isa_${name} OBJECT ${file})
         target_link_libraries(isa_${name} PRIVATE proa_flags)
@@ -30,24 +43,18 @@ function(proa_add_isa_objects result)
         endif()
         # Of the file, not of the target: these must stand behind -fsanitize.
         set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "")
-        if(PROA_SANITIZE AND name STREQUAL "amx")
-            # Few machines could run it; what it does with memory, scalartiles does too.
-            set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "-fno-sanitize=all;-O0")
-        elseif(PROA_SANITIZE MATCHES "address|undefined")
+        if(PROA_SANITIZE MATCHES "address|undefined")
             # Thousands of unrolled tiles: with every check GCC takes three minutes a file, with these thirty seconds.
             # Registers are arrays on the stack to a sanitizer; those are within the bounds that UBSan proves.
-            # Arithmetic that is undefined would be so in the scalar kernels too, which are watched for it.
-            set(unwatched undefined)
+            # Arithmetic that is undefined would be so in the scalar kernels too, which are watched for it. There GCC
+            # takes three times as long to optimise what it watches as not to, which the tests do not win back.
+            set(special -fno-sanitize=undefined)
             if(name MATCHES "^scalar")
-                set(unwatched null,object-size)
+                set(special -fno-sanitize=null,object-size -O0)
             endif()
             set_source_files_properties(
-                ${file} PROPERTIES COMPILE_OPTIONS
-                                   "-fno-sanitize=${unwatched};$<$<CXX_COMPILER_ID:GNU>:--param=asan-stack=0>"
+                ${file} PROPERTIES COMPILE_OPTIONS "${special};$<$<CXX_COMPILER_ID:GNU>:--param=asan-stack=0>"
             )
-        elseif(PROA_SANITIZE MATCHES "thread" AND NOT name MATCHES "^scalar")
-            # The same writes as the scalar kernels', which are watched; to watch them all takes minutes to compile.
-            set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "-fno-sanitize=thread")
         endif()
         list(APPEND objects $<TARGET_OBJECTS:isa_${name}>)
     endforeach()

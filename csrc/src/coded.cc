@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "error.h"
+#include "nibbles.h"
 #include "words.h"
 
 namespace proa {
@@ -64,31 +65,51 @@ void words_of(Stored type, const uint8_t* codes, int padded, uint32_t* words) {
     for (int k = 0; k < padded; k += 4) words[k / 4] = word_of_bytes(read<uint32_t>(codes + k) ^ flip);
 }
 
-// Code i of word j <-> code j of word i.
-void transpose_eight(uint32_t (&words)[8]) {
+// Code i of word j <-> code j of word i, in every lane of vectors of words.
+template <class Words>
+void transpose_eight(Words (&words)[8]) {
     constexpr uint32_t kMasks[3] = {0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
     for (int stage = 0; stage < 3; ++stage)
         for (int i = 0; i < 8; ++i)
             if (!(i >> stage & 1)) {
-                uint32_t &low = words[i], &high = words[i | 1 << stage];
-                const uint32_t swapped = (low >> (4 << stage) ^ high) & kMasks[stage];
+                Words &low = words[i], &high = words[i | 1 << stage];
+                const Words swapped = (low >> (4 << stage) ^ high) & kMasks[stage];
                 high ^= swapped, low ^= swapped << (4 << stage);
             }
 }
 
+typedef uint32_t Quad __attribute__((vector_size(16)));
+
+constexpr int kPlaces[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // of AWQ's eight rows: which code of a word is whose
+
+// Word r of eight: columns k to k + 8 of the r-th of eight rows from n on; its other lanes are of the next eights.
+template <class Words>
+void read_awq(const uint8_t* stored, size_t stride, int n, int k, Words (&words)[8]) {
+    for (int i = 0; i < 8; ++i) words[i] = read<Words>(stored + size_t(k + i) * stride + size_t(n) / 2);
+    transpose_eight(words);
+}
+
 void turn_awq(const uint8_t* stored, size_t stride, int rows, int columns, uint8_t* to) {
-    constexpr int kPlaces[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // of eight rows: which code of a word is whose
-    constexpr int kBlock = 64;                            // so many lines of the target stay in the cache
+    constexpr int kSide = 32;   // of squares, which are turned by vectors
+    constexpr int kBlock = 64;  // so many lines of the target stay in the cache
     const size_t row_bytes = size_t(columns) / 2;
-    for (int first = 0; first < rows; first += kBlock)
-        for (int k = 0; k < columns; k += 8)
-            for (int n = first; n < std::min(rows, first + kBlock); n += 8) {
-                uint32_t words[8];
-                for (int i = 0; i < 8; ++i) words[i] = read<uint32_t>(stored + size_t(k + i) * stride + size_t(n) / 2);
-                transpose_eight(words);
+    const int whole_rows = rows / kSide * kSide, whole_columns = columns / kSide * kSide;
+    for (int first = 0; first < whole_rows; first += kBlock)
+        for (int k = 0; k < whole_columns; k += kSide)
+            for (int n = first; n < std::min(whole_rows, first + kBlock); n += kSide) {
+                Quad words[4][8];
+                for (int i = 0; i < 4; ++i) read_awq(stored, stride, n, k + i * 8, words[i]);
                 for (int r = 0; r < 8; ++r)
-                    std::memcpy(to + size_t(n + r) * row_bytes + size_t(k) / 2, &words[kPlaces[r]], 4);
+                    turn_four(reinterpret_cast<const uint8_t*>(&words[0][kPlaces[r]]), sizeof words[0],
+                              to + size_t(n + r) * row_bytes + size_t(k) / 2, 8 * row_bytes);
             }
+    for (int n = 0; n < rows; n += 8)
+        for (int k = n < whole_rows ? whole_columns : 0; k < columns; k += 8) {
+            uint32_t words[8];
+            read_awq(stored, stride, n, k, words);
+            for (int r = 0; r < 8; ++r)
+                std::memcpy(to + size_t(n + r) * row_bytes + size_t(k) / 2, &words[kPlaces[r]], 4);
+        }
 }
 
 }  // namespace
@@ -153,6 +174,48 @@ void coded_to_float(Stored type, const Scales& scales, int row, const uint8_t* c
         if (scales.mins) to_float(scales.type, scales.mins + skip + size_t(g) * width, 1, &minimum);
         for (int k = first; k < std::min(columns, first + group); ++k) to[k] = to[k] * scale * factor + minimum;
     }
+}
+
+namespace {
+
+// The scales of a row, or its minimums, as floats.
+std::vector<float> floats_of(const Scales& s, const uint8_t* of, int row, int groups) {
+    std::vector<float> found(static_cast<size_t>(groups));
+    if (of) to_float(s.type, of + size_t((s.first + row) / s.rows) * s.stride, found.size(), found.data());
+    return found;
+}
+
+// Codes of four bits under scales of many columns: what the 16 codes stand for is rounded once for each scale.
+void nibbles_to_bf16(Stored type, const Scales& s, int row, int group, const uint8_t* codes, int columns,
+                     uint16_t* to) {
+    constexpr uint8_t kEvery[8] = {0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe};
+    const int groups = (columns + group - 1) / group;
+    const std::vector<float> scales = floats_of(s, s.data, row, groups), mins = floats_of(s, s.mins, row, groups);
+    constexpr int kAtOnce = 16;  // groups
+    float values[16], scaled[16 * kAtOnce];
+    uint16_t tables[kAtOnce][16];
+    to_float(type, kEvery, 16, values);
+    for (int first = 0; first < groups; first += kAtOnce) {
+        const int here = std::min(kAtOnce, groups - first);
+        for (int g = 0; g < here; ++g) {
+            const float scale = scales[size_t(first + g)], minimum = mins[size_t(first + g)];
+            for (int i = 0; i < 16; ++i) scaled[16 * g + i] = values[i] * scale * s.factor + minimum;
+        }
+        round_to_bf16(scaled, 16 * size_t(here), tables[0]);
+        const int k = first * group, end = std::min(columns, k + here * group);
+        look_up_nibbles(tables, group / 2, codes + k / 2, (end - k) / 2, to + k);
+    }
+}
+
+}  // namespace
+
+void coded_to_bf16(Stored type, const Scales& scales, int row, const uint8_t* codes, int columns, uint16_t* to) {
+    const int group = scales.group ? scales.group : columns;
+    if (codes_of_byte(type) == 2 && group % 2 == 0 && !scales.group_of)
+        return nibbles_to_bf16(type, scales, row, group, codes, columns, to);
+    std::vector<float> values(static_cast<size_t>(columns));
+    coded_to_float(type, scales, row, codes, columns, values.data());
+    round_to_bf16(values.data(), values.size(), to);
 }
 
 int turned_rows(Stored type, Order order, int columns) {

@@ -40,6 +40,9 @@ void pack_coded(const Layout& l, Stored type, const Scales& scales, int first, c
 // Row `row` of a job as float32: code * scale, then times the factor, plus the minimum; each rounded at most once.
 void coded_to_float(Stored type, const Scales& scales, int row, const uint8_t* codes, int columns, float* to);
 
+// The same, rounded once to bfloat16.
+void coded_to_bf16(Stored type, const Scales& scales, int row, const uint8_t* codes, int columns, uint16_t* to);
+
 // Stored rows that a rectangle of turned codes has, and bytes of each for `rows` rows of the target.
 int turned_rows(Stored type, Order order, int columns);
 size_t turned_bytes(Order order, int rows);

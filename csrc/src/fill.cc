@@ -120,9 +120,7 @@ void row_to_bf16(const Part& part, StoredRows rows, int r, uint16_t* out) {
     const Fill& job = *part.job;
     const uint8_t* row = rows.data + size_t(r) * rows.stride;
     if (!is_coded(job.stored)) return to_bf16(job.stored, row, size_t(job.layout.columns), out);
-    std::vector<float> values(size_t(job.layout.columns));
-    coded_to_float(job.stored, job.scales, part.first + r, row, job.layout.columns, values.data());
-    round_to_bf16(values.data(), values.size(), out);
+    coded_to_bf16(job.stored, job.scales, part.first + r, row, job.layout.columns, out);
 }
 
 void fill_plain(const Part& part, StoredRows rows) {

@@ -101,7 +101,7 @@ void sort(Call& call, int tokens) {
     const int experts = call.experts->gate_up->count, choices = op.top_k ? tokens * op.top_k : tokens;
     const int most = call.kernels->blocking.group_tokens(call.experts->gate_up->layout.padded);
     call.counts.assign(size_t(experts) + 1, 0);
-    call.index.resize(size_t(choices)), call.weight.resize(size_t(choices));
+    call.index.resize(size_t(choices)), call.weight.resize(size_t(choices)), call.slots.resize(size_t(choices));
     call.group.resize(size_t(experts) + size_t(choices / most) + 1);
     call.groups = call.most_tokens = 0;
     int* counts = call.counts.data();
@@ -116,13 +116,14 @@ void sort(Call& call, int tokens) {
         cut(call, e, counts[e], counts[e + 1], most);
         counts[e + 1] += counts[e];
     }
-    call.slots_used = counts[experts];
-    for (int i = 0; i < choices; ++i) {
-        const int id = op.top_k ? op.ids[i] : 0;
-        if (id < 0) continue;
-        call.index[size_t(counts[id])] = op.top_k ? i / op.top_k : i;
-        call.weight[size_t(counts[id]++)] = op.top_k ? op.weights[i] : 1.f;
-    }
+    for (int t = 0, i = 0; t < tokens; ++t)
+        for (const int end = i + call.choices(); i < end; ++i) {
+            const int id = op.top_k ? op.ids[i] : 0;
+            call.slots[size_t(i)] = id < 0 ? -1 : counts[id];
+            if (id < 0) continue;
+            call.index[size_t(counts[id])] = t;
+            call.weight[size_t(counts[id]++)] = op.top_k ? op.weights[i] : 1.f;
+        }
 }
 
 bool many_tokens(const Call& call) { return call.tokens > kManyTokens && call.most_tokens > kManyTokens; }

@@ -2,6 +2,8 @@
 // in memory by slots (a token's place at an expert) until the last phase adds up each token's, in the order of its
 // experts. The other way (moe.cc), a task adds up its rows of all experts in the cache, reads the weights' activations
 // once for every few rows, and that costs more than the results do as soon as products are as quick as AMX's.
+#include <algorithm>
+
 #include "moe_call.h"
 
 namespace proa {
@@ -9,7 +11,8 @@ namespace {
 
 using Call = MoeCall;
 
-constexpr int kSumTokens = 8;  // of a task that adds up
+constexpr int kSumTokens = 8;     // of a task that adds up
+constexpr int kOrderTokens = 64;  // of one that orders slots: some microseconds
 
 void multiply(const void* context, int task, int next, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
@@ -33,7 +36,9 @@ void add_up(const void* context, int task, const std::byte*) {
     const RowTasks& tasks = call.down_tasks;
     const int end = std::min((task + 1) * kSumTokens, call.tokens);
     for (int t = task * kSumTokens; t < end; ++t) {
-        const int begin = call.slot_begin[size_t(t)], count = call.slot_begin[size_t(t) + 1] - begin;
+        const size_t each = size_t(call.choices()), begin = size_t(t) * each;
+        int count = 0;
+        while (count < int(each) && call.slots[begin + size_t(count)] >= 0) ++count;
         const float* from = call.results;
         for (int n = 0; n < tasks.nodes; from += tasks.panels[n++] * kPanelRows) {
             const int row = tasks.first[n] * kPanelRows;
@@ -46,18 +51,22 @@ void add_up(const void* context, int task, const std::byte*) {
     }
 }
 
-// Of each token, its slots: ascending, and with them its experts.
-void find_slots(Call& call) {
-    const size_t tokens = size_t(call.tokens), slots = size_t(call.slots_used);
-    call.slots.resize(slots), call.slot_weights.resize(slots), call.slot_begin.assign(tokens + 2, 0);
-    int* begin = call.slot_begin.data() + 1;  // moves along while slots are put in
-    for (size_t i = 0; i < slots; ++i) ++begin[size_t(call.index[i]) + 1];
-    for (size_t t = 0; t < tokens; ++t) begin[t + 1] += begin[t];
-    for (size_t i = 0; i < slots; ++i) {
-        const size_t at = size_t(begin[call.index[i]]++);
-        call.slots[at] = int32_t(i), call.slot_weights[at] = call.weight[i];
+// Each token's slots in ascending order, and with them its experts; what is nobody's last.
+struct Ordering {
+    Call& call;
+
+    static void run(const void* context, int task, const std::byte*) {
+        Call& call = static_cast<const Ordering*>(context)->call;
+        const size_t each = size_t(call.choices());
+        const int end = std::min((task + 1) * kOrderTokens, call.tokens);
+        for (int t = task * kOrderTokens; t < end; ++t) {
+            int32_t* slots = call.slots.data() + size_t(t) * each;
+            std::sort(slots, slots + each, [](int32_t a, int32_t b) { return uint32_t(a) < uint32_t(b); });
+            for (size_t i = 0; i < each && slots[i] >= 0; ++i)
+                call.slot_weights[size_t(t) * each + i] = call.weight[size_t(slots[i])];
+        }
     }
-}
+};
 
 }  // namespace
 
@@ -71,7 +80,9 @@ int result_columns(const Matrix& down, int parts) { return RowTasks(down, 2, 1, 
 void run_down_by_expert(MoeCall& call, Host& host, int parts, int lane) {
     const Matrix& down = *call.experts->down;
     const int threads = host.pool.threads();
-    find_slots(call);
+    call.slot_weights.resize(call.slots.size());
+    const Ordering ordering{call};
+    host.pool.run(published(block_count(call.tokens, kOrderTokens), host.pool.nodes(), &ordering, Ordering::run), lane);
     for (int part = 0; part < parts; ++part) {
         if (part) host.pool.settle();  // a late worker may be looking at the former part
         const size_t all = size_t(RowTasks(down, 2, 1, part, parts).all_panels()) * size_t(call.groups);

@@ -20,11 +20,12 @@ struct MoeCall {
     const Experts* experts;
     const Kernels* kernels;
     RowTasks up_tasks, down_tasks;
-    int tokens, groups, most_tokens, packing_parts, slots_used;
+    int tokens, groups, most_tokens, packing_parts;
     std::vector<Group> group;
     std::vector<int> counts;
     std::vector<int32_t> index;  // of slot: its token
     std::vector<float> weight;   // of slot
+    std::vector<int32_t> slots;  // [tokens][top_k], -1 is nobody's
     char *x_pairs, *h_pairs;
     float *x_sums, *h_sums;
     Handing handing;  // of gate and up, where workers have read some ahead
@@ -33,10 +34,8 @@ struct MoeCall {
 
     // Where experts are computed one by one: see moe_by_expert.cc.
     bool by_expert;
-    std::vector<int> slot_begin;  // of token, in `slots` and `slot_weights`
-    std::vector<int32_t> slots;
-    std::vector<float> slot_weights;
-    float* results;  // [slots_used][result_columns]
+    std::vector<float> slot_weights;  // of each of `slots`
+    float* results;                   // [slots_used][result_columns]
     size_t result_columns;
 
     Packed x(const Group& g) const {
@@ -49,6 +48,7 @@ struct MoeCall {
     const uint8_t* first_panel(const Matrix& w, const RowTasks::Place& at) const {
         return w.panel(group[size_t(at.repeat)].expert, at.node, at.first);
     }
+    int choices() const { return op.top_k ? op.top_k : 1; }  // of a token
     int panels_per_row() const { return experts->activation == Activation::kRelu2 ? 1 : 2; }
     // Of an expert's rows from panel `first` on, or null.
     const float* down_bias(int expert, int first) const {

@@ -4,10 +4,6 @@
 #include <cstring>
 #include <string>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 #include "error.h"
 #include "words.h"
 
@@ -91,21 +87,6 @@ void put_row_scales(const Layout& l, const Source& s, int source_row, int row, u
     }
 }
 
-// The words of four rows, `stride` bytes apart, for four lines -> four lanes of those.
-void turn_four(const uint8_t* words, size_t stride, uint8_t* lanes) {
-#if defined(__SSE2__)
-    const auto row = [&](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(words + r * stride)); };
-    const auto put = [&](int line, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes + line * 64), x); };
-    const __m128i a = _mm_unpacklo_epi32(row(0), row(1)), b = _mm_unpacklo_epi32(row(2), row(3));
-    const __m128i c = _mm_unpackhi_epi32(row(0), row(1)), d = _mm_unpackhi_epi32(row(2), row(3));
-    put(0, _mm_unpacklo_epi64(a, b)), put(1, _mm_unpackhi_epi64(a, b));
-    put(2, _mm_unpacklo_epi64(c, d)), put(3, _mm_unpackhi_epi64(c, d));
-#else
-    for (int r = 0; r < 4; ++r)
-        for (int line = 0; line < 4; ++line) std::memcpy(lanes + line * 64 + r * 4, words + r * stride + line * 4, 4);
-#endif
-}
-
 }  // namespace
 
 void put_lines(const Layout& l, const uint8_t* words, size_t stride, int rows, uint8_t* panel) {
@@ -117,7 +98,8 @@ void put_lines(const Layout& l, const uint8_t* words, size_t stride, int rows, u
         const int end = std::min(first + kTile, lines), end_of_fours = std::min(end, whole);
         for (int row = 0; row < fours; row += 4)
             for (int line = first; line < end_of_fours; line += 4)
-                turn_four(words + size_t(row) * stride + line * 4, stride, panel + size_t(line) * kLineBytes + row * 4);
+                turn_four(words + size_t(row) * stride + line * 4, stride, panel + size_t(line) * kLineBytes + row * 4,
+                          kLineBytes);
         for (int row = 0; row < rows; ++row)
             for (int line = row < fours ? end_of_fours : first; line < end; ++line)
                 std::memcpy(panel + size_t(line) * kLineBytes + row * 4, words + size_t(row) * stride + line * 4, 4);

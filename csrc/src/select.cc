@@ -74,7 +74,7 @@ bool tiles_permitted() {
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-const char* missing_for_amx() {
+[[maybe_unused]] const char* missing_for_amx() {
     if (const char* missing = missing_for_avx512bf16()) return missing;
     const Registers seven = cpuid(7, 0);
     if (!has(seven.edx, 24)) return "AMX_TILE";
@@ -91,10 +91,16 @@ const char* missing_for_amx() {
 Selected select_kernels(const std::string& wanted) {
     const Candidate candidates[] = {
     // the best first
-#if defined(__x86_64__)
+#ifdef PROA_HAS_amx
         {kAmxKernels, missing_for_amx()},
+#endif
+#ifdef PROA_HAS_avx512bf16
         {kAvx512Bf16Kernels, missing_for_avx512bf16()},
+#endif
+#ifdef PROA_HAS_avx512
         {kAvx512Kernels, missing_for_avx512()},
+#endif
+#ifdef PROA_HAS_avx2
         {kAvx2Kernels, missing_for_avx2()},
 #endif
         {kScalarKernels, nullptr},

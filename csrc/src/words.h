@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace proa {
 
 constexpr uint64_t kNibbles = 0x0f0f0f0f0f0f0f0f;
@@ -14,6 +18,26 @@ T read(const void* p) {
     T value;
     std::memcpy(&value, p, sizeof value);
     return value;
+}
+
+// Word j of row i -> word i of row j, of four rows of four words, `stride` and `to_stride` bytes apart.
+inline void turn_four(const uint8_t* words, size_t stride, uint8_t* to, size_t to_stride) {
+#if defined(__SSE2__)
+    const auto row = [&](int r) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(words + size_t(r) * stride));
+    };
+    const auto put = [&](int r, __m128i x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + size_t(r) * to_stride), x);
+    };
+    const __m128i a = _mm_unpacklo_epi32(row(0), row(1)), b = _mm_unpacklo_epi32(row(2), row(3));
+    const __m128i c = _mm_unpackhi_epi32(row(0), row(1)), d = _mm_unpackhi_epi32(row(2), row(3));
+    put(0, _mm_unpacklo_epi64(a, b)), put(1, _mm_unpackhi_epi64(a, b));
+    put(2, _mm_unpacklo_epi64(c, d)), put(3, _mm_unpackhi_epi64(c, d));
+#else
+    for (int r = 0; r < 4; ++r)
+        for (int i = 0; i < 4; ++i)
+            std::memcpy(to + size_t(i) * to_stride + r * 4, words + size_t(r) * stride + i * 4, 4);
+#endif
 }
 
 // Eight codes below 16, one a byte -> value i at bit 16 (i % 2) + 4 (i / 2).

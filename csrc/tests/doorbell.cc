@@ -3,6 +3,7 @@
 #include "doorbell.h"
 
 #include <chrono>
+#include <functional>
 #include <limits>
 #include <memory>
 

@@ -5,8 +5,11 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <cstring>
 
+#include "nibbles.h"
 #include "operations.h"
 
 using namespace testing;
@@ -98,6 +101,42 @@ void coded_on_every_pool(proa::Stored stored, proa::Order order, proa::Format fo
     });
 }
 
+// A word of AWQ has eight rows of one column; whole vectors of words and single ones turn alike.
+void turns_words_of_eight_rows() {
+    constexpr int kWhere[8] = {0, 2, 4, 6, 1, 3, 5, 7};  // code i of a word is of row kWhere[i] of eight
+    for (int rows : {8, 40, 64, 104})
+        for (int columns : {8, 72}) {
+            const size_t stride = size_t(rows) / 2 + 4;
+            const std::vector<uint8_t> stored = random_bytes(stride * size_t(columns), unsigned(rows + columns));
+            std::vector<uint8_t> turned(size_t(rows) * size_t(columns) / 2, 0xaa);
+            proa::turn(proa::Stored::kUint4, proa::Order::kAwqTurned, stored.data(), stride, rows, columns,
+                       turned.data());
+            const auto code = [](const uint8_t* from, int i) { return from[i / 2] >> i % 2 * 4 & 15; };
+            for (int k = 0; k < columns; ++k)
+                for (int n = 0; n < rows; ++n) {
+                    const int place = int(std::find(kWhere, kWhere + 8, n % 8) - kWhere);
+                    CHECK(code(turned.data() + size_t(n) * size_t(columns) / 2, k) ==
+                          code(stored.data() + size_t(k) * stride, n / 8 * 8 + place));
+                }
+        }
+}
+
+void looks_up_alike_with_and_without_shuffles() {
+    const std::vector<uint8_t> codes = random_bytes(300, 5), numbers = random_bytes(40 * 16 * 2, 6);
+    uint16_t tables[40][16];
+    std::memcpy(tables, numbers.data(), sizeof tables);
+    for (int group_bytes : {8, 9, 20, 64, 300})
+        for (int bytes : {0, 1, 7, 8, 31, 64, 65, 300}) {
+            std::vector<uint16_t> best(size_t(2 * bytes) + 1, 7), plain(best);
+            proa::look_up_nibbles(tables, group_bytes, codes.data(), bytes, best.data());
+            proa::look_up_nibbles_plainly(tables, group_bytes, codes.data(), bytes, plain.data());
+            CHECK(best == plain);
+            CHECK(best.back() == 7);  // none beyond the last
+            for (int i = 0; i < 2 * bytes; ++i)
+                CHECK(best[size_t(i)] == tables[i / 2 / group_bytes][codes[size_t(i / 2)] >> i % 2 * 4 & 15]);
+        }
+}
+
 void says_which_file_ends() {
     const proa::Layout l = proa::layout_of(proa::Format::kBf16, kRows, kColumns, 0);
     std::vector<uint8_t> out(size_t(l.panels) * l.panel_bytes);
@@ -141,6 +180,8 @@ int main() {
         coded_on_every_pool(Stored::kUint8, Order::kWordsTurned, Format::kInt8F32, rows);
         coded_on_every_pool(Stored::kInt4, Order::kAwqTurned, Format::kInt4F32, rows);
     }
+    turns_words_of_eight_rows();
+    looks_up_alike_with_and_without_shuffles();
     says_which_file_ends();
     return 0;
 }

@@ -73,7 +73,7 @@ void maps_are_right() {
         const int x_apart = c.inputs + c.carried + 5, y_apart = c.outputs + c.carried + 2;
         const auto weights = random.rows(size_t(c.heads) * size_t(c.outputs) * size_t(c.inputs));
         const auto x = random.rows(size_t(c.tokens) * size_t(c.heads) * size_t(x_apart));
-        on_everything([&](proa::Host& host) {
+        const auto compute = [&](proa::Host& host) {
             const Weights packed(c, host.pool.nodes(), weights);
             std::vector<uint16_t> y(size_t(c.tokens) * size_t(c.heads) * size_t(y_apart), 0x7fc0);
             const proa::HeadLinear op{&packed.matrix,
@@ -86,9 +86,9 @@ void maps_are_right() {
                                       y_apart};
             check(op);
             run_once(op, host, c.tokens);
-            check_all(c, weights, x, x_apart, y, y_apart);
             return y;
-        });
+        };
+        on_everything(compute, [&](const std::vector<uint16_t>& y) { check_all(c, weights, x, x_apart, y, y_apart); });
     }
 }
 

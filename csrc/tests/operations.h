@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <random>
 #include <vector>
 
@@ -87,8 +86,10 @@ void run_once(const Op& op, proa::Host& host, int rows) {
     host.pool.settle();
 }
 
-// Calls `test` with every instruction set here; it computes into what it returns, which must not depend on the pool.
-inline void on_everything(const std::function<std::vector<uint16_t>(proa::Host&)>& test) {
+// Calls `compute` with every instruction set here and every pool, which its result must not depend on; `judge` then
+// looks at one result of each instruction set.
+template <class Compute, class Judge>
+void on_everything(Compute&& compute, Judge&& judge) {
     for (const char* name : {"scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"}) {
         const proa::Kernels* kernels = nullptr;
         try {
@@ -99,12 +100,21 @@ inline void on_everything(const std::function<std::vector<uint16_t>(proa::Host&)
         std::vector<uint16_t> first;
         for (int kind = 0; kind < kPools; ++kind) {
             proa::Host host(pool_options(kind), kernels);
-            const std::vector<uint16_t> got = test(host);
+            std::vector<uint16_t> got = compute(host);
             host.pool.settle();
-            if (kind == 0) first = got;
-            CHECK(got == first);
+            if (kind == 0) {
+                judge(got);
+                first = std::move(got);
+            } else {
+                CHECK(got == first);
+            }
         }
     }
+}
+// Where `compute` judges for itself.
+template <class Compute>
+void on_everything(Compute&& compute) {
+    on_everything(compute, [](const std::vector<uint16_t>&) {});
 }
 
 // Says by how much if not.

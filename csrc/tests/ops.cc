@@ -1,6 +1,7 @@
 // Operations on rows against float64, on views of wider rows, in place, for few rows (the caller alone) and many.
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <numeric>
 #include <string>
@@ -50,26 +51,28 @@ void rms_norm_is_right(const Shape& s, bool residual, Random& random) {
     std::vector<uint16_t> sum = x;
     for (size_t i = 0; residual && i < count; ++i) sum[i] = rounded(value(x[i]) + value(r[i]));
     const float eps = 1e-6f;
-    on_everything([&](proa::Host& host) {
+    const auto compute = [&](proa::Host& host) {
         std::vector<uint16_t> in = with_gaps(x, width), out(in.size(), kUntouched);
         const bool in_place = !residual && s.groups > 1;
         const proa::Rows view{in.data(), width + kGap}, to{in_place ? in.data() : out.data(), width + kGap};
         run_once(proa::RmsNorm{view, {residual ? r.data() : nullptr, width}, weight.data(), s.groups, s.width, eps, to},
                  host, s.rows);
         if (residual) CHECK(in == with_gaps(sum, width));
+        return in_place ? in : out;
+    };
+    on_everything(compute, [&](const std::vector<uint16_t>& out) {
         std::vector<double> scale;
         for (size_t i = 0; i < count; i += size_t(s.width)) {
             double squares = 0;
             for (int k = 0; k < s.width; ++k) squares += std::pow(value(sum[i + size_t(k)]), 2);
             scale.push_back(1 / std::sqrt(squares / s.width + eps));
         }
-        each(in_place ? in : out, width, [&](int row, int column, double got) {
+        each(out, width, [&](int row, int column, double got) {
             const double normed =
                 value(sum[size_t(row * width + column)]) * scale[size_t(row * s.groups + column / s.width)];
             const double want = value(weight[size_t(column % s.width)]) * normed;
             CHECK(within(got, want, std::abs(want) * (s.width / 2 + 8) * kEps32 + stored(want)));
         });
-        return in_place ? in : out;
     });
 }
 
@@ -77,14 +80,16 @@ void add_is_exact(const Shape& s, Random& random) {
     const int width = s.groups * s.width;
     const size_t count = size_t(s.rows) * size_t(width);
     const auto x = random.rows(count), y = random.rows(count);
-    on_everything([&](proa::Host& host) {
+    const auto compute = [&](proa::Host& host) {
         std::vector<uint16_t> out = with_gaps(x, width);
         run_once(proa::Add{{out.data(), width + kGap}, {y.data(), width}, width}, host, s.rows);
+        return out;
+    };
+    on_everything(compute, [&](const std::vector<uint16_t>& out) {
         each(out, width, [&](int row, int column, double got) {
             const size_t at = size_t(row * width + column);
             CHECK(got == value(rounded(value(x[at]) + value(y[at]))));
         });
-        return out;
     });
 }
 
@@ -92,10 +97,13 @@ void gated_add_is_right(const Shape& s, Random& random) {
     const int width = s.groups * s.width;
     const size_t count = size_t(s.rows) * size_t(width);
     const auto routed = random.rows(count), shared = random.rows(count), gate = random.rows(size_t(s.rows), 4);
-    on_everything([&](proa::Host& host) {
+    const auto compute = [&](proa::Host& host) {
         std::vector<uint16_t> out = with_gaps(routed, width);
         const proa::Rows view{out.data(), width + kGap};
         run_once(proa::GatedAdd{view, {gate.data(), 1}, {shared.data(), width}, width, view}, host, s.rows);
+        return out;
+    };
+    on_everything(compute, [&](const std::vector<uint16_t>& out) {
         each(out, width, [&](int row, int column, double got) {
             const size_t at = size_t(row * width + column);
             const double sigmoid = 1 / (1 + std::exp(-double(value(gate[size_t(row)])))),
@@ -105,7 +113,6 @@ void gated_add_is_right(const Shape& s, Random& random) {
             const double before = 2.01 * std::abs(added) * kRound16;
             CHECK(within(got, want, before + stored(std::abs(want) + before) + 8 * kEps32));
         });
-        return out;
     });
 }
 
@@ -114,10 +121,13 @@ void rotary_is_right(int rows, int heads, int dim, int half, bool interleaved, R
     const auto x = random.rows(size_t(rows) * size_t(width));
     std::vector<float> angles = random.floats(size_t(rows) * size_t(half), 10), cos, sin;
     for (float angle : angles) cos.push_back(std::cos(angle)), sin.push_back(std::sin(angle));
-    on_everything([&](proa::Host& host) {
+    const auto compute = [&](proa::Host& host) {
         std::vector<uint16_t> out = with_gaps(x, width);
         const proa::Rows view{out.data(), width + kGap};
         run_once(proa::Rotary{view, cos.data(), sin.data(), heads, dim, half, interleaved}, host, rows);
+        return out;
+    };
+    on_everything(compute, [&](const std::vector<uint16_t>& out) {
         each(out, width, [&](int row, int column, double got) {
             const int head = column / dim, d = column % dim;
             const uint16_t* of = x.data() + row * width + head * dim;
@@ -132,7 +142,6 @@ void rotary_is_right(int rows, int heads, int dim, int half, bool interleaved, R
             const double want = second ? b * c + a * s : a * c - b * s;
             CHECK(within(got, want, (std::abs(a) + std::abs(b)) * 2 * kEps32 + stored(want)));
         });
-        return out;
     });
 }
 
@@ -200,6 +209,10 @@ struct Routed {
         : ids(size_t(rows * rule.top_k), -7), weights(ids.size()) {
         run_once(proa::Route{logits, rule.experts, wide, rule, ids.data(), weights.data()}, host, rows);
     }
+    explicit Routed(const std::vector<uint16_t>& bits) : ids(bits.size() / 4), weights(ids.size()) {
+        std::memcpy(ids.data(), bits.data(), ids.size() * 4);
+        std::memcpy(weights.data(), bits.data() + ids.size() * 2, ids.size() * 4);
+    }
     std::vector<uint16_t> bits() const {
         std::vector<uint16_t> out(ids.size() * 4);
         std::memcpy(out.data(), ids.data(), ids.size() * 4);
@@ -243,9 +256,12 @@ void route_is_right(int rows, const proa::RouterRule& rule, bool wide, Random& r
         narrow[i] = rounded(logits[i]);
         if (!wide) logits[i] = value(narrow[i]);
     }
-    on_everything([&](proa::Host& host) {
+    const auto compute = [&](proa::Host& host) {
         const void* data = wide ? static_cast<const void*>(logits.data()) : narrow.data();
-        const Routed got(host, data, wide, rows, rule);
+        return Routed(host, data, wide, rows, rule).bits();
+    };
+    on_everything(compute, [&](const std::vector<uint16_t>& bits) {
+        const Routed got(bits);
         for (int row = 0; row < rows; ++row) {
             const float* x = logits.data() + row * rule.experts;
             const std::vector<double> scores = scores_of(x, rule);
@@ -272,7 +288,6 @@ void route_is_right(int rows, const proa::RouterRule& rule, bool wide, Random& r
                 CHECK(within(got.weights[at], want, want * off));
             }
         }
-        return got.bits();
     });
 }
 

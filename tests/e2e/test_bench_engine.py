@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from fakes import make_tokenizer
 from proa.bench.latency import LatencyOptions, run
 from proa.config.options import EngineOptions, MachineOptions
 from tiny import make_tiny
 
 
+@pytest.mark.alone
 def test_a_real_engine_is_timed_beside_its_roof(tmp_path: Path) -> None:
     folder = make_tiny("qwen3-moe", tmp_path)
     make_tokenizer(folder, vocab_size=256)

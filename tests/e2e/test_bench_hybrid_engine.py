@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 COMMAND = [sys.executable, "-c", "import sys; from proa.cli.main import main; sys.exit(main())", "bench", "hybrid"]
 QUICK = ["--shape=tiny", "--context=40", "--output-tokens=12", "--runs=2", "--threads=1"]
 

@@ -127,12 +127,13 @@ def perplexity_of(model: Loaded, windows: Tensor) -> float:
 
 def test_perplexity_in_bfloat16(moe: Any, dense: Any, windows: Tensor) -> None:
     """As served, and in plain torch: within 1 % of transformers in float32. The GGUF's blocks are kept as they are."""
-    want = perplexity(moe, windows)
-    assert perplexity_of(load_decoder(demo_moe(), torch.bfloat16), windows) == pytest.approx(want, rel=0.01)
+    some = windows[:4]  # of 11: transformers takes longest
+    want = perplexity(moe, some)
+    assert perplexity_of(load_decoder(demo_moe(), torch.bfloat16), some) == pytest.approx(want, rel=0.01)
     with Pool([[0]], pin=False) as pool:
-        assert perplexity_of(load_native(demo_moe(), pool), windows) == pytest.approx(want, rel=0.01)
-        got = perplexity_of(load_native(demo_gguf(), pool), windows)
-        assert got == pytest.approx(perplexity(dense, windows), rel=0.01)
+        assert perplexity_of(load_native(demo_moe(), pool), some) == pytest.approx(want, rel=0.01)
+        got = perplexity_of(load_native(demo_gguf(), pool), some)
+        assert got == pytest.approx(perplexity(dense, some), rel=0.01)
 
 
 def test_perplexity_with_an_fp8_cache(windows: Tensor) -> None:

@@ -92,6 +92,7 @@ async def idle(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("gpu", "seconds"), LENGTHS)
 def test_nothing_leaks(gpu: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Plain torch on a CPU keeps a compiled kernel for each shape it meets, up to some tens of MiB: here none.

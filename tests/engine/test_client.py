@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import socket
 from typing import Any
 
-import msgspec
-
 from proa.engine.client import EngineClient
-from proa.engine.ipc import FromEngine, Stats, Tokens
+from proa.engine.ipc import Stats, Submit, Tokens
+from proa.engine.wire import EngineEnd, FrontendEnd
+from proa.engine.worker import Channel
 from proa.types import EngineRequest, Sampling, TokenEvent
 
 STEPS = 20
-
-
-class Backlog:
-    """A socket whose messages have all come already."""
-
-    def __init__(self, messages: list[FromEngine]) -> None:
-        self._waiting = [msgspec.msgpack.encode(message) for message in messages]
-        self._asked = asyncio.Event()
-
-    async def send(self, message: bytes) -> None:
-        self._asked.set()
-
-    async def recv(self) -> bytes:
-        await self._asked.wait()
-        if not self._waiting:
-            await asyncio.Event().wait()
-        return self._waiting.pop(0)
-
-    def close(self) -> None:
-        pass
 
 
 class Process:
@@ -43,17 +23,26 @@ class Process:
         return 0
 
 
-def test_events_are_seen_with_the_stats_of_their_step(tmp_path: Path) -> None:
+def test_events_are_seen_with_the_stats_of_their_step() -> None:
     messages: list[Any] = [
         Tokens([TokenEvent(id="r", tokens=[step], finish="length" if step == STEPS else None)], Stats(steps=step))
         for step in range(1, STEPS + 1)
     ]
 
     async def go() -> list[tuple[int, int]]:
-        client = EngineClient(Process(), Backlog(messages), tmp_path / "gone")  # type: ignore[arg-type]
+        mine, its = socket.socketpair()
+        _, end = await asyncio.get_running_loop().create_unix_connection(FrontendEnd, sock=mine)
+        client = EngineClient(Process(), end)  # type: ignore[arg-type]
+        engine = Channel(EngineEnd(its))
+        for message in messages:
+            engine.send(message)  # all have come when the first is taken
         request = EngineRequest(id="r", tokens=[1], sampling=Sampling(max_tokens=STEPS))
         seen = [(event.tokens[0], client.stats.steps) async for event in client.generate(request)]
+        asked = engine.receive()
+        assert isinstance(asked, Submit)
+        assert asked.request == request
         await client.close()
+        engine.close()
         return seen
 
     assert asyncio.run(go()) == [(step, step) for step in range(1, STEPS + 1)]

@@ -40,6 +40,7 @@ def eager(model: Loaded) -> EagerExecutor:
     return executor
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("one", "two", "four", "best"),
     [(0.005, 0.02, 0.04, 1), (0.04, 0.005, 0.02, 2), (0.04, 0.02, 0.005, 4), (0.0202, 0.02, 0.02, 1)],

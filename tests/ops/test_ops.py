@@ -20,7 +20,7 @@ from delta_cases import weights as delta_weights
 from ops_run import NativeRun, TorchRun
 from proa.models.spec import ExpertGroups, Gating, Router
 from proa.ops.reference import silu_mul
-from proa.ops.table import Chosen, DeltaInputs, KvPages, RouterRule, batch_of
+from proa.ops.table import AttentionBatch, Chosen, DeltaInputs, KvPages, RouterRule, batch_of
 
 TORCH = TorchRun()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -403,3 +403,9 @@ def test_paged_attention(
                 bound = (p @ v.abs()) * (4 * wobble + 3 * torch.finfo(dtype).eps + (len(p) + 8) * EPS32)
                 assert_within(got[row, h], want, bound + stored(want, dtype))
             row += 1
+
+
+def test_a_batch_that_no_gpu_can_read_says_so() -> None:
+    batch = AttentionBatch((1,), (1,), (torch.zeros(1, dtype=torch.int64),), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="from the device"):
+        batch.on_device  # noqa: B018 - looking is the test

@@ -218,15 +218,17 @@ def test_health_generate_times_out(tokenizer: Tokenizer, monkeypatch: pytest.Mon
     engine = FakeEngine(Reply(tokenizer.encode("x"), delay_s=5))
     with Served(tokenizer, engine=engine) as served:
         if others_advance:
-            served.loop.call_soon_threadsafe(served.loop.call_later, 0.1, _advance, engine)
+            served.loop.call_soon_threadsafe(_keep_advancing, served.loop, engine)
         response = httpx.get(f"{served.url}/health/generate")
         assert response.status_code == (200 if others_advance else 503)
         assert response.json()["status"] == ("busy" if others_advance else "failed")
         assert len(engine.aborted) == 1
 
 
-def _advance(engine: FakeEngine) -> None:
-    engine.stats = Stats(generated_tokens=99)
+def _keep_advancing(loop: asyncio.AbstractEventLoop, engine: FakeEngine) -> None:
+    """Whenever it is that a request begins."""
+    engine.stats = Stats(generated_tokens=engine.stats.generated_tokens + 1)
+    loop.call_later(0.02, _keep_advancing, loop, engine)
 
 
 def test_keep_alive_comments(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

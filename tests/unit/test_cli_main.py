@@ -15,7 +15,7 @@ from proa.cli.main import COMMANDS, overview
 from proa.config.parse import HelpShown
 from proa.errors import EngineDead, ModelNotFound, ProaError, ResourceError
 
-HEAVY = ("torch", "transformers", "fastapi", "zmq", "numpy", "httpx", "rich", "yaml", "huggingface_hub", "asyncio")
+HEAVY = ("torch", "transformers", "fastapi", "numpy", "httpx", "rich", "yaml", "huggingface_hub", "asyncio")
 
 
 def proa(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +54,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_loads_no_torch(name: str) -> None:
     loaded = imported_by(f"from proa.cli.main import run\ntry: run(['{name}', '--help'])\nexcept BaseException: pass")
-    assert not loaded & {"torch", "transformers", "fastapi", "zmq"}
+    assert not loaded & {"torch", "transformers", "fastapi"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

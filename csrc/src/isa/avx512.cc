@@ -6,7 +6,7 @@
 namespace proa {
 namespace {
 
-constexpr int kMostPlain = 12, kMostScaled = 6;
+constexpr int kMostPlain = 12, kMostScaled = most_scaled(6);
 constexpr int kExpandFromTokens = 32;
 constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return tokens <= (scaled ? 2 : 3) ? 4 : 2; }

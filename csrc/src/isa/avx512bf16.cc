@@ -6,8 +6,9 @@
 namespace proa {
 namespace {
 
-#define PROA_BYTE_TABLES 1                        // codes.h looks values up by vpermi2b and vpermw
-constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
+#define PROA_BYTE_TABLES 1  // codes.h looks values up by vpermi2b and vpermw
+// Tokens of a block: 24 sums beside weights in 32 registers.
+constexpr int kMostPlain = 12, kMostScaled = most_scaled(12);
 constexpr int kExpandFromTokens = 32;
 // Measured on Zen 5, where a VDPBF16PS costs no more than a VPDPBUSD: digits pay where codes are dear to convert.
 constexpr int kMostDigits = 6;

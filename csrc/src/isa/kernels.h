@@ -29,6 +29,16 @@ struct Packed {
 
 constexpr int kMostExpertGroups = 64;
 
+// Tokens of a block beside scaled weights. Kernels are compiled for each count and format, which takes long with a
+// sanitizer, to whom they are all alike but for how many panels are worked at once: so it gets few.
+constexpr int most_scaled(int tokens) {
+#ifdef PROA_SANITIZED
+    return tokens < 3 ? tokens : 3;
+#else
+    return tokens;
+#endif
+}
+
 // How experts are chosen; proa_router_rule of native.h says what it means.
 struct RouterRule {
     int experts, top_k;

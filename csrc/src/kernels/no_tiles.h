@@ -2,6 +2,7 @@
 #pragma once
 
 constexpr bool kTiles = false;
+constexpr int kTilePanels = 0;
 inline bool by_tiles(const Layout&, int) { return false; }
-inline void multiply_tiles(const Layout&, const uint8_t*, int, const Packed&, float*, uint8_t*) {}
+inline void multiply_tiles(const Layout&, const uint8_t*, int, const Packed&, float*, uint8_t*, const uint8_t*) {}
 inline double tile_peak(int64_t, float, float*) { return 0; }

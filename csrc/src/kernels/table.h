@@ -18,7 +18,7 @@ size_t row_bytes(const Layout& l) {
 size_t expand_bytes(const Layout& l, int panels, int tokens) {
     const size_t panel_bytes = size_t(l.padded) * 32;
     if (by_digits(l, tokens)) return 0;
-    if (by_tiles(l, tokens)) return l.format == Format::kBf16 ? 0 : 2 * panel_bytes;
+    if (by_tiles(l, tokens)) return l.format == Format::kBf16 ? 0 : kTilePanels * panel_bytes;
     return expands(l.format, tokens) ? size_t(panels) * panel_bytes : 0;
 }
 
@@ -29,7 +29,7 @@ void expand(const Layout& l, const uint8_t* w, void* out) {
 
 void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch,
             const uint8_t* next) {
-    if (x.how.form == Packing::kTiles) return multiply_tiles(l, w, panels, x, out, (uint8_t*)scratch);
+    if (x.how.form == Packing::kTiles) return multiply_tiles(l, w, panels, x, out, (uint8_t*)scratch, next);
     if (x.how.form != Packing::kPairs) return multiply_digits(l, w, panels, x, out, next);
     with_format(l.format, [&]<class Code, class Scales>() {
         if (!expands(l.format, x.tokens)) {

@@ -2,10 +2,13 @@
 // 16 tokens by 32 columns the other. Other formats are expanded to bfloat16. Never: few
 // tokens, which panels.h does better.
 //
-// Measured on Emerald Rapids: with weights and activations in L2, tiles come at 50 bytes a cycle, and this loop reaches
-// 60 to 65 % of what the unit does on registers; with all in L1, 80 %. Blocks of columns, so that either operand stays
-// in L1, gain nothing: the sums, stored and loaded again for each, cost as much.
+// Measured on Emerald Rapids, of what the unit does on registers: with weights and activations in L1 98 %; in L2, whose
+// lines come at 60 bytes a cycle, 70 % with four sums and 76 to 80 % with six; with weights from RAM 58 and 61 %
+// (decision 017). Blocks of columns, so that either operand stays in L1, gain nothing: the sums, stored and loaded
+// again for each, cost as much.
 #pragma once
+
+constexpr int kTilePanels = 3;  // that are multiplied with the same activations at once, at most
 
 // Memory that is needed soon, fetched into L2 in equal parts while tiles are multiplied.
 struct Ahead {
@@ -19,11 +22,11 @@ struct Ahead {
     }
 };
 
-// Two panels (or one) times one block of up to 32 tokens. x: its lines; out0, out1: [tokens][16].
+// Two panels (or one) times one block of up to 32 tokens. x: its lines; out0, out1: [tokens][16]. Returns how far it
+// fetched: by value, for every load of a tile may write to memory as far as the compiler knows.
 template <bool two_panels, bool two_rows>
-void multiply_block(Tiles& tiles, int padded, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int tokens,
-                    float* out0, float* out1, Ahead& fetched) {
-    Ahead ahead = fetched;
+Ahead multiply_block(Tiles& tiles, int padded, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int tokens,
+                     float* out0, float* out1, Ahead ahead) {
     tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
     const size_t step = size_t(tokens) * kLineBytes;
     for (int k = 0; k < padded / kTileColumns; ++k) {
@@ -45,24 +48,75 @@ void multiply_block(Tiles& tiles, int padded, const uint8_t* w0, const uint8_t* 
     if constexpr (two_panels) tiles.store<1>(out1);
     if constexpr (two_rows) tiles.store<2>(out0 + kTileRows * 16);
     if constexpr (two_rows && two_panels) tiles.store<3>(out1 + kTileRows * 16);
+    return ahead;
 }
 
-// One panel in bfloat16, or two `stride` bytes apart, times all tokens. out: [panels][tokens][16].
-inline void multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t stride, int panels, const Packed& x,
-                            float* out, Ahead ahead) {
+// Three panels `stride` bytes apart times one block of up to 32 tokens: six sums, for which fewer tiles come from L2
+// than for four. Both halves of the tokens have `rows` rows: of an odd number of tokens, they share one.
+template <bool two_rows>
+Ahead multiply_three(Tiles& tiles, int padded, const uint8_t* w, size_t stride, const uint8_t* x, int tokens, int rows,
+                     float* out, size_t out_stride, Ahead ahead) {
+    tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>(), tiles.zero<4>(), tiles.zero<5>();
+    const uint8_t* second = x + size_t(tokens - rows) * kLineBytes;
+    const size_t step = size_t(tokens) * kLineBytes;
+    for (int k = 0; k < padded / kTileColumns; ++k, w += kTileBytes, x += step, second += step) {
+        tiles.load<7>(w);
+        tiles.load<6>(x);
+        tiles.multiply<0, 6, 7>();
+        if constexpr (two_rows) {
+            tiles.load<6>(second);
+            tiles.multiply<1, 6, 7>();
+        }
+        tiles.load<7>(w + stride);
+        if constexpr (two_rows) {
+            tiles.multiply<3, 6, 7>();
+            tiles.load<6>(x);
+        }
+        tiles.multiply<2, 6, 7>();
+        tiles.load<7>(w + 2 * stride);
+        tiles.multiply<4, 6, 7>();
+        if constexpr (two_rows) {
+            tiles.load<6>(second);
+            tiles.multiply<5, 6, 7>();
+        }
+        ahead.step();
+    }
+    float* out_second = out + (tokens - rows) * 16;
+    tiles.store<0>(out), tiles.store<2>(out + out_stride), tiles.store<4>(out + 2 * out_stride);
+    if constexpr (two_rows) {
+        tiles.store<1>(out_second), tiles.store<3>(out_second + out_stride);
+        tiles.store<5>(out_second + 2 * out_stride);
+    }
+    return ahead;
+}
+
+// One panel in bfloat16, or two or three `stride` bytes apart, times all tokens. out: [panels][tokens][16]. Returns
+// what is left to fetch.
+inline Ahead multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t stride, int panels, const Packed& x,
+                             float* out, Ahead ahead) {
     const uint8_t* w1 = w + stride;
+    const size_t out_stride = size_t(x.tokens) * 16;
     int shaped = 0;  // for blocks of this size
     each_block(x, padded, [&](const PackedBlock& block) {
         const int size = block.size;
         const bool two_rows = size > kTileRows;
+        const uint8_t* lines = block.line(0, 0);
+        float* out0 = out + size_t(block.first) * 16;
+        if (panels == 3) {
+            const int rows = two_rows ? (size + 1) / 2 : size;
+            if (rows != shaped) tiles.shape_six(rows), shaped = rows;
+            const auto multiply = two_rows ? multiply_three<true> : multiply_three<false>;
+            ahead = multiply(tiles, padded, w, stride, lines, size, rows, out0, out_stride, ahead);
+            return;
+        }
         if (size != shaped) tiles.shape(two_rows ? kTileRows : size, two_rows ? size - kTileRows : 1), shaped = size;
-        float *out0 = out + size_t(block.first) * 16, *out1 = out0 + size_t(x.tokens) * 16;
         const auto run = [&](auto multiply) {
-            multiply(tiles, padded, w, w1, block.line(0, 0), size, out0, out1, ahead);
+            ahead = multiply(tiles, padded, w, w1, lines, size, out0, out0 + out_stride, ahead);
         };
         if (panels == 2) return two_rows ? run(multiply_block<true, true>) : run(multiply_block<true, false>);
         two_rows ? run(multiply_block<false, true>) : run(multiply_block<false, false>);
     });
+    return ahead;
 }
 
 // How scales are taken into account. bfloat16 holds every code exactly, and a code times its scale where the scale has
@@ -183,12 +237,13 @@ void multiply_groups(Tiles& tiles, const Layout& l, const uint8_t* w, const Pack
 
 template <class Code, class Scales, bool two_rows>
 void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const PackedBlock& block,
-                        float* out, uint8_t* scratch) {
+                        float* out, uint8_t* scratch, const uint8_t* next) {
     tiles.shape(two_rows ? kTileRows : block.size, two_rows ? block.size - kTileRows : block.size);
-    Ahead ahead(w + l.panel_bytes, size_t(panels - 1) * l.panel_bytes, panels * (l.padded / kTileColumns));
     const bool one_scale = l.groups == 1 && !Scales::kHasMin;  // of each row
     const bool after = exact_after(l) && !exact_before(l.format) && (one_scale || !two_rows);
     for (int p = 0; p < panels; ++p, w += l.panel_bytes, out += size_t(block.size) * 16) {
+        const uint8_t* then = p + 1 < panels ? w + l.panel_bytes : next;
+        Ahead ahead(then, then ? l.panel_bytes : 0, l.padded / kTileColumns);
         if constexpr (Scales::kScaled && !Scales::kHasFactor) {
             if (after && one_scale) {
                 multiply_through<Code, Scales, false, two_rows>(tiles, l, w, block, out, scratch, ahead);
@@ -203,40 +258,44 @@ void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int pan
     }
 }
 
-// ---- more tokens, or bfloat16: two panels at a time, expanded whole for all blocks
+// ---- more tokens, or bfloat16: three panels at a time, expanded whole for all blocks
 
 template <class Code, class Scales, bool scaled>
-void multiply_pairs(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out,
-                    uint8_t* scratch) {
+void multiply_threes(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out,
+                     uint8_t* scratch, const uint8_t* next) {
     const bool wide = l.format == Format::kBf16;
     const size_t stride = wide ? l.panel_bytes : size_t(l.padded) * 32;
     const int steps = block_count(x.tokens, x.how.block_tokens) * (l.padded / kTileColumns);
-    for (int i = 0; i < panels; i += 2, w += 2 * l.panel_bytes, out += size_t(2) * x.tokens * 16) {
-        const int count = panels - i < 2 ? 1 : 2, next = panels - i - count < 2 ? panels - i - count : 2;
+    const auto at_once = [](int left) { return left == 4 ? 2 : left < kTilePanels ? left : kTilePanels; };
+    for (int i = 0, count; i < panels; i += count, w += count * l.panel_bytes, out += size_t(count) * x.tokens * 16) {
+        count = at_once(panels - i);
+        const int left = panels - i - count;
+        const uint8_t* then = left ? w + count * l.panel_bytes : next;
         for (int p = 0; p < count && !wide; ++p)
             expand_columns<Code, Scales, scaled>(l, w + p * l.panel_bytes, 0, l.padded, scratch + p * stride);
         multiply_panels(tiles, l.padded, wide ? w : scratch, stride, count, x, out,
-                        Ahead(w + count * l.panel_bytes, size_t(next) * l.panel_bytes, steps));
+                        Ahead(then, then ? size_t(at_once(left ? left : panels)) * l.panel_bytes : 0, steps));
         for (int p = 0; p < count; ++p)
             apply_factor<Scales, scaled>(w + p * l.panel_bytes + l.code_bytes, out + size_t(p) * x.tokens * 16,
                                          x.tokens);
     }
 }
 
-// scratch: two panels in bfloat16, if the format is another. x is in tiles.
-void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* scratch) {
+// scratch: kTilePanels panels in bfloat16, if the format is another. x is in tiles. next: see Kernels::matmul.
+void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* scratch,
+                    const uint8_t* next) {
     Tiles tiles;
     with_format(l.format, [&]<class Code, class Scales>() {
         if (l.format != Format::kBf16 && x.tokens <= kTileTokens)
             return each_block(x, l.padded, [&](const PackedBlock& block) {
                 block.size > kTileRows
-                    ? multiply_one_block<Code, Scales, true>(tiles, l, w, panels, block, out, scratch)
-                    : multiply_one_block<Code, Scales, false>(tiles, l, w, panels, block, out, scratch);
+                    ? multiply_one_block<Code, Scales, true>(tiles, l, w, panels, block, out, scratch, next)
+                    : multiply_one_block<Code, Scales, false>(tiles, l, w, panels, block, out, scratch, next);
             });
         if constexpr (Scales::kScaled && !Scales::kHasFactor && !Scales::kHasMin)
             if (l.groups == 1 && !exact_before(l.format))
-                return multiply_pairs<Code, Scales, false>(tiles, l, w, panels, x, out, scratch);
-        multiply_pairs<Code, Scales, true>(tiles, l, w, panels, x, out, scratch);
+                return multiply_threes<Code, Scales, false>(tiles, l, w, panels, x, out, scratch, next);
+        multiply_threes<Code, Scales, true>(tiles, l, w, panels, x, out, scratch, next);
     });
 }
 

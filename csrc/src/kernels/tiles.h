@@ -14,16 +14,14 @@ struct __attribute__((packed)) TileConfig {
     uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights. first_rows, second_rows: of the activations.
+// As shape() leaves them, tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights; as shape_six() does, 0 to 5 are
+// sums, 6 activations, 7 weights. Rows: of the activations and their sums, the first ones' or the second ones'.
 struct Tiles {
     ~Tiles() { _tile_release(); }
     void shape(int first_rows, int second_rows) {
-        TileConfig config;
-        for (int i = 0; i < 8; ++i) config.row_bytes[i] = kLineBytes, config.rows[i] = kTileRows;
-        config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(first_rows);
-        config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(second_rows);
-        _tile_loadconfig(&config);
+        configure({first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, kTileRows, kTileRows});
     }
+    void shape_six(int rows) { configure({rows, rows, rows, rows, rows, rows, rows, kTileRows}); }
     // By hand: the compilers' intrinsics want their tiles as digits in the source.
     template <int tile>
     void zero() {
@@ -41,6 +39,13 @@ struct Tiles {
     void multiply() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b));
     }
+
+  private:
+    static void configure(const int (&rows)[8]) {
+        TileConfig config;
+        for (int i = 0; i < 8; ++i) config.row_bytes[i] = kLineBytes, config.rows[i] = uint8_t(rows[i]);
+        _tile_loadconfig(&config);
+    }
 };
 
 #else
@@ -50,10 +55,9 @@ struct Tiles {
     alignas(64) uint8_t data[8][kTileBytes];
 
     void shape(int first_rows, int second_rows) {
-        rows[0] = rows[1] = rows[4] = first_rows;
-        rows[2] = rows[3] = rows[5] = second_rows;
-        rows[6] = rows[7] = kTileRows;
+        configure({first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, kTileRows, kTileRows});
     }
+    void shape_six(int count) { configure({count, count, count, count, count, count, count, kTileRows}); }
     template <int tile>
     void zero() {
         __builtin_memset(data[tile], 0, kTileBytes);
@@ -83,6 +87,7 @@ struct Tiles {
     }
 
   private:
+    void configure(const int (&counts)[8]) { __builtin_memcpy(rows, counts, sizeof rows); }
     static float value(const uint8_t* tile, int i) {
         uint16_t bits;
         __builtin_memcpy(&bits, tile + 2 * i, sizeof bits);

@@ -53,7 +53,6 @@ from proa.errors import ProaError, UsageError
 from proa.machine.probe import probe
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
-from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
 from proa.weights.frequencies import ROUTERS
@@ -165,7 +164,7 @@ def case_of(options: HybridOptions) -> Case:
         answers = 2 * _drift_answer(options, most, uncached) + 1
     tokens = options.context + WARM_UP_TOKENS + answers
     pages = -(-tokens // page_tokens) + 1
-    kv_bytes = spec.kv_bytes_per_token(1 if options.kv_dtype == "fp8" else BF16_BYTES)
+    kv_bytes = spec.kv_bytes_per_token(KV_ELEM_BYTES["float8_e4m3fn" if options.kv_dtype == "fp8" else "bfloat16"])
     engine = EngineOptions(
         model=ModelOptions(
             dtype="bfloat16", load_format="dummy", dummy_router=options.router, dummy_format=options.format

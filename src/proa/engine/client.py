@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import signal
+import socket
 import sys
-import tempfile
 from collections.abc import AsyncGenerator
-from pathlib import Path
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from proa.config.env import child_environ
 from proa.engine.handle import EngineState
@@ -31,57 +27,53 @@ from proa.engine.ipc import (
     ToEngine,
     Tokens,
 )
-from proa.errors import EngineDead, ProaError, UsageError, error_from_wire
+from proa.engine.wire import FrontendEnd
+from proa.errors import EngineDead, ProaError, error_from_wire
 from proa.plan.plan import Plan
 from proa.types import EngineRequest, TokenEvent
 
 CLOSE_SECONDS = 5.0
-LONGEST_ENDPOINT = 100  # the system allows a socket's path about 107 bytes
-RECONNECT_MS = 10  # how often to look whether the engine listens yet
 LAST_WORDS_SECONDS = 0.5  # a dying engine's Failed message may still be on its way when its exit is seen
 
 
 class EngineClient:
     """An engine process and the conversation with it (an EngineHandle)."""
 
-    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, folder: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, end: FrontendEnd) -> None:
         self.state: EngineState = "loading"
         self.loading: Loading | None = None
         self.failure: ProaError | None = None
         self.stats = Stats()
         self._process = process
-        self._socket = socket
-        self._folder = folder
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, asyncio.Queue[TokenEvent | ProaError]] = {}
         self._encoder = msgspec.msgpack.Encoder()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._end = end
+        end.take = self._take
+        self._watching = asyncio.create_task(self._watch())
 
     @classmethod
     async def launch(cls, plan: Plan) -> EngineClient:
         """Start the process and return at once; it loads meanwhile."""
-        folder = Path(tempfile.mkdtemp(prefix="proa-"))  # mode 0700: nobody else can connect
-        endpoint = f"ipc://{folder}/engine"
-        if len(endpoint) > LONGEST_ENDPOINT:
-            folder.rmdir()
-            raise UsageError(
-                f"The temporary folder {folder.parent} has too long a name for a socket.",
-                "Set TMPDIR to a shorter one.",
+        mine, its = socket.socketpair()
+        _, end = await asyncio.get_running_loop().create_unix_connection(FrontendEnd, sock=mine)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "proa.engine.worker", str(its.fileno())),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                env=child_environ(),
+                pass_fds=(its.fileno(),),
             )
-        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)  # sending never blocks, not even to an engine that has died
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        socket.connect(endpoint)  # the engine binds: what is sent before it does is kept for it
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "proa.engine.worker", endpoint),
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            env=child_environ(),
-        )
-        client = cls(process, socket, folder)
-        await client._send(Start(plan))
+        except BaseException:
+            end.close()
+            raise
+        finally:
+            its.close()
+        client = cls(process, end)
+        client._send(Start(plan))
         return client
 
     async def wait_ready(self) -> Ready:
@@ -97,7 +89,7 @@ class EngineClient:
         self._streams[request.id] = events
         done = False
         try:
-            await self._send(Submit(request))
+            self._send(Submit(request))
             while not done:
                 event = await events.get()
                 done = isinstance(event, ProaError) or event.finish is not None
@@ -107,37 +99,29 @@ class EngineClient:
         finally:
             del self._streams[request.id]
             if not done:
-                await self._send(Abort([request.id]))
+                self._send(Abort([request.id]))
 
     async def close(self) -> None:
         if self.state != "stopped":
-            self._end("stopped", EngineDead("The engine was stopped."), finish=True)
+            self._stop("stopped", EngineDead("The engine was stopped."), finish=True)
             if self._process.returncode is None:
-                await self._send(Shutdown())
+                self._send(Shutdown())
                 try:
                     await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
                 except TimeoutError:
                     self._process.kill()
                     await self._process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
         if self._process.stdin is not None:
             self._process.stdin.close()
-        self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._end.close()
 
-    async def _send(self, message: ToEngine) -> None:
-        await self._socket.send(self._encoder.encode(message))
+    def _send(self, message: ToEngine) -> None:
+        self._end.send(self._encoder.encode(message))
 
-    async def _read(self) -> None:
-        decoder = msgspec.msgpack.Decoder(FromEngine)
-        first = await self._socket.recv()
-        shutil.rmtree(self._folder, ignore_errors=True)  # connected: no crash can leave the socket's path behind
-        self._handle(decoder.decode(first))
-        while True:
-            await asyncio.sleep(0)  # who waits for these events sees them with their own stats, whatever waits behind
-            self._handle(decoder.decode(await self._socket.recv()))
+    def _take(self, frame: bytes) -> None:
+        self._handle(self._decoder.decode(frame))
 
     def _handle(self, message: FromEngine) -> None:
         if self.state in ("failed", "stopped"):
@@ -160,15 +144,15 @@ class EngineClient:
                 self.state = "ready"
                 self._ready.set_result(message)
             case Failed():
-                self._end("failed", error_from_wire(message.error, message.message, message.remedy))
+                self._stop("failed", error_from_wire(message.error, message.message, message.remedy))
 
     async def _watch(self) -> None:
         code = await self._process.wait()
         await asyncio.sleep(LAST_WORDS_SECONDS)
         if self.state in ("loading", "ready"):
-            self._end("failed", EngineDead(*_obituary(code)))
+            self._stop("failed", EngineDead(*_obituary(code)))
 
-    def _end(self, state: EngineState, failure: ProaError, finish: bool = False) -> None:
+    def _stop(self, state: EngineState, failure: ProaError, finish: bool = False) -> None:
         """Nothing more will come: tell everybody who waits."""
         self.state, self.failure = state, failure
         if not self._ready.done():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from proa.engine.page_table import PageTable
+from proa.engine.row_numbers import RowNumbers, ints
 from proa.engine.spans import Span
 from proa.ops.table import DeviceBatch
 
@@ -27,10 +28,9 @@ class DeviceInputs:
         self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         mine, theirs = _views(self._host, counts), _views(self._device, counts)
-        self._tokens, self._slots, self._positions, self._q_starts, self._kv_lens, self._states = (
-            t.numpy() for t in mine[:6]
-        )
-        self._pages = PageTable(mine[6].view(sequences, most_pages).numpy())
+        self._rows = RowNumbers(*mine[:3])
+        self._q_starts, self._kv_lens, self._states = map(ints, mine[3:6])
+        self._pages = PageTable(mine[6].view(sequences, most_pages))
         self.tokens, self.slots, self.positions = theirs[:3]
         self.batch = DeviceBatch(one_each, theirs[3], theirs[4], theirs[6].view(sequences, most_pages), theirs[5])
 
@@ -40,19 +40,14 @@ class DeviceInputs:
             self._copied.synchronize()
         row = 0
         for i, s in enumerate(sequences):
-            end, first = s.start + len(s.tokens), row
-            row += len(s.tokens)
             self._pages.set(i, s.pages)
-            self._tokens[first:row] = s.tokens
-            self._positions[first:row] = range(s.start, end)
-            self._slots[first:row] = [
-                s.pages[p // page_tokens] * page_tokens + p % page_tokens for p in range(s.start, end)
-            ]
-            self._q_starts[i], self._kv_lens[i], self._states[i] = first, end, s.state
-        self._slots[row:] = -1
-        self._tokens[row:] = self._positions[row:] = 0
-        self._q_starts[len(sequences) :] = row
-        self._kv_lens[len(sequences) :] = 0
+            self._q_starts[i], self._kv_lens[i], self._states[i] = row, s.start + len(s.tokens), s.state
+            row += len(s.tokens)
+        for i in range(len(sequences), self._sequences):
+            self._q_starts[i], self._kv_lens[i] = row, 0
+        self._q_starts[self._sequences] = row
+        self._rows.fill(sequences, page_tokens)
+        self._rows.pad(row)
         return row
 
     def copy(self) -> None:

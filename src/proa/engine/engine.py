@@ -14,6 +14,7 @@ from proa.engine.scheduler import Scheduler
 from proa.engine.step_plan import StepPlan
 from proa.errors import RequestError
 from proa.layers.rope import dynamic_lengths
+from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.types import EngineRequest, TokenEvent, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -68,14 +69,16 @@ class Engine:
         self.runner.ask(plan, wanted)
         self._ahead = self._start_ahead()
         output = self.runner.finish(plan, wanted)
-        self._collect_prompt_logprobs(plan, output)
-        broken = [self._break(*why) for why in sorted(output.broken.items())]
+        if output.prompt_logprobs:
+            self._collect_prompt_logprobs(plan, output)
+        broken = [self._break(*why) for why in sorted(output.broken.items())] if output.broken else []
         events = self.scheduler.commit(plan, output.tokens, output.replaced)
-        events = broken + [self._with_logprobs(event, output) for event in events]
+        if output.logprobs or self._prompt_logprobs:
+            events = [self._with_logprobs(event, output) for event in events]
         if self._saver is not None:
             self._saver.between_steps()
         self.clock.lap(Stage.SCHEDULE)
-        return events
+        return broken + events
 
     def _start(self) -> StepPlan | None:
         plan = self.scheduler.plan()
@@ -101,21 +104,8 @@ class Engine:
 
     def stats(self) -> Stats:
         done = self.runner.executor.counters()
-        return self.scheduler.stats(
-            **self.clock.seconds(),
-            cpu_jobs=done.jobs,
-            cpu_weight_bytes=done.weight_bytes,
-            cpu_experts_needed=done.experts,
-            cpu_experts_foreseen=done.foreseen,
-            cpu_experts_seconds=done.moe_s,
-            cpu_waiting_seconds=done.waiting_s,
-            expert_looks=done.looks,
-            expert_choices=done.choices,
-            expert_hits=done.hits,
-            expert_hit_bytes=done.hit_bytes,
-            expert_missed_bytes=done.missed_bytes,
-            expert_moved_bytes=done.moved_bytes,
-        )
+        counted = () if done is NOTHING_COUNTED else _in_order_of_stats(done)
+        return self.scheduler.stats(*self.clock.seconds(), *counted)
 
     def _with_logprobs(self, event: TokenEvent, output: StepOutput) -> TokenEvent:
         logprob = output.logprobs.get(event.id)
@@ -137,3 +127,20 @@ class Engine:
                 if item.start == 0:  # the first token has nothing before it; a preempted prompt starts over
                     self._prompt_logprobs[item.request.id] = [None]
                 self._prompt_logprobs[item.request.id] += output.prompt_logprobs[item.request.id]
+
+
+def _in_order_of_stats(done: Counters) -> tuple[float, ...]:
+    return (
+        done.jobs,
+        done.weight_bytes,
+        done.experts,
+        done.foreseen,
+        done.moe_s,
+        done.waiting_s,
+        done.looks,
+        done.choices,
+        done.hits,
+        done.hit_bytes,
+        done.missed_bytes,
+        done.moved_bytes,
+    )

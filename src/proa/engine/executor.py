@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from proa.cache.pool import copy_states
 from proa.engine.clock import Stage, StepClock
 from proa.engine.crew import Crew
 from proa.engine.page_table import PageTable
+from proa.engine.row_numbers import RowNumbers, ints
 from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
 from proa.engine.watch import WatchedSession
@@ -43,8 +43,9 @@ class Executor(Protocol):
     spec: Model
     clock: StepClock
 
-    def forward(self, sequences: Sequence[Span]) -> None:
-        """Compute all rows of a step; write their K and V."""
+    def forward(self, sequences: Sequence[Span], scored: Sequence[int] = ()) -> None:
+        """Compute all rows of a step; write their K and V. `scored`: the rows that score or sample will name first, if
+        they are known: they may be scored along."""
 
     def copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
         """Behind what was computed and before what will be: of all recurrent layers, the first slot of each pair to the
@@ -129,7 +130,7 @@ class EagerExecutor(ChoosesOnTheCpu):
         self.decode_threads = self.prefill_threads = torch.get_num_threads()
 
     @torch.inference_mode()
-    def forward(self, sequences: Sequence[Span]) -> None:
+    def forward(self, sequences: Sequence[Span], scored: Sequence[int] = ()) -> None:
         tokens = torch.tensor([t for s in sequences for t in s.tokens])
         torch.set_num_threads(self.decode_threads if len(tokens) <= FEW_TOKENS else self.prefill_threads)
         kv_lens = [s.start + len(s.tokens) for s in sequences]
@@ -180,18 +181,20 @@ class RecordedExecutor(ChoosesOnTheCpu):
         super().__init__()
         self.spec, self.clock = model.spec, StepClock()
         self.crew = crew
-        self._keep = model, recorder  # the program has the addresses of what they own, and of what caches do
+        # The program has the addresses of what they own, and of what caches do.
+        self._keep: list[object] = [model, recorder]
         self._caches = caches
-        self._program, self._limits, self._cache_pages = recorder.program, limits, _num_pages(caches)
-        self._most_pages = -(-limits.context_tokens // limits.page_tokens)
+        self._program, self._limits = recorder.program, limits
         tokens, slots, positions = (_numbers(recorder, limits.rows) for _ in range(3))
-        self._tokens, self._slots, self._positions = tokens.numpy(), slots.numpy(), positions.numpy()
-        table = np.zeros((limits.sequences, self._most_pages), np.int32)
-        self._q_lens, self._kv_lens, self._states = (np.zeros(limits.sequences, np.int32) for _ in range(3))
-        self._addresses = (
-            self._q_lens.ctypes.data, self._kv_lens.ctypes.data, self._states.ctypes.data, table.ctypes.data
-        )  # fmt: skip
+        self._rows = RowNumbers(tokens, slots, positions)
+        most_pages = -(-limits.context_tokens // limits.page_tokens)
+        lens = torch.zeros(3, limits.sequences, dtype=torch.int32)
+        table = torch.zeros(limits.sequences, most_pages, dtype=torch.int32)
+        self._q_lens, self._kv_lens, self._states = map(ints, lens)
         self._pages = PageTable(table)
+        self._keep += lens, table
+        addresses = [of.data_ptr() for of in (*lens, table)]
+        self._shape = (*addresses, most_pages, _num_pages(caches), limits.page_tokens)
         angles = {rope: _angles(rope, positions, limits.context_tokens, recorder) for rope in model.spec.ropes}
         self._changing = {rope: places for rope, places in angles.items() if not _is_kept(rope, limits.context_tokens)}
         step = Step(AttentionBatch((), (), (), slots), angles, caches)
@@ -201,32 +204,34 @@ class RecordedExecutor(ChoosesOnTheCpu):
             recorder.end_blocks(limits.head_rows)
             scored = _numbers(recorder, limits.head_rows)
             self._logits = model.logits(recorder.take(hidden, scored))
-            self._best = model.best(self._logits).numpy()
-        self._scored, self._num_scored = scored.numpy(), 0
+            self._best = ints(model.best(self._logits))
+        self._scored = ints(scored)
+        self._scored_rows: Sequence[int] = ()
+        self._scored_logits = self._logits[:0]
         self._end = len(self._program)
 
-    def forward(self, sequences: Sequence[Span]) -> None:
-        page_tokens = self._limits.page_tokens
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        for i, s in enumerate(sequences):
-            end = s.start + len(s.tokens)
-            self._pages.set(i, s.pages)
-            self._q_lens[i], self._kv_lens[i], self._states[i] = len(s.tokens), end, s.state
-            tokens += s.tokens
-            positions += range(s.start, end)
-            slots += [s.pages[p // page_tokens] * page_tokens + p % page_tokens for p in range(s.start, end)]
-        rows = len(tokens)
-        self._tokens[:rows], self._positions[:rows], self._slots[:rows] = tokens, positions, slots
+    def forward(self, sequences: Sequence[Span], scored: Sequence[int] = ()) -> None:
+        rows = self._set(sequences)
         if self._changing:
             self._compute_angles(sequences, rows)
         if self.crew:
             self.crew.call(few=rows <= FEW_TOKENS)
-        self._program.set_batch(len(sequences), *self._addresses, self._most_pages, self._cache_pages, page_tokens)
+        self._set_scored(scored)
         self.clock.lap(Stage.INPUTS)
-        self._program.run(0, self._body, rows)
+        if len(scored) == rows:  # a step of decode: one call
+            self._program.run(0, self._end, rows)
+        else:
+            self._program.run(0, self._body, rows)
+            self._run_head()
         self.clock.lap(Stage.PROGRAM)
+
+    def _set(self, sequences: Sequence[Span]) -> int:
+        """Put a step in; how many rows it has."""
+        for i, s in enumerate(sequences):
+            self._pages.set(i, s.pages)
+            self._q_lens[i], self._kv_lens[i], self._states[i] = len(s.tokens), s.start + len(s.tokens), s.state
+        self._program.set_batch(len(sequences), *self._shape)
+        return self._rows.fill(sequences, self._limits.page_tokens)
 
     @torch.inference_mode()
     def copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
@@ -235,12 +240,8 @@ class RecordedExecutor(ChoosesOnTheCpu):
 
     def try_step(self, token: int, share: float) -> None:
         """Compute the first `share` of a step of one token, for its time alone. Writes to the first page."""
-        self._tokens[0], self._positions[0], self._slots[0] = token, 0, 0
-        self._pages.set(0, [0])
-        self._q_lens[0] = self._kv_lens[0] = 1
-        self._states[0] = 0
-        self._program.set_batch(1, *self._addresses, self._most_pages, self._cache_pages, self._limits.page_tokens)
-        self._program.run(0, max(1, round(self._body * share)), 1)
+        rows = self._set([Span((token,), 0, [0], 1)])
+        self._program.run(0, max(1, round(self._body * share)), rows)
 
     def _compute_angles(self, sequences: Sequence[Span], rows: int) -> None:
         for rope, places in self._changing.items():
@@ -248,20 +249,30 @@ class RecordedExecutor(ChoosesOnTheCpu):
                 place[:rows] = value
 
     def score(self, rows: Sequence[int]) -> list[int]:
-        self._num_scored = len(rows)
-        self._scored[: len(rows)] = rows
-        self.clock.lap(Stage.INPUTS)
-        self._program.run(self._body, self._end, len(rows))
-        self.clock.lap(Stage.PROGRAM)
-        best: list[int] = self._best[: len(rows)].tolist()
-        return best
+        if rows != self._scored_rows:
+            self._set_scored(rows)
+            self.clock.lap(Stage.INPUTS)
+            self._run_head()
+            self.clock.lap(Stage.PROGRAM)
+        return self._best[: len(rows)].tolist()
+
+    def _set_scored(self, rows: Sequence[int]) -> None:
+        if len(rows) != len(self._scored_rows):
+            self._scored_logits = self._logits[: len(rows)]
+        self._scored_rows = rows
+        for i, row in enumerate(rows):
+            self._scored[i] = row
+
+    def _run_head(self) -> None:
+        if self._scored_rows:
+            self._program.run(self._body, self._end, len(self._scored_rows))
 
     def broken(self) -> dict[int, str]:
         return {}
 
     @property
     def logits(self) -> Tensor:
-        return self._logits[: self._num_scored]
+        return self._scored_logits
 
     def counters(self) -> Counters:
         return NOTHING_COUNTED

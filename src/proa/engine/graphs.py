@@ -124,7 +124,7 @@ class GraphExecutor:
             self._settle()
 
     @torch.inference_mode()
-    def forward(self, sequences: Sequence[Span]) -> None:
+    def forward(self, sequences: Sequence[Span], scored: Sequence[int] = ()) -> None:
         self._settle()
         self._sequences, self._suspect = sequences, True  # until all rows are scored
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

@@ -1,4 +1,4 @@
-"""Typed messages between the API process and the engine process: msgpack over ZMQ, no pickle. Never: logic.
+"""Typed messages between the API process and the engine process: msgpack, no pickle. Never: logic.
 
 Frontend -> engine: Start once, then Submit and Abort, at last Shutdown. Engine -> frontend: Loading*, then Ready or
 Failed, then Tokens, Refused and Stats until the end.
@@ -72,7 +72,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
-    """Sent with every step and when anything else changed. Counters only grow."""
+    """Sent with every step and when anything else changed. Counters only grow. Who makes one names its values by their
+    order: what the scheduler counts, then times, then what the CPU did for a GPU."""
 
     running: int = 0
     waiting: int = 0

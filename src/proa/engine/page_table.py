@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
+
+from proa.engine.row_numbers import ints
 
 
 class PageTable:
-    """int32 [sequences, most pages], written in place: kernels know its address."""
+    """int32 [sequences, most pages] in RAM, written in place: kernels know its address."""
 
-    def __init__(self, rows: NDArray[np.int32]) -> None:
-        self._rows = rows
-        self._pages: list[Sequence[int]] = [()] * len(rows)  # what stands there
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = [ints(row) for row in rows]
+        self._pages: list[Sequence[int]] = [()] * len(rows)  # whose beginning stands there,
+        self._counts = [0] * len(rows)  # so many of them
 
     def set(self, i: int, pages: Sequence[int]) -> None:
-        """A sequence mostly has the pages it had, or one more."""
-        before = self._pages[i]
-        if before == pages:
-            return
-        kept = len(before) if before == pages[: len(before)] else 0
-        self._rows[i, kept : len(pages)] = pages[kept:]
-        self._pages[i] = list(pages)
+        """The list itself is remembered: it may grow, but what is in it must not change."""
+        if pages is not self._pages[i]:
+            self._pages[i], self._counts[i] = pages, 0
+        for page in range(self._counts[i], len(pages)):
+            self._rows[i][page] = pages[page]
+        self._counts[i] = len(pages)

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Hashable
 
 from proa.cache.radix import PrefixNode
+from proa.sampling.rows import Row
 from proa.types import EngineRequest, FinishReason
 
 NO_SLOT = -1
@@ -30,12 +31,14 @@ class Request:
 
     `tokens` is prompt plus answer. The KV of the first `num_computed` of them lies in `pages`, token i in slot
     i % page_tokens of pages[i // page_tokens]. Normally all but the last token of a decoding request are computed.
+    `pages` is a list that only grows, so that who has read it need not read all of it again; any other change is
+    another list.
     """
 
     __slots__ = (
         "arrival", "branch_tokens", "copied_tokens", "finish_reason", "group", "id", "keys", "max_length", "min_length",
-        "node", "num_cached", "num_computed", "num_prompt", "page_tokens", "pages", "passing", "priority", "salt",
-        "sampling", "state", "state_slot", "stop_ids", "stop_token", "tokens",
+        "node", "num_cached", "num_computed", "num_prompt", "page_tokens", "pages", "passing", "priority", "row",
+        "salt", "sampling", "state", "state_slot", "stop_ids", "stop_token", "tokens",
     )  # fmt: skip
 
     def __init__(self, source: EngineRequest, *, arrival: int = 0, context_tokens: int, page_tokens: int) -> None:
@@ -48,6 +51,7 @@ class Request:
         self.arrival = arrival  # counts submissions; ties within a priority are served in this order
         self.tokens = list(source.tokens)
         self.num_prompt = len(source.tokens)
+        self.row = Row(self.sampling, self.tokens, self.num_prompt, self.id)  # what the sampler must know of it
         self.min_length = self.num_prompt + source.sampling.min_tokens  # no eos or stop token ends it before
         self.max_length = min(self.num_prompt + source.sampling.max_tokens, context_tokens)
         self.stop_ids = frozenset(source.sampling.eos_token_ids + source.sampling.stop_token_ids)

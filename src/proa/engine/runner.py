@@ -44,9 +44,23 @@ class Runner:
 
     def start(self, plan: StepPlan) -> None:
         """Compute every item's rows, write their KV; states of others are taken before, copies behind."""
-        self._copy([(item.copy_from, item.request.state_slot) for item in plan.items if item.copy_from != NO_SLOT])
-        self.executor.forward([_span(item) for item in plan.items])
-        self._copy_behind(plan)
+        spans: list[Span] = []
+        scored: list[int] = []
+        before: list[tuple[int, int]] = []
+        behind: list[tuple[int, int]] = []
+        end = 0
+        for item in plan.items:
+            spans.append(_span(item))
+            end += item.num_tokens
+            if item.samples:
+                scored.append(end - 1)
+            if item.copy_from != NO_SLOT:
+                before.append((item.copy_from, item.request.state_slot))
+            if item.copy_to != NO_SLOT:
+                behind.append((item.request.state_slot, item.copy_to))
+        self._copy(before)
+        self.executor.forward(spans, scored)
+        self._copy(behind)
 
     @property
     def can_start_ahead(self) -> bool:
@@ -57,19 +71,21 @@ class Runner:
         if self._follower is None:
             raise ValueError("this executor does not go on by itself")
         self._follower.follow([msgspec.structs.replace(_span(item), tokens=(0,)) for item in plan.items])
-        self._copy_behind(plan)
+        self._copy([(item.request.state_slot, item.copy_to) for item in plan.items if item.copy_to != NO_SLOT])
 
     def ask(self, plan: StepPlan, wanted: Collection[str]) -> None:
         """Choose tokens where the plan says so, of the requests that want them."""
-        self._asked = []
+        asked: list[Row] = []
         rows: list[int] = []
+        self._asked = []
         end = 0
         for item in plan.items:
+            request = item.request
             end += item.num_tokens
-            if item.samples and item.request.id in wanted:
-                self._asked.append(item.request)
+            if item.samples and request.id in wanted:
+                self._asked.append(request)
+                asked.append(request.row)
                 rows.append(end - 1)
-        asked = [Row(r.sampling, r.tokens, r.num_prompt, r.id) for r in self._asked]
         if asked or self._follower:
             self.executor.sample(rows, asked)
         self.executor.clock.lap(Stage.SAMPLE)
@@ -97,9 +113,6 @@ class Runner:
         if self._follower is not None:
             self._follower.sample((), ())
             self._follower.choices()
-
-    def _copy_behind(self, plan: StepPlan) -> None:
-        self._copy([(item.request.state_slot, item.copy_to) for item in plan.items if item.copy_to != NO_SLOT])
 
     def _copy(self, slots: Sequence[tuple[int, int]]) -> None:
         if slots:

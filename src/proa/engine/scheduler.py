@@ -28,7 +28,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from proa.cache.pages import IntegrityError, PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
@@ -91,21 +90,21 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests or self._in_flight)
 
-    def stats(self, **more: Any) -> Stats:
-        """Counters for the frontend; `more` are the engine's, by their names in Stats."""
+    def stats(self, *more: float) -> Stats:
+        """Counters for the frontend; `more` are the engine's, in the order in which Stats has them."""
         return Stats(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            pages_total=self._allocator.num_pages,
-            pages_free=self._allocator.num_free,
-            pages_cached=self._cache.num_evictable if self._cache else 0,
-            state_copies=len(self._cache.copies.nodes) if self._cache and self._cache.copies else 0,
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            cached_prompt_tokens=self._cached_prompt_tokens,
-            generated_tokens=self._generated_tokens,
-            preemptions=self._preemptions,
-            **more,
+            len(self._running),
+            len(self._waiting),
+            self._allocator.num_pages,
+            self._allocator.num_free,
+            self._cache.num_evictable if self._cache else 0,
+            len(self._cache.copies.nodes) if self._cache and self._cache.copies else 0,
+            self._steps,
+            self._prompt_tokens,
+            self._cached_prompt_tokens,
+            self._generated_tokens,
+            self._preemptions,
+            *more,  # type: ignore[arg-type]
         )
 
     # ---- intake
@@ -204,7 +203,8 @@ class Scheduler:
         changed, if `plan` is not the older step in flight or `sampled` does not fit it.
         """
         results = self._check_results(plan, sampled)
-        self._forget_copies([item for item in plan.items if not self.counts(item)])
+        if self._copying:
+            self._forget_copies([item for item in plan.items if not self.counts(item)])
         void, self._void = self._void, ()
         self._in_flight.pop(0)
         if self._in_flight:
@@ -425,8 +425,10 @@ class Scheduler:
         if self._cache is None or request.node is None or first >= last:
             return
         keys = self._keys(self._cache, request, last)[first:]
-        node, pages = self._cache.insert(request.node, keys, request.pages[first:last])
-        request.node, request.pages[first:last] = node, pages
+        own = request.pages[first:last]
+        request.node, held = self._cache.insert(request.node, keys, own)
+        if held != own:
+            request.pages = [*request.pages[:first], *held, *request.pages[last:]]
 
     def _remove(self, request: Request, reason: FinishReason) -> None:
         (self._waiting if request.state is State.WAITING else self._running).remove(request)

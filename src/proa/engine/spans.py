@@ -17,7 +17,8 @@ PROMPT_LOGITS_ROWS = 64
 
 class Span(msgspec.Struct, frozen=True):
     """A sequence's part of a step: `tokens` at positions from `start` on; `pages` hold all of it, and slot `state` what
-    recurrent layers know of it."""
+    recurrent layers know of it. The list of pages may be that of an earlier step, grown; what was in it is the same.
+    """
 
     tokens: Sequence[int]
     start: int

@@ -1,19 +1,19 @@
-"""The engine process: `python -m proa.engine.worker ENDPOINT`. Belongs here: the message loop. Never: maths.
+"""The engine process: `python -m proa.engine.worker SOCKET`. Belongs here: the message loop. Never: maths.
 
 The frontend owns this process: its standard input is a pipe from the frontend, and when that closes, for
-whatever reason, the process ends at once, so no engine outlives its frontend.
+whatever reason, the process ends at once, so no engine outlives its frontend. SOCKET is the number of an inherited one.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 
 import msgspec
 import torch
-import zmq
 
 from proa.engine.clock import Stage
 from proa.engine.engine import Engine
@@ -30,6 +30,7 @@ from proa.engine.ipc import (
     Tokens,
 )
 from proa.engine.load import load_engine
+from proa.engine.wire import SIZE_BYTES, EngineEnd
 from proa.errors import EngineDead, ProaError
 
 log = logging.getLogger(__name__)
@@ -39,32 +40,31 @@ IDLE_POLL_MS = 10_000
 
 
 class Channel:
-    """The socket to the frontend; messages in, messages out."""
+    """Messages in, messages out. Raises EOFError when the frontend is gone."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 2_000)
-        self._socket.bind(endpoint)
+    def __init__(self, end: EngineEnd) -> None:
+        self._end = end
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._frame = bytearray()
 
     def send(self, message: FromEngine) -> None:
-        self._socket.send(self._encoder.encode(message))
+        self._encoder.encode_into(message, self._frame, SIZE_BYTES)
+        self._end.send(self._frame)
 
     def wait(self, timeout_ms: int) -> bool:
-        return bool(self._socket.poll(timeout_ms))
+        return self._end.wait(timeout_ms)
 
     def receive(self) -> ToEngine:
-        message: ToEngine = self._decoder.decode(self._socket.recv())
+        message: ToEngine = self._decoder.decode(self._end.receive())
         return message
 
     def close(self) -> None:
-        self._socket.close()
-        zmq.Context.instance().term()
+        self._end.close()
 
 
 def run(channel: Channel) -> int:
-    """Load what Start asks for, then serve until Shutdown. Returns the exit code."""
+    """Load what Start asks for, then serve until Shutdown. Returns the exit code. Raises EOFError: see Channel."""
     start = channel.receive()
     if not isinstance(start, Start) or start.protocol != PROTOCOL:
         channel.send(Failed("EngineDead", f"Frontend and engine speak different protocols (engine: {PROTOCOL})."))
@@ -88,6 +88,8 @@ def run(channel: Channel) -> int:
     except MemoryError:
         channel.send(Failed("ResourceError", "The engine ran out of memory.", "Lower --context or --max-running."))
         return 4
+    except EOFError:
+        raise
     except Exception as error:  # the last stop: the frontend must hear why, whatever it was
         log.exception("the engine failed")
         channel.send(Failed("EngineDead", f"The engine failed: {type(error).__name__}: {error}"))
@@ -144,8 +146,11 @@ def exit_with_frontend() -> None:
 
 def main() -> None:
     exit_with_frontend()
-    channel = Channel(sys.argv[1])
-    code = run(channel)
+    channel = Channel(EngineEnd(socket.socket(fileno=int(sys.argv[1]))))
+    try:
+        code = run(channel)
+    except EOFError:
+        code = 0  # nobody is left to be told anything
     channel.close()
     sys.exit(code)
 

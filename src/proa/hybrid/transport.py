@@ -144,7 +144,7 @@ class HostTransport:
         self._rows = rows if bool(rows.any()) else None
         if self._rows is not None:
             self._number = (self._number + 1) % (1 << 32)
-            self._write(self._block_of(len(x)), x, ids, weights, theirs, layer)
+            self._write(self._block_of(len(x)), x, ids.where(theirs, -1), weights, rows, layer)
         elif not self._copies:
             return
         self.doorbell.ring(self._number)
@@ -152,9 +152,9 @@ class HostTransport:
     def _block_of(self, tokens: int) -> Block:
         return copied(self._memory, self.size, tokens).block if self._copies else self._block
 
-    def _write(self, block: Block, x: Tensor, ids: Tensor, weights: Tensor, theirs: Tensor, layer: int) -> None:
-        tokens, rows = len(x), theirs.any(1)
-        block.ids[:tokens] = ids.where(theirs, -1)
+    def _write(self, block: Block, x: Tensor, ids: Tensor, weights: Tensor, rows: Tensor, layer: int) -> None:
+        tokens = len(x)
+        block.ids[:tokens] = ids
         block.weights[:tokens] = weights
         block.x[:tokens][rows] = x[rows]
         signed = self._number - (self._number >> 31 << 32)

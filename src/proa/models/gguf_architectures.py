@@ -115,15 +115,22 @@ def _v3_moe(architecture: str, **more: Callable[[Shapes], bool]) -> Callable[[Re
     return read
 
 
+def _local_experts(c: Reader) -> dict[str, Any]:
+    """Of a config.json that has nothing but experts, whose width it calls intermediate_size."""
+    return {
+        "num_local_experts": c.size("expert_count"),
+        "num_experts_per_tok": c.size("expert_used_count"),
+        "intermediate_size": c.size("expert_feed_forward_length"),
+    }
+
+
 def _minimax_m2(c: Reader, shapes: Shapes) -> dict[str, Any]:
     c.expect("expert_gating_func", 2)  # sigmoid
     c.expect("expert_weights_norm", True)
     c.expect("expert_weights_scale", 0.0, 1.0)
     return {
         "architectures": ["MiniMaxM2ForCausalLM"],
-        "num_local_experts": c.size("expert_count"),
-        "num_experts_per_tok": c.size("expert_used_count"),
-        "intermediate_size": c.size("expert_feed_forward_length"),
+        **_local_experts(c),
     }
 
 
@@ -133,9 +140,7 @@ def _gpt_oss(c: Reader, shapes: Shapes) -> dict[str, Any]:
     c.expect("expert_weights_scale", 0.0, 1.0)
     return {
         "architectures": ["GptOssForCausalLM"],
-        "num_local_experts": c.size("expert_count"),
-        "num_experts_per_tok": c.size("expert_used_count"),
-        "intermediate_size": c.size("expert_feed_forward_length"),
+        **_local_experts(c),
         "sliding_window": c.size("attention.sliding_window"),
     }
 

@@ -104,16 +104,15 @@ class CudaOps:
         self, x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, batch: AttentionBatch
     ) -> Tensor:
         """`batch` says where on the device it stands: DeviceBatch."""
-        if batch.device is None:
-            raise ValueError("the delta rule on a GPU reads its batch from the device")
+        at = batch.on_device
         rows, heads, dim = len(x.q), len(weights.a_log), x.v.shape[3]
         mixed, seen = (torch.empty(rows, n, device=x.q.device) for n in (len(weights.conv), heads * dim))
         shape, chunks = self._chunk_shape, None
-        if shape is not None and delta.takes_chunks(rows, x.q.shape[2], batch.device.one_each):
+        if shape is not None and delta.takes_chunks(rows, x.q.shape[2], at.one_each):
             space = torch.empty(delta_chunks.workspace_floats(rows, heads), device=x.q.device)
             chunks = delta_chunks.Chunks(shape, space)
         out = torch.empty(rows, heads * dim, dtype=x.q.dtype, device=x.q.device)
-        delta.gated_delta(x, weights, state, batch.device, batch.slots, mixed, seen.view(rows, heads, dim), chunks, out)
+        delta.gated_delta(x, weights, state, at, batch.slots, mixed, seen.view(rows, heads, dim), chunks, out)
         return out
 
     def route(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
@@ -151,9 +150,7 @@ class CudaOps:
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """`batch` says where on the device it stands: DeviceBatch."""
-        at = batch.device
-        if at is None:
-            raise ValueError("attention on a GPU reads its batch from the device")
+        at = batch.on_device
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         softmax = attention.Softmax(scale, window, sinks)
         if not at.one_each:

@@ -62,9 +62,7 @@ class CudaLatentAttention:
 
     def attend(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
         """`batch` says where on the device it stands: DeviceBatch."""
-        at = batch.device
-        if at is None:
-            raise ValueError("attention on a GPU reads its batch from the device")
+        at = batch.on_device
         (rows, heads, _), rank, shared = q.shape, cache.rank, self._shared_bytes
         out = torch.empty(rows, heads, rank, dtype=q.dtype, device=q.device)
         if not at.one_each:

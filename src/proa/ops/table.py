@@ -46,6 +46,13 @@ class AttentionBatch:
     device: DeviceBatch | None = None
     states: tuple[int, ...] = ()  # each sequence's slot of recurrent states
 
+    @property
+    def on_device(self) -> DeviceBatch:
+        """Raises ValueError where it does not say."""
+        if self.device is None:
+            raise ValueError("a GPU reads its batch from the device, and this one does not stand there")
+        return self.device
+
 
 @dataclass(frozen=True)
 class KvPages:

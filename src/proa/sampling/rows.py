@@ -11,13 +11,27 @@ import msgspec
 from proa.types import Sampling
 
 
-class Row(msgspec.Struct, frozen=True):
-    """One row of logits: the next token of one sequence, whose `tokens` so far begin with the prompt."""
+class Row(msgspec.Struct):
+    """One row of logits: the next token of one sequence, whose `tokens` so far begin with the prompt.
+
+    The list grows with the sequence, so that a row may be kept from step to step. `edits`: whether its wishes change
+    logits at every position.
+    """
 
     sampling: Sampling
     tokens: Sequence[int]
     num_prompt: int
     request: str = ""  # its id, the same from step to step
+    edits: bool = False  # set here
+
+    def __post_init__(self) -> None:
+        s = self.sampling
+        self.edits = (
+            s.repetition_penalty != 1.0
+            or s.presence_penalty != 0.0
+            or s.frequency_penalty != 0.0
+            or bool(s.logit_bias)
+        )  # fmt: skip
 
     @property
     def num_output(self) -> int:
@@ -30,14 +44,7 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def is_adjusted(self) -> bool:
         """Whether the request changes its logits before the draw."""
-        s = self.sampling
-        return (
-            s.repetition_penalty != 1.0
-            or s.presence_penalty != 0.0
-            or s.frequency_penalty != 0.0
-            or bool(s.logit_bias)
-            or self.num_output < s.min_tokens
-        )
+        return self.edits or len(self.tokens) - self.num_prompt < self.sampling.min_tokens
 
     @property
     def takes_best(self) -> bool:

@@ -374,17 +374,19 @@ def variants() -> Iterator[Variant]:
         options: dict[str, object] = {"PAGE_TOKENS": 16, "WINDOW": window, "SINKS": sinks, "KV": kv}
         types = common | dict.fromkeys(("keys", "values"), "*bf16" if kv == "bf16" else "*u8")
         types |= {"sinks": "*fp32"} if sinks else {}
-        oldest = 89 if kv == "e4m3" else 75
+        oldest, newest = (89, None) if kv == "e4m3" else (75, 88 if kv == "e4m3 by bits" else None)
         options |= {} if sinks else {"sinks": None}
         constants, warps, stages = _decode_shape(group, dim)
         outs = {"partial": "*fp32", "sizes": "*fp32", "heads": "i32"}
-        yield Variant(_decode, types | outs, constants | options, warps, stages, (*aligned, "partial"), oldest)
+        yield Variant(
+            _decode, types | outs, constants | options, warps, stages, (*aligned, "partial"), oldest, newest=newest
+        )
         constants, warps, stages = _prefill_shape(group, dim)
         outs = {"q_starts": "*i32", "out": "*bf16", "sequences": "i32", "out_row": "i32"}
         more = constants | options | {"SEQUENCES": FEW_SEQUENCES}
         # D of 256 is too much for sm_75, and the others take long.
         least = oldest if group in (1, 8) and dim <= 128 else max(oldest, 80)
-        yield Variant(_prefill, types | outs, more, warps, stages, (*aligned, "out", "out_row"), least)
+        yield Variant(_prefill, types | outs, more, warps, stages, (*aligned, "out", "out_row"), least, newest=newest)
     for dim in (80, 256):
         shape = _decode_shape(1, dim)[0]
         combine: dict[str, object] = {"DIM": dim, "WIDE": shape["WIDE"], "TOKENS": shape["TOKENS"], "WINDOW": True}

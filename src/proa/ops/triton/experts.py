@@ -12,7 +12,15 @@ from proa.native.formats import PANEL_ROWS
 from proa.ops.residency import Biases, ExpertShape, Located, PairBias
 from proa.ops.triton.experts_few import down, gate_up
 from proa.ops.triton.experts_fp8 import Fp8Space, down_fp8, fp8_space, gate_up_fp8, pays
-from proa.ops.triton.experts_grouped import Groups, block_tokens, down_grouped, gate_up_grouped, group, groups
+from proa.ops.triton.experts_grouped import (
+    Groups,
+    block_tokens,
+    coded,
+    down_grouped,
+    gate_up_grouped,
+    group,
+    groups,
+)
 from proa.ops.triton.fp8_rows import round_rows
 
 FEW_PAIRS = 64  # up to here, hardly two pairs share an expert
@@ -58,9 +66,10 @@ def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace, biases:
         down(space.h, at.down, of, space.partial, down_bias)
         return
     by, total = space.groups, len(space.groups.counts)
-    size = block_tokens(pairs, total)
-    group(at.ids, total, size, by)
     rounded = space.fp8 if space.fp8 is not None and pays(pairs, total) else Fp8Space(None, None)
+    exact = rounded.x is None and rounded.h is None
+    size = block_tokens(pairs, total, coded(of) and exact)
+    group(at.ids, total, size, by)
     if rounded.x is None:
         gate_up_grouped(x, at.up, by, size, of, space.h, up_bias)
     else:

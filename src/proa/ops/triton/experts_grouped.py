@@ -21,6 +21,7 @@ from proa.ops.residency import ExpertShape, PairBias
 from proa.ops.triton.experts_few import of_pairs
 from proa.ops.triton.formats import EXAMPLES
 from proa.ops.triton.panels import ROWS, activated, bias_at, columns_of, constants, panel_products
+from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns, coded_products
 from proa.ops.triton.panels_first import panels_first
 from proa.ops.triton.variant import Variant
 
@@ -46,10 +47,17 @@ def most_blocks(pairs: int, experts: int, block_tokens: int) -> int:
     return used + (pairs - used) // block_tokens
 
 
-def block_tokens(pairs: int, experts: int) -> int:
-    """Of a call: a size that the pairs of most experts fit in, if they were spread evenly at random."""
+def coded(of: ExpertShape) -> bool:
+    """Whether blocks of 16 tokens multiply codes as they are."""
+    return all(packed.format is not Format.BF16 and coded_columns(packed) is not None for packed in (of.up, of.down))
+
+
+def block_tokens(pairs: int, experts: int, coded: bool = False) -> int:
+    """Of a call: a size that the pairs of most experts fit in, if they were spread evenly at random. Codes (`coded`)
+    are decoded so quickly that two blocks of 16 are sooner done than one of 32.
+    """
     mean = pairs / experts
-    return 16 if mean <= 10 else 32 if mean <= 22 else 64 if mean <= 50 else 128
+    return 16 if mean <= (16 if coded else 10) else 32 if mean <= 22 else 64 if mean <= 50 else 128
 
 
 def groups(pairs: int, experts: int, device: torch.device) -> Groups:
@@ -99,7 +107,7 @@ def _block(
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
-    STAGES: tl.constexpr, VALUES: tl.constexpr, FIRST: tl.constexpr,
+    STAGES: tl.constexpr, VALUES: tl.constexpr, FIRST: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Blocks run side by side: those of one expert stand together and share its panels in L2. See experts_few._pair."""
     block, part = tl.program_id(0), tl.program_id(1)
@@ -122,6 +130,11 @@ def _block(
         sums = panels_first(
             expert, part * PANELS, rows, exists, CODE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, PANELS, LINES,
             STAGES, VALUES, ACTIVATION is not None,
+        )  # fmt: skip
+    elif CODED:
+        sums = coded_products(
+            expert, part * PANELS, rows, exists, 0, PANEL_LINES,
+            CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
         )  # fmt: skip
     else:
         sums = panel_products(
@@ -194,7 +207,8 @@ def down_grouped(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Panels of a program, lines of a stage, stages, warps; whether weights are the first operand (panels_first.py).
+    """Panels of a program, lines of a stage (of bfloat16, or as many as have their columns), stages, warps; whether
+    weights are the first operand (panels_first.py), whether codes are multiplied as they are (panels_coded.py).
 
     Shared memory stays below sm_120's 99 KiB.
     """
@@ -204,6 +218,7 @@ class _Tile:
     stages: int
     warps: int
     first: bool = False
+    coded: bool = False
 
 
 # Small blocks are bound by reading weights: two stages of 16 KiB, or three of 8, under way. Large ones fill tiles.
@@ -214,17 +229,22 @@ _TILES = {
     128: _Tile(8, 32, 3, 4, first=True),
 }
 _DECODED = {16: _Tile(4, 64, 3, 4), 32: _Tile(4, 32, 4, 4), 64: _Tile(8, 32, 3, 4), 128: _Tile(8, 32, 3, 8)}
+_CODED = {columns: _Tile(16 if columns == 32 else 8, columns // 2, 3 if columns == 128 else 4, 4, coded=True)
+          for columns in (32, 64, 128)}  # fmt: skip
 
 
 def _tile(of: Layout, block_tokens: int) -> _Tile:
     """Of bfloat16, or of a format whose codes are decoded first, which `first` cannot be."""
-    return (_TILES if of.format is Format.BF16 else _DECODED)[block_tokens]
+    if of.format is Format.BF16:
+        return _TILES[block_tokens]
+    columns = coded_columns(of) if block_tokens <= MOST_ROWS else None
+    return _DECODED[block_tokens] if columns is None else _CODED[columns]
 
 
 def _constants(of: ExpertShape, up: bool, tile: _Tile) -> dict[str, object]:
     packed, columns = (of.up, of.hidden) if up else (of.down, of.width)
     blocks = {"PANELS": tile.panels, "LINES": columns_of(packed, tile.lines), "STAGES": tile.stages}
-    return constants(packed, columns) | blocks | {"FIRST": tile.first}
+    return constants(packed, columns) | blocks | {"FIRST": tile.first, "CODED": tile.coded}
 
 
 def variants() -> Iterator[Variant]:

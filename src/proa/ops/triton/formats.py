@@ -113,6 +113,41 @@ def value(words, i: tl.constexpr, CODE: tl.constexpr):
         return half(both, i % 2)
 
 
+@constexpr_function
+def pair_factor(code):
+    """What a bfloat16 of `pair` is multiplied with: `pair` has codes where they are subnormal numbers."""
+    return 2.0**120 if code == "e4m3" else 2.0**126 if code == "e2m1" else 2.0**127
+
+
+@constexpr_function
+def pair_zero(code):
+    """What is then subtracted."""
+    return 1.0 if code == "int4" else 2.0 if code == "int8" else 0.0
+
+
+@constexpr_function
+def pair_unit(code):
+    """Values are so many times what then stands there."""
+    return 64.0 if code == "int8" else 8.0 if code == "int4" or code == "uint4" else 1.0
+
+
+@triton.jit
+def pair(words, p: tl.constexpr, CODE: tl.constexpr):
+    """Values 2p and 2p + 1 of each word as two bfloat16: see `pair_factor`. All steps are exact, and bfloat16's."""
+    if CODE == "int4" or CODE == "uint4":  # a unit is 2^-130
+        return (words << 3 if p == 0 else words >> (4 * p - 3)) & 0x00780078
+    elif CODE == "int8":  # the lowest bit of the exponent goes on counting
+        return ((words >> 8 if p else words) ^ 0x00800080) & 0x00FF00FF
+    elif CODE == "e4m3":
+        nan = tl.where(not_numbers(words), 0x7FC07FC0, 0)  # of all four
+        size = (words >> 4 if p else words << 4) & 0x07F007F0
+        return size | ((words if p else words << 8) & -0x7FFF8000) | nan
+    else:
+        tl.static_assert(CODE == "e2m1")
+        size = words << (6 - 4 * p) if p < 2 else words >> (4 * p - 6)
+        return (size & 0x01C001C0) | ((words if p == 3 else words << (12 - 4 * p)) & -0x7FFF8000)
+
+
 @triton.jit
 def six_bits(low, high, i: tl.constexpr, CODE: tl.constexpr):
     """Value i of lines of six bits, where `low` is the word that has its low bits."""

@@ -89,12 +89,13 @@ class _Block:
 def _block(tokens: int, outputs: int, inputs: int) -> _Block:
     """Few rows where there are few programs. Weights under way an SM, by calculation, on 132 SMs:
 
-    1 row: 116 KiB for 5120 x 2048, 93 for 2048 x 4096, 144 for 151936 x 2048; a router of 128 has a program of one
+    1 row: 155 KiB for 5120 x 2048, 93 for 2048 x 4096, 144 for 151936 x 2048; a router of 128 has a program of one
     load an SM. More: 58, 46 and 144 KiB; a router is read by 16 programs.
     """
     if tokens == 1:
-        rows = 16 if outputs >= 32768 else 8 if outputs >= 4096 else 4 if outputs >= 1024 else 1
-        return _Block(rows, min(4096 // rows, 2048, triton.next_power_of_2(inputs)))
+        rows = 16 if outputs >= 32768 else 4 if outputs >= 1024 else 1
+        most = 2048 if 4096 <= outputs < 32768 else 4096 // rows  # columns
+        return _Block(rows, min(most, 2048, triton.next_power_of_2(inputs)))
     if outputs >= 16384:
         return _Block(32, 64, slices=2)  # more rows share each load of x, which comes from L2
     if outputs >= 4096:

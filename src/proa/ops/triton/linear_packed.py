@@ -1,10 +1,10 @@
 """Linear maps over packed weights (csrc/src/layout.h), for any number of rows. Belongs here: how programs share panels
 and columns. Never: what codes mean (formats.py), weights that are rows of bfloat16 (linear.py, cuBLAS).
 
-One row: panels are summed on the ordinary cores, as those of an expert; nothing of a weight is rounded. More: the
-matrix unit, for which a weight with its scale is rounded to bfloat16 once. Where there are too few programs to keep all
-of HBM busy, several share the columns of the same panels: each leaves its sums, and the last one to come adds them up,
-always in the same order.
+One row: panels are summed on the ordinary cores, as those of an expert; nothing of a weight is rounded. Up to 16: the
+matrix unit multiplies codes as they are, where it can. More: a weight with its scale is rounded to bfloat16 once. Where
+there are too few programs to keep all of HBM busy, several share the columns of the same panels: each leaves its sums,
+and the last one to come adds them up, always in the same order.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from proa.native.formats import PANEL_ROWS, Form, Format, Layout, layout
 from proa.ops.triton.formats import LINE_WORDS, VALUES
 from proa.ops.triton.panels import ROWS, columns_of, constants, panel_products, panel_sums
+from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns, coded_products
 from proa.ops.triton.variant import Variant
 
 MOST_PROGRAMS = 396  # that share columns
@@ -40,6 +41,7 @@ class Tile:
     stages: int
     warps: int
     programs: int
+    coded: bool = False  # codes are multiplied as they are (panels_coded.py)
 
 
 # Of few rows, 3 programs for each of 132 SMs have some 36 KiB of weights under way there. Of many, sums that are left
@@ -55,6 +57,8 @@ _BLOCKS = (
 def _tile(tokens: int, of: Layout) -> Tile:
     if tokens == 1:
         return _ONE_OF_MANY_ROWS if of.rows >= _MANY_ROWS else _ONE
+    if tokens <= MOST_ROWS and (columns := coded_columns(of)) is not None:
+        return Tile(MOST_ROWS, 4, columns // 2, 4, 4, MOST_PROGRAMS, coded=True)
     return next((tile for tile in _BLOCKS if tokens <= tile.tokens), _BLOCKS[-1])
 
 
@@ -139,7 +143,7 @@ def _many(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, PART_LINES: tl.constexpr,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
-    STAGES: tl.constexpr, VALUES: tl.constexpr,
+    STAGES: tl.constexpr, VALUES: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Blocks of tokens run side by side, and find panels in L2."""
     block, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -147,10 +151,17 @@ def _many(
     exists = token < tokens
     begin = split * PART_LINES
     end = tl.minimum(begin + PART_LINES, PANEL_LINES)
-    y = panel_products(
-        weight, part * PANELS, x + tl.where(exists, token, 0) * x_row, exists, begin, end,
-        CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
-    )  # fmt: skip
+    rows = x + tl.where(exists, token, 0) * x_row
+    if CODED:
+        y = coded_products(
+            weight, part * PANELS, rows, exists, begin, end,
+            CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
+        )  # fmt: skip
+    else:
+        y = panel_products(
+            weight, part * PANELS, rows, exists, begin, end,
+            CODE, SCALE, COLUMNS, PANEL_LINES, PANEL_WORDS, COUNT, GROUP, PANELS, LINES, STAGES, VALUES,
+        )  # fmt: skip
     row = part * PANELS * ROWS + tl.arange(0, PANELS * ROWS)
     inside = exists[:, None] & (row < outputs)[None, :]
     if SPLITS > 1:
@@ -201,7 +212,9 @@ def linear_packed(
 
 def _constants(of: Layout, tile: Tile, grid: _Grid, quads: bool = True) -> dict[str, object]:
     """quads: x of one row can be read four values at a time."""
-    kinds: dict[str, object] = {"QUADS": quads and of.columns % 4 == 0} if tile.tokens == 1 else {"BLOCK": tile.tokens}
+    kinds: dict[str, object] = (
+        {"QUADS": quads and of.columns % 4 == 0} if tile.tokens == 1 else {"BLOCK": tile.tokens, "CODED": tile.coded}
+    )
     blocks = {"PANELS": tile.panels, "LINES": grid.stage, "STAGES": tile.stages}
     return constants(of, of.columns) | blocks | {"SPLITS": grid.splits, "PART_LINES": grid.lines} | kinds
 

@@ -21,3 +21,4 @@ class Variant:
     aligned: tuple[str, ...] = field(default=())  # arguments that are multiples of 16: addresses, strides
     least: int = 75  # the oldest architecture it is meant for, as its compute capability
     shared_kib: int = 0  # that a block may ask for where it is launched
+    newest: int | None = None  # the newest architecture, where those after it get another variant

@@ -1,0 +1,31 @@
+"""Tests in several processes at once (pytest-xdist). Belongs here: who waits for whom. Never: what is tested."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+MOST_PROCESSES = 4  # each has torch, and in time two gigabytes
+
+
+def processes(gpu: bool) -> int:
+    """One a core; but what a GPU has is not divided."""
+    return 1 if gpu else min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+
+
+@contextmanager
+def beside_others(alone: bool) -> Iterator[None]:
+    """A test runs; `alone`: it has waited for the others to end, and none begins before it ends."""
+    turn, running = os.open(__file__, os.O_RDONLY), os.open(FOLDER, os.O_RDONLY)
+    try:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # so that whoever waits is next
+        fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        yield
+    finally:
+        os.close(running)
+        os.close(turn)

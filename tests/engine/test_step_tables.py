@@ -1,0 +1,87 @@
+"""What a step's rows and pages are, written where programs and devices read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines import HEAD_ROWS, load_native
+from proa.engine.device_inputs import DeviceInputs
+from proa.engine.executor import RecordedExecutor
+from proa.engine.page_table import PageTable
+from proa.engine.row_numbers import RowNumbers
+from proa.engine.spans import Span, StepLimits
+from proa.native.pool import Pool
+from tiny import make_tiny
+
+PAGE_TOKENS = 4
+MIXED = [Span([7], 9, [5, 3, 8], 4), Span([1, 2, 3, 4, 5], 3, [2, 6], 9), Span([9], 0, [1], 1)]
+
+
+def test_rows_have_their_tokens_positions_and_slots() -> None:
+    tokens, slots, positions = torch.full((3, 10), -7, dtype=torch.int64)
+    numbers = RowNumbers(tokens, slots, positions)
+    assert numbers.fill(MIXED, PAGE_TOKENS) == 7
+    assert tokens[:7].tolist() == [7, 1, 2, 3, 4, 5, 9]
+    assert positions[:7].tolist() == [9, 3, 4, 5, 6, 7, 0]
+    assert slots[:7].tolist() == [8 * 4 + 1, 2 * 4 + 3, 6 * 4, 6 * 4 + 1, 6 * 4 + 2, 6 * 4 + 3, 1 * 4]
+    assert {tuple(of[7:].tolist()) for of in (tokens, slots, positions)} == {(-7, -7, -7)}
+    numbers.pad(7)
+    assert (tokens[7:].tolist(), slots[7:].tolist(), positions[7:].tolist()) == ([0] * 3, [-1] * 3, [0] * 3)
+    assert slots[:7].tolist()[0] == 33
+
+
+def test_a_table_of_pages_follows_lists_that_grow_and_lists_that_are_others() -> None:
+    there = torch.full((2, 6), -7, dtype=torch.int32)
+    table = PageTable(there)
+    first, second = [4, 5], [9]
+    for i, pages in enumerate((first, second)):
+        table.set(i, pages)
+    first += [6, 7]
+    table.set(0, first)
+    assert there.tolist() == [[4, 5, 6, 7, -7, -7], [9, -7, -7, -7, -7, -7]]
+    table.set(0, [4, 8, 6])  # another list, however much like the last one
+    assert there[0, :3].tolist() == [4, 8, 6]
+    table.set(0, first)
+    table.set(1, first)
+    assert there[:, :4].tolist() == [[4, 5, 6, 7]] * 2
+
+
+def test_a_device_gets_padding_behind_a_step() -> None:
+    inputs = DeviceInputs(10, 4, 6, one_each=False, device=torch.device("cpu"))
+    for spans in (MIXED, MIXED[:1]):  # the second leaves nothing of the first
+        rows = inputs.fill(spans, PAGE_TOKENS)
+        inputs.copy()
+        assert rows == sum(len(s.tokens) for s in spans)
+        assert inputs.tokens[:rows].tolist() == [t for s in spans for t in s.tokens]
+        assert inputs.slots[rows:].tolist() == [-1] * (10 - rows)
+        assert inputs.tokens[rows:].tolist() == inputs.positions[rows:].tolist() == [0] * (10 - rows)
+        starts = [sum(len(s.tokens) for s in spans[:i]) for i in range(len(spans))]
+        assert inputs.batch.q_starts.tolist() == starts + [rows] * (5 - len(spans))
+        ends = [s.start + len(s.tokens) for s in spans]
+        assert inputs.batch.kv_lens.tolist() == ends + [0] * (4 - len(spans))
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_rows_that_are_named_before_have_the_same_logits(decode: bool, tmp_path: Path) -> None:
+    """In a step of decode they come with the rest, in one call; after a prompt in a second one."""
+    folder = make_tiny("qwen3-moe", tmp_path)
+    limits = StepLimits(rows=64, sequences=3, context_tokens=64, page_tokens=PAGE_TOKENS, head_rows=HEAD_ROWS)
+    with Pool([[0]]) as pool:
+        run = load_native(folder, pool).make(limits, 16)
+        assert isinstance(run, RecordedExecutor)
+        prompts = [Span([5, 6, 7, 8], 0, [1, 2], 4), Span([9, 10, 11], 0, [3, 4], 3)]
+        run.forward(prompts)
+        step = [Span([12], 4, [1, 2], 4), Span([13] if decode else [13, 14], 3, [3, 4], 5)]
+        last = [0, 1] if decode else [0, 2]
+        seen = []
+        for named in ((), last, [1], last[::-1]):
+            run.forward(step, named)
+            assert run.logits.shape == (len(named), run.spec.vocab)
+            best = run.score(last)
+            seen.append((best, run.logits.clone()))
+    assert all(best == seen[0][0] and torch.equal(logits, seen[0][1]) for best, logits in seen)
+    assert seen[0][1].isfinite().all()
+    assert not torch.equal(seen[0][1][0], seen[0][1][1])
