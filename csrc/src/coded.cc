@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "bfloat16.h"
 #include "error.h"
 #include "nibbles.h"
 #include "words.h"
@@ -185,10 +186,11 @@ std::vector<float> floats_of(const Scales& s, const uint8_t* of, int row, int gr
     return found;
 }
 
+constexpr uint8_t kEvery[8] = {0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe};  // codes of four bits, in order
+
 // Codes of four bits under scales of many columns: what the 16 codes stand for is rounded once for each scale.
 void nibbles_to_bf16(Stored type, const Scales& s, int row, int group, const uint8_t* codes, int columns,
                      uint16_t* to) {
-    constexpr uint8_t kEvery[8] = {0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe};
     const int groups = (columns + group - 1) / group;
     const std::vector<float> scales = floats_of(s, s.data, row, groups), mins = floats_of(s, s.mins, row, groups);
     constexpr int kAtOnce = 16;  // groups
@@ -207,12 +209,25 @@ void nibbles_to_bf16(Stored type, const Scales& s, int row, int group, const uin
     }
 }
 
+// Under scales of few columns: as many products as columns, of what the codes stand for, which bfloat16 holds exactly.
+void nibbles_times_scales(Stored type, const Scales& s, int row, int group, const uint8_t* codes, int columns,
+                          uint16_t* to) {
+    const int groups = (columns + group - 1) / group;
+    const std::vector<float> scales = floats_of(s, s.data, row, groups), mins = floats_of(s, s.mins, row, groups);
+    float values[16];
+    uint16_t table[1][16];
+    to_float(type, kEvery, 16, values);
+    round_to_bf16(values, 16, table[0]);
+    look_up_nibbles(table, columns / 2, codes, columns / 2, to);
+    scale_bf16(to, columns, group, scales.data(), mins.data(), s.factor);
+}
+
 }  // namespace
 
 void coded_to_bf16(Stored type, const Scales& scales, int row, const uint8_t* codes, int columns, uint16_t* to) {
     const int group = scales.group ? scales.group : columns;
     if (codes_of_byte(type) == 2 && group % 2 == 0 && !scales.group_of)
-        return nibbles_to_bf16(type, scales, row, group, codes, columns, to);
+        return (group < 32 ? nibbles_times_scales : nibbles_to_bf16)(type, scales, row, group, codes, columns, to);
     std::vector<float> values(static_cast<size_t>(columns));
     coded_to_float(type, scales, row, codes, columns, values.data());
     round_to_bf16(values.data(), values.size(), to);

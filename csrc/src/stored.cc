@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 
+#include "bfloat16.h"
 #include "error.h"
 #include "words.h"
 
@@ -25,12 +26,6 @@ float from_half(uint16_t half) {
 namespace {
 
 float half_at(const uint8_t* p) { return from_half(read<uint16_t>(p)); }
-
-uint16_t rounded(float x) {
-    const uint32_t bits = std::bit_cast<uint32_t>(x);
-    const uint32_t up = bits + 0x7fff + (bits >> 16 & 1);
-    return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : up >> 16);
-}
 
 // Codes of blocks are first laid out one a byte, eight at a time.
 template <int N>
@@ -279,10 +274,6 @@ void to_float(Stored type, const uint8_t* from, size_t values, float* to) {
         case Stored::kUint4: return nibbles(from, values, to, [](uint8_t x) { return float(x); });
         case Stored::kE2m1: return nibbles(from, values, to, e2m1);
     }
-}
-
-void round_to_bf16(const float* from, size_t values, uint16_t* to) {
-    for (size_t i = 0; i < values; ++i) to[i] = rounded(from[i]);
 }
 
 void to_bf16(Stored type, const uint8_t* from, size_t values, uint16_t* to) {

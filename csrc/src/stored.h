@@ -58,9 +58,6 @@ float from_half(uint16_t half);
 // `values` numbers, whole blocks, with the operations of ggml's reference in the same order.
 void to_float(Stored type, const uint8_t* from, size_t values, float* to);
 
-// float32 rounded to bfloat16, to the nearest, ties to even.
-void round_to_bf16(const float* from, size_t values, uint16_t* to);
-
 // Stored numbers rounded once to bfloat16.
 void to_bf16(Stored type, const uint8_t* from, size_t values, uint16_t* to);
 

@@ -6,9 +6,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 
+#include "bfloat16.h"
 #include "nibbles.h"
 #include "operations.h"
 
@@ -137,6 +140,37 @@ void looks_up_alike_with_and_without_shuffles() {
         }
 }
 
+// Numbers of every exponent, NaNs and ties among them, in groups whose last is cut short.
+void scales_alike_with_and_without_vectors() {
+    const std::vector<uint8_t> bits = random_bytes(300 * 4, 7), others = random_bytes(300 * 4, 8);
+    std::vector<float> scales(300), floats(300);
+    std::memcpy(floats.data(), bits.data(), bits.size());
+    for (size_t i = 0; i < 300; ++i) scales[i] = float(others[i]) / 16.f;
+    for (size_t i = 0; i < 300; i += 3) floats[i] = std::bit_cast<float>(std::bit_cast<uint32_t>(floats[i]) << 15);
+    const std::vector<float> minimums(scales.rbegin(), scales.rend());
+    for (int count : {0, 1, 7, 16, 31, 48, 300}) {
+        std::vector<uint16_t> best(size_t(count) + 1, 7), plain(best);
+        proa::round_to_bf16(floats.data(), size_t(count), best.data());
+        proa::round_to_bf16_plainly(floats.data(), size_t(count), plain.data());
+        CHECK(best == plain && best.back() == 7);
+        for (int i = 0; i < count; ++i)
+            CHECK(std::isnan(floats[size_t(i)]) == ((best[size_t(i)] & 0x7fff) > 0x7f80));
+        for (int group : {1, 6, 16, 24}) {
+            std::vector<uint16_t> of(best), same(best);
+            proa::scale_bf16(of.data(), count, group, scales.data(), minimums.data(), 0.75f);
+            proa::scale_bf16_plainly(same.data(), count, group, scales.data(), minimums.data(), 0.75f);
+            CHECK(of == same && of.back() == 7);
+            for (int i = 0; i < count; ++i) {
+                const float value = std::bit_cast<float>(uint32_t(best[size_t(i)]) << 16);
+                const float exact = value * scales[size_t(i / group)] * 0.75f + minimums[size_t(i / group)];
+                uint16_t rounded;
+                proa::round_to_bf16_plainly(&exact, 1, &rounded);
+                CHECK(of[size_t(i)] == rounded);
+            }
+        }
+    }
+}
+
 void says_which_file_ends() {
     const proa::Layout l = proa::layout_of(proa::Format::kBf16, kRows, kColumns, 0);
     std::vector<uint8_t> out(size_t(l.panels) * l.panel_bytes);
@@ -182,6 +216,7 @@ int main() {
     }
     turns_words_of_eight_rows();
     looks_up_alike_with_and_without_shuffles();
+    scales_alike_with_and_without_vectors();
     says_which_file_ends();
     return 0;
 }
