@@ -281,10 +281,10 @@ void it_ends_whatever_it_is_doing() {
 
 int main() {
     for (proa::Way way : {proa::Way::kNumber, proa::Way::kFlags, proa::Way::kCalls}) {
-        for (int pool = 0; pool < kPools; ++pool) answers_are_the_experts(pool, way, 60);
+        for (int pool : kPools) answers_are_the_experts(pool, way, 60);
         failures_end_every_wait(way);
     }
-    for (int pool = 0; pool < kPools; ++pool) what_is_foreseen_changes_no_answer(pool);
+    for (int pool : kPools) what_is_foreseen_changes_no_answer(pool);
     a_worker_that_ends_is_told_without_a_job();
     what_is_not_finite_is_told();
     it_ends_whatever_it_is_doing();

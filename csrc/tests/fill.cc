@@ -58,7 +58,7 @@ template <class Jobs>
 void same_bytes(const std::vector<uint8_t>& bytes, const proa::Layout& l, const Jobs& jobs) {
     const File file(bytes);
     std::vector<uint8_t> first;
-    for (int kind = 0; kind < kPools; ++kind)
+    for (int kind : kPools)
         for (bool in_memory : {false, true}) {
             proa::Pool pool(pool_options(kind));
             std::vector<uint8_t> out(size_t(l.panels) * l.panel_bytes, 0);
@@ -175,7 +175,7 @@ void says_which_file_ends() {
     const proa::Layout l = proa::layout_of(proa::Format::kBf16, kRows, kColumns, 0);
     std::vector<uint8_t> out(size_t(l.panels) * l.panel_bytes);
     const File file(random_bytes(size_t(kRows) * kColumns * 2 - 1, 1));
-    for (int kind = 0; kind < kPools; ++kind) {
+    for (int kind : kPools) {
         proa::Pool pool(pool_options(kind));
         int64_t which = -1;
         try {

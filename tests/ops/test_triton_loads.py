@@ -48,8 +48,8 @@ def test_weights_are_copied_16_bytes_at_a_time() -> None:
     for name, sizes in found.items():
         assert sizes.count(16) >= 4, name
         # A linear map of one row copies x as well, a part of a kilobyte for each of several rows of weights.
-        # Of packed formats, scales are copied as well, in smaller parts; pair by pair x too, a word or two at a time, and
-        # with codes as they are x of few rows, scales and minimums, 8 bytes of each for 32 of codes.
+        # Of packed formats, scales are copied as well, in smaller parts; pair by pair x too, a word or two at a time,
+        # and with codes as they are x of few rows, scales and minimums, 8 bytes of each for 32 of codes.
         if "QUADS" in name or ("'SCALE'" in name and "'SCALE': 'none'" not in name):
             least = 0.4 if "QUADS" in name else 32 / 56 if "'CODED': True" in name else 2 / 3
             assert sizes.count(16) * 16 >= sum(sizes) * least, name
