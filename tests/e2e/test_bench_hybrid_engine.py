@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 COMMAND = [sys.executable, "-c", "import sys; from proa.cli.main import main; sys.exit(main())", "bench", "hybrid"]
 QUICK = ["--shape=tiny", "--context=40", "--output-tokens=12", "--runs=2", "--threads=1"]
 
@@ -19,6 +17,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *QUICK, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.alone  # several requests at once must decode together for some steps
 def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
     done = bench("--gpu=sim:64MiB", "--resident=0", "--requests=1,3", "--router=zipf", "--json")
     assert done.returncode == 0, done.stderr
@@ -52,6 +51,7 @@ def test_hits_and_the_roof_of_what_was_read() -> None:
     assert 0 < figures["tokens_per_s"] < figures["roof_as_placed_tokens_per_s"]
 
 
+@pytest.mark.alone
 def test_a_drift() -> None:
     """Both halves of the run have the engine's whole length; hits fall when other experts become hot."""
     done = bench(
@@ -88,6 +88,7 @@ def test_a_model_with_recurrent_states() -> None:
     assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
 
 
+@pytest.mark.alone
 def test_latent_attention_and_a_layer_without_experts() -> None:
     done = bench("--shape=tiny-latent", "--gpu=sim:64MiB", "--resident=50", "--requests=2", "--json")
     assert done.returncode == 0, done.stderr
@@ -104,6 +105,7 @@ def test_experts_with_biases() -> None:
     assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
 
 
+@pytest.mark.alone
 def test_everything_on_the_gpu_and_a_table() -> None:
     done = bench("--gpu=sim:64MiB", "--resident=100", "--requests=2")
     assert done.returncode == 0, done.stderr
@@ -111,6 +113,7 @@ def test_everything_on_the_gpu_and_a_table() -> None:
     assert "experts of the CPU 0 B" in done.stdout
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("form", "bits"), [("int4", 4.5), ("mxfp4", 4.25)])
 def test_experts_of_another_format(form: str, bits: float) -> None:
     done = bench("--gpu=sim:64MiB", "--resident=50", "--requests=2", f"--format={form}", "--json")
