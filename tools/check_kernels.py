@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 KIB = 1024
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may ask for
 PACKAGE = "proa.ops.triton"
-ALWAYS, OTHERS = 90, 2  # architectures of each variant: besides the oldest, and how many more
+ALWAYS, OTHERS = 90, 1  # architectures of each variant: besides the oldest, and how many more
 
 
 def attributes(variant) -> dict[tuple[int], list[list[object]]]:

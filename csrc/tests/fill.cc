@@ -153,8 +153,7 @@ void scales_alike_with_and_without_vectors() {
         proa::round_to_bf16(floats.data(), size_t(count), best.data());
         proa::round_to_bf16_plainly(floats.data(), size_t(count), plain.data());
         CHECK(best == plain && best.back() == 7);
-        for (int i = 0; i < count; ++i)
-            CHECK(std::isnan(floats[size_t(i)]) == ((best[size_t(i)] & 0x7fff) > 0x7f80));
+        for (int i = 0; i < count; ++i) CHECK(std::isnan(floats[size_t(i)]) == ((best[size_t(i)] & 0x7fff) > 0x7f80));
         for (int group : {1, 6, 16, 24}) {
             std::vector<uint16_t> of(best), same(best);
             proa::scale_bf16(of.data(), count, group, scales.data(), minimums.data(), 0.75f);
