@@ -122,19 +122,19 @@ def allowed(variant) -> list[int]:
 
 def shared_out(variants: Sequence, *, everything: bool) -> list[list[int]]:
     """For each variant, in their order, what it is compiled for."""
-    kernels = Counter(variant.kernel.__name__ for variant in variants)
-    seen: Counter[str] = Counter()
+    kinds = [(variant.kernel.__name__, tuple(allowed(variant))) for variant in variants]
+    count, seen = Counter(kinds), Counter[object]()
     found = []
-    for variant in variants:
-        mine, name = allowed(variant), variant.kernel.__name__
+    for kind in kinds:
+        mine = list(kind[1])
         if not everything and mine:
             always = {mine[0], ALWAYS if ALWAYS in mine else mine[-1]}
             others = [capability for capability in mine if capability not in always]
-            each = max(min(OTHERS, len(others)), -(-len(others) // kernels[name]))
-            first = seen[name] * each
+            each = max(min(OTHERS, len(others)), -(-len(others) // count[kind]))
+            first = seen[kind] * each
             first += first // max(1, len(others))  # every second variant is often of one kind: not always the same ones
             mine = sorted(always.union(others[(first + i) % len(others)] for i in range(each)))
-        seen[name] += 1
+        seen[kind] += 1
         found.append(mine)
     return found
 
