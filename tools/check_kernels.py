@@ -1,10 +1,8 @@
-"""Every Triton kernel compiles for every architecture, without a GPU. Run: python tools/check_kernels.py [--all]
-[module...]
+"""Every Triton kernel compiles for every architecture, without a GPU. Run: python tools/check_kernels.py [module...]
 
-Each module of proa.ops.triton that has `variants()` names what its launchers use. Each variant is compiled for the
-oldest architecture it is meant for and for sm_90; of the others between sm_75 and sm_120, a kernel's variants share
-them among themselves, so that each has some (--all: each variant has all). The shared memory of a block is compared
-with what the architecture gives. What is compiled is kept (in ~/.triton/cache/checked): a second run only reads.
+Each module of proa.ops.triton that has `variants()` names what its launchers use; each variant is compiled for sm_75
+to sm_120, and the shared memory of a block compared with what that architecture gives. What is compiled is kept (in
+~/.triton/cache/checked), so that a second run only reads.
 
 Where the optimised LLVM code for an architecture is that of an older one, the rest of the compiler has passed it:
 PTX of an older architecture is PTX of every newer one.
@@ -16,8 +14,6 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +22,6 @@ ROOT = Path(__file__).parent.parent
 KIB = 1024
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may ask for
 PACKAGE = "proa.ops.triton"
-ALWAYS, OTHERS = 90, 1  # architectures of each variant: besides the oldest, and how many more
 
 
 def attributes(variant) -> dict[tuple[int], list[list[object]]]:
@@ -78,7 +73,7 @@ def compiled(variant, capability: int, passed: Passed):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def check(module: str, index: int, capabilities: Sequence[int]) -> tuple[str, list[str]]:
+def check(module: str, index: int) -> tuple[str, list[str]]:
     """The line to print of a variant, and what is wrong with it."""
     variant = list(importlib.import_module(module).variants())[index]
     kernel = f"{module.rsplit('.', 1)[-1]}.{variant.kernel.__name__}"
@@ -90,8 +85,9 @@ def check(module: str, index: int, capabilities: Sequence[int]) -> tuple[str, li
         return name, [f"{name}: the variant and the kernel's arguments differ in {', '.join(sorted(strange))}"]
     most, found, passed = 0, [], Passed()
     failed: dict[str, list[str]] = {}  # by what the compiler says, the architectures
-    for capability in capabilities:
-        limit = SHARED_BYTES[capability]
+    for capability, limit in SHARED_BYTES.items():
+        if not variant.least <= capability <= (variant.newest or capability) or limit < variant.shared_kib:
+            continue
         try:
             used = compiled(variant, capability, passed).metadata.shared
         except Exception as error:  # noqa: BLE001 - whatever the compiler throws is the finding
@@ -102,8 +98,7 @@ def check(module: str, index: int, capabilities: Sequence[int]) -> tuple[str, li
             found.append(f"{name}: sm_{capability} has {limit} KiB of shared memory a block, not {used / KIB:.1f}")
     found += [f"{name}: does not compile for {', '.join(where)}: {error}" for error, where in failed.items()]
     to = f" to sm_{variant.newest}" if variant.newest else ""
-    where = ", ".join(map(str, capabilities))
-    return f"{name}: from sm_{variant.least}{to} ({where}), at most {most / KIB:.1f} KiB shared", found
+    return f"{name}: from sm_{variant.least}{to}, at most {most / KIB:.1f} KiB shared", found
 
 
 def modules_of_kernels() -> list[str]:
@@ -111,42 +106,9 @@ def modules_of_kernels() -> list[str]:
     return [f"{PACKAGE}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
 
 
-def allowed(variant) -> list[int]:
-    """Architectures that a variant is meant for, the oldest first."""
-    return [
-        capability
-        for capability, limit in SHARED_BYTES.items()
-        if variant.least <= capability <= (variant.newest or capability) and limit >= variant.shared_kib
-    ]
-
-
-def shared_out(variants: Sequence, *, everything: bool) -> list[list[int]]:
-    """For each variant, in their order, what it is compiled for."""
-    kinds = [(variant.kernel.__name__, tuple(allowed(variant))) for variant in variants]
-    count, seen = Counter(kinds), Counter[object]()
-    found = []
-    for kind in kinds:
-        mine = list(kind[1])
-        if not everything and mine:
-            always = {mine[0], ALWAYS if ALWAYS in mine else mine[-1]}
-            others = [capability for capability in mine if capability not in always]
-            each = max(min(OTHERS, len(others)), -(-len(others) // count[kind]))
-            first = seen[kind] * each
-            first += first // max(1, len(others))  # every second variant is often of one kind: not always the same ones
-            mine = sorted(always.union(others[(first + i) % len(others)] for i in range(each)))
-        seen[kind] += 1
-        found.append(mine)
-    return found
-
-
-def work(modules: list[str], *, everything: bool) -> list[tuple[str, int, list[int]]]:
+def work(modules: list[str]) -> list[tuple[str, int]]:
     loaded = [(name, importlib.import_module(name)) for name in modules]
-    return [
-        (name, i, capabilities)
-        for name, m in loaded
-        if "variants" in vars(m)
-        for i, capabilities in enumerate(shared_out(list(m.variants()), everything=everything))
-    ]
+    return [(name, i) for name, m in loaded if "variants" in vars(m) for i in range(len(list(m.variants())))]
 
 
 def main(arguments: list[str]) -> int:
@@ -158,15 +120,14 @@ def main(arguments: list[str]) -> int:
     cache = os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")
     os.environ["TRITON_CACHE_DIR"] = str(Path(cache, "checked"))
     sys.path.insert(0, str(ROOT / "src"))
-    modules = [argument for argument in arguments if argument != "--all"]
-    todo = work(modules or modules_of_kernels(), everything="--all" in arguments)
+    todo = work(arguments or modules_of_kernels())
     found: list[str] = []
     with ProcessPoolExecutor(os.cpu_count()) as workers:
         for line, problems in workers.map(check, *zip(*todo, strict=True)) if todo else ():
             print(line, flush=True)
             found += problems
-    builds, kinds = sum(len(capabilities) for *_, capabilities in todo), len(SHARED_BYTES)
-    print("\n".join(found) or f"kernels: {len(todo)} variants compile, {builds} times for {kinds} architectures")
+    span = f"sm_{min(SHARED_BYTES)} to sm_{max(SHARED_BYTES)}"
+    print("\n".join(found) or f"kernels: {len(todo)} variants compile for {span}")
     return bool(found)
 
 

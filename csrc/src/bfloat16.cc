@@ -59,14 +59,14 @@ void round_to_bf16(const float* from, size_t values, uint16_t* to) {
 #if defined(__x86_64__)
     if (has_avx2()) return round_by_eights(from, values, to);
 #endif
-    round_all(from, values, to);
+    round_to_bf16_plainly(from, values, to);
 }
 
 void scale_bf16(uint16_t* values, int count, int group, const float* scales, const float* minimums, float factor) {
 #if defined(__x86_64__)
     if (has_avx2()) return scale_by_eights(values, count, group, scales, minimums, factor);
 #endif
-    scale_all(values, count, group, scales, minimums, factor);
+    scale_bf16_plainly(values, count, group, scales, minimums, factor);
 }
 
 }  // namespace proa

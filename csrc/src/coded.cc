@@ -147,38 +147,6 @@ void pack_coded(const Layout& l, Stored type, const Scales& scales, int first, c
 
 namespace {
 
-// Of columns in any order; scales and mins: of the row.
-void scale_columns(const Scales& s, const uint8_t* scales, const uint8_t* mins, int columns, float* to) {
-    const size_t groups = s.stride / size_t(facts_of(s.type).block_bytes);
-    std::vector<float> scale(groups), minimum(groups);
-    to_float(s.type, scales, groups, scale.data());
-    if (mins) to_float(s.type, mins, groups, minimum.data());
-    for (int k = 0; k < columns; ++k) {
-        const size_t g = size_t(s.group_of[k]);
-        to[k] = to[k] * scale[g] * s.factor + minimum[g];
-    }
-}
-
-}  // namespace
-
-void coded_to_float(Stored type, const Scales& scales, int row, const uint8_t* codes, int columns, float* to) {
-    to_float(type, codes, size_t(columns), to);
-    const int group = scales.group ? scales.group : columns;
-    const size_t skip = size_t((scales.first + row) / scales.rows) * scales.stride;
-    if (scales.group_of)
-        return scale_columns(scales, scales.data + skip, scales.mins ? scales.mins + skip : nullptr, columns, to);
-    const size_t width = size_t(facts_of(scales.type).block_bytes);
-    const float factor = scales.factor;
-    for (int g = 0, first = 0; first < columns; ++g, first += group) {
-        float scale, minimum = 0.f;
-        to_float(scales.type, scales.data + skip + size_t(g) * width, 1, &scale);
-        if (scales.mins) to_float(scales.type, scales.mins + skip + size_t(g) * width, 1, &minimum);
-        for (int k = first; k < std::min(columns, first + group); ++k) to[k] = to[k] * scale * factor + minimum;
-    }
-}
-
-namespace {
-
 // The scales of a row, or its minimums, as floats.
 std::vector<float> floats_of(const Scales& s, const uint8_t* of, int row, int groups) {
     std::vector<float> found(static_cast<size_t>(groups));
@@ -223,6 +191,25 @@ void nibbles_times_scales(Stored type, const Scales& s, int row, int group, cons
 }
 
 }  // namespace
+
+void coded_to_float(Stored type, const Scales& s, int row, const uint8_t* codes, int columns, float* to) {
+    to_float(type, codes, size_t(columns), to);
+    const int group = s.group ? s.group : columns, stored = int(s.stride) / facts_of(s.type).block_bytes;
+    const int groups = s.group_of ? stored : (columns + group - 1) / group;
+    const std::vector<float> scales = floats_of(s, s.data, row, groups), mins = floats_of(s, s.mins, row, groups);
+    const float factor = s.factor;
+    if (s.group_of) {
+        for (int k = 0; k < columns; ++k) {
+            const size_t g = size_t(s.group_of[k]);
+            to[k] = to[k] * scales[g] * factor + mins[g];
+        }
+        return;
+    }
+    for (int g = 0; g < groups; ++g) {
+        const float scale = scales[size_t(g)], minimum = mins[size_t(g)];
+        for (int k = g * group; k < std::min(columns, (g + 1) * group); ++k) to[k] = to[k] * scale * factor + minimum;
+    }
+}
 
 void coded_to_bf16(Stored type, const Scales& scales, int row, const uint8_t* codes, int columns, uint16_t* to) {
     const int group = scales.group ? scales.group : columns;
