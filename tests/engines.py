@@ -15,9 +15,11 @@ from proa.cache.pool import KvStorage, allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.cache.states import StateCopies
 from proa.engine.copying import CopyRules
+from proa.engine.eager import EagerExecutor
 from proa.engine.engine import Engine
-from proa.engine.executor import EagerExecutor, Executor, RecordedExecutor
+from proa.engine.executor import Executor
 from proa.engine.policy import Limits
+from proa.engine.recorded import RecordedExecutor
 from proa.engine.runner import Runner, StepOutput
 from proa.engine.scheduler import Scheduler
 from proa.engine.spans import StepLimits

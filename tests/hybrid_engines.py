@@ -12,7 +12,8 @@ import torch
 
 from engines import COPIES, Loaded
 from proa.cache.pool import KvStorage, allocate_pool
-from proa.engine.executor import EagerExecutor, Executor
+from proa.engine.eager import EagerExecutor
+from proa.engine.executor import Executor
 from proa.engine.gpu_plan import top_k
 from proa.engine.spans import StepLimits
 from proa.hybrid.co_fetch import InPlaceRates

@@ -38,6 +38,9 @@ def next_token(prefix_digest: int) -> int:
     return prefix_digest % VOCAB
 
 
+Tables = dict[str, tuple[list[int], int]]
+
+
 @dataclass
 class Answer:
     """What a request must yield, or has yielded."""
@@ -70,14 +73,15 @@ class FakeEngine:
     """Runs steps, collects answers, and checks everything that must hold in between."""
 
     def __init__(
-        self, limits: Limits, num_pages: int, with_cache: bool = True, copies: int = 0, rules: CopyRules | None = None
-    ) -> None:
+        self, limits: Limits, num_pages: int, with_cache: bool = True, copies: int = 0, rules: CopyRules | None = None,
+        *, turns: bool = False,
+    ) -> None:  # fmt: skip
         """copies: of recurrent states; 0: with a cache, the model has none."""
         self.limits = limits
         self.allocator = PageAllocator(num_pages)
         self.copies = StateCopies(limits.num_slots, copies) if copies else None
         self.cache = PrefixCache(limits.page_tokens, self.allocator, self.copies) if with_cache else None
-        self.scheduler = Scheduler(limits, self.allocator, self.cache, rules)
+        self.scheduler = Scheduler(limits, self.allocator, self.cache, rules, turns=turns)
         self.recurrent = not limits.lookahead_tokens and (self.cache is None or self.copies is not None)
         self.pool: dict[tuple[int, int], tuple[int, int]] = {}  # (page, slot) -> (token, digest)
         self.states: dict[int, int] = {}  # state slot -> digest, as recurrent layers would keep it
@@ -86,7 +90,8 @@ class FakeEngine:
         self.cached_tokens: dict[str, int] = {}
         self.aborted: set[str] = set()
         self.plans: list[StepPlan] = []  # in flight, the older first
-        self.tables: list[dict[str, tuple[list[int], int]]] = []  # of their launch: pages and state slots
+        self.tables: list[Tables] = []  # of their launch: pages and state slots
+        self.beside: tuple[StepPlan, Tables] | None = None
         self.kernels_table = torch.zeros(limits.num_slots, limits.context_tokens + 9, dtype=torch.int32)
         self.page_table = PageTable(self.kernels_table)
         self.finished: list[str] = []
@@ -101,9 +106,13 @@ class FakeEngine:
             self.aborted.add(request_id)
 
     def begin(self) -> StepPlan | None:
-        """Plan a step; there must be one exactly if there is work."""
+        """Plan a step; there must be one exactly if there is work that is not done beside."""
         plan = self.scheduler.plan()
-        assert (plan is not None) == self.scheduler.has_work
+        beside = self.scheduler.beside
+        assert plan is not None or beside is not None or not self.scheduler.has_work
+        if beside is not None and self.beside is None:
+            assert plan is not None, "alone"
+            self._begin_beside(beside, plan)
         if plan:
             self._check_plan(plan)
             self._launch(plan)
@@ -126,15 +135,40 @@ class FakeEngine:
         """Compute the step, `drafts` extra tokens for each sampling item, and commit it. `replaced`: of which requests
         a step ahead has another token than this one gives them."""
         assert plan is self.plans.pop(0), "a device computes one step after the other"
-        table = self.tables.pop(0)
+        self._copy_before(plan, self.tables[0])
+        return self._end(plan, self.tables.pop(0), drafts, replaced)
+
+    def finish_beside(self) -> list[TokenEvent]:
+        """The last part of the step that is computed beside others, and its commit."""
+        assert self.beside is not None
+        (plan, table), self.beside = self.beside, None
+        return self._end(plan, table, 0, lambda name: False)
+
+    def _begin_beside(self, plan: StepPlan, now: StepPlan) -> None:
+        """A device does any part of it at any time until it is finished: nobody may read what it writes."""
+        self._check_plan(plan)
+        slots = {item.request.state_slot for step in (plan, now) for item in step.items}
+        assert len(slots) == len(plan.items) + len(now.items)
+        self.beside = plan, self._tables_of(plan)
+        self._copy_before(plan, self.beside[1])
+        for item in plan.items:
+            pages, state_slot = self.beside[1][item.request.id]
+            self._spoil(item, pages, self.states.get(state_slot, -1), state_slot)
+
+    def _copy_before(self, plan: StepPlan, table: Tables) -> None:
+        self.states |= {table[i.request.id][1]: self.states[i.copy_from] for i in plan.items if i.copy_from != NO_SLOT}
+
+    def _end(
+        self, plan: StepPlan, table: Tables, drafts: int, replaced: Callable[[str], bool]
+    ) -> list[TokenEvent]:  # fmt: skip
         items = [item for item in plan.items if self.scheduler.counts(item)]
         sampled = {}
-        self.states |= {table[i.request.id][1]: self.states[i.copy_from] for i in plan.items if i.copy_from != NO_SLOT}
         for item in plan.items:
             if self.scheduler.counts(item) and (tokens := self._compute(item, drafts, *table[item.request.id])):
                 sampled[item.request.id] = tokens
             elif not self.scheduler.counts(item):
-                self._spoil(item, *table[item.request.id])
+                pages, state_slot = table[item.request.id]
+                self._spoil(item, pages, -1, state_slot)
         for item in plan.items:
             if item.copy_to != NO_SLOT:
                 self.states[item.copy_to] = self.states[table[item.request.id][1]]
@@ -145,9 +179,12 @@ class FakeEngine:
         return events
 
     def step(self, drafts: int = 0) -> StepPlan | None:
+        """And the end of what is computed beside."""
         plan = self.begin()
         if plan:
             self.finish(plan, drafts)
+        if self.beside:
+            self.finish_beside()
         return plan
 
     def drain(self) -> None:
@@ -219,7 +256,7 @@ class FakeEngine:
 
     def _launch(self, plan: StepPlan) -> None:
         self.plans.append(plan)
-        self.tables.append({i.request.id: (list(i.request.pages), i.request.state_slot) for i in plan.items})
+        self.tables.append(self._tables_of(plan))
         for place, item in enumerate(plan.items):
             self.page_table.set(place, item.request.pages)
             there = self.kernels_table[place, : len(item.request.pages)].tolist()
@@ -227,19 +264,22 @@ class FakeEngine:
         into = [item.copy_to for item in plan.items if item.copy_to != NO_SLOT]
         assert len(set(into)) == len(into), "two states are copied into one slot"
 
+    def _tables_of(self, plan: StepPlan) -> Tables:
+        return {i.request.id: (list(i.request.pages), i.request.state_slot) for i in plan.items}
+
     def fail(self) -> None:
         self.aborted.update(self.scheduler.fail_all())
-        self.plans, self.tables = [], []
+        self.plans, self.tables, self.beside = [], [], None
 
     def _slot(self, pages: list[int], position: int) -> tuple[int, int]:
         size = self.limits.page_tokens
         return pages[position // size], position % size
 
-    def _spoil(self, item: StepItem, pages: list[int], state_slot: int) -> None:
-        """The device does not know that nobody wants the item: it writes what is not the token's."""
+    def _spoil(self, item: StepItem, pages: list[int], state: int, state_slot: int) -> None:
+        """The device does not know that nobody wants the item, or is not done: it writes what is not the token's."""
         for position in range(item.start, item.start + item.num_tokens):
             self.pool[self._slot(pages, position)] = (-1, -1)
-        self.states[state_slot] = -1
+        self.states[state_slot] = state
 
     def _compute(self, item: StepItem, drafts: int, pages: list[int], state_slot: int) -> list[int]:
         """Write the item's KV, read the whole prefix back, return the sampled tokens (the last one not computed)."""

@@ -79,6 +79,42 @@ def test_a_drift_as_a_table() -> None:
     assert "90 % of an LRU's" in done.stdout
 
 
+@pytest.mark.parametrize("share", ["0", "0.5"])
+def test_a_prompt_that_comes_while_others_decode(share: str) -> None:
+    done = bench(
+        "--gpu=sim:64MiB", "--resident=50", "--requests=1,2", "--prompt-tokens=300", "--max-batch-tokens=150",
+        f"--prefill-share={share}", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [r["figures"]["requests"] for r in results] == [1, 2]
+    for found in results:
+        figures = found["figures"]
+        assert (found["bench"], figures["prompt_tokens"], figures["prefill_share"]) == (
+            "hybrid-beside", 300, float(share)
+        )  # fmt: skip
+        assert figures["prompt_tokens_per_s"] == pytest.approx(300 / figures["ttft_s"])
+        assert figures["gap_ms_before"] > 0
+        assert figures["gap_ms_beside"] <= figures["gap_ms_longest"] <= 1e3 * figures["ttft_s"] * 1.1
+        assert figures["tokens_per_s_beside"] * figures["ttft_s"] >= (2 if share == "0.5" else 0)
+
+
+def test_a_prompt_beside_as_a_table() -> None:
+    done = bench("--gpu=sim:64MiB", "--requests=1", "--prompt-tokens=100")
+    assert done.returncode == 0, done.stderr
+    assert "100 tokens of prompt; " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--prefill-share=0.5"], "--prompt-tokens"), (["--prompt-tokens=9", "--router=drift"], "different measurements")],
+)
+def test_what_cannot_be_measured(arguments: list[str], says: str) -> None:
+    done = bench("--gpu=sim:64MiB", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
 def test_a_model_with_recurrent_states() -> None:
     """Its prompt is computed again each time."""
     done = bench("--shape=tiny-next", "--gpu=sim:64MiB", "--resident=50", "--requests=1", "--json")

@@ -14,8 +14,8 @@ from engines import COPIES, RULES, finish_all, load_decoder, prefixes, request, 
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
 from proa.engine.clock import Stage
+from proa.engine.eager import EagerExecutor
 from proa.engine.engine import Engine
-from proa.engine.executor import EagerExecutor
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler

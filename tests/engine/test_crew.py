@@ -14,7 +14,8 @@ import torch
 
 from engines import HEAD_ROWS, Loaded, load_native
 from proa.engine.crew import TRIALS_S, Crew, Trial, best, choose_few, waited_s
-from proa.engine.executor import FEW_TOKENS, RecordedExecutor
+from proa.engine.executor import FEW_TOKENS
+from proa.engine.recorded import RecordedExecutor
 from proa.engine.spans import Span, StepLimits
 from proa.native.pool import Pool
 from tiny import make_tiny

@@ -46,7 +46,7 @@ def make_engine(random: Random) -> FakeEngine:
     rules = CopyRules(
         every_tokens=random.choice([1, 4, 8]), cut_tokens=random.choice([4, 8]), asking_tokens=random.choice([1, 4])
     )
-    return FakeEngine(limits, num_pages, with_cache, copies, rules)
+    return FakeEngine(limits, num_pages, with_cache, copies, rules, turns=random.random() < 0.7)
 
 
 def make_request(random: Random, request_id: str) -> EngineRequest:
@@ -81,10 +81,10 @@ def try_submit(fake: FakeEngine, request: EngineRequest) -> None:
         assert fake.scheduler.stats() == before
 
 
-def run_schedule(seed: int) -> tuple[FakeEngine, int]:
-    """The engine, idle again, and how many of its steps were planned ahead."""
+def run_schedule(seed: int) -> tuple[FakeEngine, int, int]:
+    """The engine, idle again, how many of its steps were planned ahead, and how many beside others."""
     random = Random(seed)
-    fake, ahead = make_engine(random), 0
+    fake, ahead, beside, patience = make_engine(random), 0, 0, random.choice([0.2, 0.7, 1.0])
     num_submitted, eagerness, hurry = 0, random.choice([0.3, 1.0, 3.0]), random.choice([0.0, 0.9, 1.0])
     for _ in range(random.randint(5, 60)):
         for _ in range(int(random.expovariate(1 / eagerness))):
@@ -102,31 +102,35 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int]:
         if fake.plans:
             drafts = random.randint(0, fake.limits.lookahead_tokens)
             fake.finish(fake.plans[0], drafts, lambda name: random.random() < 0.05)
+        if fake.beside and random.random() < patience:
+            fake.finish_beside()
+            beside += 1
         fake.scheduler.check()
     while fake.plans:
         fake.finish(fake.plans[0])
     fake.drain()
-    return fake, ahead
+    return fake, ahead, beside
 
 
 @pytest.mark.parametrize("block", range(10))
 def test_seeded_schedules(block: int) -> None:
     per_block = NUM_SCHEDULES // 10 or 300
-    finished = preempted = cached = aborted = ahead = copied = 0
+    finished = preempted = cached = aborted = ahead = beside = copied = 0
     for seed in range(block * per_block, (block + 1) * per_block):
         try:
-            fake, steps = run_schedule(seed)
+            fake, *steps = run_schedule(seed)
         except Exception as error:
             error.add_note(f"run_schedule({seed})")
             raise
-        ahead += steps
+        ahead, beside = ahead + steps[0], beside + steps[1]
         stats = fake.scheduler.stats()
         finished += len(fake.finished)
         preempted += stats.preemptions
         cached += stats.cached_prompt_tokens
         copied += stats.cached_prompt_tokens if fake.copies else 0
         aborted += len(fake.aborted)
-    assert min(finished, preempted, cached, aborted, ahead, copied) > per_block, "the schedules exercise too little"
+    counts = (finished, preempted, cached, aborted, ahead, 2 * beside, copied)
+    assert min(counts) > per_block, "the schedules exercise too little"
 
 
 class Schedules(RuleBasedStateMachine):
@@ -164,6 +168,11 @@ class Schedules(RuleBasedStateMachine):
     def finish_step(self, drafts: int, replaced: str) -> None:
         drafts = min(drafts, self.fake.limits.lookahead_tokens)
         self.fake.finish(self.fake.plans[0], drafts, lambda name: name[-1] in replaced)
+
+    @precondition(lambda self: self.fake.beside)
+    @rule()
+    def finish_beside(self) -> None:
+        self.fake.finish_beside()
 
     @precondition(lambda self: not self.fake.plans)
     @rule(steps=st.integers(1, 30))

@@ -9,8 +9,8 @@ import torch
 
 from engines import HEAD_ROWS, load_native
 from proa.engine.device_inputs import DeviceInputs
-from proa.engine.executor import RecordedExecutor
 from proa.engine.page_table import PageTable
+from proa.engine.recorded import RecordedExecutor
 from proa.engine.row_numbers import RowNumbers
 from proa.engine.spans import Span, StepLimits
 from proa.native.pool import Pool

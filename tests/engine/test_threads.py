@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engines import HEAD_ROWS, Loaded, load_decoder
-from proa.engine.executor import EagerExecutor
+from proa.engine.eager import EagerExecutor
 from proa.engine.runner import Runner, StepOutput
 from proa.engine.spans import StepLimits
 from proa.engine.step_plan import StepPlan

@@ -16,6 +16,7 @@ import msgspec
 
 from proa.bench.gpu_rates import GpuRates, measure_gpu
 from proa.bench.hybrid_ask import SETTLING_TOKENS, ask_all
+from proa.bench.hybrid_beside import MOST_TOKENS, ask_beside, beside_figures
 from proa.bench.hybrid_drift import drift_figures, drift_span
 from proa.bench.hybrid_figures import (
     Rates,
@@ -57,6 +58,7 @@ from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
 from proa.weights.frequencies import ROUTERS
 
+BESIDE_QUESTION = "A prompt comes while others decode: who waits how long?"
 DRIFT_QUESTION = "What happens when other experts become hot?"
 QUESTION = "What do a GPU and the CPU reach together?"
 WARM_UP_TOKENS = 4  # of each request, after its prompt: steps of the batch's size are captured as graphs
@@ -102,6 +104,13 @@ class HybridOptions:
         500, help="tokens of each request until its hot experts change, and then again until all has settled",
         low=20, high=1 << 18,
     )  # fmt: skip
+    prompt_tokens: int | None = option(
+        None, help="measure a prompt of so many tokens that comes while the others decode: what it and they wait",
+        low=2, high=1 << 19,
+    )  # fmt: skip
+    prefill_share: float | None = option(
+        None, help="with --prompt-tokens: see its option of `proa serve`", metavar="SHARE", low=0, high=0.95
+    )
     runs: int = option(3, help="runs of each number of requests; the one of median rate counts", low=1, high=1000)
     max_batch_tokens: int = option(512, help="tokens of one step while prompts are read", low=1, high=1 << 20)
     kv_dtype: str = option(
@@ -162,6 +171,12 @@ def case_of(options: HybridOptions) -> Case:
     answers = answer_tokens(options, most, uncached)
     if options.router == "drift":
         answers = 2 * _drift_answer(options, most, uncached) + 1
+    if options.prompt_tokens is not None:
+        if options.router == "drift":
+            raise UsageError("--prompt-tokens and --router drift ask for different measurements.", "Give one.")
+        answers, most = max(MOST_TOKENS, options.prompt_tokens - options.context), most + 1
+    elif options.prefill_share is not None:
+        raise UsageError("--prefill-share matters where a prompt comes while others decode.", "Add --prompt-tokens.")
     tokens = options.context + WARM_UP_TOKENS + answers
     pages = -(-tokens // page_tokens) + 1
     kv_bytes = spec.kv_bytes_per_token(KV_ELEM_BYTES["float8_e4m3fn" if options.kv_dtype == "fp8" else "bfloat16"])
@@ -176,7 +191,11 @@ def case_of(options: HybridOptions) -> Case:
             page_tokens=page_tokens,
             prefix_cache=not spec.recurrent,  # copies of states would take VRAM from experts
         ),
-        scheduler=SchedulerOptions(max_running=most, max_batch_tokens=options.max_batch_tokens),
+        scheduler=SchedulerOptions(
+            max_running=most,
+            max_batch_tokens=options.max_batch_tokens,
+            prefill_share=0.0 if options.prompt_tokens is None else options.prefill_share,  # else few decode together
+        ),
         machine=options.engine.machine,
         gpus=_gpus(options, shape),
     )
@@ -227,8 +246,10 @@ async def _measure_all(
     try:
         ready = await engine.wait_ready()
         bench = Bench(options, case, prepared, ready, rates)
+        measure = bench.measure_drift if options.router == "drift" else bench.measure
+        if options.prompt_tokens is not None:
+            measure = bench.measure_beside
         for count in case.counts:
-            measure = bench.measure_drift if options.router == "drift" else bench.measure
             report(await measure(engine, count, tuple(notes)))
     finally:
         await engine.close()
@@ -286,6 +307,15 @@ class Bench:
         figures |= {f"{name}_bytes_per_s": getattr(rates, name) for name in ("hbm", "ram", "pcie")}
         told = (*notes, *self._notes())
         return result("hybrid-drift", DRIFT_QUESTION, self._case.shape.name, options, figures, notes=told)
+
+    async def measure_beside(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
+        """A prompt that comes while `requests` decode, another one each time; the first time all is warmed up."""
+        options, count = self._options, self._options.prompt_tokens or 0
+        late = random_prompts(self._case.shape.vocab, options.runs + 1, count, seed=1)
+        runs = [await ask_beside(engine, self._prompts[:requests], prompt) for prompt in late]
+        figures = beside_figures(runs[1:], count) | {"prefill_share": self._prepared.plan.prefill_share}
+        told = (*notes, *self._notes())
+        return result("hybrid-beside", BESIDE_QUESTION, self._case.shape.name, options, figures, notes=told)
 
     def _figures(self, span: Span, requests: int, context_tokens: float, rates: Rates) -> dict[str, float | None]:
         spec, gpu = self._prepared.declared.spec, self._gpu

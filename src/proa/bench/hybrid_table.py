@@ -14,6 +14,16 @@ from proa.bench.table import number, origin
 from proa.obs.units import format_bytes, format_rate
 
 _DRIFT_COLUMNS = ("requests", "tokens since", "tokens/s", "hits %", "LRU's %", "best fixed %", "moved a step")
+_BESIDE_COLUMNS = {
+    "requests": "requests",
+    "first token s": "ttft_s",
+    "prompt tokens/s": "prompt_tokens_per_s",
+    "gap before ms": "gap_ms_before",
+    "meanwhile ms": "gap_ms_beside",
+    "longest ms": "gap_ms_longest",
+    "tokens/s before": "tokens_per_s_before",
+    "meanwhile": "tokens_per_s_beside",
+}
 _COLUMNS = (
     "requests",
     "tokens/s",
@@ -76,6 +86,25 @@ def render_drift(results: Sequence[Result]) -> Group:
         Text(f"{first.question} {first.model}", style="bold"),
         table,
         Text(f"tokens until hits reach 90 % of an LRU's: {good}"),
+        *(Text(f"note: {note}") for note in first.notes),
+        Text(origin(first), style="dim"),
+    )
+
+
+def render_beside(results: Sequence[Result]) -> Group:
+    """A row for each number of requests. `results` is not empty."""
+    table = Table(*_BESIDE_COLUMNS, box=box.SIMPLE, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for result in results:
+        table.add_row(*(number(result.figures[name]) for name in _BESIDE_COLUMNS.values()))
+    first = results[0]
+    share = first.figures["prefill_share"] or 0
+    how = f"turns, {share:.0%} of the time for the prompt" if share else "steps are shared"
+    return Group(
+        Text(f"{first.question} {first.model}", style="bold"),
+        table,
+        Text(f"{number(first.figures['prompt_tokens'])} tokens of prompt; {how}. Gaps: from a token to the next."),
         *(Text(f"note: {note}") for note in first.notes),
         Text(origin(first), style="dim"),
     )

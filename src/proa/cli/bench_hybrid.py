@@ -9,7 +9,7 @@ import msgspec
 
 from proa.bench.hybrid import HybridOptions
 from proa.bench.hybrid import run as measure
-from proa.bench.hybrid_table import render_drift, render_hybrid
+from proa.bench.hybrid_table import render_beside, render_drift, render_hybrid
 from proa.bench.result import Result
 from proa.config.field import option
 from proa.config.parse import parse
@@ -35,5 +35,6 @@ def run(argv: Sequence[str]) -> int:
         return 0
     results: list[Result] = []
     measure(options.bench, results.append)
-    console_out().print((render_drift if options.bench.router == "drift" else render_hybrid)(results))
+    tables = {"hybrid": render_hybrid, "hybrid-drift": render_drift, "hybrid-beside": render_beside}
+    console_out().print(tables[results[0].bench](results))
     return 0

@@ -95,6 +95,14 @@ class SchedulerOptions:
     max_batch_tokens: int = option(
         512, help="tokens of one step: decodes first, the rest is prefill", low=1, high=1 << 20
     )
+    prefill_share: float | None = option(
+        None,
+        help="share of the time that prompts get while others decode, where both take turns: prompts a few layers at a "
+        "time; 0: they share steps; default: 0.5, or 0 where a GPU computes all experts",
+        metavar="SHARE",
+        low=0,
+        high=0.95,
+    )
     max_queued: int = option(256, help="requests that may wait; more are refused with 429", low=0, high=1_000_000)
     max_queued_tokens: int = option(
         4_000_000, help="prompt tokens that may wait; more are refused with 429", low=0, high=1 << 40

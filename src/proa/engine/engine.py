@@ -9,6 +9,7 @@ import msgspec
 from proa.engine.clock import Stage
 from proa.engine.count_saver import CountSaver
 from proa.engine.ipc import Stats
+from proa.engine.lane import Lane
 from proa.engine.runner import Runner, StepOutput
 from proa.engine.scheduler import Scheduler
 from proa.engine.step_plan import StepPlan
@@ -23,9 +24,16 @@ log = logging.getLogger(__name__)
 class Engine:
     """Owns scheduler and runner; everything happens in submit, abort and step, called from one thread."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, vocab: int, saver: CountSaver | None = None) -> None:
-        """saver: of what steps choose."""
-        self._saver = saver
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        vocab: int,
+        saver: CountSaver | None = None,
+        lane: Lane | None = None,
+    ) -> None:
+        """saver: of what steps choose. lane: for what the scheduler plans beside others, if it does."""
+        self._saver, self._lane = saver, lane
         self.runner = runner
         self.scheduler = scheduler
         self.vocab = vocab
@@ -62,11 +70,13 @@ class Engine:
 
         Where the device can go on by itself, the next step is started before this one's results are waited for.
         """
-        plan = self._ahead or self._start()
+        plan = self._ahead or self._done_beside() or self._start() or self._done_beside()
         if plan is None:
             return []
         wanted = {item.request.id for item in plan.items if self.scheduler.counts(item)}
         self.runner.ask(plan, wanted)
+        if self._lane is not None:
+            self._lane.turn()
         self._ahead = self._start_ahead()
         output = self.runner.finish(plan, wanted)
         if output.prompt_logprobs:
@@ -80,12 +90,28 @@ class Engine:
         self.clock.lap(Stage.SCHEDULE)
         return broken + events
 
+    def _done_beside(self) -> StepPlan | None:
+        """What the lane has done."""
+        return None if self._lane is None else self._lane.take()
+
     def _start(self) -> StepPlan | None:
-        plan = self.scheduler.plan()
+        self._drop_beside()
+        plan, beside = self.scheduler.plan(), self.scheduler.beside
         self.clock.lap(Stage.SCHEDULE)
+        if self._lane is not None:
+            self._lane.begin(beside)
+            if plan is None:
+                self._lane.finish()
         if plan is not None:
             self.runner.start(plan)
         return plan
+
+    def _drop_beside(self) -> None:
+        """Where nobody wants any more what the lane has."""
+        plan = self.scheduler.beside
+        if plan is not None and self._lane is not None and not any(map(self.scheduler.counts, plan.items)):
+            self._lane.drop()
+            self.scheduler.commit(plan, {})
 
     def _start_ahead(self) -> StepPlan | None:
         """The device is busy: what this takes adds nothing to the step."""
@@ -97,7 +123,9 @@ class Engine:
 
     def settle(self) -> None:
         """No step follows: wait for what the device still computes."""
-        if self._ahead is not None:
+        if self._lane is not None:
+            self._lane.drop()
+        if self._ahead is not None or self._lane is not None:
             self.runner.settle()
         if self._saver is not None:
             self._saver.end()

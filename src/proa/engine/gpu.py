@@ -97,7 +97,7 @@ class GpuBuild:
         )
         self._decisions.append(warm_up(executor.warm_ups(), report))
         self._decisions.append(STEP_AHEAD)
-        return Runner(executor, plan.page_tokens, executor)
+        return Runner(executor, plan.page_tokens, executor, executor)
 
     def _read_in_place(self, spaces: GpuSpaces) -> InPlaceRates | None:
         """Register the experts in RAM with the driver, and see how fast the GPU reads them there."""

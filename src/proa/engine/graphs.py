@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,8 @@ from proa.engine.clock import Stage, StepClock
 from proa.engine.device_inputs import DeviceInputs
 from proa.engine.device_logprobs import DeviceLogprobs
 from proa.engine.device_sampler import DeviceSampler
+from proa.engine.marks import Marks
+from proa.engine.parts import Parts, begun, not_finite
 from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
 from proa.engine.watch import WatchedSession
@@ -37,6 +39,7 @@ from proa.types import TokenLogprob
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
 WARM_BUCKETS = 3  # decode graphs that are there before the first request
+_NONE = -1  # the best token of a row that is not finite
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
 
 
@@ -80,7 +83,8 @@ class GraphExecutor:
             min(limits.sequences, limits.rows), model.spec.vocab, device, self._logprobs
         )  # fmt: skip
         self._rows: Sequence[int] = ()  # of the last step, that were scored last
-        self._underway = 0  # steps launched whose end has not been waited for
+        self._underway = 0  # steps and parts launched whose end has not been waited for
+        self._behind = 0  # of these, launched behind what was scored last
         self._decoding = self._ahead = False  # the last one is a graph's; another one follows it already
         self._captured: _Captured | None = None  # that graph
         self._next: Sequence[Span] = ()  # of the one that follows
@@ -91,6 +95,9 @@ class GraphExecutor:
         self._suspect = False  # whether the last step may have rows that are not finite
         self._bad: set[int] = set()  # its rows whose logits are not
         self._early: dict[int, str] = {}  # sequences that its successor may have broken, and why
+        self._parts: Parts | None = None  # of a step that is computed between others
+        self._was_in_parts = False  # the last one
+        self._marks = Marks()
         torch.cuda.synchronize(device)  # weights, caches and buffers were filled on streams that this one never awaits
 
     def warm_ups(self) -> list[Callable[[], None]]:
@@ -125,12 +132,16 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def forward(self, sequences: Sequence[Span], scored: Sequence[int] = ()) -> None:
-        self._settle()
+        if self._parts is None:
+            self._settle()
+        self._was_in_parts = False
         self._sequences, self._suspect = sequences, True  # until all rows are scored
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._decoding = all(len(s.tokens) == 1 for s in sequences)
             if self._decoding:
                 self._decode(sequences)
+            elif self._parts is not None:
+                raise ValueError("between the parts of a step there is room for steps of one token a sequence")
             else:
                 self._launch(sequences)
         self.clock.lap(Stage.PROGRAM)
@@ -142,6 +153,8 @@ class GraphExecutor:
         self._tables.fill(sequences)
         self.clock.lap(Stage.INPUTS)
         self._begin()
+        if self._parts is not None:
+            self._marks.begin(self._stream)
         captured.inputs.copy()
         captured.graph.replay()
         self._session.launched()
@@ -160,9 +173,52 @@ class GraphExecutor:
         self._settle()  # a step without rows to score is followed by no call that would wait
 
     def _run(self, inputs: DeviceInputs, rows: int) -> None:
+        self._hidden[:rows].copy_(self._model(*self._step(inputs, rows)))
+
+    def _step(self, inputs: DeviceInputs, rows: int) -> tuple[Tensor, Step]:
         batch = AttentionBatch((), (), (), inputs.slots[:rows], inputs.batch)
         angles = self._tables.of(inputs.positions[:rows])
-        self._hidden[:rows].copy_(self._model(inputs.tokens[:rows], Step(batch, angles, self._caches)))
+        return inputs.tokens[:rows], Step(batch, angles, self._caches)
+
+    @torch.inference_mode()
+    def begin(self, sequences: Sequence[Span]) -> None:
+        """Steps between its parts have graphs: nobody else uses the inputs of other steps."""
+        self._settle()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            rows = self._inputs.fill(sequences, self._limits.page_tokens)
+            self._tables.fill(sequences)
+            self._inputs.copy()
+            tokens, step = self._step(self._inputs, rows)
+            # Angles of other steps come to where these are.
+            angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in step.angles.items()}
+            self._parts = Parts(self._model, sequences, tokens, replace(step, angles=angles))
+        self.clock.lap(Stage.INPUTS)
+
+    @torch.inference_mode()
+    def advance(self, blocks: int) -> bool:
+        parts = begun(self._parts)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._begin()
+            self._behind += 1
+            self._marks.begin(self._stream)
+            self._marks.end(self._stream, parts.advance(blocks))
+            self._session.launched()
+        self.clock.lap(Stage.PROGRAM)
+        return parts.done
+
+    @torch.inference_mode()
+    def end(self) -> None:
+        parts, self._parts = begun(self._parts), None
+        self._sequences, self._suspect = parts.sequences, True
+        self._was_in_parts, self._decoding = True, False
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._hidden[: len(parts.hidden)].copy_(parts.hidden)
+
+    def drop(self) -> None:
+        self._parts = None
+
+    def turns_s(self) -> tuple[float, float]:
+        return self._marks.step_s, self._marks.block_s
 
     def _capture(self, bucket: int) -> _Captured:
         """A graph of steps of `bucket` sequences. Its inputs are padding until they are filled."""
@@ -247,7 +303,8 @@ class GraphExecutor:
         captured.inputs.fill(sequences, self._limits.page_tokens)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._session.follow()
-            self._underway, self._ahead, self._next = self._underway + 1, True, sequences
+            self._underway, self._behind = self._underway + 1, self._behind + 1
+            self._ahead, self._next = True, sequences
             captured.inputs.copy()
             tokens = captured.inputs.tokens[:count]
             tokens.copy_(self._best[:count])
@@ -269,12 +326,15 @@ class GraphExecutor:
                 if asked:
                     self._sampler.launch(self._logits, self._best, asked)
                 self._host_best[:count].copy_(self._best[:count], non_blocking=True)
+            self._marks.end(self._stream)
             self._done.record(self._stream)
+        self._behind = 0
 
     def _finish(self) -> None:
-        """Wait for what the last head was launched behind, but for no step that follows it."""
+        """Wait for what the last head was launched behind, but for nothing that was launched behind that."""
         self._done.synchronize()
-        if self._underway > self._ahead:
+        self._marks.read()
+        while self._underway > self._behind:
             self._underway -= 1
             self._session.end()
 
@@ -282,15 +342,18 @@ class GraphExecutor:
         """Of the rows scored last."""
         tokens: list[int] = self._host_best[: len(self._rows)].tolist()
         rows_of_step = sum(len(s.tokens) for s in self._sequences)
-        broke, self._bad = bool(self._bad), {row for row, token in zip(self._rows, tokens, strict=True) if token < 0}
+        bad = {row for row, token in zip(self._rows, tokens, strict=True) if token == _NONE}
+        broke, self._bad = bool(self._bad), bad
         # A row that broke is in the next step too, and may have left a note there.
-        self._suspect = broke or bool(self._bad) or (len(tokens) < rows_of_step and not self._follows)
+        self._suspect = broke or bool(bad) or (len(tokens) < rows_of_step and not self._follows)
         return tokens
 
     @torch.inference_mode()
     def broken(self) -> dict[int, str]:
         """Decode looks for nothing that its logits do not show. Where a step follows, what is known may be about that
         one: nobody ends before the logits of a step of its own show it."""
+        if self._parts is not None or self._was_in_parts:
+            return self._broken_in_turns()
         if not self._ahead:
             self._settle()
         found, self._early = self._early, {}
@@ -305,6 +368,14 @@ class GraphExecutor:
             self._early = {place: why for place, why in found.items() if place not in self._bad}
         return {place: why for place, why in found.items() if place in self._bad}
 
+    def _broken_in_turns(self) -> dict[int, str]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if not self._was_in_parts:
+                return self._session.broken_rows(self._sequences, self._bad, between_parts=True)
+            self._settle()
+            rows = sum(len(s.tokens) for s in self._sequences)
+            return self._session.broken_rows(self._sequences, not_finite(self._hidden[:rows]))
+
     def _run_head(self, rows: int) -> None:
         logits = self._model.logits(self._hidden.index_select(0, self._scored[:rows]))
         self._logits[:rows].copy_(logits)
@@ -318,7 +389,11 @@ class GraphExecutor:
         return self._session.counters()
 
     def _begin(self) -> None:
-        self._session.begin()
+        if self._underway and self._session.can_follow():
+            self._session.follow()
+        else:
+            self._settle()
+            self._session.begin()
         self._underway += 1
 
     def _settle(self) -> None:
@@ -328,6 +403,7 @@ class GraphExecutor:
         while self._underway:
             self._underway -= 1
             self._session.end()
+        self._behind = 0
 
     def _wait(self) -> None:
         self._done.record(self._stream)

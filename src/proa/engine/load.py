@@ -19,10 +19,12 @@ from proa.cache.states import StateCopies
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.crew import choose_few
+from proa.engine.eager import EagerExecutor
 from proa.engine.engine import Engine
-from proa.engine.executor import EagerExecutor, RecordedExecutor
 from proa.engine.ipc import Loading, Ready
+from proa.engine.lane import Lane
 from proa.engine.policy import Limits
+from proa.engine.recorded import RecordedExecutor
 from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
 from proa.engine.sim_gpu import SimBuild
@@ -67,7 +69,8 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
         load_weights(checkpoint, declared, targets, _paced(report), build.pool, build.flush)
     load_seconds = time.perf_counter() - begin
     runner = build.runner(report)
-    engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver())
+    lane = Lane(runner, plan.prefill_share) if plan.prefill_share else None
+    engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver(), lane)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
     return engine, build.ready(load_seconds)
@@ -125,7 +128,7 @@ class _Eager:
             self._spec, plan.num_pages, plan.page_tokens, self._dtype, sequences=plan.state_slots, kv=self._kv
         )
         self._executor = EagerExecutor(self.model, caches, plan.page_tokens)
-        runner = Runner(self._executor, plan.page_tokens)
+        runner = Runner(self._executor, plan.page_tokens, in_parts=self._executor)
         trial_tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
         choose_threads(self._executor, runner, plan.threads, trial_tokens)
         return runner
@@ -179,7 +182,7 @@ class _Native:
 
         chosen = choose_few(self._crew, self._workers.trials, step, saving=self._workers.saving)
         self._decisions += [chosen] if chosen else []
-        return Runner(executor, plan.page_tokens)
+        return Runner(executor, plan.page_tokens, in_parts=executor)
 
     def saver(self) -> CountSaver | None:
         return None
@@ -203,7 +206,7 @@ def _scheduler(plan: Plan) -> Scheduler:
     allocator = PageAllocator(plan.num_pages)
     copies = StateCopies(plan.max_running, plan.state_copies) if plan.state_copies else None
     prefix_cache = PrefixCache(plan.page_tokens, allocator, copies) if plan.prefix_cache else None
-    return Scheduler(Limits.of(plan), allocator, prefix_cache)
+    return Scheduler(Limits.of(plan), allocator, prefix_cache, turns=plan.prefill_share > 0)
 
 
 def _paced(report: Callable[[Loading], None]) -> Callable[[int, int], None]:

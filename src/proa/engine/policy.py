@@ -4,7 +4,7 @@ without side effects. Never: pages, steps, clocks."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from proa.engine.request import Request
@@ -68,6 +68,10 @@ class Lineup:
     @property
     def last(self) -> Request:
         return self._requests[-1]
+
+    def last_but(self, ids: Collection[str]) -> Request:
+        """The last one that is not among these; there is one."""
+        return next(request for request in reversed(self._requests) if request.id not in ids)
 
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=lambda r: r.order)

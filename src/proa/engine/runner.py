@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from proa.engine.clock import Stage
-from proa.engine.executor import Executor, Follower
+from proa.engine.executor import Executor, Follower, InParts
 from proa.engine.request import NO_SLOT, Request
 from proa.engine.spans import PROMPT_LOGITS_ROWS, Span
 from proa.engine.step_plan import StepItem, StepPlan
@@ -28,9 +28,12 @@ class StepOutput(msgspec.Struct):
 class Runner:
     """Steps of the scheduler, on an executor: start, ask and finish each."""
 
-    def __init__(self, executor: Executor, page_tokens: int, follower: Follower | None = None) -> None:
-        """follower: the executor, if it can start a step while the last one's tokens are not known yet."""
-        self.executor, self._follower = executor, follower
+    def __init__(
+        self, executor: Executor, page_tokens: int, follower: Follower | None = None, in_parts: InParts | None = None
+    ) -> None:
+        """follower: the executor, if it can start a step while the last one's tokens are not known yet; in_parts: if it
+        can compute one step between others."""
+        self.executor, self._follower, self._parted = executor, follower, in_parts
         self.page_tokens = page_tokens
         self.ropes = executor.spec.ropes
         self._asked: list[Request] = []
@@ -46,21 +49,40 @@ class Runner:
         """Compute every item's rows, write their KV; states of others are taken before, copies behind."""
         spans: list[Span] = []
         scored: list[int] = []
-        before: list[tuple[int, int]] = []
-        behind: list[tuple[int, int]] = []
         end = 0
         for item in plan.items:
             spans.append(_span(item))
             end += item.num_tokens
             if item.samples:
                 scored.append(end - 1)
-            if item.copy_from != NO_SLOT:
-                before.append((item.copy_from, item.request.state_slot))
-            if item.copy_to != NO_SLOT:
-                behind.append((item.request.state_slot, item.copy_to))
-        self._copy(before)
+        self._copy_before(plan)
         self.executor.forward(spans, scored)
-        self._copy(behind)
+        self._copy_behind(plan)
+
+    def begin(self, plan: StepPlan) -> None:
+        """The same a part at a time, between other steps: `advance` until that is all, then `end`, then `ask`."""
+        self._copy_before(plan)
+        self._in_parts.begin([_span(item) for item in plan.items])
+
+    def advance(self, blocks: int) -> bool:
+        return self._in_parts.advance(blocks)
+
+    def end(self, plan: StepPlan) -> None:
+        self._in_parts.end()
+        self._copy_behind(plan)
+
+    def drop(self) -> None:
+        """In place of `end`, at any time."""
+        self._in_parts.drop()
+
+    def turns_s(self) -> tuple[float, float]:
+        return self._in_parts.turns_s()
+
+    @property
+    def _in_parts(self) -> InParts:
+        if self._parted is None:
+            raise ValueError("this executor computes steps as a whole")
+        return self._parted
 
     @property
     def can_start_ahead(self) -> bool:
@@ -71,7 +93,7 @@ class Runner:
         if self._follower is None:
             raise ValueError("this executor does not go on by itself")
         self._follower.follow([msgspec.structs.replace(_span(item), tokens=(0,)) for item in plan.items])
-        self._copy([(item.request.state_slot, item.copy_to) for item in plan.items if item.copy_to != NO_SLOT])
+        self._copy_behind(plan)
 
     def ask(self, plan: StepPlan, wanted: Collection[str]) -> None:
         """Choose tokens where the plan says so, of the requests that want them."""
@@ -113,6 +135,12 @@ class Runner:
         if self._follower is not None:
             self._follower.sample((), ())
             self._follower.choices()
+
+    def _copy_before(self, plan: StepPlan) -> None:
+        self._copy([(item.copy_from, item.request.state_slot) for item in plan.items if item.copy_from != NO_SLOT])
+
+    def _copy_behind(self, plan: StepPlan) -> None:
+        self._copy([(item.request.state_slot, item.copy_to) for item in plan.items if item.copy_to != NO_SLOT])
 
     def _copy(self, slots: Sequence[tuple[int, int]]) -> None:
         if slots:

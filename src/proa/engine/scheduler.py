@@ -6,12 +6,14 @@ preemption, the results of a step. Never: tensors, text, clocks, processes.
 
 plan() and commit() bracket a step. Between them requests may be submitted and aborted, and nothing that the step
 reads or writes changes hands. Where a device computes one step after the other, plan_ahead() gives the step after the
-one in flight before that one's tokens are known; whoever ends meanwhile has a row in it that counts for nothing. The
-rules, in their order of weight:
+one in flight before that one's tokens are known; whoever ends meanwhile has a row in it that counts for nothing. Where
+prompts have turns (engine/lane.py), plan() leaves their chunks in `beside`: one step, in flight beside any number of
+steps of decode until it is committed itself. The rules, in their order of weight:
 
 1. The order of service is total: smaller priority, then earlier arrival. A page that runs out is taken from the
    last running request (its tokens stay; it waits at its old place and computes them again, mostly from the
-   prefix cache). The first one running therefore always advances, and equals are served in finite time.
+   prefix cache). The first one running therefore always advances, and equals are served in finite time. Nothing is
+   taken from who is computed beside: whoever needs a page then waits for that step's end.
 2. Each running decode gets its token first; prefill chunks share the rest of max_batch_tokens in that order.
 3. A waiting request is admitted only with pages for all its tokens, plus one spare page for each request already
    running, so that it is not preempted at once. Nobody overtakes a request that does not fit, except its seniors.
@@ -32,6 +34,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from proa.cache.pages import IntegrityError, PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
 from proa.engine.copying import Copying, CopyRules
+from proa.engine.draft import Draft
 from proa.engine.ipc import Stats
 from proa.engine.policy import Limits, Lineup, refuse_crowd, refuse_impossible
 from proa.engine.request import NO_SLOT, Request, State
@@ -40,33 +43,14 @@ from proa.errors import RequestError
 from proa.types import EngineRequest, FinishReason, TokenEvent
 
 
-class _Draft:
-    """The step while it is being planned."""
-
-    def __init__(self, budget_tokens: int) -> None:
-        self.items: dict[str, StepItem] = {}
-        self.budget_tokens = budget_tokens
-        self.copy_from: dict[str, int] = {}  # state slots that requests which start in this step go on from
-
-    def add(self, request: Request, cost_tokens: int) -> None:
-        num_tokens = min(request.num_left, cost_tokens)
-        samples = num_tokens == request.num_left
-        copy_from = self.copy_from.get(request.id, NO_SLOT)
-        self.items[request.id] = StepItem(request, request.num_computed, num_tokens, samples, copy_from)
-        self.budget_tokens -= cost_tokens
-
-    def drop(self, request: Request) -> None:
-        self.items.pop(request.id, None)
-
-
 class Scheduler:
     """Plain data and policy; one thread. Owns the requests and, through them, every page it allocates."""
 
     def __init__(
         self, limits: Limits, allocator: PageAllocator, prefix_cache: PrefixCache | None,
-        copy_rules: CopyRules | None = None,
+        copy_rules: CopyRules | None = None, *, turns: bool = False,
     ) -> None:  # fmt: skip
-        """copy_rules: for a prefix cache with copies of recurrent states."""
+        """copy_rules: for a prefix cache with copies of recurrent states. turns: of prompts, while others decode."""
         self.limits = limits
         self._allocator = allocator
         self._cache = prefix_cache
@@ -77,7 +61,9 @@ class Scheduler:
         self._waiting = Lineup()
         self._running = Lineup()
         self._free_states = list(range(limits.num_slots))  # slots of recurrent states: one for each that may run
+        self._turns = turns
         self._in_flight: list[StepPlan] = []  # the step that is computed, then the one planned ahead
+        self.beside: StepPlan | None = None  # what is computed beside these
         self._void: Collection[str] = ()  # ids of that one's items which were computed from tokens that are not theirs
         self._arrivals = 0
         self._steps = 0
@@ -88,7 +74,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._in_flight)
+        return bool(self._requests or self._flying)
+
+    @property
+    def _flying(self) -> list[StepPlan]:
+        """Steps planned and not committed."""
+        return [*self._in_flight, self.beside] if self.beside else self._in_flight
 
     def stats(self, *more: float) -> Stats:
         """Counters for the frontend; `more` are the engine's, in the order in which Stats has them."""
@@ -133,7 +124,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None or request.state is State.FINISHED:
             return False
-        if any(item.request is request for plan in self._in_flight for item in plan.items):
+        if any(item.request is request for plan in self._flying for item in plan.items):
             request.finish("abort")  # commit() removes it
         else:
             self._remove(request, "abort")
@@ -142,9 +133,9 @@ class Scheduler:
     def fail_all(self) -> list[str]:
         """The engine cannot go on, or must stop: end everything now, the steps in flight included, whose plans must
         not be committed. Returns the ids that had not ended, oldest first."""
-        for plan in self._in_flight:
+        for plan in self._flying:
             self._forget_copies(plan.items)
-        self._in_flight, self._void = [], ()
+        self._in_flight, self.beside, self._void = [], None, ()
         ended = [r.id for r in self._requests.values() if r.state is not State.FINISHED]
         for request in list(self._requests.values()):
             self._remove(request, "error")
@@ -153,15 +144,20 @@ class Scheduler:
     # ---- a step
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to do. Must be followed by commit() or fail_all()."""
+        """The next step, or None if there is nothing to do but what is done beside. Must be followed by commit() or
+        fail_all(). `beside` may be new then: what it reads of others it must read before this step writes anything."""
         if self._in_flight:
             raise RuntimeError("the last step was neither committed nor failed")
-        draft = _Draft(self.limits.max_batch_tokens)
+        draft = Draft(self.limits.max_batch_tokens, apart=self._turns)
         self._plan_decodes(draft)
-        self._plan_prefills(draft)
-        if not draft.items:
+        if self.beside is None:
+            self._plan_prefills(draft)
+        now, beside = draft.steps()
+        if beside:
+            self.beside = self._step(beside)
+        if not now:
             return None
-        self._in_flight = [self._step(draft.items.values())]
+        self._in_flight = [self._step(now)]
         return self._in_flight[0]
 
     def _step(self, items: Iterable[StepItem]) -> StepPlan:
@@ -172,9 +168,11 @@ class Scheduler:
         its requests is to be computed next: its items that count, in their order, each one token later, which is not
         known yet. To be committed after that step.
 
-        None where anything else is to be done first: somebody may be admitted, or needs a page that is not there. Items
-        of requests that end in the step in flight, foreseen or not, are dropped at commit().
+        None where anything else is to be done first: somebody may be admitted, needs a page that is not there, or is
+        computed beside. Items of requests that end in the step in flight, foreseen or not, are dropped at commit().
         """
+        if self.beside is not None:
+            return None
         if len(self._in_flight) != 1:
             raise RuntimeError(f"a step can be planned ahead of one in flight, not of {len(self._in_flight)}")
         items = [item for item in self._in_flight[0].items if self.counts(item)]
@@ -188,7 +186,7 @@ class Scheduler:
         return self._in_flight[1]
 
     def counts(self, item: StepItem) -> bool:
-        """Whether anybody wants what the older step in flight computes of this item of it."""
+        """Whether anybody wants what this item of the older step in flight, or of the one beside, computes."""
         return item.request.state is not State.FINISHED and item.request.id not in self._void
 
     def commit(
@@ -200,15 +198,19 @@ class Scheduler:
         Returns an event for each such item, aborted ones excepted; tokens after the end are dropped, the eos or
         stop token is in `stop_token` only, logprobs are the engine's to fill in. `replaced`: ids whose token is not the
         one that a step planned ahead goes on with; they are preempted after that. Raises ValueError, with nothing
-        changed, if `plan` is not the older step in flight or `sampled` does not fit it.
+        changed, if `plan` is neither the older step in flight nor the one beside, or `sampled` does not fit it.
         """
         results = self._check_results(plan, sampled)
         if self._copying:
             self._forget_copies([item for item in plan.items if not self.counts(item)])
-        void, self._void = self._void, ()
-        self._in_flight.pop(0)
-        if self._in_flight:
-            self._void = replaced
+        void: Collection[str] = ()
+        if plan is self.beside:
+            self.beside = None
+        else:
+            void, self._void = self._void, ()
+            self._in_flight.pop(0)
+            if self._in_flight:
+                self._void = replaced
         self._steps += 1
         events = []
         for item in plan.items:
@@ -241,7 +243,7 @@ class Scheduler:
             self._cache.check()
             holders.update(self._cache.pages())
         if self._copying:
-            self._copying.check([item for plan in self._in_flight for item in plan.items])
+            self._copying.check([item for plan in self._flying for item in plan.items])
         for page in range(self._allocator.num_pages):
             if (count := self._allocator.references(page)) != holders[page]:
                 raise IntegrityError(f"page {page} has {count} references but {holders[page]} known holders")
@@ -281,13 +283,20 @@ class Scheduler:
             return False
         return num_going_on > 0 and all(item.samples and item.num_tokens == 1 for item in items)
 
-    def _plan_decodes(self, draft: _Draft) -> None:
+    def _plan_decodes(self, draft: Draft) -> None:
+        held = self._held
         for request in self._running:
-            if request.state is State.RUNNING and request.num_left == 1 and self._grow(request):
-                draft.add(request, 1 + self.limits.lookahead_tokens)
+            decodes = request.state is State.RUNNING and request.num_left == 1 and request.id not in held
+            if decodes and self._grow(request, held):
+                draft.add_decode(request, 1 + self.limits.lookahead_tokens)
 
-    def _plan_prefills(self, draft: _Draft) -> None:
-        if not self._waiting and len(draft.items) == len(self._running):
+    @property
+    def _held(self) -> frozenset[str]:
+        """Ids of the step that is computed beside."""
+        return frozenset(item.request.id for item in self.beside.items) if self.beside else frozenset()
+
+    def _plan_prefills(self, draft: Draft) -> None:
+        if not self._waiting and len(draft) == len(self._running):
             return
         leading = {r.group for r in self._running if self._leads(r)}
         is_open = True  # until someone does not fit: nobody behind may overtake
@@ -303,7 +312,7 @@ class Scheduler:
                 if self._leads(request):
                     leading.add(request.group)
             num_tokens = min(draft.budget_tokens, request.num_left)
-            draft.add(request, self._copying.chunk(request, num_tokens) if self._copying else num_tokens)
+            draft.add_chunk(request, self._copying.chunk(request, num_tokens) if self._copying else num_tokens)
 
     def _unfinished_prompts(self) -> Iterator[Request]:
         """Running requests with more than a decode to compute, and the waiting ones, in the order of service."""
@@ -320,7 +329,7 @@ class Scheduler:
         """Log-probabilities of prompt tokens come only with computing these."""
         return request.sampling.prompt_logprobs is None or request.num_generated > 0
 
-    def _admit(self, request: Request, draft: _Draft) -> bool:
+    def _admit(self, request: Request, draft: Draft) -> bool:
         """Start a waiting request if a slot and pages can be had, from requests of worse priority if need be."""
         worse = [r for r in self._running if r.priority > request.priority]
         if len(self._running) - len(worse) >= self.limits.num_slots:
@@ -363,11 +372,14 @@ class Scheduler:
         available = self._num_available - idle - len(self._running)
         return self.limits.pages_for(len(request.tokens) + self.limits.lookahead_tokens) - matched - available
 
-    def _grow(self, request: Request) -> bool:
-        """Get the page that the next token needs; False if the request had to be preempted itself."""
+    def _grow(self, request: Request, held: Collection[str]) -> bool:
+        """Get the page that the next token needs; False if the request had to be preempted itself, or waits for one of
+        those that are `held`."""
         need = self._pages_needed(request)
         while need > self._num_available:
-            victim = self._running.last
+            victim = self._running.last_but(held)
+            if victim is request and held:
+                return False
             self._preempt(victim)
             if victim is request:
                 return False
@@ -375,7 +387,7 @@ class Scheduler:
             request.pages += self._take(need)
         return True
 
-    def _preempt(self, request: Request, draft: _Draft | None = None) -> None:
+    def _preempt(self, request: Request, draft: Draft | None = None) -> None:
         if draft:
             draft.drop(request)
         self._running.remove(request)
@@ -387,7 +399,7 @@ class Scheduler:
     # ---- results
 
     def _check_results(self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int]]:
-        if not self._in_flight or plan is not self._in_flight[0]:
+        if not any(plan is one for one in (*self._in_flight[:1], self.beside)):
             raise ValueError("this plan is not the step in flight")
         results: dict[str, Sequence[int]] = {}
         for item in plan.items:

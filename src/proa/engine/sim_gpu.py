@@ -9,7 +9,7 @@ import torch
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
-from proa.engine.executor import EagerExecutor
+from proa.engine.eager import EagerExecutor
 from proa.engine.gpu_plan import needed, placement_of, ready, saver_of, top_k
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
@@ -70,7 +70,8 @@ class SimBuild:
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
         )
-        return Runner(EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid), plan.page_tokens)
+        executor = EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid)
+        return Runner(executor, plan.page_tokens, in_parts=executor)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(spin_us=self._workers.spin_us, read_ahead=self._gpu.read_ahead)

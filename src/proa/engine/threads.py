@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from statistics import median
 
-from proa.engine.executor import EagerExecutor
+from proa.engine.eager import EagerExecutor
 from proa.engine.request import Request
 from proa.engine.runner import Runner
 from proa.engine.step_plan import StepItem, StepPlan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from proa.engine.session import Session
 from proa.engine.spans import Span
@@ -11,6 +11,8 @@ from proa.errors import NumericsError
 from proa.hybrid.faults import Fault
 from proa.models.spec import Model, Moe
 from proa.native.doorbell import Counters
+
+_SOMEWHERE = "The hidden states were not finite."
 
 
 class WatchedSession:
@@ -20,6 +22,7 @@ class WatchedSession:
         self._session = session
         self._blocks = [i for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)]
         self._said = ""
+        self._notes: dict[int, str] = {}  # by rows, of a step that is computed in parts or of one between these
 
     def begin(self) -> None:
         self._session.begin()
@@ -62,6 +65,23 @@ class WatchedSession:
             place = next(i for i, end in enumerate(ends) if fault.row < end)
             found.setdefault(place, self._told(fault))
         return found if found or not said else dict.fromkeys(range(len(sequences)), said)
+
+    def broken_rows(
+        self, sequences: Sequence[Span], rows: Collection[int], *, between_parts: bool = False
+    ) -> dict[int, str]:
+        """The same where steps are computed between the parts of another one: notes and complaints are of either, so
+        it is known already which rows are not finite. between_parts: of such a step; else of the one that ends them."""
+        found: dict[int, str] = {}
+        if rows:
+            ends = list(itertools.accumulate(len(s.tokens) for s in sequences))
+            for fault in self._session.faults(ends[-1]):
+                self._notes.setdefault(fault.row, self._told(fault))
+            for row in sorted(rows):
+                place = next(i for i, end in enumerate(ends) if row < end)
+                found.setdefault(place, self._notes.pop(row, self._said or _SOMEWHERE))
+        if not between_parts:
+            self._said, self._notes = "", {}
+        return found
 
     def _told(self, fault: Fault) -> str:
         return f"NaN or infinity in layer {self._blocks[fault.layer]}, from {fault.source}."

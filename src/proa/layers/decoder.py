@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from torch import Tensor
@@ -59,8 +60,17 @@ class Decoder:
         x, y = self.embed(tokens), None
         for block, cache in zip(self.blocks, step.caches, strict=True):
             x, y = block(x, y, step, cache)
-        if y is None:
-            return x
+        return x if y is None else self._sum(x, y)
+
+    def by_blocks(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
+        """The same, a block at a time: yields the residual stream behind each, the last of which is the result. All
+        that it goes on with is its own: other steps may be computed in between."""
+        x = self.embed(tokens)
+        for block, cache in zip(self.blocks, step.caches, strict=True):
+            x = self._sum(*block(x, None, step, cache))
+            yield x
+
+    def _sum(self, x: Tensor, y: Tensor | Unsummed) -> Tensor:
         return self._add(x, y) if isinstance(y, Tensor) else y.add(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from proa.plan.roof import cpu_roof, split_roof
 from proa.plan.split import asks_for_experts, saving_rows, split
 from proa.plan.state_copies import has_prefix_cache, prefix_rows, with_copies
 from proa.plan.stored import kept_types, weights_row
+from proa.plan.turns import prefill_share
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint
@@ -63,6 +64,7 @@ def resolve(
         kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts,
     )  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
+    share, share_row = prefill_share(asked.prefill_share, placed.gpu)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     return Plan(
         model=model,
@@ -82,6 +84,7 @@ def resolve(
         state_copies=placed.need.copies,
         max_running=asked.max_running,
         max_batch_tokens=batch_tokens,
+        prefill_share=share,
         max_queued=asked.max_queued,
         max_queued_tokens=asked.max_queued_tokens,
         threads=threads,
@@ -99,6 +102,7 @@ def resolve(
             *prefix_rows(case, placed.need),
             Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue"),
             batch_row,
+            share_row,
             ram_row,
             threads_row,
             *worker_rows,

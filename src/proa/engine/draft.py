@@ -1,0 +1,42 @@
+"""A step while it is being planned, and the one beside it. Never: who gets into them."""
+
+from __future__ import annotations
+
+from proa.engine.request import NO_SLOT, Request
+from proa.engine.step_plan import StepItem
+
+
+class Draft:
+    def __init__(self, budget_tokens: int, *, apart: bool) -> None:
+        """apart: where anybody decodes, chunks of prompts are a step of their own, which has the whole budget."""
+        self.budget_tokens = budget_tokens  # that is left for chunks
+        self.copy_from: dict[str, int] = {}  # state slots that requests which start in this step go on from
+        self._apart = apart
+        self._decodes: dict[str, StepItem] = {}
+        self._chunks: dict[str, StepItem] = {}
+
+    def __len__(self) -> int:
+        return len(self._decodes) + len(self._chunks)
+
+    def add_decode(self, request: Request, cost_tokens: int) -> None:
+        self._decodes[request.id] = self._item(request, 1)
+        if not self._apart:
+            self.budget_tokens -= cost_tokens
+
+    def add_chunk(self, request: Request, num_tokens: int) -> None:
+        self._chunks[request.id] = self._item(request, num_tokens)
+        self.budget_tokens -= num_tokens
+
+    def drop(self, request: Request) -> None:
+        self._decodes.pop(request.id, None)
+        self._chunks.pop(request.id, None)
+
+    def steps(self) -> tuple[list[StepItem], list[StepItem]]:
+        """Items of the step, decodes first, and of the one beside it, which is never alone."""
+        decodes, chunks = list(self._decodes.values()), list(self._chunks.values())
+        return (decodes, chunks) if self._apart and decodes else (decodes + chunks, [])
+
+    def _item(self, request: Request, num_tokens: int) -> StepItem:
+        samples = num_tokens == request.num_left
+        copy_from = self.copy_from.get(request.id, NO_SLOT)
+        return StepItem(request, request.num_computed, num_tokens, samples, copy_from)

@@ -1,0 +1,72 @@
+"""The prompts' lane: a step that is computed a few blocks of the model at a time, between steps of those who decode, so
+that none of these waits for all of it. Belongs here: whose turn it is. Never: what is in a step, devices.
+
+One stream computes both, in turns: nothing of one runs beside anything of the other, so they share work space, doorbell
+and the CPU's workers, and a turn ends where a block does. docs/decisions/038.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from proa.engine.runner import Runner
+from proa.engine.step_plan import StepPlan
+
+
+class Turns:
+    """How many blocks are due, so that they take `share` of the time."""
+
+    def __init__(self, share: float) -> None:
+        if not 0 < share < 1:
+            raise ValueError(f"{share} is no share of the time that leaves some to others")
+        self._ratio, self._due = share / (1 - share), 0.0
+
+    def due(self, step_s: float, block_s: float) -> int:
+        """Behind a step of so many seconds. Where a block takes longer than its share, it waits for more steps."""
+        if not step_s or not block_s:
+            return 1  # to see how long it takes
+        self._due += self._ratio * step_s / block_s
+        blocks = int(self._due)
+        self._due -= blocks
+        return blocks
+
+
+class Lane:
+    """At most one step is in it. One thread calls."""
+
+    def __init__(self, runner: Runner, share: float) -> None:
+        self._runner, self._turns = runner, Turns(share)
+        self._plan: StepPlan | None = None
+        self._done = False
+
+    def begin(self, plan: StepPlan | None) -> None:
+        """The step that is to be in the lane; it may be there already."""
+        if plan is not None and plan is not self._plan:
+            self._runner.begin(plan)
+            self._plan, self._done = plan, False
+
+    def turn(self) -> None:
+        """Behind a step of those who decode: what is due now."""
+        if self._plan is not None and not self._done:
+            blocks = self._turns.due(*self._runner.turns_s())
+            if blocks:
+                self._done = self._runner.advance(blocks)
+
+    def take(self) -> StepPlan | None:
+        """The step, if it is done: it is the runner's last one now, and the lane is free."""
+        if self._plan is None or not self._done:
+            return None
+        plan, self._plan = self._plan, None
+        self._runner.end(plan)
+        return plan
+
+    def finish(self) -> None:
+        """Nobody decodes: all that is left is due."""
+        if self._plan is not None and not self._done:
+            self._done = self._runner.advance(sys.maxsize)
+
+    def drop(self) -> None:
+        """Nobody wants what is in the lane."""
+        if self._plan is not None:
+            self._plan = None
+            self._runner.drop()

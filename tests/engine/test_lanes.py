@@ -1,0 +1,352 @@
+"""Prompts computed in turn with those who decode: what everybody gets, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines import HEAD_ROWS, RULES, Loaded, finish_all, load_decoder, load_native, prefixes, request, tokens_of
+from hybrid_engines import Kept, Split, load_split
+from proa.cache.pages import PageAllocator
+from proa.engine.engine import Engine
+from proa.engine.executor import InParts
+from proa.engine.lane import Lane, Turns
+from proa.engine.policy import Limits
+from proa.engine.runner import Runner
+from proa.engine.scheduler import Scheduler
+from proa.engine.spans import Span, StepLimits
+from proa.native.pool import Pool
+from proa.ops.table import KvPages
+from proa.types import EngineRequest, TokenEvent
+from tiny import make_tiny
+
+PAGES, PAGE_TOKENS, RUNNING, ROWS = 200, 4, 5, 32
+KINDS = ["torch", "native", "sim", pytest.param("cuda", marks=pytest.mark.gpu)]
+FAMILIES = ["qwen3-moe", "qwen3-next", "qwen2-moe", "deepseek-v3"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool([[0]], pin=False) as made:
+        yield made
+
+
+@dataclass
+class Case:
+    engine: Engine
+    executor: InParts
+    model: Loaded
+
+    @property
+    def blocks(self) -> int:
+        return len(self.model.spec.blocks)
+
+
+@pytest.fixture(scope="module")
+def load(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Loaded]:
+    folders: dict[str, Path] = {}
+
+    def loaded(kind: str, family: str) -> Loaded:
+        if family not in folders:
+            folders[family] = make_tiny(family, tmp_path_factory.mktemp("tiny"))
+        folder = folders[family]
+        if kind == "torch":
+            return load_decoder(folder)
+        return load_native(folder, pool) if kind == "native" else load_split(folder, pool, Split(0.5), kind)
+
+    return loaded
+
+
+def case_of(
+    model: Loaded, *, lane: bool = True, turn: tuple[float, float] = (1.0, 1.0), pages: int = PAGES, rows: int = ROWS
+) -> Case:
+    """turn: how long a step and a block are taken to take."""
+    limits = Limits(PAGES * PAGE_TOKENS, PAGE_TOKENS, RUNNING, rows, 1000, 1_000_000)
+    executor = model.make(StepLimits(rows, RUNNING, PAGES * PAGE_TOKENS, PAGE_TOKENS, HEAD_ROWS), pages)
+    executor.turns_s = lambda: turn  # type: ignore[attr-defined]
+    allocator = PageAllocator(pages)
+    scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES, turns=lane)
+    follower = executor if hasattr(executor, "follow") else None
+    runner = Runner(executor, PAGE_TOKENS, follower, executor)  # type: ignore[arg-type]
+    engine = Engine(runner, scheduler, model.spec.vocab, lane=Lane(runner, 0.5) if lane else None)
+    return Case(engine, executor, model)  # type: ignore[arg-type]
+
+
+def prompt(count: int, first: int = 5) -> list[int]:
+    return [(first + 7 * i) % 240 + 3 for i in range(count)]
+
+
+def beside(case: Case, asked: EngineRequest, decoding: int = 3) -> dict[str, list[TokenEvent]]:
+    """What everybody gets until the first token of `asked` is there, who comes when others decode already."""
+    for i in range(decoding):
+        case.engine.submit(request(f"d{i}", prompt(3, i), 120))
+    events: dict[str, list[TokenEvent]] = {f"d{i}": [] for i in range(decoding)} | {asked.id: []}
+    for _ in range(4):
+        for event in case.engine.step():
+            events[event.id].append(event)
+    case.engine.submit(asked)
+    while not events[asked.id]:
+        for event in case.engine.step():
+            events[event.id].append(event)
+        case.engine.scheduler.check()
+    return events
+
+
+@pytest.mark.parametrize(
+    ("share", "step_s", "block_s", "dues"),
+    [
+        (0.5, 1.0, 1.0, [1, 1, 1, 1]),
+        (0.5, 1.0, 2.0, [0, 1, 0, 1]),
+        (0.5, 1.0, 0.25, [4, 4, 4, 4]),
+        (0.75, 1.0, 2.0, [1, 2, 1, 2]),
+        (0.2, 1.0, 0.5, [0, 1, 0, 1]),
+        (0.5, 0.0, 1.0, [1, 1, 1, 1]),  # nothing is known yet
+        (0.5, 1.0, 0.0, [1, 1, 1, 1]),
+    ],
+)
+def test_how_many_blocks_are_due(share: float, step_s: float, block_s: float, dues: list[int]) -> None:
+    turns = Turns(share)
+    assert [turns.due(step_s, block_s) for _ in dues] == dues
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5])
+def test_a_share_leaves_some_to_others(share: float) -> None:
+    with pytest.raises(ValueError, match="no share"):
+        Turns(share)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("turn", [(1.0, 1.0), (1.0, 3.0), (2.0, 1.0)])
+def test_the_same_answers(
+    kind: str, family: str, turn: tuple[float, float], load: Callable[[str, str], Loaded]
+) -> None:
+    """Of prompts that come while others decode, in several chunks each, one behind the other, with common beginnings.
+    On a GPU steps of other rows round otherwise: the first token is the same, and nothing is lost."""
+    model, found = load(kind, family), []
+    for lane in (False, True):
+        case = case_of(model, lane=lane, turn=turn)
+        events = beside(case, request("long", prompt(70), 9))
+        case.engine.submit(request("alike", [*prompt(50), 9, 9], 7))
+        case.engine.submit(request("short", [4], 5))
+        for name, more in finish_all(case.engine).items():
+            events.setdefault(name, []).extend(more)
+        stats = case.engine.stats()
+        assert stats.pages_free + stats.pages_cached == stats.pages_total
+        assert stats.cached_prompt_tokens > 0 or model.spec.recurrent
+        found.append({name: tokens_of(of) for name, of in events.items()})
+    whole, turns = found
+    assert {name: len(tokens) for name, tokens in turns.items()} == {name: len(t) for name, t in whole.items()}
+    if kind == "torch":
+        assert turns == whole
+    else:
+        assert turns["long"][0] == whole["long"][0]
+
+
+def spans(lengths: list[int], start: int, first: int) -> list[Span]:
+    """Sequences of these lengths from position `start` on, each in pages and a state slot of its own."""
+    pages = -(-(start + max(lengths)) // PAGE_TOKENS)
+    return [
+        Span(prompt(n, i), start, list(range((first + i) * pages, (first + i + 1) * pages)), start + n, first + i)
+        for i, n in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_are_the_whole(kind: str, family: str, load: Callable[[str, str], Loaded]) -> None:
+    """Whatever is computed between them, by more rows each time: the same bits, where the last sum of a block is
+    rounded alike beside a norm and alone."""
+    model, found = load(kind, family), []
+    for lane in (False, True):
+        executor = case_of(model).executor
+        asked = spans([11, 9], 0, 0)
+        if lane:
+            executor.begin(asked)
+            done = False
+            for others in range(1, RUNNING):
+                done = executor.advance(1)
+                for position in range(2):
+                    executor.forward(spans([1] * others, position, 2), range(others))
+                    executor.score(range(others))
+            done = done or executor.advance(1000)
+            assert done
+            executor.end()
+        else:
+            executor.forward(asked)
+        executor.score(range(20))
+        found.append(executor.logits.clone())
+        assert executor.broken() == {}
+    torch.testing.assert_close(found[1], found[0], atol=0.05 if kind == "cuda" else 0.0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("turn", "turns_per_block"), [((1.0, 1.0), 1.0), ((1.0, 3.0), 3.0), ((2.0, 1.0), 0.5)])
+def test_nobody_waits_for_a_prompt(
+    kind: str, turn: tuple[float, float], turns_per_block: float, load: Callable[[str, str], Loaded]
+) -> None:
+    """A prompt of three chunks: everybody else has a token in each step but those that end one."""
+    case = case_of(load(kind, "qwen3-moe"), turn=turn)
+    events = beside(case, request("long", prompt(ROWS * 3), 5))
+    steps = 3 * case.blocks * turns_per_block
+    for name in ("d0", "d1", "d2"):
+        assert len(tokens_of(events[name])) - 4 == pytest.approx(steps, abs=3)
+    shared = case_of(load(kind, "qwen3-moe"), lane=False)
+    events = beside(shared, request("long", prompt(ROWS * 3), 5))
+    assert len(tokens_of(events["d0"])) - 4 <= 4, "where they share steps, they do wait"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_block_of_the_first_turn_shows_how_long_it_takes(
+    kind: str, load: Callable[[str, str], Loaded]
+) -> None:
+    case = case_of(load(kind, "qwen3-moe"))
+    del case.executor.turns_s  # type: ignore[attr-defined]
+    beside(case, request("long", prompt(ROWS * 2), 5))
+    step_s, block_s = case.executor.turns_s()
+    assert 0 < step_s < 60
+    assert 0 < block_s < 60
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone_a_prompt_has_all_the_time(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """Those who decode end while it is in the lane: what is left of it takes one step."""
+    case = case_of(load(kind, "qwen3-moe"), turn=(1.0, 100.0))
+    case.engine.submit(request("d", prompt(3), 8))
+    for _ in range(4):
+        case.engine.step()
+    case.engine.submit(request("long", prompt(30), 5))
+    names = [event.id for _ in range(6) for event in case.engine.step()]
+    assert names == ["d"] * 4 + ["long"] * 2
+    finish_all(case.engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_hangs_up_leaves_the_lane(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    case = case_of(load(kind, "qwen3-next"), turn=(1.0, 3.0))
+    for i in range(2):
+        case.engine.submit(request(f"d{i}", prompt(3, i), 60))
+    for _ in range(4):
+        case.engine.step()
+    case.engine.submit(request("long", prompt(30), 5))
+    for _ in range(3):
+        case.engine.step()
+    assert case.engine.scheduler.beside is not None
+    case.engine.abort("long")
+    case.engine.step()
+    assert case.engine.scheduler.beside is None
+    case.engine.submit(request("next", prompt(30, 2), 5))
+    events = finish_all(case.engine)
+    assert "long" not in events
+    assert len(tokens_of(events["next"])) == 5
+    plain = case_of(load(kind, "qwen3-next"), lane=False)
+    plain.engine.submit(request("next", prompt(30, 2), 5))
+    assert tokens_of(finish_all(plain.engine)["next"])[0] == tokens_of(events["next"])[0]
+    stats = case.engine.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_said_of_a_prompt(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """Log-probabilities of all of its tokens, whatever others do in between."""
+    found = []
+    for lane in (False, True):
+        case = case_of(load(kind, "qwen3-moe"), lane=lane)
+        events = beside(case, request("long", prompt(70), 1, prompt_logprobs=2))
+        (event,) = events["long"]
+        assert event.prompt_logprobs is not None
+        found.append(torch.tensor([p.logprob for p in event.prompt_logprobs if p is not None]))
+        finish_all(case.engine)
+    assert len(found[0]) == 69
+    torch.testing.assert_close(found[1], found[0], atol=1e-4 if kind == "torch" else 0.2, rtol=0)
+
+
+def poison(case: Case, name: str, first_page: int) -> None:
+    """Keys of a request become NaN, from a page of its on."""
+    pages = case.engine.scheduler._requests[name].pages[first_page:]
+    for cache in case.executor._caches:  # type: ignore[attr-defined]
+        if isinstance(cache, KvPages):
+            cache.keys[pages] = torch.nan
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("who", ["long", "d1"])
+def test_who_breaks_ends_alone(kind: str, who: str, load: Callable[[str, str], Loaded]) -> None:
+    """The prompt in the lane, or one of those who decode meanwhile, whose rows have the same numbers."""
+    case = case_of(load(kind, "qwen3-moe"))
+    for i in range(3):
+        case.engine.submit(request(f"d{i}", prompt(3, i), 40))
+    for _ in range(4):
+        case.engine.step()
+    case.engine.submit(request("long", prompt(ROWS + 20), 8))
+    while True:
+        case.engine.step()
+        plan = case.engine.scheduler.beside
+        if plan is not None and plan.items[0].start == ROWS:  # the second chunk, which reads the first one's keys
+            break
+    poison(case, who, 0)
+    ends = {name: events[-1] for name, events in finish_all(case.engine).items()}
+    assert {name: end.finish for name, end in ends.items()} == {
+        name: "error" if name == who else "length" for name in ("d0", "d1", "d2", "long")
+    }
+    error = ends[who].error
+    assert error is not None
+    assert ("NaN or infinity in layer" if kind in ("sim", "cuda") else "finite") in error
+    stats = case.engine.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_pages(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """Somebody is preempted, or waits for a page that the lane will give back."""
+    case = case_of(load(kind, "qwen3-next"), turn=(1.0, 3.0), pages=34)
+    for i in range(4):
+        case.engine.submit(request(f"d{i}", prompt(5, i), 40))
+    for i in range(3):
+        case.engine.submit(request(f"long{i}", prompt(60, i), 6))
+    events = finish_all(case.engine)
+    assert {name: len(tokens_of(of)) for name, of in events.items()} == {
+        **{f"d{i}": 40 for i in range(4)}, **{f"long{i}": 6 for i in range(3)}
+    }  # fmt: skip
+    assert case.engine.stats().preemptions > 0
+
+
+@pytest.mark.gpu
+def test_experts_move_between_parts(pool: Pool, tmp_path: Path) -> None:
+    """Tables change between turns, not in one: answers are those of engines whose experts stay."""
+    folder, found = make_tiny("qwen3-moe", tmp_path), []
+    for spare in (0, 2):
+        keep: list[Kept] = []
+        model = load_split(folder, pool, Split(0.5, inclusive=True, spare=spare), "cuda", keep=keep)
+        case = case_of(model)
+        texts = {}
+        for turn in range(4):
+            events = beside(case, request(f"long {turn}", prompt(90, turn), 20))
+            for name, more in finish_all(case.engine).items():
+                events[name] += more
+            texts |= {(turn, name): tokens_of(of) for name, of in events.items()}
+        found.append(texts)
+        moves = keep[0].hybrid.moves
+        assert (moves is not None and moves.moved.experts > 0) == (spare > 0)
+        keep[0].close()
+    assert found[0].keys() == found[1].keys()
+    assert {name: len(tokens) for name, tokens in found[0].items()} == {n: len(t) for n, t in found[1].items()}
+
+
+def test_a_pool_of_states(load: Callable[[str, str], Loaded]) -> None:
+    """Recurrent states of who is in the lane are nobody else's: all slots are taken."""
+    model = load("torch", "qwen3-next")
+    case, plain = case_of(model, turn=(1.0, 2.0)), case_of(model, lane=False)
+    found = []
+    for one in (case, plain):
+        events = beside(one, request("long", prompt(70), 9), decoding=RUNNING - 1)
+        for name, more in finish_all(one.engine).items():
+            events[name] += more
+        found.append({name: tokens_of(of) for name, of in events.items()})
+    assert found[0] == found[1]

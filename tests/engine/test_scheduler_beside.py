@@ -1,0 +1,134 @@
+"""Steps planned beside those who decode: what is in them, and who waits for whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from proa.types import EngineRequest
+from scheduler_sim import FakeEngine, ask, make_limits
+
+
+def decoding(*requests: EngineRequest, num_pages: int = 64, **limits: int) -> FakeEngine:
+    """All of these have their first token."""
+    fake = FakeEngine(make_limits(**limits), num_pages, turns=True)
+    for request in requests:
+        fake.submit(request)
+    fake.step()
+    return fake
+
+
+def begin(fake: FakeEngine) -> tuple[list[str], list[tuple[str, int, int]]]:
+    """A step: who decodes in it, and who is computed beside it, from where on, how many tokens."""
+    plan = fake.begin()
+    beside = [] if fake.beside is None else fake.beside[0].items
+    names = [item.request.id for item in plan.items] if plan else []
+    if plan:
+        fake.finish(plan)
+    return names, [(item.request.id, item.start, item.num_tokens) for item in beside]
+
+
+def test_prompts_have_a_step_of_their_own_with_the_whole_budget() -> None:
+    fake = decoding(ask("a", [1, 2], 20), ask("b", [3], 20))
+    fake.submit(ask("long", range(20), 5))
+    fake.submit(ask("late", [4], 5))
+    assert begin(fake) == (["a", "b"], [("long", 0, 16)])
+    assert begin(fake) == (["a", "b"], [("long", 0, 16)]), "in flight still"
+    fake.finish_beside()
+    assert begin(fake) == (["a", "b"], [("long", 16, 4), ("late", 0, 1)])
+    assert begin(fake) == (["a", "b"], [("long", 16, 4), ("late", 0, 1)])
+    fake.finish_beside()
+    assert begin(fake) == (["a", "b", "long", "late"], [])
+    fake.drain()
+
+
+def test_where_nobody_decodes_there_is_one_step() -> None:
+    fake = FakeEngine(make_limits(), 64, turns=True)
+    fake.submit(ask("a", range(20), 5))
+    assert begin(fake) == (["a"], [])
+    assert begin(fake) == (["a"], [])
+    fake.submit(ask("b", range(20), 5))
+    assert begin(fake) == (["a"], [("b", 16, 4)]), "the rest is in the prefix cache"
+    fake.drain()
+
+
+def test_all_who_decode_have_ended() -> None:
+    fake = decoding(ask("a", [1, 2], 3))
+    fake.submit(ask("b", range(10), 5))
+    begin(fake)
+    assert begin(fake) == (["a"], [("b", 0, 10)])
+    assert begin(fake) == ([], [("b", 0, 10)]), "nothing is left to do but what is done beside"
+    assert fake.scheduler.has_work
+    fake.finish_beside()
+    assert begin(fake) == (["b"], [])
+    fake.drain()
+
+
+def test_no_step_goes_ahead_of_one_with_another_beside() -> None:
+    fake = decoding(ask("a", [1, 2], 20))
+    fake.submit(ask("b", range(10), 5))
+    assert fake.begin()
+    assert fake.begin_ahead() is None
+    fake.finish(fake.plans[0])
+    fake.finish_beside()
+    assert fake.begin()
+    assert fake.begin_ahead() is not None
+    while fake.plans:
+        fake.finish(fake.plans[0])
+    fake.drain()
+
+
+def test_nothing_is_taken_from_who_is_computed_beside() -> None:
+    """a needs a page that only b could give: it keeps what it has, and waits for b's end; then b is preempted."""
+    fake = decoding(ask("a", [1, 2, 3], 12), num_pages=5)
+    fake.submit(ask("b", [7] * 9, 5))
+    assert begin(fake) == (["a"], [("b", 0, 9)])
+    for _ in range(4):
+        assert begin(fake)[0] == ["a"]
+    assert begin(fake) == ([], [("b", 0, 9)])
+    stats = fake.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.preemptions) == (2, 0, 0)
+    fake.finish_beside()
+    assert begin(fake)[0] == ["a"]
+    assert fake.scheduler.stats().preemptions == 1
+    fake.drain()
+
+
+def test_a_better_priority_takes_all_slots() -> None:
+    """Of all that decode none is left, so that there is nothing to be beside of."""
+    fake = decoding(ask("a", [1, 2], 20, priority=1), max_running=1)
+    fake.submit(ask("b", range(10), 5))
+    assert begin(fake) == (["b"], [])
+    fake.drain()
+
+
+@pytest.mark.parametrize("how", ["abort", "fail"])
+def test_it_is_wanted_no_more(how: str) -> None:
+    fake = decoding(ask("a", [1, 2], 20))
+    fake.submit(ask("b", range(10), 5))
+    begin(fake)
+    assert fake.beside is not None
+    if how == "fail":
+        fake.fail()
+        fake.check_idle()
+        return
+    fake.abort("b")
+    assert not fake.scheduler.counts(fake.beside[0].items[0])
+    assert begin(fake)[0] == ["a"], "its pages are held until it is committed"
+    assert fake.scheduler.stats().running == 2
+    assert fake.finish_beside() == []
+    assert fake.scheduler.stats().running == 1
+    fake.drain()
+
+
+def test_only_what_is_in_flight_is_committed() -> None:
+    fake = decoding(ask("a", [1, 2], 20))
+    fake.submit(ask("b", range(10), 5))
+    begin(fake)
+    assert fake.beside is not None
+    plan = fake.beside[0]
+    with pytest.raises(ValueError, match="got 0 tokens"):
+        fake.scheduler.commit(plan, {})
+    fake.finish_beside()
+    with pytest.raises(ValueError, match="not the step in flight"):
+        fake.scheduler.commit(plan, {"b": 1})
+    fake.drain()
