@@ -197,7 +197,7 @@ def test_nobody_waits_for_a_prompt(
         assert len(tokens_of(events[name])) - 4 == pytest.approx(steps, abs=3)
     shared = case_of(load(kind, "qwen3-moe"), lane=False)
     events = beside(shared, request("long", prompt(ROWS * 3), 5))
-    assert len(tokens_of(events["d0"])) - 4 <= 4, "where they share steps, they do wait"
+    assert len(tokens_of(events["d0"])) - 4 <= 5, "where they share steps, they do wait"
 
 
 @pytest.mark.parametrize("kind", KINDS)

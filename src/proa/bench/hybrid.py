@@ -311,8 +311,9 @@ class Bench:
     async def measure_beside(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
         """A prompt that comes while `requests` decode, another one each time; the first time all is warmed up."""
         options, count = self._options, self._options.prompt_tokens or 0
-        late = random_prompts(self._case.shape.vocab, options.runs + 1, count, seed=1)
-        runs = [await ask_beside(engine, self._prompts[:requests], prompt) for prompt in late]
+        late = random_prompts(self._case.shape.vocab, options.runs + 1, count, seed=requests)  # no prefix is cached
+        prompts = self._prompts[:requests]
+        runs = [await ask_beside(engine, prompts, one, f"{requests} {i}") for i, one in enumerate(late)]
         figures = beside_figures(runs[1:], count) | {"prefill_share": self._prepared.plan.prefill_share}
         told = (*notes, *self._notes())
         return result("hybrid-beside", BESIDE_QUESTION, self._case.shape.name, options, figures, notes=told)

@@ -29,16 +29,20 @@ class Beside:
     others: Sequence[Sequence[float]]
 
 
-async def ask_beside(engine: EngineHandle, prompts: Sequence[list[int]], late: list[int]) -> Beside:
-    """`late` comes when all `prompts` have BEFORE_TOKENS of their answers, which end with its first token. Raises
-    ProaError where an answer is too short for that."""
+async def ask_beside(engine: EngineHandle, prompts: Sequence[list[int]], late: list[int], run: str) -> Beside:
+    """`late` comes when all `prompts` have BEFORE_TOKENS of their answers, which end with its first token. run: a name
+    of its own, for ids are in use until the engine is done with a step. Raises ProaError where an answer is too short
+    for that, and what the engine raises."""
     ready = [asyncio.Event() for _ in prompts]
-    requests = [_request(f"d{i}", prompt, MOST_TOKENS) for i, prompt in enumerate(prompts)]
+    requests = [_request(f"{run} {i}", prompt, MOST_TOKENS) for i, prompt in enumerate(prompts)]
     others = [asyncio.create_task(_decode(engine, *one)) for one in zip(requests, ready, strict=True)]
     try:
         await asyncio.gather(*(event.wait() for event in ready))
+        for other in others:
+            if other.done():
+                other.result()  # raises why it ended
         sent_s = time.perf_counter()
-        async with aclosing(engine.generate(_request("late", late, 1))) as answer:
+        async with aclosing(engine.generate(_request(f"{run} late", late, 1))) as answer:
             async for _ in answer:
                 break
         answered_s = time.perf_counter()
@@ -59,15 +63,16 @@ def _request(name: str, prompt: list[int], tokens: int) -> EngineRequest:
 async def _decode(engine: EngineHandle, request: EngineRequest, ready: asyncio.Event) -> list[float]:
     """When its tokens came, until this is cancelled."""
     arrivals: list[float] = []
-    async with aclosing(engine.generate(request)) as events:
-        try:
+    try:
+        async with aclosing(engine.generate(request)) as events:
             async for event in events:
                 arrivals += [time.perf_counter()] * len(event.tokens)
                 if len(arrivals) >= BEFORE_TOKENS:
                     ready.set()
-        except asyncio.CancelledError:
-            return arrivals
-    ready.set()
+    except asyncio.CancelledError:
+        return arrivals
+    finally:
+        ready.set()
     raise ProaError(f"{MOST_TOKENS} tokens were not enough to wait for the prompt.", "Use fewer --prompt-tokens.")
 
 
