@@ -66,6 +66,10 @@ def resolve(
     placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
     share, share_row = prefill_share(asked.prefill_share, placed.gpu)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
+    weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
+    together = Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue")
+    compute = _compute(dtype, host, placed.gpu)
+    rows = (weights, dtype_row, compute, *placed.decisions, kv.row, *prefix_rows(case, placed.need), together)
     return Plan(
         model=model,
         path=str(checkpoint.path),
@@ -93,20 +97,7 @@ def resolve(
         memory=placed.memory,
         gpu=placed.gpu,
         roof=placed.roof,
-        decisions=(
-            weights_row(options.model, checkpoint, spec, stored, placed.gpu),
-            dtype_row,
-            _compute(dtype, host, placed.gpu),
-            *placed.decisions,
-            kv.row,
-            *prefix_rows(case, placed.need),
-            Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue"),
-            batch_row,
-            share_row,
-            ram_row,
-            threads_row,
-            *worker_rows,
-        ),
+        decisions=(*rows, batch_row, share_row, ram_row, threads_row, *worker_rows),
     )
 
 
