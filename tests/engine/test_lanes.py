@@ -14,7 +14,7 @@ from hybrid_engines import Kept, Split, load_split
 from proa.cache.pages import PageAllocator
 from proa.engine.engine import Engine
 from proa.engine.executor import InParts
-from proa.engine.lane import Lane, Turns
+from proa.engine.lane import Lane, Turns, fitting_tokens
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
@@ -65,8 +65,9 @@ def case_of(
     model: Loaded, *, lane: bool = True, turn: tuple[float, float] = (1.0, 1.0), pages: int = PAGES, rows: int = ROWS
 ) -> Case:
     """turn: how long a step and a block are taken to take."""
-    limits = Limits(PAGES * PAGE_TOKENS, PAGE_TOKENS, RUNNING, rows, 1000, 1_000_000)
-    executor = model.make(StepLimits(rows, RUNNING, PAGES * PAGE_TOKENS, PAGE_TOKENS, HEAD_ROWS), pages)
+    context = max(PAGES, pages) * PAGE_TOKENS
+    limits = Limits(context, PAGE_TOKENS, RUNNING, rows, 1000, 1_000_000)
+    executor = model.make(StepLimits(rows, RUNNING, context, PAGE_TOKENS, HEAD_ROWS), pages)
     executor.turns_s = lambda: turn  # type: ignore[attr-defined]
     allocator = PageAllocator(pages)
     scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES, turns=lane)
@@ -111,6 +112,14 @@ def beside(case: Case, asked: EngineRequest, decoding: int = 3) -> dict[str, lis
 def test_how_many_blocks_are_due(share: float, step_s: float, block_s: float, dues: list[int]) -> None:
     turns = Turns(share)
     assert [turns.due(step_s, block_s) for _ in dues] == dues
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_s", "fitting"),
+    [(512, 0.010, 2560), (2560, 0.015, 8448), (512, 0.1, 256), (256, 0.06, 256), (300, 0.05, 256), (512, 0.05, 512)],
+)
+def test_how_many_tokens_keep_a_turn_short(tokens: int, block_s: float, fitting: int) -> None:
+    assert fitting_tokens(tokens, block_s) == fitting
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5])
@@ -210,6 +219,22 @@ def test_the_first_block_of_the_first_turn_shows_how_long_it_takes(
     step_s, block_s = case.executor.turns_s()
     assert 0 < step_s < 60
     assert 0 < block_s < 60
+
+
+def test_steps_beside_grow_with_the_speed(load: Callable[[str, str], Loaded]) -> None:
+    """From 512 tokens on: as many as a block does in 50 ms."""
+    case = case_of(load("torch", "qwen3-moe"), turn=(1.0, 0.02), pages=1500, rows=2048)
+    case.engine.submit(request("d", prompt(3), 60))
+    for _ in range(4):
+        case.engine.step()
+    case.engine.submit(request("long", [token % 200 for token in range(4000)], 2))
+    lengths = []
+    while case.engine.has_work:
+        case.engine.step()
+        plan = case.engine.scheduler.beside
+        if plan is not None and (not lengths or lengths[-1] is not plan):
+            lengths.append(plan)
+    assert [plan.num_tokens for plan in lengths] == [512, 1280, 2048, 160]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -97,7 +97,8 @@ def test_what_the_checkpoint_was_made_for(made_for: str, said: str) -> None:
 )
 def test_rounded_rows_are_counted(spec: Model, running: int, rows_bytes: int, nodes: int) -> None:
     """Of 512 tokens, of x and of each pair; and nodes of graphs in which experts have more than 10 tokens."""
-    on, off = (plan(40, spec=spec, fp8_activations=fp8, max_running=running).gpu for fp8 in (True, False))
+    asked = {"max_running": running, "max_batch_tokens": 512}
+    on, off = (plan(40, spec=spec, fp8_activations=fp8, **asked).gpu for fp8 in (True, False))
     assert on is not None
     assert off is not None
     more = 512 * rows_bytes * 132 // 128 + nodes * (64 << 10)

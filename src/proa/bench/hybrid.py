@@ -56,6 +56,7 @@ from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.plan import GpuPlan
 from proa.plan.prepare import Prepared, prepare
+from proa.plan.turns import SHARED_TOKENS
 from proa.weights.frequencies import ROUTERS
 
 BESIDE_QUESTION = "A prompt comes while others decode: who waits how long?"
@@ -112,7 +113,10 @@ class HybridOptions:
         None, help="with --prompt-tokens: see its option of `proa serve`", metavar="SHARE", low=0, high=0.95
     )
     runs: int = option(3, help="runs of each number of requests; the one of median rate counts", low=1, high=1000)
-    max_batch_tokens: int = option(512, help="tokens of one step while prompts are read", low=1, high=1 << 20)
+    max_batch_tokens: int | None = option(
+        None, help="tokens of one step while prompts are read; default: 512, with --prompt-tokens that of `proa serve`",
+        low=1, high=1 << 20,
+    )  # fmt: skip
     kv_dtype: str = option(
         "auto", help="type of the KV cache: see its option of `proa serve`", choices=("auto", "bf16", "fp8")
     )
@@ -163,7 +167,7 @@ def case_of(options: HybridOptions) -> Case:
     shape = MODEL_SHAPES[options.shape].cut(options.layers)
     counts = parse_counts(options.requests)
     most = max(counts)
-    if options.max_batch_tokens <= most:
+    if options.max_batch_tokens is not None and options.max_batch_tokens <= most:
         raise UsageError(f"--max-batch-tokens {options.max_batch_tokens} is too few for {most} requests.", "Use more.")
     page_tokens = CacheOptions().page_tokens
     spec = declare(shape.config()).spec
@@ -193,7 +197,7 @@ def case_of(options: HybridOptions) -> Case:
         ),
         scheduler=SchedulerOptions(
             max_running=most,
-            max_batch_tokens=options.max_batch_tokens,
+            max_batch_tokens=_step_tokens(options) if options.prompt_tokens is None else options.max_batch_tokens,
             prefill_share=0.0 if options.prompt_tokens is None else options.prefill_share,  # else few decode together
         ),
         machine=options.engine.machine,
@@ -223,11 +227,12 @@ def parse_counts(text: str) -> tuple[int, ...]:
 def answer_tokens(options: HybridOptions, requests: int, uncached_tokens: int) -> int:
     """Of each request: the steps that are timed, and those until all requests decode. uncached_tokens: of a prompt."""
     return (
-        options.output_tokens
-        + 1
-        + SETTLING_TOKENS
-        + uncached_steps(requests, uncached_tokens, options.max_batch_tokens)
+        options.output_tokens + 1 + SETTLING_TOKENS + uncached_steps(requests, uncached_tokens, _step_tokens(options))
     )
+
+
+def _step_tokens(options: HybridOptions) -> int:
+    return options.max_batch_tokens or SHARED_TOKENS
 
 
 def _drift_answer(options: HybridOptions, requests: int, uncached_tokens: int) -> int:
@@ -235,7 +240,7 @@ def _drift_answer(options: HybridOptions, requests: int, uncached_tokens: int) -
     span = drift_span(options.drift_tokens) + SETTLING_TOKENS
     if uncached_tokens == options.context:  # all of a prompt, which has the first answer in it after the drift
         uncached_tokens += span
-    return span + uncached_steps(requests, uncached_tokens, options.max_batch_tokens)
+    return span + uncached_steps(requests, uncached_tokens, _step_tokens(options))
 
 
 async def _measure_all(
@@ -314,7 +319,10 @@ class Bench:
         late = random_prompts(self._case.shape.vocab, options.runs + 1, count, seed=requests)  # no prefix is cached
         prompts = self._prompts[:requests]
         runs = [await ask_beside(engine, prompts, one, f"{requests} {i}") for i, one in enumerate(late)]
-        figures = beside_figures(runs[1:], count) | {"prefill_share": self._prepared.plan.prefill_share}
+        figures = beside_figures(runs[1:], count) | {
+            "prefill_share": self._prepared.plan.prefill_share,
+            "max_batch_tokens": float(self._prepared.plan.max_batch_tokens),
+        }
         told = (*notes, *self._notes())
         return result("hybrid-beside", BESIDE_QUESTION, self._case.shape.name, options, figures, notes=told)
 

@@ -92,8 +92,13 @@ class SchedulerOptions:
     """Who runs when."""
 
     max_running: int = option(4, help="requests decoded together", low=1, high=4096, common=True)
-    max_batch_tokens: int = option(
-        512, help="tokens of one step: decodes first, the rest is prefill", low=1, high=1 << 20
+    max_batch_tokens: int | None = option(
+        None,
+        help="tokens of one step: decodes first, the rest is prefill; default: 512, or, where prompts take turns "
+        "beside a GPU, up to 4096, as VRAM allows",
+        metavar="TOKENS",
+        low=1,
+        high=1 << 20,
     )
     prefill_share: float | None = option(
         None,

@@ -96,7 +96,8 @@ class Engine:
 
     def _start(self) -> StepPlan | None:
         self._drop_beside()
-        plan, beside = self.scheduler.plan(), self.scheduler.beside
+        plan = self.scheduler.plan(None if self._lane is None else self._lane.most_tokens)
+        beside = self.scheduler.beside
         self.clock.lap(Stage.SCHEDULE)
         if self._lane is not None:
             self._lane.begin(beside)

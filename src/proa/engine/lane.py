@@ -12,6 +12,9 @@ import sys
 from proa.engine.runner import Runner
 from proa.engine.step_plan import StepPlan
 
+MOST_TURN_S = 0.05  # that those who decode shall wait for a block
+FIRST_TOKENS, LEAST_TOKENS = 512, 256  # of a step, before anything is known, and whatever is
+
 
 class Turns:
     """How many blocks are due, so that they take `share` of the time."""
@@ -31,11 +34,18 @@ class Turns:
         return blocks
 
 
+def fitting_tokens(tokens: int, block_s: float) -> int:
+    """How many tokens a step may have so that a block takes MOST_TURN_S, where one of so many took block_s."""
+    fitting = int(tokens * MOST_TURN_S / block_s)
+    return max(LEAST_TOKENS, fitting - fitting % LEAST_TOKENS)
+
+
 class Lane:
     """At most one step is in it. One thread calls."""
 
     def __init__(self, runner: Runner, share: float) -> None:
         self._runner, self._turns = runner, Turns(share)
+        self.most_tokens = FIRST_TOKENS  # of the next step: nobody shall wait long for a turn's end
         self._plan: StepPlan | None = None
         self._done = False
 
@@ -57,6 +67,9 @@ class Lane:
         if self._plan is None or not self._done:
             return None
         plan, self._plan = self._plan, None
+        _, block_s = self._runner.turns_s()
+        if block_s and plan.num_tokens >= LEAST_TOKENS:  # few tokens tell nothing: all wait for the weights
+            self.most_tokens = fitting_tokens(plan.num_tokens, block_s)
         self._runner.end(plan)
         return plan
 

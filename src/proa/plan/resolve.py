@@ -7,6 +7,7 @@ as asked raises UsageError (wrong in itself) or ResourceError (wrong on this mac
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from proa.config.options import EngineOptions, MachineOptions, ModelOptions
@@ -26,10 +27,10 @@ from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
 from proa.plan.plan import GpuPlan, MemoryBudget, Plan, Roof, Workers
 from proa.plan.roof import cpu_roof, split_roof
-from proa.plan.split import asks_for_experts, saving_rows, split
+from proa.plan.split import Split, asks_for_experts, saving_rows, split
 from proa.plan.state_copies import has_prefix_cache, prefix_rows, with_copies
 from proa.plan.stored import kept_types, weights_row
-from proa.plan.turns import prefill_share
+from proa.plan.turns import SHARED_TOKENS, batch_row, prefill_share, turn_tokens
 from proa.plan.workers import no_workers, plan_workers
 from proa.types import Decision
 from proa.weights.checkpoint import Checkpoint
@@ -53,7 +54,7 @@ def resolve(
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
     isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in nothing else
-    batch_tokens, batch_row = _batch_tokens(options)
+    batch_tokens = max(asked.max_batch_tokens or SHARED_TOKENS, asked.max_running)
     usable_bytes, ram_row = _ram(options.machine, machine)
     kv = kv_type(options.cache.kv_dtype, dtype, checkpoint, declared)
     _check_dummy(options.model, checkpoint, dtype)
@@ -69,7 +70,8 @@ def resolve(
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
     together = Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue")
     compute = _compute(dtype, host, placed.gpu)
-    rows = (weights, dtype_row, compute, *placed.decisions, kv.row, *prefix_rows(case, placed.need), together)
+    rows = (weights, dtype_row, compute, *placed.decisions, kv.row, *prefix_rows(case, placed.need))
+    batch = batch_row(asked.max_batch_tokens, asked.max_running, placed.batch_tokens)
     return Plan(
         model=model,
         path=str(checkpoint.path),
@@ -87,7 +89,7 @@ def resolve(
         prefix_cache=has_prefix_cache(case, placed.need),
         state_copies=placed.need.copies,
         max_running=asked.max_running,
-        max_batch_tokens=batch_tokens,
+        max_batch_tokens=placed.batch_tokens,
         prefill_share=share,
         max_queued=asked.max_queued,
         max_queued_tokens=asked.max_queued_tokens,
@@ -97,7 +99,7 @@ def resolve(
         memory=placed.memory,
         gpu=placed.gpu,
         roof=placed.roof,
-        decisions=(*rows, batch_row, share_row, ram_row, threads_row, *worker_rows),
+        decisions=(*rows, together, batch, share_row, ram_row, threads_row, *worker_rows),
     )
 
 
@@ -118,6 +120,7 @@ class _Placed:
     """Where everything lies, and how fast that can be."""
 
     gpu: GpuPlan | None
+    batch_tokens: int
     memory: MemoryBudget
     need: Demand  # on the memory that has KV and states
     fitted: Fitted
@@ -147,7 +150,7 @@ def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -
         raise UsageError(f"Experts in VRAM were asked for, but no GPU is used: {why}.", "Leave --gpu-experts and "
                          "--gpu-resident-layers out, or see `proa doctor`.", param="gpu_experts")  # fmt: skip
     try:
-        return _on_cpu(case, why, active_bytes, bandwidth)
+        return _on_cpu(case, batch_tokens, why, active_bytes, bandwidth)
     except ResourceError as error:
         if refused is None:
             raise
@@ -155,14 +158,28 @@ def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -
 
 
 def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: float) -> _Placed:
-    got = split(case, gpu, batch_tokens)
+    """batch_tokens: as asked, or the least."""
+    got, batch_tokens = _split(case, gpu, batch_tokens)
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
     roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
     rounded = fp8_rows(case.options.gpus.fp8_activations, case.model, got.gpu, case.spec, case.stored)
-    return _Placed(got.gpu, got.memory, got.need, got.fitted, roof, (row, *got.decisions, *rounded))
+    return _Placed(got.gpu, batch_tokens, got.memory, got.need, got.fitted, roof, (row, *got.decisions, *rounded))
 
 
-def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) -> _Placed:
+def _split(case: Case, gpu: Gpu, batch_tokens: int) -> tuple[Split, int]:
+    """With the longest steps that may be, where nobody asked for a length and prompts take turns."""
+    asked = case.options.scheduler
+    longer = turn_tokens(case.spec, gpu, batch_tokens) if asked.max_batch_tokens is None else ()
+    for tokens in longer:
+        with suppress(ResourceError):  # experts asked for leave no room
+            got = split(case, gpu, tokens)
+            if not prefill_share(asked.prefill_share, got.gpu)[0]:
+                break
+            return got, tokens
+    return split(case, gpu, batch_tokens), batch_tokens
+
+
+def _on_cpu(case: Case, batch_tokens: int, why_no_gpu: str, active_bytes: int, bandwidth: float) -> _Placed:
     case = with_copies(case)
     fitted, need = fit(case), case.need
     memory = MemoryBudget(
@@ -179,7 +196,7 @@ def _on_cpu(case: Case, why_no_gpu: str, active_bytes: int, bandwidth: float) ->
     row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
     uncounted = saving_rows(case.options.gpus, False, "choices are counted where there is a GPU")
     unused = unused_rows(case.options.gpus)
-    return _Placed(None, memory, need, fitted, roof, (row, *unused, *fitted.decisions, *uncounted))
+    return _Placed(None, batch_tokens, memory, need, fitted, roof, (row, *unused, *fitted.decisions, *uncounted))
 
 
 def _workers(
@@ -245,15 +262,6 @@ def _threads(asked: int | None, machine: Machine) -> tuple[int, Decision]:
         why = f"the CPU quota is {machine.quota_cores:.4g} of {cores} cores"
     got = min(cores, usable)
     return got, Decision("threads", "auto", str(got), why)
-
-
-def _batch_tokens(options: EngineOptions) -> tuple[int, Decision]:
-    asked, running = options.scheduler.max_batch_tokens, options.scheduler.max_running
-    got = max(asked, running)
-    why = "prefill is cut into pieces of this size"
-    if got > asked:
-        why = f"raised so that all {running} running requests can decode in one step"
-    return got, Decision("tokens per step", str(asked), str(got), why)
 
 
 def _ram(asked: MachineOptions, machine: Machine) -> tuple[int, Decision]:

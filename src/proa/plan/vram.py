@@ -108,16 +108,14 @@ def vram_demand(
     kv_elem_bytes: int = BF16_BYTES,
 ) -> Demand:  # fmt: skip
     """The demand on VRAM without routed experts, running steps of up to `batch_tokens`. `stored`: see `dense_form`."""
-    experts = max((_routed_row_bytes(b.ffn) for b in spec.blocks if isinstance(b.ffn, Moe)), default=0)
     partials = max((a.heads * (a.head_dim + 2) * 4 * ATTENTION_PARTS for a in spec.attention), default=0)
     return Demand(
         weights_bytes=dense_bytes(spec, stored),
         fixed_bytes=context_bytes(simulated) + graphs_bytes(spec, max_running, simulated),
         workspace_base_bytes=logits_bytes(spec, max_running)
         + (0 if simulated else SAMPLER_BYTES)
-        + batch_tokens * (row_bytes(spec) + experts)
+        + rows_bytes(spec, batch_tokens)
         + max(max_running * partials, latent_partials_bytes(spec, max_running))
-        + delta_chunks_bytes(spec, batch_tokens)
         + _linear_workspace_bytes(spec, stored),
         # Page tables: an int64 for each page of each running request.
         workspace_bytes_per_context_token=-(-8 * max_running // page_tokens),
@@ -126,6 +124,12 @@ def vram_demand(
         states_bytes=max_running * spec.state_bytes_per_sequence(BF16_BYTES),
         copy_bytes=spec.state_bytes_per_sequence(BF16_BYTES),
     )
+
+
+def rows_bytes(spec: Model, batch_tokens: int) -> int:
+    """What the rows of a step of so many take on the GPU."""
+    experts = max((_routed_row_bytes(b.ffn) for b in spec.blocks if isinstance(b.ffn, Moe)), default=0)
+    return batch_tokens * (row_bytes(spec) + experts) + delta_chunks_bytes(spec, batch_tokens)
 
 
 def latent_partials_bytes(spec: Model, max_running: int) -> int:
