@@ -276,6 +276,28 @@ def test_who_hangs_up_leaves_the_lane(kind: str, load: Callable[[str, str], Load
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_who_hangs_up_beside_another(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """The step in the lane goes on, for the other one; nobody is told of the tokens of who left."""
+    case = case_of(load(kind, "qwen3-moe"), turn=(1.0, 3.0))
+    case.engine.submit(request("d", prompt(3), 60))
+    for _ in range(4):
+        case.engine.step()
+    case.engine.submit(request("left", prompt(ROWS + 9), 5, prompt_logprobs=1))
+    case.engine.submit(request("stays", prompt(5, 3), 5, prompt_logprobs=1))
+    while True:
+        case.engine.step()
+        plan = case.engine.scheduler.beside
+        if plan is not None and len(plan.items) == 2:
+            break
+    case.engine.abort("left")
+    events = finish_all(case.engine)
+    assert "left" not in events
+    assert [len(event.prompt_logprobs) for event in events["stays"] if event.prompt_logprobs] == [5]
+    stats = case.engine.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_said_of_a_prompt(kind: str, load: Callable[[str, str], Loaded]) -> None:
     """Log-probabilities of all of its tokens, whatever others do in between."""
     found = []

@@ -125,8 +125,10 @@ class Runner:
         end = 0
         for item in plan.items:
             end += item.num_tokens
-            if item.request.sampling.prompt_logprobs is not None and not item.request.num_generated:
-                self._score_prompt(item, end - item.num_tokens, out)
+            request = item.request
+            if request.sampling.prompt_logprobs is None or request.num_generated or request.id not in wanted:
+                continue
+            self._score_prompt(item, end - item.num_tokens, out)
         self.executor.clock.lap(Stage.SAMPLE)
         return out
 
