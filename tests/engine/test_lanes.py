@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from proa.engine.policy import Limits
 from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
 from proa.engine.spans import Span, StepLimits
+from proa.engine.step_plan import StepPlan
 from proa.native.pool import Pool
 from proa.ops.table import KvPages
 from proa.types import EngineRequest, TokenEvent
@@ -116,7 +118,7 @@ def test_how_many_blocks_are_due(share: float, step_s: float, block_s: float, du
 
 @pytest.mark.parametrize(
     ("tokens", "block_s", "fitting"),
-    [(512, 0.010, 2560), (2560, 0.015, 8448), (512, 0.1, 256), (256, 0.06, 256), (300, 0.05, 256), (512, 0.05, 512)],
+    [(512, 0.010, 2560), (2560, 0.015, 8448), (512, 0.1, 512), (256, 0.06, 512), (800, 0.05, 768), (512, 0.05, 512)],
 )
 def test_how_many_tokens_keep_a_turn_short(tokens: int, block_s: float, fitting: int) -> None:
     assert fitting_tokens(tokens, block_s) == fitting
@@ -235,6 +237,27 @@ def test_steps_beside_grow_with_the_speed(load: Callable[[str, str], Loaded]) ->
         if plan is not None and (not lengths or lengths[-1] is not plan):
             lengths.append(plan)
     assert [plan.num_tokens for plan in lengths] == [512, 1280, 2048, 160]
+
+
+def test_steps_of_a_prompt_alone_grow_with_the_speed(
+    load: Callable[[str, str], Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By how long whole steps take: here 40 ms for two blocks, whatever their length."""
+    case = case_of(load("torch", "qwen3-moe"), pages=1500, rows=2048)
+    now = iter(range(10**6))
+    monkeypatch.setattr("proa.engine.engine.time", SimpleNamespace(perf_counter=lambda: next(now) * 0.02 * case.blocks))
+    case.engine.submit(request("long", [token % 200 for token in range(5000)], 2))
+    lengths: list[int] = []
+    plan = case.engine.scheduler.plan
+
+    def noted(tokens: int | None) -> StepPlan | None:
+        planned = plan(tokens)
+        lengths.append(planned.num_tokens if planned else 0)
+        return planned
+
+    case.engine.scheduler.plan = noted  # type: ignore[method-assign,assignment]
+    finish_all(case.engine)
+    assert lengths == [512, 1280, 2048, 1160, 1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

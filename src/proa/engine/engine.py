@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import msgspec
 
@@ -40,6 +41,7 @@ class Engine:
         self.clock = runner.executor.clock
         self._dynamic_from = min(dynamic_lengths(runner.ropes), default=None)
         self._ahead: StepPlan | None = None  # what the device computes already
+        self._started_s = 0.0  # when the last step began that was not started ahead
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # until the first token takes them along
 
     @property
@@ -79,6 +81,8 @@ class Engine:
             self._lane.turn()
         self._ahead = self._start_ahead()
         output = self.runner.finish(plan, wanted)
+        if self._lane is not None and plan is not self.scheduler.beside:
+            self._lane.learn(plan, time.perf_counter() - self._started_s)
         if output.prompt_logprobs:
             self._collect_prompt_logprobs(plan, output)
         broken = [self._break(*why) for why in sorted(output.broken.items())] if output.broken else []
@@ -96,6 +100,7 @@ class Engine:
 
     def _start(self) -> StepPlan | None:
         self._drop_beside()
+        self._started_s = time.perf_counter()
         plan = self.scheduler.plan(None if self._lane is None else self._lane.most_tokens)
         beside = self.scheduler.beside
         self.clock.lap(Stage.SCHEDULE)

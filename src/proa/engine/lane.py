@@ -12,8 +12,11 @@ import sys
 from proa.engine.runner import Runner
 from proa.engine.step_plan import StepPlan
 
-MOST_TURN_S = 0.05  # that those who decode shall wait for a block
-FIRST_TOKENS, LEAST_TOKENS = 512, 256  # of a step, before anything is known, and whatever is
+MOST_BLOCK_S = 0.05  # that those who decode shall wait for a block, and messages for so many of these as there are
+LEAST_TOKENS, GRAIN_TOKENS = (
+    512,
+    256,
+)  # of a step that others wait for; fewer tell nothing of its speed: all wait for weights
 
 
 class Turns:
@@ -35,9 +38,9 @@ class Turns:
 
 
 def fitting_tokens(tokens: int, block_s: float) -> int:
-    """How many tokens a step may have so that a block takes MOST_TURN_S, where one of so many took block_s."""
-    fitting = int(tokens * MOST_TURN_S / block_s)
-    return max(LEAST_TOKENS, fitting - fitting % LEAST_TOKENS)
+    """How many tokens a step may have so that a block takes MOST_BLOCK_S, where one of so many took block_s."""
+    fitting = int(tokens * MOST_BLOCK_S / block_s)
+    return max(LEAST_TOKENS, fitting - fitting % GRAIN_TOKENS)
 
 
 class Lane:
@@ -45,7 +48,8 @@ class Lane:
 
     def __init__(self, runner: Runner, share: float) -> None:
         self._runner, self._turns = runner, Turns(share)
-        self.most_tokens = FIRST_TOKENS  # of the next step: nobody shall wait long for a turn's end
+        self.most_tokens = LEAST_TOKENS  # of the next step with prompts, in the lane or alone
+        self._blocks = len(runner.executor.spec.blocks)
         self._plan: StepPlan | None = None
         self._done = False
 
@@ -67,11 +71,14 @@ class Lane:
         if self._plan is None or not self._done:
             return None
         plan, self._plan = self._plan, None
-        _, block_s = self._runner.turns_s()
-        if block_s and plan.num_tokens >= LEAST_TOKENS:  # few tokens tell nothing: all wait for the weights
-            self.most_tokens = fitting_tokens(plan.num_tokens, block_s)
+        self.learn(plan, self._runner.turns_s()[1] * self._blocks)
         self._runner.end(plan)
         return plan
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """All of this step took so long, if it has prompts; 0: nobody knows."""
+        if seconds and plan.items[-1].num_tokens > 1 and plan.num_tokens >= GRAIN_TOKENS:
+            self.most_tokens = fitting_tokens(plan.num_tokens, seconds / self._blocks)
 
     def finish(self) -> None:
         """Nobody decodes: all that is left is due."""

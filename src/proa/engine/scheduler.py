@@ -143,16 +143,16 @@ class Scheduler:
 
     # ---- a step
 
-    def plan(self, beside_tokens: int | None = None) -> StepPlan | None:
+    def plan(self, prompt_tokens: int | None = None) -> StepPlan | None:
         """The next step, or None if there is nothing to do but what is done beside. Must be followed by commit() or
-        fail_all(). `beside` may be new then, of up to so many tokens: what it reads of others it must read before this
-        step writes anything."""
+        fail_all(). `beside` may be new then: what it reads of others it must read before this step writes anything.
+        prompt_tokens: at most so many of prompts, where these have turns."""
         if self._in_flight:
             raise RuntimeError("the last step was neither committed nor failed")
         draft = Draft(self.limits.max_batch_tokens, apart=self._turns)
         self._plan_decodes(draft)
-        if beside_tokens is not None and self._turns and len(draft):
-            draft.budget_tokens = min(draft.budget_tokens, beside_tokens)
+        if prompt_tokens is not None and self._turns:
+            draft.budget_tokens = min(draft.budget_tokens, prompt_tokens)
         if self.beside is None:
             self._plan_prefills(draft)
         now, beside = draft.steps()
