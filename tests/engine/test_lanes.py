@@ -373,6 +373,24 @@ def test_who_breaks_ends_alone(kind: str, who: str, load: Callable[[str, str], L
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_who_broke_and_hung_up_is_forgotten(kind: str, load: Callable[[str, str], Loaded]) -> None:
+    """What was noted of the prompt in the lane is not said of others, whose rows have the same numbers."""
+    case = case_of(load(kind, "qwen3-moe"))
+    for i in range(3):
+        case.engine.submit(request(f"d{i}", prompt(3, i), 40))
+    for _ in range(4):
+        case.engine.step()
+    case.engine.submit(request("long", prompt(ROWS + 20), 8))
+    while (plan := case.engine.scheduler.beside) is None or plan.items[0].start != ROWS:
+        case.engine.step()
+    poison(case, "long", 0)
+    case.engine.step()
+    case.engine.abort("long")
+    ends = {name: events[-1].finish for name, events in finish_all(case.engine).items()}
+    assert ends == {"d0": "length", "d1": "length", "d2": "length"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_few_pages(kind: str, load: Callable[[str, str], Loaded]) -> None:
     """Somebody is preempted, or waits for a page that the lane will give back."""
     case = case_of(load(kind, "qwen3-next"), turn=(1.0, 3.0), pages=34)

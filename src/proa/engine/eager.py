@@ -90,7 +90,8 @@ class EagerExecutor(ChoosesOnTheCpu):
         self._hidden, self._sequences, self._was_in_parts = parts.hidden, parts.sequences, True
 
     def drop(self) -> None:
-        self._parts = None
+        parts, self._parts = begun(self._parts), None
+        self._session.forget(parts.sequences)
 
     def turns_s(self) -> tuple[float, float]:
         return self._step_s, self._block_s

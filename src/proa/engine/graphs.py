@@ -214,8 +214,12 @@ class GraphExecutor:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._hidden[: len(parts.hidden)].copy_(parts.hidden)
 
+    @torch.inference_mode()
     def drop(self) -> None:
-        self._parts = None
+        parts, self._parts = begun(self._parts), None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._settle()
+            self._session.forget(parts.sequences)
 
     def turns_s(self) -> tuple[float, float]:
         return self._marks.step_s, self._marks.block_s

@@ -72,7 +72,7 @@ class WatchedSession:
         """The same where steps are computed between the parts of another one: notes and complaints are of either, so
         it is known already which rows are not finite. between_parts: of such a step; else of the one that ends them."""
         found: dict[int, str] = {}
-        if rows:
+        if rows or not between_parts:
             ends = list(itertools.accumulate(len(s.tokens) for s in sequences))
             for fault in self._session.faults(ends[-1]):
                 self._notes.setdefault(fault.row, self._told(fault))
@@ -82,6 +82,10 @@ class WatchedSession:
         if not between_parts:
             self._said, self._notes = "", {}
         return found
+
+    def forget(self, sequences: Sequence[Span]) -> None:
+        """Nobody will ask about these, whose step was computed in parts and is not to be ended."""
+        self.broken_rows(sequences, ())
 
     def _told(self, fault: Fault) -> str:
         return f"NaN or infinity in layer {self._blocks[fault.layer]}, from {fault.source}."
