@@ -84,6 +84,24 @@ def test_a_long_prompt_seeds_but_does_not_rule() -> None:
     assert heat.heat[0, 0] == most
 
 
+def test_a_prompt_that_comes_layer_by_layer() -> None:
+    """Looks that find one layer of a long step and nothing of the others, as where prompts take turns: each layer's
+    heat is what it would be if the step came at once; what was hot before is forgotten once, not with each layer."""
+    rng, layers, experts = np.random.default_rng(3), 6, 16
+    inside = np.arange(experts) < np.full((layers, 1), 4)
+    at_once, in_parts = Heat(experts, [4] * layers), Heat(experts, [4] * layers)
+    for _ in range(200):
+        chosen = rng.multinomial(2, np.full(experts, 1 / experts), layers)
+        for heat in (at_once, in_parts):
+            heat.observe(chosen, np.full(layers, 1.0), inside)
+    prompt = rng.multinomial(4096 * 2, np.full(experts, 1 / experts), layers)
+    at_once.observe(prompt, np.full(layers, 4096.0), inside)
+    for layer in range(layers):
+        only = np.arange(layers) == layer
+        in_parts.observe(prompt * only[:, None], 4096.0 * only, inside)
+    np.testing.assert_allclose(in_parts.heat, at_once.heat, rtol=1e-5)
+
+
 def test_the_heat_that_foresees_most_rules() -> None:
     """Chance alone decides for the longest; favourites that change every 20 tokens for the shortest."""
     rng = np.random.default_rng(0)

@@ -25,10 +25,11 @@ _WAIT_S = 1e-3
 
 @dataclass(frozen=True)
 class Seen:
-    """Since the last look: how often each expert was chosen, [layers, experts of the largest], by `tokens` tokens."""
+    """Since the last look: how often each expert was chosen, [layers, experts of the largest], and by how many tokens
+    of each layer, [layers]."""
 
     chosen: NDArray[np.int64]
-    tokens: float
+    tokens: NDArray[np.float32]
 
 
 @dataclass
@@ -92,4 +93,4 @@ class Counting:
         tally.missed_bytes += int((((chosen > 0) & ~here).sum(1) * self._expert_bytes).sum())
         if self._trace is not None:
             self._trace.write(np.minimum(chosen, _MOST_TRACED).astype(TRACE_DTYPE).tobytes())
-        return Seen(chosen, float(chosen.sum(1).max(initial=0)) / self._top_k)
+        return Seen(chosen, (chosen.sum(1) / self._top_k).astype(np.float32))

@@ -39,6 +39,7 @@ STRICT, EAGER = Promise(2.0, 1.25), Promise(1.0, 0.5)  # without a gap; with a l
 Counts = NDArray[np.int64]
 Heats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
+Tokens = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -81,21 +82,26 @@ class Heat:
             STRICT.chance + eager * (EAGER.chance - STRICT.chance),
         )
 
-    def observe(self, chosen: Counts, tokens: float, resident: Flags) -> None:
-        """chosen [layers, experts]: how often each was, by `tokens` tokens; resident, alike: who was on the GPU."""
-        if tokens <= 0:
+    def observe(self, chosen: Counts, tokens: Tokens | float, resident: Flags) -> None:
+        """chosen [layers, experts]: how often each was, by `tokens` tokens [layers], or as many of every layer; resident:
+        as `chosen`, who was on the GPU. Of a prompt that takes turns a look may find some layers."""
+        each = np.broadcast_to(np.asarray(tokens, np.float32), len(chosen))
+        if not each.any():
             return
-        faded = 0.5 ** (min(tokens, JUDGED_TOKENS) / JUDGED_TOKENS)
+        of_each = np.divide(1, each, out=np.zeros(len(each), np.float32), where=each > 0)
+        judged = np.minimum(each, JUDGED_TOKENS)
+        faded = 0.5 ** (float(judged.mean()) / JUDGED_TOKENS)
         often = chosen.astype(np.float32)
-        found = self._kept.reshape(len(self._heats), -1) @ often.ravel()
-        of_one = (1 - faded) / max(1.0, float(often.sum()))
+        fair = often * (judged * of_each)[:, None]  # no layer counts for much more than others
+        found = self._kept.reshape(len(self._heats), -1) @ fair.ravel()
+        of_one = (1 - faded) / max(1.0, float(fair.sum()))
         self._scores = faded * self._scores + of_one * found
-        self._score = faded * self._score + of_one * float(often[resident].sum())
+        self._score = faded * self._score + of_one * float(fair[resident].sum())
         for heat, half_life in zip(self._heats, HALF_LIVES_TOKENS, strict=True):
-            counted = min(tokens, MOST_HALF_LIVES * half_life)
-            heat *= np.float32(0.5 ** (counted / half_life))
-            heat += often * np.float32(counted / tokens)
-        if tokens > FEW_TOKENS or not self._kept.any():
+            counted = np.minimum(each, MOST_HALF_LIVES * half_life)
+            heat *= (0.5 ** (counted / half_life))[:, None]
+            heat += often * (counted * of_each)[:, None]
+        if each.mean() > FEW_TOKENS or not self._kept.any():
             for which in range(len(self._heats)):
                 self._keep(which)
         else:  # one at a time: sorting is most of what this costs
