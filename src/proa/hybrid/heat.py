@@ -83,8 +83,8 @@ class Heat:
         )
 
     def observe(self, chosen: Counts, tokens: Tokens | float, resident: Flags) -> None:
-        """chosen [layers, experts]: how often each was, by `tokens` tokens [layers], or as many of every layer; resident:
-        as `chosen`, who was on the GPU. Of a prompt that takes turns a look may find some layers."""
+        """chosen [layers, experts]: how often each was, by `tokens` tokens [layers], or as many of every layer: a look
+        may find some layers of a prompt that takes turns. resident, as `chosen`: who was on the GPU."""
         each = np.broadcast_to(np.asarray(tokens, np.float32), len(chosen))
         if not each.any():
             return
