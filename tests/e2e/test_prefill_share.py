@@ -55,6 +55,7 @@ async def tokens_beside(llm: AsyncLLM) -> tuple[int, list[int]]:
     return waited, answer
 
 
+@pytest.mark.alone  # whose tokens come while the prompt is on its way to the engine
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_decodes_goes_on(kind: dict[str, Any], folder: Path) -> None:
     """Each of 8 chunks gives others one token where steps are shared; else as many as the share leaves time for. Both
