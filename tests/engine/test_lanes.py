@@ -83,14 +83,18 @@ def prompt(count: int, first: int = 5) -> list[int]:
     return [(first + 7 * i) % 240 + 3 for i in range(count)]
 
 
+def decode(case: Case, count: int, tokens: int) -> list[TokenEvent]:
+    """So many requests d0, d1... decode: four steps of theirs."""
+    for i in range(count):
+        case.engine.submit(request(f"d{i}", prompt(3, i), tokens))
+    return [event for _ in range(4) for event in case.engine.step()]
+
+
 def beside(case: Case, asked: EngineRequest, decoding: int = 3) -> dict[str, list[TokenEvent]]:
     """What everybody gets until the first token of `asked` is there, who comes when others decode already."""
-    for i in range(decoding):
-        case.engine.submit(request(f"d{i}", prompt(3, i), 120))
     events: dict[str, list[TokenEvent]] = {f"d{i}": [] for i in range(decoding)} | {asked.id: []}
-    for _ in range(4):
-        for event in case.engine.step():
-            events[event.id].append(event)
+    for event in decode(case, decoding, 120):
+        events[event.id].append(event)
     case.engine.submit(asked)
     while not events[asked.id]:
         for event in case.engine.step():
@@ -226,9 +230,7 @@ def test_the_first_block_of_the_first_turn_shows_how_long_it_takes(
 def test_steps_beside_grow_with_the_speed(load: Callable[[str, str], Loaded]) -> None:
     """From 512 tokens on: as many as a block does in 50 ms."""
     case = case_of(load("torch", "qwen3-moe"), turn=(1.0, 0.02), pages=1500, rows=2048)
-    case.engine.submit(request("d", prompt(3), 60))
-    for _ in range(4):
-        case.engine.step()
+    decode(case, 1, 60)
     case.engine.submit(request("long", [token % 200 for token in range(4000)], 2))
     lengths = []
     while case.engine.has_work:
@@ -264,22 +266,17 @@ def test_steps_of_a_prompt_alone_grow_with_the_speed(
 def test_alone_a_prompt_has_all_the_time(kind: str, load: Callable[[str, str], Loaded]) -> None:
     """Those who decode end while it is in the lane: what is left of it takes one step."""
     case = case_of(load(kind, "qwen3-moe"), turn=(1.0, 100.0))
-    case.engine.submit(request("d", prompt(3), 8))
-    for _ in range(4):
-        case.engine.step()
+    decode(case, 1, 8)
     case.engine.submit(request("long", prompt(30), 5))
     names = [event.id for _ in range(6) for event in case.engine.step()]
-    assert names == ["d"] * 4 + ["long"] * 2
+    assert names == ["d0"] * 4 + ["long"] * 2
     finish_all(case.engine)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_hangs_up_leaves_the_lane(kind: str, load: Callable[[str, str], Loaded]) -> None:
     case = case_of(load(kind, "qwen3-next"), turn=(1.0, 3.0))
-    for i in range(2):
-        case.engine.submit(request(f"d{i}", prompt(3, i), 60))
-    for _ in range(4):
-        case.engine.step()
+    decode(case, 2, 60)
     case.engine.submit(request("long", prompt(30), 5))
     for _ in range(3):
         case.engine.step()
@@ -302,9 +299,7 @@ def test_who_hangs_up_leaves_the_lane(kind: str, load: Callable[[str, str], Load
 def test_who_hangs_up_beside_another(kind: str, load: Callable[[str, str], Loaded]) -> None:
     """The step in the lane goes on, for the other one; nobody is told of the tokens of who left."""
     case = case_of(load(kind, "qwen3-moe"), turn=(1.0, 3.0))
-    case.engine.submit(request("d", prompt(3), 60))
-    for _ in range(4):
-        case.engine.step()
+    decode(case, 1, 60)
     case.engine.submit(request("left", prompt(ROWS + 9), 5, prompt_logprobs=1))
     case.engine.submit(request("stays", prompt(5, 3), 5, prompt_logprobs=1))
     while True:
@@ -350,10 +345,7 @@ def poison(case: Case, name: str, first_page: int) -> None:
 def test_who_breaks_ends_alone(kind: str, who: str, load: Callable[[str, str], Loaded]) -> None:
     """The prompt in the lane, or one of those who decode meanwhile, whose rows have the same numbers."""
     case = case_of(load(kind, "qwen3-moe"))
-    for i in range(3):
-        case.engine.submit(request(f"d{i}", prompt(3, i), 40))
-    for _ in range(4):
-        case.engine.step()
+    decode(case, 3, 40)
     case.engine.submit(request("long", prompt(ROWS + 20), 8))
     while True:
         case.engine.step()
@@ -376,10 +368,7 @@ def test_who_breaks_ends_alone(kind: str, who: str, load: Callable[[str, str], L
 def test_who_broke_and_hung_up_is_forgotten(kind: str, load: Callable[[str, str], Loaded]) -> None:
     """What was noted of the prompt in the lane is not said of others, whose rows have the same numbers."""
     case = case_of(load(kind, "qwen3-moe"))
-    for i in range(3):
-        case.engine.submit(request(f"d{i}", prompt(3, i), 40))
-    for _ in range(4):
-        case.engine.step()
+    decode(case, 3, 40)
     case.engine.submit(request("long", prompt(ROWS + 20), 8))
     while (plan := case.engine.scheduler.beside) is None or plan.items[0].start != ROWS:
         case.engine.step()

@@ -270,6 +270,7 @@ def test_the_engine_has_room_for_all_requests() -> None:
         ({"requests": ""}, "--requests"), ({"requests": "1,,2"}, "--requests"), ({"requests": "0"}, "--requests"),
         ({"requests": "-1"}, "--requests"), ({"requests": "5000"}, "--requests"), ({"layers": 49}, "has 48"),
         ({"requests": "8", "max_batch_tokens": 8}, "too few"),
+        ({"requests": "512"}, "too few"),
         ({"resident": 50, "engine": HybridEngineOptions(gpus=GpuOptions(gpu_experts="3"))}, "--gpu-experts"),
         ({"resident": 0, "engine": HybridEngineOptions(gpus=GpuOptions(gpu_resident_layers="0"))}, "--resident"),
     ],

@@ -167,8 +167,8 @@ def case_of(options: HybridOptions) -> Case:
     shape = MODEL_SHAPES[options.shape].cut(options.layers)
     counts = parse_counts(options.requests)
     most = max(counts)
-    if options.max_batch_tokens is not None and options.max_batch_tokens <= most:
-        raise UsageError(f"--max-batch-tokens {options.max_batch_tokens} is too few for {most} requests.", "Use more.")
+    if _step_tokens(options) <= most:
+        raise UsageError(f"--max-batch-tokens {_step_tokens(options)} is too few for {most} requests.", "Use more.")
     page_tokens = CacheOptions().page_tokens
     spec = declare(shape.config()).spec
     uncached = options.context if spec.recurrent else page_tokens  # see prefix_cache

@@ -43,9 +43,10 @@ async def ask_beside(engine: EngineHandle, prompts: Sequence[list[int]], late: l
                 other.result()  # raises why it ended
         sent_s = time.perf_counter()
         async with aclosing(engine.generate(_request(f"{run} late", late, 1))) as answer:
-            async for _ in answer:
-                break
+            first = await anext(answer)
         answered_s = time.perf_counter()
+        if not first.tokens:
+            raise ProaError(f"The engine made no token of the prompt: {first.error}", "Report this as a bug.")
     finally:
         for other in others:
             other.cancel()
@@ -73,6 +74,8 @@ async def _decode(engine: EngineHandle, request: EngineRequest, ready: asyncio.E
         return arrivals
     finally:
         ready.set()
+    if len(arrivals) < MOST_TOKENS:
+        raise ProaError(f"The engine made {len(arrivals)} tokens instead of {MOST_TOKENS}.", "Report this as a bug.")
     raise ProaError(f"{MOST_TOKENS} tokens were not enough to wait for the prompt.", "Use fewer --prompt-tokens.")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Group
@@ -47,9 +47,7 @@ _LEGEND = (
 
 def render_hybrid(results: Sequence[Result]) -> Group:
     """A row for each number of requests, then what was read, and at which rates. `results` is not empty."""
-    table = Table(*_COLUMNS, box=box.SIMPLE, pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
+    table = _numbers(_COLUMNS)
     for result in results:
         table.add_row(*_row(result))
     first = results[0]
@@ -65,9 +63,7 @@ def render_hybrid(results: Sequence[Result]) -> Group:
 
 def render_drift(results: Sequence[Result]) -> Group:
     """A row for each window of tokens, of each number of requests. `results` is not empty."""
-    table = Table(*_DRIFT_COLUMNS, box=box.SIMPLE, pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
+    table = _numbers(_DRIFT_COLUMNS)
     for result in results:
         figures = result.figures
         names = [name.removeprefix("hit_rate_") for name in figures if name.startswith("hit_rate_")]
@@ -93,9 +89,7 @@ def render_drift(results: Sequence[Result]) -> Group:
 
 def render_beside(results: Sequence[Result]) -> Group:
     """A row for each number of requests. `results` is not empty."""
-    table = Table(*_BESIDE_COLUMNS, box=box.SIMPLE, pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
+    table = _numbers(_BESIDE_COLUMNS)
     for result in results:
         table.add_row(*(number(result.figures[name]) for name in _BESIDE_COLUMNS.values()))
     first = results[0]
@@ -108,6 +102,13 @@ def render_beside(results: Sequence[Result]) -> Group:
         *(Text(f"note: {note}") for note in first.notes),
         Text(origin(first), style="dim"),
     )
+
+
+def _numbers(columns: Iterable[str]) -> Table:
+    table = Table(*columns, box=box.SIMPLE, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    return table
 
 
 def _row(result: Result) -> list[str]:

@@ -62,16 +62,16 @@ class Lane:
     def turn(self) -> None:
         """Behind a step of those who decode: what is due now."""
         if self._plan is not None and not self._done:
-            blocks = self._turns.due(*self._runner.turns_s())
+            blocks = self._turns.due(*self._runner.in_parts.turns_s())
             if blocks:
-                self._done = self._runner.advance(blocks)
+                self._done = self._runner.in_parts.advance(blocks)
 
     def take(self) -> StepPlan | None:
         """The step, if it is done: it is the runner's last one now, and the lane is free."""
         if self._plan is None or not self._done:
             return None
         plan, self._plan = self._plan, None
-        self.learn(plan, self._runner.turns_s()[1] * self._blocks)
+        self.learn(plan, self._runner.in_parts.turns_s()[1] * self._blocks)
         self._runner.end(plan)
         return plan
 
@@ -83,10 +83,10 @@ class Lane:
     def finish(self) -> None:
         """Nobody decodes: all that is left is due."""
         if self._plan is not None and not self._done:
-            self._done = self._runner.advance(sys.maxsize)
+            self._done = self._runner.in_parts.advance(sys.maxsize)
 
     def drop(self) -> None:
         """Nobody wants what is in the lane."""
         if self._plan is not None:
             self._plan = None
-            self._runner.drop()
+            self._runner.in_parts.drop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,11 @@ class Parts:
         return count
 
 
-def begun(parts: Parts | None) -> Parts:
+_P = TypeVar("_P")
+
+
+def begun(parts: _P | None) -> _P:
+    """Raises ValueError where nothing was."""
     if parts is None:
         raise ValueError("no step is computed in parts")
     return parts

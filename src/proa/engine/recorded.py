@@ -14,6 +14,7 @@ from proa.engine.clock import Stage, StepClock
 from proa.engine.crew import Crew
 from proa.engine.executor import FEW_TOKENS, ChoosesOnTheCpu
 from proa.engine.page_table import PageTable
+from proa.engine.parts import begun
 from proa.engine.row_numbers import RowNumbers, ints
 from proa.engine.spans import Span, StepLimits, positions_of
 from proa.layers.decoder import Decoder
@@ -124,7 +125,7 @@ class RecordedExecutor(ChoosesOnTheCpu):
         self._parts = _Parts(sequences)
 
     def advance(self, blocks: int) -> bool:
-        began, parts = time.perf_counter(), self._begun
+        began, parts = time.perf_counter(), begun(self._parts)
         rows = self._set(parts.sequences)
         if self._changing and parts.done == 0:
             self._compute_angles(parts.sequences, rows)
@@ -140,7 +141,7 @@ class RecordedExecutor(ChoosesOnTheCpu):
         return last == len(self._ends)
 
     def end(self) -> None:
-        parts, self._parts = self._begun, None
+        parts, self._parts = begun(self._parts), None
         parts.bring_back(self._live)
         self._scored_rows = ()
 
@@ -149,12 +150,6 @@ class RecordedExecutor(ChoosesOnTheCpu):
 
     def turns_s(self) -> tuple[float, float]:
         return self._step_s, self._block_s
-
-    @property
-    def _begun(self) -> _Parts:
-        if self._parts is None:
-            raise ValueError("no step is computed in parts")
-        return self._parts
 
     @torch.inference_mode()
     def copy_states(self, slots: Sequence[tuple[int, int]]) -> None:

@@ -60,26 +60,17 @@ class Runner:
         self._copy_behind(plan)
 
     def begin(self, plan: StepPlan) -> None:
-        """The same a part at a time, between other steps: `advance` until that is all, then `end`, then `ask`."""
+        """The same a part at a time, between other steps: the executor advances, then `end`, then `ask`."""
         self._copy_before(plan)
-        self._in_parts.begin([_span(item) for item in plan.items])
-
-    def advance(self, blocks: int) -> bool:
-        return self._in_parts.advance(blocks)
+        self.in_parts.begin([_span(item) for item in plan.items])
 
     def end(self, plan: StepPlan) -> None:
-        self._in_parts.end()
+        self.in_parts.end()
         self._copy_behind(plan)
 
-    def drop(self) -> None:
-        """In place of `end`, at any time."""
-        self._in_parts.drop()
-
-    def turns_s(self) -> tuple[float, float]:
-        return self._in_parts.turns_s()
-
     @property
-    def _in_parts(self) -> InParts:
+    def in_parts(self) -> InParts:
+        """The executor, which raises ValueError if it is none."""
         if self._parted is None:
             raise ValueError("this executor computes steps as a whole")
         return self._parted

@@ -149,10 +149,11 @@ class Scheduler:
         prompt_tokens: at most so many of prompts, where these have turns."""
         if self._in_flight:
             raise RuntimeError("the last step was neither committed nor failed")
-        draft = Draft(self.limits.max_batch_tokens, apart=self._turns)
-        self._plan_decodes(draft)
+        budget_tokens = self.limits.max_batch_tokens
         if prompt_tokens is not None and self._turns:
-            draft.budget_tokens = min(draft.budget_tokens, prompt_tokens)
+            budget_tokens = min(budget_tokens, prompt_tokens)
+        draft = Draft(budget_tokens, apart=self._turns)
+        self._plan_decodes(draft)
         if self.beside is None:
             self._plan_prefills(draft)
         now, beside = draft.steps()
