@@ -279,8 +279,7 @@ struct Panels {
         weight_pairs = scratch.take<char>(n * k.row_bytes(values));
         queries = scratch.take<uint16_t>(n * size_t(c.key_dim));
         wide = take_wide(op, kTileKeys, 1, scratch);
-        expanded = scratch.take<char>(
-            std::max(k.expand_bytes(keys, keys.panels, rows), k.expand_bytes(values, values.panels, rows)));
+        expanded = scratch.take<char>(std::max(k.expand_bytes(keys, rows), k.expand_bytes(values, rows)));
     }
 
     Packed packed(const Kernels& k, char* pairs) const { return {pairs, nullptr, rows, k.packing(keys, rows)}; }

@@ -33,7 +33,7 @@ void multiply(const void* context, int task, std::byte* scratch) {
     Carver parts(scratch);
     float* product = parts.take<float>(size_t(panels) * size_t(tokens) * 16);
     char* pairs = parts.take<char>(size_t(tokens) * call.kernels->row_bytes(l));
-    void* expanded = parts.take<char>(call.kernels->expand_bytes(l, panels, tokens));
+    void* expanded = parts.take<char>(call.kernels->expand_bytes(l, tokens));
     const Packed x = packed_rows(*call.kernels, l, pairs, nullptr, 0, tokens);
     const uint16_t* from = op.x + call.first(at) * op.x_stride + call.head(at) * op.x_apart;
     call.kernels->pack(from, size_t(op.x_stride), nullptr, 0, tokens, l.columns, l.padded, x);

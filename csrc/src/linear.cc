@@ -45,7 +45,7 @@ void multiply(const void* context, int task, int next, std::byte* scratch) {
     const Packed x = call.packed(at.repeat);
     Carver parts(scratch);
     float* product = parts.take<float>(size_t(at.end - at.first) * x.tokens * 16);
-    void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, at.end - at.first, x.tokens));
+    void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, x.tokens));
     const RowTasks::Place behind = call.tasks.place(next < 0 ? task : next);
     const uint8_t* then = next < 0 ? nullptr : w.panel(0, behind.node, behind.first);
     call.kernels->matmul(w.layout, w.panel(0, at.node, at.first), at.end - at.first, x, product, expanded, then);

@@ -62,7 +62,7 @@ void multiply_down(const void* context, int task, int next, std::byte* scratch) 
     Carver parts(scratch);
     float* total = parts.take<float>(size_t(panels) * call.tokens * 16);
     float* part = parts.take<float>(size_t(panels) * call.most_tokens * 16);
-    void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, panels, call.most_tokens));
+    void* expanded = parts.take<char>(call.kernels->expand_bytes(w.layout, call.most_tokens));
     std::fill(total, total + size_t(panels) * call.tokens * 16, 0.f);
     for (int i = 0; i < call.groups; ++i) {
         const Group& g = call.group[size_t(i)];
@@ -128,12 +128,11 @@ void sort(Call& call, int tokens) {
 
 bool many_tokens(const Call& call) { return call.tokens > kManyTokens && call.most_tokens > kManyTokens; }
 
-// Panels of a task. matrices: experts of which it reads each of its panels; repeats: how often a panel has a task.
-int step_of(const Matrix& w, const Call& call, int unit, int matrices, int repeats, int threads) {
-    const Layout& l = w.layout;
-    if (many_tokens(call))
-        return panels_to_compute(unit, size_t(l.panels) * size_t(repeats), threads, call.kernels->blocking);
-    return streamed_step(w, unit, matrices, call.groups, threads);
+// Panels of a task of gate and up.
+int up_step(const Matrix& w, const Call& call, int threads) {
+    const int unit = call.panels_per_row();
+    if (!call.by_expert) return streamed_step(w, unit, 1, call.groups, threads);
+    return panels_to_compute(unit, size_t(w.layout.panels) * size_t(call.groups), threads, call.kernels->blocking);
 }
 
 void carve(Call& call, Host& host, int parts, int lane) {
@@ -168,10 +167,10 @@ void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
     call.op = op, call.op.call.reset();
     call.experts = &e, call.kernels = host.kernels, call.tokens = tokens, call.shared_x = tokens == 1;
     sort(call, tokens);
-    call.by_expert = call.kernels->blocking.result_bytes && many_tokens(call);
+    call.by_expert = many_tokens(call);
     const int threads = host.pool.threads(), groups = call.groups;
     const int parts = call.by_expert ? result_parts(*e.down, call.index.size(), host.kernels->blocking) : 1;
-    call.up_tasks = RowTasks(*e.gate_up, step_of(*e.gate_up, call, call.panels_per_row(), 1, groups, threads), groups);
+    call.up_tasks = RowTasks(*e.gate_up, up_step(*e.gate_up, call, threads), groups);
     call.packing_parts = std::max(1, block_count(call.most_tokens, kPackingTokens));
     carve(call, host, parts, lane);
 
@@ -191,7 +190,7 @@ void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
     host.pool.run(phase, lane);
     phase.handing = nullptr;
     if (call.by_expert) return run_down_by_expert(call, host, parts, lane);
-    call.down_tasks = RowTasks(*e.down, step_of(*e.down, call, 2, groups, 1, threads), 1);
+    call.down_tasks = RowTasks(*e.down, streamed_step(*e.down, 2, groups, groups, threads), 1);
     call.down_tasks.describe(phase);
     phase.run_before = multiply_down, phase.publish = publish_down;
     host.pool.run(phase, lane);

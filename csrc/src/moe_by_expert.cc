@@ -1,7 +1,7 @@
 // Many tokens, experts one by one: a task multiplies some rows of one expert with all of its tokens, whose results wait
 // in memory by slots (a token's place at an expert) until the last phase adds up each token's, in the order of its
-// experts. The other way (moe.cc), a task adds up its rows of all experts in the cache, reads the weights' activations
-// once for every few rows, and that costs more than the results do as soon as products are as quick as AMX's.
+// experts. The other way (moe.cc), a task adds up its rows of all experts in the cache: nothing waits in memory, but it
+// reads all activations again for every few rows, which costs more than the results do (decisions 012 and 017).
 #include <algorithm>
 
 #include "moe_call.h"

@@ -64,7 +64,7 @@ struct MoeCall {
         const int panels = at.end - at.first;
         Carver parts(scratch);
         float* product = parts.take<float>(size_t(panels) * g.tokens * 16);
-        void* expanded = parts.take<char>(kernels->expand_bytes(w.layout, panels, g.tokens));
+        void* expanded = parts.take<char>(kernels->expand_bytes(w.layout, g.tokens));
         kernels->matmul(w.layout, w.panel(g.expert, at.node, at.first), panels, x_of(g, parts), product, expanded,
                         next < 0 ? nullptr : first_panel(w, tasks.place(next)));
     }

@@ -308,7 +308,7 @@ def check(pool, layer, bits, x, ids, weights):
 @pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
 def test_experts_match_float64(pool, form, group):
     layer = Layer(form, group, experts=5, hidden=160, width=72)
-    for tokens in (1, 2, 7, 40, 300):
+    for tokens in (1, 2, 7, 40, 300, 700):  # the last: more than a group of tokens
         bits, x = activations(tokens, 160, seed=tokens)
         check(pool, layer, bits, x, *routing(tokens, 5, 3, seed=tokens))
 

@@ -8,7 +8,7 @@ namespace {
 
 #define PROA_BYTE_TABLES 1                        // codes.h looks values up by vpermi2b and vpermw
 constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
-constexpr int kExpandFromTokens = 16;
+constexpr int kWideFromTokens = 16;
 constexpr int kTilesFromTokens = 5;  // where they are exact
 constexpr int kMostDigits = 4;
 constexpr int digits_to_tokens(Format) { return kTilesFromTokens - 1; }
@@ -28,6 +28,7 @@ constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <
 #include "../kernels/tiles.h"
 #include "../kernels/packed.h"
 #include "../kernels/panels.h"
+#include "../kernels/wide_panels.h"
 #include "../kernels/digit_panels.h"
 #include "../kernels/tile_panels.h"
 #include "../kernels/epilogue.h"

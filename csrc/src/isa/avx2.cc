@@ -7,7 +7,7 @@ namespace proa {
 namespace {
 
 constexpr int kMostPlain = 5, kMostScaled = 5;  // tokens of a block: a sum takes two of 16 registers
-constexpr int kExpandFromTokens = 16;
+constexpr int kWideFromTokens = 16;
 constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int tokens, bool) { return tokens == 1 ? 2 : 1; }
 
@@ -21,6 +21,7 @@ constexpr int rows_at_once(int tokens, bool) { return tokens == 1 ? 2 : 1; }
 #include "../kernels/no_tiles.h"
 #include "../kernels/packed.h"
 #include "../kernels/panels.h"
+#include "../kernels/wide_panels.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"
 #include "../kernels/attention.h"

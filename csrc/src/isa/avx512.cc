@@ -7,7 +7,7 @@ namespace proa {
 namespace {
 
 constexpr int kMostPlain = 12, kMostScaled = most_scaled(6);
-constexpr int kExpandFromTokens = 32;
+constexpr int kWideFromTokens = 32;
 constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return tokens <= (scaled ? 2 : 3) ? 4 : 2; }
 
@@ -21,6 +21,7 @@ constexpr int rows_at_once(int tokens, bool scaled) { return tokens <= (scaled ?
 #include "../kernels/no_tiles.h"
 #include "../kernels/packed.h"
 #include "../kernels/panels.h"
+#include "../kernels/wide_panels.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"
 #include "../kernels/attention.h"

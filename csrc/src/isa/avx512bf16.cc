@@ -9,7 +9,7 @@ namespace {
 #define PROA_BYTE_TABLES 1  // codes.h looks values up by vpermi2b and vpermw
 // Tokens of a block: 24 sums beside weights in 32 registers.
 constexpr int kMostPlain = 12, kMostScaled = most_scaled(12);
-constexpr int kExpandFromTokens = 32;
+constexpr int kWideFromTokens = 32;
 // Measured on Zen 5, where a VDPBF16PS costs no more than a VPDPBUSD: digits pay where codes are dear to convert.
 constexpr int kMostDigits = 6;
 constexpr int digits_to_tokens(Format f) {
@@ -31,6 +31,7 @@ constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <
 #include "../kernels/no_tiles.h"
 #include "../kernels/packed.h"
 #include "../kernels/panels.h"
+#include "../kernels/wide_panels.h"
 #include "../kernels/digit_panels.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"

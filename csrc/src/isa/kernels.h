@@ -56,14 +56,14 @@ struct Blocking {
     int least_tokens, most_tokens;  // of a group; whole blocks
     int pass_tokens;
     int most_panels;      // of a task
-    size_t result_bytes;  // that wait at a time where experts are computed one by one (see moe_by_expert.cc); else 0
+    size_t result_bytes;  // that wait at a time where experts are computed one by one: see moe_by_expert.cc
 
     int group_tokens(int padded) const {
         const int fit = int(group_bytes / size_t(2 * padded)) / kTileTokens * kTileTokens;
         return fit < least_tokens ? least_tokens : fit < most_tokens ? fit : most_tokens;
     }
 };
-constexpr Blocking kVectorBlocking = {0, 96, 96, 1024, 4, 0};
+constexpr Blocking kVectorBlocking = {512 << 10, 96, 384, 4096, 64, size_t(64) << 20};
 constexpr Blocking kTileBlocking = {1536 << 10, 96, 384, 4096, 32, size_t(64) << 20};
 
 // One token's step of some columns of a head's state, key_dim rows of them: `to` may be `from`. columns: a multiple
@@ -93,11 +93,11 @@ struct Kernels {
     void (*pack)(const uint16_t* x, size_t stride, const int32_t* index, int first, int last, int columns, int padded,
                  const Packed& out);
 
-    // out [panels][tokens][16] = panels of w times x. scratch: expand_bytes(layout, panels) or null where that is 0.
+    // out [panels][tokens][16] = panels of w times x. scratch: expand_bytes(layout, tokens) or null where that is 0.
     // next: panels of this layout that the caller multiplies next, fetched ahead; null where it does not know.
     void (*matmul)(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch,
                    const uint8_t* next);
-    size_t (*expand_bytes)(const Layout& l, int panels, int tokens);
+    size_t (*expand_bytes)(const Layout& l, int tokens);
 
     // One panel's weights, rounded once, in bfloat16's layout: padded * 32 bytes.
     void (*expand)(const Layout& l, const uint8_t* w, void* out);

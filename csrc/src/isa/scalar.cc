@@ -5,7 +5,7 @@ namespace proa {
 namespace {
 
 constexpr int kMostPlain = 4, kMostScaled = 4;
-constexpr int kExpandFromTokens = 16;
+constexpr int kWideFromTokens = 16;
 constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int, bool) { return 1; }
 
@@ -19,6 +19,7 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/no_tiles.h"
 #include "../kernels/packed.h"
 #include "../kernels/panels.h"
+#include "../kernels/wide_panels.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"
 #include "../kernels/attention.h"

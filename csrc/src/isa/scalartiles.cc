@@ -5,7 +5,7 @@ namespace proa {
 namespace {
 
 constexpr int kMostPlain = 4, kMostScaled = 4;
-constexpr int kExpandFromTokens = 16;
+constexpr int kWideFromTokens = 16;
 constexpr int kTilesFromTokens = 5;
 constexpr int kMostDigits = 4;
 constexpr int digits_to_tokens(Format) { return kTilesFromTokens - 1; }
@@ -24,6 +24,7 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/tiles.h"
 #include "../kernels/packed.h"
 #include "../kernels/panels.h"
+#include "../kernels/wide_panels.h"
 #include "../kernels/digit_panels.h"
 #include "../kernels/tile_panels.h"
 #include "../kernels/epilogue.h"

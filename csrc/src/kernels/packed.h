@@ -45,13 +45,25 @@ inline void each_block(const Packed& packed, int padded, F&& f) {
     }
 }
 
-// A token's row into pairs of columns, zero from `columns` on.
-inline void pack_pairs(const PackedBlock& block, int t, const uint16_t* row, int columns, int padded) {
-    XPair* to = block.pairs() + t;
+// Tokens [first, last) of a block into pairs of columns, kPairsAtOnce pairs of each in turn, for what is written stays
+// in L1 meanwhile; zero from `columns` on.
+constexpr int kPairsAtOnce = 64;
+inline void pack_pairs(const PackedBlock& block, const uint16_t* const* rows, int first, int last, int columns,
+                       int padded) {
     const size_t step = size_t(block.size);
-    for (int k = 0; k < columns / 2; ++k) to[k * step] = make_xpair(row[2 * k], row[2 * k + 1]);
-    if (columns % 2) to[columns / 2 * step] = make_xpair(row[columns - 1], 0);
-    for (int k = (columns + 1) / 2; k < padded / 2; ++k) to[k * step] = make_xpair(0, 0);
+    const int whole = columns / 2, pairs = padded / 2;
+    for (int begin = 0; begin < whole; begin += kPairsAtOnce) {
+        const int end = begin + kPairsAtOnce < whole ? begin + kPairsAtOnce : whole;
+        for (int t = first; t < last; ++t) {
+            XPair* to = block.pairs() + t;
+            for (int k = begin; k < end; ++k) to[k * step] = make_xpair(rows[t][2 * k], rows[t][2 * k + 1]);
+        }
+    }
+    for (int t = first; t < last; ++t) {
+        XPair* to = block.pairs() + t;
+        if (columns % 2) to[whole * step] = make_xpair(rows[t][columns - 1], 0);
+        for (int k = (columns + 1) / 2; k < pairs; ++k) to[k * step] = make_xpair(0, 0);
+    }
 }
 
 // Tokens [first, last) of a block, kLinesAtOnce lines of each in turn: so many rows of tiles are written in order.
@@ -93,12 +105,13 @@ void pack(const uint16_t* x, size_t stride, const int32_t* index, int first, int
         for (int t = begin; t < end; ++t) {
             const int token = block.first + t;
             rows[t] = x + (index ? size_t(index[token]) : size_t(token)) * stride;
-            if (block.digits())
-                pack_digits(block, t, rows[t], columns, padded);
-            else if (!block.tiles())
-                pack_pairs(block, t, rows[t], columns, padded);
+            if (block.digits()) pack_digits(block, t, rows[t], columns, padded);
             if (block.sums) sum_columns(block, t, rows[t], columns, padded);
         }
-        if (block.tiles() && begin < end) pack_lines(block, rows, begin, end, columns, padded);
+        if (begin >= end || block.digits()) return;
+        if (block.tiles())
+            pack_lines(block, rows, begin, end, columns, padded);
+        else
+            pack_pairs(block, rows, begin, end, columns, padded);
     });
 }

@@ -22,21 +22,32 @@ inline __attribute__((always_inline)) void unrolled(F&& f) {
 // misses from what is read.
 constexpr size_t kAheadBytes = 8192;  // of a tile's panels together: what memory delivers in a latency
 
-// What lines [first, last) of panels w[0..R-1] add to the sums of M tokens; of each panel also line + `ahead` bytes is
-// asked for. x: pairs.
+// What lines [first, last) of panels w[0..R-1] add to the sums of M tokens. x: pairs.
 template <class Code, int R, int M>
 struct Lines {
     static constexpr int kPairs = Code::kValues / 2;
 
+    // Of each panel also line + `ahead` bytes is asked for.
     static inline __attribute__((always_inline)) void add(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
                                                           int last, ptrdiff_t ahead, const void* x) {
+        add(sum, w, first, last, x, [&](int line) __attribute__((always_inline)) {
+            unrolled<R>([&](auto r) __attribute__((always_inline)) {
+                const uint8_t* p = w[r.value] + size_t(line) * Code::kBytes;
+                for (int i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(p + ahead + i);
+            });
+        });
+    }
+
+    // fetch(line): asks for what is read later.
+    template <class F>
+    static inline __attribute__((always_inline)) void add(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
+                                                          int last, const void* x, F&& fetch) {
         for (int line = first; line < last; ++line) {
             typename Code::Line codes[R];
             unrolled<R>([&](auto r) __attribute__((always_inline)) {
-                const uint8_t* p = w[r.value] + size_t(line) * Code::kBytes;
-                codes[r.value] = Code::load(p);
-                for (int i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(p + ahead + i);
+                codes[r.value] = Code::load(w[r.value] + size_t(line) * Code::kBytes);
             });
+            fetch(line);
             const XPair* at = (const XPair*)x + size_t(line) * kPairs * M;
             unrolled<kPairs>([&](auto p) __attribute__((always_inline)) {
                 decltype(Code::template pair<p.value>(codes[0])) pairs[R];
@@ -150,16 +161,24 @@ void run_block(const Layout& l, const uint8_t* w, int panels, const PackedBlock&
     if constexpr (R > 1) run_rows<Code, Scales, 1, M>(l, w, done, panels, x, out, out_tokens, next);
 }
 
+constexpr int kPanelsKept = 4;  // in a core's cache, while several blocks of tokens are multiplied with them
+
 template <class Code, class Scales, int most>
 void run_panels(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, const uint8_t* next) {
-    each_block(x, l.padded, [&](const PackedBlock& block) {
-        const uint8_t* then = block.first + block.size < x.tokens ? w : next;  // the same panels for the next block
-        unrolled<most>([&](auto i) {
-            constexpr int M = i.value + 1;
-            if (block.size == M)
-                run_block<Code, Scales, M>(l, w, panels, block, out + size_t(block.first) * 16, x.tokens, then);
+    const int step = x.tokens > x.how.block_tokens ? kPanelsKept : panels;
+    for (int first = 0; first < panels; first += step) {
+        const int some = panels - first < step ? panels - first : step;
+        const uint8_t* from = w + size_t(first) * l.panel_bytes;
+        const uint8_t* after = first + some < panels ? from + size_t(some) * l.panel_bytes : next;
+        each_block(x, l.padded, [&](const PackedBlock& block) {
+            const uint8_t* then = block.first + block.size < x.tokens ? from : after;
+            float* to = out + (size_t(first) * size_t(x.tokens) + size_t(block.first)) * 16;
+            unrolled<most>([&](auto i) {
+                constexpr int M = i.value + 1;
+                if (block.size == M) run_block<Code, Scales, M>(l, from, some, block, to, x.tokens, then);
+            });
         });
-    });
+    }
 }
 
 // Groups [first, last) of a panel's weights rounded once to bfloat16, in bfloat16's layout: a line for two columns.

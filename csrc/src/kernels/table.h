@@ -1,12 +1,13 @@
 // Which product runs, and the table of this instruction set's kernels.
 #pragma once
 
-inline bool expands(Format format, int tokens) { return format != Format::kBf16 && tokens >= kExpandFromTokens; }
+// Many tokens: see wide_panels.h.
+inline bool is_wide(int tokens) { return tokens >= kWideFromTokens; }
 
 Packing packing(const Layout& l, int tokens) {
     if (by_digits(l, tokens)) return digit_packing(l);
     if (by_tiles(l, tokens)) return {kTileTokens, Packing::kTiles, 0, 1};
-    const bool plain = l.format == Format::kBf16 || l.format == Format::kFp16 || expands(l.format, tokens);
+    const bool plain = l.format == Format::kBf16 || l.format == Format::kFp16 || is_wide(tokens);
     return {plain ? kMostPlain : kMostScaled, Packing::kPairs, 0, 1};
 }
 
@@ -15,11 +16,11 @@ size_t row_bytes(const Layout& l) {
     return by_digits(l, 1) && lines > pairs ? lines : pairs;
 }
 
-size_t expand_bytes(const Layout& l, int panels, int tokens) {
+size_t expand_bytes(const Layout& l, int tokens) {
     const size_t panel_bytes = size_t(l.padded) * 32;
     if (by_digits(l, tokens)) return 0;
     if (by_tiles(l, tokens)) return l.format == Format::kBf16 ? 0 : kTilePanels * panel_bytes;
-    return expands(l.format, tokens) ? size_t(panels) * panel_bytes : 0;
+    return is_wide(tokens) && l.format != Format::kBf16 ? kWidePanels * panel_bytes : 0;
 }
 
 void expand(const Layout& l, const uint8_t* w, void* out) {
@@ -32,16 +33,9 @@ void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, floa
     if (x.how.form == Packing::kTiles) return multiply_tiles(l, w, panels, x, out, (uint8_t*)scratch, next);
     if (x.how.form != Packing::kPairs) return multiply_digits(l, w, panels, x, out, next);
     with_format(l.format, [&]<class Code, class Scales>() {
-        if (!expands(l.format, x.tokens)) {
-            constexpr int most = Scales::kScaled ? kMostScaled : kMostPlain;
-            return run_panels<Code, Scales, most>(l, w, panels, x, out, next);
-        }
-        Layout wide = l;
-        wide.panel_bytes = size_t(l.padded) * 32;
-        for (int i = 0; i < panels; ++i)
-            expand_groups<Code, Scales>(l, w + i * l.panel_bytes, 0, l.groups,
-                                        (uint8_t*)scratch + i * wide.panel_bytes);
-        run_panels<Bf16Code, NoScale, kMostPlain>(wide, (const uint8_t*)scratch, panels, x, out, nullptr);
+        constexpr int most = Scales::kScaled ? kMostScaled : kMostPlain;
+        if (is_wide(x.tokens)) return multiply_wide<Code, Scales>(l, w, panels, x, out, (uint8_t*)scratch, next);
+        run_panels<Code, Scales, most>(l, w, panels, x, out, next);
     });
 }
 

@@ -127,7 +127,7 @@ inline bool exact_before(Format f) { return f == Format::kNvfp4 || f == Format::
 inline bool exact_after(const Layout& l) { return l.format != Format::kFp16 && l.group % kTileColumns == 0; }
 
 inline bool by_tiles(const Layout& l, int tokens) {
-    return tokens >= (exact_before(l.format) || exact_after(l) ? kTilesFromTokens : kExpandFromTokens);
+    return tokens >= (exact_before(l.format) || exact_after(l) ? kTilesFromTokens : kWideFromTokens);
 }
 
 inline void scale_rows(F32 factor, float* out, int tokens) {
