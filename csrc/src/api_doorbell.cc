@@ -128,7 +128,7 @@ int proa_doorbell_get_counters(const proa_doorbell* doorbell, proa_doorbell_coun
     return proa::guarded([&] {
         require(doorbell && out, "A null pointer.");
         const proa::DoorbellCounters c = doorbell->doorbell.counters();
-        *out = {c.jobs, c.pairs, c.weight_bytes, c.moe_ns, c.waiting_ns, c.experts, c.foreseen};
+        *out = {c.jobs, c.pairs, c.weight_bytes, c.moe_ns, c.waiting_ns, c.experts, c.foreseen, c.gaps, c.gap_ns};
     });
 }
 

@@ -21,9 +21,11 @@ constexpr auto kLongestPark = std::chrono::milliseconds(20);  // then it looks w
 
 int64_t lines(int64_t bytes) { return (bytes + kWord - 1) / kWord * kWord; }
 
-uint64_t ns_since(Clock::time_point begin) {
-    return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
+uint64_t ns_between(Clock::time_point begin, Clock::time_point end) {
+    return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count());
 }
+
+uint64_t ns_since(Clock::time_point begin) { return ns_between(begin, Clock::now()); }
 
 constexpr int64_t kLookAlone = 1 << 16;  // values; with more, all workers look
 
@@ -214,8 +216,8 @@ bool Doorbell::wait_until(const Seen& seen, int64_t timeout_us) const {
 
 DoorbellCounters Doorbell::counters() const {
     const auto of = [](const Count& count) { return count.load(std::memory_order_relaxed); };
-    return {of(jobs_),       of(pairs_),   of(weight_bytes_),    of(moe_ns_),
-            of(waiting_ns_), of(experts_), of(foreseen_experts_)};
+    return {of(jobs_), of(pairs_), of(weight_bytes_), of(moe_ns_), of(waiting_ns_), of(experts_), of(foreseen_experts_),
+            of(gaps_), of(gap_ns_)};
 }
 
 void Doorbell::serve() {
@@ -299,6 +301,7 @@ void Doorbell::run(const int32_t* header) {
         throw Error(PROA_ERROR_ARGUMENT, "A job has " + std::to_string(tokens_) + " tokens; 1 to " +
                                              std::to_string(size_.most_tokens) + " are possible.");
     const auto begin = Clock::now();
+    if (done_layer_ >= 0 && layer_ == done_layer_ + 1) add(gaps_, 1), add(gap_ns_, ns_between(done_at_, begin));
     const bool copied = way_ != Way::kNumber;
     const DoorbellLayout l = copied ? doorbell_layout(tokens_, size_.top_k, size_.hidden) : layout_;
     const int32_t* ids = at<int32_t>(l.ids);
@@ -310,7 +313,8 @@ void Doorbell::run(const int32_t* header) {
     op.y = at<float>(layout_.y), op.y_stride = size_.hidden, op.wide = true;
     op.ahead = read_ahead_ ? read_ahead_->of(*op.experts) : nullptr;
     proa::run(op, *host_, tokens_, lane_);
-    add(moe_ns_, ns_since(begin));
+    done_at_ = Clock::now(), done_layer_ = layer_;
+    add(moe_ns_, ns_between(begin, done_at_));
 }
 
 // Idle workers read what the next job will probably need. Numbers are those of any layer if this comes late: whoever

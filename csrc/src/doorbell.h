@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <memory>
@@ -63,6 +64,7 @@ struct DoorbellCounters {
     uint64_t jobs, pairs, weight_bytes;  // pairs of a token and an expert; bytes of the experts that a job needed
     uint64_t moe_ns, waiting_ns;         // waiting: from an answer to the next ring, while armed
     uint64_t experts, foreseen;          // of jobs, and how many of these were foreseen
+    uint64_t gaps, gap_ns;               // from a layer's experts to those of the next layer
 };
 
 class Doorbell {
@@ -140,6 +142,9 @@ class Doorbell {
     int layer_ = kProbeLayer, tokens_ = 0;  // of the job
     size_t turn_ = 0;                       // jobs that used an operation
     Count jobs_{0}, pairs_{0}, weight_bytes_{0}, moe_ns_{0}, waiting_ns_{0}, experts_{0}, foreseen_experts_{0};
+    Count gaps_{0}, gap_ns_{0};
+    std::chrono::steady_clock::time_point done_at_;  // the last job's experts
+    int done_layer_ = kProbeLayer;
     std::atomic<uint32_t> looked_{0};  // number of the last job whose result was looked at
     std::atomic<int> armed_{0};
     std::atomic<bool> stop_{false}, parked_{false};

@@ -182,6 +182,8 @@ void what_is_foreseen_changes_no_answer(int pool) {
         CHECK(!std::memcmp(want.data(), bench.block.at<float>(l.y), want.size() * 4));
         const auto after = bell->counters();
         CHECK(after.foreseen - before.foreseen <= after.experts - before.experts);
+        CHECK(after.gaps - before.gaps == (layer ? 1 : 0));  // the first layer's is the next step's
+        CHECK((after.gap_ns > before.gap_ns) == (layer > 0));
     }
     bell->disarm();
     CHECK(bell->counters().foreseen > 0);

@@ -14,6 +14,7 @@ from scheduler_sim import FakeEngine, ask, make_limits
 COUNTED = {
     "jobs": "cpu_jobs", "weight_bytes": "cpu_weight_bytes", "experts": "cpu_experts_needed",
     "foreseen": "cpu_experts_foreseen", "moe_s": "cpu_experts_seconds", "waiting_s": "cpu_waiting_seconds",
+    "gaps": "cpu_gaps", "gap_s": "cpu_gap_seconds",
     "looks": "expert_looks", "choices": "expert_choices", "hits": "expert_hits", "hit_bytes": "expert_hit_bytes",
     "missed_bytes": "expert_missed_bytes", "moved_bytes": "expert_moved_bytes",
 }  # fmt: skip

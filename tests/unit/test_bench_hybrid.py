@@ -209,7 +209,8 @@ def a_span() -> Span:
     begin = {"steps": 5, "generated_tokens": 100, "cpu_jobs": 7, "cpu_weight_bytes": 1000, "schedule_seconds": 1.0}
     end = {"steps": 15, "generated_tokens": 140, "cpu_jobs": 27, "cpu_weight_bytes": 6000, "schedule_seconds": 1.001,
            "inputs_seconds": 0.001, "program_seconds": 0.018, "sample_seconds": 0.0, "cpu_experts_seconds": 0.012,
-           "cpu_waiting_seconds": 0.003, "cpu_experts_needed": 80, "cpu_experts_foreseen": 60}  # fmt: skip
+           "cpu_waiting_seconds": 0.003, "cpu_experts_needed": 80, "cpu_experts_foreseen": 60, "cpu_gaps": 10,
+           "cpu_gap_seconds": 0.0007}  # fmt: skip
     return Span(moment(1.0, **begin), moment(1.02, **end))
 
 
@@ -228,13 +229,16 @@ def test_figures() -> None:
     assert figures["step_ms"] == pytest.approx(2)
     assert figures["roof_tokens_per_s"] == pytest.approx(4 / 1.0005e-3)
     assert figures["roof_share"] == pytest.approx(2000 / (4 / 1.0005e-3))
-    assert figures["fixed_us_per_layer"] == pytest.approx((2000 - 1200) / 2)
+    assert figures["fixed_us_per_layer"] == pytest.approx(70)
+    assert figures["beside_us_per_layer"] == pytest.approx((2000 - 1200) / 2)
     assert figures["cpu_jobs_per_step"] == pytest.approx(2)
     assert figures["cpu_bytes_per_step"] == pytest.approx(500)
     assert figures["foreseen_share"] == pytest.approx(0.75)
     assert (figures["ram_bytes_per_s"], figures["pcie_bytes_per_s"]) == (1e9, 5e8)
     some = figures_of(a_span(), gpu_plan(1, 0), 4, read, rates)
-    assert some["fixed_us_per_layer"] is None, "the GPU's experts are in the rest of a step"
+    assert (some["fixed_us_per_layer"], some["beside_us_per_layer"]) == (None, None), "the GPU's experts are in there"
+    alone = figures_of(Span(moment(1.0), moment(1.02, steps=1)), gpu_plan(0, 0), 4, read, rates)
+    assert alone["fixed_us_per_layer"] is None, "no layer followed another"
     assert some["resident_share"] == 1 / 16
 
 

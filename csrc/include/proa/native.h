@@ -455,6 +455,8 @@ typedef struct proa_doorbell_counters {
     uint64_t waiting_ns;    // from an answer to the next ring, or from arming
     uint64_t experts;       // that jobs needed, each once a job
     uint64_t foreseen;      // of these
+    uint64_t gaps;          // between a layer's experts and those of the next layer
+    uint64_t gap_ns;        // of these
 } proa_doorbell_counters;
 PROA_API int proa_doorbell_get_counters(const proa_doorbell* doorbell, proa_doorbell_counters* out);
 

@@ -143,6 +143,12 @@ def foreseen_share(span: Span) -> float | None:
     return span.per_step("cpu_experts_foreseen") / needed if needed else None
 
 
+def fixed_us_per_layer(span: Span) -> float | None:
+    """What the GPU does between two layers' experts and the way there and back; None: the CPU had no two such layers."""
+    gaps = span.per_step("cpu_gaps")
+    return 1e6 * span.per_step("cpu_gap_seconds") / gaps if gaps else None
+
+
 def looks_of(span: Span, trace: Trace) -> Trace:
     """The span's part of a whole trace."""
     return trace[span.begin.stats.expert_looks : span.end.stats.expert_looks]
@@ -192,10 +198,11 @@ def hit_figures(span: Span, trace: Trace | None, gpu: GpuPlan) -> dict[str, floa
 
 
 def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: Rates) -> dict[str, float | None]:
-    """fixed_us_per_layer: where the CPU has every expert, what a step takes beside them, by layers."""
+    """Where the CPU has every expert: fixed_us_per_layer from a layer's experts to those of the next layer, as the CPU
+    measures it; beside_us_per_layer what a step takes beside experts, head and host included, by layers."""
     roof, layers = roof_tokens_per_s(read, rates, requests), len(gpu.resident)
     resident = sum(map(len, gpu.resident))
-    fixed_s = span.step_s - span.per_step("cpu_experts_seconds")
+    beside_s = span.step_s - span.per_step("cpu_experts_seconds")
     return {
         "requests": requests,
         "tokens_per_s": span.tokens_per_s,
@@ -203,7 +210,8 @@ def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: 
         "step_ms": 1e3 * span.step_s,
         "roof_tokens_per_s": roof,
         "roof_share": span.tokens_per_s / roof,
-        "fixed_us_per_layer": None if resident else 1e6 * fixed_s / layers,
+        "fixed_us_per_layer": None if resident else fixed_us_per_layer(span),
+        "beside_us_per_layer": None if resident else 1e6 * beside_s / layers,
         "layers": layers,
         "steps": span.steps,
         "resident_share": resident / sum(gpu.experts),

@@ -145,7 +145,11 @@ def _facts(results: Sequence[Result]) -> Table:
         rates = [rate for r in results if (rate := r.figures[f"{name}_bytes_per_s"]) is not None]
         table.add_row(text, format_rate(max(rates)) if rates else "unknown")
     table.add_row("empty round trip", f"{number(first['round_trip_us'])} us")
-    fixed = ", ".join(number(r.figures["fixed_us_per_layer"]) for r in results)
-    if first["fixed_us_per_layer"] is not None:
-        table.add_row("a layer beside its experts", f"{fixed} us: all of a step but the CPU's experts, by layers")
+    for text, name, meaning in (
+        ("a layer beside its experts", "fixed_us_per_layer", "from a layer's experts to those of the next one"),
+        ("with head and host", "beside_us_per_layer", "all of a step but the CPU's experts, by layers"),
+    ):
+        if first[name] is not None:
+            each = ", ".join(number(r.figures[name]) for r in results)
+            table.add_row(text, f"{each} us: {meaning}")
     return table

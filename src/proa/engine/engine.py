@@ -171,6 +171,8 @@ def _in_order_of_stats(done: Counters) -> tuple[float, ...]:
         done.foreseen,
         done.moe_s,
         done.waiting_s,
+        done.gaps,
+        done.gap_s,
         done.looks,
         done.choices,
         done.hits,

@@ -97,6 +97,8 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     cpu_experts_foreseen: int = 0  # of these, what was known before the job came
     cpu_experts_seconds: float = 0.0  # within program_seconds: from a job's arrival to its answer
     cpu_waiting_seconds: float = 0.0  # from an answer to the next job
+    cpu_gaps: int = 0  # between a layer's experts and those of the next layer, where the CPU has some of both
+    cpu_gap_seconds: float = 0.0  # of these
     expert_looks: int = 0  # where choices of experts are counted, since they move or somebody asked for it
     expert_choices: int = 0  # by tokens
     expert_hits: int = 0  # of these, what the GPU had

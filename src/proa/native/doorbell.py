@@ -93,7 +93,10 @@ class _Options(ctypes.Structure):
 
 class _Counters(ctypes.Structure):
     _fields_ = [
-        (name, c_uint64) for name in ("jobs", "pairs", "weight_bytes", "moe_ns", "waiting_ns", "experts", "foreseen")
+        (name, c_uint64)
+        for name in (
+            "jobs", "pairs", "weight_bytes", "moe_ns", "waiting_ns", "experts", "foreseen", "gaps", "gap_ns"
+        )  # fmt: skip
     ]
 
 
@@ -137,6 +140,8 @@ class Counters:
     waiting_s: float  # from an answer to the next ring, or from arming
     experts: int = 0  # that jobs needed, each once a job
     foreseen: int = 0  # of these
+    gaps: int = 0  # between a layer's experts and those of the next layer
+    gap_s: float = 0.0  # of these
     looks: int = 0
     choices: int = 0  # of experts, by tokens
     hits: int = 0  # of these, what the device had
@@ -242,6 +247,8 @@ class Doorbell:
             found.waiting_ns * 1e-9,
             found.experts,
             found.foreseen,
+            found.gaps,
+            found.gap_ns * 1e-9,
         )
 
     def close(self) -> None:
