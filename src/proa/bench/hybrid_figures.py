@@ -144,7 +144,7 @@ def foreseen_share(span: Span) -> float | None:
 
 
 def fixed_us_per_layer(span: Span) -> float | None:
-    """What the GPU does between two layers' experts and the way there and back; None: the CPU had no two such layers."""
+    """What the GPU does between two layers' experts, and the way there and back; None: no layer followed another."""
     gaps = span.per_step("cpu_gaps")
     return 1e6 * span.per_step("cpu_gap_seconds") / gaps if gaps else None
 

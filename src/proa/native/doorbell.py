@@ -93,10 +93,7 @@ class _Options(ctypes.Structure):
 
 class _Counters(ctypes.Structure):
     _fields_ = [
-        (name, c_uint64)
-        for name in (
-            "jobs", "pairs", "weight_bytes", "moe_ns", "waiting_ns", "experts", "foreseen", "gaps", "gap_ns"
-        )  # fmt: skip
+        (name, c_uint64) for name in "jobs pairs weight_bytes moe_ns waiting_ns experts foreseen gaps gap_ns".split()
     ]
 
 

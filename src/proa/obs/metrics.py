@@ -72,7 +72,7 @@ SAMPLED: dict[str, Declared] = {
     "cpu_waiting_seconds": Declared(
         "proa_cpu_waiting_seconds", "counter", "Time the CPU waited for the next of these jobs"
     ),
-    "cpu_gaps": Declared("proa_cpu_gaps", "counter", "Times that one of these jobs was the next layer's after the last"),
+    "cpu_gaps": Declared("proa_cpu_gaps", "counter", "Times that such a job was the next layer's after the last"),
     "cpu_gap_seconds": Declared("proa_cpu_gap_seconds", "counter", "Time between these two: the GPU's, and the way"),
     "expert_looks": Declared("proa_expert_looks", "counter", "Times that choices of experts were counted"),
     "expert_choices": Declared(
