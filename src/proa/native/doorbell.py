@@ -91,10 +91,11 @@ class _Options(ctypes.Structure):
     ]  # fmt: skip
 
 
+_COUNTED = ("jobs", "pairs", "weight_bytes", "moe_ns", "waiting_ns", "experts", "foreseen", "gaps", "gap_ns")
+
+
 class _Counters(ctypes.Structure):
-    _fields_ = [
-        (name, c_uint64) for name in "jobs pairs weight_bytes moe_ns waiting_ns experts foreseen gaps gap_ns".split()
-    ]
+    _fields_ = [(name, c_uint64) for name in _COUNTED]
 
 
 _SIGNATURES: Signatures = {
