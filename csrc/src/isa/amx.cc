@@ -10,7 +10,6 @@ namespace {
 constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
 constexpr int kWideFromTokens = 16;
 constexpr int kTilesFromTokens = 5;  // where they are exact
-constexpr int kMostDigits = 4;
 constexpr int digits_to_tokens(Format) { return kTilesFromTokens - 1; }
 constexpr int digit_rows_at_once(int) { return 4; }
 constexpr Blocking kBlocking = kTileBlocking;

@@ -11,7 +11,6 @@ namespace {
 constexpr int kMostPlain = 12, kMostScaled = most_scaled(12);
 constexpr int kWideFromTokens = 32;
 // Measured on Zen 5, where a VDPBF16PS costs no more than a VPDPBUSD: digits pay where codes are dear to convert.
-constexpr int kMostDigits = 6;
 constexpr int digits_to_tokens(Format f) {
     return f == Format::kQ6K || f == Format::kQ5K ? 6 : f == Format::kInt8F32 || f == Format::kInt8F16 ? 3 : 0;
 }

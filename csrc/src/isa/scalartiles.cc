@@ -7,7 +7,6 @@ namespace {
 constexpr int kMostPlain = 4, kMostScaled = 4;
 constexpr int kWideFromTokens = 16;
 constexpr int kTilesFromTokens = 5;
-constexpr int kMostDigits = 4;
 constexpr int digits_to_tokens(Format) { return kTilesFromTokens - 1; }
 constexpr int digit_rows_at_once(int) { return 1; }
 constexpr Blocking kBlocking = {0, 64, 64, 256, 4, 64 << 10};  // small, so that small tests have several of each

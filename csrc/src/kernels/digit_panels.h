@@ -56,35 +56,43 @@ struct SixQuads : DigitCode {
     }
 };
 
-// Calls f.operator()<Code, Scales>() for the format, if its codes are integers.
+// Calls f.operator()<Code, Scales, tokens>() for the format, if its codes are integers: so many are multiplied as such.
 template <class F>
 inline __attribute__((always_inline)) void with_integers(Format format, F&& f) {
     switch (format) {
-        case Format::kInt8F32: return f.template operator()<Int8Quads, F32Rows>();
-        case Format::kInt8F16: return f.template operator()<Int8Quads, F16Rows>();
-        case Format::kInt4F32: return f.template operator()<NibbleQuads<8>, F32Rows>();
-        case Format::kInt4F16: return f.template operator()<NibbleQuads<8>, F16Rows>();
-        case Format::kInt4Bf16: return f.template operator()<NibbleQuads<8>, Bf16Rows>();
-        case Format::kUint4F32: return f.template operator()<NibbleQuads<0>, WithMin<F32Rows>>();
-        case Format::kUint4F16: return f.template operator()<NibbleQuads<0>, WithMin<F16Rows>>();
-        case Format::kUint4Bf16: return f.template operator()<NibbleQuads<0>, WithMin<Bf16Rows>>();
-        case Format::kNvfp4: return f.template operator()<E2m1Quads, NvRows>();
-        case Format::kMxfp4: return f.template operator()<E2m1Quads, E8m0Rows>();
-        case Format::kQ4K: return f.template operator()<NibbleQuads<0>, Q4kRows>();
-        case Format::kQ6K: return f.template operator()<SixQuads<32>, Q6kRows>();
-        case Format::kQ5K: return f.template operator()<SixQuads<0>, Q4kRows>();
+        case Format::kInt8F32: return f.template operator()<Int8Quads, F32Rows, digits_to_tokens(Format::kInt8F32)>();
+        case Format::kInt8F16: return f.template operator()<Int8Quads, F16Rows, digits_to_tokens(Format::kInt8F16)>();
+        case Format::kInt4F32:
+            return f.template operator()<NibbleQuads<8>, F32Rows, digits_to_tokens(Format::kInt4F32)>();
+        case Format::kInt4F16:
+            return f.template operator()<NibbleQuads<8>, F16Rows, digits_to_tokens(Format::kInt4F16)>();
+        case Format::kInt4Bf16:
+            return f.template operator()<NibbleQuads<8>, Bf16Rows, digits_to_tokens(Format::kInt4Bf16)>();
+        case Format::kUint4F32:
+            return f.template operator()<NibbleQuads<0>, WithMin<F32Rows>, digits_to_tokens(Format::kUint4F32)>();
+        case Format::kUint4F16:
+            return f.template operator()<NibbleQuads<0>, WithMin<F16Rows>, digits_to_tokens(Format::kUint4F16)>();
+        case Format::kUint4Bf16:
+            return f.template operator()<NibbleQuads<0>, WithMin<Bf16Rows>, digits_to_tokens(Format::kUint4Bf16)>();
+        case Format::kNvfp4: return f.template operator()<E2m1Quads, NvRows, digits_to_tokens(Format::kNvfp4)>();
+        case Format::kMxfp4: return f.template operator()<E2m1Quads, E8m0Rows, digits_to_tokens(Format::kMxfp4)>();
+        case Format::kQ4K: return f.template operator()<NibbleQuads<0>, Q4kRows, digits_to_tokens(Format::kQ4K)>();
+        case Format::kQ6K: return f.template operator()<SixQuads<32>, Q6kRows, digits_to_tokens(Format::kQ6K)>();
+        case Format::kQ5K: return f.template operator()<SixQuads<0>, Q4kRows, digits_to_tokens(Format::kQ5K)>();
         default: return;
     }
 }
 
-inline bool by_digits(const Layout& l, int tokens) {
-    return l.format >= Format::kInt8F32 && tokens <= digits_to_tokens(l.format);
-}
+// Tokens up to which a format's codes are multiplied as integers.
+constexpr int digit_tokens(Format f) { return f >= Format::kInt8F32 ? digits_to_tokens(f) : 0; }
+
+inline bool by_digits(const Layout& l, int tokens) { return tokens <= digit_tokens(l.format); }
 
 inline Packing digit_packing(const Layout& l) {
     Packing how{};
-    with_integers(l.format,
-                  [&]<class Code, class Scales>() { how = {kMostDigits, Code::kForm, Code::kZero, Code::kStep}; });
+    with_integers(l.format, [&]<class Code, class Scales, int tokens>() {
+        how = {tokens, Code::kForm, Code::kZero, Code::kStep};
+    });
     return how;
 }
 
@@ -134,7 +142,7 @@ struct Lines<Code, R, M> {
 };
 
 void multiply_digits(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, const uint8_t* next) {
-    with_integers(l.format, [&]<class Code, class Scales>() {
-        run_panels<Code, Scales, kMostDigits>(l, w, panels, x, out, next);
+    with_integers(l.format, [&]<class Code, class Scales, int tokens>() {
+        if constexpr (tokens > 0) run_panels<Code, Scales, 1, tokens>(l, w, panels, x, out, next);
     });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 constexpr int kDigitColumns = 16;
+constexpr int digit_tokens(Format) { return 0; }
 constexpr int digit_rows_at_once(int) { return 1; }
 inline bool by_digits(const Layout&, int) { return false; }
 inline Packing digit_packing(const Layout&) { return {}; }

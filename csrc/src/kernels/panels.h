@@ -132,17 +132,18 @@ struct Tile {
     }
 };
 
-// Panels [first, panels) R at a time, as long as there are R of them; returns how far it came. next: see
-// Kernels::matmul.
-template <class Code, class Scales, int R, int M>
+// Panels [first, panels) R at a time, as long as there are R of them, or `all`, the last one again in the place of
+// those that are missing; returns how far it came. next: see Kernels::matmul.
+template <class Code, class Scales, int R, int M, bool all>
 int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const PackedBlock& x, float* out, int out_tokens,
              const uint8_t* next) {
-    for (; first + R <= panels; first += R) {
+    for (; first + (all ? 1 : R) <= panels; first += R) {
         const uint8_t* panel[R];
         float* place[R];
         for (int r = 0; r < R; ++r) {
-            panel[r] = w + size_t(first + r) * l.panel_bytes;
-            place[r] = out + size_t(first + r) * out_tokens * 16;
+            const int at = !all || first + r < panels ? first + r : panels - 1;
+            panel[r] = w + size_t(at) * l.panel_bytes;
+            place[r] = out + size_t(at) * out_tokens * 16;
         }
         ptrdiff_t after = R * ptrdiff_t(l.panel_bytes);
         if (first + R >= panels) after = next ? next - panel[0] : 0;
@@ -151,19 +152,21 @@ int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const Pac
     return first;
 }
 
-// All panels for one block of M tokens. out: [panels][out_tokens][16], this block's first token at out.
+// All panels for one block of M tokens. out: [panels][out_tokens][16], this block's first token at out. A panel alone
+// is rare: a kernel for it would be a third of what is compiled.
 template <class Code, class Scales, int M>
 void run_block(const Layout& l, const uint8_t* w, int panels, const PackedBlock& x, float* out, int out_tokens,
                const uint8_t* next) {
     constexpr int R = kInteger<Code> ? digit_rows_at_once(M) : rows_at_once(M, Scales::kScaled);
-    int done = run_rows<Code, Scales, R, M>(l, w, 0, panels, x, out, out_tokens, next);
-    if constexpr (R > 2) done = run_rows<Code, Scales, 2, M>(l, w, done, panels, x, out, out_tokens, next);
-    if constexpr (R > 1) run_rows<Code, Scales, 1, M>(l, w, done, panels, x, out, out_tokens, next);
+    int done = 0;
+    if constexpr (R > 2) done = run_rows<Code, Scales, R, M, false>(l, w, 0, panels, x, out, out_tokens, next);
+    run_rows<Code, Scales, (R > 2 ? 2 : R), M, true>(l, w, done, panels, x, out, out_tokens, next);
 }
 
 constexpr int kPanelsKept = 4;  // in a core's cache, while several blocks of tokens are multiplied with them
 
-template <class Code, class Scales, int most>
+// Blocks have `least` to `most` tokens.
+template <class Code, class Scales, int least, int most>
 void run_panels(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, const uint8_t* next) {
     const int step = x.tokens > x.how.block_tokens ? kPanelsKept : panels;
     for (int first = 0; first < panels; first += step) {
@@ -173,8 +176,8 @@ void run_panels(const Layout& l, const uint8_t* w, int panels, const Packed& x, 
         each_block(x, l.padded, [&](const PackedBlock& block) {
             const uint8_t* then = block.first + block.size < x.tokens ? from : after;
             float* to = out + (size_t(first) * size_t(x.tokens) + size_t(block.first)) * 16;
-            unrolled<most>([&](auto i) {
-                constexpr int M = i.value + 1;
+            unrolled<most - least + 1>([&](auto i) {
+                constexpr int M = i.value + least;
                 if (block.size == M) run_block<Code, Scales, M>(l, from, some, block, to, x.tokens, then);
             });
         });

@@ -1,14 +1,13 @@
 // Which product runs, and the table of this instruction set's kernels.
 #pragma once
 
-// Many tokens: see wide_panels.h.
+// Many tokens: see wide_panels.h; tiles leave none.
 inline bool is_wide(int tokens) { return tokens >= kWideFromTokens; }
 
 Packing packing(const Layout& l, int tokens) {
     if (by_digits(l, tokens)) return digit_packing(l);
     if (by_tiles(l, tokens)) return {kTileTokens, Packing::kTiles, 0, 1};
-    const bool plain = l.format == Format::kBf16 || l.format == Format::kFp16 || is_wide(tokens);
-    return {plain ? kMostPlain : kMostScaled, Packing::kPairs, 0, 1};
+    return {is_wide(tokens) ? kMostPlain : most_pairs(l.format), Packing::kPairs, 0, 1};
 }
 
 size_t row_bytes(const Layout& l) {
@@ -23,19 +22,34 @@ size_t expand_bytes(const Layout& l, int tokens) {
     return is_wide(tokens) && l.format != Format::kBf16 ? kWidePanels * panel_bytes : 0;
 }
 
+// Tokens of the smallest block of pairs: fewer go by digits, and several blocks are about as large.
+constexpr int least_pairs(Format f) {
+    const int least = digit_tokens(f) + 1, half = most_pairs(f) / 2;
+    return least < half || half == 0 ? least : half;
+}
+
+// Whether there are kernels for all blocks that packing() makes of fewer tokens than are wide.
+constexpr bool pairs_fit(Format f) {
+    for (int tokens = digit_tokens(f) + 1; tokens < kWideFromTokens; ++tokens)
+        if (tokens / block_count(tokens, most_pairs(f)) < least_pairs(f)) return false;
+    return true;
+}
+
 void expand(const Layout& l, const uint8_t* w, void* out) {
-    with_format(l.format,
-                [&]<class Code, class Scales>() { expand_groups<Code, Scales>(l, w, 0, l.groups, (uint8_t*)out); });
+    with_format(l.format, [&]<class Code, class Scales, Format>() {
+        expand_groups<Code, Scales>(l, w, 0, l.groups, (uint8_t*)out);
+    });
 }
 
 void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch,
             const uint8_t* next) {
     if (x.how.form == Packing::kTiles) return multiply_tiles(l, w, panels, x, out, (uint8_t*)scratch, next);
     if (x.how.form != Packing::kPairs) return multiply_digits(l, w, panels, x, out, next);
-    with_format(l.format, [&]<class Code, class Scales>() {
-        constexpr int most = Scales::kScaled ? kMostScaled : kMostPlain;
-        if (is_wide(x.tokens)) return multiply_wide<Code, Scales>(l, w, panels, x, out, (uint8_t*)scratch, next);
-        run_panels<Code, Scales, most>(l, w, panels, x, out, next);
+    with_format(l.format, [&]<class Code, class Scales, Format format>() {
+        static_assert(pairs_fit(format));
+        if constexpr (!kTiles)
+            if (is_wide(x.tokens)) return multiply_wide<Code, Scales>(l, w, panels, x, out, (uint8_t*)scratch, next);
+        run_panels<Code, Scales, least_pairs(format), most_pairs(format)>(l, w, panels, x, out, next);
     });
 }
 

@@ -130,6 +130,14 @@ inline bool by_tiles(const Layout& l, int tokens) {
     return tokens >= (exact_before(l.format) || exact_after(l) ? kTilesFromTokens : kWideFromTokens);
 }
 
+// Tokens of a block of pairs: with scales there are more before tiles come where groups are smaller than a tile, of
+// which Q6_K alone is common. The other ones go by as few as all formats have.
+constexpr int most_pairs(Format f) {
+    return f == Format::kBf16 || f == Format::kFp16 ? kMostPlain
+           : f == Format::kQ6K                      ? kMostScaled
+                                                    : kTilesFromTokens - 1;
+}
+
 inline void scale_rows(F32 factor, float* out, int tokens) {
     for (int t = 0; t < tokens; ++t) store(out + t * 16, mul(factor, load(out + t * 16)));
 }
@@ -285,7 +293,7 @@ void multiply_threes(Tiles& tiles, const Layout& l, const uint8_t* w, int panels
 void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* scratch,
                     const uint8_t* next) {
     Tiles tiles;
-    with_format(l.format, [&]<class Code, class Scales>() {
+    with_format(l.format, [&]<class Code, class Scales, Format>() {
         if (l.format != Format::kBf16 && x.tokens <= kTileTokens)
             return each_block(x, l.padded, [&](const PackedBlock& block) {
                 block.size > kTileRows

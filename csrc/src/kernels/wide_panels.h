@@ -38,13 +38,21 @@ __attribute__((noinline)) void wide_tile(int lines, const uint8_t* w, size_t pan
     });
 }
 
+// Many tokens are blocks of more than half of the largest.
+constexpr bool wide_fit(int most) {
+    for (int tokens = kWideFromTokens; tokens < 20 * most; ++tokens)
+        if (tokens / block_count(tokens, most) <= most / 2) return false;
+    return true;
+}
+
 // Up to kWidePanels panels of bfloat16, one after the other, times all tokens. out: [panels][tokens][16].
+template <int most>
 void wide_panels(const uint8_t* w, int panels, const Packed& x, int padded, float* out, Coming& coming) {
-    constexpr int most = kMostPlain;
+    static_assert(wide_fit(most));
     const size_t panel_bytes = size_t(padded) * 32, out_panel = size_t(x.tokens) * 16;
     each_block(x, padded, [&](const PackedBlock& block) {
         float* to = out + size_t(block.first) * 16;
-        unrolled<most - most / 2>([&](auto i) {  // many tokens are blocks of more than half of the largest
+        unrolled<most - most / 2>([&](auto i) {
             constexpr int M = most / 2 + 1 + i.value, R = rows_at_once(M, false) < 2 ? 1 : 2;
             if (block.size != M) return;
             int done = 0;
@@ -73,6 +81,7 @@ void multiply_wide(const Layout& l, const uint8_t* w, int panels, const Packed& 
             for (int i = 0; i < some; ++i)
                 expand_groups<Code, Scales>(l, from + i * l.panel_bytes, 0, l.groups,
                                             expanded + size_t(i) * size_t(l.padded) * 32);
-        wide_panels(plain ? from : expanded, some, x, l.padded, out + size_t(first) * size_t(x.tokens) * 16, coming);
+        wide_panels<kMostPlain>(plain ? from : expanded, some, x, l.padded, out + size_t(first) * size_t(x.tokens) * 16,
+                                coming);
     }
 }
