@@ -9,7 +9,7 @@
 
 namespace proa {
 
-constexpr int kWideFromTokens = 16, kTilesFromTokens = 5;
+constexpr int kWideFromTokens = 16, kTilesFromTokens = 5, kMostPlain = 4, kMostScaled = 4;
 constexpr int digit_rows_at_once(int) { return 1; }
 constexpr int rows_at_once(int, bool) { return 1; }
 
