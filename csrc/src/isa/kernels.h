@@ -63,7 +63,7 @@ struct Blocking {
         return fit < least_tokens ? least_tokens : fit < most_tokens ? fit : most_tokens;
     }
 };
-constexpr Blocking kVectorBlocking = {512 << 10, 96, 384, 4096, 64, size_t(64) << 20};
+constexpr Blocking kVectorBlocking = {512 << 10, 96, 384, 4096, 96, size_t(64) << 20};
 constexpr Blocking kTileBlocking = {1536 << 10, 96, 384, 4096, 32, size_t(64) << 20};
 
 // One token's step of some columns of a head's state, key_dim rows of them: `to` may be `from`. columns: a multiple

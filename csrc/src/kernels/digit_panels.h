@@ -86,7 +86,10 @@ inline __attribute__((always_inline)) void with_integers(Format format, F&& f) {
 // Tokens up to which a format's codes are multiplied as integers.
 constexpr int digit_tokens(Format f) { return f >= Format::kInt8F32 ? digits_to_tokens(f) : 0; }
 
-inline bool by_digits(const Layout& l, int tokens) { return tokens <= digit_tokens(l.format); }
+inline bool by_digits(const Layout& l, int tokens) {
+    const int most = digit_tokens(l.format);
+    return most > 0 && tokens <= most;
+}
 
 inline Packing digit_packing(const Layout& l) {
     Packing how{};
