@@ -11,13 +11,10 @@ namespace {
 
 using Call = MoeCall;
 
-void pack(const Call& call, int task) {
-    const Group& g = call.group[size_t(task / call.packing_parts)];
-    const int part = task % call.packing_parts, parts = call.packing_parts;
+void pack(const Call& call, const Group& g, const Packed& x) {
     const Layout& l = call.experts->gate_up->layout;
-    call.kernels->pack(call.op.x, size_t(call.op.x_stride), call.index.data() + g.first,
-                       block_begin(g.tokens, parts, part), block_begin(g.tokens, parts, part + 1), l.columns, l.padded,
-                       call.x(g));
+    call.kernels->pack(call.op.x, size_t(call.op.x_stride), call.index.data() + g.first, 0, g.tokens, l.columns,
+                       l.padded, x);
 }
 
 // The task's own copy: it stays in the cache, where one that all share would come from other cores.
@@ -27,8 +24,7 @@ Packed packed_here(const Call& call, const Group& g, Carver& scratch) {
     const bool has_min = kFacts[int(l.format)].has_min;
     float* sums = has_min ? scratch.take<float>(size_t(g.tokens) * size_t(l.padded / 16)) : nullptr;
     const Packed x = packed_rows(*call.kernels, l, pairs, sums, 0, g.tokens);
-    call.kernels->pack(call.op.x, size_t(call.op.x_stride), call.index.data() + g.first, 0, g.tokens, l.columns,
-                       l.padded, x);
+    pack(call, g, x);
     return x;
 }
 
@@ -171,15 +167,15 @@ void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
     const int threads = host.pool.threads(), groups = call.groups;
     const int parts = call.by_expert ? result_parts(*e.down, call.index.size(), host.kernels->blocking) : 1;
     call.up_tasks = RowTasks(*e.gate_up, up_step(*e.gate_up, call, threads), groups);
-    call.packing_parts = std::max(1, block_count(call.most_tokens, kPackingTokens));
     carve(call, host, parts, lane);
 
     if (call.shared_x) {
-        if (call.groups) pack(call, 0);
+        if (call.groups) pack(call, call.group[0], call.x(call.group[0]));
     } else if (!call.by_expert) {
-        host.pool.run(published(call.groups * call.packing_parts, host.pool.nodes(), &call,
+        host.pool.run(published(call.groups, host.pool.nodes(), &call,
                                 [](const void* context, int task, const std::byte*) {
-                                    pack(*static_cast<const Call*>(context), task);
+                                    const Call& of = *static_cast<const Call*>(context);
+                                    pack(of, of.group[size_t(task)], of.x(of.group[size_t(task)]));
                                 }),
                       lane);
     }

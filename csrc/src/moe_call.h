@@ -20,7 +20,7 @@ struct MoeCall {
     const Experts* experts;
     const Kernels* kernels;
     RowTasks up_tasks, down_tasks;
-    int tokens, groups, most_tokens, packing_parts;
+    int tokens, groups, most_tokens;
     std::vector<Group> group;
     std::vector<int> counts;
     std::vector<int32_t> index;  // of slot: its token

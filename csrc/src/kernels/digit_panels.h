@@ -56,29 +56,23 @@ struct SixQuads : DigitCode {
     }
 };
 
-// Calls f.operator()<Code, Scales, tokens>() for the format, if its codes are integers: so many are multiplied as such.
+// Calls f.operator()<Code, Scales, format>() for the format, if its codes are integers.
 template <class F>
 inline __attribute__((always_inline)) void with_integers(Format format, F&& f) {
     switch (format) {
-        case Format::kInt8F32: return f.template operator()<Int8Quads, F32Rows, digits_to_tokens(Format::kInt8F32)>();
-        case Format::kInt8F16: return f.template operator()<Int8Quads, F16Rows, digits_to_tokens(Format::kInt8F16)>();
-        case Format::kInt4F32:
-            return f.template operator()<NibbleQuads<8>, F32Rows, digits_to_tokens(Format::kInt4F32)>();
-        case Format::kInt4F16:
-            return f.template operator()<NibbleQuads<8>, F16Rows, digits_to_tokens(Format::kInt4F16)>();
-        case Format::kInt4Bf16:
-            return f.template operator()<NibbleQuads<8>, Bf16Rows, digits_to_tokens(Format::kInt4Bf16)>();
-        case Format::kUint4F32:
-            return f.template operator()<NibbleQuads<0>, WithMin<F32Rows>, digits_to_tokens(Format::kUint4F32)>();
-        case Format::kUint4F16:
-            return f.template operator()<NibbleQuads<0>, WithMin<F16Rows>, digits_to_tokens(Format::kUint4F16)>();
-        case Format::kUint4Bf16:
-            return f.template operator()<NibbleQuads<0>, WithMin<Bf16Rows>, digits_to_tokens(Format::kUint4Bf16)>();
-        case Format::kNvfp4: return f.template operator()<E2m1Quads, NvRows, digits_to_tokens(Format::kNvfp4)>();
-        case Format::kMxfp4: return f.template operator()<E2m1Quads, E8m0Rows, digits_to_tokens(Format::kMxfp4)>();
-        case Format::kQ4K: return f.template operator()<NibbleQuads<0>, Q4kRows, digits_to_tokens(Format::kQ4K)>();
-        case Format::kQ6K: return f.template operator()<SixQuads<32>, Q6kRows, digits_to_tokens(Format::kQ6K)>();
-        case Format::kQ5K: return f.template operator()<SixQuads<0>, Q4kRows, digits_to_tokens(Format::kQ5K)>();
+        case Format::kInt8F32: return f.template operator()<Int8Quads, F32Rows, Format::kInt8F32>();
+        case Format::kInt8F16: return f.template operator()<Int8Quads, F16Rows, Format::kInt8F16>();
+        case Format::kInt4F32: return f.template operator()<NibbleQuads<8>, F32Rows, Format::kInt4F32>();
+        case Format::kInt4F16: return f.template operator()<NibbleQuads<8>, F16Rows, Format::kInt4F16>();
+        case Format::kInt4Bf16: return f.template operator()<NibbleQuads<8>, Bf16Rows, Format::kInt4Bf16>();
+        case Format::kUint4F32: return f.template operator()<NibbleQuads<0>, WithMin<F32Rows>, Format::kUint4F32>();
+        case Format::kUint4F16: return f.template operator()<NibbleQuads<0>, WithMin<F16Rows>, Format::kUint4F16>();
+        case Format::kUint4Bf16: return f.template operator()<NibbleQuads<0>, WithMin<Bf16Rows>, Format::kUint4Bf16>();
+        case Format::kNvfp4: return f.template operator()<E2m1Quads, NvRows, Format::kNvfp4>();
+        case Format::kMxfp4: return f.template operator()<E2m1Quads, E8m0Rows, Format::kMxfp4>();
+        case Format::kQ4K: return f.template operator()<NibbleQuads<0>, Q4kRows, Format::kQ4K>();
+        case Format::kQ6K: return f.template operator()<SixQuads<32>, Q6kRows, Format::kQ6K>();
+        case Format::kQ5K: return f.template operator()<SixQuads<0>, Q4kRows, Format::kQ5K>();
         default: return;
     }
 }
@@ -93,8 +87,8 @@ inline bool by_digits(const Layout& l, int tokens) {
 
 inline Packing digit_packing(const Layout& l) {
     Packing how{};
-    with_integers(l.format, [&]<class Code, class Scales, int tokens>() {
-        how = {tokens, Code::kForm, Code::kZero, Code::kStep};
+    with_integers(l.format, [&]<class Code, class Scales, Format format>() {
+        how = {digits_to_tokens(format), Code::kForm, Code::kZero, Code::kStep};
     });
     return how;
 }
@@ -145,7 +139,8 @@ struct Lines<Code, R, M> {
 };
 
 void multiply_digits(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, const uint8_t* next) {
-    with_integers(l.format, [&]<class Code, class Scales, int tokens>() {
+    with_integers(l.format, [&]<class Code, class Scales, Format format>() {
+        constexpr int tokens = digits_to_tokens(format);
         if constexpr (tokens > 0) run_panels<Code, Scales, 1, tokens>(l, w, panels, x, out, next);
     });
 }

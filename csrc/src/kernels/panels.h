@@ -22,6 +22,18 @@ inline __attribute__((always_inline)) void unrolled(F&& f) {
 // misses from what is read.
 constexpr size_t kAheadBytes = 8192;  // of a tile's panels together: what memory delivers in a latency
 
+// Memory that is needed soon, fetched into L2 in equal parts while something else is multiplied.
+struct Ahead {
+    const uint8_t *at, *end;
+    int lines;  // of a step
+
+    Ahead(const uint8_t* from, size_t bytes, int steps)
+        : at(from), end(from + bytes), lines(int((bytes / kLineBytes + size_t(steps) - 1) / size_t(steps))) {}
+    void step() {
+        for (int i = 0; i < lines && at < end; ++i, at += kLineBytes) __builtin_prefetch(at, 0, 2);
+    }
+};
+
 // What lines [first, last) of panels w[0..R-1] add to the sums of M tokens. x: pairs.
 template <class Code, int R, int M>
 struct Lines {

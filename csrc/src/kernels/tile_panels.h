@@ -10,18 +10,6 @@
 
 constexpr int kTilePanels = 3;  // that are multiplied with the same activations at once, at most
 
-// Memory that is needed soon, fetched into L2 in equal parts while tiles are multiplied.
-struct Ahead {
-    const uint8_t *at, *end;
-    int lines;  // of a step
-
-    Ahead(const uint8_t* from, size_t bytes, int steps)
-        : at(from), end(from + bytes), lines(int((bytes / kLineBytes + size_t(steps) - 1) / size_t(steps))) {}
-    void step() {
-        for (int i = 0; i < lines && at < end; ++i, at += kLineBytes) __builtin_prefetch(at, 0, 2);
-    }
-};
-
 // Two panels (or one) times one block of up to 32 tokens. x: its lines; out0, out1: [tokens][16]. Returns how far it
 // fetched: by value, for every load of a tile may write to memory as far as the compiler knows.
 template <bool two_panels, bool two_rows>

@@ -4,38 +4,23 @@
 #pragma once
 
 constexpr int kWidePanels = 2;
+constexpr int kFetchLines = 16;  // a step of what is fetched for so many lines of weights
 
-// What is multiplied next, a line asked for now and then beside products, so that all of it has come when they end.
-struct Coming {
-    const uint8_t *at, *end;
-    int every;  // lines of weights; a power of two
-
-    // bytes: of what is next, at `from`, or null; lines: of weights that are read until it is needed.
-    Coming(const uint8_t* from, size_t bytes, size_t lines) : at(from), end(from ? from + bytes : nullptr), every(1) {
-        while (size_t(every) * 2 * bytes <= lines * 64) every *= 2;
-    }
-    inline __attribute__((always_inline)) void step(int line) {
-        if (line & (every - 1) || at >= end) return;
-        __builtin_prefetch(at, 0, 2);
-        at += 64;
-    }
-};
-
-// Panels of bfloat16 times M tokens, both from a cache.
+// Panels of bfloat16 times M tokens, both from a cache. Returns how far it fetched.
 template <int R, int M>
-__attribute__((noinline)) void wide_tile(int lines, const uint8_t* w, size_t panel_bytes, const void* x, float* out,
-                                         size_t out_panel, Coming& coming) {
+__attribute__((noinline)) Ahead wide_tile(int lines, const uint8_t* w, size_t panel_bytes, const void* x, float* out,
+                                          size_t out_panel, Ahead ahead) {
     F32 total[R][M];
-    unrolled<R>([&](auto r) { unrolled<M>([&](auto m) { total[r.value][m.value] = zero(); }); });
+    Tile<Bf16Code, NoScale, R, M>::clear(total);
     const uint8_t* panel[R];
     unrolled<R>([&](auto r) { panel[r.value] = w + r.value * panel_bytes; });
-    Coming next = coming;  // in registers
-    Lines<Bf16Code, R, M>::add(total, panel, 0, lines, x,
-                               [&](int line) __attribute__((always_inline)) { next.step(line); });
-    coming = next;
+    Lines<Bf16Code, R, M>::add(total, panel, 0, lines, x, [&](int line) __attribute__((always_inline)) {
+        if (line % kFetchLines == 0) ahead.step();
+    });
     unrolled<R>([&](auto r) {
         unrolled<M>([&](auto m) { store(out + r.value * out_panel + 16 * m.value, total[r.value][m.value]); });
     });
+    return ahead;
 }
 
 // Many tokens are blocks of more than half of the largest.
@@ -47,7 +32,7 @@ constexpr bool wide_fit(int most) {
 
 // Up to kWidePanels panels of bfloat16, one after the other, times all tokens. out: [panels][tokens][16].
 template <int most>
-void wide_panels(const uint8_t* w, int panels, const Packed& x, int padded, float* out, Coming& coming) {
+void wide_panels(const uint8_t* w, int panels, const Packed& x, int padded, float* out, Ahead ahead) {
     static_assert(wide_fit(most));
     const size_t panel_bytes = size_t(padded) * 32, out_panel = size_t(x.tokens) * 16;
     each_block(x, padded, [&](const PackedBlock& block) {
@@ -55,13 +40,13 @@ void wide_panels(const uint8_t* w, int panels, const Packed& x, int padded, floa
         unrolled<most - most / 2>([&](auto i) {
             constexpr int M = most / 2 + 1 + i.value, R = rows_at_once(M, false) < 2 ? 1 : 2;
             if (block.size != M) return;
+            const auto tile = [&]<int rows>(Index<rows>, int p) {
+                ahead = wide_tile<rows, M>(padded / 2, w + p * panel_bytes, panel_bytes, block.data, to + p * out_panel,
+                                           out_panel, ahead);
+            };
             int done = 0;
-            for (; done + R <= panels; done += R)
-                wide_tile<R, M>(padded / 2, w + done * panel_bytes, panel_bytes, block.data, to + done * out_panel,
-                                out_panel, coming);
-            if (done < panels)
-                wide_tile<1, M>(padded / 2, w + done * panel_bytes, panel_bytes, block.data, to + done * out_panel,
-                                out_panel, coming);
+            for (; done + R <= panels; done += R) tile(Index<R>{}, done);
+            if (done < panels) tile(Index<1>{}, done);
         });
     });
 }
@@ -71,17 +56,16 @@ template <class Code, class Scales>
 void multiply_wide(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* expanded,
                    const uint8_t* next) {
     const bool plain = l.format == Format::kBf16;
-    const size_t blocks = size_t(block_count(x.tokens, x.how.block_tokens));
+    const int steps = block_count(x.tokens, x.how.block_tokens) * block_count(l.padded / 2, kFetchLines);
     for (int first = 0; first < panels; first += kWidePanels) {
         const int some = panels - first < kWidePanels ? panels - first : kWidePanels;
         const uint8_t* from = w + size_t(first) * l.panel_bytes;
         const uint8_t* then = first + some < panels ? from + size_t(some) * l.panel_bytes : next;
-        Coming coming(then, kWidePanels * l.panel_bytes, blocks * size_t(l.padded / 2));
         if (!plain)
             for (int i = 0; i < some; ++i)
                 expand_groups<Code, Scales>(l, from + i * l.panel_bytes, 0, l.groups,
                                             expanded + size_t(i) * size_t(l.padded) * 32);
         wide_panels<kMostPlain>(plain ? from : expanded, some, x, l.padded, out + size_t(first) * size_t(x.tokens) * 16,
-                                coming);
+                                Ahead(then, then ? kWidePanels * l.panel_bytes : 0, steps));
     }
 }
