@@ -364,6 +364,26 @@ def test_who_breaks_ends_alone(kind: str, who: str, load: Callable[[str, str], L
     assert stats.pages_free + stats.pages_cached == stats.pages_total
 
 
+@pytest.mark.parametrize("kind", ["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("together", [True, False])
+def test_each_is_told_of_itself(kind: str, together: bool, load: Callable[[str, str], Loaded]) -> None:
+    """The prompt in the lane and one who decodes break, whose rows have the same numbers: each hears where its own
+    values did so first, though the other one's were noted in between."""
+    case = case_of(load(kind, "qwen3-moe"))
+    decode(case, 3, 40)
+    case.engine.submit(request("long", prompt(ROWS + 20), 8))
+    while (plan := case.engine.scheduler.beside) is None or plan.items[0].start != ROWS:
+        case.engine.step()
+    poison(case, "long", 0)  # its first block is done: it breaks in the second one
+    events = [] if together else case.engine.step()
+    poison(case, "d0", 0)
+    ends = {event.id: event for event in events} | {name: of[-1] for name, of in finish_all(case.engine).items()}
+    assert {name: end.error for name, end in ends.items() if end.finish == "error"} == {
+        "d0": "NaN or infinity in layer 0, from what comes before its experts.",
+        "long": "NaN or infinity in layer 1, from what comes before its experts.",
+    }
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_broke_and_hung_up_is_forgotten(kind: str, load: Callable[[str, str], Loaded]) -> None:
     """What was noted of the prompt in the lane is not said of others, whose rows have the same numbers."""

@@ -79,7 +79,7 @@ class EagerExecutor(ChoosesOnTheCpu):
     @torch.inference_mode()
     def advance(self, blocks: int) -> bool:
         began, parts = time.perf_counter(), begun(self._parts)
-        with self._listening():
+        with self._listening(), self._session.in_parts():
             count = parts.advance(blocks)
         self._block_s = (time.perf_counter() - began) / max(1, count)
         self.clock.lap(Stage.PROGRAM)
@@ -91,7 +91,7 @@ class EagerExecutor(ChoosesOnTheCpu):
 
     def drop(self) -> None:
         parts, self._parts = begun(self._parts), None
-        self._session.forget(parts.sequences)
+        self._session.forget_parts(parts.sequences)
 
     def turns_s(self) -> tuple[float, float]:
         return self._step_s, self._block_s
@@ -111,10 +111,10 @@ class EagerExecutor(ChoosesOnTheCpu):
 
     def broken(self) -> dict[int, str]:
         if self._was_in_parts:
-            return self._session.broken_rows(self._sequences, not_finite(self._hidden))
+            return self._session.broken_parts(self._sequences, not_finite(self._hidden))
         if self._parts is not None:
             bad = [row for row, best in zip(self._rows, self._best, strict=True) if best < 0]
-            return self._session.broken_rows(self._sequences, bad, between_parts=True)
+            return self._session.broken_between(self._sequences, bad)
         return self._session.broken(self._sequences, look=True)
 
     @property

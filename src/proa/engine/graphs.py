@@ -201,7 +201,9 @@ class GraphExecutor:
             self._begin()
             self._behind += 1
             self._marks.begin(self._stream)
-            self._marks.end(self._stream, parts.advance(blocks))
+            with self._session.in_parts():
+                count = parts.advance(blocks)
+            self._marks.end(self._stream, count)
             self._session.launched()
         self.clock.lap(Stage.PROGRAM)
         return parts.done
@@ -219,7 +221,7 @@ class GraphExecutor:
         parts, self._parts = begun(self._parts), None
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._settle()
-            self._session.forget(parts.sequences)
+            self._session.forget_parts(parts.sequences)
 
     def turns_s(self) -> tuple[float, float]:
         return self._marks.step_s, self._marks.block_s
@@ -375,10 +377,10 @@ class GraphExecutor:
     def _broken_in_turns(self) -> dict[int, str]:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if not self._was_in_parts:
-                return self._session.broken_rows(self._sequences, self._bad, between_parts=True)
+                return self._session.broken_between(self._sequences, self._bad)
             self._settle()
             rows = sum(len(s.tokens) for s in self._sequences)
-            return self._session.broken_rows(self._sequences, not_finite(self._hidden[:rows]))
+            return self._session.broken_parts(self._sequences, not_finite(self._hidden[:rows]))
 
     def _run_head(self, rows: int) -> None:
         logits = self._model.logits(self._hidden.index_select(0, self._scored[:rows]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from proa.hybrid.faults import Fault
@@ -28,6 +29,9 @@ class Session(Protocol):
 
     def faults(self, rows: int) -> Sequence[Fault]:
         """Of `rows` rows of the steps since the last call, those that were not finite: one of each, the first first."""
+
+    def in_parts(self) -> AbstractContextManager[None]:
+        """What is launched meanwhile, and `faults`, are of a step that is computed in parts, with others between."""
 
     def counters(self) -> Counters:
         """What the CPU did for the device so far."""
@@ -56,3 +60,6 @@ class NoSession:
 
     def faults(self, rows: int) -> Sequence[Fault]:
         return ()
+
+    def in_parts(self) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 
 from proa.engine.session import Session
 from proa.engine.spans import Span
@@ -22,7 +23,6 @@ class WatchedSession:
         self._session = session
         self._blocks = [i for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)]
         self._said = ""
-        self._notes: dict[int, str] = {}  # by rows, of a step that is computed in parts or of one between these
 
     def begin(self) -> None:
         self._session.begin()
@@ -35,6 +35,9 @@ class WatchedSession:
 
     def follow(self) -> None:
         self._session.follow()
+
+    def in_parts(self) -> AbstractContextManager[None]:
+        return self._session.in_parts()
 
     def counters(self) -> Counters:
         return self._session.counters()
@@ -66,26 +69,28 @@ class WatchedSession:
             found.setdefault(place, self._told(fault))
         return found if found or not said else dict.fromkeys(range(len(sequences)), said)
 
-    def broken_rows(
-        self, sequences: Sequence[Span], rows: Collection[int], *, between_parts: bool = False
-    ) -> dict[int, str]:
-        """The same where steps are computed between the parts of another one: notes and complaints are of either, so
-        it is known already which rows are not finite. between_parts: of such a step; else of the one that ends them."""
+    def broken_between(self, sequences: Sequence[Span], rows: Collection[int]) -> dict[int, str]:
+        """The same of a step between the parts of another one. Complaints are of either, so these rows of it are known
+        not to be finite."""
+        if not rows:
+            return {}
+        ends = list(itertools.accumulate(len(s.tokens) for s in sequences))
+        told = {fault.row: self._told(fault) for fault in self._session.faults(ends[-1])}
         found: dict[int, str] = {}
-        if rows or not between_parts:
-            ends = list(itertools.accumulate(len(s.tokens) for s in sequences))
-            for fault in self._session.faults(ends[-1]):
-                self._notes.setdefault(fault.row, self._told(fault))
-            for row in sorted(rows):
-                place = next(i for i, end in enumerate(ends) if row < end)
-                found.setdefault(place, self._notes.pop(row, self._said or _SOMEWHERE))
-        if not between_parts:
-            self._said, self._notes = "", {}
+        for row in sorted(rows, key=lambda row: (row not in told, row)):
+            place = next(i for i, end in enumerate(ends) if row < end)
+            found.setdefault(place, told.get(row, _SOMEWHERE))
         return found
 
-    def forget(self, sequences: Sequence[Span]) -> None:
-        """Nobody will ask about these, whose step was computed in parts and is not to be ended."""
-        self.broken_rows(sequences, ())
+    def broken_parts(self, sequences: Sequence[Span], rows: Collection[int]) -> dict[int, str]:
+        """The same of the step in parts, all of which have ended."""
+        self._said = ""
+        with self._session.in_parts():
+            return self.broken_between(sequences, rows)
+
+    def forget_parts(self, sequences: Sequence[Span]) -> None:
+        """Nobody will ask about these, whose step is not to be ended."""
+        self.broken_parts(sequences, range(sum(len(s.tokens) for s in sequences)))
 
     def _told(self, fault: Fault) -> str:
         return f"NaN or infinity in layer {self._blocks[fault.layer]}, from {fault.source}."

@@ -4,11 +4,13 @@ to. Never: what is done about it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
+from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults, Notes
 
 
 @dataclass(frozen=True)
@@ -19,18 +21,28 @@ class Fault:
 
 
 class FaultRecords:
-    """Room for steps of `rows` rows that go to `top_k` experts each."""
+    """Room for steps of `rows` rows that go to `top_k` experts each, and for one more that others run between."""
 
     def __init__(self, rows: int, top_k: int, device: torch.device) -> None:
-        self._records = torch.zeros(rows, IDS + top_k, dtype=torch.int32, device=device)
+        self._of_steps, self._of_parts = torch.zeros(2, rows, IDS + top_k, dtype=torch.int32, device=device)
+        self._notes = Notes(self._of_steps)
 
     def of(self, layer: int) -> LayerFaults:
         """For the device's part of the layer with this number."""
-        return LayerFaults(self._records, layer)
+        return LayerFaults(self._notes, layer)
+
+    @contextmanager
+    def of_parts(self) -> Iterator[None]:
+        """What is launched and taken meanwhile is of a step in parts. Nothing that is captured meanwhile may stay."""
+        self._notes.records = self._of_parts
+        try:
+            yield
+        finally:
+            self._notes.records = self._of_steps
 
     def take(self, rows: int) -> list[Fault]:
         """Of the first `rows` rows; all records are empty afterwards. Waits for the current stream."""
-        records = self._records[:rows]
+        records = self._notes.records[:rows]
         found = records[:, LAYER].nonzero().flatten().tolist()
         if not found:
             return []
@@ -38,7 +50,7 @@ class FaultRecords:
             Fault(row, record[LAYER] - 1, _source(record))
             for row, record in zip(found, records[found].tolist(), strict=True)
         ]
-        self._records.zero_()
+        self._notes.records.zero_()
         return faults
 
 

@@ -5,6 +5,7 @@ here: putting the parts together, and what must hold while a step is computed. N
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -175,3 +176,7 @@ class HybridModel:
     def faults(self, rows: int) -> list[Fault]:
         """Of the rows of the steps since the last call: which were not finite, and where that began."""
         return [] if self._faults is None else self._faults.take(rows)
+
+    def in_parts(self) -> AbstractContextManager[None]:
+        """What is launched meanwhile, and `faults`, are of a step that others run between."""
+        return nullcontext() if self._faults is None else self._faults.of_parts()

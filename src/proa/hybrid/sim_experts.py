@@ -121,7 +121,7 @@ class SimExperts:
     def _note(self, total: Tensor, parts: dict[int, Tensor | None], own: Tensor | None, at: Located) -> None:
         """As the GPU does; but of its own experts only the sum is known, so all that the row chose are named."""
         for row in (~total.isfinite().all(1)).nonzero().flatten().tolist():
-            record = self._faults.records[row]
+            record = self._faults.notes.records[row]
             if record[LAYER] or at.ids[row, 0] < 0:
                 continue
             mine = sum(1 << k for k, address in enumerate(at.up[row].tolist()) if address)

@@ -15,12 +15,17 @@ LAYER, SOURCES, OWN, IDS = 0, 1, 2, 3
 CPU, SHARED, INPUT = 1 << 28, 1 << 29, 1 << 30
 
 
-@dataclass(frozen=True)
-class LayerFaults:
-    """records: int32 [rows, IDS + k], of each row of a step the first layer that found it not finite.
-
-    `layer` counts layers with experts.
-    """
+@dataclass
+class Notes:
+    """records: int32 [rows, IDS + k], of each row of the step that is being computed the first layer that found it not
+    finite."""
 
     records: Tensor
+
+
+@dataclass(frozen=True)
+class LayerFaults:
+    """`layer` counts layers with experts."""
+
+    notes: Notes
     layer: int

@@ -160,7 +160,7 @@ def combine(
     if not tokens:
         return
     records, ids, x, layer = (None, None, None, 0) if watch is None else (
-        watch.faults.records, watch.ids, watch.x, watch.faults.layer + 1
+        watch.faults.notes.records, watch.ids, watch.x, watch.faults.layer + 1
     )  # fmt: skip
     cpu, *bell = _of_bell(added.cpu)
     tensors = (added.shared, added.shared_gate, into.residual)
@@ -235,7 +235,7 @@ def _check(partial: Tensor, added: Added, into: Into, tokens: int, hidden: int) 
 
 
 def _check_watch(watch: Watch, tokens: int, top_k: int, hidden: int) -> None:
-    records, ids, x = watch.faults.records, watch.ids, watch.x
+    records, ids, x = watch.faults.notes.records, watch.ids, watch.x
     whole = records.is_contiguous() and ids.is_contiguous() and x.stride(1) == 1
     if ids.shape != (tokens, top_k) or x.shape != (tokens, hidden) or not whole:
         raise ValueError(f"ids are [{tokens}, {top_k}] and x [{tokens}, {hidden}], not {ids.shape} and {x.shape}")
