@@ -215,14 +215,14 @@ def counts(moves: Moves) -> Tensor:
     return moves.tables.counts.cpu().clone()
 
 
-@pytest.mark.parametrize("rate", [None, 20e6])
+@pytest.mark.parametrize("rate", [None, 4e6])
 def test_a_simulated_link_takes_its_time(rate: float | None) -> None:
     copier = HostCopier(rate)
     source = torch.randint(0, 255, (2_000_000,), dtype=torch.uint8)
     to = torch.zeros_like(source)
     begin = time.perf_counter()
     copies = [copier.start([(to[i : i + 500_000], source[i : i + 500_000])]) for i in range(0, 2_000_000, 500_000)]
-    assert time.perf_counter() - begin < 0.05
+    assert time.perf_counter() - begin < 0.1, "nobody waits for what was started"
     if rate is not None:
         assert not copies[0].done()
     while not copies[-1].done():

@@ -299,7 +299,8 @@ def test_a_stopped_engine_ends_generate_with_an_error(make_llm: Callable[..., As
     async def close_meanwhile() -> Any:
         llm = make_llm(engine)
         task = asyncio.create_task(llm.generate("Hello"))
-        await asyncio.sleep(0.02)
+        while not engine.in_flight:
+            await asyncio.sleep(0.001)
         await llm.close()
         return await task
 
