@@ -136,6 +136,22 @@ inline Pair look_up_words(const WordTable& table, U32 line) {
 }
 #endif
 
+#ifdef PROA_BYTE_TABLES
+// Integers of six bits: vpermi2w reads no more of its index.
+struct alignas(64) WideWordTable {
+    uint16_t words[64];
+};
+constexpr WideWordTable wide_word_table(int zero_point) {
+    WideWordTable t{};
+    for (int i = 0; i < 64; ++i) t.words[i] = uint16_t(__builtin_bit_cast(uint32_t, float(i - zero_point)) >> 16);
+    return t;
+}
+inline Pair look_up_words(const WideWordTable& table, U32 index) {
+    const __m512i first = _mm512_load_si512(table.words), second = _mm512_load_si512(table.words + 32);
+    return {_mm512_permutex2var_epi16(first, index.v, second)};
+}
+#endif
+
 template <int zero_point>
 struct IntegerNibble {
     template <int shift>
@@ -183,9 +199,22 @@ struct SixCode {
     static Line load(const uint8_t* p) { return {{load_u32(p), load_u32(p + 64)}, load_u32(p + 128)}; }
     template <int p>
     static Pair pair(const Line& line) {
-        return from_values(value<4 * (p % 4), 2 * p>(line.low[p / 4], line.high),
-                           value<16 + 4 * (p % 4), 16 + 2 * p>(line.low[p / 4], line.high));
+        if constexpr (kBf16Dot) {
+            return words<p>(line);
+        } else {
+            return from_values(value<4 * (p % 4), 2 * p>(line.low[p / 4], line.high),
+                               value<16 + 4 * (p % 4), 16 + 2 * p>(line.low[p / 4], line.high));
+        }
     }
+#ifdef PROA_BYTE_TABLES
+    static constexpr WideWordTable kWords = wide_word_table(zero_point);
+    template <int p>
+    static Pair words(const Line& line) {
+        constexpr int up = 2 * p - 4;  // to bit 4 of each half
+        const U32 high = up < 0 ? shl<(up < 0 ? -up : 0)>(line.high) : shr<(up < 0 ? 0 : up)>(line.high);
+        return look_up_words(kWords, select(set_u32(0x000f000f), shr<4 * (p % 4)>(line.low[p / 4]), high));
+    }
+#endif
     template <int low_shift, int high_shift>
     static F32 value(U32 low, U32 high) {
         const U32 q =
