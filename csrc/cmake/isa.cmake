@@ -18,6 +18,18 @@ elseif(PROA_SANITIZE)
     set(isa_left_out amx)
 endif()
 
+# Thousands of unrolled tiles: with every check GCC takes three minutes a file, with these options thirty seconds.
+# Registers are arrays on the stack to a sanitizer; those are within the bounds that UBSan proves. Arithmetic that is
+# undefined would be so in the scalar kernels too, which are watched for it. There GCC takes three times as long to
+# optimise what it watches as not to, which the tests do not win back.
+set(watched_kernels "")
+set(watched_scalar_kernels "")
+if(PROA_SANITIZE MATCHES "address|undefined")
+    set(no_stack $<$<CXX_COMPILER_ID:GNU>:--param=asan-stack=0>)
+    set(watched_kernels -fno-sanitize=undefined ${no_stack})
+    set(watched_scalar_kernels -fno-sanitize=null,object-size -O0 ${no_stack})
+endif()
+
 # Makes an object library isa_<name> of every src/isa/<name>.cc for this processor, and lists their objects in `result`.
 # Files there that are not named after an instruction set are compiled for any processor. Of those that only some
 # processors run, every file of the library learns which there are: PROA_HAS_<name>.
@@ -41,20 +53,12 @@ function(proa_add_isa_objects result)
                 target_compile_options(isa_${name} PRIVATE -Wno-uninitialized -Wno-maybe-uninitialized)
             endif()
         endif()
-        set(special "")
-        if(name STREQUAL "scalartiles") # of tests alone: it takes a third of the time to compile
-            set(special -O1)
+        set(special ${watched_kernels})
+        if(name MATCHES "^scalar")
+            set(special ${watched_scalar_kernels})
         endif()
-        if(PROA_SANITIZE MATCHES "address|undefined")
-            # Thousands of unrolled tiles: with every check GCC takes three minutes a file, with these thirty seconds.
-            # Registers are arrays on the stack to a sanitizer; those are within the bounds that UBSan proves.
-            # Arithmetic that is undefined would be so in the scalar kernels too, which are watched for it. There GCC
-            # takes three times as long to optimise what it watches as not to, which the tests do not win back.
-            set(special -fno-sanitize=undefined)
-            if(name MATCHES "^scalar")
-                set(special -fno-sanitize=null,object-size -O0)
-            endif()
-            list(APPEND special $<$<CXX_COMPILER_ID:GNU>:--param=asan-stack=0>)
+        if(name STREQUAL "scalartiles" AND NOT special) # of tests alone: it takes a third of the time to compile
+            set(special -O1)
         endif()
         # Of the file, not of the target: these must stand behind -fsanitize.
         set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "${special}")

@@ -146,6 +146,7 @@ void Doorbell::disarm() {
     }
     require(before > 0, "The doorbell is not armed.");
     host_->pool.let_sleep();
+    if (before == 1) host_->pool.settle();
 }
 
 void Doorbell::unpark() {

@@ -77,7 +77,7 @@ class Doorbell {
     Doorbell& operator=(const Doorbell&) = delete;
 
     // Before a step that may ring, and when it is over: between the two this thread and the workers do not sleep.
-    // Steps may overlap.
+    // Steps may overlap. When the last one is over no worker reads weights or jobs any more, however late one was.
     void arm();
     void disarm();
 

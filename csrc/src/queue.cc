@@ -18,7 +18,6 @@ Queue::~Queue() {
     submitted_.fetch_add(1, std::memory_order_seq_cst);  // so that a sleeper sees a change
     submitted_.notify_all();
     thread_.join();
-    host_->pool.settle();
 }
 
 uint64_t Queue::submit(const Job& job) {
@@ -67,6 +66,7 @@ bool Queue::run(const Job& job) {
     op.x = job.x, op.x_stride = job.x_stride, op.y = job.y, op.y_stride = job.y_stride, op.wide = job.wide;
     try {
         proa::run(op, *host_, job.tokens, lane_);
+        host_->pool.settle();  // the job's buffers are the caller's again
         return true;
     } catch (...) {
         error_ = std::current_exception();

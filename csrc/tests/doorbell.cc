@@ -92,8 +92,13 @@ struct Bench {
     std::vector<std::unique_ptr<Layer>> layers;
     Block block;
 
-    explicit Bench(int pool) : host(pool_options(pool), proa::select_kernels("").kernels) {
+    explicit Bench(int pool, void (*taken)() = nullptr) : host(options(pool, taken), proa::select_kernels("").kernels) {
         for (unsigned i = 0; i < kLayers; ++i) layers.push_back(std::make_unique<Layer>(i));
+    }
+    static proa::PoolOptions options(int pool, void (*taken)()) {
+        proa::PoolOptions found = pool_options(pool);
+        found.taken_for_test = taken;
+        return found;
     }
     std::unique_ptr<proa::Doorbell> bell(proa::Way way = proa::Way::kNumber, int spin_us = 100,
                                          bool read_ahead = false) {
@@ -264,6 +269,27 @@ void what_is_not_finite_is_told() {
     }
 }
 
+// Once no step is armed, weights may go: a worker that was off its core while another did its task reads none of them.
+void nobody_reads_behind_a_step() {
+    static std::atomic<int> taken{0}, away{0};
+    Bench bench(1, [] {
+        if (++taken % 7) return;
+        away.fetch_add(1);
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        away.fetch_sub(1);
+    });
+    const auto bell = bench.bell();
+    Random random(9);
+    for (uint32_t number = 1; number <= 60; ++number) {
+        Job(random, int(number) % kLayers, kMostTokens).write(bench.block, proa::Way::kNumber, number);
+        bell->arm();
+        CHECK(ring_and_wait(*bell, proa::Way::kNumber, number, 60 * kSecond));
+        bell->disarm();
+        CHECK(away.load() == 0);
+    }
+    CHECK(taken.load() > 60);
+}
+
 void it_ends_whatever_it_is_doing() {
     Bench bench(1);
     Random random(5);
@@ -289,6 +315,7 @@ int main() {
     for (int pool : kPools) what_is_foreseen_changes_no_answer(pool);
     a_worker_that_ends_is_told_without_a_job();
     what_is_not_finite_is_told();
+    nobody_reads_behind_a_step();
     it_ends_whatever_it_is_doing();
     return 0;
 }

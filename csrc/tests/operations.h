@@ -83,6 +83,12 @@ constexpr int kPools[] = {0, 2};  // the first without threads, the last with al
 constexpr int kPools[] = {0, 1, 2};
 #endif
 
+#ifdef __SANITIZE_THREAD__
+constexpr const char* kIsas[] = {"scalar-tiles"};  // with the others threads do the same
+#else
+constexpr const char* kIsas[] = {"scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"};
+#endif
+
 // An operation lives until no worker can be late with a task of it.
 template <class Op>
 void run_once(const Op& op, proa::Host& host, int rows) {
@@ -94,7 +100,7 @@ void run_once(const Op& op, proa::Host& host, int rows) {
 // looks at one result of each instruction set.
 template <class Compute, class Judge>
 void on_everything(Compute&& compute, Judge&& judge) {
-    for (const char* name : {"scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"}) {
+    for (const char* name : kIsas) {
         const proa::Kernels* kernels = nullptr;
         try {
             kernels = proa::select_kernels(name).kernels;

@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,29 @@ def test_the_block_has_room_for_all() -> None:
     ends = [at + size for at, size in parts]
     assert all(at % 64 == 0 for at, _ in parts)
     assert all(end <= at for end, (at, _) in zip([140, *ends], [*parts, (layout.bytes, 0)], strict=True))
+
+
+class Owner:
+    """Of a block's memory: when it goes, the memory does."""
+
+
+def test_the_garbage_collector_ends_it_before_its_memory() -> None:
+    """In one garbage, in whatever order things there are found."""
+    layout, gone = block_layout(SIZE), []
+    block = torch.zeros(layout.bytes, dtype=torch.uint8)
+    with Pool([[0]], pin=False) as pool:
+        experts = [layer.experts for layer in layers_of(())]
+        owners = [Owner()]
+        bell = Doorbell(pool, experts, SIZE, Memory(block.data_ptr(), layout.bytes, owners))
+        owners.append(Owner())
+        for owner in owners:
+            weakref.finalize(owner, lambda end=bell._end: gone.append(end.alive))
+        ring: list[object] = [owners, bell]
+        ring.append(ring)
+        del owner, owners, bell, ring
+        gc.collect()
+        gc.collect()
+    assert gone == [False, False]
 
 
 @pytest.mark.parametrize(

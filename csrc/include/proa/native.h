@@ -426,7 +426,8 @@ typedef struct proa_doorbell_options {
 PROA_API int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, proa_doorbell** out);
 PROA_API int proa_doorbell_destroy(proa_doorbell* doorbell);
 
-// Before a step that may ring, and after it; steps may overlap. Between the two nobody who works for it sleeps.
+// Before a step that may ring, and after it; steps may overlap. Between the two nobody who works for it sleeps. Behind
+// the last step nobody reads weights or jobs, so that they may be freed.
 PROA_API int proa_doorbell_arm(proa_doorbell* doorbell);
 PROA_API int proa_doorbell_disarm(proa_doorbell* doorbell);
 

@@ -158,6 +158,11 @@ def block_layout(size: JobSize) -> BlockLayout:
     return layout
 
 
+def _destroy(handle: c_void_p, keep: object) -> None:
+    """keep: what its thread may look at. The garbage collector, which ends things in any order, leaves it until now."""
+    _native().proa_doorbell_destroy(handle)
+
+
 @dataclass(frozen=True)
 class Calls:
     """Native functions for a driver to call in the order of its stream, each with `doorbell`: when a job was copied,
@@ -181,7 +186,6 @@ class Doorbell:
         way: Way = Way.NUMBER,
     ) -> None:  # fmt: skip
         self.size, self.way = size, way
-        self._keep = pool, tuple(layers), memory
         self._handle = c_void_p()
         options = _Options(
             (c_void_p * len(layers))(*(layer.handle.value for layer in layers)), len(layers),
@@ -190,14 +194,15 @@ class Doorbell:
             way, service.read_ahead,
         )  # fmt: skip
         _native().proa_doorbell_create(pool.handle, ctypes.byref(options), ctypes.byref(self._handle))
-        self._end = weakref.finalize(self, _native().proa_doorbell_destroy, c_void_p(self._handle.value))
+        keep = pool, tuple(layers), memory
+        self._end = weakref.finalize(self, _destroy, c_void_p(self._handle.value), keep)
 
     def arm(self) -> None:
         """Before a step that may ring is launched: nobody who works for this doorbell sleeps from now on."""
         _native().proa_doorbell_arm(self._handle)
 
     def disarm(self) -> None:
-        """The step is over. Raises ValueError if none was armed."""
+        """The step is over. Raises ValueError if none was armed. Behind the last one nobody reads weights any more."""
         _native().proa_doorbell_disarm(self._handle)
 
     def check(self) -> None:

@@ -29,17 +29,21 @@ def _native() -> ctypes.CDLL:
     return library().bind(_SIGNATURES)
 
 
+def _destroy(handle: c_void_p, keep: object) -> None:
+    """keep: what its thread may look at. The garbage collector, which ends things in any order, leaves it until now."""
+    _native().proa_queue_destroy(handle)
+
+
 class Queue:
     """Buffers that jobs name by address must live until they are done. Raises ValueError for impossible sizes."""
 
     def __init__(
         self, pool: Pool, layers: Sequence[Experts], slots: int, *, lane: int = 0, spin_us: int = 1000
     ) -> None:
-        self._keep = pool, tuple(layers)
         self._handle = c_void_p()
         handles = (c_void_p * len(layers))(*(layer.handle.value for layer in layers))
         _native().proa_queue_create(pool.handle, handles, len(layers), slots, lane, spin_us, ctypes.byref(self._handle))
-        weakref.finalize(self, _native().proa_queue_destroy, self._handle)
+        weakref.finalize(self, _destroy, self._handle, (pool, tuple(layers)))
 
     def submit(self, layer: int, x: Rows, y: Rows, tokens: int, *, ids: int, weights: int, top_k: int) -> int:
         """The number of the job, or 0 if all slots are taken. Raises ValueError for wrong arguments."""
