@@ -29,6 +29,7 @@ want=$(cat pyproject.toml constraints.txt tools/venv.sh | cksum)
 
 echo "proa: making .venv (the first time this takes a minute or two)" >&2
 [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
-SKBUILD_WHEEL_CMAKE=false .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' ||
+# Of 16,000 Python files some hundred are ever imported: those are compiled then.
+SKBUILD_WHEEL_CMAKE=false .venv/bin/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]' ||
     fail "installing the dependencies failed; the reason stands above. Without a network connection, point pip at a local mirror (PIP_INDEX_URL or PIP_FIND_LINKS) and try again."
 printf '%s' "$want" >"$stamp"
