@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import sys
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -13,6 +15,7 @@ from rich.console import Console
 
 from proa.bench.gpu_rates import measure_gpu
 from proa.bench.hybrid import HybridEngineOptions, HybridOptions, answer_tokens, case_of, parse_counts
+from proa.bench.hybrid_ask import ask_all
 from proa.bench.hybrid_figures import (
     Moment,
     Rates,
@@ -37,11 +40,13 @@ from proa.bench.hybrid_table import render_hybrid
 from proa.bench.prompts import random_prompts
 from proa.bench.result import result
 from proa.config.options import GpuOptions
+from proa.engine.handle import EngineHandle
 from proa.engine.ipc import Stats
 from proa.errors import ResourceError, UsageError
 from proa.models.families import declare
 from proa.models.spec import Attention, GatedDeltaNet, Moe, Router
 from proa.plan.plan import GpuPlan, VramBudget
+from proa.types import EngineRequest, TokenEvent
 from proa.weights.frequencies import frequencies
 
 TINY = MODEL_SHAPES["tiny"]
@@ -61,6 +66,23 @@ def gpu_plan(*resident: int) -> GpuPlan:
 
 def moment(time_s: float, **counters: Any) -> Moment:
     return Moment(time_s, Stats(**counters))
+
+
+def test_news_that_arrive_together_are_not_of_one_moment() -> None:
+    """Where whoever measures had no CPU for a while."""
+
+    class Late:
+        stats = Stats()
+
+        async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+            for i in range(request.sampling.max_tokens):
+                self.stats = Stats(steps=i, generated_tokens=i, program_seconds=0.09 * i, publish_seconds=0.01 * i)
+                yield TokenEvent(id=request.id, tokens=[7], finish="length" if i == 12 else None)
+
+    (answer,) = asyncio.run(ask_all(cast(EngineHandle, Late()), [[1, 2]], 13))
+    span = common_span([answer.moments])
+    assert span is not None
+    assert (span.steps, span.tokens_per_s) == (9, pytest.approx(10))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ constexpr int kMostPlain = 12, kMostScaled = most_scaled(12);
 constexpr int kWideFromTokens = 32;
 // Measured on Zen 5, where a VDPBF16PS costs no more than a VPDPBUSD: digits pay where codes are dear to convert.
 constexpr int digits_to_tokens(Format f) { return f == Format::kInt8F32 || f == Format::kInt8F16 ? 3 : 0; }
-constexpr int digit_rows_at_once(int tokens) { return tokens <= 4 ? 2 : 1; }
+constexpr int digit_rows_at_once(int) { return 2; }
 constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <= 2 ? 4 : 2; }
 

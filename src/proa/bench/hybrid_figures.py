@@ -22,7 +22,7 @@ from proa.weights.frequencies import frequencies
 
 @dataclass(frozen=True)
 class Moment:
-    """When a token came, by a monotonic clock, and the engine's counters then."""
+    """When a token was made, by the engine's clock, and its counters then."""
 
     time_s: float
     stats: Stats

@@ -111,6 +111,11 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
         """Of steps, outside of the model."""
         return self.schedule_seconds + self.inputs_seconds + self.sample_seconds + self.publish_seconds
 
+    @property
+    def step_seconds(self) -> float:
+        """The engine's own clock, which stands still while there is no work."""
+        return self.host_seconds + self.program_seconds
+
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
     """What a step did, in one message: each wakes a thread here and two in the frontend."""
