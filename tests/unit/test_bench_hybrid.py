@@ -170,9 +170,12 @@ def test_all_or_nothing_is_expected_under_any_routing() -> None:
     assert rates == [{"hit_rate": 0, "best_hit_rate": 0}, {"hit_rate": 1, "best_hit_rate": 1}]
 
 
-def test_what_was_really_read() -> None:
-    span = Span(moment(0.0), moment(1.0, **COUNTED))
-    one, two = (placed_bytes(span, gpu_plan(4, 2), requests, 7.0) for requests in (1, 2))
+@pytest.mark.parametrize("arrived", [1.0, 0.75, 1.25], ids=["all", "a step later", "with a step before"])
+def test_what_was_really_read(arrived: float) -> None:
+    """Counts of the span's steps come in it or later."""
+    counted = {name: int(count * arrived) for name, count in COUNTED.items() if name != "steps"}
+    span = Span(moment(0.0), moment(1.0, steps=4, **counted))
+    one, two = (placed_bytes(span, gpu_plan(4, 2), requests, 7.0, 4) for requests in (1, 2))
     assert (one.dense, one.resident, one.cpu) == (7, 3 * TINY_EXPERT_BYTES, TINY_EXPERT_BYTES), "each choice its own"
     assert (two.dense, two.resident, two.cpu) == (7, 100, 50)
 
@@ -188,15 +191,15 @@ def test_hits_beside_the_best_ones_and_their_roof() -> None:
     inside = looks_of(span, trace)
     assert len(inside) == 4
     gpu, rates = gpu_plan(2, 1), Rates(hbm=1e6, ram=1e5)
-    placed = placed_bytes(span, gpu, 1, 0.0)
+    placed = placed_bytes(span, gpu, 1, 0.0, 4)
     figures = hit_figures(span, inside, gpu) | placed_figures(span, 1, placed, rates)
     assert figures["hit_rate"] == 12 / 16
     assert figures["best_hit_rate"] == (4 + 3 + 4) / 16
     assert figures["moved_bytes_per_step"] == 20
     assert figures["roof_as_placed_tokens_per_s"] == pytest.approx(1 / max(placed.resident / 1e6, placed.cpu / 1e5))
-    best = best_bytes(span, inside, gpu, 1, 5.0)
+    best = best_bytes(inside, gpu, 1, 5.0, 4)
     assert (best.dense, best.resident, best.cpu) == (5, 11 / 4 * TINY_EXPERT_BYTES, 5 / 4 * TINY_EXPERT_BYTES)
-    shared = best_bytes(span, inside, gpu, 2, 5.0)
+    shared = best_bytes(inside, gpu, 2, 5.0, 4)
     assert (shared.resident, shared.cpu) == (best.resident, best.cpu), "no expert is chosen twice in a look"
 
 

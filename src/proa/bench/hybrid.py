@@ -22,6 +22,7 @@ from proa.bench.hybrid_figures import (
     Rates,
     Span,
     best_bytes,
+    choices_per_step,
     common_span,
     dense_bytes,
     expected_bytes,
@@ -334,9 +335,10 @@ class Bench:
         trace = None
         if gpu.trace is not None:
             trace = looks_of(span, self._trace(gpu.trace))
-            placed = placed_bytes(span, gpu, requests, dense)
+            choices = choices_per_step(spec, requests)
+            placed = placed_bytes(span, gpu, requests, dense, choices)
             if router != "uniform":
-                read = best_bytes(span, trace, gpu, requests, dense)
+                read = best_bytes(trace, gpu, requests, dense, choices)
         figures = figures_of(span, gpu, requests, read, rates) | placed_figures(span, requests, placed, rates)
         return figures | hit_figures(span, trace, gpu)
 

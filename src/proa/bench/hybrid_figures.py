@@ -48,9 +48,12 @@ class Span:
         made = self.end.stats.generated_tokens - self.begin.stats.generated_tokens
         return made / (self.end.time_s - self.begin.time_s)
 
+    def counted(self, counter: str) -> float:
+        """By a counter of Stats."""
+        return float(getattr(self.end.stats, counter) - getattr(self.begin.stats, counter))
+
     def per_step(self, counter: str) -> float:
-        """Of a counter of Stats."""
-        return float(getattr(self.end.stats, counter) - getattr(self.begin.stats, counter)) / self.steps
+        return self.counted(counter) / self.steps
 
 
 def common_span(arrivals: Iterable[Sequence[Moment]]) -> Span | None:
@@ -111,24 +114,34 @@ def expected_bytes(spec: Model, gpu: GpuPlan, router: str, requests: int, dense:
     return StepBytes(dense=dense, resident=resident_bytes, cpu=cpu_bytes)
 
 
-def placed_bytes(span: Span, gpu: GpuPlan, requests: int, dense: float) -> StepBytes:
+def choices_per_step(spec: Model, requests: int) -> int:
+    """Of experts. Counts of them come some steps late, so a span has those of a few more or fewer than its own."""
+    return requests * sum(block.ffn.top_k for block in spec.blocks if isinstance(block.ffn, Moe))
+
+
+def placed_bytes(span: Span, gpu: GpuPlan, requests: int, dense: float, choices: int) -> StepBytes:
     """What was really read, whoever read it. Of one request each choice is an expert of its own; of more, an expert
-    counts once a step, as far as looks are whole steps."""
+    counts once a step, as far as looks are whole steps. choices: of a step."""
+    steps = span.counted("expert_choices") / choices
+    if not steps:
+        return StepBytes(dense=dense, resident=0.0, cpu=0.0)
     if requests == 1:
         each = sum(gpu.expert_bytes) / len(gpu.expert_bytes)
-        hits, choices = span.per_step("expert_hits"), span.per_step("expert_choices")
+        hits = span.counted("expert_hits") / steps
         return StepBytes(dense=dense, resident=each * hits, cpu=each * (choices - hits))
-    hit_bytes, missed_bytes = (span.per_step(f"expert_{which}_bytes") for which in ("hit", "missed"))
+    hit_bytes, missed_bytes = (span.counted(f"expert_{which}_bytes") / steps for which in ("hit", "missed"))
     return StepBytes(dense=dense, resident=hit_bytes, cpu=missed_bytes)
 
 
-def best_bytes(span: Span, trace: Trace, gpu: GpuPlan, requests: int, dense: float) -> StepBytes:
-    """Where the experts that the span chose most were in VRAM all the time. trace: of the span."""
-    best, choices = best_kept(trace, [len(ids) for ids in gpu.resident], gpu.expert_bytes), int(trace.sum())
+def best_bytes(trace: Trace, gpu: GpuPlan, requests: int, dense: float, choices: int) -> StepBytes:
+    """Where the experts that a span chose most were in VRAM all the time. trace: of the span; choices: of a step."""
+    best, steps = best_kept(trace, [len(ids) for ids in gpu.resident], gpu.expert_bytes), int(trace.sum()) / choices
+    if not steps:
+        return StepBytes(dense=dense, resident=0.0, cpu=0.0)
     if requests > 1:
-        return StepBytes(dense=dense, resident=best.hit_bytes / span.steps, cpu=best.missed_bytes / span.steps)
-    each = sum(gpu.expert_bytes) / len(gpu.expert_bytes) / span.steps
-    return StepBytes(dense=dense, resident=each * best.hits, cpu=each * (choices - best.hits))
+        return StepBytes(dense=dense, resident=best.hit_bytes / steps, cpu=best.missed_bytes / steps)
+    each, hits = sum(gpu.expert_bytes) / len(gpu.expert_bytes), best.hits / steps
+    return StepBytes(dense=dense, resident=each * hits, cpu=each * (choices - hits))
 
 
 def hit_rate(span: Span) -> float | None:
