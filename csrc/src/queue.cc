@@ -8,7 +8,6 @@ Queue::Queue(std::shared_ptr<Host> host, std::vector<const Experts*> layers, int
     : host_(std::move(host)),
       layers_(std::move(layers)),
       slots_(size_t(slots)),
-      operations_(size_t(slots)),
       lane_(lane),
       spin_us_(spin_us),
       thread_([this] { serve(); }) {}
@@ -60,19 +59,23 @@ void Queue::serve() {
 }
 
 bool Queue::run(const Job& job) {
-    Moe& op = operations_[size_t(&job - slots_.data())];
-    op.experts = layers_[size_t(job.layer)];
-    op.top_k = job.top_k, op.ids = job.ids, op.weights = job.weights;
-    op.x = job.x, op.x_stride = job.x_stride, op.y = job.y, op.y_stride = job.y_stride, op.wide = job.wide;
+    const Moe op{layers_[size_t(job.layer)],
+                 job.top_k,
+                 job.ids,
+                 job.weights,
+                 job.x,
+                 job.x_stride,
+                 job.y,
+                 job.y_stride,
+                 job.wide};
     try {
         proa::run(op, *host_, job.tokens, lane_);
-        host_->pool.settle();  // the job's buffers are the caller's again
-        return true;
     } catch (...) {
         error_ = std::current_exception();
     }
-    failed_.store(true, std::memory_order_release);
-    return false;
+    host_->pool.settle();  // the job's buffers are the caller's again
+    if (error_) failed_.store(true, std::memory_order_release);
+    return !error_;
 }
 
 }  // namespace proa

@@ -50,7 +50,6 @@ class Queue {
     std::shared_ptr<Host> host_;
     std::vector<const Experts*> layers_;
     std::vector<Job> slots_;
-    std::vector<Moe> operations_;  // one a slot
     const int lane_, spin_us_;
     alignas(64) std::atomic<uint64_t> submitted_{0};
     alignas(64) std::atomic<uint64_t> finished_{0};

@@ -134,9 +134,7 @@ template <int shift>
 inline Pair look_up_words(const WordTable& table, U32 line) {
     return {_mm512_permutexvar_epi16(shr<shift>(line).v, _mm512_load_si512(table.words))};
 }
-#endif
 
-#ifdef PROA_BYTE_TABLES
 // Integers of six bits: vpermi2w reads no more of its index.
 struct alignas(64) WideWordTable {
     uint16_t words[64];

@@ -7,12 +7,11 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 
-from proa.native.library import Signatures, library
+from proa.native.library import Signatures, finalizer, library
 from proa.native.pool import Pool
 from proa.native.weights import Experts
 
@@ -158,11 +157,6 @@ def block_layout(size: JobSize) -> BlockLayout:
     return layout
 
 
-def _destroy(handle: c_void_p, keep: object) -> None:
-    """keep: what its thread may look at. The garbage collector, which ends things in any order, leaves it until now."""
-    _native().proa_doorbell_destroy(handle)
-
-
 @dataclass(frozen=True)
 class Calls:
     """Native functions for a driver to call in the order of its stream, each with `doorbell`: when a job was copied,
@@ -195,7 +189,7 @@ class Doorbell:
         )  # fmt: skip
         _native().proa_doorbell_create(pool.handle, ctypes.byref(options), ctypes.byref(self._handle))
         keep = pool, tuple(layers), memory
-        self._end = weakref.finalize(self, _destroy, c_void_p(self._handle.value), keep)
+        self._end = finalizer(self, _native().proa_doorbell_destroy, c_void_p(self._handle.value), keep)
 
     def arm(self) -> None:
         """Before a step that may ring is launched: nobody who works for this doorbell sleeps from now on."""

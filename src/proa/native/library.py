@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ _OK, _ARGUMENT, _MEMORY, _SYSTEM, _WORKER, _NUMERICS = range(6)
 def library() -> Library:
     """The library of this process, loaded at the first call. Raises NativeError if it cannot be used."""
     return Library(PATH)
+
+
+def finalizer(of: object, destroy: Callable[[ctypes.c_void_p], object], handle: ctypes.c_void_p, keep: object) -> Any:
+    """The weakref.finalize that destroys a handle when `of` goes. keep: what its thread may look at until then; the
+    garbage collector, which ends what it finds together in any order, leaves that alone so long."""
+    return weakref.finalize(of, _destroy, destroy, handle, keep)
+
+
+def _destroy(destroy: Callable[[ctypes.c_void_p], object], handle: ctypes.c_void_p, keep: object) -> None:
+    destroy(handle)
 
 
 class Library:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, c_int, c_int64, c_uint64, c_void_p
 
-from proa.native.library import Signatures, library
+from proa.native.library import Signatures, finalizer, library
 from proa.native.pool import Pool
 from proa.native.weights import Experts, Rows
 
@@ -29,11 +28,6 @@ def _native() -> ctypes.CDLL:
     return library().bind(_SIGNATURES)
 
 
-def _destroy(handle: c_void_p, keep: object) -> None:
-    """keep: what its thread may look at. The garbage collector, which ends things in any order, leaves it until now."""
-    _native().proa_queue_destroy(handle)
-
-
 class Queue:
     """Buffers that jobs name by address must live until they are done. Raises ValueError for impossible sizes."""
 
@@ -43,7 +37,7 @@ class Queue:
         self._handle = c_void_p()
         handles = (c_void_p * len(layers))(*(layer.handle.value for layer in layers))
         _native().proa_queue_create(pool.handle, handles, len(layers), slots, lane, spin_us, ctypes.byref(self._handle))
-        weakref.finalize(self, _destroy, self._handle, (pool, tuple(layers)))
+        finalizer(self, _native().proa_queue_destroy, self._handle, (pool, tuple(layers)))
 
     def submit(self, layer: int, x: Rows, y: Rows, tokens: int, *, ids: int, weights: int, top_k: int) -> int:
         """The number of the job, or 0 if all slots are taken. Raises ValueError for wrong arguments."""
