@@ -53,16 +53,17 @@ def case(rows: int, width: int, experts: int, rng: torch.Generator, device: torc
     return x, y, weight, router
 
 
-@pytest.mark.parametrize("biased", [False, True])
+RULES = [
+    (64, 8, RouterRule(2, ROUTERS["qwen3"])),
+    (96, 60, RouterRule(4, ROUTERS["plain"])),
+    (256, 128, RouterRule(8, ROUTERS["qwen3"])),
+    *((64, 24, RouterRule(3, ROUTERS[name])) for name in ("minimax-m2", "deepseek-v2", "deepseek-v3")),
+]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("width", "experts", "rule"),
-    [
-        (64, 8, RouterRule(2, ROUTERS["qwen3"])),
-        (96, 60, RouterRule(4, ROUTERS["plain"])),
-        (256, 128, RouterRule(8, ROUTERS["qwen3"])),
-        *((64, 24, RouterRule(3, ROUTERS[name])) for name in ("minimax-m2", "deepseek-v2", "deepseek-v3")),
-    ],
+    ("width", "experts", "rule", "biased"), [*((*of, False) for of in RULES), *((*of, True) for of in RULES[:2])]
 )
 def test_as_step_by_step(
     rows: int, width: int, experts: int, rule: RouterRule, biased: bool, rng: torch.Generator, device: torch.device

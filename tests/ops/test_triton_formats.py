@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conftest import HAVE_GPU
 from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
 from packing import CASES, Packed, Weights, random_weights
 from proa.native.formats import Form, Format
@@ -88,9 +89,13 @@ def check(stack: list[Weights], x: Tensor, ids: Tensor, block_tokens: int, devic
     assert torch.equal(got, downs.products(x, ids, block_tokens))
 
 
-@pytest.mark.parametrize("block_tokens", [0, 16, 64])
+SIZES, BLOCKS = [(40, 150), (17, 544), (17, 192)], [0, 16, 64]
+EVERYWHERE = [(size, tokens) for size in SIZES for tokens in BLOCKS]
+SOME = [(SIZES[0], 0), (SIZES[0], 16), (SIZES[1], 0), (SIZES[1], 64), (SIZES[2], 16)]  # the interpreter takes long
+
+
 @pytest.mark.parametrize("form", FORMS, ids=names)
-@pytest.mark.parametrize("size", [(40, 150), (17, 544), (17, 192)], ids=str)
+@pytest.mark.parametrize(("size", "block_tokens"), EVERYWHERE if HAVE_GPU else SOME, ids=str)
 def test_products(
     form: Form, size: tuple[int, int], block_tokens: int, rng: torch.Generator, device: torch.device
 ) -> None:

@@ -44,15 +44,16 @@ def weights(experts: int, width: int, rng: torch.Generator, device: torch.device
     return weight, (torch.randn(experts, width, generator=rng) * width**-0.5).to(torch.bfloat16).to(device)
 
 
-@pytest.mark.parametrize("biased", [False, True])
+RULES = [
+    (64, 8, RouterRule(2, ROUTERS["qwen3"])),
+    (96, 60, RouterRule(4, ROUTERS["plain"])),
+    *((64, 24, RouterRule(3, ROUTERS[name])) for name in ("minimax-m2", "deepseek-v2", "deepseek-v3")),
+]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("width", "experts", "rule"),
-    [
-        (64, 8, RouterRule(2, ROUTERS["qwen3"])),
-        (96, 60, RouterRule(4, ROUTERS["plain"])),
-        *((64, 24, RouterRule(3, ROUTERS[name])) for name in ("minimax-m2", "deepseek-v2", "deepseek-v3")),
-    ],
+    ("width", "experts", "rule", "biased"), [*((*of, False) for of in RULES), *((*of, True) for of in RULES[:2])]
 )
 def test_it_names_what_the_next_layer_would_choose(
     width: int, experts: int, rule: RouterRule, rows: int, biased: bool, rng: torch.Generator, device: torch.device

@@ -288,7 +288,8 @@ def test_it_ends_whatever_it_is_doing() -> None:
                     rig.bell.arm()
                     rig.bell.ring(1)
                 del rig
-                gc.collect()
+                gc.collect(0)
+    gc.collect()
 
 
 def test_it_outlives_its_pools_handle() -> None:
