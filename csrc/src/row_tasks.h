@@ -94,8 +94,8 @@ inline int panels_to_compute(int unit, size_t all, int threads, const Blocking& 
 
 // `tokens` packed rows from row `first` of a stretch of them on; sums is null where the format needs none.
 inline Packed packed_rows(const Kernels& k, const Layout& l, char* pairs, float* sums, size_t first, int tokens) {
-    return {pairs + first * k.row_bytes(l), sums ? sums + first * (l.padded / 16) : nullptr, tokens,
-            k.packing(l, tokens)};
+    const Packing how = k.packing(l, tokens);
+    return {pairs + first * k.row_bytes(l), sums && how.sums ? sums + first * (l.padded / 16) : nullptr, tokens, how};
 }
 
 // Value `i` of results in bfloat16, or float32 if wide.

@@ -15,14 +15,15 @@ struct Packing {
     enum Form : int32_t { kPairs, kTiles, kNibbleDigits, kByteDigits };
     int block_tokens;
     Form form;
-    int zero;    // of digits: what is added to codes, so that they are not negative
-    float step;  // what a unit of a code is worth
+    int zero;          // of digits: what is added to codes, so that they are not negative
+    float step;        // what a unit of a code is worth
+    bool sums = true;  // whether who multiplies minimums reads sums of columns, not weights that have these in them
 };
 
 // Rows packed for one layout's width: pairs [padded / 2][M] or lines, sums [padded / 16][M] of each block.
 struct Packed {
     void* pairs;
-    float* sums;  // null where the format has no minimums
+    float* sums;  // null where nobody reads them
     int tokens;
     Packing how;
 };

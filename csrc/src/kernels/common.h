@@ -1,6 +1,18 @@
 // What all kernels of one instruction set share, over the vectors of vec_*.h. Never: formats.
 #pragma once
 
+template <int i>
+struct Index {
+    static constexpr int value = i;
+};
+template <int n, class F>
+inline __attribute__((always_inline)) void unrolled(F&& f) {
+    if constexpr (n > 0) {
+        unrolled<n - 1>(f);
+        f(Index<n - 1>{});
+    }
+}
+
 inline F32 load_bf16(const void* p) { return as_f32(shl<16>(load_u16(p))); }
 
 // The first n bfloat16, at most 16 and perhaps none; the other lanes are zero, and nothing beyond p[n - 1] is read.

@@ -26,19 +26,34 @@ inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
 void activate(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
               const Packed& out) {
     const bool has_up = kind < Activation::kRelu2;
-    for (int panel = first; panel < end; ++panel) {
+    // Bits of a panel's rows, token by token.
+    const auto each_token = [&](int panel, const PackedBlock& block, auto&& put) {
         const float* gate = sums + size_t(panel - first) * (has_up ? 2 : 1) * out.tokens * 16;
         const float* up = gate + size_t(out.tokens) * 16;
         const float* gate_bias = bias ? bias + size_t(panel) * (has_up ? 32 : 16) : nullptr;
         const F32 b = gate_bias ? load(gate_bias) : zero(), c = gate_bias && has_up ? load(gate_bias + 16) : zero();
+        for (int t = 0; t < block.size; ++t) {
+            const size_t at = size_t(block.first + t) * 16;
+            const F32 u = has_up ? add(load(up + at), c) : zero();
+            const U32 bits = bf16_bits(gated(kind, add(load(gate + at), b), u, limit));
+            put(t, bits);
+            if (block.sums) block.sums[size_t(panel) * block.size + t] = reduce_add(as_f32(shl<16>(bits)));
+        }
+    };
+    for (int panel = first; panel < end; panel += 2) {
+        const int some = panel + 1 < end ? 2 : 1;
         each_block(out, padded, [&](const PackedBlock& block) {
-            for (int t = 0; t < block.size; ++t) {
-                const size_t at = size_t(block.first + t) * 16;
-                const F32 u = has_up ? add(load(up + at), c) : zero();
-                const U32 bits = bf16_bits(gated(kind, add(load(gate + at), b), u, limit));
-                block.put16(panel, t, bits);
-                if (block.sums) block.sums[size_t(panel) * block.size + t] = reduce_add(as_f32(shl<16>(bits)));
+            if (!block.in_pairs()) {
+                for (int i = panel; i < panel + some; ++i)
+                    each_token(i, block, [&](int t, U32 bits) { block.put16(i, t, bits); });
+                return;
             }
+            uint16_t values[kMostPairTokens][32];
+            const uint16_t* rows[kMostPairTokens];
+            for (int i = 0; i < some; ++i)
+                each_token(panel + i, block, [&](int t, U32 bits) { store_u16(values[t] + 16 * i, bits); });
+            for (int t = 0; t < block.size; ++t) rows[t] = values[t];
+            block.put_pairs(16 * panel, 16 * some, 0, block.size, rows, 0);
         });
     }
 }
@@ -47,9 +62,12 @@ void clear_columns(int first, int padded, const Packed& out) {
     each_block(out, padded, [&](const PackedBlock& block) {
         for (int i = first / 16; i < padded / 16; ++i)
             for (int t = 0; t < block.size; ++t) {
-                block.put16(i, t, set_u32(0));
+                if (!block.in_pairs()) block.put16(i, t, set_u32(0));
                 if (block.sums) block.sums[size_t(i) * block.size + t] = 0;
             }
+        if (block.in_pairs())
+            __builtin_memset(block.pairs() + size_t(first / 2) * block.size, 0,
+                             size_t(padded - first) / 2 * block.size * sizeof(XPair));
     });
 }
 

@@ -2,6 +2,9 @@
 // token; for tiles (see tiles.h) 32 columns by 32 columns, each with one line a token. Never: products.
 #pragma once
 
+constexpr int kMostPairTokens = 16;  // of a block of pairs
+static_assert(kMostPlain <= kMostPairTokens && kMostScaled <= kMostPairTokens);
+
 struct PackedBlock {
     int first, size;  // tokens
     void* data;
@@ -11,6 +14,7 @@ struct PackedBlock {
     XPair* pairs() const { return (XPair*)data; }
     // Of tiles: 32 columns of a token in bfloat16, a row of a tile. Of digits: 16 columns.
     uint8_t* line(int i, int t) const { return (uint8_t*)data + (size_t(i) * size + t) * kLineBytes; }
+    bool in_pairs() const { return how.form == Packing::kPairs; }
     bool tiles() const { return how.form == Packing::kTiles; }
     bool digits() const { return how.form > Packing::kTiles; }
 
@@ -21,14 +25,16 @@ struct PackedBlock {
         return sum;
     }
 
-    // 16 columns of a token, from column 16 i on.
+    // 16 columns of a token, from column 16 i on. Not of pairs.
     void put16(int i, int t, U32 bits) const {
         if (tiles()) return store_u16(line(i / 2, t) + i % 2 * 32, bits);
-        if (digits()) return put_digits(how, line(i, t), bits);
-        uint16_t values[16];
-        store_u16(values, bits);
-        XPair* to = pairs() + size_t(i) * 8 * size + t;
-        for (int k = 0; k < 8; ++k) to[k * size] = make_xpair(values[2 * k], values[2 * k + 1]);
+        put_digits(how, line(i, t), bits);
+    }
+
+    // Of pairs: columns `to` to `to` + `columns`, at most 32, of `count` tokens from `first` on; 32 of each can be
+    // read.
+    void put_pairs(int to, int columns, int first, int count, const uint16_t* const* rows, int from) const {
+        interleave_pairs(rows, from, count, columns / 2, pairs() + size_t(to / 2) * size + first, size_t(size));
     }
 };
 
@@ -45,24 +51,19 @@ inline void each_block(const Packed& packed, int padded, F&& f) {
     }
 }
 
-// Tokens [first, last) of a block into pairs of columns, kPairsAtOnce pairs of each in turn, for what is written stays
-// in L1 meanwhile; zero from `columns` on.
-constexpr int kPairsAtOnce = 64;
+// Tokens [first, last) of a block into pairs of columns; zero from `columns` on.
 inline void pack_pairs(const PackedBlock& block, const uint16_t* const* rows, int first, int last, int columns,
                        int padded) {
-    const size_t step = size_t(block.size);
-    const int whole = columns / 2, pairs = padded / 2;
-    for (int begin = 0; begin < whole; begin += kPairsAtOnce) {
-        const int end = begin + kPairsAtOnce < whole ? begin + kPairsAtOnce : whole;
-        for (int t = first; t < last; ++t) {
-            XPair* to = block.pairs() + t;
-            for (int k = begin; k < end; ++k) to[k * step] = make_xpair(rows[t][2 * k], rows[t][2 * k + 1]);
+    const int whole = columns / 32, count = last - first;
+    for (int i = 0; i < whole; ++i) block.put_pairs(32 * i, 32, first, count, rows + first, 32 * i);
+    for (int i = whole; 32 * i < padded; ++i) {
+        uint16_t rest[kMostPairTokens][32] = {};
+        const uint16_t* ends[kMostPairTokens];
+        for (int t = 0; t < count; ++t) {
+            ends[t] = rest[t];
+            for (int k = 32 * i; k < columns; ++k) rest[t][k - 32 * i] = rows[first + t][k];
         }
-    }
-    for (int t = first; t < last; ++t) {
-        XPair* to = block.pairs() + t;
-        if (columns % 2) to[whole * step] = make_xpair(rows[t][columns - 1], 0);
-        for (int k = (columns + 1) / 2; k < pairs; ++k) to[k * step] = make_xpair(0, 0);
+        block.put_pairs(32 * i, padded - 32 * i < 32 ? padded - 32 * i : 32, first, count, ends, 0);
     }
 }
 

@@ -5,18 +5,6 @@
 // batch.
 #pragma once
 
-template <int i>
-struct Index {
-    static constexpr int value = i;
-};
-template <int n, class F>
-inline __attribute__((always_inline)) void unrolled(F&& f) {
-    if constexpr (n > 0) {
-        unrolled<n - 1>(f);
-        f(Index<n - 1>{});
-    }
-}
-
 // How far ahead of the line in work memory is asked for: beyond a 4 KB page no hardware prefetcher of x86 looks, and
 // none knows which panels come next. What nobody reads next is not asked for: it would keep a core's few buffers for
 // misses from what is read.
@@ -202,7 +190,6 @@ template <class Code, class Scales, bool with_factor = true>
 inline void expand_groups(const Layout& l, const uint8_t* w, int first, int last, uint8_t* expanded) {
     constexpr int kPairs = Code::kValues / 2;
     const int group_lines = l.group / Code::kValues;
-    const U32 high = set_u32(0xffff0000), half = set_u32(0x8000);
     for (int g = first; g < last; ++g) {
         F32 s = set(1.f), m = zero();
         if constexpr (Scales::kScaled) s = Scales::scale(w + l.code_bytes, g);
@@ -212,8 +199,8 @@ inline void expand_groups(const Layout& l, const uint8_t* w, int first, int last
             const typename Code::Line codes = Code::load(w + size_t(line) * Code::kBytes);
             unrolled<kPairs>([&](auto p) {
                 const auto pair = Code::template pair<p.value>(codes);
-                const U32 even = as_u32(fma(even_values(pair), s, m)), odd = as_u32(fma(odd_values(pair), s, m));
-                store_u32(expanded + p.value * 64, bit_or(shr<16>(add(even, half)), bit_and(add(odd, half), high)));
+                store_u32(expanded + p.value * 64,
+                          rounded_words(fma(even_values(pair), s, m), fma(odd_values(pair), s, m)));
             });
             expanded += kPairs * 64;
         }
@@ -230,4 +217,25 @@ inline void expand_codes(const uint8_t* w, int first, int last, uint8_t* expande
             [&](auto p) { store_u32(expanded + p.value * 64, bf16_words(Code::template pair<p.value>(codes))); });
         expanded += kPairs * 64;
     }
+}
+
+// Columns of a panel without what its sums are multiplied with afterwards (apply_factor): a factor of the whole panel
+// or, unless `scaled`, each row's one scale.
+template <class Code, class Scales, bool scaled>
+inline void expand_columns(const Layout& l, const uint8_t* w, int first, int last, uint8_t* expanded) {
+    if constexpr (scaled)
+        expand_groups<Code, Scales, false>(l, w, first / l.group, last / l.group, expanded);
+    else
+        expand_codes<Code>(w, first, last, expanded);
+}
+
+inline void scale_rows(F32 factor, float* out, int tokens) {
+    for (int t = 0; t < tokens; ++t) store(out + t * 16, mul(factor, load(out + t * 16)));
+}
+
+// What a panel's sums are still to be multiplied with.
+template <class Scales, bool scaled>
+inline void apply_factor(const uint8_t* scales, float* out, int tokens) {
+    if constexpr (Scales::kHasFactor) scale_rows(Scales::factor(scales), out, tokens);
+    if constexpr (Scales::kScaled && !scaled) scale_rows(Scales::scale(scales, 0), out, tokens);
 }

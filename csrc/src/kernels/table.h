@@ -6,8 +6,9 @@ inline bool is_wide(int tokens) { return tokens >= kWideFromTokens; }
 
 Packing packing(const Layout& l, int tokens) {
     if (by_digits(l, tokens)) return digit_packing(l);
-    if (by_tiles(l, tokens)) return {kTileTokens, Packing::kTiles, 0, 1};
-    return {is_wide(tokens) ? kMostPlain : most_pairs(l.format), Packing::kPairs, 0, 1};
+    if (by_tiles(l, tokens)) return {kTileTokens, Packing::kTiles, 0, 1, tokens <= kTileTokens};
+    if (is_wide(tokens)) return {kMostPlain, Packing::kPairs, 0, 1, kTiles};
+    return {most_pairs(l.format), Packing::kPairs, 0, 1};
 }
 
 size_t row_bytes(const Layout& l) {
@@ -48,7 +49,12 @@ void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, floa
     with_format(l.format, [&]<class Code, class Scales, Format format>() {
         static_assert(pairs_fit(format));
         if constexpr (!kTiles)
-            if (is_wide(x.tokens)) return multiply_wide<Code, Scales>(l, w, panels, x, out, (uint8_t*)scratch, next);
+            if (is_wide(x.tokens)) {
+                if constexpr (Scales::kScaled && !Scales::kHasFactor && !Scales::kHasMin)
+                    if (l.groups == 1)
+                        return multiply_wide<Code, Scales, false>(l, w, panels, x, out, (uint8_t*)scratch, next);
+                return multiply_wide<Code, Scales, true>(l, w, panels, x, out, (uint8_t*)scratch, next);
+            }
         run_panels<Code, Scales, least_pairs(format), most_pairs(format)>(l, w, panels, x, out, next);
     });
 }

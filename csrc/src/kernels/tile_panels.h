@@ -126,29 +126,10 @@ constexpr int most_pairs(Format f) {
                                                     : kTilesFromTokens - 1;
 }
 
-inline void scale_rows(F32 factor, float* out, int tokens) {
-    for (int t = 0; t < tokens; ++t) store(out + t * 16, mul(factor, load(out + t * 16)));
-}
-
-// What a panel's sums are still to be multiplied with.
-template <class Scales, bool scaled>
-inline void apply_factor(const uint8_t* scales, float* out, int tokens) {
-    if constexpr (Scales::kHasFactor) scale_rows(Scales::factor(scales), out, tokens);
-    if constexpr (Scales::kScaled && !scaled) scale_rows(Scales::scale(scales, 0), out, tokens);
-}
-
 // ---- one block of tokens: weights are expanded a little at a time, one part ahead of the products that read it from
 // L1
 
 constexpr int kPartColumns = 128;
-
-template <class Code, class Scales, bool scaled>
-inline void expand_columns(const Layout& l, const uint8_t* w, int first, int last, uint8_t* expanded) {
-    if constexpr (scaled)
-        expand_groups<Code, Scales, false>(l, w, first / l.group, last / l.group, expanded);
-    else
-        expand_codes<Code>(w, first, last, expanded);
-}
 
 // Sums that stay in the tiles to the end: scales multiplied before (scaled), or one for the whole row.
 template <class Code, class Scales, bool scaled, bool two_rows>

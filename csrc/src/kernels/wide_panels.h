@@ -51,8 +51,9 @@ void wide_panels(const uint8_t* w, int panels, const Packed& x, int padded, floa
     });
 }
 
-// panels of `l` times all tokens. expanded: room for kWidePanels panels of bfloat16. next: see Kernels::matmul.
-template <class Code, class Scales>
+// panels of `l` times all tokens. scaled: see expand_columns. expanded: room for kWidePanels panels of bfloat16. next:
+// see Kernels::matmul.
+template <class Code, class Scales, bool scaled>
 void multiply_wide(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* expanded,
                    const uint8_t* next) {
     const bool plain = l.format == Format::kBf16;
@@ -61,11 +62,14 @@ void multiply_wide(const Layout& l, const uint8_t* w, int panels, const Packed& 
         const int some = panels - first < kWidePanels ? panels - first : kWidePanels;
         const uint8_t* from = w + size_t(first) * l.panel_bytes;
         const uint8_t* then = first + some < panels ? from + size_t(some) * l.panel_bytes : next;
-        if (!plain)
-            for (int i = 0; i < some; ++i)
-                expand_groups<Code, Scales>(l, from + i * l.panel_bytes, 0, l.groups,
-                                            expanded + size_t(i) * size_t(l.padded) * 32);
-        wide_panels<kMostPlain>(plain ? from : expanded, some, x, l.padded, out + size_t(first) * size_t(x.tokens) * 16,
+        for (int i = 0; i < some && !plain; ++i)
+            expand_columns<Code, Scales, scaled>(l, from + i * l.panel_bytes, 0, l.padded,
+                                                 expanded + size_t(i) * size_t(l.padded) * 32);
+        float* sums = out + size_t(first) * size_t(x.tokens) * 16;
+        wide_panels<kMostPlain>(plain ? from : expanded, some, x, l.padded, sums,
                                 Ahead(then, then ? kWidePanels * l.panel_bytes : 0, steps));
+        for (int i = 0; i < some; ++i)
+            apply_factor<Scales, scaled>(from + i * l.panel_bytes + l.code_bytes,
+                                         sums + size_t(i) * size_t(x.tokens) * 16, x.tokens);
     }
 }
