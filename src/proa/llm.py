@@ -67,24 +67,28 @@ class AsyncLLM:
 
     @classmethod
     async def launch(
-        cls, model: str | Path, options: EngineOptions | None = None, progress: Progress | None = None
-    ) -> AsyncLLM:
-        """Find, plan and start `model`; return while it loads (`await llm.engine.wait_ready()`)."""
+        cls, model: str | Path, options: EngineOptions | None = None, progress: Progress | None = None, *,
+        own_thread: bool = False,
+    ) -> AsyncLLM:  # fmt: skip
+        """Find, plan and start `model`; return while it loads (`await llm.engine.wait_ready()`). own_thread: nobody
+        else's is the event loop's thread, so that it may keep off the engine's CPU while requests run."""
         if not isinstance(model, str | Path):
             raise UsageError(f"The model is {model!r}.", "Give its name or folder, as a str or a Path.")
         options = options or EngineOptions()
-        return await cls.start(await asyncio.to_thread(prepare, str(model), options, progress), options)
+        prepared = await asyncio.to_thread(prepare, str(model), options, progress)
+        return await cls.start(prepared, options, own_thread=own_thread)
 
     @classmethod
-    async def start(cls, prepared: Prepared, options: EngineOptions) -> AsyncLLM:
-        """Start the engine of a model already planned; return while it loads. Raises TokenizerError first."""
+    async def start(cls, prepared: Prepared, options: EngineOptions, *, own_thread: bool = False) -> AsyncLLM:
+        """Start the engine of a model already planned; return while it loads. own_thread: as for `launch`. Raises
+        TokenizerError first."""
         checkpoint = prepared.checkpoint
         asked = options.model.tokenizer
         path = checkpoint.tokenizer_path if asked is None else Path(asked)
         tokenizer = await asyncio.to_thread(Tokenizer.load, path, options.model.chat_template)
         return cls(
             prepared.plan,
-            await EngineClient.launch(prepared.plan),
+            await EngineClient.launch(prepared.plan, own_thread=own_thread),
             tokenizer,
             vocab_size=prepared.declared.spec.vocab,
             config=checkpoint.config,
@@ -272,7 +276,7 @@ async def _cancel_others() -> None:
 
 
 async def _launch_and_wait(model: str | Path, options: EngineOptions) -> AsyncLLM:
-    llm = await AsyncLLM.launch(model, options)
+    llm = await AsyncLLM.launch(model, options, own_thread=True)
     try:
         await llm.engine.wait_ready()
     except BaseException:

@@ -326,7 +326,10 @@ def launch(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> Callable[[F
     def use(engine: FakeEngine) -> list[EngineOptions]:
         asked: list[EngineOptions] = []
 
-        async def fake(model: str, options: EngineOptions, progress: Any = None) -> AsyncLLM:
+        async def fake(
+            model: str, options: EngineOptions, progress: Any = None, *, own_thread: bool = False
+        ) -> AsyncLLM:
+            assert own_thread
             asked.append(options)
             return AsyncLLM(make_plan(max_running=2), engine, tokenizer)
 
@@ -450,7 +453,8 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, FakeEn
         declared=SimpleNamespace(spec=SimpleNamespace(vocab=2000)),
     )
 
-    async def start(plan: Plan) -> FakeEngine:
+    async def start(plan: Plan, *, own_thread: bool) -> FakeEngine:
+        assert not own_thread
         return engine
 
     monkeypatch.setattr("proa.llm.prepare", lambda model, options, progress: prepared)

@@ -248,7 +248,7 @@ async def _measure_all(
     options: HybridOptions, case: Case, prepared: Prepared, rates: GpuRates | None, notes: Sequence[str],
     report: Callable[[Result], None],
 ) -> None:  # fmt: skip
-    engine = await EngineClient.launch(prepared.plan)
+    engine = await EngineClient.launch(prepared.plan, own_thread=True)
     try:
         ready = await engine.wait_ready()
         bench = Bench(options, case, prepared, ready, rates)

@@ -123,7 +123,7 @@ async def _server(options: LatencyOptions, url: str) -> AsyncIterator[Target]:
 
 @asynccontextmanager
 async def _engine(options: LatencyOptions) -> AsyncIterator[Target]:
-    llm = await AsyncLLM.launch(options.model, options.engine)
+    llm = await AsyncLLM.launch(options.model, options.engine, own_thread=True)
     try:
         await llm.engine.wait_ready()
         yield engine_target(llm, options.output_tokens)

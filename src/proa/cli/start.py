@@ -69,7 +69,7 @@ class _Start:
             prepared = await asyncio.to_thread(prepare, self._model, self._options.engine, report_progress)
         report = self._report(prepared)
         self._show_report(report)
-        llm = await AsyncLLM.start(prepared, self._options.engine)
+        llm = await AsyncLLM.start(prepared, self._options.engine, own_thread=True)
         self._showing = asyncio.create_task(self._show_loading(llm, report))
         return llm
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from proa.config.env import child_environ
+from proa.engine.aside import Aside
 from proa.engine.handle import EngineState
 from proa.engine.ipc import (
     Abort,
@@ -39,7 +40,7 @@ LAST_WORDS_SECONDS = 0.5  # a dying engine's Failed message may still be on its 
 class EngineClient:
     """An engine process and the conversation with it (an EngineHandle)."""
 
-    def __init__(self, process: asyncio.subprocess.Process, end: FrontendEnd) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, end: FrontendEnd, aside: Aside | None = None) -> None:
         self.state: EngineState = "loading"
         self.loading: Loading | None = None
         self.failure: ProaError | None = None
@@ -49,13 +50,15 @@ class EngineClient:
         self._streams: dict[str, asyncio.Queue[TokenEvent | ProaError]] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
-        self._end = end
+        self._end, self._aside = end, aside
+        self._caller_cpus: tuple[int, ...] = ()
         end.take = self._take
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
-    async def launch(cls, plan: Plan) -> EngineClient:
-        """Start the process and return at once; it loads meanwhile."""
+    async def launch(cls, plan: Plan, *, own_thread: bool = False) -> EngineClient:
+        """Start the process and return at once; it loads meanwhile. own_thread: nobody else's is the event loop's
+        thread, so that it may keep off the engine's CPU while requests run."""
         mine, its = socket.socketpair()
         _, end = await asyncio.get_running_loop().create_unix_connection(FrontendEnd, sock=mine)
         try:
@@ -72,7 +75,7 @@ class EngineClient:
             raise
         finally:
             its.close()
-        client = cls(process, end)
+        client = cls(process, end, Aside() if own_thread else None)
         client._send(Start(plan))
         return client
 
@@ -87,6 +90,8 @@ class EngineClient:
             raise EngineDead("The engine was stopped.")
         events: asyncio.Queue[TokenEvent | ProaError] = asyncio.Queue()
         self._streams[request.id] = events
+        if self._aside is not None:
+            self._aside.listen(self._caller_cpus)
         done = False
         try:
             self._send(Submit(request))
@@ -98,6 +103,8 @@ class EngineClient:
                 yield event
         finally:
             del self._streams[request.id]
+            if self._aside is not None and not self._streams:
+                self._aside.rest()
             if not done:
                 self._send(Abort([request.id]))
 
@@ -141,7 +148,7 @@ class EngineClient:
             case Loading():
                 self.loading = message
             case Ready():
-                self.state = "ready"
+                self.state, self._caller_cpus = "ready", message.caller_cpus
                 self._ready.set_result(message)
             case Failed():
                 self._stop("failed", error_from_wire(message.error, message.message, message.remedy))

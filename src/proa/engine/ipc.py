@@ -11,7 +11,7 @@ import msgspec
 from proa.plan.plan import Plan
 from proa.types import Decision, EngineRequest, TokenEvent
 
-PROTOCOL = 2  # raised with every incompatible change; both sides compare it in Start
+PROTOCOL = 3  # raised with every incompatible change; both sides compare it in Start
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -52,6 +52,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     formats: dict[str, int] = {}  # how weights lie in RAM -> bytes
     pages: dict[str, int] = {}  # the kind of page they lie on -> bytes
     decisions: tuple[Decision, ...] = ()  # that only the loaded model could tell
+    caller_cpus: tuple[int, ...] = ()  # that the engine's own thread is bound to
     round_trip_us: float | None = None  # of a GPU's job without work, to the CPU and back; None: there are no jobs
 
 
