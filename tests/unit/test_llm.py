@@ -326,9 +326,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> Callable[[F
     def use(engine: FakeEngine) -> list[EngineOptions]:
         asked: list[EngineOptions] = []
 
-        async def fake(
-            model: str, options: EngineOptions, progress: Any = None, *, own_thread: bool = False
-        ) -> AsyncLLM:
+        async def fake(model: str, options: EngineOptions, *, own_thread: bool) -> AsyncLLM:
             assert own_thread
             asked.append(options)
             return AsyncLLM(make_plan(max_running=2), engine, tokenizer)

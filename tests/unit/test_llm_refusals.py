@@ -33,7 +33,8 @@ def make_llm(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> Callable[
     """An LLM over the given engine; `plan` replaces fields of the Plan."""
 
     def make(engine: FakeEngine, **plan: Any) -> LLM:
-        async def fake(model: str, options: EngineOptions, progress: Any = None) -> AsyncLLM:
+        async def fake(model: str, options: EngineOptions, *, own_thread: bool) -> AsyncLLM:
+            assert own_thread
             return AsyncLLM(make_plan(**plan), engine, tokenizer)
 
         monkeypatch.setattr(AsyncLLM, "launch", fake)

@@ -51,7 +51,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._end, self._aside = end, aside
-        self._caller_cpus: tuple[int, ...] = ()
+        self._caller_cpus: list[int] = []
         end.take = self._take
         self._watching = asyncio.create_task(self._watch())
 

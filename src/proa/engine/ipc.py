@@ -52,7 +52,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     formats: dict[str, int] = {}  # how weights lie in RAM -> bytes
     pages: dict[str, int] = {}  # the kind of page they lie on -> bytes
     decisions: tuple[Decision, ...] = ()  # that only the loaded model could tell
-    caller_cpus: tuple[int, ...] = ()  # that the engine's own thread is bound to
+    caller_cpus: list[int] = []  # that the engine's own thread is bound to
     round_trip_us: float | None = None  # of a GPU's job without work, to the CPU and back; None: there are no jobs
 
 

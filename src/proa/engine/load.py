@@ -199,7 +199,7 @@ class _Native:
             formats=formats,
             pages=self._memory.pages(),
             decisions=tuple(self._decisions),
-            caller_cpus=tuple(self._cpu.caller_cpus),
+            caller_cpus=list(self._cpu.caller_cpus),
         )
 
 
