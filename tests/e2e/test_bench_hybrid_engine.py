@@ -153,11 +153,12 @@ def test_everything_on_the_gpu_and_a_table() -> None:
     assert "experts of the CPU 0 B" in done.stdout
 
 
-def test_experts_of_another_format() -> None:
-    done = bench("--gpu=sim:64MiB", "--resident=50", "--requests=1", "--format=int4", "--json")
+@pytest.mark.parametrize(("form", "bits"), [("int4", 4.5), ("mxfp4", 4.25)])
+def test_experts_of_another_format(form: str, bits: float) -> None:
+    done = bench("--gpu=sim:64MiB", "--resident=50", "--requests=1", f"--format={form}", "--json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
-    expert_bytes = 3 * 64 * 32 * 4.5 / 8
+    expert_bytes = 3 * 64 * 32 * bits / 8
     assert figures["resident_share"] == 0.5
     assert figures["resident_bytes_per_step"] == pytest.approx(2 * 4 * (1 - 0.75) * expert_bytes, rel=0.1)
     assert 0 < figures["cpu_bytes_per_step"] <= 2 * 2 * expert_bytes * 1.1  # scales fill up their lines

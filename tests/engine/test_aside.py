@@ -29,9 +29,10 @@ def _as_before() -> Iterator[None]:
 def test_off_and_back() -> None:
     first, *others = sorted(CPUS)
     aside = Aside()
-    aside.listen([first])
+    aside.cpus = [first]
+    aside.listen()
     assert os.sched_getaffinity(0) == set(others)
-    aside.listen([first])  # others have begun to listen
+    aside.listen()  # others have begun to listen
     aside.rest()
     assert os.sched_getaffinity(0) == CPUS
     aside.rest()
@@ -41,7 +42,8 @@ def test_off_and_back() -> None:
 @pytest.mark.parametrize("taken", [(), sorted(CPUS), [max(CPUS) + 1]], ids=["none", "all", "another machine's"])
 def test_where_there_is_nothing_to_keep_off(taken: list[int]) -> None:
     aside = Aside()
-    aside.listen(taken)
+    aside.cpus = taken
+    aside.listen()
     assert os.sched_getaffinity(0) == CPUS
     aside.rest()
     assert os.sched_getaffinity(0) == CPUS

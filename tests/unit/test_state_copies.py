@@ -63,7 +63,7 @@ def test_nobody_is_refused_for_copies(free_gib: float, context: int | None, kv_m
         assert parts + memory.workspace_bytes + memory.states_bytes <= memory.usable_bytes
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(vram_gib=st.floats(6, 100), ram_gib=st.floats(60, 170), experts=st.sampled_from(["auto", "64", "none"]))
 def test_nobody_is_refused_a_gpu_for_copies(vram_gib: float, ram_gib: float, experts: str) -> None:
     with_copies, without = (

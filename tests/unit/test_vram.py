@@ -473,7 +473,7 @@ def test_any_plan_fits_or_is_refused(spec: Model, ram_gib: float, vram_gib: floa
         assert on.gpu_only  # no room is left unused
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     ram_gib=st.floats(4, 70),
     vram_gib=st.floats(6, 70),

@@ -16,13 +16,16 @@ class Aside:
     """
 
     def __init__(self) -> None:
+        self.cpus: Collection[int] = ()  # to keep off
         self._before: set[int] | None = None
 
-    def listen(self, cpus: Collection[int]) -> None:
-        """Keep off `cpus`, unless there are no others."""
+    def listen(self) -> None:
+        """Keep off these CPUs, unless there are no others."""
+        if not self.cpus or self._before is not None:
+            return
         allowed = os.sched_getaffinity(0)
-        others = allowed.difference(cpus)
-        if self._before is None and others and others != allowed:
+        others = allowed.difference(self.cpus)
+        if others and others != allowed:
             with suppress(OSError):  # not allowed here: as before
                 os.sched_setaffinity(0, others)
                 self._before = allowed

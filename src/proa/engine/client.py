@@ -40,7 +40,7 @@ LAST_WORDS_SECONDS = 0.5  # a dying engine's Failed message may still be on its 
 class EngineClient:
     """An engine process and the conversation with it (an EngineHandle)."""
 
-    def __init__(self, process: asyncio.subprocess.Process, end: FrontendEnd, aside: Aside | None = None) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, end: FrontendEnd, own_thread: bool = False) -> None:
         self.state: EngineState = "loading"
         self.loading: Loading | None = None
         self.failure: ProaError | None = None
@@ -50,8 +50,7 @@ class EngineClient:
         self._streams: dict[str, asyncio.Queue[TokenEvent | ProaError]] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
-        self._end, self._aside = end, aside
-        self._caller_cpus: list[int] = []
+        self._end, self._own_thread, self._aside = end, own_thread, Aside()
         end.take = self._take
         self._watching = asyncio.create_task(self._watch())
 
@@ -75,7 +74,7 @@ class EngineClient:
             raise
         finally:
             its.close()
-        client = cls(process, end, Aside() if own_thread else None)
+        client = cls(process, end, own_thread)
         client._send(Start(plan))
         return client
 
@@ -90,10 +89,9 @@ class EngineClient:
             raise EngineDead("The engine was stopped.")
         events: asyncio.Queue[TokenEvent | ProaError] = asyncio.Queue()
         self._streams[request.id] = events
-        if self._aside is not None:
-            self._aside.listen(self._caller_cpus)
         done = False
         try:
+            self._aside.listen()
             self._send(Submit(request))
             while not done:
                 event = await events.get()
@@ -103,7 +101,7 @@ class EngineClient:
                 yield event
         finally:
             del self._streams[request.id]
-            if self._aside is not None and not self._streams:
+            if not self._streams:
                 self._aside.rest()
             if not done:
                 self._send(Abort([request.id]))
@@ -148,7 +146,9 @@ class EngineClient:
             case Loading():
                 self.loading = message
             case Ready():
-                self.state, self._caller_cpus = "ready", message.caller_cpus
+                self.state = "ready"
+                if self._own_thread:
+                    self._aside.cpus = message.caller_cpus
                 self._ready.set_result(message)
             case Failed():
                 self._stop("failed", error_from_wire(message.error, message.message, message.remedy))

@@ -11,7 +11,7 @@ import msgspec
 from proa.plan.plan import Plan
 from proa.types import Decision, EngineRequest, TokenEvent
 
-PROTOCOL = 3  # raised with every incompatible change; both sides compare it in Start
+PROTOCOL = 2  # raised with every incompatible change; both sides compare it in Start
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
