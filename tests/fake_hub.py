@@ -120,9 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(whole)}"} if wanted else {}
         cuts = self.fake.cut_after.get(path)
         cut = cuts.pop(0) if cuts else None
-        self._send(206 if wanted else 200, body, headers, cut)
-        with self.fake.lock:
+        with self.fake.lock:  # before the client has it and asks how much it was
             self.fake.served[path] = self.fake.served.get(path, 0) + len(body[:cut])
+        self._send(206 if wanted else 200, body, headers, cut)
 
     def _send(
         self, status: int, body: bytes, headers: dict[str, str] | None = None, cut_after: int | None = None

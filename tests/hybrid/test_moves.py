@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from proa.engine.executor import Executor
 from proa.engine.spans import Span
 from proa.hybrid.copies import Copiers, HostCopier, Pairs
 from proa.hybrid.heat import Swap
-from proa.hybrid.model import LEAST_FOLLOWING, MOST_FOLLOWING, HybridModel
+from proa.hybrid.model import HybridModel
 from proa.hybrid.moves import Moves
+from proa.native.doorbell import Counters
 from proa.native.formats import Format
 from proa.native.pool import Pool
 from tiny import make_tiny
@@ -233,69 +235,106 @@ def test_a_simulated_link_takes_its_time(rate: float | None) -> None:
     copier.close()
 
 
-def test_a_few_steps_follow_each_other_though_some_have_arrived(pool: Pool, tmp_path: Path) -> None:
-    """Unless half of the slots are waiting for it."""
-    for spare, waits in ((8, LEAST_FOLLOWING), (2, 0)):
-        copier = PromptCopier()
-        model = restless(make_tiny("qwen3-moe", tmp_path / str(spare)), pool, Split(0.5, inclusive=True, spare=spare),
-                         "sim", Copiers(copier, PromptCopier()))  # fmt: skip
-        model.loaded.make(LIMITS, PAGES)
-        hybrid, moves = model.kept[-1].hybrid, model.moves
-        hybrid.begin()
-        hybrid.launched()
-        layers = len(moves.layers)
-        assert moves.arrived() == min(spare, layers)
-        assert moves.crowded == (waits == 0)
-        follows = 0
-        while hybrid.can_follow():
-            hybrid.follow()
-            follows += 1
-            hybrid.end()
-        assert follows == waits
-        assert moves.moved.experts == 0
-        hybrid.end()
-        hybrid.begin()
-        assert moves.moved.experts == min(spare, layers)
-        hybrid.end()
+class Flight:
+    """Steps of which up to three are under way: `named` has what the tables of each name, of both sides."""
+
+    def __init__(self, hybrid: HybridModel) -> None:
+        self._hybrid = hybrid
+        self.named: list[list[range]] = []
+
+    def begin(self) -> None:
+        self._hybrid.begin()
+        self.named.append([place for memory in self._layers() for place in memory])
+        self._hybrid.launched()
+
+    def end(self) -> None:
+        self._hybrid.end()
+        del self.named[0]
+
+    def writes(self, to: Tensor) -> None:
+        for step in self.named:
+            assert not any(place.start < to.data_ptr() + to.nbytes and to.data_ptr() < place.stop for place in step)
+
+    def _layers(self) -> Iterator[list[range]]:
+        assert self._hybrid.tables is not None
+        for layer, residency in zip(self._hybrid.layers, self._hybrid.tables.residency, strict=True):
+            shape = layer.memory.shape
+            for of, addresses in ((shape.up, residency.up), (shape.down, residency.down)):
+                yield [range(at, at + of.matrix_bytes) for at in addresses.tolist() if at]
+            for number in residency.cpu[residency.cpu >= 0].tolist():
+                yield [
+                    range(t.data_ptr(), t.data_ptr() + t.nbytes) for side in layer.memory.in_place(number) for t in side
+                ]
 
 
-def test_steps_follow_each_other_until_a_copy_has_arrived(pool: Pool, tmp_path: Path) -> None:
-    """Tables change between steps alone: for that one of them has to wait for the last one's end."""
-    copier = SlowCopier(asks=4)
-    model = restless(make_tiny("qwen3-moe", tmp_path), pool, Split(0.5, inclusive=True, spare=1), "sim",
+@dataclass
+class WatchedCopier:
+    """Copies of two asks that write to nothing a step under way may read."""
+
+    flight: Flight | None = None
+    started: int = 0
+
+    def start(self, pairs: Pairs) -> SlowCopy:
+        assert self.flight is not None
+        self.started += 1
+        for to, _ in pairs:
+            self.flight.writes(to)
+        return SlowCopy(pairs, 2)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("inclusive", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_written_that_a_step_under_way_may_read(
+    seed: int, inclusive: bool, pool: Pool, tmp_path: Path
+) -> None:
+    """Steps follow each other whatever arrives: none waits for the last one's end."""
+    copier = WatchedCopier()
+    model = restless(make_tiny("qwen3-moe", tmp_path), pool, Split(0.5, inclusive, spare=2), "sim",
                      Copiers(copier, PromptCopier()))  # fmt: skip
     model.loaded.make(LIMITS, PAGES)
-    hybrid, moves = model.kept[-1].hybrid, model.moves
-    hybrid.begin()
-    hybrid.launched()
-    assert copier.started
-    follows = 0
-    while hybrid.can_follow():
-        hybrid.follow()  # before the last one has ended: the doorbell counts
-        follows += 1
-        hybrid.end()
-    assert follows == 3
-    assert moves.moved.experts == 0
-    hybrid.end()
-    hybrid.begin()
-    assert moves.moved.experts == 1
-    assert hybrid.can_follow()
-    hybrid.end()
+    flight = copier.flight = Flight(model.kept[-1].hybrid)
+    flight.begin()
+    draw = random.Random(seed)
+    for _ in range(120):
+        if len(flight.named) < 3 and draw.random() < 0.6:
+            flight.begin()
+        elif len(flight.named) > 1:
+            flight.end()
+    assert model.moves.moved.experts >= 8
+    assert copier.started >= 8 * (1 if inclusive else 2)
+    while flight.named:
+        flight.end()
+    check_places(model.kept[-1].hybrid, inclusive)
     with pytest.raises(ValueError, match="not armed"):
-        hybrid.end()
+        model.kept[-1].hybrid.end()
 
 
-def test_not_for_ever(pool: Pool, tmp_path: Path) -> None:
-    """What changes slowly gets its turn."""
+@dataclass
+class Rates:
+    """In place of CoFetch: how often it is asked."""
+
+    asked: int = 0
+
+    def share(self, now: Counters) -> None:
+        self.asked += 1
+
+
+def test_how_fast_the_cpu_reads_is_looked_at_now_and_then(pool: Pool, tmp_path: Path) -> None:
+    """Between steps that are alone, and every 32 of those that follow each other."""
     kept: list[Kept] = []
     load_split(make_tiny("qwen3-moe", tmp_path), pool, Split(0.5), "sim", None, kept).make(LIMITS, PAGES)
     hybrid = kept[-1].hybrid
-    for _ in range(2):
+    rates = hybrid.co_fetch = Rates()
+    for _ in range(3):
         hybrid.begin()
-        follows = 0
-        while hybrid.can_follow():
-            hybrid.follow()
-            follows += 1
-            hybrid.end()
         hybrid.end()
-        assert follows == MOST_FOLLOWING
+    assert rates.asked == 3
+    hybrid.begin()
+    for _ in range(65):
+        hybrid.begin()
+        hybrid.end()
+    assert rates.asked == 4 + 2
+    hybrid.end()

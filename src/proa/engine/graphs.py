@@ -40,6 +40,7 @@ SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
 WARM_BUCKETS = 3  # decode graphs that are there before the first request
 _NONE = -1  # the best token of a row that is not finite
+_MOST_UNDERWAY = 32  # steps, or parts of a prompt's, launched behind each other while nobody asks for tokens
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
 
 
@@ -297,7 +298,7 @@ class GraphExecutor:
         if not self._decoding or self._tables.changing or self._underway != 1:
             return False
         self._late &= {row.request for row in self._asked}
-        return not self._late and self._session.can_follow()
+        return not self._late
 
     @torch.inference_mode()
     def follow(self, sequences: Sequence[Span]) -> None:
@@ -308,7 +309,7 @@ class GraphExecutor:
             raise ValueError(f"{count} sequences cannot follow {len(self._asked)}")
         captured.inputs.fill(sequences, self._limits.page_tokens)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._session.follow()
+            self._session.begin()
             self._underway, self._behind = self._underway + 1, self._behind + 1
             self._ahead, self._next = True, sequences
             captured.inputs.copy()
@@ -395,11 +396,9 @@ class GraphExecutor:
         return self._session.counters()
 
     def _begin(self) -> None:
-        if self._underway and self._session.can_follow():
-            self._session.follow()
-        else:
+        if self._underway == _MOST_UNDERWAY:
             self._settle()
-            self._session.begin()
+        self._session.begin()
         self._underway += 1
 
     def _settle(self) -> None:

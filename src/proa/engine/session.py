@@ -12,16 +12,11 @@ from proa.native.doorbell import NOTHING_COUNTED, Counters
 
 class Session(Protocol):
     def begin(self) -> None:
-        """A step is about to be launched on the current stream; the last one has ended."""
+        """A step is about to be launched on the current stream. Others may be under way: each has an `end` of its own,
+        and they end in order."""
 
     def launched(self) -> None:
         """It has been launched: the device may be at it for a while."""
-
-    def can_follow(self) -> bool:
-        """Whether the next step may be launched behind one that has not ended: nothing is to change in between."""
-
-    def follow(self) -> None:
-        """It is about to be, in place of `begin`. Each step has an `end` of its own."""
 
     def end(self) -> None:
         """The device has finished it. Raises NumericsError, once, for sums that are not finite, and whatever else went
@@ -44,12 +39,6 @@ class NoSession:
         pass
 
     def launched(self) -> None:
-        pass
-
-    def can_follow(self) -> bool:
-        return True
-
-    def follow(self) -> None:
         pass
 
     def end(self) -> None:

@@ -30,12 +30,6 @@ class WatchedSession:
     def launched(self) -> None:
         self._session.launched()
 
-    def can_follow(self) -> bool:
-        return self._session.can_follow()
-
-    def follow(self) -> None:
-        self._session.follow()
-
     def in_parts(self) -> AbstractContextManager[None]:
         return self._session.in_parts()
 

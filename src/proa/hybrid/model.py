@@ -28,9 +28,7 @@ from proa.ops.packed import Memory
 from proa.ops.residency import IN_PLACE_PAIRS, Residency
 from proa.ops.staging import Staging
 
-# Steps that are launched behind each other before the tables may change again: what the CPU reads changes slowly.
-MOST_FOLLOWING = 32
-LEAST_FOLLOWING = 3  # so many at least, though some experts have arrived
+_SHARE_STEPS = 32  # launched behind each other between two looks at how fast the CPU reads, which changes slowly
 
 NewDevice = Callable[[LayerMemory, Residency, LayerFaults], DeviceExperts]
 NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
@@ -73,7 +71,8 @@ class HybridModel:
         self._faults: FaultRecords | None = None
         self.co_fetch: CoFetch | None = None
         self.tables: Tables | None = None
-        self._following = 0
+        self._launched = 0  # steps, and how many of those have ended
+        self._ended = 0
 
     def new_experts(
         self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU
@@ -118,18 +117,24 @@ class HybridModel:
             self.moves = Moves(memories, self.tables, spare, self._placement.inclusive, copiers.weights)
 
     def begin(self) -> None:
-        """A step is about to be launched, on the current stream; the last one has ended."""
-        self._following = 0
+        """A step is about to be launched, on the current stream. Others may be under way: each has an `end` of its own,
+        and they end in order."""
+        self._launched += 1
         if self.moves is not None:
-            self.moves.between_steps()
+            self.moves.before(self._launched, self._ended)
         if self.tables is not None:
-            if self.co_fetch is not None and self.transport is not None:
-                share = self.co_fetch.share(self.transport.counters())
-                if share is not None:
-                    self.tables.share(share)
+            self._balance(self.tables)
             self.tables.publish()
         if self.transport is not None:
             self.transport.arm()
+
+    def _balance(self, tables: Tables) -> None:
+        alone = self._ended == self._launched - 1
+        if self.co_fetch is None or self.transport is None or not (alone or self._launched % _SHARE_STEPS == 0):
+            return
+        share = self.co_fetch.share(self.transport.counters())
+        if share is not None:
+            tables.share(share)
 
     def launched(self) -> None:
         """It has been: here is time."""
@@ -137,23 +142,9 @@ class HybridModel:
         if self.moves is not None:
             self.moves.meanwhile(seen)
 
-    def can_follow(self) -> bool:
-        """Whether tables may stay as they are for another step, behind one that has not ended. Where experts move all
-        the time, a few steps wait for none of them, since a step that waits for the last one's end loses a little."""
-        if self._following >= MOST_FOLLOWING:
-            return False
-        if self.moves is None:
-            return True
-        return not self.moves.arrived() or (self._following < LEAST_FOLLOWING and not self.moves.crowded)
-
-    def follow(self) -> None:
-        """That step is about to be launched."""
-        self._following += 1
-        if self.transport is not None:
-            self.transport.arm()
-
     def end(self) -> None:
-        """The device has finished it. Raises what went wrong on the CPU."""
+        """The device has finished the first step that had not ended. Raises what went wrong on the CPU."""
+        self._ended += 1
         if self.transport is not None:
             self.transport.disarm()
             self.transport.check()

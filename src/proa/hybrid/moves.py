@@ -5,14 +5,15 @@ A slot more than the resident experts need is spare, anywhere on the device: tab
 whose experts have its size. A move is
 1. a copy of the newcomer from RAM to a spare slot, beside any number of steps, of which none reads that slot;
 2. once it has arrived, before the next step: the tables say that the GPU has the newcomer. If RAM has a copy of the
-   evicted expert they say as well that the CPU has that, and its slot is spare: this was all.
-3. Else nobody reads the newcomer's place in RAM any more, and a second copy brings the evicted expert there from its
-   slot, which the GPU still reads;
+   evicted expert they say as well that the CPU has that, and its slot is to be spare: this was all.
+3. Else no later step reads the newcomer's place in RAM any more, and a second copy brings the evicted expert there from
+   its slot, which the GPU still reads;
 4. once it has arrived, before the next step: the tables say that the CPU has it, under the newcomer's former number.
 
-Why no step sees half of it: tables change on the step's stream, before the step and after the last one has ended; a
-slot or a place that the tables no longer name is read by no step from then on, and is not written before. (A worker of
-the CPU that is late may read such a place still; what it made of that is dropped.) A step waits for no copy.
+Why no step sees half of it: tables change on the steps' stream, between two steps. Those launched before may be under
+way still, and read what the tables named then: a slot or a place that they name no longer is written only once all of
+those have ended. (A worker of the CPU that is late may read such a place even then; what it made of that is dropped.)
+A step waits for no copy and for no change.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Move:
     swap: Swap
     slot: Slot  # the newcomer's
     copy: Copy | None
-    coming: bool = True  # the newcomer is; else it has come, and the evicted one is leaving
+    came: int | None = None  # the first step that found the newcomer on the device; from then on the evicted one leaves
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Moves:
         self.moved = Moved()
         self.layers, self.tables, self._inclusive, self._copier = layers, tables, inclusive, copier
         self._spare: dict[_Size, list[Slot]] = {}
-        self._at_once = spare
+        self._left: list[tuple[int, _Size, Slot]] = []  # and the first step whose tables do not name the slot
         self._size = [(layer.shape.up.matrix_bytes, layer.shape.down.matrix_bytes) for layer in layers]
         for layer, size in zip(layers, self._size, strict=True):
             if size not in self._spare:
@@ -81,30 +82,29 @@ class Moves:
             self._movable[i, : layer.experts] = True
             self._resident[i, list(layer.slots.slot_of)] = True
         self._moves: list[_Move] = []
+        self._ended = 0
         self.heat = Heat(tables.experts, self._resident.sum(1).tolist())
 
     def resident(self, layer: int) -> list[int]:
         """Who is on the GPU, or about to leave it."""
         return np.flatnonzero(self._resident[layer]).tolist()
 
-    def between_steps(self) -> None:
-        """The last step has ended and the next one has not been launched; the tables are published after this."""
-        self._moves = [move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move))]
-
-    def arrived(self) -> int:
-        """With how many copies `between_steps` has something to do."""
-        return sum(move.copy is not None and move.copy.done() for move in self._moves)
-
-    @property
-    def crowded(self) -> bool:
-        """These are so many that others may have to wait for their slots."""
-        return 2 * self.arrived() >= self._at_once
+    def before(self, step: int, ended: int) -> None:
+        """This step is launched next, after its tables are published; they are counted from 1. Of those before it the
+        first `ended` have ended."""
+        self._ended = ended
+        self._moves = [
+            move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move, step))
+        ]
+        for since, size, slot in self._left:
+            if ended >= since - 1:
+                self._spare[size].append(slot)
+        self._left = [left for left in self._left if ended < left[0] - 1]
 
     def meanwhile(self, seen: Seen | None) -> None:
-        """A step is under way, or has just been: start copies. `seen`: what steps chose since the last call. Steps that
-        are under way were launched after the last `between_steps`: none reads a spare slot."""
+        """A step is under way, or has just been: start copies. `seen`: what steps chose since the last call."""
         for move in self._moves:
-            if move.copy is None:
+            if move.copy is None and move.came is not None and self._ended >= move.came - 1:
                 move.copy = self._copier.start(self._out_pairs(move))
         if seen is not None:
             self.heat.observe(seen.chosen, seen.tokens, self._resident)
@@ -132,14 +132,14 @@ class Moves:
         self.moved.nbytes += sum(to.nbytes for to, _ in pairs)
         return pairs
 
-    def _is_over(self, move: _Move) -> bool:
-        """A copy has ended: what follows, and whether that was the last."""
+    def _is_over(self, move: _Move, step: int) -> bool:
+        """A copy has ended: what follows from this step on, and whether that was the last."""
         swap, where = move.swap, self._where[move.swap.layer]
-        if move.coming:
+        if move.came is None:
             where.slot_of[swap.promote] = move.slot
             self.tables.to_gpu(swap.layer, swap.promote, move.slot)
             self._resident[swap.layer, swap.promote] = True
-            move.coming, move.copy = False, None
+            move.came, move.copy = step, None
             if not self._inclusive:
                 return False
         if not self._inclusive:
@@ -148,7 +148,7 @@ class Moves:
         self.tables.to_cpu(swap.layer, swap.evict, where.number_of[swap.evict])
         self._resident[swap.layer, swap.evict] = False
         self._movable[swap.layer, [swap.promote, swap.evict]] = True
-        self._spare[self._size[swap.layer]].append(where.slot_of.pop(swap.evict))
+        self._left.append((step, self._size[swap.layer], where.slot_of.pop(swap.evict)))
         self.moved.experts += 1
         return True
 

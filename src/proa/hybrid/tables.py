@@ -1,6 +1,7 @@
 """The residency tables of a model's layers: what a step reads on the device, and a copy on the host that is edited.
 
-Between steps alone: `publish` copies the layers that changed, on the stream of the next step. Never: deciding, weights.
+`publish` copies the layers that changed, on the stream of the next step: steps launched before read what was. Never:
+deciding, weights.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ class Tables:
         self.experts = max((layer.experts for layer in layers), default=0)
         self._layers, self._in_place = layers, in_place
         words = (self.experts * (2 * _ADDRESSES + 1) // 4 + 1) * 4  # more than enough; rows begin on 16 bytes
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(len(layers), words, dtype=torch.int32, pin_memory=pinned)
+        self._host = torch.zeros(len(layers), words, dtype=torch.int32)
         self._device = torch.zeros(len(layers), words, dtype=torch.int32, device=device)
         self.counts = torch.zeros(len(layers), self.experts, dtype=torch.int32, device=device)
-        self._host_share = torch.zeros(IN_PLACE_PAIRS + 1, dtype=torch.int32, pin_memory=pinned)
+        self._host_share = torch.zeros(IN_PLACE_PAIRS + 1, dtype=torch.int32)
         self._share = torch.zeros(IN_PLACE_PAIRS + 1, dtype=torch.int32, device=device)
         of_addresses, of_numbers = _split(self._host, self.experts)
         self._addresses, self._numbers = of_addresses.numpy(), of_numbers.numpy()
@@ -82,13 +82,19 @@ class Tables:
         self._share_changed = True
 
     def publish(self) -> None:
-        """On the current stream, before a step. No former `publish` may be under way."""
+        """On the current stream, before a step."""
         for layer in sorted(self._changed):
-            self._device[layer].copy_(self._host[layer], non_blocking=True)
+            _send(self._host[layer], self._device[layer])
         self._changed.clear()
         if self._share_changed:
-            self._share.copy_(self._host_share, non_blocking=True)
+            _send(self._host_share, self._share)
             self._share_changed = False
+
+
+def _send(row: Tensor, to: Tensor) -> None:
+    """As it is now, whatever the host writes to it afterwards: a GPU gets it from pinned memory, which torch uses for
+    something else only once the copy is over."""
+    to.copy_(row.pin_memory() if to.is_cuda else row, non_blocking=True)
 
 
 def _split(rows: Tensor, experts: int) -> tuple[Tensor, Tensor]:
