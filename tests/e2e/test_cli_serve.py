@@ -87,7 +87,7 @@ def command_line(pid: int) -> str:
 )
 def test_workers_lie_where_they_are_asked_to(folder: Path, flags: list[str], rows: dict[str, str], bound: bool) -> None:
     mine = frozenset(os.sched_getaffinity(0))
-    with serving(folder, "--context=128", "--dtype=bfloat16", *flags) as (process, report):
+    with serving(folder, "--context=128", "--dtype=bfloat16", "--gpu=none", *flags) as (process, report):
         got = {row["name"]: row["got"] for row in report["decisions"]}
         assert rows.items() <= got.items()
         tried = [row for row in report["ready"]["decisions"] if row["name"] == "threads for decode"]
@@ -98,7 +98,7 @@ def test_workers_lie_where_they_are_asked_to(folder: Path, flags: list[str], row
 
 
 def test_two_engines_take_cpus_of_their_own(folder: Path) -> None:
-    flags = ["--context=128", "--dtype=bfloat16", "--threads=1"]
+    flags = ["--context=128", "--dtype=bfloat16", "--gpu=none", "--threads=1"]
     with serving(folder, *flags) as (first, _), serving(folder, *flags) as (second, report):
         theirs, own = (
             {cpu for cpus in bound_threads(p.pid) if len(cpus) == 1 for cpu in cpus} for p in (first, second)
@@ -109,7 +109,7 @@ def test_two_engines_take_cpus_of_their_own(folder: Path) -> None:
 
 
 def test_a_number_of_threads_is_not_tried(folder: Path) -> None:
-    with serving(folder, "--context=128", "--dtype=bfloat16", "--threads=1") as (_, report):
+    with serving(folder, "--context=128", "--dtype=bfloat16", "--gpu=none", "--threads=1") as (_, report):
         assert report["ready"]["decisions"] == []
         assert report["ready"]["decode_threads"] == 1
 

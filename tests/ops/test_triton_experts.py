@@ -6,7 +6,7 @@ Sums of n products in float32 are off by n + c roundings; silu's slope is at mos
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,9 +16,10 @@ from torch import Tensor
 from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
 from packing import CASES, Packed, random_weights
 from proa.models.spec import Router
-from proa.native.formats import BF16_FORM, Form, Format
-from proa.native.weights import Activation
+from proa.native.formats import BF16_FORM, Form, Format, Layout
+from proa.native.weights import Activation, Piece
 from proa.ops.added import Added
+from proa.ops.pieces import TAG, UNIT_PANELS, row_of
 from proa.ops.residency import Biases, ExpertShape, Located, PairBias, Residency
 from proa.ops.table import RouterRule
 from proa.ops.triton import experts_few, experts_grouped
@@ -47,10 +48,10 @@ class Layer:
         self.gate, self.up, self.down = (torch.from_numpy(np.stack([w.values for w in part])) for part in parts)
         self.scaled = [torch.from_numpy(np.stack([w.scaled for w in part])) for part in parts]
         packed = Packed(parts[0], paired=parts[1]), Packed(parts[2])
-        self._packed = packed  # on a CPU the kernels read this memory itself
-        self._bytes = [torch.frombuffer(p.memory, dtype=torch.uint8).to(device) for p in packed]
+        self._memory = packed  # on a CPU the kernels read this memory itself
+        self.packed = [torch.frombuffer(p.memory, dtype=torch.uint8).to(device) for p in packed]
         assert [p.layout.panel_bytes for p in packed] == [shape.up.panel_bytes, shape.down.panel_bytes]
-        tables = [b.data_ptr() + torch.arange(count) * p.layout.matrix_bytes for b, p in zip(self._bytes, packed)]  # noqa: B905
+        tables = [b.data_ptr() + torch.arange(count) * p.layout.matrix_bytes for b, p in zip(self.packed, packed)]  # noqa: B905
         for table in tables:
             table[list(absent)] = 0
         self.up_table, self.down_table = (table.to(device) for table in tables)
@@ -340,6 +341,52 @@ def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device
         experts(
             rand(rng, 4, 32).to(device), routing.at, layer.shape, expert_space(4, 2, 3, layer.shape, device), biases
         )
+
+
+def in_pieces(addresses: Tensor, packed: Tensor, of: Layout, count: int, kept: list[Tensor]) -> Tensor:
+    """The same matrices, of some pairs in `count` pieces that lie apart, of which `kept` is the memory."""
+    device = packed.device
+    found = addresses.clone()
+    for pair, address in enumerate(addresses.flatten().tolist()):
+        if not address or pair % 3 == 2:
+            continue
+        units = -(-of.panels // UNIT_PANELS)
+        firsts = sorted({units * i // count * UNIT_PANELS for i in range(count)})
+        pieces = []
+        for first, end in zip(firsts, [*firsts[1:], of.panels], strict=True):
+            nbytes = (end - first) * of.panel_bytes
+            memory = torch.empty(nbytes + 256, dtype=torch.uint8, device=device)
+            begin = -memory.data_ptr() % 128
+            at = address - packed.data_ptr() + first * of.panel_bytes
+            memory[begin : begin + nbytes] = packed[at : at + nbytes]
+            pieces.append(Piece(first, memory.data_ptr() + begin, nbytes, nbytes))
+            kept.append(memory)
+        kept.append(torch.tensor(row_of(pieces, of), device=device))
+        found.view(-1)[pair] = kept[-1].data_ptr() + TAG
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "count"), [(BF16_FORM, 3), (Form(Format.INT4_F16, 32), 2), (Form(Format.Q6_K, 16), 8)]
+)
+def test_an_expert_may_lie_in_pieces(count: int, form: Form, rng: torch.Generator, device: torch.device) -> None:
+    """On several memory nodes: the same bits."""
+    layer = Layer(3, ExpertShape(64, 144, form, form), device, absent=(2,))
+    x, routing = rand(rng, 2, 64).to(device), layer.routing(torch.tensor([[0, 1], [2, 1]]), rng)
+    whole, cut = (expert_space(2, 2, 3, layer.shape, device) for _ in range(2))
+    experts(x, routing.at, layer.shape, whole)
+    kept: list[Tensor] = []
+    up, down = (
+        in_pieces(of, packed, shape, count, kept)
+        for of, packed, shape in zip(
+            (routing.at.up, routing.at.down), layer.packed, (layer.shape.up, layer.shape.down), strict=True
+        )
+    )
+    experts(x, replace(routing.at, up=up, down=down), layer.shape, cut, in_pieces=True)
+    mine = routing.at.up.flatten() != 0
+    assert (up.flatten()[mine] & TAG).sum() >= 2
+    assert torch.equal(cut.partial[mine], whole.partial[mine])
+    assert whole.partial[mine].abs().max() > 0
 
 
 @functools.cache

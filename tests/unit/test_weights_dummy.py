@@ -187,7 +187,7 @@ def test_workers_fill_the_same_numbers(
 
 def of_stack(stack: Stack) -> Tensor:
     """uint8 [panels, panel bytes] of its one matrix."""
-    parts = [ctypes.string_at(address, nbytes) for address, nbytes in stack.spans(0)]
+    parts = [ctypes.string_at(piece.address, piece.nbytes) for piece in stack.pieces(0)]
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).view(stack.matrix.layout.panels, -1)
 
 

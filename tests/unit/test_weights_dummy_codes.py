@@ -55,7 +55,8 @@ class Filled:
         assert stacks is not None
         number = self.memory.in_ram.index(expert)
         up, down = (
-            b"".join(ctypes.string_at(*span) for span in stack.spans(number)) for stack in (stacks.up, stacks.down)
+            b"".join(ctypes.string_at(piece.address, piece.nbytes) for piece in stack.pieces(number))
+            for stack in (stacks.up, stacks.down)
         )
         return up, down
 
@@ -140,5 +141,5 @@ def test_linear_layers_have_the_format_too(form: str) -> None:
             fill_dummy(spec, targets, 1, "uniform", pool, staging.flush, form)
         assert told == [f"dummy {form}"]
         assert (stack.format, head.format) == (kept.format, Format.BF16)
-        ((address, nbytes),) = stack.spans(0)
-        assert panels.numpy().tobytes() == ctypes.string_at(address, nbytes)
+        (piece,) = stack.pieces(0)
+        assert panels.numpy().tobytes() == ctypes.string_at(piece.address, piece.nbytes)

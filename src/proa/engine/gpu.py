@@ -24,7 +24,7 @@ from proa.hybrid.cpu_reads import CpuReads
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
 from proa.hybrid.model import HybridModel, Parts
-from proa.hybrid.pinning import Registered, register
+from proa.hybrid.pinning import register
 from proa.hybrid.transport import Transport
 from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
@@ -107,7 +107,8 @@ class GpuBuild:
         self._decisions.append(Decision("pinned RAM", "auto", format_bytes(registered.nbytes), registered.why))
         if not self._gpu.co_fetch:
             return None
-        if why := self._unreadable(registered):
+        if not registered.in_place:
+            why = f"the GPU cannot read this RAM at the CPU's addresses: {registered.why}"
             self._decisions.append(Decision("co-fetch", "auto", "off", why))
             return None
         memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
@@ -122,13 +123,6 @@ class GpuBuild:
         )
         self._decisions.append(Decision("co-fetch", "auto", "on", why))
         return rates
-
-    def _unreadable(self, registered: Registered) -> str:
-        if not registered.in_place:
-            return f"the GPU cannot read this RAM at the CPU's addresses: {registered.why}"
-        if self.pool.nodes > 1:
-            return "each expert lies on several memory nodes, in pieces"
-        return ""
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(

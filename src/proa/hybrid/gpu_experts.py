@@ -43,9 +43,10 @@ class ReadInPlace:
         device, self._shape, self._space = memory.slots.up.device, memory.shape, space
         total, self._count = len(memory.in_ram), min(at_once, len(memory.in_ram), len(space.partial))
         firsts = range(0, total - self._count + 1, self._count)
+        self._in_pieces = memory.in_pieces
         self._batches = [_in_ram(memory, first, self._count, device) for first in firsts]
         self._x = torch.zeros(1, memory.shape.hidden, dtype=torch.bfloat16, device=device)
-        experts(self._x, self._batches[0], self._shape, self._space)  # compiles
+        self._read(self._batches[0])  # compiles
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +61,7 @@ class ReadInPlace:
         began_s, beside = time.perf_counter(), 0
         begin.record()
         for at in self._batches * times:
-            experts(self._x, at, self._shape, self._space)
+            self._read(at)
         end.record()
         while meanwhile is not None and not end.query():  # type: ignore[no-untyped-call]
             beside += meanwhile()
@@ -68,6 +69,9 @@ class ReadInPlace:
         took_s = time.perf_counter() - began_s
         seconds: float = begin.elapsed_time(end) * 1e-3
         return times * self.nbytes / seconds, beside / took_s
+
+    def _read(self, at: Located) -> None:
+        experts(self._x, at, self._shape, self._space, in_pieces=self._in_pieces)
 
 
 def _in_ram(memory: LayerMemory, first: int, count: int, device: torch.device) -> Located:
@@ -84,6 +88,7 @@ class GpuExperts:
     def __init__(self, memory: LayerMemory, residency: Residency, space: ExpertSpace, faults: LayerFaults) -> None:
         self._shape, self._space, self.residency, self._faults = memory.shape, space, residency, faults
         self._biases = memory.biases
+        self._in_pieces = residency.in_place is not None and residency.in_place.in_pieces
 
     def locate(self, ids: Tensor) -> Located:
         up, down = (torch.empty(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
@@ -92,7 +97,7 @@ class GpuExperts:
         return at
 
     def start(self, x: Tensor, at: Located) -> Tensor:
-        experts(x, at, self._shape, self._space, self._biases)
+        experts(x, at, self._shape, self._space, self._biases, in_pieces=self._in_pieces)
         return self._space.partial
 
     def waits(self, x: Tensor) -> Bell | None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from proa.hybrid.slots import ExpertSlots
 from proa.models.spec import Mlp
-from proa.native.formats import Form, kept_form
+from proa.native.formats import Form, Layout, kept_form
 from proa.ops.gated import ACTIVATIONS, GatedBiases, GatedStacks
 from proa.ops.packed import Memory, Stack
+from proa.ops.pieces import TAG, row_of
 from proa.ops.residency import Biases, ExpertShape
 from proa.ops.staging import DevicePanels, Staging
 from proa.ops.table import Parameters
@@ -113,18 +114,41 @@ class LayerMemory:
         return up, down
 
     def addresses(self, number: int) -> tuple[int, int]:
-        """Of an expert in RAM, gate and up and down; 0 and 0 where one of them lies in several pieces."""
+        """Of an expert in RAM, gate and up and down, as the device's kernels take them: see ops/pieces.py."""
         if self.stacks is None:
             raise ValueError("RAM has no expert of this layer")
-        spans = [stack.spans(number) for stack in (self.stacks.up, self.stacks.down)]
-        if any(len(pieces) != 1 for pieces in spans):
-            return 0, 0
-        (up, _), (down, _) = (pieces[0] for pieces in spans)
+        up, down = (_address(stack, rows, number) for stack, rows in self._found_in)
         return up, down
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether an expert in RAM lies on several memory nodes."""
+        return any(rows is not None for _, rows in self._found_in)
+
+    @cached_property
+    def _found_in(self) -> list[tuple[Stack, Tensor | None]]:
+        """gate and up, and down: where they lie in several pieces, a row for each expert, on the device."""
+        if self.stacks is None:
+            return []
+        return [
+            (stack, _rows(stack, len(self.in_ram), of, self._device))
+            for stack, of in ((self.stacks.up, self.shape.up), (self.stacks.down, self.shape.down))
+        ]
 
 
 def _spans(stack: Stack, index: int) -> list[Tensor]:
     return [
-        torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-        for address, nbytes in stack.spans(index)
+        torch.frombuffer((ctypes.c_uint8 * piece.nbytes).from_address(piece.address), dtype=torch.uint8)
+        for piece in stack.pieces(index)
     ]
+
+
+def _rows(stack: Stack, count: int, of: Layout, device: torch.device) -> Tensor | None:
+    pieces = [stack.pieces(number) for number in range(count)]
+    if len(pieces[0]) == 1:
+        return None
+    return torch.tensor([row_of(each, of) for each in pieces], dtype=torch.int64, device=device)
+
+
+def _address(stack: Stack, rows: Tensor | None, number: int) -> int:
+    return stack.pieces(number)[0].address if rows is None else rows[number].data_ptr() + TAG

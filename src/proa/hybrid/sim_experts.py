@@ -10,10 +10,11 @@ from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
 from proa.native.pool import Pool
-from proa.native.weights import Experts, Matrix, Piece, Rows, moe
+from proa.native.weights import Experts, Matrix, Rows, moe
 from proa.ops.added import Added
 from proa.ops.bell_block import Bell
 from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerFaults
+from proa.ops.pieces import pieces_at
 from proa.ops.residency import IN_PLACE_PAIRS, Located, Residency
 
 LANE = 1  # of the pool: the doorbell's jobs have the other
@@ -108,8 +109,7 @@ class SimExperts:
         if made is None or (number != expert and self._biases is not None):
             of = self._shape
             gate_up, low = (
-                Matrix(layout, [Piece(0, address, layout.matrix_bytes, layout.matrix_bytes)])
-                for layout, address in ((of.up, up), (of.down, down))
+                Matrix(layout, pieces_at(address, layout)) for layout, address in ((of.up, up), (of.down, down))
             )
             biases = {} if self._biases is None else {
                 "gate_bias": self._biases.up[expert].data_ptr(), "down_bias": self._biases.down[expert].data_ptr()

@@ -52,7 +52,7 @@ class Tables:
         for i, layer in enumerate(layers):
             up, down, up_place, down_place = addresses[i, :, : layer.experts]
             counts = self.counts[i, : layer.experts] if counted else None
-            places = InPlace(up_place, down_place, self._share) if in_place else None
+            places = InPlace(up_place, down_place, self._share, layers[i].in_pieces) if in_place else None
             self.residency.append(Residency(up, down, numbers[i, : layer.experts], counts, places))
 
     @property

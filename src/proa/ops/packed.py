@@ -19,6 +19,7 @@ from proa.native.fill import Fill, StoredRows, fill, touch
 from proa.native.formats import PANEL_ROWS, Format, kept_form, layout
 from proa.native.pool import Pool
 from proa.native.weights import Matrix, Piece
+from proa.ops.pieces import UNIT_PANELS
 from proa.ops.staging import STORED
 
 _ARENA_BYTES = 64 << 20  # taken at once: many small matrices share huge pages
@@ -121,8 +122,8 @@ class Stack:
         form, group = kept_form(self._stored, self.columns)
         of = layout(form, self.panels * PANEL_ROWS if self._step == 2 else self.rows, self.columns, group)
         nodes = len(self._memory.nodes)
-        units = of.panels // self._step
-        firsts = [units * n // nodes * self._step for n in range(nodes)] + [of.panels]
+        units = -(-of.panels // UNIT_PANELS)
+        firsts = [units * n // nodes * UNIT_PANELS for n in range(nodes)] + [of.panels]
         strides = [(end - first) * of.panel_bytes for first, end in pairwise(firsts)]
         addresses = self._memory.take([stride * self._count for stride in strides])
         for first, address, stride in zip(firsts, addresses, strides, strict=False):
@@ -130,10 +131,14 @@ class Stack:
         self._memory.bytes_by_format[form.name.lower()] += of.matrix_bytes * self._count
         return Matrix(of, self._pieces, self._count)
 
-    def spans(self, index: int) -> list[tuple[int, int]]:
-        """(address, bytes) of a matrix's pieces, in the order of its panels."""
+    def pieces(self, index: int) -> list[Piece]:
+        """A matrix's, in the order of its panels."""
         self.matrix  # noqa: B018  memory is taken now at the latest
-        return [(piece.address + index * piece.stride, piece.stride) for piece in self._pieces if piece.stride]
+        return [
+            Piece(piece.first_panel, piece.address + index * piece.stride, piece.stride, piece.stride)
+            for piece in self._pieces
+            if piece.stride
+        ]
 
     def fills(self, index: int, part: int, first: int, count: int, rows: StoredRows) -> list[Fill]:
         """Rows from `first` on of a matrix's part, each piece's by its team."""

@@ -70,9 +70,10 @@ class InPlace:
     for all its tokens, and the bus would be crossed by each choice.
     """
 
-    up: Tensor  # int64 [E]: address of gate and up in RAM; 0: the GPU cannot read it
+    up: Tensor  # int64 [E]: address of gate and up in RAM, or of where their pieces are (ops/pieces.py); 0: not there
     down: Tensor  # int64 [E]
     share: Tensor  # int32 [IN_PLACE_PAIRS + 1]
+    in_pieces: bool = False  # whether there are addresses of the second kind
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Located:
     """Of each pair [T, k] of a token and an expert."""
 
     ids: Tensor  # int32, -1: nobody's
-    up: Tensor  # int64, 0 where the GPU has nothing to do
+    up: Tensor  # int64, as Residency or InPlace has it; 0 where the GPU has nothing to do
     down: Tensor  # int64
     cpu: Tensor  # int32, -1 where the CPU has nothing to do
     handed_over: bool = False  # the CPU's, to the CPU

@@ -50,11 +50,14 @@ def expert_space(
     )
 
 
-def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace, biases: Biases | None = None) -> None:
+def experts(
+    x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace, biases: Biases | None = None, *,
+    in_pieces: bool = False,
+) -> None:  # fmt: skip
     """partial[t * k + j] of `space` = expert at.ids[t, j] of x[t], where its address is not 0.
 
     x bfloat16 [T, hidden]. How T * k pairs run depends on their number and the number of experts alone. Pairs of one
-    expert have one address.
+    expert have one address. in_pieces: of up to FEW_PAIRS pairs, some experts may lie in pieces (ops/pieces.py).
     """
     pairs = at.ids.numel()
     _check(x, at, of, space)
@@ -62,8 +65,8 @@ def experts(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace, biases:
     if not pairs:
         return
     if pairs <= FEW_PAIRS:
-        gate_up(x, at.up, of, space.h, up_bias)
-        down(space.h, at.down, of, space.partial, down_bias)
+        gate_up(x, at.up, of, space.h, up_bias, in_pieces=in_pieces)
+        down(space.h, at.down, of, space.partial, down_bias, in_pieces=in_pieces)
         return
     by, total = space.groups, len(space.groups.counts)
     rounded = space.fp8 if space.fp8 is not None and pays(pairs, total) else Fp8Space(None, None)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from proa.native.formats import BF16_FORM, Form, Format, Layout
 from proa.native.weights import Activation
+from proa.ops import pieces
 from proa.ops.residency import ExpertShape, PairBias
 from proa.ops.triton.formats import EXAMPLES
 from proa.ops.triton.panels import ROWS, activated, bias_at, constants, lines_of, panel_sums
@@ -32,6 +33,8 @@ class Tile:
     warps: int
 
 
+TAG, UNIT = tl.constexpr(pieces.TAG), tl.constexpr(pieces.UNIT_PANELS)
+
 # Of bfloat16, by measurement (docs/performance.md), where FEW pairs are a step of one token; of formats whose codes are
 # decoded first.
 _FEW = 16
@@ -41,22 +44,36 @@ _TILES = {
 
 
 @triton.jit
+def _piece_at(address, panel):
+    """Where panel 0 of a matrix would lie, were all of it with this panel: see ops/pieces.py."""
+    if address & TAG:
+        row = (address - TAG).to(tl.pointer_type(tl.int64))
+        for i in range(tl.load(row).to(tl.int32)):
+            address = tl.where(tl.load(row + 1 + 2 * i) <= panel, tl.load(row + 2 + 2 * i), address)
+    return address
+
+
+@triton.jit
 def _pair(
     x, address, ids, bias, out, x_row, out_row,
     WIDTH: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     CODE: tl.constexpr, SCALE: tl.constexpr, COLUMNS: tl.constexpr, PANEL_LINES: tl.constexpr,
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
-    STAGES: tl.constexpr, VALUES: tl.constexpr, QUADS: tl.constexpr,
+    STAGES: tl.constexpr, VALUES: tl.constexpr, QUADS: tl.constexpr, IN_PIECES: tl.constexpr,
 ):  # fmt: skip
     """Pairs run side by side, so that those of one expert find its panel in L2. SHARE pairs read the same row of x.
 
     ACTIVATION None: the sums themselves, [pairs, WIDTH]; else panels are of gate and up, by turns. bias: None, or of
-    all experts, of which ids has each pair's.
+    all experts, of which ids has each pair's. IN_PIECES: an address may be of a row that says where pieces are; asking
+    that takes 1 to 2 % of such a kernel's time in VRAM.
     """
     pair, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     expert = tl.load(address + pair)
     if expert == 0:
         return
+    if IN_PIECES:
+        tl.static_assert(PANELS <= UNIT)
+        expert = _piece_at(expert, block * PANELS)
     row = x + (pair // SHARE) * x_row
     if bias is not None:  # read while the weights are on their way
         bias_places, exist = bias_at(bias, ids, pair, block * PANELS + tl.arange(0, PANELS), COUNT)
@@ -77,7 +94,9 @@ def _pair(
     tl.store(out + pair * out_row + at, y.to(out.dtype.element_ty), at < WIDTH)
 
 
-def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor, bias: PairBias | None = None) -> None:
+def gate_up(
+    x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor, bias: PairBias | None = None, *, in_pieces: bool = False
+) -> None:
     """h [T * k, width] = activation(gate x, up x) of the pairs whose address is not 0; the others' rows stay.
 
     x bfloat16 [T, hidden], up_address int64 [T, k], h bfloat16. Columns side by side.
@@ -87,18 +106,23 @@ def gate_up(x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor, bias: Pai
     grid = (pairs, triton.cdiv(of.up.panels, tile.panels))
     _pair[grid](
         x, up_address, *of_pairs(bias), h, x.stride(0), h.stride(0), WIDTH=of.width, SHARE=share,
-        ACTIVATION=int(of.activation), LIMIT=of.limit, **_constants(of.up, of.hidden, tile, x), num_warps=tile.warps,
+        ACTIVATION=int(of.activation), LIMIT=of.limit, IN_PIECES=in_pieces,
+        **_constants(of.up, of.hidden, tile, x), num_warps=tile.warps,
     )  # fmt: skip
 
 
-def down(h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor, bias: PairBias | None = None) -> None:
+def down(
+    h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor, bias: PairBias | None = None, *,
+    in_pieces: bool = False,
+) -> None:  # fmt: skip
     """partial float32 [T * k, hidden] = down h of the pairs whose address is not 0; the others' rows stay."""
     pairs = down_address.numel()
     tile = _tile(of.down, "down")
     grid = (pairs, triton.cdiv(of.down.panels, tile.panels))
     _pair[grid](
         h, down_address, *of_pairs(bias), partial, h.stride(0), partial.stride(0), WIDTH=of.hidden, SHARE=1,
-        ACTIVATION=None, LIMIT=0.0, **_constants(of.down, of.width, tile, h), num_warps=tile.warps,
+        ACTIVATION=None, LIMIT=0.0, IN_PIECES=in_pieces,
+        **_constants(of.down, of.width, tile, h), num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -127,13 +151,16 @@ def variants() -> Iterator[Variant]:
     mxfp4 = Form(Format.MXFP4, 32)
     gpt_oss = ExpertShape(2880, 2880, mxfp4, mxfp4, Activation.CLAMPED_SWIGLU, 7.0)
     biased = [(gpt_oss, "up"), (gpt_oss, "down"), (replace(gpt_oss, up_form=BF16_FORM), "up of few")]
-    for of, name, bias in [*((*case, False) for case in cases), *((*case, True) for case in biased)]:
+    in_pieces = [(plain[0], "up of few"), (plain[0], "down"), (gpt_oss, "down")]
+    every = [*((*case, False, False) for case in cases), *((*case, True, False) for case in biased)]
+    for of, name, bias, pieces_of_it in [*every, *((*case, False, True) for case in in_pieces)]:
         up = name != "down"
         which = {
             "WIDTH": of.width if up else of.hidden,
             "SHARE": 8 if up else 1,
             "ACTIVATION": int(of.activation) if up else None,
             "LIMIT": of.limit if up else 0.0,
+            "IN_PIECES": pieces_of_it,
         }
         which |= {} if bias else {"ids": None, "bias": None}
         out = {"out": "*bf16" if up else "*fp32"} | ({"ids": "*i32", "bias": "*fp32"} if bias else {})
