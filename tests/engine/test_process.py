@@ -21,8 +21,8 @@ from proa.engine.client import EngineClient
 from proa.errors import ContextLengthExceeded, EngineDead, QueueFull, RequestError, WeightsError
 from proa.plan.expert_counts import read_counts
 from proa.plan.plan import Plan
-from proa.plan.prepare import prepare
 from proa.types import EngineRequest, TokenEvent
+from quick_plan import prepare
 from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf
 

@@ -12,7 +12,7 @@ from proa.engine.engine import Engine
 from proa.engine.load import load_engine
 from proa.hybrid.model import HybridModel
 from proa.plan.expert_counts import read_counts
-from proa.plan.prepare import prepare
+from quick_plan import prepare
 from tiny import make_tiny
 
 TOKENS = 150

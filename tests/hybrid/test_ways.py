@@ -19,7 +19,7 @@ from proa.hybrid.transport import HostTransport
 from proa.hybrid.ways import WAYS, take
 from proa.native.doorbell import JobSize, Way
 from proa.native.pool import Pool
-from proa.plan.prepare import prepare
+from quick_plan import prepare
 from tiny import make_tiny
 
 SIZE = JobSize(most_tokens=4, top_k=2, hidden=64)

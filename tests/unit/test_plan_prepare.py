@@ -19,7 +19,7 @@ from proa.machine.machine import Gpu
 from proa.machine.probe import probe
 from proa.native.formats import Format, layout
 from proa.plan.overrides import config_overrides
-from proa.plan.prepare import prepare
+from quick_plan import prepare
 from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf
 

@@ -8,9 +8,9 @@ import pytest
 
 from proa.config.options import EngineOptions, GpuOptions, ModelOptions
 from proa.plan.packed_size import packed_size
-from proa.plan.prepare import prepare
 from proa.types import Decision
 from proa.weights.sources import resolve, stored_types
+from quick_plan import prepare
 from tiny_quantised import DECODED, SCHEMES, make_quantised
 from unit.test_packed_size import loaded
 

@@ -304,14 +304,16 @@ class Moe:
     def expert(self) -> Mlp:
         return Mlp(self.hidden, self.width, self.bias, self.gating)
 
-    def params(self) -> Params:
+    def params(self, routed: bool = True) -> Params:
+        """routed: those of the routed experts too."""
         yield "router.weight", (self.experts, self.hidden)
         if self.router.linear_bias:
             yield "router.bias", (self.experts,)
         if self.router.correction:
             yield "router.correction", (self.experts,)
-        for e in range(self.experts):
-            for name, shape in self.expert.params():
+        expert = tuple(self.expert.params())
+        for e in range(self.experts if routed else 0):
+            for name, shape in expert:
                 yield f"experts.{e}.{name}", shape
         if self.shared:
             for name, shape in self.shared.params():
@@ -338,15 +340,16 @@ class Model:
     tied: bool = False  # the output head is the embedding
     norm_offset: float = 0.0  # added to the weights of RMSNorms; those inside of a GatedDeltaNet are whole
 
-    def params(self) -> Params:
-        """Every parameter once, with its shape."""
+    def params(self, routed: bool = True) -> Params:
+        """Every parameter once, with its shape. routed: those of the routed experts too."""
         yield "embed.weight", (self.vocab, self.hidden)
         for i, block in enumerate(self.blocks):
             yield f"blocks.{i}.norm1.weight", (self.hidden,)
             yield f"blocks.{i}.norm2.weight", (self.hidden,)
             for name, shape in block.mixer.params():
                 yield f"blocks.{i}.mixer.{name}", shape
-            for name, shape in block.ffn.params():
+            ffn = block.ffn.params(routed) if isinstance(block.ffn, Moe) else block.ffn.params()
+            for name, shape in ffn:
                 yield f"blocks.{i}.ffn.{name}", shape
         yield "norm.weight", (self.hidden,)
         if not self.tied:

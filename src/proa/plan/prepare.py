@@ -31,12 +31,21 @@ class Prepared:
     machine: Machine
 
 
+Bandwidth = Callable[[Machine, int], float]  # bytes/s that so many threads read together from the machine's RAM
+
+
+def _measured(machine: Machine, threads: int) -> float:
+    return read_bandwidth(threads, size_bytes=buffer_bytes(machine))
+
+
 def prepare(
     model: str,
     options: EngineOptions | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    bandwidth: Bandwidth = _measured,
 ) -> Prepared:
-    """Find (or fetch, reporting to `progress`) the model and settle everything. Takes about 0.3 s for measuring RAM.
+    """Find (or fetch, reporting to `progress`) the model and settle everything. Takes about 0.3 s for measuring RAM,
+    which `bandwidth` does.
 
     A model on the hub is judged by its headers, with the same plan, before its weights are fetched.
     Raises ModelError, HubError, UsageError, ResourceError.
@@ -44,22 +53,21 @@ def prepare(
     asked = options or EngineOptions()
 
     def judge(preview: Path, load_format: str) -> None:
-        seen = _settle(model, preview, load_format, asked)
+        seen = _settle(model, preview, load_format, asked, bandwidth)
         if seen.checkpoint.tensors:
             sources.resolve(seen.declared, seen.checkpoint.tensors)
 
     dummy = asked.model.load_format == "dummy"
     path = locate(model, asked.model.revision, progress, check=judge, config_only=dummy)
-    return _settle(model, path, asked.model.load_format, asked)
+    return _settle(model, path, asked.model.load_format, asked, bandwidth)
 
 
-def _settle(model: str, path: Path, load_format: str, asked: EngineOptions) -> Prepared:
+def _settle(model: str, path: Path, load_format: str, asked: EngineOptions, bandwidth: Bandwidth) -> Prepared:
     checkpoint = open_checkpoint(path, load_format, config_overrides(asked.model.override_config))
     declared = checkpoint.declare(asked.model.ignore_config_key)
     machine = probe()
     threads = min(asked.machine.threads or machine.usable_cores, machine.usable_cores)
-    bandwidth = read_bandwidth(threads, size_bytes=buffer_bytes(machine))
-    host = Host(machine, bandwidth, *wished_isa())
+    host = Host(machine, bandwidth(machine, threads), *wished_isa())
     gpus = asked.gpus
     counts = () if gpus.expert_counts is None else read_counts(Path(gpus.expert_counts), declared.spec)
     if gpus.save_expert_counts is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from proa.models.spec import GatedDeltaNet, Model, Moe, Params
+from proa.models.spec import GatedDeltaNet, Model, Moe
 from proa.native.formats import BF16_FORM, Form, Format, kept_form
 from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, Demand, logits_bytes, row_bytes
 from proa.plan.packed_size import of_heads
@@ -54,7 +54,8 @@ def dense_bytes(spec: Model, stored: Mapping[str, str]) -> int:
     """Everything but routed experts, of which there are the biases: matrices in panels, vectors in float32. `stored`:
     see `dense_form`."""
     biases = sum(ffn.experts * bias_bytes(ffn) for ffn in _routed(spec))
-    return biases + sum(_param_bytes(shape, dense_form(name, shape, stored)) for name, shape in dense_params(spec))
+    rest = spec.params(routed=False)
+    return biases + sum(_param_bytes(shape, dense_form(name, shape, stored)) for name, shape in rest)
 
 
 def dense_read_bytes(spec: Model, stored: Mapping[str, str]) -> int:
@@ -66,10 +67,6 @@ def dense_read_bytes(spec: Model, stored: Mapping[str, str]) -> int:
 
 def _routed(spec: Model) -> list[Moe]:
     return [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
-
-
-def dense_params(spec: Model) -> Params:
-    return ((name, shape) for name, shape in spec.params() if ".ffn.experts." not in name)
 
 
 def dense_form(name: str, shape: tuple[int, ...], stored: Mapping[str, str]) -> Form:
@@ -84,7 +81,7 @@ def dense_form(name: str, shape: tuple[int, ...], stored: Mapping[str, str]) -> 
 def linear_bytes(spec: Model, stored: Mapping[str, str]) -> dict[Format, int]:
     """Of linear layers in VRAM, by format; see `dense_form`."""
     found: dict[Format, int] = {}
-    for name, shape in dense_params(spec):
+    for name, shape in spec.params(routed=False):
         if len(shape) == 2 and name != "embed.weight":
             form = dense_form(name, shape, stored)
             found[form.format] = found.get(form.format, 0) + _param_bytes(shape, form)
