@@ -7,6 +7,7 @@
 #include "host.h"
 #include "matrix.h"
 #include "moe.h"
+#include "outbox.h"
 #include "queue.h"
 
 // Programs share what they run on: it lives until the last of them and the handle are gone.
@@ -25,6 +26,10 @@ struct proa_experts {
 
 struct proa_queue {
     proa::Queue queue;
+};
+
+struct proa_outbox {
+    proa::Outbox outbox;
 };
 
 struct proa_doorbell {

@@ -7,8 +7,11 @@
 
 namespace proa {
 
+class Outbox;
+
 struct Host {
     Pool pool;
+    Outbox* outbox = nullptr;  // emptied before a program begins
     const Kernels* kernels;
     Workspace workspaces[kLanes];
 

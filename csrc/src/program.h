@@ -12,6 +12,7 @@
 #include "linear.h"
 #include "lookup.h"
 #include "moe.h"
+#include "outbox.h"
 #include "rows.h"
 
 namespace proa {
@@ -40,6 +41,7 @@ class Program {
             Pool& pool;
             ~Settle() { pool.settle(); }
         } settle{host_->pool};
+        if (host_->outbox) host_->outbox->flush();
         for (size_t i = first; i < end; ++i)
             std::visit([&](const auto& op) { proa::run(op, *host_, rows, lane); }, operations_[i]);
     }

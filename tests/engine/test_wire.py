@@ -6,10 +6,13 @@ import asyncio
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import pytest
 
 from proa.engine.wire import SIZE_BYTES, EngineEnd, Frames, FrontendEnd
+from proa.native.outbox import Outbox
+from proa.native.pool import Pool
 
 MESSAGES = [b"", b"a", b"bc" * 300, b"\0\0\0\1", b"last"]
 LARGE = bytes(range(256)) * 20_000  # more than any socket buffers
@@ -51,6 +54,49 @@ def test_an_engine_waits_and_is_told_the_end() -> None:
     with pytest.raises(EOFError):
         engine.send(bytearray(SIZE_BYTES))
     engine.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_idle_workers_send_for_an_engine(workers: int) -> None:
+    mine, its = socket.socketpair()
+    with Pool([[0] * workers], pin=False) as pool:
+        engine = EngineEnd(its)
+        engine.send_by(pool)
+        for message in MESSAGES:
+            engine.send(bytearray(SIZE_BYTES) + message)
+        reader = threading.Thread(target=mine.sendall, args=(framed(b"answer"),))
+        reader.start()
+        assert engine.wait(10_000), "which sends what is left first"
+        sent = b"".join(map(framed, MESSAGES))
+        assert mine.recv(len(sent), socket.MSG_WAITALL) == sent
+        reader.join()
+        mine.close()
+        with suppress(EOFError):
+            engine.send(bytearray(SIZE_BYTES) + b"to nobody, which only who sends it is told")
+        with pytest.raises(EOFError):
+            engine.send(bytearray(SIZE_BYTES) + b"to nobody")
+        engine.close()
+
+
+def test_what_workers_have_not_sent_is_sent_at_the_end() -> None:
+    mine, its = socket.socketpair()
+    with mine, Pool([[0]], pin=False) as pool:
+        engine = EngineEnd(its)
+        engine.send_by(pool)
+        engine.send(bytearray(SIZE_BYTES) + b"last")
+        engine.close()
+        assert mine.recv(len(framed(b"last")), socket.MSG_WAITALL) == framed(b"last")
+
+
+def test_a_pool_has_one_outbox() -> None:
+    mine, its = socket.socketpair()
+    with mine, Pool([[0]], pin=False) as pool:
+        for _ in range(2):
+            first = Outbox(pool, its.fileno())
+            with pytest.raises(ValueError, match="one outbox"):
+                Outbox(pool, its.fileno())
+            del first
+    its.close()
 
 
 def with_frontend(go: Callable[[FrontendEnd, EngineEnd], Awaitable[None]]) -> None:

@@ -354,6 +354,20 @@ PROA_API int proa_program_add_linear(proa_program* program, const proa_matrix* w
 PROA_API int proa_program_add_moe(proa_program* program, const proa_experts* experts, int64_t top_k, const int32_t* ids,
                                   const float* weights, const void* x, int64_t x_stride, void* y, int64_t y_stride);
 
+// ---- an outbox: messages to a stream socket, sent by a worker that has nothing to do while the caller goes on. The
+// one thread calls that runs the pool's programs. A message is gone when the next one is written, when a program
+// begins, and when it is flushed; a pool has one outbox at a time, and lives as long as it.
+
+typedef struct proa_outbox proa_outbox;
+
+PROA_API int proa_outbox_create(proa_pool* pool, int socket, proa_outbox** out);
+PROA_API int proa_outbox_destroy(proa_outbox* outbox);
+// Both fail (system) if this message, or the one before it, cannot be sent. The data are copied.
+PROA_API int proa_outbox_write(proa_outbox* outbox, const void* data, size_t size);
+PROA_API int proa_outbox_flush(proa_outbox* outbox);
+// How many messages were, at least in part.
+PROA_API int proa_outbox_sent_by_workers(const proa_outbox* outbox, uint64_t* count);
+
 // ---- a queue of jobs for the experts, whose thread of its own works as the pool's caller on a lane
 
 typedef struct proa_queue proa_queue;

@@ -17,6 +17,7 @@ from proa.engine.step_plan import StepPlan
 from proa.errors import RequestError
 from proa.layers.rope import dynamic_lengths
 from proa.native.doorbell import NOTHING_COUNTED, Counters
+from proa.native.pool import Pool
 from proa.types import EngineRequest, TokenEvent, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -32,9 +33,11 @@ class Engine:
         vocab: int,
         saver: CountSaver | None = None,
         lane: Lane | None = None,
+        helpers: Pool | None = None,
     ) -> None:
-        """saver: of what steps choose. lane: for what the scheduler plans beside others, if it does."""
-        self._saver, self._lane = saver, lane
+        """saver: of what steps choose. lane: for what the scheduler plans beside others, if it does. helpers: workers
+        that have nothing to do between steps."""
+        self._saver, self._lane, self.helpers = saver, lane, helpers
         self.runner = runner
         self.scheduler = scheduler
         self.vocab = vocab

@@ -10,6 +10,11 @@ import asyncio
 import select
 import socket
 from collections.abc import Callable
+from contextlib import suppress
+
+from proa.errors import NativeError
+from proa.native.outbox import Outbox
+from proa.native.pool import Pool
 
 SIZE_BYTES = 4  # in front of each frame: how long it is, little-endian
 
@@ -48,20 +53,30 @@ class EngineEnd:
         end.setblocking(True)
         end.set_inheritable(False)  # or a grandchild would keep it open
         self._socket = end
+        self._outbox: Outbox | None = None
         self._frames = Frames()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
+
+    def send_by(self, pool: Pool) -> None:
+        """From now on idle workers of the pool do the sending, while its caller, whose end this is, goes on."""
+        self._outbox = Outbox(pool, self._socket.fileno())
 
     def send(self, frame: bytearray) -> None:
         """The first SIZE_BYTES of `frame` are room for its size."""
         frame[:SIZE_BYTES] = (len(frame) - SIZE_BYTES).to_bytes(SIZE_BYTES, "little")
         try:
-            self._socket.sendall(frame)
-        except (BrokenPipeError, ConnectionResetError):
+            if self._outbox is not None:
+                self._outbox.write(bytes(frame))
+            else:
+                self._socket.sendall(frame)
+        except (BrokenPipeError, ConnectionResetError, NativeError):
             raise EOFError("the frontend is gone") from None
 
     def wait(self, timeout_ms: int) -> bool:
         """Whether something has come, a frame at least in part, or the end."""
+        if timeout_ms:
+            self._flush()
         return self._frames.has_next or bool(self._poll.poll(timeout_ms))
 
     def receive(self) -> bytes:
@@ -75,7 +90,17 @@ class EngineEnd:
 
     def close(self) -> None:
         """What was sent still arrives."""
+        with suppress(EOFError):  # nobody is left whom it would reach
+            self._flush()
+        self._outbox = None
         self._socket.close()
+
+    def _flush(self) -> None:
+        try:
+            if self._outbox is not None:
+                self._outbox.flush()
+        except NativeError:
+            raise EOFError("the frontend is gone") from None
 
 
 class FrontendEnd(asyncio.Protocol):

@@ -32,6 +32,7 @@ from proa.engine.ipc import (
 from proa.engine.load import load_engine
 from proa.engine.wire import SIZE_BYTES, EngineEnd
 from proa.errors import EngineDead, ProaError
+from proa.native.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ class Channel:
     def send(self, message: FromEngine) -> None:
         self._encoder.encode_into(message, self._frame, SIZE_BYTES)
         self._end.send(self._frame)
+
+    def send_by(self, pool: Pool) -> None:
+        """See EngineEnd."""
+        self._end.send_by(pool)
 
     def wait(self, timeout_ms: int) -> bool:
         return self._end.wait(timeout_ms)
@@ -73,6 +78,8 @@ def run(channel: Channel) -> int:
     try:
         engine, ready = load_engine(start.plan, channel.send)
         loaded = True
+        if engine.helpers is not None:
+            channel.send_by(engine.helpers)
         channel.send(ready)
         serve(engine, channel)
     except ProaError as error:

@@ -1,0 +1,42 @@
+// The C interface of the outbox.
+#include "error.h"
+#include "handles.h"
+
+using proa::require;
+
+extern "C" {
+
+int proa_outbox_create(proa_pool* pool, int socket, proa_outbox** out) {
+    return proa::guarded([&] {
+        require(pool && out, "A null pointer.");
+        require(socket >= 0, "A socket is not negative.");
+        *out = new proa_outbox{{pool->owner, socket}};
+    });
+}
+
+int proa_outbox_destroy(proa_outbox* outbox) {
+    return proa::guarded([&] { delete outbox; });
+}
+
+int proa_outbox_write(proa_outbox* outbox, const void* data, size_t size) {
+    return proa::guarded([&] {
+        require(outbox && (data || !size), "A null pointer.");
+        outbox->outbox.write(data, size);
+    });
+}
+
+int proa_outbox_flush(proa_outbox* outbox) {
+    return proa::guarded([&] {
+        require(outbox, "A null pointer.");
+        outbox->outbox.flush();
+    });
+}
+
+int proa_outbox_sent_by_workers(const proa_outbox* outbox, uint64_t* count) {
+    return proa::guarded([&] {
+        require(outbox && count, "A null pointer.");
+        *count = outbox->outbox.sent_by_workers();
+    });
+}
+
+}  // extern "C"

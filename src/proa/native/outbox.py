@@ -1,0 +1,50 @@
+"""Messages to a socket, sent by a worker of a pool that has nothing to do while the caller goes on. Never: frames."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_int, c_size_t, c_uint64, c_void_p
+
+from proa.native.library import Signatures, finalizer, library
+from proa.native.pool import Pool
+
+_SIGNATURES: Signatures = {
+    "proa_outbox_create": (c_void_p, c_int, POINTER(c_void_p)),
+    "proa_outbox_destroy": (c_void_p,),
+    "proa_outbox_write": (c_void_p, c_void_p, c_size_t),
+    "proa_outbox_flush": (c_void_p,),
+    "proa_outbox_sent_by_workers": (c_void_p, POINTER(c_uint64)),
+}
+
+
+@functools.cache
+def _native() -> ctypes.CDLL:
+    return library().bind(_SIGNATURES)
+
+
+class Outbox:
+    """One a pool; calls come from the thread that runs the pool's programs. At most one message is on its way: it is
+    gone when the next one is written, when a program begins, and when `flush` returns."""
+
+    def __init__(self, pool: Pool, socket: int) -> None:
+        """socket: of a stream, open until this is gone. Raises ValueError if the pool has an outbox."""
+        self._handle = c_void_p()
+        _native().proa_outbox_create(pool.handle, socket, ctypes.byref(self._handle))
+        self._destroy = finalizer(self, _native().proa_outbox_destroy, self._handle, pool)
+        self._write = _native().proa_outbox_write
+
+    def write(self, message: bytes) -> None:
+        """Raises NativeError if it, or the one before it, cannot be sent."""
+        self._write(self._handle, message, len(message))
+
+    def flush(self) -> None:
+        """Raises NativeError likewise."""
+        _native().proa_outbox_flush(self._handle)
+
+    @property
+    def sent_by_workers(self) -> int:
+        """Messages, at least in part."""
+        count = c_uint64()
+        _native().proa_outbox_sent_by_workers(self._handle, ctypes.byref(count))
+        return count.value
