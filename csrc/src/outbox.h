@@ -22,6 +22,7 @@ class Outbox {
     // Throws Error (system) if this message or the one before it cannot be sent.
     void write(const void* data, size_t size);
     void flush();
+    void finish();  // the same, but what cannot be sent is told by the next call
 
     uint64_t sent_by_workers() const { return by_workers_.load(std::memory_order_relaxed); }
 
@@ -29,7 +30,6 @@ class Outbox {
     enum class State { kNothing, kLeft, kTaken };
 
     static void help(const void* outbox, int task, std::byte* scratch);
-    void finish();  // nothing is left to workers
     bool take();
     void send(int flags);
 

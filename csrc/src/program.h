@@ -41,7 +41,7 @@ class Program {
             Pool& pool;
             ~Settle() { pool.settle(); }
         } settle{host_->pool};
-        if (host_->outbox) host_->outbox->flush();
+        if (host_->outbox) host_->outbox->finish();
         for (size_t i = first; i < end; ++i)
             std::visit([&](const auto& op) { proa::run(op, *host_, rows, lane); }, operations_[i]);
     }
