@@ -38,8 +38,10 @@ class Box:
         self.tried.append(name)
         if name in self.missing:
             raise NativeError(f"There is no {name} here.")
-        transport = HostTransport(self.pool, [self.layer.experts], SIZE, way=way, timeout_s=0.01)
-        if name in self.silent:
+        silent = name in self.silent
+        timeout_s = 0.01 if silent else 10.0  # others may have the CPU for a while
+        transport = HostTransport(self.pool, [self.layer.experts], SIZE, way=way, timeout_s=timeout_s)
+        if silent:
             transport.doorbell.ring = lambda number: None  # type: ignore[method-assign]
         return transport
 

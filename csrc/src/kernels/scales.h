@@ -69,3 +69,8 @@ struct Q6kRows : PlainScale {
         return mul(load_f16(block), factor);
     }
 };
+
+// Scales and nothing beside them: where a row has one alone, its sums can be multiplied with that instead of its
+// weights.
+template <class Scales>
+constexpr bool kScalesAlone = Scales::kScaled && !Scales::kHasFactor && !Scales::kHasMin;

@@ -50,7 +50,7 @@ void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, floa
         static_assert(pairs_fit(format));
         if constexpr (!kTiles)
             if (is_wide(x.tokens)) {
-                if constexpr (Scales::kScaled && !Scales::kHasFactor && !Scales::kHasMin)
+                if constexpr (kScalesAlone<Scales>)
                     if (l.groups == 1)
                         return multiply_wide<Code, Scales, false>(l, w, panels, x, out, (uint8_t*)scratch, next);
                 return multiply_wide<Code, Scales, true>(l, w, panels, x, out, (uint8_t*)scratch, next);

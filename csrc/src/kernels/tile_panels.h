@@ -269,7 +269,7 @@ void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed&
                     ? multiply_one_block<Code, Scales, true>(tiles, l, w, panels, block, out, scratch, next)
                     : multiply_one_block<Code, Scales, false>(tiles, l, w, panels, block, out, scratch, next);
             });
-        if constexpr (Scales::kScaled && !Scales::kHasFactor && !Scales::kHasMin)
+        if constexpr (kScalesAlone<Scales>)
             if (l.groups == 1 && !exact_before(l.format))
                 return multiply_threes<Code, Scales, false>(tiles, l, w, panels, x, out, scratch, next);
         multiply_threes<Code, Scales, true>(tiles, l, w, panels, x, out, scratch, next);
