@@ -32,11 +32,4 @@ int proa_outbox_flush(proa_outbox* outbox) {
     });
 }
 
-int proa_outbox_sent_by_workers(const proa_outbox* outbox, uint64_t* count) {
-    return proa::guarded([&] {
-        require(outbox && count, "A null pointer.");
-        *count = outbox->outbox.sent_by_workers();
-    });
-}
-
 }  // extern "C"

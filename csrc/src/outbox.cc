@@ -29,8 +29,8 @@ void Outbox::write(const void* data, size_t size) {
     sent_ = 0;
     state_.store(State::kLeft, std::memory_order_release);
     if (host_->pool.threads() < 2) return flush();
-    Phase phase = spread(0, host_->pool.nodes());
-    for (int n = 0; n <= phase.nodes; ++n) phase.begin[n] = n;  // whoever is first
+    const int nodes = host_->pool.nodes();
+    Phase phase = spread(nodes, nodes);  // a task for each: whoever is first
     phase.context = this;
     phase.run = help;
     host_->pool.post(phase);

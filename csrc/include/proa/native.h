@@ -365,8 +365,6 @@ PROA_API int proa_outbox_destroy(proa_outbox* outbox);
 // Both fail (system) if this message, or the one before it, cannot be sent. The data are copied.
 PROA_API int proa_outbox_write(proa_outbox* outbox, const void* data, size_t size);
 PROA_API int proa_outbox_flush(proa_outbox* outbox);
-// How many messages were, at least in part.
-PROA_API int proa_outbox_sent_by_workers(const proa_outbox* outbox, uint64_t* count);
 
 // ---- a queue of jobs for the experts, whose thread of its own works as the pool's caller on a lane
 

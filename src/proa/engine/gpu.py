@@ -30,7 +30,6 @@ from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.doorbell import JobSize, Service
-from proa.native.pool import Pool
 from proa.native.weights import Experts
 from proa.obs.units import format_bytes, format_rate
 from proa.ops.cuda import CudaOps
@@ -46,8 +45,6 @@ STAGING_BYTES_PER_THREAD = 32 << 20  # twice what the loader gives each worker a
 
 class GpuBuild:
     """Attention, norms, routers, shared experts and resident experts on the GPU, the other experts on the CPU."""
-
-    helpers: Pool | None = None  # they listen to the device
 
     def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
         self._plan, self._spec, self._kv = plan, spec, kv

@@ -309,8 +309,8 @@ class GraphExecutor:
             raise ValueError(f"{count} sequences cannot follow {len(self._asked)}")
         captured.inputs.fill(sequences, self._limits.page_tokens)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._session.begin()
-            self._underway, self._behind = self._underway + 1, self._behind + 1
+            self._begin()
+            self._behind += 1
             self._ahead, self._next = True, sequences
             captured.inputs.copy()
             tokens = captured.inputs.tokens[:count]

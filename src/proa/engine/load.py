@@ -70,7 +70,8 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     load_seconds = time.perf_counter() - begin
     runner = build.runner(report)
     lane = Lane(runner, plan.prefill_share) if plan.prefill_share else None
-    engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver(), lane, build.helpers)
+    helpers = build.pool if plan.gpu is None else None  # beside a GPU they listen to it
+    engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver(), lane, helpers)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
     return engine, build.ready(load_seconds)
@@ -84,10 +85,6 @@ class _Build(Protocol):
 
     @property
     def flush(self) -> Callable[[], None] | None: ...
-
-    @property
-    def helpers(self) -> Pool | None:
-        """Workers that have nothing to do between steps."""
 
     def targets(self) -> dict[str, Target]: ...
 
@@ -116,7 +113,6 @@ class _Eager:
     """Ops in plain torch."""
 
     pool: Pool | None = None
-    helpers: Pool | None = None
     flush: Callable[[], None] | None = None
 
     def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
@@ -163,7 +159,7 @@ class _Native:
         torch.set_num_threads(1)  # what is left to torch is small, and its threads would be in the workers' way
         self._cpu = CpuSide(workers, plan.isa)
         self._cpu.bind_caller()
-        self.pool = self.helpers = self._cpu.pool
+        self.pool = self._cpu.pool
         self._memory, self._crew = self._cpu.memory, self._cpu.crew
         self._decisions = self._cpu.decisions
         self._limits = step_limits(plan)

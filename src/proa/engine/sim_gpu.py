@@ -22,7 +22,6 @@ from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.doorbell import JobSize, Service
-from proa.native.pool import Pool
 from proa.native.weights import Experts
 from proa.obs.units import format_rate
 from proa.ops.reference import reference
@@ -37,8 +36,6 @@ PROBE_ROUNDS = 50
 
 class SimBuild:
     """The same with a CPU in the GPU's place: plain torch, and native kernels for its experts."""
-
-    helpers: Pool | None = None  # they listen to the device
 
     def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
         self._plan, self._spec, self._kv = plan, spec, kv

@@ -144,10 +144,10 @@ def _spans(stack: Stack, index: int) -> list[Tensor]:
 
 
 def _rows(stack: Stack, count: int, of: Layout, device: torch.device) -> Tensor | None:
-    pieces = [stack.pieces(number) for number in range(count)]
-    if len(pieces[0]) == 1:
+    if len(stack.pieces(0)) == 1:
         return None
-    return torch.tensor([row_of(each, of) for each in pieces], dtype=torch.int64, device=device)
+    rows = [row_of(stack.pieces(number), of) for number in range(count)]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def _address(stack: Stack, rows: Tensor | None, number: int) -> int:

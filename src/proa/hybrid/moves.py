@@ -97,14 +97,14 @@ class Moves:
             move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move, step))
         ]
         for since, size, slot in self._left:
-            if ended >= since - 1:
+            if self._unread(since):
                 self._spare[size].append(slot)
-        self._left = [left for left in self._left if ended < left[0] - 1]
+        self._left = [left for left in self._left if not self._unread(left[0])]
 
     def meanwhile(self, seen: Seen | None) -> None:
         """A step is under way, or has just been: start copies. `seen`: what steps chose since the last call."""
         for move in self._moves:
-            if move.copy is None and move.came is not None and self._ended >= move.came - 1:
+            if move.copy is None and move.came is not None and self._unread(move.came):
                 move.copy = self._copier.start(self._out_pairs(move))
         if seen is not None:
             self.heat.observe(seen.chosen, seen.tokens, self._resident)
@@ -114,6 +114,10 @@ class Moves:
             spare = self._spare[self._size[swap.layer]]
             if spare:
                 self._start(swap, spare.pop())
+
+    def _unread(self, since: int) -> bool:
+        """Whether all steps have ended that read what the tables do not name from step `since` on."""
+        return self._ended >= since - 1
 
     def close(self) -> None:
         self._copier.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, c_int, c_size_t, c_void_p
 
 from proa.native.library import Signatures, finalizer, library
 from proa.native.pool import Pool
@@ -14,7 +14,6 @@ _SIGNATURES: Signatures = {
     "proa_outbox_destroy": (c_void_p,),
     "proa_outbox_write": (c_void_p, c_void_p, c_size_t),
     "proa_outbox_flush": (c_void_p,),
-    "proa_outbox_sent_by_workers": (c_void_p, POINTER(c_uint64)),
 }
 
 
@@ -41,10 +40,3 @@ class Outbox:
     def flush(self) -> None:
         """Raises NativeError likewise."""
         _native().proa_outbox_flush(self._handle)
-
-    @property
-    def sent_by_workers(self) -> int:
-        """Messages, at least in part."""
-        count = c_uint64()
-        _native().proa_outbox_sent_by_workers(self._handle, ctypes.byref(count))
-        return count.value

@@ -22,6 +22,8 @@ from proa.ops.triton.formats import EXAMPLES
 from proa.ops.triton.panels import ROWS, activated, bias_at, constants, lines_of, panel_sums
 from proa.ops.triton.variant import Variant
 
+TAG, UNIT = tl.constexpr(pieces.TAG), tl.constexpr(pieces.UNIT_PANELS)
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -32,8 +34,6 @@ class Tile:
     stages: int
     warps: int
 
-
-TAG, UNIT = tl.constexpr(pieces.TAG), tl.constexpr(pieces.UNIT_PANELS)
 
 # Of bfloat16, by measurement (docs/performance.md), where FEW pairs are a step of one token; of formats whose codes are
 # decoded first.
@@ -153,14 +153,14 @@ def variants() -> Iterator[Variant]:
     biased = [(gpt_oss, "up"), (gpt_oss, "down"), (replace(gpt_oss, up_form=BF16_FORM), "up of few")]
     in_pieces = [(plain[0], "up of few"), (plain[0], "down"), (gpt_oss, "down")]
     every = [*((*case, False, False) for case in cases), *((*case, True, False) for case in biased)]
-    for of, name, bias, pieces_of_it in [*every, *((*case, False, True) for case in in_pieces)]:
+    for of, name, bias, cut in [*every, *((*case, False, True) for case in in_pieces)]:
         up = name != "down"
         which = {
             "WIDTH": of.width if up else of.hidden,
             "SHARE": 8 if up else 1,
             "ACTIVATION": int(of.activation) if up else None,
             "LIMIT": of.limit if up else 0.0,
-            "IN_PIECES": pieces_of_it,
+            "IN_PIECES": cut,
         }
         which |= {} if bias else {"ids": None, "bias": None}
         out = {"out": "*bf16" if up else "*fp32"} | ({"ids": "*i32", "bias": "*fp32"} if bias else {})
