@@ -6,6 +6,7 @@ Functions and enumerations are those of ggml.h, ggml-backend.h and ggml-alloc.h.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
@@ -44,6 +45,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_reg_dev_get": (_P, (_P, c_size_t)),
     "ggml_backend_reg_get_proc_address": (_P, (_P, c_char_p)),
     "ggml_backend_get_default_buffer_type": (_P, (_P,)),
+    "ggml_backend_buft_name": (c_char_p, (_P,)),
     "ggml_backend_buffer_free": (None, (_P,)),
     "ggml_backend_alloc_ctx_tensors_from_buft": (_P, (_P, _P)),
     "ggml_backend_tensor_set": (None, (_P, _P, c_size_t, c_size_t)),
@@ -78,13 +80,17 @@ class Ggml:
         return int(self.init(_InitParams(_CONTEXT_BYTES, None, True)))
 
     def repacking_memory(self) -> int:
-        """Memory in which weights of some types are rearranged for this CPU; plain memory if there is none."""
+        """Memory in which weights of some types are rearranged for this CPU; plain memory if there is none. That of AMX
+        takes no experts: loading a model, llama.cpp does not choose it for them."""
         registry = self.backend_cpu_reg()
         address = self.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
         if not address:
             return int(self.plain_memory)
         kinds = ctypes.CFUNCTYPE(POINTER(c_void_p), c_void_p)(address)(self.backend_reg_dev_get(registry, 0))
-        return int((kinds[0] if kinds else None) or self.plain_memory)
+        for kind in itertools.takewhile(bool, kinds or ()):
+            if self.backend_buft_name(kind) == b"CPU_REPACK":
+                return int(kind)
+        return int(self.plain_memory)
 
     def quantized(self, kind: int, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
         """Rows of blocks of the type `kind`."""

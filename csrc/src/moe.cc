@@ -109,7 +109,7 @@ void sort(Call& call, int tokens) {
         if (id >= 0) ++counts[id + 1];
     }
     for (int e = 0; e < experts; ++e) {
-        cut(call, e, counts[e], counts[e + 1], most);
+        if (counts[e + 1]) cut(call, e, counts[e], counts[e + 1], most);
         counts[e + 1] += counts[e];
     }
     for (int t = 0, i = 0; t < tokens; ++t)
@@ -149,6 +149,34 @@ void carve(Call& call, Host& host, int parts, int lane) {
     if (!kFacts[int(down.format)].has_min) call.h_sums = nullptr;
 }
 
+// Small: whoever fetches looks after each whether the phase has been opened.
+constexpr size_t kPartBytes = 4 << 10;
+size_t parts_of(size_t bytes) { return (bytes + kPartBytes - 1) / kPartBytes; }
+
+bool fetch_part(const uint8_t* from, size_t bytes, size_t part) {
+    if (part * kPartBytes >= bytes) return false;
+    const size_t end = std::min(bytes, (part + 1) * kPartBytes);
+    for (size_t at = part * kPartBytes; at < end; at += kLineBytes) __builtin_prefetch(from + at, 0, 2);
+    return true;
+}
+
+bool fetch_up(const void* context, int task, int part) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Matrix& w = *call.experts->gate_up;
+    const RowTasks::Place at = call.up_tasks.place(task);
+    return fetch_part(call.first_panel(w, at), size_t(at.end - at.first) * w.layout.panel_bytes, size_t(part));
+}
+
+bool fetch_down(const void* context, int task, int part) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Matrix& w = *call.experts->down;
+    const RowTasks::Place at = call.down_tasks.place(task);
+    const size_t bytes = size_t(at.end - at.first) * w.layout.panel_bytes, parts = parts_of(bytes);
+    const size_t group = size_t(part) / parts;
+    return group < size_t(call.groups) &&
+           fetch_part(w.panel(call.group[group].expert, at.node, at.first), bytes, size_t(part) % parts);
+}
+
 // Who has some of these weights in its cache, or null.
 const Handing* hand_out(Call& call) {
     if (!call.op.ahead) return nullptr;
@@ -156,6 +184,19 @@ const Handing* hand_out(Call& call) {
     for (int i = 0; i < call.groups; ++i) call.group_experts.push_back(call.group[size_t(i)].expert);
     proa::hand_out(*call.op.ahead, call.up_tasks, call.group_experts, call.handing);
     return &call.handing;
+}
+
+// Packs the activations while workers fetch what phase `up` reads.
+void pack_before(const Call& call, Host& host, const Phase& up, int lane) {
+    if (!call.shared_x)
+        return host.pool.run(published(call.groups, host.pool.nodes(), &call,
+                                       [](const void* context, int task, const std::byte*) {
+                                           const Call& of = *static_cast<const Call*>(context);
+                                           pack(of, of.group[size_t(task)], of.x(of.group[size_t(task)]));
+                                       }),
+                             lane, &up);
+    host.pool.announce(up, lane);
+    if (call.groups) pack(call, call.group[0], call.x(call.group[0]));
 }
 
 void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
@@ -167,29 +208,22 @@ void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
     const int threads = host.pool.threads(), groups = call.groups;
     const int parts = call.by_expert ? result_parts(*e.down, call.index.size(), host.kernels->blocking) : 1;
     call.up_tasks = RowTasks(*e.gate_up, up_step(*e.gate_up, call, threads), groups);
+    call.down_tasks = RowTasks(*e.down, streamed_step(*e.down, 2, groups, groups, threads), 1);
     carve(call, host, parts, lane);
 
-    if (call.shared_x) {
-        if (call.groups) pack(call, call.group[0], call.x(call.group[0]));
-    } else if (!call.by_expert) {
-        host.pool.run(published(call.groups, host.pool.nodes(), &call,
-                                [](const void* context, int task, const std::byte*) {
-                                    const Call& of = *static_cast<const Call*>(context);
-                                    pack(of, of.group[size_t(task)], of.x(of.group[size_t(task)]));
-                                }),
-                      lane);
+    Phase up{}, down{};
+    call.up_tasks.describe(up), call.down_tasks.describe(down);
+    up.context = down.context = &call;
+    up.run_before = multiply_up, up.publish = publish_up, up.handing = hand_out(call);
+    down.run_before = multiply_down, down.publish = publish_down;
+    if (call.by_expert) {
+        host.pool.run(up, lane);
+        return run_down_by_expert(call, host, parts, lane);
     }
-    Phase phase{};
-    call.up_tasks.describe(phase);
-    phase.run_before = multiply_up, phase.publish = publish_up, phase.context = &call;
-    phase.handing = hand_out(call);
-    host.pool.run(phase, lane);
-    phase.handing = nullptr;
-    if (call.by_expert) return run_down_by_expert(call, host, parts, lane);
-    call.down_tasks = RowTasks(*e.down, streamed_step(*e.down, 2, groups, groups, threads), 1);
-    call.down_tasks.describe(phase);
-    phase.run_before = multiply_down, phase.publish = publish_down;
-    host.pool.run(phase, lane);
+    up.fetch = fetch_up, down.fetch = fetch_down;
+    pack_before(call, host, up, lane);
+    host.pool.run(up, lane, &down);
+    host.pool.run(down, lane);
 }
 
 }  // namespace

@@ -19,11 +19,6 @@
 namespace proa {
 namespace {
 
-constexpr int kIndexBits = 20;
-constexpr uint64_t kIndexMask = (uint64_t(1) << kIndexBits) - 1;
-constexpr uint64_t kEpochMask = (uint64_t(1) << 24) - 1;
-constexpr int kManyLeft = 2;  // tasks for each worker
-constexpr size_t kAllSeen = ~size_t(0);
 constexpr int64_t kRedoAfterNs = 50'000;  // a task takes at most about that long while decoding
 
 int64_t now_ns() {
@@ -38,6 +33,8 @@ std::byte* reserve_scratch() {
     madvise(p, kScratchBytes, MADV_HUGEPAGE);
     return static_cast<std::byte*>(p);
 }
+
+bool is_announced(const Phase& phase) { return phase.fetch && phase.begin[phase.nodes] > 0; }
 
 }  // namespace
 
@@ -63,7 +60,7 @@ Phase published(int tasks, int nodes, const void* context, decltype(Phase::publi
 }
 
 Pool::Pool(PoolOptions options) : options_(std::move(options)) {
-    for (Lane& lane : lanes_) lane.claimed = std::make_unique<std::atomic<uint32_t>[]>(kMaxTasks);
+    for (Lane& lane : lanes_) lane.claims = std::make_unique<std::atomic<uint32_t>[]>(kMaxTasks);
     for (Worker& caller : callers_) caller.scratch = reserve_scratch();
     for (int node = 1; node < nodes(); ++node)
         if (options_.teams[node].empty()) orphans_.push_back(node);
@@ -109,19 +106,17 @@ Pool::~Pool() {
     for (Worker& caller : callers_) munmap(caller.scratch, kScratchBytes);
 }
 
-void Pool::run(const Phase& phase, int lane_index) {
-    const int tasks = phase.begin[phase.nodes];
-    if (tasks == 0) return;
-    if (tasks > kMaxTasks || phase.nodes > nodes())
-        throw Error(PROA_ERROR_ARGUMENT, "A phase has too many tasks or nodes.");
-    check_alive();
+void Pool::run(const Phase& phase, int lane_index, const Phase* then) {
+    if (phase.begin[phase.nodes] == 0) return;
     Lane& lane = lanes_[lane_index];
-    if (lane.busy.exchange(true))
-        throw Error(PROA_ERROR_ARGUMENT, "This lane of the pool is in use by another thread.");
+    check(phase);
+    const bool comes = then && is_announced(*then);
+    if (comes) check(*then);
+    if (!lane.announced) take_lane(lane);
     [[maybe_unused]] const FlushSubnormals flush;
-    lane.done.store(0, std::memory_order_relaxed);
-    lane.tasks.store(tasks, std::memory_order_relaxed);
-    hand_out(lane, phase);
+    open(lane, phase);
+    if (comes) post(lane, *then, after(lane.epoch.load(std::memory_order_relaxed)));
+    lane.announced = comes;
     if (asleep_.load(std::memory_order_seq_cst)) wake();
     try {
         finish(lane_index, callers_[lane_index]);
@@ -131,44 +126,37 @@ void Pool::run(const Phase& phase, int lane_index) {
         throw;
     }
     close(lane);
-    lane.busy.store(false, std::memory_order_release);
+    if (!lane.announced) lane.busy.store(false, std::memory_order_release);
 }
 
-// From here on workers find its tasks.
-void Pool::hand_out(Lane& lane, const Phase& phase) {
-    const uint64_t epoch = (lane.epoch.load(std::memory_order_relaxed) + 1) & kEpochMask;
-    Posted& posted = lane.posted[epoch & 1];
-    posted.epoch.store(~uint64_t(0), std::memory_order_seq_cst);
-    posted.run.store(phase.run, std::memory_order_release);  // not before the epoch is gone
-    posted.run_before.store(phase.run_before, std::memory_order_release);
-    posted.publish.store(phase.publish, std::memory_order_release);
-    posted.context.store(phase.context, std::memory_order_release);
-    posted.tasks.store(phase.begin[phase.nodes], std::memory_order_release);
-    posted.at_home.store(phase.at_home, std::memory_order_release);
-    posted.handing.store(phase.handing, std::memory_order_release);
-    for (int n = 0; n <= phase.nodes; ++n) posted.begin[n].store(phase.begin[n], std::memory_order_release);
-    posted.epoch.store(epoch, std::memory_order_release);
-    lane.epoch.store(epoch, std::memory_order_release);
-    for (int n = 0; n < phase.nodes; ++n) {
-        const uint64_t count = uint64_t(phase.begin[n + 1] - phase.begin[n]);
-        lane.next[n].value.store(epoch << 40 | count << kIndexBits, std::memory_order_seq_cst);
-    }
+void Pool::announce(const Phase& phase, int lane_index) {
+    if (!is_announced(phase)) return;
+    Lane& lane = lanes_[lane_index];
+    check(phase);
+    take_lane(lane);
+    post(lane, phase, after(lane.epoch.load(std::memory_order_relaxed)));
+    lane.announced = true;
+    if (asleep_.load(std::memory_order_seq_cst)) wake();
 }
 
-// Who looks from now on finds nothing that belongs to the phase's caller; who is looking is inside, see settle().
-void Pool::close(Lane& lane) {
-    lane.posted[lane.epoch.load(std::memory_order_relaxed) & 1].handing.store(nullptr, std::memory_order_seq_cst);
+void Pool::check(const Phase& phase) const {
+    if (phase.begin[phase.nodes] > kMaxTasks || phase.nodes > nodes())
+        throw Error(PROA_ERROR_ARGUMENT, "A phase has too many tasks or nodes.");
+}
+
+void Pool::take_lane(Lane& lane) {
+    check_alive();
+    if (lane.busy.exchange(true))
+        throw Error(PROA_ERROR_ARGUMENT, "This lane of the pool is in use by another thread.");
 }
 
 void Pool::post(const Phase& phase) {
-    if (phase.begin[phase.nodes] > kMaxTasks || phase.nodes > nodes())
-        throw Error(PROA_ERROR_ARGUMENT, "A phase has too many tasks or nodes.");
-    hand_out(idle_, phase);
+    check(phase);
+    withdraw();
+    open(idle_, phase);
 }
 
-void Pool::withdraw() {
-    for (Counter& counter : idle_.next) counter.value.store(0, std::memory_order_seq_cst);
-}
+void Pool::withdraw() { empty(idle_); }
 
 void Pool::run_alone(const Phase& phase, int lane_index) {
     [[maybe_unused]] const FlushSubnormals flush;
@@ -183,10 +171,12 @@ void Pool::run_alone(const Phase& phase, int lane_index) {
     }
 }
 
-// Nobody may start a task of a phase whose caller leaves with an error.
+// Nobody may start a task of a phase whose caller leaves with an error, nor of the one behind it.
 void Pool::abandon(Lane& lane) {
-    for (Counter& counter : lane.next) counter.value.store(0, std::memory_order_seq_cst);
+    empty(lane);
     lane.done.store(0), lane.tasks.store(0);
+    lane.epoch.store(after(after(lane.epoch.load(std::memory_order_relaxed))), std::memory_order_seq_cst);
+    lane.announced = false;
     settle();
     lane.busy.store(false);
 }
@@ -203,6 +193,7 @@ void Pool::finish(int lane_index, Worker& self) {
             continue;
         }
         if (lane.done.load(std::memory_order_acquire) >= lane.tasks.load(std::memory_order_relaxed)) return;
+        if (lane.announced && fetch_early(lane_index, self)) continue;
         relax();
         if (spins % 64) continue;
         if (!waiting_since) waiting_since = now_ns();
@@ -221,107 +212,32 @@ bool Pool::redo(Lane& lane, Worker& self, int64_t waiting_since_ns) {
     return true;
 }
 
-bool Pool::look_up(Lane& lane, uint64_t epoch, Task& task) {
-    Posted& posted = lane.posted[epoch & 1];
-    if (posted.epoch.load(std::memory_order_acquire) != epoch) return false;
-    task.run = posted.run.load(std::memory_order_acquire);  // before the epoch is looked at again
-    task.run_before = posted.run_before.load(std::memory_order_acquire);
-    task.publish = posted.publish.load(std::memory_order_acquire);
-    task.context = posted.context.load(std::memory_order_acquire);
-    task.tasks = posted.tasks.load(std::memory_order_acquire);
-    task.at_home = posted.at_home.load(std::memory_order_acquire);
-    task.handing = posted.handing.load(std::memory_order_seq_cst);
-    task.epoch = uint32_t(epoch);
-    return posted.epoch.load(std::memory_order_relaxed) == epoch;
-}
-
-// A task to do now; where tasks prepare the one behind them, that one is taken too, while there are many.
-bool Pool::next_task(int lane, Worker& worker, Task& task) {
-    Task& queued = worker.queued[lane];
-    if (queued.tasks) {
-        task = queued;
-        queued.tasks = 0;
-    } else if (!first_task(lane, worker, task)) {
-        return false;
+// Where a worker has a task of the phase behind the open one, or gets one: until it may begin it, or there is something
+// to do on a lane before this one.
+bool Pool::hold(int lane_index, Worker& worker) {
+    Lane& lane = lanes_[lane_index];
+    if (!worker.queued[lane_index].tasks && !fetch_early(lane_index, worker)) return false;
+    const uint32_t epoch = worker.queued[lane_index].epoch;
+    int64_t waiting_since = 0;
+    for (int spins = 0; after(lane.epoch.load(std::memory_order_acquire)) == epoch; ++spins) {
+        if (fetch_early(lane_index, worker)) continue;
+        relax();
+        if (std::any_of(lanes_, lanes_ + lane_index, [&](const Lane& first) { return any_work(first, worker.node); }))
+            break;
+        if (spins % 64) continue;
+        if (stop_.load(std::memory_order_relaxed)) break;
+        if (!waiting_since) waiting_since = now_ns();
+        redo(lane, worker, waiting_since);
     }
-    if (task.run_before && has_many(lanes_[lane], worker.node) && first_task(lane, worker, queued) &&
-        queued.epoch == task.epoch)
-        task.next = queued.id;
     return true;
-}
-
-bool Pool::first_task(int lane, Worker& worker, Task& task) {
-    task = Task();
-    if (take_owned(lane, worker, task) || take(lanes_[lane], worker.node, task)) return true;
-    task.tasks = 0;
-    return false;
-}
-
-// So many that a task which waits behind another one is not what the phase ends with.
-bool Pool::has_many(const Lane& lane, int node) const {
-    const uint64_t seen = lane.next[node].value.load(std::memory_order_relaxed);
-    const int left = int(seen >> kIndexBits & kIndexMask) - int(seen & kIndexMask);
-    return left > kManyLeft * (wanted_[node].load(std::memory_order_relaxed) + 1);
-}
-
-bool Pool::take(Lane& lane, int node, Task& task) {
-    if (take_of(lane, node, task)) return true;
-    for (int orphan : orphans_)
-        if (take_of(lane, orphan, task)) return true;
-    return false;
-}
-
-// The next task of this node. A phase that ended meanwhile is noticed: its epoch is gone.
-bool Pool::take_of(Lane& lane, int node, Task& task) {
-    std::atomic<uint64_t>& next = lane.next[node].value;
-    const uint64_t seen = next.load(std::memory_order_acquire);
-    if ((seen & kIndexMask) >= (seen >> kIndexBits & kIndexMask)) return false;
-    const uint64_t got = next.fetch_add(1, std::memory_order_acq_rel);
-    const uint64_t index = got & kIndexMask;
-    if (index >= (got >> kIndexBits & kIndexMask)) return false;
-    const uint64_t epoch = got >> 40;
-    task.id = lane.posted[epoch & 1].begin[node].load(std::memory_order_acquire) + int(index);
-    if (!look_up(lane, epoch, task)) return false;  // only if another worker has done the task and the phase is over
-    if (task.handing) task.id = task.handing->order[size_t(task.id)];
-    return true;
-}
-
-// The next task that is this worker's own.
-bool Pool::take_owned(int lane, Worker& worker, Task& task) {
-    const uint64_t epoch = lanes_[lane].epoch.load(std::memory_order_acquire);
-    size_t& at = worker.looked_at[lane];
-    if (worker.looked[lane] != epoch) worker.looked[lane] = epoch, at = 0;
-    if (at == kAllSeen) return false;
-    if (look_up(lanes_[lane], epoch, task) && task.handing) {
-        for (const auto& owned = task.handing->owned; at < owned.size();)
-            if (const Handing::Owned& each = owned[at++]; each.scratch == worker.scratch) {
-                task.id = each.task;
-                return true;
-            }
-    }
-    at = kAllSeen;
-    return false;
-}
-
-// A task that somebody took and has not published: every node's, since its team may be off its cores.
-bool Pool::take_again(Lane& lane, int node, Task& task) {
-    const uint64_t epoch = lane.epoch.load(std::memory_order_acquire);
-    const int from = lane.posted[epoch & 1].begin[node].load(std::memory_order_acquire);
-    if (!look_up(lane, epoch, task) || task.at_home) return false;  // else `from` and everything else are of this epoch
-    for (int i = 0; i < task.tasks; ++i) {
-        task.id = (from + i) % task.tasks;
-        if (lane.claimed[task.id].load(std::memory_order_relaxed) != task.epoch + 1) return true;
-    }
-    return false;
 }
 
 void Pool::execute(Lane& lane, const Task& task, Worker& self) {
     if (options_.taken_for_test) options_.taken_for_test();
-    std::atomic<uint32_t>& claimed = lane.claimed[task.id];
+    std::atomic<uint32_t>& claimed = lane.claimed(task.id);
     uint32_t before = claimed.load(std::memory_order_acquire);
-    // Whoever was off its core since it took the task may find it published, and its number claimed by a later phase:
-    // then that phase's epoch is seen here. Otherwise the claim below fails if the task is published meanwhile.
-    if (before == task.epoch + 1 || lane.epoch.load(std::memory_order_relaxed) != task.epoch) return;
+    // Otherwise the claim below fails if the task is published meanwhile.
+    if (is_over(lane, task)) return;
     const int64_t begin = now_ns();
     if (task.run_before)
         task.run_before(task.context, task.id, task.next, self.scratch);
@@ -364,6 +280,8 @@ bool Pool::serve_once(Worker& worker, int64_t idle_since_ns) {
             execute(lanes_[lane], task, worker);
             return true;
         }
+    for (int lane = 0; lane < kLanes; ++lane)
+        if (hold(lane, worker)) return true;
     if (take(idle_, worker.node, task)) {
         task.run(task.context, task.id, worker.scratch);
         return true;
@@ -375,15 +293,8 @@ bool Pool::serve_once(Worker& worker, int64_t idle_since_ns) {
 }
 
 bool Pool::any_work(int node) const {
-    const auto waiting = [](const Lane& lane, int n) {
-        const uint64_t seen = lane.next[n].value.load(std::memory_order_seq_cst);
-        return (seen & kIndexMask) < (seen >> kIndexBits & kIndexMask);
-    };
-    const auto here = [&](const Lane& lane) {
-        return waiting(lane, node) ||
-               std::any_of(orphans_.begin(), orphans_.end(), [&](int orphan) { return waiting(lane, orphan); });
-    };
-    return std::any_of(std::begin(lanes_), std::end(lanes_), here) || here(idle_);
+    return std::any_of(std::begin(lanes_), std::end(lanes_), [&](const Lane& lane) { return any_work(lane, node); }) ||
+           any_work(idle_, node);
 }
 
 // Spins a while, then sleeps until the next phase.

@@ -6,6 +6,9 @@
 // when the first was taken off its core by the operating system, and only one of the two gets to `publish`. So a busy
 // core delays a phase by a task, not by a time slice.
 //
+// The phase behind the one at work may be announced: whoever finds no more tasks takes one of those, and fetches what
+// it will read until the phase is opened. So memory is not idle while the last tasks are done (decision 039).
+//
 // Two lanes carry the phases of two callers (decode and prefill); workers look at the first lane before every task.
 // Whoever finds nothing there does what was posted for idle workers, which nobody waits for.
 #pragma once
@@ -51,6 +54,8 @@ struct Phase {
     int begin[kMaxNodes + 1];  // node n owns tasks [begin[n], begin[n + 1])
     bool at_home = false;      // nobody else does them, however long they wait
     const Handing* handing = nullptr;
+    // Asks for a part of what a task will read, before what it reads of others exists; false: there is no such part.
+    bool (*fetch)(const void* context, int task, int part) = nullptr;
 };
 
 // A phase whose tasks have no home: divided evenly over the nodes.
@@ -88,7 +93,11 @@ class Pool {
 
     // Runs a phase on a lane; the calling thread works along as a member of node 0. One caller a lane at a time. Throws
     // WorkerDied. Task functions must not throw.
-    void run(const Phase& phase, int lane = 0);
+    // then: announced meanwhile; the lane's next phase.
+    void run(const Phase& phase, int lane = 0, const Phase* then = nullptr);
+
+    // The lane's next phase, before what its tasks read is there. Nothing happens where it has no `fetch`.
+    void announce(const Phase& phase, int lane = 0);
 
     // The same on the calling thread alone: for work that is done before anybody else has noticed it.
     void run_alone(const Phase& phase, int lane = 0);
@@ -122,6 +131,7 @@ class Pool {
     }
 
   private:
+    static constexpr uint64_t kEpochMask = (uint64_t(1) << 24) - 1;
     struct alignas(64) Counter {
         std::atomic<uint64_t> value{0};  // epoch << 40 | tasks << 20 | next
     };
@@ -134,24 +144,30 @@ class Pool {
         std::atomic<int> tasks{0};
         std::atomic<bool> at_home{false};
         std::atomic<const Handing*> handing{nullptr};
+        std::atomic<decltype(Phase::fetch)> fetch{nullptr};
         std::atomic<int> begin[kMaxNodes + 1];
     };
     struct Lane {
-        Counter next[kMaxNodes];
-        Posted posted[2];  // of even and odd epochs
-        alignas(64) std::atomic<int> done{0};
-        std::atomic<int> tasks{0};
-        std::atomic<uint64_t> epoch{0};
-        std::unique_ptr<std::atomic<uint32_t>[]> claimed;  // epoch in which a task was last published
+        Counter next[2][kMaxNodes];  // of even and odd epochs
+        Posted posted[2];
+        alignas(64) std::atomic<int> done{0};  // alone in its line: it changes with every task
+        alignas(64) std::atomic<int> tasks{0};
+        std::atomic<uint64_t> epoch{0};  // of the phase that is open: no task of a later one is begun
+        std::unique_ptr<std::atomic<uint32_t>[]> claims;
         std::atomic<bool> busy{false};
+        bool announced = false;  // the caller's: the phase behind the open one is posted
+
+        std::atomic<uint32_t>& claimed(int task) const;  // epoch in which it was last published
     };
     struct Task {
         decltype(Phase::run) run;
         decltype(Phase::run_before) run_before;
         decltype(Phase::publish) publish;
+        decltype(Phase::fetch) fetch;
         const void* context;
         uint32_t epoch;
         int id = 0, next = -1, tasks = 0;  // tasks: of the phase
+        int fetched = 0;                   // parts, before it was begun
         bool at_home;
         const Handing* handing;
     };
@@ -167,22 +183,32 @@ class Pool {
         Task queued[kLanes];               // what it has taken besides the task that it is at, if its `tasks` is not 0
     };
 
+    static uint64_t after(uint64_t epoch) { return (epoch + 1) & kEpochMask; }
+
     void start(Worker& worker);
     void serve(Worker& worker);
     bool serve_once(Worker& worker, int64_t idle_since_ns);
-    void hand_out(Lane& lane, const Phase& phase);
+    void take_lane(Lane& lane);
+    void check(const Phase& phase) const;
+    static void post(Lane& lane, const Phase& phase, uint64_t epoch);
+    void open(Lane& lane, const Phase& phase);
     static void close(Lane& lane);
     bool next_task(int lane, Worker& worker, Task& task);
     bool first_task(int lane, Worker& worker, Task& task);
     bool take_owned(int lane, Worker& worker, Task& task);
     bool has_many(const Lane& lane, int node) const;
-    bool take(Lane& lane, int node, Task& task);
-    bool take_of(Lane& lane, int node, Task& task);
+    bool take(Lane& lane, int node, Task& task, bool early = false);
+    bool take_of(Lane& lane, uint64_t epoch, int node, Task& task);
+    bool fetch_early(int lane, Worker& worker);
+    bool hold(int lane, Worker& worker);
+    bool any_work(const Lane& lane, int node) const;
     bool take_again(Lane& lane, int node, Task& task);
     bool look_up(Lane& lane, uint64_t epoch, Task& task);
+    static bool is_over(const Lane& lane, const Task& task);
     void execute(Lane& lane, const Task& task, Worker& self);
     bool redo(Lane& lane, Worker& self, int64_t waiting_since_ns);
     void abandon(Lane& lane);
+    static void empty(Lane& lane);
     void finish(int lane, Worker& self);
     bool any_work(int node) const;
     void idle(Worker& worker, int64_t since_ns);

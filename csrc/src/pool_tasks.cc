@@ -1,0 +1,198 @@
+// Which tasks of the lanes' phases there are, and who takes them. Never: doing them, waiting.
+#include <algorithm>
+
+#include "pool.h"
+
+namespace proa {
+namespace {
+
+constexpr int kIndexBits = 20;  // of Counter
+constexpr uint64_t kIndexMask = (uint64_t(1) << kIndexBits) - 1;
+constexpr int kManyLeft = 2;  // tasks for each worker
+constexpr size_t kAllSeen = ~size_t(0);
+
+}  // namespace
+
+// From here on workers begin its tasks.
+void Pool::open(Lane& lane, const Phase& phase) {
+    const uint64_t epoch = after(lane.epoch.load(std::memory_order_relaxed));
+    lane.done.store(0, std::memory_order_relaxed);
+    lane.tasks.store(phase.begin[phase.nodes], std::memory_order_relaxed);
+    if (!lane.announced) post(lane, phase, epoch);
+    lane.epoch.store(epoch, std::memory_order_seq_cst);
+}
+
+// From here on workers find its tasks.
+void Pool::post(Lane& lane, const Phase& phase, uint64_t epoch) {
+    Posted& posted = lane.posted[epoch & 1];
+    posted.epoch.store(~uint64_t(0), std::memory_order_seq_cst);
+    posted.run.store(phase.run, std::memory_order_release);  // not before the epoch is gone
+    posted.run_before.store(phase.run_before, std::memory_order_release);
+    posted.publish.store(phase.publish, std::memory_order_release);
+    posted.context.store(phase.context, std::memory_order_release);
+    posted.tasks.store(phase.begin[phase.nodes], std::memory_order_release);
+    posted.at_home.store(phase.at_home, std::memory_order_release);
+    posted.handing.store(phase.handing, std::memory_order_release);
+    posted.fetch.store(phase.fetch, std::memory_order_release);
+    for (int n = 0; n <= phase.nodes; ++n) posted.begin[n].store(phase.begin[n], std::memory_order_release);
+    posted.epoch.store(epoch, std::memory_order_release);
+    for (int n = 0; n < phase.nodes; ++n) {
+        const uint64_t count = uint64_t(phase.begin[n + 1] - phase.begin[n]);
+        lane.next[epoch & 1][n].value.store(epoch << 40 | count << kIndexBits, std::memory_order_seq_cst);
+    }
+}
+
+// Who looks from now on finds nothing that belongs to the phase's caller; who is looking is inside, see settle().
+void Pool::close(Lane& lane) {
+    lane.posted[lane.epoch.load(std::memory_order_relaxed) & 1].handing.store(nullptr, std::memory_order_seq_cst);
+}
+
+void Pool::empty(Lane& lane) {
+    for (auto& counters : lane.next)
+        for (Counter& counter : counters) counter.value.store(0, std::memory_order_seq_cst);
+}
+
+// Tasks that are done at about the same time lie in different lines.
+std::atomic<uint32_t>& Pool::Lane::claimed(int task) const {
+    return claims[size_t((task & ~1023) | (task & 63) << 4 | (task >> 6 & 15))];
+}
+
+bool Pool::look_up(Lane& lane, uint64_t epoch, Task& task) {
+    Posted& posted = lane.posted[epoch & 1];
+    if (posted.epoch.load(std::memory_order_acquire) != epoch) return false;
+    task.run = posted.run.load(std::memory_order_acquire);  // before the epoch is looked at again
+    task.run_before = posted.run_before.load(std::memory_order_acquire);
+    task.publish = posted.publish.load(std::memory_order_acquire);
+    task.context = posted.context.load(std::memory_order_acquire);
+    task.tasks = posted.tasks.load(std::memory_order_acquire);
+    task.at_home = posted.at_home.load(std::memory_order_acquire);
+    task.handing = posted.handing.load(std::memory_order_seq_cst);
+    task.fetch = posted.fetch.load(std::memory_order_acquire);
+    task.epoch = uint32_t(epoch);
+    return posted.epoch.load(std::memory_order_relaxed) == epoch;
+}
+
+// A task to do now; where tasks prepare the one behind them, that one is taken too, while there are many.
+bool Pool::next_task(int lane, Worker& worker, Task& task) {
+    Task& queued = worker.queued[lane];
+    const auto is_early = [&](const Task& it) {
+        return it.epoch == after(lanes_[lane].epoch.load(std::memory_order_acquire));
+    };
+    if (queued.tasks) {
+        if (is_early(queued)) return false;
+        task = queued;
+        queued.tasks = 0;
+        if (is_over(lanes_[lane], task)) return next_task(lane, worker, task);
+    } else if (!first_task(lane, worker, task)) {
+        return false;
+    } else if (is_early(task)) {
+        queued = task;  // the phase that it looked at is over, and this one announced
+        return false;
+    }
+    if (task.run_before && has_many(lanes_[lane], worker.node) && first_task(lane, worker, queued) &&
+        queued.epoch == task.epoch)
+        task.next = queued.id;
+    return true;
+}
+
+bool Pool::first_task(int lane, Worker& worker, Task& task) {
+    task = Task();
+    if (take_owned(lane, worker, task) || take(lanes_[lane], worker.node, task)) return true;
+    task.tasks = 0;
+    return false;
+}
+
+// So many that a task which waits behind another one is not what the phase ends with.
+bool Pool::has_many(const Lane& lane, int node) const {
+    const uint64_t seen =
+        lane.next[lane.epoch.load(std::memory_order_relaxed) & 1][node].value.load(std::memory_order_relaxed);
+    const int left = int(seen >> kIndexBits & kIndexMask) - int(seen & kIndexMask);
+    return left > kManyLeft * (wanted_[node].load(std::memory_order_relaxed) + 1);
+}
+
+bool Pool::take(Lane& lane, int node, Task& task, bool early) {
+    uint64_t epoch = lane.epoch.load(std::memory_order_seq_cst);
+    if (early) epoch = after(epoch);
+    if (take_of(lane, epoch, node, task)) return true;
+    for (int orphan : orphans_)
+        if (take_of(lane, epoch, orphan, task)) return true;
+    return false;
+}
+
+// The next task of this node. A phase that ended meanwhile is noticed: its epoch is gone.
+bool Pool::take_of(Lane& lane, uint64_t open, int node, Task& task) {
+    std::atomic<uint64_t>& next = lane.next[open & 1][node].value;
+    const uint64_t seen = next.load(std::memory_order_acquire);
+    if ((seen & kIndexMask) >= (seen >> kIndexBits & kIndexMask)) return false;
+    const uint64_t got = next.fetch_add(1, std::memory_order_acq_rel);
+    const uint64_t index = got & kIndexMask;
+    if (index >= (got >> kIndexBits & kIndexMask)) return false;
+    const uint64_t epoch = got >> 40;
+    task.id = lane.posted[epoch & 1].begin[node].load(std::memory_order_acquire) + int(index);
+    if (!look_up(lane, epoch, task)) return false;  // only if another worker has done the task and the phase is over
+    if (task.handing) task.id = task.handing->order[size_t(task.id)];
+    return true;
+}
+
+// Takes a task of the phase behind the open one, or fetches a part of what the one that it took will read. False where
+// nothing is left to do.
+bool Pool::fetch_early(int lane, Worker& worker) {
+    Task& queued = worker.queued[lane];
+    if (!queued.tasks) {
+        queued = Task();
+        if (take(lanes_[lane], worker.node, queued, true)) return true;
+        queued.tasks = 0;
+        return false;
+    }
+    if (!queued.fetch || queued.fetched < 0) return false;
+    if (!queued.fetch(queued.context, queued.id, queued.fetched++)) queued.fetched = -1;
+    return true;
+}
+
+// The next task that is this worker's own.
+bool Pool::take_owned(int lane, Worker& worker, Task& task) {
+    const uint64_t epoch = lanes_[lane].epoch.load(std::memory_order_acquire);
+    size_t& at = worker.looked_at[lane];
+    if (worker.looked[lane] != epoch) worker.looked[lane] = epoch, at = 0;
+    if (at == kAllSeen) return false;
+    if (look_up(lanes_[lane], epoch, task) && task.handing) {
+        for (const auto& owned = task.handing->owned; at < owned.size();)
+            if (const Handing::Owned& each = owned[at++]; each.scratch == worker.scratch) {
+                task.id = each.task;
+                return true;
+            }
+    }
+    at = kAllSeen;
+    return false;
+}
+
+// A task that somebody took and has not published: every node's, since its team may be off its cores.
+bool Pool::take_again(Lane& lane, int node, Task& task) {
+    const uint64_t epoch = lane.epoch.load(std::memory_order_acquire);
+    const int from = lane.posted[epoch & 1].begin[node].load(std::memory_order_acquire);
+    if (!look_up(lane, epoch, task) || task.at_home) return false;  // else `from` and everything else are of this epoch
+    for (int i = 0; i < task.tasks; ++i) {
+        task.id = (from + i) % task.tasks;
+        if (lane.claimed(task.id).load(std::memory_order_relaxed) != task.epoch + 1) return true;
+    }
+    return false;
+}
+
+// Whether a task was published. Whoever was off its core since it took the task may find its number claimed by a later
+// phase: then that phase's epoch is seen here.
+bool Pool::is_over(const Lane& lane, const Task& task) {
+    return lane.claimed(task.id).load(std::memory_order_acquire) == task.epoch + 1 ||
+           lane.epoch.load(std::memory_order_relaxed) != task.epoch;
+}
+
+bool Pool::any_work(const Lane& lane, int node) const {
+    const auto waiting = [&](int n) {
+        return std::any_of(std::begin(lane.next), std::end(lane.next), [n](const Counter(&counters)[kMaxNodes]) {
+            const uint64_t seen = counters[n].value.load(std::memory_order_seq_cst);
+            return (seen & kIndexMask) < (seen >> kIndexBits & kIndexMask);
+        });
+    };
+    return waiting(node) || std::any_of(orphans_.begin(), orphans_.end(), waiting);
+}
+
+}  // namespace proa

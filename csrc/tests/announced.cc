@@ -1,0 +1,207 @@
+// Phases that are announced: nothing of them is begun too early, everything is done once, and who waits fetches.
+#include <chrono>
+#include <deque>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "pool.h"
+
+using namespace proa;
+
+namespace {
+
+constexpr int kParts = 3;
+
+// A phase of a chain.
+struct Link {
+    const Link* before = nullptr;
+    std::vector<std::atomic<int>> published, fetched;  // of each task; parts
+    std::atomic<int> begun{0}, all_fetched{0};
+    explicit Link(int tasks) : published(size_t(tasks)), fetched(size_t(tasks)) {}
+    bool each_once() const {
+        for (const auto& n : published)
+            if (n.load() != 1) return false;
+        return true;
+    }
+};
+
+Link& of(const void* context) { return *const_cast<Link*>(static_cast<const Link*>(context)); }
+
+bool fetch(const void* context, int task, int part) {
+    Link& link = of(context);
+    CHECK(part == link.fetched[size_t(task)].fetch_add(1));  // in turn, by one worker
+    link.all_fetched.fetch_add(part == kParts);
+    return part < kParts;
+}
+
+Phase phase_of(Link& link, int nodes) {
+    Phase phase = spread(int(link.published.size()), nodes);
+    phase.context = &link;
+    phase.run_before = [](const void* context, int task, int, std::byte* scratch) {
+        CHECK(!of(context).before || of(context).before->each_once());
+        of(context).begun.fetch_add(1);
+        scratch[0] = std::byte(task & 127);
+    };
+    phase.publish = [](const void* context, int task, const std::byte* scratch) {
+        CHECK(scratch[0] == std::byte(task & 127));
+        of(context).published[size_t(task)].fetch_add(1);
+    };
+    phase.fetch = fetch;
+    return phase;
+}
+
+// Of a chain the first phase may be announced too, some have nothing to fetch, some no tasks, and workers come late.
+void chains_are_done_in_order() {
+    const auto late = [] {
+        static thread_local unsigned tasks = 0;
+        if (++tasks % 127 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    };
+    for (const auto& teams :
+         std::vector<std::vector<std::vector<int>>>{{{}}, {{0}}, {{0, 0, 0}}, {{0}, {0, 0}}, {{}, {}, {0}}}) {
+        Pool pool({.teams = teams, .pin = false, .spin_us = 50, .redo = true, .taken_for_test = late});
+        std::deque<Link> links;
+        for (int i = 0; i < 200; ++i) {
+            std::vector<Phase> chain;
+            const Link* before = nullptr;
+            for (int n = 0; n <= i % 4; ++n) {
+                Link& link = links.emplace_back((i + 5 * n) % 23);
+                link.before = before, before = &link;
+                chain.push_back(phase_of(link, pool.nodes()));
+                if ((i + n) % 7 == 0) chain.back().fetch = nullptr;
+            }
+            if (i % 3 == 0) pool.announce(chain[0]);
+            for (size_t n = 0; n < chain.size(); ++n)
+                pool.run(chain[n], 0, n + 1 < chain.size() ? &chain[n + 1] : nullptr);
+        }
+        pool.settle();
+        for (const Link& link : links) CHECK(link.each_once());
+    }
+}
+
+// The caller's only task ends when the others have fetched what theirs will read.
+void who_waits_fetches() {
+    Pool pool({.teams = {{0, 0}}, .pin = false, .spin_us = 50, .redo = false});
+    for (int i = 0; i < 50; ++i) {
+        Link link(8);
+        const Phase then = phase_of(link, 1);
+        Phase phase = spread(1, 1);
+        phase.context = &link;
+        phase.publish = [](const void* context, int, const std::byte*) {
+            while (of(context).all_fetched.load() < 2) std::this_thread::yield();
+            CHECK(of(context).begun.load() == 0);
+        };
+        pool.run(phase, 0, &then);
+        pool.run(then);
+        pool.settle();
+        CHECK(link.each_once());
+        int taken = 0;
+        for (const auto& parts : link.fetched) taken += parts.load() > 0;
+        CHECK(taken >= 2 && taken <= 3);
+    }
+}
+
+// A worker that waits on the second lane goes to the first as soon as there is something to do.
+void the_first_lane_goes_before_waiting() {
+    Pool pool({.teams = {{0}}, .pin = false, .spin_us = 50, .redo = false});
+    struct Both {
+        Link link{4};
+        std::atomic<int> here{0};
+        std::atomic<bool> over{false};
+    } both;
+    std::thread second([&] {
+        const Phase then = phase_of(both.link, 1);
+        pool.announce(then, 1);
+        while (!both.over.load()) std::this_thread::yield();
+        pool.run(then, 1);
+    });
+    while (both.link.all_fetched.load() < 1) std::this_thread::yield();
+    Phase phase = spread(2, 1);
+    phase.context = &both;
+    phase.publish = [](const void* context, int, const std::byte*) {
+        auto& all = *const_cast<Both*>(static_cast<const Both*>(context));
+        all.here.fetch_add(1);
+        while (all.here.load() < 2) std::this_thread::yield();  // the worker does come
+    };
+    pool.run(phase);
+    both.over.store(true);
+    second.join();
+    pool.settle();
+    CHECK(both.link.each_once());
+}
+
+// Whoever runs the only task first is stuck until another has done it: the others hold tasks of the next phase.
+void those_who_wait_do_late_tasks_again() {
+    Pool pool({.teams = {{0, 0}}, .pin = false, .spin_us = 100000, .redo = true});
+    for (int i = 0; i < 20; ++i) {
+        struct Stuck {
+            std::atomic<int> runs{0}, published{0};
+        } stuck;
+        Phase phase = spread(1, 1);
+        phase.context = &stuck;
+        phase.run = [](const void* context, int, std::byte*) {
+            Stuck& s = *const_cast<Stuck*>(static_cast<const Stuck*>(context));
+            if (s.runs.fetch_add(1) > 0) return;
+            while (s.published.load() == 0) std::this_thread::yield();
+        };
+        phase.publish = [](const void* context, int, const std::byte*) {
+            const_cast<Stuck*>(static_cast<const Stuck*>(context))->published.fetch_add(1);
+        };
+        Link link(6);
+        const Phase then = phase_of(link, 1);
+        pool.run(phase, 0, &then);
+        pool.run(then);
+        pool.settle();
+        CHECK(stuck.published.load() == 1 && link.each_once());
+    }
+}
+
+void nothing_is_begun_after_an_error() {
+    Pool pool({.teams = {{0, 0}}, .pin = false, .spin_us = 50, .redo = true});
+    bool failed = false;
+    pool.kill_worker_for_test();
+    for (int i = 0; i < 2000 && !failed; ++i) {
+        Link a(3), b(5);
+        const Phase one = phase_of(a, 1), two = phase_of(b, 1);
+        try {
+            pool.run(one, 0, &two);
+            pool.run(two);
+        } catch (const WorkerDied&) {
+            failed = true;
+            pool.settle();
+            const int begun = b.begun.load();
+            std::this_thread::sleep_for(std::chrono::milliseconds(5));
+            CHECK(b.begun.load() == begun);
+        }
+    }
+    CHECK(failed);
+}
+
+void a_lane_has_one_caller() {
+    Pool pool({.teams = {{}}, .pin = false});
+    Link link(3);
+    const Phase phase = phase_of(link, 1);
+    pool.announce(phase);
+    std::thread([&] {
+        try {
+            pool.announce(phase);
+            CHECK(false);
+        } catch (const Error& error) {
+            CHECK(error.code() == PROA_ERROR_ARGUMENT);
+        }
+    }).join();
+    pool.run(phase);
+    CHECK(link.each_once());
+}
+
+}  // namespace
+
+int main() {
+    chains_are_done_in_order();
+    who_waits_fetches();
+    the_first_lane_goes_before_waiting();
+    those_who_wait_do_late_tasks_again();
+    nothing_is_begun_after_an_error();
+    a_lane_has_one_caller();
+    return 0;
+}
