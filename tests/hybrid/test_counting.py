@@ -11,8 +11,9 @@ import torch
 
 from hybrid.test_tables import CPU, layers
 from proa.hybrid.copies import Pairs
-from proa.hybrid.counting import TRACE_DTYPE, Counting
+from proa.hybrid.counting import Counting
 from proa.hybrid.tables import Tables
+from proa.hybrid.trace import TRACE_DTYPE
 from proa.native.pool import Pool
 
 TOP_K, BYTES = 2, (10, 100, 1000)  # of an expert of each layer

@@ -12,7 +12,7 @@ from proa.bench.hybrid_drift import drift_figures, drift_span
 from proa.bench.hybrid_figures import Moment
 from proa.bench.hybrid_hits import best_kept, looks_until_good, lru_hits, read_trace
 from proa.engine.ipc import Stats
-from proa.hybrid.counting import TRACE_DTYPE
+from proa.hybrid.trace import TRACE_DTYPE
 
 LAYERS, EXPERTS = 2, 9
 

@@ -1,5 +1,5 @@
 """What a trace of chosen experts allows: hits of the best fixed set and of an LRU. Pure arithmetic over what
-hybrid/counting.py writes. Never: clocks, engines.
+hybrid/counting.py writes (hybrid/trace.py). Never: clocks, engines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from proa.hybrid.counting import TRACE_DTYPE
+from proa.hybrid.trace import TRACE_DTYPE
 
 GOOD_SHARE = 0.9  # of an LRU's hits
 

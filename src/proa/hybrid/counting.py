@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from proa.hybrid.copies import Copier, Copy
 from proa.hybrid.tables import Tables
+from proa.hybrid.trace import MOST_TRACED, TRACE_DTYPE
 
-TRACE_DTYPE = np.dtype("<u2")  # of a trace's numbers: [looks, layers, experts of the largest], one look after another
-_MOST_TRACED = 65535
 _WAIT_S = 1e-3
 
 
@@ -92,5 +91,5 @@ class Counting:
         tally.hit_bytes += int(((hits > 0).sum(1) * self._expert_bytes).sum())
         tally.missed_bytes += int((((chosen > 0) & ~here).sum(1) * self._expert_bytes).sum())
         if self._trace is not None:
-            self._trace.write(np.minimum(chosen, _MOST_TRACED).astype(TRACE_DTYPE).tobytes())
+            self._trace.write(np.minimum(chosen, MOST_TRACED).astype(TRACE_DTYPE).tobytes())
         return Seen(chosen, (chosen.sum(1) / self._top_k).astype(np.float32))
