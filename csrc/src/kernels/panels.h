@@ -96,8 +96,11 @@ struct Tile {
             for (int g = 0; g < l.groups; ++g) {
                 F32 part[R][M];
                 clear(part);
-                const int first = g * group_lines;
-                Terms::add(part, w, first, first + group_lines, first < border ? kPrefetchBytes : next, x);
+                for (int first = g * group_lines, end = first + group_lines; first < end;) {
+                    const int last = first < border && border < end ? border : end;
+                    Terms::add(part, w, first, last, first < border ? kPrefetchBytes : next, x);
+                    first = last;
+                }
                 float of_x[M];  // sums of the group's activations
                 if constexpr (Scales::kHasMin) sum_groups(l.group / 16, sums + size_t(g) * (l.group / 16) * M, of_x);
                 unrolled<R>([&](auto r) __attribute__((always_inline)) {
