@@ -149,17 +149,6 @@ void carve(Call& call, Host& host, int parts, int lane) {
     if (!kFacts[int(down.format)].has_min) call.h_sums = nullptr;
 }
 
-// Small: whoever fetches looks after each whether the phase has been opened.
-constexpr size_t kPartBytes = 4 << 10;
-size_t parts_of(size_t bytes) { return (bytes + kPartBytes - 1) / kPartBytes; }
-
-bool fetch_part(const uint8_t* from, size_t bytes, size_t part) {
-    if (part * kPartBytes >= bytes) return false;
-    const size_t end = std::min(bytes, (part + 1) * kPartBytes);
-    for (size_t at = part * kPartBytes; at < end; at += kLineBytes) __builtin_prefetch(from + at, 0, 2);
-    return true;
-}
-
 bool fetch_up(const void* context, int task, int part) {
     const Call& call = *static_cast<const Call*>(context);
     const Matrix& w = *call.experts->gate_up;
@@ -208,18 +197,18 @@ void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
     const int threads = host.pool.threads(), groups = call.groups;
     const int parts = call.by_expert ? result_parts(*e.down, call.index.size(), host.kernels->blocking) : 1;
     call.up_tasks = RowTasks(*e.gate_up, up_step(*e.gate_up, call, threads), groups);
-    call.down_tasks = RowTasks(*e.down, streamed_step(*e.down, 2, groups, groups, threads), 1);
     carve(call, host, parts, lane);
 
     Phase up{}, down{};
-    call.up_tasks.describe(up), call.down_tasks.describe(down);
-    up.context = down.context = &call;
-    up.run_before = multiply_up, up.publish = publish_up, up.handing = hand_out(call);
-    down.run_before = multiply_down, down.publish = publish_down;
+    call.up_tasks.describe(up);
+    up.run_before = multiply_up, up.publish = publish_up, up.context = &call, up.handing = hand_out(call);
     if (call.by_expert) {
         host.pool.run(up, lane);
         return run_down_by_expert(call, host, parts, lane);
     }
+    call.down_tasks = RowTasks(*e.down, streamed_step(*e.down, 2, groups, groups, threads), 1);
+    call.down_tasks.describe(down);
+    down.run_before = multiply_down, down.publish = publish_down, down.context = &call;
     up.fetch = fetch_up, down.fetch = fetch_down;
     pack_before(call, host, up, lane);
     host.pool.run(up, lane, &down);

@@ -110,13 +110,12 @@ void Pool::run(const Phase& phase, int lane_index, const Phase* then) {
     if (phase.begin[phase.nodes] == 0) return;
     Lane& lane = lanes_[lane_index];
     check(phase);
-    const bool comes = then && is_announced(*then);
-    if (comes) check(*then);
+    if (then) check(*then);
     if (!lane.announced) take_lane(lane);
     [[maybe_unused]] const FlushSubnormals flush;
     open(lane, phase);
-    if (comes) post(lane, *then, after(lane.epoch.load(std::memory_order_relaxed)));
-    lane.announced = comes;
+    lane.announced = then && is_announced(*then);
+    if (lane.announced) post(lane, *then, after(lane.epoch.load(std::memory_order_relaxed)));
     if (asleep_.load(std::memory_order_seq_cst)) wake();
     try {
         finish(lane_index, callers_[lane_index]);
@@ -225,7 +224,7 @@ bool Pool::hold(int lane_index, Worker& worker) {
         if (std::any_of(lanes_, lanes_ + lane_index, [&](const Lane& first) { return any_work(first, worker.node); }))
             break;
         if (spins % 64) continue;
-        if (stop_.load(std::memory_order_relaxed)) break;
+        if (stop_.load(std::memory_order_relaxed) || kill_.load(std::memory_order_relaxed)) break;
         if (!waiting_since) waiting_since = now_ns();
         redo(lane, worker, waiting_since);
     }

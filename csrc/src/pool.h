@@ -198,7 +198,7 @@ class Pool {
     bool take_owned(int lane, Worker& worker, Task& task);
     bool has_many(const Lane& lane, int node) const;
     bool take(Lane& lane, int node, Task& task, bool early = false);
-    bool take_of(Lane& lane, uint64_t epoch, int node, Task& task);
+    bool take_of(Lane& lane, uint64_t wanted, int node, Task& task);
     bool fetch_early(int lane, Worker& worker);
     bool hold(int lane, Worker& worker);
     bool any_work(const Lane& lane, int node) const;

@@ -120,8 +120,8 @@ bool Pool::take(Lane& lane, int node, Task& task, bool early) {
 }
 
 // The next task of this node. A phase that ended meanwhile is noticed: its epoch is gone.
-bool Pool::take_of(Lane& lane, uint64_t open, int node, Task& task) {
-    std::atomic<uint64_t>& next = lane.next[open & 1][node].value;
+bool Pool::take_of(Lane& lane, uint64_t wanted, int node, Task& task) {
+    std::atomic<uint64_t>& next = lane.next[wanted & 1][node].value;
     const uint64_t seen = next.load(std::memory_order_acquire);
     if ((seen & kIndexMask) >= (seen >> kIndexBits & kIndexMask)) return false;
     const uint64_t got = next.fetch_add(1, std::memory_order_acq_rel);

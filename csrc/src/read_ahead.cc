@@ -7,7 +7,6 @@
 namespace proa {
 namespace {
 
-constexpr size_t kLookBytes = 4 << 10;          // read before a worker looks whether it is over: half a microsecond
 constexpr size_t kLeastCacheBytes = 256 << 10;  // of a core, where the system does not say
 
 size_t cache_bytes() {
@@ -36,11 +35,10 @@ void Pieces::read(int task, const std::byte* scratch) const {
     const RowTasks::Place at = tasks_.place(task);
     const Matrix& w = *experts_->gate_up;
     const uint8_t* begin = w.panel(ids_[size_t(at.repeat)], at.node, at.first);
-    const uint8_t* end = begin + size_t(at.end - at.first) * w.layout.panel_bytes;
+    const size_t bytes = size_t(at.end - at.first) * w.layout.panel_bytes;
     if (over_.load(std::memory_order_relaxed)) return;
     readers_[task].store(scratch, std::memory_order_relaxed);
-    for (; begin < end && !over_.load(std::memory_order_relaxed); begin += kLookBytes)
-        for (size_t i = 0; i < kLookBytes && begin + i < end; i += kLineBytes) __builtin_prefetch(begin + i, 0, 2);
+    for (size_t part = 0; !over_.load(std::memory_order_relaxed) && fetch_part(begin, bytes, part);) ++part;
 }
 
 bool Pieces::has(int id) const { return std::find(ids_.begin(), ids_.end(), id) != ids_.end(); }

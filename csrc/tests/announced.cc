@@ -156,25 +156,41 @@ void those_who_wait_do_late_tasks_again() {
     }
 }
 
+// A worker dies while the others are at a phase, and holds a task of the next one: none of that is begun.
 void nothing_is_begun_after_an_error() {
-    Pool pool({.teams = {{0, 0}}, .pin = false, .spin_us = 50, .redo = true});
-    bool failed = false;
-    pool.kill_worker_for_test();
-    for (int i = 0; i < 2000 && !failed; ++i) {
-        Link a(3), b(5);
-        const Phase one = phase_of(a, 1), two = phase_of(b, 1);
+    Pool pool({.teams = {{0, 0}}, .pin = false, .spin_us = 100000, .redo = false});
+    struct Dying {
+        Pool* pool;
+        std::thread::id caller = std::this_thread::get_id();
+        Link then{6};
+        std::atomic<int> workers{0};
+    } dying{.pool = &pool};
+    Phase phase = spread(2, 1);
+    phase.context = &dying;
+    phase.run = [](const void* context, int, std::byte*) {
+        auto& all = *const_cast<Dying*>(static_cast<const Dying*>(context));
+        if (std::this_thread::get_id() == all.caller) {  // the other task is a worker's
+            while (all.workers.load() == 0) std::this_thread::yield();
+        } else if (all.workers.fetch_add(1) == 0) {
+            while (all.then.all_fetched.load() == 0) std::this_thread::yield();
+            all.pool->kill_worker_for_test();
+            std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        }
+    };
+    const Phase then = phase_of(dying.then, 1);
+    for (int i = 0; i < 2; ++i) {  // the lane is free again, and still nobody works
+        bool failed = false;
         try {
-            pool.run(one, 0, &two);
-            pool.run(two);
+            pool.run(phase, 0, &then);
+            pool.run(then);
         } catch (const WorkerDied&) {
             failed = true;
-            pool.settle();
-            const int begun = b.begun.load();
-            std::this_thread::sleep_for(std::chrono::milliseconds(5));
-            CHECK(b.begun.load() == begun);
         }
+        CHECK(failed);
+        pool.settle();
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        CHECK(dying.then.begun.load() == 0);
     }
-    CHECK(failed);
 }
 
 void a_lane_has_one_caller() {

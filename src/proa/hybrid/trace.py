@@ -1,4 +1,4 @@
-"""The file of a trace of chosen experts: what engine/ writes step by step and a benchmark reads. Never: counting.
+"""The file of a trace of chosen experts: hybrid/counting.py writes it, a benchmark reads it. Never: counting.
 
 Unsigned numbers of 16 bits, [looks, layers, experts of the largest layer], one look after another: how often each
 expert was chosen since the look before, at most MOST_TRACED.
