@@ -12,6 +12,8 @@ constexpr int kWideFromTokens = 16;
 constexpr int kTilesFromTokens = 5;  // where they are exact
 constexpr int digits_to_tokens(Format) { return kTilesFromTokens - 1; }
 constexpr int digit_rows_at_once(int) { return 4; }
+// Codes that cost little to convert (decision 012); the others, instructions for more fetching slow down.
+constexpr bool fetches_in_order(int bits, bool integer) { return bits == 16 || (bits == 8 && integer); }
 constexpr Blocking kBlocking = kTileBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <= 2 ? 4 : 2; }
 

@@ -6,6 +6,7 @@ namespace {
 
 constexpr int kMostPlain = 4, kMostScaled = 4;
 constexpr int kWideFromTokens = 16;
+constexpr bool fetches_in_order(int, bool) { return false; }
 constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int, bool) { return 1; }
 

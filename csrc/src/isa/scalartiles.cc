@@ -9,6 +9,7 @@ constexpr int kWideFromTokens = 16;
 constexpr int kTilesFromTokens = 5;
 constexpr int digits_to_tokens(Format) { return kTilesFromTokens - 1; }
 constexpr int digit_rows_at_once(int) { return 1; }
+constexpr bool fetches_in_order(int, bool) { return false; }
 constexpr Blocking kBlocking = {0, 64, 64, 256, 4, 64 << 10};  // small, so that small tests have several of each
 constexpr int rows_at_once(int, bool) { return 1; }
 

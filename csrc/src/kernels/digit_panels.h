@@ -119,14 +119,11 @@ template <class Code, int R, int M>
     requires kInteger<Code>
 struct Lines<Code, R, M> {
     static inline __attribute__((always_inline)) void add(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
-                                                          int last, ptrdiff_t ahead, const void* x) {
+                                                          int last, const Fetch<Code, R>& fetch, const void* x) {
         for (int unit = first; unit < last; ++unit) {
             U32 quads[R][4];
-            for (int r = 0; r < R; ++r) {
-                const uint8_t* p = w[r] + size_t(unit) * Code::kBytes;
-                Code::load(p, quads[r]);
-                for (int i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(p + ahead + i);
-            }
+            for (int r = 0; r < R; ++r) Code::load(w[r] + size_t(unit) * Code::kBytes, quads[r]);
+            fetch.line(w, unit);
             const DigitLine* at = (const DigitLine*)x + size_t(unit) * M;
             unrolled<M>([&](auto m) __attribute__((always_inline)) {
                 F32 sums[R];

@@ -22,20 +22,42 @@ struct Ahead {
     }
 };
 
+// Codes that are multiplied as integers: see digit_panels.h.
+template <class Code>
+constexpr bool kInteger = requires { Code::kZero; };
+
+template <class Code>
+constexpr int code_bits = Code::kBytes / (2 * Code::kValues);  // of 16 rows
+
+// What is asked for beside a line of R panels: of each of them `ahead` bytes further on, and, where an instruction set
+// gains by it, of the panels that come next, one after the other from `then` on, a line for each of these. Several side
+// by side are several streams: memory is read faster in order (decision 012). then: where nothing comes next, the
+// first of these panels.
+template <class Code, int R>
+struct Fetch {
+    ptrdiff_t ahead;
+    const uint8_t* then;
+
+    inline __attribute__((always_inline)) void line(const uint8_t* const (&w)[R], int line) const {
+        unrolled<R>([&](auto r) __attribute__((always_inline)) {
+            const uint8_t* p = w[r.value] + size_t(line) * Code::kBytes + ahead;
+            for (int i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(p + i);
+        });
+        if constexpr (fetches_in_order(code_bits<Code>, kInteger<Code>)) {
+            const uint8_t* p = then + size_t(line) * R * Code::kBytes;
+            for (int i = 0; i < R * Code::kBytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+        }
+    }
+};
+
 // What lines [first, last) of panels w[0..R-1] add to the sums of M tokens. x: pairs.
 template <class Code, int R, int M>
 struct Lines {
     static constexpr int kPairs = Code::kValues / 2;
 
-    // Of each panel also line + `ahead` bytes is asked for.
     static inline __attribute__((always_inline)) void add(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
-                                                          int last, ptrdiff_t ahead, const void* x) {
-        add(sum, w, first, last, x, [&](int line) __attribute__((always_inline)) {
-            unrolled<R>([&](auto r) __attribute__((always_inline)) {
-                const uint8_t* p = w[r.value] + size_t(line) * Code::kBytes;
-                for (int i = 0; i < Code::kBytes; i += 64) __builtin_prefetch(p + ahead + i);
-            });
-        });
+                                                          int last, const Fetch<Code, R>& fetch, const void* x) {
+        add(sum, w, first, last, x, [&](int line) __attribute__((always_inline)) { fetch.line(w, line); });
     }
 
     // fetch(line): asks for what is read later.
@@ -65,10 +87,6 @@ struct Lines {
     }
 };
 
-// Codes that are multiplied as integers: see digit_panels.h.
-template <class Code>
-constexpr bool kInteger = requires { Code::kZero; };
-
 // Panels w[0..R-1] times M tokens. sums: of the activations over 16 columns each, [padded / 16][M].
 template <class Code, class Scales, int R, int M>
 struct Tile {
@@ -87,9 +105,10 @@ struct Tile {
         // Towards the panel's end what is ahead are the codes of the next one, or the line in work itself.
         const int turn = all - int(kPrefetchBytes / Code::kBytes), border = turn > 0 ? turn : 0;
         const ptrdiff_t next = after ? after - ptrdiff_t(l.code_bytes) + kPrefetchBytes : 0;
+        const Fetch<Code, R> here{kPrefetchBytes, w[0] + after}, turned{next, w[0] + after};
         if constexpr (!Scales::kScaled) {
-            Terms::add(total, w, 0, border, kPrefetchBytes, x);
-            Terms::add(total, w, border, all, next, x);
+            Terms::add(total, w, 0, border, here, x);
+            Terms::add(total, w, border, all, turned, x);
         } else {
             unrolled<R>([&](auto r) { __builtin_prefetch(w[r.value] + after + l.code_bytes); });
             const int group_lines = l.group / Code::kValues;
@@ -98,7 +117,7 @@ struct Tile {
                 clear(part);
                 for (int first = g * group_lines, end = first + group_lines; first < end;) {
                     const int last = first < border && border < end ? border : end;
-                    Terms::add(part, w, first, last, first < border ? kPrefetchBytes : next, x);
+                    Terms::add(part, w, first, last, first < border ? here : turned, x);
                     first = last;
                 }
                 float of_x[M];  // sums of the group's activations
