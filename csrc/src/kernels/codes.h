@@ -110,6 +110,7 @@ struct Int8Code : WordLine<4> {
 // Four-bit codes by a table of 16 values, each exact in bfloat16.
 template <class Values>
 struct NibbleCode : WordLine<8> {
+    static U32 load(const uint8_t* p) { return load_once(p); }
     template <int p>
     static Pair pair(U32 line) {
         if constexpr (kBf16Dot) {
@@ -194,7 +195,7 @@ struct SixCode {
     struct Line {
         U32 low[2], high;
     };
-    static Line load(const uint8_t* p) { return {{load_u32(p), load_u32(p + 64)}, load_u32(p + 128)}; }
+    static Line load(const uint8_t* p) { return {{load_once(p), load_once(p + 64)}, load_once(p + 128)}; }
     template <int p>
     static Pair pair(const Line& line) {
         if constexpr (kBf16Dot) {

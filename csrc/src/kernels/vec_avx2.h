@@ -56,6 +56,7 @@ inline U32 set_u32(uint32_t x) { return {_mm256_set1_epi32(int(x)), _mm256_set1_
 inline U32 load_u32(const void* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
 }
+inline U32 load_once(const void* p) { return load_u32(p); }
 inline void store_u32(void* p, U32 x) {
     _mm256_storeu_si256((__m256i*)p, x.a), _mm256_storeu_si256((__m256i*)p + 1, x.b);
 }

@@ -43,6 +43,12 @@ inline F32 load_first(const float* p, int n, float fill) {
 
 inline U32 set_u32(uint32_t x) { return {_mm512_set1_epi32(int(x))}; }
 inline U32 load_u32(const void* p) { return {_mm512_loadu_si512(p)}; }
+// What several shifts take apart, loaded once: GCC would load it again for each of them.
+inline U32 load_once(const void* p) {
+    U32 line = load_u32(p);
+    asm("" : "+v"(line.v));
+    return line;
+}
 inline void store_u32(void* p, U32 a) { _mm512_storeu_si512(p, a.v); }
 inline U32 load_u8(const void* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
 inline U32 load_u16(const void* p) { return {_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p))}; }

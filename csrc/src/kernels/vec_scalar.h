@@ -85,6 +85,7 @@ inline U32 load_u32(const void* p) {
     __builtin_memcpy(out.v, p, 64);
     return out;
 }
+inline U32 load_once(const void* p) { return load_u32(p); }
 inline void store_u32(void* p, U32 x) { __builtin_memcpy(p, x.v, 64); }
 inline U32 load_u8(const void* p) {
     return lanes<U32>([&](int i) { return uint32_t(((const uint8_t*)p)[i]); });
