@@ -1,4 +1,5 @@
-"""The few functions of ggml that run one layer's experts, by ctypes on the libraries that llama-cpp-python brings.
+"""The few functions of ggml that run one layer's experts, by ctypes on the libraries that llama-cpp-python and
+ik-llama-cpp-python bring.
 
 Functions and enumerations are those of ggml.h, ggml-backend.h and ggml-alloc.h. Never: timing.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_new_tensor_2d": (_P, (_P, c_int, _N, _N)),
     "ggml_new_tensor_3d": (_P, (_P, c_int, _N, _N, _N)),
     "ggml_mul_mat_id": (_P, (_P, _P, _P, _P)),
-    "ggml_swiglu_split": (_P, (_P, _P, _P)),
     "ggml_mul": (_P, (_P, _P, _P)),
     "ggml_add": (_P, (_P, _P, _P)),
     "ggml_view_2d": (_P, (_P, _P, _N, _N, c_size_t, c_size_t)),
@@ -41,11 +41,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_quantize_chunk": (c_size_t, (c_int, _P, _P, _N, _N, _N, _P)),
     "ggml_backend_cpu_init": (_P, ()),
     "ggml_backend_cpu_set_n_threads": (None, (_P, c_int)),
-    "ggml_backend_cpu_reg": (_P, ()),
-    "ggml_backend_reg_dev_get": (_P, (_P, c_size_t)),
-    "ggml_backend_reg_get_proc_address": (_P, (_P, c_char_p)),
     "ggml_backend_get_default_buffer_type": (_P, (_P,)),
-    "ggml_backend_buft_name": (c_char_p, (_P,)),
     "ggml_backend_buffer_free": (None, (_P,)),
     "ggml_backend_alloc_ctx_tensors_from_buft": (_P, (_P, _P)),
     "ggml_backend_tensor_set": (None, (_P, _P, c_size_t, c_size_t)),
@@ -55,17 +51,29 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_gallocr_free": (None, (_P,)),
     "ggml_gallocr_alloc_graph": (c_bool, (_P, _P)),
 }
+LLAMA_CPP: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_swiglu_split": (_P, (_P, _P, _P)),
+    "ggml_backend_cpu_reg": (_P, ()),
+    "ggml_backend_reg_dev_get": (_P, (_P, c_size_t)),
+    "ggml_backend_reg_get_proc_address": (_P, (_P, c_char_p)),
+    "ggml_backend_buft_name": (c_char_p, (_P,)),
+}
+IK_LLAMA: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_moe_up_gate": (_P, (_P, _P, _P, _P, _P, c_int)),
+    "repack_bf16_bf16_r16": (None, (_P, _P, _N, _N)),
+}
 
 
 class Ggml:
-    """ggml's CPU backend with `threads` threads. Raises OSError if a library cannot be loaded."""
+    """ggml's CPU backend with `threads` threads. Raises OSError if a library cannot be loaded. more: what only one of the
+    programs has."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
-        libraries = [
-            ctypes.CDLL(str(folder / f"lib{name}.so"), ctypes.RTLD_GLOBAL) for name in ("ggml-base", "ggml-cpu", "ggml")
-        ]
-        for name, (result, parameters) in _SIGNATURES.items():
-            found = next(library for library in libraries if name in _names(library, name))
+    def __init__(
+        self, libraries: Sequence[Path], threads: int, more: Mapping[str, tuple[Any, tuple[Any, ...]]]
+    ) -> None:
+        loaded = [ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in libraries]
+        for name, (result, parameters) in {**_SIGNATURES, **more}.items():
+            found = next(library for library in loaded if name in _names(library, name))
             function = getattr(found, name)
             function.restype, function.argtypes = result, parameters
             setattr(self, name.removeprefix("ggml_"), function)

@@ -9,7 +9,8 @@
 
 namespace proa {
 
-constexpr int kWideFromTokens = 16, kTilesFromTokens = 5, kMostPlain = 4, kMostScaled = 4;
+constexpr int kWideFromTokens = 16, kMostPlain = 4, kMostScaled = 4;
+constexpr int tiles_from_tokens(Format) { return 5; }
 constexpr int digit_rows_at_once(int) { return 1; }
 constexpr int rows_at_once(int, bool) { return 1; }
 
@@ -25,6 +26,8 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "kernels/tiles.h"
 #include "kernels/packed.h"
 #include "kernels/panels.h"
+#include "kernels/expand.h"
+#include "kernels/tile_block.h"
 #include "kernels/tile_panels.h"
 // clang-format on
 
@@ -61,7 +64,7 @@ struct Product {
         void* data = const_cast<uint16_t*>(lines.data());
         const proa::Packed x{data, nullptr, tokens, {proa::kTileTokens, proa::Packing::kTiles, 0, 1}};
         proa::Tiles tiles;
-        return proa::multiply_panels(tiles, kColumns, panel(first), kPanelBytes, panels, x, out, ahead);
+        return proa::multiply_panels(tiles, kColumns, panel(first), kPanelBytes, panels, x, 0, out, ahead);
     }
 };
 

@@ -46,8 +46,9 @@ def serving(folder: Path, *argv: str) -> Iterator[tuple[subprocess.Popen[str], d
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        lines = (json.loads(process.stdout.readline()) for _ in range(2))
-        planned, loaded = lines
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert all(lines), process.communicate(timeout=LIMIT_S)[1]
+        planned, loaded = map(json.loads, lines)
         assert planned["ready"] is None
         assert {**planned, "ready": loaded["ready"]} == loaded
         yield process, loaded

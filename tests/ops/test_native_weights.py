@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gguf_blocks import random_blocks
-from packing import CASES, Packed, Weights, bf16_bits, bf16_values, pack_blocks, random_weights
+from packing import CASES, Packed, Weights, bf16_bits, bf16_values, e2m1_values, pack_blocks, random_weights
 from proa.native.formats import KEPT, Format, Stored, kept_form, layout
 from proa.native.pool import Pool, select_isa
 from proa.native.queue import Queue
@@ -101,6 +101,25 @@ def test_every_code_of_e4m3(pool, code):
     np.testing.assert_array_equal(got, np.full((1, 16), -exact if code & 128 else exact, np.float32))
 
 
+@pytest.mark.parametrize("apart", [0, 1], ids=["alike", "of-each-row"])
+@pytest.mark.parametrize("first", range(0, 256, 16))
+def test_every_scale_of_e8m0(pool, first, apart):
+    """By few tokens and many. 2^-127 counts as zero (scales.h), and so do subnormal weights; 255 is NaN."""
+    codes = np.tile(np.arange(16, dtype=np.uint8), (16, 2))
+    values = e2m1_values(codes)
+    for scales in [first + np.arange(16)] if apart else np.arange(first, first + 16).repeat(16).reshape(16, 16):
+        stored = {"codes": codes, "scales": scales[:, None].astype(np.uint8)}
+        packed = Packed([Weights(Format.MXFP4, 32, values, values, stored)])
+        exact = np.where(scales > 0, 2.0 ** (scales - 127.0), 0)[:, None] * values
+        exact[scales == 255] = np.nan
+        finite = (np.abs(exact) <= np.finfo(np.float32).max).all(1)
+        for batch in (4, 16):
+            got = product(pool, packed, bf16_bits(np.eye(32)[:batch]), 16).T.astype(np.float64)
+            off, most = np.abs(got - exact[:, :batch])[finite], np.where(np.abs(exact) < 2.0**-126, 2.0**-126, 0)
+            assert (off <= most[finite, :batch]).all()
+            assert np.isnan(got[scales == 255]).all()
+
+
 @pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
 def test_a_tokens_result_does_not_depend_on_its_batch_or_on_nodes(pool, form, group):
     w = random_weights(form, group, 96, 320, seed=2)
@@ -119,10 +138,13 @@ def test_a_tokens_result_does_not_depend_on_its_batch_or_on_nodes(pool, form, gr
             break  # tiles add up in another order
 
 
+EIGHT_BITS = (Format.FP8_ROW, Format.FP8_PANEL, Format.MXFP8, Format.INT8_F32, Format.INT8_F16)
+
+
 def other_way_from(isa: str, form: Format) -> int:
     """Tokens of a matrix from which on an instruction set multiplies another way."""
     if isa in ("amx", "scalar-tiles"):
-        return 5
+        return 3 if form in EIGHT_BITS else 5
     if isa == "avx512-bf16" and form in (Format.INT8_F32, Format.INT8_F16):
         return 4
     return 7 if isa == "avx512-bf16" and form in (Format.Q5_K, Format.Q6_K) else 32

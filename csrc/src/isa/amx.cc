@@ -9,8 +9,9 @@ namespace {
 #define PROA_BYTE_TABLES 1                        // codes.h looks values up by vpermi2b and vpermw
 constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
 constexpr int kWideFromTokens = 16;
-constexpr int kTilesFromTokens = 5;  // where they are exact
-constexpr int digits_to_tokens(Format) { return kTilesFromTokens - 1; }
+// Where they are exact. Of a token, more than half of what codes of eight bits cost is to convert them.
+constexpr int tiles_from_tokens(Format f) { return kFacts[int(f)].code_bits == 8 ? 3 : 5; }
+constexpr int digits_to_tokens(Format f) { return tiles_from_tokens(f) - 1; }
 constexpr int digit_rows_at_once(int) { return 4; }
 // Codes that cost little to convert (decision 012); the others, instructions for more fetching slow down.
 constexpr bool fetches_in_order(int bits, bool integer) { return bits == 16 || (bits == 8 && integer); }
@@ -29,8 +30,10 @@ constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <
 #include "../kernels/tiles.h"
 #include "../kernels/packed.h"
 #include "../kernels/panels.h"
+#include "../kernels/expand.h"
 #include "../kernels/wide_panels.h"
 #include "../kernels/digit_panels.h"
+#include "../kernels/tile_block.h"
 #include "../kernels/tile_panels.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"

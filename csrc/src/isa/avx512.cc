@@ -23,6 +23,7 @@ constexpr int rows_at_once(int tokens, bool scaled) { return tokens <= (scaled ?
 #include "../kernels/no_tiles.h"
 #include "../kernels/packed.h"
 #include "../kernels/panels.h"
+#include "../kernels/expand.h"
 #include "../kernels/wide_panels.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"

@@ -30,6 +30,7 @@ constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <
 #include "../kernels/no_tiles.h"
 #include "../kernels/packed.h"
 #include "../kernels/panels.h"
+#include "../kernels/expand.h"
 #include "../kernels/wide_panels.h"
 #include "../kernels/digit_panels.h"
 #include "../kernels/epilogue.h"

@@ -20,6 +20,7 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/no_tiles.h"
 #include "../kernels/packed.h"
 #include "../kernels/panels.h"
+#include "../kernels/expand.h"
 #include "../kernels/wide_panels.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"

@@ -6,8 +6,8 @@ namespace {
 
 constexpr int kMostPlain = 4, kMostScaled = 4;
 constexpr int kWideFromTokens = 16;
-constexpr int kTilesFromTokens = 5;
-constexpr int digits_to_tokens(Format) { return kTilesFromTokens - 1; }
+constexpr int tiles_from_tokens(Format f) { return kFacts[int(f)].code_bits == 8 ? 3 : 5; }
+constexpr int digits_to_tokens(Format f) { return tiles_from_tokens(f) - 1; }
 constexpr int digit_rows_at_once(int) { return 1; }
 constexpr bool fetches_in_order(int, bool) { return false; }
 constexpr Blocking kBlocking = {0, 64, 64, 256, 4, 64 << 10};  // small, so that small tests have several of each
@@ -24,8 +24,10 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/tiles.h"
 #include "../kernels/packed.h"
 #include "../kernels/panels.h"
+#include "../kernels/expand.h"
 #include "../kernels/wide_panels.h"
 #include "../kernels/digit_panels.h"
+#include "../kernels/tile_block.h"
 #include "../kernels/tile_panels.h"
 #include "../kernels/epilogue.h"
 #include "../kernels/rows.h"

@@ -10,15 +10,16 @@
 // misses from what is read.
 constexpr size_t kAheadBytes = 8192;  // of a tile's panels together: what memory delivers in a latency
 
-// Memory that is needed soon, fetched into L2 in equal parts while something else is multiplied.
+// Memory that is needed soon, fetched into L2 in equal parts while something else is done: a few lines at once would
+// fill all of a core's buffers for misses, and what is done would wait for them.
 struct Ahead {
     const uint8_t *at, *end;
-    int lines;  // of a step
+    int rate, due = 0;  // lines a step, in sixteenths
 
     Ahead(const uint8_t* from, size_t bytes, int steps)
-        : at(from), end(from + bytes), lines(int((bytes / kLineBytes + size_t(steps) - 1) / size_t(steps))) {}
+        : at(from), end(from + bytes), rate(int((bytes / kLineBytes * 16 + size_t(steps) - 1) / size_t(steps))) {}
     void step() {
-        for (int i = 0; i < lines && at < end; ++i, at += kLineBytes) __builtin_prefetch(at, 0, 2);
+        for (due += rate; due >= 16 && at < end; due -= 16, at += kLineBytes) __builtin_prefetch(at, 0, 2);
     }
 };
 
@@ -204,60 +205,4 @@ void run_panels(const Layout& l, const uint8_t* w, int panels, const Packed& x, 
             });
         });
     }
-}
-
-// Groups [first, last) of a panel's weights rounded once to bfloat16, in bfloat16's layout: a line for two columns.
-// with_factor: of the whole panel, if there is one.
-template <class Code, class Scales, bool with_factor = true>
-inline void expand_groups(const Layout& l, const uint8_t* w, int first, int last, uint8_t* expanded) {
-    constexpr int kPairs = Code::kValues / 2;
-    const int group_lines = l.group / Code::kValues;
-    for (int g = first; g < last; ++g) {
-        F32 s = set(1.f), m = zero();
-        if constexpr (Scales::kScaled) s = Scales::scale(w + l.code_bytes, g);
-        if constexpr (Scales::kHasFactor && with_factor) s = mul(s, Scales::factor(w + l.code_bytes));
-        if constexpr (Scales::kHasMin) m = Scales::minimum(w + l.code_bytes, g);
-        for (int line = g * group_lines; line < (g + 1) * group_lines; ++line) {
-            const typename Code::Line codes = Code::load(w + size_t(line) * Code::kBytes);
-            unrolled<kPairs>([&](auto p) {
-                const auto pair = Code::template pair<p.value>(codes);
-                store_u32(expanded + p.value * 64,
-                          rounded_words(fma(even_values(pair), s, m), fma(odd_values(pair), s, m)));
-            });
-            expanded += kPairs * 64;
-        }
-    }
-}
-
-// The same of columns [first, last), whole lines, without scales: every code's value, exactly.
-template <class Code>
-inline void expand_codes(const uint8_t* w, int first, int last, uint8_t* expanded) {
-    constexpr int kPairs = Code::kValues / 2;
-    for (int line = first / Code::kValues; line < last / Code::kValues; ++line) {
-        const typename Code::Line codes = Code::load(w + size_t(line) * Code::kBytes);
-        unrolled<kPairs>(
-            [&](auto p) { store_u32(expanded + p.value * 64, bf16_words(Code::template pair<p.value>(codes))); });
-        expanded += kPairs * 64;
-    }
-}
-
-// Columns of a panel without what its sums are multiplied with afterwards (apply_factor): a factor of the whole panel
-// or, unless `scaled`, each row's one scale.
-template <class Code, class Scales, bool scaled>
-inline void expand_columns(const Layout& l, const uint8_t* w, int first, int last, uint8_t* expanded) {
-    if constexpr (scaled)
-        expand_groups<Code, Scales, false>(l, w, first / l.group, last / l.group, expanded);
-    else
-        expand_codes<Code>(w, first, last, expanded);
-}
-
-inline void scale_rows(F32 factor, float* out, int tokens) {
-    for (int t = 0; t < tokens; ++t) store(out + t * 16, mul(factor, load(out + t * 16)));
-}
-
-// What a panel's sums are still to be multiplied with.
-template <class Scales, bool scaled>
-inline void apply_factor(const uint8_t* scales, float* out, int tokens) {
-    if constexpr (Scales::kHasFactor) scale_rows(Scales::factor(scales), out, tokens);
-    if constexpr (Scales::kScaled && !scaled) scale_rows(Scales::scale(scales, 0), out, tokens);
 }

@@ -2,12 +2,13 @@
 // factor(base) of the whole panel where there are any. `base` is the panel's scale area.
 #pragma once
 
+// kFewBits: a scale times a code is exact in bfloat16.
 struct NoScale {
-    static constexpr bool kScaled = false, kHasMin = false, kHasFactor = false;
+    static constexpr bool kScaled = false, kHasMin = false, kHasFactor = false, kFewBits = false;
 };
 
 struct PlainScale {
-    static constexpr bool kScaled = true, kHasMin = false, kHasFactor = false;
+    static constexpr bool kScaled = true, kHasMin = false, kHasFactor = false, kFewBits = false;
 };
 
 struct F32Rows : PlainScale {
@@ -24,13 +25,14 @@ struct F32Panel : PlainScale {
 };
 // A power of two by its biased exponent. 2^-127 would be subnormal: it is taken as 0. 255 is NaN.
 struct E8m0Rows : PlainScale {
+    static constexpr bool kFewBits = true;
     static F32 scale(const uint8_t* base, int g) {
         const U32 code = load_u8(base + 16 * g);
         return as_f32(select(equal(code, set_u32(255)), set_u32(0x7fc00000), shl<23>(code)));
     }
 };
 struct NvRows {
-    static constexpr bool kScaled = true, kHasMin = false, kHasFactor = true;
+    static constexpr bool kScaled = true, kHasMin = false, kHasFactor = true, kFewBits = true;
     // Scales are not negative and not NaN (the packer sees to it).
     static F32 scale(const uint8_t* base, int g) {
         return mul(f16_lanes(shl<7>(load_u8(base + 64 + 16 * g))), set(256.f));
@@ -40,7 +42,7 @@ struct NvRows {
 
 template <class Rows>
 struct WithMin {
-    static constexpr bool kScaled = true, kHasMin = true, kHasFactor = false;
+    static constexpr bool kScaled = true, kHasMin = true, kHasFactor = false, kFewBits = false;
     static F32 scale(const uint8_t* base, int g) { return Rows::scale(base, 2 * g); }
     static F32 minimum(const uint8_t* base, int g) { return Rows::scale(base, 2 * g + 1); }
 };
@@ -48,7 +50,7 @@ struct WithMin {
 // GGUF's Q4_K and Q5_K: blocks of 8 groups: d and dmin in float16, then 8-bit factors of each group's scale and
 // minimum.
 struct Q4kRows {
-    static constexpr bool kScaled = true, kHasMin = true, kHasFactor = false;
+    static constexpr bool kScaled = true, kHasMin = true, kHasFactor = false, kFewBits = false;
     static constexpr int kBlock = 64 + 8 * 32;
     static const uint8_t* block(const uint8_t* base, int g) { return base + (g >> 3) * kBlock; }
     static F32 bytes(const uint8_t* p) { return to_f32(load_u8(p)); }

@@ -19,7 +19,7 @@ size_t row_bytes(const Layout& l) {
 size_t expand_bytes(const Layout& l, int tokens) {
     const size_t panel_bytes = size_t(l.padded) * 32;
     if (by_digits(l, tokens)) return 0;
-    if (by_tiles(l, tokens)) return l.format == Format::kBf16 ? 0 : kTilePanels * panel_bytes;
+    if (by_tiles(l, tokens)) return tile_scratch_bytes(l, tokens);
     return is_wide(tokens) && l.format != Format::kBf16 ? kWidePanels * panel_bytes : 0;
 }
 

@@ -39,53 +39,61 @@ Ahead multiply_block(Tiles& tiles, int padded, const uint8_t* w0, const uint8_t*
     return ahead;
 }
 
-// Three panels `stride` bytes apart times one block of up to 32 tokens: six sums, for which fewer tiles come from L2
-// than for four. Both halves of the tokens have `rows` rows: of an odd number of tokens, they share one.
+// Six sums, of three panels and one block of up to 32 tokens: fewer tiles come from L2 for them than for four. Both
+// halves of the tokens have `rows` rows: of an odd number of tokens, they share one.
 template <bool two_rows>
-Ahead multiply_three(Tiles& tiles, int padded, const uint8_t* w, size_t stride, const uint8_t* x, int tokens, int rows,
-                     float* out, size_t out_stride, Ahead ahead) {
-    tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>(), tiles.zero<4>(), tiles.zero<5>();
-    const uint8_t* second = x + size_t(tokens - rows) * kLineBytes;
-    const size_t step = size_t(tokens) * kLineBytes;
-    for (int k = 0; k < padded / kTileColumns; ++k, w += kTileBytes, x += step, second += step) {
-        tiles.load<7>(w);
-        tiles.load<6>(x);
-        tiles.multiply<0, 6, 7>();
-        if constexpr (two_rows) {
-            tiles.load<6>(second);
-            tiles.multiply<1, 6, 7>();
-        }
-        tiles.load<7>(w + stride);
-        if constexpr (two_rows) {
-            tiles.multiply<3, 6, 7>();
+struct SixSums {
+    static void clear(Tiles& tiles) {
+        tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>(), tiles.zero<4>(), tiles.zero<5>();
+    }
+    // `steps` times 32 columns of panels `stride` bytes apart. Returns what is left to fetch.
+    static Ahead add(Tiles& tiles, int steps, const uint8_t* w, size_t stride, const uint8_t* x, int tokens, int rows,
+                     Ahead ahead) {
+        const uint8_t* second = x + size_t(tokens - rows) * kLineBytes;
+        const size_t step = size_t(tokens) * kLineBytes;
+        for (int k = 0; k < steps; ++k, w += kTileBytes, x += step, second += step) {
+            tiles.load<7>(w);
             tiles.load<6>(x);
+            tiles.multiply<0, 6, 7>();
+            if constexpr (two_rows) {
+                tiles.load<6>(second);
+                tiles.multiply<1, 6, 7>();
+            }
+            tiles.load<7>(w + stride);
+            if constexpr (two_rows) {
+                tiles.multiply<3, 6, 7>();
+                tiles.load<6>(x);
+            }
+            tiles.multiply<2, 6, 7>();
+            tiles.load<7>(w + 2 * stride);
+            tiles.multiply<4, 6, 7>();
+            if constexpr (two_rows) {
+                tiles.load<6>(second);
+                tiles.multiply<5, 6, 7>();
+            }
+            ahead.step();
         }
-        tiles.multiply<2, 6, 7>();
-        tiles.load<7>(w + 2 * stride);
-        tiles.multiply<4, 6, 7>();
+        return ahead;
+    }
+    static void store(Tiles& tiles, int tokens, int rows, float* out, size_t out_stride) {
+        float* second = out + (tokens - rows) * 16;
+        tiles.store<0>(out), tiles.store<2>(out + out_stride), tiles.store<4>(out + 2 * out_stride);
         if constexpr (two_rows) {
-            tiles.load<6>(second);
-            tiles.multiply<5, 6, 7>();
+            tiles.store<1>(second), tiles.store<3>(second + out_stride);
+            tiles.store<5>(second + 2 * out_stride);
         }
-        ahead.step();
     }
-    float* out_second = out + (tokens - rows) * 16;
-    tiles.store<0>(out), tiles.store<2>(out + out_stride), tiles.store<4>(out + 2 * out_stride);
-    if constexpr (two_rows) {
-        tiles.store<1>(out_second), tiles.store<3>(out_second + out_stride);
-        tiles.store<5>(out_second + 2 * out_stride);
-    }
-    return ahead;
-}
+};
 
-// One panel in bfloat16, or two or three `stride` bytes apart, times all tokens. out: [panels][tokens][16]. Returns
-// what is left to fetch.
+// One panel in bfloat16, or two or three `stride` bytes apart, times the blocks from token `from` on. out:
+// [panels][tokens][16]. Returns what is left to fetch.
 inline Ahead multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t stride, int panels, const Packed& x,
-                             float* out, Ahead ahead) {
+                             int from, float* out, Ahead ahead) {
     const uint8_t* w1 = w + stride;
     const size_t out_stride = size_t(x.tokens) * 16;
     int shaped = 0;  // for blocks of this size
     each_block(x, padded, [&](const PackedBlock& block) {
+        if (block.first < from) return;
         const int size = block.size;
         const bool two_rows = size > kTileRows;
         const uint8_t* lines = block.line(0, 0);
@@ -93,9 +101,12 @@ inline Ahead multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t 
         if (panels == 3) {
             const int rows = two_rows ? (size + 1) / 2 : size;
             if (rows != shaped) tiles.shape_six(rows), shaped = rows;
-            const auto multiply = two_rows ? multiply_three<true> : multiply_three<false>;
-            ahead = multiply(tiles, padded, w, stride, lines, size, rows, out0, out_stride, ahead);
-            return;
+            const auto multiply = [&]<class Sums>(Sums) {
+                Sums::clear(tiles);
+                ahead = Sums::add(tiles, padded / kTileColumns, w, stride, lines, size, rows, ahead);
+                Sums::store(tiles, size, rows, out0, out_stride);
+            };
+            return two_rows ? multiply(SixSums<true>{}) : multiply(SixSums<false>{});
         }
         if (size != shaped) tiles.shape(two_rows ? kTileRows : size, two_rows ? size - kTileRows : 1), shaped = size;
         const auto run = [&](auto multiply) {
@@ -107,150 +118,49 @@ inline Ahead multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t 
     return ahead;
 }
 
-// How scales are taken into account. bfloat16 holds every code exactly, and a code times its scale where the scale has
-// few bits (microscaling formats, nvfp4): those are exact. Others' scales are multiplied in float32 after each group's
-// sum, which is exact too, or, from 17 tokens on, rounded into the weights: sums that are taken out of the tiles for
-// each group and token then cost more than that.
-inline bool exact_before(Format f) { return f == Format::kNvfp4 || f == Format::kMxfp4 || f == Format::kMxfp8; }
-inline bool exact_after(const Layout& l) { return l.format != Format::kFp16 && l.group % kTileColumns == 0; }
-
-inline bool by_tiles(const Layout& l, int tokens) {
-    return tokens >= (exact_before(l.format) || exact_after(l) ? kTilesFromTokens : kWideFromTokens);
-}
-
-// Tokens of a block of pairs: with scales there are more before tiles come where groups are smaller than a tile, of
-// which Q6_K alone is common. The other ones go by as few as all formats have.
-constexpr int most_pairs(Format f) {
-    return f == Format::kBf16 || f == Format::kFp16 ? kMostPlain
-           : f == Format::kQ6K                      ? kMostScaled
-                                                    : kTilesFromTokens - 1;
-}
-
-// ---- one block of tokens: weights are expanded a little at a time, one part ahead of the products that read it from
-// L1
-
-constexpr int kPartColumns = 128;
-
-// Sums that stay in the tiles to the end: scales multiplied before (scaled), or one for the whole row.
-template <class Code, class Scales, bool scaled, bool two_rows>
-void multiply_through(Tiles& tiles, const Layout& l, const uint8_t* w, const PackedBlock& block, float* out,
-                      uint8_t* scratch, Ahead& ahead) {
-    int part = scaled ? l.group : kPartColumns;  // whole groups and whole tiles
-    while (part < kPartColumns || part % kTileColumns) part += l.group;
-    uint8_t* parts[2] = {scratch, scratch + size_t(part) * 32};
-    tiles.zero<0>(), tiles.zero<2>();
-    const auto expand = [&](int i) {
-        const int end = (i + 1) * part < l.padded ? (i + 1) * part : l.padded;
-        if (i * part < end) expand_columns<Code, Scales, scaled>(l, w, i * part, end, parts[i % 2]);
-    };
-    expand(0);
-    for (int i = 0; i * part < l.padded; ++i) {
-        expand(i + 1);
-        for (int k = 0; k < part / kTileColumns && i * part + k * kTileColumns < l.padded; ++k) {
-            const int columns32 = i * (part / kTileColumns) + k;
-            tiles.load<6>(parts[i % 2] + size_t(k) * kTileBytes);
-            tiles.load<4>(block.line(columns32, 0));
-            tiles.multiply<0, 4, 6>();
-            if constexpr (two_rows) tiles.load<5>(block.line(columns32, kTileRows));
-            if constexpr (two_rows) tiles.multiply<2, 5, 6>();
-            ahead.step();
+// Three panels times the first of several blocks, while they are expanded. Returns the bytes from one to the next.
+template <class Code, class Scales, bool scaled>
+size_t expand_and_multiply(Tiles& tiles, const Layout& l, const uint8_t* w, const Packed& x, float* out,
+                           uint8_t* scratch, InStep ahead) {
+    using Sums = SixSums<true>;
+    const int columns = part_columns(l, scaled && Scales::kScaled);
+    const Parts<Code, Scales, scaled> parts{l, w, kTilePanels, columns, block_count(l.padded, columns), scratch};
+    each_block(x, l.padded, [&](const PackedBlock& block) {
+        if (block.first) return;
+        const int rows = (block.size + 1) / 2;
+        tiles.shape_six(rows);
+        Sums::clear(tiles);
+        parts.expand(0, ahead);
+        for (int i = 0; i < parts.count(); ++i) {
+            parts.expand(i + 1, ahead);
+            Sums::add(tiles, parts.steps(i), parts.place(i, 0), parts.stride(),
+                      block.line(i * columns / kTileColumns, 0), block.size, rows, Ahead(nullptr, 0, 1));
         }
-    }
-    tiles.store<0>(out);
-    if constexpr (two_rows) tiles.store<2>(out + kTileRows * 16);
-    apply_factor<Scales, scaled>(w + l.code_bytes, out, block.size);
-}
-
-// Adds the sums of four groups from `first` on, times their scales, to out.
-template <class Scales>
-inline void add_groups(const Layout& l, const uint8_t* scales, int first, const PackedBlock& block,
-                       const float (&sums)[4][kTileRows * 16], float* out) {
-    F32 scale[4], minimum[4];
-    unrolled<4>([&](auto i) {
-        const bool any = first + i.value < l.groups;
-        scale[i.value] = any ? Scales::scale(scales, first + i.value) : zero();
-        if constexpr (Scales::kHasMin) minimum[i.value] = any ? Scales::minimum(scales, first + i.value) : zero();
+        Sums::store(tiles, block.size, rows, out, size_t(x.tokens) * 16);
     });
-    for (int t = 0; t < block.size; ++t) {
-        F32 total = first ? load(out + t * 16) : zero();
-        unrolled<4>([&](auto i) {
-            total = fma(scale[i.value], load(sums[i.value] + t * 16), total);
-            if constexpr (Scales::kHasMin)
-                if (first + i.value < l.groups)
-                    total = fma(minimum[i.value], set(block.sum(first + i.value, l.group, t)), total);
-        });
-        store(out + t * 16, total);
-    }
+    return parts.stride();
 }
 
-// At most 16 tokens: sums of four groups are taken out of the tiles together.
-template <class Code, class Scales>
-void multiply_groups(Tiles& tiles, const Layout& l, const uint8_t* w, const PackedBlock& block, float* out,
-                     uint8_t* scratch, Ahead& ahead) {
-    alignas(64) float sums[4][kTileRows * 16];
-    const int steps = l.group / kTileColumns;
-    const size_t part_bytes = size_t(4 * l.group < l.padded ? 4 * l.group : l.padded) * 32;
-    const auto expand = [&](int first) {
-        const int end = (first + 4 < l.groups ? first + 4 : l.groups) * l.group;
-        if (first < l.groups) expand_codes<Code>(w, first * l.group, end, scratch + first / 4 % 2 * part_bytes);
-    };
-    expand(0);
-    for (int first = 0; first < l.groups; first += 4) {
-        expand(first + 4);
-        const uint8_t* from = scratch + first / 4 % 2 * part_bytes;
-        unrolled<4>([&](auto i) {
-            tiles.zero<i.value>();
-            for (int k = 0; k < steps && first + i.value < l.groups; ++k) {
-                tiles.load<6 + i.value % 2>(from + size_t(i.value * steps + k) * kTileBytes);
-                tiles.load<4>(block.line((first + i.value) * steps + k, 0));
-                tiles.multiply<i.value, 4, 6 + i.value % 2>();
-                ahead.step();
-            }
-            tiles.store<i.value>(sums[i.value]);
-        });
-        add_groups<Scales>(l, w + l.code_bytes, first, block, sums, out);
-    }
-}
-
-template <class Code, class Scales, bool two_rows>
-void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const PackedBlock& block,
-                        float* out, uint8_t* scratch, const uint8_t* next) {
-    tiles.shape(two_rows ? kTileRows : block.size, two_rows ? block.size - kTileRows : block.size);
-    const bool one_scale = l.groups == 1 && !Scales::kHasMin;  // of each row
-    const bool after = exact_after(l) && !exact_before(l.format) && (one_scale || !two_rows);
-    for (int p = 0; p < panels; ++p, w += l.panel_bytes, out += size_t(block.size) * 16) {
-        const uint8_t* then = p + 1 < panels ? w + l.panel_bytes : next;
-        Ahead ahead(then, then ? l.panel_bytes : 0, l.padded / kTileColumns);
-        if constexpr (Scales::kScaled && !Scales::kHasFactor) {
-            if (after && one_scale) {
-                multiply_through<Code, Scales, false, two_rows>(tiles, l, w, block, out, scratch, ahead);
-                continue;
-            }
-            if (after) {
-                multiply_groups<Code, Scales>(tiles, l, w, block, out, scratch, ahead);
-                continue;
-            }
-        }
-        multiply_through<Code, Scales, true, two_rows>(tiles, l, w, block, out, scratch, ahead);
-    }
-}
-
-// ---- more tokens, or bfloat16: three panels at a time, expanded whole for all blocks
-
+// More tokens, or bfloat16: three panels at a time, or what is left.
 template <class Code, class Scales, bool scaled>
 void multiply_threes(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out,
                      uint8_t* scratch, const uint8_t* next) {
     const bool wide = l.format == Format::kBf16;
-    const size_t stride = wide ? l.panel_bytes : size_t(l.padded) * 32;
-    const int steps = block_count(x.tokens, x.how.block_tokens) * (l.padded / kTileColumns);
+    const int blocks = block_count(x.tokens, x.how.block_tokens), steps = blocks * (l.padded / kTileColumns);
     const auto at_once = [](int left) { return left == 4 ? 2 : left < kTilePanels ? left : kTilePanels; };
     for (int i = 0, count; i < panels; i += count, w += count * l.panel_bytes, out += size_t(count) * x.tokens * 16) {
         count = at_once(panels - i);
         const int left = panels - i - count;
         const uint8_t* then = left ? w + count * l.panel_bytes : next;
-        for (int p = 0; p < count && !wide; ++p)
+        size_t stride = wide ? l.panel_bytes : size_t(l.padded) * 32;
+        int from = 0;
+        if (!wide && count == kTilePanels) {
+            stride = expand_and_multiply<Code, Scales, scaled>(tiles, l, w, x, out, scratch, {then ? then : w});
+            from = block_begin(x.tokens, blocks, 1), then = nullptr;
+        }
+        for (int p = 0; p < count && !wide && !from; ++p)
             expand_columns<Code, Scales, scaled>(l, w + p * l.panel_bytes, 0, l.padded, scratch + p * stride);
-        multiply_panels(tiles, l.padded, wide ? w : scratch, stride, count, x, out,
+        multiply_panels(tiles, l.padded, wide ? w : scratch, stride, count, x, from, out,
                         Ahead(then, then ? size_t(at_once(left ? left : panels)) * l.panel_bytes : 0, steps));
         for (int p = 0; p < count; ++p)
             apply_factor<Scales, scaled>(w + p * l.panel_bytes + l.code_bytes, out + size_t(p) * x.tokens * 16,
@@ -258,16 +168,22 @@ void multiply_threes(Tiles& tiles, const Layout& l, const uint8_t* w, int panels
     }
 }
 
-// scratch: kTilePanels panels in bfloat16, if the format is another. x is in tiles. next: see Kernels::matmul.
+// What multiply_tiles needs: three panels in bfloat16, whole parts, if the format is another.
+inline size_t tile_scratch_bytes(const Layout& l, int tokens) {
+    if (l.format == Format::kBf16) return 0;
+    const size_t panels = kTilePanels * size_t(round_up(l.padded, part_columns(l, true))) * 32;
+    const size_t block = block_scratch_bytes(l);
+    return tokens <= kTileTokens || block > panels ? block : panels;
+}
+
+// x is in tiles. next: see Kernels::matmul.
 void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* scratch,
                     const uint8_t* next) {
     Tiles tiles;
     with_format(l.format, [&]<class Code, class Scales, Format>() {
         if (l.format != Format::kBf16 && x.tokens <= kTileTokens)
             return each_block(x, l.padded, [&](const PackedBlock& block) {
-                block.size > kTileRows
-                    ? multiply_one_block<Code, Scales, true>(tiles, l, w, panels, block, out, scratch, next)
-                    : multiply_one_block<Code, Scales, false>(tiles, l, w, panels, block, out, scratch, next);
+                multiply_one_block<Code, Scales>(tiles, l, w, panels, block, out, scratch, next);
             });
         if constexpr (kScalesAlone<Scales>)
             if (l.groups == 1 && !exact_before(l.format))

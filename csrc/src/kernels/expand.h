@@ -1,0 +1,138 @@
+// Weights as bfloat16, in its layout: a line for two columns. Never: products.
+#pragma once
+
+// A group's weights with its scale in them, rounded once; exactly, where bfloat16 holds what a code times its scale is.
+template <class Code, class Scales, bool with_factor>
+struct ScaledGroup {
+    static constexpr bool kExact = Scales::kFewBits && !(Scales::kHasFactor && with_factor);
+    F32 scale = set(1.f), minimum = zero();
+
+    ScaledGroup(const uint8_t* scales, int g) {
+        if constexpr (Scales::kScaled) scale = Scales::scale(scales, g);
+        if constexpr (Scales::kHasFactor && with_factor) scale = mul(scale, Scales::factor(scales));
+        if constexpr (Scales::kHasMin) minimum = Scales::minimum(scales, g);
+    }
+    template <int p>
+    U32 words(const typename Code::Line& line) const {
+        const auto pair = Code::template pair<p>(line);
+        const F32 even = even_values(pair), odd = odd_values(pair);
+        if constexpr (kExact)
+            return bf16_words(from_values(mul(even, scale), mul(odd, scale)));
+        else
+            return rounded_words(fma(even, scale, minimum), fma(odd, scale, minimum));
+    }
+};
+
+// The same, quicker: for some formats.
+template <class Code, class Scales>
+struct QuickGroup {
+    static constexpr bool kThere = false;
+};
+
+#ifdef PROA_BYTE_TABLES
+// e2m1 times a power of two: a code's value times 2^125, its exponent lowered. What is below zero is zero's.
+template <>
+struct QuickGroup<NibbleCode<E2m1Nibble>, E8m0Rows> {
+    static constexpr bool kThere = true;
+    static constexpr int kRaised = 125;
+    static constexpr WordTable kWords = [] {
+        WordTable t = word_table(E2m1Nibble::kValues);
+        for (uint16_t& word : t.words) word = word & 0x7fff ? uint16_t(word + (kRaised << 7)) : uint16_t(0);
+        return t;
+    }();
+    __m512i lowered;
+
+    // Whether all rows' scales are such that nothing overflows, nor is a scale zero or NaN.
+    static bool fits(const uint8_t* scales, int g) {
+        const __m512i codes = load_u8(scales + 16 * g).v, one = _mm512_set1_epi32(1);
+        return !_mm512_cmpge_epu32_mask(_mm512_sub_epi32(codes, one), _mm512_set1_epi32(127 + kRaised));
+    }
+    QuickGroup(const uint8_t* scales, int g) {
+        const __m512i codes = load_u8(scales + 16 * g).v;
+        const __m512i by = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(127 + kRaised), codes), 7);
+        lowered = _mm512_or_si512(by, _mm512_slli_epi32(by, 16));
+    }
+    template <int p>
+    U32 words(U32 line) const {
+        return {_mm512_subs_epu16(look_up_words<4 * p>(kWords, line).v, lowered)};
+    }
+};
+#endif
+
+// What is fetched for each line that is expanded: nothing, or as much of what comes next, in order.
+struct NoFetch {
+    void step(int) {}
+};
+struct InStep {
+    const uint8_t* at;
+    void step(int lines) {
+        for (int i = 0; i < lines; ++i, at += kLineBytes) __builtin_prefetch(at, 0, 2);
+    }
+};
+
+// Lines from `w` on.
+template <class Code, class Group, class Fetch>
+inline void expand_lines(const Group& group, const uint8_t* w, int lines, uint8_t* expanded, Fetch& fetch) {
+    constexpr int kPairs = Code::kValues / 2;
+    Fetch here = fetch;  // which no store can change
+    for (int line = 0; line < lines; ++line, expanded += kPairs * 64) {
+        const typename Code::Line codes = Code::load(w + size_t(line) * Code::kBytes);
+        here.step(Code::kBytes / kLineBytes);
+        unrolled<kPairs>([&](auto p) { store_u32(expanded + p.value * 64, group.template words<p.value>(codes)); });
+    }
+    fetch = here;
+}
+
+// Groups [first, last) of a panel. with_factor: of the whole panel, if there is one.
+template <class Code, class Scales, bool with_factor = true, class Fetch = NoFetch>
+inline void expand_groups(const Layout& l, const uint8_t* w, int first, int last, uint8_t* expanded,
+                          Fetch&& fetch = {}) {
+    using Quick = QuickGroup<Code, Scales>;
+    const uint8_t* scales = w + l.code_bytes;
+    const int lines = l.group / Code::kValues;
+    for (int g = first; g < last; ++g, expanded += size_t(l.group) * 32) {
+        const uint8_t* from = w + size_t(g) * lines * Code::kBytes;
+        if constexpr (Quick::kThere && !(Scales::kHasFactor && with_factor)) {
+            if (Quick::fits(scales, g)) {
+                expand_lines<Code>(Quick(scales, g), from, lines, expanded, fetch);
+                continue;
+            }
+        }
+        expand_lines<Code>(ScaledGroup<Code, Scales, with_factor>(scales, g), from, lines, expanded, fetch);
+    }
+}
+
+// Without scales: every code's value, exactly.
+template <class Code>
+struct PlainGroup {
+    template <int p>
+    U32 words(const typename Code::Line& line) const {
+        return bf16_words(Code::template pair<p>(line));
+    }
+};
+
+// Columns of a panel, whole groups if `scaled` and there are scales, whole lines in any case, without what its sums are
+// multiplied with afterwards (apply_factor): a factor of the whole panel or, unless `scaled`, each row's one scale.
+template <class Code, class Scales, bool scaled, class Fetch = NoFetch>
+inline void expand_columns(const Layout& l, const uint8_t* w, int first, int last, uint8_t* expanded,
+                           Fetch&& fetch = {}) {
+    const uint8_t* from = w + size_t(first / Code::kValues) * Code::kBytes;
+    const int lines = (last - first) / Code::kValues;
+    if constexpr (!Scales::kScaled)
+        expand_lines<Code>(ScaledGroup<Code, Scales, false>(nullptr, 0), from, lines, expanded, fetch);
+    else if constexpr (scaled)
+        expand_groups<Code, Scales, false>(l, w, first / l.group, last / l.group, expanded, fetch);
+    else
+        expand_lines<Code>(PlainGroup<Code>{}, from, lines, expanded, fetch);
+}
+
+inline void scale_rows(F32 factor, float* out, int tokens) {
+    for (int t = 0; t < tokens; ++t) store(out + t * 16, mul(factor, load(out + t * 16)));
+}
+
+// What a panel's sums are still to be multiplied with.
+template <class Scales, bool scaled>
+inline void apply_factor(const uint8_t* scales, float* out, int tokens) {
+    if constexpr (Scales::kHasFactor) scale_rows(Scales::factor(scales), out, tokens);
+    if constexpr (Scales::kScaled && !scaled) scale_rows(Scales::scale(scales, 0), out, tokens);
+}

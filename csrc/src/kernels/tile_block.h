@@ -1,0 +1,219 @@
+// One block of up to 32 tokens times panels of other formats than bfloat16, by matrix tiles: two panels at once,
+// expanded a part of their columns at a time, one part ahead of the products that read it from L1. Never: more tokens,
+// whose products tile_panels.h has.
+//
+// Measured on one core of Granite Rapids, weights from RAM, 8 tokens, a line in units of the time to read it: int8 and
+// fp8 0.9 to 1.1, four bits 1.3 to 1.8 (decision 017). What comes next is asked for line by line while weights are
+// expanded: by a few dozen lines between products, int8 took 1.5.
+#pragma once
+
+// How scales are taken into account. bfloat16 holds every code exactly, and a code times its scale where the scale has
+// few bits (microscaling formats, nvfp4): those are exact. Others' scales are multiplied in float32 after each group's
+// sum, which is exact too, or, from 17 tokens on, rounded into the weights: sums that are taken out of the tiles for
+// each group and token then cost more than that.
+inline bool exact_before(Format f) { return f == Format::kNvfp4 || f == Format::kMxfp4 || f == Format::kMxfp8; }
+inline bool exact_after(const Layout& l) { return l.format != Format::kFp16 && l.group % kTileColumns == 0; }
+
+inline bool by_tiles(const Layout& l, int tokens) {
+    return tokens >= (exact_before(l.format) || exact_after(l) ? tiles_from_tokens(l.format) : kWideFromTokens);
+}
+
+// Tokens of a block of pairs: with scales there are more before tiles come where groups are smaller than a tile, of
+// which Q6_K alone is common. The other ones go by as few as all formats have.
+constexpr int most_pairs(Format f) {
+    return f == Format::kBf16 || f == Format::kFp16 ? kMostPlain
+           : f == Format::kQ6K                      ? kMostScaled
+                                                    : tiles_from_tokens(f) - 1;
+}
+
+constexpr int kBlockPanels = 2;
+
+// Sums of kBlockPanels panels, or one. Tiles 4 and 5 are activations, 6 and 7 weights; with two rows of tiles 0 and 1
+// are the first row's sums and 2 and 3 the second one's, otherwise either pair is sums.
+struct TileSums {
+    int panels;
+    void (*clear)(Tiles& tiles);
+    // Adds `steps` times 32 columns, from step `first` of the activations on. w: the panels' tiles, `stride` bytes
+    // apart.
+    void (*add)(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps);
+    void (*store)(Tiles& tiles, float* out, size_t stride);  // [panels][tokens][16]
+};
+
+template <int panels, bool two_rows, int at>
+struct TileSumsAt {
+    static void clear(Tiles& tiles) {
+        unrolled<panels>([&](auto p) {
+            tiles.zero<at + p.value>();
+            if constexpr (two_rows) tiles.zero<2 + p.value>();
+        });
+    }
+    static void add(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps) {
+        for (int k = 0; k < steps; ++k, w += kTileBytes) {
+            tiles.load<4>(x.line(first + k, 0));
+            if constexpr (two_rows) tiles.load<5>(x.line(first + k, kTileRows));
+            unrolled<panels>([&](auto p) {
+                tiles.load<6 + p.value>(w + p.value * stride);
+                tiles.multiply<at + p.value, 4, 6 + p.value>();
+                if constexpr (two_rows) tiles.multiply<2 + p.value, 5, 6 + p.value>();
+            });
+        }
+    }
+    static void store(Tiles& tiles, float* out, size_t stride) {
+        unrolled<panels>([&](auto p) {
+            tiles.store<at + p.value>(out + p.value * stride);
+            if constexpr (two_rows) tiles.store<2 + p.value>(out + p.value * stride + kTileRows * 16);
+        });
+    }
+    static constexpr TileSums kTable = {panels, clear, add, store};
+};
+
+// Those to use in turns.
+template <int panels>
+inline const TileSums* const* tile_sums(bool two_rows) {
+    static constexpr const TileSums* kOne[2] = {&TileSumsAt<panels, false, 0>::kTable,
+                                                &TileSumsAt<panels, false, 2>::kTable};
+    static constexpr const TileSums* kTwo[2] = {&TileSumsAt<panels, true, 0>::kTable,
+                                                &TileSumsAt<panels, true, 0>::kTable};
+    return two_rows ? kTwo : kOne;
+}
+
+// Columns of a part: whole tiles, and whole groups, if each has its own scale. More lose: 4 KB a panel of two parts and
+// as much of sums leave L1 room for what is read and written beside them.
+constexpr int kPartColumns = 64;
+inline int part_columns(const Layout& l, bool whole_groups) {
+    int part = whole_groups ? l.group : kPartColumns;
+    while (part < kPartColumns || part % kTileColumns) part += l.group;
+    return part;
+}
+
+// Expands parts, and fetches as much of what comes next. slots: places of a panel that parts take in turn.
+template <class Code, class Scales, bool scaled>
+struct Parts {
+    const Layout& l;
+    const uint8_t* w;
+    int panels, columns, slots;
+    uint8_t* memory;
+
+    size_t stride() const { return size_t(slots * columns) * 32; }  // from one panel to the next
+    int count() const { return block_count(l.padded, columns); }
+    int steps(int i) const { return ((i + 1) * columns < l.padded ? columns : l.padded - i * columns) / kTileColumns; }
+    uint8_t* place(int i, int p) const { return memory + p * stride() + size_t(i % slots * columns) * 32; }
+    void expand(int i, InStep& ahead) const {
+        if (i >= count()) return;
+        const int scales = panels * int(l.scale_bytes / kLineBytes);
+        ahead.step(block_begin(scales, count(), i + 1) - block_begin(scales, count(), i));
+        for (int p = 0; p < panels; ++p)
+            expand_columns<Code, Scales, scaled>(l, w + p * l.panel_bytes, i * columns,
+                                                 i * columns + steps(i) * kTileColumns, place(i, p), ahead);
+    }
+};
+
+// Sums that stay in the tiles to the end: scales multiplied before (scaled), or one for the whole row.
+template <class Code, class Scales, bool scaled>
+void multiply_through(Tiles& tiles, const TileSums& sums, const Layout& l, const uint8_t* w, const PackedBlock& x,
+                      float* out, uint8_t* scratch, InStep ahead) {
+    const Parts<Code, Scales, scaled> parts{l, w, sums.panels, part_columns(l, scaled && Scales::kScaled), 2, scratch};
+    sums.clear(tiles);
+    parts.expand(0, ahead);
+    for (int i = 0; i < parts.count(); ++i) {
+        parts.expand(i + 1, ahead);
+        sums.add(tiles, parts.place(i, 0), parts.stride(), x, i * parts.columns / kTileColumns, parts.steps(i));
+    }
+    sums.store(tiles, out, size_t(x.size) * 16);
+    for (int p = 0; p < sums.panels; ++p)
+        apply_factor<Scales, scaled>(w + p * l.panel_bytes + l.code_bytes, out + size_t(p * x.size) * 16, x.size);
+}
+
+// Sums of two groups, taken out of the tiles.
+struct GroupSums {
+    alignas(64) float of[2][kBlockPanels][kTileTokens * 16];
+};
+
+// Adds sums of `count` groups from `first` on, times their scales, to out. of_x: see multiply_groups.
+template <class Scales, int count>
+inline void add_groups(const uint8_t* scales, int first, int tokens, const GroupSums& sums, int panel,
+                       const float* of_x, float* out) {
+    F32 scale[count], minimum[count];
+    unrolled<count>([&](auto i) {
+        scale[i.value] = Scales::scale(scales, first + i.value);
+        if constexpr (Scales::kHasMin) minimum[i.value] = Scales::minimum(scales, first + i.value);
+    });
+    of_x += size_t(first) * size_t(tokens);
+    for (int t = 0; t < tokens; ++t) {
+        F32 total = first ? load(out + t * 16) : zero();
+        unrolled<count>([&](auto i) {
+            total = fma(scale[i.value], load(sums.of[i.value][panel] + t * 16), total);
+            if constexpr (Scales::kHasMin) total = fma(minimum[i.value], set(of_x[i.value * tokens + t]), total);
+        });
+        store(out + t * 16, total);
+    }
+}
+
+// Each group's sums are taken out of the tiles, two groups' scaled and added while the next are multiplied. of_x: sums
+// of each group's activations, [groups][tokens], where there are minimums.
+template <class Code, class Scales>
+void multiply_groups(Tiles& tiles, const TileSums* const* turns, const Layout& l, const uint8_t* w,
+                     const PackedBlock& x, const float* of_x, float* out, uint8_t* scratch, InStep ahead) {
+    GroupSums sums[2];
+    const int panels = turns[0]->panels, steps = l.group / kTileColumns;
+    const Parts<Code, Scales, false> parts{l, w, panels, part_columns(l, true), 2, scratch};
+    const int per_part = parts.columns / l.group;
+    const auto add = [&](int first) {
+        const auto groups = first + 1 < l.groups ? add_groups<Scales, 2> : add_groups<Scales, 1>;
+        for (int p = 0; p < panels; ++p)
+            groups(w + p * l.panel_bytes + l.code_bytes, first, x.size, sums[first / 2 % 2], p, of_x,
+                   out + size_t(p * x.size) * 16);
+    };
+    parts.expand(0, ahead);
+    for (int g = 0; g < l.groups; ++g) {
+        const int part = g / per_part;
+        if (g % per_part == 0) parts.expand(part + 1, ahead);
+        const TileSums& turn = *turns[g % 2];
+        turn.clear(tiles);
+        turn.add(tiles, parts.place(part, 0) + size_t(g % per_part * steps) * kTileBytes, parts.stride(), x, g * steps,
+                 steps);
+        turn.store(tiles, sums[g / 2 % 2].of[g % 2][0], kTileTokens * 16);
+        if (g && g % 2 == 0) add(g - 2);
+    }
+    add((l.groups - 1) / 2 * 2);
+}
+
+inline void group_sums(const Layout& l, const PackedBlock& x, float* out) {
+    for (int g = 0; g < l.groups; ++g)
+        for (int t = 0; t < x.size; ++t) *out++ = x.sum(g, l.group, t);
+}
+
+constexpr size_t parts_bytes(int columns) { return size_t(2 * kBlockPanels) * size_t(columns) * 32; }
+
+// Of multiply_one_block: parts, then sums of activations.
+inline size_t block_scratch_bytes(const Layout& l) {
+    return parts_bytes(part_columns(l, true)) + size_t(l.groups) * kTileTokens * sizeof(float);
+}
+
+template <class Code, class Scales>
+void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const PackedBlock& x, float* out,
+                        uint8_t* scratch, const uint8_t* next) {
+    constexpr bool kBefore = !Scales::kScaled || Scales::kFewBits;
+    const bool two_rows = x.size > kTileRows;
+    tiles.shape(two_rows ? kTileRows : x.size, two_rows ? x.size - kTileRows : x.size);
+    const bool after = exact_after(l), one_scale = l.groups == 1 && !Scales::kHasMin;
+    float* of_x = (float*)(scratch + parts_bytes(part_columns(l, true)));
+    if (Scales::kHasMin && after) group_sums(l, x, of_x);
+    for (int count; panels; panels -= count, w += count * l.panel_bytes, out += size_t(count * x.size) * 16) {
+        const TileSums* const* sums =
+            panels < kBlockPanels ? tile_sums<1>(two_rows) : tile_sums<kBlockPanels>(two_rows);
+        count = sums[0]->panels;
+        const InStep ahead{panels > count ? w + count * l.panel_bytes : next ? next : w};
+        if constexpr (!kBefore) {
+            if (after && one_scale) {
+                multiply_through<Code, Scales, false>(tiles, *sums[0], l, w, x, out, scratch, ahead);
+                continue;
+            }
+            if (after) {
+                multiply_groups<Code, Scales>(tiles, sums, l, w, x, of_x, out, scratch, ahead);
+                continue;
+            }
+        }
+        multiply_through<Code, Scales, true>(tiles, *sums[0], l, w, x, out, scratch, ahead);
+    }
+}
