@@ -9,21 +9,19 @@
 
 // How scales are taken into account. bfloat16 holds every code exactly, and a code times its scale where the scale has
 // few bits (microscaling formats, nvfp4): those are exact. Others' scales are multiplied in float32 after each group's
-// sum, which is exact too, or, from 17 tokens on, rounded into the weights: sums that are taken out of the tiles for
-// each group and token then cost more than that.
+// sum, which is exact too, or, of more than one block of tokens, rounded into the weights: sums that are taken out of
+// the tiles for each group and token then cost more than that. So they do from 17 tokens on where groups are half
+// tiles.
 inline bool exact_before(Format f) { return f == Format::kNvfp4 || f == Format::kMxfp4 || f == Format::kMxfp8; }
-inline bool exact_after(const Layout& l) { return l.format != Format::kFp16 && l.group % kTileColumns == 0; }
+inline bool exact_after(const Layout& l) { return l.format != Format::kFp16; }
 
 inline bool by_tiles(const Layout& l, int tokens) {
     return tokens >= (exact_before(l.format) || exact_after(l) ? tiles_from_tokens(l.format) : kWideFromTokens);
 }
 
-// Tokens of a block of pairs: with scales there are more before tiles come where groups are smaller than a tile, of
-// which Q6_K alone is common. The other ones go by as few as all formats have.
+// Tokens of a block of pairs.
 constexpr int most_pairs(Format f) {
-    return f == Format::kBf16 || f == Format::kFp16 ? kMostPlain
-           : f == Format::kQ6K                      ? kMostScaled
-                                                    : tiles_from_tokens(f) - 1;
+    return f == Format::kBf16 || f == Format::kFp16 ? kMostPlain : tiles_from_tokens(f) - 1;
 }
 
 constexpr int kBlockPanels = 2;
@@ -33,13 +31,13 @@ constexpr int kBlockPanels = 2;
 struct TileSums {
     int panels;
     void (*clear)(Tiles& tiles);
-    // Adds `steps` times 32 columns, from step `first` of the activations on. w: the panels' tiles, `stride` bytes
-    // apart.
+    // Adds `steps` times 32 columns, or 16, from step `first` of the activations on. w: the panels' tiles, `stride`
+    // bytes apart.
     void (*add)(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps);
     void (*store)(Tiles& tiles, float* out, size_t stride);  // [panels][tokens][16]
 };
 
-template <int panels, bool two_rows, int at>
+template <int panels, bool two_rows, bool halves, int at>
 struct TileSumsAt {
     static void clear(Tiles& tiles) {
         unrolled<panels>([&](auto p) {
@@ -48,9 +46,11 @@ struct TileSumsAt {
         });
     }
     static void add(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps) {
-        for (int k = 0; k < steps; ++k, w += kTileBytes) {
-            tiles.load<4>(x.line(first + k, 0));
-            if constexpr (two_rows) tiles.load<5>(x.line(first + k, kTileRows));
+        constexpr int parts = halves ? 2 : 1;
+        for (int k = first; k < first + steps; ++k, w += kTileBytes / parts) {
+            const size_t half = size_t(k % parts) * kLineBytes / 2;
+            tiles.load<4>(x.line(k / parts, 0) + half);
+            if constexpr (two_rows) tiles.load<5>(x.line(k / parts, kTileRows) + half);
             unrolled<panels>([&](auto p) {
                 tiles.load<6 + p.value>(w + p.value * stride);
                 tiles.multiply<at + p.value, 4, 6 + p.value>();
@@ -68,13 +68,13 @@ struct TileSumsAt {
 };
 
 // Those to use in turns.
+template <int panels, bool two_rows, bool halves>
+inline constexpr const TileSums* kTileSums[2] = {&TileSumsAt<panels, two_rows, halves, 0>::kTable, &TileSumsAt < panels,
+                                                 two_rows, halves, two_rows ? 0 : 2 > ::kTable};
 template <int panels>
-inline const TileSums* const* tile_sums(bool two_rows) {
-    static constexpr const TileSums* kOne[2] = {&TileSumsAt<panels, false, 0>::kTable,
-                                                &TileSumsAt<panels, false, 2>::kTable};
-    static constexpr const TileSums* kTwo[2] = {&TileSumsAt<panels, true, 0>::kTable,
-                                                &TileSumsAt<panels, true, 0>::kTable};
-    return two_rows ? kTwo : kOne;
+inline const TileSums* const* tile_sums(bool two_rows, bool halves) {
+    if (two_rows) return kTileSums<panels, true, false>;
+    return halves ? kTileSums<panels, false, true> : kTileSums<panels, false, false>;
 }
 
 // Columns of a part: whole tiles, and whole groups, if each has its own scale. More lose: 4 KB a panel of two parts and
@@ -149,13 +149,16 @@ inline void add_groups(const uint8_t* scales, int first, int tokens, const Group
     }
 }
 
+// Groups that are no whole tiles go by half tiles.
+inline bool by_halves(const Layout& l) { return l.group % kTileColumns != 0; }
+
 // Each group's sums are taken out of the tiles, two groups' scaled and added while the next are multiplied. of_x: sums
 // of each group's activations, [groups][tokens], where there are minimums.
 template <class Code, class Scales>
 void multiply_groups(Tiles& tiles, const TileSums* const* turns, const Layout& l, const uint8_t* w,
                      const PackedBlock& x, const float* of_x, float* out, uint8_t* scratch, InStep ahead) {
     GroupSums sums[2];
-    const int panels = turns[0]->panels, steps = l.group / kTileColumns;
+    const int panels = turns[0]->panels, steps = l.group / (by_halves(l) ? kTileColumns / 2 : kTileColumns);
     const Parts<Code, Scales, false> parts{l, w, panels, part_columns(l, true), 2, scratch};
     const int per_part = parts.columns / l.group;
     const auto add = [&](int first) {
@@ -170,7 +173,7 @@ void multiply_groups(Tiles& tiles, const TileSums* const* turns, const Layout& l
         if (g % per_part == 0) parts.expand(part + 1, ahead);
         const TileSums& turn = *turns[g % 2];
         turn.clear(tiles);
-        turn.add(tiles, parts.place(part, 0) + size_t(g % per_part * steps) * kTileBytes, parts.stride(), x, g * steps,
+        turn.add(tiles, parts.place(part, 0) + size_t(g % per_part * l.group) * 32, parts.stride(), x, g * steps,
                  steps);
         turn.store(tiles, sums[g / 2 % 2].of[g % 2][0], kTileTokens * 16);
         if (g && g % 2 == 0) add(g - 2);
@@ -194,14 +197,15 @@ template <class Code, class Scales>
 void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const PackedBlock& x, float* out,
                         uint8_t* scratch, const uint8_t* next) {
     constexpr bool kBefore = !Scales::kScaled || Scales::kFewBits;
-    const bool two_rows = x.size > kTileRows;
-    tiles.shape(two_rows ? kTileRows : x.size, two_rows ? x.size - kTileRows : x.size);
-    const bool after = exact_after(l), one_scale = l.groups == 1 && !Scales::kHasMin;
+    const bool two_rows = x.size > kTileRows, one_scale = l.groups == 1 && !Scales::kHasMin;
+    const bool after = exact_after(l) && !kBefore && !(by_halves(l) && two_rows), halves = after && by_halves(l);
+    const int first_rows = two_rows ? kTileRows : x.size, second_rows = two_rows ? x.size - kTileRows : x.size;
+    halves ? tiles.shape_halves(first_rows, second_rows) : tiles.shape(first_rows, second_rows);
     float* of_x = (float*)(scratch + parts_bytes(part_columns(l, true)));
     if (Scales::kHasMin && after) group_sums(l, x, of_x);
     for (int count; panels; panels -= count, w += count * l.panel_bytes, out += size_t(count * x.size) * 16) {
         const TileSums* const* sums =
-            panels < kBlockPanels ? tile_sums<1>(two_rows) : tile_sums<kBlockPanels>(two_rows);
+            panels < kBlockPanels ? tile_sums<1>(two_rows, halves) : tile_sums<kBlockPanels>(two_rows, halves);
         count = sums[0]->panels;
         const InStep ahead{panels > count ? w + count * l.panel_bytes : next ? next : w};
         if constexpr (!kBefore) {

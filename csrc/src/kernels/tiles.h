@@ -22,6 +22,12 @@ struct Tiles {
         configure({first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, kTileRows, kTileRows});
     }
     void shape_six(int rows) { configure({rows, rows, rows, rows, rows, rows, rows, kTileRows}); }
+    // As shape(), for products of 16 columns.
+    void shape_halves(int first_rows, int second_rows) {
+        configure(
+            {first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, kTileRows / 2, kTileRows / 2},
+            kLineBytes / 2);
+    }
     // By hand: the compilers' intrinsics want their tiles as digits in the source.
     template <int tile>
     void zero() {
@@ -41,9 +47,11 @@ struct Tiles {
     }
 
   private:
-    static void configure(const int (&rows)[8]) {
+    // of_x: bytes of a row of activations.
+    static void configure(const int (&rows)[8], int of_x = kLineBytes) {
         TileConfig config;
         for (int i = 0; i < 8; ++i) config.row_bytes[i] = kLineBytes, config.rows[i] = uint8_t(rows[i]);
+        if (of_x < kLineBytes) config.row_bytes[4] = config.row_bytes[5] = uint16_t(of_x);
         _tile_loadconfig(&config);
     }
 };
@@ -51,13 +59,18 @@ struct Tiles {
 #else
 
 struct Tiles {
-    int rows[8];
+    int rows[8], of_x;  // of_x: columns of a product
     alignas(64) uint8_t data[8][kTileBytes];
 
     void shape(int first_rows, int second_rows) {
         configure({first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, kTileRows, kTileRows});
     }
     void shape_six(int count) { configure({count, count, count, count, count, count, count, kTileRows}); }
+    void shape_halves(int first_rows, int second_rows) {
+        configure(
+            {first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, kTileRows / 2, kTileRows / 2},
+            kTileColumns / 2);
+    }
     template <int tile>
     void zero() {
         __builtin_memset(data[tile], 0, kTileBytes);
@@ -73,21 +86,23 @@ struct Tiles {
     template <int sum, int a, int b>
     void multiply() {
         float x[kTileColumns], w[kTileRows][kTileColumns];  // w: [column of the product][k]
-        for (int k = 0; k < kTileColumns; ++k)
+        for (int k = 0; k < of_x; ++k)
             for (int n = 0; n < kTileRows; ++n) w[n][k] = value(data[b], k / 2 * kTileColumns + 2 * n + k % 2);
         for (int m = 0; m < rows[sum]; ++m) {
-            for (int k = 0; k < kTileColumns; ++k) x[k] = value(data[a], m * kTileColumns + k);
+            for (int k = 0; k < of_x; ++k) x[k] = value(data[a], m * kTileColumns + k);
             for (int n = 0; n < kTileRows; ++n) {
                 float total;
                 __builtin_memcpy(&total, data[sum] + (m * kTileRows + n) * sizeof total, sizeof total);
-                for (int k = 0; k < kTileColumns; ++k) total += x[k] * w[n][k];
+                for (int k = 0; k < of_x; ++k) total += x[k] * w[n][k];
                 __builtin_memcpy(data[sum] + (m * kTileRows + n) * sizeof total, &total, sizeof total);
             }
         }
     }
 
   private:
-    void configure(const int (&counts)[8]) { __builtin_memcpy(rows, counts, sizeof rows); }
+    void configure(const int (&counts)[8], int columns = kTileColumns) {
+        __builtin_memcpy(rows, counts, sizeof rows), of_x = columns;
+    }
     static float value(const uint8_t* tile, int i) {
         uint16_t bits;
         __builtin_memcpy(&bits, tile + 2 * i, sizeof bits);
