@@ -138,13 +138,13 @@ def test_a_tokens_result_does_not_depend_on_its_batch_or_on_nodes(pool, form, gr
             break  # tiles add up in another order
 
 
-EIGHT_BITS = (Format.FP8_ROW, Format.FP8_PANEL, Format.MXFP8, Format.INT8_F32, Format.INT8_F16)
+TILES_FROM = {Format.FP8_ROW: 2, Format.FP8_PANEL: 2, Format.MXFP8: 3, Format.INT8_F32: 2, Format.INT8_F16: 2}
 
 
 def other_way_from(isa: str, form: Format) -> int:
     """Tokens of a matrix from which on an instruction set multiplies another way."""
     if isa in ("amx", "scalar-tiles"):
-        return 3 if form in EIGHT_BITS else 5
+        return TILES_FROM.get(form, 5)
     if isa == "avx512-bf16" and form in (Format.INT8_F32, Format.INT8_F16):
         return 4
     return 7 if isa == "avx512-bf16" and form in (Format.Q5_K, Format.Q6_K) else 32

@@ -29,9 +29,9 @@ constexpr int least_pairs(Format f) {
     return least < half || half == 0 ? least : half;
 }
 
-// Whether there are kernels for all blocks that packing() makes of fewer tokens than are wide.
+// Whether there are kernels for all blocks of pairs that packing() makes.
 constexpr bool pairs_fit(Format f) {
-    for (int tokens = digit_tokens(f) + 1; tokens < kWideFromTokens; ++tokens)
+    for (int tokens = digit_tokens(f) + 1; tokens < pairs_below(f); ++tokens)
         if (tokens / block_count(tokens, most_pairs(f)) < least_pairs(f)) return false;
     return true;
 }

@@ -7,17 +7,9 @@
 // expanded: by a few dozen lines between products, int8 took 1.5.
 #pragma once
 
-// How scales are taken into account. bfloat16 holds every code exactly, and a code times its scale where the scale has
-// few bits (microscaling formats, nvfp4): those are exact. Others' scales are multiplied in float32 after each group's
-// sum, which is exact too, or, of more than one block of tokens, rounded into the weights: sums that are taken out of
-// the tiles for each group and token then cost more than that. So they do from 17 tokens on where groups are half
-// tiles.
-inline bool exact_before(Format f) { return f == Format::kNvfp4 || f == Format::kMxfp4 || f == Format::kMxfp8; }
-inline bool exact_after(const Layout& l) { return l.format != Format::kFp16; }
-
-inline bool by_tiles(const Layout& l, int tokens) {
-    return tokens >= (exact_before(l.format) || exact_after(l) ? tiles_from_tokens(l.format) : kWideFromTokens);
-}
+// Tokens below which products are not by tiles.
+constexpr int pairs_below(Format f) { return f == Format::kFp16 ? kWideFromTokens : tiles_from_tokens(f); }
+inline bool by_tiles(const Layout& l, int tokens) { return tokens >= pairs_below(l.format); }
 
 // Tokens of a block of pairs.
 constexpr int most_pairs(Format f) {
@@ -193,12 +185,17 @@ inline size_t block_scratch_bytes(const Layout& l) {
     return parts_bytes(part_columns(l, true)) + size_t(l.groups) * kTileTokens * sizeof(float);
 }
 
+// How scales are taken into account. bfloat16 holds every code exactly, and a code times its scale where the scale has
+// few bits (microscaling formats, nvfp4): those are exact. Others' scales are multiplied in float32 after each group's
+// sum, which is exact too, or, of more than one block of tokens, rounded into the weights: sums that are taken out of
+// the tiles for each group and token then cost more than that. So they do from 17 tokens on where groups are half
+// tiles.
 template <class Code, class Scales>
 void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const PackedBlock& x, float* out,
                         uint8_t* scratch, const uint8_t* next) {
     constexpr bool kBefore = !Scales::kScaled || Scales::kFewBits;
     const bool two_rows = x.size > kTileRows, one_scale = l.groups == 1 && !Scales::kHasMin;
-    const bool after = exact_after(l) && !kBefore && !(by_halves(l) && two_rows), halves = after && by_halves(l);
+    const bool after = !kBefore && !(by_halves(l) && two_rows), halves = after && by_halves(l);
     const int first_rows = two_rows ? kTileRows : x.size, second_rows = two_rows ? x.size - kTileRows : x.size;
     halves ? tiles.shape_halves(first_rows, second_rows) : tiles.shape(first_rows, second_rows);
     float* of_x = (float*)(scratch + parts_bytes(part_columns(l, true)));

@@ -185,9 +185,8 @@ void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed&
             return each_block(x, l.padded, [&](const PackedBlock& block) {
                 multiply_one_block<Code, Scales>(tiles, l, w, panels, block, out, scratch, next);
             });
-        if constexpr (kScalesAlone<Scales>)
-            if (l.groups == 1 && !exact_before(l.format))
-                return multiply_threes<Code, Scales, false>(tiles, l, w, panels, x, out, scratch, next);
+        if constexpr (kScalesAlone<Scales> && !Scales::kFewBits)
+            if (l.groups == 1) return multiply_threes<Code, Scales, false>(tiles, l, w, panels, x, out, scratch, next);
         multiply_threes<Code, Scales, true>(tiles, l, w, panels, x, out, scratch, next);
     });
 }
