@@ -9,8 +9,8 @@ namespace {
 #define PROA_BYTE_TABLES 1                        // codes.h looks values up by vpermi2b and vpermw
 constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
 constexpr int kWideFromTokens = 16;
-// Codes of eight bits cost as much to convert for a token or two by vectors as for 16 by tiles.
-constexpr int tiles_from_tokens(Format f) { return kFacts[int(f)].code_bits != 8 ? 5 : f == Format::kMxfp8 ? 3 : 2; }
+// Converting fp8 is most of what vectors do for three tokens, and tiles convert once for all.
+constexpr int tiles_from_tokens(Format f) { return Format::kFp8Row <= f && f <= Format::kMxfp8 ? 3 : 5; }
 constexpr int digits_to_tokens(Format f) { return tiles_from_tokens(f) - 1; }
 constexpr int digit_rows_at_once(int) { return 4; }
 // Codes that cost little to convert (decision 012); the others, instructions for more fetching slow down.
