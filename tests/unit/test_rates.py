@@ -42,8 +42,8 @@ def test_buffer_is_larger_than_caches_and_small_beside_free_ram(
 
 
 def test_reads_at_least_what_numpy_reads() -> None:
-    """The measurement must see the real limit: a plain numpy reduction over the same amount cannot beat it by much. Others
-    on the machine take bandwidth from one or the other: a reader that is slow is so five times."""
+    """The measurement must see the real limit: a plain numpy reduction over the same amount cannot beat it by much.
+    Others on the machine take bandwidth from one or the other: a reader that is slow is so five times."""
     machine = probe()
     values = np.ones(buffer_bytes(machine) // 8, dtype=np.uint64)
     np.bitwise_or.reduce(values)
