@@ -25,8 +25,9 @@ class _InitParams(ctypes.Structure):
     _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
 
 
+Signatures = Mapping[str, tuple[Any, tuple[Any, ...]]]  # of a function: its result, its parameters
 _P, _N = c_void_p, c_int64
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+_SIGNATURES: Signatures = {
     "ggml_init": (_P, (_InitParams,)),
     "ggml_free": (None, (_P,)),
     "ggml_row_size": (c_size_t, (c_int, _N)),
@@ -51,26 +52,24 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_gallocr_free": (None, (_P,)),
     "ggml_gallocr_alloc_graph": (c_bool, (_P, _P)),
 }
-LLAMA_CPP: dict[str, tuple[Any, tuple[Any, ...]]] = {
+LLAMA_CPP: Signatures = {
     "ggml_swiglu_split": (_P, (_P, _P, _P)),
     "ggml_backend_cpu_reg": (_P, ()),
     "ggml_backend_reg_dev_get": (_P, (_P, c_size_t)),
     "ggml_backend_reg_get_proc_address": (_P, (_P, c_char_p)),
     "ggml_backend_buft_name": (c_char_p, (_P,)),
 }
-IK_LLAMA: dict[str, tuple[Any, tuple[Any, ...]]] = {
+IK_LLAMA: Signatures = {
     "ggml_moe_up_gate": (_P, (_P, _P, _P, _P, _P, c_int)),
     "repack_bf16_bf16_r16": (None, (_P, _P, _N, _N)),
 }
 
 
 class Ggml:
-    """ggml's CPU backend with `threads` threads. Raises OSError if a library cannot be loaded. more: what only one of the
-    programs has."""
+    """ggml's CPU backend with `threads` threads. Raises OSError if a library cannot be loaded. more: what only one
+    program has."""
 
-    def __init__(
-        self, libraries: Sequence[Path], threads: int, more: Mapping[str, tuple[Any, tuple[Any, ...]]]
-    ) -> None:
+    def __init__(self, libraries: Sequence[Path], threads: int, more: Signatures) -> None:
         loaded = [ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in libraries]
         for name, (result, parameters) in {**_SIGNATURES, **more}.items():
             found = next(library for library in loaded if name in _names(library, name))

@@ -1,19 +1,24 @@
-"""One layer's experts as graphs of ggml, one a layer: gate and up, mul_mat_id of down, weighting, sum. Never: which
-program's ggml, how weights are made.
+"""One layer's experts as graphs of ggml, one a layer: gate and up, mul_mat_id of down, weighting, sum. And the run of a
+program that brings ggml beside Proa. Never: what such a program does otherwise than others (run_*.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from beside import Call, bf16_values
-from ggml_calls import F32, GRAPH_NODES, I32, Ggml
+from beside import Call, Dense, Loaded, Peer, bf16_values, compare, options_of
+from ggml_calls import F32, GRAPH_NODES, I32, Ggml, Signatures
 
 from proa.bench.kernel_cases import Shape
+from proa.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,65 @@ class Layer:
 
 # (context, layer, rows, ids): the tensor of SwiGLU of gate and up.
 Gated = Callable[[int, Layer, int, int], int]
+
+
+@dataclass(frozen=True)
+class Type:
+    """ggml's number of a type, bits of a weight with scales, and whether ggml rearranges it for the CPU when loaded."""
+
+    name: str
+    number: int
+    bits: float
+    repacked: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """One that brings ggml: its package with `libraries` in lib/, as pip knows it, the functions that only it has, its
+    types by Proa's name of the format, how it makes gate and up, and how bits of bfloat16 [rows, columns] lie."""
+
+    name: str
+    package: str
+    distribution: str
+    libraries: Sequence[str]
+    functions: Signatures
+    types: Mapping[str, Type]
+    gated: Callable[[Ggml, int, Layer, int, int], int]
+    bf16: Callable[[Ggml, npt.NDArray[np.uint16]], npt.NDArray[np.uint16]]
+
+
+def run_beside(program: Program, script: str, argv: Sequence[str]) -> None:
+    """Raises UsageError where it is not installed."""
+    options = options_of(argv, script, list(program.types))
+    found = importlib.util.find_spec(program.package)
+    if found is None or found.origin is None:
+        raise UsageError(
+            f"{program.distribution} is not installed here.", "See benchmarks/peers/README.md for how to install it."
+        )
+    folder = Path(found.origin).parent / "lib"
+
+    def make_peer(threads: int) -> Peer:
+        ggml = Ggml([folder / f"lib{name}.so" for name in program.libraries], threads, program.functions)
+        formats = {name: kind.name for name, kind in program.types.items()}
+        version = importlib.metadata.version(program.distribution)
+        name = f"{program.name} of {program.distribution}"
+        return Peer(name, version, threads, formats, partial(_load, program, ggml))
+
+    compare(make_peer, options)
+
+
+def _load(
+    program: Program, ggml: Ggml, of: str, shape: Shape, count: int, dense: Dense, most_tokens: int
+) -> Loaded:
+    kind = program.types[of]
+    memory = ggml.repacking_memory() if kind.repacked else ggml.plain_memory
+    layers = Layers(ggml, partial(program.gated, ggml), shape, count, kind.number, memory)
+    for name, bits in (("gate", dense.gate), ("up", dense.up), ("down", dense.down)):
+        if of == "bf16":
+            layers.fill(name, np.concatenate([program.bf16(ggml, one) for one in bits]))
+        else:
+            layers.fill(name, np.concatenate([ggml.quantized(kind.number, bf16_values(one)) for one in bits]))
+    return Loaded(layers.prepare, kind.bits, layers.close)
 
 
 class Layers:

@@ -7,31 +7,13 @@ other than bf16 and fp16 round activations to 8 bits. Q4_0 is rearranged for the
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import numpy as np
-from beside import Dense, Loaded, Peer, bf16_values, compare, main, options_of
+import numpy.typing as npt
+from beside import main
 from ggml_calls import LLAMA_CPP, Ggml
-from ggml_layers import Layer, Layers
-
-from proa.bench.kernel_cases import Shape
-from proa.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Type:
-    """ggml's number of a type, bits of a weight with scales."""
-
-    name: str
-    number: int
-    bits: float
-    repacked: bool = False
-
+from ggml_layers import Layer, Program, Type, run_beside
 
 TYPES = {
     "bf16": Type("BF16", 30, 16),
@@ -45,43 +27,23 @@ TYPES = {
 }
 
 
-def library_folder() -> Path:
-    found = importlib.util.find_spec("llama_cpp")
-    if found is None or found.origin is None:
-        raise UsageError(
-            "llama-cpp-python is not installed here.", "See benchmarks/peers/README.md for how to install it."
-        )
-    return Path(found.origin).parent / "lib"
+def _gated(ggml: Ggml, context: int, layer: Layer, x: int, ids: int) -> int:
+    up, gate = (ggml.mul_mat_id(context, one, x, ids) for one in (layer.up, layer.gate))
+    return int(ggml.swiglu_split(context, gate, up))
+
+
+def _as_they_are(_: Ggml, bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+    return bits
+
+
+_LIBRARIES = ("ggml-base", "ggml-cpu", "ggml")
+PROGRAM = Program(
+    "llama.cpp", "llama_cpp", "llama-cpp-python", _LIBRARIES, LLAMA_CPP, TYPES, _gated, _as_they_are
+)
 
 
 def run(argv: Sequence[str]) -> None:
-    options = options_of(argv, "run_llama_cpp.py", list(TYPES))
-    folder = library_folder()
-
-    def make_peer(threads: int) -> Peer:
-        ggml = Ggml([folder / f"lib{name}.so" for name in ("ggml-base", "ggml-cpu", "ggml")], threads, LLAMA_CPP)
-        formats = {name: kind.name for name, kind in TYPES.items()}
-        version = importlib.metadata.version("llama-cpp-python")
-        return Peer("llama.cpp of llama-cpp-python", version, threads, formats, partial(_load, ggml))
-
-    compare(make_peer, options)
-
-
-def _load(ggml: Ggml, of: str, shape: Shape, count: int, dense: Dense, most_tokens: int) -> Loaded:
-    kind = TYPES[of]
-    memory = ggml.repacking_memory() if kind.repacked else ggml.plain_memory
-
-    def gated(context: int, layer: Layer, x: int, ids: int) -> int:
-        up, gate = (ggml.mul_mat_id(context, one, x, ids) for one in (layer.up, layer.gate))
-        return int(ggml.swiglu_split(context, gate, up))
-
-    layers = Layers(ggml, gated, shape, count, kind.number, memory)
-    for name, bits in (("gate", dense.gate), ("up", dense.up), ("down", dense.down)):
-        if of == "bf16":
-            layers.fill(name, bits)
-        else:
-            layers.fill(name, np.concatenate([ggml.quantized(kind.number, bf16_values(one)) for one in bits]))
-    return Loaded(layers.prepare, kind.bits, layers.close)
+    run_beside(PROGRAM, "run_llama_cpp.py", argv)
 
 
 if __name__ == "__main__":
