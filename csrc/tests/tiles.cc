@@ -27,6 +27,7 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "kernels/packed.h"
 #include "kernels/panels.h"
 #include "kernels/expand.h"
+#include "kernels/tile_sums.h"
 #include "kernels/tile_block.h"
 #include "kernels/tile_panels.h"
 // clang-format on

@@ -33,6 +33,7 @@ constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <
 #include "../kernels/expand.h"
 #include "../kernels/wide_panels.h"
 #include "../kernels/digit_panels.h"
+#include "../kernels/tile_sums.h"
 #include "../kernels/tile_block.h"
 #include "../kernels/tile_panels.h"
 #include "../kernels/epilogue.h"

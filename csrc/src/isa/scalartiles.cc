@@ -27,6 +27,7 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/expand.h"
 #include "../kernels/wide_panels.h"
 #include "../kernels/digit_panels.h"
+#include "../kernels/tile_sums.h"
 #include "../kernels/tile_block.h"
 #include "../kernels/tile_panels.h"
 #include "../kernels/epilogue.h"

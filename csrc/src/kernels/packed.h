@@ -38,17 +38,20 @@ struct PackedBlock {
     }
 };
 
-template <class F>
-inline void each_block(const Packed& packed, int padded, F&& f) {
-    const int blocks = block_count(packed.tokens, packed.how.block_tokens);
+inline int blocks_of(const Packed& packed) { return block_count(packed.tokens, packed.how.block_tokens); }
+
+inline PackedBlock block_of(const Packed& packed, int padded, int i) {
     const bool digits = packed.how.form > Packing::kTiles;
     const size_t row_bytes = digits ? size_t(padded / kDigitColumns) * kLineBytes : size_t(padded / 2) * sizeof(XPair);
-    for (int i = 0; i < blocks; ++i) {
-        const int first = block_begin(packed.tokens, blocks, i);
-        f(PackedBlock{first, block_begin(packed.tokens, blocks, i + 1) - first,
-                      (uint8_t*)packed.pairs + size_t(first) * row_bytes,
-                      packed.sums ? packed.sums + size_t(first) * (padded / 16) : nullptr, packed.how});
-    }
+    const int blocks = blocks_of(packed), first = block_begin(packed.tokens, blocks, i);
+    return {first, block_begin(packed.tokens, blocks, i + 1) - first,
+            (uint8_t*)packed.pairs + size_t(first) * row_bytes,
+            packed.sums ? packed.sums + size_t(first) * (padded / 16) : nullptr, packed.how};
+}
+
+template <class F>
+inline void each_block(const Packed& packed, int padded, F&& f) {
+    for (int i = 0; i < blocks_of(packed); ++i) f(block_of(packed, padded, i));
 }
 
 // Tokens [first, last) of a block into pairs of columns; zero from `columns` on.

@@ -18,6 +18,7 @@ struct Ahead {
 
     Ahead(const uint8_t* from, size_t bytes, int steps)
         : at(from), end(from + bytes), rate(int((bytes / kLineBytes * 16 + size_t(steps) - 1) / size_t(steps))) {}
+    static Ahead nothing() { return {nullptr, 0, 1}; }
     void step() {
         for (due += rate; due >= 16 && at < end; due -= 16, at += kLineBytes) __builtin_prefetch(at, 0, 2);
     }

@@ -18,57 +18,6 @@ constexpr int most_pairs(Format f) {
 
 constexpr int kBlockPanels = 2;
 
-// Sums of kBlockPanels panels, or one. Tiles 4 and 5 are activations, 6 and 7 weights; with two rows of tiles 0 and 1
-// are the first row's sums and 2 and 3 the second one's, otherwise either pair is sums.
-struct TileSums {
-    int panels;
-    void (*clear)(Tiles& tiles);
-    // Adds `steps` times 32 columns, or 16, from step `first` of the activations on. w: the panels' tiles, `stride`
-    // bytes apart.
-    void (*add)(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps);
-    void (*store)(Tiles& tiles, float* out, size_t stride);  // [panels][tokens][16]
-};
-
-template <int panels, bool two_rows, bool halves, int at>
-struct TileSumsAt {
-    static void clear(Tiles& tiles) {
-        unrolled<panels>([&](auto p) {
-            tiles.zero<at + p.value>();
-            if constexpr (two_rows) tiles.zero<2 + p.value>();
-        });
-    }
-    static void add(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps) {
-        constexpr int parts = halves ? 2 : 1;
-        for (int k = first; k < first + steps; ++k, w += kTileBytes / parts) {
-            const size_t half = size_t(k % parts) * kLineBytes / 2;
-            tiles.load<4>(x.line(k / parts, 0) + half);
-            if constexpr (two_rows) tiles.load<5>(x.line(k / parts, kTileRows) + half);
-            unrolled<panels>([&](auto p) {
-                tiles.load<6 + p.value>(w + p.value * stride);
-                tiles.multiply<at + p.value, 4, 6 + p.value>();
-                if constexpr (two_rows) tiles.multiply<2 + p.value, 5, 6 + p.value>();
-            });
-        }
-    }
-    static void store(Tiles& tiles, float* out, size_t stride) {
-        unrolled<panels>([&](auto p) {
-            tiles.store<at + p.value>(out + p.value * stride);
-            if constexpr (two_rows) tiles.store<2 + p.value>(out + p.value * stride + kTileRows * 16);
-        });
-    }
-    static constexpr TileSums kTable = {panels, clear, add, store};
-};
-
-// Those to use in turns.
-template <int panels, bool two_rows, bool halves>
-inline constexpr const TileSums* kTileSums[2] = {&TileSumsAt<panels, two_rows, halves, 0>::kTable, &TileSumsAt < panels,
-                                                 two_rows, halves, two_rows ? 0 : 2 > ::kTable};
-template <int panels>
-inline const TileSums* const* tile_sums(bool two_rows, bool halves) {
-    if (two_rows) return kTileSums<panels, true, false>;
-    return halves ? kTileSums<panels, false, true> : kTileSums<panels, false, false>;
-}
-
 // Columns of a part: whole tiles, and whole groups, if each has its own scale. More lose: 4 KB a panel of two parts and
 // as much of sums leave L1 room for what is read and written beside them.
 constexpr int kPartColumns = 64;
@@ -100,20 +49,18 @@ struct Parts {
     }
 };
 
-// Sums that stay in the tiles to the end: scales multiplied before (scaled), or one for the whole row.
-template <class Code, class Scales, bool scaled>
-void multiply_through(Tiles& tiles, const TileSums& sums, const Layout& l, const uint8_t* w, const PackedBlock& x,
-                      float* out, uint8_t* scratch, InStep ahead) {
-    const Parts<Code, Scales, scaled> parts{l, w, sums.panels, part_columns(l, scaled && Scales::kScaled), 2, scratch};
+// Products with one block while weights are expanded. Their sums stay in the tiles to the end: scales multiplied before
+// (scaled), or afterwards (see apply_factor). Sums: TileSums, or what it would choose, for the compiler to inline.
+template <class Sums, class Code, class Scales, bool scaled>
+void multiply_parts(Tiles& tiles, const Sums& sums, const Parts<Code, Scales, scaled>& parts, const PackedBlock& x,
+                    float* out, size_t out_stride, InStep ahead) {
     sums.clear(tiles);
     parts.expand(0, ahead);
     for (int i = 0; i < parts.count(); ++i) {
         parts.expand(i + 1, ahead);
         sums.add(tiles, parts.place(i, 0), parts.stride(), x, i * parts.columns / kTileColumns, parts.steps(i));
     }
-    sums.store(tiles, out, size_t(x.size) * 16);
-    for (int p = 0; p < sums.panels; ++p)
-        apply_factor<Scales, scaled>(w + p * l.panel_bytes + l.code_bytes, out + size_t(p * x.size) * 16, x.size);
+    sums.store(tiles, x.size, out, out_stride);
 }
 
 // Sums of two groups, taken out of the tiles.
@@ -147,7 +94,7 @@ inline bool by_halves(const Layout& l) { return l.group % kTileColumns != 0; }
 // Each group's sums are taken out of the tiles, two groups' scaled and added while the next are multiplied. of_x: sums
 // of each group's activations, [groups][tokens], where there are minimums.
 template <class Code, class Scales>
-void multiply_groups(Tiles& tiles, const TileSums* const* turns, const Layout& l, const uint8_t* w,
+void multiply_groups(Tiles& tiles, const TileSums* const (&turns)[2], const Layout& l, const uint8_t* w,
                      const PackedBlock& x, const float* of_x, float* out, uint8_t* scratch, InStep ahead) {
     GroupSums sums[2];
     const int panels = turns[0]->panels, steps = l.group / (by_halves(l) ? kTileColumns / 2 : kTileColumns);
@@ -167,7 +114,7 @@ void multiply_groups(Tiles& tiles, const TileSums* const* turns, const Layout& l
         turn.clear(tiles);
         turn.add(tiles, parts.place(part, 0) + size_t(g % per_part * l.group) * 32, parts.stride(), x, g * steps,
                  steps);
-        turn.store(tiles, sums[g / 2 % 2].of[g % 2][0], kTileTokens * 16);
+        turn.store(tiles, x.size, sums[g / 2 % 2].of[g % 2][0], kTileTokens * 16);
         if (g && g % 2 == 0) add(g - 2);
     }
     add((l.groups - 1) / 2 * 2);
@@ -196,25 +143,32 @@ void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int pan
     constexpr bool kBefore = !Scales::kScaled || Scales::kFewBits;
     const bool two_rows = x.size > kTileRows, one_scale = l.groups == 1 && !Scales::kHasMin;
     const bool after = !kBefore && !(by_halves(l) && two_rows), halves = after && by_halves(l);
-    const int first_rows = two_rows ? kTileRows : x.size, second_rows = two_rows ? x.size - kTileRows : x.size;
-    halves ? tiles.shape_halves(first_rows, second_rows) : tiles.shape(first_rows, second_rows);
     float* of_x = (float*)(scratch + parts_bytes(part_columns(l, true)));
     if (Scales::kHasMin && after) group_sums(l, x, of_x);
-    for (int count; panels; panels -= count, w += count * l.panel_bytes, out += size_t(count * x.size) * 16) {
-        const TileSums* const* sums =
-            panels < kBlockPanels ? tile_sums<1>(two_rows, halves) : tile_sums<kBlockPanels>(two_rows, halves);
-        count = sums[0]->panels;
+    const auto sums_in_turn = [&](int panels, int turn) {
+        return two_rows ? &tile_sums(panels, true) : &tile_sums_in_turn(panels, halves, turn);
+    };
+    sums_in_turn(1, 0)->shape(tiles, x.size);
+    const size_t out_stride = size_t(x.size) * 16;
+    for (int count; panels; panels -= count, w += count * l.panel_bytes, out += count * out_stride) {
+        count = panels < kBlockPanels ? panels : kBlockPanels;
+        const TileSums* const turns[2] = {sums_in_turn(count, 0), sums_in_turn(count, 1)};
         const InStep ahead{panels > count ? w + count * l.panel_bytes : next ? next : w};
+        const auto through = [&]<int times>(Index<times>) {
+            constexpr bool scaled = times;
+            const int columns = part_columns(l, scaled && Scales::kScaled);
+            multiply_parts(tiles, *turns[0], Parts<Code, Scales, scaled>{l, w, count, columns, 2, scratch}, x, out,
+                           out_stride, ahead);
+            for (int p = 0; p < count; ++p)
+                apply_factor<Scales, scaled>(w + p * l.panel_bytes + l.code_bytes, out + p * out_stride, x.size);
+        };
         if constexpr (!kBefore) {
-            if (after && one_scale) {
-                multiply_through<Code, Scales, false>(tiles, *sums[0], l, w, x, out, scratch, ahead);
-                continue;
-            }
             if (after) {
-                multiply_groups<Code, Scales>(tiles, sums, l, w, x, of_x, out, scratch, ahead);
+                one_scale ? through(Index<0>{})
+                          : multiply_groups<Code, Scales>(tiles, turns, l, w, x, of_x, out, scratch, ahead);
                 continue;
             }
         }
-        multiply_through<Code, Scales, true>(tiles, *sums[0], l, w, x, out, scratch, ahead);
+        through(Index<1>{});
     }
 }

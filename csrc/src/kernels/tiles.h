@@ -51,7 +51,7 @@ struct Tiles {
     static void configure(const int (&rows)[8], int of_x = kLineBytes) {
         TileConfig config;
         for (int i = 0; i < 8; ++i) config.row_bytes[i] = kLineBytes, config.rows[i] = uint8_t(rows[i]);
-        if (of_x < kLineBytes) config.row_bytes[4] = config.row_bytes[5] = uint16_t(of_x);
+        config.row_bytes[4] = config.row_bytes[5] = uint16_t(of_x);
         // GCC's intrinsic says that it reads 8 bytes of it, and the compiler leaves out what fills the others.
         asm volatile("ldtilecfg %0" : : "m"(config));
     }
