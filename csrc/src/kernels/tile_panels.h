@@ -9,9 +9,9 @@
 #pragma once
 
 // One panel in bfloat16, or two or three `stride` bytes apart, times all blocks of tokens from block `first` on. out:
-// [panels][tokens][16].
-inline void multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t stride, int panels, const Packed& x,
-                            int first, float* out, Ahead ahead) {
+// [panels][tokens][16]. Returns what is left to fetch.
+inline Ahead multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t stride, int panels, const Packed& x,
+                             int first, float* out, Ahead ahead) {
     int shaped = 0;  // for blocks of this size
     for (int i = first; i < blocks_of(x); ++i) {
         const PackedBlock block = block_of(x, padded, i);
@@ -21,6 +21,7 @@ inline void multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t s
         sums.add_ahead(tiles, w, stride, block, 0, padded / kTileColumns, ahead);
         sums.store(tiles, block.size, out + size_t(block.first) * 16, size_t(x.tokens) * 16);
     }
+    return ahead;
 }
 
 // More tokens, or bfloat16: three panels at a time, or what is left. The first of several blocks is multiplied with
