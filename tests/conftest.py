@@ -16,6 +16,9 @@ HAVE_GPU = torch.cuda.is_available()
 if not HAVE_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports a kernel
 
+# Of every program under test too: four times the cache of a large server would take each some seconds to touch.
+os.environ["PROA_RAM_PROBE"] = "64MiB"
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; programs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

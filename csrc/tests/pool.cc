@@ -283,7 +283,7 @@ void owned_tasks_are_published_once() {
         for (int i = 0; i < 100; ++i) {
             Readers& readers = all.emplace_back(kTasks);
             pool.post(reading(readers, pool.nodes()));
-            for (int waits = 0; readers.read.load() < i % 4 * kTasks / 3 && waits < 1000; ++waits)
+            for (int waits = 0; readers.read.load() < i % 4 * kTasks / 3 && waits < 50; ++waits)
                 std::this_thread::sleep_for(std::chrono::microseconds(100));
             pool.withdraw();
             Count count(kTasks);

@@ -14,7 +14,11 @@ from proa.obs.version import proa_version
 def test_nothing_set() -> None:
     environment = read_env({"PATH": "/bin"})
     assert environment.cache == Path.home() / ".cache" / "proa"
-    assert (environment.log, environment.debug) == ("info", False)
+    assert (environment.log, environment.debug, environment.ram_probe_bytes) == ("info", False, None)
+
+
+def test_a_size() -> None:
+    assert read_env({"PROA_RAM_PROBE": "64MiB"}).ram_probe_bytes == 64 << 20
 
 
 @pytest.mark.parametrize(
@@ -35,8 +39,9 @@ def test_cache_folder(environ: dict[str, str], cache: Path) -> None:
     ("environ", "parts"),
     [
         ({"PROA_CASHE": "/x"}, ["PROA_CASHE", "Did you mean PROA_CACHE?"]),
-        ({"PROA_THREADS": "4"}, ["PROA_THREADS", "Known: PROA_CACHE, PROA_ISA, PROA_LOG"]),
+        ({"PROA_THREADS": "4"}, ["PROA_THREADS", "Known: PROA_CACHE, PROA_ISA, PROA_LOG, PROA_RAM_PROBE"]),
         ({"PROA_LOG": "verbose"}, ["PROA_LOG is 'verbose'", "debug, info, warning or error"]),
+        ({"PROA_RAM_PROBE": "1KiB"}, ["PROA_RAM_PROBE is 1.00 KiB", "at least 4194304 B"]),
         ({"PROA_LOG": ""}, ["PROA_LOG is empty"]),
         ({"PROA_CACHE": ""}, ["PROA_CACHE is empty"]),
     ],

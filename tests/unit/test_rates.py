@@ -28,8 +28,9 @@ MIB = 1 << 20
     ],
 )
 def test_buffer_is_larger_than_caches_and_small_beside_free_ram(
-    available_mib: int, l3_mib: int | None, expected_mib: int
+    monkeypatch: pytest.MonkeyPatch, available_mib: int, l3_mib: int | None, expected_mib: int
 ) -> None:
+    monkeypatch.delenv("PROA_RAM_PROBE")
     machine = Machine(
         cpu="x",
         online_cpus=1,
@@ -39,11 +40,14 @@ def test_buffer_is_larger_than_caches_and_small_beside_free_ram(
         l3_bytes=l3_mib and l3_mib * MIB,
     )
     assert buffer_bytes(machine) == expected_mib * MIB
+    monkeypatch.setenv("PROA_RAM_PROBE", "18MiB")
+    assert buffer_bytes(machine) == min(16, max(4, available_mib // 8)) * MIB, "in whole chunks"
 
 
-def test_reads_at_least_what_numpy_reads() -> None:
+def test_reads_at_least_what_numpy_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measurement must see the real limit: a plain numpy reduction over the same amount cannot beat it by much.
     Others on the machine take bandwidth from one or the other: a reader that is slow is so five times."""
+    monkeypatch.delenv("PROA_RAM_PROBE")
     machine = probe()
     values = np.ones(buffer_bytes(machine) // 8, dtype=np.uint64)
     np.bitwise_or.reduce(values)

@@ -37,6 +37,14 @@ class _Switches:
         help="how much to log; debug also shows Python tracebacks",
         choices=("debug", "info", "warning", "error"),
     )
+    ram_probe: int | None = option(
+        None,
+        help="how much memory to read when RAM is measured at start; default: four times the last-level cache, "
+        "which less might be read from",
+        metavar="SIZE",
+        kind="size",
+        low=4 << 20,
+    )
 
 
 SWITCHES = declarations(_Switches)
@@ -49,6 +57,7 @@ class Environment:
     cache_path: Path
     isa: str
     log: str
+    ram_probe_bytes: int | None
 
     @property
     def cache(self) -> Path:
@@ -80,7 +89,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Environment:
             )
         values[name] = from_text(SWITCHES[name], environ[variable], variable)
     cache = values["cache"] or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "proa"
-    return Environment(Path(cache), values["isa"], values["log"])
+    return Environment(Path(cache), values["isa"], values["log"], values["ram_probe"])
 
 
 def cuda_environ(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from proa.config.env import read_env
 from proa.machine.machine import Machine
 
 CHUNK_BYTES = 4 << 20  # one task: about a millisecond for one core, so that the last one finished hardly counts
@@ -26,8 +27,9 @@ ROUNDS = 4  # windows per worker count; the best one counts, for neighbours only
 
 
 def buffer_bytes(machine: Machine) -> int:
-    """Bytes to read: four times the L3 cache, at least 256 MiB, at most an eighth of the free RAM."""
-    wanted = max(LEAST_BUFFER_BYTES, 4 * (machine.l3_bytes or 0))
+    """Bytes to read: what PROA_RAM_PROBE says, else four times the L3 cache and at least 256 MiB; at most an eighth of
+    the free RAM."""
+    wanted = read_env().ram_probe_bytes or max(LEAST_BUFFER_BYTES, 4 * (machine.l3_bytes or 0))
     return max(CHUNK_BYTES, min(wanted, machine.available_bytes // 8) // CHUNK_BYTES * CHUNK_BYTES)
 
 
