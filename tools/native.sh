@@ -2,8 +2,7 @@
 # Works on csrc with the cmake and ninja of a Python environment (BIN, .venv/bin by default):
 #   tools/native.sh build      the library, put beside the Python package; quick when nothing changed
 #   tools/native.sh sanitize   the native tests under ASan + UBSan, then under TSan
-#   tools/native.sh qemu       the native tests on this CPU if it has AMX, then on emulated ones without AVX and without
-#                              AVX-512
+#   tools/native.sh qemu       the native tests on this CPU, then on emulated ones without AVX and without AVX-512
 # CMAKE_BUILD_PARALLEL_LEVEL limits how many files are compiled at once.
 set -eu
 cd "$(dirname "$0")/.."
@@ -41,9 +40,6 @@ run() {
     "$ctest" --test-dir "$1" -L "$2" -j 2 --output-on-failure --no-tests=error
 }
 
-has_amx() { grep -qs amx_tile /proc/cpuinfo; }
-emulates() { [ "$(uname -m)" = x86_64 ] && command -v qemu-x86_64 >/dev/null 2>&1; }
-
 cmake=$(tool cmake)
 ninja=$(tool ninja)
 ctest=$(tool ctest)
@@ -64,17 +60,13 @@ sanitize)
     run build/sanitize-thread native
     ;;
 qemu)
-    if has_amx || emulates; then
-        build build/native native_tests -DPROA_INTO_SOURCE=ON
-    fi
-    if has_amx; then # no sanitizer watches that; what other instruction sets there are, they ran
-        run build/native native
-    fi
-    if emulates; then
-        run build/native qemu
-    else
+    build build/native native_tests -DPROA_INTO_SOURCE=ON
+    run build/native native # AMX too, where this CPU has it: no sanitizer watches that
+    if [ "$(uname -m)" != x86_64 ] || ! command -v qemu-x86_64 >/dev/null 2>&1; then
         echo "proa: SKIPPED: there is no qemu-x86_64 here, so older CPUs were not tried (Debian, Ubuntu: apt install qemu-user)" >&2
+        exit 0
     fi
+    run build/native qemu
     ;;
 *)
     fail "usage: tools/native.sh build | sanitize | qemu"

@@ -238,7 +238,7 @@ void steps_follow_one_another() {
         proa::AttentionBatch batch(8, 200);
         std::vector<uint16_t> out(size_t(100) * 256), all;
         proa::Attention op{{}, {out.data(), 256}, {}, &batch, 4, 0, one.scale, nullptr};
-        for (int step = 0; step < 4; ++step) {
+        for (int step = 0; step < 6; ++step) {
             Problem& p = step % 2 ? two : one;
             host.pool.settle();  // the test changes what a program never does: where the rows lie
             op.q = {p.queries.data(), p.q_stride}, op.cache = p.cache();

@@ -85,8 +85,6 @@ constexpr int kPools[] = {0, 1, 2};
 
 #ifdef __SANITIZE_THREAD__
 constexpr const char* kIsas[] = {"scalar-tiles"};  // with the others threads do the same
-#elif defined(PROA_SANITIZED)
-constexpr const char* kIsas[] = {"scalar-tiles", "avx2", "avx512-bf16"};  // the others go through memory as these do
 #else
 constexpr const char* kIsas[] = {"scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"};
 #endif
