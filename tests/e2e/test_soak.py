@@ -22,9 +22,9 @@ from proa.types import SamplingParams
 REAL_S = float(os.environ.get("SOAK_SECONDS", "300"))
 LENGTHS = [
     pytest.param("sim:256MiB", 20.0, id="sim"),  # steps in turns have many shapes, and torch keeps memory for each
-    pytest.param(
+    pytest.param(  # alone: the VRAM of a GPU is everybody's
         "0", REAL_S, id="cuda", marks=[pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(2 * REAL_S + 120)]
-    ),  # VRAM is all programs'
+    ),
 ]
 WARM_UP = 0.5  # of the time: caches fill, graphs are captured, places have had their experts
 CONTEXT, VOCAB = 1024, 500

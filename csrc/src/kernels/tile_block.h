@@ -58,7 +58,7 @@ void multiply_parts(Tiles& tiles, const Sums& sums, const Parts<Code, Scales, sc
     parts.expand(0, ahead);
     for (int i = 0; i < parts.count(); ++i) {
         parts.expand(i + 1, ahead);
-        sums.add(tiles, parts.place(i, 0), parts.stride(), x, i * parts.columns / kTileColumns, parts.steps(i));
+        sums.add(tiles, parts.place(i, 0), parts.stride(), x, i * parts.columns / kTileColumns, parts.steps(i), {});
     }
     sums.store(tiles, x.size, out, out_stride);
 }
@@ -112,8 +112,8 @@ void multiply_groups(Tiles& tiles, const TileSums* const (&turns)[2], const Layo
         if (g % per_part == 0) parts.expand(part + 1, ahead);
         const TileSums& turn = *turns[g % 2];
         turn.clear(tiles);
-        turn.add(tiles, parts.place(part, 0) + size_t(g % per_part * l.group) * 32, parts.stride(), x, g * steps,
-                 steps);
+        turn.add(tiles, parts.place(part, 0) + size_t(g % per_part * l.group) * 32, parts.stride(), x, g * steps, steps,
+                 {});
         turn.store(tiles, x.size, sums[g / 2 % 2].of[g % 2][0], kTileTokens * 16);
         if (g && g % 2 == 0) add(g - 2);
     }

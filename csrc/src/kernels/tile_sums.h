@@ -15,7 +15,8 @@ struct TileSums {
     void (*clear)(Tiles& tiles);
     // Adds `steps` times 32 columns (half tiles: 16) from step `first` of the activations on. w: the panels' tiles,
     // `stride` bytes apart.
-    void (*add)(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps);
+    void (*add)(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps,
+                NothingAhead);
     void (*add_ahead)(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps,
                       Ahead& ahead);
     void (*store)(Tiles& tiles, int tokens, float* out, size_t stride);  // [panels][tokens][16]
@@ -35,14 +36,10 @@ struct FewPanels {
             if constexpr (two_rows) tiles.zero<2 + p.value>();
         });
     }
-    static void add(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps) {
-        NothingAhead nothing;
-        add_ahead(tiles, w, stride, x, first, steps, nothing);
-    }
-    template <class Fetch>
-    static void add_ahead(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps,
-                          Fetch& ahead) {
-        Fetch local = ahead;  // every load of a tile may write to memory as far as the compiler knows
+    template <class Fetch = NothingAhead>
+    static void add(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps,
+                    Fetch ahead) {
+        auto local = ahead;  // every load of a tile may write to memory as far as the compiler knows
         constexpr int parts = halves ? 2 : 1;
         for (int k = first; k < first + steps; ++k, w += kTileBytes / parts) {
             const size_t half = size_t(k % parts) * kLineBytes / 2;
@@ -63,7 +60,7 @@ struct FewPanels {
             if constexpr (two_rows) tiles.store<2 + p.value>(out + p.value * stride + kTileRows * 16);
         });
     }
-    static constexpr TileSums kTable = {panels, shape, clear, add, add_ahead<Ahead>, store};
+    static constexpr TileSums kTable = {panels, shape, clear, add<>, add<Ahead&>, store};
 };
 
 // Three panels, six sums: fewer tiles come from L2 for them than for four. Both halves of the tokens have as many rows:
@@ -75,14 +72,10 @@ struct ThreePanels {
     static void clear(Tiles& tiles) {
         tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>(), tiles.zero<4>(), tiles.zero<5>();
     }
-    static void add(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps) {
-        NothingAhead nothing;
-        add_ahead(tiles, w, stride, x, first, steps, nothing);
-    }
-    template <class Fetch>
-    static void add_ahead(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& block, int first, int steps,
-                          Fetch& ahead) {
-        Fetch local = ahead;
+    template <class Fetch = NothingAhead>
+    static void add(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& block, int first, int steps,
+                    Fetch ahead) {
+        auto local = ahead;
         const uint8_t* x = block.line(first, 0);
         const uint8_t* second = block.line(first, block.size - rows(block.size));
         const size_t step = size_t(block.size) * kLineBytes;
@@ -117,7 +110,7 @@ struct ThreePanels {
             tiles.store<1>(second), tiles.store<3>(second + stride), tiles.store<5>(second + 2 * stride);
         }
     }
-    static constexpr TileSums kTable = {3, shape, clear, add, add_ahead<Ahead>, store};
+    static constexpr TileSums kTable = {3, shape, clear, add<>, add<Ahead&>, store};
 };
 
 inline const TileSums& tile_sums(int panels, bool two_rows) {
