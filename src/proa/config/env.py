@@ -40,7 +40,7 @@ class _Switches:
     ram_probe: int | None = option(
         None,
         help="how much memory to read when RAM is measured at start; default: four times the last-level cache, "
-        "which less might be read from",
+        "which less might be read from; at most an eighth of the free RAM",
         metavar="SIZE",
         kind="size",
         low=4 << 20,
