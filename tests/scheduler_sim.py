@@ -16,8 +16,9 @@ from proa.cache.radix import PrefixCache
 from proa.cache.states import StateCopies
 from proa.engine.copying import CopyRules
 from proa.engine.page_table import PageTable
+from proa.engine.phases import FixedPhases
 from proa.engine.policy import Limits
-from proa.engine.request import NO_SLOT
+from proa.engine.request import NO_SLOT, Request
 from proa.engine.scheduler import Scheduler
 from proa.engine.step_plan import StepItem, StepPlan
 from proa.types import EngineRequest, FinishReason, Sampling, TokenEvent
@@ -74,16 +75,16 @@ class FakeEngine:
 
     def __init__(
         self, limits: Limits, num_pages: int, with_cache: bool = True, copies: int = 0, rules: CopyRules | None = None,
-        *, turns: bool = False,
+        *, turns: bool = False, phases: FixedPhases | None = None,
     ) -> None:  # fmt: skip
-        """copies: of recurrent states; 0: with a cache, the model has none."""
-        self.limits = limits
+        """copies: of recurrent states; 0: with a cache, the model has none. phases: None: free ones."""
+        self.limits, self.phases = limits, phases
         self.allocator = PageAllocator(num_pages)
         self.copies = StateCopies(limits.num_slots, copies) if copies else None
         self.cache = PrefixCache(limits.page_tokens, self.allocator, self.copies) if with_cache else None
-        self.scheduler = Scheduler(limits, self.allocator, self.cache, rules, turns=turns)
+        self.scheduler = Scheduler(limits, self.allocator, self.cache, rules, turns=turns, phases=phases)
         self.recurrent = not limits.lookahead_tokens and (self.cache is None or self.copies is not None)
-        self.pool: dict[tuple[int, int], tuple[int, int]] = {}  # (page, slot) -> (token, digest)
+        self.pool: dict[tuple[int, int], tuple[int, int, str]] = {}  # (page, slot) -> (token, digest, kernel)
         self.states: dict[int, int] = {}  # state slot -> digest, as recurrent layers would keep it
         self.asked: dict[str, EngineRequest] = {}
         self.got: dict[str, Answer] = {}
@@ -223,6 +224,7 @@ class FakeEngine:
         assert self.allocator.num_free == stats.pages_total
 
     def _check_plan(self, plan: StepPlan) -> None:
+        self._check_phase(plan)
         limits, ids = self.limits, [item.request.id for item in plan.items]
         assert len(set(ids)) == len(ids)
         assert plan.num_tokens <= limits.max_batch_tokens
@@ -278,7 +280,7 @@ class FakeEngine:
     def _spoil(self, item: StepItem, pages: list[int], state: int, state_slot: int) -> None:
         """The device does not know that nobody wants the item, or is not done: it writes what is not the token's."""
         for position in range(item.start, item.start + item.num_tokens):
-            self.pool[self._slot(pages, position)] = (-1, -1)
+            self.pool[self._slot(pages, position)] = (-1, -1, "")
         self.states[state_slot] = state
 
     def _compute(self, item: StepItem, drafts: int, pages: list[int], state_slot: int) -> list[int]:
@@ -287,17 +289,46 @@ class FakeEngine:
         for position in range(item.start + item.num_tokens):
             state = digest(state, tokens[position])
             if position >= item.start:
-                self.pool[self._slot(pages, position)] = (tokens[position], state)
-            assert self.pool[self._slot(pages, position)] == (tokens[position], state), "stale or foreign page"
+                self.pool[self._slot(pages, position)] = (tokens[position], state, self._kernel(item))
+            want = tokens[position], state, self._fixed_kernel(item.request, position)
+            assert self.pool[self._slot(pages, position)] == want, "stale or foreign page, or another kernel"
         if self.recurrent:
             self._advance_state(item, state_slot, state)
         if item.samples:
             sampled.append(next_token(state))
             for position in range(len(tokens), len(tokens) + drafts):
                 state = digest(state, sampled[-1])
-                self.pool[self._slot(pages, position)] = (sampled[-1], state)
+                self.pool[self._slot(pages, position)] = (sampled[-1], state, "")
                 sampled.append(next_token(state))
         return sampled
+
+    def _kernel(self, item: StepItem) -> str:
+        """What the bits of the item's rows depend on, beside the tokens."""
+        if self.phases is None:
+            return ""
+        if item.start >= item.request.num_prompt:
+            return "decode"
+        return "prompt" if self.phases.cell_tokens is None else f"prompt {item.start} {item.num_tokens}"
+
+    def _fixed_kernel(self, request: Request, position: int) -> str:
+        """The same as it must be: by the request alone."""
+        if self.phases is None:
+            return ""
+        if position >= request.num_prompt:
+            return "decode"
+        if self.phases.cell_tokens is None:
+            return "prompt"
+        start = position - position % self.phases.cell_tokens
+        return f"prompt {start} {min(self.phases.cell_tokens, request.num_prompt - start)}"
+
+    def _check_phase(self, plan: StepPlan) -> None:
+        """A step has rows of one phase, and only so many requests as may share its kernels."""
+        if self.phases is None:
+            return
+        decodes = {item.start >= item.request.num_prompt for item in plan.items}
+        assert len(decodes) == 1
+        if self.phases.one_decode if decodes.pop() else self.phases.one_chunk:
+            assert len(plan.items) == 1
 
     def _advance_state(self, item: StepItem, state_slot: int, want: int) -> None:
         """Recurrent layers go on from what they left in the request's slot; a past from elsewhere they do not have."""

@@ -68,7 +68,7 @@ int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, 
                                   static_cast<std::byte*>(o.memory),
                                   size,
                                   proa::Way(o.way),
-                                  {o.lane, o.spin_us, cpus_of(o), o.read_ahead != 0}}};
+                                  {o.lane, o.spin_us, cpus_of(o), o.read_ahead != 0, o.decode_tokens}}};
     });
 }
 

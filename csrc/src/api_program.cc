@@ -105,6 +105,14 @@ int proa_program_set_batch(proa_program* program, int64_t sequences, const int32
     });
 }
 
+int proa_program_set_regime(proa_program* program, int32_t regime) {
+    return proa::guarded([&] {
+        require(program, "The program is a null pointer.");
+        require(regime >= 0 && regime < proa::kRegimes, "There is no such regime.");
+        program->program.batch.set_regime(proa::Regime(regime));
+    });
+}
+
 int proa_program_run(proa_program* program, int64_t first, int64_t end, int64_t rows, int lane) {
     return proa::guarded([&] {
         require(program, "The program is a null pointer.");

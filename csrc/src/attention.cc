@@ -25,9 +25,11 @@ using Share = AttentionShare;
 int group_of(const Attention& op) { return op.heads / op.cache.kv_heads; }
 float logit_scale(const Attention& op) { return op.scale * op.cache.key_scale; }
 int block_queries(const Attention& op) { return std::max(1, kBlockRows / group_of(op)); }
-// Many heads of one KV head, as those of a latent, are worth panels from the first row on.
-bool direct(const Attention& op, const Share& s) {
-    return s.q_len <= kDirectQueries && (op.cache.kv_heads > 1 || s.q_len * op.heads < kPanelHeads);
+// Many heads of one KV head, as those of a latent, are worth panels from the first row on. Rows of a prompt always go
+// by panels, so that their bits do not depend on how many of them a step has.
+bool reads_directly(const Attention& op, int q_len) {
+    if (op.batch->regime() == Regime::kPrompt) return false;
+    return q_len <= kDirectQueries && (op.cache.kv_heads > 1 || q_len * op.heads < kPanelHeads);
 }
 int first_seen(const Attention& op, int position) { return op.window > 0 ? std::max(0, position - op.window + 1) : 0; }
 int keys_of(const Attention& op, const Share& s) { return s.kv_len - first_seen(op, s.kv_len - s.q_len); }
@@ -45,6 +47,7 @@ struct Totals {
 // Cuts the batch into tasks.
 Totals divide(const Attention& op) {
     const AttentionBatch& batch = *op.batch;
+    const Regime regime = batch.regime();
     std::vector<Share>& shares = op.now.shares;
     Totals total;
     int row = 0;
@@ -52,18 +55,22 @@ Totals divide(const Attention& op) {
         Share& s = shares[size_t(i)];
         s.first_row = row, s.q_len = batch.q_len(i), s.kv_len = batch.kv_len(i);
         s.blocks = (s.q_len + block_queries(op) - 1) / block_queries(op);
+        s.direct = reads_directly(op, s.q_len), s.aligned = regime == Regime::kPrompt;
         row += s.q_len;
-        if (direct(op, s)) s.blocks = std::min(1, s.q_len);
+        if (s.direct) s.blocks = std::min(1, s.q_len);
         if (s.blocks == 1) total.bytes += bytes_of(op, s);
-        total.panels = total.panels || !direct(op, s);
+        total.panels = total.panels || !s.direct;
     }
-    const int64_t split_bytes = std::max(kSplitBytes, total.bytes / kMostSplits);
+    // In decode a sequence's splits depend on its own length alone.
+    const int64_t split_bytes =
+        regime == Regime::kDecode ? kSplitBytes : std::max(kSplitBytes, total.bytes / kMostSplits);
     for (int i = 0; i < batch.sequences(); ++i) {
         Share& s = shares[size_t(i)];
-        const int heads = direct(op, s) ? 1 : op.cache.kv_heads;  // that have tasks of their own
+        const int heads = s.direct ? 1 : op.cache.kv_heads;  // that have tasks of their own
         const int64_t wanted = (bytes_of(op, s) + split_bytes * heads - 1) / (split_bytes * heads);
         const int most = (keys_of(op, s) + kAttendTokens - 1) / kAttendTokens;
-        s.splits = s.blocks == 1 ? int(std::clamp<int64_t>(wanted, 1, most)) : 1;
+        const bool splits = s.blocks == 1 && regime != Regime::kPrompt;
+        s.splits = splits ? int(std::clamp<int64_t>(wanted, 1, most)) : 1;
         s.first_task = total.tasks, s.first_state = total.states, s.first_merge = total.merges;
         total.tasks += s.blocks * heads * s.splits;
         if (s.splits == 1) continue;
@@ -102,14 +109,16 @@ Piece piece_of(const Attention& op, int task) {
     p.split = local % std::max(1, s.splits), local /= std::max(1, s.splits);
     p.heads = op.cache.kv_heads;
     int block = 0;
-    if (!direct(op, s)) {
+    if (!s.direct) {
         p.first_head = local % op.cache.kv_heads, p.heads = 1;
         block = std::max(0, s.blocks - 1 - local / op.cache.kv_heads);  // the longest first
     }
-    const int step = direct(op, s) ? kDirectQueries : block_queries(op);
+    const int step = s.direct ? kDirectQueries : block_queries(op);
     p.first_query = block * step;
     p.queries = std::clamp(std::min(s.q_len, op.now.rows.get() - s.first_row) - p.first_query, 0, step);
-    const int position = s.kv_len - s.q_len + p.first_query, begin = first_seen(op, position);
+    const int position = s.kv_len - s.q_len + p.first_query, seen = first_seen(op, position);
+    // A row's sums depend on where tiles of keys begin: for prompts on a grid, wherever the block of queries begins.
+    const int begin = s.aligned ? seen / kTileKeys * kTileKeys : seen;
     const int end = std::min(position + p.queries, op.batch->most_pages() * op.cache.page_tokens);
     const int64_t blocks = (end - begin + kAttendTokens - 1) / kAttendTokens, splits = std::max(1, s.splits);
     p.first_key = std::max(0, begin + int(blocks * p.split / splits) * kAttendTokens);
@@ -343,7 +352,7 @@ void compute(const void* context, int task, std::byte* memory) {
     Carver scratch(memory);
     const Parts parts = carve(op, p, scratch);
     clear_states(parts.states, size_t(p.results()) * size_t(group_of(op)), attention_state_floats(op.cache.value_dim));
-    if (direct(op, p.share)) {
+    if (p.share.direct) {
         attend_directly(op, k, p, parts, scratch);
     } else {
         attend_by_panels(op, k, p, parts, scratch);
@@ -406,7 +415,7 @@ void run_alone(const Attention& op, Host& host, int tasks, int lane) {
         const Piece p = piece_of(op, task);
         Carver scratch;
         carve(op, p, scratch);
-        const Direct d(op, *host.kernels, p, scratch);
+        const Direct d(op, host.kernels_of(lane), p, scratch);
         bytes = std::max(bytes, scratch.used());
     }
     std::byte* scratch = host.workspace(lane, bytes);
@@ -467,7 +476,7 @@ void run(const Attention& op, Host& host, int rows, int lane) {
         op.now.shares.assign(size_t(op.batch->most_sequences()), {});
     }
     const Totals total = divide(op);
-    op.now.kernels.set(host.kernels), op.now.sequences.set(op.batch->sequences()), op.now.rows.set(rows);
+    op.now.kernels.set(&host.kernels_of(lane)), op.now.sequences.set(op.batch->sequences()), op.now.rows.set(rows);
     if (total.bytes <= kAloneBytes && !total.panels && total.merges == 0) return run_alone(op, host, total.tasks, lane);
     const size_t floats = size_t(attention_state_floats(op.cache.value_dim));
     op.now.states.set(reinterpret_cast<float*>(host.workspace(lane, size_t(total.states) * floats * sizeof(float))));

@@ -21,6 +21,10 @@ class AttentionBatch {
     void set(int sequences, const int32_t* q_lens, const int32_t* kv_lens, const int32_t* page_table,
              int64_t table_stride, int pages, int page_tokens, const int32_t* states = nullptr);
 
+    // What the step's rows are, and so which kernels compute them; kByRows at first. kDecode: sequences have one row.
+    void set_regime(Regime regime) { regime_ = regime; }
+    Regime regime() const { return regime_; }
+
     int sequences() const { return sequences_; }
     int most_sequences() const { return int(q_lens_.size()); }
     int rows() const { return rows_; }
@@ -32,6 +36,7 @@ class AttentionBatch {
 
   private:
     int most_pages_, sequences_ = 0, rows_ = 0;
+    Regime regime_ = Regime::kByRows;
     std::vector<int32_t> q_lens_, kv_lens_, states_, table_;
 };
 
@@ -40,6 +45,8 @@ struct AttentionShare {
     int first_task, first_row, q_len, kv_len;
     int blocks, splits;  // of its rows; of its keys (only where there is one block)
     int first_state, first_merge;
+    bool direct;   // keys are read as they lie, not from panels
+    bool aligned;  // the first key of a block is one of a fixed grid: see piece_of
 };
 
 struct Attention {

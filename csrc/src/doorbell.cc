@@ -94,6 +94,7 @@ Doorbell::Doorbell(std::shared_ptr<Host> host, std::vector<const Experts*> layer
       way_(way),
       lane_(service.lane),
       spin_us_(service.spin_us),
+      decode_tokens_(service.decode_tokens),
       read_ahead_(service.read_ahead ? std::make_unique<ReadAhead>(*host_) : nullptr),
       operations_(kOperations) {
     std::memset(memory_, 0, size_t(layout_.ids));
@@ -313,6 +314,7 @@ void Doorbell::run(const int32_t* header) {
     op.x = at<uint16_t>(l.x), op.x_stride = size_.hidden;
     op.y = at<float>(layout_.y), op.y_stride = size_.hidden, op.wide = true;
     op.ahead = read_ahead_ ? read_ahead_->of(*op.experts) : nullptr;
+    host_->regimes[lane_] = tokens_ <= decode_tokens_ ? Regime::kDecode : Regime::kByRows;
     proa::run(op, *host_, tokens_, lane_);
     done_at_ = Clock::now(), done_layer_ = layer_;
     add(moe_ns_, ns_between(begin, done_at_));

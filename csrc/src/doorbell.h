@@ -54,10 +54,12 @@ struct DoorbellSize {
 
 // The thread that answers. cpus: where it may run; empty: anywhere. spin_us: how long it goes on looking after the last
 // step. read_ahead: it listens to `foreseen`.
+// decode_tokens: jobs of up to so many tokens are rows of decode, whose kernels are fixed (Regime); 0: no job's are.
 struct DoorbellService {
     int lane, spin_us;
     std::vector<int> cpus;
     bool read_ahead;
+    int decode_tokens = 0;
 };
 
 struct DoorbellCounters {
@@ -132,7 +134,7 @@ class Doorbell {
     const DoorbellSize size_;
     const DoorbellLayout layout_;
     const Way way_;
-    const int lane_, spin_us_;
+    const int lane_, spin_us_, decode_tokens_;
     std::unique_ptr<ReadAhead> read_ahead_;  // null: nothing is foreseen
     std::vector<int> foreseen_;              // the last time
     uint32_t last_foreseen_ = 0;

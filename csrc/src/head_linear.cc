@@ -72,7 +72,7 @@ void run(const HeadLinear& op, Host& host, int tokens, int lane) {
     if (tokens == 0) return;
     const Matrix& w = *op.weights;
     const Layout& l = w.layout;
-    const Kernels& k = *host.kernels;
+    const Kernels& k = host.kernels_of(lane);
     if (!op.call) op.call = std::make_shared<Call>();
     Call& call = *op.call;
     call.op = op, call.op.call.reset();

@@ -12,10 +12,13 @@ class Outbox;
 struct Host {
     Pool pool;
     Outbox* outbox = nullptr;  // emptied before a program begins
-    const Kernels* kernels;
+    const Kernels* kernels;    // of this CPU, one table for each regime
     Workspace workspaces[kLanes];
+    Regime regimes[kLanes] = {};  // set by a lane's caller before it runs operations
 
     Host(PoolOptions options, const Kernels* table) : pool(std::move(options)), kernels(table) {}
+
+    const Kernels& kernels_of(int lane) const { return kernels[int(regimes[lane])]; }
 
     // Memory for one operation of a lane.
     std::byte* workspace(int lane, size_t bytes) {

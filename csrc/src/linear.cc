@@ -67,7 +67,7 @@ void publish(const void* context, int task, const std::byte* scratch) {
 
 void run(const Linear& op, Host& host, int tokens, int lane) {
     const Layout& l = op.weights->layout;
-    const Kernels& k = *host.kernels;
+    const Kernels& k = host.kernels_of(lane);
     const int groups = block_count(tokens, k.blocking.group_tokens(l.padded)), largest = block_begin(tokens, groups, 1);
     const bool has_min = kFacts[int(l.format)].has_min;
     const int threads = host.pool.threads();

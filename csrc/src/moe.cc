@@ -191,7 +191,7 @@ void pack_before(const Call& call, Host& host, const Phase& up, int lane) {
 void run_pass(const Moe& op, MoeCall& call, Host& host, int tokens, int lane) {
     const Experts& e = *op.experts;
     call.op = op, call.op.call.reset();
-    call.experts = &e, call.kernels = host.kernels, call.tokens = tokens, call.shared_x = tokens == 1;
+    call.experts = &e, call.kernels = &host.kernels_of(lane), call.tokens = tokens, call.shared_x = tokens == 1;
     sort(call, tokens);
     call.by_expert = many_tokens(call);
     const int threads = host.pool.threads(), groups = call.groups;

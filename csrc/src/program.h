@@ -42,6 +42,7 @@ class Program {
             ~Settle() { pool.settle(); }
         } settle{host_->pool};
         if (host_->outbox) host_->outbox->finish();
+        host_->regimes[lane] = batch.regime();
         for (size_t i = first; i < end; ++i)
             std::visit([&](const auto& op) { proa::run(op, *host_, rows, lane); }, operations_[i]);
     }

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from proa.engine.copying import CopyRules
+from proa.engine.phases import FixedPhases
+from proa.engine.policy import Limits
 from proa.errors import ContextLengthExceeded, QueueFull, ResourceError
 from proa.types import EngineRequest, Sampling
 from scheduler_sim import EOS, VOCAB, FakeEngine, make_limits
@@ -46,7 +48,15 @@ def make_engine(random: Random) -> FakeEngine:
     rules = CopyRules(
         every_tokens=random.choice([1, 4, 8]), cut_tokens=random.choice([4, 8]), asking_tokens=random.choice([1, 4])
     )
-    return FakeEngine(limits, num_pages, with_cache, copies, rules, turns=random.random() < 0.7)
+    phases = None if lookahead or random.random() < 0.6 else fixed_phases(random, limits)
+    turns = phases is not None or random.random() < 0.7
+    return FakeEngine(limits, num_pages, with_cache, copies, rules, turns=turns, phases=phases)
+
+
+def fixed_phases(random: Random, limits: Limits) -> FixedPhases:
+    """As --deterministic has them: by rows, or in cells that a step has room for."""
+    cells = [cell for cell in (8, 16, 24) if cell <= limits.max_batch_tokens and cell % limits.page_tokens == 0]
+    return FixedPhases(random.choice([None, *cells]), one_decode=random.random() < 0.5)
 
 
 def make_request(random: Random, request_id: str) -> EngineRequest:

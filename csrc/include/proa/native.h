@@ -21,7 +21,7 @@ extern "C" {
 
 // ---- version and errors
 
-#define PROA_ABI_VERSION 8
+#define PROA_ABI_VERSION 9
 
 #define PROA_OK 0
 #define PROA_ERROR_ARGUMENT 1  // the caller passed something wrong
@@ -261,6 +261,13 @@ PROA_API int proa_program_set_batch(proa_program* program, int64_t sequences, co
                                     const int32_t* kv_lens, const int32_t* states, const int32_t* page_table,
                                     int64_t table_stride, int64_t pages, int64_t page_tokens);
 
+// Which kernels compute the rows of the next batches: those that are fastest for so many rows, at first; or fixed ones,
+// so that a row has the same bits whatever other rows a step has. Decode: batches of one row a sequence. Prompt: any.
+#define PROA_REGIME_BY_ROWS 0
+#define PROA_REGIME_DECODE 1
+#define PROA_REGIME_PROMPT 2
+PROA_API int proa_program_set_regime(proa_program* program, int32_t regime);
+
 // Operations [first, end) for `rows` rows.
 PROA_API int proa_program_run(proa_program* program, int64_t first, int64_t end, int64_t rows, int lane);
 
@@ -426,6 +433,9 @@ typedef struct proa_doorbell_options {
     int32_t spin_us;     // how long its thread goes on looking after the last step
     int32_t way;         // PROA_WAY_...
     int32_t read_ahead;  // whether it listens to what is foreseen
+    // Jobs of up to so many tokens are rows of decode: their kernels are fixed as by PROA_REGIME_DECODE. 0: no job's
+    // are.
+    int32_t decode_tokens;
 } proa_doorbell_options;
 
 #define PROA_FORESEEN_ROWS 4

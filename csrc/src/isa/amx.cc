@@ -44,10 +44,11 @@ constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <
 #include "../kernels/peak.h"
 #include "../kernels/table.h"
 
-constexpr Kernels kTable = kernels("amx");
+constexpr Kernels kTables[kRegimes] = {kernels<Regime::kByRows>("amx"), kernels<Regime::kDecode>("amx"),
+                                       kernels<Regime::kPrompt>("amx")};
 
 }  // namespace
 
-const Kernels* const kAmxKernels = &kTable;
+const Kernels* const kAmxKernels = kTables;
 
 }  // namespace proa

@@ -33,10 +33,11 @@ constexpr int rows_at_once(int tokens, bool) { return tokens == 1 ? 2 : 1; }
 #include "../kernels/peak.h"
 #include "../kernels/table.h"
 
-constexpr Kernels kTable = kernels("avx2");
+constexpr Kernels kTables[kRegimes] = {kernels<Regime::kByRows>("avx2"), kernels<Regime::kDecode>("avx2"),
+                                       kernels<Regime::kPrompt>("avx2")};
 
 }  // namespace
 
-const Kernels* const kAvx2Kernels = &kTable;
+const Kernels* const kAvx2Kernels = kTables;
 
 }  // namespace proa

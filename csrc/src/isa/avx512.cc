@@ -33,10 +33,11 @@ constexpr int rows_at_once(int tokens, bool scaled) { return tokens <= (scaled ?
 #include "../kernels/peak.h"
 #include "../kernels/table.h"
 
-constexpr Kernels kTable = kernels("avx512");
+constexpr Kernels kTables[kRegimes] = {kernels<Regime::kByRows>("avx512"), kernels<Regime::kDecode>("avx512"),
+                                       kernels<Regime::kPrompt>("avx512")};
 
 }  // namespace
 
-const Kernels* const kAvx512Kernels = &kTable;
+const Kernels* const kAvx512Kernels = kTables;
 
 }  // namespace proa

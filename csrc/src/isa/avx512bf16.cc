@@ -41,10 +41,11 @@ constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <
 #include "../kernels/peak.h"
 #include "../kernels/table.h"
 
-constexpr Kernels kTable = kernels("avx512-bf16");
+constexpr Kernels kTables[kRegimes] = {kernels<Regime::kByRows>("avx512-bf16"), kernels<Regime::kDecode>("avx512-bf16"),
+                                       kernels<Regime::kPrompt>("avx512-bf16")};
 
 }  // namespace
 
-const Kernels* const kAvx512Bf16Kernels = &kTable;
+const Kernels* const kAvx512Bf16Kernels = kTables;
 
 }  // namespace proa

@@ -9,15 +9,23 @@ namespace proa {
 // kNone is no part of the C ABI: attention packs its weights with it.
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3, kNone = 4 };
 
+// What decides which kernel computes a row. kByRows: how many rows there are, whichever is fastest. The others fix the
+// kernel, so that a row has the same bits whatever other rows are computed with it: kDecode takes what is fastest for
+// one row, kPrompt what is fast for many. docs/decisions/040.
+enum class Regime : int32_t { kByRows = 0, kDecode = 1, kPrompt = 2 };
+constexpr int kRegimes = 3;
+
 // How rows of bfloat16 are packed for some weights: by blocks of tokens (see block_begin) whose pairs of columns
 // alternate, as lines for matrix tiles, or as digits that codes are multiplied with as integers (see kernels/digits.h).
 struct Packing {
     enum Form : int32_t { kPairs, kTiles, kNibbleDigits, kByteDigits };
     int block_tokens;
     Form form;
-    int zero;          // of digits: what is added to codes, so that they are not negative
-    float step;        // what a unit of a code is worth
-    bool sums = true;  // whether who multiplies minimums reads sums of columns, not weights that have these in them
+    int zero;              // of digits: what is added to codes, so that they are not negative
+    float step;            // what a unit of a code is worth
+    bool sums = true;      // whether who multiplies minimums reads sums of columns, not weights that have these in them
+    bool wide = false;     // of pairs: weights are expanded to bfloat16 panels once for all tokens (wide_panels.h)
+    bool rounded = false;  // of tiles: a weight times its group's scale is rounded to bfloat16 (tile_panels.h)
 };
 
 // Rows packed for one layout's width: pairs [padded / 2][M] or lines, sums [padded / 16][M] of each block.
@@ -158,6 +166,7 @@ struct Kernels {
     void (*read)(const uint8_t* data, size_t bytes, uint32_t* bits);
 };
 
+// Tables of kRegimes kernels each, in the order of Regime.
 extern const Kernels* const kScalarKernels;
 extern const Kernels* const kScalarTilesKernels;
 // Of x86-64.

@@ -30,10 +30,11 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/peak.h"
 #include "../kernels/table.h"
 
-constexpr Kernels kTable = kernels("scalar");
+constexpr Kernels kTables[kRegimes] = {kernels<Regime::kByRows>("scalar"), kernels<Regime::kDecode>("scalar"),
+                                       kernels<Regime::kPrompt>("scalar")};
 
 }  // namespace
 
-const Kernels* const kScalarKernels = &kTable;
+const Kernels* const kScalarKernels = kTables;
 
 }  // namespace proa

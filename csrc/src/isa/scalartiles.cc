@@ -38,10 +38,12 @@ constexpr int rows_at_once(int, bool) { return 1; }
 #include "../kernels/peak.h"
 #include "../kernels/table.h"
 
-constexpr Kernels kTable = kernels("scalar-tiles");
+constexpr Kernels kTables[kRegimes] = {kernels<Regime::kByRows>("scalar-tiles"),
+                                       kernels<Regime::kDecode>("scalar-tiles"),
+                                       kernels<Regime::kPrompt>("scalar-tiles")};
 
 }  // namespace
 
-const Kernels* const kScalarTilesKernels = &kTable;
+const Kernels* const kScalarTilesKernels = kTables;
 
 }  // namespace proa

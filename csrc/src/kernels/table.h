@@ -1,14 +1,41 @@
 // Which product runs, and the table of this instruction set's kernels.
 #pragma once
 
+inline Packing pair_packing(const Layout& l) { return {most_pairs(l.format), Packing::kPairs, 0, 1}; }
+inline Packing wide_packing() {
+    Packing how{kMostPlain, Packing::kPairs, 0, 1, kTiles};
+    how.wide = true;
+    return how;
+}
+inline Packing tile_packing(bool rounded) {
+    Packing how{kTileTokens, Packing::kTiles, 0, 1, !rounded};
+    how.rounded = rounded;
+    return how;
+}
+
 // Many tokens: see wide_panels.h; tiles leave none.
 inline bool is_wide(int tokens) { return tokens >= kWideFromTokens; }
 
+// Whether wide panels have the bits of pairs: nothing is rounded, and scales are multiplied after the whole sum.
+inline bool wide_is_exact(const Layout& l) {
+    if (l.format == Format::kBf16) return true;
+    bool exact = false;
+    with_format(l.format, [&]<class Code, class Scales, Format>() {
+        exact = kScalesAlone<Scales> && !Scales::kFewBits && l.groups == 1;
+    });
+    return exact;
+}
+
+template <Regime regime>
 Packing packing(const Layout& l, int tokens) {
+    if constexpr (regime == Regime::kDecode) return by_digits(l, 1) ? digit_packing(l) : pair_packing(l);
+    if constexpr (regime == Regime::kPrompt) {
+        if (kTiles) return tile_packing(true);
+        return is_wide(tokens) && wide_is_exact(l) ? wide_packing() : pair_packing(l);
+    }
     if (by_digits(l, tokens)) return digit_packing(l);
-    if (by_tiles(l, tokens)) return {kTileTokens, Packing::kTiles, 0, 1, tokens <= kTileTokens};
-    if (is_wide(tokens)) return {kMostPlain, Packing::kPairs, 0, 1, kTiles};
-    return {most_pairs(l.format), Packing::kPairs, 0, 1};
+    if (by_tiles(l, tokens)) return tile_packing(tokens > kTileTokens);
+    return is_wide(tokens) ? wide_packing() : pair_packing(l);
 }
 
 size_t row_bytes(const Layout& l) {
@@ -16,15 +43,16 @@ size_t row_bytes(const Layout& l) {
     return by_digits(l, 1) && lines > pairs ? lines : pairs;
 }
 
+template <Regime regime>
 size_t expand_bytes(const Layout& l, int tokens) {
-    const size_t panel_bytes = size_t(l.padded) * 32;
-    if (by_digits(l, tokens)) return 0;
-    if (by_tiles(l, tokens)) return tile_scratch_bytes(l, tokens);
-    return is_wide(tokens) && l.format != Format::kBf16 ? kWidePanels * panel_bytes : 0;
+    const Packing how = packing<regime>(l, tokens);
+    if (how.form == Packing::kTiles) return tile_scratch_bytes(l, how.rounded);
+    return how.wide && l.format != Format::kBf16 ? kWidePanels * size_t(l.padded) * 32 : 0;
 }
 
 // Tokens of the smallest block of pairs: fewer go by digits, and several blocks are about as large.
 constexpr int least_pairs(Format f) {
+    if (!kTiles) return 1;  // of prompts, whose rows are pairs however few
     const int least = digit_tokens(f) + 1, half = most_pairs(f) / 2;
     return least < half || half == 0 ? least : half;
 }
@@ -49,7 +77,7 @@ void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, floa
     with_format(l.format, [&]<class Code, class Scales, Format format>() {
         static_assert(pairs_fit(format));
         if constexpr (!kTiles)
-            if (is_wide(x.tokens)) {
+            if (x.how.wide) {
                 if constexpr (kScalesAlone<Scales>)
                     if (l.groups == 1)
                         return multiply_wide<Code, Scales, false>(l, w, panels, x, out, (uint8_t*)scratch, next);
@@ -59,11 +87,12 @@ void matmul(const Layout& l, const uint8_t* w, int panels, const Packed& x, floa
     });
 }
 
+template <Regime regime>
 constexpr Kernels kernels(const char* name) {
-    return {name,         kBlocking,    packing,      row_bytes,      pack,         matmul,
-            expand_bytes, expand,       activate,     clear_columns,  accumulate,   sum_rows,
-            store_rows,   rms_norm_row, add_row,      gated_add_row,  gate_row,     rotate_head,
-            route_row,    kQueryLine,   pack_query,   attend,         merge_states, finish_state,
-            pack_keys,    pack_values,  softmax_tile, scale_and_add,  to_e4m3,      from_e4m3,
-            convolve,     scale_to,     delta_step,   gated_norm_row, peak,         read};
+    return {name,    kBlocking,     packing<regime>, row_bytes,   pack,        matmul,         expand_bytes<regime>,
+            expand,  activate,      clear_columns,   accumulate,  sum_rows,    store_rows,     rms_norm_row,
+            add_row, gated_add_row, gate_row,        rotate_head, route_row,   kQueryLine,     pack_query,
+            attend,  merge_states,  finish_state,    pack_keys,   pack_values, softmax_tile,   scale_and_add,
+            to_e4m3, from_e4m3,     convolve,        scale_to,    delta_step,  gated_norm_row, peak,
+            read};
 }

@@ -56,11 +56,11 @@ void multiply_threes(Tiles& tiles, const Layout& l, const uint8_t* w, int panels
 }
 
 // What multiply_tiles needs: three panels in bfloat16, whole parts, if the format is another.
-inline size_t tile_scratch_bytes(const Layout& l, int tokens) {
+inline size_t tile_scratch_bytes(const Layout& l, bool rounded) {
     if (l.format == Format::kBf16) return 0;
     const size_t panels = kTilePanels * size_t(round_up(l.padded, part_columns(l, true))) * 32;
     const size_t block = block_scratch_bytes(l);
-    return tokens <= kTileTokens || block > panels ? block : panels;
+    return !rounded || block > panels ? block : panels;
 }
 
 // x is in tiles. next: see Kernels::matmul.
@@ -68,7 +68,7 @@ void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed&
                     const uint8_t* next) {
     Tiles tiles;
     with_format(l.format, [&]<class Code, class Scales, Format>() {
-        if (l.format != Format::kBf16 && x.tokens <= kTileTokens)
+        if (l.format != Format::kBf16 && !x.how.rounded)
             return each_block(x, l.padded, [&](const PackedBlock& block) {
                 multiply_one_block<Code, Scales>(tiles, l, w, panels, block, out, scratch, next);
             });

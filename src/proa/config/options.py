@@ -108,6 +108,12 @@ class SchedulerOptions:
         low=0,
         high=0.95,
     )
+    deterministic: bool = option(
+        False,
+        help="the same request gets the same tokens and log-probabilities, bit for bit, whatever else runs or is "
+        "cached, on the same machine with the same plan; somewhat slower (docs/reproducibility.md)",
+        common=True,
+    )
     max_queued: int = option(256, help="requests that may wait; more are refused with 429", low=0, high=1_000_000)
     max_queued_tokens: int = option(
         4_000_000, help="prompt tokens that may wait; more are refused with 429", low=0, high=1 << 40

@@ -18,6 +18,10 @@ class Draft:
     def __len__(self) -> int:
         return len(self._decodes) + len(self._chunks)
 
+    @property
+    def has_chunks(self) -> bool:
+        return bool(self._chunks)
+
     def add_decode(self, request: Request, cost_tokens: int) -> None:
         self._decodes[request.id] = self._item(request, 1)
         if not self._apart:

@@ -12,7 +12,7 @@ from torch import Tensor
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
-from proa.engine.gpu_plan import STEP_AHEAD, cuda_index, needed, placement_of, ready, saver_of, top_k
+from proa.engine.gpu_plan import STEP_AHEAD, cuda_index, decode_tokens, needed, placement_of, ready, saver_of, top_k
 from proa.engine.graphs import GraphExecutor
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
@@ -126,7 +126,8 @@ class GpuBuild:
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(
-            spin_us=self._workers.spin_us, cpus=self._cpu.caller_cpus, read_ahead=self._gpu.read_ahead
+            spin_us=self._workers.spin_us, cpus=self._cpu.caller_cpus, read_ahead=self._gpu.read_ahead,
+            decode_tokens=decode_tokens(self._plan),
         )  # fmt: skip
         taken = take(
             self._gpu.doorbell,

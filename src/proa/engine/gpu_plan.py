@@ -25,6 +25,11 @@ def top_k(spec: Model) -> int:
     return max((block.ffn.top_k for block in spec.blocks if isinstance(block.ffn, Moe)), default=1)
 
 
+def decode_tokens(plan: Plan) -> int:
+    """Tokens of a job up to which the CPU's experts take it for decode, if its bits must not depend on their number."""
+    return plan.max_running if plan.deterministic else 0
+
+
 def needed(plan: Plan) -> tuple[GpuPlan, Workers]:
     if plan.gpu is None or plan.workers is None:
         raise ValueError("this plan has no GPU, or no workers to pack weights for it")

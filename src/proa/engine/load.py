@@ -23,6 +23,7 @@ from proa.engine.eager import EagerExecutor
 from proa.engine.engine import Engine
 from proa.engine.ipc import Loading, Ready
 from proa.engine.lane import Lane
+from proa.engine.phases import FixedPhases, FreePhases, Phases
 from proa.engine.policy import Limits
 from proa.engine.recorded import RecordedExecutor
 from proa.engine.runner import Runner
@@ -131,7 +132,8 @@ class _Eager:
         self._executor = EagerExecutor(self.model, caches, plan.page_tokens)
         runner = Runner(self._executor, plan.page_tokens, in_parts=self._executor)
         trial_tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
-        choose_threads(self._executor, runner, plan.threads, trial_tokens)
+        if not plan.deterministic:  # torch's sums depend on the number of threads
+            choose_threads(self._executor, runner, plan.threads, trial_tokens)
         return runner
 
     def saver(self) -> CountSaver | None:
@@ -175,7 +177,9 @@ class _Native:
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
         )
-        executor = RecordedExecutor(self.model, self._recorder, caches, self._limits, self._crew)
+        executor = RecordedExecutor(
+            self.model, self._recorder, caches, self._limits, self._crew, deterministic=plan.deterministic
+        )
         self._cpu.note_unbound()
 
         def step(i: int, share: float) -> None:
@@ -208,7 +212,16 @@ def _scheduler(plan: Plan) -> Scheduler:
     allocator = PageAllocator(plan.num_pages)
     copies = StateCopies(plan.max_running, plan.state_copies) if plan.state_copies else None
     prefix_cache = PrefixCache(plan.page_tokens, allocator, copies) if plan.prefix_cache else None
-    return Scheduler(Limits.of(plan), allocator, prefix_cache, turns=plan.prefill_share > 0)
+    return Scheduler(
+        Limits.of(plan), allocator, prefix_cache, turns=plan.prefill_share > 0, phases=_phases(plan)
+    )  # fmt: skip
+
+
+def _phases(plan: Plan) -> Phases:
+    if not plan.deterministic:
+        return FreePhases()
+    on_torch = plan.workers is None or (plan.gpu is not None and plan.gpu.simulated)
+    return FixedPhases(plan.prompt_cell_tokens, one_decode=on_torch)  # whose products depend on the number of rows
 
 
 def _paced(report: Callable[[Loading], None]) -> Callable[[int, int], None]:

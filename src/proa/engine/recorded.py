@@ -22,6 +22,7 @@ from proa.layers.rope import cos_sin, is_dynamic
 from proa.layers.step import Step
 from proa.models.spec import Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters
+from proa.native.program import Regime
 from proa.ops.cpu import Recorder
 from proa.ops.table import AttentionBatch, KvPages, LatentPages, LayerCache
 
@@ -55,9 +56,11 @@ class RecordedExecutor(ChoosesOnTheCpu):
 
     def __init__(
         self, model: Decoder, recorder: Recorder, caches: tuple[LayerCache, ...], limits: StepLimits,
-        crew: Crew | None = None,
+        crew: Crew | None = None, *, deterministic: bool = False,
     ) -> None:  # fmt: skip
+        """deterministic: a row's bits depend on its phase alone; a step's rows are of one phase then."""
         super().__init__()
+        self._deterministic = deterministic
         self.spec, self.clock = model.spec, StepClock()
         self.crew = crew
         # The program has the addresses of what they own, and of what caches do.
@@ -117,6 +120,8 @@ class RecordedExecutor(ChoosesOnTheCpu):
         for i, s in enumerate(sequences):
             self._pages.set(i, s.pages)
             self._q_lens[i], self._kv_lens[i], self._states[i] = len(s.tokens), s.start + len(s.tokens), s.state
+        if self._deterministic:
+            self._program.set_regime(Regime.PROMPT if sequences[0].in_prompt else Regime.DECODE)
         self._program.set_batch(len(sequences), *self._shape)
         return self._rows.fill(sequences, self._limits.page_tokens)
 
@@ -144,6 +149,8 @@ class RecordedExecutor(ChoosesOnTheCpu):
         parts, self._parts = begun(self._parts), None
         parts.bring_back(self._live)
         self._scored_rows = ()
+        if self._deterministic:
+            self._program.set_regime(Regime.PROMPT)  # for the head: steps between its parts were decode
 
     def drop(self) -> None:
         self._parts = None

@@ -28,14 +28,15 @@ recurrent states, a step also says which of them are copied before and behind it
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from proa.cache.pages import IntegrityError, PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
 from proa.engine.copying import Copying, CopyRules
 from proa.engine.draft import Draft
+from proa.engine.integrity import check_pages, check_request, check_slots
 from proa.engine.ipc import Stats
+from proa.engine.phases import FreePhases, Phases
 from proa.engine.policy import Limits, Lineup, refuse_crowd, refuse_impossible
 from proa.engine.request import NO_SLOT, Request, State
 from proa.engine.step_plan import StepItem, StepPlan
@@ -48,10 +49,12 @@ class Scheduler:
 
     def __init__(
         self, limits: Limits, allocator: PageAllocator, prefix_cache: PrefixCache | None,
-        copy_rules: CopyRules | None = None, *, turns: bool = False,
+        copy_rules: CopyRules | None = None, *, turns: bool = False, phases: Phases | None = None,
     ) -> None:  # fmt: skip
-        """copy_rules: for a prefix cache with copies of recurrent states. turns: of prompts, while others decode."""
+        """copy_rules: for a prefix cache with copies of recurrent states. turns: of prompts, while others decode;
+        phases other than free ones need them, for prompts and decode share no step then."""
         self.limits = limits
+        self._phases: Phases = phases or FreePhases()
         self._allocator = allocator
         self._cache = prefix_cache
         self._copying = (
@@ -66,6 +69,7 @@ class Scheduler:
         self.beside: StepPlan | None = None  # what is computed beside these
         self._void: Collection[str] = ()  # ids of that one's items which were computed from tokens that are not theirs
         self._arrivals = 0
+        self._last_decoded = -1  # arrival of the request that a step decoded last
         self._steps = 0
         self._prompt_tokens = 0
         self._cached_prompt_tokens = 0
@@ -150,12 +154,14 @@ class Scheduler:
         if self._in_flight:
             raise RuntimeError("the last step was neither committed nor failed")
         budget_tokens = self.limits.max_batch_tokens
-        if prompt_tokens is not None and self._turns:
+        if prompt_tokens is not None and self._turns and not self._phases.one_chunk:
             budget_tokens = min(budget_tokens, prompt_tokens)
         draft = Draft(budget_tokens, apart=self._turns)
         self._plan_decodes(draft)
         if self.beside is None:
             self._plan_prefills(draft)
+        if not draft and self._phases.one_decode:  # the one that was to decode has been preempted
+            self._plan_decodes(draft)
         now, beside = draft.steps()
         if beside:
             self.beside = self._step(beside)
@@ -165,7 +171,14 @@ class Scheduler:
         return self._in_flight[0]
 
     def _step(self, items: Iterable[StepItem]) -> StepPlan:
-        return StepPlan(tuple(map(self._copying.planned, items) if self._copying else items))
+        return StepPlan(tuple(map(self._copied, items)))
+
+    def _copied(self, item: StepItem) -> StepItem:
+        """With a copy of the states behind it, if one is due and its pages may be shared."""
+        end = item.start + item.num_tokens
+        if self._copying is None or self._phases.shared_tokens(item.request, end) < end:
+            return item
+        return self._copying.planned(item)
 
     def plan_ahead(self) -> StepPlan | None:
         """The step after the one in flight, if that decodes and, as far as can be known, nothing but one more token of
@@ -239,39 +252,14 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise IntegrityError unless every page, lock and request is accounted for exactly. Takes milliseconds."""
-        self._allocator.check()
-        holders: Counter[int] = Counter()
-        for request in self._running:
-            holders.update(request.pages)
-        if self._cache:
-            self._cache.check()
-            holders.update(self._cache.pages())
+        check_pages(self._allocator, self._cache, self._running)
+        check_slots(self._free_states, self._running, self.limits)
         if self._copying:
             self._copying.check([item for plan in self._flying for item in plan.items])
-        for page in range(self._allocator.num_pages):
-            if (count := self._allocator.references(page)) != holders[page]:
-                raise IntegrityError(f"page {page} has {count} references but {holders[page]} known holders")
-        held = [*self._free_states, *(request.state_slot for request in self._running)]
-        if sorted(held) != list(range(self.limits.num_slots)):
-            raise IntegrityError(f"state slots free and held are {sorted(held)}")
         for request in self._requests.values():
-            self._check_request(request)
+            check_request(request, self.limits, self._cache)
         if len(self._requests) != len(self._waiting) + len(self._running):
             raise IntegrityError("a request is neither waiting nor running")
-
-    def _check_request(self, request: Request) -> None:
-        if request.state is State.WAITING:
-            if request.pages or request.num_computed or request.node or request.state_slot != NO_SLOT:
-                raise IntegrityError(f"{request!r} waits but holds pages {request.pages}")
-            return
-        if request.num_computed > len(request.pages) * self.limits.page_tokens:
-            raise IntegrityError(f"{request!r} has only {len(request.pages)} pages")
-        if request.num_computed >= len(request.tokens):
-            raise IntegrityError(f"{request!r} has nothing left to compute")
-        if self._cache and request.node:
-            path = self._cache.path(request.node)
-            if path != request.pages[: len(path)] or request.num_shared > request.num_computed:
-                raise IntegrityError(f"{request!r} has pages {request.pages}; the prefix cache says {path}")
 
     # ---- planning
 
@@ -289,10 +277,19 @@ class Scheduler:
 
     def _plan_decodes(self, draft: Draft) -> None:
         held = self._held
-        for request in self._running:
-            decodes = request.state is State.RUNNING and request.num_left == 1 and request.id not in held
+        for request in self._in_turn():
+            decodes = request.state is State.RUNNING and self._phases.decodes(request) and request.id not in held
             if decodes and self._grow(request, held):
                 draft.add_decode(request, 1 + self.limits.lookahead_tokens)
+                self._last_decoded = request.arrival
+                if self._phases.one_decode:
+                    return
+
+    def _in_turn(self) -> Iterable[Request]:
+        """Running requests in the order of service; where a step decodes one of them, equals take turns."""
+        if not self._phases.one_decode:
+            return self._running
+        return sorted(self._running, key=lambda r: (r.priority, r.arrival <= self._last_decoded, r.arrival))
 
     @property
     def _held(self) -> frozenset[str]:
@@ -305,7 +302,7 @@ class Scheduler:
         leading = {r.group for r in self._running if self._leads(r)}
         is_open = True  # until someone does not fit: nobody behind may overtake
         for request in self._unfinished_prompts():
-            if draft.budget_tokens < 1:
+            if draft.budget_tokens < 1 or (self._phases.one_chunk and draft.has_chunks):
                 return
             if request.state is State.WAITING:
                 if not is_open or (request.group in leading and self._may_match(request)):
@@ -315,12 +312,14 @@ class Scheduler:
                     continue
                 if self._leads(request):
                     leading.add(request.group)
-            num_tokens = min(draft.budget_tokens, request.num_left)
-            draft.add_chunk(request, self._copying.chunk(request, num_tokens) if self._copying else num_tokens)
+            num_tokens = self._phases.chunk_tokens(request, draft.budget_tokens)
+            if self._copying and not self._phases.one_chunk:
+                num_tokens = self._copying.chunk(request, num_tokens)
+            draft.add_chunk(request, num_tokens)
 
     def _unfinished_prompts(self) -> Iterator[Request]:
         """Running requests with more than a decode to compute, and the waiting ones, in the order of service."""
-        running = (r for r in self._running if r.num_left > 1)
+        running = (r for r in self._running if not self._phases.decodes(r))
         return heapq.merge(running, self._waiting, key=lambda r: r.order)
 
     def _leads(self, request: Request) -> bool:
@@ -367,8 +366,13 @@ class Scheduler:
     def _match(self, request: Request) -> PrefixMatch | None:
         if self._cache is None:
             return None
-        num_pages = (len(request.tokens) - 1) // self.limits.page_tokens if self._may_match(request) else 0
-        return self._cache.match(self._keys(self._cache, request, num_pages))
+        num_tokens = self._phases.matched_tokens(request) if self._may_match(request) else 0
+        num_pages = num_tokens // self.limits.page_tokens
+        match = self._cache.match(self._keys(self._cache, request, num_pages))
+        num_matched = len(match.pages) * self.limits.page_tokens
+        if (num_whole := self._phases.whole_tokens(num_matched)) == num_matched:
+            return match
+        return self._cache.match(self._keys(self._cache, request, num_whole // self.limits.page_tokens))
 
     def _pages_short(self, request: Request, match: PrefixMatch | None) -> int:
         """Pages that are missing to admit it; each running request keeps one spare page to grow into."""
@@ -437,7 +441,8 @@ class Scheduler:
         )
 
     def _share_full_pages(self, request: Request) -> None:
-        first, last = request.num_shared // self.limits.page_tokens, request.num_computed // self.limits.page_tokens
+        num_tokens = self._phases.shared_tokens(request, request.num_computed)
+        first, last = request.num_shared // self.limits.page_tokens, num_tokens // self.limits.page_tokens
         if self._cache is None or request.node is None or first >= last:
             return
         keys = self._keys(self._cache, request, last)[first:]

@@ -10,7 +10,7 @@ from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.eager import EagerExecutor
-from proa.engine.gpu_plan import needed, placement_of, ready, saver_of, top_k
+from proa.engine.gpu_plan import decode_tokens, needed, placement_of, ready, saver_of, top_k
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.hybrid.co_fetch import InPlaceRates
@@ -74,7 +74,9 @@ class SimBuild:
         return Runner(executor, plan.page_tokens, in_parts=executor)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
-        service = Service(spin_us=self._workers.spin_us, read_ahead=self._gpu.read_ahead)
+        service = Service(
+            spin_us=self._workers.spin_us, read_ahead=self._gpu.read_ahead, decode_tokens=decode_tokens(self._plan)
+        )
         taken = take(self._gpu.doorbell, lambda way: HostTransport(self.pool, layers, size, service, way), PROBE_ROUNDS)
         self._round_trip_us = taken.round_trip_us
         self._decisions.append(taken.decision)

@@ -26,6 +26,11 @@ class Span(msgspec.Struct, frozen=True):
     num_prompt: int
     state: int = 0
 
+    @property
+    def in_prompt(self) -> bool:
+        """Whether it begins with a token of the prompt, not with one that was generated."""
+        return self.start < self.num_prompt
+
 
 @dataclass(frozen=True)
 class StepLimits:

@@ -76,6 +76,7 @@ class Service:
     spin_us: int = 1000  # how long it goes on looking for a ring after the last step
     cpus: tuple[int, ...] = ()  # where it may run, best where no worker does; empty: wherever the system likes
     read_ahead: bool = False  # idle workers read into their caches what is foreseen
+    decode_tokens: int = 0  # jobs of up to so many tokens are decode, by kernels that are fixed; 0: none are
 
 
 ANY_SERVICE = Service()
@@ -86,7 +87,7 @@ class _Options(ctypes.Structure):
         ("layers", POINTER(c_void_p)), ("layer_count", c_int64), ("memory", c_void_p), ("memory_bytes", c_int64),
         ("most_tokens", c_int64), ("top_k", c_int64), ("hidden", c_int64),
         ("cpus", POINTER(c_int32)), ("cpu_count", c_int64), ("lane", c_int32), ("spin_us", c_int32), ("way", c_int32),
-        ("read_ahead", c_int32),
+        ("read_ahead", c_int32), ("decode_tokens", c_int32),
     ]  # fmt: skip
 
 
@@ -185,7 +186,7 @@ class Doorbell:
             (c_void_p * len(layers))(*(layer.handle.value for layer in layers)), len(layers),
             memory.address, memory.nbytes, size.most_tokens, size.top_k, size.hidden,
             (c_int32 * len(service.cpus))(*service.cpus), len(service.cpus), service.lane, service.spin_us,
-            way, service.read_ahead,
+            way, service.read_ahead, service.decode_tokens,
         )  # fmt: skip
         _native().proa_doorbell_create(pool.handle, ctypes.byref(options), ctypes.byref(self._handle))
         keep = pool, tuple(layers), memory

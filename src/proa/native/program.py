@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import weakref
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
@@ -11,6 +12,14 @@ from dataclasses import dataclass
 from proa.native.library import Signatures, library
 from proa.native.pool import Pool
 from proa.native.weights import Experts, Matrix, Rows
+
+
+class Regime(enum.IntEnum):
+    """Which kernels compute a step's rows: PROA_REGIME_... of native.h."""
+
+    BY_ROWS = 0
+    DECODE = 1
+    PROMPT = 2
 
 
 class _KvPages(ctypes.Structure):
@@ -53,6 +62,7 @@ _SIGNATURES: Signatures = {
     "proa_program_set_batch": (
         c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64,
     ),
+    "proa_program_set_regime": (c_void_p, c_int32),
     "proa_program_run": (c_void_p, c_int64, c_int64, c_int64, c_int),
     "proa_program_add_embed": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64),
     "proa_program_add_lookup": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64),
@@ -209,6 +219,10 @@ class Program:
         _native().proa_program_set_batch(
             self._handle, sequences, q_lens, kv_lens, states or None, pages, stride, cache_pages, page_tokens
         )
+
+    def set_regime(self, regime: Regime) -> None:
+        """Of the steps that run from now on; BY_ROWS at first."""
+        _native().proa_program_set_regime(self._handle, regime)
 
     def run(self, first: int, end: int, rows: int, lane: int = 0) -> None:
         """Operations first to end for `rows` rows. Raises ValueError for ids or slots out of range, NativeError."""

@@ -166,6 +166,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     state_copies: int = 0  # of recurrent states, for prompts to go on from
     max_running: int
     max_batch_tokens: int
+    deterministic: bool = False  # a token's bits do not depend on the schedule
+    prompt_cell_tokens: int | None = None  # then: prompts are computed in steps of so many tokens; None: in any
     prefill_share: float = 0.0  # of the time, while others decode; 0: prompts share steps with these
     max_queued: int
     max_queued_tokens: int

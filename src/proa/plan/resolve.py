@@ -16,7 +16,9 @@ from proa.machine.machine import Gpu, Machine
 from proa.models.names import Declared
 from proa.models.spec import Model
 from proa.obs.units import format_bytes
+from proa.plan import deterministic
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
+from proa.plan.deterministic import cell_tokens, fixed_options
 from proa.plan.device import best_effort, choose
 from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, fit
@@ -50,6 +52,7 @@ def resolve(
     options: EngineOptions, model: str, checkpoint: Checkpoint, declared: Declared, host: Host, counts: Counts = ()
 ) -> Plan:
     """Settle everything; counts: how often experts were chosen, if known. Raises UsageError, ResourceError."""
+    options = fixed_options(options)
     spec, asked, machine = declared.spec, options.scheduler, host.machine
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
@@ -65,12 +68,14 @@ def resolve(
         kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts,
     )  # fmt: skip
     placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
-    share, share_row = prefill_share(asked.prefill_share, placed.gpu)
+    share, share_row = prefill_share(asked.prefill_share, placed.gpu, deterministic=asked.deterministic)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
     together = Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue")
     compute = _compute(dtype, host, placed.gpu)
     rows = (weights, dtype_row, compute, *placed.decisions, kv.row, *prefix_rows(case, placed.need))
+    cell = cell_tokens(options, placed.batch_tokens, isa, placed.gpu)
+    same_row = deterministic.row(asked.deterministic, cell)
     batch = batch_row(asked.max_batch_tokens, asked.max_running, placed.batch_tokens)
     return Plan(
         model=model,
@@ -90,6 +95,8 @@ def resolve(
         state_copies=placed.need.copies,
         max_running=asked.max_running,
         max_batch_tokens=placed.batch_tokens,
+        deterministic=asked.deterministic,
+        prompt_cell_tokens=cell,
         prefill_share=share,
         max_queued=asked.max_queued,
         max_queued_tokens=asked.max_queued_tokens,
@@ -99,7 +106,7 @@ def resolve(
         memory=placed.memory,
         gpu=placed.gpu,
         roof=placed.roof,
-        decisions=(*rows, together, batch, share_row, ram_row, threads_row, *worker_rows),
+        decisions=(*rows, together, batch, share_row, same_row, ram_row, threads_row, *worker_rows),
     )
 
 

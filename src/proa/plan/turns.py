@@ -17,12 +17,12 @@ SHARED_TOKENS, TURN_TOKENS = 512, (4096, 2048, 1024)
 MOST_VRAM = 0.02  # of what is free, for the rows of such a step
 
 
-def prefill_share(asked: float | None, gpu: GpuPlan | None) -> tuple[float, Decision]:
-    """Of the time, while others decode; 0: they share steps."""
+def prefill_share(asked: float | None, gpu: GpuPlan | None, *, deterministic: bool = False) -> tuple[float, Decision]:
+    """Of the time, while others decode; 0: they share steps, which deterministic ones never do."""
     name, got = "prefill share", SHARE if asked is None else asked
     if asked == 0:
         return 0.0, Decision(name, "0", "0", "prompts share steps with those who decode, who wait for all of a step")
-    if asked is None and gpu is not None and gpu.gpu_only:
+    if asked is None and gpu is not None and gpu.gpu_only and not deterministic:
         return 0.0, Decision(name, "auto", "0", "a GPU alone is soon done with a step of prompts: all share it")
     why = "while others decode, prompts are computed a few layers at a time, in turn with their steps"
     return got, Decision(name, "auto" if asked is None else f"{asked:g}", f"{got:g}", why)
