@@ -93,7 +93,13 @@ class GpuBuild:
             kv=self._kv,
         )  # fmt: skip
         executor = GraphExecutor(
-            self.model, caches, step_limits(plan), self._device, self._hybrid, sleeps=not self._gpu.gpu_only
+            self.model,
+            caches,
+            step_limits(plan),
+            self._device,
+            self._hybrid,
+            sleeps=not self._gpu.gpu_only,
+            deterministic=plan.deterministic,
         )
         self._decisions.append(warm_up(executor.warm_ups(), report))
         self._decisions.append(STEP_AHEAD)

@@ -55,16 +55,19 @@ class GraphExecutor:
 
     def __init__(
         self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, device: torch.device,
-        session: Session | None = None, *, sleeps: bool = False,
+        session: Session | None = None, *, sleeps: bool = False, deterministic: bool = False,
     ) -> None:  # fmt: skip
         """sleeps: the calling thread leaves its CPU to others while it waits for the device, and comes back a little
-        later."""
+        later. deterministic: all steps of decode have one shape, for kernels and their splits follow from the number
+        of rows; steps have prompts or decode, not both."""
         self.spec, self.clock = model.spec, StepClock()
         self._model, self._caches, self._limits, self._device = model, caches, limits, device
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
         self._tables = _Tables(model.spec.ropes, limits, device)
-        self._buckets = buckets(min(limits.sequences, limits.rows))
+        most = min(limits.sequences, limits.rows)
+        self._deterministic = deterministic
+        self._buckets = (most,) if deterministic else buckets(most)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
@@ -138,7 +141,7 @@ class GraphExecutor:
         self._was_in_parts = False
         self._sequences, self._suspect = sequences, True  # until all rows are scored
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._decoding = all(len(s.tokens) == 1 for s in sequences)
+            self._decoding = self._is_decode(sequences)
             if self._decoding:
                 self._decode(sequences)
             elif self._parts is not None:
@@ -146,6 +149,12 @@ class GraphExecutor:
             else:
                 self._launch(sequences)
         self.clock.lap(Stage.PROGRAM)
+
+    def _is_decode(self, sequences: Sequence[Span]) -> bool:
+        """Whether a step is a graph's."""
+        if self._deterministic:
+            return not sequences[0].in_prompt
+        return all(len(s.tokens) == 1 for s in sequences)
 
     def _decode(self, sequences: Sequence[Span]) -> None:
         bucket = self._bucket(len(sequences))

@@ -1,0 +1,158 @@
+"""--deterministic: a request has the same tokens and log-probabilities, bit for bit, in any schedule. Planned engines,
+whose answers under drawn schedules are compared with those of each request by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from proa.config.options import EngineOptions
+from proa.config.parse import from_keywords
+from proa.engine.engine import Engine
+from proa.engine.load import load_engine
+from proa.types import EngineRequest, Sampling
+from quick_plan import prepare
+from tiny import make_tiny
+
+CONTEXT = 448
+STEM = [(7 * i) % 200 + 20 for i in range(CONTEXT)]
+PAGES = 34  # of 16 tokens: one context and a little, so that requests are preempted
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+
+
+def requests() -> dict[str, EngineRequest]:
+    """Prompts of 1 to 390 tokens that share beginnings; greedy, seeded, and one that asks for its prompt's logprobs."""
+    prompts = [
+        STEM[:33], STEM[:1], [*STEM[:200], 5], [*STEM[:200], 9, 10, 11], STEM[:390], [*STEM[:16], *range(30, 90)],
+        list(range(100, 117)), STEM[:129], [*STEM[:64], *STEM[:64]],
+    ]  # fmt: skip
+    found = {}
+    for i, tokens in enumerate(prompts):
+        sampling = Sampling(
+            max_tokens=[12, 40, 25][i % 3], temperature=0.0 if i % 2 else 0.8, seed=i, logprobs=2, eos_token_ids=(),
+            prompt_logprobs=1 if i == 5 else None,
+        )  # fmt: skip
+        found[f"r{i}"] = EngineRequest(id=f"r{i}", tokens=tokens, sampling=sampling)
+    return found
+
+
+@dataclass(frozen=True)
+class Arrival:
+    name: str
+    step: int  # before which it is submitted
+    priority: int
+    abort_after: int | None  # steps
+
+
+def run(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, Answer]:
+    """Answers of those that were not aborted, by a number each."""
+    asked, answers = requests(), dict[str, Answer]()
+    aborted = set[str]()
+    for step in range(100_000):
+        due = [(f"{i}", a) for i, a in enumerate(arrivals) if a.step == step]
+        for number, arrival in due:
+            source = asked[arrival.name]
+            engine.submit(msgspec.structs.replace(source, id=number, priority=arrival.priority))
+        for i, arrival in enumerate(arrivals):
+            if arrival.abort_after is not None and arrival.step + arrival.abort_after == step and engine.abort(f"{i}"):
+                aborted.add(f"{i}")
+        if not engine.has_work and step >= max((a.step for a in arrivals), default=0):
+            engine.settle()
+            return {number: answer for number, answer in answers.items() if number not in aborted}
+        for event in engine.step():
+            assert event.finish != "error", event.error
+            answer = answers.setdefault(event.id, Answer())
+            answer.tokens += event.tokens
+            answer.logprobs += event.logprobs or []
+            answer.prompt_logprobs += event.prompt_logprobs or []
+    raise AssertionError("the engine did not come to an end")
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    options: dict[str, Any]
+    examples: int
+
+    @property
+    def is_native(self) -> bool:
+        return self.options["gpu"] == "none" and self.options["dtype"] == "bfloat16"
+
+
+NATIVE = {"dtype": "bfloat16", "gpu": "none"}
+SIM = {"dtype": "bfloat16", "gpu": "sim:256MiB", "gpu_experts": "3"}
+GPU = {"dtype": "bfloat16", "gpu": "0", "gpu_experts": "3"}
+CASES = [
+    pytest.param(Case("qwen3-moe", NATIVE, 12), id="native"),
+    pytest.param(Case("qwen3-next", NATIVE, 12), id="native-recurrent"),
+    pytest.param(Case("deepseek-v3", NATIVE, 12), id="native-latent"),
+    pytest.param(Case("mixtral-window", NATIVE, 12), id="native-window"),
+    pytest.param(Case("qwen3-moe", NATIVE | {"kv_dtype": "fp8"}, 12), id="native-fp8-kv"),
+    pytest.param(Case("qwen3-moe", {"dtype": "float32", "gpu": "none", "threads": 1}, 4), id="torch"),
+    pytest.param(Case("qwen3-moe", SIM, 2), id="sim"),
+    pytest.param(Case("qwen3-next", SIM, 2), id="sim-recurrent"),
+    pytest.param(Case("qwen3-moe", GPU, 10), id="cuda", marks=pytest.mark.gpu),
+    pytest.param(Case("qwen3-moe", GPU | {"gpu_experts": "all"}, 10), id="cuda-all", marks=pytest.mark.gpu),
+    pytest.param(Case("qwen3-next", GPU, 6), id="cuda-recurrent", marks=pytest.mark.gpu),
+    pytest.param(Case("deepseek-v3", GPU, 6), id="cuda-latent", marks=pytest.mark.gpu),
+    pytest.param(Case("gpt-oss", GPU, 6), id="cuda-sinks", marks=pytest.mark.gpu),
+]
+
+
+def engine_of(folder: Path, case: Case, **more: Any) -> Engine:
+    asked = {
+        "deterministic": True, "max_batch_tokens": 64, "context": CONTEXT, "threads": 2, "cpu_binding": "none", "max_running": 4,
+        **case.options, **more,
+    }  # fmt: skip
+    plan = prepare(str(folder), from_keywords(EngineOptions, **asked)).plan
+    return load_engine(msgspec.structs.replace(plan, num_pages=PAGES), lambda loading: None)[0]
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        name=st.sampled_from(sorted(requests())),
+        step=st.integers(0, 25),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        abort_after=st.one_of(st.none(), st.none(), st.integers(1, 20)),
+    ),
+    min_size=6,
+    max_size=9,
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_schedule_has_the_same_answers(case: Case, tmp_path: Path) -> None:
+    folder = make_tiny(case.model, tmp_path)
+    alone = engine_of(folder, case, prefix_cache=False)
+    want = {name: run(alone, [Arrival(name, 0, 0, None)])["0"] for name in requests()}
+    del alone
+    # On a CPU any step of prompts gives the same; elsewhere its cells are the plan's.
+    engine = engine_of(folder, case, **({"max_batch_tokens": 170} if case.is_native else {}))
+
+    @settings(
+        max_examples=case.examples, deadline=None, derandomize=True, database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )  # fmt: skip
+    @given(ARRIVALS)
+    def check(arrivals: list[Arrival]) -> None:
+        for number, answer in run(engine, arrivals).items():
+            assert answer == want[arrivals[int(number)].name]
+
+    check()
+    stats = engine.stats()
+    assert stats.cached_prompt_tokens > 0
+    assert stats.preemptions > 0 or case.examples < 6, "the schedules exercise too little"
