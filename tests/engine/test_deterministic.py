@@ -114,7 +114,8 @@ CASES = [
 
 def engine_of(folder: Path, case: Case, **more: Any) -> Engine:
     asked = {
-        "deterministic": True, "max_batch_tokens": 64, "context": CONTEXT, "threads": 2, "cpu_binding": "none", "max_running": 4,
+        "deterministic": True, "max_batch_tokens": 64, "context": CONTEXT, "threads": 2, "cpu_binding": "none",
+        "max_running": 4,
         **case.options, **more,
     }  # fmt: skip
     plan = prepare(str(folder), from_keywords(EngineOptions, **asked)).plan
