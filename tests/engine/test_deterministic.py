@@ -106,9 +106,9 @@ CASES = [
     pytest.param(Case("qwen3-next", SIM, 2), id="sim-recurrent"),
     pytest.param(Case("qwen3-moe", GPU, 10), id="cuda", marks=pytest.mark.gpu),
     pytest.param(Case("qwen3-moe", GPU | {"gpu_experts": "all"}, 10), id="cuda-all", marks=pytest.mark.gpu),
-    pytest.param(Case("qwen3-next", GPU, 6), id="cuda-recurrent", marks=pytest.mark.gpu),
-    pytest.param(Case("deepseek-v3", GPU, 6), id="cuda-latent", marks=pytest.mark.gpu),
-    pytest.param(Case("gpt-oss", GPU, 6), id="cuda-sinks", marks=pytest.mark.gpu),
+    pytest.param(Case("qwen3-next", GPU, 12), id="cuda-recurrent", marks=pytest.mark.gpu),
+    pytest.param(Case("deepseek-v3", GPU, 12), id="cuda-latent", marks=pytest.mark.gpu),
+    pytest.param(Case("gpt-oss", GPU, 12), id="cuda-sinks", marks=pytest.mark.gpu),
 ]
 
 
