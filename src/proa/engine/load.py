@@ -23,7 +23,7 @@ from proa.engine.eager import EagerExecutor
 from proa.engine.engine import Engine
 from proa.engine.ipc import Loading, Ready
 from proa.engine.lane import Lane
-from proa.engine.phases import FixedPhases, FreePhases, Phases
+from proa.engine.phases import LEAST_ROWS_ON_CPU, FixedPhases, FreePhases, Phases
 from proa.engine.policy import Limits
 from proa.engine.recorded import RecordedExecutor
 from proa.engine.runner import Runner
@@ -218,8 +218,9 @@ def _scheduler(plan: Plan) -> Scheduler:
 
 
 def _phases(plan: Plan) -> Phases:
+    on_cpu = plan.workers is not None and plan.gpu is None
     if not plan.deterministic:
-        return FreePhases()
+        return FreePhases(LEAST_ROWS_ON_CPU) if on_cpu else FreePhases()
     on_torch = plan.workers is None or (plan.gpu is not None and plan.gpu.simulated)
     return FixedPhases(plan.prompt_cell_tokens, one_decode=on_torch)  # whose products depend on the number of rows
 

@@ -9,9 +9,14 @@ preemption, one a step. Only pages of prompt tokens are shared, for a page that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from proa.engine.request import Request
+
+# Up to 4 rows of a sequence go through the CPU's attention as decode does, which adds in another order (kDirectQueries
+# of csrc/src/attention.cc). If the last step of a prompt has more, its bits are the same with a prefix from the cache
+# as without.
+LEAST_ROWS_ON_CPU = 5
 
 
 class Phases(Protocol):
@@ -39,22 +44,31 @@ class Phases(Protocol):
         """Of so many tokens that the prefix cache has of a prompt, those that a request goes on from."""
 
 
+@dataclass(frozen=True)
 class FreePhases:
-    """What is left of a request is decode if it is one token, else a prompt: the fastest kernels for each step."""
+    """What is left of a request is decode if it is one token, else a prompt: the fastest kernels for each step.
 
-    one_chunk = one_decode = False
+    least_tokens: the last step of a prompt has so many of its tokens, if it has as many.
+    """
+
+    least_tokens: int = 1
+    one_chunk: ClassVar[bool] = False
+    one_decode: ClassVar[bool] = False
 
     def decodes(self, request: Request) -> bool:
         return request.num_left == 1
 
     def chunk_tokens(self, request: Request, room_tokens: int) -> int:
-        return min(room_tokens, request.num_left)
+        if room_tokens >= request.num_left:
+            return request.num_left
+        rest = request.num_left - room_tokens
+        return max(1, room_tokens - max(0, self.least_tokens - rest))
 
     def shared_tokens(self, request: Request, computed_tokens: int) -> int:
         return computed_tokens
 
     def matched_tokens(self, request: Request) -> int:
-        return len(request.tokens) - 1
+        return max(0, len(request.tokens) - self.least_tokens)
 
     def whole_tokens(self, num_tokens: int) -> int:
         return num_tokens
