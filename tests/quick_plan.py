@@ -5,7 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 import proa.plan.prepare
+from proa.machine.load import Load
+from proa.machine.rates import RamRate
 
 RAM_BYTES_PER_S = 40e9
 
-prepare = partial(proa.plan.prepare.prepare, bandwidth=lambda machine, threads: RAM_BYTES_PER_S)
+
+def ram_of(bytes_per_s: float = RAM_BYTES_PER_S, others: float | None = 0.0, cpus: int = 2) -> RamRate:
+    """As if measured, beside other programs that keep `others` of so many CPUs busy."""
+    return RamRate(bytes_per_s=bytes_per_s, threads=cpus, pages=("anon-huge",), load=Load(others, cpus))
+
+
+prepare = partial(proa.plan.prepare.prepare, measure=lambda asked, machine: ram_of())

@@ -1,7 +1,8 @@
 """Decoding of random weights by Proa and FreeToken in turns: the same shape, share of experts in VRAM and requests.
 
 See README.md. Each run is a process of its own that has the machine to itself: `proa bench hybrid`, then
-run_freetoken.py, then Proa again. Reading of RAM is measured between any two runs, the link before each of Proa's.
+run_freetoken.py, which takes FreeToken's own profile first, then Proa again. Reading of RAM is measured between any two
+runs, the link before each of Proa's. Three rounds at least: medians count, and their spread is shown.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from rich.table import Table
 
 from proa.bench.hybrid import parse_counts
 from proa.bench.hybrid_shapes import MODEL_SHAPES
-from proa.bench.result import bandwidth_meter, busy_notes, commit
+from proa.bench.limit import busy_notes, ram_meter
+from proa.bench.result import commit
 from proa.config.field import option
+from proa.config.options import MachineOptions
 from proa.config.parse import parse
 from proa.errors import ProaError, UsageError
 from proa.machine.probe import probe
 
 MODES = ("hybrid", "cpu", "vram")
+LEAST_ROUNDS = 3  # fewer have no median: one slow minute would decide
 LOG_LINES = 12  # of a run that failed, shown
 
 
@@ -63,10 +67,12 @@ class Options:
     cache_share: float = option(
         10.0, help="percent of the experts in VRAM, in hybrid mode", metavar="PERCENT", low=1, high=100, common=True
     )
-    rounds: int = option(2, help="runs of each program in each mode", low=1, high=1000, common=True)
+    rounds: int = option(
+        LEAST_ROUNDS, help="runs of each program in each mode", low=LEAST_ROUNDS, high=1000, common=True
+    )
     runs: int = option(2, help="times that each number of requests is measured in a run", low=1, high=1000, common=True)
     minutes: float = option(
-        8.5, help="time for all: what will not fit any more is left out, and said", low=0.1, high=10000, common=True
+        20, help="time for all: what will not fit any more is left out, and said", low=0.1, high=10000, common=True
     )
     json: bool = option(False, help="one object a cell instead of a table", common=True)
 
@@ -82,20 +88,26 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cell:
-    """Rates and the ratio (Proa / FreeToken) are medians of the rounds; a round's ratio is of its two runs."""
+    """Rates and the ratio (Proa / FreeToken) are medians of the rounds; a round's ratio is of its two runs. Spreads are
+    the least and the most of the rounds. freetoken_profiles: what FreeToken measured right before each of its runs, by
+    the number of workers that it had, GB/s."""
 
     mode: str
     requests: int
     proa_tokens_per_s: float
     freetoken_tokens_per_s: float
     ratio: float
+    ratio_spread: list[float]
     ratios: list[float]
+    proa_spread: list[float]
+    freetoken_spread: list[float]
     proa_rounds: list[float]
     freetoken_rounds: list[float]
     proa_roof_tokens_per_s: float
     proa_resident_share: float
     freetoken_resident_share: float
     freetoken_hit_share: float | None
+    freetoken_profiles: list[dict[str, float]]
 
 
 Pair = tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]  # requests -> Proa's figures, FreeToken's row
@@ -105,9 +117,10 @@ def run(argv: Sequence[str]) -> None:
     options = parse(Options, argv, prog="beside_freetoken.py", summary="times Proa and FreeToken in turns").options
     modes = parse_modes(options.modes)
     counts = parse_counts(options.requests)
-    machine, notes = Machine(), list(busy_notes(os.getloadavg()[0], probe().usable_cores))
+    machine, notes = Machine(), list(busy_notes())
     with _folder(options.keep) as kept:
         pairs = _alternate(options, modes, Path(kept), machine, notes)
+    notes += few_rounds(pairs)
     cells = [cell(mode, count, pairs[mode]) for mode in modes for count in counts if pairs[mode]]
     facts: dict[str, Any] = {"shape": options.shape, "layers": options.layers, "format": options.format}
     facts |= {"commit": commit(), "cpu": probe().cpu}
@@ -131,6 +144,15 @@ def parse_modes(text: str) -> list[str]:
     return list(dict.fromkeys(modes))
 
 
+def few_rounds(pairs: Mapping[str, Sequence[Pair]]) -> list[str]:
+    """A note for each mode that was measured too seldom."""
+    counts = {mode: len(each) for mode, each in pairs.items() if 0 < len(each) < LEAST_ROUNDS}
+    return [
+        f"{mode} has {count} round{'s' if count > 1 else ''}: fewer than {LEAST_ROUNDS} tell little"
+        for mode, count in counts.items()
+    ]
+
+
 def _folder(keep: str | None) -> AbstractContextManager[str]:
     return nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="proa-beside-")
 
@@ -139,11 +161,11 @@ def _alternate(
     options: Options, modes: Sequence[str], kept: Path, machine: Machine, notes: list[str]
 ) -> dict[str, list[Pair]]:  # fmt: skip
     """All modes in a round, so that time that runs out costs rounds, not modes. A run that fails ends its mode."""
-    meter = bandwidth_meter(probe().usable_cores)
+    meter = ram_meter(MachineOptions())
     pairs: dict[str, list[Pair]] = {mode: [] for mode in modes}
     slowest_s = dict.fromkeys(modes, 0.0)
     end = time.monotonic() + 60 * options.minutes
-    machine.ram.append(meter())
+    machine.ram.append(meter().bytes_per_s)
     for i in range(options.rounds):
         for mode in [mode for mode in modes if len(pairs[mode]) == i]:
             begin = time.monotonic()
@@ -155,7 +177,7 @@ def _alternate(
                 for name, command in commands(options, mode, kept, first=i == 0).items():
                     rows = run_logged(command, kept / f"{i + 1}-{mode}-{name}.log", end - time.monotonic())
                     found.append(by_requests(rows))
-                    machine.ram.append(meter())
+                    machine.ram.append(meter().bytes_per_s)
             except ProaError as error:
                 alone = [
                     f"Proa alone, {n}: {row['tokens_per_s']:.1f} tokens/s"
@@ -234,12 +256,26 @@ def cell(mode: str, requests: int, pairs: Sequence[Pair]) -> Cell:
     our_rates, their_rates = ([float(row["tokens_per_s"]) for row in side] for side in (ours, theirs))
     ratios = [a / b for a, b in zip(our_rates, their_rates, strict=True)]
     return Cell(
-        mode, requests, median(our_rates), median(their_rates), median(ratios), ratios, our_rates, their_rates,
+        mode, requests, median(our_rates), median(their_rates), median(ratios), spread(ratios), ratios,
+        spread(our_rates), spread(their_rates), our_rates, their_rates,
         proa_roof_tokens_per_s=median(row["roof_tokens_per_s"] for row in ours),
         proa_resident_share=ours[0]["resident_share"],
         freetoken_resident_share=theirs[0]["resident_share"],
         freetoken_hit_share=theirs[0]["hit_share"],
+        freetoken_profiles=[found for row in theirs if (found := profile(row))],
     )  # fmt: skip
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    return [min(values), max(values)]
+
+
+def profile(row: Mapping[str, Any]) -> dict[str, float] | None:
+    """What FreeToken measured right before this run, with as many workers as it had then; None: it needs none."""
+    for rates in row["rates"]:
+        if rates["threads"] == row["cpu_threads"]:
+            return {name: rates[name] for name in ("cpu_beside_pcie", "pcie_beside_cpu")}
+    return None
 
 
 def _print(cells: Sequence[Cell], facts: Mapping[str, Any], machine: Machine, notes: Sequence[str]) -> None:
@@ -248,7 +284,8 @@ def _print(cells: Sequence[Cell], facts: Mapping[str, Any], machine: Machine, no
     for c in cells:
         hits = "" if c.freetoken_hit_share is None else f" ({c.freetoken_hit_share:.1%})"
         table.add_row(
-            c.mode, str(c.requests), f"{c.proa_tokens_per_s:.1f}", f"{c.freetoken_tokens_per_s:.1f}", f"{c.ratio:.2f}",
+            c.mode, str(c.requests), _rate(c.proa_tokens_per_s, c.proa_spread),
+            _rate(c.freetoken_tokens_per_s, c.freetoken_spread), f"{c.ratio:.2f}",
             " ".join(f"{ratio:.2f}" for ratio in c.ratios), f"{c.proa_roof_tokens_per_s:.1f}",
             f"{c.proa_resident_share:.1%}", f"{c.freetoken_resident_share:.1%}{hits}",
         )  # fmt: skip
@@ -258,8 +295,17 @@ def _print(cells: Sequence[Cell], facts: Mapping[str, Any], machine: Machine, no
     for name, rates in (("RAM, read", machine.ram), ("PCIe, to VRAM", machine.pcie), ("VRAM", machine.hbm)):
         if rates:
             console.print(f"{name}, GB/s, between runs: {' '.join(f'{rate / 1e9:.0f}' for rate in rates)}")
+    for c in cells:
+        if c.freetoken_profiles:
+            each = ", ".join(f"{p['cpu_beside_pcie']:.0f} and {p['pcie_beside_cpu']:.0f}" for p in c.freetoken_profiles)
+            console.print(f"FreeToken's profile before {c.mode}, {c.requests}, GB/s of CPU and link together: {each}")
     for line in (*(f"note: {note}" for note in notes), ", ".join(f"{name} {fact}" for name, fact in facts.items())):
         console.print(line, markup=False)
+
+
+def _rate(median_rate: float, rounds: Sequence[float]) -> str:
+    """With the spread of the rounds below."""
+    return f"{median_rate:.1f}\n{rounds[0]:.0f}-{rounds[1]:.0f}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """FreeToken on a model of random weights: decode tokens per second. See README.md; beside_freetoken.py runs both.
 
-The process is FreeToken's alone. Its own measurement of RAM and link comes first, once for a folder --keep, for its
-engine divides the work by that.
+The process is FreeToken's alone. Its own measurement of RAM and link (`ft bench bw`) comes right before its engine
+starts, which divides the work by that: a profile of another minute would be judged here, not FreeToken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.table import Table
 
 from proa.bench.hybrid import parse_counts
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
-from proa.bench.result import busy_notes
+from proa.bench.limit import busy_notes
 from proa.config.field import option
 from proa.config.parse import parse
 from proa.errors import ProaError, UsageError
@@ -45,7 +45,7 @@ class Options:
         None, help="folder of wheels (see README.md); default: what is installed", metavar="FOLDER", common=True
     )
     keep: str | None = option(
-        None, help="folder for what is unpacked, compiled and measured once; default: a temporary one",
+        None, help="folder for what is unpacked and compiled once; default: a temporary one",
         metavar="FOLDER", common=True,
     )  # fmt: skip
     shape: str = option("qwen3-30b-a3b", help="model", choices=tuple(MODEL_SHAPES), common=True)
@@ -112,7 +112,7 @@ def run(argv: Sequence[str]) -> None:
     shape = MODEL_SHAPES[options.shape].cut(options.layers)
     counts = parse_counts(options.requests)
     with _folder(options.keep) as kept, redirect_stdout(sys.stderr):  # it prints, too
-        notes = list(busy_notes(os.getloadavg()[0], probe().usable_cores))
+        notes = list(busy_notes())
         rows = _measure(options, shape, counts, Path(kept), notes)
     if options.json:
         sys.stdout.write("".join(json.dumps(asdict(row)) + "\n" for row in rows))
@@ -157,24 +157,21 @@ def _row(options: Options, shape: ModelShape, found: Sequence[Decoded], misses: 
 
 
 def _rates(kept: Path, model: Path, options: Options) -> list[dict[str, Any]]:
-    """Of its own bench, in a process of its own: the engine wants a GPU that nothing has touched."""
+    """Of its own bench, in a process of its own: the engine wants a GPU that nothing has touched. It also leaves the
+    profile that the engine reads."""
     numbers = [options.threads] if options.threads else thread_candidates(len(os.sched_getaffinity(0)))
-    done = kept / f"rates-{model.name}-{'-'.join(map(str, numbers))}.json"
-    if not done.exists():
-        script = Path(__file__).with_name("freetoken_rates.py")
-        unfinished = done.with_suffix(".part")
-        command = [sys.executable, str(script), str(unfinished), str(model), *map(str, numbers)]
-        try:
-            found = subprocess.run(command, stdout=sys.stderr, timeout=RATES_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise ProaError(f"FreeToken's own bench took more than {RATES_TIMEOUT_S:.0f} s.") from None
-        if found.returncode:
-            raise ProaError(
-                f"FreeToken's own bench failed (exit code {found.returncode}).",
-                "See what it wrote above; it needs nvcc.",
-            )
-        unfinished.rename(done)
-    rows: list[dict[str, Any]] = json.loads(done.read_text())
+    out = kept / "rates.json"
+    script = Path(__file__).with_name("freetoken_rates.py")
+    command = [sys.executable, str(script), str(out), str(model), *map(str, numbers)]
+    try:
+        found = subprocess.run(command, stdout=sys.stderr, timeout=RATES_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ProaError(f"FreeToken's own bench took more than {RATES_TIMEOUT_S:.0f} s.") from None
+    if found.returncode:
+        raise ProaError(
+            f"FreeToken's own bench failed (exit code {found.returncode}).", "See what it wrote above; it needs nvcc."
+        )
+    rows: list[dict[str, Any]] = json.loads(out.read_text())
     if not rows:
         raise UsageError("FreeToken has no CPU kernel for these experts here.", "Use --mode vram.")
     return rows

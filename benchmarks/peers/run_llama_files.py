@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -24,8 +23,9 @@ from llama_model import LlamaModel, bindings, version
 from rich.console import Console
 from rich.table import Table
 
+from proa.bench.limit import busy_notes
 from proa.bench.prompts import TEXT, distinct_prompts
-from proa.bench.result import busy_notes, commit
+from proa.bench.result import commit
 from proa.config.field import option
 from proa.config.options import CacheOptions, EngineOptions, MachineOptions
 from proa.config.parse import parse
@@ -106,7 +106,7 @@ def run(argv: Sequence[str]) -> None:
     lengths = _numbers("--prompt-tokens", options.prompt_tokens)
     cores = machine.usable_cores
     threads = _numbers("--threads", options.threads) if options.threads else list(dict.fromkeys([cores, 1]))
-    notes = busy_notes(os.getloadavg()[0], cores)
+    notes = busy_notes()
     facts = {"peer": f"llama.cpp of llama-cpp-python {version()}", "cpu": machine.cpu, "commit": commit()}
     cells = []
     for model in options.models.split(","):

@@ -14,7 +14,7 @@ from rich.console import Console
 from fakes import make_plan
 from proa.bench.latency import LatencyOptions, latency_figures
 from proa.bench.prompts import distinct_prompts
-from proa.bench.result import MeasuredRoof, Result, bandwidth_meter, busy_notes, result
+from proa.bench.result import MeasuredRoof, Result, result
 from proa.bench.serve import ServeBenchOptions, arrival_times, load_figures
 from proa.bench.table import render
 from proa.bench.timing import Timing, percentile, spread_ms
@@ -135,7 +135,7 @@ def make_result(**more: object) -> Result:
 
 
 def test_json_has_everything_to_repeat_the_run() -> None:
-    roof = MeasuredRoof(bytes_per_token=10**9, bandwidth_before_bytes_per_s=30e9, bandwidth_after_bytes_per_s=40e9)
+    roof = MeasuredRoof(bytes_per_token=10**9, bandwidth_bytes_per_s=40e9, readings_bytes_per_s=(30e9, 40e9))
     made = make_result(roof=roof, errors={"refused": 2})
     assert roof.tokens_per_s == pytest.approx(40.0)
     shown = json.loads(made.json())
@@ -145,7 +145,8 @@ def test_json_has_everything_to_repeat_the_run() -> None:
     assert shown["options"]["context"] == "2048"
     assert "threads" not in shown["options"]
     assert shown["machine"]["total_bytes"] > 0
-    assert shown["roof"]["bandwidth_after_bytes_per_s"] == 40e9
+    assert shown["roof"]["bandwidth_bytes_per_s"] == 40e9
+    assert shown["roof"]["readings_bytes_per_s"] == [30e9, 40e9]
     assert shown["errors"] == {"refused": 2}
     assert shown["date"].endswith("+00:00")
     assert shown["version"]
@@ -167,16 +168,7 @@ def test_table_shows_every_figure_with_its_unit() -> None:
     assert "failed 3 times: HTTP 500" in text
 
 
-@pytest.mark.parametrize(("load", "cores", "busy"), [(0.3, 2, False), (8.5, 2, True), (8.5, 64, False)])
-def test_a_busy_machine_is_named(load: float, cores: int, busy: bool) -> None:
-    assert any("busy" in note for note in busy_notes(load, cores)) is busy
-
-
 def test_options_are_declared_once_each() -> None:
     """Also raises TypeError if a bench's option has the name of an engine option."""
     assert {"model", "url", "prompt_tokens", "runs", "context", "threads"} <= set(declarations(LatencyOptions))
     assert {"model", "url", "concurrency", "rate", "max_running"} <= set(declarations(ServeBenchOptions))
-
-
-def test_bandwidth_meter_measures() -> None:
-    assert bandwidth_meter(1)() > 1e8

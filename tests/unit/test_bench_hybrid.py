@@ -192,7 +192,7 @@ def test_hits_beside_the_best_ones_and_their_roof() -> None:
     assert len(inside) == 4
     gpu, rates = gpu_plan(2, 1), Rates(hbm=1e6, ram=1e5)
     placed = placed_bytes(span, gpu, 1, 0.0, 4)
-    figures = hit_figures(span, inside, gpu) | placed_figures(span, 1, placed, rates)
+    figures = hit_figures(span, inside, gpu) | placed_figures(span, gpu, 1, placed, rates)
     assert figures["hit_rate"] == 12 / 16
     assert figures["best_hit_rate"] == (4 + 3 + 4) / 16
     assert figures["moved_bytes_per_step"] == 20
@@ -211,6 +211,13 @@ def test_hits_beside_the_best_ones_and_their_roof() -> None:
 def test_the_roof_is_the_longer_of_both(resident: float, cpu: float, step_s: float) -> None:
     read, rates = StepBytes(dense=2e9, resident=resident, cpu=cpu), Rates(hbm=2e9, ram=5e9)
     assert roof_tokens_per_s(read, rates, 6) == pytest.approx(6 / step_s)
+
+
+@pytest.mark.parametrize(("requests", "cpu", "step_s"), [(1, 15e9, 3.0), (4, 5e9, 1.5), (5, 15e9, 4.0)])
+def test_with_read_ahead_ram_is_read_all_the_time(requests: int, cpu: float, step_s: float) -> None:
+    """Steps of up to four rows are foreseen. Else the roof could be exceeded: dense weights take a second here."""
+    read, rates = StepBytes(dense=2e9, resident=1e9, cpu=cpu), Rates(hbm=2e9, ram=5e9)
+    assert roof_tokens_per_s(read, rates, requests, read_ahead=True) == pytest.approx(requests / step_s)
 
 
 def test_a_span_begins_when_all_decode_and_ends_with_the_first() -> None:
@@ -327,7 +334,7 @@ def test_prompts_are_random_and_the_same_every_time() -> None:
 def test_the_table_shows_what_the_json_has() -> None:
     read, rates = StepBytes(dense=1 << 20, resident=0, cpu=5 << 20), Rates(hbm=4.2e12, ram=2.5e11, pcie=5.5e10)
     figures = figures_of(a_span(), gpu_plan(0, 0), 4, read, rates) | {"round_trip_us": 13.5, "load_s": 2.0}
-    figures |= placed_figures(a_span(), 4, read, rates) | hit_figures(a_span(), None, gpu_plan(0, 0))
+    figures |= placed_figures(a_span(), gpu_plan(0, 0), 4, read, rates) | hit_figures(a_span(), None, gpu_plan(0, 0))
     found = result(
         "hybrid", "What?", "tiny", HybridOptions(), figures, split=split_ms(a_span(), 50.0), notes=("on a boat",)
     )

@@ -18,6 +18,7 @@ from proa.bench.hybrid_shapes import MODEL_SHAPES
 from proa.cli.bench_hybrid import HybridCommand
 from proa.config.parse import parse
 from proa.errors import ProaError, UsageError
+from quick_plan import ram_of
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
@@ -52,7 +53,10 @@ from pathlib import Path
 def run_benchbw(device_index, checkpoints, cpu_threads):
     assert device_index == 0 and (Path(checkpoints[0]) / "config.json").exists()
     print("what goes to stdout by itself")
-    Path(os.environ["XDG_CACHE_HOME"]).mkdir(parents=True, exist_ok=True)
+    profile = Path(os.environ["XDG_CACHE_HOME"]) / "profile"
+    profile.parent.mkdir(parents=True, exist_ok=True)
+    with profile.open("a") as file:
+        file.write(f"{cpu_threads} ")
     row = {"cpu_threads": cpu_threads or 7, "cpu_moe_gbs": 20.0, "pcie_gather_gbs": 10.0,
            "cpu_moe_overlap_gbs": 15.0 + cpu_threads, "pcie_gather_overlap_gbs": 9.0}
     return {"benched": ["kind"], "layer_kinds": {"kind": row, "older": None}}
@@ -63,7 +67,7 @@ torch.cuda.is_available = lambda: True
 from .llm import LLM
 """,
     "freetoken/llm/llm.py": """
-import json, time
+import json, os, time
 from pathlib import Path
 from types import SimpleNamespace as Names
 import torch
@@ -77,6 +81,9 @@ class LLM:
         config = json.loads((Path(model) / "config.json").read_text())
         assert dtype is torch.bfloat16 and options["use_dummy_weight"]
         experts = config["num_experts"] * config["num_hidden_layers"]
+        if options["moe_strategy"] == "hybrid":  # the engine reads what its bench left
+            with (Path(os.environ["XDG_CACHE_HOME"]) / "profile").open("a") as file:
+                file.write("engine ")
         for role in ("gate_up", "down"):
             expert_banks._dummy_fill(role, torch.empty(4, 8, 16, dtype=dtype))
         engine._make_dummy_weight_state_dict({"a.weight": torch.empty(2, 2)}, device=torch.device("cpu"),
@@ -202,9 +209,11 @@ def test_hybrid_rows(tmp_path: Path, wheels: Path) -> None:
         assert len(row["tokens_per_s_runs"]) == 2
         assert any("rich" in note for note in row["notes"])
     assert not (tmp_path / "keep" / "site" / "rich").exists()
-    (tmp_path / "keep" / "site" / "freetoken" / "moe" / "benchbw.py").write_text("raise KeyError")  # is not run again
     again = run_script(*argv)
     assert again.returncode == 0, again.stderr
+    profile = (tmp_path / "keep" / "cache" / "profile").read_text().split()
+    once = ["0", *([str(cpus - 2)] if cpus > 4 else []), "engine"]
+    assert profile == once * 2, "the profile is taken anew, right before the engine reads it"
 
 
 def test_all_in_vram_needs_no_rates(tmp_path: Path, wheels: Path) -> None:
@@ -369,7 +378,13 @@ def proa_row(rate: float) -> dict[str, Any]:
 
 
 def freetoken_row(rate: float) -> dict[str, Any]:
-    return {"requests": 1, "tokens_per_s": rate, "resident_share": 0.125, "hit_share": 0.09, "peer": "FreeToken 0"}
+    """Its own choice of workers was faster than the second one."""
+    rates = [
+        {"threads": threads, "cpu": 100.0, "cpu_beside_pcie": 80.0 - i, "pcie_beside_cpu": 40.0}
+        for i, threads in enumerate((7, 14))
+    ]
+    return {"requests": 1, "tokens_per_s": rate, "resident_share": 0.125, "hit_share": 0.09, "peer": "FreeToken 0",
+            "cpu_threads": 7, "rates": rates}  # fmt: skip
 
 
 def run_beside(
@@ -383,8 +398,9 @@ def run_beside(
         return made[len(asked) - 1]
 
     monkeypatch.setattr(beside, "commands", commands)
-    monkeypatch.setattr(beside, "bandwidth_meter", lambda threads: lambda: 1e9)
-    beside.run(["--requests=1", "--rounds=2", "--json", *argv])
+    monkeypatch.setattr(beside, "ram_meter", lambda asked: lambda: ram_of(1e9))
+    monkeypatch.setattr(beside, "busy_notes", tuple)
+    beside.run(["--requests=1", "--json", *argv])
     return asked
 
 
@@ -394,16 +410,38 @@ def test_medians_and_ratios(
     def pair(ours: float, theirs: float) -> dict[str, list[str]]:
         return {"proa": printing(proa_row(ours)), "freetoken": printing(freetoken_row(theirs))}
 
-    made = [pair(90, 60), pair(400, 500), pair(110, 100), pair(500, 500)]
-    assert run_beside(beside, monkeypatch, made, f"--keep={tmp_path}") == ["hybrid", "vram"] * 2
+    made = [pair(90, 60), pair(400, 500), pair(110, 100), pair(500, 500), pair(120, 100), pair(450, 500)]
+    assert run_beside(beside, monkeypatch, made, f"--keep={tmp_path}") == ["hybrid", "vram"] * 3
     hybrid, vram = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert (hybrid["mode"], hybrid["proa_tokens_per_s"], hybrid["freetoken_tokens_per_s"]) == ("hybrid", 100, 80)
-    assert hybrid["ratios"] == [1.5, 1.1]
-    assert hybrid["ratio"] == pytest.approx(1.3)
+    assert (hybrid["mode"], hybrid["proa_tokens_per_s"], hybrid["freetoken_tokens_per_s"]) == ("hybrid", 110, 100)
+    assert hybrid["ratios"] == [1.5, 1.1, 1.2]
+    assert (hybrid["ratio"], hybrid["ratio_spread"]) == (pytest.approx(1.2), [1.1, 1.5])
+    assert (hybrid["proa_spread"], hybrid["freetoken_spread"]) == ([90, 120], [60, 100])
+    assert hybrid["freetoken_profiles"] == [{"cpu_beside_pcie": 80.0, "pcie_beside_cpu": 40.0}] * 3
     assert (hybrid["freetoken_hit_share"], hybrid["freetoken_resident_share"]) == (0.09, 0.125)
     assert (vram["mode"], vram["ratio"]) == ("vram", pytest.approx(0.9))
     assert hybrid["peer"] == "FreeToken 0"
-    assert hybrid["machine"] == {"ram": [1e9] * 9, "pcie": [5e10] * 4, "hbm": [4e12] * 4}
+    assert hybrid["machine"] == {"ram": [1e9] * 13, "pcie": [5e10] * 6, "hbm": [4e12] * 6}
+    assert hybrid["notes"] == []
+
+
+def test_fewer_than_three_rounds_are_refused(beside: ModuleType) -> None:
+    """One slow minute decides a round, and two rounds have no median."""
+    with pytest.raises(UsageError, match="--rounds is 2.*from 3"):
+        beside.run(["--rounds=2"])
+
+
+def test_the_table_has_medians_and_spread(
+    beside: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = [(90, 60), (110, 100), (120, 100)]
+    made = [{"proa": printing(proa_row(a)), "freetoken": printing(freetoken_row(b))} for a, b in rates]
+    monkeypatch.setattr(beside, "commands", lambda options, mode, kept, *, first: made.pop(0))
+    monkeypatch.setattr(beside, "ram_meter", lambda asked: lambda: ram_of(1e9))
+    beside.run(["--requests=1", "--modes=hybrid"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("110.0", "90-120", "60-100", "1.20", "1.50 1.10 1.20", "80 and 40"):
+        assert text in shown, text
 
 
 def test_a_run_that_fails_costs_its_mode_alone(
@@ -411,14 +449,14 @@ def test_a_run_that_fails_costs_its_mode_alone(
 ) -> None:
     broken = [sys.executable, "-c", "import sys; sys.exit('the reason')"]
     good = {"proa": printing(proa_row(50)), "freetoken": printing(freetoken_row(25))}
-    made = [{"proa": printing(proa_row(70)), "freetoken": broken}, good, good]
+    made = [{"proa": printing(proa_row(70)), "freetoken": broken}, good, good, good]
     with pytest.raises(
         ProaError, match=r"no result for hybrid\..*round 1 of hybrid: .*exit code 1.*the reason"
     ) as error:
         run_beside(beside, monkeypatch, made)
     assert "Proa alone, 1: 70.0 tokens/s" in str(error.value)
     (vram,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert (vram["mode"], vram["ratios"]) == ("vram", [2.0, 2.0])
+    assert (vram["mode"], vram["ratios"]) == ("vram", [2.0, 2.0, 2.0])
 
 
 def test_rounds_for_which_there_is_no_time_are_left_out(
@@ -440,6 +478,7 @@ def test_rounds_for_which_there_is_no_time_are_left_out(
     (cell,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert cell["ratios"] == [2.0]
     assert any("round 2 of cpu was left out" in note for note in cell["notes"])
+    assert any("cpu has 1 round: fewer than 3 tell little" in note for note in cell["notes"])
 
 
 def test_a_run_that_hangs_is_ended(beside: ModuleType, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from proa.plan.plan import Plan
 from proa.plan.resolve import Host, resolve
 from proa.plan.roof import ROOF_CONTEXT_TOKENS
 from proa.weights.index import TensorInfo
+from quick_plan import ram_of
 
 GIB = 1 << 30
 BANDWIDTH = 100e9
@@ -74,7 +75,7 @@ def machine(free_gib: float, total_gib: float | None = None, cores: int = 8, **f
 
 
 def host(box: Machine, isa: str = "avx512-bf16") -> Host:
-    return Host(box, BANDWIDTH, isa, "")
+    return Host(box, ram_of(BANDWIDTH), isa, "")
 
 
 def options(**asked: Any) -> EngineOptions:
@@ -380,3 +381,13 @@ def test_options_are_not_changed() -> None:
     before = replace(asked)
     resolve(asked, "m", FakeCheckpoint(), Declared(DEMO, NameTable()), host(machine(6)))
     assert asked == before
+
+
+@pytest.mark.parametrize(("others", "told"), [(0.0, "read by 2 threads from huge pages"), (1.7, "the machine is busy")])
+def test_the_table_says_how_ram_was_measured(others: float, told: str) -> None:
+    ram = ram_of(18e9, others)
+    host_ = Host(machine(6, 8), ram, "avx512-bf16", "")
+    got = resolve(EngineOptions(), "some/model", FakeCheckpoint(), Declared(DEMO, NameTable()), host_)
+    asked, speed, why = row(got, "RAM speed")
+    assert (asked, speed) == ("auto", "18.0 GB/s")
+    assert why.startswith(told)

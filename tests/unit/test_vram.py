@@ -40,6 +40,7 @@ from proa.plan.vram import (
     process_bytes,
     vram_demand,
 )
+from quick_plan import ram_of
 
 GIB = 1 << 30
 RAM_RATE, VRAM_RATE = 100e9, 4e12
@@ -103,10 +104,8 @@ def plan(
     assert not asked
     checkpoint = SimpleNamespace(path="/models/m", load_format=load_format, dtype="bfloat16", quantisation=None)
     isa = "" if load_format == "gguf" else "avx512-bf16"  # packed sizes of GGUF need a checkpoint's headers
-    return resolve(
-        EngineOptions(**groups), "some/model", checkpoint, SimpleNamespace(spec=spec), Host(box, RAM_RATE, isa, ""),
-        experts_used,
-    )  # fmt: skip
+    named, host = SimpleNamespace(spec=spec), Host(box, ram_of(RAM_RATE), isa, "")
+    return resolve(EngineOptions(**groups), "some/model", checkpoint, named, host, experts_used)
 
 
 def row(of: Plan, name: str) -> tuple[str, str, str]:
@@ -389,8 +388,7 @@ def test_the_plan_is_json_and_back() -> None:
 
 def test_every_decision_is_explained() -> None:
     for decision in plan(QWEN3_30B, machine(124, gpu(24))).decisions:
-        assert decision.got
-        assert decision.why, decision.name
+        assert decision.got and decision.why, decision.name  # noqa: PT018
 
 
 # ---- formulas ----
@@ -414,7 +412,9 @@ def test_the_roof_is_what_binds() -> None:
     assert all_in.tokens_per_s == pytest.approx(VRAM_RATE / (dense + active))
     half = plan(QWEN3_30B, machine(124, gpu(140)), gpu_experts="64").roof
     assert (half.bytes_per_token, half.bound_by) == (active // 2, "RAM")
-    assert half.tokens_per_s == pytest.approx(1 / (dense / VRAM_RATE + active / 2 / RAM_RATE))
+    assert half.tokens_per_s == pytest.approx(RAM_RATE / (active / 2)), "with read ahead RAM is never idle"
+    waiting = plan(QWEN3_30B, machine(124, gpu(140)), gpu_experts="64", read_ahead="off").roof
+    assert waiting.tokens_per_s == pytest.approx(1 / (dense / VRAM_RATE + active / 2 / RAM_RATE))
     unknown = plan(QWEN3_30B, machine(124, gpu(140, memory_bytes_per_s=None))).roof
     assert unknown.tokens_per_s == pytest.approx(FASTEST_VRAM_BYTES_PER_S / (dense + active))
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -37,8 +37,9 @@ from proa.bench.hybrid_figures import (
 )
 from proa.bench.hybrid_hits import Trace, read_trace
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
+from proa.bench.limit import Readings, busy_notes, excess_notes, ram_meter
 from proa.bench.prompts import random_prompts
-from proa.bench.result import Result, bandwidth_meter, busy_notes, result
+from proa.bench.result import Result, result
 from proa.config.field import option
 from proa.config.options import (
     CacheOptions,
@@ -52,7 +53,6 @@ from proa.engine.client import EngineClient
 from proa.engine.handle import EngineHandle
 from proa.engine.ipc import Ready
 from proa.errors import ProaError, UsageError
-from proa.machine.probe import probe
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES
 from proa.plan.plan import GpuPlan
@@ -140,7 +140,7 @@ class Case:
 
 def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
     """Load the model, then measure each number of requests and report it at once. Raises ProaError."""
-    notes = busy_notes(os.getloadavg()[0], probe().usable_cores)
+    notes = busy_notes()
     case = case_of(options)
     with tempfile.TemporaryDirectory(prefix="proa-shape-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.shape.config()))
@@ -272,27 +272,27 @@ class Bench:
         self._gpu: GpuPlan = prepared.plan.gpu
         self._options, self._case, self._prepared = options, case, prepared
         self._ready, self._rates = ready, rates
-        self._meter = bandwidth_meter(prepared.plan.threads)
+        self._meter = ram_meter(case.engine.machine)
         vocab = case.shape.vocab // 2 if options.router == "drift" else case.shape.vocab  # one half's hot experts
         self._prompts = random_prompts(vocab, case.most, options.context)
 
     async def measure(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
-        """`requests` at once, `runs` times, their prompts cached by a run before; RAM's speed before and after."""
+        """`requests` at once, `runs` times, their prompts cached by a run before; RAM's speed beside each run."""
         options, prompts = self._options, self._prompts[:requests]
         tokens = answer_tokens(options, requests, self._case.uncached_tokens)
         await ask_all(engine, prompts, 1)
         await ask_all(engine, prompts, WARM_UP_TOKENS + tokens - options.output_tokens)
-        before = await asyncio.to_thread(self._meter)
-        runs = [await ask_all(engine, prompts, tokens) for _ in range(options.runs)]
+        readings = Readings(self._meter)
+        runs = [await readings.beside(partial(ask_all, engine, prompts, tokens)) for _ in range(options.runs)]
+        await readings.end()
         spans = [_whole(common_span(answer.moments for answer in run), options.output_tokens) for run in runs]
-        ram = max(before, await asyncio.to_thread(self._meter))
         span = middle(spans)
-        rates = self._rates_of(ram)
+        rates = self._rates_of(readings.of(spans.index(span)))
         context_tokens = options.context + tokens / 2
         figures = self._figures(span, requests, context_tokens, rates)
         figures |= {"round_trip_us": self._ready.round_trip_us, "load_s": self._ready.load_seconds}
         split = split_ms(span, self._ready.round_trip_us)
-        told = (*notes, *self._notes())
+        told = (*notes, *self._notes(), *_limit_notes(requests, figures, readings))
         return result("hybrid", QUESTION, self._case.shape.name, options, figures, split=split, notes=told)
 
     async def measure_drift(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
@@ -301,17 +301,18 @@ class Bench:
         options, prompts = self._options, self._prompts[:requests]
         each = _drift_answer(options, requests, self._case.uncached_tokens)
         await ask_all(engine, prompts, 1)
-        ram = await asyncio.to_thread(self._meter)
-        before = await ask_all(engine, prompts, each)
+        readings = Readings(self._meter)
+        before = await readings.beside(partial(ask_all, engine, prompts, each))
         upper = self._case.shape.vocab // 2
         longer = [[*p, *a.tokens, upper + i] for i, (p, a) in enumerate(zip(prompts, before, strict=True))]
-        after = await ask_all(engine, longer, each)
+        after = await readings.beside(partial(ask_all, engine, longer, each))
+        await readings.end()
         slots = [len(ids) for ids in self._gpu.resident]
         figures = drift_figures(before, after, self._trace(self._gpu.trace or ""), slots, options.drift_tokens)
-        rates = self._rates_of(max(ram, await asyncio.to_thread(self._meter)))
+        rates = self._rates_of(readings.typical)
         figures |= {"requests": requests, "round_trip_us": self._ready.round_trip_us}
         figures |= {f"{name}_bytes_per_s": getattr(rates, name) for name in ("hbm", "ram", "pcie")}
-        told = (*notes, *self._notes())
+        told = (*notes, *self._notes(), *readings.notes())
         return result("hybrid-drift", DRIFT_QUESTION, self._case.shape.name, options, figures, notes=told)
 
     async def measure_beside(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
@@ -339,7 +340,7 @@ class Bench:
             placed = placed_bytes(span, gpu, requests, dense, choices)
             if router != "uniform":
                 read = best_bytes(trace, gpu, requests, dense, choices)
-        figures = figures_of(span, gpu, requests, read, rates) | placed_figures(span, requests, placed, rates)
+        figures = figures_of(span, gpu, requests, read, rates) | placed_figures(span, gpu, requests, placed, rates)
         return figures | hit_figures(span, trace, gpu)
 
     def _trace(self, file: str) -> Trace:
@@ -358,6 +359,15 @@ class Bench:
         if shape.note:
             notes.append(f"{shape.name}: {shape.note}")
         return notes
+
+
+def _limit_notes(requests: int, figures: Mapping[str, float | None], readings: Readings) -> list[str]:
+    """Each names the number of requests: of all results only the notes that differ are shown once more."""
+    shares = {"the roof": "roof_share", "the roof as placed": "roof_as_placed_share"}
+    excess = [
+        note for what, name in shares.items() for note in excess_notes(figures[name], readings.all_bytes_per_s, what)
+    ]
+    return [f"{requests} at once: {note}" for note in (*readings.notes(), *excess)]
 
 
 def _whole(span: Span | None, steps: int) -> Span:

@@ -14,8 +14,9 @@ import msgspec
 from proa.bench.hybrid_hits import Trace, best_kept
 from proa.engine.ipc import Stats
 from proa.models.spec import Model, Moe
+from proa.native.doorbell import FORESEEN_ROWS
 from proa.plan.placement import BF16_BYTES
-from proa.plan.plan import GpuPlan
+from proa.plan.plan import GpuPlan, step_seconds
 from proa.plan.roof import past_bytes
 from proa.weights.frequencies import frequencies
 
@@ -167,10 +168,11 @@ def looks_of(span: Span, trace: Trace) -> Trace:
     return trace[span.begin.stats.expert_looks : span.end.stats.expert_looks]
 
 
-def roof_tokens_per_s(read: StepBytes, rates: Rates, requests: int) -> float:
-    """Resident experts and the CPU's are read at the same time, dense weights before and after."""
-    step_s = read.dense / rates.hbm + max(read.resident / rates.hbm, read.cpu / rates.ram)
-    return requests / step_s
+def roof_tokens_per_s(read: StepBytes, rates: Rates, requests: int, *, read_ahead: bool = False) -> float:
+    """See step_seconds. `read_ahead` counts for steps of few rows: longer ones foresee nothing."""
+    ahead = read_ahead and requests <= FORESEEN_ROWS
+    dense_s, resident_s = read.dense / rates.hbm, read.resident / rates.hbm
+    return requests / step_seconds(dense_s, resident_s, read.cpu / rates.ram, read_ahead=ahead)
 
 
 def split_ms(span: Span, round_trip_us: float | None) -> dict[str, float]:
@@ -190,8 +192,8 @@ def split_ms(span: Span, round_trip_us: float | None) -> dict[str, float]:
     }
 
 
-def placed_figures(span: Span, requests: int, placed: StepBytes, rates: Rates) -> dict[str, float | None]:
-    roof = roof_tokens_per_s(placed, rates, requests)
+def placed_figures(span: Span, gpu: GpuPlan, requests: int, placed: StepBytes, rates: Rates) -> dict[str, float | None]:
+    roof = roof_tokens_per_s(placed, rates, requests, read_ahead=gpu.read_ahead)
     return {
         "roof_as_placed_tokens_per_s": roof,
         "roof_as_placed_share": span.tokens_per_s / roof,
@@ -213,7 +215,8 @@ def hit_figures(span: Span, trace: Trace | None, gpu: GpuPlan) -> dict[str, floa
 def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: Rates) -> dict[str, float | None]:
     """Where the CPU has every expert: fixed_us_per_layer from a layer's experts to those of the next layer, as the CPU
     measures it; beside_us_per_layer what a step takes beside experts, head and host included, by layers."""
-    roof, layers = roof_tokens_per_s(read, rates, requests), len(gpu.resident)
+    roof = roof_tokens_per_s(read, rates, requests, read_ahead=gpu.read_ahead)
+    layers = len(gpu.resident)
     resident = sum(map(len, gpu.resident))
     beside_s = span.step_s - span.per_step("cpu_experts_seconds")
     return {

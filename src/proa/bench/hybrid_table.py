@@ -56,7 +56,7 @@ def render_hybrid(results: Sequence[Result]) -> Group:
         table,
         _facts(results),
         Text(_LEGEND),
-        *(Text(f"note: {note}") for note in first.notes),
+        *_notes(results),
         Text(origin(first), style="dim"),
     )
 
@@ -82,7 +82,7 @@ def render_drift(results: Sequence[Result]) -> Group:
         Text(f"{first.question} {first.model}", style="bold"),
         table,
         Text(f"tokens until hits reach 90 % of an LRU's: {good}"),
-        *(Text(f"note: {note}") for note in first.notes),
+        *_notes(results),
         Text(origin(first), style="dim"),
     )
 
@@ -99,9 +99,14 @@ def render_beside(results: Sequence[Result]) -> Group:
         Text(f"{first.question} {first.model}", style="bold"),
         table,
         Text(f"{number(first.figures['prompt_tokens'])} tokens of prompt; {how}. Gaps: from a token to the next."),
-        *(Text(f"note: {note}") for note in first.notes),
+        *_notes(results),
         Text(origin(first), style="dim"),
     )
+
+
+def _notes(results: Sequence[Result]) -> list[Text]:
+    """Of all results, each once."""
+    return [Text(f"note: {note}") for note in dict.fromkeys(note for result in results for note in result.notes)]
 
 
 def _numbers(columns: Iterable[str]) -> Table:

@@ -12,15 +12,11 @@ from statistics import median
 import msgspec
 
 from proa.machine.machine import Machine
-from proa.machine.rates import buffer_bytes
-from proa.machine.topology import UNBOUND, Team
-from proa.native.arena import Arena
-from proa.native.ceilings import Span, dispatch_seconds, peak_rate, read_rate
+from proa.machine.topology import Team
+from proa.native.ceilings import dispatch_seconds, peak_rate
 from proa.native.pool import Pool
+from proa.native.ram import LEAST_WINDOW_S, WINDOWS, RamReader, worker_counts
 
-WINDOW_S = 0.012
-WINDOWS = 4  # of a measurement; the best counts, for neighbours only take away
-_LEAST_SPAN_BYTES = 1 << 20
 _DISPATCHES = 200  # phases of a round
 _DISPATCH_ROUNDS = 15
 
@@ -51,24 +47,17 @@ class CeilingMeter:
 
     def __init__(self, pool: Pool, teams: Sequence[Team], machine: Machine) -> None:
         self._pool = pool
-        nbytes = max(_LEAST_SPAN_BYTES, buffer_bytes(machine) // len(teams))
-        self._arenas = [Arena(nbytes, None if team.node == UNBOUND else team.node) for team in teams]
-        for arena in self._arenas:
-            arena.touch()
-        self._spans = [Span(arena.data, nbytes) for arena in self._arenas]
+        self._reader = RamReader(pool, teams, machine)
         self.start = self._first()
         rates = self.start.read_gbytes_per_s
         self._counts = sorted({pool.threads, int(max(rates, key=lambda count: rates[count]))})
 
     def _first(self) -> Ceilings:
         threads = self._pool.threads
-        rates = dict.fromkeys(sorted({1, -(-threads // 2), -(-3 * threads // 4), threads - 1 or 1, threads}), 0.0)
-        for _ in range(WINDOWS):
-            for count in rates:
-                rates[count] = max(rates[count], self._read(count))
+        rates = self._reader.rates(worker_counts(threads))
         return Ceilings(
             threads=threads,
-            read_gbytes_per_s={str(count): rate for count, rate in rates.items()},
+            read_gbytes_per_s={str(count): rate / 1e9 for count, rate in rates.items()},
             peak_gflops=self._peak(),
             dispatch_us=self._dispatch_us(meet=False),
             rendezvous_us=self._dispatch_us(meet=True),
@@ -76,18 +65,13 @@ class CeilingMeter:
 
     def now(self) -> Rates:
         """Both limits as they are at this moment, in about a tenth of a second."""
-        read = max(self._read(count) for _ in range(WINDOWS) for count in self._counts)
-        return Rates(read, self._peak())
+        return Rates(max(self._reader.rates(self._counts).values()) / 1e9, self._peak())
 
     def close(self) -> None:
-        for arena in self._arenas:
-            arena.close()
+        self._reader.close()
 
     def _dispatch_us(self, *, meet: bool) -> float:
         return 1e6 * median(dispatch_seconds(self._pool, _DISPATCHES, meet=meet) for _ in range(_DISPATCH_ROUNDS))
 
-    def _read(self, workers: int) -> float:
-        return read_rate(self._pool, self._spans, workers, WINDOW_S) / 1e9
-
     def _peak(self) -> float:
-        return max(peak_rate(self._pool, self._pool.threads, WINDOW_S) for _ in range(WINDOWS // 2)) / 1e9
+        return max(peak_rate(self._pool, self._pool.threads, LEAST_WINDOW_S) for _ in range(WINDOWS // 2)) / 1e9

@@ -20,7 +20,8 @@ from proa.bench.kernel_cases import Shape, WeightFormat
 from proa.bench.kernel_ceilings import CeilingMeter, Ceilings, Rates
 from proa.bench.kernel_plan import KernelOptions, KernelPlan, PlannedShape, plan_kernels
 from proa.bench.kernel_weights import ExpertLayers, bf16_bits, expert_bytes
-from proa.bench.result import busy_notes, commit
+from proa.bench.limit import busy_notes
+from proa.bench.result import commit
 from proa.bench.timing import percentile
 from proa.errors import NativeError
 from proa.machine.probe import probe
@@ -174,7 +175,7 @@ def roof(nbytes: float, flops: float, before: Rates, after: Rates) -> tuple[str,
 def open_bench(options: KernelOptions) -> Iterator[Bench]:
     """Check the options, start the threads, measure the limits. Raises UsageError, ResourceError, NativeError."""
     machine = probe()
-    notes = busy_notes(os.getloadavg()[0], machine.usable_cores)
+    notes = busy_notes()
     plan = plan_kernels(options, machine)
     of_teams = teams(machine, plan.threads)
     own, *others = of_teams[0].cpus

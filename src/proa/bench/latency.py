@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 from proa.bench.endpoint import open_endpoint
+from proa.bench.limit import Readings, busy_notes, excess_notes, ram_meter
 from proa.bench.prompts import TEXT, distinct_prompts
-from proa.bench.result import MeasuredRoof, Result, bandwidth_meter, busy_notes, result
+from proa.bench.result import MeasuredRoof, Result, result
 from proa.bench.timing import Timing, spread_ms, stage_us
 from proa.config.field import option
 from proa.config.options import EngineOptions
 from proa.engine.ipc import Stats
 from proa.errors import ProaError
 from proa.llm import AsyncLLM
-from proa.machine.probe import probe
 from proa.plan.plan import Plan
 from proa.plan.roof import roof_at
 from proa.types import SamplingParams
@@ -58,37 +58,36 @@ def run(options: LatencyOptions) -> Result:
 
 
 async def _run(options: LatencyOptions) -> Result:
-    notes = busy_notes(os.getloadavg()[0], probe().usable_cores)
+    notes = busy_notes()
     opened = _engine(options) if options.url is None else _server(options, options.url)
     async with opened as target:
         return await measure(target, options, notes)
 
 
 async def measure(target: Target, options: LatencyOptions, notes: tuple[str, ...] = ()) -> Result:
-    """Time requests one after the other, RAM bandwidth before and after."""
+    """Time requests one after the other, and RAM's speed beside them."""
     prompts = distinct_prompts(target.text_tokens, options.warmup + options.runs, options.prompt_tokens)
     for prompt in prompts[: options.warmup]:
         await target.ask(prompt)
-    meter = bandwidth_meter(target.plan.threads) if target.plan else None
-    before = await asyncio.to_thread(meter) if meter else 0.0
-    timings = [await target.ask(prompt) for prompt in prompts[options.warmup :]]
-    after = await asyncio.to_thread(meter) if meter else 0.0
-    figures = latency_figures(timings)
+    timed = prompts[options.warmup :]
     if target.plan is None:
+        figures = latency_figures([await target.ask(prompt) for prompt in timed])
         return result("latency", QUESTION, target.model, options, figures, notes=(*notes, _NO_ROOF))
+    readings = Readings(ram_meter(options.engine.machine))
+    figures = latency_figures([await readings.beside(partial(target.ask, prompt)) for prompt in timed])
+    await readings.end()
     expected = roof_at(target.plan, options.prompt_tokens + options.output_tokens // 2)
     roof = MeasuredRoof(
         bytes_per_token=expected.bytes_per_token,
         vram=expected.vram,
-        bandwidth_before_bytes_per_s=before,
-        bandwidth_after_bytes_per_s=after,
+        bandwidth_bytes_per_s=readings.typical,
+        readings_bytes_per_s=readings.all_bytes_per_s,
     )
     rate = figures["decode_tokens_per_s"]
-    figures |= {
-        "roof_tokens_per_s": roof.tokens_per_s,
-        "roof_share": None if rate is None else rate / roof.tokens_per_s,
-    }
-    return result("latency", QUESTION, target.model, options, figures, roof=roof, notes=notes)
+    share = None if rate is None else rate / roof.tokens_per_s
+    figures |= {"roof_tokens_per_s": roof.tokens_per_s, "roof_share": share}
+    told = (*notes, *readings.notes(), *excess_notes(share, readings.all_bytes_per_s))
+    return result("latency", QUESTION, target.model, options, figures, roof=roof, notes=told)
 
 
 _NO_ROOF = "no roof: what a server must read per token is not known from outside; measure with --model"

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from proa.bench.result import Result, busy_notes, result
+from proa.bench.limit import busy_notes
+from proa.bench.result import Result, result
 from proa.config.field import option
 from proa.config.options import EngineOptions
 from proa.engine.client import EngineClient
 from proa.engine.ipc import Ready
 from proa.errors import UsageError
-from proa.machine.probe import probe
 from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
 
@@ -37,7 +37,7 @@ class LoadOptions:
 
 def run(options: LoadOptions) -> Result:
     """Read the files once, then load the model `runs` times, an engine process each. Raises ProaError."""
-    notes = busy_notes(os.getloadavg()[0], probe().usable_cores)
+    notes = busy_notes()
     prepared = prepare(options.model, options.engine)
     checkpoint = prepared.checkpoint
     if not checkpoint.tensors:

@@ -6,7 +6,7 @@ Figures carry their unit in the name (ttft_ms_median, decode_tokens_per_s); shar
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,17 @@ from proa.config.field import declarations, values_of
 from proa.config.value import to_text
 from proa.machine.machine import Machine
 from proa.machine.probe import probe
-from proa.machine.rates import buffer_bytes, read_bandwidth
 from proa.obs.version import proa_version
 from proa.plan.plan import Roof, VramRoof
 
 
 class MeasuredRoof(msgspec.Struct, frozen=True, kw_only=True):
-    """RAM reading speed before and after the timed runs, and what decode of one request must read per token."""
+    """RAM reading speed beside the timed runs, and what decode of one request must read per token."""
 
     bytes_per_token: int  # from RAM
     vram: VramRoof | None = None
-    bandwidth_before_bytes_per_s: float
-    bandwidth_after_bytes_per_s: float
-
-    @property
-    def bandwidth_bytes_per_s(self) -> float:
-        """The better measurement: other programs can only have taken from it."""
-        return max(self.bandwidth_before_bytes_per_s, self.bandwidth_after_bytes_per_s)
+    bandwidth_bytes_per_s: float  # the median of what limited each run: see Readings
+    readings_bytes_per_s: tuple[float, ...]  # before, between and after the runs
 
     @property
     def tokens_per_s(self) -> float:
@@ -81,19 +75,6 @@ def result(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         **more,
     )
-
-
-def bandwidth_meter(threads: int) -> Callable[[], float]:
-    """A measurement of RAM reading speed in bytes/s, to be taken before and after."""
-    size_bytes = buffer_bytes(probe())
-    return lambda: read_bandwidth(threads, size_bytes=size_bytes)
-
-
-def busy_notes(load: float, cores: int) -> tuple[str, ...]:
-    """A note if other programs want the CPUs: `load` is os.getloadavg()[0], taken before the bench does anything."""
-    if load < cores / 2:
-        return ()
-    return (f"the machine was busy before (load average {load:.1f} on {cores} cores): the figures are too low",)
 
 
 def _options(group: Any) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections import Counter
@@ -12,13 +11,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from proa.bench.endpoint import Endpoint, open_endpoint
+from proa.bench.limit import busy_notes
 from proa.bench.prompts import TEXT, distinct_prompts
-from proa.bench.result import Result, busy_notes, result
+from proa.bench.result import Result, result
 from proa.bench.timing import Timing, spread_ms
 from proa.config.field import option
 from proa.config.options import EngineOptions
 from proa.errors import ProaError
-from proa.machine.probe import probe
 
 QUESTION = "How much does the server get through?"
 
@@ -54,7 +53,7 @@ def run(options: ServeBenchOptions, url: str) -> Result:
 
 
 async def _run(options: ServeBenchOptions, url: str) -> Result:
-    notes = busy_notes(os.getloadavg()[0], probe().usable_cores)
+    notes = busy_notes()
     async with open_endpoint(
         url, options.model, api_key=options.api_key, timeout_s=options.timeout_s, allow_remote=options.allow_remote
     ) as endpoint:

@@ -15,13 +15,13 @@ from typing import Literal
 import msgspec
 
 from proa.config.env import read_env
-from proa.config.options import ServerOptions
-from proa.errors import NativeError, UsageError
+from proa.config.options import MachineOptions, ServerOptions
+from proa.errors import NativeError, ResourceError, UsageError
 from proa.machine.machine import Gpu, Machine
-from proa.machine.rates import buffer_bytes, read_bandwidth
 from proa.native.pool import wished_isa
 from proa.obs.units import format_bytes, format_rate
 from proa.plan.device import best_effort, obstacle
+from proa.plan.prepare import ram_rate
 
 Status = Literal["ok", "note", "broken"]
 
@@ -122,9 +122,14 @@ def _memory(machine: Machine) -> Finding:
 
 
 def _bandwidth(machine: Machine) -> Finding:
-    threads = machine.usable_cores
-    rate = read_bandwidth(threads, size_bytes=buffer_bytes(machine))
-    return Finding("RAM speed", "ok", f"{format_rate(rate)} read by {threads} threads: the roof of decoding on the CPU")
+    try:
+        ram = ram_rate(MachineOptions(), machine)
+    except (NativeError, ResourceError) as e:
+        return Finding("RAM speed", "note", f"not measured: {e.message}", e.remedy or "Free some memory.")
+    detail = f"{format_rate(ram.bytes_per_s)}, the limit of decode on the CPU; {ram.source}"
+    if ram.load.busy:
+        return Finding("RAM speed", "note", detail, "Stop other programs and measure again.")
+    return Finding("RAM speed", "ok", detail)
 
 
 def _disks() -> Iterator[Finding]:

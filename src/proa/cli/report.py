@@ -19,7 +19,7 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
     options      [{name, value, source}]       those that differ from their defaults
     decisions    [{name, asked, got, why}]
     roof         {bytes_per_token, bandwidth_bytes_per_s, vram, bound_by, tokens_per_s}; vram: null or
-                 {dense_bytes_per_token, expert_bytes_per_token, bandwidth_bytes_per_s, source}
+                 {dense_bytes_per_token, expert_bytes_per_token, bandwidth_bytes_per_s, source, read_ahead}
     ready        {load_seconds, weights_bytes, peak_rss_bytes, decode_threads, prefill_threads,
                  ops: {op: implementation}, formats: {weight format: bytes}, pages: {kind of page: bytes},
                  decisions: [{name, asked, got, why}], caller_cpus, round_trip_us} or null

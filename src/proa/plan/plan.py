@@ -1,4 +1,4 @@
-"""The frozen Plan: every decision, made once; JSON in and out, so that a bug report is a file. Never: logic."""
+"""The frozen Plan: every decision, made once; JSON in and out, so that a bug report is a file. Never: decisions."""
 
 from __future__ import annotations
 
@@ -100,6 +100,12 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
         return all(len(ids) == count for ids, count in zip(self.resident, self.experts, strict=True))
 
 
+def step_seconds(dense_s: float, resident_s: float, ram_s: float, *, read_ahead: bool) -> float:
+    """The least that a decode step can take: the GPU reads dense weights, then resident experts while the CPU reads its
+    own; with read ahead the CPU does so all the time."""
+    return max(dense_s + resident_s, ram_s) if read_ahead else dense_s + max(resident_s, ram_s)
+
+
 class VramRoof(msgspec.Struct, frozen=True, kw_only=True):
     """What decode of one request reads from VRAM per token, and how fast that can be."""
 
@@ -107,12 +113,14 @@ class VramRoof(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes_per_token: int  # resident experts, if routing were even: the CPU runs its own meanwhile
     bandwidth_bytes_per_s: float
     source: str  # where the bandwidth is from
+    read_ahead: bool = False  # the CPU reads its experts also while dense weights are read
 
 
 class Roof(msgspec.Struct, frozen=True, kw_only=True):
     """The physical limit of decode for one request: bytes that must be read per token over bandwidth.
 
-    With a GPU: 1 / (dense / VRAM + max(resident experts / VRAM, the CPU's experts / RAM)).
+    With a GPU: 1 / (dense / VRAM + max(resident experts / VRAM, the CPU's experts / RAM)). With read ahead RAM need
+    never wait: 1 / max((dense + resident experts) / VRAM, the CPU's experts / RAM).
     """
 
     bytes_per_token: int  # read from RAM
@@ -125,7 +133,8 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
             return self.bandwidth_bytes_per_s / self.bytes_per_token
         ram_s = self.bytes_per_token / self.bandwidth_bytes_per_s
         rate = self.vram.bandwidth_bytes_per_s
-        return 1 / (self.vram.dense_bytes_per_token / rate + max(self.vram.expert_bytes_per_token / rate, ram_s))
+        dense_s, experts_s = self.vram.dense_bytes_per_token / rate, self.vram.expert_bytes_per_token / rate
+        return 1 / step_seconds(dense_s, experts_s, ram_s, read_ahead=self.vram.read_ahead)
 
     @property
     def bound_by(self) -> str:

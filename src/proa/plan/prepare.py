@@ -6,17 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from proa.config.options import EngineOptions
+from proa.config.options import EngineOptions, MachineOptions
 from proa.hub.locate import locate
 from proa.machine.machine import Machine
 from proa.machine.probe import probe
-from proa.machine.rates import buffer_bytes, read_bandwidth
+from proa.machine.rates import RamRate
+from proa.machine.topology import teams
 from proa.models.names import Declared
 from proa.native.pool import wished_isa
+from proa.native.ram import measure_ram
 from proa.plan.expert_counts import check_writable, read_counts
 from proa.plan.overrides import config_overrides
 from proa.plan.plan import Plan
 from proa.plan.resolve import Host, resolve
+from proa.plan.workers import apart
 from proa.weights import sources
 from proa.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -31,21 +34,27 @@ class Prepared:
     machine: Machine
 
 
-Bandwidth = Callable[[Machine, int], float]  # bytes/s that so many threads read together from the machine's RAM
+Measure = Callable[[MachineOptions, Machine], RamRate]
 
 
-def _measured(machine: Machine, threads: int) -> float:
-    return read_bandwidth(threads, size_bytes=buffer_bytes(machine))
+def ram_rate(asked: MachineOptions, machine: Machine) -> RamRate:
+    """How fast the CPUs that the engine's workers may get read RAM now. Takes 0.3 s.
+
+    Raises NativeError, ResourceError.
+    """
+    threads = min(asked.threads or machine.usable_cores, machine.usable_cores)
+    left, _ = apart(asked, machine)
+    return measure_ram(machine, teams(left, threads), pinned=asked.cpu_binding != "none")
 
 
 def prepare(
     model: str,
     options: EngineOptions | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    bandwidth: Bandwidth = _measured,
+    measure: Measure = ram_rate,
 ) -> Prepared:
     """Find (or fetch, reporting to `progress`) the model and settle everything. Takes about 0.3 s for measuring RAM,
-    which `bandwidth` does.
+    which `measure` does.
 
     A model on the hub is judged by its headers, with the same plan, before its weights are fetched.
     Raises ModelError, HubError, UsageError, ResourceError.
@@ -53,21 +62,21 @@ def prepare(
     asked = options or EngineOptions()
 
     def judge(preview: Path, load_format: str) -> None:
-        seen = _settle(model, preview, load_format, asked, bandwidth)
+        seen = _settle(model, preview, load_format, asked, measure)
         if seen.checkpoint.tensors:
             sources.resolve(seen.declared, seen.checkpoint.tensors)
 
     dummy = asked.model.load_format == "dummy"
     path = locate(model, asked.model.revision, progress, check=judge, config_only=dummy)
-    return _settle(model, path, asked.model.load_format, asked, bandwidth)
+    return _settle(model, path, asked.model.load_format, asked, measure)
 
 
-def _settle(model: str, path: Path, load_format: str, asked: EngineOptions, bandwidth: Bandwidth) -> Prepared:
+def _settle(model: str, path: Path, load_format: str, asked: EngineOptions, measure: Measure) -> Prepared:
     checkpoint = open_checkpoint(path, load_format, config_overrides(asked.model.override_config))
     declared = checkpoint.declare(asked.model.ignore_config_key)
     machine = probe()
-    threads = min(asked.machine.threads or machine.usable_cores, machine.usable_cores)
-    host = Host(machine, bandwidth(machine, threads), *wished_isa())
+    isa, isa_reason = wished_isa()  # what is wrong with the native library is said before it measures anything
+    host = Host(machine, measure(asked.machine, machine), isa, isa_reason)
     gpus = asked.gpus
     counts = () if gpus.expert_counts is None else read_counts(Path(gpus.expert_counts), declared.spec)
     if gpus.save_expert_counts is not None:

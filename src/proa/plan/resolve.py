@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from proa.config.options import EngineOptions, MachineOptions, ModelOptions
 from proa.errors import ResourceError, UsageError
 from proa.machine.machine import Gpu, Machine
+from proa.machine.rates import RamRate
 from proa.models.names import Declared
 from proa.models.spec import Model
-from proa.obs.units import format_bytes
+from proa.obs.units import format_bytes, format_rate
 from proa.plan import deterministic
 from proa.plan.budget import ELEM_BYTES, LOADING_BYTES, PROCESS_BYTES, Demand, demand
 from proa.plan.deterministic import cell_tokens, fixed_options
@@ -43,7 +44,7 @@ class Host:
     """The machine and what is known of it only by trying."""
 
     machine: Machine
-    bandwidth: float  # bytes/s that its threads read from RAM
+    ram: RamRate  # measured at this start
     isa: str  # the native kernels that its CPU runs
     isa_reason: str  # why no better ones
 
@@ -67,7 +68,7 @@ def resolve(
         model, spec, options, dtype, need, machine, usable_bytes,
         kv_elem_bytes=kv.elem_bytes, stored=stored, counts=counts,
     )  # fmt: skip
-    placed = _place(case, batch_tokens, active_bytes, host.bandwidth)
+    placed = _place(case, batch_tokens, active_bytes, host.ram.bytes_per_s)
     share, share_row = prefill_share(asked.prefill_share, placed.gpu, deterministic=asked.deterministic)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
@@ -106,7 +107,9 @@ def resolve(
         memory=placed.memory,
         gpu=placed.gpu,
         roof=placed.roof,
-        decisions=(*rows, together, batch, share_row, same_row, ram_row, threads_row, *worker_rows),
+        decisions=(
+            *rows, together, batch, share_row, same_row, ram_row, _ram_speed(host.ram), threads_row, *worker_rows,
+        ),  # fmt: skip
     )
 
 
@@ -251,6 +254,10 @@ def _compute(dtype: str, host: Host, gpu: GpuPlan | None) -> Decision:
         return Decision("computing", "auto", gpu.device, "everything is in VRAM")
     got = f"native {host.isa}" if gpu is None else f"{gpu.device}, native {host.isa} for experts in RAM"
     return Decision("computing", "auto", got, host.isa_reason or "the best of this CPU")
+
+
+def _ram_speed(ram: RamRate) -> Decision:
+    return Decision("RAM speed", "auto", format_rate(ram.bytes_per_s), ram.source)
 
 
 def _threads(asked: int | None, machine: Machine) -> tuple[int, Decision]:

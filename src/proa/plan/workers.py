@@ -27,7 +27,7 @@ def plan_workers(
 
     launched: steps are a GPU's, which calls for the workers; whoever launches them needs a CPU between two steps.
     """
-    machine, others = _apart(asked, machine)
+    machine, others = apart(asked, machine)
     found = teams(machine, threads if asked.threads else max(threads, machine.usable_cores))
     nodes = _interleaved(asked, machine, found)
     workers = Workers(
@@ -73,7 +73,7 @@ def _interleaved(asked: MachineOptions, machine: Machine, found: Sequence[Team])
     return ordinary if asked.numa_memory == "interleave" and len(ordinary) > 1 else ()
 
 
-def _apart(asked: MachineOptions, machine: Machine) -> tuple[Machine, str]:
+def apart(asked: MachineOptions, machine: Machine) -> tuple[Machine, str]:
     """What there is to choose from, and what to say of other engines.
 
     Where a number of threads was asked for and enough is left, other engines' CPUs are left alone. All cores are all
