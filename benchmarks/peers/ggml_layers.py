@@ -79,7 +79,9 @@ def run_beside(program: Program, script: str, argv: Sequence[str]) -> None:
     compare(make_peer, options)
 
 
-def _load(program: Program, ggml: Ggml, of: str, shape: Shape, count: int, dense: Dense, most_tokens: int) -> Loaded:
+def _load(
+    program: Program, ggml: Ggml, of: str, shape: Shape, count: int, dense: Dense, most_tokens: int
+) -> Loaded:
     kind = program.types[of]
     memory = ggml.repacking_memory() if kind.repacked else ggml.plain_memory
     layers = Layers(ggml, partial(program.gated, ggml), shape, count, kind.number, memory)

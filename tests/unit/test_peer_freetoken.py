@@ -427,7 +427,7 @@ def test_medians_and_ratios(
 
 def test_fewer_than_three_rounds_are_refused(beside: ModuleType) -> None:
     """One slow minute decides a round, and two rounds have no median."""
-    with pytest.raises(UsageError, match="--rounds is 2.*from 3"):
+    with pytest.raises(UsageError, match=r"--rounds is 2\..*from 3"):
         beside.run(["--rounds=2"])
 
 
