@@ -167,11 +167,11 @@ def rates(model: Model) -> None:
     memory = model.layers[0]
     for at_once in range(1, TOP_K + 1):
         read = ReadInPlace(memory, model.spaces.of(memory), at_once)
-        alone = read.bytes_per_s()[0]
+        alone = read.read().gpu_bytes_per_s
         reading = Reading(model)
         time.sleep(0.2)
         before, begin = reading.nbytes, time.perf_counter()
-        beside = [read.bytes_per_s()[0] for _ in range(8)]
+        beside = [read.read().gpu_bytes_per_s for _ in range(8)]
         cpu = (reading.nbytes - before) / (time.perf_counter() - begin)
         reading.stop()
         print(

@@ -107,3 +107,11 @@ def test_it_is_ready_when_it_says_so(loaded: tuple[Plan, Engine, Ready, list[Loa
     while engine.has_work:
         engine.step()
     assert dict(executor._steps) == captured  # type: ignore[attr-defined]
+
+
+def test_rates_of_co_fetch_make_sense(loaded: tuple[Plan, Engine, Ready, list[Loading]]) -> None:
+    """Experts of a few kilobytes: launched one by one, they were read before the CPU had begun."""
+    _, _, ready, _ = loaded
+    row = next(row for row in ready.decisions if row.name == "co-fetch")
+    assert row.got == "on", row.why
+    assert " 0.00 " not in row.why

@@ -25,13 +25,14 @@ from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
 from proa.hybrid.gpu_transport import GpuTransport
 from proa.hybrid.model import HybridModel, Parts
 from proa.hybrid.pinning import register
+from proa.hybrid.read_together import read_together
 from proa.hybrid.transport import Transport
 from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts
-from proa.obs.units import format_bytes, format_rate
+from proa.obs.units import format_bytes
 from proa.ops.cuda import CudaOps
 from proa.ops.staging import DeviceRows, Staging
 from proa.ops.table import Target
@@ -39,7 +40,6 @@ from proa.plan.plan import Plan
 from proa.types import Decision
 
 PROBE_ROUNDS = 200  # jobs without work that try the doorbell, in one graph
-BESIDE_S = 0.2  # for which GPU and CPU read RAM together at start, to see how fast that is
 STAGING_BYTES_PER_THREAD = 32 << 20  # twice what the loader gives each worker at a time
 
 
@@ -118,17 +118,15 @@ class GpuBuild:
             self._decisions.append(Decision("co-fetch", "auto", "off", why))
             return None
         memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
-        gpu = ReadInPlace(memory, spaces.of(memory))
-        alone, _ = gpu.bytes_per_s()
-        times = max(1, round(BESIDE_S * alone / gpu.nbytes))
-        beside = gpu.bytes_per_s(times, CpuReads(memory, self.pool, top_k(self._spec)))
-        rates = InPlaceRates(alone, sum(beside))
-        why = (
-            f"the GPU reads experts in RAM at {format_rate(alone)} alone, at {format_rate(beside[0])} beside the CPU's "
-            f"{format_rate(beside[1])}; how many depends on the CPU's rate in service"
-        )
+        cpu = CpuReads(memory, self.pool, top_k(self._spec))
+        together = read_together(ReadInPlace(memory, spaces.of(memory)), cpu)
+        if together is None:
+            why = "how fast GPU and CPU read RAM together is unknown: they could not be made to read at the same time"
+            self._decisions.append(Decision("co-fetch", "auto", "off", why))
+            return None
+        why = f"{together}; how many depends on the CPU's rate in service"
         self._decisions.append(Decision("co-fetch", "auto", "on", why))
-        return rates
+        return together.rates
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from proa.hybrid.layer_memory import LayerMemory
+from proa.hybrid.read_together import Reads
 from proa.ops.added import Added
 from proa.ops.bell_block import Bell
 from proa.ops.faults import LayerFaults
@@ -18,6 +19,7 @@ from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 
 PROBED_AT_ONCE = 4  # as many as a step of one token may leave to the bus
+READS_AT_LEAST = 64  # of a graph: launched one by one, small experts are read faster than they are launched
 
 
 class GpuSpaces:
@@ -37,38 +39,55 @@ class GpuSpaces:
 
 
 class ReadInPlace:
-    """The GPU reads a layer's experts in RAM, which must be registered: `at_once` in one call, others in the next."""
+    """The GPU reads a layer's experts in RAM, which must be registered: `at_once` in one call, others in the next. All
+    calls are one graph, as in a decode step. Implements GpuReader.
+    """
 
     def __init__(self, memory: LayerMemory, space: ExpertSpace, at_once: int = PROBED_AT_ONCE) -> None:
         device, self._shape, self._space = memory.slots.up.device, memory.shape, space
         total, self._count = len(memory.in_ram), min(at_once, len(memory.in_ram), len(space.partial))
         firsts = range(0, total - self._count + 1, self._count)
         self._in_pieces = memory.in_pieces
-        self._batches = [_in_ram(memory, first, self._count, device) for first in firsts]
+        batches = [_in_ram(memory, first, self._count, device) for first in firsts]
+        self._batches = batches * -(-READS_AT_LEAST // len(batches))
         self._x = torch.zeros(1, memory.shape.hidden, dtype=torch.bfloat16, device=device)
-        self._read(self._batches[0])  # compiles
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graph = self._captured(device)
+
+    def _captured(self, device: torch.device) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            self._stream.wait_stream(torch.cuda.default_stream(device))  # where the addresses were written
+            self._read(self._batches[0])  # compiles
+            self._stream.synchronize()
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                for at in self._batches:
+                    self._read(at)
+        return graph
 
     @property
     def nbytes(self) -> int:
-        """Of all that is read."""
+        """Of a replay of the graph."""
         return len(self._batches) * self._count * (self._shape.up.matrix_bytes + self._shape.down.matrix_bytes)
 
-    def bytes_per_s(self, times: int = 1, meanwhile: Callable[[], int] | None = None) -> tuple[float, float]:
-        """The GPU's rate, reading all `times` times; and that of what is called `meanwhile` again and again, which says
-        how many bytes it has read.
-        """
+    def read(self, rounds: int = 1, meanwhile: Callable[[], int] | None = None) -> Reads:
+        """Replay the graph `rounds` times."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began_s, beside = time.perf_counter(), 0
-        begin.record()
-        for at in self._batches * times:
-            self._read(at)
-        end.record()
+        with torch.cuda.stream(self._stream):
+            begin.record(self._stream)
+            for _ in range(rounds):
+                self._graph.replay()
+            end.record(self._stream)
+        launched_s = time.perf_counter()
         while meanwhile is not None and not end.query():  # type: ignore[no-untyped-call]
             beside += meanwhile()
+        beside_s = time.perf_counter() - launched_s
         end.synchronize()
         took_s = time.perf_counter() - began_s
         seconds: float = begin.elapsed_time(end) * 1e-3
-        return times * self.nbytes / seconds, beside / took_s
+        cpu_bytes_per_s = beside / beside_s if beside else 0.0
+        return Reads(rounds * self.nbytes / seconds, cpu_bytes_per_s, beside_s / took_s if beside else 0.0)
 
     def _read(self, at: Located) -> None:
         experts(self._x, at, self._shape, self._space, in_pieces=self._in_pieces)
