@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from proa.ops.sizes import attention_floats, attention_splits, best_keys
 from proa.ops.table import Angles, KvPages, QkNorm
 from proa.ops.triton import attention, best, heads, norm
 
@@ -75,7 +76,7 @@ def decode_time(
     query_heads, kv_heads, dim = shape
     read = 2 * sequences * kv_len * kv_heads * dim * kv.itemsize
     q, out = rand(sequences, query_heads, dim), rand(sequences, query_heads, dim)
-    workspace = torch.empty(attention.workspace_floats(sequences, query_heads, dim, splits), device="cuda")
+    workspace = torch.empty(attention_floats(sequences, query_heads, dim, splits), device="cuda")
     softmax = attention.Softmax(dim**-0.5)
     caches = [paged(sequences, kv_len, kv_heads, dim, kv) for _ in range(min(64, -(-CACHE_BYTES // read)))]
     calls = [
@@ -88,7 +89,7 @@ def decode_time(
 def decodes(bandwidth: float) -> None:
     for shape in ((32, 4, 128), (64, 8, 64), (16, 16, 128), (96, 8, 128), (16, 2, 256)):
         for sequences, kv_len in ((1, 128), (1, 4096), (1, 65536), (8, 8192), (32, 4096), (64, 1024)):
-            splits = attention.splits_for(sequences, shape[1], processors())
+            splits = attention_splits(sequences, shape[1], processors())
             for name, kv in KV_TYPES.items():
                 time, read = decode_time(sequences, kv_len, shape, splits, kv)
                 print(
@@ -187,7 +188,7 @@ def small_ones(bandwidth: float) -> None:
             print(f"head norms, rotary and store in {name}, {rows} x 40 x 128: {time:.1f} us")
     for rows in (1, 32):
         logits = torch.randn(rows, 151936, device="cuda")
-        keys = torch.empty(best.workspace_keys(rows, 151936), dtype=torch.int64, device="cuda")
+        keys = torch.empty(best_keys(rows, 151936), dtype=torch.int64, device="cuda")
         ids = torch.empty(rows, dtype=torch.int32, device="cuda")
         time = microseconds([lambda: best.best(logits, keys, ids)])  # noqa: B023
         print(f"best of 151936, {rows} rows: {time:.1f} us")

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from proa.ops.cuda_latent import shared_bytes
+from proa.ops.sizes import DELTA_CHUNK as CHUNK
+from proa.ops.sizes import delta_chunk_floats
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
 from proa.ops.triton import delta
-from proa.ops.triton.delta_chunks import CHUNK, Chunks, Shape, shape_for, workspace_floats
+from proa.ops.triton.delta_chunks import Chunks, Shape, shape_for
 
 GROUPS, MEMBERS, DIM, TAPS, LAYERS = 16, 2, 128, 4, 36
 HEADS, CHANNELS = GROUPS * MEMBERS, (2 + MEMBERS) * GROUPS * DIM
@@ -55,7 +57,7 @@ class Layer:
         self.slots = torch.arange(total, device="cuda")
         self.mixed, self.seen = self.numbers(total, CHANNELS), self.numbers(total, HEADS, DIM)
         self.out = torch.empty(total, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
-        self.space = self.numbers(workspace_floats(total, HEADS))
+        self.space = self.numbers(delta_chunk_floats(total, HEADS))
 
     @staticmethod
     def numbers(*shape: int) -> Tensor:

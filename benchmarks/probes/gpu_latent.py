@@ -15,6 +15,7 @@ from gpu_attention import CACHE_BYTES, PAGE_TOKENS, copy_bandwidth, microseconds
 from torch import Tensor
 
 from proa.ops.cuda_latent import CudaLatentMaps, shared_bytes
+from proa.ops.sizes import attention_floats
 from proa.ops.table import Angles, LatentPages, Norm
 from proa.ops.triton import latent_attention
 from proa.ops.triton.latent_attention import Shape
@@ -36,7 +37,7 @@ def decode_time(sequences: int, kv_len: int, heads: int, splits: int) -> tuple[f
     """Microseconds, and bytes of latents and keys."""
     read = sequences * kv_len * WIDTH * 2
     q, out = rand(sequences, heads, WIDTH), rand(sequences, heads, RANK)
-    floats = latent_attention.workspace_floats(sequences, heads, RANK, splits)
+    floats = attention_floats(sequences, heads, RANK, splits)
     workspace, shared = torch.empty(floats, device="cuda"), shared_bytes(q.device)
     caches = [paged(sequences, kv_len) for _ in range(min(64, -(-CACHE_BYTES // read)))]
     calls = [

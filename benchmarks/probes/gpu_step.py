@@ -18,6 +18,7 @@ from torch import Tensor
 from proa.models.spec import Router
 from proa.ops.added import Added
 from proa.ops.residency import ExpertShape, Located, Residency
+from proa.ops.sizes import attention_floats, attention_splits
 from proa.ops.table import Angles, KvPages, QkNorm, RouterRule
 from proa.ops.triton import attention, experts_few, heads, linear, norm, route
 from proa.ops.triton.expert_sum import Into, combine
@@ -88,8 +89,8 @@ class Step:
         angle = torch.rand(tokens, DIM // 2, device=DEVICE)
         self.angles = Angles(angle.cos(), angle.sin(), False)
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        self.splits = attention.splits_for(tokens, KV_HEADS, processors)
-        self.floats = torch.empty(attention.workspace_floats(tokens, HEADS, DIM, self.splits), device=DEVICE)
+        self.splits = attention_splits(tokens, KV_HEADS, processors)
+        self.floats = torch.empty(attention_floats(tokens, HEADS, DIM, self.splits), device=DEVICE)
         self.space: ExpertSpace = expert_space(tokens, TOP_K, EXPERTS, SHAPE, DEVICE)
 
     def block(self, of: Layer) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
 from proa.ops.reference import to_e4m3
+from proa.ops.sizes import attention_floats, attention_splits
 from proa.ops.table import KvPages
 from proa.ops.triton import kv_codes
-from proa.ops.triton.attention import Softmax, decode, prefill, splits_for, workspace_floats
+from proa.ops.triton.attention import Softmax, decode, prefill
 
 
 @dataclass
@@ -95,7 +96,7 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, wide: to
 def run_decode(q: Tensor, p: Paged, softmax: Softmax, splits: int) -> Tensor:
     rows, heads, dim = q.shape
     out = poisoned(rows, heads + 1, dim).to(q.device)
-    workspace = poisoned(workspace_floats(rows, heads, dim, splits), dtype=torch.float32).to(q.device)
+    workspace = poisoned(attention_floats(rows, heads, dim, splits), dtype=torch.float32).to(q.device)
     decode(q, p.cache, p.page_table, p.kv_lens, softmax, splits, workspace, out[:, :heads])
     assert out[:, heads:].isnan().all()
     return out[:, :heads]
@@ -275,10 +276,10 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
 
 
 def test_splits_fill_the_processors_and_no_more() -> None:
-    assert splits_for(1, 4, 132) * 4 >= 2 * 132
-    assert splits_for(1, 1, 132) == 256
-    assert splits_for(512, 8, 132) == 1
-    assert 1 <= splits_for(64, 4, 132) * 64 * 4 <= 2 * 8 * 132
+    assert attention_splits(1, 4, 132) * 4 >= 2 * 132
+    assert attention_splits(1, 1, 132) == 256
+    assert attention_splits(512, 8, 132) == 1
+    assert 1 <= attention_splits(64, 4, 132) * 64 * 4 <= 2 * 8 * 132
 
 
 @pytest.mark.gpu
@@ -287,7 +288,7 @@ def test_a_graph_follows_lengths_on_the_device(rng: torch.Generator, device: tor
     p = paged([300, 40, 77], 2, 128, 16, rng, device)
     q, out = rand(rng, 3, 8, 128).to(device), poisoned(3, 8, 128).to(device)
     softmax = softmax_of(128, 8, None, False, rng)
-    workspace = torch.empty(workspace_floats(3, 8, 128, 9), device=device)
+    workspace = torch.empty(attention_floats(3, 8, 128, 9), device=device)
     lens = torch.tensor([1, 1, 1], dtype=torch.int32, device=device)
 
     def step() -> None:
@@ -324,7 +325,7 @@ def test_long_contexts(
     p = paged(kv_lens, kv_heads, dim, 16, rng, device)
     p = in_e4m3(p) if fp8 else p
     q = rand(rng, len(kv_lens), heads, dim).to(device)
-    out = run_decode(q, p, on(softmax, device), splits_for(len(kv_lens), kv_heads, 132))
+    out = run_decode(q, p, on(softmax, device), attention_splits(len(kv_lens), kv_heads, 132))
     for s in (0, 1, 3):
         want, bound = attended(
             q[s : s + 1], p.keys[s].to(device), p.values[s].to(device), on(softmax, device), torch.float64

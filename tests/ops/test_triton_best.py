@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ops.triton_bounds import rand
 from proa.ops import reference
-from proa.ops.triton.best import best, workspace_keys
+from proa.ops.sizes import best_keys
+from proa.ops.triton.best import best
 
 
 def chosen(logits: Tensor) -> list[int]:
     rows, vocab = logits.shape
-    workspace = torch.full((workspace_keys(rows, vocab),), 2**62, device=logits.device)
+    workspace = torch.full((best_keys(rows, vocab),), 2**62, device=logits.device)
     out = torch.full((rows,), -7, dtype=torch.int32, device=logits.device)
     best(logits, workspace, out)
     return [int(i) for i in out]

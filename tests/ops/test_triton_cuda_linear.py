@@ -13,13 +13,14 @@ from torch import Tensor
 from gguf_blocks import random_blocks
 from ops.triton_bounds import EPS32, assert_within, rand, stored
 from proa.native.fill import StoredRows, fill
-from proa.native.formats import BF16_FORM, KEPT, Form, Stored, kept_form
+from proa.native.formats import BF16_FORM, KEPT, Form, Format, Stored, kept_form, layout
 from proa.native.pool import Pool
 from proa.ops import cuda_linear
 from proa.ops.cuda import CudaMaps
 from proa.ops.cuda_linear import CudaLinear
 from proa.ops.staging import Staging
 from proa.ops.table import Experts, Sink
+from proa.ops.triton import linear_packed
 from proa.plan import vram
 from proa.weights.in_parts import in_parts
 
@@ -207,5 +208,9 @@ def test_a_router_is_not_rounded(
     assert_within(got, x.double() @ weight.T + offset, size * (64 + 2) * EPS32)
 
 
-def test_the_plan_knows_how_much_is_unpacked_at_once() -> None:
-    assert vram.LINEAR_ROWS_BYTES == cuda_linear.UNPACKED_BYTES
+@pytest.mark.parametrize("form", [(Format.FP8_ROW, 128), (Format.INT4_F16, 32), (Format.NVFP4, 16), (Format.Q4_K, 32)])
+def test_the_plan_has_room_for_what_programs_leave(form: tuple[Format, int]) -> None:
+    for rows, columns in ((16, 256), (1536, 2048), (5120, 2048), (2048, 8192), (151936, 2048), (7168, 18432)):
+        of = layout(form[0], rows, columns, form[1])
+        for tokens in (1, 2, 16, 17, 33, 64, 65, 127, 512):
+            assert 4 * linear_packed.partial_floats(tokens, of) <= vram.LINEAR_PARTIAL_BYTES

@@ -21,9 +21,10 @@ from delta_cases import (
 from ops.triton_bounds import BF16, assert_within, poisoned, stored
 from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Rope
 from proa.ops.cuda_latent import shared_bytes
+from proa.ops.sizes import delta_chunk_floats
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
 from proa.ops.triton.delta import FEW_ROWS, gated_delta, takes_chunks
-from proa.ops.triton.delta_chunks import LEAST_KIB, OLDEST, Chunks, shape_for, workspace_floats
+from proa.ops.triton.delta_chunks import LEAST_KIB, OLDEST, Chunks, shape_for
 from proa.plan.vram import delta_chunks_bytes
 
 
@@ -60,7 +61,7 @@ def chunks_of(rows: int, heads: int, device: torch.device) -> Chunks:
         kib, capability = shared_bytes(device) >> 10, int("".join(map(str, torch.cuda.get_device_capability(device))))
     shape = shape_for(capability, kib << 10)
     assert shape is not None
-    return Chunks(shape, poisoned(workspace_floats(rows, heads), dtype=torch.float32).to(device))
+    return Chunks(shape, poisoned(delta_chunk_floats(rows, heads), dtype=torch.float32).to(device))
 
 
 def on(x: DeltaInputs, device: torch.device) -> DeltaInputs:
@@ -155,7 +156,7 @@ def test_the_plan_has_room_for_what_chunks_take() -> None:
     mixer = GatedDeltaNet(64, 2, 6, 24, 16, 4)
     spec = Model(64, 100, (Block(mixer, Mlp(64, 96)), Block(Attention(64, 4, 2, 16, Rope(16)), Mlp(64, 96))), 1e-6, 512)
     for rows in (1, 33, 512):
-        assert 4 * workspace_floats(rows, 6) <= delta_chunks_bytes(spec, rows)
+        assert 4 * delta_chunk_floats(rows, 6) <= delta_chunks_bytes(spec, rows)
 
 
 def test_what_does_not_fit_is_refused(rng: torch.Generator, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ops.triton_bounds import rand
+from proa.ops.sizes import MOST_KEPT
 from proa.ops.triton import draw as kernels
 from proa.ops.triton.weights import BEST, CUT, WHOLE, Space
 from proa.sampling.rows import Row
@@ -46,7 +47,7 @@ def jobs_of(wishes: Sequence[Sampling], uniforms: Sequence[float], device: torch
 
 def drawn(
     logits: Tensor, wishes: Sequence[Sampling], uniforms: Sequence[float], device: torch.device,
-    most_kept: int = kernels.MOST_KEPT,
+    most_kept: int = MOST_KEPT,
 ) -> list[int]:  # fmt: skip
     logits, jobs = logits.to(device), jobs_of(wishes, uniforms, device)
     space = Space(len(wishes), logits.shape[1], most_kept, device)

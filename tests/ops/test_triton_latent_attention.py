@@ -12,8 +12,9 @@ from torch import Tensor
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
 from proa.models.spec import Block, LatentAttention, Mlp, Model, Rope
 from proa.ops.cuda_latent import shared_bytes
+from proa.ops.sizes import attention_floats
 from proa.ops.table import LatentPages
-from proa.ops.triton.latent_attention import decode, prefill, splits_for, workspace_floats
+from proa.ops.triton.latent_attention import decode, prefill, splits_for
 from proa.plan.vram import latent_partials_bytes
 
 SMALL, LARGE = 99 << 10, 227 << 10  # shared memory that a block may ask for
@@ -67,7 +68,7 @@ def run_decode(q: Tensor, p: Paged, splits: int, given: int) -> Tensor:
     count, heads, _ = q.shape
     rank = p.cache.rank
     out = poisoned(count, heads + 1, rank).to(q.device)
-    workspace = poisoned(workspace_floats(count, heads, rank, splits), dtype=torch.float32).to(q.device)
+    workspace = poisoned(attention_floats(count, heads, rank, splits), dtype=torch.float32).to(q.device)
     decode(
         q, p.cache, p.page_table, p.kv_lens, scale_of(q), splits, given, workspace, out[:, :heads]
     )  # fmt: skip
@@ -177,7 +178,7 @@ def test_the_plan_has_room_for_what_splits_leave(heads: int, processors: int) ->
     for sequences in (1, 2, 7, 64, 300):
         for given in (SMALL, 163 << 10, LARGE):
             splits = splits_for(sequences, heads, processors, given)
-            assert workspace_floats(sequences, heads, 512, splits) * 4 <= latent_partials_bytes(spec, sequences)
+            assert attention_floats(sequences, heads, 512, splits) * 4 <= latent_partials_bytes(spec, sequences)
 
 
 @pytest.mark.gpu
@@ -185,7 +186,7 @@ def test_a_graph_follows_lengths_on_the_device(rng: torch.Generator, device: tor
     """Captured once, replayed after sequences grew and one ended."""
     p = paged([300, 40, 77], DEEPSEEK, 16, rng, device)
     q, out = rand(rng, 3, 16, 576).to(device), poisoned(3, 16, 512).to(device)
-    workspace = torch.empty(workspace_floats(3, 16, 512, 9), device=device)
+    workspace = torch.empty(attention_floats(3, 16, 512, 9), device=device)
     lens = torch.tensor([1, 1, 1], dtype=torch.int32, device=device)
     given = shared_bytes(device)
 

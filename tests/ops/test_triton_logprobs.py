@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import rand
-from proa.ops.triton.logprobs import explain, workspace_keys
-from proa.ops.triton.weights import EDIT_WORDS, WHOLE, Space, edit, restore
+from proa.ops.sizes import EDIT_WORDS, explain_keys
+from proa.ops.triton.logprobs import explain
+from proa.ops.triton.weights import WHOLE, Space, edit, restore
 
 # Of float32: the result's own rounding, and that of logits that sums of weights are made of. Weights round at 2**-41.
 EPS = torch.finfo(torch.float32).eps
@@ -30,7 +31,7 @@ def explained(
     explain(
         logits, torch.tensor(rows, dtype=torch.int32, device=device),
         torch.tensor(tokens, dtype=torch.int32, device=device), ones, space,
-        torch.full((workspace_keys(len(rows), vocab, count),), 2**62, dtype=torch.int64, device=device), ids, logprobs,
+        torch.full((explain_keys(len(rows), vocab, count),), 2**62, dtype=torch.int64, device=device), ids, logprobs,
     )  # fmt: skip
     return ids.cpu(), logprobs.cpu()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from proa.engine.page_table import PageTable
 from proa.engine.row_numbers import RowNumbers, ints
 from proa.engine.spans import Span
+from proa.ops.sizes import input_bytes, input_counts
 from proa.ops.table import DeviceBatch
 
 
@@ -21,9 +22,8 @@ class DeviceInputs:
 
     def __init__(self, rows: int, sequences: int, most_pages: int, *, one_each: bool, device: torch.device) -> None:
         self.rows, self._sequences = rows, sequences
-        counts = (rows, rows, rows, sequences + 1, sequences, sequences, sequences * most_pages)
-        # int64 rows first, so that all are aligned; then int32.
-        nbytes = 8 * sum(counts[:3]) + 4 * sum(counts[3:])
+        counts = input_counts(rows, sequences, most_pages)  # int64 first, so that all are aligned
+        nbytes = input_bytes(rows, sequences, most_pages)
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from proa.ops.triton.logprobs import explain, workspace_keys
-from proa.ops.triton.weights import WHOLE, Space, space_bytes
+from proa.ops.sizes import MOST_LOGPROBS, explain_keys
+from proa.ops.triton.logprobs import explain
+from proa.ops.triton.weights import WHOLE, Space
 from proa.types import TokenLogprob
-
-MOST_LOGPROBS = 100  # best tokens of a row, see SamplingParams
 
 
 class DeviceLogprobs:
@@ -28,7 +27,7 @@ class DeviceLogprobs:
         self._rows = torch.arange(rows, dtype=torch.int32, device=device)
         self._host_tokens = torch.zeros(rows, dtype=torch.int32, pin_memory=pinned)
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._workspace = torch.zeros(workspace_keys(rows, vocab, most), dtype=torch.int64, device=device)
+        self._workspace = torch.zeros(explain_keys(rows, vocab, most), dtype=torch.int64, device=device)
         self._ids, self._logprobs = _answers(rows, most, device, pinned=False)
         self._host_ids, self._host_logprobs = _answers(rows, most, torch.device("cpu"), pinned=pinned)
         self._number = self._count = 0
@@ -62,12 +61,6 @@ class DeviceLogprobs:
             TokenLogprob(token, own[0], list(zip(best, own[1:], strict=True)))
             for token, best, own in zip(tokens, ids, told, strict=True)
         ]
-
-
-def logprobs_bytes(rows: int, vocab: int) -> int:
-    """What a DeviceLogprobs takes on the device."""
-    most = min(MOST_LOGPROBS, vocab)
-    return space_bytes(rows, vocab, 1) + 8 * workspace_keys(rows, vocab, most) + rows * (24 + 8 * most)
 
 
 def _answers(rows: int, count: int, device: torch.device, *, pinned: bool) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from proa.engine.device_logprobs import DeviceLogprobs
-from proa.ops.triton.draw import MOST_KEPT, NO_TOP_K, TOO_MANY, Jobs, draw, floor_of, inverse_of
-from proa.ops.triton.weights import BEST, CUT, EDIT_WORDS, WHOLE, Space, edit, restore, space_bytes
+from proa.ops.sizes import EDIT_WORDS, MOST_EDITS, MOST_KEPT
+from proa.ops.triton.draw import NO_TOP_K, TOO_MANY, Jobs, draw, floor_of, inverse_of
+from proa.ops.triton.weights import BEST, CUT, WHOLE, Space, edit, restore
 from proa.sampling.choose import Choice, choose
 from proa.sampling.edits import Tally
 from proa.sampling.rows import Row
 from proa.types import Sampling, TokenLogprob
-
-MOST_EDITS = 120_000  # changed logits of a step
 
 
 class DeviceSampler:
@@ -141,8 +140,3 @@ def _kind(row: Row) -> int:
     if s.temperature == 0.0:
         return BEST
     return CUT if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 else WHOLE
-
-
-def sampler_bytes(rows: int, vocab: int) -> int:
-    """What a DeviceSampler takes on the device."""
-    return space_bytes(rows, vocab, min(MOST_KEPT, vocab)) + (4 * EDIT_WORDS + 4) * MOST_EDITS + 52 * (rows + 3)

@@ -26,18 +26,16 @@ from proa.engine.session import NoSession, Session
 from proa.engine.spans import Span, StepLimits, positions_of
 from proa.engine.watch import WatchedSession
 from proa.layers.decoder import Decoder
-from proa.layers.rope import cos_sin, is_dynamic
+from proa.layers.rope import cos_sin
 from proa.layers.step import Step
 from proa.models.spec import Rope
 from proa.native.doorbell import Counters
+from proa.ops.sizes import buckets
 from proa.ops.table import AttentionBatch, LayerCache
 from proa.sampling.choose import Choice
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
-# Sequences of a decode step are padded up to the next of these: padding costs neither weights nor KV.
-SMALL_BUCKETS = (1, 2, 4, 8)
-BUCKET_STEP = 8
 WARM_BUCKETS = 3  # decode graphs that are there before the first request
 _NONE = -1  # the best token of a row that is not finite
 _MOST_UNDERWAY = 32  # steps, or parts of a prompt's, launched behind each other while nobody asks for tokens
@@ -430,10 +428,10 @@ class _Tables:
     def __init__(self, ropes: Collection[Rope], limits: StepLimits, device: torch.device) -> None:
         every = torch.arange(limits.context_tokens)
         self._fixed = {
-            rope: tuple(t.to(device) for t in cos_sin(rope, every, every + 1)) for rope in ropes if not is_dynamic(rope)
+            rope: tuple(t.to(device) for t in cos_sin(rope, every, every + 1)) for rope in ropes if not rope.dynamic
         }
         self._changing = {
-            rope: torch.zeros(2, limits.rows, rope.dim // 2, device=device) for rope in ropes if is_dynamic(rope)
+            rope: torch.zeros(2, limits.rows, rope.dim // 2, device=device) for rope in ropes if rope.dynamic
         }
 
     @property
@@ -452,12 +450,6 @@ class _Tables:
             for rope, (cos, sin) in self._fixed.items()
         }
         return found | {rope: (t[0, : len(positions)], t[1, : len(positions)]) for rope, t in self._changing.items()}
-
-
-def buckets(most: int) -> tuple[int, ...]:
-    """Batch sizes that have a graph: 1, 2, 4, 8, then every BUCKET_STEP, and `most` itself."""
-    sizes = {size for size in SMALL_BUCKETS if size < most} | set(range(2 * BUCKET_STEP, most, BUCKET_STEP)) | {most}
-    return tuple(sorted(sizes))
 
 
 def warm_rows(most: int) -> list[int]:

@@ -18,7 +18,7 @@ from proa.engine.parts import begun
 from proa.engine.row_numbers import RowNumbers, ints
 from proa.engine.spans import Span, StepLimits, positions_of
 from proa.layers.decoder import Decoder
-from proa.layers.rope import cos_sin, is_dynamic
+from proa.layers.rope import cos_sin
 from proa.layers.step import Step
 from proa.models.spec import Rope
 from proa.native.doorbell import NOTHING_COUNTED, Counters
@@ -221,7 +221,7 @@ def _numbers(recorder: Recorder, count: int) -> Tensor:
 
 def _is_kept(rope: Rope, context_tokens: int) -> bool:
     """Whether the angles of all positions are computed at start: they are fixed and few."""
-    return not is_dynamic(rope) and context_tokens <= KEPT_POSITIONS
+    return not rope.dynamic and context_tokens <= KEPT_POSITIONS
 
 
 def _angles(rope: Rope, positions: Tensor, context_tokens: int, recorder: Recorder) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ import msgspec
 from proa.engine.clock import Stage
 from proa.engine.executor import Executor, Follower, InParts
 from proa.engine.request import NO_SLOT, Request
-from proa.engine.spans import PROMPT_LOGITS_ROWS, Span
+from proa.engine.spans import Span
 from proa.engine.step_plan import StepItem, StepPlan
+from proa.plan.budget import SCORED_ROWS
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
@@ -155,8 +156,8 @@ class Runner:
         request, top = item.request, item.request.sampling.prompt_logprobs or 0
         last = min(item.start + item.num_tokens, request.num_prompt - 1)
         scored = out.prompt_logprobs.setdefault(request.id, [])
-        for first in range(item.start, last, PROMPT_LOGITS_ROWS):
-            begin, end = first - item.start + row, min(first + PROMPT_LOGITS_ROWS, last) - item.start + row
+        for first in range(item.start, last, SCORED_ROWS):
+            begin, end = first - item.start + row, min(first + SCORED_ROWS, last) - item.start + row
             tokens = request.tokens[first + 1 : first + 1 + end - begin]
             scored += self.executor.explain(range(begin, end), tokens, top)
 

@@ -9,10 +9,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from proa.plan.budget import SCORED_ROWS
 from proa.plan.plan import Plan
-
-# Rows of logits made at once for prompt log-probabilities: bounds them at 64 x vocab float32.
-PROMPT_LOGITS_ROWS = 64
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -56,5 +54,5 @@ def step_limits(plan: Plan) -> StepLimits:
         sequences=plan.max_running,
         context_tokens=plan.context_tokens,
         page_tokens=plan.page_tokens,
-        head_rows=max(plan.max_running, PROMPT_LOGITS_ROWS),
+        head_rows=max(plan.max_running, SCORED_ROWS),
     )

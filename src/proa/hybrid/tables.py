@@ -16,8 +16,9 @@ from torch import Tensor
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.slots import Slot
 from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Residency
+from proa.ops.sizes import ADDRESSES, table_words
 
-_ADDRESSES = 4  # int64 of each expert: of up and down for the GPU, of up and down in RAM; and an int32, its number
+# int64 of each expert (ADDRESSES): of up and down for the GPU, of up and down in RAM.
 
 
 class Tables:
@@ -30,7 +31,7 @@ class Tables:
     def __init__(self, layers: Sequence[LayerMemory], device: torch.device, *, counted: bool, in_place: bool) -> None:
         self.experts = max((layer.experts for layer in layers), default=0)
         self._layers, self._in_place = layers, in_place
-        words = (self.experts * (2 * _ADDRESSES + 1) // 4 + 1) * 4  # more than enough; rows begin on 16 bytes
+        words = table_words(self.experts)
         self._host = torch.zeros(len(layers), words, dtype=torch.int32)
         self._device = torch.zeros(len(layers), words, dtype=torch.int32, device=device)
         self.counts = torch.zeros(len(layers), self.experts, dtype=torch.int32, device=device)
@@ -98,6 +99,6 @@ def _send(row: Tensor, to: Tensor) -> None:
 
 
 def _split(rows: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Of int32 rows: addresses int64 [layers, _ADDRESSES, experts], numbers int32 [layers, experts]."""
-    words = 2 * _ADDRESSES * experts
-    return rows[:, :words].view(torch.int64).view(len(rows), _ADDRESSES, experts), rows[:, words : words + experts]
+    """Of int32 rows: addresses int64 [layers, ADDRESSES, experts], numbers int32 [layers, experts]."""
+    words = 2 * ADDRESSES * experts
+    return rows[:, :words].view(torch.int64).view(len(rows), ADDRESSES, experts), rows[:, words : words + experts]

@@ -11,14 +11,9 @@ from torch import Tensor
 from proa.models.spec import Rope, RopeScaling
 
 
-def is_dynamic(rope: Rope) -> bool:
-    """Whether angles depend on how long the sequence is, not only on the position."""
-    return rope.scaling is not None and rope.scaling.kind == "dynamic"
-
-
 def dynamic_lengths(ropes: Iterable[Rope]) -> list[int]:
     """The prompt lengths from which on angles depend on the prompt's length, of the dynamic ropes among these."""
-    return [rope.scaling.original_positions for rope in ropes if rope.scaling and is_dynamic(rope)]
+    return [rope.scaling.original_positions for rope in ropes if rope.scaling and rope.dynamic]
 
 
 def cos_sin(rope: Rope, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +22,7 @@ def cos_sin(rope: Rope, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Ten
     `lengths` int64 [T] is the length each row's angles are made for: max(prompt length, position + 1), so
     that a row's angle never depends on chunking. Only dynamic scaling reads it.
     """
-    if is_dynamic(rope):
+    if rope.dynamic:
         unique, which = torch.unique(lengths, return_inverse=True)
         freqs = torch.stack([_dynamic(rope, int(n)) for n in unique.tolist()])[which]
         factor = 1.0

@@ -49,6 +49,11 @@ class Rope:
     scaling: RopeScaling | None = None
     interleaved: bool = False
 
+    @property
+    def dynamic(self) -> bool:
+        """Whether angles depend on how long the sequence is, not only on the position."""
+        return self.scaling is not None and self.scaling.kind == "dynamic"
+
 
 @dataclass(frozen=True)
 class PagedKv:

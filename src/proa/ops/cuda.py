@@ -16,6 +16,7 @@ from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps, shared_byt
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
 from proa.ops.gated import ACTIVATIONS
 from proa.ops.residency import Located, Residency
+from proa.ops.sizes import attention_floats, attention_splits, best_keys, delta_chunk_floats
 from proa.ops.staging import Staging
 from proa.ops.table import (
     Angles,
@@ -109,7 +110,7 @@ class CudaOps:
         mixed, seen = (torch.empty(rows, n, device=x.q.device) for n in (len(weights.conv), heads * dim))
         shape, chunks = self._chunk_shape, None
         if shape is not None and delta.takes_chunks(rows, x.q.shape[2], at.one_each):
-            space = torch.empty(delta_chunks.workspace_floats(rows, heads), device=x.q.device)
+            space = torch.empty(delta_chunk_floats(rows, heads), device=x.q.device)
             chunks = delta_chunks.Chunks(shape, space)
         out = torch.empty(rows, heads * dim, dtype=x.q.dtype, device=x.q.device)
         delta.gated_delta(x, weights, state, at, batch.slots, mixed, seen.view(rows, heads, dim), chunks, out)
@@ -140,7 +141,7 @@ class CudaOps:
         return out.total, out.normed, Chosen(out.at.ids, out.weights, out.at)
 
     def best(self, logits: Tensor) -> Tensor:
-        keys = best.workspace_keys(*logits.shape)
+        keys = best_keys(*logits.shape)
         out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         best.best(logits, torch.empty(keys, dtype=torch.int64, device=logits.device), out)
         return out
@@ -157,8 +158,8 @@ class CudaOps:
             attention.prefill(q, cache, at.page_table, at.q_starts, at.kv_lens, softmax, out)
             return out
         rows, heads, dim = q.shape
-        splits = attention.splits_for(rows, cache.keys.shape[2], self._processors)
-        space = torch.empty(attention.workspace_floats(rows, heads, dim, splits), device=q.device)
+        splits = attention_splits(rows, cache.keys.shape[2], self._processors)
+        space = torch.empty(attention_floats(rows, heads, dim, splits), device=q.device)
         attention.decode(q, cache, at.page_table, at.kv_lens, softmax, splits, space, out)
         return out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from proa.ops.sizes import attention_floats
 from proa.ops.table import Angles, AttentionBatch, LatentPages, Norm, Parameters
 from proa.ops.triton import latent_attention
 from proa.ops.triton.head_linear import head_linear
@@ -69,6 +70,6 @@ class CudaLatentAttention:
             latent_attention.prefill(q, cache, at.page_table, at.q_starts, at.kv_lens, scale, shared, out)
             return out
         splits = latent_attention.splits_for(rows, heads, self._processors, shared)
-        space = torch.empty(latent_attention.workspace_floats(rows, heads, rank, splits), device=q.device)
+        space = torch.empty(attention_floats(rows, heads, rank, splits), device=q.device)
         latent_attention.decode(q, cache, at.page_table, at.kv_lens, scale, splits, shared, space, out)
         return out

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, kept_form, layout
 from proa.ops.parts import named_parts
+from proa.ops.sizes import UNPACKED_BYTES
 from proa.ops.staging import DecidedLater, DevicePanels, DeviceRows, Staging
 from proa.ops.table import Parameters, Sink
 from proa.ops.triton import linear, linear_packed
@@ -23,7 +24,6 @@ from proa.ops.triton.unpack import unpack
 # From so many on, products at a library's speed are worth writing rows and reading them again: on an H200 FP8 of 1536 x
 # 2048 takes 21 us at 128 tokens, 10 at 256 by rows; of 7168 x 4096 60 and 48.
 UNPACKED_TOKENS = 128
-UNPACKED_BYTES = 64 << 20
 
 
 class _Matrix(Protocol):

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from proa.ops.sizes import FAULT_COLUMNS
+
 # A record's columns: the layer's number + 1 (0: nothing noted), what is not finite, which choices are the device's own,
 # then the chosen experts.
-LAYER, SOURCES, OWN, IDS = 0, 1, 2, 3
+LAYER, SOURCES, OWN, IDS = 0, 1, 2, FAULT_COLUMNS
 # Bits of SOURCES, beside one for each choice.
 CPU, SHARED, INPUT = 1 << 28, 1 << 29, 1 << 30
 

@@ -8,26 +8,27 @@ from dataclasses import replace
 from proa.errors import UsageError
 from proa.models.spec import Model, Moe
 from proa.native.formats import E4M3_FORMS
+from proa.ops.sizes import buckets
 from proa.plan.budget import Demand
 from proa.plan.placement import moe_layers
 from proa.plan.plan import GpuPlan
-from proa.plan.vram import GRAPH_NODE_BYTES, GRAPH_ROWS_MOST
+from proa.plan.vram import GRAPH_NODE_BYTES
 from proa.types import Decision
 
 LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply E4M3 with E4M3
 # Tokens of an expert on average for which rows are rounded: more than the first, up to the second; more than the third.
 FEW_ABOVE, FEW_MOST, MANY_ABOVE = 10, 22, 64
 SCALE_COLUMNS, SCALE_BYTES = 128, 4
-GRAPH_NODES = 2 * 2  # more, of a block: rows are rounded twice, in two graphs at most of those for powers of two
+GRAPH_NODES = 2  # more, of a block: rows are rounded twice
 
 
 def with_fp8(need: Demand, spec: Model, batch_tokens: int, max_running: int) -> Demand:
     """`need` of VRAM, and that of rounded rows of a layer's routed experts."""
     routed = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
     rows = max((row_bytes(f.hidden) + f.top_k * row_bytes(f.width) for f in routed), default=0)
-    sequences = 1 << (min(max_running, GRAPH_ROWS_MOST) - 1).bit_length()
-    graphs = GRAPH_NODES * sum(sequences * f.top_k > FEW_ABOVE * f.experts for f in routed) * GRAPH_NODE_BYTES
-    return replace(need, workspace_base_bytes=need.workspace_base_bytes + batch_tokens * rows + graphs)
+    graphs = sum(n * f.top_k > FEW_ABOVE * f.experts for f in routed for n in buckets(max_running))
+    nodes_bytes = GRAPH_NODES * graphs * GRAPH_NODE_BYTES
+    return replace(need, workspace_base_bytes=need.workspace_base_bytes + batch_tokens * rows + nodes_bytes)
 
 
 def row_bytes(columns: int) -> int:

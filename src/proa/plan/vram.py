@@ -12,39 +12,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from proa.models.spec import GatedDeltaNet, Model, Moe
-from proa.native.formats import BF16_FORM, Form, Format, kept_form
-from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, Demand, logits_bytes, row_bytes
+from proa.models.spec import Attention, GatedDeltaNet, LatentAttention, Model, Moe
+from proa.native.formats import BF16_FORM, Form, Format, kept_form, layout
+from proa.ops import sizes
+from proa.plan.budget import LOADING_BYTES, PROCESS_BYTES, SCORED_ROWS, Demand, logits_bytes, row_bytes
 from proa.plan.packed_size import of_heads
-from proa.plan.placement import BF16_BYTES, MoeLayer, bias_bytes, packed_bytes
+from proa.plan.placement import BF16_BYTES, MoeLayer, bias_bytes, moe_layers, packed_bytes
 
 # CUDA's context, cuBLAS and its workspaces, modules of compiled kernels.
 CONTEXT_BYTES = 600 << 20
 # What CUDA and a CUDA build of torch add to the engine's process in RAM.
 CUDA_PROCESS_BYTES = 1 << 30
 
-# A captured decode step: kernels of a block and around the blocks, memory of a node, rows of the largest graph. There
-# is a graph for every power of two up to --max-running.
-GRAPH_NODES_PER_BLOCK, GRAPH_NODES_AROUND, GRAPH_NODE_BYTES, GRAPH_ROWS_MOST = 16, 32, 64 << 10, 64
+# torch takes memory from CUDA in segments: of 2 MiB for blocks up to 1 MiB, of 20 MiB for those up to 10 MiB. Steps
+# without graphs and graphs have segments of their own, and of each kind the last one may be almost empty.
+ALLOCATOR_BYTES = 2 * (20 + 2) << 20
+
+# A captured decode step: kernels of a block and around the blocks, and of the head, which is a graph of its own; memory
+# of a node. There are as many as sizes.buckets says, and a head for the rows of a scored prompt.
+GRAPH_NODES_PER_BLOCK, GRAPH_NODES_AROUND, HEAD_NODES, GRAPH_NODE_BYTES = 16, 16, 16, 64 << 10
 LATENT_NODES = 4  # more, of a block of latent attention: queries' norm and second map, maps of heads
 
-# Attention over a long context is cut into at most so many parts; each leaves a float32 vector a head, and its
-# maximum and sum.
-ATTENTION_PARTS = 64
+LATENT_HEADS = 64  # of a program, at most: fewer leave fewer parts
+LOGIT_COPIES = 3  # float32: where all graphs leave them, in the graphs' pool, and in that of steps without graphs
 
-# Latent attention is cut for 2 programs a multiprocessor, of which there are up to 192; a program has up to 64 heads.
-LATENT_PARTS, LATENT_HEADS = 2 * 192, 64
-
-# The gated delta rule goes by chunks of so many rows; each row leaves, of each head, two numbers a row of its chunk.
-DELTA_CHUNK = 64
-
-# Of a GPU's sampler: changed logits of a step, and what small vocabularies take. Its candidates fit into what the CPU's
-# sampler would take; logits themselves are there twice, in float32 (engine/device_sampler.py, engine/graphs.py).
-SAMPLER_BYTES, LOGIT_BYTES = 4 << 20, 8
 # Programs that share the columns of packed linear layers leave their sums: up to 198 of them 128 x 128 in float32.
 LINEAR_PARTIAL_BYTES = 13 << 20
-# Those of many tokens become rows of bfloat16, so many bytes at a time.
-LINEAR_ROWS_BYTES = 64 << 20
 
 # The CPU's results of the down projection wait by slots, so many bytes at a time (decision 017).
 SLOTS_BYTES = 64 << 20
@@ -95,9 +88,10 @@ def context_bytes(simulated: bool) -> int:
 def graphs_bytes(spec: Model, max_running: int, simulated: bool) -> int:
     if simulated:
         return 0
-    graphs = (min(max_running, GRAPH_ROWS_MOST) - 1).bit_length() + 1
+    steps = sizes.buckets(max_running)
+    heads = {*steps, max(max_running, SCORED_ROWS)}
     nodes = GRAPH_NODES_PER_BLOCK * len(spec.blocks) + LATENT_NODES * len(spec.latent_attention) + GRAPH_NODES_AROUND
-    return graphs * nodes * GRAPH_NODE_BYTES
+    return (len(steps) * nodes + len(heads) * HEAD_NODES) * GRAPH_NODE_BYTES
 
 
 def vram_demand(
@@ -105,17 +99,16 @@ def vram_demand(
     kv_elem_bytes: int = BF16_BYTES,
 ) -> Demand:  # fmt: skip
     """The demand on VRAM without routed experts, running steps of up to `batch_tokens`. `stored`: see `dense_form`."""
-    partials = max((a.heads * (a.head_dim + 2) * 4 * ATTENTION_PARTS for a in spec.attention), default=0)
+    if simulated:  # steps are plain torch: page tables have an int64 for each page of each running request
+        base = logits_bytes(spec, max_running) + rows_bytes(spec, batch_tokens, stored)
+        per_token = -(-8 * max_running // page_tokens)
+    else:
+        base, per_token = _workspace(spec, page_tokens, max_running, batch_tokens, stored)
     return Demand(
         weights_bytes=dense_bytes(spec, stored),
         fixed_bytes=context_bytes(simulated) + graphs_bytes(spec, max_running, simulated),
-        workspace_base_bytes=logits_bytes(spec, max_running)
-        + (0 if simulated else SAMPLER_BYTES)
-        + rows_bytes(spec, batch_tokens)
-        + max(max_running * partials, latent_partials_bytes(spec, max_running))
-        + _linear_workspace_bytes(spec, stored),
-        # Page tables: an int64 for each page of each running request.
-        workspace_bytes_per_context_token=-(-8 * max_running // page_tokens),
+        workspace_base_bytes=base,
+        workspace_bytes_per_context_token=per_token,
         page_bytes=page_tokens * spec.kv_bytes_per_token(kv_elem_bytes),
         page_tokens=page_tokens,
         states_bytes=max_running * spec.state_bytes_per_sequence(BF16_BYTES),
@@ -123,22 +116,108 @@ def vram_demand(
     )
 
 
-def rows_bytes(spec: Model, batch_tokens: int) -> int:
-    """What the rows of a step of so many take on the GPU."""
-    experts = max((_routed_row_bytes(b.ffn) for b in spec.blocks if isinstance(b.ffn, Moe)), default=0)
-    return batch_tokens * (row_bytes(spec) + experts) + delta_chunks_bytes(spec, batch_tokens)
+def _workspace(
+    spec: Model, page_tokens: int, max_running: int, batch_tokens: int, stored: Mapping[str, str]
+) -> tuple[int, int]:  # fmt: skip
+    """Of a GPU, and how much more for each token of context."""
+    inputs, inputs_per_token = inputs_bytes(max_running, batch_tokens, page_tokens)
+    angles, angles_per_token = angles_bytes(spec, batch_tokens)
+    fixed = (
+        ALLOCATOR_BYTES,
+        scoring_bytes(spec.vocab, max_running),
+        rows_bytes(spec, batch_tokens, stored),
+        max_running * row_bytes(spec),  # the graphs' own
+        max(partials_bytes(spec, max_running), latent_partials_bytes(spec, max_running)),
+        _linear_workspace_bytes(spec, stored),
+        _hybrid_bytes(spec, batch_tokens),
+        inputs,
+        angles,
+    )
+    return sum(fixed), inputs_per_token + angles_per_token
+
+
+def rows_bytes(spec: Model, batch_tokens: int, stored: Mapping[str, str] | None = None) -> int:
+    """What the rows of a step of so many take on the GPU; a row of its experts' jobs is copied to the CPU and back."""
+    passing = max((6 * ffn.hidden for ffn in _routed(spec)), default=0)
+    experts = experts_bytes(spec, stored or {}, batch_tokens)
+    return batch_tokens * (row_bytes(spec) + passing) + experts + delta_chunks_bytes(spec, batch_tokens)
+
+
+def experts_bytes(spec: Model, stored: Mapping[str, str], batch_tokens: int) -> int:
+    """Between the kernels of a layer's experts. Layers share it whose experts have the same sizes, padding included."""
+    top_k = max((ffn.top_k for ffn in _routed(spec)), default=0)
+    shapes = {
+        (ffn.experts, ffn.hidden, _padded_columns(ffn, layer.forms[1]))
+        for ffn, layer in zip(_routed(spec), moe_layers(spec, stored), strict=True)
+    }
+    return sum(sizes.expert_space_bytes(batch_tokens, top_k, *shape) for shape in shapes)
+
+
+def _padded_columns(ffn: Moe, down: Form) -> int:
+    return layout(down.format, ffn.hidden, ffn.width, down.group).padded_columns
+
+
+def scoring_bytes(vocab: int, max_running: int) -> int:
+    """Logits of a step's rows or of a piece of a scored prompt, and what choosing tokens and telling their
+    log-probabilities takes."""
+    rows = max(max_running, SCORED_ROWS)
+    logits = LOGIT_COPIES * 4 * rows * vocab + (LOGIT_COPIES - 1) * 8 * sizes.best_keys(rows, vocab)
+    return logits + sizes.sampler_bytes(max_running, vocab) + sizes.logprobs_bytes(rows, vocab)
+
+
+def inputs_bytes(max_running: int, batch_tokens: int, page_tokens: int) -> tuple[int, int]:
+    """What each graph's steps read, and those without a graph; and how much more for each token of context: page tables
+    are of each graph."""
+    buckets = sizes.buckets(max_running)
+    fixed = sum(sizes.input_bytes(n, n, 1) for n in buckets) + sizes.input_bytes(batch_tokens, max_running, 1)
+    return fixed, -(-4 * (sum(buckets) + max_running) // page_tokens)
+
+
+def angles_bytes(spec: Model, batch_tokens: int) -> tuple[int, int]:
+    """Of a step's rows, where angles depend on its prompts; and for each token of context, where they do not."""
+    changing = sum(sizes.angle_bytes(batch_tokens, rope.dim) for rope in spec.ropes if rope.dynamic)
+    return changing, sum(sizes.angle_bytes(1, rope.dim) for rope in spec.ropes if not rope.dynamic)
+
+
+def partials_bytes(spec: Model, max_running: int) -> int:
+    """What the parts leave that attention cuts pasts into, on the largest GPU: of the bucket that leaves most."""
+    return max((4 * _partial_floats(a, n) for a in spec.attention for n in sizes.buckets(max_running)), default=0)
+
+
+def _partial_floats(of: Attention, sequences: int) -> int:
+    splits = sizes.attention_splits(sequences, of.kv_heads, sizes.MOST_PROCESSORS)
+    return sizes.attention_floats(sequences, of.heads, of.head_dim, splits)
 
 
 def latent_partials_bytes(spec: Model, max_running: int) -> int:
-    """What splits leave: as many for all sequences together as keep every multiprocessor busy, and one more of each."""
-    parts = [(-(-LATENT_PARTS // -(-a.heads // LATENT_HEADS)) + max_running, a) for a in spec.latent_attention]
-    return max((count * a.heads * (a.rank + 1) * 4 for count, a in parts), default=0)
+    """The same of latent attention, by programs of as many heads as may be."""
+    return max(
+        (
+            4 * sizes.attention_floats(n, a.heads, a.rank, _latent_splits(a, n))
+            for a in spec.latent_attention
+            for n in sizes.buckets(max_running)
+        ),
+        default=0,
+    )
+
+
+def _latent_splits(of: LatentAttention, sequences: int) -> int:
+    return sizes.latent_splits(sequences, -(-of.heads // LATENT_HEADS), sizes.MOST_PROCESSORS)
 
 
 def delta_chunks_bytes(spec: Model, batch_tokens: int) -> int:
     """Of a layer of linear attention, what its chunks' inverses, scores and decays take in float32."""
     heads = max((b.mixer.value_heads for b in spec.blocks if isinstance(b.mixer, GatedDeltaNet)), default=0)
-    return batch_tokens * heads * (2 * DELTA_CHUNK + 2) * 4
+    return 4 * sizes.delta_chunk_floats(batch_tokens, heads)
+
+
+def _hybrid_bytes(spec: Model, batch_tokens: int) -> int:
+    """Tables of where experts are, and notes of rows that are not finite."""
+    routed = _routed(spec)
+    if not routed:
+        return 0
+    tables = sizes.residency_bytes(len(routed), max(ffn.experts for ffn in routed))
+    return tables + sizes.fault_bytes(batch_tokens, max(ffn.top_k for ffn in routed))
 
 
 def process_bytes(simulated: bool) -> int:
@@ -162,13 +241,7 @@ def loading_bytes(layers: Sequence[MoeLayer], inclusive: bool) -> int:
 
 def _linear_workspace_bytes(spec: Model, stored: Mapping[str, str]) -> int:
     packed = linear_bytes(spec, stored).keys() - {Format.BF16}
-    return LINEAR_PARTIAL_BYTES + LINEAR_ROWS_BYTES if packed else 0
-
-
-def _routed_row_bytes(ffn: Moe) -> int:
-    """One row of the experts' buffers: silu(gate) * up in bfloat16 and the result in float32, for each of top_k; and of
-    a job that is copied to the CPU, and of its answer."""
-    return ffn.top_k * (2 * ffn.width + 4 * ffn.hidden + 4 + 4) + ffn.hidden * (2 + 4)
+    return LINEAR_PARTIAL_BYTES + sizes.UNPACKED_BYTES if packed else 0
 
 
 def _param_bytes(shape: tuple[int, ...], form: Form) -> int:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.sizes import MOST_SPLITS, attention_floats
 from proa.ops.table import KvPages
 from proa.ops.triton.kv_codes import elements, kind_of, load_rows
 from proa.ops.triton.variant import Variant
@@ -21,7 +22,6 @@ from proa.ops.triton.variant import Variant
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # where a maximum begins: finite, so that no difference is NaN
 PREFILL_TILE = 64  # query rows x heads of a group
-MOST_SPLITS = 256
 FEW_SEQUENCES = 256  # up to here one compiled kernel serves all numbers of sequences
 PART = 32  # splits that are combined at once
 MOST_DIM, DIM_UNIT = 256, 8  # of a head
@@ -232,20 +232,6 @@ def _prefill(
     tl.store(out + token[:, None] * out_row + head[:, None] * DIM + dim, found.to(tl.bfloat16), some)
 
 
-def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
-    """How many parts a sequence's past is cut into: one sequence alone shall keep every multiprocessor busy, and short
-    ones that share a batch with it shall not cost many empty programs.
-    """
-    alone = -(-2 * processors // kv_heads)
-    together = -(-8 * processors // (sequences * kv_heads))
-    return max(1, min(alone, together, MOST_SPLITS))
-
-
-def workspace_floats(sequences: int, heads: int, dim: int, splits: int) -> int:
-    """How many float32 the workspace of `decode` has."""
-    return sequences * heads * splits * (dim + 1)
-
-
 def decode(
     q: Tensor,
     cache: KvPages,
@@ -260,13 +246,13 @@ def decode(
 
     q, out bfloat16 [S, heads, D], heads side by side; cache bfloat16 or float8_e4m3fn; page_table int32
     [S, max_pages]; kv_lens int32 [S];
-    workspace float32 [workspace_floats(S, heads, D, splits)] or more.
+    workspace float32 [attention_floats(S, heads, D, splits)] or more.
     """
     _check(q, cache, page_table, kv_lens, softmax, out)
     sequences, heads, dim = q.shape
     if len(kv_lens) != sequences:
         raise ValueError(f"{sequences} query rows for {len(kv_lens)} sequences")
-    floats = workspace_floats(sequences, heads, dim, splits)
+    floats = attention_floats(sequences, heads, dim, splits)
     if workspace.dtype is not torch.float32 or workspace.numel() < floats or not workspace.is_contiguous():
         raise ValueError(f"the workspace is float32 [{floats}] or more, contiguous")
     if not sequences:

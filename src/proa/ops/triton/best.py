@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
+from proa.ops.sizes import best_keys
 from proa.ops.triton.variant import Variant
 
-COLUMNS = 2048  # of a program
 NOT_FINITE: tl.constexpr = tl.constexpr(2**63 - 1)  # larger than any logit's key
 NOTHING: tl.constexpr = tl.constexpr(-(2**63))
 
@@ -42,21 +43,16 @@ def _best_of_row(keys, out, parts, BLOCK: tl.constexpr):
     tl.store(out + row, tl.where(key == NOT_FINITE, -1, token).to(tl.int32))
 
 
-def workspace_keys(rows: int, vocab: int) -> int:
-    """How many int64 the workspace of `best` has."""
-    return rows * -(-vocab // COLUMNS)
-
-
 def best(logits: Tensor, workspace: Tensor, out: Tensor) -> None:
     """The largest logit's id, the lowest of equals; -1 where any of the row is not finite.
 
-    logits float32 [R, vocab], rows may be strided; workspace int64 [workspace_keys(R, vocab)] or more; out int32 [R].
+    logits float32 [R, vocab], rows may be strided; workspace int64 [best_keys(R, vocab)] or more; out int32 [R].
     """
     rows, vocab = logits.shape
     if logits.dtype is not torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"logits are float32 with whole rows, not {logits.dtype} of strides {logits.stride()}")
-    if workspace.dtype is not torch.int64 or workspace.numel() < workspace_keys(rows, vocab):
-        raise ValueError(f"the workspace is int64 [{workspace_keys(rows, vocab)}] or more, contiguous")
+    if workspace.dtype is not torch.int64 or workspace.numel() < best_keys(rows, vocab):
+        raise ValueError(f"the workspace is int64 [{best_keys(rows, vocab)}] or more, contiguous")
     if out.shape != (rows,) or out.dtype is not torch.int32 or not out.is_contiguous():
         raise ValueError(f"out is int32 [{rows}], contiguous, not {out.dtype} {tuple(out.shape)}")
     if not rows:

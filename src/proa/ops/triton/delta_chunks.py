@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.sizes import DELTA_CHUNK as CHUNK
+from proa.ops.sizes import delta_chunk_floats
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
 from proa.ops.triton.attention import FEW_SEQUENCES, rows_of_tile
 from proa.ops.triton.delta_rows import keep_tail, log_decay, pair, part_of
 from proa.ops.triton.variant import Variant
 
-CHUNK = 64  # rows
 CONVOLVED = 16  # rows of a program of the convolution
 BLOCK = 16  # of a chunk's triangle: up to here it is inverted in blocks beside one another
 MOST_KEY = 128
@@ -41,8 +42,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Chunks:
-    """What sequences of many rows need: a shape for the device, and a workspace float32 [workspace_floats(T, heads)] or
-    more."""
+    """What sequences of many rows need: a shape for the device, and a workspace float32 [delta_chunk_floats(T, heads)],
+    or more."""
 
     shape: Shape
     workspace: Tensor
@@ -246,11 +247,6 @@ def shape_for(capability: int, shared_bytes: int) -> Shape | None:
     return Shape(32, 4, 2) if shared_bytes >= LARGE_KIB << 10 else Shape(16, 8, 1)
 
 
-def workspace_floats(rows: int, heads: int) -> int:
-    """How many float32 the workspace of `by_chunks` has, of value heads."""
-    return rows * heads * (2 * CHUNK + 2)
-
-
 def convolve(
     x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, few_rows: int, mixed: Tensor
 ) -> None:
@@ -279,7 +275,7 @@ def by_chunks(
     """
     (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
     heads, sequences, channels = groups * members, len(at.kv_lens), mixed.shape[1]
-    floats, taps = workspace_floats(rows, heads), weights.conv.shape[2]
+    floats, taps = delta_chunk_floats(rows, heads), weights.conv.shape[2]
     if chunks.workspace.dtype is not torch.float32 or chunks.workspace.numel() < floats:
         raise ValueError(f"the chunks' workspace is float32 [{floats}] or more")
     if key_dim > MOST_KEY or few_rows < taps - 1:

@@ -21,12 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.sizes import LOGIT_BINS as BINS
+from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
+from proa.ops.sizes import parts_of
 from proa.ops.triton.variant import Variant
 from proa.ops.triton.weights import (
     BEST_WEIGHT,
-    BINS,
     BINS_PER_NAT,
-    COLUMNS,
     IS_BEST,
     IS_CUT,
     NOTHING,
@@ -35,7 +36,6 @@ from proa.ops.triton.weights import (
     keys_of,
     largest_key,
     logs_of,
-    parts_of,
     score_of,
     scores_at,
     token_of,
@@ -43,7 +43,6 @@ from proa.ops.triton.weights import (
     weights_of,
 )
 
-MOST_KEPT = 16384  # candidates of a row
 TOO_MANY = -2  # the answer of rows that have more
 NO_TOP_K = 2**31 - 1
 RANKED, AGAINST, RANK_PROGRAMS = 16, 128, 64  # candidates of a program at a time, and of those it compares them with

@@ -18,6 +18,7 @@ from torch import Tensor
 from proa.native.formats import BF16_FORM, Form, Format, Layout
 from proa.native.weights import Activation
 from proa.ops.residency import ExpertShape, PairBias
+from proa.ops.sizes import BLOCK_TOKENS, most_blocks, order_entries
 from proa.ops.triton.experts_few import of_pairs
 from proa.ops.triton.formats import EXAMPLES
 from proa.ops.triton.panels import ROWS, activated, bias_at, columns_of, constants, panel_products
@@ -25,7 +26,6 @@ from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns, coded_product
 from proa.ops.triton.panels_first import panels_first
 from proa.ops.triton.variant import Variant
 
-BLOCK_TOKENS = (16, 32, 64, 128)
 _SCAN, _SCAN_WARPS = 8192, 8
 
 
@@ -39,12 +39,6 @@ class Groups:
     counts: Tensor
     blocks: Tensor
     order: Tensor
-
-
-def most_blocks(pairs: int, experts: int, block_tokens: int) -> int:
-    """Blocks that so many pairs fill at most, however they are routed."""
-    used = min(pairs, experts)
-    return used + (pairs - used) // block_tokens
 
 
 def coded(of: ExpertShape) -> bool:
@@ -62,8 +56,7 @@ def block_tokens(pairs: int, experts: int, coded: bool = False) -> int:
 
 def groups(pairs: int, experts: int, device: torch.device) -> Groups:
     """Room for up to so many pairs, in blocks of any size."""
-    entries = max(most_blocks(pairs, experts, size) * size for size in BLOCK_TOKENS)
-    sizes = (experts, 1, entries)
+    sizes = (experts, 1, order_entries(pairs, experts))
     return Groups(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
 
 

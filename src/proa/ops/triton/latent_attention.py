@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.sizes import MOST_SPLITS, attention_floats, latent_splits
 from proa.ops.table import LatentPages
-from proa.ops.triton.attention import FEW_SEQUENCES, LOG2E, LOWEST, MOST_SPLITS, rows_of_tile
+from proa.ops.triton.attention import FEW_SEQUENCES, LOG2E, LOWEST, rows_of_tile
 from proa.ops.triton.variant import Variant
 
 LEAST_SHARE = 64  # tokens of a split: what it leaves for each head is as long as four of them
@@ -180,18 +181,8 @@ def _prefill(
 
 
 def splits_for(sequences: int, heads: int, processors: int, shared_bytes: int) -> int:
-    """How many parts a sequence's past is cut into: one sequence alone shall keep every multiprocessor busy, and short
-    ones that share a batch with it shall not cost many empty programs.
-    """
-    tiles = -(-heads // decode_shape(heads, shared_bytes).tile)
-    alone = -(-processors // tiles)
-    together = -(-2 * processors // (sequences * tiles))
-    return max(1, min(alone, together, MOST_SPLITS))
-
-
-def workspace_floats(sequences: int, heads: int, rank: int, splits: int) -> int:
-    """How many float32 the workspace of `decode` has."""
-    return sequences * heads * splits * (rank + 1)
+    """See latent_splits."""
+    return latent_splits(sequences, -(-heads // decode_shape(heads, shared_bytes).tile), processors)
 
 
 def decode(
@@ -201,14 +192,14 @@ def decode(
     """Attention of one query row per sequence: row s is at position kv_lens[s] - 1. Rows of kv_lens 0 become zeros.
 
     bfloat16: q [S, heads, rank + R], out [S, heads, rank], heads side by side; page_table int32 [S, max_pages]; kv_lens
-    int32 [S]; workspace float32 [workspace_floats(S, heads, rank, splits)] or more. shared_bytes: what a block of the
+    int32 [S]; workspace float32 [attention_floats(S, heads, rank, splits)] or more. shared_bytes: what a block of the
     device may ask for.
     """
     _check(q, cache, page_table, kv_lens, out)
     sequences, heads = q.shape[:2]
     if len(kv_lens) != sequences:
         raise ValueError(f"{sequences} query rows for {len(kv_lens)} sequences")
-    floats = workspace_floats(sequences, heads, cache.rank, splits)
+    floats = attention_floats(sequences, heads, cache.rank, splits)
     if workspace.dtype is not torch.float32 or workspace.numel() < floats or not workspace.is_contiguous():
         raise ValueError(f"the workspace is float32 [{floats}] or more, contiguous")
     if not sequences:

@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
+from proa.ops.sizes import explain_keys, parts_of
 from proa.ops.triton.variant import Variant
 from proa.ops.triton.weights import (
     BEST_WEIGHT,
-    COLUMNS,
     NOTHING,
     Space,
     keys_of,
     largest_key,
-    parts_of,
     score_of,
     scores_at,
     token_of,
@@ -64,11 +64,6 @@ def _explain(
         place += (head == best).to(tl.int32)
 
 
-def workspace_keys(rows: int, vocab: int, count: int) -> int:
-    """How many int64 the workspace of `explain` has."""
-    return rows * parts_of(vocab) * count
-
-
 def explain(
     logits: Tensor, rows: Tensor, tokens: Tensor, ones: tuple[Tensor, Tensor], space: Space, workspace: Tensor,
     ids: Tensor, logprobs: Tensor,
@@ -76,14 +71,14 @@ def explain(
     """Natural log-probabilities of J rows: of tokens[row], then of the best ones, the lowest id of equals first.
 
     logits float32 [R, vocab], rows may be strided; rows int32 [J]; tokens int32 [R], of negative ones nothing is said;
-    ones: kinds, all WHOLE, int32 [J], and inverses, all 1, float64 [J]; workspace int64 [workspace_keys(J, vocab,
+    ones: kinds, all WHOLE, int32 [J], and inverses, all 1, float64 [J]; workspace int64 [explain_keys(J, vocab,
     count)] or more; ids int32 [J, count] and logprobs float32 [J, count + 1], contiguous, count up to the vocabulary.
     """
     number, count = ids.shape
     if count > space.vocab or logprobs.shape != (number, count + 1) or len(rows) != number:
         raise ValueError(f"{len(rows)} rows, ids {tuple(ids.shape)} and logprobs {tuple(logprobs.shape)} do not fit")
-    if workspace.dtype is not torch.int64 or workspace.numel() < workspace_keys(number, space.vocab, count):
-        raise ValueError(f"the workspace is int64 [{workspace_keys(number, space.vocab, count)}] or more, contiguous")
+    if workspace.dtype is not torch.int64 or workspace.numel() < explain_keys(number, space.vocab, count):
+        raise ValueError(f"the workspace is int64 [{explain_keys(number, space.vocab, count)}] or more, contiguous")
     weigh(logits, rows, *ones, space)
     if not number:
         return

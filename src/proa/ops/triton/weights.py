@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.sizes import EDIT_WORDS, parts_of
+from proa.ops.sizes import LOGIT_BINS as BINS
+from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
 from proa.ops.triton.variant import Variant
 
-COLUMNS = 2048  # of a program
-BINS = 512  # of log-weights, BINS_PER_NAT of them for each nat below the best; the last one ends below 2**-41
+# Of the LOGIT_BINS bins of log-weights, so many are for each nat below the best; the last one ends below 2**-41.
 BINS_PER_NAT: tl.constexpr = tl.constexpr(18.0)
 BEST_WEIGHT: tl.constexpr = tl.constexpr(1099511627776.0)  # 2**40
 NOTHING: tl.constexpr = tl.constexpr(-(2**63))
@@ -28,8 +30,6 @@ LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # finite
 BEST, WHOLE, CUT = 0, 1, 2
 IS_BEST: tl.constexpr = tl.constexpr(BEST)
 IS_CUT: tl.constexpr = tl.constexpr(CUT)
-
-EDIT_WORDS = 5  # int32: row, token, then as float32 repetition, less, plus
 
 
 @triton.jit
@@ -143,10 +143,6 @@ def _restore(logits, row_stride, vocab, edits, saved, count, BLOCK: tl.constexpr
 EDITS = 256  # of a program
 
 
-def parts_of(vocab: int) -> int:
-    return -(-vocab // COLUMNS)
-
-
 class Space:
     """Of up to `jobs` rows of `vocab` logits: what the passes over a row leave for each other, on the device."""
 
@@ -160,10 +156,6 @@ class Space:
         wide = (torch.zeros(jobs, most_kept, dtype=torch.int64, device=device) for _ in range(3))
         self.kept_keys, self.kept_weights, self.before = wide
         self.ranks = torch.zeros(jobs, most_kept, dtype=torch.int32, device=device)
-
-
-def space_bytes(jobs: int, vocab: int, most_kept: int) -> int:
-    return jobs * (16 * parts_of(vocab) + 4 * BINS + 4 + 28 * most_kept)
 
 
 def check_logits(logits: Tensor, jobs: int, space: Space) -> None:
