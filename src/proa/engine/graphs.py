@@ -71,6 +71,7 @@ class GraphExecutor:
         self._pool = torch.cuda.graph_pool_handle()
         self._steps: dict[int, _Captured] = {}
         self._heads: dict[int, torch.cuda.CUDAGraph] = {}
+        self._room: torch.cuda.CUDAGraph | None = None  # never replayed: holds memory of the graphs' pool
         self._inputs = DeviceInputs(
             limits.rows, limits.sequences, self._most_pages, one_each=False, device=device
         )  # of steps that are no graphs
@@ -245,8 +246,15 @@ class GraphExecutor:
 
     def _capture_head(self, bucket: int) -> torch.cuda.CUDAGraph:
         self._settle()
+        if self._room is None:
+            self._room = self._graph(self._take_room)
         self._heads[bucket] = self._graph(lambda: self._run_head(bucket))
         return self._heads[bucket]
+
+    def _take_room(self) -> None:
+        """Make the graphs' pool as large as the largest head's logits need. Captures reuse what earlier ones have freed
+        there; logits that grow from bucket to bucket would each take memory anew."""
+        torch.zeros(self._limits.head_rows, self.spec.vocab, device=self._device)
 
     def _graph(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         self._begin()
