@@ -55,6 +55,7 @@ def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
         assert figures["tokens_per_s"] == pytest.approx(1e3 * requests / figures["step_ms"])
         assert 0 < figures["tokens_per_s"] < figures["roof_tokens_per_s"]
         assert figures["round_trip_us"] > 0
+        assert 0 < figures["ram_least_bytes_per_s"] <= figures["ram_bytes_per_s"] <= figures["ram_most_bytes_per_s"]
 
 
 def test_hits_and_the_roof_of_what_was_read() -> None:

@@ -161,11 +161,14 @@ def test_secrets_stay_out_of_the_result() -> None:
 
 def test_table_shows_every_figure_with_its_unit() -> None:
     out = io.StringIO()
-    Console(file=out, width=110).print(render(make_result(notes=("quiet machine",), errors={"HTTP 500": 3})))
+    roof = MeasuredRoof(bytes_per_token=10**9, bandwidth_bytes_per_s=40e9, readings_bytes_per_s=(30e9, 40e9))
+    made = make_result(roof=roof, notes=("quiet machine",), errors={"HTTP 500": 3})
+    Console(file=out, width=110).print(render(made))
     text = out.getvalue()
     for shown in ("ttft", "500", "tpot", "150", "decode tokens", "6.67 / s", "roof share", "16.6 %", "quiet machine"):
         assert shown in text
     assert "failed 3 times: HTTP 500" in text
+    assert "RAM reads 40.0 GB/s (30.0 GB/s to 40.0 GB/s beside the runs)" in " ".join(text.split())
 
 
 def test_options_are_declared_once_each() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import sys
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from proa.bench.gpu_rates import measure_gpu
-from proa.bench.hybrid import HybridEngineOptions, HybridOptions, answer_tokens, case_of, parse_counts
+from proa.bench.hybrid import HybridEngineOptions, HybridOptions, answer_tokens, case_of, limit_notes, parse_counts
 from proa.bench.hybrid_ask import ask_all
 from proa.bench.hybrid_figures import (
     Moment,
@@ -37,6 +38,7 @@ from proa.bench.hybrid_figures import (
 )
 from proa.bench.hybrid_shapes import MODEL_SHAPES
 from proa.bench.hybrid_table import render_hybrid
+from proa.bench.limit import Readings
 from proa.bench.prompts import random_prompts
 from proa.bench.result import result
 from proa.config.options import GpuOptions
@@ -48,6 +50,7 @@ from proa.models.spec import Attention, GatedDeltaNet, Moe, Router
 from proa.plan.plan import GpuPlan, VramBudget
 from proa.types import EngineRequest, TokenEvent
 from proa.weights.frequencies import frequencies
+from quick_plan import ram_of
 
 TINY = MODEL_SHAPES["tiny"]
 TINY_SPEC = declare(TINY.config()).spec
@@ -347,6 +350,37 @@ def test_the_table_shows_what_the_json_has() -> None:
     told = msgspec.json.decode(msgspec.json.encode(found))
     assert told["split"]["cpu_experts_ms"] == pytest.approx(1.2)
     assert told["figures"]["roof_share"] == figures["roof_share"]
+
+
+def test_a_share_above_its_limit_is_shown_and_explained() -> None:
+    """Not cut to 100 %: in the table and in JSON, and the note names its number of requests."""
+    read, rates = StepBytes(dense=1e6, resident=0, cpu=5e7), Rates(hbm=1e12, ram=1e10)
+    results = []
+    for requests in (1, 4):
+        figures = figures_of(a_span(), gpu_plan(0, 0), requests, read, rates) | {"round_trip_us": 13.5}
+        figures |= placed_figures(a_span(), gpu_plan(0, 0), requests, read, rates)
+        figures |= hit_figures(a_span(), None, gpu_plan(0, 0))
+        notes = ("on a boat", *limit_notes(requests, figures, readings_of(11e9, 12e9)))
+        results.append(
+            result("hybrid", "?", "tiny", HybridOptions(), figures, split=split_ms(a_span(), None), notes=notes)
+        )
+    assert results[0].figures["roof_share"] == pytest.approx(10, rel=0.1)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render_hybrid(results))
+    text = console.export_text()
+    assert text.count("on a boat") == 1
+    for words in (
+        "1 at once: 1000.2% of the roof cannot be", "4 at once: 250.0% of the roof cannot be",
+        "4 at once: 250.0% of the roof as placed cannot be", "RAM was read at 11.0 GB/s, 12.0 GB/s", "1000",
+    ):  # fmt: skip
+        assert words in text, words
+    assert "cannot be" in results[0].json()
+
+
+def readings_of(*rates: float) -> Readings:
+    readings = Readings(lambda: ram_of())
+    readings.rates = [ram_of(rate) for rate in rates]
+    return readings
 
 
 def test_a_gpu_that_cannot_be_measured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

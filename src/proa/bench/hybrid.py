@@ -291,8 +291,10 @@ class Bench:
         context_tokens = options.context + tokens / 2
         figures = self._figures(span, requests, context_tokens, rates)
         figures |= {"round_trip_us": self._ready.round_trip_us, "load_s": self._ready.load_seconds}
+        read = readings.all_bytes_per_s
+        figures |= {"ram_least_bytes_per_s": min(read), "ram_most_bytes_per_s": max(read)}
         split = split_ms(span, self._ready.round_trip_us)
-        told = (*notes, *self._notes(), *_limit_notes(requests, figures, readings))
+        told = (*notes, *self._notes(), *limit_notes(requests, figures, readings))
         return result("hybrid", QUESTION, self._case.shape.name, options, figures, split=split, notes=told)
 
     async def measure_drift(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
@@ -361,8 +363,8 @@ class Bench:
         return notes
 
 
-def _limit_notes(requests: int, figures: Mapping[str, float | None], readings: Readings) -> list[str]:
-    """Each names the number of requests: of all results only the notes that differ are shown once more."""
+def limit_notes(requests: int, figures: Mapping[str, float | None], readings: Readings) -> list[str]:
+    """Each names its number of requests: notes of several results stand below one table."""
     shares = {"the roof": "roof_share", "the roof as placed": "roof_as_placed_share"}
     excess = [
         note for what, name in shares.items() for note in excess_notes(figures[name], readings.all_bytes_per_s, what)

@@ -45,8 +45,9 @@ def _figures(result: Result) -> Table:
             table.add_row(*_words(name, value))
     roof = result.roof
     if roof is not None:
-        speed = format_rate(roof.bandwidth_bytes_per_s)
-        table.add_row("roof", f"{format_bytes(roof.bytes_per_token)} per token, RAM reads {speed}")
+        speed, readings = format_rate(roof.bandwidth_bytes_per_s), roof.readings_bytes_per_s
+        spread = f"{format_rate(min(readings))} to {format_rate(max(readings))} beside the runs"
+        table.add_row("roof", f"{format_bytes(roof.bytes_per_token)} per token, RAM reads {speed} ({spread})")
         if (vram := roof.vram) is not None:
             read_bytes = format_bytes(vram.dense_bytes_per_token + vram.expert_bytes_per_token)
             rate = format_rate(vram.bandwidth_bytes_per_s)
