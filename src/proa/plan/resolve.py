@@ -59,7 +59,7 @@ def resolve(
     threads, threads_row = _threads(options.machine.threads, machine)
     isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in nothing else
     batch_tokens = max(asked.max_batch_tokens or SHARED_TOKENS, asked.max_running)
-    usable_bytes, ram_row = _ram(options.machine, machine)
+    usable_bytes, ram_rows = _ram(options.machine, host)
     kv = kv_type(options.cache.kv_dtype, dtype, checkpoint, declared)
     _check_dummy(options.model, checkpoint, dtype)
     stored = kept_types(options.model, declared, checkpoint) if isa else {}
@@ -107,9 +107,7 @@ def resolve(
         memory=placed.memory,
         gpu=placed.gpu,
         roof=placed.roof,
-        decisions=(
-            *rows, together, batch, share_row, same_row, ram_row, _ram_speed(host.ram), threads_row, *worker_rows,
-        ),  # fmt: skip
+        decisions=(*rows, together, batch, share_row, same_row, *ram_rows, threads_row, *worker_rows),
     )
 
 
@@ -256,10 +254,6 @@ def _compute(dtype: str, host: Host, gpu: GpuPlan | None) -> Decision:
     return Decision("computing", "auto", got, host.isa_reason or "the best of this CPU")
 
 
-def _ram_speed(ram: RamRate) -> Decision:
-    return Decision("RAM speed", "auto", format_rate(ram.bytes_per_s), ram.source)
-
-
 def _threads(asked: int | None, machine: Machine) -> tuple[int, Decision]:
     usable, cpus = machine.usable_cores, len(machine.usable_cpus)
     if asked is not None:
@@ -278,7 +272,9 @@ def _threads(asked: int | None, machine: Machine) -> tuple[int, Decision]:
     return got, Decision("threads", "auto", str(got), why)
 
 
-def _ram(asked: MachineOptions, machine: Machine) -> tuple[int, Decision]:
+def _ram(asked: MachineOptions, host: Host) -> tuple[int, tuple[Decision, Decision]]:
+    """Bytes that may be used; how much RAM, and how fast."""
+    machine = host.machine
     free, reserve = machine.available_bytes, asked.ram_reserve
     if reserve is None:
         reserve = min(1 << 30, machine.total_bytes // 20)
@@ -287,4 +283,5 @@ def _ram(asked: MachineOptions, machine: Machine) -> tuple[int, Decision]:
     why = f"{format_bytes(free)} free of {format_bytes(machine.total_bytes)}, {format_bytes(reserve)} left to others"
     if machine.memory_bound_by != "free memory":
         why += f"; bound by {machine.memory_bound_by}"
-    return got, Decision("RAM", "auto" if asked.ram is None else format_bytes(asked.ram), format_bytes(got), why)
+    size = Decision("RAM", "auto" if asked.ram is None else format_bytes(asked.ram), format_bytes(got), why)
+    return got, (size, Decision("RAM speed", "auto", format_rate(host.ram.bytes_per_s), host.ram.source))
