@@ -128,7 +128,8 @@ def test_all_in_vram_takes_what_is_planned(running: int) -> None:
     """In a process of its own, so that the context counts. Seen: 12 to 22 MiB more than planned, of a long context."""
     probe = ROOT / "benchmarks/probes/gpu_memory.py"
     command = [sys.executable, str(probe), "--shape=tiny", "--layers=2", f"--max-running={running}", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     found = json.loads(done.stdout.splitlines()[-1])
     total = found["parts"]["total"]

@@ -101,5 +101,5 @@ def test_rounded_rows_are_counted(spec: Model, running: int, rows_bytes: int, no
     on, off = (plan(40, spec=spec, fp8_activations=fp8, **asked).gpu for fp8 in (True, False))
     assert on is not None
     assert off is not None
-    more = 512 * rows_bytes * 132 // 128 + nodes * (64 << 10)
+    more = 512 * rows_bytes * 132 // 128 + nodes * (4 << 10)
     assert on.vram.workspace_bytes - off.vram.workspace_bytes == more
