@@ -65,6 +65,8 @@ DRIFT_QUESTION = "What happens when other experts become hot?"
 QUESTION = "What do a GPU and the CPU reach together?"
 WARM_UP_TOKENS = 4  # of each request, after its prompt: steps of the batch's size are captured as graphs
 MOST_REQUESTS = 4096
+STEPS_BETWEEN_PARTS = 8  # at most, for each step of prompts, at that share
+MOST_SHARE = 0.95  # of the time, for prompts that may not share steps with decode
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class HybridOptions:
     kv_dtype: str = option(
         "auto", help="type of the KV cache: see its option of `proa serve`", choices=("auto", "bf16", "fp8")
     )
+    deterministic: bool = option(False, help="as --deterministic of `proa serve`: what it costs")
     engine: HybridEngineOptions = field(default_factory=HybridEngineOptions)
 
 
@@ -172,7 +175,8 @@ def case_of(options: HybridOptions) -> Case:
         raise UsageError(f"--max-batch-tokens {_step_tokens(options)} is too few for {most} requests.", "Use more.")
     page_tokens = CacheOptions().page_tokens
     spec = declare(shape.config()).spec
-    uncached = options.context if spec.recurrent else page_tokens  # see prefix_cache
+    whole = spec.recurrent or options.deterministic  # see prefix_cache; cells are as long as prompts here
+    uncached = options.context if whole else page_tokens
     answers = answer_tokens(options, most, uncached)
     if options.router == "drift":
         answers = 2 * _drift_answer(options, most, uncached) + 1
@@ -199,12 +203,20 @@ def case_of(options: HybridOptions) -> Case:
         scheduler=SchedulerOptions(
             max_running=most,
             max_batch_tokens=_step_tokens(options) if options.prompt_tokens is None else options.max_batch_tokens,
-            prefill_share=0.0 if options.prompt_tokens is None else options.prefill_share,  # else few decode together
+            prefill_share=_share(options),
+            deterministic=options.deterministic,
         ),
         machine=options.engine.machine,
         gpus=_gpus(options, shape),
     )
     return Case(shape, counts, engine, uncached)
+
+
+def _share(options: HybridOptions) -> float | None:
+    """Of the time, for prompts: shared steps where none is measured, else few requests would decode together."""
+    if options.prompt_tokens is not None:
+        return options.prefill_share
+    return MOST_SHARE if options.deterministic else 0.0
 
 
 def _gpus(options: HybridOptions, shape: ModelShape) -> GpuOptions:
@@ -227,9 +239,10 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 def answer_tokens(options: HybridOptions, requests: int, uncached_tokens: int) -> int:
     """Of each request: the steps that are timed, and those until all requests decode. uncached_tokens: of a prompt."""
-    return (
-        options.output_tokens + 1 + SETTLING_TOKENS + uncached_steps(requests, uncached_tokens, _step_tokens(options))
-    )
+    steps = uncached_steps(requests, uncached_tokens, _step_tokens(options))
+    if options.deterministic:  # steps of decode between parts of prompts
+        steps *= STEPS_BETWEEN_PARTS
+    return options.output_tokens + 1 + SETTLING_TOKENS + steps
 
 
 def _step_tokens(options: HybridOptions) -> int:
