@@ -3,8 +3,8 @@ cache, by default and with --deterministic.
 
     python benchmarks/probes/same_answer.py MODEL [--prompts 50] [--times 6] [--tokens 16] [--option KEY=VALUE ...]
 
-Options are those of `proa serve`, as YAML values: --option gpu=0 --option gpu_experts=4. Every second prompt is greedy, the
-others are seeded; a third of them share a beginning. An answer is its tokens and their log-probabilities.
+Options are those of `proa serve`, as YAML values: --option gpu=0 --option gpu_experts=4. Every second prompt is greedy,
+the others are seeded; a third of them share a beginning. An answer is its tokens and their log-probabilities.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from proa.plan.plan import GpuPlan
 from proa.types import Decision
 
 # Prefixes are reused in whole cells, so smaller ones lose less; experts in RAM are read once for each cell.
-CELL_TOKENS, CELL_TOKENS_BESIDE_CPU = 512, 1024
+CELL_TOKENS, CELL_TOKENS_BESIDE_CPU = 512, 2048
 
 
 def fixed_options(options: EngineOptions) -> EngineOptions:

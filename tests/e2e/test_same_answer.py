@@ -1,0 +1,35 @@
+"""The demo, asked again: through a real server's engine, alone and together, with and without the prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from demo_model import demo_moe
+
+PROMPTS, TIMES, TOKENS = 8, 1, 6
+PROBE = Path(__file__).parents[2] / "benchmarks/probes/same_answer.py"
+
+
+@pytest.fixture(scope="module")
+def probe() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("same_answer", PROBE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.demo
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_demo_answers_alike(probe: ModuleType, deterministic: bool) -> None:
+    """On a CPU with bfloat16 weights by default too: docs/reproducibility.md."""
+    prompts = probe.make_prompts(PROMPTS)
+    options = {"max_running": 16, "deterministic": deterministic, "gpu": "none", "context": 1024}
+    found = asyncio.run(probe.count_different(str(demo_moe()), options, prompts, TIMES, TOKENS))
+    assert found == f"0 of {PROMPTS} prompts have more than one answer in {3 * TIMES}"

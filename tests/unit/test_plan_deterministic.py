@@ -1,0 +1,55 @@
+"""--deterministic in the plan: what is turned off, how prompts are cut, and what cannot be asked for with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proa.errors import UsageError
+from unit.test_vram import QWEN3_30B, gpu, machine, plan, row
+
+
+@pytest.mark.parametrize(
+    ("gib", "asked", "cell", "share"),
+    [
+        (0, {}, None, 0.5),
+        (0, {"dtype": "float32"}, 512, 0.5),
+        (0, {"dtype": "float32", "max_batch_tokens": 100}, 96, 0.5),
+        (24, {}, 2048, 0.5),
+        (24, {"max_batch_tokens": 1000}, 992, 0.5),
+        (24, {"gpu": "sim:8GiB"}, 512, 0.5),
+        (141, {}, 512, 0.5),  # prompts never share steps with decode
+    ],
+)
+def test_prompts_have_cells_where_bits_depend_on_a_steps_shape(
+    gib: float, asked: dict[str, Any], cell: int | None, share: float
+) -> None:
+    got = plan(QWEN3_30B, machine(180, *([gpu(gib)] if gib else [])), deterministic=True, **asked)
+    assert (got.deterministic, got.prompt_cell_tokens, got.prefill_share) == (True, cell, share)
+    assert row(got, "same answer")[:2] == ("--deterministic", "always")
+
+
+def test_experts_stay_where_they_are() -> None:
+    free, fixed = (plan(QWEN3_30B, machine(180, gpu(24)), deterministic=d) for d in (False, True))
+    assert free.gpu is not None
+    assert fixed.gpu is not None
+    assert (free.gpu.placement, fixed.gpu.placement) == ("dynamic", "uniform")
+    assert (free.gpu.co_fetch, fixed.gpu.co_fetch) == (True, False)
+    assert free.prompt_cell_tokens is None
+    assert row(free, "same answer")[1] == "usually"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"expert_placement": "dynamic"}, "expert_placement"),
+        ({"prefill_share": 0}, "prefill_share"),
+        ({"max_batch_tokens": 8, "gpu_experts": "8"}, "max_batch_tokens"),
+    ],
+)
+def test_what_it_rules_out_is_refused(asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan(QWEN3_30B, machine(180, gpu(24)), deterministic=True, **asked)
+    assert caught.value.param == param
+    assert "--deterministic" in caught.value.message
