@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,15 +12,16 @@ import msgspec
 import pytest
 from rich.console import Console, Group
 
+import programs
 from proa.bench.hybrid_table import render_beside, render_drift
 from proa.bench.result import Result
 
-COMMAND = [sys.executable, "-c", "import sys; from proa.cli.main import main; sys.exit(main())", "bench", "hybrid"]
 QUICK = ["--shape=tiny", "--context=40", "--output-tokens=12", "--runs=2", "--threads=1"]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *QUICK, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    command = programs.proa("bench", "hybrid", *QUICK, *arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def table_of(lines: str, render: Callable[[Sequence[Result]], Group]) -> str:

@@ -7,19 +7,20 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 
+import programs
 from fakes import make_tokenizer
 from tiny import make_tiny
 
+T = TypeVar("T")
 LIMIT_S = 60
 ENDING_S = 2.0  # from closing its files to being gone
 
@@ -30,19 +31,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(folder, vocab_size=512)
 
 
-def command(*argv: str) -> list[str]:
-    return [sys.executable, "-m", "proa.cli.main", *argv]
-
-
 def proa(*argv: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*argv), input=text, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(programs.proa(*argv), input=text, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 @contextmanager
 def serving(folder: Path, *argv: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """`proa serve --json` on a free port, and its report once the model is loaded."""
     with subprocess.Popen(
-        command("serve", str(folder), "--port=0", "--json", "--until-stdin-closes", *argv),
+        programs.proa("serve", str(folder), "--port=0", "--json", "--until-stdin-closes", *argv),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
@@ -70,7 +67,7 @@ def test_json_report_and_sigterm(folder: Path) -> None:
 
 def bound_threads(pid: int) -> list[frozenset[int]]:
     """The CPUs of each thread of the engine that `proa serve` started."""
-    (engine,) = [child for child in children_of(pid) if "proa.engine.worker" in command_line(child)]
+    (engine,) = engines_of(pid)
     return [frozenset(os.sched_getaffinity(int(task.name))) for task in Path(f"/proc/{engine}/task").iterdir()]
 
 
@@ -128,7 +125,10 @@ def test_the_table_for_people(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("port: 0\ncache:\n  context: 64\n")
     with subprocess.Popen(
-        command("serve", str(folder), "--config", str(file)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        programs.proa("serve", str(folder), "--config", str(file)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stderr is not None
         seen = []
@@ -197,7 +197,7 @@ def test_chat_uses_the_running_server(folder: Path) -> None:
 
 def test_a_killed_chat_leaves_no_server(folder: Path) -> None:
     with subprocess.Popen(
-        command("chat", str(folder), "-p", "hello", "--set=max_tokens=400", "--context=512"),
+        programs.proa("chat", str(folder), "-p", "hello", "--set=max_tokens=400", "--context=512"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
     ) as chat:  # fmt: skip
         assert chat.stderr is not None
@@ -212,6 +212,45 @@ def test_a_killed_chat_leaves_no_server(folder: Path) -> None:
         while Path(f"/proc/{child}").exists() and state_of(child) != "Z":
             assert time.monotonic() < end, "a server that has closed everything lives on"
             time.sleep(0.001)
+
+
+@pytest.mark.parametrize("moment", ["loading", "answering"])
+def test_a_killed_server_leaves_no_engine(folder: Path, moment: str) -> None:
+    command = programs.proa("serve", str(folder), "--port=0", "--json", "--dtype=bfloat16", "--gpu=sim:64MiB")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = json.loads(server.stdout.readline())["url"]
+            engine = wait_for(lambda: engines_of(server.pid))[0]
+            if moment == "answering":
+                server.stdout.readline()  # the model is loaded
+                body = {
+                    "model": str(folder),
+                    "prompt": [5, 6, 7],
+                    "max_tokens": 500,
+                    "stream": True,
+                    "ignore_eos": True,
+                }
+                with httpx.stream(
+                    "POST", f"{url}/v1/completions", json=body, timeout=LIMIT_S, trust_env=False
+                ) as answer:
+                    next(line for line in answer.iter_lines() if line.startswith("data: "))
+                    server.kill()
+        finally:
+            server.kill()
+        wait_for(lambda: not Path(f"/proc/{engine}").exists() or state_of(engine) == "Z")
+
+
+def wait_for(condition: Callable[[], T]) -> T:
+    end = time.monotonic() + LIMIT_S
+    while not (value := condition()):
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+    return value
+
+
+def engines_of(pid: int) -> list[int]:
+    return [child for child in children_of(pid) if "proa.engine.worker" in command_line(child)]
 
 
 def children_of(pid: int) -> list[int]:

@@ -7,13 +7,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
-from e2e.test_cli_serve import LIMIT_S, children_of, command_line, serving
+from e2e.test_cli_serve import LIMIT_S, engines_of, serving, wait_for
 from gpu_llm import GPUS, make_model
 
 CLIENTS = 4
@@ -60,13 +59,6 @@ class Client(threading.Thread):
         self.ended = time.monotonic()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
-
-
 WAYS = ["kernel", *(pytest.param(way, marks=pytest.mark.gpu) for way in ("memops", "callback"))]  # sim: test_ways.py
 
 
@@ -89,7 +81,7 @@ def test_death_under_load(
              f"--doorbell={doorbell}")  # fmt: skip
     with serving(folder, *flags) as (process, report):
         assert report["gpu"]["device"] == ("sim" if gpu.startswith("sim") else "cuda:0")
-        (engine,) = [child for child in children_of(process.pid) if "proa.engine.worker" in command_line(child)]
+        (engine,) = engines_of(process.pid)
         clients = [Client(report["url"], "tiny", i) for i in range(CLIENTS)]
         for client in clients:
             client.start()

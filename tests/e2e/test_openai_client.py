@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,8 @@ import anthropic
 import httpx
 import openai
 import pytest
+
+import programs
 
 pytestmark = pytest.mark.demo
 
@@ -84,7 +85,7 @@ def family_of(pid: int) -> list[int]:
 @contextmanager
 def serve(folder: Path, *options: str) -> Iterator[Server]:
     log = folder / "serve.log"
-    command = [sys.executable, "-m", "proa.cli.main", "serve", MODEL, "--port", "0", *options]
+    command = programs.proa("serve", MODEL, "--port", "0", *options)
     with log.open("wb") as sink, subprocess.Popen(command, stdout=sink, stderr=sink) as process:
         try:
             found = wait_for(lambda: re.search(r"listening on (http://\S+)", log.read_text()), START_S, process)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import programs
 from engines import HEAD_ROWS, Loaded, load_native
 from proa.engine.crew import TRIALS_S, Crew, Trial, best, choose_few, waited_s
 from proa.engine.executor import FEW_TOKENS
@@ -69,7 +69,7 @@ def test_waiting_for_a_core_is_seen() -> None:
     """More threads that compute than there are CPUs to run on."""
     mine = os.sched_getaffinity(0)
     code = "while True: pass"
-    with subprocess.Popen([sys.executable, "-c", code]) as other:
+    with subprocess.Popen(programs.python("-c", code)) as other:
         try:
             one = min(mine)
             os.sched_setaffinity(other.pid, {one})

@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+import programs
 from fakes import FakeEngine, Reply
 from proa.config.options import ServerOptions
 from proa.engine.ipc import Stats
@@ -270,7 +271,7 @@ def test_signals(tmp_path: Path, signals: tuple[signal.Signals, ...], code: int)
 
     folder = make_tokenizer(tmp_path / "t")
     drain_s = "0.3" if len(signals) == 1 else "60"
-    command = [sys.executable, "-c", SCRIPT, str(folder), drain_s]
+    command = programs.python("-c", SCRIPT, str(folder), drain_s)
     environment = {"PYTHONPATH": ":".join(sys.path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -309,7 +310,7 @@ def test_second_signal_while_the_engine_stops(tmp_path: Path, second: signal.Sig
     from fakes import make_tokenizer
 
     script = SCRIPT.replace("tokenizer = ", CLOSES_SLOWLY + "tokenizer = ", 1)
-    command = [sys.executable, "-c", script, str(make_tokenizer(tmp_path / "t")), "60"]
+    command = programs.python("-c", script, str(make_tokenizer(tmp_path / "t")), "60")
     environment = {"PYTHONPATH": ":".join(sys.path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import programs
 from openai_stub import Stub, serve_stub
 from proa.cli import server_process as process_module
 from proa.cli.api_client import ApiClient, Piece, Served, Usage
@@ -32,7 +33,7 @@ def stub() -> Iterator[Stub]:
 
 
 def chat(stub: Stub, *argv: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "proa.cli.main", "chat", f"--port={stub.port}", *argv]
+    command = programs.proa("chat", f"--port={stub.port}", *argv)
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
 
 
@@ -251,7 +252,7 @@ def test_closing_a_stream_hangs_up(stub: Stub) -> None:
 def test_ctrl_c_stops_the_answer_not_the_program(stub: Stub) -> None:
     stub.reply, stub.delay_s = ["word "] * 2000, 0.02
     controller, terminal = pty.openpty()
-    command = [sys.executable, "-m", "proa.cli.main", "chat", f"--port={stub.port}"]
+    command = programs.proa("chat", f"--port={stub.port}")
     with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True) as process:
         os.close(terminal)
         read_until(controller, "> ")
