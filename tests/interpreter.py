@@ -1,11 +1,16 @@
 """Triton's interpreter runs kernels on CPU tensors. It takes bfloat16 for 16-bit integers in arithmetic, cuts it off
 where a GPU rounds it, takes the NaN of e4m3 for 480, and NumPy 2.4 no longer lets it use its scalars as bounds of
 a loop; here it does as a GPU does.
+It spends half of its time on work whose result it drops: at each call of a function inside a kernel it replaces the
+functions of triton.language again, for each operation it builds the table of NumPy's types, and it computes whether
+integers overflow, which it reports in debug mode only. Here it does not.
 Imported only where kernels are interpreted.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,7 +18,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-_patch_tensor = interpreter._patch_lang_tensor
+_patch_language, _patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
 _convert, _dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 _binary = interpreter.InterpreterBuilder.binary_op
 _ARITHMETIC = (np.add, np.subtract, np.multiply)
@@ -57,7 +62,26 @@ def _patch(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+@functools.cache
+def _patch_for_good(function: Any) -> Any:
+    """Replace what `function` uses of triton.language; the scope that is returned restores nothing."""
+    _patch_language(function)
+    return interpreter._LangPatchScope()
+
+
+def _numpy_type(of: Any) -> np.dtype[Any]:
+    element = of.element_ty if isinstance(of, tl.block_type) else of
+    return np.dtype(np.uint64) if isinstance(element, tl.pointer_type) else _numpy_scalar(element)
+
+
+_numpy_scalar = functools.cache(interpreter._get_np_dtype)
+
+
 def repair() -> None:
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_lang = _patch_for_good
+    interpreter._get_np_dtype = _numpy_type
     interpreter._patch_lang_tensor = _patch
     interpreter._convert_float = _rounded
     interpreter.InterpreterBuilder.create_dot = _product
