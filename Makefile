@@ -3,10 +3,12 @@
 # make check  formatting, lint, types, sizes, symbols, kernels  make qemu      csrc's tests here and on emulated older CPUs
 # make format, make docs, make clean                            make sanitize-gpu  the doorbell under compute-sanitizer
 # Another environment than .venv: make native BIN=/path/to/venv/bin
-.PHONY: demo test test-gpu check native sanitize sanitize-gpu qemu format docs clean venv
+.PHONY: demo test test-all test-gpu check native sanitize sanitize-gpu qemu format docs clean venv
 
 OWN := .venv/bin
 BIN ?= $(OWN)
+SUITE = $(BIN)/python -m pytest -q -n auto --dist worksteal --durations=10
+SEED ?= any
 QUESTION ?= What is the capital of France?
 CSRC = $(shell find csrc -name '*.cc' -o -name '*.h')
 export BIN
@@ -22,7 +24,10 @@ demo: native
 	@$(BIN)/proa chat demo -p "$(QUESTION)"
 
 test: native
-	@$(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
+	@$(SUITE) --sample=$(SEED) $(ARGS)
+
+test-all: native
+	@$(SUITE) $(ARGS)
 
 test-gpu: native
 	@$(BIN)/python tools/need_gpu.py

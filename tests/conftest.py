@@ -6,10 +6,12 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 
+import sample
 from at_once import beside_others, processes
 
 HAVE_GPU = torch.cuda.is_available()
@@ -22,8 +24,34 @@ os.environ["PROA_RAM_PROBE"] = "64MiB"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; programs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SAMPLED = pytest.StashKey[tuple[int, int]]()  # how many cases of how many
 HAVE_TRITON = find_spec("triton") is not None  # not on every machine that has no GPU
 collect_ignore_glob = [] if HAVE_TRITON else ["*/test_triton_*.py", "*/test_check_kernels.py"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample",
+        metavar="SEED",
+        help="run a sample of each table of cases, drawn by this number, or by any",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the seed, but in a worker of pytest-xdist take that of its controller: all workers must draw alike."""
+    if config.option.sample is not None:
+        given = getattr(config, "workerinput", {})
+        config.option.sample = given.get("sample") or sample.draw_seed(config.option.sample)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["sample"] = node.config.option.sample
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """From here on, warnings are errors. Before, other plugins start, and what they warn of is not this project's."""
+    session.config.addinivalue_line("filterwarnings", "error")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -81,12 +109,39 @@ def device() -> torch.device:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if HAVE_GPU and runs_kernels(item):
             item.add_marker(pytest.mark.gpu)
         elif item.get_closest_marker("gpu") and not HAVE_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if config.option.sample is not None:
+        drawn = sample.sampled(items, config.option.sample)
+        config.stash[SAMPLED] = len(drawn), len(items)
+        items[:] = drawn
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a worker of pytest-xdist: tell its controller, which collects nothing itself."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["sampled"] = session.config.stash.get(SAMPLED, None)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    if found := getattr(node, "workeroutput", {}).get("sampled"):
+        node.config.stash[SAMPLED] = found
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.sample is not None:
+        drawn, all_cases = config.stash.get(SAMPLED, ("?", "?"))
+        terminalreporter.write_line(
+            f"sample {config.option.sample}: {drawn} of {all_cases} cases, each row of each table in at least one; "
+            f"the same again: make test SEED={config.option.sample}; all: make test-all"
+        )
 
 
 def runs_kernels(item: pytest.Item) -> bool:

@@ -9,23 +9,19 @@ import numpy as np
 import pytest
 
 from gguf_blocks import random_blocks
+from isas import ISAS
 from packing import CASES, Packed, Weights, bf16_bits, bf16_values, e2m1_values, pack_blocks, random_weights
 from proa.native.formats import KEPT, Format, Stored, kept_form, layout
-from proa.native.pool import Pool, select_isa
+from proa.native.pool import Pool
 from proa.native.queue import Queue
 from proa.native.weights import Activation, Experts, Matrix, Piece, Rows, linear, moe
 
-ISAS = ["scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"]
 HALF_ULP_BF16 = 2.0**-8  # relative: eight significant bits, rounded to nearest
 TOKENS = [1, 2, 3, 5, 8, 13, 16, 33, 70]
 
 
 @pytest.fixture(scope="module", params=ISAS)
 def pool(request):
-    try:
-        select_isa(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
     with Pool([[0], []], isa=request.param, pin=False) as pool:
         yield pool
 

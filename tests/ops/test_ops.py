@@ -17,6 +17,7 @@ from delta_cases import CASES as DELTA_CASES
 from delta_cases import SHAPES, exact, joined, mostly_rounded_once, part, poisoned_state
 from delta_cases import inputs as delta_inputs
 from delta_cases import weights as delta_weights
+from isas import ISAS
 from ops_run import NativeRun, TorchRun
 from proa.models.spec import ExpertGroups, Gating, Router
 from proa.ops.reference import silu_mul
@@ -27,14 +28,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def natives() -> list[object]:
-    """The native ops of every instruction set; those that this CPU lacks are skipped aloud."""
-    found = []
-    for isa in ("scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"):
-        try:
-            found.append(pytest.param(NativeRun(isa), id=isa))
-        except ValueError as error:
-            found.append(pytest.param(None, id=isa, marks=pytest.mark.skip(reason=str(error))))
-    return found
+    """The native ops of every instruction set."""
+    return [pytest.param(None if isa.marks else NativeRun(*isa.values), id=isa.id, marks=isa.marks) for isa in ISAS]
 
 
 IMPLEMENTATIONS = [pytest.param(TORCH, id="torch"), *natives()]

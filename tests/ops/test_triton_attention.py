@@ -62,7 +62,7 @@ def in_e4m3(p: Paged) -> Paged:
     return Paged(KvPages(*pages, *scales), p.page_table, p.kv_lens, keys, values)
 
 
-@pytest.fixture(params=["as it is", "by bits"])
+@pytest.fixture(params=["as it is", pytest.param("by bits", marks=pytest.mark.gpu)])
 def widening(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a GPU converts in hardware, what others do as well."""
     if request.param == "by bits":

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from isas import ISAS
 from proa.bench.kernel_cases import FORMATS, SHAPES, TOKENS, parse_formats, parse_shapes, parse_tokens
 from proa.bench.kernel_ceilings import Rates
 from proa.bench.kernel_plan import KernelOptions, plan_kernels
@@ -23,7 +24,7 @@ from proa.machine.probe import probe
 from proa.machine.topology import UNBOUND, Team
 from proa.native.ceilings import Span, dispatch_seconds, peak_rate, read_rate
 from proa.native.formats import layout
-from proa.native.pool import Pool, select_isa
+from proa.native.pool import Pool
 from proa.native.weights import Matrix, Piece, Rows, linear
 
 SMALL = KernelOptions(formats="int4-g32", shapes="tiny", tokens="1,5", seconds=0.001)
@@ -187,12 +188,8 @@ def test_the_roof_is_the_nearer_limit() -> None:
     assert (bound, round(us, 6)) == ("compute", 1000.0)
 
 
-@pytest.mark.parametrize("isa", ["scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_ceilings_of_every_instruction_set(isa: str) -> None:
-    try:
-        select_isa(isa)
-    except ValueError as error:
-        pytest.skip(str(error))
     memory = np.zeros(8 << 20, np.uint8)
     with Pool([[0]], isa=isa, pin=False) as own:
         rate = read_rate(own, [Span(memory.ctypes.data, memory.nbytes)], 2, 0.005)

@@ -1,0 +1,62 @@
+"""A sample of the tables of cases that tests are parametrised with: `make test` runs it, `make test-all` all cases.
+
+A test has an axis for each `parametrize` and parametrised fixture, and a case for each combination of their rows. The
+sample is as many cases, drawn by a seed, as it takes for every row of every axis to be in one of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+ANY = "any"
+MOST_SEED = 10**6
+
+
+def draw_seed(asked: str) -> str:
+    return str(random.randrange(MOST_SEED)) if asked == ANY else asked
+
+
+def covering(cases: Sequence[Mapping[int, str]], seed: str) -> list[int]:
+    """Indices of cases, in order, that have every value of every key of `cases` between them.
+
+    Takes cases whose values are all new, then those with all new but one, and so on, each time in an order drawn by
+    `seed`: about as many as the longest axis has rows.
+    """
+    order = random.Random(seed).sample(range(len(cases)), len(cases))
+    seen: set[tuple[int, str]] = set()
+    taken = []
+    for wanted in range(max(map(len, cases), default=0), 0, -1):
+        for i in order:
+            new = cases[i].items() - seen
+            if len(new) >= wanted:
+                taken.append(i)
+                seen.update(new)
+    return sorted(taken)
+
+
+def sampled(items: Sequence[pytest.Item], seed: str) -> list[pytest.Item]:
+    """Those of `items` to run. Cases that this machine skips are a table of their own, since they test no row."""
+    tables: dict[tuple[str, bool], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tables[item.nodeid.removesuffix(f"[{item.callspec.id}]"), skipped(item)].append(item)
+    left_out: set[pytest.Item] = set()
+    for (name, _), table in tables.items():
+        taken = covering([rows_of(item) for item in table], f"{seed} {name}")
+        left_out.update(set(table) - {table[i] for i in taken})
+    return [item for item in items if item not in left_out]
+
+
+def rows_of(item: pytest.Function) -> dict[int, str]:
+    """The name of this case's row in each axis. pytest has no public name for it: `callspec.indices` counts cases."""
+    return dict(enumerate(item.callspec._idlist))
+
+
+def skipped(item: pytest.Item) -> bool:
+    return item.get_closest_marker("skip") is not None or any(
+        mark.args and mark.args[0] is True for mark in item.iter_markers("skipif")
+    )

@@ -1,0 +1,94 @@
+"""The sample of the tables of cases, and pytest with this folder's conftest: its seed, its counts, its warnings."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import programs
+from sample import covering
+
+AXES = (7, 3, 4)
+PROBE = """
+import warnings
+import pytest
+
+@pytest.fixture(params=["x", "y"])
+def side(request):
+    return request.param
+
+@pytest.mark.parametrize("third", [False, True])
+@pytest.mark.parametrize(("first", "second"), [(i, -i) for i in range(5)])
+def test_table(first, second, third, side):
+    pass
+
+@pytest.mark.parametrize("third", [0, 1])
+@pytest.mark.parametrize("first", [0, 1, 2, pytest.param(3, marks=pytest.mark.gpu)])
+def test_partly(first, third):
+    pass
+
+def test_alone():
+    pass
+
+def test_that_warns():
+    warnings.warn("of this project")
+"""
+PLUGIN = """
+import warnings
+
+def pytest_configure(config):
+    warnings.warn("of a plugin, when it starts")
+"""
+
+
+def run(folder: Path, *argv: str) -> tuple[list[str], str]:
+    """Names of the probe's tests that ran, and all that pytest printed."""
+    environment = {**os.environ, "PYTHONPATH": f"{Path(programs.__file__).parent}{os.pathsep}{folder}"}
+    command = ["-m", "pytest", "-v", "-p", "conftest", "-p", "noisy", "-p", "no:cacheprovider", *argv, "test_probe.py"]
+    done = subprocess.run(
+        programs.python(*command), cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said  # by the test that warns
+    return sorted(set(re.findall(r"test_probe.py::(\S+)", said))), said
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_of_every_axis_is_covered(seed: int) -> None:
+    cases = [dict(enumerate(map(str, case))) for case in product(*map(range, AXES)) if sum(case) % 5]
+    taken = covering(cases, str(seed))
+    assert taken == sorted(set(taken))
+    for axis, rows in enumerate(AXES):
+        assert {cases[i][axis] for i in taken} == set(map(str, range(rows)))
+    assert max(AXES) <= len(taken) <= 10
+    assert covering(cases, str(seed)) == taken
+    assert covering(cases, str(seed + 1)) != taken
+
+
+def test_one_axis_and_no_cases() -> None:
+    assert covering([{0: "a"}, {0: "b"}, {0: "c"}], "1") == [0, 1, 2]
+    assert covering([], "1") == []
+
+
+def test_a_run_draws_from_tables_and_says_how_to_repeat_it(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n    alone\n")
+    (tmp_path / "test_probe.py").write_text(PROBE)
+    (tmp_path / "noisy.py").write_text(PLUGIN)
+    ran, said = run(tmp_path, "--sample=any", "-n2")
+    seed, drawn, of = re.search(r"^sample (\d+): (\d+) of (\d+) cases", said, re.M).groups()  # type: ignore[union-attr]
+    assert (int(drawn), int(of)) == (len(ran), 5 * 2 * 2 + 4 * 2 + 2)
+    table, partly = ([name for name in ran if name.startswith(f"{test}[")] for test in ("test_table", "test_partly"))
+    assert 5 <= len(table) <= 7
+    assert {word for name in table for word in re.split(r"[\[\]-]", name)} >= {"x", "y", "False", "True", *"01234"}
+    assert {name[-4] for name in partly} == set("0123")
+    assert {"test_alone", "test_that_warns"} < set(ran)
+    again, said = run(tmp_path, f"--sample={seed}")
+    assert again == ran
+    assert f"the same again: make test SEED={seed}" in said
+    assert "UserWarning: of a plugin, when it starts" in said
+    assert "FAILED test_probe.py::test_that_warns - UserWarning: of this project" in said
