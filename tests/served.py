@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from openai import OpenAI
+import pytest
 
 from fakes import FakeEngine, Reply, make_plan
 from proa.config.options import ServerOptions
@@ -54,7 +54,8 @@ class Served:
         self._gate = launch_gate
         self._listener = bind(self.options.host, self.options.port)
         self.url = url_of(self._listener)
-        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+        openai = pytest.importorskip("openai")  # without it the test is skipped
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
         self._thread = threading.Thread(target=self._run, name="served")
 
     def call(self, function: Callable[[], T]) -> T:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 import programs
+
+anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.demo
 

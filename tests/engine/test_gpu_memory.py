@@ -25,7 +25,7 @@ from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
 from tiny_gguf import make_tiny_gguf
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # what other engines take meanwhile would count
 ROUND_REQUESTS = 40
 ROOT = Path(__file__).parents[2]
 

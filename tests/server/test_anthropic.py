@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -17,6 +16,8 @@ from proa.server import body, sse
 from proa.server.fields import REFUSED
 from proa.text.tokenizer import Tokenizer
 from served import MODEL, Served
+
+anthropic = pytest.importorskip("anthropic")
 
 MESSAGES = "/v1/messages"
 USER: Any = [{"role": "user", "content": "Tell me about proas."}]

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from fakes import Reply
@@ -18,6 +17,8 @@ from proa.errors import EngineDead
 from proa.text.tokenizer import Tokenizer
 from proa.types import EngineRequest
 from served import MODEL, Served
+
+openai = pytest.importorskip("openai")
 
 USER = [{"role": "user", "content": "Tell me about proas."}]
 STORY = "The quick brown fox 🦊 jumps over the lazy dog; 你好, wörld! 👩‍👩‍👧 done."

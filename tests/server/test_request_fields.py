@@ -7,14 +7,15 @@ import typing
 from pathlib import Path
 
 import pytest
-from anthropic.types import message_count_tokens_params, message_create_params
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
 
 from proa.server.anthropic_schema import CountTokensRequest, MessagesRequest
 from proa.server.fields import IGNORED, REFUSED, Endpoint, implemented_fields
 from proa.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from proa.types import SamplingParams
+
+messages = pytest.importorskip("anthropic.types")
+completion = pytest.importorskip("openai.types.completion_create_params")
+chat = pytest.importorskip("openai.types.chat.completion_create_params")
 
 ANTHROPICS_HEADERS = {"user_profile_id", "workspace_id"}  # the client sends them as such
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
@@ -27,8 +28,8 @@ def refused_on(endpoint: Endpoint) -> set[str]:
 @pytest.mark.parametrize(
     ("endpoint", "schema", "theirs"),
     [
-        ("chat", ChatRequest, chat_create_params.CompletionCreateParamsStreaming),
-        ("completions", CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
+        ("chat", ChatRequest, chat.CompletionCreateParamsStreaming),
+        ("completions", CompletionRequest, completion.CompletionCreateParamsStreaming),
     ],
 )
 def test_every_openai_field_is_known(endpoint: Endpoint, schema: typing.Any, theirs: typing.Any) -> None:
@@ -39,8 +40,8 @@ def test_every_openai_field_is_known(endpoint: Endpoint, schema: typing.Any, the
 @pytest.mark.parametrize(
     ("schema", "theirs"),
     [
-        (MessagesRequest, message_create_params.MessageCreateParamsStreaming),
-        (CountTokensRequest, message_count_tokens_params.MessageCountTokensParams),
+        (MessagesRequest, messages.message_create_params.MessageCreateParamsStreaming),
+        (CountTokensRequest, messages.message_count_tokens_params.MessageCountTokensParams),
     ],
 )
 def test_every_anthropic_field_is_known(schema: typing.Any, theirs: typing.Any) -> None:

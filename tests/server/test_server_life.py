@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 
 import programs
@@ -27,6 +26,8 @@ from proa.server.run import bind, url_of
 from proa.server.welcome import welcome
 from proa.text.tokenizer import Tokenizer
 from served import MODEL, Served, make_service
+
+openai = pytest.importorskip("openai")
 
 USER = [{"role": "user", "content": "Hi"}]
 BODY = {"messages": USER}
