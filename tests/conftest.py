@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -95,6 +95,15 @@ def _vram() -> Iterator[None]:
 def rng(request: pytest.FixtureRequest) -> torch.Generator:
     """Fresh random numbers, the same for the same test."""
     return torch.Generator().manual_seed(sum(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def drawn(request: pytest.FixtureRequest) -> Callable[[Sequence[Mapping[str, str]]], list[int]]:
+    """Of a table inside a test, the rows to try: all, or a sample that has every value of every key."""
+    seed = request.config.option.sample
+    return lambda rows: (
+        list(range(len(rows))) if seed is None else sample.covering(rows, f"{seed} {request.node.nodeid}")
+    )
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import pytest
 
+K = TypeVar("K", bound=Hashable)
 ANY = "any"
 MOST_SEED = 10**6
 
@@ -20,14 +22,14 @@ def draw_seed(asked: str) -> str:
     return str(random.randrange(MOST_SEED)) if asked == ANY else asked
 
 
-def covering(cases: Sequence[Mapping[int, str]], seed: str) -> list[int]:
+def covering(cases: Sequence[Mapping[K, str]], seed: str) -> list[int]:
     """Indices of cases, in order, that have every value of every key of `cases` between them.
 
     Takes cases whose values are all new, then those with all new but one, and so on, each time in an order drawn by
     `seed`: about as many as the longest axis has rows.
     """
     order = random.Random(seed).sample(range(len(cases)), len(cases))
-    seen: set[tuple[int, str]] = set()
+    seen: set[tuple[K, str]] = set()
     taken = []
     for wanted in range(max(map(len, cases), default=0), 0, -1):
         for i in order:
