@@ -118,7 +118,7 @@ def test_minimal_config(architecture: str) -> None:
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised by 'bitsandbytes'"),
         ({"quantization_config": {"quant_method": "fp8", "surprise": 1}}, "--ignore-config-key surprise"),
         ({"rope_scaling": {"type": "factors", "factors": [1.0]}}, "1 rope factors for [82] frequencies"),
-        ({"compression_config": {"quant_method": "quark"}}, "'quark'"),
+        ({"compression_config": {"quant_method": "hqq"}}, "'hqq'"),
     ],
 )
 def test_refused_by_every_family(architecture: str, values: dict[str, Any], message: str) -> None:
@@ -162,6 +162,10 @@ def test_refused_by_every_family(architecture: str, values: dict[str, Any], mess
         ("GptOssForCausalLM", {"sliding_window": 0}, "'sliding_window' must be at least 1"),
         ("GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4", "extra": 1}}, "extra"),
         ("Qwen3MoeForCausalLM", {"norm_topk_prob": None}, "'norm_topk_prob' is missing"),
+        ("Qwen3MoeForCausalLM", {"qkv_bias": True}, "qkv_bias = True is not implemented"),
+        ("Qwen3MoeForCausalLM", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64"),
+        ("Qwen3MoeForCausalLM", {"use_qk_norm": False}, "use_qk_norm = False is not implemented"),
+        ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope = True is not implemented"),
         ("Qwen3MoeForCausalLM", {"num_local_experts": 4}, "must agree"),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
         ("Qwen2ForCausalLM", {"use_sliding_window": True}, "sliding_window is 0"),
@@ -208,6 +212,25 @@ def test_unknown_key_can_be_accepted() -> None:
     assert declare(odd, ["oddity", "odd"]).spec == spec_of(
         "LlamaForCausalLM", rope_scaling={"type": "linear", "factor": 2.0}
     )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_unknown_key_that_is_null_means_what_its_absence_means(architecture: str) -> None:
+    nothing = {"surprise": None, "quantization_config": {"quant_method": "fp8", "surprise": None}}
+    scaling = {"rope_scaling": {"type": "linear", "factor": 2.0, "surprise": None}}
+    spec = spec_of(architecture, **nothing, **scaling)
+    assert spec == spec_of(architecture, rope_scaling={"type": "linear", "factor": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values"),
+    [
+        ("Qwen2ForCausalLM", {"use_mrope": False}),  # Qwen2.5-7B
+        ("Qwen3MoeForCausalLM", {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}),
+    ],
+)
+def test_keys_of_other_models_that_say_what_holds_anyway(architecture: str, values: dict[str, Any]) -> None:
+    assert spec_of(architecture, **values) == spec_of(architecture)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 
 @given(st.dictionaries(st.text(min_size=1), SCALARS))
 def test_what_nobody_reads_is_an_error(values: dict[str, Any]) -> None:
-    unknown = sorted(set(values) - BOOKKEEPING)
+    unknown = sorted(key for key, value in values.items() if value is not None and key not in BOOKKEEPING)
     if not unknown:
         return Reader(values).finish()
     with pytest.raises(ConfigError) as caught:
@@ -47,6 +47,10 @@ def test_null_is_absent() -> None:
     assert reader.get("a", int, 7) == 7
     with pytest.raises(ConfigError, match="'a' is missing"):
         reader.get("a", int)
+    assert reader.keys == ()
+    outer = Reader({"unknown": None, "inner": {"unknown": None}})
+    outer.sub("inner")
+    outer.finish()
 
 
 def test_get_any() -> None:

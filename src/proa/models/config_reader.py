@@ -1,7 +1,8 @@
 """Typed, strict reading of a checkpoint's configuration. Never: knowledge of any family.
 
 A family reads every key it understands. Whatever is left over is an error, so that a new key that changes
-the maths can never be skipped without anybody noticing.
+the maths can never be skipped without anybody noticing. A key whose value is null means what its absence means,
+whether a family reads it or not: tools write null for every field that they leave unset.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Reader:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of all values."""
-        return tuple(self._values)
+        """All keys whose value is not null."""
+        return tuple(key for key in self._values if self.has(key))
 
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
@@ -133,9 +134,9 @@ class Reader:
         )
 
     def rest(self) -> dict[str, Any]:
-        """Keys that nobody has read so far."""
+        """Keys with a value that have not been read so far."""
         read = self._seen | BOOKKEEPING | set(self._ignore_keys)
-        return {key: value for key, value in sorted(self._values.items()) if key not in read}
+        return {key: self._values[key] for key in sorted(self.keys) if key not in read}
 
     def finish(self) -> None:
         """Raise ConfigError if keys are left that nobody read."""

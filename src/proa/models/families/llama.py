@@ -23,6 +23,7 @@ def llama(c: Reader) -> tuple[Model, NameTable]:
 
 
 def qwen2(c: Reader) -> tuple[Model, NameTable]:
+    no_mrope(c)
     return _dense(c, attention(c, qkv_bias=True), windows=qwen_windows(c))
 
 
@@ -75,6 +76,12 @@ def model_of(c: Reader, rope: Rope, blocks: Sequence[Block], *, norm_offset: flo
     )
     c.finish()
     return spec
+
+
+def no_mrope(c: Reader) -> None:
+    """Qwen2's code is shared with Qwen2-VL, whose rotary embedding has several sections; text models say that they have
+    none."""
+    c.expect("use_mrope", False)
 
 
 def qwen_windows(c: Reader) -> list[int | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proa.models.config_reader import Reader
-from proa.models.families.llama import attention, model, qwen_windows
+from proa.models.families.llama import attention, model, no_mrope, qwen_windows
 from proa.models.names import NameTable
 from proa.models.spec import Mlp, Model, Moe, Router
 
@@ -18,12 +18,15 @@ MIXTRAL_NAMES = NameTable(
 
 
 def qwen2_moe(c: Reader) -> tuple[Model, NameTable]:
+    no_mrope(c)
     mixer = attention(c, qkv_bias=c.get("qkv_bias", bool, True))
     shared = Mlp(mixer.hidden, c.size("shared_expert_intermediate_size"))
     return model(c, mixer, qwen_ffns(c, mixer.hidden, shared), _layer_windows(c)), NameTable()
 
 
 def qwen3_moe(c: Reader) -> tuple[Model, NameTable]:
+    for key, implemented in {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}.items():
+        c.expect(key, implemented)  # keys of other families that Qwen3-Coder's config.json has
     bias = c.get("attention_bias", bool, False)
     mixer = attention(c, qk_norm="head", qkv_bias=bias, o_bias=bias)
     return model(c, mixer, qwen_ffns(c, mixer.hidden, None), _layer_windows(c)), NameTable()
