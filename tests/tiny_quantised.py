@@ -64,6 +64,75 @@ def _spread(scales: np.ndarray | Tensor, group: int) -> np.ndarray:
     return np.repeat(np.asarray(scales, dtype=np.float64), group, 1)
 
 
+def fp8_block_of_powers(rows: int, columns: int, name: str = "weight_scale_inv") -> Callable[[Tensor], Written]:
+    """Scales are powers of two, as float8_e8m0fnu."""
+
+    def write(weight: Tensor) -> Written:
+        n, k = weight.shape
+        power = torch.empty(-(-n // rows), -(-k // columns), dtype=torch.int32)
+        for i in range(power.shape[0]):
+            for j in range(power.shape[1]):
+                part = weight[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+                power[i, j] = torch.ceil(torch.log2(part.abs().max() / 448)).int()
+        spread = (2.0 ** power.double()).repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+        codes, values = _e4m3(weight, spread)
+        return {"weight": codes, name: (power + 127).to(torch.uint8).view(torch.float8_e8m0fnu)}, values
+
+    return write
+
+
+def w4afp8(group: int, dtype: torch.dtype) -> Callable[[Tensor], Written]:
+    """Codes in two's complement, two in a byte of int8, that of the first column in the low bits."""
+
+    def write(weight: Tensor) -> Written:
+        scales = (_amax(weight, group) / 7).to(dtype)
+        real = _spread(scales.float(), group)
+        codes = np.clip(np.round(weight.numpy() / real), -8, 7).astype(np.int8)
+        paired = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+        parts = {"weight": torch.from_numpy(paired.astype(np.int8)), "weight_scale_inv": scales}
+        return parts | {"input_scale": torch.ones(1)}, codes * real
+
+    return write
+
+
+def int8_groups(bits: int, group: int, dtype: torch.dtype) -> Callable[[Tensor], Written]:
+    """compressed-tensors' int-quantized: a code of `bits` bits in each byte."""
+
+    def write(weight: Tensor) -> Written:
+        middle = 1 << bits - 1
+        scales = (_amax(weight, group) / (middle - 1)).to(dtype)
+        real = _spread(scales.float(), group)
+        codes = np.clip(np.round(weight.numpy() / real), -middle, middle - 1).astype(np.int8)
+        return {"weight": torch.from_numpy(codes), "weight_scale": scales}, codes * real
+
+    return write
+
+
+def renamed(write: Callable[[Tensor], Written], **names: str) -> Callable[[Tensor], Written]:
+    def write_renamed(weight: Tensor) -> Written:
+        parts, values = write(weight)
+        return {names.get(part, part): tensor for part, tensor in parts.items()}, values
+
+    return write_renamed
+
+
+def paired_floats(weight: Tensor) -> Written:
+    """DeepSeek-V4's and transformers' FP4: int8, scales as float8_e8m0fnu."""
+    parts, values = mxfp4(weight)
+    scales = parts["weight_scale"].view(torch.float8_e8m0fnu)
+    return {"weight": parts["weight_packed"].view(torch.int8), "weight_scale_inv": scales}, values
+
+
+def quark_rows(*, whole: bool) -> Callable[[Tensor], Written]:
+    """As fp8_rows, but with scales [rows]."""
+
+    def write(weight: Tensor) -> Written:
+        parts, values = fp8_rows(torch.float32, whole=whole)(weight)
+        return parts | {"weight_scale": parts["weight_scale"].flatten()}, values
+
+    return write
+
+
 def fp8_rows(dtype: torch.dtype, *, whole: bool, shape: tuple[int, ...] = ()) -> Callable[[Tensor], Written]:
     """A scale for each row, or one of the `whole` matrix, whose tensor has that shape; with what was made for it."""
 
@@ -257,6 +326,21 @@ def _gptq_config(bits: int, **more: Any) -> dict[str, Any]:
     return config | {"true_sequential": True, "checkpoint_format": "gptq", "dynamic": {"-:.*mlp.gate$": {}}} | more
 
 
+def _auto_round(bits: int, packing_format: str, **more: Any) -> dict[str, Any]:
+    config = {"quant_method": "auto-round", "bits": bits, "group_size": 32, "sym": True, "data_type": "int"}
+    return config | {"packing_format": packing_format, "autoround_version": "0.16.1", "iters": 0} | more
+
+
+def _quark(weight: dict[str, Any]) -> dict[str, Any]:
+    layer = {"weight": weight, "input_tensors": weight, "output_tensors": None, "bias": None}
+    return {
+        "quant_method": "quark", "global_quant_config": layer, "exclude": ["lm_head"], "algo_config": None,
+        "layer_quant_config": {}, "layer_type_quant_config": {}, "quant_mode": "eager_mode",
+        "export": {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder",
+                   "weight_format": "real_quantized", "weight_merge_groups": None},
+    }  # fmt: skip
+
+
 def _modelopt(algo: str) -> dict[str, Any]:
     return {"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
 
@@ -271,6 +355,17 @@ SCHEMES = {
     "fp8 rows": Scheme(_FLOAT8, fp8_rows(_BF16, whole=False), "FP8 channel"),
     "fp8 tensor": Scheme(_TENSOR8, fp8_rows(_BF16, whole=True, shape=(1,)), "FP8 tensor"),
     "fp8 modelopt": Scheme(_modelopt("FP8"), fp8_rows(_F32, whole=True), "FP8 tensor"),
+    "fp8 powers": Scheme(
+        _fp8_config(scale_fmt="ue8m0", weight_block_size=[32, 16]), fp8_block_of_powers(32, 16), "FP8 block 16"
+    ),
+    "int4 paired": Scheme({"quant_method": "w4afp8", "weight_block_size": [128, 128]}, w4afp8(32, _BF16),
+                          "INT4 32 BF16"),
+    "int4 in int8": Scheme(_compressed("int-quantized", 4, "group", group_size=32), int8_groups(4, 32, _BF16),
+                           "INT8 32"),
+    "auto-round": Scheme(_auto_round(4, "auto_round:auto_gptq"), gptq(4, 32, symmetric=True), "INT4 32 F16"),
+    "auto-round zeros": Scheme(
+        _auto_round(4, "auto_round:gptqmodel", sym=False), gptq(4, 32, symmetric=False, v2=True), "UINT4 32"
+    ),
     "int8 rows": Scheme(_compressed("int-quantized", 8, "channel"), int8_rows, "INT8 channel"),
     "int4": Scheme(_pack(4, 32), packed_integers(4, 32, _BF16), "INT4 32 BF16"),
     "int4 f16": Scheme(_pack(4, 16), packed_integers(4, 16, _F16), "INT4 16 F16"),
@@ -301,6 +396,26 @@ SCHEMES = {
     ),
     "mxfp8 compressed": Scheme(_compressed("mxfp8-quantized", 8, "group", float_=True), mxfp8("weight_scale"), "MXFP8"),
 }  # fmt: skip
+
+
+# Tensors of SCHEMES in the files of other tools: once they are found, nothing distinguishes them.
+OTHER_NAMES = {
+    "fp8 minimax": Scheme(_fp8_config(fmt="float8_e4m3fn"), fp8_block(_F32), "FP8 block 128"),
+    "fp8 modelopt blocks": Scheme(
+        _modelopt("fp8_pb_wo"), renamed(fp8_block(_F32), weight_scale_inv="weight_scale"), "FP8 block 128"
+    ),
+    "fp8 quark": Scheme(
+        _quark({"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}), quark_rows(whole=False), "FP8 channel"
+    ),
+    "auto-round awq": Scheme(_auto_round(4, "auto_round:auto_awq", sym=False), awq, "UINT4 32"),
+    "mxfp4 paired": Scheme(_fp8_config(expert_dtype="fp4", scale_fmt="ue8m0"), paired_floats, "MXFP4"),
+    "mxfp4 quark": Scheme(
+        _quark({"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}),
+        renamed(mxfp4, weight_packed="weight"),
+        "MXFP4",
+    ),
+    "mxfp4 modelopt": Scheme(_modelopt("mxfp4"), renamed(mxfp4, weight_packed="weight"), "MXFP4"),
+}
 
 
 # What no packed format keeps: it becomes bfloat16.

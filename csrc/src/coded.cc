@@ -37,7 +37,7 @@ bool has_codes(Format format, Stored type) {
         case Format::kInt8F16: return type == Stored::kInt8 || type == Stored::kUint8;
         case Format::kInt4F32:
         case Format::kInt4F16:
-        case Format::kInt4Bf16: return type == Stored::kInt4;
+        case Format::kInt4Bf16: return type == Stored::kInt4 || type == Stored::kSigned4;
         case Format::kUint4F32:
         case Format::kUint4F16:
         case Format::kUint4Bf16: return type == Stored::kUint4;
@@ -59,7 +59,8 @@ uint32_t word_of_packed(uint32_t codes) {
 
 void words_of(Stored type, const uint8_t* codes, int padded, uint32_t* words) {
     if (codes_of_byte(type) == 2) {
-        for (int k = 0; k < padded; k += 8) words[k / 8] = word_of_packed(read<uint32_t>(codes + k / 2));
+        const uint32_t flip = type == Stored::kSigned4 ? 0x88888888 : 0;  // two's complement to code - 8
+        for (int k = 0; k < padded; k += 8) words[k / 8] = word_of_packed(read<uint32_t>(codes + k / 2) ^ flip);
         return;
     }
     const uint32_t flip = type == Stored::kUint8 ? 0x80808080 : 0;  // code - 128 in two's complement

@@ -216,7 +216,8 @@ StoredFacts facts_of(Stored type) {
         case Stored::kUint8: return {1, 1};
         case Stored::kInt4:
         case Stored::kUint4:
-        case Stored::kE2m1: return {2, 1};
+        case Stored::kE2m1:
+        case Stored::kSigned4: return {2, 1};
     }
     throw Error(PROA_ERROR_ARGUMENT, "No stored type has the number " + std::to_string(int(type)) + ".");
 }
@@ -273,6 +274,7 @@ void to_float(Stored type, const uint8_t* from, size_t values, float* to) {
         case Stored::kInt4: return nibbles(from, values, to, [](uint8_t x) { return float(int(x) - 8); });
         case Stored::kUint4: return nibbles(from, values, to, [](uint8_t x) { return float(x); });
         case Stored::kE2m1: return nibbles(from, values, to, e2m1);
+        case Stored::kSigned4: return nibbles(from, values, to, [](uint8_t x) { return float(int(x ^ 8) - 8); });
     }
 }
 

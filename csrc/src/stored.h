@@ -35,6 +35,7 @@ enum class Stored : int32_t {
     kInt4 = 1004,   // code - 8; of two codes in a byte the first in the low bits
     kUint4 = 1005,  // code
     kE2m1 = 1006,
+    kSigned4 = 1007,  // two's complement, otherwise as kInt4
 };
 
 struct StoredFacts {

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +25,10 @@ from proa.native.pool import Pool
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve, stored_types
 from tiny import TINY
-from tiny_quantised import DECODED, SCHEMES, Scheme, make_quantised
+from tiny_quantised import DECODED, OTHER_NAMES, SCHEMES, Scheme, fp8_block, make_quantised
 
 ALL = SCHEMES | DECODED
+READ = ALL | OTHER_NAMES
 SIZES = {"moe_intermediate_size": 96}
 
 
@@ -35,16 +38,16 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", READ)
 def test_values_are_the_formats(name: str, tmp_path: Path) -> None:
-    folder, values = make_quantised(ALL[name], "qwen3-moe", tmp_path / "m", **SIZES)
+    folder, values = make_quantised(READ[name], "qwen3-moe", tmp_path / "m", **SIZES)
     checkpoint = open_checkpoint(folder)
     declared = checkpoint.declare()
     sources = resolve(declared, checkpoint.tensors).params
     model = load_decoder(folder).decoder
     assert model is not None
     stored = stored_types(resolve(declared, checkpoint.tensors), checkpoint.tensors)
-    assert ALL[name].kept in set(stored.values())
+    assert READ[name].kept in set(stored.values())
     for ours, tensor in dict(model.parameters()).items():
         want = values[sources[ours].tensor].reshape(tuple(tensor.shape))
         # Two products of float32 at most, and a sum that is exact.
@@ -140,6 +143,34 @@ def test_experts_alone(pool: Pool, tmp_path: Path) -> None:
     exact = forced(load_decoder(folder, torch.float32, **override), texts, prompt_tokens)
     plain = forced(load_decoder(folder, torch.bfloat16, **override), texts, prompt_tokens)
     _assert_near(forced(load_native(folder, pool, **override), texts, prompt_tokens), plain, exact)
+
+
+LINEAR_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("config", [{}, {"linear_fp8_config": LINEAR_FP8}])
+@pytest.mark.parametrize("experts", ["int4", "gptq", "awq", "int4 paired"])
+def test_fp8_beside_integers(experts: str, config: dict[str, Any], tmp_path: Path) -> None:
+    """Attention in blocks of FP8, experts of 4 bits: the config speaks of the experts, and of FP8 perhaps apart."""
+    scheme = READ[experts]
+    both = replace(scheme, config=scheme.config | config) if experts != "int4 paired" else scheme
+    sizes = {**SIZES, "head_dim": 48}  # q_proj has 192 rows, o_proj as many columns
+    folder, values = make_quantised(both, "qwen3-moe", tmp_path / "m", only=r".*experts", **sizes)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight") and "self_attn" in name]:
+        written, values[name] = fp8_block(torch.float32)(tensors[name].float())
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in written.items()}
+    save_file(tensors, folder / "model.safetensors")
+    checkpoint = open_checkpoint(folder)
+    declared = checkpoint.declare()
+    sources = resolve(declared, checkpoint.tensors).params
+    stored = stored_types(resolve(declared, checkpoint.tensors), checkpoint.tensors)
+    assert {"FP8 block 128", scheme.kept} < set(stored.values())
+    model = load_decoder(folder).decoder
+    assert model is not None
+    for ours, tensor in dict(model.parameters()).items():
+        want = values[sources[ours].tensor].reshape(tuple(tensor.shape))
+        np.testing.assert_allclose(tensor.numpy(), want, rtol=2.0**-23, atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

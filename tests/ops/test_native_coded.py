@@ -49,6 +49,10 @@ CASES = {
     "uint4 turned": Case(Format.UINT4_F32, Code.UINT4, Stored.F32, 1, 32, Order.WORDS),
     "uint4 awq": Case(Format.UINT4_F32, Code.UINT4, Stored.F32, 1, 48, Order.AWQ),
     "int4 awq": Case(Format.INT4_F16, Code.INT4, Stored.F16, 1, 32, Order.AWQ),
+    "signed4 f32": Case(Format.INT4_F32, Code.SIGNED4, Stored.F32, 1, 32),
+    "signed4 f16": Case(Format.INT4_F16, Code.SIGNED4, Stored.F16, 1, 96),
+    "signed4 bf16": Case(Format.INT4_BF16, Code.SIGNED4, Stored.BF16, 1, 32),
+    "signed4 channel": Case(Format.INT4_BF16, Code.SIGNED4, Stored.BF16, 1, 0),
     "nvfp4": Case(Format.NVFP4, Code.E2M1, Code.E4M3, 1, 16),
     "mxfp4": Case(Format.MXFP4, Code.E2M1, Code.E8M0, 1, 32),
 }
@@ -72,6 +76,8 @@ def values_of(code: Code, codes: np.ndarray) -> np.ndarray:
             return codes.view(np.int8).astype(np.float64)
         case Code.E2M1:
             return e2m1_values(codes)
+        case Code.SIGNED4:
+            return codes.astype(np.float64) - 16 * (codes >= 8)
     return codes.astype(np.float64) - {Code.UINT8: 128, Code.INT4: 8, Code.UINT4: 0}[code]
 
 

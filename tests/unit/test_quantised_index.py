@@ -40,6 +40,20 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 AWQ_PARTS = {"qweight": ("I32", 64, 2), "qzeros": ("I32", 2, 2), "scales": ("F16", 2, 16)}
 
 
+AUTO_ROUND = {
+    "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32, "sym": True,
+}  # fmt: skip
+AUTO_AWQ_ROUND = AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}
+W4AFP8 = {"quant_method": "w4afp8", "activation_scheme": "static", "weight_block_size": [128, 128], "group_size": 128}
+QUARK_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "group_size": None}
+QUARK_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False}
+
+
+def quark(weight: dict[str, Any], **more: Any) -> dict[str, Any]:
+    of = {"weight": weight, "input_tensors": None, "output_tensors": None, "bias": None, "target_device": None}
+    return {"quant_method": "quark", "global_quant_config": of, "exclude": ["lm_head"], "algo_config": None, **more}
+
+
 def gptq(bits: int = 4, groups: int = 2, **parts: tuple[Any, ...]) -> dict[str, Any]:
     """Of a matrix [16, 64]."""
     words = {"qweight": ("I32", 64 * bits // 32, 16), "qzeros": ("I32", groups, 16 * bits // 32)}
@@ -86,6 +100,43 @@ def collapsed(config: dict[str, Any], **tensors: TensorInfo) -> dict[str, Tensor
         (GPTQ | {"desc_act": True}, gptq(groups=1), "INT4 channel F16", (16, 64)),
         (GPTQ | {"bits": 8}, gptq(bits=8), "INT8 32", (16, 64)),
         (AWQ, AWQ_PARTS, "UINT4 32", (16, 64)),
+        # Blocks of FP8 whose scales are powers of two.
+        (FP8, {W: ("F8_E4M3", 300, 200), INV: ("F8_E8M0", 3, 2)}, "FP8 block 128", (300, 200)),
+        (FP8, {W: ("F8_E4M3", 300, 200), INV: ("U8", 3, 2)}, "FP8 block 128", (300, 200)),
+        (blocks(64, 64), {W: ("F8_E4M3", 300, 200), INV: ("F8_E8M0", 5, 4)}, "FP8 block 64", (300, 200)),
+        (FP8, {W: ("F8_E4M3", 300, 200), "scale": ("F8_E8M0", 3, 2)}, "FP8 block 128", (300, 200)),
+        (FP8, {W: ("I8", 16, 32), "scale": ("F8_E8M0", 16, 2)}, "MXFP4", (16, 64)),
+        # Each tensor's own type decides: FP8 beside integers.
+        (INT4, {W: ("F8_E4M3", 300, 200), INV: ("F32", 3, 2)}, "FP8 block 128", (300, 200)),
+        (GPTQ, {W: ("F8_E4M3", 300, 200), INV: ("F32", 3, 2)}, "FP8 block 128", (300, 200)),
+        (AWQ, {W: ("F8_E4M3", 300, 200), SCALE: ("F32", 300, 1)}, "FP8 channel", (300, 200)),
+        (GPTQ | {"linear_fp8_config": blocks(64, 64)}, {W: ("F8_E4M3", 300, 200), INV: ("F32", 5, 4)},
+         "FP8 block 64", (300, 200)),
+        (INT4 | {"linear_fp8_config": blocks(64, 64)}, {W: ("F8_E4M3", 300, 200), INV: ("F32", 5, 4)},
+         "FP8 block 64", (300, 200)),
+        # Codes of 4 bits in tensors of int8: two in a byte, and one.
+        (W4AFP8, {W: ("I8", 16, 32), INV: ("BF16", 16, 2)}, "INT4 32 BF16", (16, 64)),
+        (W4AFP8, {W: ("I8", 4, 16, 32), INV: ("F32", 4, 16, 2)}, "INT4 32 F32", (4, 16, 64)),
+        (W4AFP8, {W: ("F8_E4M3", 300, 200), INV: ("F32", 3, 2)}, "FP8 block 128", (300, 200)),
+        (W4AFP8, {W: ("I8", 16, 32), INV: ("F8_E8M0", 16, 2)}, "MXFP4", (16, 64)),
+        (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, {W: ("I8", 16, 32), INV: ("F32", 16, 2)}, "INT4 32 F32",
+         (16, 64)),
+        (INT4, {W: ("I8", 16, 64), SCALE: ("BF16", 16, 2)}, "INT8 32", (16, 64)),
+        # Known forms under other names.
+        (AUTO_ROUND, gptq(), "INT4 32 F16", (16, 64)),
+        (AUTO_ROUND | {"sym": False}, gptq(), "UINT4 32", (16, 64)),
+        (AUTO_ROUND | {"bits": 8}, gptq(bits=8), "INT8 32", (16, 64)),
+        (AUTO_ROUND | {"extra_config": {"a.c": {"sym": False}}}, gptq(), "UINT4 32", (16, 64)),
+        (AUTO_ROUND | {"extra_config": {"a.b": {"bits": 8}}}, gptq(bits=8), "INT8 32", (16, 64)),
+        (AUTO_AWQ_ROUND, AWQ_PARTS, "INT4 32 F16", (16, 64)),
+        (AUTO_AWQ_ROUND | {"sym": False}, AWQ_PARTS, "UINT4 32", (16, 64)),
+        (quark(QUARK_FP8), {W: ("F8_E4M3", 300, 200), SCALE: ("F32",)}, "FP8 tensor", (300, 200)),
+        (quark(QUARK_FP8 | {"qscheme": "per_channel"}), {W: ("F8_E4M3", 300, 200), SCALE: ("F32", 300)},
+         "FP8 channel", (300, 200)),
+        (quark(QUARK_FP4), {W: ("U8", 16, 32), SCALE: ("U8", 16, 2)}, "MXFP4", (16, 64)),
+        (MODELOPT | {"quant_algo": "fp8_pb_wo"}, {W: ("F8_E4M3", 256, 256), SCALE: ("F32", 2, 1, 2, 1)},
+         "FP8 block 128", (256, 256)),
+        (MODELOPT | {"quant_algo": "mxfp4"}, {W: ("U8", 16, 32), SCALE: ("U8", 16, 2)}, "MXFP4", (16, 64)),
         # What no packed format keeps.
         (GPTQ | {"desc_act": True}, gptq(g_idx=("I32", 64)), "INT4 32 F16 in another order", (16, 64)),
         (blocks(8, 128), {W: ("F8_E4M3", 16, 128), INV: ("F32", 2, 1)}, "FP8 block 8 x 128", (16, 128)),
@@ -162,7 +213,12 @@ def test_experts_of_gpt_oss() -> None:
         (INT4, {**PACKED, SCALE: ("BF16", 15, 4)}, "does not fit"),
         (INT4, {**PACKED, SCALE: ("BF16", 16, 2), ZERO: ("I32", 16, 2)}, "does not fit"),
         (INT8, {**PACKED, SCALE: ("BF16", 16, 1), ZERO: ("I32", 2, 1)}, "does not fit"),
-        (INT4, {W: ("I8", 16, 64), SCALE: ("F32", 16, 1)}, "the config says integers of 4 bits"),
+        (W4AFP8, {W: ("I8", 16, 32), INV: ("BF16", 16, 5)}, "does not fit"),
+        (W4AFP8, {W: ("I8", 16, 32), INV: ("I32", 16, 2)}, "does not fit"),
+        (W4AFP8, {W: ("I8", 16, 32), INV: ("F8_E8M0", 16, 4)}, "does not fit"),
+        (FP8, {W: ("F8_E4M3", 300, 200), INV: ("F8_E8M0", 2, 3)}, "does not fit"),
+        (FP8, {W: ("I8", 16, 64), SCALE: ("F32", 16, 1)}, "the config says no integers"),
+        (AUTO_ROUND | {"extra_config": {"^a$": {"bits": 16}}}, gptq(), "the config says no integers"),
         (FP8, {**PACKED, SCALE: ("BF16", 16, 4)}, "the config says no integers"),
         (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 4)}, "no weight_global_scale or weight_scale_2"),
         (MODELOPT, {W: ("U8", 16, 32), SCALE: ("F8_E4M3", 16, 2), "weight_scale_2": ("F32",)}, "does not fit"),
@@ -178,6 +234,9 @@ def test_refused(config: dict[str, Any], tensors: dict[str, Any], problem: str) 
     ("change", "problem"),
     [
         ({"fmt": "e5m2"}, "fmt = 'e5m2'"),
+        ({"fmt": "float8_e5m2"}, "fmt = 'float8_e5m2'"),
+        ({"dequantize": True}, "dequantize"),
+        ({"export": {"pack_method": "order"}}, "pack_method = 'order'"),
         ({"activation_scheme": "other"}, "activation_scheme"),
         ({"weight_block_size": [128]}, "two sizes"),
         ({"surprise": 1}, "--ignore-config-key surprise"),
@@ -203,11 +262,30 @@ def test_config_is_read_strictly(change: dict[str, Any], problem: str) -> None:
         (compressed(integers(4), quantization_status="calibration"), "quantization_status"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
         (GPTQ | {"bits": 3}, "only 4, 8"),
-        (GPTQ | {"dynamic": {"+:a": {"sym": False}}}, "--ignore-config-key sym"),
+        (GPTQ | {"dynamic": {"+:a": {"surprise": False}}}, "--ignore-config-key surprise"),
+        (GPTQ | {"linear_fp8_config": {"fmt": "e5m2"}}, "linear_fp8_config: fmt = 'e5m2'"),
+        (INT4 | {"linear_fp8_config": {"surprise": 1}}, "linear_fp8_config.*--ignore-config-key surprise"),
+        (compressed(integers(4), moe_sparsity_config={"format": "a"}), "--ignore-config-key moe_sparsity_config"),
+        (AUTO_ROUND | {"packing_format": "auto_round:fp8_static"}, "packing_format = 'auto_round:fp8_static'"),
+        (AUTO_ROUND | {"bits": 2}, "bits = 2"),
+        (AUTO_AWQ_ROUND | {"bits": 8}, "bits = 8"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type = 'mx_fp'"),
+        (AUTO_ROUND | {"act_bits": 8}, "act_bits = 8"),
+        (AUTO_ROUND | {"extra_config": {"a(": {"bits": 8}}}, "no regular expression"),
+        (AUTO_ROUND | {"extra_config": {"a": {"surprise": 8}}}, "--ignore-config-key surprise"),
+        (W4AFP8 | {"moe_weight_format": "int3"}, "moe_weight_format = 'int3'"),
+        (quark(QUARK_FP8 | {"qscheme": "per_group"}), "fp8_e4m3 per_group is not implemented"),
+        (quark(QUARK_FP8 | {"dtype": "int4"}), "int4 per_tensor is not implemented"),
+        (quark(QUARK_FP4 | {"scale_format": "e4m3"}), "scale_format = 'e4m3'"),
+        (quark(QUARK_FP8, layer_quant_config={"*": {"weight": QUARK_FP8 | {"dtype": "int8"}}}), "int8 per_tensor"),
+        (quark(QUARK_FP8, algo_config=[{"name": "rotation"}]), "algo_config"),
+        (quark(QUARK_FP8, surprise=1), "--ignore-config-key surprise"),
+        (MODELOPT | {"kv_cache_scheme": 8}, "kv_cache_scheme"),
         (GPTQ | {"surprise": 1}, "--ignore-config-key surprise"),
         (AWQ | {"version": "gemv"}, "version = 'gemv'"),
         (AWQ | {"zero_point": False}, "zero_point = False"),
         ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
+        ({**MODELOPT, "quant_algo": "w4a8_mxfp4_fp8"}, "quant_algo = 'w4a8_mxfp4_fp8'"),
     ],
 )
 def test_what_is_not_implemented(config: dict[str, Any], problem: str) -> None:
@@ -223,6 +301,15 @@ def test_bits_of_several_groups() -> None:
     assert of is not None
     names = ("model.layers.3.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.10.mlp.up_proj")
     assert [of.bits(name) for name in names] == [8, 8, 4]
+
+
+def test_bits_of_auto_round() -> None:
+    """Names are whole names, and come before regular expressions, which may be found anywhere."""
+    extra = {".*mlp\\.gate.*": {"bits": 16}, "a.mlp.gate_proj": {"bits": 8}, "a.mlp.gate": {"bits": 16}}
+    of = quantisation({"quantization_config": AUTO_ROUND | {"extra_config": extra}})
+    assert of is not None
+    names = ("a.mlp.gate", "a.mlp.gate_proj", "a.mlp.gate_proj_2", "a.mlp.up_proj", "b.a.mlp.gate_proj")
+    assert [of.bits(name) for name in names] == [0, 8, 0, 4, 0]
 
 
 def test_what_activations_were_made_for() -> None:
@@ -265,6 +352,15 @@ MODELOPT_NOW = {
     "ignore": ["lm_head"], "quant_algo": "NVFP4", "producer": {"name": "modelopt", "version": "0.29.0"},
     "quant_method": "modelopt", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
 }  # fmt: skip
+MODELOPT_31 = {  # Qwen3-32B-FP8-Static-PerTensor: without quant_method
+    "config_groups": {"group_0": {"weights": {"dynamic": False, "num_bits": 8, "type": "float"}}},
+    "ignore": ["lm_head"], "quant_algo": "FP8", "kv_cache_scheme": "FP8",
+    "producer": {"name": "modelopt", "version": "0.31.0"},
+}  # fmt: skip
+MINIMAX = {
+    "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8", "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+}  # fmt: skip
 MODELOPT_OLD = {
     "producer": {"name": "modelopt", "version": "0.23.0"},
     "quantization": {
@@ -278,6 +374,11 @@ MODELOPT_OLD = {
     [
         (LLM_COMPRESSOR, "FP8"),
         (OPTIMUM, ""),
+        (OPTIMUM | {"static_groups": False}, ""),
+        (OPTIMUM | {"static_groups": True}, ""),
+        (LLM_COMPRESSOR | {"moe_sparsity_config": None}, "FP8"),
+        (MINIMAX, "FP8, dynamic"),
+        (MODELOPT_31, "FP8 and a KV cache of FP8"),
         (AUTO_AWQ | {"zero_point": True}, ""),
         (MODELOPT_NOW, "NVFP4 and a KV cache of 8 bits"),
         (legacy_modelopt(MODELOPT_OLD), "NVFP4 and a KV cache of FP8"),

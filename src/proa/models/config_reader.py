@@ -108,6 +108,11 @@ class Reader:
             raise self.error(f"these keys mean the same and must agree: {found}")
         return values[0]
 
+    def value(self, key: str) -> Any:
+        """Read one key of any type; None if it is absent or null."""
+        self._seen.add(key)
+        return self._values.get(key)
+
     def expect(self, key: str, *allowed: object) -> None:
         """Only these values are implemented; an absent or null key is allowed."""
         self._seen.add(key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from proa.errors import ConfigError
@@ -20,19 +20,23 @@ _OTHER = "Use another quantisation of the model, its unquantised repository, or 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """method: as the config names it. block: rows and columns of a scale of FP8. integers: (regular expression over
-    module names, bits); the first that matches counts, 0 bits are an unquantised module. symmetric: zero is the middle
-    code. ordered: columns are in the order of their groups. zero_offset: what stored zero points lack. activations:
-    what the checkpoint rounds them to; "": nothing.
+    """What `quantization_config` says that the tensors do not.
+
+    method: quant_method. block: rows and columns that share a scale, of FP8 matrices with blocks; None: 128 x 128.
+    integers: (regular expression over module names, bits); the first match counts, 0 bits: the module is not quantised.
+    symmetric: the zero point is the middle code. ordered: columns are in the order of their groups. zero_offset: to be
+    added to stored zero points. awq: `qweight` is packed in AWQ's order, not GPTQ's. paired: an int8 tensor holds two
+    codes of 4 bits in a byte, not one of 8. activations: what the checkpoint rounds them to; "": nothing.
     """
 
     method: str
     block: tuple[int, int] | None = None
     integers: tuple[tuple[str, int], ...] = ()
-    group: int = 0
     symmetric: bool = True
     ordered: bool = True
     zero_offset: int = 0
+    awq: bool = False
+    paired: bool = False
     activations: str = ""
 
     def bits(self, module: str) -> int:
@@ -51,7 +55,7 @@ def quantisation(
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: {key!r} must be an object, but it is {values!r}.", _OTHER)
     reader = Reader(values, f"{where}: {key}", ignore_keys)
-    method = reader.get("quant_method", str, "compressed-tensors" if key == "compression_config" else "none")
+    method = reader.get("quant_method", str, _unnamed(reader, key))
     if method not in _METHODS:
         raise ConfigError(
             f"{where}: the weights are quantised by {method!r}, which Proa cannot load.",
@@ -63,6 +67,13 @@ def quantisation(
     return read
 
 
+def _unnamed(c: Reader, key: str) -> str:
+    """The method of a config without quant_method, which ModelOpt left out until version 0.33."""
+    if key == "compression_config":
+        return "compressed-tensors"
+    return "modelopt" if c.has("quant_algo") else "none"
+
+
 def legacy_modelopt(found: Mapping[str, Any]) -> dict[str, Any]:
     """What older versions of modelopt wrote to hf_quant_config.json, as config.json has it now."""
     values = found.get("quantization")
@@ -72,17 +83,38 @@ def legacy_modelopt(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fp8(c: Reader, method: str) -> Quantisation:
-    c.expect("fmt", "e4m3")
+    c.expect("fmt", "e4m3", "float8_e4m3fn")
     c.expect("scale_fmt", "ue8m0", "float")
     c.expect("activation_scheme", "dynamic", "static")
-    c.ignore("the tensors say it", "modules_to_not_convert", "ignored_layers")
+    c.expect("dequantize", False)
+    c.ignore("the tensors say it", "modules_to_not_convert", "ignored_layers", "modules_to_convert", "expert_dtype")
+    _quark_export(c)
     block = _pair(c, "weight_block_size")
-    scheme = c.get("activation_scheme", str, "dynamic")
-    return Quantisation(method, block=block, activations=f"{'MXFP8' if method == 'mxfp8' else 'FP8'}, {scheme}")
+    made_for = f"{'MXFP8' if method == 'mxfp8' else 'FP8'}, {c.get('activation_scheme', str, 'dynamic')}"
+    return Quantisation(method, block=block, activations=" and ".join([made_for, *_kv(c)]))
+
+
+def _linear_fp8(c: Reader) -> tuple[int, int] | None:
+    """The block of FP8 matrices that lie beside integers, which SGLang reads from a config of their own."""
+    own = c.sub("linear_fp8_config")
+    own.expect("quant_method", "fp8")
+    own.expect("is_checkpoint_fp8_serialized", True)
+    return _fp8(own, "fp8").block
+
+
+def _w4afp8(c: Reader, method: str) -> Quantisation:
+    """SGLang's: experts of 4 bits, other matrices in FP8."""
+    for key in ("weight_format", "moe_weight_format"):
+        c.expect(key, "int4", "fp4", "mxfp4")  # which of them, the type of the scales says
+    c.expect("linear_weight_format", "fp8")
+    c.expect("moe_input_scale_policy", "fixed_unit")
+    c.ignore("activations stay bfloat16", "moe_activation_scheme", "linear_activation_scheme")
+    c.ignore("the tensors say it", "group_size", "ignore")
+    return replace(_fp8(c, method), integers=((_ANY, 4),), paired=True)
 
 
 def _mxfp4(c: Reader, method: str) -> Quantisation:
-    """Of gpt-oss."""
+    """gpt-oss."""
     c.expect("dequantize", False)
     c.ignore("the tensors say it", "modules_to_not_convert")
     return Quantisation(method)
@@ -105,13 +137,14 @@ def _compressed_tensors(c: Reader, method: str) -> Quantisation:
     sparsity.ignore("nothing is sparse", *sparsity.keys)
     c.ignore("the tensors say it", "format", "ignore")
     c.ignore("provenance", "global_compression_ratio", "version")
+    linear = _linear_fp8(c)
     groups = c.sub("config_groups")
     if not groups.keys:
         raise c.error("'config_groups' is empty")
     found = [_weights_group(groups.sub(name)) for name in groups.keys]
     targets = [(_pattern(c, target), group.bits) for group in found for target in group.targets]
     activations = {group.activations for group in found if group.activations}
-    blocks = {group.block for group in found if group.block}
+    blocks = {block for block in (linear, *(group.block for group in found)) if block}
     if len(blocks) > 1:
         raise c.error(f"blocks of several sizes, {sorted(blocks)}, are not implemented")
     return Quantisation(
@@ -163,8 +196,14 @@ def _activations(c: Reader) -> str:
 
 
 def _kv(c: Reader) -> set[str]:
-    """What the KV cache was made for."""
-    scheme = c.get("kv_cache_scheme", dict, {})
+    """What the KV cache was made for. Tools write an object, a type or a scheme."""
+    if not c.has("kv_cache_scheme"):
+        return set()
+    scheme = c.value("kv_cache_scheme")
+    if isinstance(scheme, str):
+        return {"a KV cache of 8 bits" if scheme in ("static", "dynamic") else f"a KV cache of {scheme}"}
+    if not isinstance(scheme, dict):
+        raise c.error(f"'kv_cache_scheme' must be an object or a name, but it is {scheme!r}")
     return {f"a KV cache of {scheme.get('num_bits', 8)} bits"} if scheme else set()
 
 
@@ -189,8 +228,9 @@ def _checked(c: Reader, pattern: str) -> str:
 
 
 def _modelopt(c: Reader, method: str) -> Quantisation:
-    algo = c.get("quant_algo", str)
-    c.expect("quant_algo", *_MODELOPT)
+    algo = c.get("quant_algo", str).upper()  # ModelOpt writes names that it has no others for in lower case
+    if algo not in _MODELOPT:
+        raise c.error(f"quant_algo = {c.get('quant_algo', str)!r} is not implemented, only {', '.join(_MODELOPT)}")
     c.expect("quant_method", "modelopt")
     c.ignore("the tensors say it", "config_groups", "ignore", "exclude_modules", "group_size", "quantized_layers")
     c.ignore("the tensors say it", "has_zero_point", "pre_quant_scale")
@@ -199,13 +239,20 @@ def _modelopt(c: Reader, method: str) -> Quantisation:
     if name := c.get("kv_cache_quant_algo", str, None):
         kv.add(f"a KV cache of {name}")
     made_for = {_MODELOPT[algo]} - {""}
-    return Quantisation(method, block=(128, 128), activations=" and ".join(sorted(made_for | kv)))
+    mixed = algo == "MIXED_PRECISION"  # with experts of 4 bits perhaps, which TensorRT-LLM writes as _w4afp8 reads them
+    return Quantisation(
+        method,
+        block=(128, 128) if algo == "FP8_PB_WO" else None,
+        integers=((_ANY, 4),) if mixed else (),
+        paired=mixed,
+        activations=" and ".join(sorted(made_for | kv)),
+    )
 
 
 def _gptq(c: Reader, method: str) -> Quantisation:
-    bits, symmetric = c.size("bits"), c.get("sym", bool)
+    bits = c.size("bits")
     c.expect("bits", 4, 8)
-    ordered = not c.get("desc_act", bool, False) or c.get("static_groups", bool, False)
+    static_groups = c.get("static_groups", bool, False)
     c.expect("checkpoint_format", "gptq", "gptq_v2")
     c.expect("format", "gptq", "gptq_v2")
     c.expect("pack_dtype", "int32")
@@ -218,20 +265,85 @@ def _gptq(c: Reader, method: str) -> Quantisation:
              "max_input_length")  # fmt: skip
     c.ignore("provenance", "model_name_or_path", "model_file_base_name", "meta", "uri", "version")
     dynamic = c.sub("dynamic")
-    rules = [_dynamic(dynamic, name, bits) for name in dynamic.keys]
     c.ignore("how codes were found", "method", "act_group_aware", "gptaq", "gptaq_alpha", "v2", "v2_alpha", "hyb_act")
-    offset = 0 if c.get_any(("checkpoint_format", "format"), str, "gptq") == "gptq_v2" else 1
-    return Quantisation(method, integers=(*rules, (_ANY, bits)), symmetric=symmetric, zero_offset=offset,
-                        ordered=ordered)  # fmt: skip
+    own = [_dynamic(dynamic, name, bits) for name in dynamic.keys]
+    sorted_by_activation = c.get("desc_act", bool, False) or any(module.desc_act for module in own)
+    return Quantisation(
+        method,
+        block=_linear_fp8(c),
+        integers=(*((module.pattern, module.bits) for module in own), (_ANY, bits)),
+        symmetric=c.get("sym", bool) and all(module.symmetric for module in own),
+        ordered=static_groups or not sorted_by_activation,
+        zero_offset=0 if c.get_any(("checkpoint_format", "format"), str, "gptq") == "gptq_v2" else 1,
+    )
 
 
-def _dynamic(c: Reader, name: str, bits: int) -> tuple[str, int]:
-    """A module's own settings: "-:regex" is not quantised, "+:regex" and "regex" otherwise than the rest."""
-    own = c.sub(name)
+@dataclass(frozen=True)
+class _Own:
+    """Settings of the modules whose names match `pattern`, where they differ from the other modules'."""
+
+    pattern: str
+    bits: int
+    symmetric: bool
+    desc_act: bool
+
+
+def _own(own: Reader, pattern: str, bits: int) -> _Own:
     own.ignore("the tensors say it", "group_size")
-    if name.startswith("-:"):
-        return _checked(c, name[2:]), 0
-    return _checked(c, name.removeprefix("+:")), own.size("bits", bits)
+    return _Own(pattern, bits if bits <= 8 else 0, own.get("sym", bool, True), own.get("desc_act", bool, False))
+
+
+def _dynamic(c: Reader, name: str, bits: int) -> _Own:
+    """Under "-:regex", of modules that are not quantised; under "+:regex" or "regex", of others."""
+    own, skipped = c.sub(name), name.startswith("-:")
+    found = own.size("bits", bits)
+    return _own(own, _checked(c, name.removeprefix("-:").removeprefix("+:")), 0 if skipped else found)
+
+
+# packing_format of AutoRound -> whether codes are in AWQ's order, and what stored zero points lack.
+_PACKED_BY_AUTO_ROUND = {
+    "auto_round:auto_gptq": (False, 1), "auto_round:gptq": (False, 1), "auto_round:gptqmodel": (False, 0),
+    "auto_round": (False, 0), "auto_round:auto_awq": (True, 0), "auto_round:awq": (True, 0),
+}  # fmt: skip
+_AUTO_ROUND_ACTIVATIONS = ("act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym")
+
+
+def _auto_round(c: Reader, method: str) -> Quantisation:
+    """GPTQ's and AWQ's tensors under another name."""
+    form, bits = c.get("packing_format", str), c.size("bits")
+    c.expect("packing_format", *_PACKED_BY_AUTO_ROUND)
+    awq, zero_offset = _PACKED_BY_AUTO_ROUND[form]
+    c.expect("bits", *((4,) if awq else (4, 8)))
+    c.expect("data_type", "int")
+    c.expect("act_bits", 16, 32)  # below 9 the tensors are others
+    c.ignore("the tensors say it", "group_size", "block_name_to_quantize", "to_quant_block_names", "quant_lm_head",
+             "modules_to_not_convert")  # fmt: skip
+    c.ignore("activations stay bfloat16", *_AUTO_ROUND_ACTIVATIONS)
+    c.ignore("how codes were found", "amp", "batch_size", "dataset", "enable_minmax_tuning", "enable_norm_bias_tuning",
+             "enable_quanted_input", "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr",
+             "nsamples", "scale_dtype", "seqlen", "train_bs")  # fmt: skip
+    c.ignore("of other engines", "backend")
+    c.ignore("provenance", "autoround_version")
+    extra = c.sub("extra_config")
+    own = [_own_of_auto_round(extra, name, bits) for name in extra.keys]
+    own.sort(key=lambda module: not module.pattern.endswith("$"))  # names come before regular expressions
+    return Quantisation(
+        method,
+        block=_linear_fp8(c),
+        integers=(*((module.pattern, module.bits) for module in own), (_ANY, bits)),
+        symmetric=c.get("sym", bool) and all(module.symmetric for module in own),
+        zero_offset=zero_offset,
+        awq=awq,
+    )
+
+
+def _own_of_auto_round(c: Reader, name: str, bits: int) -> _Own:
+    """Under a module's name, or under a regular expression that is searched for in names: AutoRound's regular
+    expressions contain a sign that names do not."""
+    own, plain = c.sub(name), re.fullmatch(r"[\w.]+", name)
+    own.expect("data_type", "int", "float")
+    own.ignore("activations stay bfloat16", *_AUTO_ROUND_ACTIVATIONS)
+    return _own(own, re.escape(name) + "$" if plain else f".*?(?:{_checked(c, name)})", own.size("bits", bits))
 
 
 def _awq(c: Reader, method: str) -> Quantisation:
@@ -241,20 +353,75 @@ def _awq(c: Reader, method: str) -> Quantisation:
     for key in ("sym", "desc_act"):
         c.expect(key, False)
     c.expect("pack_dtype", "int32")
+    c.expect("pack_method", "reorder")
+    _quark_export(c)
     for key in ("checkpoint_format", "format"):
         c.expect(key, "gemm")
     c.ignore("the tensors say it", "group_size", "modules_to_not_convert", "lm_head", "method", "meta")
     c.ignore("of other engines", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
-    return Quantisation(method, integers=((_ANY, c.size("bits")),), symmetric=False)
+    integers = ((_ANY, c.size("bits")),)
+    return Quantisation(method, block=_linear_fp8(c), integers=integers, symmetric=False, awq=True)
+
+
+def _quark(c: Reader, method: str) -> Quantisation:
+    """AMD's: FP8 for tensors or rows, MXFP4."""
+    c.ignore("the tensors say it", "exclude")
+    c.ignore("activations stay bfloat16", "softmax_quant_spec", "kv_cache_post_rope")
+    c.ignore("provenance", "version", "quant_mode")
+    c.expect("algo_config", *_without_runtime_work(c))
+    _quark_export(c)
+    layers = [c.sub("global_quant_config")]
+    for key in ("layer_quant_config", "layer_type_quant_config"):
+        of = c.sub(key)
+        layers += [of.sub(name) for name in of.keys]
+    activations = {name for layer in layers if (name := _quark_layer(layer))}
+    kv = c.sub("kv_cache_quant_config")
+    kv.ignore("--kv-dtype decides", *kv.keys)
+    if kv.keys:
+        activations.add("a KV cache of 8 bits")
+    return Quantisation(method, activations=" and ".join(sorted(activations)))
+
+
+def _without_runtime_work(c: Reader) -> list[object]:
+    """The value of algo_config, if none of its algorithms leaves anything to be done when the model runs."""
+    found = c.get("algo_config", list, [])
+    folded = ("smooth", "autosmoothquant", "awq", "gptq", "gptaq", "autoround", "qronos")
+    return [found] if all(isinstance(of, dict) and of.get("name") in folded for of in found) else []
+
+
+def _quark_layer(c: Reader) -> str:
+    """What activations were made for."""
+    weight, inputs = c.sub("weight"), c.sub("input_tensors")
+    if weight.keys:
+        form = (weight.get("dtype", str), weight.get("qscheme", str))
+        if form not in (("fp8_e4m3", "per_tensor"), ("fp8_e4m3", "per_channel"), ("fp4", "per_group")):
+            raise weight.error(f"{form[0]} {form[1]} is not implemented, only fp8_e4m3 and MXFP4")
+        weight.expect("scale_format", *(("e8m0",) if form[0] == "fp4" else ("float", "float32")))
+        weight.expect("is_dynamic", False)
+        weight.expect("is_scale_quant", False)
+        weight.ignore("the tensors say it, or how scales were found", *weight.keys)
+    c.expect("bias")
+    c.ignore("activations stay bfloat16", "output_tensors", "target_device")
+    name = inputs.get("dtype", str, "")
+    inputs.ignore("activations stay bfloat16", *inputs.keys)
+    return {"fp8_e4m3": "FP8", "fp4": "MXFP4"}.get(name, name)
+
+
+def _quark_export(c: Reader) -> None:
+    """How Quark packs, which it says in configs of other methods too."""
+    export = c.sub("export")
+    export.expect("weight_format", "real_quantized")
+    export.expect("pack_method", "reorder")
+    export.ignore("the tensors say it", "weight_merge_groups", "kv_cache_group", "min_kv_scale")
 
 
 # What activations were made for.
 _MODELOPT = {
     "FP8": "FP8", "FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "", "NVFP4": "NVFP4", "W4A16_NVFP4": "",
-    "MXFP8": "MXFP8", "MIXED_PRECISION": "FP8 and NVFP4",
+    "MXFP4": "MXFP4", "MXFP8": "MXFP8", "MIXED_PRECISION": "FP8 and NVFP4",
 }  # fmt: skip
 
 _METHODS: dict[str, Callable[[Reader, str], Quantisation]] = {
     "fp8": _fp8, "mxfp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt,
-    "gptq": _gptq, "awq": _awq,
+    "gptq": _gptq, "awq": _awq, "auto-round": _auto_round, "quark": _quark, "w4afp8": _w4afp8,
 }  # fmt: skip

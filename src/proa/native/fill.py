@@ -189,7 +189,7 @@ def touch(pool: Pool, parts: Sequence[tuple[int, Arena, int, int]]) -> None:
     )
 
 
-def to_float(stored: Stored, address: int, nbytes: int, values: int, out: int) -> None:
+def to_float(stored: Stored | Code, address: int, nbytes: int, values: int, out: int) -> None:
     """`values` numbers in `nbytes` bytes at `address` -> float32 at `out`, exactly. Raises ValueError."""
     if values:
         _native().proa_to_float(stored, address, nbytes, values, out)

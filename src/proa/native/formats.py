@@ -72,6 +72,7 @@ class Code(IntEnum):
     INT4 = 1004  # code - 8; of two codes in a byte the first in the low bits
     UINT4 = 1005
     E2M1 = 1006
+    SIGNED4 = 1007  # two's complement, otherwise as INT4
 
 
 class Order(IntEnum):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from proa.errors import WeightsError
-from proa.native.fill import Scales, StoredRows, decode
+from proa.native.fill import Scales, StoredRows, decode, to_float
 from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Format, Order, Stored
 from proa.weights.index import FETCH_AGAIN, Quantised, TensorInfo
 
@@ -85,7 +85,7 @@ class CodedFiles:
 
     def _read_scales(self, info: TensorInfo, of: Quantised, matrix: int) -> Scales:
         height = info.shape[-2]
-        values = _as_kept(self._part(info, of.scales, matrix), info.dtype)
+        values = _as_kept(self._part(info, of.scales, matrix), of.scales, info.dtype)
         if info.dtype == "NVFP4" and bool((values >= 0x7F).any()):
             raise WeightsError(f"{of.scales.file}: a scale of {info.dtype} is negative or not a number.", FETCH_AGAIN)
         if of.order is not Order.ROWS:
@@ -174,13 +174,19 @@ def _quantised(info: TensorInfo) -> Quantised:
     return info.quantised
 
 
-def _as_kept(scales: Tensor, stored: str) -> Tensor:
+def _as_kept(scales: Tensor, tensor: TensorInfo, stored: str) -> Tensor:
     """In the type that the format keeps, which holds them exactly; of what none keeps, float32."""
     kept = QUANTISED.get(stored)
     match kept.format if kept else None:
         case Format.MXFP8 | Format.MXFP4 | Format.NVFP4 | Format.INT4_F16 | Format.INT4_BF16:
             return scales
-    return scales.float()
+    if scales.dtype is not torch.uint8:
+        return scales.float()
+    powers = torch.empty(scales.shape)
+    to_float(Code.E8M0, scales.data_ptr(), scales.nbytes, scales.numel(), powers.data_ptr())
+    if not bool(powers.isfinite().all()):
+        raise WeightsError(f"{tensor.file}: a scale of {stored} is not a number.", FETCH_AGAIN)
+    return powers
 
 
 def _kind(scales: Tensor, of: Quantised) -> Stored | Code:

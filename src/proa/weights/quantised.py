@@ -17,7 +17,9 @@ from proa.native.formats import PANEL_ROWS, Code, Order
 from proa.weights.index import Quantised, Shape, TensorInfo
 
 _FLOATS = ("F32", "BF16", "F16")
-_POWERS = ("U8", "F8_E8M0")
+_POWERS = ("U8", "F8_E8M0")  # of two
+_SCALES = ("weight_scale_inv", "weight_scale", "scale")  # DeepSeek-V4 has the last one
+_BLOCK = (128, 128)  # of FP8, where the config does not say another one
 _DAMAGED = "The checkpoint is damaged, or of a kind that Proa does not know; use another quantisation of the model."
 
 
@@ -120,22 +122,24 @@ def _tensor(matrix: Matrix) -> TensorInfo:
 
 
 def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
-    weight, scales = module.take("weight"), module.take("weight_scale_inv", "weight_scale")
+    weight, scales = module.take("weight"), module.take(*_SCALES)
     rows, columns = weight.shape[-2:]
-    if scales.dtype in _POWERS:
-        _groups(module, scales, weight.shape, 32)
+    if scales.dtype in _POWERS and scales.shape == (*weight.shape[:-1], columns / 32):
         return Matrix("MXFP8", weight.shape, Quantised(weight, Code.E4M3, scales, 1, 32))
     stacked = len(weight.shape) - 2
     one = scales.shape[stacked:]  # of one matrix
     parts = Quantised(weight, Code.E4M3, scales, 0, 0)
-    if scales.dtype not in _FLOATS or scales.shape[:stacked] != weight.shape[:stacked]:
+    if scales.dtype not in (*_FLOATS, *_POWERS) or scales.shape[:stacked] != weight.shape[:stacked]:
         raise module.misfit(scales, weight.shape)
+    if of.block is None and prod(one) == 1:
+        return Matrix("FP8 tensor", weight.shape, parts)
     if len(one) == 4 and one[1] == one[3] == 1:  # as modelopt writes blocks
         one = (one[0], one[2])
-    if of.block is not None and one == (-(-rows // of.block[0]), -(-columns // of.block[1])):
-        parts = replace(parts, scale_rows=of.block[0], group=of.block[1])
-        rows_of = "" if of.block[0] % PANEL_ROWS == 0 else f"{of.block[0]} x "  # a panel has one scale of each group
-        return Matrix(f"FP8 block {rows_of}{of.block[1]}", weight.shape, parts)
+    height, width = of.block or _BLOCK
+    if one == (-(-rows // height), -(-columns // width)):
+        parts = replace(parts, scale_rows=height, group=width)
+        rows_of = "" if height % PANEL_ROWS == 0 else f"{height} x "  # a panel has one scale of each group
+        return Matrix(f"FP8 block {rows_of}{width}", weight.shape, parts)
     if prod(one) == 1:
         return Matrix("FP8 tensor", weight.shape, parts)
     if one in ((rows,), (rows, 1)):
@@ -143,10 +147,23 @@ def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
     raise module.misfit(scales, weight.shape)
 
 
-def _eight_bit_integers(module: Module, of: Quantisation) -> Matrix:
-    weight, scales = module.take("weight"), module.take("weight_scale")
+def _signed_bytes(module: Module, of: Quantisation) -> Matrix:
+    """int8: one integer, or two of 4 bits as W4AFP8 has them, or two e2m1 as transformers and DeepSeek-V4 have them."""
+    weight, scales = module.take("weight"), module.take(*_SCALES)
+    if scales.dtype in _POWERS:
+        shape = (*weight.shape[:-1], weight.shape[-1] * 2)
+        _groups(module, scales, shape, 32)
+        return Matrix("MXFP4", shape, Quantised(weight, Code.E2M1, scales, 1, 32))
+    if scales.dtype not in _FLOATS:
+        raise module.misfit(scales, weight.shape)
+    if of.paired:
+        _expect_bits(module, of, 4)
+        shape = (*weight.shape[:-1], weight.shape[-1] * 2)
+        group = _groups(module, scales, shape)
+        parts = Quantised(weight, Code.SIGNED4, scales, 1, group)
+        return Matrix(_integer_name(Code.INT4, group, scales.dtype, False, True), shape, parts)
+    _expect_bits(module, of, 4, 8)  # of 4 bits too, each is stored in a byte
     group = 0 if scales.shape == weight.shape[:-1] else _groups(module, scales, weight.shape)
-    _expect_bits(module, of, 8)
     return Matrix(_name("INT8", group), weight.shape, Quantised(weight, Code.INT8, scales, 1, group))
 
 
@@ -202,7 +219,7 @@ def _turned_integers(module: Module, of: Quantisation) -> Matrix:
     ordered = of.ordered or scales.shape[0] == 1
     g_idx = module.maybe("g_idx") if ordered else module.take("g_idx")
     bits = _expect_bits(module, of, 4, 8)
-    per_word, awq = 32 // bits, of.method == "awq"
+    per_word, awq = 32 // bits, of.awq
     if len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in _FLOATS:
         raise module.misfit(scales, words.shape)
     rows, columns = scales.shape[1], words.shape[0] * (1 if awq else per_word)
@@ -255,7 +272,7 @@ def _name(code: str, group: int) -> str:
 
 # By the tensor that has a module's codes, and its type.
 _READERS = {
-    "weight": {"F8_E4M3": _eight_bit_floats, "I8": _eight_bit_integers, "U8": _packed_floats},
+    "weight": {"F8_E4M3": _eight_bit_floats, "I8": _signed_bytes, "U8": _packed_floats},
     "qweight": {"I32": _turned_integers},
     "weight_packed": {"I32": _packed_integers, "U8": _packed_floats},
     "blocks": {"U8": _blocks_of_floats},
