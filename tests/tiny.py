@@ -64,9 +64,13 @@ TINY: dict[str, TinyModel] = {
     "llama-bias": _model(
         "LlamaForCausalLM", attention_bias=True, mlp_bias=True, head_dim=24, rope_parameters=_rope(1e4)
     ),
-    "llama-linear": _model("LlamaForCausalLM", rope_parameters=_rope(1e4, "linear", factor=4.0)),
+    # Heads of no multiple of 8 dimensions, as OpenLLaMA-3B has them (100), and of no multiple of 4.
+    "llama-linear": _model("LlamaForCausalLM", head_dim=20, rope_parameters=_rope(1e4, "linear", factor=4.0)),
     "llama-dynamic": _model(
-        "LlamaForCausalLM", max_position_embeddings=32, rope_parameters=_rope(1e4, "dynamic", factor=4.0)
+        "LlamaForCausalLM",
+        head_dim=18,
+        max_position_embeddings=32,
+        rope_parameters=_rope(1e4, "dynamic", factor=4.0),
     ),
     "llama-yarn": _model("LlamaForCausalLM", rope_parameters=_YARN),
     "qwen2": _model("Qwen2ForCausalLM", rope_parameters=_rope(1e6)),

@@ -321,7 +321,7 @@ void check(const KvPages& c) {
     require(std::isnormal(c.key_scale) && c.key_scale > 0 && std::isnormal(c.value_scale) && c.value_scale > 0,
             "Scales of a KV cache are positive.");
     require(c.type == KvType::kE4m3 || (c.key_scale == 1 && c.value_scale == 1), "Scales are for a KV cache of e4m3.");
-    require(c.key_dim % 8 == 0 && c.value_dim % 8 == 0, "Dimensions of keys and values are multiples of 8.");
+    require(c.key_dim % 2 == 0 && c.value_dim % 2 == 0, "Dimensions of keys and values are even.");
     check_rows(c.keys, c.key_stride, int64_t(c.kv_heads) * c.key_dim, "The key cache");
     check_rows(c.values, c.value_stride, int64_t(c.kv_heads) * c.value_dim, "The value cache");
 }

@@ -209,6 +209,7 @@ int main() {
         using proa::Format, proa::Order;
         coded_on_every_pool(Stored::kE4m3, Order::kRows, Format::kFp8Row, rows);
         coded_on_every_pool(Stored::kInt4, Order::kRows, Format::kInt4F32, rows);
+        coded_on_every_pool(Stored::kSigned4, Order::kRows, Format::kInt4F32, rows);
         coded_on_every_pool(Stored::kInt4, Order::kWordsTurned, Format::kInt4F32, rows);
         coded_on_every_pool(Stored::kUint8, Order::kWordsTurned, Format::kInt8F32, rows);
         coded_on_every_pool(Stored::kInt4, Order::kAwqTurned, Format::kInt4F32, rows);

@@ -236,6 +236,13 @@ inline Quad load_quad(const void* p) {
     return x;
 }
 
+// The first `count` of eight values; nothing beyond them is read.
+inline Quad load_first_of_eight(const uint16_t* p, int count) {
+    uint16_t all[8] = {};
+    for (int i = 0; i < count; ++i) all[i] = p[i];
+    return load_quad(all);
+}
+
 // {a0 b0 a1 b1}, {a2 b2 a3 b3}; {a0 a1 b0 b1}, {a2 a3 b2 b3}.
 #if defined(__clang__)
 inline Quad zip_low(Quad a, Quad b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
@@ -258,16 +265,20 @@ inline void store_transposed(Quad a, Quad b, Quad c, Quad d, uint8_t* out) {
 
 // Panels of 16 keys, zero where there are no more, as layout_of(kBf16, keys, dim) has them.
 void pack_keys(const uint16_t* const* keys, size_t offset, int tokens, int dim, uint8_t* out) {
-    const int padded = round_up(dim, kColumnUnit);
+    const int padded = round_up(dim, kColumnUnit), whole = dim / 8 * 8;
     for (int first = 0; first < tokens; first += 16, out += size_t(padded) * 32) {
         for (int quad = 0; quad < 16; quad += 4) {
             const uint16_t* row[4];
             for (int i = 0; i < 4; ++i) row[i] = first + quad + i < tokens ? keys[first + quad + i] + offset : kNoKey;
-            for (int d = 0; d < dim; d += 8)
-                store_transposed(load_quad(row[0] + d), load_quad(row[1] + d), load_quad(row[2] + d),
-                                 load_quad(row[3] + d), out + d * 32 + quad * 4);
+            const auto store_eight = [&](int d, auto&& load) {
+                store_transposed(load(row[0] + d), load(row[1] + d), load(row[2] + d), load(row[3] + d),
+                                 out + d * 32 + quad * 4);
+            };
+            for (int d = 0; d < whole; d += 8) store_eight(d, load_quad);
+            if (whole < dim)
+                store_eight(whole, [&](const uint16_t* from) { return load_first_of_eight(from, dim - whole); });
         }
-        for (int d = dim; d < padded; d += 2) store_u32(out + d * 32, set_u32(0));
+        for (int d = round_up(dim, 8); d < padded; d += 2) store_u32(out + d * 32, set_u32(0));
     }
 }
 

@@ -25,6 +25,7 @@ from proa.plan.expert_counts import Counts
 from proa.plan.fit import Case, Fitted, fit
 from proa.plan.fp8_activations import fp8_rows
 from proa.plan.gpu_asked import asked_gpu, unused_rows
+from proa.plan.heads import beyond_cpu, beyond_gpu
 from proa.plan.kv_type import kv_type
 from proa.plan.overrides import config_overrides
 from proa.plan.packed_size import packed_size
@@ -188,6 +189,10 @@ def _split(case: Case, gpu: Gpu, batch_tokens: int) -> tuple[Split, int]:
 
 
 def _on_cpu(case: Case, batch_tokens: int, why_no_gpu: str, active_bytes: int, bandwidth: float) -> _Placed:
+    if case.dtype == "bfloat16" and (why := beyond_cpu(case.spec)):
+        raise UsageError(
+            f"The native kernels cannot compute {case.model}: {why}.", "Use --dtype float32: plain torch, slower."
+        )
     case = with_copies(case)
     fitted, need = fit(case), case.need
     memory = MemoryBudget(
@@ -219,7 +224,8 @@ def _hindrance(case: Case, gpu: Gpu) -> tuple[str, str] | None:
         return f"the GPU computes in bfloat16, not {case.dtype}", "Use --dtype bfloat16, or --gpu none."
     if case.spec.latent_attention and best_effort(gpu):
         return "latent attention needs matrix instructions for bfloat16, compute capability 8.0", "Use --gpu none."
-    return None
+    why = beyond_gpu(case.spec)
+    return (why, "Use --gpu none.") if why else None
 
 
 def _check_dummy(asked: ModelOptions, checkpoint: Checkpoint, dtype: str) -> None:

@@ -24,7 +24,7 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)  # where a maximum begins: finite, so
 PREFILL_TILE = 64  # query rows x heads of a group
 FEW_SEQUENCES = 256  # up to here one compiled kernel serves all numbers of sequences
 PART = 32  # splits that are combined at once
-MOST_DIM, DIM_UNIT = 256, 8  # of a head
+MOST_DIM = 256  # of a head
 
 
 @dataclass(frozen=True)
@@ -313,8 +313,8 @@ def _check(q: Tensor, cache: KvPages, page_table: Tensor, kv_lens: Tensor, softm
     kv_heads = cache.keys.shape[2]
     if heads % kv_heads or heads // kv_heads > PREFILL_TILE or cache.keys.shape[3] != dim:
         raise ValueError(f"q {tuple(q.shape)} does not go with a cache {tuple(cache.keys.shape)}")
-    if dim % DIM_UNIT or dim > MOST_DIM:
-        raise ValueError(f"heads of {dim} values: multiples of {DIM_UNIT} up to {MOST_DIM}")
+    if dim > MOST_DIM:
+        raise ValueError(f"heads of {dim} values: {MOST_DIM} at most")
     if q.stride()[1:] != (dim, 1) or out.shape != q.shape or out.stride()[1:] != (dim, 1):
         raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} must have whole heads side by side")
     if cache.keys.stride() != cache.values.stride() or cache.keys.stride(3) != 1:

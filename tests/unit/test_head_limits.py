@@ -1,0 +1,53 @@
+"""Attention heads that the kernels cannot compute are refused before anything is loaded; all others run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from proa.errors import UsageError
+from proa.models.spec import Block, Mlp, Model
+from proa.plan.heads import CPU_MOST_DIM, GPU_MOST_DIM, GPU_MOST_GROUP
+from unit.test_vram import attention, gpu, machine, model, moe, plan, row
+
+
+def with_heads(heads: int, kv_heads: int, head_dim: int) -> Model:
+    return model(32000, 2, Block(attention(3200, heads, kv_heads, head_dim), moe(3200, 8, 2, 512)), 2048)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 32, 100), (6, 3, 18), (64, 1, 256)])
+def test_accepted(heads: int, kv_heads: int, head_dim: int) -> None:
+    assert plan(with_heads(heads, kv_heads, head_dim), machine(64, gpu(80))).gpu is not None
+    assert plan(with_heads(heads, kv_heads, head_dim), machine(64)).gpu is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "why"),
+    [
+        (4, 2, 258, "heads have 258 dimensions, more than 256"),
+        (65, 1, 64, "65 query heads share a KV head, more than 64"),
+    ],
+)
+def test_beyond_a_gpu(heads: int, kv_heads: int, head_dim: int, why: str) -> None:
+    spec = with_heads(heads, kv_heads, head_dim)
+    with pytest.raises(UsageError, match=why):
+        plan(spec, machine(64, gpu(80)), gpu="0")
+    got = plan(spec, machine(64, gpu(80)))
+    assert got.gpu is None
+    assert row(got, "GPU") == ("auto", "none", f"CPU only: {why}")
+
+
+def test_beyond_the_cpu() -> None:
+    dense = model(32000, 2, Block(attention(3200, 4, 2, 578), Mlp(3200, 512)), 2048)
+    with pytest.raises(UsageError, match="heads have 578 dimensions, more than 576") as caught:
+        plan(dense, machine(64))
+    assert "--dtype float32" in caught.value.remedy
+    assert plan(dense, machine(64), dtype="float32").gpu is None
+
+
+def test_the_limits_are_the_kernels() -> None:
+    header = Path(__file__).parents[2] / "csrc/src/isa/attend.h"
+    assert f"kMostHeadDim = {CPU_MOST_DIM};" in header.read_text()
+    attention_kernels = pytest.importorskip("proa.ops.triton.attention", reason="Triton is not installed here")
+    assert (GPU_MOST_DIM, GPU_MOST_GROUP) == (attention_kernels.MOST_DIM, attention_kernels.PREFILL_TILE)
