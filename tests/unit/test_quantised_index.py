@@ -126,7 +126,11 @@ def collapsed(config: dict[str, Any], **tensors: TensorInfo) -> dict[str, Tensor
         (AUTO_ROUND, gptq(), "INT4 32 F16", (16, 64)),
         (AUTO_ROUND | {"sym": False}, gptq(), "UINT4 32", (16, 64)),
         (AUTO_ROUND | {"bits": 8}, gptq(bits=8), "INT8 32", (16, 64)),
-        (AUTO_ROUND | {"extra_config": {"a.c": {"sym": False}}}, gptq(), "UINT4 32", (16, 64)),
+        (AUTO_ROUND | {"extra_config": {"a.b": {"sym": False}}}, gptq(), "UINT4 32", (16, 64)),
+        (AUTO_ROUND | {"extra_config": {"a.c": {"sym": False}}}, gptq(), "INT4 32 F16", (16, 64)),
+        (GPTQ | {"dynamic": {"+:a": {"sym": False, "bits": 8}}}, gptq(bits=8), "UINT8 32", (16, 64)),
+        (GPTQ | {"dynamic": {"a": {"desc_act": True}}}, gptq(g_idx=("I32", 64)), "INT4 32 F16 in another order",
+         (16, 64)),
         (AUTO_ROUND | {"extra_config": {"a.b": {"bits": 8}}}, gptq(bits=8), "INT8 32", (16, 64)),
         (AUTO_AWQ_ROUND, AWQ_PARTS, "INT4 32 F16", (16, 64)),
         (AUTO_AWQ_ROUND | {"sym": False}, AWQ_PARTS, "UINT4 32", (16, 64)),
@@ -255,6 +259,8 @@ def test_config_is_read_strictly(change: dict[str, Any], problem: str) -> None:
         (compressed(integers(4, "re:(")), "no regular expression"),
         (GPTQ | {"dynamic": {"+:*": {"bits": 8}}}, "no regular expression"),
         (compressed(integers(4, strategy="other")), "strategy = 'other'"),
+        (compressed(integers(5)), "num_bits = 5"),
+        (compressed(integers(6, type="float")), "num_bits = 6"),
         (compressed(integers(4, surprise=1)), "config_groups: group_0: weights.*--ignore-config-key surprise"),
         (compressed(), "'config_groups' is empty"),
         (compressed(integers(4), sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
@@ -278,6 +284,7 @@ def test_config_is_read_strictly(change: dict[str, Any], problem: str) -> None:
         (quark(QUARK_FP8 | {"dtype": "int4"}), "int4 per_tensor is not implemented"),
         (quark(QUARK_FP4 | {"scale_format": "e4m3"}), "scale_format = 'e4m3'"),
         (quark(QUARK_FP8, layer_quant_config={"*": {"weight": QUARK_FP8 | {"dtype": "int8"}}}), "int8 per_tensor"),
+        (quark(QUARK_FP8 | {"qscheme": "per_channel", "ch_axis": 1}), "ch_axis = 1"),
         (quark(QUARK_FP8, algo_config=[{"name": "rotation"}]), "algo_config"),
         (quark(QUARK_FP8, surprise=1), "--ignore-config-key surprise"),
         (MODELOPT | {"kv_cache_scheme": 8}, "kv_cache_scheme"),
@@ -300,7 +307,7 @@ def test_bits_of_several_groups() -> None:
     of = quantisation({"quantization_config": config})
     assert of is not None
     names = ("model.layers.3.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.10.mlp.up_proj")
-    assert [of.bits(name) for name in names] == [8, 8, 4]
+    assert [of.integers(name).bits for name in names] == [8, 8, 4]
 
 
 def test_bits_of_auto_round() -> None:
@@ -309,7 +316,7 @@ def test_bits_of_auto_round() -> None:
     of = quantisation({"quantization_config": AUTO_ROUND | {"extra_config": extra}})
     assert of is not None
     names = ("a.mlp.gate", "a.mlp.gate_proj", "a.mlp.gate_proj_2", "a.mlp.up_proj", "b.a.mlp.gate_proj")
-    assert [of.bits(name) for name in names] == [0, 8, 0, 4, 0]
+    assert [of.integers(name).bits for name in names] == [0, 8, 0, 4, 0]
 
 
 def test_what_activations_were_made_for() -> None:

@@ -19,29 +19,43 @@ _OTHER = "Use another quantisation of the model, its unquantised repository, or 
 
 
 @dataclass(frozen=True)
+class Integers:
+    """How modules store integers.
+
+    pattern: a regular expression that matches the beginning of their names. bits: 0: they are not quantised.
+    symmetric: the zero point is the middle code. ordered: columns are in the order of their groups.
+    """
+
+    pattern: str
+    bits: int
+    symmetric: bool = True
+    ordered: bool = True
+
+
+@dataclass(frozen=True)
 class Quantisation:
     """What `quantization_config` says that the tensors do not.
 
     method: quant_method. block: rows and columns that share a scale, of FP8 matrices with blocks; None: 128 x 128.
-    integers: (regular expression over module names, bits); the first match counts, 0 bits: the module is not quantised.
-    symmetric: the zero point is the middle code. ordered: columns are in the order of their groups. zero_offset: to be
-    added to stored zero points. awq: `qweight` is packed in AWQ's order, not GPTQ's. paired: an int8 tensor holds two
-    codes of 4 bits in a byte, not one of 8. activations: what the checkpoint rounds them to; "": nothing.
+    rules: of modules of integers, the first that matches counts. zero_offset: to be added to stored zero points.
+    awq: `qweight` is packed in AWQ's order, not GPTQ's. paired: an int8 tensor holds two codes of 4 bits in a byte, not
+    one of 8. activations: what the checkpoint rounds them to; "": nothing.
     """
 
     method: str
     block: tuple[int, int] | None = None
-    integers: tuple[tuple[str, int], ...] = ()
-    symmetric: bool = True
-    ordered: bool = True
+    rules: tuple[Integers, ...] = ()
     zero_offset: int = 0
     awq: bool = False
     paired: bool = False
     activations: str = ""
 
-    def bits(self, module: str) -> int:
-        """Of a module's integers; 0 if the config does not have it quantised."""
-        return next((bits for pattern, bits in self.integers if re.match(pattern, module)), 0)
+    def integers(self, module: str) -> Integers:
+        """How a module stores integers; of 0 bits if the config does not have it quantised."""
+        return next((rule for rule in self.rules if re.match(rule.pattern, module)), _NO_INTEGERS)
+
+
+_NO_INTEGERS = Integers("", 0)
 
 
 def quantisation(
@@ -110,7 +124,7 @@ def _w4afp8(c: Reader, method: str) -> Quantisation:
     c.expect("moe_input_scale_policy", "fixed_unit")
     c.ignore("activations stay bfloat16", "moe_activation_scheme", "linear_activation_scheme")
     c.ignore("the tensors say it", "group_size", "ignore")
-    return replace(_fp8(c, method), integers=((_ANY, 4),), paired=True)
+    return replace(_fp8(c, method), rules=(Integers(_ANY, 4),), paired=True)
 
 
 def _mxfp4(c: Reader, method: str) -> Quantisation:
@@ -142,7 +156,9 @@ def _compressed_tensors(c: Reader, method: str) -> Quantisation:
     if not groups.keys:
         raise c.error("'config_groups' is empty")
     found = [_weights_group(groups.sub(name)) for name in groups.keys]
-    targets = [(_pattern(c, target), group.bits) for group in found for target in group.targets]
+    rules = [
+        Integers(_pattern(c, target), group.bits, ordered=group.ordered) for group in found for target in group.targets
+    ]
     activations = {group.activations for group in found if group.activations}
     blocks = {block for block in (linear, *(group.block for group in found)) if block}
     if len(blocks) > 1:
@@ -150,8 +166,7 @@ def _compressed_tensors(c: Reader, method: str) -> Quantisation:
     return Quantisation(
         method,
         block=next(iter(blocks), None),
-        integers=tuple(sorted(targets, key=lambda of: of[0] == _ANY)),  # names come before the kind of layer
-        ordered=all(group.ordered for group in found),
+        rules=tuple(sorted(rules, key=lambda rule: rule.pattern == _ANY)),  # names come before the kind of layer
         activations=" and ".join(sorted(activations | _kv(c))),
     )
 
@@ -173,6 +188,7 @@ def _weights_group(c: Reader) -> _Group:
     targets = c.get("targets", list)
     weights = c.sub("weights")
     bits, kind = weights.size("num_bits"), weights.get("type", str)
+    weights.expect("num_bits", 4, 8)
     weights.expect("type", "int", "float")
     weights.expect("dynamic", False)
     weights.expect("actorder", "group", "weight", "static")
@@ -243,7 +259,7 @@ def _modelopt(c: Reader, method: str) -> Quantisation:
     return Quantisation(
         method,
         block=(128, 128) if algo == "FP8_PB_WO" else None,
-        integers=((_ANY, 4),) if mixed else (),
+        rules=(Integers(_ANY, 4),) if mixed else (),
         paired=mixed,
         activations=" and ".join(sorted(made_for | kv)),
     )
@@ -266,38 +282,28 @@ def _gptq(c: Reader, method: str) -> Quantisation:
     c.ignore("provenance", "model_name_or_path", "model_file_base_name", "meta", "uri", "version")
     dynamic = c.sub("dynamic")
     c.ignore("how codes were found", "method", "act_group_aware", "gptaq", "gptaq_alpha", "v2", "v2_alpha", "hyb_act")
-    own = [_dynamic(dynamic, name, bits) for name in dynamic.keys]
-    sorted_by_activation = c.get("desc_act", bool, False) or any(module.desc_act for module in own)
+    desc_act = c.get("desc_act", bool, False)
+    rest = Integers(_ANY, bits, c.get("sym", bool), ordered=static_groups or not desc_act)
     return Quantisation(
         method,
         block=_linear_fp8(c),
-        integers=(*((module.pattern, module.bits) for module in own), (_ANY, bits)),
-        symmetric=c.get("sym", bool) and all(module.symmetric for module in own),
-        ordered=static_groups or not sorted_by_activation,
+        rules=(*(_dynamic(dynamic, name, rest) for name in dynamic.keys), rest),
         zero_offset=0 if c.get_any(("checkpoint_format", "format"), str, "gptq") == "gptq_v2" else 1,
     )
 
 
-@dataclass(frozen=True)
-class _Own:
-    """Settings of the modules whose names match `pattern`, where they differ from the other modules'."""
-
-    pattern: str
-    bits: int
-    symmetric: bool
-    desc_act: bool
+def _own(c: Reader, pattern: str, rest: Integers) -> Integers:
+    """Settings of modules of their own, where they differ from those of the rest. Beyond 8 bits they are floats."""
+    c.ignore("the tensors say it", "group_size")
+    bits = c.size("bits", rest.bits)
+    ordered = rest.ordered if not c.has("desc_act") else not c.get("desc_act", bool)
+    return Integers(pattern, bits if bits <= 8 else 0, c.get("sym", bool, rest.symmetric), ordered)
 
 
-def _own(own: Reader, pattern: str, bits: int) -> _Own:
-    own.ignore("the tensors say it", "group_size")
-    return _Own(pattern, bits if bits <= 8 else 0, own.get("sym", bool, True), own.get("desc_act", bool, False))
-
-
-def _dynamic(c: Reader, name: str, bits: int) -> _Own:
+def _dynamic(c: Reader, name: str, rest: Integers) -> Integers:
     """Under "-:regex", of modules that are not quantised; under "+:regex" or "regex", of others."""
-    own, skipped = c.sub(name), name.startswith("-:")
-    found = own.size("bits", bits)
-    return _own(own, _checked(c, name.removeprefix("-:").removeprefix("+:")), 0 if skipped else found)
+    own = _own(c.sub(name), _checked(c, name.removeprefix("-:").removeprefix("+:")), rest)
+    return replace(own, bits=0) if name.startswith("-:") else own
 
 
 # packing_format of AutoRound -> whether codes are in AWQ's order, and what stored zero points lack.
@@ -325,25 +331,19 @@ def _auto_round(c: Reader, method: str) -> Quantisation:
     c.ignore("of other engines", "backend")
     c.ignore("provenance", "autoround_version")
     extra = c.sub("extra_config")
-    own = [_own_of_auto_round(extra, name, bits) for name in extra.keys]
-    own.sort(key=lambda module: not module.pattern.endswith("$"))  # names come before regular expressions
-    return Quantisation(
-        method,
-        block=_linear_fp8(c),
-        integers=(*((module.pattern, module.bits) for module in own), (_ANY, bits)),
-        symmetric=c.get("sym", bool) and all(module.symmetric for module in own),
-        zero_offset=zero_offset,
-        awq=awq,
-    )
+    rest = Integers(_ANY, bits, c.get("sym", bool))
+    own = [_own_of_auto_round(extra, name, rest) for name in extra.keys]
+    own.sort(key=lambda rule: not rule.pattern.endswith("$"))  # names come before regular expressions
+    return Quantisation(method, block=_linear_fp8(c), rules=(*own, rest), zero_offset=zero_offset, awq=awq)
 
 
-def _own_of_auto_round(c: Reader, name: str, bits: int) -> _Own:
+def _own_of_auto_round(c: Reader, name: str, rest: Integers) -> Integers:
     """Under a module's name, or under a regular expression that is searched for in names: AutoRound's regular
     expressions contain a sign that names do not."""
     own, plain = c.sub(name), re.fullmatch(r"[\w.]+", name)
     own.expect("data_type", "int", "float")
     own.ignore("activations stay bfloat16", *_AUTO_ROUND_ACTIVATIONS)
-    return _own(own, re.escape(name) + "$" if plain else f".*?(?:{_checked(c, name)})", own.size("bits", bits))
+    return _own(own, re.escape(name) + "$" if plain else f".*?(?:{_checked(c, name)})", rest)
 
 
 def _awq(c: Reader, method: str) -> Quantisation:
@@ -359,8 +359,8 @@ def _awq(c: Reader, method: str) -> Quantisation:
         c.expect(key, "gemm")
     c.ignore("the tensors say it", "group_size", "modules_to_not_convert", "lm_head", "method", "meta")
     c.ignore("of other engines", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
-    integers = ((_ANY, c.size("bits")),)
-    return Quantisation(method, block=_linear_fp8(c), integers=integers, symmetric=False, awq=True)
+    rules = (Integers(_ANY, c.size("bits"), symmetric=False),)
+    return Quantisation(method, block=_linear_fp8(c), rules=rules, awq=True)
 
 
 def _quark(c: Reader, method: str) -> Quantisation:
@@ -397,6 +397,7 @@ def _quark_layer(c: Reader) -> str:
         if form not in (("fp8_e4m3", "per_tensor"), ("fp8_e4m3", "per_channel"), ("fp4", "per_group")):
             raise weight.error(f"{form[0]} {form[1]} is not implemented, only fp8_e4m3 and MXFP4")
         weight.expect("scale_format", *(("e8m0",) if form[0] == "fp4" else ("float", "float32")))
+        weight.expect("ch_axis", *((0,) if form[1] == "per_channel" else (-1, 1)))
         weight.expect("is_dynamic", False)
         weight.expect("is_scale_quant", False)
         weight.ignore("the tensors say it, or how scales were found", *weight.keys)

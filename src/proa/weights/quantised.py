@@ -180,7 +180,7 @@ def _packed_integers(module: Module, of: Quantisation) -> Matrix:
     g_idx = module.maybe("weight_g_idx")
     if g_idx is not None and (g_idx.shape != shape[-1:] or g_idx.dtype != "I32" or len(shape) > 2):
         raise module.misfit(g_idx, shape)
-    ordered = of.ordered or g_idx is None or not group
+    ordered = of.integers(module.name).ordered or g_idx is None or not group
     parts = Quantised(packed, code, scales, 1, group, zeros=zeros, g_idx=g_idx, ordered=ordered)
     return Matrix(_integer_name(code, group, scales.dtype, zeros is not None, ordered), shape, parts)
 
@@ -216,7 +216,8 @@ def _blocks_of_floats(module: Module, of: Quantisation) -> Matrix:
 def _turned_integers(module: Module, of: Quantisation) -> Matrix:
     """GPTQ: words along the columns, [columns, rows]; AWQ: words along the rows. Scales and zeros [groups, rows]."""
     words, scales, zeros = module.take("qweight"), module.take("scales"), module.take("qzeros")
-    ordered = of.ordered or scales.shape[0] == 1
+    rule = of.integers(module.name)
+    ordered, symmetric = rule.ordered or scales.shape[0] == 1, rule.symmetric
     g_idx = module.maybe("g_idx") if ordered else module.take("g_idx")
     bits = _expect_bits(module, of, 4, 8)
     per_word, awq = 32 // bits, of.awq
@@ -230,13 +231,13 @@ def _turned_integers(module: Module, of: Quantisation) -> Matrix:
         raise module.misfit(zeros, words.shape)
     if g_idx is not None and (g_idx.shape != (columns,) or g_idx.dtype != "I32"):
         raise module.misfit(g_idx, words.shape)
-    code = Code.UINT8 if bits == 8 else Code.INT4 if of.symmetric else Code.UINT4
+    code = Code.UINT8 if bits == 8 else Code.INT4 if symmetric else Code.UINT4
     group = 0 if groups == 1 else columns // groups
     parts = Quantised(
         words, code, scales, 1, group, Order.AWQ if awq else Order.WORDS, zeros, zero_offset=of.zero_offset,
-        symmetric=of.symmetric, g_idx=g_idx, ordered=ordered,
+        symmetric=symmetric, g_idx=g_idx, ordered=ordered,
     )  # fmt: skip
-    return Matrix(_integer_name(code, group, scales.dtype, not of.symmetric, ordered), (rows, columns), parts)
+    return Matrix(_integer_name(code, group, scales.dtype, not symmetric, ordered), (rows, columns), parts)
 
 
 def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) -> int:
@@ -250,7 +251,7 @@ def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) ->
 
 
 def _expect_bits(module: Module, of: Quantisation, *known: int) -> int:
-    bits = of.bits(module.name)
+    bits = of.integers(module.name).bits
     if bits not in known:
         says = f"integers of {bits} bits" if bits else "no integers"
         raise WeightsError(

@@ -1,0 +1,130 @@
+"""Files that other libraries write: each is read, and its values are what the library itself says they are.
+
+The libraries are fetched, not installed, and write in a process of their own (tests/writers); without a network these
+tests are skipped. Formats that are written by hand, and logits, are in test_quantised_logits.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engines import load_decoder
+from fetched import unpacked
+from proa.weights.checkpoint import open_checkpoint
+from proa.weights.sources import resolve, stored_types
+from tiny import make_tiny
+
+WRITERS = Path(__file__).parents[1] / "writers"
+COMPRESSED_TENSORS = {
+    "compressed-tensors==0.20.0": "fd18911b3fb818eb11976d2a19134a58b5262b265b375c8d4a6a7282e80b7513",
+    "loguru==0.7.3": "31a33c10c8e1e10422bfd431aeb5d351c7cf7fa671e3c4df004162264b28220c",
+}
+MODELOPT = {"nvidia-modelopt==0.47.0": "db13e62d7efe4a1512e8b8c3f479e28d64022306f94a194f13234e7dca1d3120"}
+AUTO_ROUND = {
+    "auto-round==0.16.1": "4dcdef6a64247ee9585a47052ec2adfaa259a41b3ccbe32435ff8d4a9388998e",
+    "py-cpuinfo==9.0.0": "859625bc251f64e21f077d099d4162689c762b5d6a4c3c97553d56241c9674d5",
+}
+# What they are kept as, beside what is not quantised. q_proj, k_proj and v_proj have 256 columns, o_proj 128, which is
+# one group of 128.
+COMPRESSED = {
+    "W4A16": {"INT4 128 BF16", "INT4 channel BF16"},
+    "W4A16_ASYM": {"UINT4 128", "UINT4 channel"},
+    "W8A16": {"INT8 128", "INT8 channel"},
+    "W4AFP8": {"INT8 128", "INT8 channel"},  # codes of 4 bits, each in a byte
+    "W8A8": {"INT8 channel"},
+    "FP8": {"FP8 tensor"},
+    "FP8_DYNAMIC": {"FP8 channel"},
+    "FP8_BLOCK": {"FP8 block 128"},
+    "NVFP4A16": {"NVFP4"},
+    "MXFP4A16": {"MXFP4"},
+    "MXFP8A16": {"MXFP8"},
+}
+OPTIMISED = {
+    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": {"FP8 block 128"},
+    "FP8_DEFAULT_CFG": {"FP8 tensor"},
+    "MXFP4_DEFAULT_CFG": {"MXFP4"},
+    "MXFP8_DEFAULT_CFG": {"MXFP8"},
+    "NVFP4_DEFAULT_CFG": {"NVFP4"},
+}
+ROUNDED = {
+    "auto_round+sym": {"INT4 32 F16", "INT8 32"},
+    "auto_round+asym": {"UINT4 32", "INT8 32"},
+    "auto_round:auto_gptq+asym": {"UINT4 32", "INT8 32"},
+    "auto_round:auto_awq+sym": {"INT4 32 F16"},
+    "auto_round:auto_awq+asym": {"UINT4 32"},
+}
+
+
+def written(folder: Path, writer: str, wheels: dict[str, str], names: list[str], without: str) -> Path:
+    """Checkpoints of one layer, a folder for each name. without: packages that the library has no use for here."""
+    paths = [str(unpacked(requirement, sha256)) for requirement, sha256 in wheels.items()]
+    source = make_tiny("qwen3", folder / "source", num_hidden_layers=1, hidden_size=256, intermediate_size=384)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(WRITERS / "without.py"), without, str(WRITERS / writer)]
+    command += [str(source), str(folder / "written"), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "written"
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compressed")
+    return written(folder, "compressed_tensors_files.py", COMPRESSED_TENSORS, list(COMPRESSED), "")
+
+
+@pytest.fixture(scope="module")
+def optimised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("optimised")
+    return written(folder, "modelopt_files.py", MODELOPT, list(OPTIMISED), "scipy,omegaconf,pulp")
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rounded")
+    return written(folder, "auto_round_files.py", AUTO_ROUND, list(ROUNDED), "datasets")
+
+
+def assert_read(folder: Path, kept: set[str]) -> None:
+    """Where the library's own values are bfloat16, they are the file's rounded once."""
+    checkpoint = open_checkpoint(folder)
+    declared = checkpoint.declare()
+    sources = resolve(declared, checkpoint.tensors)
+    types = set(stored_types(sources, checkpoint.tensors).values())
+    assert types - {"BF16", "F32"} == kept
+    model = load_decoder(folder, torch.float32).decoder
+    assert model is not None
+    exact, seen = load_file(folder / "exact.safetensors"), 0
+    for ours, tensor in dict(model.parameters()).items():
+        want = exact.get(sources.params[ours].tensor)
+        if want is None:
+            continue
+        seen += 1
+        if want.dtype is torch.bfloat16:
+            assert torch.equal(tensor.bfloat16(), want.view_as(tensor)), ours
+        else:
+            torch.testing.assert_close(tensor, want.float().view_as(tensor), rtol=2.0**-22, atol=0)
+    assert seen >= 6
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_tensors(name: str, compressed: Path) -> None:
+    assert_read(compressed / name, COMPRESSED[name])
+
+
+@pytest.mark.parametrize("name", OPTIMISED)
+def test_modelopt(name: str, optimised: Path) -> None:
+    assert_read(optimised / name, OPTIMISED[name])
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_auto_round(name: str, rounded: Path) -> None:
+    folder = rounded / name.replace(":", "-")
+    assert_read(next(folder.glob("**/config.json")).parent, ROUNDED[name])
