@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from engines import load_decoder
@@ -62,10 +64,16 @@ ROUNDED = {
 }
 
 
-def written(folder: Path, writer: str, wheels: dict[str, str], names: list[str], without: str) -> Path:
+FINE_GRAINED = {"float": {"FP8 block 128"}, "ue8m0": {"FP8 block 128"}}
+
+
+def written(
+    folder: Path, writer: str, wheels: dict[str, str], names: list[str], without: str = "", head_dim: int = 32
+) -> Path:
     """Checkpoints of one layer, a folder for each name. without: packages that the library has no use for here."""
     paths = [str(unpacked(requirement, sha256)) for requirement, sha256 in wheels.items()]
-    source = make_tiny("qwen3", folder / "source", num_hidden_layers=1, hidden_size=256, intermediate_size=384)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 384, "head_dim": head_dim}
+    source = make_tiny("qwen3", folder / "source", **sizes)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(WRITERS / "without.py"), without, str(WRITERS / writer)]
     command += [str(source), str(folder / "written"), *names]
@@ -77,7 +85,7 @@ def written(folder: Path, writer: str, wheels: dict[str, str], names: list[str],
 @pytest.fixture(scope="module")
 def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compressed")
-    return written(folder, "compressed_tensors_files.py", COMPRESSED_TENSORS, list(COMPRESSED), "")
+    return written(folder, "compressed_tensors_files.py", COMPRESSED_TENSORS, list(COMPRESSED))
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +98,12 @@ def optimised(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rounded")
     return written(folder, "auto_round_files.py", AUTO_ROUND, list(ROUNDED), "datasets")
+
+
+@pytest.fixture(scope="module")
+def fine_grained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fine_grained")  # transformers converts what consists of whole blocks only
+    return written(folder, "transformers_files.py", {}, list(FINE_GRAINED), head_dim=64)
 
 
 def assert_read(folder: Path, kept: set[str]) -> None:
@@ -128,3 +142,12 @@ def test_modelopt(name: str, optimised: Path) -> None:
 def test_auto_round(name: str, rounded: Path) -> None:
     folder = rounded / name.replace(":", "-")
     assert_read(next(folder.glob("**/config.json")).parent, ROUNDED[name])
+
+
+@pytest.mark.skipif(
+    "scale_fmt" not in signature(transformers.FineGrainedFP8Config).parameters,
+    reason="this transformers has no FP8 with scales that are powers of two",
+)
+@pytest.mark.parametrize("name", FINE_GRAINED)
+def test_transformers(name: str, fine_grained: Path) -> None:
+    assert_read(fine_grained / name, FINE_GRAINED[name])
