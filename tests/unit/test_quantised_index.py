@@ -353,6 +353,11 @@ OPTIMUM = {
     "pad_token_id": None, "quant_method": "gptq", "sym": True, "tokenizer": None, "true_sequential": True,
     "use_cuda_fp16": False, "use_exllama": True,
 }  # fmt: skip
+AUTO_GPTQ = {  # of AutoGPTQ 0.7.1, which names static_groups whatever desc_act is
+    "bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "static_groups": False, "sym": True,
+    "true_sequential": True, "model_name_or_path": None, "model_file_base_name": "model", "is_marlin_format": False,
+    "quant_method": "gptq",
+}  # fmt: skip
 AUTO_AWQ = {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm"}
 MODELOPT_NOW = {
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}},
@@ -376,13 +381,49 @@ MODELOPT_OLD = {
 }  # fmt: skip
 
 
+QUARK_EXPORT = {
+    "kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder", "weight_format": "real_quantized",
+    "weight_merge_groups": None,
+}  # fmt: skip
+QUARK_AS_FP8 = {
+    "activation_scheme": "dynamic", "export": QUARK_EXPORT, "ignored_layers": ["lm_head"], "kv_cache_scheme": None,
+    "quant_method": "fp8",
+}  # fmt: skip
+
+
+def quark_013(dtype: str, qscheme: str, **more: Any) -> dict[str, Any]:
+    """As amd-quark 0.13 writes it."""
+    weight = {
+        "block_size": None, "ch_axis": None, "dtype": dtype, "enable_buffer_reuse": False, "group_size": None,
+        "is_dynamic": False, "is_scale_quant": False, "max_input_numel": 4194304, "mx_element_dtype": None,
+        "observer_cls": "PerTensorMinMaxObserver", "qscheme": qscheme, "round_method": "half_even",
+        "scale_calculation_mode": None, "scale_format": None, "scale_type": None, "symmetric": True,
+        "zero_point_type": "int32", **more,
+    }  # fmt: skip
+    layer = {"weight": weight, "input_tensors": weight | {"is_dynamic": True}, "output_tensors": None, "bias": None}
+    return {
+        "algo_config": None, "exclude": ["lm_head"], "export": QUARK_EXPORT, "kv_cache_post_rope": False,
+        "global_quant_config": {**layer, "target_device": None}, "kv_cache_quant_config": {}, "layer_quant_config": {},
+        "layer_type_quant_config": {}, "quant_method": "quark", "quant_mode": "eager_mode", "softmax_quant_spec": None,
+        "version": "0.13",
+    }  # fmt: skip
+
+
+QUARK_MXFP4 = quark_013("fp4", "per_group", ch_axis=-1, group_size=32, scale_format="e8m0", scale_type="float",
+                        scale_calculation_mode="even", symmetric=None)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("config", "activations"),
     [
         (LLM_COMPRESSOR, "FP8"),
         (OPTIMUM, ""),
-        (OPTIMUM | {"static_groups": False}, ""),
-        (OPTIMUM | {"static_groups": True}, ""),
+        (AUTO_GPTQ, ""),
+        (AUTO_GPTQ | {"desc_act": True, "static_groups": True}, ""),
+        (quark_013("fp8_e4m3", "per_tensor"), "FP8"),
+        (quark_013("fp8_e4m3", "per_channel", ch_axis=0, scale_type="float"), "FP8"),
+        (QUARK_MXFP4, "MXFP4"),
+        (QUARK_AS_FP8, "FP8, dynamic"),
         (LLM_COMPRESSOR | {"moe_sparsity_config": None}, "FP8"),
         (MINIMAX, "FP8, dynamic"),
         (MODELOPT_31, "FP8 and a KV cache of FP8"),
