@@ -52,6 +52,8 @@ int proa_fill(proa_pool* pool, const proa_fill_job* jobs, int64_t count, proa_fi
             proa::fill(pool->host.pool, all);
         } catch (const proa::ReadFailed& failed) {
             *failure = {failed.job, failed.error};
+        } catch (const proa::NotFinite& failed) {
+            *failure = {failed.job, PROA_FILL_NOT_FINITE};
         }
     });
 }

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "error.h"
+#include "finite.h"
 
 namespace proa {
 namespace {
@@ -115,12 +116,51 @@ Source codes_at(StoredRows rows) {
     return source;
 }
 
+// Rows of numbers, `stride` bytes apart.
+void require_finite(const Part& part, Stored type, const uint8_t* data, size_t stride, int rows, size_t values) {
+    const StoredFacts facts = facts_of(type);
+    const bool together = stride == values / size_t(facts.block_values) * size_t(facts.block_bytes);
+    for (int r = 0; r < (together ? 1 : rows); ++r)
+        if (!all_finite(type, data + size_t(r) * stride, together ? values * size_t(rows) : values))
+            throw NotFinite(part.index);
+}
+
+void require_finite_scales(const Part& part) {
+    const Fill& job = *part.job;
+    const Scales& s = job.scales;
+    const int64_t first = (s.first + part.first) / s.rows, last = (s.first + part.first + part.count - 1) / s.rows;
+    const int group = s.group ? s.group : job.layout.columns;
+    const auto groups = size_t((job.layout.columns + group - 1) / group);
+    for (const uint8_t* of : {s.data, s.mins})
+        if (of) require_finite(part, s.type, of + size_t(first) * s.stride, s.stride, int(last - first) + 1, groups);
+}
+
+// What stays as it is stored: bfloat16, blocks, codes with their scales. What is converted is looked at afterwards, for
+// it may be too large for bfloat16 as well.
+void require_finite_if_kept(const Part& part, StoredRows rows) {
+    const Fill& job = *part.job;
+    const bool becomes_bf16 = job.plain || job.layout.format == Format::kBf16;
+    if (becomes_bf16 && job.stored != Stored::kBf16) return;
+    const int values = plain_turned(job) ? job.layout.rows : job.layout.columns;
+    require_finite(part, job.stored, rows.data, rows.stride, part.count, size_t(values));
+    if (is_coded(job.stored)) require_finite_scales(part);
+}
+
+// Numbers rounded once, into `out`.
+void plain_to_bf16(const Part& part, const uint8_t* from, size_t values, uint16_t* out) {
+    to_bf16(part.job->stored, from, values, out);
+    if (part.job->stored != Stored::kBf16)
+        require_finite(part, Stored::kBf16, reinterpret_cast<const uint8_t*>(out), values * 2, 1, values);
+}
+
 // Row `r` of the part, rounded once.
 void row_to_bf16(const Part& part, StoredRows rows, int r, uint16_t* out) {
     const Fill& job = *part.job;
     const uint8_t* row = rows.data + size_t(r) * rows.stride;
-    if (!is_coded(job.stored)) return to_bf16(job.stored, row, size_t(job.layout.columns), out);
+    const auto columns = size_t(job.layout.columns);
+    if (!is_coded(job.stored)) return plain_to_bf16(part, row, columns, out);
     coded_to_bf16(job.stored, job.scales, part.first + r, row, job.layout.columns, out);
+    require_finite(part, Stored::kBf16, reinterpret_cast<const uint8_t*>(out), columns * 2, 1, columns);
 }
 
 void fill_plain(const Part& part, StoredRows rows) {
@@ -160,7 +200,7 @@ void fill_transposed(const Part& part, StoredRows rows, uint8_t* free) {
         for (int odd = 0; odd < 2; ++odd) {
             const int r = k + odd - part.first;
             if (r < part.count)
-                to_bf16(job.stored, rows.data + size_t(r) * rows.stride, size_t(l.rows), two + size_t(odd) * padded);
+                plain_to_bf16(part, rows.data + size_t(r) * rows.stride, size_t(l.rows), two + size_t(odd) * padded);
             else
                 std::memset(two + size_t(odd) * padded, 0, size_t(l.rows) * 2);
         }
@@ -177,6 +217,7 @@ void fill_part(const Part& part, std::byte* scratch) {
     auto* buffer = reinterpret_cast<uint8_t*>(scratch);
     const StoredRows rows = fetch(part, buffer);
     uint8_t* free = buffer + (size_t(part.count) * stored_bytes(*part.job) + 63) / 64 * 64;
+    require_finite_if_kept(part, rows);
     if (part.job->plain) return fill_plain(part, rows);
     if (plain_turned(*part.job)) return fill_transposed(part, rows, free);
     fill_panels(part, rows, free);

@@ -37,6 +37,12 @@ struct ReadFailed : Error {
     int error;
 };
 
+// A number or scale that a job read is NaN or infinite, or becomes infinite as bfloat16.
+struct NotFinite : Error {
+    explicit NotFinite(int64_t which) : Error(PROA_ERROR_ARGUMENT, "A stored number is not finite."), job(which) {}
+    int64_t job;
+};
+
 // Tasks may not throw: what the first of a phase throws is kept for the caller.
 class FirstFailure {
   public:
@@ -63,7 +69,7 @@ class FirstFailure {
 // The rows of a job whose source is in memory, as float32. Throws Error (argument).
 void decode(const Fill& job, float* to);
 
-// Throws ReadFailed; Error (argument) for a layout that does not take what is stored; what Pool::run throws.
+// Throws ReadFailed; NotFinite; Error (argument) for a layout that does not take what is stored; what Pool::run throws.
 void fill(Pool& pool, const std::vector<Fill>& jobs);
 
 // Bytes [first, first + count) of an arena get memory from the team's workers.

@@ -61,14 +61,17 @@ def spare_tensor(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("scheme", "change", "problem"),
     [
-        ("gptq", shuffle, "not in the order of their groups, as the config says"),
-        ("gptq in another order", beyond, "a column has a scale that is not there"),
-        ("gptq", another_zero, "symmetric .* zero points differ"),
+        ("gptq", shuffle, f"columns of {O_PROJ}.g_idx are not in the order of their groups of 32, as the config says"),
+        (
+            "gptq in another order", beyond,
+            rf"m/model.safetensors: {O_PROJ}.g_idx is 99 at \[7\], but {O_PROJ}.scales has only the groups 0 to 3",
+        ),
+        ("gptq", another_zero, f"symmetric .* all zero points of {O_PROJ}.qzeros should be 8, but some differ"),
         ("gptq", bias(0.5), "o_proj.bias is not zero"),
         ("int4", bias(0.0), "o_proj.bias: nothing in the model uses it"),
         ("int4", spare_tensor, "weight_surprise: nothing in the model uses it"),
-        ("nvfp4", negative_scale, "negative or not a number"),
-        ("nvfp4", no_factor, "the scale of a whole matrix is 0.0"),
+        ("nvfp4", negative_scale, rf"{O_PROJ}.weight_scale is -0.001953125 at \[3, 1\]; .* not negative"),
+        ("nvfp4", no_factor, f"{O_PROJ}.weight_global_scale, the scale of a whole matrix, is 0.0"),
     ],
 )
 def test_refused(scheme: str, change: Callable[[dict[str, Tensor]], None], problem: str, tmp_path: Path) -> None:

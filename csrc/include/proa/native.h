@@ -174,12 +174,15 @@ typedef struct proa_fill_job {
     float factor;                                                // of all scales
 } proa_fill_job;
 
+#define PROA_FILL_NOT_FINITE (-1)
+
 typedef struct proa_fill_failure {
-    int64_t job;    // whose file could not be read; -1: none
-    int32_t error;  // the system's number, or 0: the file ends too early
+    int64_t job;    // that failed; -1: none
+    int32_t error;  // of its file: the system's number, or 0: it ends too early; else PROA_FILL_NOT_FINITE
 } proa_fill_failure;
 
-// Does all jobs. PROA_OK with a `failure` if a file could not be read; what had been filled by then stays.
+// Does all jobs. PROA_OK with a `failure` if a file could not be read, or if a number or scale is NaN or infinite, or
+// becomes infinite as bfloat16; what had been filled by then stays.
 PROA_API int proa_fill(proa_pool* pool, const proa_fill_job* jobs, int64_t count, proa_fill_failure* failure);
 
 // The rows of a job of codes in memory as float32 [rows][columns].

@@ -6,13 +6,12 @@ The files have their full size but are sparse: what was not fetched is a hole, w
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 from proa.errors import WeightsError
 from proa.hub.api import Hub, HubFile, Repository
-from proa.weights.gguf_header import gguf_index
+from proa.weights.gguf_header import BrokenHeader, gguf_index
 
 _SAFETENSORS_FIRST_BYTES = 1 << 18  # holds the header of most shards
 _SAFETENSORS_LONGEST_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -48,7 +47,7 @@ def preview_gguf(hub: Hub, repository: Repository, files: Sequence[HubFile], fol
         try:
             tensors = gguf_index(first).tensors.values()
         except WeightsError as error:
-            if isinstance(error.__cause__, (struct.error, UnicodeDecodeError)):
+            if isinstance(error.__cause__, BrokenHeader):
                 continue  # ran into the hole: a tensor without dimensions
             raise
         data_starts = {file: min(t.offset for t in tensors if t.file == file) for file in {t.file for t in tensors}}

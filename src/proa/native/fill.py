@@ -39,6 +39,7 @@ _SIGNATURES: Signatures = {
     "proa_to_float": (c_int, c_void_p, c_int64, c_int64, c_void_p),
 }
 _PLAIN = -1  # as a format
+_NOT_FINITE = -1  # as a failure's error
 PLAIN_BYTES = {Stored.F64: 8, Stored.F32: 4, Stored.F16: 2, Stored.BF16: 2}  # of one number
 
 
@@ -148,11 +149,22 @@ class ReadError(Exception):
         self.job, self.errno = job, errno
 
 
+class NotFiniteError(Exception):
+    """Job number `job` reads a number or a scale that is NaN or infinite, or that becomes infinite as bfloat16."""
+
+    def __init__(self, job: int) -> None:
+        super().__init__(f"job {job}: a stored number is not finite")
+        self.job = job
+
+
 def fill(pool: Pool, jobs: Sequence[Fill]) -> None:
-    """Do all jobs. Raises ReadError; ValueError for a format that does not keep what is stored, or too few bytes."""
+    """Do all jobs. Raises ReadError; NotFiniteError; ValueError for a format that does not keep what is stored, or too
+    few bytes."""
     array = (_Job * len(jobs))(*(_job(j) for j in jobs))
     failure = _Failure()
     _native().proa_fill(pool.handle, array, len(jobs), byref(failure))
+    if failure.job >= 0 and failure.error == _NOT_FINITE:
+        raise NotFiniteError(failure.job)
     if failure.job >= 0:
         raise ReadError(failure.job, failure.error)
 

@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from proa.errors import TokenizerError
 from proa.text.sentencepiece import build_backend, read_pieces
 from proa.text.tokenizer_source import TokenizerSource, token_ids, wrap_in
+from proa.weights.placeholder import placeholder
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CONVERTIBLE = ("vocab.json", "tekken.json", "tiktoken.model")
@@ -82,6 +83,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _unreadable(path: Path, reason: object) -> TokenizerError:
+    if missing := placeholder(path):
+        return TokenizerError(*missing)
     return TokenizerError(
         f"{path} cannot be read: {reason}.",
         "Download it again, or name another tokenizer's folder with --tokenizer PATH.",

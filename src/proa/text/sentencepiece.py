@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from proa.errors import TokenizerError
+from proa.weights.placeholder import placeholder
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of pieces, the same numbers in GGUF
 _BPE = 2
@@ -85,6 +86,8 @@ def _merges_by_score(pieces: Pieces) -> list[tuple[str, str]]:
 
 def read_pieces(path: Path, *, space_after_special: bool) -> Pieces:
     """The pieces of a tokenizer.model file. Raises TokenizerError when it is damaged or not plain BPE."""
+    if missing := placeholder(path):
+        raise TokenizerError(*missing)
     try:
         top = list(_fields(path.read_bytes()))
         pieces = [dict(_fields(_bytes(value))) for number, value in top if number == 1]

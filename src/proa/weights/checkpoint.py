@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -16,7 +17,8 @@ from proa.models.gguf import config_from_metadata, generation_from_metadata, ggu
 from proa.models.names import Declared
 from proa.models.quantisation import Quantisation, legacy_modelopt, quantisation
 from proa.weights.gguf_header import gguf_index
-from proa.weights.index import TensorInfo, bin_index, safetensors_index, shard_files
+from proa.weights.index import FETCH_AGAIN, TensorInfo, bin_index, safetensors_index, shard_files
+from proa.weights.placeholder import placeholder
 from proa.weights.quantised import collapse
 
 # safetensors and bin: where the names of sharded files, a single file, and files without an index are.
@@ -144,10 +146,16 @@ def _rope_factors(tensor: TensorInfo | None) -> tuple[float, ...]:
     if tensor is None:
         return ()
     if tensor.dtype != "F32":
-        raise WeightsError(f"{tensor.file}: rope_freqs.weight is {tensor.dtype}, not F32.", "Convert it again.")
+        raise WeightsError(f"{tensor.file}: {tensor.name} is {tensor.dtype}; F32 was expected.", "Convert it again.")
     with tensor.file.open("rb") as stream:
         stream.seek(tensor.offset)
-        return struct.unpack(f"<{tensor.nbytes // 4}f", stream.read(tensor.nbytes))
+        found = struct.unpack(f"<{tensor.nbytes // 4}f", stream.read(tensor.nbytes))
+    for i, factor in enumerate(found):
+        if not 0 < factor < math.inf:
+            raise WeightsError(
+                f"{tensor.file}: {tensor.name} is {factor} at [{i}]; finite numbers above 0 were expected.", FETCH_AGAIN
+            )
+    return found
 
 
 def _open_folder(folder: Path, load_format: str, override: dict[str, Any]) -> Checkpoint:
@@ -186,6 +194,8 @@ def _config(folder: Path) -> dict[str, Any]:
 def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ModelNotFound(f"{file.parent} has no {file.name}.", "Give a Hugging Face model folder or a .gguf file.")
+    if missing := placeholder(file):
+        raise ConfigError(*missing)
     try:
         found = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError

@@ -14,7 +14,7 @@ from torch import Tensor
 from proa.errors import WeightsError
 from proa.native.fill import Scales, StoredRows, decode, to_float
 from proa.native.formats import PANEL_ROWS, QUANTISED, Code, Format, Order, Stored
-from proa.weights.index import FETCH_AGAIN, Quantised, TensorInfo
+from proa.weights.index import FETCH_AGAIN, Quantised, TensorInfo, ends_too_early, place_of
 
 _TORCH = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.uint8, "U8": torch.uint8,
@@ -87,7 +87,7 @@ class CodedFiles:
         height = info.shape[-2]
         values = _as_kept(self._part(info, of.scales, matrix), of.scales, info.dtype)
         if info.dtype == "NVFP4" and bool((values >= 0x7F).any()):
-            raise WeightsError(f"{of.scales.file}: a scale of {info.dtype} is negative or not a number.", FETCH_AGAIN)
+            raise _bad_nvfp4_scale(of.scales, values, matrix)
         if of.order is not Order.ROWS:
             values = values.view(-1, height).T.contiguous()
         group_of = self._order(info, of, of.g_idx) if of.g_idx else None
@@ -118,7 +118,8 @@ class CodedFiles:
         found = (unpacked + of.zero_offset & (1 << bits) - 1)[: info.shape[-2]]
         if of.symmetric and bool((found != 1 << bits - 1).any()):
             raise WeightsError(
-                f"{zeros.file}: the config says that integers are symmetric (sym), but zero points differ.",
+                f"{zeros.file}: the config says that integers are symmetric (sym), so all zero points of {zeros.name} "
+                f"should be {1 << bits - 1}, but some differ.",
                 "Set sym to false in config.json's quantization_config, if that is where the mistake is.",
             )
         return found
@@ -131,17 +132,28 @@ class CodedFiles:
             return None
         if of.ordered and not torch.equal(found.long(), torch.arange(columns) // group):
             raise WeightsError(
-                f"{g_idx.file}: columns are not in the order of their groups, as the config says (desc_act).",
+                f"{g_idx.file}: the columns of {g_idx.name} are not in the order of their groups of {group}, as the "
+                "config says (desc_act).",
                 "Set desc_act to true in config.json's quantization_config, if that is where the mistake is.",
             )
-        if not of.ordered and not bool(((found >= 0) & (found < columns // group)).all()):
-            raise WeightsError(f"{g_idx.file}: a column has a scale that is not there.", FETCH_AGAIN)
+        beyond = ((found < 0) | (found >= columns // group)).nonzero()
+        if not of.ordered and len(beyond):
+            column = int(beyond[0])
+            raise WeightsError(
+                f"{g_idx.file}: {g_idx.name} is {int(found[column])} at [{column}], but {of.scales.name} has only the "
+                f"groups 0 to {columns // group - 1}.",
+                FETCH_AGAIN,
+            )
         return None if of.ordered else found
 
     def _factor(self, info: TensorInfo, of: Quantised, factor: TensorInfo, matrix: int) -> float:
         value = float(self._part(info, factor, matrix))
         if not 0 < value < float("inf"):
-            raise WeightsError(f"{factor.file}: the scale of a whole matrix is {value}.", FETCH_AGAIN)
+            raise WeightsError(
+                f"{factor.file}: {factor.name}, the scale of a whole matrix, is {value}; a finite number above 0 was "
+                "expected.",
+                FETCH_AGAIN,
+            )
         return 1 / value if of.inverse else value
 
     def _part(self, info: TensorInfo, tensor: TensorInfo, matrix: int) -> Tensor:
@@ -158,7 +170,7 @@ class CodedFiles:
         while done < nbytes:
             got = stream.readinto(view[done:])
             if not got:
-                raise WeightsError(f"{tensor.file} ends too early.", FETCH_AGAIN)
+                raise ends_too_early(tensor)
             done += got
         return found
 
@@ -172,6 +184,16 @@ def _quantised(info: TensorInfo) -> Quantised:
     if info.quantised is None:
         raise ValueError(f"a tensor of {info.dtype} has no scales")
     return info.quantised
+
+
+def _bad_nvfp4_scale(scales: TensorInfo, codes: Tensor, matrix: int) -> WeightsError:
+    """For codes of `matrix`, of which some are negative or NaN."""
+    at = int((codes >= 0x7F).nonzero()[0])
+    value = float(codes.view(torch.float8_e4m3fn)[at])
+    place = place_of(scales.shape, matrix * len(codes) + at)
+    return WeightsError(
+        f"{scales.file}: {scales.name} is {value} at {place}; scales of NVFP4 are finite and not negative.", FETCH_AGAIN
+    )
 
 
 def _as_kept(scales: Tensor, tensor: TensorInfo, stored: str) -> Tensor:

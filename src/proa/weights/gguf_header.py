@@ -17,6 +17,7 @@ from typing import Any
 
 from proa.errors import WeightsError
 from proa.weights.index import FETCH_AGAIN, TensorInfo
+from proa.weights.placeholder import refuse_placeholder
 
 # Type ids of tensors; the names are those of the gguf package.
 _TYPES = {
@@ -37,6 +38,10 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _LONGEST_ARRAY = 4096  # longer arrays belong to the vocabulary
 _SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+
+
+class BrokenHeader(Exception):
+    """The header is cut off or contradicts itself; the text says where. The cause of the WeightsError that users see."""
 
 
 @dataclass(frozen=True)
@@ -81,61 +86,79 @@ def _parts(file: Path) -> list[Path]:
 
 
 def _read(file: Path, keep_vocabulary: bool = False) -> GgufHeader:
+    refuse_placeholder(file)
     size = file.stat().st_size
     if size < 24:
-        raise WeightsError(f"{file}: only {size} bytes long.", FETCH_AGAIN)
+        raise WeightsError(f"{file}: only {size} bytes long; a GGUF header has at least 24.", FETCH_AGAIN)
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return _Cursor(file, data, keep_vocabulary).header()
-        except (struct.error, UnicodeDecodeError) as error:
-            raise WeightsError(f"{file}: the GGUF header is cut off or damaged.", FETCH_AGAIN) from error
+        except BrokenHeader as error:
+            raise WeightsError(f"{file}: {error}.", FETCH_AGAIN) from error
 
 
 class _Cursor:
-    """Reads a GGUF header from front to back. Raises struct.error past the end."""
+    """Reads a GGUF header from front to back. Raises BrokenHeader, and WeightsError for what is not implemented."""
 
     def __init__(self, file: Path, data: mmap.mmap, keep_vocabulary: bool) -> None:
         self._file = file
         self._data = data
         self._keep_vocabulary = keep_vocabulary
         self._at = 0
+        self._reading = "the counts"  # for messages
 
     def header(self) -> GgufHeader:
         magic, version = self._data[:4], self._unpack("4xI")
         if magic != b"GGUF":
-            raise WeightsError(f"{self._file}: not a GGUF file (it begins with {magic!r}).", FETCH_AGAIN)
+            raise WeightsError(f"{self._file}: not a GGUF file: it begins with {magic!r}, not b'GGUF'.", FETCH_AGAIN)
         if version not in (2, 3):
             raise WeightsError(
-                f"{self._file}: GGUF version {version} (or a big-endian file) cannot be read, only 2 and 3.",
+                f"{self._file}: GGUF version {version} (or a big-endian file) is not implemented, only 2 and 3.",
                 "Convert the model again with a current converter.",
             )
         num_tensors, num_keys = self._unpack("Q"), self._unpack("Q")
         metadata = {}
-        for _ in range(num_keys):
+        for i in range(num_keys):
+            self._reading = f"metadata key {i + 1} of {num_keys}"
             key = self._string()
+            self._reading = f"the metadata key {key}"
             metadata[key] = self._value(self._unpack("I"))
-        entries = [self._tensor() for _ in range(num_tensors)]
+        entries = []
+        for i in range(num_tensors):
+            self._reading = f"tensor {i + 1} of {num_tensors}"
+            entries.append(self._tensor())
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise struct.error(f"alignment {alignment!r}")
+        if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
+            raise BrokenHeader(f"general.alignment is {alignment!r}; a whole number of at least 1 was expected")
         start = -(-self._at // alignment) * alignment
         return GgufHeader(metadata, self._locate(entries, start))
 
     def _unpack(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self._data, self._at)
-        self._at += struct.calcsize("<" + code)
-        return value
+        start, self._at = self._at, self._at + self._checked(struct.calcsize("<" + code))
+        return struct.unpack_from("<" + code, self._data, start)[0]
 
     def _string(self, errors: str = "strict") -> str:
         length = self._checked(self._unpack("Q"))
         start, self._at = self._at, self._at + length
-        return self._data[start : self._at].decode("utf-8", errors)
+        try:
+            return self._data[start : self._at].decode("utf-8", errors)
+        except UnicodeDecodeError:
+            raise BrokenHeader(f"{self._reading} has a text that is not UTF-8, at byte {start}") from None
 
     def _checked(self, length: int) -> int:
         """Before a length from the file is used to allocate or to loop."""
         if length > len(self._data) - self._at:
-            raise struct.error(f"{length} bytes past the end")
+            raise BrokenHeader(
+                f"the header is cut off: {self._reading} needs {length} bytes from byte {self._at} on, but the file has "
+                f"{len(self._data)}"
+            )
         return length
+
+    def _not_implemented(self, what: str) -> WeightsError:
+        return WeightsError(
+            f"{self._file}: {self._reading} has {what}, which is not implemented.",
+            "Fetch the file again if it may be damaged; else convert the model with a current converter.",
+        )
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -143,7 +166,7 @@ class _Cursor:
         if kind == _ARRAY:
             return self._array(self._unpack("I"), self._unpack("Q"))
         if kind not in _SCALARS:
-            raise struct.error(f"value type {kind}")
+            raise self._not_implemented(f"the value type {kind}")
         value = self._unpack(_SCALARS[kind])
         return _shortest(value) if kind == _FLOAT else value
 
@@ -157,7 +180,7 @@ class _Cursor:
                 self._at += length
             return None
         if kind not in _SCALARS:
-            raise struct.error(f"array of type {kind}")
+            raise self._not_implemented(f"an array of the value type {kind}")
         start, self._at = self._at, self._at + self._checked(count * struct.calcsize("<" + _SCALARS[kind]))
         if count > _LONGEST_ARRAY and not self._keep_vocabulary:
             return None
@@ -167,8 +190,9 @@ class _Cursor:
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape (outermost first), type id, offset from the start of the data."""
         name, num_dims = self._string(), self._unpack("I")
-        if num_dims > 4:
-            raise struct.error(f"{num_dims} dimensions")
+        self._reading = f"the tensor {name}"
+        if not 1 <= num_dims <= 4:
+            raise BrokenHeader(f"the tensor {name} has {num_dims} dimensions; 1 to 4 were expected")
         shape = tuple(self._unpack("Q") for _ in range(num_dims))[::-1]
         return name, shape, self._unpack("I"), self._unpack("Q")
 
@@ -178,20 +202,35 @@ class _Cursor:
             kind = _TYPES.get(type_id, f"type {type_id}")
             if kind not in BLOCKS:
                 raise WeightsError(
-                    f"{self._file}: the tensor {name} is stored as {kind}, which Proa cannot load.",
+                    f"{self._file}: the tensor {name} is stored as {kind}, which is not implemented.",
                     f"Use a GGUF file whose tensors are {', '.join(BLOCKS)}.",
                 )
             elems, block_bytes = BLOCKS[kind]
-            if not shape or shape[-1] % elems or name in tensors:
-                raise struct.error(f"{name} {shape} {kind}")
-            tensors[name] = TensorInfo(kind, shape, self._file, start + offset, prod(shape) // elems * block_bytes)
-        end = max((t.offset + t.nbytes for t in tensors.values()), default=0)
+            if shape[-1] % elems:
+                raise BrokenHeader(
+                    f"the tensor {name} is {kind} {list(shape)}; rows of whole blocks of {elems} were expected"
+                )
+            if name in tensors:
+                raise BrokenHeader(f"the tensor {name} is listed twice")
+            nbytes = prod(shape) // elems * block_bytes
+            tensors[name] = TensorInfo(kind, shape, self._file, start + offset, nbytes, name=name)
+        self._refuse_overlaps(tensors)
+        return tensors
+
+    def _refuse_overlaps(self, tensors: dict[str, TensorInfo]) -> None:
+        end, before = 0, ""
+        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+            if tensor.offset < end:
+                raise BrokenHeader(
+                    f"the tensor {name} begins at byte {tensor.offset}, within {before}, which ends at byte {end}"
+                )
+            end, before = tensor.offset + tensor.nbytes, name
         if end > len(self._data):
             raise WeightsError(
-                f"{self._file}: the header describes {end} bytes, but the file has {len(self._data)}.",
+                f"{self._file}: the header describes {end} bytes ({before} is the last tensor), but the file has "
+                f"{len(self._data)}.",
                 FETCH_AGAIN,
             )
-        return tensors
 
 
 def _shortest(value: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 from proa.errors import WeightsError
 from proa.native.formats import Code, Order
+from proa.weights.placeholder import refuse_placeholder
 from proa.weights.torch_bin import open_bin
 
 # Bytes per element of the plain types, by their names in safetensors and GGUF.
@@ -30,7 +31,7 @@ FETCH_AGAIN = "The file is damaged or was not downloaded completely; fetch it ag
 class TensorInfo:
     """One stored tensor. dtype is a name such as BF16 or Q4_K; shape is outermost first; the bytes are
     `file[offset : offset + nbytes]` (offset is 0 in .bin files, which torch reads). Of a quantised matrix, which
-    several tensors make, nbytes counts them all, and `quantised` has them."""
+    several tensors make, nbytes counts them all, and `quantised` has them. name: as in the file, for messages."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class TensorInfo:
     offset: int
     nbytes: int
     quantised: Quantised | None = None
+    name: str = ""
 
     @property
     def rows(self) -> int:
@@ -81,6 +83,24 @@ class Quantised:
         return sum(part.nbytes for part in parts if part is not None)
 
 
+def place_of(shape: Shape, flat: int) -> list[int]:
+    """Indices of number `flat` of a tensor."""
+    found: list[int] = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        found.insert(0, at)
+    return found
+
+
+def ends_too_early(tensor: TensorInfo) -> WeightsError:
+    """For a file that has become shorter since its header was read."""
+    return WeightsError(
+        f"{tensor.file} ends too early: {tensor.name} should lie at bytes {tensor.offset} to "
+        f"{tensor.offset + tensor.nbytes}, but the file has {tensor.file.stat().st_size}.",
+        FETCH_AGAIN,
+    )
+
+
 def safetensors_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
     """Tensors of safetensors files. Raises WeightsError for damaged files and names that appear twice."""
     index: dict[str, TensorInfo] = {}
@@ -91,6 +111,7 @@ def safetensors_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
 
 def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
     """Format: u64 header length, JSON header, data; https://huggingface.co/docs/safetensors."""
+    refuse_placeholder(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -102,24 +123,54 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
     try:
         header: dict[str, Any] = json.loads(raw)
         header.pop("__metadata__", None)
-        found = {name: _safetensor(file, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{file}: the safetensors header cannot be read ({error!r}).", FETCH_AGAIN) from error
-    end = max((t.offset + t.nbytes for t in found.values()), default=8 + length)
-    if end != size:
-        raise WeightsError(f"{file}: the header describes {end} bytes, but the file has {size}.", FETCH_AGAIN)
+        entries = list(header.items())
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{file}: the safetensors header is no JSON object ({error!r}).", FETCH_AGAIN) from error
+    found = {name: _safetensor(file, name, 8 + length, entry) for name, entry in entries}
+    _refuse_gaps(file, found, 8 + length, size)
     return found
 
 
-def _safetensor(file: Path, data_start: int, entry: Mapping[str, Any]) -> TensorInfo:
-    """Raises ValueError, TypeError or KeyError if the entry contradicts itself."""
-    dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-    begin, end = (int(n) for n in entry["data_offsets"])
-    if not 0 <= begin <= end or any(n < 0 for n in shape):
-        raise ValueError(f"offsets {begin} to {end}, shape {shape}")
-    if dtype in PLAIN_BYTES and end - begin != prod(shape) * PLAIN_BYTES[dtype]:
-        raise ValueError(f"{dtype} {shape} does not take {end - begin} bytes")
-    return TensorInfo(dtype, shape, file, data_start + begin, end - begin)
+def _safetensor(file: Path, name: str, data_start: int, entry: Any) -> TensorInfo:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(_whole(n) for n in entry["shape"])
+        begin, end = (_whole(n) for n in entry["data_offsets"])
+        _whole(end - begin)
+    except (ValueError, TypeError, KeyError) as error:
+        raise WeightsError(
+            f"{file}: the header's entry for {name} is {str(entry)[:200]!r}; a dtype, a shape and two data_offsets were "
+            "expected, sizes being whole numbers from 0 on.",
+            FETCH_AGAIN,
+        ) from error
+    if dtype in PLAIN_BYTES and (expected := prod(shape) * PLAIN_BYTES[dtype]) != end - begin:
+        raise WeightsError(
+            f"{file}: {name} is {dtype} {list(shape)}, which takes {expected} bytes, but the header gives it "
+            f"{end - begin} (data_offsets {begin} to {end}).",
+            FETCH_AGAIN,
+        )
+    return TensorInfo(dtype, shape, file, data_start + begin, end - begin, name=name)
+
+
+def _whole(number: Any) -> int:
+    """Raises ValueError for what is no whole number from 0 on."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no size")
+    return number
+
+
+def _refuse_gaps(file: Path, found: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
+    """The format wants each tensor to begin where another ends, and the last one at the file's end."""
+    at, before = data_start, "the header"
+    for name, tensor in sorted(found.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != at:
+            raise WeightsError(
+                f"{file}: {name} should begin at byte {at}, where {before} ends, but its data_offsets say byte "
+                f"{tensor.offset}.",
+                FETCH_AGAIN,
+            )
+        at, before = tensor.offset + tensor.nbytes, name
+    if at != size:
+        raise WeightsError(f"{file}: the header describes {at} bytes, but the file has {size}.", FETCH_AGAIN)
 
 
 def bin_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
@@ -130,13 +181,14 @@ def bin_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
         found = {}
         for name, tensor in open_bin(file).items():
             kind = str(tensor.dtype).removeprefix("torch.")
-            found[name] = TensorInfo(names.get(kind, kind), tuple(tensor.shape), file, 0, tensor.nbytes)
+            found[name] = TensorInfo(names.get(kind, kind), tuple(tensor.shape), file, 0, tensor.nbytes, name=name)
         _merge(index, found)
     return index
 
 
 def shard_files(index_file: Path) -> list[Path]:
     """Files that a *.index.json names. Raises WeightsError if it cannot be read or files are missing."""
+    refuse_placeholder(index_file)
     try:
         names = sorted(set(json.loads(index_file.read_bytes())["weight_map"].values()))
         files = [index_file.parent / Path(name).name for name in names]

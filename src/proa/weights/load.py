@@ -22,14 +22,15 @@ from torch import Tensor
 
 from proa.errors import WeightsError
 from proa.models.names import Declared
-from proa.native.fill import Fill, ReadError, StoredRows, fill
+from proa.native.fill import Fill, NotFiniteError, ReadError, StoredRows, fill
 from proa.native.formats import Format, Order, layout
 from proa.native.pool import Pool
 from proa.ops.staging import STORED
 from proa.ops.table import Sink, Target
 from proa.weights.checkpoint import Checkpoint
+from proa.weights.finite import is_finite, not_finite
 from proa.weights.in_parts import in_parts
-from proa.weights.index import FETCH_AGAIN, TensorInfo
+from proa.weights.index import FETCH_AGAIN, TensorInfo, ends_too_early
 from proa.weights.rows import READABLE, Rows, open_rows
 from proa.weights.source import Source
 from proa.weights.sources import Sources, resolve, stored_types
@@ -131,6 +132,7 @@ class _Copy:
         self._targets = targets
         self._progress = progress
         self._jobs: list[Fill] = []
+        self._jobs_of: list[Source] = []
         self._read: list[Tensor] = []
         self._jobs_bytes = 0
         self._scales_bytes = 0
@@ -175,7 +177,7 @@ class _Copy:
             elif any(part.transposed or part.height % target.row_unit for part in parts):
                 whole = torch.empty(target.shape, dtype=torch.float32)
                 self._fill_parts(opened, parts, whole)
-                target.write(0, whole)
+                self._write(target, 0, whole, *parts)
             else:
                 first = 0
                 for part in parts:
@@ -211,13 +213,14 @@ class _Copy:
             if target.dtype != torch.bfloat16 or not target.is_contiguous() or source.transposed:
                 return False
             to = layout(Format.BF16, source.rows, source.cols)
-            self._hand_out([Fill(stored, to, target.data_ptr(), target.nbytes, plain=True)], self._bytes(source), run)
+            jobs = [Fill(stored, to, target.data_ptr(), target.nbytes, plain=True)]
+            self._hand_out(jobs, source, self._bytes(source), run)
             return True
         covered, nbytes, total = 0, self._bytes(source), source.height
         for first, count, jobs in in_parts(target, stored, run, begin, end):
             covered = first - begin + count
             before, after = (nbytes * row // total for row in (first - begin, covered))
-            self._hand_out(jobs, after - before, run, gathered)
+            self._hand_out(jobs, source, after - before, run, gathered)
         return covered > 0
 
     def _gather(self, rows: Rows, source: Source) -> Tensor:
@@ -227,10 +230,11 @@ class _Copy:
         return torch.cat([_rectangle(rows, source, at, min(step, source.rows - at)).contiguous() for at in starts])
 
     def _hand_out(
-        self, jobs: Sequence[Fill], nbytes: int, run: Callable[[], None], read: Tensor | None = None
+        self, jobs: Sequence[Fill], source: Source, nbytes: int, run: Callable[[], None], read: Tensor | None = None
     ) -> None:  # fmt: skip
         """read: memory that the jobs read."""
         self._jobs += jobs
+        self._jobs_of += [source] * len(jobs)
         self._read += [] if read is None else [read]
         self._jobs_bytes += nbytes
         self._scales_bytes += max((job.rows.scales.nbytes for job in jobs if job.rows.scales), default=0)
@@ -246,12 +250,14 @@ class _Copy:
         except ReadError as error:
             if error.errno:
                 raise OSError(error.errno, os.strerror(error.errno), str(file)) from None
-            raise WeightsError(f"{file} ends too early.", FETCH_AGAIN) from None
+            raise ends_too_early(self._tensors[self._jobs_of[error.job].tensor]) from None
+        except NotFiniteError as error:
+            raise not_finite(self._tensors, self._jobs_of[error.job]) from None
         if self._flush:
             self._flush()
         self.done_bytes += self._jobs_bytes
-        self._jobs, self._jobs_bytes, self._scales_bytes = [], 0, 0
-        self._read = []
+        self._jobs, self._jobs_of, self._read = [], [], []
+        self._jobs_bytes, self._scales_bytes = 0, 0
         self._progress(self.done_bytes, self._total_bytes)
 
     def _fill(self, rows: Rows, source: Source, target: Target) -> None:
@@ -260,7 +266,7 @@ class _Copy:
         elif source.transposed:
             whole = torch.empty(target.shape, dtype=torch.float32)
             self._fill_tensor(rows, source, whole)
-            target.write(0, whole)
+            self._write(target, 0, whole, source)
         else:
             self._fill_sink(rows, source, target)
 
@@ -271,14 +277,38 @@ class _Copy:
         whole_rows = source.cols == info.shape[-1] and source.row_step == 1 and not source.changed
         for first, count in self._chunks(source, 1):
             part = out[first : first + count]
-            if not (whole_rows and rows.read_into(source.tensor, source.first_row + first, part)):
-                chunk = _rectangle(rows, source, first, count)
-                part.copy_(chunk)
-                _refuse_overflow(chunk, part, source.tensor)
+            if whole_rows and rows.read_into(source.tensor, source.first_row + first, part):
+                if not is_finite(part):
+                    raise not_finite(self._tensors, source)
+                continue
+            chunk = self._numbers(rows, source, first, count)
+            part.copy_(chunk)
+            _refuse_overflow(chunk, part, f"{info.file}: {source.tensor}")
 
     def _fill_sink(self, rows: Rows, source: Source, sink: Sink, begin: int = 0) -> None:
         for first, count in self._chunks(source, sink.row_unit):
-            sink.write(begin + first, _rectangle(rows, source, first, count))
+            self._write(sink, begin + first, self._numbers(rows, source, first, count), source)
+
+    def _write(self, sink: Sink, first: int, rows: Tensor, *sources: Source) -> None:
+        try:
+            sink.write(first, rows)
+        except NotFiniteError:  # the rows are finite, so a number is beyond bfloat16
+            raise not_finite(self._tensors, *sources) from None
+
+    def _numbers(self, rows: Rows, source: Source, first: int, count: int) -> Tensor:
+        """`_rectangle` as the parameter has it. Raises WeightsError for NaN and infinity."""
+        found = _rectangle(rows, source, first, count)
+        if not is_finite(found):
+            raise not_finite(self._tensors, source)
+        match source.changed:
+            case "x + 1":
+                return found - 1
+            case "-exp(x)":
+                if bool((found >= 0).any()):
+                    file = self._tensors[source.tensor].file
+                    raise WeightsError(f"{file}: {source.tensor} has numbers that are not below zero.", FETCH_AGAIN)
+                return (-found).log()
+        return found
 
     def _chunks(self, source: Source, unit: int) -> Iterator[tuple[int, int]]:
         """(first row, rows) of pieces of about _CHUNK_BYTES; progress is told after each."""
@@ -317,24 +347,16 @@ def _stored(rows: Rows, source: Source, gathered: Tensor | None) -> StoredRows |
 
 
 def _rectangle(rows: Rows, source: Source, first: int, count: int) -> Tensor:
-    """What `count` of the source's rows have of its columns, from its row `first` on."""
+    """What `count` of the source's rows have of its columns, from its row `first` on, as stored."""
     span = (count - 1) * source.row_step + 1
     read = rows.read(source.tensor, source.first_row + first * source.row_step, span)
     last = source.first_col + (source.cols - 1) * source.col_step
-    found = read[:: source.row_step, source.first_col : last + 1 : source.col_step]
-    match source.changed:
-        case "x + 1":
-            return found - 1
-        case "-exp(x)":
-            if bool((found >= 0).any()):
-                raise WeightsError(f"{source.tensor} has numbers that are not below zero.", FETCH_AGAIN)
-            return (-found).log()
-    return found
+    return read[:: source.row_step, source.first_col : last + 1 : source.col_step]
 
 
 def _refuse_overflow(chunk: Tensor, out: Tensor, tensor: str) -> None:
     """float16 ends at 65504: an infinity that the checkpoint does not have must not come into the model."""
-    if out.dtype == torch.float16 and chunk.dtype != torch.float16 and not bool(torch.isfinite(out).all()):
-        raise WeightsError(
-            f"{tensor} has values that float16 cannot hold (or that are not finite).", "Use --dtype bfloat16."
-        )
+    if torch.finfo(out.dtype).max < torch.finfo(chunk.dtype).max and not is_finite(out):
+        wider = "bfloat16" if out.dtype == torch.float16 else "float32"
+        kind = str(out.dtype).removeprefix("torch.")
+        raise WeightsError(f"{tensor} has values that {kind} cannot hold.", f"Use --dtype {wider}.")

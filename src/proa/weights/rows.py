@@ -11,11 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from proa.errors import WeightsError
 from proa.native.fill import PLAIN_BYTES, StoredRows, to_float
 from proa.native.formats import Order, Stored
 from proa.weights.coded import CodedFiles
-from proa.weights.index import FETCH_AGAIN, TensorInfo
+from proa.weights.index import TensorInfo, ends_too_early
 from proa.weights.torch_bin import open_bin
 
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -100,7 +99,7 @@ class _FileRows:
         while done < len(view):
             got = self._stream.readinto(view[done:])
             if not got:
-                raise WeightsError(f"{self._file} ends too early.", FETCH_AGAIN)
+                raise ends_too_early(info)
             done += got
 
 

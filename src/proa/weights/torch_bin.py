@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proa.errors import WeightsError
+from proa.weights.placeholder import refuse_placeholder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,11 +18,9 @@ def open_bin(file: Path) -> dict[str, Tensor]:
     """Tensors by name, their data still on disk. Raises WeightsError for damaged files and foreign objects."""
     import torch  # heavy, and planning a model of another format must not pay for it
 
+    refuse_placeholder(file)
     if not zipfile.is_zipfile(file):
-        raise WeightsError(
-            f"{file}: not a PyTorch file of version 1.6 or later, or damaged.",
-            "Fetch it again, or use the model's safetensors files.",
-        )
+        raise _no_archive(file)
     try:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -36,3 +35,23 @@ def open_bin(file: Path) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
         raise WeightsError(f"{file}: not a dictionary of tensors.", "Use the model's safetensors files.")
     return found
+
+
+def _no_archive(file: Path) -> WeightsError:
+    """Why a file is no complete zip archive, which is what PyTorch writes."""
+    with file.open("rb") as stream:
+        head = stream.read(8)
+    if head.startswith(b"PK"):
+        return WeightsError(
+            f"{file}: a PyTorch archive that is cut off: its table of contents, at the end, is missing.",
+            "Fetch it again, or use the model's safetensors files.",
+        )
+    if head.startswith(b"\x80"):  # a pickle's first byte
+        return WeightsError(
+            f"{file}: the file format of PyTorch before 1.6 is not implemented.",
+            "Use the model's safetensors files, or save it again with a current PyTorch.",
+        )
+    return WeightsError(
+        f"{file}: not a PyTorch file: it begins with {head!r}, not with the b'PK' of an archive.",
+        "Fetch it again, or use the model's safetensors files.",
+    )
