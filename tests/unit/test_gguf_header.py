@@ -138,8 +138,10 @@ def patched(file: Path, at: int, raw: bytes) -> Path:
         (0, b"GGML", "not a GGUF file"),
         (4, struct.pack("<I", 1), "version 1 .* is not implemented"),
         (4, struct.pack(">I", 3), "big-endian"),
-        (8, struct.pack("<Q", 2**60), "cut off: .*tensor \\d+ of 1152921504606846976"),
-        (16, struct.pack("<Q", 2**60), "metadata key \\d+ of 1152921504606846976"),
+        (8, struct.pack("<Q", 2**60), "says 1152921504606846976 tensors, but the file has only"),
+        (8, struct.pack("<Q", 5), "a.gguf: the tensor  has 0 dimensions; 1 to 4 were expected"),
+        (16, struct.pack("<Q", 2**60), "says 1152921504606846976 metadata keys, but the file has only"),
+        (16, struct.pack("<Q", 40), "is cut off: metadata key 19 of 40 needs"),
         (24, struct.pack("<Q", 2**60), "cut off: metadata key 1 of 16 needs 1152921504606846976 bytes from byte 32 on"),
         (32, b"\xff\xff", "metadata key 1 of 16 has a text that is not UTF-8, at byte 32"),
     ],
@@ -155,7 +157,7 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
     for size in [*range(0, 1500, 7), *range(1500, end, 611), end - 1]:
         file = tmp_path / "cut.gguf"
         file.write_bytes(whole[:size])
-        with pytest.raises(WeightsError, match=r"is empty|only \d+ bytes long|is cut off|but the file has"):
+        with pytest.raises(WeightsError, match=r"is empty|only \d+ bytes long|is cut off|but the file has (only )?"):
             gguf_index(file)
 
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from proa.errors import ConfigError, ModelError, ModelNotFound, WeightsError
 from proa.weights.checkpoint import open_checkpoint
+from proa.weights.index import safetensors_index
 from tiny import make_tiny
 from weights_cases import load
 
@@ -107,6 +110,9 @@ def edit_header(file: Path, **changes: Any) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\n"
+
+
 BROKEN: list[tuple[str, Any, type[ModelError], str]] = [
     ("config missing", lambda f: (f / "config.json").unlink(), ModelNotFound, "has no config.json"),
     ("config cut off", lambda f: write_config(f, '{"a": '), ConfigError, "is not valid JSON"),
@@ -184,6 +190,57 @@ def test_damage_is_named(folder: Path, what: str, damage: Any, kind: type[ModelE
     assert caught.value.remedy
 
 
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=4))
+def test_flipped_bytes_of_a_header_never_crash(folder: Path, flips: list[tuple[int, int]]) -> None:
+    data = bytearray(shards(folder)[0].read_bytes())
+    for at, value in flips:
+        data[at] = value
+    copy = folder.parent / "flipped.safetensors"
+    copy.write_bytes(data)
+    try:
+        safetensors_index([copy])
+    except WeightsError as error:
+        assert str(copy) in error.message  # noqa: PT017 - some flips change a name, which is no error here
+        assert error.remedy
+
+
+@pytest.mark.parametrize("real", [b"size 4976698672\n", b""])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("config.json", ConfigError),
+        ("generation_config.json", ConfigError),
+        ("model.safetensors.index.json", WeightsError),
+        ("model-00002-of-00003.safetensors", WeightsError),
+    ],
+)
+def test_a_git_lfs_pointer_is_called_that(folder: Path, name: str, kind: type[ModelError], real: bytes) -> None:
+    (folder / name).write_bytes(LFS_POINTER + real)
+    with pytest.raises(kind, match=rf"{name} is a Git LFS pointer: the real file.* was not downloaded") as caught:
+        open_checkpoint(folder)
+    assert ("4976698672 bytes" in caught.value.message) == bool(real)
+    assert f"git lfs pull` in {folder}" in caught.value.remedy
+    (folder / name).write_bytes(b"")
+    with pytest.raises(kind, match=rf"{name} is empty \(0 bytes\)"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
+def test_pointers_of_other_formats(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for content, message in ((LFS_POINTER, "is a Git LFS pointer"), (b"", "is empty")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(WeightsError, match=f"{name} {message}"):
+            open_checkpoint(tmp_path)
+
+
+def test_a_file_that_only_begins_like_a_pointer(folder: Path) -> None:
+    (folder / "config.json").write_bytes(LFS_POINTER + b"x" * 2000)
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        open_checkpoint(folder)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="There is no model at"):
         open_checkpoint(tmp_path / "nowhere")
@@ -223,7 +280,11 @@ def test_pickled_code_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda file: file.write_bytes(b"x" * 100), "not a PyTorch file"),
+        (lambda file: file.write_bytes(b"x" * 100), "not a PyTorch file: it begins with b'xxxxxxxx'"),
+        (
+            lambda file: torch.save({"a": torch.ones(1)}, file, _use_new_zipfile_serialization=False),
+            "the file format of PyTorch before 1.6 is not implemented",
+        ),
         (lambda file: torch.save([torch.ones(1)], file), "not a dictionary of tensors"),
         (lambda file: torch.save({"epoch": 3}, file), "not a dictionary of tensors"),
     ],

@@ -115,7 +115,7 @@ def test_wrong_config_stops_before_reading(tmp_path: Path) -> None:
     folder = make_tiny("qwen3", tmp_path / "model")
     config = json.loads((folder / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 113}))
-    message = r"mlp.gate_proj.weight: the config says \[113, 64\], the file has \[112, 64\]"
+    message = r"mlp.gate_proj.weight: the config says \[113, 64\], model.safetensors has \[112, 64\]"
     with pytest.raises(WeightsError, match=message):
         load(folder)
 

@@ -107,7 +107,7 @@ def test_biases_of_stacked_experts() -> None:
     with pytest.raises(WeightsError, match=r"experts\.0\.gate_proj\.bias: not in the checkpoint"):
         resolve(model, {name: tensor for name, tensor in index.items() if not name.endswith("up_proj_bias")})
     index[f"{DOWN}_bias"] = info((4, 9))
-    with pytest.raises(WeightsError, match=r"down_proj_bias: the config says \[4, 8\], the file has \[4, 9\]\."):
+    with pytest.raises(WeightsError, match=r"down_proj_bias: the config says \[4, 8\], model.safetensors has \[4, 9\]\."):
         resolve(model, index)
 
 
@@ -133,11 +133,11 @@ PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
     (
         "missing",
         {"model.norm.weight": None},
-        r"model.norm.weight: not in the checkpoint",
+        r"model.norm.weight: not in the checkpoint; the config says \[8\]",
     ),
     ("unused", {"model.layers.2.mlp.gate.weight": (4, 8)}, "layers.2.mlp.gate.weight: nothing in the model"),
-    ("misshapen", {"model.norm.weight": (9,)}, r"the config says \[8\], the file has \[9\]"),
-    ("transposed", {"lm_head.weight": (8, 16)}, r"the config says \[16, 8\], the file has \[8, 16\]"),
+    ("misshapen", {"model.norm.weight": (9,)}, r"the config says \[8\], model.safetensors has \[9\]"),
+    ("transposed", {"lm_head.weight": (8, 16)}, r"the config says \[16, 8\], model.safetensors has \[8, 16\]"),
     ("both layouts", {GATE_UP: (4, 6, 8)}, "gate_up_proj: nothing in the model uses it"),
     (
         "no head",
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_named(what: str, changes: dict[str, Any], message:
     ("stacked", "message"),
     [
         ({"gate_up": (4, 6, 8), "down": (4, 3, 8)}, r"gate_up_proj: the config says \[4, 6, 8\]"),
-        ({"gate_up": (5, 6, 8), "down": (5, 8, 3)}, r"the file has \[5, 6, 8\]"),
+        ({"gate_up": (5, 6, 8), "down": (5, 8, 3)}, r"model.safetensors has \[5, 6, 8\]"),
         ({"gate_up": (4, 6, 8)}, "down_proj.weight: not in the checkpoint"),
     ],
 )
@@ -173,9 +173,20 @@ def test_stacked_tensors_that_do_not_fit(stacked: dict[str, tuple[int, ...]], me
 
 def test_many_problems_are_counted() -> None:
     model = declared()
-    missing = sum(1 for _ in model.spec.params())
+    missing = sum(1 for _ in model.spec.params(routed=False))
     with pytest.raises(WeightsError, match=f"and {missing - 5} more"):
         resolve(model, {})
+
+
+def test_a_hundred_million_experts_are_not_looked_for() -> None:
+    """The router's shape says how many there are; routed experts are searched for only once it fits."""
+    model = declared()
+    block = model.spec.blocks[0]
+    assert isinstance(block.ffn, Moe)
+    blocks = (replace(block, ffn=replace(block.ffn, experts=10**8)), *model.spec.blocks[1:])
+    message = rf"mlp.gate.weight: the config says \[{10**8}, 8\], model.safetensors has \[4, 8\]\."
+    with pytest.raises(WeightsError, match=message):
+        resolve(Declared(replace(model.spec, blocks=blocks), model.names), index_of(model))
 
 
 def test_stored_head_of_a_tied_model() -> None:

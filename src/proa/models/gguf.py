@@ -59,23 +59,23 @@ def gguf_names(config: Mapping[str, Any]) -> NameTable:
 
 
 def config_from_metadata(
-    metadata: Mapping[str, Any], shapes: Shapes, rope_factors: Sequence[float] = ()
+    metadata: Mapping[str, Any], shapes: Shapes, rope_factors: Sequence[float] = (), where: str = "GGUF metadata"
 ) -> dict[str, Any]:
     """The config.json that a GGUF file would have had.
 
     `shapes` are the tensors' shapes, outermost first; `rope_factors` the values of rope_freqs.weight. Keys of
     the architecture that nobody reads are passed on under their own names, so that `declare` refuses them.
-    Raises ConfigError.
+    `where` the metadata are from. Raises ConfigError.
     """
     arch = str(metadata.get("general.architecture"))
     if arch not in ARCHITECTURES:
         raise ConfigError(
-            f"GGUF metadata: the architecture {arch!r} is not implemented.",
+            f"{where}: the architecture {arch!r} is not implemented.",
             f"Proa knows {', '.join(ARCHITECTURES)}.",
         )
     prefix = f"{arch}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    reader = Reader(own, f"GGUF metadata of {arch}")
+    reader = Reader(own, f"{where} of {arch}")
     config = _common(reader, shapes, rope_factors, ARCHITECTURES[arch]) | ARCHITECTURES[arch].read(reader, shapes)
     config |= {f"{name}_token_id": value for name, value in _special_tokens(metadata).items()}
     return config | {prefix + key: value for key, value in reader.rest().items()}

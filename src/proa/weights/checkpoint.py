@@ -16,6 +16,7 @@ from proa.models import families
 from proa.models.gguf import config_from_metadata, generation_from_metadata, gguf_names
 from proa.models.names import Declared
 from proa.models.quantisation import Quantisation, legacy_modelopt, quantisation
+from proa.weights.counts import GGUF_LAYER_COUNTS, LAYER_COUNTS, refuse_many_experts, refuse_more_layers
 from proa.weights.gguf_header import gguf_index
 from proa.weights.index import FETCH_AGAIN, TensorInfo, bin_index, safetensors_index, shard_files
 from proa.weights.placeholder import placeholder
@@ -62,10 +63,12 @@ class Checkpoint:
 
     def declare(self, ignore_keys: Collection[str] = ()) -> Declared:
         """The model's shapes and the names of its tensors. Raises ConfigError."""
-        if self.path.is_dir():
-            return families.declare(self.config, ignore_keys, str(self.path / "config.json"))
-        declared = families.declare(self.config, ignore_keys, f"{self.path} (GGUF metadata)")
-        return Declared(declared.spec, gguf_names(self.config))
+        where = str(self.path / "config.json") if self.path.is_dir() else f"{self.path} (GGUF metadata)"
+        refuse_more_layers(self.config, LAYER_COUNTS, self.tensors, where)
+        declared = families.declare(self.config, ignore_keys, where)
+        if not self.tensors:
+            refuse_many_experts(declared.spec, where)
+        return declared if self.path.is_dir() else Declared(declared.spec, gguf_names(self.config))
 
 
 def open_checkpoint(
@@ -130,7 +133,10 @@ def _open_gguf(file: Path, load_format: str, override: dict[str, Any]) -> Checkp
     header = gguf_index(file)
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
     factors = _rope_factors(header.tensors.get("rope_freqs.weight"))
-    config = config_from_metadata(header.metadata, shapes, factors) | override
+    where = f"{file} (GGUF metadata)"
+    keys = [f"{header.metadata.get('general.architecture')}.{key}" for key in GGUF_LAYER_COUNTS]
+    refuse_more_layers(header.metadata, keys, header.tensors, where)
+    config = config_from_metadata(header.metadata, shapes, factors, where) | override
     return Checkpoint(
         path=file,
         load_format="dummy" if load_format == "dummy" else "gguf",

@@ -36,6 +36,9 @@ BLOCKS = {
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
+_SHORTEST_KEY_BYTES, _SHORTEST_TENSOR_BYTES = 13, 32  # length, type, value; length, dimensions, type, offset
+_LONGEST_NAME_BYTES = 65535  # of keys, by the specification; tensors' names are shorter
+_LONGEST_TEXT_BYTES = 1 << 26
 _LONGEST_ARRAY = 4096  # longer arrays belong to the vocabulary
 _SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
@@ -116,12 +119,15 @@ class _Cursor:
                 f"{self._file}: GGUF version {version} (or a big-endian file) is not implemented, only 2 and 3.",
                 "Convert the model again with a current converter.",
             )
-        num_tensors, num_keys = self._unpack("Q"), self._unpack("Q")
-        metadata = {}
+        num_tensors = self._count("tensors", _SHORTEST_TENSOR_BYTES)
+        num_keys = self._count("metadata keys", _SHORTEST_KEY_BYTES)
+        metadata: dict[str, Any] = {}
         for i in range(num_keys):
             self._reading = f"metadata key {i + 1} of {num_keys}"
-            key = self._string()
+            key = self._string(most_bytes=_LONGEST_NAME_BYTES)
             self._reading = f"the metadata key {key}"
+            if key in metadata:
+                raise BrokenHeader(f"{self._reading} is listed twice")
             metadata[key] = self._value(self._unpack("I"))
         entries = []
         for i in range(num_tensors):
@@ -133,12 +139,21 @@ class _Cursor:
         start = -(-self._at // alignment) * alignment
         return GgufHeader(metadata, self._locate(entries, start))
 
+    def _count(self, what: str, least_bytes: int) -> int:
+        """How many of `what` follow, each of at least so many bytes."""
+        count: int = self._unpack("Q")
+        if count * least_bytes > len(self._data):
+            raise BrokenHeader(f"the header says {count} {what}, but the file has only {len(self._data)} bytes")
+        return count
+
     def _unpack(self, code: str) -> Any:
         start, self._at = self._at, self._at + self._checked(struct.calcsize("<" + code))
         return struct.unpack_from("<" + code, self._data, start)[0]
 
-    def _string(self, errors: str = "strict") -> str:
+    def _string(self, errors: str = "strict", most_bytes: int = _LONGEST_TEXT_BYTES) -> str:
         length = self._checked(self._unpack("Q"))
+        if length > most_bytes:
+            raise BrokenHeader(f"{self._reading} has a text of {length} bytes; at most {most_bytes} were expected")
         start, self._at = self._at, self._at + length
         try:
             return self._data[start : self._at].decode("utf-8", errors)
@@ -189,7 +204,7 @@ class _Cursor:
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape (outermost first), type id, offset from the start of the data."""
-        name, num_dims = self._string(), self._unpack("I")
+        name, num_dims = self._string(most_bytes=_LONGEST_NAME_BYTES), self._unpack("I")
         self._reading = f"the tensor {name}"
         if not 1 <= num_dims <= 4:
             raise BrokenHeader(f"the tensor {name} has {num_dims} dimensions; 1 to 4 were expected")

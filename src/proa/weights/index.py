@@ -92,6 +92,11 @@ def place_of(shape: Shape, flat: int) -> list[int]:
     return found
 
 
+def misfit(name: str, wanted: Shape, stored: TensorInfo) -> str:
+    """What to say of a tensor that has another shape than the config asks for."""
+    return f"{name}: the config says {list(wanted)}, {stored.file.name} has {list(stored.shape)}"
+
+
 def ends_too_early(tensor: TensorInfo) -> WeightsError:
     """For a file that has become shorter since its header was read."""
     return WeightsError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from proa.models.names import Declared
 from proa.models.spec import GatedDeltaNet, LatentAttention, Shape
-from proa.weights.index import TensorInfo
+from proa.weights.index import TensorInfo, misfit
 from proa.weights.source import Source
 
 _MIXER = re.compile(r"blocks\.(\d+)\.mixer\.(qkvz|kv_b)\.weight")
@@ -19,24 +19,27 @@ _MIXER = re.compile(r"blocks\.(\d+)\.mixer\.(qkvz|kv_b)\.weight")
 
 def parts_of(
     name: str, declared: Declared, index: Mapping[str, TensorInfo], problems: list[str]
-) -> tuple[Source, ...]:  # fmt: skip
-    """Of the parameter `name`, its rows in order; empty where the checkpoint does not have such parts. Tensors of other
-    shapes are added to `problems`."""
+) -> tuple[Source, ...] | None:  # fmt: skip
+    """Of the parameter `name`, its rows in order; None where the checkpoint does not have such parts. Tensors of other
+    shapes are added to `problems`, and then there are no rows."""
     match = _MIXER.fullmatch(name)
     if match is None:
-        return ()
+        return None
     mixer, found = declared.spec.blocks[int(match[1])].mixer, {}
+    before = len(problems)
     for part, shape in _shapes(mixer).items():
         candidates = declared.names.candidates(f"blocks.{match[1]}.mixer.{part}.weight")
         tensor = next((c for c in candidates if c in index), None)
         if tensor is None:
-            return ()
+            return None
         if index[tensor].shape != shape:
-            problems.append(f"{tensor}: the config says {list(shape)}, the file has {list(index[tensor].shape)}")
+            problems.append(misfit(tensor, shape, index[tensor]))
         found[part] = tensor
+    if len(problems) > before:  # there may be any number of heads
+        return ()
     if isinstance(mixer, GatedDeltaNet):
         return _head_by_head(mixer, found)
-    return _keys_and_values(mixer, found) if isinstance(mixer, LatentAttention) else ()
+    return _keys_and_values(mixer, found) if isinstance(mixer, LatentAttention) else None
 
 
 def _shapes(mixer: object) -> dict[str, Shape]:

@@ -31,7 +31,7 @@ from proa.weights.checkpoint import Checkpoint
 from proa.weights.finite import is_finite, not_finite
 from proa.weights.in_parts import in_parts
 from proa.weights.index import FETCH_AGAIN, TensorInfo, ends_too_early
-from proa.weights.rows import READABLE, Rows, open_rows
+from proa.weights.rows import Rows, open_rows
 from proa.weights.source import Source
 from proa.weights.sources import Sources, resolve, stored_types
 
@@ -67,7 +67,7 @@ def load_weights(
     """
     start = time.monotonic()
     sources = resolve(declared, checkpoint.tensors)
-    _check(declared, checkpoint, sources, targets)
+    _check(declared, targets)
     if pool is None and not all(isinstance(target, Tensor) for target in targets.values()):
         raise ValueError("packed weights are filled by a pool, and there is none")
     for name, stored in stored_types(sources, checkpoint.tensors).items():
@@ -80,25 +80,13 @@ def load_weights(
     return LoadReport(copy.done_bytes, time.monotonic() - start)
 
 
-def _check(declared: Declared, checkpoint: Checkpoint, sources: Sources, targets: Mapping[str, Target]) -> None:
+def _check(declared: Declared, targets: Mapping[str, Target]) -> None:
     shapes = dict(declared.spec.params())
     if targets.keys() != shapes.keys():
         raise ValueError(f"targets and parameters differ: {sorted(targets.keys() ^ shapes.keys())[:5]}")
     wrong = [name for name, shape in shapes.items() if tuple(targets[name].shape) != shape]
     if wrong:
         raise ValueError(f"targets of other shapes than the parameters: {wrong[:5]}")
-    for source in sources.all:
-        info = checkpoint.tensors[source.tensor]
-        if info.quantised and source.transposed:
-            raise WeightsError(
-                f"{info.file}: {source.tensor} stacks quantised experts as [in, out], which Proa cannot load.",
-                "Use another quantisation of the model.",
-            )
-        if info.quantised is None and info.dtype not in READABLE:
-            raise WeightsError(
-                f"{info.file}: the tensor {source.tensor} is stored as {info.dtype}, which Proa cannot load.",
-                f"Use a checkpoint whose tensors are {', '.join(READABLE)}.",
-            )
 
 
 def _check_zeros(checkpoint: Checkpoint, sources: Sources) -> None:

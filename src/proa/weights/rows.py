@@ -18,7 +18,6 @@ from proa.weights.index import TensorInfo, ends_too_early
 from proa.weights.torch_bin import open_bin
 
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-READABLE = tuple(Stored.__members__)
 
 
 class Rows(Protocol):

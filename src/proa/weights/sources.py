@@ -8,19 +8,20 @@ tensor of the index is used, or known to be ignorable; otherwise loading stops b
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from proa.errors import WeightsError
-from proa.models.names import Declared, NameTable
-from proa.models.spec import Shape
-from proa.native.formats import PANEL_ROWS, Order
-from proa.weights.index import TensorInfo
+from proa.models.names import Declared
+from proa.models.spec import Moe, Shape
+from proa.native.formats import PANEL_ROWS, Order, Stored
+from proa.weights.index import TensorInfo, misfit
 from proa.weights.joined import parts_of
 from proa.weights.source import Source
 
 Index = Mapping[str, TensorInfo]
+READABLE = tuple(Stored.__members__)  # types of tensors that are parameters as they are
 
 _EXPERT = re.compile(
     r"(?P<stack>blocks\.\d+\.ffn\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)\.(?P<kind>weight|bias)"
@@ -47,34 +48,81 @@ class Sources:
 
 
 def resolve(declared: Declared, index: Index) -> Sources:
-    """Raises WeightsError that lists tensors which are missing, misshapen or left over."""
-    shapes = dict(declared.spec.params())
-    stacks = _Stacks(declared.names, index, shapes)
-    params: dict[str, Source] = {}
-    joined: dict[str, tuple[Source, ...]] = {}
-    problems: list[str] = []
-    for name, shape in shapes.items():
-        candidates = declared.names.candidates(name)
-        tensor = next((c for c in candidates if c in index), None)
-        if tensor is not None:
-            params[name] = replace(_whole(tensor, index[tensor]), changed=declared.names.how_changed(tensor))
-            if not _same(shape, index[tensor].shape):
-                problems.append(f"{tensor}: the config says {list(shape)}, the file has {list(index[tensor].shape)}")
-        elif source := stacks.find(name):
-            params[name] = source
-        elif parts := parts_of(name, declared, index, problems):
-            joined[name] = parts
-        else:
-            problems.append(f"{candidates[0]}: not in the checkpoint")
-    used = {source.tensor for source in Sources(params, joined).all}
+    """Raises WeightsError that lists tensors which are missing, misshapen, left over, or of a type that is not
+    implemented."""
+    search = _Search(declared, index)
+    search.find(declared.spec.params(routed=False))
+    if search.problems:  # among them routers, so what follows is no more than the files have experts
+        raise _error(search.problems, declared, index)
+    search.find((name, shape) for name, shape in declared.spec.params() if not search.has(name))
     head = _tied_head(declared, index) if declared.spec.tied else None
+    found = replace(search.found(), tied_head=head)
+    used = {source.tensor for source in found.all}
     spare = [t for t in index if t not in used and (head is None or t != head.tensor)]
     ignored = {t: why for t in spare if (why := declared.names.why_ignored(t))}
     zeros = tuple(t for t in spare if _is_of_gptq(t, index))
-    problems += [f"{t}: nothing in the model uses it" for t in sorted(set(spare) - set(ignored) - set(zeros))]
-    if problems or stacks.problems:
-        raise _error([*stacks.problems, *problems], declared, index)
-    return Sources(params, joined, ignored, head, zeros)
+    left = sorted(set(spare) - set(ignored) - set(zeros))
+    problems = [*search.problems, *(f"{t}: nothing in the model uses it ({index[t].file.name})" for t in left)]
+    if problems:
+        raise _error(problems, declared, index)
+    _check_types(found, index)
+    return replace(found, ignored=ignored, zeros=zeros)
+
+
+class _Search:
+    """Finds the tensors of parameters, and notes what does not fit."""
+
+    def __init__(self, declared: Declared, index: Index) -> None:
+        self._declared, self._index = declared, index
+        self._params: dict[str, Source] = {}
+        self._joined: dict[str, tuple[Source, ...]] = {}
+        self._problems: list[str] = []
+        self._stacks = _Stacks(declared, index)
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self._stacks.problems, *self._problems]
+
+    def has(self, name: str) -> bool:
+        return name in self._params or name in self._joined
+
+    def found(self) -> Sources:
+        return Sources(self._params, self._joined)
+
+    def find(self, params: Iterable[tuple[str, Shape]]) -> None:
+        for name, shape in params:
+            names, index = self._declared.names, self._index
+            candidates = names.candidates(name)
+            tensor = next((c for c in candidates if c in index), None)
+            if tensor is not None:
+                self._params[name] = replace(_whole(tensor, index[tensor]), changed=names.how_changed(tensor))
+                if not _same(shape, index[tensor].shape):
+                    self._problems.append(misfit(tensor, shape, index[tensor]))
+            elif source := self._stacks.find(name, shape):
+                self._params[name] = source
+            elif (parts := parts_of(name, self._declared, index, self._problems)) is not None:
+                self._joined[name] = parts
+            else:
+                self._problems.append(_missing(candidates[0], shape))
+
+
+def _missing(tensor: str, shape: Shape) -> str:
+    return f"{tensor}: not in the checkpoint; the config says {list(shape)}"
+
+
+def _check_types(sources: Sources, index: Index) -> None:
+    for source in sources.all:
+        info = index[source.tensor]
+        if info.quantised and source.transposed:
+            raise WeightsError(
+                f"{info.file}: {source.tensor} stacks quantised experts as [in, out], which is not implemented.",
+                "Use another quantisation of the model.",
+            )
+        if info.quantised is None and info.dtype not in READABLE:
+            raise WeightsError(
+                f"{info.file}: the tensor {source.tensor} is stored as {info.dtype}, which is not implemented.",
+                f"Use a checkpoint whose tensors are {', '.join(READABLE)}.",
+            )
 
 
 def _is_of_gptq(tensor: str, index: Index) -> bool:
@@ -102,18 +150,18 @@ def _tied_head(declared: Declared, index: Index) -> Source | None:
 class _Stacks:
     """Finds experts inside tensors that hold all experts of a layer."""
 
-    def __init__(self, names: NameTable, index: Index, shapes: Mapping[str, Shape]) -> None:
+    def __init__(self, declared: Declared, index: Index) -> None:
         self.problems: list[str] = []
-        self._names = names
+        self._names = declared.names
         self._index = index
-        self._shapes = shapes
-        self._counts: dict[str, int] = {}
-        for name in shapes:
-            if (match := _EXPERT.fullmatch(name)) and match["part"] == "gate" and match["kind"] == "weight":
-                self._counts[match["stack"]] = self._counts.get(match["stack"], 0) + 1
+        self._moes = {
+            f"blocks.{i}.ffn.experts": block.ffn
+            for i, block in enumerate(declared.spec.blocks)
+            if isinstance(block.ffn, Moe)
+        }
         self._transposed: dict[str, bool | None] = {}
 
-    def find(self, name: str) -> Source | None:
+    def find(self, name: str, shape: Shape) -> Source | None:
         """Source of one expert's gate, up or down, or of its bias; None if the name is no expert's or nothing is
         stacked."""
         match = _EXPERT.fullmatch(name)
@@ -123,22 +171,22 @@ class _Stacks:
         tensor, fused = self._tensor(stack, part, kind)
         if tensor is None:
             return None
-        out = self._shapes[name][0]
+        out = shape[0]
         step = 2 if fused and self._names.alternating else 1
         offset = (1 if step == 2 else out) if fused and part == "up" else 0
         stacked_out = 2 * out if fused else out
         if kind == "bias":
             self._check_bias(stack, tensor, stacked_out)
             return Source(tensor, expert, 1, offset, out, col_step=step)
-        inp = self._shapes[name][1]
+        inp = shape[1]
         if self._is_transposed(stack):
             return Source(tensor, expert * inp, inp, offset, out, transposed=True, col_step=step)
         return Source(tensor, expert * stacked_out + offset, out, 0, inp, row_step=step)
 
     def _check_bias(self, stack: str, tensor: str, stacked_out: int) -> None:
-        wanted, stored = (self._counts[stack], stacked_out), self._index[tensor].shape
-        problem = f"{tensor}: the config says {list(wanted)}, the file has {list(stored)}"
-        if stored != wanted and problem not in self.problems:
+        wanted, stored = (self._moes[stack].experts, stacked_out), self._index[tensor]
+        problem = misfit(tensor, wanted, stored)
+        if stored.shape != wanted and problem not in self.problems:
             self.problems.append(problem)
 
     def _tensor(self, stack: str, part: str, kind: str = "weight") -> tuple[str | None, bool]:
@@ -158,17 +206,18 @@ class _Stacks:
 
     def _orientation(self, stack: str) -> bool | None:
         fits = {False, True} if self._names.stacked_out_in is None else {not self._names.stacked_out_in}
-        described = []
+        described, moe = [], self._moes[stack]
+        shapes = dict(moe.expert.params())
         for part in ("gate", "up", "down"):
             tensor, fused = self._tensor(stack, part)
             if tensor is None:
                 continue  # reported as missing
-            out, inp = self._shapes[f"{stack}.0.{part}.weight"]
+            out, inp = shapes[f"{part}.weight"]
             out *= 2 if fused else 1
-            stored = self._index[tensor].shape
-            wanted = {False: (self._counts[stack], out, inp), True: (self._counts[stack], inp, out)}
-            fits &= {turned for turned, shape in wanted.items() if shape == stored}
-            described.append(f"{tensor}: the config says {list(wanted[False])}, the file has {list(stored)}")
+            stored = self._index[tensor]
+            wanted = {False: (moe.experts, out, inp), True: (moe.experts, inp, out)}
+            fits &= {turned for turned, shape in wanted.items() if shape == stored.shape}
+            described.append(misfit(tensor, wanted[False], stored))
         if len(fits) == 1:
             return fits.pop()
         if fits:
@@ -186,7 +235,7 @@ def _error(problems: list[str], declared: Declared, index: Index) -> WeightsErro
     files = sorted({tensor.file.parent for tensor in index.values()})
     head = declared.names.candidates("head.weight")[0]
     remedy = "Check that config and weights belong together and that all files were downloaded."
-    if problems == [f"{head}: not in the checkpoint"]:
+    if problems == [_missing(head, (declared.spec.vocab, declared.spec.hidden))]:
         remedy = "If the head is the embedding, add --override-config tie_word_embeddings=true."
     where = ", ".join(map(str, files)) or "The checkpoint"
     return WeightsError(f"{where}: the tensors do not fit the config: {shown}{more}.", remedy)
