@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,11 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
 
 def _safetensor(file: Path, name: str, data_start: int, entry: Any) -> TensorInfo:
     try:
-        dtype, shape = str(entry["dtype"]), tuple(_whole(n) for n in entry["shape"])
-        begin, end = (_whole(n) for n in entry["data_offsets"])
-        _whole(end - begin)
+        dtype, shape = str(entry["dtype"]), tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        for number in (*shape, begin, end, end - begin):
+            if type(number) is not int or number < 0:
+                raise ValueError(f"{number!r} is no size")
     except (ValueError, TypeError, KeyError) as error:
         raise WeightsError(
             f"{file}: the header's entry for {name} is {str(entry)[:200]!r}; a dtype, a shape and two data_offsets were "
@@ -156,24 +159,17 @@ def _safetensor(file: Path, name: str, data_start: int, entry: Any) -> TensorInf
     return TensorInfo(dtype, shape, file, data_start + begin, end - begin, name=name)
 
 
-def _whole(number: Any) -> int:
-    """Raises ValueError for what is no whole number from 0 on."""
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is no size")
-    return number
-
-
 def _refuse_gaps(file: Path, found: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
     """The format wants each tensor to begin where another ends, and the last one at the file's end."""
     at, before = data_start, "the header"
-    for name, tensor in sorted(found.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+    for tensor in sorted(found.values(), key=attrgetter("offset", "nbytes")):
         if tensor.offset != at:
             raise WeightsError(
-                f"{file}: {name} should begin at byte {at}, where {before} ends, but its data_offsets say byte "
+                f"{file}: {tensor.name} should begin at byte {at}, where {before} ends, but its data_offsets say byte "
                 f"{tensor.offset}.",
                 FETCH_AGAIN,
             )
-        at, before = tensor.offset + tensor.nbytes, name
+        at, before = tensor.offset + tensor.nbytes, tensor.name
     if at != size:
         raise WeightsError(f"{file}: the header describes {at} bytes, but the file has {size}.", FETCH_AGAIN)
 

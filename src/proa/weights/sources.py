@@ -90,12 +90,12 @@ class _Search:
         return Sources(self._params, self._joined)
 
     def find(self, params: Iterable[tuple[str, Shape]]) -> None:
+        names, index = self._declared.names, self._index
         for name, shape in params:
-            names, index = self._declared.names, self._index
             candidates = names.candidates(name)
             tensor = next((c for c in candidates if c in index), None)
             if tensor is not None:
-                self._params[name] = replace(_whole(tensor, index[tensor]), changed=names.how_changed(tensor))
+                self._params[name] = _whole(tensor, index[tensor], names.how_changed(tensor))
                 if not _same(shape, index[tensor].shape):
                     self._problems.append(misfit(tensor, shape, index[tensor]))
             elif source := self._stacks.find(name, shape):
@@ -131,8 +131,8 @@ def _is_of_gptq(tensor: str, index: Index) -> bool:
     return weight is not None and weight.quantised is not None and weight.quantised.order is Order.WORDS
 
 
-def _whole(tensor: str, info: TensorInfo) -> Source:
-    return Source(tensor, 0, info.rows, 0, info.shape[-1] if info.shape else 1)
+def _whole(tensor: str, info: TensorInfo, changed: str = "") -> Source:
+    return Source(tensor, 0, info.rows, 0, info.shape[-1] if info.shape else 1, changed=changed)
 
 
 def _same(ours: Shape, stored: Shape) -> bool:
