@@ -37,7 +37,8 @@ Every option is declared once. An option `max_running` is
 
 A flag beats the file, the file beats the default; a list given by flags replaces the file's list. What is
 misspelt, of the wrong type or out of range is an error that says what was meant. Sizes are bytes: `24GiB`, `512M`
-and `1.5G` are powers of 1024, `24GB` is a power of 1000. The table that `proa serve` prints says what was asked,
+and `1.5G` are powers of 1024, `24GB` is a power of 1000. Numbers of tokens may be written `32k` or `64K` (32768, 65536)
+and `1M`. The table that `proa serve` prints says what was asked,
 what was chosen, and why.
 
 ```yaml

@@ -11,12 +11,12 @@ from huggingface_hub import constants
 
 from proa.errors import ModelNotFound, UsageError, WeightsError
 from proa.hub.aliases import load_aliases
-from proa.hub.api import HubFile, Repository
 from proa.hub.cache import RepoCache, cached_references
 from proa.hub.files import choose_format, choose_gguf, choose_weights, gguf_groups, named_group
 from proa.hub.listing import list_models
 from proa.hub.locate import locate
 from proa.hub.reference import HubReference, parse_reference
+from proa.hub.repository import HubFile, Repository
 
 COMMIT = "a" * 40
 

@@ -111,6 +111,23 @@ def test_wrong_sizes(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("4096", 4096), ("32k", 32768), ("64K", 65536), ("0.5k", 512), ("128 k", 131072), ("1M", 1 << 20), ("1m", 1 << 20)],
+)
+def test_numbers_of_tokens(text: str, tokens: int) -> None:
+    options = parse(ServeOptions, [f"--context={text}"], prog="proa serve", summary="serve").options
+    assert options.engine.cache.context == tokens
+    if not text.isdecimal():
+        assert from_keywords(EngineOptions, context=text).cache.context == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "32kb", "32KiB", "1.5", "0.3k", "32 kk", "32g", "1e3", "k32", "inf"])
+def test_wrong_numbers_of_tokens(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--context is .* a whole number \(32k is 32768\) from 1 to"):
+        parse(ServeOptions, [f"--context={text}"], prog="proa serve", summary="serve")
+
+
 def test_help_is_short_and_help_all_complete() -> None:
     with pytest.raises(HelpShown) as short:
         run("--help")
@@ -201,6 +218,7 @@ def test_keywords() -> None:
         ({"tensor_parallel_size": 2}, ["There is no option tensor_parallel_size", "Known: revision"]),
         ({"port": 1}, ["There is no option port"]),
         ({"context": "4096"}, ["context is '4096' (text)", "a whole number"]),
+        ({"context": "32kb"}, ["context is '32kb' (text)"]),
         ({"context": 4096.0}, ["context is 4096.0 (a number)"]),
         ({"context": True}, ["context is true (true or false)"]),
         ({"context": 0}, ["context is 0"]),

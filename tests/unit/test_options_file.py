@@ -31,6 +31,7 @@ def test_flat_and_by_group_and_comments(tmp_path: Path) -> None:
         engine:
           scheduler:
             max_running: 8
+            max_queued_tokens: 64k
         strict: yes
         ignore_config_key: [a, b]
         revision: null
@@ -41,6 +42,7 @@ def test_flat_and_by_group_and_comments(tmp_path: Path) -> None:
     assert parsed.options.engine.cache.context == 32768
     assert parsed.options.engine.cache.kv_memory == 2 << 30
     assert parsed.options.engine.scheduler.max_running == 8
+    assert parsed.options.engine.scheduler.max_queued_tokens == 65536
     assert parsed.options.engine.model.ignore_config_key == ("a", "b")
     assert parsed.sources["port"] == "serve.yaml line 2"
 

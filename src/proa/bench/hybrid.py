@@ -98,7 +98,7 @@ class HybridOptions:
     requests: str = option(
         "1,2,4,8", help="how many requests decode together, one run after the other", metavar="LIST", common=True
     )
-    context: int = option(1024, help="length of each prompt", low=2, high=1 << 19, common=True)
+    context: int = option(1024, help="length of each prompt", kind="tokens", low=2, high=1 << 19, common=True)
     output_tokens: int = option(64, help="steps that are timed, at least", low=2, high=1 << 19, common=True)
     router: str = option(
         "uniform", help="all experts alike, few hot ones (Zipf's law), or others after --drift-tokens",

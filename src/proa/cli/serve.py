@@ -16,7 +16,8 @@ from proa.config.parse import asked, parse
 
 SUMMARY = "load a model and serve it over HTTP"
 EPILOG = """\
-The port opens at once; /health tells how far loading is. Ctrl-C or SIGTERM ends it, after running requests.
+The port opens as soon as the model's headers are read; /health tells how far loading is. Ctrl-C or SIGTERM ends it,
+after running requests.
 More: `proa models` lists names; docs/options.md has every option and its default."""
 
 
@@ -35,17 +36,21 @@ class ServeCommand:
 
 def run(argv: Sequence[str]) -> int:
     parsed = parse(ServeCommand, argv, prog="proa serve", summary=SUMMARY, epilog=EPILOG)
-    # FastAPI and its like take a second to import: only after the options turned out to be right.
+    command = parsed.options
+    # FastAPI and its like take a second to import: only after options and the model's headers turned out to be right.
+    from proa.plan.opened import open_if_here
+
+    opened = open_if_here(command.model, command.serve.engine.model)
     from proa.cli.start import serve_model
     from proa.obs.console import console_err
     from proa.obs.log import setup_logging
 
     console = console_err()
     setup_logging(read_env().log, console)
-    if parsed.options.until_stdin_closes:
+    if command.until_stdin_closes:
         threading.Thread(target=_end_with_stdin, daemon=True, name="stdin").start()
-    command = parsed.options
-    return serve_model(command.model, command.serve, asked(command.serve, parsed.sources), console, json=command.json)
+    options = asked(command.serve, parsed.sources)
+    return serve_model(command.model, opened, command.serve, options, console, json=command.json)
 
 
 def _end_with_stdin() -> None:

@@ -20,6 +20,7 @@ from proa.llm import AsyncLLM
 from proa.obs.console import write_out
 from proa.obs.progress import show_progress
 from proa.obs.version import proa_version
+from proa.plan.opened import Opened
 from proa.plan.prepare import Prepared, prepare
 from proa.server.run import Stop, bind, serve_on, url_of
 
@@ -28,15 +29,17 @@ Progress = Callable[[str, int, int], None]
 _POLL_S = 0.1
 
 
-def serve_model(model: str, options: ServeOptions, asked: Sequence[Asked], console: Console, *, json: bool) -> int:
+def serve_model(
+    model: str, opened: Opened | None, options: ServeOptions, asked: Sequence[Asked], console: Console, *, json: bool
+) -> int:  # fmt: skip
     """Serve until a signal comes; return the exit code. The port is bound first, so that one in use is refused
-    before anything is fetched or loaded.
+    before anything is fetched or loaded. opened: the model, if it is on this machine (plan/opened.py).
 
     People read the report on `console`; with `json` it goes to stdout instead, a line when the plan stands and
     one when the model is loaded. Raises ProaError.
     """
     listener = bind(options.server.host, options.server.port)
-    start = _Start(model, options, listener, asked, console, json)
+    start = _Start(model, opened, options, listener, asked, console, json)
     return asyncio.run(serve_on(listener, start.launch, model, options.server, start.announce, Stop()))
 
 
@@ -44,10 +47,10 @@ class _Start:
     """One start, from the open port to the welcome."""
 
     def __init__(
-        self, model: str, options: ServeOptions, listener: socket.socket, asked: Sequence[Asked], console: Console,
-        as_json: bool,
+        self, model: str, opened: Opened | None, options: ServeOptions, listener: socket.socket,
+        asked: Sequence[Asked], console: Console, as_json: bool,
     ) -> None:  # fmt: skip
-        self._model = model
+        self._model, self._opened = model, opened
         self._options = options
         self._listener = listener
         self._asked = asked
@@ -66,7 +69,9 @@ class _Start:
     async def launch(self, progress: Progress) -> AsyncLLM:
         """Fetch, plan, report, start; return while the engine loads."""
         with show_progress(self._console) as show, _interruptible(progress, show) as report_progress:
-            prepared = await asyncio.to_thread(prepare, self._model, self._options.engine, report_progress)
+            prepared = await asyncio.to_thread(
+                prepare, self._model, self._options.engine, report_progress, opened=self._opened
+            )
         report = self._report(prepared)
         self._show_report(report)
         llm = await AsyncLLM.start(prepared, self._options.engine, own_thread=True)

@@ -55,8 +55,9 @@ class CacheOptions:
 
     context: int | None = option(
         None,
-        help="longest prompt plus answer; default: the model's, if memory allows",
+        help="longest prompt plus answer, such as 32k (32768); default: the model's, if memory allows",
         metavar="TOKENS",
+        kind="tokens",
         low=1,
         high=1 << 30,
         common=True,
@@ -97,6 +98,7 @@ class SchedulerOptions:
         help="tokens of one step: decodes first, the rest is prefill; default: 512, or, where prompts take turns "
         "beside a GPU, up to 4096, as VRAM allows",
         metavar="TOKENS",
+        kind="tokens",
         low=1,
         high=1 << 20,
     )
@@ -116,7 +118,7 @@ class SchedulerOptions:
     )
     max_queued: int = option(256, help="requests that may wait; more are refused with 429", low=0, high=1_000_000)
     max_queued_tokens: int = option(
-        4_000_000, help="prompt tokens that may wait; more are refused with 429", low=0, high=1 << 40
+        4_000_000, help="prompt tokens that may wait; more are refused with 429", kind="tokens", low=0, high=1 << 40
     )
 
 

@@ -16,6 +16,7 @@ from proa.errors import UsageError
 from proa.obs.units import format_bytes
 
 _SIZE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([kmgtp]?)(i?b)?", re.IGNORECASE)
+_COUNT = re.compile(r"(-?\d+(?:\.\d+)?)\s*([km])", re.IGNORECASE)
 _LARGEST = 2**63 - 1  # what a message to the engine can carry
 
 
@@ -32,11 +33,24 @@ def parse_size(text: str) -> int:
     return int(Decimal(match[1]) * step**exponent)
 
 
+def parse_tokens(text: str) -> int:
+    """Tokens of "32768", "32k" or "1M": k and M, in either case, are 1024 and 1024 x 1024. Raises ValueError."""
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        return int(text)
+    count = Decimal(match[1]) * 1024 ** ("km".index(match[2].lower()) + 1)
+    if count != int(count):
+        raise ValueError(text)
+    return int(count)
+
+
 def from_text(option: Declaration, text: str, where: str) -> Any:
     """The value a flag's text means. `where` names it in errors ("--port"). Not for repeatable options."""
     try:
         if option.info.kind == "size":
             value: Any = parse_size(text)
+        elif option.info.kind == "tokens":
+            value = parse_tokens(text)
         elif option.type is bool:
             raise ValueError(text)  # flags of this type carry no text
         else:
@@ -58,6 +72,8 @@ def from_data(option: Declaration, value: Any, where: str) -> Any:
             raise _wrong(option, _shown(value), where)
         return check(option, tuple(value), where)
     if option.info.kind == "size" and isinstance(value, str):
+        return from_text(option, value, where)
+    if option.info.kind == "tokens" and isinstance(value, str) and _COUNT.fullmatch(value):
         return from_text(option, value, where)
     if isinstance(value, int) and not isinstance(value, bool):
         if option.type is float:
@@ -98,6 +114,7 @@ def expects(option: Declaration) -> str:
     if info.kind == "size":
         return "a size such as 24GiB, 512M or 1.5G" + (f", at least {low:.0f} B" if low > 0 else "")
     noun = "a whole number" if option.type is int else "a number"
+    noun += " (32k is 32768)" if info.kind == "tokens" else ""
     if info.high is not None:
         return f"{noun} from {_plain(low)} to {_plain(high)}"
     return f"{noun} of at least {_plain(low)}" if info.low is not None else noun

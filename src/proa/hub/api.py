@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote
@@ -19,36 +18,13 @@ from huggingface_hub import constants, get_token
 
 from proa.errors import HubError, ModelNotFound, ProaError
 from proa.hub.reference import HubReference
+from proa.hub.repository import HubFile, Repository
 
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 _RETRY_STATUS = (429, 500, 502, 503, 504)
 _LONGEST_WAIT_S = 30.0
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file of a repository. sha256: of large files; the others have git's blob id alone, which names either."""
-
-    path: str
-    size_bytes: int
-    blob_id: str
-    sha256: str | None
-
-    @property
-    def etag(self) -> str:
-        """The name of the content in the cache."""
-        return self.sha256 or self.blob_id
-
-
-@dataclass(frozen=True)
-class Repository:
-    """A repository at one commit."""
-
-    reference: HubReference
-    commit: str
-    files: tuple[HubFile, ...]
 
 
 class TransientError(Exception):

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 from proa.errors import ModelError, ModelNotFound, ResourceError
-from proa.hub.api import Hub, HubFile, Repository
+from proa.hub.api import Hub
 from proa.hub.cache import RepoCache, cache_root
 from proa.hub.files import SMALL_FILES, Format, choose_format, choose_gguf, choose_weights
 from proa.hub.preview import preview_gguf, preview_safetensors

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from proa.errors import ModelNotFound, UsageError, WeightsError
-from proa.hub.api import HubFile, Repository
+from proa.hub.repository import HubFile, Repository
 from proa.obs.units import format_bytes
 
 Format = Literal["safetensors", "bin", "gguf"]

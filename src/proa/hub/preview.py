@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from proa.errors import WeightsError
-from proa.hub.api import Hub, HubFile, Repository
+from proa.hub.api import Hub
+from proa.hub.repository import HubFile, Repository
 from proa.weights.gguf_header import BrokenHeader, gguf_index
 
 _SAFETENSORS_FIRST_BYTES = 1 << 18  # holds the header of most shards

@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from proa.errors import HubError, ResourceError
-from proa.hub.api import Hub, HubFile, Repository, TransientError
+from proa.hub.api import Hub, TransientError
 from proa.hub.cache import RepoCache, cache_root
 
 _PARALLEL_FILES = 4  # one connection rarely fills a line

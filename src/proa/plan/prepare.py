@@ -16,12 +16,11 @@ from proa.models.names import Declared
 from proa.native.pool import wished_isa
 from proa.native.ram import measure_ram
 from proa.plan.expert_counts import check_writable, read_counts
-from proa.plan.overrides import config_overrides
+from proa.plan.opened import Opened, open_model
 from proa.plan.plan import Plan
 from proa.plan.resolve import Host, resolve
 from proa.plan.workers import apart
-from proa.weights import sources
-from proa.weights.checkpoint import Checkpoint, open_checkpoint
+from proa.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,10 @@ def prepare(
     options: EngineOptions | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     measure: Measure = ram_rate,
+    opened: Opened | None = None,
 ) -> Prepared:
     """Find (or fetch, reporting to `progress`) the model and settle everything. Takes about 0.3 s for measuring RAM,
-    which `measure` does.
+    which `measure` does. opened: the model, from open_if_here; else it is looked for.
 
     A model on the hub is judged by its headers, with the same plan, before its weights are fetched.
     Raises ModelError, HubError, UsageError, ResourceError.
@@ -62,18 +62,17 @@ def prepare(
     asked = options or EngineOptions()
 
     def judge(preview: Path, load_format: str) -> None:
-        seen = _settle(model, preview, load_format, asked, measure)
-        if seen.checkpoint.tensors:
-            sources.resolve(seen.declared, seen.checkpoint.tensors)
+        _settle(model, open_model(preview, load_format, asked.model), asked, measure)
 
-    dummy = asked.model.load_format == "dummy"
-    path = locate(model, asked.model.revision, progress, check=judge, config_only=dummy)
-    return _settle(model, path, asked.model.load_format, asked, measure)
+    if opened is None:
+        dummy = asked.model.load_format == "dummy"
+        path = locate(model, asked.model.revision, progress, check=judge, config_only=dummy)
+        opened = open_model(path, asked.model.load_format, asked.model)
+    return _settle(model, opened, asked, measure)
 
 
-def _settle(model: str, path: Path, load_format: str, asked: EngineOptions, measure: Measure) -> Prepared:
-    checkpoint = open_checkpoint(path, load_format, config_overrides(asked.model.override_config))
-    declared = checkpoint.declare(asked.model.ignore_config_key)
+def _settle(model: str, opened: Opened, asked: EngineOptions, measure: Measure) -> Prepared:
+    checkpoint, declared = opened.checkpoint, opened.declared
     machine = probe()
     isa, isa_reason = wished_isa()  # what is wrong with the native library is said before it measures anything
     host = Host(machine, measure(asked.machine, machine), isa, isa_reason)

@@ -95,6 +95,14 @@ def open_checkpoint(
     return _open_folder(path, chosen, override)
 
 
+def needs_torch(path: Path, load_format: str = "auto") -> bool:
+    """Whether only torch can read the headers, which takes seconds to import. Raises WeightsError for a folder without
+    weights."""
+    if path.is_file():
+        return False
+    return (_found_format(path) if load_format == "auto" else load_format) == "bin"
+
+
 def _found_format(folder: Path) -> str:
     for layout in _LAYOUTS:
         if _weight_files(folder, layout):

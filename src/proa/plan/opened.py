@@ -1,0 +1,43 @@
+"""A model's headers and config, read and compared: all that can be refused without torch, this machine or the network.
+Never: decisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from proa.config.options import ModelOptions
+from proa.hub.lookup import look_up
+from proa.models.names import Declared
+from proa.plan.overrides import config_overrides
+from proa.weights import sources
+from proa.weights.checkpoint import Checkpoint, needs_torch, open_checkpoint
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose config is implemented, and whose tensors are those that the config asks for."""
+
+    checkpoint: Checkpoint
+    declared: Declared
+
+
+def open_model(path: Path, load_format: str, asked: ModelOptions) -> Opened:
+    """Raises ModelNotFound, ConfigError and WeightsError."""
+    checkpoint = open_checkpoint(path, load_format, config_overrides(asked.override_config))
+    declared = checkpoint.declare(asked.ignore_config_key)
+    if checkpoint.tensors:
+        sources.resolve(declared, checkpoint.tensors)
+    return Opened(checkpoint, declared)
+
+
+def open_if_here(model: str, asked: ModelOptions) -> Opened | None:
+    """The model that the user named; None where it must be fetched first, or where only torch can read its headers.
+
+    Raises what `look_up` and `open_model` raise.
+    """
+    path = look_up(model, asked.revision, config_only=asked.load_format == "dummy").path
+    if path is None or needs_torch(path, asked.load_format):
+        return None
+    return open_model(path, asked.load_format, asked)
