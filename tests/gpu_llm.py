@@ -29,10 +29,11 @@ def make_model(folder: Path, **overrides: Any) -> Path:
 
 
 def poison(folder: Path, layer: int, expert: int) -> None:
-    """NaN in one expert's down weights."""
+    """Weights of one expert so large that what it computes is not finite; NaN itself would not be loaded."""
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)
-    tensors[f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"][0, 0] = float("nan")
+    for part in ("up", "down"):
+        tensors[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"] *= 1e30
     save_file(tensors, path, {"format": "pt"})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 import programs
 from fakes import make_tokenizer
@@ -151,13 +153,100 @@ def test_the_table_for_people(folder: Path, tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
-def test_a_taken_port_is_refused_before_anything_is_looked_for() -> None:
+def test_a_taken_port_is_refused_before_anything_is_loaded(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = proa("serve", "/no/such/model", "--port", str(port))
+        done = proa("serve", str(folder), "--port", str(port))
     assert done.returncode == 4
     assert f"Port {port} on 127.0.0.1 is in use" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+# Told when the process imports torch, the libraries of the HTTP server, or opens a port; one line each on stderr.
+WATCH = """
+import sys
+def watch(event, arguments):
+    heavy = event == "import" and arguments[0] in ("torch", "uvicorn", "fastapi", "transformers")
+    if heavy or event in ("socket.bind", "socket.connect", "subprocess.Popen"):
+        print("WATCHED", event, arguments[0] if heavy else "", file=sys.stderr)
+sys.addaudithook(watch)
+from proa.cli.main import main
+sys.argv = ["proa", *sys.argv[1:]]
+sys.exit(main())
+"""
+
+
+def unknown_architecture(folder: Path) -> None:
+    change_config(folder, architectures=["MambaForCausalLM"])
+
+
+def refused_quantisation(folder: Path) -> None:
+    change_config(folder, quantization_config={"quant_method": "bitsandbytes"})
+
+
+def missing_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def change_config(folder: Path, **keys: Any) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (unknown_architecture, "the architecture 'MambaForCausalLM' is not implemented"),
+        (refused_quantisation, "quantised by 'bitsandbytes'"),
+        (missing_tensor, "model.norm.weight: not in the checkpoint"),
+        (cut_off, "the header describes"),
+        (None, "There is no model demoo: no such folder"),
+    ],
+)
+def test_what_headers_tell_is_refused_before_the_port_opens(
+    damage: Callable[[Path], None] | None, message: str, folder: Path, tmp_path: Path
+) -> None:
+    model = "demoo"
+    if damage is not None:
+        model = str(shutil.copytree(folder, tmp_path / "m"))
+        damage(Path(model))
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH, "serve", model, "--port=0"],
+        capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert message in done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)  # not listening, nothing watched
+
+
+def test_a_nan_is_refused_by_its_place(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder, tmp_path / "m")
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    tensors[name][3, 7] = float("nan")
+    save_file(tensors, model / "model.safetensors")
+    done = proa("serve", str(model), "--port=0")
+    assert done.returncode == 3
+    assert f"{model / 'model.safetensors'}: {name} is nan at [3, 7]. Weights must be finite numbers." in done.stderr
+
+
+def test_the_watch_sees_what_a_start_does(folder: Path) -> None:
+    """Else the test above could not fail."""
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH, "serve", str(folder), "--port=0", "--ram=1MiB"],
+        capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 4
+    order = [done.stderr.find(text) for text in ("WATCHED import uvicorn", "WATCHED socket.bind", "listening on")]
+    assert -1 not in order
+    assert order == sorted(order)
 
 
 def test_too_little_memory_is_refused_with_numbers(folder: Path) -> None:

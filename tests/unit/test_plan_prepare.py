@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, ModelOptions
-from proa.errors import ModelNotFound, ResourceError, UsageError
+from proa.errors import ModelNotFound, ResourceError, UsageError, WeightsError
 from proa.machine.machine import Gpu
 from proa.machine.probe import probe
 from proa.native.formats import Format, layout
@@ -57,6 +58,20 @@ def test_a_folder_becomes_a_plan(folder: Path) -> None:
     assert plan.memory.weights_bytes == 2 * prepared.declared.spec.num_params
     assert plan.roof.bandwidth_bytes_per_s > 1e8
     assert plan.memory.free_bytes == prepared.machine.available_bytes
+
+
+def test_tensors_are_compared_with_the_config(tmp_path: Path) -> None:
+    """Before an engine is started, which would find out too."""
+    folder = make_tiny("llama2", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"layers.1.mlp.up_proj.weight: not in the checkpoint; .* \[112, 64\]"):
+        prepare(str(folder))
+    file = make_tiny_gguf("llama2", tmp_path / "m.gguf")
+    wrong = EngineOptions(model=ModelOptions(override_config=("intermediate_size=113",)))
+    with pytest.raises(WeightsError, match=r"ffn_gate.weight: the config says \[113, 64\], m.gguf has \[112, 64\]"):
+        prepare(str(file), wrong)
 
 
 def test_blocks_of_a_gguf_count_as_they_will_lie(tmp_path: Path) -> None:
