@@ -113,7 +113,15 @@ def test_wrong_sizes(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "tokens"),
-    [("4096", 4096), ("32k", 32768), ("64K", 65536), ("0.5k", 512), ("128 k", 131072), ("1M", 1 << 20), ("1m", 1 << 20)],
+    [
+        ("4096", 4096),
+        ("32k", 32768),
+        ("64K", 65536),
+        ("0.5k", 512),
+        ("128 k", 131072),
+        ("1M", 1 << 20),
+        ("1m", 1 << 20),
+    ],
 )
 def test_numbers_of_tokens(text: str, tokens: int) -> None:
     options = parse(ServeOptions, [f"--context={text}"], prog="proa serve", summary="serve").options

@@ -63,7 +63,8 @@ def spare_tensor(tensors: dict[str, Tensor]) -> None:
     [
         ("gptq", shuffle, f"columns of {O_PROJ}.g_idx are not in the order of their groups of 32, as the config says"),
         (
-            "gptq in another order", beyond,
+            "gptq in another order",
+            beyond,
             rf"m/model.safetensors: {O_PROJ}.g_idx is 99 at \[7\], but {O_PROJ}.scales has only the groups 0 to 3",
         ),
         ("gptq", another_zero, f"symmetric .* all zero points of {O_PROJ}.qzeros should be 8, but some differ"),

@@ -146,8 +146,8 @@ BROKEN: list[tuple[str, Any, type[ModelError], str]] = [
         "shape and bytes differ",
         lambda f: edit_header(shards(f)[0], shape=[3, 3]),
         WeightsError,
-        r"00001-of-00003.safetensors: model.embed_tokens.weight is F32 \[3, 3\], which takes 36 bytes, but the header gives "
-        r"it 65536",
+        r"00001-of-00003.safetensors: model.embed_tokens.weight is F32 \[3, 3\], which takes 36 bytes, but the header "
+        r"gives it 65536",
     ),
     (
         "negative shape",
@@ -202,7 +202,7 @@ def test_flipped_bytes_of_a_header_never_crash(folder: Path, flips: list[tuple[i
         safetensors_index([copy])
     except WeightsError as error:
         assert str(copy) in error.message  # noqa: PT017 - some flips change a name, which is no error here
-        assert error.remedy
+        assert error.remedy  # noqa: PT017
 
 
 @pytest.mark.parametrize("real", [b"size 4976698672\n", b""])

@@ -1,4 +1,4 @@
-"""Configs that ask for absurdly much: refused at once by what the files have, before anything is made for each layer."""
+"""Configs that ask for absurdly much: refused at once by what the files have, before anything is made per layer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,11 @@ def test_one_more_than_there_is_without_an_index(tmp_path: Path) -> None:
     ("name", "key", "message"),
     [
         ("deepseek-v3", "num_nextn_predict_layers", "num_nextn_predict_layers is"),
-        ("qwen3-moe", "num_experts", rf"mlp.gate.weight: the config says \[{HUGE}, 64\], model.safetensors has \[8, 64\]"),
+        (
+            "qwen3-moe",
+            "num_experts",
+            rf"mlp.gate.weight: the config says \[{HUGE}, 64\], model.safetensors has \[8, 64\]",
+        ),
         ("deepseek-v3", "n_routed_experts", rf"mlp.gate.weight: the config says \[{HUGE}, 64\]"),
         ("mixtral", "num_local_experts", rf"block_sparse_moe.gate.weight: the config says \[{HUGE}, 64\]"),
         ("qwen3-moe", "vocab_size", rf"embed_tokens.weight: the config says \[{HUGE}, 64\]"),
@@ -119,7 +123,7 @@ def refused_or_not(settle_it: Callable[[], None], what: str) -> None:
         settle_it()
     except ProaError as error:
         assert error.message, what  # noqa: PT017 - some values are right
-        assert error.remedy, what
+        assert error.remedy, what  # noqa: PT017
     except Exception as error:
         raise AssertionError(f"{what}: {error!r}") from error
 

@@ -1,4 +1,4 @@
-"""NaN and infinity in a checkpoint: an error at load that names file, tensor and place, on every way that weights take."""
+"""NaN and infinity in a checkpoint: an error at load that names file, tensor and place, however weights are loaded."""
 
 from __future__ import annotations
 
@@ -112,9 +112,7 @@ def put(value: float, *place: int) -> Edit:
         ("model.layers.2.mlp.experts.down_proj", (3, 1, 23), math.nan),
     ],
 )  # fmt: skip
-def test_plain_numbers(
-    stored: torch.dtype, name: str, place: tuple[int, ...], value: float, tmp_path: Path
-) -> None:
+def test_plain_numbers(stored: torch.dtype, name: str, place: tuple[int, ...], value: float, tmp_path: Path) -> None:
     folder = edited(stacked(tmp_path / "m", stored), name, put(value, *place))
     error = refused(folder)
     assert error.message == f"{folder / 'model.safetensors'}: {name} is {value} at {list(place)}."
@@ -153,7 +151,9 @@ def test_a_file_that_only_torch_reads(tmp_path: Path) -> None:
 
 def test_a_number_beyond_bfloat16(tmp_path: Path) -> None:
     folder = edited(make_tiny("qwen2-moe", tmp_path / "m"), ATTENTION, put(torch.finfo(torch.float32).max, 1, 2))
-    assert f"{ATTENTION} is 3.40282e+38 at [1, 2], which bfloat16 cannot hold" in str(refused(folder, "workers", "staging"))
+    assert f"{ATTENTION} is 3.40282e+38 at [1, 2], which bfloat16 cannot hold" in str(
+        refused(folder, "workers", "staging")
+    )
     assert f"{ATTENTION} has values that bfloat16 cannot hold. Use --dtype float32" in str(refused(folder, "bfloat16"))
     WAYS["float32"](folder)
 

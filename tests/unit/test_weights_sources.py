@@ -107,7 +107,9 @@ def test_biases_of_stacked_experts() -> None:
     with pytest.raises(WeightsError, match=r"experts\.0\.gate_proj\.bias: not in the checkpoint"):
         resolve(model, {name: tensor for name, tensor in index.items() if not name.endswith("up_proj_bias")})
     index[f"{DOWN}_bias"] = info((4, 9))
-    with pytest.raises(WeightsError, match=r"down_proj_bias: the config says \[4, 8\], model.safetensors has \[4, 9\]\."):
+    with pytest.raises(
+        WeightsError, match=r"down_proj_bias: the config says \[4, 8\], model.safetensors has \[4, 9\]\."
+    ):
         resolve(model, index)
 
 

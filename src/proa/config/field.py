@@ -23,8 +23,8 @@ class OptionInfo:
     `metavar` names the unit or form ("TOKENS", "SIZE", "PATH"); `choices` lists the values allowed;
     `low`/`high` bound numbers inclusively; `common` options show in the short help; `short` is a
     one-letter flag; `secret` values are never printed. `kind` "size" accepts bytes with a suffix
-    ("24GiB", "512M"), "tokens" a whole number with k or M ("32k"), "word" is text that YAML and Python may give as a whole number, "argument" is positional,
-    "" is a flag.
+    ("24GiB", "512M"), "tokens" a whole number with k or M ("32k"), "word" is text that YAML and Python may give as a
+    whole number, "argument" is positional, "" is a flag.
     """
 
     help: str

@@ -19,6 +19,7 @@ from proa.hub.cache import RepoCache, cache_root
 from proa.hub.files import SMALL_FILES, Format, choose_format, choose_gguf, choose_weights
 from proa.hub.preview import preview_gguf, preview_safetensors
 from proa.hub.reference import HubReference
+from proa.hub.repository import HubFile, Repository
 from proa.hub.transfer import fetch_files, missing_bytes
 from proa.obs.units import format_bytes
 from proa.weights.checkpoint import open_checkpoint

@@ -1,5 +1,5 @@
-"""What the user typed -> a path on this machine, if the model is here. Belongs here: the order in which names are looked
-up. Never: the network, HTTP libraries (a wrong name is refused before they are imported).
+"""What the user typed -> a path on this machine, if the model is here. Belongs here: the order in which names are
+looked up. Never: the network, HTTP libraries (a wrong name is refused before they are imported).
 
 An existing local path comes first. Then the demo, the aliases, hub ids. A model that is completely in the cache is used
 as it is, without asking the hub for a newer one.

@@ -19,6 +19,7 @@ from filelock import FileLock
 from proa.errors import HubError, ResourceError
 from proa.hub.api import Hub, TransientError
 from proa.hub.cache import RepoCache, cache_root
+from proa.hub.repository import HubFile, Repository
 
 _PARALLEL_FILES = 4  # one connection rarely fills a line
 _HASH_CHUNK_BYTES = 1 << 20

@@ -1,5 +1,5 @@
-"""NaN and infinity in a checkpoint: found while it is loaded, then named by file, tensor and place. Never: what to do with
-them at run time (hybrid/faults).
+"""NaN and infinity in a checkpoint: found while it is loaded, then named by file, tensor and place. Never: what
+to do with them at run time (hybrid/faults).
 
 Workers only say that a job met such a number (csrc/src/finite.h); the place is looked for once loading has failed.
 """
@@ -24,8 +24,8 @@ _TORCH = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.float8_e8m0fnu,
 }  # fmt: skip
 _REMEDY = (
-    "Weights must be finite numbers. Compare the file's checksum with the published one: if they differ, fetch the file "
-    "again; if they are equal, the model was published broken, so use another version or quantisation of it."
+    "Weights must be finite numbers. Compare the file's checksum with the published one: if they differ, fetch the "
+    "file again; if they are equal, the model was published broken, so use another version or quantisation of it."
 )
 
 
@@ -78,7 +78,9 @@ def _error(tensor: str, info: TensorInfo, row: int, column: int, value: float) -
     place = place_of(info.shape, row * info.shape[-1] + column)
     if math.isfinite(value):
         problem = f"{tensor} is {value:g} at {place}, which bfloat16 cannot hold"
-        return WeightsError(f"{info.file}: {problem}.", "Check whether the number is meant; if so, use --dtype float32.")
+        return WeightsError(
+            f"{info.file}: {problem}.", "Check whether the number is meant; if so, use --dtype float32."
+        )
     if info.quantised:
         codes = info.quantised.codes
         if info.quantised.code is Code.E4M3 and math.isnan(value):
@@ -88,4 +90,3 @@ def _error(tensor: str, info: TensorInfo, row: int, column: int, value: float) -
         problem = f"the {info.dtype} block of {tensor} at {place} has a scale that is NaN or infinite"
         return WeightsError(f"{info.file}: {problem}.", _REMEDY)
     return WeightsError(f"{info.file}: {tensor} is {value} at {place}.", _REMEDY)
-

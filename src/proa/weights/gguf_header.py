@@ -44,7 +44,7 @@ _SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
 class BrokenHeader(Exception):
-    """The header is cut off or contradicts itself; the text says where. The cause of the WeightsError that users see."""
+    """The header is cut off or contradicts itself; the text says where. The cause of the WeightsError that is shown."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class _Cursor:
         """Before a length from the file is used to allocate or to loop."""
         if length > len(self._data) - self._at:
             raise BrokenHeader(
-                f"the header is cut off: {self._reading} needs {length} bytes from byte {self._at} on, but the file has "
-                f"{len(self._data)}"
+                f"the header is cut off: {self._reading} needs {length} bytes from byte {self._at} on, but the file "
+                f"has {len(self._data)}"
             )
         return length
 

@@ -146,8 +146,8 @@ def _safetensor(file: Path, name: str, data_start: int, entry: Any) -> TensorInf
                 raise ValueError(f"{number!r} is no size")
     except (ValueError, TypeError, KeyError) as error:
         raise WeightsError(
-            f"{file}: the header's entry for {name} is {str(entry)[:200]!r}; a dtype, a shape and two data_offsets were "
-            "expected, sizes being whole numbers from 0 on.",
+            f"{file}: the header's entry for {name} is {str(entry)[:200]!r}; a dtype, a shape and two data_offsets "
+            "were expected, sizes being whole numbers from 0 on.",
             FETCH_AGAIN,
         ) from error
     if dtype in PLAIN_BYTES and (expected := prod(shape) * PLAIN_BYTES[dtype]) != end - begin:

@@ -205,10 +205,10 @@ class _Copy:
             self._hand_out(jobs, source, self._bytes(source), run)
             return True
         covered, nbytes, total = 0, self._bytes(source), source.height
-        for first, count, jobs in in_parts(target, stored, run, begin, end):
+        for first, count, some in in_parts(target, stored, run, begin, end):
             covered = first - begin + count
             before, after = (nbytes * row // total for row in (first - begin, covered))
-            self._hand_out(jobs, source, after - before, run, gathered)
+            self._hand_out(some, source, after - before, run, gathered)
         return covered > 0
 
     def _gather(self, rows: Rows, source: Source) -> Tensor:
