@@ -26,6 +26,7 @@ from proa.models.spec import Model, Moe
 from proa.native.doorbell import JobSize, Way
 from proa.native.pool import Pool
 from proa.native.weights import Experts
+from proa.ops.gpu_traits import traits_of
 from proa.ops.packed import Memory
 from proa.ops.reference import reference
 from proa.ops.staging import DeviceRows, Staging
@@ -88,9 +89,11 @@ def load_split(
         staging = Staging(pool, 1 << 20, pinned=cuda)
         ram = Memory(pool, [None] * pool.nodes)
         hybrid = HybridModel(split.placement(spec), at, ram, staging)
-        ops = _cuda("ops.cuda").CudaOps(at, hybrid.new_experts, staging).table() if cuda else reference(
-            torch.bfloat16, hybrid.new_experts
-        )  # fmt: skip
+        ops = (
+            _cuda("ops.cuda").CudaOps(at, hybrid.new_experts, staging, traits_of(at)).table()
+            if cuda
+            else reference(torch.bfloat16, hybrid.new_experts)
+        )
         model = Decoder(spec, ops)
         targets = {
             name: DeviceRows(target, staging) if cuda and isinstance(target, torch.Tensor) else target

@@ -15,7 +15,7 @@ from gpu_attention import copy_bandwidth, microseconds
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from proa.ops.cuda_latent import shared_bytes
+from proa.ops.gpu_traits import traits_of
 from proa.ops.sizes import DELTA_CHUNK as CHUNK
 from proa.ops.sizes import delta_chunk_floats
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
@@ -145,8 +145,8 @@ def sweep() -> None:
 def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copies at {bandwidth / 1e6:.2f} TB/s")
-    major, minor = torch.cuda.get_device_capability()
-    shape = shape_for(10 * major + minor, shared_bytes(torch.device("cuda")))
+    traits = traits_of(torch.device("cuda"))
+    shape = shape_for(traits.capability, traits.shared_bytes)
     for columns in ((n, n) for n in (8, 16, 32)) if "--sweep" in sys.argv else (delta.COLUMNS,):
         delta.COLUMNS = columns
         print(f"{columns} columns of a state a program")

@@ -14,7 +14,8 @@ import torch
 from gpu_attention import CACHE_BYTES, PAGE_TOKENS, copy_bandwidth, microseconds, processors, rand
 from torch import Tensor
 
-from proa.ops.cuda_latent import CudaLatentMaps, shared_bytes
+from proa.ops.cuda_latent import CudaLatentMaps
+from proa.ops.gpu_traits import traits_of
 from proa.ops.sizes import attention_floats
 from proa.ops.table import Angles, LatentPages, Norm
 from proa.ops.triton import latent_attention
@@ -38,7 +39,7 @@ def decode_time(sequences: int, kv_len: int, heads: int, splits: int) -> tuple[f
     read = sequences * kv_len * WIDTH * 2
     q, out = rand(sequences, heads, WIDTH), rand(sequences, heads, RANK)
     floats = attention_floats(sequences, heads, RANK, splits)
-    workspace, shared = torch.empty(floats, device="cuda"), shared_bytes(q.device)
+    workspace, shared = torch.empty(floats, device="cuda"), traits_of(q.device).shared_bytes
     caches = [paged(sequences, kv_len) for _ in range(min(64, -(-CACHE_BYTES // read)))]
     calls = [
         lambda c=c: latent_attention.decode(q, *c, SCALE, splits, shared, workspace, out)  # type: ignore[misc]
@@ -55,7 +56,9 @@ def decodes(bandwidth: float) -> None:
     for name, heads in HEADS.items():
         for sequences in (1, 4, 32):
             for kv_len in (1024, 8192, 65536):
-                splits = latent_attention.splits_for(sequences, heads, processors(), shared_bytes(torch.device("cuda")))
+                splits = latent_attention.splits_for(
+                    sequences, heads, processors(), traits_of(torch.device("cuda")).shared_bytes
+                )
                 time, read = decode_time(sequences, kv_len, heads, splits)
                 print(
                     f"decode {name}, {heads} heads, {sequences} x {kv_len}, {splits} splits: {time:.1f} us, "
@@ -69,7 +72,7 @@ def prefill_time(q_len: int, kv_len: int, heads: int) -> float:
     cache, table, lens = paged(1, kv_len)
     q, out = rand(q_len, heads, WIDTH), rand(q_len, heads, RANK)
     starts = torch.tensor([0, q_len], dtype=torch.int32, device="cuda")
-    shared = shared_bytes(q.device)
+    shared = traits_of(q.device).shared_bytes
     return microseconds([lambda: latent_attention.prefill(q, cache, table, starts, lens, SCALE, shared, out)])
 
 

@@ -64,6 +64,23 @@ def test_a_device_gets_padding_behind_a_step() -> None:
         assert inputs.batch.kv_lens.tolist() == ends + [0] * (4 - len(spans))
 
 
+@pytest.mark.parametrize(("rows", "sequences"), [(1, 1), (3, 3), (7, 5), (64, 64)])
+def test_all_that_a_device_reads_begins_at_whole_addresses(rows: int, sequences: int) -> None:
+    """Triton compiles once more for a tensor that does not begin at a multiple of 16 bytes."""
+    inputs = DeviceInputs(rows, sequences, 5, one_each=False, device=torch.device("meta"))
+    batch = inputs.batch
+    read = (
+        inputs.tokens,
+        inputs.slots,
+        inputs.positions,
+        batch.q_starts,
+        batch.kv_lens,
+        batch.page_table,
+        batch.states,
+    )
+    assert [tensor.data_ptr() % 16 for tensor in read] == [0] * 7
+
+
 @pytest.mark.parametrize("decode", [True, False])
 def test_rows_that_are_named_before_have_the_same_logits(decode: bool, tmp_path: Path) -> None:
     """In a step of decode they come with the rest, in one call; after a prompt in a second one."""

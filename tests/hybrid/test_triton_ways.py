@@ -37,6 +37,9 @@ class FakeDriver(Driver):
     def __init__(self) -> None:
         self.said: list[str] = []
 
+    def stream(self, device: torch.device) -> int:
+        return STREAM
+
     def has_stream_mem_ops(self, device: torch.device) -> bool:
         return self.has
 
@@ -77,7 +80,6 @@ def driver(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> FakeDriver:
     made = FakeDriver()
     monkeypatch.setattr(bell, "ring", ring)
     monkeypatch.setattr(gpu_ways, "Driver", lambda: made)
-    monkeypatch.setattr(gpu_ways.ByCopies, "_stream", lambda _: STREAM)
     return made
 
 

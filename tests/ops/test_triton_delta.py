@@ -20,7 +20,7 @@ from delta_cases import (
 )
 from ops.triton_bounds import BF16, assert_within, poisoned, stored
 from proa.models.spec import Attention, Block, GatedDeltaNet, Mlp, Model, Rope
-from proa.ops.cuda_latent import shared_bytes
+from proa.ops.gpu_traits import traits_of
 from proa.ops.sizes import delta_chunk_floats
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
 from proa.ops.triton.delta import FEW_ROWS, gated_delta, takes_chunks
@@ -58,7 +58,7 @@ def chunks_of(rows: int, heads: int, device: torch.device) -> Chunks:
     """Of the smallest GPU, where there is none."""
     kib, capability = LEAST_KIB, OLDEST
     if device.type == "cuda":
-        kib, capability = shared_bytes(device) >> 10, int("".join(map(str, torch.cuda.get_device_capability(device))))
+        kib, capability = traits_of(device).shared_bytes >> 10, traits_of(device).capability
     shape = shape_for(capability, kib << 10)
     assert shape is not None
     return Chunks(shape, poisoned(delta_chunk_floats(rows, heads), dtype=torch.float32).to(device))

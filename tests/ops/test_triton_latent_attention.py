@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ops.triton_bounds import BF16, EPS32, assert_within, poisoned, rand, stored
 from proa.models.spec import Block, LatentAttention, Mlp, Model, Rope
-from proa.ops.cuda_latent import shared_bytes
+from proa.ops.gpu_traits import traits_of
 from proa.ops.sizes import attention_floats
 from proa.ops.table import LatentPages
 from proa.ops.triton.latent_attention import decode, prefill, splits_for
@@ -188,7 +188,7 @@ def test_a_graph_follows_lengths_on_the_device(rng: torch.Generator, device: tor
     q, out = rand(rng, 3, 16, 576).to(device), poisoned(3, 16, 512).to(device)
     workspace = torch.empty(attention_floats(3, 16, 512, 9), device=device)
     lens = torch.tensor([1, 1, 1], dtype=torch.int32, device=device)
-    given = shared_bytes(device)
+    given = traits_of(device).shared_bytes
 
     def step() -> None:
         decode(q, p.cache, p.page_table, lens, scale_of(q), 9, given, workspace, out)
@@ -216,7 +216,7 @@ def test_long_contexts(heads: int, rng: torch.Generator, device: torch.device) -
     kv_lens = [65536, 7, 0, 12345]
     p = paged(kv_lens, DEEPSEEK, 16, rng, device)
     q = rand(rng, len(kv_lens), heads, 576).to(device)
-    for given in (SMALL, shared_bytes(device)):
+    for given in (SMALL, traits_of(device).shared_bytes):
         out = run_decode(q, p, splits_for(len(kv_lens), heads, 132, given), given)
         for s in (0, 1, 3):
             want, bound = attended(q[s : s + 1], p.rows[s].to(device), 512)
@@ -225,7 +225,7 @@ def test_long_contexts(heads: int, rng: torch.Generator, device: torch.device) -
 
     p = paged([4096, 100], DEEPSEEK, 16, rng, device)
     q, starts = rand(rng, 2148, heads, 576).to(device), torch.tensor([0, 2048, 2148], dtype=torch.int32, device=device)
-    for given in (SMALL, shared_bytes(device)):
+    for given in (SMALL, traits_of(device).shared_bytes):
         out = poisoned(2148, heads, 512).to(device)
         prefill(q, p.cache, p.page_table, starts, p.kv_lens, scale_of(q), given, out)
         for s, mine in enumerate((slice(0, 2048), slice(2048, 2148))):

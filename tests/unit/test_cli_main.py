@@ -51,6 +51,12 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert "proa" in loaded
 
 
+def test_a_start_loads_what_it_needs() -> None:
+    """What makes the demo and what talks to the hub is for models that are not here: half a second."""
+    loaded = imported_by("import proa.cli.start")
+    assert not loaded & {"torch", "transformers", "numpy", "gguf", "httpx"}
+
+
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
 def test_help_loads_no_torch(words: list[str]) -> None:
     asked = [*words, "--help" if words else "--help-all"]

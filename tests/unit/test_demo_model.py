@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from demo_model import demo_gguf, demo_moe
-from proa.demo.assemble import STAMP_NAME, assemble
+from proa.demo.assemble import assemble
+from proa.demo.made import STAMP_NAME
 from proa.hub.listing import list_models
 from proa.weights import sources
 from proa.weights.checkpoint import open_checkpoint

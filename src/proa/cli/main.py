@@ -31,6 +31,7 @@ COMMANDS = {
     "serve": Command("proa.cli.serve", "load a model and serve it over HTTP"),
     "chat": Command("proa.cli.chat", "talk to a model in the terminal"),
     "bench": Command("proa.cli.bench", "measure latency, throughput or kernels, beside the physical limit"),
+    "warm": Command("proa.cli.warm", "compile a model's GPU kernels before its first start"),
     "models": Command("proa.cli.models", "list models by short name, with sizes"),
     "doctor": Command("proa.cli.doctor", "check this machine, and say what to do about problems"),
 }

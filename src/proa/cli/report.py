@@ -22,7 +22,7 @@ The JSON has one shape, at the start (`ready` is null) and once the model is loa
                  {dense_bytes_per_token, expert_bytes_per_token, bandwidth_bytes_per_s, source, read_ahead}
     ready        {load_seconds, weights_bytes, peak_rss_bytes, decode_threads, prefill_threads,
                  ops: {op: implementation}, formats: {weight format: bytes}, pages: {kind of page: bytes},
-                 decisions: [{name, asked, got, why}], caller_cpus, round_trip_us} or null
+                 decisions: [{name, asked, got, why}], caller_cpus, round_trip_us, timeline} or null
 """
 
 from __future__ import annotations

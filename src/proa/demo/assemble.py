@@ -15,15 +15,12 @@ from typing import Any
 from filelock import FileLock
 from gguf import GGUFReader
 
+from proa.demo.made import STAMP_NAME, TOP_K, is_made, stamp_of
 from proa.demo.safetensors_writer import Dtype, write_safetensors
 from proa.demo.split import Split, load_split
 from proa.demo.tensors import moe_tensors
 from proa.demo.tokenizer import write_tokenizer
 from proa.errors import ResourceError, UsageError, WeightsError
-
-VERSION = 1  # raise it when the folder's contents change
-TOP_K = 12
-STAMP_NAME = "proa_demo.json"
 
 Progress = Callable[[str, int, int], None]
 
@@ -42,12 +39,12 @@ def assemble(
         raise UsageError(
             f"top_k is {top_k}.", f"The demo has {split.num_experts} experts: use 1 to {split.num_experts}."
         )
-    stamp = {"version": VERSION, "split": split.sha256, "gguf": gguf.name, "top_k": top_k, "dtype": dtype}
-    if _is_made(folder, stamp):
+    stamp = stamp_of(gguf, top_k, dtype)
+    if is_made(folder, stamp):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f"{folder.name}.lock")):
-        if not _is_made(folder, stamp):
+        if not is_made(folder, stamp):
             scratch = folder.with_name(f"{folder.name}.partial")
             shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
             scratch.mkdir()
@@ -59,18 +56,6 @@ def assemble(
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return folder
-
-
-def _is_made(folder: Path, stamp: dict[str, Any]) -> bool:
-    """Whether the folder was made by these very inputs. Raises UsageError rather than replace what is not ours."""
-    stamp_path = folder / STAMP_NAME
-    if stamp_path.is_file():
-        return bool(json.loads(stamp_path.read_text()) == stamp)
-    if folder.exists():
-        raise UsageError(
-            f"{folder} exists and was not made by Proa's demo.", "Name another folder, or delete this one."
-        )
-    return False
 
 
 def _write_folder(

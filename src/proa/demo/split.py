@@ -4,13 +4,13 @@ Never: weights.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from importlib.resources import files
 from io import BytesIO
 
 import numpy as np
 import numpy.typing as npt
+
+from proa.demo.made import split_bytes
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Split:
 
     neurons: npt.NDArray[np.uint16]
     router: npt.NDArray[np.float16]
-    sha256: str
 
     @property
     def num_experts(self) -> int:
@@ -34,6 +33,5 @@ class Split:
 
 
 def load_split() -> Split:
-    raw = files("proa.demo").joinpath("split.npz").read_bytes()
-    with np.load(BytesIO(raw)) as data:
-        return Split(data["neurons"], data["router"], hashlib.sha256(raw).hexdigest())
+    with np.load(BytesIO(split_bytes())) as data:
+        return Split(data["neurons"], data["router"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from proa.engine.page_table import PageTable
 from proa.engine.row_numbers import RowNumbers, ints
 from proa.engine.spans import Span
-from proa.ops.sizes import input_bytes, input_counts
+from proa.ops.sizes import input_counts, input_starts
 from proa.ops.table import DeviceBatch
 
 
@@ -22,12 +22,12 @@ class DeviceInputs:
 
     def __init__(self, rows: int, sequences: int, most_pages: int, *, one_each: bool, device: torch.device) -> None:
         self.rows, self._sequences = rows, sequences
-        counts = input_counts(rows, sequences, most_pages)  # int64 first, so that all are aligned
-        nbytes = input_bytes(rows, sequences, most_pages)
+        counts, starts = input_counts(rows, sequences, most_pages), input_starts(rows, sequences, most_pages)
+        nbytes = starts[-1]
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        mine, theirs = _views(self._host, counts), _views(self._device, counts)
+        mine, theirs = _views(self._host, counts, starts), _views(self._device, counts, starts)
         self._rows = RowNumbers(*mine[:3])
         self._q_starts, self._kv_lens, self._states = map(ints, mine[3:6])
         self._pages = PageTable(mine[6].view(sequences, most_pages))
@@ -57,11 +57,9 @@ class DeviceInputs:
             self._copied.record()
 
 
-def _views(block: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    found, at = [], 0
-    for i, count in enumerate(counts):
-        dtype = torch.int64 if i < 3 else torch.int32
-        nbytes = count * dtype.itemsize
-        found.append(block[at : at + nbytes].view(dtype))
-        at += nbytes
-    return found
+def _views(block: Tensor, counts: Sequence[int], starts: Sequence[int]) -> list[Tensor]:
+    dtypes = (torch.int64,) * 3 + (torch.int32,) * 4
+    return [
+        block[at : at + count * dtype.itemsize].view(dtype)
+        for at, count, dtype in zip(starts, counts, dtypes, strict=False)
+    ]

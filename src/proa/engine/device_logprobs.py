@@ -24,12 +24,13 @@ class DeviceLogprobs:
         self._space = Space(rows, vocab, 1, device)
         self._kinds = torch.full((rows,), WHOLE, dtype=torch.int32, device=device)
         self._inverses = torch.ones(rows, dtype=torch.float64, device=device)
-        self._rows = torch.arange(rows, dtype=torch.int32, device=device)
+        self._rows = torch.arange(rows, dtype=torch.int32).to(device)
         self._host_tokens = torch.zeros(rows, dtype=torch.int32, pin_memory=pinned)
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._workspace = torch.zeros(explain_keys(rows, vocab, most), dtype=torch.int64, device=device)
         self._ids, self._logprobs = _answers(rows, most, device, pinned=False)
-        self._host_ids, self._host_logprobs = _answers(rows, most, torch.device("cpu"), pinned=pinned)
+        host = device if device.type == "meta" else torch.device("cpu")  # a rehearsal's have nothing to be copied
+        self._host_ids, self._host_logprobs = _answers(rows, most, host, pinned=pinned)
         self._number = self._count = 0
 
     def launch(self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> None:

@@ -4,12 +4,16 @@ Never: decisions, steps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from proa.cache.pool import KvStorage, allocate_pool
+from proa.engine.compile_ahead import compile_ahead
+from proa.engine.compiling import Compiling
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.gpu_plan import STEP_AHEAD, cuda_index, decode_tokens, needed, placement_of, ready, saver_of, top_k
@@ -17,6 +21,7 @@ from proa.engine.graphs import GraphExecutor
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.engine.spans import step_limits
+from proa.engine.timeline import Timeline
 from proa.engine.warm_up import warm_up
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier
@@ -29,15 +34,20 @@ from proa.hybrid.read_together import read_together
 from proa.hybrid.transport import Transport
 from proa.hybrid.ways import take
 from proa.layers.decoder import Decoder
-from proa.models.spec import Model
+from proa.models.names import Declared
 from proa.native.doorbell import JobSize, Service
 from proa.native.weights import Experts
 from proa.obs.units import format_bytes
 from proa.ops.cuda import CudaOps
+from proa.ops.gpu_traits import traits_of
 from proa.ops.staging import DeviceRows, Staging
 from proa.ops.table import Target
+from proa.ops.triton.ahead import load, settle, watch
 from proa.plan.plan import Plan
 from proa.types import Decision
+from proa.weights.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
 
 PROBE_ROUNDS = 200  # jobs without work that try the doorbell, in one graph
 STAGING_BYTES_PER_THREAD = 32 << 20  # twice what the loader gives each worker at a time
@@ -46,13 +56,23 @@ STAGING_BYTES_PER_THREAD = 32 << 20  # twice what the loader gives each worker a
 class GpuBuild:
     """Attention, norms, routers, shared experts and resident experts on the GPU, the other experts on the CPU."""
 
-    def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
-        self._plan, self._spec, self._kv = plan, spec, kv
+    def __init__(
+        self, plan: Plan, checkpoint: Checkpoint, declared: Declared, kv: KvStorage, timeline: Timeline
+    ) -> None:  # fmt: skip
+        self._timeline = timeline
+        timeline.mark("Triton")
+        settle()
+        ahead = partial(compile_ahead, plan, checkpoint, declared, launchers=True)
+        self._compiling = Compiling(ahead, load)  # before CUDA is initialised
+        self._plan, self._spec, self._kv = plan, declared.spec, kv
+        spec = declared.spec
         self._gpu, self._workers = needed(plan)
         uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
         index = cuda_index(self._gpu, uuids)
         self._device = torch.device("cuda", index)
         torch.cuda.set_device(self._device)
+        self._compiling.load_after(partial(torch.cuda.set_device, self._device))
+        timeline.mark("CUDA")
         share = self._gpu.vram.used_bytes / torch.cuda.get_device_properties(self._device).total_memory
         torch.cuda.memory.set_per_process_memory_fraction(min(1.0, share), self._device)
         torch.set_num_threads(1)
@@ -61,7 +81,10 @@ class GpuBuild:
         self._staging = Staging(self.pool, STAGING_BYTES_PER_THREAD * self.pool.threads, pinned=True)
         self.flush = self._staging.flush
         self._hybrid = HybridModel(placement_of(self._gpu), self._device, self._cpu.memory, self._staging)
-        self.model = Decoder(spec, CudaOps(self._device, self._hybrid.new_experts, self._staging).table())
+        self._traits = traits_of(self._device)
+        self.model = Decoder(
+            spec, CudaOps(self._device, self._hybrid.new_experts, self._staging, self._traits).table()
+        )  # fmt: skip
         self._decisions: list[Decision] = []
         self._round_trip_us: float | None = None
         if index != self._gpu.index:
@@ -78,6 +101,8 @@ class GpuBuild:
     def runner(self, report: Callable[[Loading], None]) -> Runner:
         plan = self._plan
         self._cpu.note_unbound()
+        self._decisions.append(self._compiling.wait(report))  # what follows measures
+        self._timeline.mark("kernels")
         chosen = top_k(self._spec)
         spaces = GpuSpaces(plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations)
         in_place = self._read_in_place(spaces)
@@ -87,7 +112,9 @@ class GpuBuild:
             lambda: Copiers(GpuCopier(self._device), GpuCopier(self._device)),
             in_place,
         )
+        self._timeline.mark("read in place")
         self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
+        self._timeline.mark("doorbell")
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.state_slots,
             kv=self._kv,
@@ -101,7 +128,9 @@ class GpuBuild:
             sleeps=not self._gpu.gpu_only,
             deterministic=plan.deterministic,
         )
-        self._decisions.append(warm_up(executor.warm_ups(), report))
+        self._timeline.mark("caches")
+        self._decisions.append(warm_up(executor.warm_ups(compiled=self._compiling.progress.complete), report))
+        watch(_note_late)
         self._decisions.append(STEP_AHEAD)
         return Runner(executor, plan.page_tokens, executor, executor)
 
@@ -148,6 +177,9 @@ class GpuBuild:
         return saver_of(self._plan, self._hybrid)
 
     def ready(self, load_seconds: float) -> Ready:
-        major, minor = torch.cuda.get_device_capability(self._device)
-        ops = f"triton sm_{major}{minor}"
+        ops = f"triton sm_{self._traits.capability}"
         return ready(self._plan, self._cpu, load_seconds, ops, self._round_trip_us, self._decisions)
+
+
+def _note_late(kernel: str, seconds: float) -> None:
+    log.warning("The kernel %s was not ready: a step waited %.2f s for it. Please report this model.", kernel, seconds)

@@ -8,7 +8,7 @@ another (hidden states, logits) is copied to buffers outside of the graphs' comm
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,22 +16,19 @@ import torch
 from torch import Tensor
 
 from proa.cache.pool import copy_states
+from proa.engine.angles import AngleTables
 from proa.engine.clock import Stage, StepClock
 from proa.engine.device_inputs import DeviceInputs
-from proa.engine.device_logprobs import DeviceLogprobs
-from proa.engine.device_sampler import DeviceSampler
+from proa.engine.device_steps import DeviceSteps
 from proa.engine.marks import Marks
 from proa.engine.parts import Parts, begun, not_finite
 from proa.engine.session import NoSession, Session
-from proa.engine.spans import Span, StepLimits, positions_of
+from proa.engine.spans import Span, StepLimits
 from proa.engine.watch import WatchedSession
 from proa.layers.decoder import Decoder
-from proa.layers.rope import cos_sin
-from proa.layers.step import Step
-from proa.models.spec import Rope
 from proa.native.doorbell import Counters
 from proa.ops.sizes import buckets
-from proa.ops.table import AttentionBatch, LayerCache
+from proa.ops.table import LayerCache
 from proa.sampling.choose import Choice
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
@@ -61,30 +58,18 @@ class GraphExecutor:
         self.spec, self.clock = model.spec, StepClock()
         self._model, self._caches, self._limits, self._device = model, caches, limits, device
         self._session = WatchedSession(session or NoSession(), model.spec)
-        self._most_pages = -(-limits.context_tokens // limits.page_tokens)
-        self._tables = _Tables(model.spec.ropes, limits, device)
-        most = min(limits.sequences, limits.rows)
+        self._angles = AngleTables(model.spec.ropes, limits, device)
+        self._on = DeviceSteps(model, caches, limits, self._angles, device)
         self._deterministic = deterministic
-        self._buckets = (most,) if deterministic else buckets(most)
+        self._buckets = decode_sizes(limits, deterministic=deterministic)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._steps: dict[int, _Captured] = {}
         self._heads: dict[int, torch.cuda.CUDAGraph] = {}
         self._room: torch.cuda.CUDAGraph | None = None  # never replayed: holds memory of the graphs' pool
-        self._inputs = DeviceInputs(
-            limits.rows, limits.sequences, self._most_pages, one_each=False, device=device
-        )  # of steps that are no graphs
-        self._hidden = torch.zeros(limits.rows, model.spec.hidden, dtype=torch.bfloat16, device=device)
-        self._scored = torch.zeros(limits.head_rows, dtype=torch.int64, device=device)
-        self._logits = torch.zeros(limits.head_rows, model.spec.vocab, device=device)
-        self._best = torch.zeros(limits.head_rows, dtype=torch.int32, device=device)
         self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64).pin_memory()
         self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32).pin_memory()
-        self._logprobs = DeviceLogprobs(limits.head_rows, model.spec.vocab, device)
-        self._sampler = DeviceSampler(
-            min(limits.sequences, limits.rows), model.spec.vocab, device, self._logprobs
-        )  # fmt: skip
         self._rows: Sequence[int] = ()  # of the last step, that were scored last
         self._underway = 0  # steps and parts launched whose end has not been waited for
         self._behind = 0  # of these, launched behind what was scored last
@@ -103,14 +88,13 @@ class GraphExecutor:
         self._marks = Marks()
         torch.cuda.synchronize(device)  # weights, caches and buffers were filled on streams that this one never awaits
 
-    def warm_ups(self) -> list[Callable[[], None]]:
-        """Steps of padding alone that compile what requests will need, the most needed first."""
+    def warm_ups(self, *, compiled: bool) -> list[Callable[[], None]]:
+        """Steps of padding alone that make ready what requests will need, the most needed first: graphs, what libraries
+        load at first use, and, unless all is `compiled` already, kernels."""
         decode = (partial(self._warm_decode, bucket) for bucket in self._buckets[:WARM_BUCKETS])
-        return [
-            *decode,
-            self._warm_sampler,
-            *(partial(self._warm_prefill, rows) for rows in warm_rows(self._limits.rows)),
-        ]
+        most = self._limits.rows
+        prompts = sorted({min(2, most), most} - {1}) if compiled else warm_rows(most)
+        return [*decode, self._warm_sampler, *(partial(self._warm_prefill, rows) for rows in prompts)]
 
     @torch.inference_mode()
     def _warm_decode(self, bucket: int) -> None:
@@ -121,16 +105,16 @@ class GraphExecutor:
     @torch.inference_mode()
     def _warm_sampler(self) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._sampler.warm_up(self._logits, self._best)
+            self._on.sampler.warm_up(self._on.logits, self._on.best)
             self._wait()
 
     @torch.inference_mode()
     def _warm_prefill(self, rows: int) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._inputs.fill((), self._limits.page_tokens)
+            self._on.inputs.fill((), self._limits.page_tokens)
             self._begin()
-            self._inputs.copy()
-            self._run(self._inputs, rows)
+            self._on.inputs.copy()
+            self._on.run(self._on.inputs, rows)
             self._settle()
 
     @torch.inference_mode()
@@ -159,7 +143,7 @@ class GraphExecutor:
         bucket = self._bucket(len(sequences))
         self._captured = captured = self._steps.get(bucket) or self._capture(bucket)
         captured.inputs.fill(sequences, self._limits.page_tokens)
-        self._tables.fill(sequences)
+        self._angles.fill(sequences)
         self.clock.lap(Stage.INPUTS)
         self._begin()
         if self._parts is not None:
@@ -172,32 +156,24 @@ class GraphExecutor:
         return self._buckets[bisect_left(self._buckets, count)]
 
     def _launch(self, sequences: Sequence[Span]) -> None:
-        rows = self._inputs.fill(sequences, self._limits.page_tokens)
-        self._tables.fill(sequences)
+        rows = self._on.inputs.fill(sequences, self._limits.page_tokens)
+        self._angles.fill(sequences)
         self.clock.lap(Stage.INPUTS)
         self._begin()
-        self._inputs.copy()
-        self._run(self._inputs, rows)
+        self._on.inputs.copy()
+        self._on.run(self._on.inputs, rows)
         self._session.launched()
         self._settle()  # a step without rows to score is followed by no call that would wait
-
-    def _run(self, inputs: DeviceInputs, rows: int) -> None:
-        self._hidden[:rows].copy_(self._model(*self._step(inputs, rows)))
-
-    def _step(self, inputs: DeviceInputs, rows: int) -> tuple[Tensor, Step]:
-        batch = AttentionBatch((), (), (), inputs.slots[:rows], inputs.batch)
-        angles = self._tables.of(inputs.positions[:rows])
-        return inputs.tokens[:rows], Step(batch, angles, self._caches)
 
     @torch.inference_mode()
     def begin(self, sequences: Sequence[Span]) -> None:
         """Steps between its parts have graphs: nobody else uses the inputs of other steps."""
         self._settle()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            rows = self._inputs.fill(sequences, self._limits.page_tokens)
-            self._tables.fill(sequences)
-            self._inputs.copy()
-            tokens, step = self._step(self._inputs, rows)
+            rows = self._on.inputs.fill(sequences, self._limits.page_tokens)
+            self._angles.fill(sequences)
+            self._on.inputs.copy()
+            tokens, step = self._on.step(self._on.inputs, rows)
             # Angles of other steps come to where these are.
             angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in step.angles.items()}
             self._parts = Parts(self._model, sequences, tokens, replace(step, angles=angles))
@@ -223,7 +199,7 @@ class GraphExecutor:
         self._sequences, self._suspect = parts.sequences, True
         self._was_in_parts, self._decoding = True, False
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._hidden[: len(parts.hidden)].copy_(parts.hidden)
+            self._on.hidden[: len(parts.hidden)].copy_(parts.hidden)
 
     @torch.inference_mode()
     def drop(self) -> None:
@@ -237,10 +213,10 @@ class GraphExecutor:
 
     def _capture(self, bucket: int) -> _Captured:
         """A graph of steps of `bucket` sequences. Its inputs are padding until they are filled."""
-        inputs = DeviceInputs(bucket, bucket, self._most_pages, one_each=True, device=self._device)
+        inputs = self._on.decode_inputs(bucket)
         inputs.fill((), self._limits.page_tokens)
         inputs.copy()
-        graph = self._graph(lambda: self._run(inputs, bucket))
+        graph = self._graph(lambda: self._on.run(inputs, bucket))
         self._steps[bucket] = _Captured(inputs, graph)
         return self._steps[bucket]
 
@@ -248,7 +224,7 @@ class GraphExecutor:
         self._settle()
         if self._room is None:
             self._room = self._graph(self._take_room)
-        self._heads[bucket] = self._graph(lambda: self._run_head(bucket))
+        self._heads[bucket] = self._graph(lambda: self._on.run_head(bucket))
         return self._heads[bucket]
 
     def _take_room(self) -> None:
@@ -283,11 +259,11 @@ class GraphExecutor:
     def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
         self._launch_head(rows, ())
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._logprobs.launch_given(self._logits, tokens, top)
+            self._on.logprobs.launch_given(self._on.logits, tokens, top)
             self._done.record(self._stream)
         self._finish()
         self.clock.lap(Stage.PROGRAM)
-        return self._logprobs.read(tokens)
+        return self._on.logprobs.read(tokens)
 
     @torch.inference_mode()
     def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
@@ -303,14 +279,14 @@ class GraphExecutor:
     def choices(self) -> list[Choice]:
         self._finish()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            choices = self._sampler.read(self._tokens(), self._asked, self._logits) if self._asked else []
+            choices = self._on.sampler.read(self._tokens(), self._asked, self._on.logits) if self._asked else []
         self._late |= {row.request for row, choice in zip(self._asked, choices, strict=True) if choice.late}
         self.clock.lap(Stage.PROGRAM)
         return choices
 
     def can_follow(self) -> bool:
         """Requests of which the CPU drew a token once may need it again: what followed would be for nothing."""
-        if not self._decoding or self._tables.changing or self._underway != 1:
+        if not self._decoding or self._angles.changing or self._underway != 1:
             return False
         self._late &= {row.request for row in self._asked}
         return not self._late
@@ -329,7 +305,7 @@ class GraphExecutor:
             self._ahead, self._next = True, sequences
             captured.inputs.copy()
             tokens = captured.inputs.tokens[:count]
-            tokens.copy_(self._best[:count])
+            tokens.copy_(self._on.best[:count])
             tokens.clamp_(min=0)  # there is no token of a row that is not finite, or that the CPU draws
             captured.graph.replay()
             self._session.launched()
@@ -343,11 +319,11 @@ class GraphExecutor:
                 head = self._heads.get(bucket) or self._capture_head(bucket)
                 self._host_scored[:count] = torch.tensor(rows)
                 self.clock.lap(Stage.INPUTS)
-                self._scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
+                self._on.scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
                 head.replay()
                 if asked:
-                    self._sampler.launch(self._logits, self._best, asked)
-                self._host_best[:count].copy_(self._best[:count], non_blocking=True)
+                    self._on.sampler.launch(self._on.logits, self._on.best, asked)
+                self._host_best[:count].copy_(self._on.best[:count], non_blocking=True)
             self._marks.end(self._stream)
             self._done.record(self._stream)
         self._behind = 0
@@ -396,16 +372,11 @@ class GraphExecutor:
                 return self._session.broken_between(self._sequences, self._bad)
             self._settle()
             rows = sum(len(s.tokens) for s in self._sequences)
-            return self._session.broken_parts(self._sequences, not_finite(self._hidden[:rows]))
-
-    def _run_head(self, rows: int) -> None:
-        logits = self._model.logits(self._hidden.index_select(0, self._scored[:rows]))
-        self._logits[:rows].copy_(logits)
-        self._best[:rows].copy_(self._model.best(logits))
+            return self._session.broken_parts(self._sequences, not_finite(self._on.hidden[:rows]))
 
     @property
     def logits(self) -> Tensor:
-        return self._logits[: len(self._rows)].cpu()
+        return self._on.logits[: len(self._rows)].cpu()
 
     def counters(self) -> Counters:
         return self._session.counters()
@@ -430,34 +401,10 @@ class GraphExecutor:
         self._done.synchronize()
 
 
-class _Tables:
-    """Angles by position, on the device: of all positions, or of each step's where they depend on its prompts."""
-
-    def __init__(self, ropes: Collection[Rope], limits: StepLimits, device: torch.device) -> None:
-        every = torch.arange(limits.context_tokens)
-        self._fixed = {
-            rope: tuple(t.to(device) for t in cos_sin(rope, every, every + 1)) for rope in ropes if not rope.dynamic
-        }
-        self._changing = {
-            rope: torch.zeros(2, limits.rows, rope.dim // 2, device=device) for rope in ropes if rope.dynamic
-        }
-
-    @property
-    def changing(self) -> bool:
-        """Whether `fill` has anything to do."""
-        return bool(self._changing)
-
-    def fill(self, sequences: Sequence[Span]) -> None:
-        for rope, place in self._changing.items():
-            angles = torch.stack(cos_sin(rope, *positions_of(sequences)))
-            place[:, : angles.shape[1]].copy_(angles)
-
-    def of(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
-        found = {
-            rope: (cos.index_select(0, positions), sin.index_select(0, positions))
-            for rope, (cos, sin) in self._fixed.items()
-        }
-        return found | {rope: (t[0, : len(positions)], t[1, : len(positions)]) for rope, t in self._changing.items()}
+def decode_sizes(limits: StepLimits, *, deterministic: bool) -> tuple[int, ...]:
+    """Numbers of sequences that a step of decode is padded to."""
+    most = min(limits.sequences, limits.rows)
+    return (most,) if deterministic else buckets(most)
 
 
 def warm_rows(most: int) -> list[int]:

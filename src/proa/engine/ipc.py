@@ -54,6 +54,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     decisions: tuple[Decision, ...] = ()  # that only the loaded model could tell
     caller_cpus: list[int] = []  # that the engine's own thread is bound to
     round_trip_us: float | None = None  # of a GPU's job without work, to the CPU and back; None: there are no jobs
+    timeline: dict[str, float] = {}  # seconds since the engine's process began, at the end of each stage of the start
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

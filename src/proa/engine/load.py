@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 
 from proa.cache.pages import PageAllocator
@@ -19,6 +20,7 @@ from proa.cache.states import StateCopies
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.crew import choose_few
+from proa.engine.dtypes import DTYPES
 from proa.engine.eager import EagerExecutor
 from proa.engine.engine import Engine
 from proa.engine.ipc import Loading, Ready
@@ -31,36 +33,39 @@ from proa.engine.scheduler import Scheduler
 from proa.engine.sim_gpu import SimBuild
 from proa.engine.spans import step_limits
 from proa.engine.threads import choose_threads
+from proa.engine.timeline import Timeline
 from proa.layers.decoder import Decoder
 from proa.machine.usage import peak_rss_bytes
+from proa.models.names import Declared
 from proa.models.spec import Model
 from proa.native.pool import Pool
 from proa.ops.cpu import CpuOps, Recorder
 from proa.ops.reference import reference
 from proa.ops.table import Ops, Target
 from proa.plan.plan import Plan, Workers
-from proa.weights.checkpoint import open_checkpoint
+from proa.weights.checkpoint import Checkpoint, open_checkpoint
 from proa.weights.dummy import fill_dummy
 from proa.weights.kv_scales import kv_scales
 from proa.weights.load import load_weights
 
-DTYPES = {
-    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}  # fmt: skip
 REPORT_EVERY_S = 0.1
 TRIAL_TOKEN_STRIDE = 7919
 PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to take a moment
 
 
-def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, Ready]:
+def load_engine(
+    plan: Plan, report: Callable[[Loading], None], timeline: Timeline | None = None
+) -> tuple[Engine, Ready]:  # fmt: skip
     """Load the planned model. Raises ModelError and ResourceError."""
+    timeline = timeline or Timeline()
     torch.set_flush_denormal(True)
     checkpoint = open_checkpoint(Path(plan.path), plan.load_format, plan.override_config)
     declared = checkpoint.declare(plan.ignore_config_keys)
     kv = KvStorage(DTYPES[plan.kv_dtype], kv_scales(checkpoint, declared) if plan.kv_dtype == "float8_e4m3fn" else ())
-    build = _build(plan, declared.spec, kv)
+    timeline.mark("headers")
+    build = _build(plan, checkpoint, declared, kv, timeline)
     targets = build.targets()
+    timeline.mark("model made")
     begin = time.perf_counter()
     if plan.load_format == "dummy":
         fill_dummy(
@@ -69,13 +74,15 @@ def load_engine(plan: Plan, report: Callable[[Loading], None]) -> tuple[Engine, 
     else:
         load_weights(checkpoint, declared, targets, _paced(report), build.pool, build.flush)
     load_seconds = time.perf_counter() - begin
+    timeline.mark("weights")
     runner = build.runner(report)
     lane = Lane(runner, plan.prefill_share) if plan.prefill_share else None
     helpers = build.pool if plan.gpu is None else None  # beside a GPU they listen to it
     engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver(), lane, helpers)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
-    return engine, build.ready(load_seconds)
+    timeline.mark("ready")
+    return engine, msgspec.structs.replace(build.ready(load_seconds), timeline=timeline.marks)
 
 
 class _Build(Protocol):
@@ -97,7 +104,8 @@ class _Build(Protocol):
     def ready(self, load_seconds: float) -> Ready: ...
 
 
-def _build(plan: Plan, spec: Model, kv: KvStorage) -> _Build:
+def _build(plan: Plan, checkpoint: Checkpoint, declared: Declared, kv: KvStorage, timeline: Timeline) -> _Build:
+    spec = declared.spec
     if plan.workers is None:
         return _Eager(plan, spec, kv)
     if plan.gpu is None:
@@ -106,7 +114,7 @@ def _build(plan: Plan, spec: Model, kv: KvStorage) -> _Build:
         return SimBuild(plan, spec, kv)
     # Triton comes with CUDA builds of torch, and only they have a GPU.
     gpu = importlib.import_module("proa.engine.gpu")
-    build: _Build = gpu.GpuBuild(plan, spec, kv)
+    build: _Build = gpu.GpuBuild(plan, checkpoint, declared, kv, timeline)
     return build
 
 

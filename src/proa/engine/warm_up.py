@@ -1,4 +1,4 @@
-"""Kernels compiled and graphs captured before the first request. Never: which there are, how they are made."""
+"""Steps tried before the first request. Never: which there are, how kernels are compiled (compiling.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from proa.engine.ipc import Loading
-from proa.obs.progress import COMPILING
+from proa.obs.progress import WARMING
 from proa.obs.units import format_duration
 from proa.types import Decision
 
@@ -21,14 +21,14 @@ def warm_up(
     """Do the tasks one after the other, the most needed first, until the time is over. The row says how far it came."""
     begin, done = clock(), 0
     for task in tasks:
-        report(Loading(COMPILING, done, len(tasks)))
+        report(Loading(WARMING, done, len(tasks)))
         if clock() - begin > MOST_S:
             break
         task()
         done += 1
     took = format_duration(clock() - begin)
     if done == len(tasks):
-        report(Loading(COMPILING, done, done))
-        return Decision("GPU kernels", "auto", "compiled", f"{done} batch sizes in {took}; more when they first come")
+        report(Loading(WARMING, done, done))
+        return Decision("first steps", "auto", "tried", f"{done} batch sizes in {took}; more when they first come")
     why = f"{done} of {len(tasks)} batch sizes in {took}; the others when they first come"
-    return Decision("GPU kernels", "auto", "in part", why)
+    return Decision("first steps", "auto", "in part", why)

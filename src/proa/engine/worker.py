@@ -30,6 +30,7 @@ from proa.engine.ipc import (
     Tokens,
 )
 from proa.engine.load import load_engine
+from proa.engine.timeline import Timeline
 from proa.engine.wire import SIZE_BYTES, EngineEnd
 from proa.errors import EngineDead, ProaError
 from proa.native.pool import Pool
@@ -70,13 +71,15 @@ class Channel:
 
 def run(channel: Channel) -> int:
     """Load what Start asks for, then serve until Shutdown. Returns the exit code. Raises EOFError: see Channel."""
+    timeline = Timeline()
+    timeline.mark("imports")
     start = channel.receive()
     if not isinstance(start, Start) or start.protocol != PROTOCOL:
         channel.send(Failed("EngineDead", f"Frontend and engine speak different protocols (engine: {PROTOCOL})."))
         return 1
     loaded = False
     try:
-        engine, ready = load_engine(start.plan, channel.send)
+        engine, ready = load_engine(start.plan, channel.send, timeline)
         loaded = True
         if engine.helpers is not None:
             channel.send_by(engine.helpers)

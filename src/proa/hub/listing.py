@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from proa.demo.assemble import STAMP_NAME
+from proa.demo.made import STAMP_NAME
 from proa.demo.source import GGUF_BYTES, GGUF_NAME
 from proa.hub.aliases import Alias, load_aliases
 from proa.hub.cache import RepoCache, cached_references, stored_bytes

@@ -51,6 +51,11 @@ class Driver:
         self._call("cuMemHostGetDevicePointer_v2", ctypes.addressof(found), host_address, 0)
         return found.value
 
+    def stream(self, device: torch.device) -> int:
+        """That is current."""
+        stream: int = torch.cuda.current_stream(device).cuda_stream
+        return stream
+
     def copy_to_host(self, stream: int, to: int, source: int, nbytes: int) -> None:
         """`to` is pinned."""
         self._call("cuMemcpyDtoHAsync_v2", to, source, nbytes, stream)

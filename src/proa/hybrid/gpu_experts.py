@@ -97,8 +97,8 @@ def _in_ram(memory: LayerMemory, first: int, count: int, device: torch.device) -
     """One token's choice of experts, by their numbers there."""
     places = [memory.addresses(number) for number in range(first, first + count)]
     up, down = (torch.tensor([at], dtype=torch.int64, device=device) for at in zip(*places, strict=True))
-    ids = torch.arange(count, dtype=torch.int32, device=device)[None]
-    return Located(ids, up, down, torch.full_like(ids, -1))
+    ids = torch.arange(count, dtype=torch.int32).to(device)[None]
+    return Located(ids, up, down, torch.full(ids.shape, -1, dtype=torch.int32, device=device))
 
 
 class GpuExperts:
@@ -111,7 +111,7 @@ class GpuExperts:
 
     def locate(self, ids: Tensor) -> Located:
         up, down = (torch.empty(ids.shape, dtype=torch.int64, device=ids.device) for _ in range(2))
-        at = Located(ids, up, down, torch.empty_like(ids))
+        at = Located(ids, up, down, torch.empty(ids.shape, dtype=torch.int32, device=ids.device))
         locate(ids, self.residency, at)
         return at
 

@@ -51,7 +51,7 @@ def make_way(
         return ByKernels(memory, size, device, state)
     driver = Driver()
     signals = Flags(driver, memory, block_layout(size), device) if way is Way.FLAGS else Calls(driver, doorbell)
-    return ByCopies(memory, size, device, state, driver, signals)
+    return ByCopies(memory, size, state, torch.zeros(len(memory), dtype=torch.uint8, device=device), driver, signals)
 
 
 class ByKernels:
@@ -85,11 +85,11 @@ class ByKernels:
     def try_out(self) -> None:
         """A kernel that is under way sees what the CPU writes then; it stops looking by itself."""
         found = torch.zeros(1, dtype=torch.int32, device=self._device)
-        bell.look(self._word, 1, found)  # compiled
+        self.look(1, found)  # compiled
         began, ended = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(self._device).synchronize()
         began.record()
-        bell.look(self._word, LOOKS, found)
+        self.look(LOOKS, found)
         ended.record()
         began.synchronize()
         time.sleep(STARTED_S)
@@ -98,6 +98,10 @@ class ByKernels:
         self._word.zero_()
         if not found.item():
             raise NativeError(f"A kernel of {self._device} does not see what the CPU writes to pinned memory.")
+
+    def look(self, turns: int, found: Tensor) -> None:
+        """Launch a kernel that looks at the word up to so many times, until it is not 0, and copies it to `found`."""
+        bell.look(self._word, turns, found)
 
     def free(self) -> None:
         pass  # try_out has shown that they see it
@@ -116,27 +120,34 @@ class Signals(Protocol):
     def free(self) -> None: ...
 
 
+class Copies(Protocol):
+    """In a stream's order."""
+
+    def stream(self, device: torch.device) -> int:
+        """That is current."""
+
+    def copy_to_host(self, stream: int, to: int, source: int, nbytes: int) -> None: ...
+
+    def copy_to_device(self, stream: int, to: int, source: int, nbytes: int) -> None: ...
+
+
 class ByCopies:
     """A kernel writes the job into the GPU's memory; it goes to the CPU as a copy, and the answer comes back as one."""
 
     def __init__(
-        self, memory: Tensor, size: JobSize, device: torch.device, state: Tensor, driver: Driver, signals: Signals
+        self, host: Tensor, size: JobSize, state: Tensor, memory: Tensor, driver: Copies, signals: Signals
     ) -> None:
-        self._host, self._size, self._device, self._state = memory, size, device, state
-        self._memory = torch.zeros(len(memory), dtype=torch.uint8, device=device)
-        self._driver, self._signals = driver, signals
+        """host, memory uint8: blocks for a job of `size`, where the CPU and where the GPU has it."""
+        self._host, self._size, self._device, self._state = host, size, memory.device, state
+        self._memory, self._driver, self._signals = memory, driver, signals
         self._jobs = functools.cache(lambda tokens: (self._of(self._memory, tokens), self._of(self._host, tokens)))
 
     def _of(self, memory: Tensor, tokens: int) -> Copied:
         return copied(memory, self._size, tokens)
 
-    def _stream(self) -> int:
-        stream: int = torch.cuda.current_stream(self._device).cuda_stream
-        return stream
-
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
         here, there = self._jobs(len(x))
-        stream = self._stream()
+        stream = self._driver.stream(self._device)
         bell.push(x, ids, weights, up_address, layer, here.block, self._state)
         self._signals.before(stream)
         self._driver.copy_to_host(stream, there.job.data_ptr(), here.job.data_ptr(), here.job.nbytes)
@@ -147,7 +158,7 @@ class ByCopies:
 
     def pull(self, out: Tensor) -> None:
         here, there = (job.block for job in self._jobs(len(out)))
-        stream = self._stream()
+        stream = self._driver.stream(self._device)
         self._signals.wait(stream)
         self._driver.copy_to_device(stream, here.y.data_ptr(), there.y.data_ptr(), here.y.nbytes)
         bell.take(out, here, self._state)
@@ -158,7 +169,7 @@ class ByCopies:
     def try_out(self) -> None:
         """Kernels behind a wait are loaded before it: loading may wait for the stream. `free` ends what hangs else."""
         here, _ = self._jobs(1)
-        bell.take(torch.empty_like(here.block.y), here.block, self._state)
+        bell.take(torch.empty(here.block.y.shape, device=self._device), here.block, self._state)
 
     def free(self) -> None:
         self._signals.free()

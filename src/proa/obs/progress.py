@@ -22,8 +22,8 @@ from rich.text import Text
 from proa.obs.units import format_bytes, format_duration, format_rate
 
 Report = Callable[[str, int, int], None]  # (phase, done bytes, total bytes; 0 = not known)
-COMPILING = "compiling GPU kernels"
-COUNTED = {COMPILING}  # phases that count something else than bytes
+COMPILING, WARMING = "compiling GPU kernels", "trying first steps"
+COUNTED = {COMPILING, WARMING}  # phases that count something else than bytes
 
 _LINE_EVERY_S = 5.0
 

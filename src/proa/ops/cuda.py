@@ -12,9 +12,10 @@ from torch import Tensor
 
 from proa.models.spec import SILU, Gating
 from proa.ops.choose import in_steps
-from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps, shared_bytes
+from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
 from proa.ops.gated import ACTIVATIONS
+from proa.ops.gpu_traits import GpuTraits
 from proa.ops.residency import Located, Residency
 from proa.ops.sizes import attention_floats, attention_splits, best_keys, delta_chunk_floats
 from proa.ops.staging import Staging
@@ -44,14 +45,15 @@ from proa.ops.triton.locate import locate
 class CudaOps:
     """Implements the functions of ops/table.py."""
 
-    def __init__(self, device: torch.device, new_experts: NewExperts, staging: Staging) -> None:
-        self._maps = CudaMaps(device, new_experts, staging)
+    def __init__(
+        self, device: torch.device, new_experts: NewExperts, staging: Staging, traits: GpuTraits
+    ) -> None:  # fmt: skip
+        """traits: of the device, or of the GPU that kernels are launched for where the device only has shapes."""
+        self._maps, self._traits = CudaMaps(device, new_experts, staging), traits
         self._in_steps = in_steps(self.add_norm, self.route)
         self._choice_space = choose.choice_space(device)
-        self._processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-        self._latent = CudaLatentAttention(self._processors, shared_bytes(device))
-        major, minor = torch.cuda.get_device_capability(device)
-        self._chunk_shape = delta_chunks.shape_for(10 * major + minor, shared_bytes(device))
+        self._latent = CudaLatentAttention(traits.processors, traits.shared_bytes)
+        self._chunk_shape = delta_chunks.shape_for(traits.capability, traits.shared_bytes)
 
     def table(self) -> Ops:
         return Ops(
@@ -79,7 +81,7 @@ class CudaOps:
         return x.add_(y)
 
     def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(x)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         norms.add_rms_norm(x, y, weight, eps, out, offset)
         return x, out
 
@@ -153,14 +155,18 @@ class CudaOps:
         """`batch` says where on the device it stands: DeviceBatch."""
         at = batch.on_device
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        softmax = attention.Softmax(scale, window, sinks)
+        softmax, native = attention.Softmax(scale, window, sinks), self._traits.converts_e4m3
         if not at.one_each:
-            attention.prefill(q, cache, at.page_table, at.q_starts, at.kv_lens, softmax, out)
+            attention.prefill(
+                q, cache, at.page_table, at.q_starts, at.kv_lens, softmax, out, native_codes=native
+            )  # fmt: skip
             return out
         rows, heads, dim = q.shape
-        splits = attention_splits(rows, cache.keys.shape[2], self._processors)
+        splits = attention_splits(rows, cache.keys.shape[2], self._traits.processors)
         space = torch.empty(attention_floats(rows, heads, dim, splits), device=q.device)
-        attention.decode(q, cache, at.page_table, at.kv_lens, softmax, splits, space, out)
+        attention.decode(
+            q, cache, at.page_table, at.kv_lens, softmax, splits, space, out, native_codes=native
+        )  # fmt: skip
         return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from proa.ops.products import batched_into
 from proa.ops.sizes import attention_floats
 from proa.ops.table import Angles, AttentionBatch, LatentPages, Norm, Parameters
 from proa.ops.triton import latent_attention
@@ -12,11 +13,6 @@ from proa.ops.triton.head_linear import head_linear
 from proa.ops.triton.latent_store import latent_store
 
 FEW_TOKENS = 64  # up to here a kernel reads each head's weights once or a few times; beyond it a library is faster
-
-
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a block may ask for: a multiprocessor's but for what CUDA keeps for itself."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
 
 
 class CudaLatentMaps:
@@ -33,7 +29,7 @@ class CudaLatentMaps:
         if tokens <= FEW_TOKENS:
             head_linear(q, self._keys, out)
             return out
-        torch.bmm(q[..., :keys].transpose(0, 1), self._keys, out=out[..., :rank].transpose(0, 1))
+        batched_into(q[..., :keys].transpose(0, 1), self._keys, out[..., :rank].transpose(0, 1))
         out[..., rank:] = q[..., keys:]
         return out
 
@@ -43,7 +39,7 @@ class CudaLatentMaps:
         if tokens <= FEW_TOKENS:
             head_linear(seen, self._values, out)
         else:
-            torch.bmm(seen.transpose(0, 1), self._values, out=out.transpose(0, 1))
+            batched_into(seen.transpose(0, 1), self._values, out.transpose(0, 1))
         return out.flatten(1)
 
     def parameters(self) -> Parameters:

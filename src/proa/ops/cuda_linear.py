@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Layout, kept_form, layout
+from proa.ops import products
 from proa.ops.parts import named_parts
 from proa.ops.sizes import UNPACKED_BYTES
 from proa.ops.staging import DecidedLater, DevicePanels, DeviceRows, Staging
@@ -41,10 +41,9 @@ class PlainMatrix:
 
     def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if len(x) > linear.MOST_TOKENS and dtype == x.dtype:
-            return functional.linear(x, self.weight, bias)
+            return products.linear(x, self.weight, bias)
         if len(x) > linear.MOST_TOKENS:  # a head or router: its sums are not rounded
-            sums = torch.mm(x, self.weight.T, out_dtype=dtype)
-            return sums if bias is None else sums.add_(bias)
+            return products.wide_linear(x, self.weight, bias, dtype)
         out = torch.empty(len(x), len(self.weight), dtype=dtype, device=x.device)
         self.into(x, bias, out)
         return out
@@ -84,10 +83,7 @@ class PackedMatrix:
             some = slice(first * PANEL_ROWS, min((first + panels) * PANEL_ROWS, self.of.rows))
             rows = torch.empty(some.stop - some.start, self.of.columns, dtype=torch.bfloat16, device=x.device)
             unpack(self.panels[first : first + panels], self.of, rows)
-            if bias is None:
-                torch.mm(x, rows.T, out=out[:, some])
-            else:
-                torch.addmm(bias[some], x, rows.T, out=out[:, some])
+            products.linear_into(x, rows, None if bias is None else bias[some], out[:, some])
 
 
 @dataclass(frozen=True)

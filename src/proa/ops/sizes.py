@@ -4,6 +4,8 @@ arithmetic over counts. Never: torch, models, what a plan adds up.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 # Decode graphs: sequences of a step are padded up to the next of these. Padding costs neither weights nor KV.
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
@@ -60,9 +62,16 @@ def input_counts(rows: int, sequences: int, most_pages: int) -> tuple[int, ...]:
     return rows, rows, rows, sequences + 1, sequences, sequences, sequences * most_pages
 
 
-def input_bytes(rows: int, sequences: int, most_pages: int) -> int:
+def input_starts(rows: int, sequences: int, most_pages: int) -> list[int]:
+    """The byte where each of these begins, and where the last one ends: multiples of 16, whatever the counts, since
+    Triton compiles a kernel once for aligned addresses and once more for others."""
     counts = input_counts(rows, sequences, most_pages)
-    return 8 * sum(counts[:3]) + 4 * sum(counts[3:])
+    sizes = [(8 if i < 3 else 4) * count for i, count in enumerate(counts)]
+    return list(accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
+
+
+def input_bytes(rows: int, sequences: int, most_pages: int) -> int:
+    return input_starts(rows, sequences, most_pages)[-1]
 
 
 def angle_bytes(positions: int, dim: int) -> int:

@@ -52,9 +52,11 @@ def prepare(
     progress: Callable[[str, int, int], None] | None = None,
     measure: Measure = ram_rate,
     opened: Opened | None = None,
+    machine: Machine | None = None,
 ) -> Prepared:
     """Find (or fetch, reporting to `progress`) the model and settle everything. Takes about 0.3 s for measuring RAM,
-    which `measure` does. opened: the model, from open_if_here; else it is looked for.
+    which `measure` does. opened: the model, from open_if_here; else it is looked for. machine: where the plan is for
+    another one than this.
 
     A model on the hub is judged by its headers, with the same plan, before its weights are fetched.
     Raises ModelError, HubError, UsageError, ResourceError.
@@ -62,18 +64,20 @@ def prepare(
     asked = options or EngineOptions()
 
     def judge(preview: Path, load_format: str) -> None:
-        _settle(model, open_model(preview, load_format, asked.model), asked, measure)
+        _settle(model, open_model(preview, load_format, asked.model), asked, measure, machine)
 
     if opened is None:
         dummy = asked.model.load_format == "dummy"
         path = locate(model, asked.model.revision, progress, check=judge, config_only=dummy)
         opened = open_model(path, asked.model.load_format, asked.model)
-    return _settle(model, opened, asked, measure)
+    return _settle(model, opened, asked, measure, machine)
 
 
-def _settle(model: str, opened: Opened, asked: EngineOptions, measure: Measure) -> Prepared:
+def _settle(
+    model: str, opened: Opened, asked: EngineOptions, measure: Measure, machine: Machine | None
+) -> Prepared:  # fmt: skip
     checkpoint, declared = opened.checkpoint, opened.declared
-    machine = probe()
+    machine = machine or probe()
     isa, isa_reason = wished_isa()  # what is wrong with the native library is said before it measures anything
     host = Host(machine, measure(asked.machine, machine), isa, isa_reason)
     gpus = asked.gpus

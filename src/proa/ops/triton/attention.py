@@ -135,7 +135,7 @@ def _weighed(found, size, used, most):
     return tl.sum(tl.where(used[:, None], weight[:, None] * found, 0.0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])  # which differs from batch size to batch size
 def _combine(
     partial, sizes, kv_lens, out, heads, splits, window, out_row,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
@@ -241,12 +241,14 @@ def decode(
     splits: int,
     workspace: Tensor,
     out: Tensor,
+    *,
+    native_codes: bool | None = None,
 ) -> None:
     """Attention of one query row per sequence: row s is at position kv_lens[s] - 1. Rows of kv_lens 0 become zeros.
 
     q, out bfloat16 [S, heads, D], heads side by side; cache bfloat16 or float8_e4m3fn; page_table int32
     [S, max_pages]; kv_lens int32 [S];
-    workspace float32 [attention_floats(S, heads, D, splits)] or more.
+    workspace float32 [attention_floats(S, heads, D, splits)] or more. native_codes: see kv_codes.kind_of.
     """
     _check(q, cache, page_table, kv_lens, softmax, out)
     sequences, heads, dim = q.shape
@@ -264,13 +266,13 @@ def decode(
         q, *elements(cache), page_table, kv_lens, softmax.sinks, workspace, sizes, heads, softmax.window or 0,
         softmax.scale * cache.key_scale, cache.value_scale, q.stride(0), page_table.stride(0),
         *cache.keys.stride()[:3], PAGE_TOKENS=cache.keys.shape[1], WINDOW=softmax.window is not None,
-        SINKS=softmax.sinks is not None, KV=kind_of(cache), **constants,
+        SINKS=softmax.sinks is not None, KV=kind_of(cache, native_codes), **constants,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     _combine[(sequences, heads)](
         workspace, sizes, kv_lens, out, heads, splits, softmax.window or 0, out.stride(0), DIM=dim,
         WIDE=constants["WIDE"], TOKENS=constants["TOKENS"], WINDOW=softmax.window is not None,
-        SPLITS=triton.next_power_of_2(splits), PART=PART,
+        SPLITS=max(MOST_SPLITS, triton.next_power_of_2(splits)), PART=PART,
     )  # fmt: skip
 
 
@@ -282,6 +284,8 @@ def prefill(
     kv_lens: Tensor,
     softmax: Softmax,
     out: Tensor,
+    *,
+    native_codes: bool | None = None,
 ) -> None:
     """Attention of q_starts[s + 1] - q_starts[s] query rows of each sequence s, the last at position kv_lens[s] - 1.
 
@@ -302,7 +306,7 @@ def prefill(
         q, *elements(cache), page_table, q_starts, kv_lens, softmax.sinks, out, sequences, softmax.window or 0,
         softmax.scale * cache.key_scale, cache.value_scale, q.stride(0), out.stride(0), page_table.stride(0),
         *cache.keys.stride()[:3], PAGE_TOKENS=cache.keys.shape[1], WINDOW=softmax.window is not None,
-        SINKS=softmax.sinks is not None, KV=kind_of(cache),
+        SINKS=softmax.sinks is not None, KV=kind_of(cache, native_codes),
         SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)), **constants,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

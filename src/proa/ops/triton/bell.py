@@ -19,7 +19,7 @@ NUMBER, PENDING, ARRIVED, ROWS = 0, 1, 2, 4
 JOB_NUMBER, _PENDING, _ARRIVED, PAIRS = (tl.constexpr(i) for i in (NUMBER, PENDING, ARRIVED, ROWS))
 _PROGRAM = tl.constexpr(1 << 24)  # one that has arrived, in ARRIVED; below it the rows are counted
 MOST_PROGRAMS = 64
-TILE_VALUES = 16384  # of a program of push
+TILE_ROWS, TILE_VALUES = 8, 16384  # of a program of push, where there are several rows
 PULL_VALUES = 4096  # of a program of pull
 MOST_POLLED_VALUES = 16384  # with more, one program waits and the others come after it
 
@@ -112,32 +112,37 @@ def _push_rows(
     return tl.sum((pairs > 0).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["layer", "tokens"])
+@triton.jit(do_not_specialize=["layer", "tokens", "rounds"])
 def _push(
-    x, x_row, ids, weights, up_address, header, to_ids, to_weights, to_x, rung, state, layer, tokens,
+    x, x_row, ids, weights, up_address, header, to_ids, to_weights, to_x, rung, state, layer, tokens, rounds,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, ROUNDS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
+    """ALONE: there is one program, and one round."""
     number = tl.load(state + JOB_NUMBER) + 1
-    rows = 0
-    for i in range(ROUNDS):
-        first = (i * PROGRAMS + tl.program_id(0)) * TILE
-        rows += _push_rows(
-            x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, first, tokens,
-            HIDDEN, TOP_K, CHOICES, TILE, BLOCK, PROGRAMS == 1,
-        )  # fmt: skip
-    arrive(header, rung, state, layer, tokens, number, rows, PROGRAMS)
+    rows = _push_rows(
+        x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, tl.program_id(0) * TILE, tokens,
+        HIDDEN, TOP_K, CHOICES, TILE, BLOCK, ALONE,
+    )  # fmt: skip
+    if not ALONE:
+        for i in range(1, rounds):
+            first = (i * tl.num_programs(0) + tl.program_id(0)) * TILE
+            rows += _push_rows(
+                x, x_row, ids, weights, up_address, to_ids, to_weights, to_x, state, first, tokens,
+                HIDDEN, TOP_K, CHOICES, TILE, BLOCK, False,
+            )  # fmt: skip
+    arrive(header, rung, state, layer, tokens, number, rows, tl.num_programs(0), ALONE)
 
 
 @triton.jit
-def arrive(header, rung, state, layer, tokens, number, rows, PROGRAMS: tl.constexpr):
-    """A program of PROGRAMS has written its part of a job, of which `rows` are the CPU's. The last one rings with the
-    number, the one behind that of `state`, which only whoever comes last changes."""
+def arrive(header, rung, state, layer, tokens, number, rows, programs, ALONE: tl.constexpr):
+    """A program of `programs` has written its part of a job, of which `rows` are the CPU's. The last one rings with the
+    number, the one behind that of `state`, which only the program that comes last changes. ALONE: there is one."""
     last = True
-    if PROGRAMS > 1:
+    if not ALONE:
         tl.debug_barrier()  # the arrival below tells of all threads' stores
         before = tl.atomic_add(state + _ARRIVED, rows + _PROGRAM, sem="acq_rel", scope="sys")
-        last = before // _PROGRAM == PROGRAMS - 1
+        last = before // _PROGRAM == programs - 1
         rows += before % _PROGRAM
     if last:
         tl.debug_barrier()  # all threads have read it
@@ -196,9 +201,11 @@ def push(x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int
     tokens, top_k = ids.shape
     check_push(x, ids, weights, up_address, block)
     shape = _push_shape(tokens, x.shape[1], top_k)
-    _push[(shape["PROGRAMS"],)](
+    tiles = triton.cdiv(tokens, shape["TILE"])
+    programs = min(tiles, MOST_PROGRAMS)
+    _push[(programs,)](
         x, x.stride(0), ids, weights, up_address, block.header, block.ids, block.weights, block.x, block.rung, state,
-        layer, tokens, **shape, num_warps=_push_warps(shape),
+        layer, tokens, triton.cdiv(tiles, programs), **shape, num_warps=_push_warps(shape),
     )  # fmt: skip
 
 
@@ -234,17 +241,15 @@ def _take(out: Tensor, block: Block, state: Tensor, polled: bool) -> None:
 
 
 def _push_shape(tokens: int, hidden: int, top_k: int) -> dict[str, int]:
-    """A few rows are one program's: then nobody waits for another."""
-    tile = min(triton.next_power_of_2(tokens), 8)
-    programs = min(triton.cdiv(tokens, tile), MOST_PROGRAMS)
+    """A few rows are one program's, which then waits for no other one."""
+    tile = 1 if tokens == 1 else TILE_ROWS
     return {
         "HIDDEN": hidden,
         "TOP_K": top_k,
         "CHOICES": triton.next_power_of_2(top_k),
         "TILE": tile,
         "BLOCK": min(triton.next_power_of_2(hidden), TILE_VALUES // tile),
-        "PROGRAMS": programs,
-        "ROUNDS": triton.cdiv(tokens, tile * programs),
+        "ALONE": tokens <= tile,
     }
 
 
@@ -261,7 +266,7 @@ def _pull_shape(hidden: int) -> tuple[int, int]:
 def variants() -> Iterator[Variant]:
     inputs = {"x": "*bf16", "weights": "*fp32", "up_address": "*i64"}
     to = {"header": "*i32", "to_ids": "*i32", "to_weights": "*fp32", "to_x": "*bf16", "rung": "*i32", "state": "*i32"}
-    numbers = dict.fromkeys(("x_row", "layer", "tokens"), "i32")
+    numbers = dict.fromkeys(("x_row", "layer", "tokens", "rounds"), "i32")
     aligned = ("x", "ids", "weights", "up_address", "to_ids", "to_weights", "to_x", "x_row")
     for ids in ("*i32", "*i64"):
         for tokens, hidden, top_k in ((1, 2048, 8), (4, 7168, 8), (32, 2048, 10), (4096, 2880, 4)):

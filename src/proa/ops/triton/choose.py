@@ -49,7 +49,7 @@ def choice_space(device: torch.device) -> ChoiceSpace:
     )
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["counts"])  # which differ by layer
 def _choose(
     x, y, weight, router, router_bias, correction, slots, logits, arrived, total, normed, ids, weights,
     up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu,
@@ -57,8 +57,9 @@ def _choose(
     x_row, y_row, router_row, logits_row, width, eps, offset, scale, epsilon, least,
     COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr, LANES: tl.constexpr,
-    PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
+    PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
+    """ALONE: there is one row."""
     expert, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = column < width
@@ -105,7 +106,8 @@ def _choose(
                 tl.store(state + PAIRS + row, pairs)
                 tl.store(to_x + row * width + column, norm, inside & (pairs > 0))
                 job = tl.load(state + JOB_NUMBER) + 1
-                arrive(header, rung, state, layer, ROWS, job, tl.minimum(pairs, 1), ROWS)
+                rows = tl.num_programs(1)
+                arrive(header, rung, state, layer, rows, job, tl.minimum(pairs, 1), rows, ALONE)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def choose(
             residency.counts, *in_place, out.at.up, out.at.down, out.at.cpu, *bell,
             x.stride(0), y.stride(0), router.weight.stride(0), space.logits.stride(0), width,
             norm.eps, norm.offset, rule.router.scale, rule.router.epsilon, rule.router.least,
-            **_constants(experts, width, rule), ROWS=rows, num_warps=_WARPS,
+            **_constants(experts, width, rule), ALONE=rows == 1, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -220,5 +222,5 @@ def variants() -> Iterator[Variant]:
         absent = dict.fromkeys(name for name in optional if name not in more)
         width = 8192 if experts == 1024 else 2880 if router.linear_bias else 2048
         constants = _constants(experts, width, RouterRule(top_k, router)) | absent
-        constants["ROWS"] = 1 if experts == 128 else MOST_ROWS
+        constants["ALONE"] = experts == 128
         yield Variant(_choose, types | more, constants, warps=_WARPS, aligned=aligned)

@@ -193,7 +193,7 @@ class ExpertSum:
         return x
 
     def add_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        normed = torch.empty_like(x)
+        normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if x.shape[1] <= MOST_COLUMNS:
             self._combine(Into(x, x, norm, normed))
         else:

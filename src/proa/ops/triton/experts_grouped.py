@@ -26,7 +26,7 @@ from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns, coded_product
 from proa.ops.triton.panels_first import panels_first
 from proa.ops.triton.variant import Variant
 
-_SCAN, _SCAN_WARPS = 8192, 8
+_FEW_SCANNED, _SCANNED, _SCAN_WARPS = 1024, 8192, 8  # pairs at once
 
 
 @dataclass(frozen=True)
@@ -61,33 +61,33 @@ def groups(pairs: int, experts: int, device: torch.device) -> Groups:
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count(ids, counts, pairs, SCANS: tl.constexpr, SCAN: tl.constexpr):
+def _count(ids, counts, pairs, SCAN: tl.constexpr):
     expert = tl.program_id(0)
     found = tl.zeros([SCAN], tl.int32)
-    for first in range(0, SCANS * SCAN, SCAN):
+    for first in range(0, pairs, SCAN):
         pair = first + tl.arange(0, SCAN)
         found += (tl.load(ids + pair, pair < pairs, -1) == expert).to(tl.int32)
     tl.store(counts + expert, tl.sum(found, 0))
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "block"])
 def _place(
-    ids, counts, blocks, order, pairs,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SCANS: tl.constexpr, SCAN: tl.constexpr, ALL: tl.constexpr,
+    ids, counts, blocks, order, pairs, block,
+    EXPERTS: tl.constexpr, MOST: tl.constexpr, SCAN: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """A program writes the blocks of one expert."""
+    """A program writes the blocks of one expert, of `block` pairs each: up to MOST."""
     expert = tl.program_id(0)
     other = tl.arange(0, ALL)
-    filled = tl.cdiv(tl.load(counts + other, other < EXPERTS, 0), BLOCK)
+    filled = tl.cdiv(tl.load(counts + other, other < EXPERTS, 0), block)
     before = tl.sum(tl.where(other < expert, filled, 0), 0)
     if expert == 0:
         tl.store(blocks, tl.sum(filled, 0))
     own = tl.load(counts + expert)
-    start = order + before * BLOCK
-    rest = own + tl.arange(0, BLOCK)
-    tl.store(start + rest, tl.full([BLOCK], -1, tl.int32), rest < tl.cdiv(own, BLOCK) * BLOCK)
+    start = order + before * block
+    rest = own + tl.arange(0, MOST)
+    tl.store(start + rest, tl.full([MOST], -1, tl.int32), rest < tl.cdiv(own, block) * block)
     placed = own * 0
-    for first in range(0, SCANS * SCAN, SCAN):
+    for first in range(0, pairs, SCAN):
         pair = first + tl.arange(0, SCAN)
         mine = (tl.load(ids + pair, pair < pairs, -1) == expert).to(tl.int32)
         tl.store(start + placed + tl.cumsum(mine, 0) - 1, pair, mine != 0)
@@ -156,18 +156,12 @@ def group(ids: Tensor, experts: int, block_tokens: int, to: Groups) -> None:
     pairs = ids.numel()
     if len(to.counts) != experts or len(to.order) < most_blocks(pairs, experts, block_tokens) * block_tokens:
         raise ValueError(f"the workspace has no room for {pairs} pairs of {experts} experts")
-    scan = _scan(pairs)
-    _count[(experts,)](ids, to.counts, pairs, **scan, num_warps=_SCAN_WARPS)
+    scan = _FEW_SCANNED if pairs <= _FEW_SCANNED else _SCANNED  # two kernels serve all batches
+    _count[(experts,)](ids, to.counts, pairs, SCAN=scan, num_warps=_SCAN_WARPS)
     _place[(experts,)](
-        ids, to.counts, to.blocks, to.order, pairs, EXPERTS=experts, BLOCK=block_tokens,
-        ALL=triton.next_power_of_2(experts), **scan, num_warps=_SCAN_WARPS,
+        ids, to.counts, to.blocks, to.order, pairs, block_tokens, EXPERTS=experts, MOST=BLOCK_TOKENS[-1],
+        ALL=triton.next_power_of_2(experts), SCAN=scan, num_warps=_SCAN_WARPS,
     )  # fmt: skip
-
-
-def _scan(pairs: int) -> dict[str, int]:
-    """A power of two of steps: few kernels for all batches."""
-    scan = min(_SCAN, max(256, triton.next_power_of_2(pairs)))
-    return {"SCAN": scan, "SCANS": triton.next_power_of_2(triton.cdiv(pairs, scan))}
 
 
 def gate_up_grouped(
@@ -241,11 +235,11 @@ def _constants(of: ExpertShape, up: bool, tile: _Tile) -> dict[str, object]:
 
 
 def variants() -> Iterator[Variant]:
-    for scan in (_scan(256), _scan(8192)):
-        yield Variant(_count, {"ids": "*i32", "counts": "*i32", "pairs": "i32"}, scan, warps=_SCAN_WARPS)
-        types = dict.fromkeys(("ids", "counts", "blocks", "order"), "*i32") | {"pairs": "i32"}
-        which: dict[str, object] = {"EXPERTS": 128, "BLOCK": 16, "ALL": 128}
-        yield Variant(_place, types, scan | which, warps=_SCAN_WARPS)
+    for scan in (_FEW_SCANNED, _SCANNED):
+        yield Variant(_count, {"ids": "*i32", "counts": "*i32", "pairs": "i32"}, {"SCAN": scan}, warps=_SCAN_WARPS)
+        types = dict.fromkeys(("ids", "counts", "blocks", "order"), "*i32") | {"pairs": "i32", "block": "i32"}
+        which: dict[str, object] = {"EXPERTS": 128, "MOST": BLOCK_TOKENS[-1], "ALL": 128, "SCAN": scan}
+        yield Variant(_place, types, which, warps=_SCAN_WARPS)
     types = {"x": "*bf16", "address": "*i64", "order": "*i32", "blocks": "*i32"}
     types |= dict.fromkeys(("x_row", "out_row"), "i32")
     aligned = ("x", "address", "order", "blocks", "out", "x_row", "out_row")

@@ -12,22 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proa.ops.gpu_traits import traits_of
 from proa.ops.table import KvPages
 
-FIRST_NATIVE = (8, 9)
 MOST_BITS: tl.constexpr = tl.constexpr(0x43E00000)  # of 448 in float32
 
 
-def kind_of(pages: KvPages) -> str:
-    """How kernels read the cache: the constant KV of them."""
+def kind_of(pages: KvPages, native: bool | None = None) -> str:
+    """How kernels read the cache: the constant KV of them. native: whether the GPU converts e4m3 in hardware; None: the
+    device that the cache is on is asked."""
     if pages.keys.dtype is not torch.float8_e4m3fn:
         return "bf16"
-    return "e4m3" if _native(pages.keys.device) else "e4m3 by bits"
+    return "e4m3" if (_native(pages.keys.device) if native is None else native) else "e4m3 by bits"
 
 
 @cache
 def _native(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_NATIVE
+    return device.type == "cuda" and traits_of(device).converts_e4m3
 
 
 def elements(pages: KvPages) -> tuple[Tensor, Tensor]:

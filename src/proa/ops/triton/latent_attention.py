@@ -112,7 +112,7 @@ def _decode(
     tl.store(sizes + result, most + tl.log2(total), mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])  # which differs from batch size to batch size
 def _combine(
     partial, sizes, kv_lens, out, heads, splits, out_row,
     RANK: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr,
@@ -213,7 +213,7 @@ def decode(
     )  # fmt: skip
     _combine[(sequences, heads, triton.cdiv(cache.rank, COLUMNS))](
         workspace, sizes, kv_lens, out, heads, splits, out.stride(0), RANK=cache.rank, TOKENS=shape.tokens,
-        LEAST=LEAST_SHARE, SPLITS=triton.next_power_of_2(splits), PART=PART, COLUMNS=COLUMNS,
+        LEAST=LEAST_SHARE, SPLITS=max(MOST_SPLITS, triton.next_power_of_2(splits)), PART=PART, COLUMNS=COLUMNS,
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def places(
     return gate_up, low, number
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["counts"])  # differ by step and layer
 def _locate(
     ids, up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu, pairs,
     BLOCK: tl.constexpr, SEVERAL: tl.constexpr,

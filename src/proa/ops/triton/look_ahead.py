@@ -51,8 +51,9 @@ def _look_ahead(
     x_row, router_row, logits_row, width, eps, offset, scale, epsilon, least,
     COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     SCORE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr, LANES: tl.constexpr,
-    PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
+    PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
+    """ALONE: there is one row."""
     expert, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = column < width
@@ -78,13 +79,14 @@ def _look_ahead(
         counted = place < TOP_K
         tl.store(to_ids + row * TOP_K + place, tl.load(cpu_table + chosen, counted & real, -1), counted)
         tl.debug_barrier()
-        if ROWS == 1 or tl.atomic_add(state + _ROWS, 1, sem="acq_rel", scope="sys") == ROWS - 1:
+        rows = tl.num_programs(1)
+        if ALONE or tl.atomic_add(state + _ROWS, 1, sem="acq_rel", scope="sys") == rows - 1:
             tl.debug_barrier()  # all threads have read it
             number = tl.load(state + _NUMBER) + 1
             tl.store(state + _ROWS, 0)
             tl.store(state + _NUMBER, number)
             tl.store(foreseen + _LAYER, layer)
-            tl.store(foreseen + _COUNT, ROWS)
+            tl.store(foreseen + _COUNT, rows)
             ring(foreseen, number)
 
 
@@ -107,7 +109,7 @@ def look_ahead(
             block.foreseen, block.foreseen_ids, layer,
             x.stride(0), router.weight.stride(0), space.logits.stride(0), width,
             norm.eps, norm.offset, rule.router.scale, rule.router.epsilon, rule.router.least,
-            **_constants(experts, width, rule), ROWS=rows, num_warps=_WARPS,
+            **_constants(experts, width, rule), ALONE=rows == 1, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -135,5 +137,5 @@ def variants() -> Iterator[Variant]:
         absent = dict.fromkeys(name for name in ("correction", "router_bias") if name not in more)
         width = 8192 if experts == 1024 else 2880 if router.linear_bias else 2048
         constants = _constants(experts, width, RouterRule(top_k, router)) | absent
-        constants["ROWS"] = 1 if experts == 128 else MOST_ROWS
+        constants["ALONE"] = experts == 128
         yield Variant(_look_ahead, types | more, constants, warps=_WARPS, aligned=aligned)

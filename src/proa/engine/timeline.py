@@ -1,0 +1,15 @@
+"""When the stages of an engine's start ended. Never: what they are."""
+
+from __future__ import annotations
+
+from proa.machine.usage import process_age_s
+
+
+class Timeline:
+    """`marks`: seconds since this process began, by stage, in order."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, float] = {}
+
+    def mark(self, stage: str) -> None:
+        self.marks[stage] = round(process_age_s(), 3)

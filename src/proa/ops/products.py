@@ -1,0 +1,42 @@
+"""Products of matrices by torch's library, which is cuBLAS on a GPU. Never: kernels of our own.
+
+On the meta device they give shapes alone. Torch's own rule for those imports a package for symbolic mathematics, which
+takes longer than all the rest of a rehearsal (engine/rehearsal.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] @ weight^T [K, N] + bias, in the type of x."""
+    if x.is_meta:
+        return torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    return functional.linear(x, weight, bias)
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The same in a wider type: sums are not rounded to that of x."""
+    if x.is_meta:
+        return torch.empty(len(x), len(weight), dtype=dtype, device=x.device)
+    sums = torch.mm(x, weight.T, out_dtype=dtype)
+    return sums if bias is None else sums.add_(bias)
+
+
+def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """linear into `out` [T, N], whose rows may lie apart."""
+    if x.is_meta:
+        return
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
+
+
+def batched_into(x: Tensor, y: Tensor, out: Tensor) -> None:
+    """out [B, T, N] = x [B, T, K] @ y [B, K, N], of any strides."""
+    if not x.is_meta:
+        torch.bmm(x, y, out=out)

@@ -1,0 +1,179 @@
+"""Kernels compiled ahead: by several processes, some of which die; and what a start says of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from proa.engine.ipc import Loading
+
+pytest.importorskip("triton")
+
+from proa.engine.compile_ahead import Done, Event, Listed, compile_all
+from proa.engine.compiling import Compiling
+from proa.ops.triton.ahead import Compiled, Variant
+
+
+def variant(name: str) -> Variant:
+    return Variant(f"proa.ops.triton.{name}", name, {}, {}, {}, {})
+
+
+class FakeCompiler:
+    """Does as the names of variants say."""
+
+    def compile(self, variant: Variant) -> Compiled:
+        if "dies" in variant.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "fails" in variant.name:
+            return Compiled(False, 0.1, "CompilationError: at 3:1\nmore")
+        if "slow" in variant.name:
+            time.sleep(30)
+        return Compiled("kept" in variant.name, 0.1)
+
+
+def compiled(names: list[str], processes: int) -> dict[str, str]:
+    found = compile_all([variant(name) for name in names], FakeCompiler(), processes)  # type: ignore[arg-type]
+    return {done.variant.name: done.compiled.error for done in found}
+
+
+@pytest.mark.parametrize("processes", [1, 3, 8])
+def test_every_variant_is_told_of_once(processes: int) -> None:
+    names = [f"m.k{i}" for i in range(7)]
+    assert compiled(names, min(processes, len(names))) == dict.fromkeys(names, "")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_process_that_dies_costs_its_kernel_alone(processes: int) -> None:
+    found = compiled(["m.a", "m.dies", "m.b", "m.dies_too", "m.c"], processes)
+    assert found.keys() == {"m.a", "m.dies", "m.b", "m.dies_too", "m.c"}
+    assert {name for name, error in found.items() if error} == {"m.dies", "m.dies_too"}
+    assert found["m.dies"] == f"the process that compiled it ended with code {-signal.SIGKILL}"
+
+
+def test_no_process_is_left_where_nobody_waits() -> None:
+    found = compile_all([variant(f"m.{n}") for n in ("k", "slow1", "slow2")], FakeCompiler(), 3)  # type: ignore[arg-type]
+    assert next(found).variant.name == "m.k"
+    mine = children(os.getpid())
+    begin = time.monotonic()
+    found.close()
+    assert time.monotonic() - begin < 10
+    assert len(mine) > len(children(os.getpid()))
+
+
+def children(pid: int) -> set[int]:
+    return {int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def compiling(events: list[Event], end: Callable[[], None] = lambda: None) -> tuple[Compiling, list[str]]:
+    loaded: list[str] = []
+
+    def all_events() -> Iterator[Event]:
+        yield from events
+        end()
+
+    def load(variant: Variant) -> None:
+        if "unloadable" in variant.name:
+            raise RuntimeError("out of resource")
+        loaded.append(variant.name)
+
+    return Compiling(all_events, load), loaded
+
+
+def listed(*names: str, errors: bool = True) -> list[Event]:
+    variants = [variant(name) for name in names]
+    return [Listed(variants, 15, ""), *(Done(v, FakeCompiler().compile(v)) for v in variants)]
+
+
+ROWS = {
+    "compiled": (listed("m.a", "m.b"), ["m.a", "m.b"], ("compiled", ["2 compiled in", "by 15 processes"])),
+    "kept": (listed("m.kept1", "m.kept2"), ["m.kept1", "m.kept2"], ("kept", ["2 of 2 kept from earlier starts"])),
+    "both": (listed("m.kept", "m.b"), ["m.kept", "m.b"], ("compiled", ["1 compiled in", "1 of 2 kept"])),
+    "failed": (
+        listed("m.a", "m.fails"), ["m.a"], ("in part", ["1 failed (m.fails: CompilationError: at 3:1)"])
+    ),
+    "not loaded": (
+        listed("m.a", "m.unloadable"), ["m.a"], ("in part", ["1 failed (m.unloadable: out of resource)"])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_a_start_says(name: str) -> None:
+    events, loads, (got, words) = ROWS[name]
+    entered = threading.Event()
+    ahead, loaded = compiling(events)
+    assert ahead.wait(lambda loading: None, 0.0).got in ("compiled late", got)
+    ahead.load_after(entered.set)
+    reports: list[Loading] = []
+    row = ahead.wait(reports.append, 30.0)
+    assert loaded == loads
+    assert entered.is_set()
+    assert row.got == got
+    for word in words:
+        assert word in row.why
+    assert ahead.progress.complete == (len(loads) == len(events) - 1)
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (lambda: os._exit(3), "the compiling process ended with code 3"),
+        (lambda: (_ for _ in ()).throw(ValueError("no such layer")), "ValueError: no such layer"),
+    ],
+    ids=["dies", "raises"],
+)
+@pytest.mark.parametrize("before", [[], listed("m.a", "m.b", "m.c")[:3]], ids=["at once", "on its way"])
+def test_an_end_that_is_too_early_is_told(end: Callable[[], None], words: str, before: list[Event]) -> None:
+    ahead, loaded = compiling(before, end)
+    ahead.load_after(lambda: None)
+    row = ahead.wait(lambda loading: None, 30.0)
+    assert row.got == ("in part" if before else "compiled late")
+    assert words in row.why
+    assert loaded == (["m.a", "m.b"] if before else [])
+    assert not ahead.progress.complete
+
+
+def test_a_start_waits_for_so_long_and_no_longer() -> None:
+    ahead, loaded = compiling(listed("m.a", "m.b")[:2], lambda: time.sleep(60))
+    ahead.load_after(lambda: None)
+    begin = time.monotonic()
+    row = ahead.wait(lambda loading: None, 2.0)
+    assert time.monotonic() - begin < 20
+    assert (row.got, loaded) == ("in part", ["m.a"])
+    assert "1 are compiled beside the first requests" in row.why
+
+
+def test_processes_end_with_the_engine() -> None:
+    program = """
+import time
+from proa.engine.compile_ahead import compile_all
+from proa.engine.compiling import Compiling
+
+class Slow:
+    def compile(self, variant):
+        time.sleep(120)
+
+ahead = Compiling(lambda: compile_all([1, 2], Slow(), 2), print)
+print(ahead._process.pid, flush=True)
+time.sleep(120)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        forked = int(engine.stdout.readline())
+        end = time.monotonic() + 30
+        while len(workers := children(forked)) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        engine.kill()
+        engine.wait()
+        while any(Path(f"/proc/{pid}/stat").exists() for pid in {forked, *workers}):
+            assert time.monotonic() < end
+            time.sleep(0.05)

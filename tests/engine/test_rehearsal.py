@@ -1,0 +1,119 @@
+"""What is compiled ahead is what launches ask for; and batch sizes share it. Everything in a process of its own, since
+kernels are interpreted in this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proa.bench.hybrid_shapes import MODEL_SHAPES
+from tiny import make_tiny
+
+pytest.importorskip("triton")
+TESTS = Path(__file__).parents[1]
+GIB = 1 << 30
+
+# Five layers of each with 8 experts a layer in VRAM, up to 64 requests and prompts of 1024 or 2048 rows: how many
+# variants the rehearsal found while kernels had the numbers of programs, scans, splits and rows as constants, and
+# a step's inputs began at any address; and how many it may find now.
+SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "qwen3-30b-a3b": ({}, 127, 62),
+    "qwen3-next-80b-a3b": ({}, 146, 78),
+    "gpt-oss-120b": ({"dummy_format": "mxfp4"}, 141, 73),
+    "minimax-m2": ({"dummy_format": "fp8", "fp8_activations": True}, 137, 73),
+    "glm-4.5-air": ({"dummy_format": "int4", "kv_dtype": "fp8"}, 151, 92),
+}
+LAYERS, VRAM = 5, 60 * GIB
+TINY: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {"gpu_experts": "3"},
+    "qwen3-moe": {"gpu_experts": "3", "prefill_share": 0.0, "doorbell": "memops"},
+    "qwen2": {},
+}
+# Of a kernel whose variants are for other shapes of weights there may be as many as shapes; of all others few.
+BY_SHAPE = {"linear._one", "linear._few", "linear_packed._one", "linear_packed._many", "unpack._unpack",
+            "experts_grouped._block", "experts_fp8._block", "head_linear._head_linear"}  # fmt: skip
+MOST_OF_A_KERNEL = 4
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    cases = {}
+    for name, (options, _, _) in SHAPES.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(MODEL_SHAPES[name].cut(LAYERS).config()))
+        asked = {"load_format": "dummy", "max_running": 64, "context": 4096, "gpu_experts": "8", **options}
+        cases[name] = {"path": str(folder), "vram": VRAM, "options": asked, "seed": 1}
+    for name, options in TINY.items():
+        folder = make_tiny(name, tmp_path_factory.mktemp("tiny") / name)
+        asked = {"dtype": "bfloat16", "context": 256, **options}
+        cases[name] = {"path": str(folder), "vram": GIB, "options": asked, "seed": 1}
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(TESTS)}
+    program = [sys.executable, TESTS / "rehearsed.py", json.dumps(list(cases.values()))]
+    done = subprocess.run(program, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(cases, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *TINY])
+def test_what_is_compiled_is_what_launches_find(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
+    """Keys of the cache on disk, those of the compiler and those by Triton's own way from a launch there."""
+    found = rehearsed[name]
+    assert found["ours"] > 20
+    assert (found["not_launched"], found["not_compiled"]) == (0, 0)
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *TINY])
+def test_no_number_of_rows_needs_more(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
+    """The whole model, every small number of rows, some large ones, and every batch size with a graph."""
+    found = rehearsed[name]
+    assert found["swept"] > 10
+    assert found["not_rehearsed"] == 0
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *TINY])
+def test_batch_sizes_share_variants(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
+    counts = {k: n for k, n in rehearsed[name]["counts"].items() if k not in BY_SHAPE}
+    assert max(counts.values()) <= MOST_OF_A_KERNEL, counts
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_how_many_a_model_needs(rehearsed: dict[str, dict[str, Any]], name: str) -> None:
+    _, before, most = SHAPES[name]
+    assert sum(rehearsed[name]["counts"].values()) <= most < 0.65 * before
+
+
+def test_keys_do_not_depend_on_what_is_compiled_first() -> None:
+    """Triton's hash of a kernel depends on which functions were hashed before: here in the opposite order, but for
+    `settle`, and with names of constants that mean one thing, so that no address of a module matters."""
+    program = """
+import importlib, multiprocessing, pkgutil
+import proa.ops.triton as package
+from triton.runtime.jit import JITCallable
+from proa.ops.triton.ahead import settle
+modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+functions = [f for m in modules for f in vars(m).values() if isinstance(f, JITCallable) and f.__module__ == m.__name__]
+
+def keys(first, step):
+    if first:
+        settle()
+    found = {(f.__module__, f.__name__): f.cache_key for f in functions[::step]}
+    for f in functions:
+        values = {}
+        for (name, _), (value, _) in f.used_global_vals.items():
+            assert values.setdefault(name, value) == value, (f, name)
+    return found
+
+with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+    settled, backwards, plain, reverse = pool.starmap(keys, [(1, 1), (1, -1), (0, 1), (0, -1)], chunksize=1)
+assert settled == backwards
+assert plain != reverse, "Triton does it right now: settle is needed no longer"
+"""
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,129 @@
+"""Rehearses models for a GPU that is not here, and prints what they would compile as JSON. A program of its own, since
+pytest's process interprets kernels: python tests/rehearsed.py CASES, a JSON list of {path, options, vram, sweep}.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+import triton
+import triton.compiler
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.compiler.compiler import make_backend
+from triton.runtime.cache import get_cache_key
+
+from proa.config.options import EngineOptions
+from proa.config.parse import from_keywords
+from proa.engine import rehearsal
+from proa.engine.compile_ahead import stored_types, variants_of
+from proa.engine.gpu_plan import top_k
+from proa.engine.spans import step_limits
+from proa.machine.absent import with_gpu
+from proa.machine.probe import probe
+from proa.ops.triton import ahead
+from proa.plan.prepare import Prepared
+from quick_plan import prepare
+
+CAPABILITY = 90
+SWEPT_ROWS = 64  # every number of rows up to here is tried, and some beyond
+
+
+def planned(path: str, vram: int, **options: Any) -> Prepared:
+    asked = from_keywords(EngineOptions, vram=vram, **options)
+    return prepare(path, asked, machine=with_gpu(probe(), f"sm_{CAPABILITY}", vram))
+
+
+class _Kernel:
+    """What was compiled, as far as a launch looks at it."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *args: object) -> None:
+        pass
+
+    def run(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def keys_of_compiler() -> Iterator[set[str]]:
+    """The keys in the cache on disk of what Triton is asked to compile meanwhile, which it does not."""
+    keys: set[str] = set()
+
+    def compile_nothing(src: Any, target: Any, options: dict[str, Any]) -> _Kernel:
+        backend = make_backend(target)
+        env = get_cache_invalidating_env_vars()
+        keys.add(get_cache_key(src, backend, backend.parse_options(dict(options)), env_vars=env))
+        return _Kernel()
+
+    real = triton.compile
+    triton.compile = triton.compiler.compile = compile_nothing
+    try:
+        yield keys
+    finally:
+        triton.compile = triton.compiler.compile = real
+
+
+def launch(steps: Iterator[Callable[[], None]]) -> set[str]:
+    """Keys of what the steps' launches compile, by Triton's own way from a launch to its cache."""
+    ahead._forget()
+    triton.runtime.driver.set_active(ahead.TargetDriver(CAPABILITY))
+    with keys_of_compiler() as keys:
+        for step in steps:
+            step()
+    return keys
+
+
+def sweep(prepared: Prepared, some: random.Random) -> Iterator[Callable[[], None]]:
+    """Steps of the whole model: of each number of rows up to SWEPT_ROWS, and of some beyond."""
+    plan, spec = prepared.plan, prepared.declared.spec
+    stored = stored_types(plan, prepared.checkpoint, prepared.declared)
+    assert plan.gpu is not None
+    whole = rehearsal.Shown(spec, stored, plan.gpu)
+    stage = rehearsal.Stage(plan, whole, top_k(spec), CAPABILITY)
+    most = plan.max_batch_tokens
+    sizes = [*range(1, min(SWEPT_ROWS, most) + 1), *(some.randint(1, most) for _ in range(12)), most]
+    for rows in sizes:
+        yield torch.inference_mode()(lambda rows=rows: stage.prompt(rows))
+    for bucket in rehearsal.decode_sizes(step_limits(plan), deterministic=plan.deterministic):
+        yield torch.inference_mode()(lambda bucket=bucket: stage.decode(bucket))
+
+
+def case(path: str, vram: int, options: dict[str, Any], seed: int) -> dict[str, Any]:
+    prepared = planned(path, vram, **options)
+    plan, spec = prepared.plan, prepared.declared.spec
+    variants = variants_of(plan, prepared.checkpoint, prepared.declared)
+    with keys_of_compiler() as ours:
+        for variant in variants:
+            ahead._compile(variant, ahead.TargetDriver(CAPABILITY).get_current_target())
+    stored = stored_types(plan, prepared.checkpoint, prepared.declared)
+    launched = launch(rehearsal.rehearse(plan, spec, stored, CAPABILITY))
+    swept = launch(sweep(prepared, random.Random(seed)))
+    return {
+        "counts": Counter(variant.name for variant in variants),
+        "gpu_only": plan.gpu is not None and plan.gpu.gpu_only,
+        "ours": len(ours),
+        "not_launched": len(ours - launched),
+        "not_compiled": len(launched - ours),
+        "swept": len(swept),
+        "not_rehearsed": len(swept - ours),
+        "most_rows": plan.max_batch_tokens,
+        "running": plan.max_running,
+    }
+
+
+def main() -> None:
+    asked = msgspec.json.decode(sys.argv[1])
+    sys.stdout.write(json.dumps([case(**one) for one in asked]))
+
+
+if __name__ == "__main__":
+    main()
