@@ -34,6 +34,7 @@ TINY: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"gpu_experts": "3"},
     "qwen3-moe": {"gpu_experts": "3", "prefill_share": 0.0, "doorbell": "memops"},
     "qwen2": {},
+    "qwen2-moe": {"gpu_experts": "3", "deterministic": True},
 }
 # Of a kernel whose variants are for other shapes of weights there may be as many as shapes; of all others few.
 BY_SHAPE = {"linear._one", "linear._few", "linear_packed._one", "linear_packed._many", "unpack._unpack",
@@ -52,7 +53,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     for name, options in TINY.items():
         folder = make_tiny(name, tmp_path_factory.mktemp("tiny") / name)
         asked = {"dtype": "bfloat16", "context": 256, **options}
-        cases[name] = {"path": str(folder), "vram": GIB, "options": asked, "seed": 1}
+        cases[name] = {"path": str(folder), "vram": 4 * GIB, "options": asked, "seed": 1}
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(TESTS)}
     program = [sys.executable, TESTS / "rehearsed.py", json.dumps(list(cases.values()))]
     done = subprocess.run(program, env=environ, capture_output=True, text=True, check=False)

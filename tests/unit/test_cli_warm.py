@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_second_run_has_nothing_to_do(tmp_path: Path, model: Path) -> None:
-    asked = (str(model), "--dtype", "bfloat16", "--context", "256", "--arch", "sm_90", "--vram", "1GiB")
+    asked = (str(model), "--dtype", "bfloat16", "--context", "256", "--arch", "sm_90", "--vram", "4GiB")
     first = warm(tmp_path, *asked, "--json")
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
@@ -51,7 +51,7 @@ def test_a_second_run_has_nothing_to_do(tmp_path: Path, model: Path) -> None:
 def test_what_cannot_be_compiled_for(tmp_path: Path, model: Path) -> None:
     for argv, words in (
         (("--arch", "sm_90"), ["--arch sm_90 needs --vram"]),
-        (("--arch", "sm_90", "--vram", "1GiB", "--gpu", "0"), ["and no --gpu"]),
+        (("--arch", "sm_90", "--vram", "4GiB", "--gpu", "0"), ["and no --gpu"]),
         (("--gpu", "none"), ["would use no GPU", "as asked", "--arch sm_90 --vram 80GiB"]),
     ):
         done = warm(tmp_path, str(model), "--dtype", "bfloat16", *argv)

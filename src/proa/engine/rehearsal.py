@@ -24,7 +24,7 @@ from proa.engine.graphs import WARM_BUCKETS, decode_sizes, warm_rows
 from proa.engine.spans import step_limits
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, Copy, Pairs
-from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
+from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, InPlace
 from proa.hybrid.gpu_ways import ByCopies, ByKernels, GpuWay
 from proa.hybrid.model import HybridModel, Parts
 from proa.hybrid.transport import empty_round
@@ -175,7 +175,8 @@ class Stage:
 
     def _read_in_place(self) -> None:
         memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
-        ReadInPlace(memory, self._spaces.of(memory))
+        calls = InPlace(memory, self._spaces.of(memory))
+        calls.read(calls.batches[0])
 
     def decode(self, bucket: int) -> None:
         self._on.run(self._on.decode_inputs(bucket), bucket)

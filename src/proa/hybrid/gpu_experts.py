@@ -38,37 +38,50 @@ class GpuSpaces:
         return self._made[key]
 
 
-class ReadInPlace:
-    """The GPU reads a layer's experts in RAM, which must be registered: `at_once` in one call, others in the next. All
-    calls are one graph, as in a decode step. Implements GpuReader.
-    """
+class InPlace:
+    """Calls by which the GPU reads all of a layer's experts that are in RAM, which must be registered: `at_once` in one
+    call, others in the next."""
 
     def __init__(self, memory: LayerMemory, space: ExpertSpace, at_once: int = PROBED_AT_ONCE) -> None:
-        device, self._shape, self._space = memory.slots.up.device, memory.shape, space
-        total, self._count = len(memory.in_ram), min(at_once, len(memory.in_ram), len(space.partial))
-        firsts = range(0, total - self._count + 1, self._count)
+        device, self.shape, self._space = memory.slots.up.device, memory.shape, space
+        total, self.count = len(memory.in_ram), min(at_once, len(memory.in_ram), len(space.partial))
+        firsts = range(0, total - self.count + 1, self.count)
         self._in_pieces = memory.in_pieces
-        batches = [_in_ram(memory, first, self._count, device) for first in firsts]
-        self._batches = batches * -(-READS_AT_LEAST // len(batches))
+        self.batches = [_in_ram(memory, first, self.count, device) for first in firsts]
         self._x = torch.zeros(1, memory.shape.hidden, dtype=torch.bfloat16, device=device)
+
+    def read(self, at: Located) -> None:
+        """Launch the call of one of the batches."""
+        experts(self._x, at, self.shape, self._space, in_pieces=self._in_pieces)
+
+
+class ReadInPlace:
+    """How fast the GPU reads a layer's experts in RAM: all calls are one graph, as in a decode step. Implements
+    GpuReader."""
+
+    def __init__(self, memory: LayerMemory, space: ExpertSpace, at_once: int = PROBED_AT_ONCE) -> None:
+        device = memory.slots.up.device
+        self._calls = InPlace(memory, space, at_once)
+        self._times = -(-READS_AT_LEAST // len(self._calls.batches))
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph = self._captured(device)
 
     def _captured(self, device: torch.device) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+        graph, calls = torch.cuda.CUDAGraph(), self._calls
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._stream.wait_stream(torch.cuda.default_stream(device))  # where the addresses were written
-            self._read(self._batches[0])  # compiles
+            calls.read(calls.batches[0])  # what it launches is loaded then
             self._stream.synchronize()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                for at in self._batches:
-                    self._read(at)
+                for at in calls.batches * self._times:
+                    calls.read(at)
         return graph
 
     @property
     def nbytes(self) -> int:
         """Of a replay of the graph."""
-        return len(self._batches) * self._count * (self._shape.up.matrix_bytes + self._shape.down.matrix_bytes)
+        calls, of = self._calls, self._calls.shape
+        return self._times * len(calls.batches) * calls.count * (of.up.matrix_bytes + of.down.matrix_bytes)
 
     def read(self, rounds: int = 1, meanwhile: Callable[[], int] | None = None) -> Reads:
         """Replay the graph `rounds` times."""
@@ -88,9 +101,6 @@ class ReadInPlace:
         seconds: float = begin.elapsed_time(end) * 1e-3
         cpu_bytes_per_s = beside / beside_s if beside else 0.0
         return Reads(rounds * self.nbytes / seconds, cpu_bytes_per_s, beside_s / took_s if beside else 0.0)
-
-    def _read(self, at: Located) -> None:
-        experts(self._x, at, self._shape, self._space, in_pieces=self._in_pieces)
 
 
 def _in_ram(memory: LayerMemory, first: int, count: int, device: torch.device) -> Located:
