@@ -18,6 +18,7 @@ from proa.cli.chat import ChatOptions
 from proa.cli.doctor import DoctorOptions
 from proa.cli.models import ModelsOptions
 from proa.cli.serve import ServeCommand
+from proa.cli.warm import WarmCommand
 from proa.config.env import PREFIX, SWITCHES
 from proa.config.field import Declaration, declarations
 from proa.config.value import to_text
@@ -85,7 +86,7 @@ def document() -> str:
     for command, group in (
         ("chat [MODEL]", ChatOptions), ("bench latency", LatencyCommand), ("bench serve", ServeBenchCommand),
         ("bench kernels", KernelsCommand), ("bench load", LoadCommand), ("bench hybrid", HybridCommand),
-        ("models", ModelsOptions), ("doctor", DoctorOptions),
+        ("warm MODEL", WarmCommand), ("models", ModelsOptions), ("doctor", DoctorOptions),
     ):  # fmt: skip
         own = [o for o in declarations(group).values() if "engine" not in o.path]
         parts += [f"## proa {command}\n", _table(own)]
