@@ -226,6 +226,7 @@ def test_an_unknown_key_that_is_null_means_what_its_absence_means(architecture: 
     ("architecture", "values"),
     [
         ("Qwen2ForCausalLM", {"use_mrope": False}),  # Qwen2.5-7B
+        ("Ernie4_5_MoeForCausalLM", {"_attn_implementation": "eager"}),  # as ERNIE's own exporter writes it
         ("Qwen3MoeForCausalLM", {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}),
     ],
 )

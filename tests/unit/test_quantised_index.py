@@ -324,7 +324,7 @@ def test_what_activations_were_made_for() -> None:
     group = integers(4) | {"input_activations": scheme}
     of = quantisation({"quantization_config": compressed(group, kv_cache_scheme=scheme)})
     assert of is not None
-    assert of.activations == "FP8 and a KV cache of 8 bits"
+    assert of.activations == "FP8 and a KV cache of FP8"
 
 
 LLM_COMPRESSOR = {
@@ -428,7 +428,7 @@ QUARK_MXFP4 = quark_013("fp4", "per_group", ch_axis=-1, group_size=32, scale_for
         (MINIMAX, "FP8, dynamic"),
         (MODELOPT_31, "FP8 and a KV cache of FP8"),
         (AUTO_AWQ | {"zero_point": True}, ""),
-        (MODELOPT_NOW, "NVFP4 and a KV cache of 8 bits"),
+        (MODELOPT_NOW, "NVFP4 and a KV cache of FP8"),
         (legacy_modelopt(MODELOPT_OLD), "NVFP4 and a KV cache of FP8"),
     ],
 )

@@ -26,8 +26,8 @@ REQUIRED: Final = _Missing.REQUIRED
 # Keys that no family reads because they cannot change the logits.
 BOOKKEEPING = frozenset({
     # provenance
-    "_attn_implementation_autoset", "_name_or_path", "architectures", "attn_implementation", "auto_map",
-    "is_llama_config", "model_name", "model_type", "transformers.js_config", "transformers_version",
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "attn_implementation",
+    "auto_map", "is_llama_config", "model_name", "model_type", "transformers.js_config", "transformers_version",
     "unsloth_fixed", "unsloth_version",
     # fields of transformers' base class that mean nothing to a causal language model
     "chunk_size_feed_forward", "finetuning_task", "id2label", "is_encoder_decoder", "label2id", "problem_type",

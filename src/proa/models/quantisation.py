@@ -220,7 +220,9 @@ def _kv(c: Reader) -> set[str]:
         return {"a KV cache of 8 bits" if scheme in ("static", "dynamic") else f"a KV cache of {scheme}"}
     if not isinstance(scheme, dict):
         raise c.error(f"'kv_cache_scheme' must be an object or a name, but it is {scheme!r}")
-    return {f"a KV cache of {scheme.get('num_bits', 8)} bits"} if scheme else set()
+    bits = scheme.get("num_bits", 8)
+    floats = scheme.get("type") == "float" and bits == 8
+    return {f"a KV cache of {'FP8' if floats else f'{bits} bits'}"} if scheme else set()
 
 
 _ANY = ".*"
