@@ -1,4 +1,4 @@
-"""How fast codes of a checkpoint become what stays in memory: CPU time of one thread, GB/s of what is stored, 32
+"""How fast numbers and codes of a checkpoint become what stays in memory: CPU time of one thread, GB/s of what is stored, 32
 matrices of 768 x 2048 from the page cache.
 
 Run: python benchmarks/probes/load_codes.py [part of a name...]
@@ -38,6 +38,8 @@ class Case:
     def row_bytes(self) -> int:
         if self.block_bytes:
             return COLUMNS // 256 * self.block_bytes
+        if self.stored is Stored.BF16:
+            return COLUMNS * 2
         return COLUMNS // (2 if self.stored in (Code.INT4, Code.UINT4, Code.E2M1) else 1)
 
     @property
@@ -53,9 +55,12 @@ CASES = {
     "nvfp4 to bf16": Case(Code.E2M1, Format.BF16, group=16, scale=Code.E4M3),
     "fp8 to bf16": Case(Code.E4M3, Format.BF16, scale=Stored.F32),
     "int8 to bf16": Case(Code.INT8, Format.BF16, group=2048, scale=Stored.F32),
+    "bf16 kept": Case(Stored.BF16, Format.BF16),
+    "fp8 kept": Case(Code.E4M3, Format.FP8_ROW, scale=Stored.F32),
     "int4 kept": Case(Code.INT4, Format.INT4_F16),
     "gptq kept": Case(Code.UINT4, Format.UINT4_F16, Order.WORDS, mins=True),
     "awq kept": Case(Code.UINT4, Format.UINT4_F16, Order.AWQ, mins=True),
+    "q8_0 kept": Case(Stored.Q8_0, Format.INT8_F16, group=32, block_bytes=272),
     "q4_k kept": Case(Stored.Q4_K, Format.Q4_K, group=32, block_bytes=144),
     "q5_k kept": Case(Stored.Q5_K, Format.Q5_K, group=32, block_bytes=176),
     "q6_k kept": Case(Stored.Q6_K, Format.Q6_K, group=16, block_bytes=210),
@@ -66,8 +71,9 @@ def rates(case: Case, pool: Pool) -> list[float]:
     """GB/s of what is stored, one for each run."""
     rng = np.random.default_rng(0)
     nbytes = ROWS * case.row_bytes
-    stored = rng.integers(0, 120, nbytes * MATRICES, np.uint8)  # no NaN as e4m3
-    numbers = rng.integers(60, 100, (ROWS, COLUMNS // case.group * SCALE_BYTES[case.scale]), np.uint8)
+    # No NaN as e4m3; as bfloat16 below 2, as weights are.
+    stored = rng.integers(0, 64 if case.stored is Stored.BF16 else 120, nbytes * MATRICES, np.uint8)
+    numbers = rng.integers(28, 40, (ROWS, COLUMNS // case.group * SCALE_BYTES[case.scale]), np.uint8)
     address, stride = numbers.ctypes.data, numbers.shape[1]
     scales = Scales(
         case.scale, address, stride, 1, 0, case.group, numbers, numbers.nbytes, address if case.mins else 0
@@ -83,7 +89,7 @@ def rates(case: Case, pool: Pool) -> list[float]:
             Fill(
                 StoredRows(
                     case.stored, i * nbytes, strides[case.order], file.fileno(), case.order,
-                    None if case.block_bytes else scales,
+                    None if case.block_bytes or case.stored is Stored.BF16 else scales,
                 ),
                 to, begin + i % 4 * to.matrix_bytes, to.matrix_bytes,
             )

@@ -6,6 +6,7 @@
 
 #include "bfloat16.h"
 #include "error.h"
+#include "finite.h"
 #include "nibbles.h"
 #include "words.h"
 
@@ -80,8 +81,6 @@ void transpose_eight(Words (&words)[8]) {
             }
 }
 
-typedef uint32_t Quad __attribute__((vector_size(16)));
-
 constexpr int kPlaces[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // of AWQ's eight rows: which code of a word is whose
 
 // Word r of eight: columns k to k + 8 of the r-th of eight rows from n on; its other lanes are of the next eights.
@@ -99,11 +98,11 @@ void turn_awq(const uint8_t* stored, size_t stride, int rows, int columns, uint8
     for (int first = 0; first < whole_rows; first += kBlock)
         for (int k = 0; k < whole_columns; k += kSide)
             for (int n = first; n < std::min(whole_rows, first + kBlock); n += kSide) {
-                Quad words[4][8];
+                FourWords words[4][8], unused{};
                 for (int i = 0; i < 4; ++i) read_awq(stored, stride, n, k + i * 8, words[i]);
                 for (int r = 0; r < 8; ++r)
                     turn_four(reinterpret_cast<const uint8_t*>(&words[0][kPlaces[r]]), sizeof words[0],
-                              to + size_t(n + r) * row_bytes + size_t(k) / 2, 8 * row_bytes);
+                              to + size_t(n + r) * row_bytes + size_t(k) / 2, 8 * row_bytes, unused);
             }
     for (int n = 0; n < rows; n += 8)
         for (int k = n < whole_rows ? whole_columns : 0; k < columns; k += 8) {
@@ -124,7 +123,7 @@ bool keeps(const Layout& l, Stored type, const Scales& scales) {
            (scales.factor == 1.f || l.format == Format::kNvfp4) && (l.format != Format::kFp8Panel || whole_panels);
 }
 
-void pack_coded(const Layout& l, Stored type, const Scales& scales, int first, const uint8_t* codes, size_t stride,
+bool pack_coded(const Layout& l, Stored type, const Scales& scales, int first, const uint8_t* codes, size_t stride,
                 int rows, int step, uint8_t* out) {
     const size_t words = l.code_bytes / kLineBytes;
     std::vector<uint32_t> all(words * kPanelRows);
@@ -133,17 +132,20 @@ void pack_coded(const Layout& l, Stored type, const Scales& scales, int first, c
     Source source;
     source.scales = scales.data, source.scale_stride = scales.stride, source.scale_rows = scales.rows;
     source.mins = scales.mins, source.factor = scales.factor;
+    bool finite = true;
     for (int at = 0; at < rows; at += kPanelRows) {
         const int here = std::min(kPanelRows, rows - at);
         uint8_t* panel = out + size_t(at / kPanelRows) * size_t(step) * l.panel_bytes;
         for (int r = 0; r < here; ++r) {
             const uint8_t* row = codes + size_t(at + r) * stride;
             if (!padded.empty()) row = (const uint8_t*)std::memcpy(padded.data(), row, bytes);
+            finite &= all_finite(type, row, size_t(l.columns));
             words_of(type, row, l.padded, all.data() + size_t(r) * words);
         }
         put_lines(l, (const uint8_t*)all.data(), words * 4, here, panel);
         put_scales(l, source, int(scales.first) + first + at, here, panel);
     }
+    return finite;
 }
 
 namespace {

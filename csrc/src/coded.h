@@ -33,8 +33,9 @@ constexpr bool is_coded(Stored type) { return int32_t(type) >= int32_t(Stored::k
 // Whether a layout keeps such codes with such scales, unrounded.
 bool keeps(const Layout& l, Stored type, const Scales& scales);
 
-// `rows` rows of codes, the first of which is row `first` of a job, as pack_rows does it.
-void pack_coded(const Layout& l, Stored type, const Scales& scales, int first, const uint8_t* codes, size_t stride,
+// `rows` rows of codes, the first of which is row `first` of a job, as pack_rows does it. Whether the codes are finite;
+// scales are not looked at.
+bool pack_coded(const Layout& l, Stored type, const Scales& scales, int first, const uint8_t* codes, size_t stride,
                 int rows, int step, uint8_t* out);
 
 // Row `row` of a job as float32: code * scale, then times the factor, plus the minimum; each rounded at most once.

@@ -116,58 +116,46 @@ Source codes_at(StoredRows rows) {
     return source;
 }
 
-// Rows of numbers, `stride` bytes apart.
-void require_finite(const Part& part, Stored type, const uint8_t* data, size_t stride, int rows, size_t values) {
-    const StoredFacts facts = facts_of(type);
-    const bool together = stride == values / size_t(facts.block_values) * size_t(facts.block_bytes);
-    for (int r = 0; r < (together ? 1 : rows); ++r)
-        if (!all_finite(type, data + size_t(r) * stride, together ? values * size_t(rows) : values))
-            throw NotFinite(part.index);
+void require_finite(const Part& part, bool finite) {
+    if (!finite) throw NotFinite(part.index);
 }
 
-void require_finite_scales(const Part& part) {
+// Scales and minimums of the part's rows.
+bool finite_scales(const Part& part) {
     const Fill& job = *part.job;
     const Scales& s = job.scales;
-    const int64_t first = (s.first + part.first) / s.rows, last = (s.first + part.first + part.count - 1) / s.rows;
+    const int64_t first = s.stride ? (s.first + part.first) / s.rows : 0;
+    const int64_t last = s.stride ? (s.first + part.first + part.count - 1) / s.rows : 0;
     const int group = s.group ? s.group : job.layout.columns;
-    const auto groups = size_t((job.layout.columns + group - 1) / group);
-    for (const uint8_t* of : {s.data, s.mins})
-        if (of) require_finite(part, s.type, of + size_t(first) * s.stride, s.stride, int(last - first) + 1, groups);
+    auto groups = size_t((job.layout.columns + group - 1) / group), rows = size_t(last - first) + 1;
+    if (s.stride == groups * size_t(facts_of(s.type).block_bytes))
+        groups *= rows, rows = 1;  // short rows as a long one
+    for (size_t row = 0; row < rows; ++row)
+        for (const uint8_t* of : {s.data, s.mins})
+            if (of && !all_finite(s.type, of + (size_t(first) + row) * s.stride, groups)) return false;
+    return true;
 }
 
-// What stays as it is stored: bfloat16, blocks, codes with their scales. What is converted is looked at afterwards, for
-// it may be too large for bfloat16 as well.
-void require_finite_if_kept(const Part& part, StoredRows rows) {
-    const Fill& job = *part.job;
-    const bool becomes_bf16 = job.plain || job.layout.format == Format::kBf16;
-    if (becomes_bf16 && job.stored != Stored::kBf16) return;
-    const int values = plain_turned(job) ? job.layout.rows : job.layout.columns;
-    require_finite(part, job.stored, rows.data, rows.stride, part.count, size_t(values));
-    if (is_coded(job.stored)) require_finite_scales(part);
-}
-
-// Numbers rounded once, into `out`.
-void plain_to_bf16(const Part& part, const uint8_t* from, size_t values, uint16_t* out) {
-    to_bf16(part.job->stored, from, values, out);
-    if (part.job->stored != Stored::kBf16)
-        require_finite(part, Stored::kBf16, reinterpret_cast<const uint8_t*>(out), values * 2, 1, values);
+bool finite_bf16(const uint16_t* values, size_t count) {
+    return all_finite(Stored::kBf16, reinterpret_cast<const uint8_t*>(values), count);
 }
 
 // Row `r` of the part, rounded once.
 void row_to_bf16(const Part& part, StoredRows rows, int r, uint16_t* out) {
     const Fill& job = *part.job;
     const uint8_t* row = rows.data + size_t(r) * rows.stride;
-    const auto columns = size_t(job.layout.columns);
-    if (!is_coded(job.stored)) return plain_to_bf16(part, row, columns, out);
+    if (!is_coded(job.stored)) return to_bf16(job.stored, row, size_t(job.layout.columns), out);
     coded_to_bf16(job.stored, job.scales, part.first + r, row, job.layout.columns, out);
-    require_finite(part, Stored::kBf16, reinterpret_cast<const uint8_t*>(out), columns * 2, 1, columns);
 }
 
 void fill_plain(const Part& part, StoredRows rows) {
     const Fill& job = *part.job;
-    for (int r = 0; r < part.count; ++r)
-        row_to_bf16(part, rows, r,
-                    reinterpret_cast<uint16_t*>(job.out + size_t(part.first + r) * size_t(job.layout.columns) * 2));
+    const auto columns = size_t(job.layout.columns);
+    for (int r = 0; r < part.count; ++r) {
+        auto* out = reinterpret_cast<uint16_t*>(job.out + size_t(part.first + r) * columns * 2);
+        row_to_bf16(part, rows, r, out);
+        require_finite(part, finite_bf16(out, columns));
+    }
 }
 
 // `free`: scratch for a panel's rows in bfloat16.
@@ -176,15 +164,20 @@ void fill_panels(const Part& part, StoredRows rows, uint8_t* free) {
     const Layout& l = job.layout;
     const size_t narrow = size_t(l.columns) * 2;
     uint8_t* out = job.out + size_t(part.first / kPanelRows * job.step) * l.panel_bytes;
-    if (l.format != Format::kBf16 && is_coded(job.stored))
-        return pack_coded(l, job.stored, job.scales, part.first, rows.data, rows.stride, part.count, job.step, out);
-    if (l.format != Format::kBf16) return pack_blocks(job.stored, l, rows.data, rows.stride, part.count, job.step, out);
-    if (job.stored == Stored::kBf16) return pack_rows(l, codes_at(rows), part.count, job.step, out);
+    if (l.format != Format::kBf16 && is_coded(job.stored)) {
+        require_finite(part, finite_scales(part));
+        return require_finite(
+            part, pack_coded(l, job.stored, job.scales, part.first, rows.data, rows.stride, part.count, job.step, out));
+    }
+    if (l.format != Format::kBf16)
+        return require_finite(part, pack_blocks(job.stored, l, rows.data, rows.stride, part.count, job.step, out));
+    if (job.stored == Stored::kBf16)
+        return require_finite(part, pack_rows(l, codes_at(rows), part.count, job.step, out));
     for (int first = 0; first < part.count; first += kPanelRows, out += size_t(job.step) * l.panel_bytes) {
         const int here = std::min(kPanelRows, part.count - first);
         for (int r = 0; r < here; ++r)
             row_to_bf16(part, rows, first + r, reinterpret_cast<uint16_t*>(free + size_t(r) * narrow));
-        pack_rows(l, codes_at({free, narrow}), here, job.step, out);
+        require_finite(part, pack_rows(l, codes_at({free, narrow}), here, job.step, out));
     }
 }
 
@@ -199,10 +192,12 @@ void fill_transposed(const Part& part, StoredRows rows, uint8_t* free) {
     for (int k = part.first; k < end; k += 2) {
         for (int odd = 0; odd < 2; ++odd) {
             const int r = k + odd - part.first;
+            uint16_t* row = two + size_t(odd) * padded;
             if (r < part.count)
-                plain_to_bf16(part, rows.data + size_t(r) * rows.stride, size_t(l.rows), two + size_t(odd) * padded);
+                to_bf16(job.stored, rows.data + size_t(r) * rows.stride, size_t(l.rows), row);
             else
-                std::memset(two + size_t(odd) * padded, 0, size_t(l.rows) * 2);
+                std::memset(row, 0, size_t(l.rows) * 2);
+            require_finite(part, finite_bf16(row, size_t(l.rows)));
         }
         for (int p = 0; p < l.panels; ++p) {
             uint16_t line[2 * kPanelRows];
@@ -217,7 +212,6 @@ void fill_part(const Part& part, std::byte* scratch) {
     auto* buffer = reinterpret_cast<uint8_t*>(scratch);
     const StoredRows rows = fetch(part, buffer);
     uint8_t* free = buffer + (size_t(part.count) * stored_bytes(*part.job) + 63) / 64 * 64;
-    require_finite_if_kept(part, rows);
     if (part.job->plain) return fill_plain(part, rows);
     if (plain_turned(*part.job)) return fill_transposed(part, rows, free);
     fill_panels(part, rows, free);

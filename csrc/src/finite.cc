@@ -1,8 +1,9 @@
-// NaN and infinity are the largest numbers of a type once the sign is masked out, so each loop takes a maximum: two
-// instructions a vector, no branches.
+// NaN and infinity are the largest numbers of a type once the sign is masked out, so the loop over numbers takes a
+// maximum; several at a time, for each waits for the one before.
 #include "finite.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "words.h"
 
@@ -16,19 +17,34 @@ namespace {
 // 16 bits.
 template <class T>
 PROA_LOOP bool all_below(const uint8_t* from, size_t values, T mask, T end) {
-    T most = 0;
-    for (size_t i = 0; i < values; ++i) most = std::max(most, T(read<T>(from + i * sizeof(T)) & mask));
-    return most < end;
+    typedef T Vector __attribute__((vector_size(32), aligned(1), may_alias));
+    const uint8_t* const stop = from + values * sizeof(T);
+    Vector a{}, b{}, c{}, d{};
+    const auto raise = [&](Vector& most, const Vector* at) __attribute__((always_inline)) {
+        const Vector x = *at & mask;
+        most = x > most ? x : most;
+    };
+    for (; size_t(stop - from) >= 4 * sizeof(Vector); from += 4 * sizeof(Vector)) {
+        const auto* at = reinterpret_cast<const Vector*>(from);
+        raise(a, at), raise(b, at + 1), raise(c, at + 2), raise(d, at + 3);
+    }
+    raise(a, &b), raise(c, &d), raise(a, &c);
+    const auto too_large = a >= end;
+    uint64_t found[sizeof(Vector) / 8];
+    std::memcpy(found, &too_large, sizeof found);
+    T largest = 0;
+    for (; from < stop; from += sizeof(T)) largest = std::max(largest, T(read<T>(from) & mask));
+    return largest < end && !(found[0] | found[1] | found[2] | found[3]);
 }
 
-// Numbers of float16 at these places of every block.
+// Numbers of float16 at these places of every block. Adding one to an exponent of ones carries into the sign's place.
 template <class... Places>
 PROA_LOOP bool halves_finite(Stored type, const uint8_t* from, size_t values, Places... places) {
     const StoredFacts facts = facts_of(type);
-    int32_t most = 0;
+    uint32_t carried = 0;
     for (size_t i = 0; i < values; i += size_t(facts.block_values), from += facts.block_bytes)
-        ((most = std::max(most, int32_t(read<uint16_t>(from + places) & 0x7fff))), ...);
-    return most < 0x7c00;
+        ((carried |= (read<uint16_t>(from + places) & 0x7c00u) + 0x0400u), ...);
+    return !(carried & 0x8000);
 }
 
 PROA_LOOP bool finite(Stored type, const uint8_t* from, size_t values) {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "error.h"
+#include "finite.h"
 #include "words.h"
 
 namespace proa {
@@ -89,23 +90,28 @@ void put_row_scales(const Layout& l, const Source& s, int source_row, int row, u
 
 }  // namespace
 
-void put_lines(const Layout& l, const uint8_t* words, size_t stride, int rows, uint8_t* panel) {
+uint32_t put_lines(const Layout& l, const uint8_t* words, size_t stride, int rows, uint8_t* panel) {
     constexpr int kTile = 16;  // lines that stay in the cache while every row adds to them
     const int lines = int(l.code_bytes / kLineBytes);
     const int fours = rows / 4 * 4, whole = lines / 4 * 4;
+    FourWords seen{};
     if (rows < kPanelRows) std::memset(panel, 0, l.code_bytes);
     for (int first = 0; first < lines; first += kTile) {
         const int end = std::min(first + kTile, lines), end_of_fours = std::min(end, whole);
         for (int row = 0; row < fours; row += 4)
             for (int line = first; line < end_of_fours; line += 4)
                 turn_four(words + size_t(row) * stride + line * 4, stride, panel + size_t(line) * kLineBytes + row * 4,
-                          kLineBytes);
+                          kLineBytes, seen);
         for (int row = 0; row < rows; ++row)
-            for (int line = row < fours ? end_of_fours : first; line < end; ++line)
-                std::memcpy(panel + size_t(line) * kLineBytes + row * 4, words + size_t(row) * stride + line * 4, 4);
+            for (int line = row < fours ? end_of_fours : first; line < end; ++line) {
+                const auto word = read<uint32_t>(words + size_t(row) * stride + line * 4);
+                seen[0] |= word;
+                std::memcpy(panel + size_t(line) * kLineBytes + row * 4, &word, 4);
+            }
     }
     if (l.format == Format::kFp16)
         for (int line = 0; line < lines; ++line) part_even_and_odd(panel + size_t(line) * kLineBytes);
+    return seen[0] | seen[1] | seen[2] | seen[3];
 }
 
 void put_scales(const Layout& l, const Source& s, int first, int rows, uint8_t* panel) {
@@ -113,28 +119,46 @@ void put_scales(const Layout& l, const Source& s, int first, int rows, uint8_t* 
     for (int row = 0; row < rows; ++row) put_row_scales(l, s, first + row, row, panel);
 }
 
-void pack_rows(const Layout& l, const Source& s, int rows, int step, uint8_t* out) {
+namespace {
+
+// Of 16-bit numbers, given all bits that are set in their words. Weights are seldom as large as 2, and what is smaller
+// lacks the exponent's first bit: only else is there a reason to look at each of them.
+bool finite_rows(const Layout& l, const Source& s, int first, int rows, uint32_t seen) {
+    if (!(seen & 0x40004000)) return true;
+    const Stored type = l.format == Format::kBf16 ? Stored::kBf16 : Stored::kF16;
+    for (int row = first; row < first + rows; ++row)
+        if (!all_finite(type, s.codes + size_t(row) * s.code_stride, size_t(l.columns))) return false;
+    return true;
+}
+
+}  // namespace
+
+bool pack_rows(const Layout& l, const Source& s, int rows, int step, uint8_t* out) {
     const size_t code_bytes = kFacts[int(l.format)].code_bits == 16 ? 2 : 1;
     const size_t words = l.code_bytes / kLineBytes;
     const bool as_they_are = code_bytes == 2 && l.padded == l.columns;
     std::vector<uint8_t> padded(size_t(l.padded) * code_bytes);
     std::vector<uint32_t> all(as_they_are ? 0 : words * kPanelRows);
+    bool finite = true;
     for (int first = 0; first < rows; first += kPanelRows) {
         const int here = std::min(kPanelRows, rows - first);
         const uint8_t* codes = s.codes + size_t(first) * s.code_stride;
         uint8_t* panel = out + size_t(first / kPanelRows) * size_t(step) * l.panel_bytes;
+        uint32_t seen;
         if (as_they_are) {
-            put_lines(l, codes, s.code_stride, here, panel);
+            seen = put_lines(l, codes, s.code_stride, here, panel);
         } else {
             for (int row = 0; row < here; ++row) {
                 std::memcpy(padded.data(), codes + size_t(row) * s.code_stride, size_t(l.columns) * code_bytes);
                 check_codes(l, padded.data());
                 words_of(l, padded.data(), all.data() + size_t(row) * words);
             }
-            put_lines(l, (const uint8_t*)all.data(), words * 4, here, panel);
+            seen = put_lines(l, (const uint8_t*)all.data(), words * 4, here, panel);
         }
+        if (code_bytes == 2) finite &= finite_rows(l, s, first, here, seen);
         put_scales(l, s, first, here, panel);
     }
+    return finite;
 }
 
 }  // namespace proa

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "error.h"
+#include "finite.h"
 #include "pack.h"
 #include "words.h"
 
@@ -32,12 +33,27 @@ class PanelRows {
         return {codes_.data() + i * words_, part(0) + i * scales_, part(1) + i * scales_, part(2) + i * block_scales_,
                 part(3) + i * block_scales_};
     }
-    void put(const Layout& l, int rows, uint8_t* panel) {
+    // Whether scales and minimums are finite.
+    bool put(const Layout& l, int rows, uint8_t* panel) {
         put_lines(l, (const uint8_t*)codes_.data(), words_ * 4, rows, panel);
         put_scales(l, {nullptr, 0, part(0), scales_, 1, part(1), part(2), part(3), block_scales_, 1.f}, 0, rows, panel);
+        return finite(l.format);
     }
 
   private:
+    // What rows do not fill are zeros.
+    bool finite(Format format) {
+        switch (format) {
+            case Format::kQ4K:
+            case Format::kQ5K:
+            case Format::kQ6K: return all_finite(Stored::kF16, part(2), kPanelRows * block_scales_);  // two parts
+            case Format::kMxfp4: return all_finite(Stored::kE8m0, part(0), kPanelRows * scales_);
+            case Format::kInt8F32:
+            case Format::kInt4F32:
+            case Format::kUint4F32: return all_finite(Stored::kF32, part(0), kPanelRows * scales_ / 2);
+            default: return all_finite(Stored::kF16, part(0), kPanelRows * scales_);
+        }
+    }
     uint8_t* part(int i) {
         return memory_.data() + kPanelRows * (size_t(std::min(i, 2)) * scales_ + (i > 2 ? block_scales_ : 0));
     }
@@ -183,7 +199,7 @@ void take(Stored type, const uint8_t* block, int i, const Row& row) {
 
 }  // namespace
 
-void pack_blocks(Stored type, const Layout& l, const uint8_t* blocks, size_t row_stride, int rows, int step,
+bool pack_blocks(Stored type, const Layout& l, const uint8_t* blocks, size_t row_stride, int rows, int step,
                  uint8_t* out) {
     const StoredFacts facts = facts_of(type);
     const KeptFormat kept = kept_format(type);
@@ -192,14 +208,16 @@ void pack_blocks(Stored type, const Layout& l, const uint8_t* blocks, size_t row
                                              std::to_string(facts.block_values) + ", or the format is another.");
     const int count = l.columns / facts.block_values;
     PanelRows parts(l, count);
+    bool finite = true;
     for (int first = 0; first < rows; first += kPanelRows) {
         const int here = std::min(kPanelRows, rows - first);
         for (int r = 0; r < here; ++r)
             for (int i = 0; i < count; ++i)
                 take(type, blocks + size_t(first + r) * row_stride + size_t(i) * size_t(facts.block_bytes), i,
                      parts.row(r));
-        parts.put(l, here, out + size_t(first / kPanelRows) * size_t(step) * l.panel_bytes);
+        finite &= parts.put(l, here, out + size_t(first / kPanelRows) * size_t(step) * l.panel_bytes);
     }
+    return finite;
 }
 
 }  // namespace proa

@@ -20,12 +20,16 @@ T read(const void* p) {
     return value;
 }
 
-// Word j of row i -> word i of row j, of four rows of four words, `stride` and `to_stride` bytes apart.
-inline void turn_four(const uint8_t* words, size_t stride, uint8_t* to, size_t to_stride) {
+typedef uint32_t FourWords __attribute__((vector_size(16)));
+
+// Word j of row i -> word i of row j, of four rows of four words, `stride` and `to_stride` bytes apart. All bits that
+// are set in one of the words are added to `seen`.
+inline void turn_four(const uint8_t* words, size_t stride, uint8_t* to, size_t to_stride, FourWords& seen) {
+    FourWords rows[4];
+    for (int r = 0; r < 4; ++r) std::memcpy(&rows[r], words + size_t(r) * stride, sizeof rows[r]);
+    seen |= (rows[0] | rows[1]) | (rows[2] | rows[3]);
 #if defined(__SSE2__)
-    const auto row = [&](int r) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(words + size_t(r) * stride));
-    };
+    const auto row = [&](int r) { return reinterpret_cast<__m128i>(rows[r]); };
     const auto put = [&](int r, __m128i x) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to + size_t(r) * to_stride), x);
     };
@@ -35,8 +39,10 @@ inline void turn_four(const uint8_t* words, size_t stride, uint8_t* to, size_t t
     put(2, _mm_unpacklo_epi64(c, d)), put(3, _mm_unpackhi_epi64(c, d));
 #else
     for (int r = 0; r < 4; ++r)
-        for (int i = 0; i < 4; ++i)
-            std::memcpy(to + size_t(i) * to_stride + r * 4, words + size_t(r) * stride + i * 4, 4);
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t word = rows[r][i];
+            std::memcpy(to + size_t(i) * to_stride + r * 4, &word, 4);
+        }
 #endif
 }
 

@@ -12,10 +12,10 @@
 namespace testing {
 
 constexpr std::array kPlainTypes{proa::Stored::kF32, proa::Stored::kF16, proa::Stored::kF64, proa::Stored::kBf16};
-constexpr std::array kBlockTypes{
-    proa::Stored::kQ4_0, proa::Stored::kQ4_1, proa::Stored::kQ5_0, proa::Stored::kQ5_1,  proa::Stored::kQ8_0,
-    proa::Stored::kQ2K,  proa::Stored::kQ3K,  proa::Stored::kQ4K,  proa::Stored::kQ5K,   proa::Stored::kQ6K,
-    proa::Stored::kIq4Nl, proa::Stored::kIq4Xs, proa::Stored::kMxfp4};
+constexpr std::array kBlockTypes{proa::Stored::kQ4_0, proa::Stored::kQ4_1, proa::Stored::kQ5_0,  proa::Stored::kQ5_1,
+                                 proa::Stored::kQ8_0, proa::Stored::kQ2K,  proa::Stored::kQ3K,   proa::Stored::kQ4K,
+                                 proa::Stored::kQ5K,  proa::Stored::kQ6K,  proa::Stored::kIq4Nl, proa::Stored::kIq4Xs,
+                                 proa::Stored::kMxfp4};
 
 // The bytes of a number, or of a block, that have the exponents of what may be NaN or infinite, their high bits first.
 inline std::vector<size_t> exponent_bytes(proa::Stored type) {
@@ -51,12 +51,13 @@ inline std::vector<uint8_t> random_bytes(size_t count, unsigned seed) {
     return bytes;
 }
 
-// Random but for one bit of each exponent, so that all numbers are finite.
-inline std::vector<uint8_t> finite_bytes(proa::Stored type, size_t values, unsigned seed) {
+// Random but for one bit of each exponent, so that all numbers are finite, and as bfloat16 as well; `small`: below 2.
+inline std::vector<uint8_t> finite_bytes(proa::Stored type, size_t values, unsigned seed, bool small = false) {
     const proa::StoredFacts facts = proa::facts_of(type);
+    const uint8_t kept = small || type == proa::Stored::kF64 ? 0xbf : 0xfb;
     std::vector<uint8_t> bytes = random_bytes(values / size_t(facts.block_values) * size_t(facts.block_bytes), seed);
     for (size_t place : exponent_bytes(type))
-        for (size_t at = place; at < bytes.size(); at += size_t(facts.block_bytes)) bytes[at] &= 0xbf;
+        for (size_t at = place; at < bytes.size(); at += size_t(facts.block_bytes)) bytes[at] &= kept;
     return bytes;
 }
 

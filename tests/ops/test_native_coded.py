@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from packing import Packed, bf16_bits, bf16_values, e2m1_values, e4m3_values
-from proa.native.fill import Fill, Scales, StoredRows, decode, fill
-from proa.native.formats import Code, Format, Layout, Order, Stored, layout
+from proa.native.fill import Fill, NotFiniteError, Scales, StoredRows, decode, fill
+from proa.native.formats import PANEL_ROWS, Code, Format, Layout, Order, Stored, layout
 from proa.native.pool import Pool
 from proa.native.weights import Matrix, Rows, linear
 
@@ -213,16 +213,19 @@ def test_as_numbers(coded: Coded, pool: Pool) -> None:
     np.testing.assert_array_equal(unpacked(pool, to, panels), bf16_values(bf16_bits(floats)))
 
 
-def test_not_a_number_stays_one(pool: Pool) -> None:
+def test_nan_is_decoded_and_not_packed(pool: Pool) -> None:
     case = CASES["fp8 channel"]
     coded = make(case)
-    coded.bytes[3, 5] = 0x7F
     out = aligned(coded.layout.matrix_bytes)
-    fill(pool, [Fill(coded.rows, coded.layout, out.ctypes.data, out.nbytes)])
+    job = Fill(coded.rows, coded.layout, out.ctypes.data, out.nbytes)
+    fill(pool, [job])
+    coded.bytes[3, 5] = 0x7F
+    with pytest.raises(NotFiniteError) as caught:
+        fill(pool, [job.part(0, PANEL_ROWS), job])
+    assert caught.value.job in (0, 1)
     floats = np.zeros((ROWS, COLUMNS), np.float32)
     decode(coded.rows, ROWS, COLUMNS, floats.ctypes.data)
     assert np.argwhere(np.isnan(floats)).tolist() == [[3, 5]]
-    assert np.isnan(unpacked(pool, coded.layout, out)[3, 5])
 
 
 @pytest.mark.parametrize(
