@@ -78,6 +78,7 @@ PROA_LOOP bool finite(Stored type, const uint8_t* from, size_t values) {
         case Stored::kUint8:
         case Stored::kInt4:
         case Stored::kUint4:
+        case Stored::kSigned4:
         case Stored::kE2m1: return true;
     }
     return true;

@@ -179,7 +179,7 @@ int main() {
     for (Stored type : kBlockTypes) agrees_with_what_numbers_mean(type), jobs_refuse(type);
     agrees_with_what_numbers_mean(Stored::kE4m3);
     agrees_with_what_numbers_mean(Stored::kE8m0);
-    for (Stored type : {Stored::kInt8, Stored::kUint8, Stored::kInt4, Stored::kUint4, Stored::kE2m1})
+    for (Stored type : {Stored::kInt8, Stored::kUint8, Stored::kInt4, Stored::kUint4, Stored::kSigned4, Stored::kE2m1})
         CHECK(proa::all_finite(type, std::vector<uint8_t>(64, 0xff).data(), 64));
     draws_the_line_where_infinity_begins();
     coded_jobs_refuse(Stored::kE4m3, Stored::kF32, Format::kFp8Row, 128);

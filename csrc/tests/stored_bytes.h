@@ -39,6 +39,7 @@ inline std::vector<size_t> exponent_bytes(proa::Stored type) {
         case Stored::kUint8:
         case Stored::kInt4:
         case Stored::kUint4:
+        case Stored::kSigned4:
         case Stored::kE2m1: return {};
         default: return {1};
     }
