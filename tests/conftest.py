@@ -144,6 +144,7 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash[SAMPLED] = found
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if config.option.sample is not None:
         drawn, all_cases = config.stash.get(SAMPLED, ("?", "?"))

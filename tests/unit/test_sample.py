@@ -79,7 +79,7 @@ def test_a_run_draws_from_tables_and_says_how_to_repeat_it(tmp_path: Path) -> No
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n    alone\n")
     (tmp_path / "test_probe.py").write_text(PROBE)
     (tmp_path / "noisy.py").write_text(PLUGIN)
-    ran, said = run(tmp_path, "--sample=any", "-n2")
+    ran, said = run(tmp_path, "--sample=any", "-n1")
     seed, drawn, of = re.search(r"^sample (\d+): (\d+) of (\d+) cases", said, re.M).groups()  # type: ignore[union-attr]
     assert (int(drawn), int(of)) == (len(ran), 5 * 2 * 2 + 4 * 2 + 2)
     table, partly = ([name for name in ran if name.startswith(f"{test}[")] for test in ("test_table", "test_partly"))
