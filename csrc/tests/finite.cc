@@ -187,6 +187,7 @@ int main() {
     coded_jobs_refuse(Stored::kInt8, Stored::kF32, Format::kInt8F32, 128);
     coded_jobs_refuse(Stored::kInt4, Stored::kF16, Format::kInt4F16, 32);
     coded_jobs_refuse(Stored::kInt4, Stored::kBf16, Format::kInt4Bf16, 32);
+    coded_jobs_refuse(Stored::kSigned4, Stored::kBf16, Format::kInt4Bf16, 32);
     coded_jobs_refuse(Stored::kUint4, Stored::kF32, Format::kUint4F32, 32, true);
     coded_jobs_refuse(Stored::kE2m1, Stored::kE8m0, Format::kMxfp4, 32);
     only_its_own_scales_count();

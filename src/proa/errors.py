@@ -117,6 +117,13 @@ class NumericsError(ProaError):
     kind = "numerics_error"
 
 
+# What to do about it. Loading has found all weights finite, so it is arithmetic that left the range of a type.
+NOT_FINITE = (
+    "The weights are finite, which loading checks, so activations grew beyond their type: use another version or "
+    "quantisation of the model, or --dtype float32 on the CPU."
+)
+
+
 def _tree(root: type[ProaError]) -> list[type[ProaError]]:
     return [root, *(c for sub in root.__subclasses__() for c in _tree(sub))]
 

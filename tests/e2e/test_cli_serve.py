@@ -205,7 +205,7 @@ def change_config(folder: Path, **keys: Any) -> None:
     ("damage", "message"),
     [
         (unknown_architecture, "the architecture 'MambaForCausalLM' is not implemented"),
-        (refused_quantisation, "quantised by 'bitsandbytes'"),
+        (refused_quantisation, "the quantisation 'bitsandbytes' is not implemented"),
         (missing_tensor, "model.norm.weight: not in the checkpoint"),
         (cut_off, "the header describes"),
         (None, "There is no model demoo: no such folder"),

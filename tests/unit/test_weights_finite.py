@@ -209,7 +209,8 @@ def test_what_rotary_frequencies_are_divided_by(tmp_path: Path) -> None:
 O_PROJ = "model.layers.1.self_attn.o_proj"
 CODED = [
     ("fp8 block", "weight", 0x7F), ("fp8 block", "weight", 0xFF), ("fp8 block", "weight_scale_inv", None),
-    ("fp8 block f32", "weight_scale_inv", None), ("fp8 rows", "weight_scale", None), ("fp8 rows", "weight", 0xFF),
+    ("fp8 block f32", "weight_scale_inv", None), ("fp8 powers", "weight_scale_inv", 0xFF),
+    ("int4 paired", "weight_scale_inv", None), ("fp8 rows", "weight_scale", None), ("fp8 rows", "weight", 0xFF),
     ("fp8 tensor", "weight_scale", None), ("mxfp8", "weight_scale_inv", 0xFF), ("mxfp8", "weight", 0x7F),
     ("int8 rows", "weight_scale", None), ("int4", "weight_scale", None), ("int4 f16", "weight_scale", None),
     ("int4 f32", "weight_scale", None), ("int4 rows", "weight_scale", None), ("int4 zeros", "weight_scale", None),

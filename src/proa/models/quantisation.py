@@ -72,8 +72,8 @@ def quantisation(
     method = reader.get("quant_method", str, _unnamed(reader, key))
     if method not in _METHODS:
         raise ConfigError(
-            f"{where}: the weights are quantised by {method!r}, which Proa cannot load.",
-            f"It loads {', '.join(_METHODS)}. {_OTHER}",
+            f"{where}: the quantisation {method!r} is not implemented.",
+            f"Proa loads {', '.join(_METHODS)}. {_OTHER}",
         )
     read = _METHODS[method](reader, method)
     if strict:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from proa.errors import NativeError, NumericsError, ResourceError
+from proa.errors import NOT_FINITE, NativeError, NumericsError, ResourceError
 
 # Function -> the ctypes types of its parameters. All return an error code; see csrc/include/proa/native.h.
 Signatures = Mapping[str, tuple[Any, ...]]
@@ -87,7 +87,7 @@ def error_of(code: int, text: str) -> Exception:
     if code in (_SYSTEM, _WORKER):
         return NativeError(text)
     if code == _NUMERICS:
-        return NumericsError(text, "Are the model's weights damaged, or meant for a wider type?")
+        return NumericsError(text, NOT_FINITE)
     return NativeError(f"The native library failed with the unknown code {code}: {text}", _REBUILD)
 
 

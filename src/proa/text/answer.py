@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from proa.errors import EngineDead, NumericsError
+from proa.errors import NOT_FINITE, EngineDead, NumericsError
 from proa.types import Chunk, FinishReason, TokenLogprob
 
 
@@ -88,7 +88,7 @@ def complete(answer: Answer) -> Answer:
 
 def broken_answer(why: str) -> NumericsError:
     """Of an answer that ended with "error": the engine ends one so when the model's values are not finite."""
-    return NumericsError(why or "The model's logits were not finite.", "Check its weights and its dtype.")
+    return NumericsError(why or "The model's logits were not finite.", NOT_FINITE)
 
 
 def fold(chunks: Iterable[Chunk]) -> Answer:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 from proa.errors import WeightsError
 from proa.models.quantisation import Quantisation
@@ -20,17 +21,18 @@ _FLOATS = ("F32", "BF16", "F16")
 _POWERS = ("U8", "F8_E8M0")  # of two
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")  # DeepSeek-V4 has the last one
 _BLOCK = (128, 128)  # of FP8, where the config does not say another one
-_DAMAGED = "The checkpoint is damaged, or of a kind that Proa does not know; use another quantisation of the model."
+_OTHER = "Fetch the files again if some may be incomplete; else use another quantisation of the model."
 
 
 class Module:
     """The tensors of a module, by the last part of their names, and those that have been taken.
 
-    matrix: what the index calls its matrix. tensors: (name, tensor) by that last part.
+    matrix: what the index calls its matrix. tensors: (name, tensor) by that last part. method: of quantisation, by the
+    config.
     """
 
-    def __init__(self, name: str, matrix: str, tensors: Mapping[str, tuple[str, TensorInfo]]) -> None:
-        self.name, self.matrix = name, matrix
+    def __init__(self, name: str, matrix: str, tensors: Mapping[str, tuple[str, TensorInfo]], method: str) -> None:
+        self.name, self.matrix, self._method = name, matrix, method
         self.taken: set[str] = set()
         self._names = {part: name for part, (name, _) in tensors.items()}
         self._parts = {part: tensor for part, (_, tensor) in tensors.items()}
@@ -44,20 +46,33 @@ class Module:
         name = next((name for name in names if name in self._parts), None)
         if name is None:
             has = ", ".join(f"{part} {of.dtype} {list(of.shape)}" for part, of in self._parts.items())
-            raise WeightsError(f"{self.name} has {has}, but no {' or '.join(names)}.", _DAMAGED)
+            raise WeightsError(
+                f"{self.file}: {self.name} has {has}, but no {' or '.join(names)}, which {self._method} needs.", _OTHER
+            )
         self.taken.add(self._names[name])
         return self._parts[name]
 
     def maybe(self, name: str) -> TensorInfo | None:
         return self.take(name) if name in self._parts else None
 
-    def misfit(self, part: TensorInfo, codes: Shape) -> WeightsError:
-        """For the caller to raise."""
+    @property
+    def file(self) -> Path:
+        """Of its first tensor."""
+        return next(iter(self._parts.values())).file
+
+    @property
+    def codes(self) -> TensorInfo:
+        return next(of for name, of in self._parts.items() if name in _READERS)
+
+    def misfit(self, part: TensorInfo, expected: str) -> WeightsError:
+        """For the caller to raise. expected: the types and shapes that this part may have."""
         name = next(self._names[name] for name, of in self._parts.items() if of is part)
+        codes = self.codes
         return WeightsError(
-            f"{part.file}: {name} is {part.dtype} {list(part.shape)}, which does not fit codes "
-            f"{list(codes)}.", _DAMAGED,
-        )  # fmt: skip
+            f"{part.file}: {name} is {part.dtype} {list(part.shape)} beside codes {codes.dtype} {list(codes.shape)}; "
+            f"{expected} was expected. Another layout of {self._method} is not implemented.",
+            _OTHER,
+        )
 
 
 @dataclass(frozen=True)
@@ -75,37 +90,41 @@ def collapse(index: Mapping[str, TensorInfo], of: Quantisation) -> dict[str, Ten
     """The index with one tensor for each quantised matrix. Raises WeightsError where parts do not fit each other."""
     found: dict[str, TensorInfo] = {}
     used: set[str] = set()
-    for module in (*_modules(index), *_stacks(index)):
+    for module in (*_modules(index, of.method), *_stacks(index, of.method)):
         if read := _reader(module):
+            if len(module.codes.shape) < 2:
+                raise module.misfit(module.codes, "a matrix [rows, columns], or several,")
             found[module.matrix] = _tensor(read(module, of))
             used |= module.taken
     if index and not found:
+        folder = next(iter(index.values())).file.parent
         raise WeightsError(
-            f"The config says that weights are quantised ({of.method}), but no tensor is.",
+            f"{folder}: the config says that weights are quantised ({of.method}), but no tensor is.",
             "If they are not, add --override-config quantization_config=null.",
         )
     return {name: tensor for name, tensor in index.items() if name not in used} | found
 
 
-def _modules(index: Mapping[str, TensorInfo]) -> Iterator[Module]:
+def _modules(index: Mapping[str, TensorInfo], method: str) -> Iterator[Module]:
     found: dict[str, dict[str, tuple[str, TensorInfo]]] = defaultdict(dict)
     for path, tensor in index.items():
         name, _, part = path.rpartition(".")
         found[name][part] = path, tensor
-    return (Module(name, f"{name}.weight", tensors) for name, tensors in found.items())
+    return (Module(name, f"{name}.weight", tensors, method) for name, tensors in found.items())
 
 
-def _stacks(index: Mapping[str, TensorInfo]) -> Iterator[Module]:
+def _stacks(index: Mapping[str, TensorInfo], method: str) -> Iterator[Module]:
     """Tensors with a name of their own, such as `experts.gate_up_proj`, beside which lies `.._scale_inv`; or of which
     there are `.._blocks` and `.._scales`."""
     for path, tensor in index.items():
         scales = f"{path}_scale_inv"
         if not path.endswith(".weight") and scales in index:
-            yield Module(path, path, {"weight": (path, tensor), "weight_scale_inv": (scales, index[scales])})
+            parts = {"weight": (path, tensor), "weight_scale_inv": (scales, index[scales])}
+            yield Module(path, path, parts, method)
         name = path.removesuffix("_blocks")
         scales = f"{name}_scales"
         if name != path and scales in index:
-            yield Module(name, name, {"blocks": (path, tensor), "scales": (scales, index[scales])})
+            yield Module(name, name, {"blocks": (path, tensor), "scales": (scales, index[scales])}, method)
 
 
 def _reader(module: Module) -> Callable[[Module, Quantisation], Matrix] | None:
@@ -129,14 +148,20 @@ def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
     stacked = len(weight.shape) - 2
     one = scales.shape[stacked:]  # of one matrix
     parts = Quantised(weight, Code.E4M3, scales, 0, 0)
+    height, width = of.block or _BLOCK
+    in_blocks = (-(-rows // height), -(-columns // width))
+    groups = "" if columns % 32 else f", or {[*weight.shape[:-1], columns // 32]} of MXFP8"
+    expected = (
+        f"{', '.join((*_FLOATS, *_POWERS))} with one scale, {rows} or {list(in_blocks)} for each matrix (blocks of "
+        f"{height} x {width}){groups}"
+    )
     if scales.dtype not in (*_FLOATS, *_POWERS) or scales.shape[:stacked] != weight.shape[:stacked]:
-        raise module.misfit(scales, weight.shape)
+        raise module.misfit(scales, expected)
     if of.block is None and prod(one) == 1:
         return Matrix("FP8 tensor", weight.shape, parts)
     if len(one) == 4 and one[1] == one[3] == 1:  # as modelopt writes blocks
         one = (one[0], one[2])
-    height, width = of.block or _BLOCK
-    if one == (-(-rows // height), -(-columns // width)):
+    if one == in_blocks:
         parts = replace(parts, scale_rows=height, group=width)
         rows_of = "" if height % PANEL_ROWS == 0 else f"{height} x "  # a panel has one scale of each group
         return Matrix(f"FP8 block {rows_of}{width}", weight.shape, parts)
@@ -144,7 +169,7 @@ def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
         return Matrix("FP8 tensor", weight.shape, parts)
     if one in ((rows,), (rows, 1)):
         return Matrix("FP8 channel", weight.shape, replace(parts, scale_rows=1))
-    raise module.misfit(scales, weight.shape)
+    raise module.misfit(scales, expected)
 
 
 def _signed_bytes(module: Module, of: Quantisation) -> Matrix:
@@ -155,7 +180,7 @@ def _signed_bytes(module: Module, of: Quantisation) -> Matrix:
         _groups(module, scales, shape, 32)
         return Matrix("MXFP4", shape, Quantised(weight, Code.E2M1, scales, 1, 32))
     if scales.dtype not in _FLOATS:
-        raise module.misfit(scales, weight.shape)
+        raise module.misfit(scales, ", ".join(_FLOATS))
     if of.paired:
         _expect_bits(module, of, 4)
         shape = (*weight.shape[:-1], weight.shape[-1] * 2)
@@ -175,11 +200,12 @@ def _packed_integers(module: Module, of: Quantisation) -> Matrix:
     shape = (*packed.shape[:-1], packed.shape[-1] * 32 // bits)
     group = _groups(module, scales, shape)
     code = Code.UINT8 if bits == 8 else Code.UINT4 if zeros else Code.INT4
-    if zeros and zeros.shape != (*shape[:-2], -(-shape[-2] * bits // 32), scales.shape[-1]):
-        raise module.misfit(zeros, shape)
+    words = (*shape[:-2], -(-shape[-2] * bits // 32), scales.shape[-1])
+    if zeros and zeros.shape != words:
+        raise module.misfit(zeros, f"{list(words)}")
     g_idx = module.maybe("weight_g_idx")
     if g_idx is not None and (g_idx.shape != shape[-1:] or g_idx.dtype != "I32" or len(shape) > 2):
-        raise module.misfit(g_idx, shape)
+        raise module.misfit(g_idx, f"I32 {list(shape[-1:])} of a single matrix")
     ordered = of.integers(module.name).ordered or g_idx is None or not group
     parts = Quantised(packed, code, scales, 1, group, zeros=zeros, g_idx=g_idx, ordered=ordered)
     return Matrix(_integer_name(code, group, scales.dtype, zeros is not None, ordered), shape, parts)
@@ -193,11 +219,11 @@ def _packed_floats(module: Module, of: Quantisation) -> Matrix:
         _groups(module, scales, shape, 32)
         return Matrix("MXFP4", shape, Quantised(packed, Code.E2M1, scales, 1, 32))
     if scales.dtype != "F8_E4M3":
-        raise module.misfit(scales, shape)
+        raise module.misfit(scales, f"F8_E4M3 for NVFP4, or {' or '.join(_POWERS)} for MXFP4,")
     _groups(module, scales, shape, 16)
     factor = module.take("weight_global_scale", "weight_scale_2")
     if factor.dtype != "F32" or prod(factor.shape) != prod(shape[:-2]):
-        raise module.misfit(factor, shape)
+        raise module.misfit(factor, f"F32 with one number for each of {prod(shape[:-2])} matrices")
     inverse = module.dtype("weight_global_scale") != ""  # it divides
     parts = Quantised(packed, Code.E2M1, scales, 1, 16, factor=factor, inverse=inverse)
     return Matrix("NVFP4", shape, parts)
@@ -208,7 +234,8 @@ def _blocks_of_floats(module: Module, of: Quantisation) -> Matrix:
     blocks, scales = module.take("blocks"), module.take("scales")
     fit = len(blocks.shape) == 4 and blocks.shape[-1] == 16 and scales.shape == blocks.shape[:-1]
     if not fit or scales.dtype not in _POWERS:
-        raise module.misfit(scales, blocks.shape)
+        expected = f"{' or '.join(_POWERS)} [experts, rows, groups] beside blocks [experts, rows, groups, 16]"
+        raise module.misfit(scales, expected)
     shape = (*blocks.shape[:2], blocks.shape[2] * 32)
     return Matrix("MXFP4", shape, Quantised(blocks, Code.E2M1, scales, 1, 32))
 
@@ -216,21 +243,22 @@ def _blocks_of_floats(module: Module, of: Quantisation) -> Matrix:
 def _turned_integers(module: Module, of: Quantisation) -> Matrix:
     """GPTQ: words along the columns, [columns, rows]; AWQ: words along the rows. Scales and zeros [groups, rows]."""
     words, scales, zeros = module.take("qweight"), module.take("scales"), module.take("qzeros")
+    if len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in _FLOATS:
+        raise module.misfit(scales, f"{', '.join(_FLOATS)} [groups, rows] of a single matrix")
     rule = of.integers(module.name)
     ordered, symmetric = rule.ordered or scales.shape[0] == 1, rule.symmetric
     g_idx = module.maybe("g_idx") if ordered else module.take("g_idx")
     bits = _expect_bits(module, of, 4, 8)
     per_word, awq = 32 // bits, of.awq
-    if len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in _FLOATS:
-        raise module.misfit(scales, words.shape)
     rows, columns = scales.shape[1], words.shape[0] * (1 if awq else per_word)
     groups = scales.shape[0]
-    if not groups or columns % groups or words.shape[1] != (rows // per_word if awq else rows):
-        raise module.misfit(scales, words.shape)
+    stored_rows = words.shape[1] * (per_word if awq else 1)
+    if not groups or columns % groups or rows != stored_rows:
+        raise module.misfit(scales, f"[groups, {stored_rows}], groups dividing {columns} columns,")
     if rows % per_word or zeros.shape != (groups, rows // per_word) or zeros.dtype != "I32":
-        raise module.misfit(zeros, words.shape)
+        raise module.misfit(zeros, f"I32 {[groups, rows // per_word]}, {per_word} rows a word,")
     if g_idx is not None and (g_idx.shape != (columns,) or g_idx.dtype != "I32"):
-        raise module.misfit(g_idx, words.shape)
+        raise module.misfit(g_idx, f"I32 {[columns]}")
     code = Code.UINT8 if bits == 8 else Code.INT4 if symmetric else Code.UINT4
     group = 0 if groups == 1 else columns // groups
     parts = Quantised(
@@ -242,20 +270,22 @@ def _turned_integers(module: Module, of: Quantisation) -> Matrix:
 
 def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) -> int:
     """Columns of a scale, 0 for all, of scales [rows, groups]. Raises WeightsError if they are not `group` (0: any)."""
-    columns, count = shape[-1], scales.shape[-1]
-    if len(scales.shape) != len(shape) or scales.shape[:-1] != shape[:-1] or not count or columns % count:
-        raise module.misfit(scales, shape)
-    if group and columns // count != group:
-        raise module.misfit(scales, shape)
+    columns, count = shape[-1], scales.shape[-1] if scales.shape else 0
+    fit = len(scales.shape) == len(shape) and scales.shape[:-1] == shape[:-1] and count and columns % count == 0
+    if not fit or (group and columns // count != group):
+        groups = columns // group if group else f"groups of {columns} columns"
+        raise module.misfit(scales, f"[{', '.join(map(str, (*shape[:-1], groups)))}]")
     return 0 if count == 1 and not group else columns // count
 
 
 def _expect_bits(module: Module, of: Quantisation, *known: int) -> int:
     bits = of.integers(module.name).bits
     if bits not in known:
-        says = f"integers of {bits} bits" if bits else "no integers"
+        says = f"has integers of {bits} bits" if bits else "has no integers"
         raise WeightsError(
-            f"{module.name}: the config says {says}, the tensors {' or '.join(map(str, known))} bits.", _DAMAGED
+            f"{module.file}: the config ({of.method}) {says} for {module.name}, but its tensors are integers; only "
+            f"{' or '.join(map(str, known))} bits are implemented.",
+            _OTHER,
         )
     return bits
 
