@@ -157,7 +157,7 @@ def test_a_missing_folder_is_refused() -> None:
 
 
 def test_too_large_is_refused_before_loading(folder: Path) -> None:
-    giant = CONFIG | {"hidden_size": 65536, "intermediate_size": 1 << 22, "num_hidden_layers": 100}
+    giant = CONFIG | {"hidden_size": 65536, "head_dim": 128, "intermediate_size": 1 << 22, "num_hidden_layers": 100}
     (folder / "config.json").write_text(json.dumps(giant))
     with pytest.raises(ResourceError, match=r"does not fit into memory: it needs \d+ TiB"):
         prepare(str(folder), EngineOptions(model=DUMMY, gpus=GpuOptions("none")))

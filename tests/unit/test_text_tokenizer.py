@@ -423,11 +423,13 @@ def test_an_unknown_kind_of_gguf_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(write_gguf(tmp_path / "m.gguf", "bert", ["a"]))
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 3, 20, 100, 2000])
-def test_a_cut_gguf_is_an_error(folder: Path, tmp_path: Path, keep_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("keep_bytes", "said"), [(0, "empty"), (3, "damaged"), (20, "damaged"), (100, "damaged"), (2000, "damaged")]
+)
+def test_a_cut_gguf_is_an_error(folder: Path, tmp_path: Path, keep_bytes: int, said: str) -> None:
     path = byte_level_gguf(folder, tmp_path / "m.gguf")
     path.write_bytes(path.read_bytes()[:keep_bytes])
-    with pytest.raises(WeightsError, match=r"m\.gguf: .*damaged"):
+    with pytest.raises(WeightsError, match=rf"m\.gguf.*{said}"):
         Tokenizer.load(path)
 
 
