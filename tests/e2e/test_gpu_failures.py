@@ -20,9 +20,10 @@ MOST_TOKENS, CONTEXT = 30000, 32768  # answers shall not end before the death
 GPU_LAYERS = 32  # three take a GPU so little time that the server is seconds behind it
 # A signal that nobody else wants: Triton's compiler takes SIGUSR1 and others for itself.
 END_A_WORKER = signal.SIGRTMIN + 5
-# What Python runs first in each of the server's processes: that signal ends a worker of the pool.
+# What Python runs first in each of the server's processes: that signal ends a worker of the engine's pool.
 SITE = f"""
 import signal
+import threading
 from proa.native.pool import Pool
 
 made, init = [], Pool.__init__
@@ -30,7 +31,8 @@ made, init = [], Pool.__init__
 def remember(self, *args, **kwargs):
     init(self, *args, **kwargs)
     made.append(self)
-    signal.signal({END_A_WORKER}, lambda *_: self.kill_worker_for_test())
+    if threading.current_thread() is threading.main_thread():  # the pool that measures RAM is made in another
+        signal.signal({END_A_WORKER}, lambda *_: self.kill_worker_for_test())
 
 Pool.__init__ = remember
 """
