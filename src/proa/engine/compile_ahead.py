@@ -100,6 +100,8 @@ def compile_all(variants: Sequence[Variant], compiler: Compiler, processes: int)
                 if process.answers not in ready or process.at is None:
                     continue
                 done = Done(variants[process.at], process.answer())
+                if process.at is None:  # a process that idles would keep what it inherited open, locks too
+                    process.end()
                 if process.died:
                     working[i] = _Process(variants, compiler, waiting)
                 yield done
