@@ -195,7 +195,7 @@ void wrong_shapes_are_refused() {
     is_refused([&] { check(proa::RmsNorm{{x, 8}, {}, x, 2, 8, 1e-6f, {x, 16}}); });
     is_refused([&] { check(proa::RmsNorm{{x, 16}, {}, nullptr, 2, 8, 1e-6f, {x, 16}}); });
     is_refused([&] { check(proa::Rotary{{x, 16}, angles, angles, 2, 8, 5, false}); });
-    is_refused([&] { check(proa::KvPages{x, x, 12, 12, 1, 1, 1, 12, 12}); });
+    is_refused([&] { check(proa::KvPages{x, x, 13, 13, 1, 1, 1, 13, 13}); });
     is_refused([&] { check(proa::KvPages{x, x, 8, 8, 0, 1, 1, 8, 8}); });
     check(proa::RmsNorm{{x, 16}, {}, x, 2, 8, 1e-6f, {x, 16}});
 }
