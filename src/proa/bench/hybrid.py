@@ -213,7 +213,7 @@ def case_of(options: HybridOptions) -> Case:
 
 
 def _share(options: HybridOptions) -> float | None:
-    """Of the time, for prompts: shared steps where none is measured, else few requests would decode together."""
+    """Fraction of time for prompts. Where no prompt is measured they share steps: more requests decode together."""
     if options.prompt_tokens is not None:
         return options.prefill_share
     return MOST_SHARE if options.deterministic else 0.0

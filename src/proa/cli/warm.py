@@ -99,7 +99,7 @@ def _warm(command: WarmCommand) -> _Result:
 
 
 def _not_measured(asked: MachineOptions, machine: Machine) -> RamRate:
-    """Of a machine elsewhere; no kernel depends on it."""
+    """RAM rate of a machine elsewhere: a placeholder, for no kernel depends on it."""
     from proa.machine.load import Load
     from proa.machine.rates import RamRate
 

@@ -35,7 +35,7 @@ class Phases(Protocol):
         """Tokens of its prompt that the next step computes, where there is room for `room_tokens`."""
 
     def shared_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Of the first computed tokens, those whose full pages the prefix cache may have."""
+        """How many of the first computed tokens may be shared: the prefix cache gets their full pages."""
 
     def matched_tokens(self, request: Request) -> int:
         """The most tokens that it may take from the prefix cache: something is left for a step of prompts."""
