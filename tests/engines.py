@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +15,15 @@ from proa.cache.pages import PageAllocator
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.cache.states import StateCopies
+from proa.engine.batch import StepBatch, StepLimits
 from proa.engine.copying import CopyRules
 from proa.engine.eager import EagerExecutor
 from proa.engine.engine import Engine
-from proa.engine.executor import Executor
+from proa.engine.executor import Executor, S
 from proa.engine.policy import Limits
 from proa.engine.recorded import RecordedExecutor
-from proa.engine.runner import Runner, StepOutput
+from proa.engine.runner import Flight, Runner, StepOutput
 from proa.engine.scheduler import Scheduler
-from proa.engine.spans import StepLimits
-from proa.engine.step_plan import StepPlan
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.pool import Pool
@@ -41,17 +41,17 @@ COPIES, RULES = 12, CopyRules(every_tokens=1, cut_tokens=1, asking_tokens=1)  # 
 class RecordingRunner(Runner):
     """logits[request id][position] of every row computed, the latest computation winning."""
 
-    def __init__(self, executor: Executor, page_tokens: int) -> None:
-        super().__init__(executor, page_tokens)
+    def __init__(self, executor: Executor[Any], page_tokens: int) -> None:
+        super().__init__(executor, page_tokens, overlap=False)
         self.logits: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self.rows_computed = 0
 
-    def finish(self, plan: StepPlan, wanted: Collection[str]) -> StepOutput:
-        out = super().finish(plan, wanted)
-        parts = []
+    def wait(self, flight: Flight) -> StepOutput:
+        out = super().wait(flight)
+        parts, plan = [], flight.plan
         for first in range(0, plan.num_tokens, HEAD_ROWS):
-            self.executor.score(range(first, min(first + HEAD_ROWS, plan.num_tokens)))
-            parts.append(self.executor.logits.clone())
+            rows = range(first, min(first + HEAD_ROWS, plan.num_tokens))
+            parts.append(self.executor.logits_of(flight.step, rows).clone())
         logits = iter(torch.cat(parts))
         for item in plan.items:
             for position in range(item.start, item.start + item.num_tokens):
@@ -65,7 +65,7 @@ class Loaded:
     """A tiny model's weights, and how to make an executor of it."""
 
     spec: Model
-    make: Callable[[StepLimits, int], Executor]
+    make: Callable[[StepLimits, int], Executor[Any]]
     decoder: Decoder | None = None  # of eager ones
 
 
@@ -77,7 +77,7 @@ def load_decoder(
     model = Decoder(declared.spec, reference(dtype))
     load_weights(checkpoint, declared, dict(model.parameters()), lambda done, total: None)
 
-    def make(limits: StepLimits, num_pages: int) -> Executor:
+    def make(limits: StepLimits, num_pages: int) -> Executor[Any]:
         caches = allocate_pool(
             declared.spec, num_pages, limits.page_tokens, dtype, sequences=limits.sequences + COPIES, kv=kv
         )
@@ -91,7 +91,7 @@ def load_native(folder: Path, pool: Pool, kv: KvStorage | None = None, **overrid
     checkpoint = open_checkpoint(folder, "auto", override_config)
     declared = checkpoint.declare()
 
-    def make(limits: StepLimits, num_pages: int) -> Executor:
+    def make(limits: StepLimits, num_pages: int) -> Executor[Any]:
         pages = -(-limits.context_tokens // limits.page_tokens)
         recorder = Recorder(pool, Memory(pool, [None] * pool.nodes), limits.rows, limits.sequences, pages)
         model = Decoder(declared.spec, CpuOps(recorder).table())
@@ -129,6 +129,14 @@ def make_engine(
     runner = RecordingRunner(model.make(steps, num_pages), page_tokens)
     scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator) if prefix_cache else None, RULES)
     return Engine(runner, scheduler, model.spec.vocab), runner
+
+
+def run_step(executor: Executor[S], batch: StepBatch) -> S:
+    """Launch a step, sample nothing, wait for it: its logits can be read then."""
+    step = executor.launch(batch)
+    executor.sample(step, (), ())
+    assert executor.wait(step).faults == {}
+    return step
 
 
 def prefixes(spec: Model, limits: Limits, allocator: PageAllocator, copies: int = COPIES) -> PrefixCache:

@@ -12,10 +12,10 @@ import torch
 
 from engines import COPIES, Loaded
 from proa.cache.pool import KvStorage, allocate_pool
+from proa.engine.batch import StepLimits
 from proa.engine.eager import EagerExecutor
 from proa.engine.executor import Executor
 from proa.engine.gpu_plan import top_k
-from proa.engine.spans import StepLimits
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier, HostCopier
 from proa.hybrid.model import HybridModel, Parts, Placement
@@ -85,7 +85,7 @@ def load_split(
     spec, cuda = declared.spec, device == "cuda"
     at = torch.device("cuda:0" if cuda else "cpu")
 
-    def make(limits: StepLimits, num_pages: int) -> Executor:
+    def make(limits: StepLimits, num_pages: int) -> Executor[Any]:
         staging = Staging(pool, 1 << 20, pinned=cuda)
         ram = Memory(pool, [None] * pool.nodes)
         hybrid = HybridModel(split.placement(spec), at, ram, staging)
@@ -123,8 +123,9 @@ def load_split(
             spec, num_pages, limits.page_tokens, torch.bfloat16, at, sequences=limits.sequences + COPIES, kv=kv
         )
         if not cuda:
-            return EagerExecutor(model, caches, limits.page_tokens, hybrid)
-        executor: Executor = _cuda("engine.graphs").GraphExecutor(model, caches, limits, at, hybrid)
+            return EagerExecutor(model, caches, limits.page_tokens, hybrid, overlap=True)
+        queue = _cuda("engine.device_queue").CudaQueue(at)
+        executor: Executor[Any] = _cuda("engine.graphs").GraphExecutor(model, caches, limits, queue, hybrid)
         return executor
 
     return Loaded(spec, make)

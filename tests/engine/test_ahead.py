@@ -6,22 +6,20 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from engines import COPIES, RULES, finish_all, load_decoder, prefixes, request, tokens_of
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
+from proa.engine.batch import StepBatch, StepResult
 from proa.engine.clock import Stage
-from proa.engine.eager import EagerExecutor
+from proa.engine.eager import EagerExecutor, EagerStep
 from proa.engine.engine import Engine
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
-from proa.engine.spans import Span
 from proa.layers.decoder import Decoder
-from proa.sampling.choose import Choice
 from proa.sampling.rows import Row
 from proa.types import EngineRequest, TokenEvent
 from tiny import TINY, make_tiny
@@ -30,39 +28,43 @@ PAGE_TOKENS, CONTEXT = 4, 64
 
 
 class FollowingExecutor(EagerExecutor):
-    """Goes on with tokens that nobody has read yet, as a GPU does. `late`: which tokens only the CPU knows, so that
-    another one is gone on with; `broken_at`: a position at which nothing is finite."""
+    """Continues with tokens that no one has read yet, as a GPU does. `late`: rows whose token only the CPU knows, so
+    that the next step continues with another one; `broken_at`: a position at which no logits are finite."""
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+        super().__init__(*args, overlap=True)
         self.late: Callable[[Row], bool] = lambda row: False
         self.broken_at = -1
-        self.follows = 0
         self.rows: list[int] = []  # of the steps that followed
-        self._sampled: list[list[Choice]] = []  # of steps whose choices were not read
+        self.unread: list[EagerStep] = []  # launched, and neither waited for nor cancelled
 
-    def can_follow(self) -> bool:
-        return True
+    @property
+    def follows(self) -> int:
+        return len(self.rows)
 
-    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
-        if rows:
-            super().sample(rows, asked)
-        found = super().choices() if rows else []
-        for row, choice in zip(asked, found, strict=True):
+    def launch(self, batch: StepBatch, after: EagerStep | None = None, *, in_parts: bool = False) -> EagerStep:
+        if after is not None:
+            self.rows.append(len(batch.spans))
+        self.unread.append(super().launch(batch, after, in_parts=in_parts))
+        return self.unread[-1]
+
+    def sample(self, step: EagerStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
+        super().sample(step, spans, rows)
+        for row, choice in zip(rows, step.choices, strict=True):
             choice.late = self.late(row)
             if len(row.tokens) == self.broken_at:
                 choice.token, choice.logprob = -1, None
-        self._sampled.append(found)
 
-    def follow(self, sequences: Sequence[Span]) -> None:
-        (drawn,) = self._sampled
-        self.follows += 1
-        self.rows.append(len(sequences))
-        fed = [(c.token + 1) % self.spec.vocab if c.late else max(c.token, 0) for c in drawn]
-        self.forward([msgspec.structs.replace(s, tokens=(t,)) for s, t in zip(sequences, fed, strict=True)])
+    def tokens_to_follow(self, step: EagerStep) -> list[int]:
+        return [(c.token + 1) % self.spec.vocab if c.late else max(c.token, 0) for c in step.choices]
 
-    def choices(self) -> list[Choice]:
-        return self._sampled.pop(0)
+    def wait(self, step: EagerStep) -> StepResult:
+        self.unread.remove(step)
+        return super().wait(step)
+
+    def cancel(self, step: EagerStep) -> None:
+        self.unread.remove(step)
+        super().cancel(step)
 
 
 class Case:
@@ -70,11 +72,10 @@ class Case:
         sequences = max_running + COPIES
         caches = allocate_pool(decoder.spec, num_pages, PAGE_TOKENS, torch.float32, sequences=sequences)
         self.executor = (FollowingExecutor if ahead else EagerExecutor)(decoder, caches, PAGE_TOKENS)
-        follower = self.executor if isinstance(self.executor, FollowingExecutor) else None
         limits = Limits(CONTEXT, PAGE_TOKENS, max_running, 32, 1000, 1_000_000)
         self.pages = PageAllocator(num_pages)
         scheduler = Scheduler(limits, self.pages, prefixes(decoder.spec, limits, self.pages), RULES)
-        runner = Runner(self.executor, PAGE_TOKENS, follower)
+        runner = Runner(self.executor, PAGE_TOKENS)
         self.engine = Engine(runner, scheduler, decoder.spec.vocab)
 
     @property
@@ -220,7 +221,7 @@ def test_the_last_step_is_waited_for_before_the_engine_is_left(decoder: Decoder)
         case.engine.step()
     assert case.follows > 0
     case.engine.settle()
-    assert case.executor._sampled == []  # type: ignore[union-attr]
+    assert case.executor.unread == []  # type: ignore[union-attr]
 
 
 def test_host_time_beside_a_busy_device_adds_nothing(decoder: Decoder) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from engine.test_split_engine import DRAWS
 from engines import RULES, finish_all, prefixes, request, tokens_of
 from hybrid_engines import Kept, Split, load_split
 from proa.cache.pages import PageAllocator
+from proa.engine.batch import StepBatch, StepLimits
 from proa.engine.engine import Engine
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
-from proa.engine.spans import StepLimits
 from proa.native.pool import Pool
 from proa.ops.table import KvPages
 from proa.types import EngineRequest, TokenEvent
@@ -46,11 +47,17 @@ def engine_of(
     limits = Limits(PAGES * PAGE_TOKENS, PAGE_TOKENS, RUNNING, ROWS, 1000, 1_000_000)
     executor = model.make(StepLimits(ROWS, RUNNING, PAGES * PAGE_TOKENS, PAGE_TOKENS, 64), PAGES)
     follows: list[int] = []
-    follow = executor.follow  # type: ignore[attr-defined]
-    executor.follow = lambda spans: (follows.append(len(spans)), follow(spans))  # type: ignore[attr-defined]
+    launch = executor.launch
+
+    def noted(batch: StepBatch, after: Any = None, *, in_parts: bool = False) -> Any:
+        if after is not None:
+            follows.append(len(batch.spans))
+        return launch(batch, after, in_parts=in_parts)
+
+    executor.launch = noted  # type: ignore[method-assign]
     allocator = PageAllocator(PAGES)
     scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES)
-    runner = Runner(executor, PAGE_TOKENS, executor if ahead else None)  # type: ignore[arg-type]
+    runner = Runner(executor, PAGE_TOKENS, overlap=ahead)
     return Engine(runner, scheduler, model.spec.vocab), follows
 
 

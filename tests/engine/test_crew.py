@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import programs
-from engines import HEAD_ROWS, Loaded, load_native
+from engines import HEAD_ROWS, Loaded, load_native, run_step
+from proa.engine.batch import Span, StepBatch, StepLimits
 from proa.engine.crew import TRIALS_S, Crew, Trial, best, choose_few, waited_s
 from proa.engine.executor import FEW_TOKENS
 from proa.engine.recorded import RecordedExecutor
-from proa.engine.spans import Span, StepLimits
 from proa.native.pool import Pool
 from tiny import make_tiny
 
@@ -165,9 +165,8 @@ def executor(model: Loaded, crew: Crew) -> RecordedExecutor:
 
 
 def logits(run: RecordedExecutor, span: Span) -> torch.Tensor:
-    run.forward([span])
-    run.score(range(len(span.tokens)))
-    return run.logits.clone()
+    step = run_step(run, StepBatch([span]))
+    return run.logits_of(step, range(len(span.tokens))).clone()
 
 
 def test_few_tokens_get_few_workers_and_the_same_bits(folder: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ import torch
 from engines import HEAD_ROWS, RULES, Loaded, finish_all, load_decoder, load_native, prefixes, request, tokens_of
 from hybrid_engines import Kept, Split, load_split
 from proa.cache.pages import PageAllocator
+from proa.engine.batch import Span, StepBatch, StepLimits
 from proa.engine.engine import Engine
-from proa.engine.executor import InParts
+from proa.engine.executor import Executor, Pace
 from proa.engine.lane import Lane, Turns, fitting_tokens
 from proa.engine.policy import Limits
 from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
-from proa.engine.spans import Span, StepLimits
 from proa.engine.step_plan import StepPlan
 from proa.native.pool import Pool
 from proa.ops.table import KvPages
@@ -40,7 +41,7 @@ def pool() -> Iterator[Pool]:
 @dataclass
 class Case:
     engine: Engine
-    executor: InParts
+    executor: Executor[Any]
     model: Loaded
 
     @property
@@ -70,13 +71,12 @@ def case_of(
     context = max(PAGES, pages) * PAGE_TOKENS
     limits = Limits(context, PAGE_TOKENS, RUNNING, rows, 1000, 1_000_000)
     executor = model.make(StepLimits(rows, RUNNING, context, PAGE_TOKENS, HEAD_ROWS), pages)
-    executor.turns_s = lambda: turn  # type: ignore[attr-defined]
+    executor.pace = lambda: Pace(*turn)  # type: ignore[method-assign]
     allocator = PageAllocator(pages)
     scheduler = Scheduler(limits, allocator, prefixes(model.spec, limits, allocator), RULES, turns=lane)
-    follower = executor if hasattr(executor, "follow") else None
-    runner = Runner(executor, PAGE_TOKENS, follower, executor)  # type: ignore[arg-type]
+    runner = Runner(executor, PAGE_TOKENS)
     engine = Engine(runner, scheduler, model.spec.vocab, lane=Lane(runner, 0.5) if lane else None)
-    return Case(engine, executor, model)  # type: ignore[arg-type]
+    return Case(engine, executor, model)
 
 
 def prompt(count: int, first: int = 5) -> list[int]:
@@ -179,23 +179,20 @@ def test_parts_are_the_whole(kind: str, family: str, load: Callable[[str, str], 
     model, found = load(kind, family), []
     for lane in (False, True):
         executor = case_of(model).executor
-        asked = spans([11, 9], 0, 0)
+        step = executor.launch(StepBatch(spans([11, 9], 0, 0)), in_parts=lane)
         if lane:
-            executor.begin(asked)
             done = False
             for others in range(1, RUNNING):
-                done = executor.advance(1)
+                done = executor.advance(step, 1)
                 for position in range(2):
-                    executor.forward(spans([1] * others, position, 2), range(others))
-                    executor.score(range(others))
-            done = done or executor.advance(1000)
+                    between = executor.launch(StepBatch(spans([1] * others, position, 2), range(others)))
+                    executor.sample(between, (), ())
+                    assert executor.wait(between).faults == {}
+            done = done or executor.advance(step, 1000)
             assert done
-            executor.end()
-        else:
-            executor.forward(asked)
-        executor.score(range(20))
-        found.append(executor.logits.clone())
-        assert executor.broken() == {}
+        executor.sample(step, (), ())
+        assert executor.wait(step).faults == {}
+        found.append(executor.logits_of(step, range(20)).clone())
     torch.testing.assert_close(found[1], found[0], atol=0.05 if kind == "cuda" else 0.0, rtol=0)
 
 
@@ -220,9 +217,9 @@ def test_the_first_block_of_the_first_turn_shows_how_long_it_takes(
     kind: str, load: Callable[[str, str], Loaded]
 ) -> None:
     case = case_of(load(kind, "qwen3-moe"))
-    del case.executor.turns_s  # type: ignore[attr-defined]
+    del case.executor.pace  # type: ignore[method-assign]
     beside(case, request("long", prompt(ROWS * 2), 5))
-    step_s, block_s = case.executor.turns_s()
+    step_s, block_s = case.executor.pace()
     assert 0 < step_s < 60
     assert 0 < block_s < 60
 
@@ -247,7 +244,7 @@ def test_steps_of_a_prompt_alone_grow_with_the_speed(
     """By how long whole steps take: here 40 ms for two blocks, whatever their length."""
     case = case_of(load("torch", "qwen3-moe"), pages=1500, rows=2048)
     now = iter(range(10**6))
-    monkeypatch.setattr("proa.engine.engine.time", SimpleNamespace(perf_counter=lambda: next(now) * 0.02 * case.blocks))
+    monkeypatch.setattr("proa.engine.runner.time", SimpleNamespace(perf_counter=lambda: next(now) * 0.02 * case.blocks))
     case.engine.submit(request("long", [token % 200 for token in range(5000)], 2))
     lengths: list[int] = []
     plan = case.engine.scheduler.plan

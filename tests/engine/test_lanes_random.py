@@ -11,6 +11,7 @@ import pytest
 from engine.test_ahead import outcome, requests
 from engine.test_lanes import KINDS, Case, case_of, load, pool
 from engines import Loaded, finish_all
+from proa.engine.executor import Pace
 from proa.types import EngineRequest, TokenEvent
 
 __all__ = ["load", "pool"]
@@ -52,7 +53,8 @@ def test_random_traffic(kind: str, family: str, pages: int, seed: int, load: Cal
     asked = traffic(model, seed)
     leaving = frozenset(one.id for one in asked if rng.random() < 0.3)
     case = case_of(model, pages=pages)
-    case.executor.turns_s = lambda: (rng.random(), rng.random() * rng.choice((0.3, 1.0, 3.0)))  # type: ignore[method-assign]
+    pace = lambda: Pace(rng.random(), rng.random() * rng.choice((0.3, 1.0, 3.0)))  # noqa: E731
+    case.executor.pace = pace  # type: ignore[method-assign]
     for turn in range(2):  # the second time with what the first one left in the prefix cache
         events = run(case, asked, seed + turn, leaving)
         stats = case.engine.stats()

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engines import HEAD_ROWS, load_native
+from proa.engine.batch import Span, StepBatch, StepLimits
 from proa.engine.device_inputs import DeviceInputs
 from proa.engine.page_table import PageTable
 from proa.engine.recorded import RecordedExecutor
 from proa.engine.row_numbers import RowNumbers
-from proa.engine.spans import Span, StepLimits
 from proa.native.pool import Pool
 from tiny import make_tiny
 
@@ -50,7 +50,7 @@ def test_a_table_of_pages_follows_lists_that_grow_and_lists_that_are_others() ->
 
 
 def test_a_device_gets_padding_behind_a_step() -> None:
-    inputs = DeviceInputs(10, 4, 6, one_each=False, device=torch.device("cpu"))
+    inputs = DeviceInputs(10, 4, 6, rows_each=0, device=torch.device("cpu"))
     for spans in (MIXED, MIXED[:1]):  # the second leaves nothing of the first
         rows = inputs.fill(spans, PAGE_TOKENS)
         inputs.copy()
@@ -67,7 +67,7 @@ def test_a_device_gets_padding_behind_a_step() -> None:
 @pytest.mark.parametrize(("rows", "sequences"), [(1, 1), (3, 3), (7, 5), (64, 64)])
 def test_all_that_a_device_reads_begins_at_whole_addresses(rows: int, sequences: int) -> None:
     """Triton compiles once more for a tensor that does not begin at a multiple of 16 bytes."""
-    inputs = DeviceInputs(rows, sequences, 5, one_each=False, device=torch.device("meta"))
+    inputs = DeviceInputs(rows, sequences, 5, rows_each=0, device=torch.device("meta"))
     batch = inputs.batch
     read = (
         inputs.tokens,
@@ -90,15 +90,13 @@ def test_rows_that_are_named_before_have_the_same_logits(decode: bool, tmp_path:
         run = load_native(folder, pool).make(limits, 16)
         assert isinstance(run, RecordedExecutor)
         prompts = [Span([5, 6, 7, 8], 0, [1, 2], 4), Span([9, 10, 11], 0, [3, 4], 3)]
-        run.forward(prompts)
+        run.launch(StepBatch(prompts))
         step = [Span([12], 4, [1, 2], 4), Span([13] if decode else [13, 14], 3, [3, 4], 5)]
         last = [0, 1] if decode else [0, 2]
         seen = []
-        for named in ((), last, [1], last[::-1]):
-            run.forward(step, named)
-            assert run.logits.shape == (len(named), run.spec.vocab)
-            best = run.score(last)
-            seen.append((best, run.logits.clone()))
-    assert all(best == seen[0][0] and torch.equal(logits, seen[0][1]) for best, logits in seen)
-    assert seen[0][1].isfinite().all()
-    assert not torch.equal(seen[0][1][0], seen[0][1][1])
+        for sampled in ((), (0, 1), (1,)):
+            launched = run.launch(StepBatch(step, sampled))
+            seen.append(run.logits_of(launched, last).clone())
+    assert all(torch.equal(logits, seen[0]) for logits in seen)
+    assert seen[0].isfinite().all()
+    assert not torch.equal(seen[0][0], seen[0][1])

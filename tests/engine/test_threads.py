@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engines import HEAD_ROWS, Loaded, load_decoder
+from proa.engine.batch import StepLimits
 from proa.engine.eager import EagerExecutor
 from proa.engine.runner import Runner, StepOutput
-from proa.engine.spans import StepLimits
 from proa.engine.step_plan import StepPlan
 from proa.engine.threads import choose_threads
 from tiny import make_tiny

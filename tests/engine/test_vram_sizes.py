@@ -13,10 +13,10 @@ from torch import Tensor
 
 from proa.engine import graphs
 from proa.engine.angles import AngleTables
+from proa.engine.batch import StepLimits
 from proa.engine.device_inputs import DeviceInputs
 from proa.engine.device_logprobs import DeviceLogprobs
 from proa.engine.device_sampler import DeviceSampler
-from proa.engine.spans import StepLimits
 from proa.hybrid.faults import FaultRecords
 from proa.models.spec import (
     Attention,
@@ -123,8 +123,8 @@ def test_inputs_of_all_graphs(context: int, running: int) -> None:
     """Page tables are of each graph: of 256 requests 8463 rows of them, where 256 were planned."""
     of = limits(running, context)
     pages = -(-context // of.page_tokens)
-    each = [DeviceInputs(n, n, pages, one_each=True, device=META) for n in sizes.buckets(running)]
-    shared = DeviceInputs(of.rows, running, pages, one_each=False, device=META)
+    each = [DeviceInputs(n, n, pages, rows_each=1, device=META) for n in sizes.buckets(running)]
+    shared = DeviceInputs(of.rows, running, pages, rows_each=0, device=META)
     taken = device_bytes(each, shared)
     fixed, per_token = vram.inputs_bytes(running, of.rows, of.page_tokens)
     assert taken <= fixed + per_token * context <= 1.3 * taken + (1 << 20)
@@ -198,8 +198,8 @@ def test_the_demand_has_room_for_all_of_it(mixer: Any, running: int) -> None:
     pages = -(-context // page_tokens)
     logprobs = DeviceLogprobs(of.head_rows, spec.vocab, META)
     held = device_bytes(
-        [DeviceInputs(n, n, pages, one_each=True, device=META) for n in sizes.buckets(running)],
-        DeviceInputs(of.rows, running, pages, one_each=False, device=META), AngleTables(spec.ropes, of, META),
+        [DeviceInputs(n, n, pages, rows_each=1, device=META) for n in sizes.buckets(running)],
+        DeviceInputs(of.rows, running, pages, rows_each=0, device=META), AngleTables(spec.ropes, of, META),
         DeviceSampler(running, spec.vocab, META, logprobs), FaultRecords(of.rows, 8, META),
         expert_space(of.rows, 8, 128, ExpertShape(2048, 768), META),
     )  # fmt: skip

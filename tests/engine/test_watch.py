@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from proa.engine.batch import Span
 from proa.engine.session import NoSession
-from proa.engine.spans import Span
-from proa.engine.watch import WatchedSession
+from proa.engine.watch import Health, WatchedSession
 from proa.errors import NativeError, NumericsError
 from proa.hybrid.faults import Fault
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
@@ -44,13 +44,48 @@ class Device(NoSession):
 def test_rows_become_sequences(faults: list[Fault], said: str, look: bool, want: dict[int, str]) -> None:
     device = Device(faults, NumericsError(said) if said else None)
     session = WatchedSession(device, SPEC)
-    session.end()
-    got = session.broken(STEP, look=look)
+    session.begin()
+    session.end_until(1)
+    got = session.read(STEP, look=look)
     assert {place: why.partition(" in ")[2].rstrip(".") or why for place, why in got.items()} == want
     assert device.asked == ([7] if look or said else [])
-    assert session.broken(STEP, look=False) == {}, "said once"
+    assert session.read(STEP, look=False) == {}, "said once"
 
 
 def test_other_errors_are_raised() -> None:
+    session = WatchedSession(Device([], NativeError("dead")), SPEC)
+    session.begin()
     with pytest.raises(NativeError):
-        WatchedSession(Device([], NativeError("dead")), SPEC).end()
+        session.end_until(1)
+
+
+def test_a_fault_read_early_waits_for_its_own_step() -> None:
+    """Two steps in flight: notes of the second are read with the first, and fail nobody before their own logits do."""
+    device = Device([Fault(0, 0, "a"), Fault(5, 1, "b")], None)
+    session = WatchedSession(device, SPEC)
+    first, second = Health(), Health(followed=True)
+    decode = [Span([1], 3, [0], 1)] * 6
+    found = session.faults_of(decode, first, {0}, all_scored=True, next_step=(decode, second))
+    assert {i: why.partition(", ")[2] for i, why in found.items()} == {0: "from a."}
+    device.found = []
+    assert second.doubtful, "row 0 is computed in it too"
+    assert session.faults_of(decode, second, {5}, all_scored=True, next_step=None) == {
+        5: "NaN or infinity in layer 2, from b."
+    }
+
+
+def test_rows_that_move_up_have_no_reason() -> None:
+    device = Device([Fault(1, 0, "a")], None)
+    session = WatchedSession(device, SPEC)
+    decode = [Span([1], 3, [0], 1)] * 3
+    fewer = Health(followed=True)
+    assert session.faults_of(decode, Health(), {1}, all_scored=True, next_step=(decode[:2], fewer)) == {}
+    assert fewer.early == {}
+
+
+def test_decode_with_finite_logits_reads_nothing() -> None:
+    device = Device([Fault(1, 0, "a")], None)
+    session = WatchedSession(device, SPEC)
+    assert session.faults_of(STEP, Health(), (), all_scored=True, next_step=None) == {}
+    assert device.asked == []
+    assert session.faults_of(STEP, Health(), (), all_scored=False, next_step=None) != {}, "a prompt is always looked at"

@@ -18,9 +18,11 @@ from engines import Loaded, load_decoder
 from families.test_native_logits import all_experts, prompts
 from hybrid_engines import SPLITS, Split, load_split
 from proa.cache.pool import allocate_pool
-from proa.engine.spans import Span, StepLimits
+from proa.engine.batch import Span, StepBatch, StepLimits
 from proa.native.doorbell import Way
 from proa.native.pool import Pool
+from proa.sampling.rows import Row
+from proa.types import Sampling
 from tiny import TINY, make_tiny
 
 MOE = [name for name in sorted(TINY) if "experts" in str(TINY[name].config)]
@@ -32,6 +34,9 @@ CASES = [
     pytest.param("cuda", name, split, id=f"cuda-{name}-{split}", marks=pytest.mark.gpu)
     for name in sorted(TINY) for split in (SPLITS if name in MOE else ["all on the GPU"])
 ]  # fmt: skip
+
+
+GREEDY = Sampling(max_tokens=1, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +54,14 @@ def forced(model: Loaded, texts: list[list[int]], prompt_tokens: list[int]) -> T
 
     def step(parts: list[tuple[int, int, int]]) -> None:
         """(sequence, from, to)"""
-        executor.forward([Span(texts[i][a:b], a, pages[i], prompt_tokens[i], i) for i, a, b in parts])
-        rows = sum(b - a for _, a, b in parts)
-        best = executor.score(range(rows))
-        found.append(executor.logits.clone().float())
-        assert best == found[-1].argmax(-1).tolist()
+        spans = [Span(texts[i][a:b], a, pages[i], prompt_tokens[i], i) for i, a, b in parts]
+        batch = StepBatch(spans, range(len(spans)))
+        step = executor.launch(batch)
+        executor.sample(step, batch.sampled, [Row(GREEDY, texts[i], prompt_tokens[i]) for i, _, _ in parts])
+        result = executor.wait(step)
+        found.append(executor.logits_of(step, range(batch.num_tokens)).clone().float())
+        last = found[-1][batch.rows_of(batch.sampled)].argmax(-1).tolist()
+        assert result.tokens == {i: [token] for i, token in enumerate(last)}
 
     step([(i, 0, n) for i, n in enumerate(prompt_tokens)])
     for t in range(max(len(text) - n for text, n in zip(texts, prompt_tokens, strict=True))):

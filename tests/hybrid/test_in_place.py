@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def fetching(folder: Path, pool: Pool, split: Split, device: str, kept: list[Kep
     """Half of what is missing, the odd one too."""
     loaded = load_split(folder, pool, split, device, keep=kept, **override)
 
-    def make(*sizes: object) -> Executor:
+    def make(*sizes: object) -> Executor[Any]:
         executor = loaded.make(*sizes)
         hybrid = kept[-1].hybrid
         assert hybrid.tables is not None

@@ -7,17 +7,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engines import Loaded, load_decoder
+from engines import Loaded, load_decoder, run_step
 from families.test_native_logits import all_experts, prompts
 from families.test_split_logits import LIMITS, MOE, PAGES, forced
 from hybrid_engines import Kept, Split, load_split
+from proa.engine.batch import Span, StepBatch
 from proa.engine.executor import Executor
-from proa.engine.spans import Span
 from proa.hybrid.copies import Copiers, HostCopier, Pairs
 from proa.hybrid.heat import Swap
 from proa.hybrid.model import HybridModel
@@ -116,7 +117,7 @@ def restless(folder: Path, pool: Pool, split: Split, device: str, copiers: Copie
     kept: list[Kept] = []
     loaded = load_split(folder, pool, split, device, lambda: copiers, kept, **override)
 
-    def make(*sizes: object) -> Executor:
+    def make(*sizes: object) -> Executor[Any]:
         executor = loaded.make(*sizes)
         made.moves.heat = Restless()
         return executor
@@ -196,8 +197,7 @@ def test_hot_experts_come_to_the_gpu(inclusive: bool, device: str, pool: Pool, t
     for token in (3, 11):
         before = counts(moves)
         for _ in range(150):
-            executor.forward([Span([token], 0, [0], 1)])
-            executor.score([0])
+            run_step(executor, StepBatch([Span([token], 0, [0], 1)]))
             time.sleep(0.0005)  # copies have time
         chosen = counts(moves) - before
         for layer, row in enumerate(chosen):
@@ -205,8 +205,7 @@ def test_hot_experts_come_to_the_gpu(inclusive: bool, device: str, pool: Pool, t
             assert set(hot) <= set(moves.resident(layer))
         moved = moves.moved.experts
         for _ in range(20):
-            executor.forward([Span([token], 0, [0], 1)])
-            executor.score([0])
+            run_step(executor, StepBatch([Span([token], 0, [0], 1)]))
         assert moves.moved.experts == moved, "nothing moves that need not"
     assert moves.moved.experts > 0
     check_places(kept[0].hybrid, inclusive)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,7 +168,7 @@ def test_bit_for_bit(name: str, inclusive: bool, device: str, pool: Pool, tmp_pa
     steps: list[Step] = []
     moving = restless(folder, pool, split, device, copiers(device), **override)
 
-    def make_moving(*sizes: object) -> Executor:
+    def make_moving(*sizes: object) -> Executor[Any]:
         executor = moving.loaded.make(*sizes)
         recorded(moving.kept[-1].hybrid, steps)
         return executor
@@ -177,7 +178,7 @@ def test_bit_for_bit(name: str, inclusive: bool, device: str, pool: Pool, tmp_pa
     static = load_split(folder, pool, Split(0.5, inclusive), device, keep=kept, **override)
     stills: list[Still] = []
 
-    def make_still(*sizes: object) -> Executor:
+    def make_still(*sizes: object) -> Executor[Any]:
         executor = static.make(*sizes)
         stills.append(Still(kept[-1].hybrid, steps))
         return executor

@@ -45,7 +45,7 @@ def run(
     slots[rows - padding :] = -1
     out = poisoned(rows, heads * dim).to(device)
     mixed, seen = (poisoned(rows, n, dtype=torch.float32).to(device) for n in (len(w.conv), heads * dim))
-    chunks = chunks_of(rows, heads, device) if takes_chunks(rows, x.q.shape[2], at.one_each) else None
+    chunks = chunks_of(rows, heads, device) if takes_chunks(rows, x.q.shape[2], one_each=at.rows_each == 1) else None
     gated_delta(
         on(x, device),
         DeltaWeights(w.conv.to(device), w.a_log.to(device), w.dt_bias.to(device), w.norm.to(device), w.eps),

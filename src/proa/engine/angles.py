@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from proa.engine.spans import Span, StepLimits, positions_of
+from proa.engine.batch import Span, StepLimits, positions_of
 from proa.layers.rope import cos_sin
 from proa.models.spec import Rope
 

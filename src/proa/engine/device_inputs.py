@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from proa.engine.batch import Span
 from proa.engine.page_table import PageTable
 from proa.engine.row_numbers import RowNumbers, ints
-from proa.engine.spans import Span
 from proa.ops.sizes import input_counts, input_starts
 from proa.ops.table import DeviceBatch
 
@@ -17,10 +17,10 @@ from proa.ops.table import DeviceBatch
 class DeviceInputs:
     """Room for `rows` rows of `sequences` sequences, on the host and on the device, at addresses that stay.
 
-    Rows and sequences beyond a step's own are padding: slot -1, length 0, token 0.
+    Rows and sequences beyond a step's own are padding: slot -1, length 0, token 0. rows_each: see DeviceBatch.
     """
 
-    def __init__(self, rows: int, sequences: int, most_pages: int, *, one_each: bool, device: torch.device) -> None:
+    def __init__(self, rows: int, sequences: int, most_pages: int, *, rows_each: int, device: torch.device) -> None:
         self.rows, self._sequences = rows, sequences
         counts, starts = input_counts(rows, sequences, most_pages), input_starts(rows, sequences, most_pages)
         nbytes = starts[-1]
@@ -32,7 +32,7 @@ class DeviceInputs:
         self._q_starts, self._kv_lens, self._states = map(ints, mine[3:6])
         self._pages = PageTable(mine[6].view(sequences, most_pages))
         self.tokens, self.slots, self.positions = theirs[:3]
-        self.batch = DeviceBatch(one_each, theirs[3], theirs[4], theirs[6].view(sequences, most_pages), theirs[5])
+        self.batch = DeviceBatch(rows_each, theirs[3], theirs[4], theirs[6].view(sequences, most_pages), theirs[5])
 
     def fill(self, sequences: Sequence[Span], page_tokens: int) -> int:
         """Put a step in; how many rows it has. Waits for the last copy."""

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from proa.engine.batch import StepLimits
 from proa.engine.device_inputs import DeviceInputs
 from proa.engine.device_logprobs import DeviceLogprobs
 from proa.engine.device_sampler import DeviceSampler
-from proa.engine.spans import StepLimits
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 from proa.models.spec import Rope
@@ -33,7 +33,7 @@ class DeviceSteps:
         self._model, self._caches, self._angles, self._device = model, caches, angles, device
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
         vocab = model.spec.vocab
-        self.inputs = DeviceInputs(limits.rows, limits.sequences, self._most_pages, one_each=False, device=device)
+        self.inputs = DeviceInputs(limits.rows, limits.sequences, self._most_pages, rows_each=0, device=device)
         self.hidden = torch.zeros(limits.rows, model.spec.hidden, dtype=torch.bfloat16, device=device)
         self.scored = torch.zeros(limits.head_rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(limits.head_rows, vocab, device=device)
@@ -41,9 +41,10 @@ class DeviceSteps:
         self.logprobs = DeviceLogprobs(limits.head_rows, vocab, device)
         self.sampler = DeviceSampler(min(limits.sequences, limits.rows), vocab, device, self.logprobs)
 
-    def decode_inputs(self, bucket: int) -> DeviceInputs:
-        """Of steps of up to `bucket` sequences, a row each."""
-        return DeviceInputs(bucket, bucket, self._most_pages, one_each=True, device=self._device)
+    def decode_inputs(self, bucket: int, rows_each: int) -> DeviceInputs:
+        """Inputs of steps of up to `bucket` sequences with `rows_each` rows each."""
+        rows = bucket * rows_each
+        return DeviceInputs(rows, bucket, self._most_pages, rows_each=rows_each, device=self._device)
 
     def step(self, inputs: DeviceInputs, rows: int) -> tuple[Tensor, Step]:
         """The tokens of the first rows, and what the model is called with beside them."""

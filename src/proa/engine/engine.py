@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import msgspec
 
 from proa.engine.clock import Stage
 from proa.engine.count_saver import CountSaver
 from proa.engine.ipc import Stats
-from proa.engine.lane import Lane
-from proa.engine.runner import Runner, StepOutput
+from proa.engine.lane import Lane, NoLane
+from proa.engine.runner import Flight, Runner, StepOutput
 from proa.engine.scheduler import Scheduler
 from proa.engine.step_plan import StepPlan
 from proa.errors import RequestError
@@ -27,25 +26,19 @@ class Engine:
     """Owns scheduler and runner; everything happens in submit, abort and step, called from one thread."""
 
     def __init__(
-        self,
-        runner: Runner,
-        scheduler: Scheduler,
-        vocab: int,
-        saver: CountSaver | None = None,
-        lane: Lane | None = None,
-        helpers: Pool | None = None,
-    ) -> None:
-        """saver: of what steps choose. lane: for what the scheduler plans beside others, if it does. helpers: workers
-        that have nothing to do between steps."""
-        self._saver, self._lane, self.helpers = saver, lane, helpers
+        self, runner: Runner, scheduler: Scheduler, vocab: int, saver: CountSaver | None = None,
+        lane: Lane | NoLane | None = None, helpers: Pool | None = None,
+    ) -> None:  # fmt: skip
+        """saver: writes expert counts between steps. lane: computes the scheduler's prefill steps between decode steps.
+        helpers: native workers that are idle between steps."""
+        self._saver, self._lane, self.helpers = saver, lane or NoLane(), helpers
         self.runner = runner
         self.scheduler = scheduler
         self.vocab = vocab
         self.clock = runner.executor.clock
-        self._dynamic_from = min(dynamic_lengths(runner.ropes), default=None)
-        self._ahead: StepPlan | None = None  # what the device computes already
-        self._started_s = 0.0  # when the last step began that was not started ahead
-        self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # until the first token takes them along
+        self._dynamic_from = min(dynamic_lengths(runner.executor.spec.ropes), default=None)
+        self._ahead: Flight | None = None  # launched before the results of the step before were taken
+        self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # sent with the request's first token
 
     @property
     def has_work(self) -> bool:
@@ -71,71 +64,67 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[TokenEvent]:
-        """Advance every scheduled sequence once; what happened, for the frontend.
-
-        Where the device can go on by itself, the next step is started before this one's results are waited for.
-        """
-        plan = self._ahead or self._done_beside() or self._start() or self._done_beside()
-        if plan is None:
+        """Take the results of the oldest step in flight; launch the next one before, where the device can continue by
+        itself. Returns what happened, for the frontend."""
+        flight = self._oldest()
+        if flight is None:
             return []
-        wanted = {item.request.id for item in plan.items if self.scheduler.counts(item)}
-        self.runner.ask(plan, wanted)
-        if self._lane is not None:
-            self._lane.turn()
-        self._ahead = self._start_ahead()
-        output = self.runner.finish(plan, wanted)
-        if self._lane is not None and plan is not self.scheduler.beside:
-            self._lane.learn(plan, time.perf_counter() - self._started_s)
+        self.runner.sample(flight, self.scheduler.counts)
+        self._lane.turn()
+        self._ahead = self._launch_ahead(flight)
+        output = self.runner.wait(flight)
+        if flight.plan is not self.scheduler.beside:
+            self._lane.learn(flight, flight.age_s())
+        return self._commit(flight.plan, output)
+
+    def _oldest(self) -> Flight | None:
+        """The step to be sampled next: launched ahead, computed in the lane, or planned now."""
+        flight = self._ahead or self._lane.take()
+        if flight is not None:
+            return flight
+        if (plan := self._plan()) is not None:
+            return self.runner.launch(plan)
+        self._lane.finish()
+        return self._lane.take()
+
+    def _plan(self) -> StepPlan | None:
+        """The next step; a new one beside it is put into the lane first, which copies states before others write
+        them."""
+        scheduler = self.scheduler
+        beside = scheduler.beside
+        if beside is not None and not any(map(scheduler.counts, beside.items)):
+            self._lane.cancel()
+            scheduler.commit(beside, {})
+        plan = scheduler.plan(self._lane.most_tokens)
+        self.clock.lap(Stage.SCHEDULE)
+        self._lane.launch(scheduler.beside)
+        return plan
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """The step behind `flight`. The device is busy meanwhile, so what this takes adds nothing to a step."""
+        plan = self.scheduler.plan_ahead() if self.runner.can_follow(flight) else None
+        ahead = None if plan is None else self.runner.launch(plan, after=flight)
+        self.clock.hidden = ahead is not None
+        return ahead
+
+    def _commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
         if output.prompt_logprobs:
             self._collect_prompt_logprobs(plan, output)
-        broken = [self._break(*why) for why in sorted(output.broken.items())] if output.broken else []
+        failed = [self._fail(*fault) for fault in sorted(output.faults.items())] if output.faults else []
         events = self.scheduler.commit(plan, output.tokens, output.replaced)
         if output.logprobs or self._prompt_logprobs:
             events = [self._with_logprobs(event, output) for event in events]
         if self._saver is not None:
             self._saver.between_steps()
         self.clock.lap(Stage.SCHEDULE)
-        return broken + events
-
-    def _done_beside(self) -> StepPlan | None:
-        """What the lane has done."""
-        return None if self._lane is None else self._lane.take()
-
-    def _start(self) -> StepPlan | None:
-        self._drop_beside()
-        self._started_s = time.perf_counter()
-        plan = self.scheduler.plan(None if self._lane is None else self._lane.most_tokens)
-        beside = self.scheduler.beside
-        self.clock.lap(Stage.SCHEDULE)
-        if self._lane is not None:
-            self._lane.begin(beside)
-            if plan is None:
-                self._lane.finish()
-        if plan is not None:
-            self.runner.start(plan)
-        return plan
-
-    def _drop_beside(self) -> None:
-        """Where nobody wants any more what the lane has."""
-        plan = self.scheduler.beside
-        if plan is not None and self._lane is not None and not any(map(self.scheduler.counts, plan.items)):
-            self._lane.drop()
-            self.scheduler.commit(plan, {})
-
-    def _start_ahead(self) -> StepPlan | None:
-        """The device is busy: what this takes adds nothing to the step."""
-        plan = self.scheduler.plan_ahead() if self.runner.can_start_ahead else None
-        if plan is not None:
-            self.runner.start_ahead(plan)
-        self.clock.hidden = plan is not None
-        return plan
+        return failed + events
 
     def settle(self) -> None:
-        """No step follows: wait for what the device still computes."""
-        if self._lane is not None:
-            self._lane.drop()
-        if self._ahead is not None or self._lane is not None:
-            self.runner.settle()
+        """Discard the steps in flight: none will follow."""
+        self._lane.cancel()
+        if self._ahead is not None:
+            self.runner.cancel(self._ahead)
+            self._ahead = None
         if self._saver is not None:
             self._saver.end()
 
@@ -145,14 +134,14 @@ class Engine:
         return self.scheduler.stats(*self.clock.seconds(), *counted)
 
     def _with_logprobs(self, event: TokenEvent, output: StepOutput) -> TokenEvent:
-        logprob = output.logprobs.get(event.id)
+        logprobs = output.logprobs.get(event.id)
         prompt_logprobs = self._prompt_logprobs.pop(event.id, None)
-        if logprob is None and prompt_logprobs is None:
+        if logprobs is None and prompt_logprobs is None:
             return event
-        own = [logprob][: len(event.tokens)] if logprob is not None else None
+        own = logprobs[: len(event.tokens)] if logprobs is not None else None
         return msgspec.structs.replace(event, logprobs=own, prompt_logprobs=prompt_logprobs)
 
-    def _break(self, request_id: str, why: str) -> TokenEvent:
+    def _fail(self, request_id: str, why: str) -> TokenEvent:
         """Values were NaN or infinite: end that request, never a made-up token."""
         log.error("Request %s: %s", request_id, why)
         self.abort(request_id)

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from proa.cache.pool import KvStorage, allocate_pool
+from proa.engine.batch import step_limits
 from proa.engine.compile_ahead import compile_ahead
 from proa.engine.compiling import Compiling
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
+from proa.engine.device_queue import CudaQueue
 from proa.engine.gpu_plan import STEP_AHEAD, cuda_index, decode_tokens, needed, placement_of, ready, saver_of, top_k
 from proa.engine.graphs import GraphExecutor
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
-from proa.engine.spans import step_limits
 from proa.engine.timeline import Timeline
 from proa.engine.warm_up import warm_up
 from proa.hybrid.co_fetch import InPlaceRates
@@ -119,20 +120,15 @@ class GpuBuild:
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.state_slots,
             kv=self._kv,
         )  # fmt: skip
+        queue = CudaQueue(self._device, sleeps=not self._gpu.gpu_only)
         executor = GraphExecutor(
-            self.model,
-            caches,
-            step_limits(plan),
-            self._device,
-            self._hybrid,
-            sleeps=not self._gpu.gpu_only,
-            deterministic=plan.deterministic,
+            self.model, caches, step_limits(plan), queue, self._hybrid, deterministic=plan.deterministic
         )
         self._timeline.mark("caches")
         self._decisions.append(warm_up(executor.warm_ups(compiled=self._compiling.progress.complete), report))
         watch(_note_late)
         self._decisions.append(STEP_AHEAD)
-        return Runner(executor, plan.page_tokens, executor, executor)
+        return Runner(executor, plan.page_tokens)
 
     def _read_in_place(self, spaces: GpuSpaces) -> InPlaceRates | None:
         """Register the experts in RAM with the driver, and see how fast the GPU reads them there."""

@@ -1,14 +1,14 @@
-"""Runs a step's rows on a GPU. Steps of one token a sequence are CUDA graphs, captured when their batch size first
-comes; others are launched op by op. Belongs here: static buffers, capturing, waiting. Never: requests, drawing.
+"""Executes steps on a GPU. Decode steps are CUDA graphs, captured when their batch size first comes; others are
+launched op by op. Belongs here: static buffers, capturing, waiting. Never: requests, sampling rules.
 
-A graph bakes addresses in, so everything that changes between steps stands in DeviceInputs; what one graph leaves for
-another (hidden states, logits) is copied to buffers outside of the graphs' common pool, which each of them reuses.
+A graph bakes in addresses, so everything that changes between steps lies in DeviceInputs; what one graph leaves for
+another (hidden states, logits) is copied to buffers outside the memory pool that all graphs share and reuse.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,14 +17,16 @@ from torch import Tensor
 
 from proa.cache.pool import copy_states
 from proa.engine.angles import AngleTables
+from proa.engine.batch import Span, StepBatch, StepLimits, StepResult
 from proa.engine.clock import Stage, StepClock
 from proa.engine.device_inputs import DeviceInputs
+from proa.engine.device_queue import Mark, Queue
 from proa.engine.device_steps import DeviceSteps
-from proa.engine.marks import Marks
-from proa.engine.parts import Parts, begun, not_finite
+from proa.engine.executor import Pace, prompt_logprobs, step_result, unfinished
+from proa.engine.parts import BlockByBlock, non_finite_rows
 from proa.engine.session import NoSession, Session
-from proa.engine.spans import Span, StepLimits
-from proa.engine.watch import WatchedSession
+from proa.engine.step_timer import StepTimer
+from proa.engine.watch import Health, WatchedSession
 from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.sizes import buckets
@@ -33,64 +35,64 @@ from proa.sampling.choose import Choice
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
-WARM_BUCKETS = 3  # decode graphs that are there before the first request
-_NONE = -1  # the best token of a row that is not finite
-_MOST_UNDERWAY = 32  # steps, or parts of a prompt's, launched behind each other while nobody asks for tokens
+WARM_BUCKETS = 3  # decode graphs that are captured before the first request
 WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
+_NON_FINITE = -1  # the argmax of a row with NaN or infinity
+_MOST_IN_FLIGHT = 32  # launches, of steps and of parts of a step, before the host waits for the device
 
 
 @dataclass(frozen=True)
 class _Captured:
     inputs: DeviceInputs
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
+
+
+@dataclass(eq=False)
+class GraphStep:
+    """graph: None for steps launched op by op. rows: sampled ones, in the order of `spans`. done: behind the head."""
+
+    batch: StepBatch
+    health: Health
+    graph: _Captured | None = None
+    parts: BlockByBlock | None = None
+    spans: Sequence[int] = ()
+    rows: Sequence[int] = ()
+    wishes: Sequence[Row] = ()
+    done: Mark | None = None
+    num_launched: int = 0  # of the session, up to `done`
+    next_step: GraphStep | None = None  # launched behind it, before its tokens were read
 
 
 class GraphExecutor:
-    """All calls come from one thread, which is bound to the device's stream here."""
+    """All calls come from one thread, and launch to one queue."""
 
     def __init__(
-        self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, device: torch.device,
-        session: Session | None = None, *, sleeps: bool = False, deterministic: bool = False,
+        self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, queue: Queue,
+        session: Session | None = None, *, deterministic: bool = False,
     ) -> None:  # fmt: skip
-        """sleeps: the calling thread leaves its CPU to others while it waits for the device, and comes back a little
-        later. deterministic: all steps of decode have one shape, for kernels and their splits follow from the number
-        of rows; steps have prompts or decode, not both."""
+        """deterministic: all decode steps have one shape, because kernels and their splits depend on the number of
+        rows; the rows of a step are then of one phase."""
         self.spec, self.clock = model.spec, StepClock()
-        self._model, self._caches, self._limits, self._device = model, caches, limits, device
+        self._model, self._caches, self._limits, self._queue = model, caches, limits, queue
         self._session = WatchedSession(session or NoSession(), model.spec)
-        self._angles = AngleTables(model.spec.ropes, limits, device)
-        self._on = DeviceSteps(model, caches, limits, self._angles, device)
+        self._angles = AngleTables(model.spec.ropes, limits, queue.device)
+        self._on = DeviceSteps(model, caches, limits, self._angles, queue.device)
         self._deterministic = deterministic
         self._buckets = decode_sizes(limits, deterministic=deterministic)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._done = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
-        self._steps: dict[int, _Captured] = {}
-        self._heads: dict[int, torch.cuda.CUDAGraph] = {}
-        self._room: torch.cuda.CUDAGraph | None = None  # never replayed: holds memory of the graphs' pool
-        self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64).pin_memory()
-        self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32).pin_memory()
-        self._rows: Sequence[int] = ()  # of the last step, that were scored last
-        self._underway = 0  # steps and parts launched whose end has not been waited for
-        self._behind = 0  # of these, launched behind what was scored last
-        self._decoding = self._ahead = False  # the last one is a graph's; another one follows it already
-        self._captured: _Captured | None = None  # that graph
-        self._next: Sequence[Span] = ()  # of the one that follows
-        self._follows = False  # the last one followed another itself: all its rows that anybody wants are scored
-        self._asked: Sequence[Row] = ()
-        self._late: set[str] = set()  # requests of the last steps of which the CPU drew a token
-        self._sequences: Sequence[Span] = ()
-        self._suspect = False  # whether the last step may have rows that are not finite
-        self._bad: set[int] = set()  # its rows whose logits are not
-        self._early: dict[int, str] = {}  # sequences that its successor may have broken, and why
-        self._parts: Parts | None = None  # of a step that is computed between others
-        self._was_in_parts = False  # the last one
-        self._marks = Marks()
-        torch.cuda.synchronize(device)  # weights, caches and buffers were filled on streams that this one never awaits
+        self._graphs: dict[tuple[int, int], _Captured] = {}  # by (sequences, rows of each)
+        self._heads: dict[int, Callable[[], None]] = {}
+        self._room: Callable[[], None] | None = None  # never replayed: holds memory of the graphs' pool
+        pinned = queue.device.type == "cuda"
+        self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64, pin_memory=pinned)
+        self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32, pin_memory=pinned)
+        self._unfinished: GraphStep | None = None  # the step in parts
+        self._late: set[str] = set()  # requests of the last steps of which the CPU sampled a token
+        self._timer = StepTimer(queue)
+        queue.finish_device()  # weights, caches and buffers were filled outside this queue
 
     def warm_ups(self, *, compiled: bool) -> list[Callable[[], None]]:
-        """Steps of padding alone that make ready what requests will need, the most needed first: graphs, what libraries
-        load at first use, and, unless all is `compiled` already, kernels."""
+        """Steps of padding that prepare what requests will need, the most needed first: graphs, what libraries load at
+        first use, and, unless all is `compiled` already, kernels."""
         decode = (partial(self._warm_decode, bucket) for bucket in self._buckets[:WARM_BUCKETS])
         most = self._limits.rows
         prompts = sorted({min(2, most), most} - {1}) if compiled else warm_rows(most)
@@ -98,129 +100,136 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def _warm_decode(self, bucket: int) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._capture(bucket)
+        with self._queue.current():
+            self._capture(bucket, 1)
             self._capture_head(bucket)
 
     @torch.inference_mode()
     def _warm_sampler(self) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._queue.current():
             self._on.sampler.warm_up(self._on.logits, self._on.best)
-            self._wait()
+            self._queue.finish()
 
     @torch.inference_mode()
     def _warm_prefill(self, rows: int) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._queue.current():
             self._on.inputs.fill((), self._limits.page_tokens)
             self._begin()
             self._on.inputs.copy()
             self._on.run(self._on.inputs, rows)
             self._settle()
 
+    # ---- launching
+
     @torch.inference_mode()
-    def forward(self, sequences: Sequence[Span], scored: Sequence[int] = ()) -> None:
-        if self._parts is None:
-            self._settle()
-        self._was_in_parts = False
-        self._sequences, self._suspect = sequences, True  # until all rows are scored
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._decoding = self._is_decode(sequences)
-            if self._decoding:
-                self._decode(sequences)
-            elif self._parts is not None:
-                raise ValueError("between the parts of a step there is room for steps of one token a sequence")
+    def launch(self, batch: StepBatch, after: GraphStep | None = None, *, in_parts: bool = False) -> GraphStep:
+        step = GraphStep(batch, Health(followed=after is not None))
+        with self._queue.current():
+            self._copy_states(batch.copies_before)
+            rows_each = self._rows_each(batch)
+            if in_parts:
+                self._launch_in_parts(step)
+                return step
+            if after is not None:
+                self._follow(step, after)
+            elif rows_each:
+                self._decode(step, rows_each)
+            elif self._unfinished is not None:
+                raise ValueError("between the parts of a step only steps with one row per sequence can be computed")
             else:
-                self._launch(sequences)
+                self._launch_ops(batch)
+            self._copy_states(batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
+        return step
 
-    def _is_decode(self, sequences: Sequence[Span]) -> bool:
-        """Whether a step is a graph's."""
+    def _rows_each(self, batch: StepBatch) -> int:
+        """Rows of each sequence, if the step is one of decode, which has a graph; else 0."""
+        first = batch.spans[0]
         if self._deterministic:
-            return not sequences[0].in_prompt
-        return all(len(s.tokens) == 1 for s in sequences)
+            return 0 if first.in_prompt else 1
+        rows = 1 + first.num_drafts
+        return rows if all(len(s.tokens) == rows == 1 + s.num_drafts for s in batch.spans) else 0
 
-    def _decode(self, sequences: Sequence[Span]) -> None:
-        bucket = self._bucket(len(sequences))
-        self._captured = captured = self._steps.get(bucket) or self._capture(bucket)
-        captured.inputs.fill(sequences, self._limits.page_tokens)
-        self._angles.fill(sequences)
-        self.clock.lap(Stage.INPUTS)
+    def _decode(self, step: GraphStep, rows_each: int) -> None:
+        bucket = self._buckets[bisect_left(self._buckets, len(step.batch.spans))]
+        step.graph = captured = self._graphs.get((bucket, rows_each)) or self._capture(bucket, rows_each)
+        self._fill(captured.inputs, step.batch.spans)
         self._begin()
-        if self._parts is not None:
-            self._marks.begin(self._stream)
+        if self._unfinished is not None:
+            self._timer.begin()
         captured.inputs.copy()
-        captured.graph.replay()
+        captured.replay()
         self._session.launched()
 
-    def _bucket(self, count: int) -> int:
-        return self._buckets[bisect_left(self._buckets, count)]
+    def _follow(self, step: GraphStep, after: GraphStep) -> None:
+        """Tokens are copied on the device from where `after` samples them. The graph stays that of `after`, with more
+        padding where sequences have ended."""
+        count, captured = len(step.batch.spans), after.graph
+        if captured is None or count != len(after.spans):
+            raise ValueError(f"{count} sequences cannot follow {len(after.spans)}")
+        captured.inputs.fill(step.batch.spans, self._limits.page_tokens)
+        after.next_step, step.graph = step, captured
+        self._begin()
+        captured.inputs.copy()
+        tokens = captured.inputs.tokens[:count]
+        tokens.copy_(self._on.best[:count])
+        tokens.clamp_(min=0)  # a non-finite row has no token, nor has a row that the CPU samples
+        captured.replay()
+        self._session.launched()
 
-    def _launch(self, sequences: Sequence[Span]) -> None:
-        rows = self._on.inputs.fill(sequences, self._limits.page_tokens)
-        self._angles.fill(sequences)
-        self.clock.lap(Stage.INPUTS)
+    def _launch_ops(self, batch: StepBatch) -> None:
+        rows = self._fill(self._on.inputs, batch.spans)
         self._begin()
         self._on.inputs.copy()
         self._on.run(self._on.inputs, rows)
         self._session.launched()
-        self._settle()  # a step without rows to score is followed by no call that would wait
+
+    def _launch_in_parts(self, step: GraphStep) -> None:
+        """Steps between its parts are graphs, which do not use the inputs of other steps."""
+        rows = self._fill(self._on.inputs, step.batch.spans)
+        self._on.inputs.copy()
+        tokens, inputs = self._on.step(self._on.inputs, rows)
+        # Dynamic angles of other steps are written to the same place.
+        angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
+        step.parts = BlockByBlock(self._model, step.batch, tokens, replace(inputs, angles=angles))
+        self._unfinished = step
 
     @torch.inference_mode()
-    def begin(self, sequences: Sequence[Span]) -> None:
-        """Steps between its parts have graphs: nobody else uses the inputs of other steps."""
-        self._settle()
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            rows = self._on.inputs.fill(sequences, self._limits.page_tokens)
-            self._angles.fill(sequences)
-            self._on.inputs.copy()
-            tokens, step = self._on.step(self._on.inputs, rows)
-            # Angles of other steps come to where these are.
-            angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in step.angles.items()}
-            self._parts = Parts(self._model, sequences, tokens, replace(step, angles=angles))
-        self.clock.lap(Stage.INPUTS)
-
-    @torch.inference_mode()
-    def advance(self, blocks: int) -> bool:
-        parts = begun(self._parts)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+    def advance(self, step: GraphStep, blocks: int) -> bool:
+        parts = unfinished(step.parts)
+        with self._queue.current():
             self._begin()
-            self._behind += 1
-            self._marks.begin(self._stream)
+            self._timer.begin()
             with self._session.in_parts():
                 count = parts.advance(blocks)
-            self._marks.end(self._stream, count)
+            self._timer.end(count)
             self._session.launched()
+            if parts.done:
+                self._copy_states(step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
         return parts.done
 
-    @torch.inference_mode()
-    def end(self) -> None:
-        parts, self._parts = begun(self._parts), None
-        self._sequences, self._suspect = parts.sequences, True
-        self._was_in_parts, self._decoding = True, False
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._on.hidden[: len(parts.hidden)].copy_(parts.hidden)
+    def _fill(self, inputs: DeviceInputs, spans: Sequence[Span]) -> int:
+        """Returns the number of rows."""
+        rows = inputs.fill(spans, self._limits.page_tokens)
+        self._angles.fill(spans)
+        self.clock.lap(Stage.INPUTS)
+        return rows
 
-    @torch.inference_mode()
-    def drop(self) -> None:
-        parts, self._parts = begun(self._parts), None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._settle()
-            self._session.forget_parts(parts.sequences)
+    def _copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
+        if slots:
+            copy_states(self._caches, slots)
 
-    def turns_s(self) -> tuple[float, float]:
-        return self._marks.step_s, self._marks.block_s
-
-    def _capture(self, bucket: int) -> _Captured:
-        """A graph of steps of `bucket` sequences. Its inputs are padding until they are filled."""
-        inputs = self._on.decode_inputs(bucket)
+    def _capture(self, bucket: int, rows_each: int) -> _Captured:
+        """The graph of a step of `bucket` sequences. Its inputs are padding until they are filled."""
+        inputs = self._on.decode_inputs(bucket, rows_each)
         inputs.fill((), self._limits.page_tokens)
         inputs.copy()
-        graph = self._graph(lambda: self._on.run(inputs, bucket))
-        self._steps[bucket] = _Captured(inputs, graph)
-        return self._steps[bucket]
+        replay = self._graph(lambda: self._on.run(inputs, bucket * rows_each))
+        self._graphs[bucket, rows_each] = _Captured(inputs, replay)
+        return self._graphs[bucket, rows_each]
 
-    def _capture_head(self, bucket: int) -> torch.cuda.CUDAGraph:
+    def _capture_head(self, bucket: int) -> Callable[[], None]:
         self._settle()
         if self._room is None:
             self._room = self._graph(self._take_room)
@@ -228,187 +237,138 @@ class GraphExecutor:
         return self._heads[bucket]
 
     def _take_room(self) -> None:
-        """Make the graphs' pool as large as the largest head's logits need. Captures reuse what earlier ones have freed
-        there; logits that grow from bucket to bucket would each take memory anew."""
-        torch.zeros(self._limits.head_rows, self.spec.vocab, device=self._device)
+        """Grow the graphs' pool to the largest head's logits: captures reuse what earlier ones have freed, but logits
+        that grow from bucket to bucket would each take new memory."""
+        torch.zeros(self._limits.head_rows, self.spec.vocab, device=self._queue.device)
 
-    def _graph(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _graph(self, launch: Callable[[], None]) -> Callable[[], None]:
         self._begin()
         for _ in range(WARM_UP_RUNS):
             launch()
         self._settle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            launch()
-        return graph
+        return self._queue.capture(launch)
+
+    # ---- sampling
 
     @torch.inference_mode()
-    def copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            copy_states(self._caches, slots)
+    def sample(self, step: GraphStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
+        step.spans, step.rows, step.wishes = spans, step.batch.rows_of(spans), rows
+        with self._queue.current():
+            if step.parts is not None:
+                self._unfinished = None
+                self._on.hidden[: len(step.parts.hidden)].copy_(step.parts.hidden)
+            self._launch_head(step.rows, rows)
+            self._timer.end()
+            step.done, step.num_launched = self._queue.mark(), self._session.num_launched
         self.clock.lap(Stage.PROGRAM)
 
-    @torch.inference_mode()
-    def score(self, rows: Sequence[int]) -> list[int]:
-        self._launch_head(rows, ())
-        self._finish()
-        self.clock.lap(Stage.PROGRAM)
-        return self._tokens()
+    def _launch_head(self, rows: Sequence[int], wishes: Sequence[Row]) -> None:
+        """Score these rows. wishes: how each is sampled; none: argmax of each."""
+        count = len(rows)
+        if not count:
+            return
+        bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
+        head = self._heads.get(bucket) or self._capture_head(bucket)
+        self._host_scored[:count] = torch.tensor(rows)
+        self.clock.lap(Stage.INPUTS)
+        self._on.scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
+        head()
+        if wishes:
+            self._on.sampler.launch(self._on.logits, self._on.best, wishes)
+        self._host_best[:count].copy_(self._on.best[:count], non_blocking=True)
 
     @torch.inference_mode()
-    def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-        self._launch_head(rows, ())
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._on.logprobs.launch_given(self._on.logits, tokens, top)
-            self._done.record(self._stream)
-        self._finish()
+    def wait(self, step: GraphStep) -> StepResult:
+        """Waits for the step's own end, not for what was launched behind it."""
+        if step.done is None:
+            raise ValueError("a step is sampled before it is waited for")
+        step.done.wait()
+        self._session.end_until(step.num_launched)
+        with self._queue.current():
+            tokens: list[int] = self._host_best[: len(step.rows)].tolist()
+            bad = {row for row, token in zip(step.rows, tokens, strict=True) if token == _NON_FINITE}
+            choices = self._read_choices(step, tokens)
+            result = step_result(step.batch, step.spans, choices, self._faults(step, bad))
+            if step.batch.prompt_logprobs:
+                result.prompt_logprobs = prompt_logprobs(step.batch, self._logprobs)
+        step.next_step = None
         self.clock.lap(Stage.PROGRAM)
-        return self._on.logprobs.read(tokens)
+        return result
 
-    @torch.inference_mode()
-    def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
-        """No rows: of the step nothing but its end is of interest."""
-        self._follows = self._ahead
-        if self._follows:
-            self._sequences = self._next
-        self._asked, self._ahead = asked, False
-        self._launch_head(rows, asked)
-        self.clock.lap(Stage.PROGRAM)
-
-    @torch.inference_mode()
-    def choices(self) -> list[Choice]:
-        self._finish()
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            choices = self._on.sampler.read(self._tokens(), self._asked, self._on.logits) if self._asked else []
-        self._late |= {row.request for row, choice in zip(self._asked, choices, strict=True) if choice.late}
-        self.clock.lap(Stage.PROGRAM)
+    def _read_choices(self, step: GraphStep, tokens: Sequence[int]) -> list[Choice]:
+        if not step.wishes:
+            return []
+        choices = self._on.sampler.read(tokens, step.wishes, self._on.logits)
+        self._late |= {row.request for row, choice in zip(step.wishes, choices, strict=True) if choice.late}
         return choices
 
-    def can_follow(self) -> bool:
-        """Requests of which the CPU drew a token once may need it again: what followed would be for nothing."""
-        if not self._decoding or self._angles.changing or self._underway != 1:
+    def _faults(self, step: GraphStep, bad: Collection[int]) -> dict[int, str]:
+        spans, behind = step.batch.spans, step.next_step
+        if step.parts is not None:
+            rows = step.batch.num_tokens
+            return self._session.faults_in_parts(spans, non_finite_rows(self._on.hidden[:rows]))
+        if self._unfinished is not None:
+            return self._session.faults_between(spans, bad)
+        all_scored = step.health.followed or len(step.rows) == step.batch.num_tokens
+        following = None if behind is None else (behind.batch.spans, behind.health)
+        return self._session.faults_of(spans, step.health, bad, all_scored=all_scored, next_step=following)
+
+    def _logprobs(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        self._launch_head(rows, ())
+        self._on.logprobs.launch_given(self._on.logits, tokens, top)
+        self._queue.finish()
+        return self._on.logprobs.read(tokens)
+
+    def can_follow(self, step: GraphStep) -> bool:
+        """A request of which the CPU sampled a token may need that again, so what followed would be discarded."""
+        if step.graph is None or self._angles.changing or self._session.num_in_flight != 1:
             return False
-        self._late &= {row.request for row in self._asked}
-        return not self._late
+        self._late &= {row.request for row in step.wishes}
+        return not self._late and all(not span.num_drafts for span in step.batch.spans)
 
     @torch.inference_mode()
-    def follow(self, sequences: Sequence[Span]) -> None:
-        """Sequences are those that were asked for, in their order: each one's token is copied from where it is drawn.
-        Where they are fewer than they were, the same graph has more padding."""
-        count, captured = len(sequences), self._captured
-        if captured is None or count != len(self._asked):
-            raise ValueError(f"{count} sequences cannot follow {len(self._asked)}")
-        captured.inputs.fill(sequences, self._limits.page_tokens)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._begin()
-            self._behind += 1
-            self._ahead, self._next = True, sequences
-            captured.inputs.copy()
-            tokens = captured.inputs.tokens[:count]
-            tokens.copy_(self._on.best[:count])
-            tokens.clamp_(min=0)  # there is no token of a row that is not finite, or that the CPU draws
-            captured.graph.replay()
-            self._session.launched()
+    def cancel(self, step: GraphStep) -> None:
+        with self._queue.current():
+            self._settle()
+            if step is self._unfinished:
+                self._unfinished = None
+                self._session.forget_parts(step.batch.spans)
 
-    def _launch_head(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
-        """asked: of each row what it draws, or nothing at all: then each has its best token."""
-        self._rows, count = rows, len(rows)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if count:
-                bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
-                head = self._heads.get(bucket) or self._capture_head(bucket)
-                self._host_scored[:count] = torch.tensor(rows)
-                self.clock.lap(Stage.INPUTS)
-                self._on.scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
-                head.replay()
-                if asked:
-                    self._on.sampler.launch(self._on.logits, self._on.best, asked)
-                self._host_best[:count].copy_(self._on.best[:count], non_blocking=True)
-            self._marks.end(self._stream)
-            self._done.record(self._stream)
-        self._behind = 0
-
-    def _finish(self) -> None:
-        """Wait for what the last head was launched behind, but for nothing that was launched behind that."""
-        self._done.synchronize()
-        self._marks.read()
-        while self._underway > self._behind:
-            self._underway -= 1
-            self._session.end()
-
-    def _tokens(self) -> list[int]:
-        """Of the rows scored last."""
-        tokens: list[int] = self._host_best[: len(self._rows)].tolist()
-        rows_of_step = sum(len(s.tokens) for s in self._sequences)
-        bad = {row for row, token in zip(self._rows, tokens, strict=True) if token == _NONE}
-        broke, self._bad = bool(self._bad), bad
-        # A row that broke is in the next step too, and may have left a note there.
-        self._suspect = broke or bool(bad) or (len(tokens) < rows_of_step and not self._follows)
-        return tokens
+    def pace(self) -> Pace:
+        return self._timer.pace()
 
     @torch.inference_mode()
-    def broken(self) -> dict[int, str]:
-        """Decode looks for nothing that its logits do not show. Where a step follows, what is known may be about that
-        one: nobody ends before the logits of a step of its own show it."""
-        if self._parts is not None or self._was_in_parts:
-            return self._broken_in_turns()
-        if not self._ahead:
-            self._settle()
-        found, self._early = self._early, {}
-        if self._suspect or self._session.complained:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                found = self._session.broken(self._sequences, look=self._suspect) | found
-        if not (self._ahead or self._follows):
-            return found
-        if self._ahead and len(self._next) < len(self._sequences):
-            return {}  # rows have moved up: notes may be of either step
-        if self._ahead:
-            self._early = {place: why for place, why in found.items() if place not in self._bad}
-        return {place: why for place, why in found.items() if place in self._bad}
-
-    def _broken_in_turns(self) -> dict[int, str]:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if not self._was_in_parts:
-                return self._session.broken_between(self._sequences, self._bad)
-            self._settle()
-            rows = sum(len(s.tokens) for s in self._sequences)
-            return self._session.broken_parts(self._sequences, not_finite(self._on.hidden[:rows]))
-
-    @property
-    def logits(self) -> Tensor:
-        return self._on.logits[: len(self._rows)].cpu()
+    def logits_of(self, step: GraphStep, rows: Sequence[int]) -> Tensor:
+        with self._queue.current():
+            self._launch_head(rows, ())
+            self._queue.finish()
+            return self._on.logits[: len(rows)].cpu()
 
     def counters(self) -> Counters:
         return self._session.counters()
 
+    # ---- the session
+
     def _begin(self) -> None:
-        if self._underway == _MOST_UNDERWAY:
+        if self._session.num_in_flight == _MOST_IN_FLIGHT:
             self._settle()
         self._session.begin()
-        self._underway += 1
 
     def _settle(self) -> None:
-        """Wait for what was launched; what it could tell has been told."""
-        if self._underway:
-            self._wait()
-        while self._underway:
-            self._underway -= 1
-            self._session.end()
-        self._behind = 0
-
-    def _wait(self) -> None:
-        self._done.record(self._stream)
-        self._done.synchronize()
+        """Wait for everything that was launched."""
+        if self._session.num_in_flight:
+            self._queue.finish()
+            self._session.end_until(self._session.num_launched)
 
 
 def decode_sizes(limits: StepLimits, *, deterministic: bool) -> tuple[int, ...]:
-    """Numbers of sequences that a step of decode is padded to."""
+    """Numbers of sequences that a decode step is padded to."""
     most = min(limits.sequences, limits.rows)
     return (most,) if deterministic else buckets(most)
 
 
 def warm_rows(most: int) -> list[int]:
-    """Prefills that between them run every kernel there is for up to `most` rows: kernels change at powers of two, and
-    are compiled once more for numbers that 16 divides."""
+    """Numbers of prefill rows which together launch every kernel for up to `most` rows: kernels change at powers of
+    two, and are compiled once more for numbers that are multiples of 16."""
     powers = [1 << i for i in range(1, most.bit_length())]
     return sorted({rows for power in powers for rows in (power, power + 1) if rows <= most} | {most} - {1})

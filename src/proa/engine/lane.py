@@ -1,26 +1,24 @@
-"""The prompts' lane: a step that is computed a few blocks of the model at a time, between steps of those who decode, so
-that none of these waits for all of it. Belongs here: whose turn it is. Never: what is in a step, devices.
+"""The prefill lane: a step with prompts is computed a few blocks at a time between decode steps, so that decode never
+waits for all of it. Belongs here: how many blocks are due. Never: what is in a step, devices.
 
-One stream computes both, in turns: nothing of one runs beside anything of the other, so they share work space, doorbell
-and the CPU's workers, and a turn ends where a block does. docs/decisions/038.
+One stream computes both in turns, and a turn ends behind a block: the two never run at the same time, so they share
+workspace, doorbell and CPU workers (docs/decisions/038).
 """
 
 from __future__ import annotations
 
 import sys
 
-from proa.engine.runner import Runner
+from proa.engine.runner import Flight, Runner
 from proa.engine.step_plan import StepPlan
 
-MOST_BLOCK_S = 0.05  # that those who decode shall wait for a block, and messages for so many of these as there are
-LEAST_TOKENS, GRAIN_TOKENS = (
-    512,
-    256,
-)  # of a step that others wait for; fewer tell nothing of its speed: all wait for weights
+MOST_BLOCK_S = 0.05  # longest stall of decode: one prefill block
+LEAST_TOKENS = 512  # of a prefill step beside decode
+GRAIN_TOKENS = 256  # fewer tokens say nothing about the speed: reading weights takes all the time
 
 
 class Turns:
-    """How many blocks are due, so that they take `share` of the time."""
+    """How many prefill blocks are due, so that they take `share` of the time."""
 
     def __init__(self, share: float) -> None:
         if not 0 < share < 1:
@@ -28,9 +26,9 @@ class Turns:
         self._ratio, self._due = share / (1 - share), 0.0
 
     def due(self, step_s: float, block_s: float) -> int:
-        """Behind a step of so many seconds. Where a block takes longer than its share, it waits for more steps."""
+        """Blocks due after a decode step. A block that takes longer than its share is due after several steps."""
         if not step_s or not block_s:
-            return 1  # to see how long it takes
+            return 1  # to measure it
         self._due += self._ratio * step_s / block_s
         blocks = int(self._due)
         self._due -= blocks
@@ -38,9 +36,33 @@ class Turns:
 
 
 def fitting_tokens(tokens: int, block_s: float) -> int:
-    """How many tokens a step may have so that a block takes MOST_BLOCK_S, where one of so many took block_s."""
+    """The number of tokens at which a block takes MOST_BLOCK_S, given that `tokens` took block_s."""
     fitting = int(tokens * MOST_BLOCK_S / block_s)
     return max(LEAST_TOKENS, fitting - fitting % GRAIN_TOKENS)
+
+
+class NoLane:
+    """Prompts and decode share steps."""
+
+    most_tokens: int | None = None  # of a step with prompts: as many as fit
+
+    def launch(self, plan: StepPlan | None) -> None:
+        pass
+
+    def turn(self) -> None:
+        pass
+
+    def take(self) -> Flight | None:
+        return None
+
+    def learn(self, flight: Flight, seconds: float) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
 
 
 class Lane:
@@ -48,45 +70,44 @@ class Lane:
 
     def __init__(self, runner: Runner, share: float) -> None:
         self._runner, self._turns = runner, Turns(share)
-        self.most_tokens = LEAST_TOKENS  # of the next step with prompts, in the lane or alone
+        self.most_tokens: int | None = LEAST_TOKENS  # of the next step with prompts, in the lane or alone
         self._blocks = len(runner.executor.spec.blocks)
-        self._plan: StepPlan | None = None
+        self._flight: Flight | None = None
         self._done = False
 
-    def begin(self, plan: StepPlan | None) -> None:
-        """The step that is to be in the lane; it may be there already."""
-        if plan is not None and plan is not self._plan:
-            self._runner.begin(plan)
-            self._plan, self._done = plan, False
+    def launch(self, plan: StepPlan | None) -> None:
+        """Put a step into the lane; it may be there already."""
+        if plan is not None and (self._flight is None or plan is not self._flight.plan):
+            self._flight, self._done = self._runner.launch(plan, in_parts=True), False
 
     def turn(self) -> None:
-        """Behind a step of those who decode: what is due now."""
-        if self._plan is not None and not self._done:
-            blocks = self._turns.due(*self._runner.in_parts.turns_s())
+        """After a decode step was launched: compute the blocks that are due."""
+        if self._flight is not None and not self._done:
+            blocks = self._turns.due(*self._runner.executor.pace())
             if blocks:
-                self._done = self._runner.in_parts.advance(blocks)
+                self._done = self._runner.advance(self._flight, blocks)
 
-    def take(self) -> StepPlan | None:
-        """The step, if it is done: it is the runner's last one now, and the lane is free."""
-        if self._plan is None or not self._done:
+    def take(self) -> Flight | None:
+        """The step, once it is computed; the lane is free then."""
+        if self._flight is None or not self._done:
             return None
-        plan, self._plan = self._plan, None
-        self.learn(plan, self._runner.in_parts.turns_s()[1] * self._blocks)
-        self._runner.end(plan)
-        return plan
+        flight, self._flight = self._flight, None
+        self.learn(flight, self._runner.executor.pace().block_s * self._blocks)
+        return flight
 
-    def learn(self, plan: StepPlan, seconds: float) -> None:
-        """All of this step took so long, if it has prompts; 0: nobody knows."""
+    def learn(self, flight: Flight, seconds: float) -> None:
+        """A step with prompts took this long; 0: unknown."""
+        plan = flight.plan
         if seconds and plan.items[-1].num_tokens > 1 and plan.num_tokens >= GRAIN_TOKENS:
             self.most_tokens = fitting_tokens(plan.num_tokens, seconds / self._blocks)
 
     def finish(self) -> None:
-        """Nobody decodes: all that is left is due."""
-        if self._plan is not None and not self._done:
-            self._done = self._runner.in_parts.advance(sys.maxsize)
+        """No request decodes: compute all blocks that are left."""
+        if self._flight is not None and not self._done:
+            self._done = self._runner.advance(self._flight, sys.maxsize)
 
-    def drop(self) -> None:
-        """Nobody wants what is in the lane."""
-        if self._plan is not None:
-            self._plan = None
-            self._runner.in_parts.drop()
+    def cancel(self) -> None:
+        """Discard the step in the lane."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._runner.cancel(flight)

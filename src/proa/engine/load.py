@@ -17,6 +17,7 @@ from proa.cache.pages import PageAllocator
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.cache.states import StateCopies
+from proa.engine.batch import step_limits
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.crew import choose_few
@@ -24,14 +25,13 @@ from proa.engine.dtypes import DTYPES
 from proa.engine.eager import EagerExecutor
 from proa.engine.engine import Engine
 from proa.engine.ipc import Loading, Ready
-from proa.engine.lane import Lane
+from proa.engine.lane import Lane, NoLane
 from proa.engine.phases import LEAST_ROWS_ON_CPU, FixedPhases, FreePhases, Phases
 from proa.engine.policy import Limits
 from proa.engine.recorded import RecordedExecutor
 from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
 from proa.engine.sim_gpu import SimBuild
-from proa.engine.spans import step_limits
 from proa.engine.threads import choose_threads
 from proa.engine.timeline import Timeline
 from proa.layers.decoder import Decoder
@@ -76,7 +76,7 @@ def load_engine(
     load_seconds = time.perf_counter() - begin
     timeline.mark("weights")
     runner = build.runner(report)
-    lane = Lane(runner, plan.prefill_share) if plan.prefill_share else None
+    lane = Lane(runner, plan.prefill_share) if plan.prefill_share else NoLane()
     helpers = build.pool if plan.gpu is None else None  # beside a GPU they listen to it
     engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver(), lane, helpers)
     gc.collect()
@@ -138,7 +138,7 @@ class _Eager:
             self._spec, plan.num_pages, plan.page_tokens, self._dtype, sequences=plan.state_slots, kv=self._kv
         )
         self._executor = EagerExecutor(self.model, caches, plan.page_tokens)
-        runner = Runner(self._executor, plan.page_tokens, in_parts=self._executor)
+        runner = Runner(self._executor, plan.page_tokens)
         trial_tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
         if not plan.deterministic:  # torch's sums depend on the number of threads
             choose_threads(self._executor, runner, plan.threads, trial_tokens)
@@ -195,7 +195,7 @@ class _Native:
 
         chosen = choose_few(self._crew, self._workers.trials, step, saving=self._workers.saving)
         self._decisions += [chosen] if chosen else []
-        return Runner(executor, plan.page_tokens, in_parts=executor)
+        return Runner(executor, plan.page_tokens)
 
     def saver(self) -> CountSaver | None:
         return None

@@ -1,48 +1,36 @@
-"""A step on its way through a model's blocks, some at a time. Never: when, for how long."""
+"""A step computed a few blocks at a time. Never: when, how many."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
-
-import torch
 from torch import Tensor
 
-from proa.engine.spans import Span
+from proa.engine.batch import StepBatch
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 
 
-class Parts:
-    def __init__(self, model: Decoder, sequences: Sequence[Span], tokens: Tensor, step: Step) -> None:
-        self.sequences = sequences
-        self.hidden = torch.empty(0)  # [T, hidden] behind the blocks that are done
-        self._behind, self._left = model.by_blocks(tokens, step), len(model.blocks)
+class BlockByBlock:
+    """A forward pass of `model` that stops behind any block."""
+
+    def __init__(self, model: Decoder, batch: StepBatch, tokens: Tensor, step: Step) -> None:
+        self.batch = batch
+        self.hidden = tokens.new_empty(0)  # [T, hidden] behind the last computed block
+        self._blocks, self._left = model.by_blocks(tokens, step), len(model.blocks)
 
     @property
     def done(self) -> bool:
         return self._left == 0
 
     def advance(self, blocks: int) -> int:
-        """So many more blocks, or those that are left; how many that were."""
+        """Compute up to `blocks` more. Returns how many were left to compute."""
         count = min(blocks, self._left)
         for _ in range(count):
-            self.hidden = next(self._behind)
+            self.hidden = next(self._blocks)
         self._left -= count
         return count
 
 
-_P = TypeVar("_P")
-
-
-def begun(parts: _P | None) -> _P:
-    """Raises ValueError where nothing was."""
-    if parts is None:
-        raise ValueError("no step is computed in parts")
-    return parts
-
-
-def not_finite(hidden: Tensor) -> list[int]:
-    """Rows of hidden [T, hidden] that have values which are not: these stay in the residual stream."""
+def non_finite_rows(hidden: Tensor) -> list[int]:
+    """Rows of hidden [T, hidden] with NaN or infinity, which stay in the residual stream once they are there."""
     rows: list[int] = (~hidden.isfinite().all(1)).nonzero().flatten().tolist()
     return rows

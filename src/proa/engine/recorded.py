@@ -1,22 +1,22 @@
-"""Runs a step's rows through a model's native ops, which were recorded once. Belongs here: getting a step's facts to
-where the program looks for them. Never: requests, how tokens are drawn."""
+"""Executes steps by replaying native ops that were recorded once. Belongs here: writing a step's inputs to where the
+program reads them. Never: requests."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from proa.cache.pool import copy_states
+from proa.engine.batch import Span, StepBatch, StepLimits, StepResult, positions_of
 from proa.engine.clock import Stage, StepClock
 from proa.engine.crew import Crew
-from proa.engine.executor import FEW_TOKENS, ChoosesOnTheCpu
+from proa.engine.executor import FEW_TOKENS, Pace, prompt_logprobs, step_result, unfinished
 from proa.engine.page_table import PageTable
-from proa.engine.parts import begun
 from proa.engine.row_numbers import RowNumbers, ints
-from proa.engine.spans import Span, StepLimits, positions_of
 from proa.layers.decoder import Decoder
 from proa.layers.rope import cos_sin
 from proa.layers.step import Step
@@ -25,46 +25,60 @@ from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.native.program import Regime
 from proa.ops.cpu import Recorder
 from proa.ops.table import AttentionBatch, KvPages, LatentPages, LayerCache
+from proa.sampling.choose import Choice, choose
+from proa.sampling.logprobs import token_logprobs
+from proa.sampling.rows import Row
+from proa.types import TokenLogprob
 
 # Angles of all positions are kept up to this context (16 MiB for 64 pairs), beyond it each step computes its own.
 KEPT_POSITIONS = 1 << 15
 
 
 class _Parts:
-    """A step between whose parts others use the same buffers: no more than their first rows."""
+    """A step in parts. Whole steps between its parts overwrite the first rows of the shared activation buffers, which
+    are saved before and restored behind them."""
 
-    def __init__(self, sequences: Sequence[Span]) -> None:
-        self.sequences, self.done = sequences, 0  # blocks
+    def __init__(self) -> None:
+        self.num_blocks = 0  # computed
         self._saved: list[Tensor] = []
 
     @torch.inference_mode()
     def save(self, live: Sequence[Tensor], rows: int) -> None:
-        """Before steps of up to so many rows."""
-        if self.done and not self._saved:
+        if self.num_blocks and not self._saved:
             self._saved = [buffer[:rows].clone() for buffer in live]
 
     @torch.inference_mode()
-    def bring_back(self, live: Sequence[Tensor]) -> None:
-        """Behind them, if there were any."""
+    def restore(self, live: Sequence[Tensor]) -> None:
         for buffer, saved in zip(live, self._saved, strict=False):
             buffer[: len(saved)] = saved
         self._saved = []
 
 
-class RecordedExecutor(ChoosesOnTheCpu):
+@dataclass
+class RecordedStep:
+    """Its hidden states lie in the program's buffer until the next launch. choices: of the rows of the sampled
+    `spans`."""
+
+    batch: StepBatch
+    began_s: float
+    parts: _Parts | None = None
+    spans: Sequence[int] = ()
+    choices: list[Choice] = field(default_factory=list)
+
+
+class RecordedExecutor:
     """Records the model's ops once, over buffers for the largest step, and replays them. No step calls torch."""
 
     def __init__(
         self, model: Decoder, recorder: Recorder, caches: tuple[LayerCache, ...], limits: StepLimits,
         crew: Crew | None = None, *, deterministic: bool = False,
     ) -> None:  # fmt: skip
-        """deterministic: a row's bits depend on its phase alone; a step's rows are of one phase then."""
-        super().__init__()
+        """deterministic: kernels are chosen by phase alone, so a row's bits do not depend on the step it is in; the
+        rows of a step are then of one phase."""
         self._deterministic = deterministic
         self.spec, self.clock = model.spec, StepClock()
         self.crew = crew
-        # The program has the addresses of what they own, and of what caches do.
-        self._keep: list[object] = [model, recorder]
+        self._keep: list[object] = [model, recorder]  # the program holds addresses of their buffers, and of the caches'
         self._caches = caches
         self._program, self._limits = recorder.program, limits
         tokens, slots, positions = (_numbers(recorder, limits.rows) for _ in range(3))
@@ -79,33 +93,38 @@ class RecordedExecutor(ChoosesOnTheCpu):
         self._shape = (*addresses, most_pages, _num_pages(caches), limits.page_tokens)
         angles = {rope: _angles(rope, positions, limits.context_tokens, recorder) for rope in model.spec.ropes}
         self._changing = {rope: places for rope, places in angles.items() if not _is_kept(rope, limits.context_tokens)}
-        step = Step(AttentionBatch((), (), (), slots), angles, caches)
+        inputs = Step(AttentionBatch((), (), (), slots), angles, caches)
         with torch.inference_mode():
-            blocks = [(hidden, len(self._program)) for hidden in model.by_blocks(tokens, step)]
+            blocks = [(hidden, len(self._program)) for hidden in model.by_blocks(tokens, inputs)]
             hidden, self._body = blocks[-1]
             self._ends = [end for _, end in blocks]
-            # All that a block goes on with, but for KV and states.
+            # What a block reads of the blocks before it, apart from caches.
             self._live = [hidden, *(place for places in angles.values() for place in places)]
             recorder.end_blocks(limits.head_rows)
             scored = _numbers(recorder, limits.head_rows)
             self._logits = model.logits(recorder.take(hidden, scored))
             self._best = ints(model.best(self._logits))
         self._scored = ints(scored)
-        self._scored_rows: Sequence[int] = ()
+        self._scored_rows: Sequence[int] = ()  # of the step computed last, whose logits are there
         self._scored_logits = self._logits[:0]
         self._end = len(self._program)
-        self._parts: _Parts | None = None  # of a step that is computed between others
-        self._began = self._step_s = self._block_s = 0.0
+        self._unfinished: RecordedStep | None = None  # the step in parts
+        self._step_s = self._block_s = 0.0
 
-    def forward(self, sequences: Sequence[Span], scored: Sequence[int] = ()) -> None:
-        self._began = time.perf_counter()
-        if self._parts is not None:
-            self._parts.save(self._live, self._limits.sequences)
-        rows = self._set(sequences)
+    def launch(self, batch: StepBatch, after: RecordedStep | None = None, *, in_parts: bool = False) -> RecordedStep:
+        step = RecordedStep(batch, time.perf_counter())
+        self._copy(batch.copies_before)
+        if in_parts:
+            step.parts, self._unfinished = _Parts(), step
+            return step
+        if self._unfinished is not None:
+            unfinished(self._unfinished.parts).save(self._live, self._limits.sequences)
+        rows = self._write_inputs(batch)
         if self._changing:
-            self._compute_angles(sequences, rows)
+            self._compute_angles(batch.spans, rows)
         if self.crew:
             self.crew.call(few=rows <= FEW_TOKENS)
+        scored = batch.rows_of(batch.sampled)
         self._set_scored(scored)
         self.clock.lap(Stage.INPUTS)
         if len(scored) == rows:  # a step of decode: one call
@@ -114,73 +133,96 @@ class RecordedExecutor(ChoosesOnTheCpu):
             self._program.run(0, self._body, rows)
             self._run_head()
         self.clock.lap(Stage.PROGRAM)
+        self._copy(batch.copies_after)
+        return step
 
-    def _set(self, sequences: Sequence[Span]) -> int:
-        """Put a step in; how many rows it has."""
-        for i, s in enumerate(sequences):
+    def _write_inputs(self, batch: StepBatch) -> int:
+        """Returns the number of rows."""
+        spans = batch.spans
+        for i, s in enumerate(spans):
             self._pages.set(i, s.pages)
             self._q_lens[i], self._kv_lens[i], self._states[i] = len(s.tokens), s.start + len(s.tokens), s.state
         if self._deterministic:
-            self._program.set_regime(Regime.PROMPT if sequences[0].in_prompt else Regime.DECODE)
-        self._program.set_batch(len(sequences), *self._shape)
-        return self._rows.fill(sequences, self._limits.page_tokens)
+            self._program.set_regime(Regime.PROMPT if spans[0].in_prompt else Regime.DECODE)
+        self._program.set_batch(len(spans), *self._shape)
+        return self._rows.fill(spans, self._limits.page_tokens)
 
-    def begin(self, sequences: Sequence[Span]) -> None:
-        """Steps between its parts have one row a sequence."""
-        self._parts = _Parts(sequences)
-
-    def advance(self, blocks: int) -> bool:
-        began, parts = time.perf_counter(), begun(self._parts)
-        rows = self._set(parts.sequences)
-        if self._changing and parts.done == 0:
-            self._compute_angles(parts.sequences, rows)
-        parts.bring_back(self._live)
+    def advance(self, step: RecordedStep, blocks: int) -> bool:
+        began_s, parts = time.perf_counter(), unfinished(step.parts)
+        rows = self._write_inputs(step.batch)
+        if self._changing and parts.num_blocks == 0:
+            self._compute_angles(step.batch.spans, rows)
+        parts.restore(self._live)
         if self.crew:
             self.crew.call(few=rows <= FEW_TOKENS)
         self.clock.lap(Stage.INPUTS)
-        last = min(parts.done + blocks, len(self._ends))
-        self._program.run(self._ends[parts.done - 1] if parts.done else 0, self._ends[last - 1], rows)
-        self._block_s = (time.perf_counter() - began) / max(1, last - parts.done)
-        parts.done = last
+        first, last = parts.num_blocks, min(parts.num_blocks + blocks, len(self._ends))
+        self._program.run(self._ends[first - 1] if first else 0, self._ends[last - 1], rows)
+        self._block_s = (time.perf_counter() - began_s) / max(1, last - first)
+        parts.num_blocks = last
+        done = last == len(self._ends)
+        if done:
+            self._copy(step.batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
-        return last == len(self._ends)
+        return done
 
-    def end(self) -> None:
-        parts, self._parts = begun(self._parts), None
-        parts.bring_back(self._live)
-        self._scored_rows = ()
-        if self._deterministic:
-            self._program.set_regime(Regime.PROMPT)  # for the head: steps between its parts were decode
-
-    def drop(self) -> None:
-        self._parts = None
-
-    def turns_s(self) -> tuple[float, float]:
-        return self._step_s, self._block_s
-
-    @torch.inference_mode()
-    def copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
-        copy_states(self._caches, slots)
+    def sample(self, step: RecordedStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
+        if step.parts is not None:
+            step.parts.restore(self._live)
+            self._unfinished, self._scored_rows = None, ()
+            if self._deterministic:
+                self._program.set_regime(Regime.PROMPT)  # steps between the parts were decode
+        step.spans = spans
+        if spans:
+            logits = self._score(step.batch.rows_of(spans))
+            step.choices = choose(self._best[: len(rows)].tolist(), rows, logits)
+        if step.parts is None:
+            self._step_s = time.perf_counter() - step.began_s
         self.clock.lap(Stage.PROGRAM)
+
+    def wait(self, step: RecordedStep) -> StepResult:
+        result = step_result(step.batch, step.spans, step.choices, {})
+        if step.batch.prompt_logprobs:
+            result.prompt_logprobs = prompt_logprobs(step.batch, self._logprobs)
+        return result
+
+    def _logprobs(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        return token_logprobs(self._score(rows), tokens, top)
+
+    def can_follow(self, step: RecordedStep) -> bool:
+        return False  # a launch returns when the step is computed: there is nothing to overlap
+
+    def cancel(self, step: RecordedStep) -> None:
+        if step is self._unfinished:
+            self._unfinished = None
+
+    def pace(self) -> Pace:
+        return Pace(self._step_s, self._block_s)
+
+    def _copy(self, slots: Sequence[tuple[int, int]]) -> None:
+        if slots:
+            with torch.inference_mode():
+                copy_states(self._caches, slots)
+            self.clock.lap(Stage.PROGRAM)
 
     def try_step(self, token: int, share: float) -> None:
-        """Compute the first `share` of a step of one token, for its time alone. Writes to the first page."""
-        rows = self._set([Span((token,), 0, [0], 1)])
+        """Compute the first `share` of a step of one token, to time it. Writes to the first page."""
+        rows = self._write_inputs(StepBatch((Span((token,), 0, [0], 1),)))
         self._program.run(0, max(1, round(self._body * share)), rows)
 
-    def _compute_angles(self, sequences: Sequence[Span], rows: int) -> None:
+    def _compute_angles(self, spans: Sequence[Span], rows: int) -> None:
         for rope, places in self._changing.items():
-            for place, value in zip(places, cos_sin(rope, *positions_of(sequences)), strict=True):
+            for place, value in zip(places, cos_sin(rope, *positions_of(spans)), strict=True):
                 place[:rows] = value
 
-    def score(self, rows: Sequence[int]) -> list[int]:
+    def _score(self, rows: Sequence[int]) -> Tensor:
+        """float32 [R, vocab]: logits of these rows of the step computed last."""
         if rows != self._scored_rows:
             self._set_scored(rows)
             self.clock.lap(Stage.INPUTS)
             self._run_head()
             self.clock.lap(Stage.PROGRAM)
-        self._step_s = time.perf_counter() - self._began
-        return self._best[: len(rows)].tolist()
+        return self._scored_logits
 
     def _set_scored(self, rows: Sequence[int]) -> None:
         if len(rows) != len(self._scored_rows):
@@ -193,12 +235,8 @@ class RecordedExecutor(ChoosesOnTheCpu):
         if self._scored_rows:
             self._program.run(self._body, self._end, len(self._scored_rows))
 
-    def broken(self) -> dict[int, str]:
-        return {}
-
-    @property
-    def logits(self) -> Tensor:
-        return self._scored_logits
+    def logits_of(self, step: RecordedStep, rows: Sequence[int]) -> Tensor:
+        return self._score(rows)
 
     def counters(self) -> Counters:
         return NOTHING_COUNTED

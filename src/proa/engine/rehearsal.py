@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from proa.cache.pool import KvStorage, allocate_pool
+from proa.engine.batch import step_limits
 from proa.engine.device_steps import DeviceSteps
 from proa.engine.dtypes import DTYPES
 from proa.engine.gpu_plan import needed, placement_of, top_k
 from proa.engine.graphs import WARM_BUCKETS, decode_sizes, warm_rows
-from proa.engine.spans import step_limits
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, Copy, Pairs
 from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, InPlace
@@ -179,7 +179,7 @@ class Stage:
         calls.read(calls.batches[0])
 
     def decode(self, bucket: int) -> None:
-        self._on.run(self._on.decode_inputs(bucket), bucket)
+        self._on.run(self._on.decode_inputs(bucket, 1), bucket)
 
     def prompt(self, rows: int) -> None:
         self._on.run(self._on.inputs, rows)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from proa.engine.spans import Span
+from proa.engine.batch import Span
 
 
 def ints(tensor: Tensor) -> memoryview[int]:

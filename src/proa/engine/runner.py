@@ -1,173 +1,131 @@
-"""Planned steps on an executor: tokens in, tokens out. Belongs here: forward pass and sampling. Never: scheduling."""
+"""Planned steps on an executor: requests become spans, results belong to requests again. Never: scheduling, devices."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from proa.engine.batch import PromptLogprobs, Span, StepBatch, StepResult
 from proa.engine.clock import Stage
-from proa.engine.executor import Executor, Follower, InParts
-from proa.engine.request import NO_SLOT, Request
-from proa.engine.spans import Span
+from proa.engine.executor import Executor
+from proa.engine.request import NO_SLOT
 from proa.engine.step_plan import StepItem, StepPlan
-from proa.plan.budget import SCORED_ROWS
-from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
 
 class StepOutput(msgspec.Struct):
-    """By request id. A request whose values were not finite is in `broken`, with the reason, and has no token."""
+    """By request id. A request whose values were not finite is in `faults`, with the reason, and has no token."""
 
-    tokens: dict[str, int] = {}
-    logprobs: dict[str, TokenLogprob] = {}
+    tokens: dict[str, list[int]] = {}
+    logprobs: dict[str, list[TokenLogprob]] = {}
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-    broken: dict[str, str] = {}
-    replaced: list[str] = []  # a step that was started ahead goes on with another token than theirs
+    faults: dict[str, str] = {}
+    replaced: list[str] = []  # a step launched ahead continues with another token than theirs
+
+
+@dataclass(eq=False)
+class Flight:
+    """A plan that was launched. counted: indices of the items whose requests had not ended when it was sampled."""
+
+    plan: StepPlan
+    step: Any  # the executor's
+    batch: StepBatch
+    began_s: float
+    counted: frozenset[int] = field(default=frozenset())
+
+    def age_s(self) -> float:
+        """Seconds since it was launched."""
+        return time.perf_counter() - self.began_s
 
 
 class Runner:
-    """Steps of the scheduler, on an executor: start, ask and finish each."""
-
-    def __init__(
-        self, executor: Executor, page_tokens: int, follower: Follower | None = None, in_parts: InParts | None = None
-    ) -> None:
-        """follower: the executor, if it can start a step while the last one's tokens are not known yet; in_parts: if it
-        can compute one step between others."""
-        self.executor, self._follower, self._parted = executor, follower, in_parts
-        self.page_tokens = page_tokens
-        self.ropes = executor.spec.ropes
-        self._asked: list[Request] = []
+    def __init__(self, executor: Executor[Any], page_tokens: int, *, overlap: bool = True) -> None:
+        """overlap: launch a step before the results of the last one are taken, where the executor can."""
+        self.executor, self.page_tokens, self._overlap = executor, page_tokens, overlap
 
     def run(self, plan: StepPlan) -> StepOutput:
         """A whole step."""
-        everyone = {item.request.id for item in plan.items}
-        self.start(plan)
-        self.ask(plan, everyone)
-        return self.finish(plan, everyone)
+        flight = self.launch(plan)
+        self.sample(flight, lambda item: True)
+        return self.wait(flight)
 
-    def start(self, plan: StepPlan) -> None:
-        """Compute every item's rows, write their KV; states of others are taken before, copies behind."""
-        spans: list[Span] = []
-        scored: list[int] = []
-        end = 0
-        for item in plan.items:
-            spans.append(_span(item))
-            end += item.num_tokens
-            if item.samples:
-                scored.append(end - 1)
-        self._copy_before(plan)
-        self.executor.forward(spans, scored)
-        self._copy_behind(plan)
+    def launch(self, plan: StepPlan, after: Flight | None = None, *, in_parts: bool = False) -> Flight:
+        """See Executor. after: the plan's items continue those that counted there."""
+        began_s, batch = time.perf_counter(), step_batch(plan, follows=after is not None)
+        step = self.executor.launch(batch, None if after is None else after.step, in_parts=in_parts)
+        return Flight(plan, step, batch, began_s)
 
-    def begin(self, plan: StepPlan) -> None:
-        """The same a part at a time, between other steps: the executor advances, then `end`, then `ask`."""
-        self._copy_before(plan)
-        self.in_parts.begin([_span(item) for item in plan.items])
+    def advance(self, flight: Flight, blocks: int) -> bool:
+        return self.executor.advance(flight.step, blocks)
 
-    def end(self, plan: StepPlan) -> None:
-        self.in_parts.end()
-        self._copy_behind(plan)
+    def cancel(self, flight: Flight) -> None:
+        self.executor.cancel(flight.step)
 
-    @property
-    def in_parts(self) -> InParts:
-        """The executor, which raises ValueError if it is none."""
-        if self._parted is None:
-            raise ValueError("this executor computes steps as a whole")
-        return self._parted
+    def can_follow(self, flight: Flight) -> bool:
+        return self._overlap and self.executor.can_follow(flight.step)
 
-    @property
-    def can_start_ahead(self) -> bool:
-        return self._follower is not None and self._follower.can_follow()
-
-    def start_ahead(self, plan: StepPlan) -> None:
-        """The same of a plan ahead of the step that was asked last, whose tokens only the device knows."""
-        if self._follower is None:
-            raise ValueError("this executor does not go on by itself")
-        self._follower.follow([msgspec.structs.replace(_span(item), tokens=(0,)) for item in plan.items])
-        self._copy_behind(plan)
-
-    def ask(self, plan: StepPlan, wanted: Collection[str]) -> None:
-        """Choose tokens where the plan says so, of the requests that want them."""
-        asked: list[Row] = []
-        rows: list[int] = []
-        self._asked = []
-        end = 0
-        for item in plan.items:
-            request = item.request
-            end += item.num_tokens
-            if item.samples and request.id in wanted:
-                self._asked.append(request)
-                asked.append(request.row)
-                rows.append(end - 1)
-        if asked or self._follower:
-            self.executor.sample(rows, asked)
+    def sample(self, flight: Flight, counts: Callable[[StepItem], bool]) -> None:
+        """Sample what the plan says, of the items that still count."""
+        items = flight.plan.items
+        flight.counted = frozenset(i for i, item in enumerate(items) if counts(item))
+        spans = [i for i in flight.batch.sampled if i in flight.counted]
+        self.executor.sample(flight.step, spans, [items[i].request.row for i in spans])
         self.executor.clock.lap(Stage.SAMPLE)
 
-    def finish(self, plan: StepPlan, wanted: Collection[str]) -> StepOutput:
-        """Wait for what was asked."""
-        out = StepOutput()
-        if self._asked or self._follower:
-            self._take(out)
-        for place, why in self.executor.broken().items():
-            request_id = plan.items[place].request.id
-            if request_id in wanted:
-                out.broken[request_id] = why
-                out.tokens.pop(request_id, None)
-        end = 0
-        for item in plan.items:
-            end += item.num_tokens
-            request = item.request
-            if request.sampling.prompt_logprobs is None or request.num_generated or request.id not in wanted:
-                continue
-            self._score_prompt(item, end - item.num_tokens, out)
+    def wait(self, flight: Flight) -> StepOutput:
+        output = _output(flight, self.executor.wait(flight.step))
         self.executor.clock.lap(Stage.SAMPLE)
-        return out
-
-    def settle(self) -> None:
-        """Wait for a step that was started ahead, and forget it."""
-        if self._follower is not None:
-            self._follower.sample((), ())
-            self._follower.choices()
-
-    def _copy_before(self, plan: StepPlan) -> None:
-        self._copy([(item.copy_from, item.request.state_slot) for item in plan.items if item.copy_from != NO_SLOT])
-
-    def _copy_behind(self, plan: StepPlan) -> None:
-        self._copy([(item.request.state_slot, item.copy_to) for item in plan.items if item.copy_to != NO_SLOT])
-
-    def _copy(self, slots: Sequence[tuple[int, int]]) -> None:
-        if slots:
-            self.executor.copy_states(slots)
-
-    def _take(self, out: StepOutput) -> None:
-        for request, choice in zip(self._asked, self.executor.choices(), strict=True):
-            if choice.token < 0:
-                out.broken[request.id] = "The model's logits were not finite."
-                continue
-            out.tokens[request.id] = choice.token
-            if choice.logprob is not None:
-                out.logprobs[request.id] = choice.logprob
-            if choice.late:
-                out.replaced.append(request.id)
-
-    def _score_prompt(self, item: StepItem, row: int, out: StepOutput) -> None:
-        """Log-probabilities of the prompt tokens that this chunk's rows, from `row` on, predict."""
-        request, top = item.request, item.request.sampling.prompt_logprobs or 0
-        last = min(item.start + item.num_tokens, request.num_prompt - 1)
-        scored = out.prompt_logprobs.setdefault(request.id, [])
-        for first in range(item.start, last, SCORED_ROWS):
-            begin, end = first - item.start + row, min(first + SCORED_ROWS, last) - item.start + row
-            tokens = request.tokens[first + 1 : first + 1 + end - begin]
-            scored += self.executor.explain(range(begin, end), tokens, top)
+        return output
 
 
-def _span(item: StepItem) -> Span:
+def step_batch(plan: StepPlan, *, follows: bool = False) -> StepBatch:
+    """follows: only the device knows the tokens."""
+    spans: list[Span] = []
+    sampled: list[int] = []
+    before: list[tuple[int, int]] = []
+    behind: list[tuple[int, int]] = []
+    prompts: list[PromptLogprobs] = []
+    row = 0
+    for i, item in enumerate(plan.items):
+        request = item.request
+        tokens: Sequence[int] = (0,) if follows else request.tokens[item.start : item.start + item.num_tokens]
+        spans.append(Span(tokens, item.start, request.pages, request.num_prompt, request.state_slot))
+        if item.samples:
+            sampled.append(i)
+        if item.copy_from != NO_SLOT:
+            before.append((item.copy_from, request.state_slot))
+        if item.copy_to != NO_SLOT:
+            behind.append((request.state_slot, item.copy_to))
+        if request.sampling.prompt_logprobs is not None and item.start < request.num_prompt:
+            prompts += _prompt_logprobs(i, item, row, request.sampling.prompt_logprobs)
+        row += item.num_tokens
+    return StepBatch(spans, sampled, before, behind, prompts)
+
+
+def _prompt_logprobs(span: int, item: StepItem, row: int, top: int) -> list[PromptLogprobs]:
+    """Of the prompt tokens that this chunk's rows predict; none after a preemption, which computes them again."""
     request = item.request
-    return Span(
-        request.tokens[item.start : item.start + item.num_tokens],
-        item.start,
-        request.pages,
-        request.num_prompt,
-        request.state_slot,
-    )
+    if request.num_generated:
+        return []
+    last = min(item.start + item.num_tokens, request.num_prompt - 1)
+    return [PromptLogprobs(span, row, request.tokens[item.start + 1 : last + 1], top)]
+
+
+def _output(flight: Flight, result: StepResult) -> StepOutput:
+    out, items = StepOutput(), flight.plan.items
+    for i in flight.counted:
+        name = items[i].request.id
+        if (why := result.faults.get(i)) is not None:
+            out.faults[name] = why
+        elif (tokens := result.tokens.get(i)) is not None:
+            out.tokens[name] = tokens
+        if (logprobs := result.logprobs.get(i)) is not None:
+            out.logprobs[name] = logprobs
+        if (prompt_logprobs := result.prompt_logprobs.get(i)) is not None:
+            out.prompt_logprobs[name] = prompt_logprobs
+    out.replaced = [items[i].request.id for i in result.replaced]
+    return out

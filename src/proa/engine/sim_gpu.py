@@ -70,8 +70,8 @@ class SimBuild:
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
         )
-        executor = EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid)
-        return Runner(executor, plan.page_tokens, in_parts=executor)
+        executor = EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid, overlap=True)
+        return Runner(executor, plan.page_tokens)
 
     def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
         service = Service(

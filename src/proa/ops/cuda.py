@@ -111,7 +111,7 @@ class CudaOps:
         rows, heads, dim = len(x.q), len(weights.a_log), x.v.shape[3]
         mixed, seen = (torch.empty(rows, n, device=x.q.device) for n in (len(weights.conv), heads * dim))
         shape, chunks = self._chunk_shape, None
-        if shape is not None and delta.takes_chunks(rows, x.q.shape[2], at.one_each):
+        if shape is not None and delta.takes_chunks(rows, x.q.shape[2], one_each=at.rows_each == 1):
             space = torch.empty(delta_chunk_floats(rows, heads), device=x.q.device)
             chunks = delta_chunks.Chunks(shape, space)
         out = torch.empty(rows, heads * dim, dtype=x.q.dtype, device=x.q.device)
@@ -156,7 +156,7 @@ class CudaOps:
         at = batch.on_device
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         softmax, native = attention.Softmax(scale, window, sinks), self._traits.converts_e4m3
-        if not at.one_each:
+        if at.rows_each != 1:
             attention.prefill(
                 q, cache, at.page_table, at.q_starts, at.kv_lens, softmax, out, native_codes=native
             )  # fmt: skip

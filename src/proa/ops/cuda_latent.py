@@ -62,7 +62,7 @@ class CudaLatentAttention:
         at = batch.on_device
         (rows, heads, _), rank, shared = q.shape, cache.rank, self._shared_bytes
         out = torch.empty(rows, heads, rank, dtype=q.dtype, device=q.device)
-        if not at.one_each:
+        if at.rows_each != 1:
             latent_attention.prefill(q, cache, at.page_table, at.q_starts, at.kv_lens, scale, shared, out)
             return out
         splits = latent_attention.splits_for(rows, heads, self._processors, shared)

@@ -24,7 +24,7 @@ from proa.ops.residency import Located, Residency
 class DeviceBatch:
     """An AttentionBatch as tensors that stay where they are, for a graph to read; S and T include padding."""
 
-    one_each: bool  # every sequence has one row: row s
+    rows_each: int  # sequence s has rows s * rows_each to (s + 1) * rows_each - 1; 0: q_starts alone says
     q_starts: Tensor  # int32 [S + 1]: each sequence's first row
     kv_lens: Tensor  # int32 [S], 0 for padding
     page_table: Tensor  # int32 [S, most pages]

@@ -142,7 +142,7 @@ def _norm(
     tl.store(out + row * out_row + head * VALUE + column, y.to(tl.bfloat16), inside)
 
 
-def takes_chunks(rows: int, key_dim: int, one_each: bool) -> bool:
+def takes_chunks(rows: int, key_dim: int, *, one_each: bool) -> bool:
     """Whether of a step of so many rows some sequence may go by chunks."""
     return not one_each and rows > FEW_ROWS and key_dim <= delta_chunks.MOST_KEY
 

@@ -1,0 +1,118 @@
+"""A step as a value: what an executor computes, and what it returns. Never: requests, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from proa.plan.budget import SCORED_ROWS
+from proa.plan.plan import Plan
+from proa.types import TokenLogprob
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One sequence's part of a step: `tokens` at positions `start`, `start` + 1, ...
+
+    `pages` hold the KV of all positions up to the last one, slot `state` the sequence's recurrent states. The list of
+    pages may be that of an earlier step, grown: its first entries never change. The last `num_drafts` tokens are
+    drafts, which the sampled tokens accept or reject.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    num_prompt: int
+    state: int = 0
+    num_drafts: int = 0
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether its first token is one of the prompt, not a generated one."""
+        return self.start < self.num_prompt
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities to compute: of tokens[i], as predicted by row `first_row` + i of the step, and of the `top`
+    most likely tokens there. `span`: index of the sequence in the batch."""
+
+    span: int
+    first_row: int
+    tokens: Sequence[int]
+    top: int
+
+
+class StepBatch(msgspec.Struct, frozen=True):
+    """One step. Serialisable: with msgspec it can be sent to other processes as it is.
+
+    sampled: indices of the spans whose next tokens are sampled. Rows count through all spans: span 0 has the first
+    ones. copies_before, copies_after: pairs (from, to) of recurrent-state slots, copied in this order before the first
+    and after the last layer.
+    """
+
+    spans: Sequence[Span]
+    sampled: Sequence[int] = ()
+    copies_before: Sequence[tuple[int, int]] = ()
+    copies_after: Sequence[tuple[int, int]] = ()
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(span.tokens) for span in self.spans)
+
+    def rows_of(self, sampled: Sequence[int]) -> list[int]:
+        """The rows that predict the next tokens of these spans: each one's last row, and one more for every draft."""
+        ends = 0
+        rows: list[int] = []
+        wanted = set(sampled)
+        for i, span in enumerate(self.spans):
+            ends += len(span.tokens)
+            if i in wanted:
+                rows += range(ends - 1 - span.num_drafts, ends)
+        return rows
+
+
+class StepResult(msgspec.Struct):
+    """Results by index of the span in the batch.
+
+    tokens: 1 to 1 + num_drafts tokens of each span that was sampled. faults: why a span's values are NaN or infinite;
+    such a span has no tokens. replaced: spans whose token was sampled on the CPU after the device had continued with
+    another one.
+    """
+
+    tokens: dict[int, list[int]] = {}
+    logprobs: dict[int, list[TokenLogprob]] = {}
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+    faults: dict[int, str] = {}
+    replaced: list[int] = []
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest step that an executor allocates buffers for."""
+
+    rows: int
+    sequences: int
+    context_tokens: int
+    page_tokens: int
+    head_rows: int
+
+
+def positions_of(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    """int64 [T] each: every row's position, and the sequence length that dynamic rotary angles are computed for."""
+    positions = torch.cat([torch.arange(s.start, s.start + len(s.tokens)) for s in spans])
+    prompts = torch.cat([torch.full((len(s.tokens),), s.num_prompt) for s in spans])
+    return positions, torch.maximum(prompts, positions + 1)
+
+
+def step_limits(plan: Plan) -> StepLimits:
+    return StepLimits(
+        rows=plan.max_batch_tokens,
+        sequences=plan.max_running,
+        context_tokens=plan.context_tokens,
+        page_tokens=plan.page_tokens,
+        head_rows=max(plan.max_running, SCORED_ROWS),
+    )

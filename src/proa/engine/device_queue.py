@@ -1,0 +1,130 @@
+"""A device's work in launch order: streams, points that the device passes, captured graphs. Never: what is launched.
+
+HostQueue is the same for a CPU in the device's place: everything is done when it is launched, so that what an executor
+launches, and in which order, is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, Self
+
+import torch
+
+
+class Mark(Protocol):
+    """A point in a queue."""
+
+    def wait(self) -> None:
+        """Until the device has passed it."""
+
+    @property
+    def passed(self) -> bool: ...
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Device time between two timed marks that were passed."""
+
+
+class Queue(Protocol):
+    device: torch.device
+
+    def current(self) -> AbstractContextManager[None]:
+        """What is launched in this context goes to this queue."""
+
+    def mark(self, *, timed: bool = False) -> Mark:
+        """The end of what was launched so far. timed: for seconds_since."""
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Capture what `launch` launches; the returned call launches it again. Addresses are baked in: what changes
+        must be read from memory. `launch` has run before, and ended. Called in the context of `current`."""
+
+    def finish(self) -> None:
+        """Wait until everything launched so far has ended."""
+
+    def finish_device(self) -> None:
+        """Wait for all queues of the device, e.g. for buffers that were filled before this queue existed."""
+
+
+class CudaQueue:
+    """One CUDA stream. Graphs share one memory pool, so each may overwrite what another one left in it."""
+
+    def __init__(self, device: torch.device, *, sleeps: bool = False) -> None:
+        """sleeps: a waiting thread leaves its CPU to others, and returns a little later."""
+        self.device, self._sleeps = device, sleeps
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self, *, timed: bool = False) -> CudaMark:
+        return CudaMark(self._stream, sleeps=self._sleeps, timed=timed)
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            launch()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def finish(self) -> None:
+        self.mark().wait()
+
+    def finish_device(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+class CudaMark:
+    def __init__(self, stream: torch.cuda.Stream, *, sleeps: bool, timed: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=timed, blocking=sleeps)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    @property
+    def passed(self) -> bool:
+        done: bool = self._event.query()  # type: ignore[no-untyped-call]
+        return done
+
+    def seconds_since(self, earlier: CudaMark) -> float:
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1e3
+
+
+class HostQueue:
+    """Launching computes at once, on the calling thread."""
+
+    device = torch.device("cpu")
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self, *, timed: bool = False) -> HostMark:
+        return HostMark()
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        return launch
+
+    def finish(self) -> None:
+        pass
+
+    def finish_device(self) -> None:
+        pass
+
+
+class HostMark:
+    passed = True
+
+    def __init__(self) -> None:
+        self._time_s = time.perf_counter()
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: HostMark) -> float:
+        return self._time_s - earlier._time_s

@@ -1,0 +1,70 @@
+"""A GPU's executor on a CPU: its queue computes at once, its decoder is one of reference ops. Never: tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from proa.engine.batch import StepLimits
+from proa.engine.device_queue import HostQueue
+from proa.engine.graphs import GraphExecutor
+from proa.layers.decoder import Decoder
+from proa.layers.step import Step
+from proa.ops.table import AttentionBatch, LayerCache
+
+
+class OnHost:
+    """Reads a step's sequences from tensors whenever it is called, as kernels in a graph do, and leaves rows of padding
+    out."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.spec, self.blocks = decoder.spec, decoder.blocks
+        self.best, self.logits = decoder.best, decoder.logits
+
+    def __call__(self, tokens: Tensor, step: Step) -> Tensor:
+        live, inputs = _live(step)
+        out = torch.zeros(len(tokens), self.spec.hidden, dtype=torch.bfloat16)
+        if live:
+            out[:live] = self._decoder(tokens[:live], inputs)
+        return out
+
+    def by_blocks(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
+        live, inputs = _live(step)
+        out = torch.zeros(len(tokens), self.spec.hidden, dtype=torch.bfloat16)
+        if not live:
+            yield from [out] * len(self.blocks)
+            return
+        for hidden in self._decoder.by_blocks(tokens[:live], inputs):
+            out = out.clone()
+            out[:live] = hidden
+            yield out
+
+
+def _live(step: Step) -> tuple[int, Step]:
+    at = step.batch.on_device
+    starts, kv_lens = at.q_starts.tolist(), at.kv_lens.tolist()
+    alive = [i for i, length in enumerate(kv_lens) if length]
+    q_lens = [starts[i + 1] - starts[i] for i in alive]
+    live = sum(q_lens)
+    if at.rows_each:
+        assert set(q_lens) <= {at.rows_each}
+    assert bool((step.batch.slots[live:] == -1).all()), "padding writes nowhere"
+    batch = AttentionBatch(
+        tuple(q_lens), tuple(kv_lens[i] for i in alive), tuple(at.page_table[i].long() for i in alive),
+        step.batch.slots[:live], states=tuple(at.states[i].item() for i in alive),
+    )  # fmt: skip
+    angles = {rope: (cos[:live], sin[:live]) for rope, (cos, sin) in step.angles.items()}
+    return live, Step(batch, angles, step.caches)
+
+
+def host_executor(
+    decoder: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, *, deterministic: bool = False
+) -> GraphExecutor:
+    """decoder: of reference ops in bfloat16."""
+    return GraphExecutor(
+        cast(Decoder, OnHost(decoder)), caches, limits, HostQueue(), deterministic=deterministic
+    )  # fmt: skip
