@@ -22,8 +22,8 @@ COUNTED = {
 
 def test_what_is_counted_stands_under_its_name() -> None:
     fake, clock = FakeEngine(make_limits(), 48), StepClock()
-    executor = SimpleNamespace(clock=clock, counters=lambda: NOTHING_COUNTED)
-    runner: Any = SimpleNamespace(executor=executor, ropes=())
+    executor = SimpleNamespace(clock=clock, counters=lambda: NOTHING_COUNTED, spec=SimpleNamespace(ropes=()))
+    runner: Any = SimpleNamespace(executor=executor)
     engine = Engine(runner, fake.scheduler, vocab=12)
     fake.submit(ask("r", [1, 2, 3], 5))
     fake.step()

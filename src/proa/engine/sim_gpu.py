@@ -10,7 +10,7 @@ from proa.cache.pool import KvStorage, allocate_pool
 from proa.engine.count_saver import CountSaver
 from proa.engine.cpu_side import CpuSide
 from proa.engine.eager import EagerExecutor
-from proa.engine.gpu_plan import decode_tokens, needed, placement_of, ready, saver_of, top_k
+from proa.engine.gpu_plan import STEP_AHEAD, decode_tokens, needed, placement_of, ready, saver_of, top_k
 from proa.engine.ipc import Loading, Ready
 from proa.engine.runner import Runner
 from proa.hybrid.co_fetch import InPlaceRates
@@ -70,6 +70,7 @@ class SimBuild:
         caches = allocate_pool(
             self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
         )
+        self._decisions.append(STEP_AHEAD)
         executor = EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid, overlap=True)
         return Runner(executor, plan.page_tokens)
 
