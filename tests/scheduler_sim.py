@@ -110,7 +110,7 @@ class FakeEngine:
         """Plan a step; there must be one exactly if there is work that is not done beside."""
         plan = self.scheduler.plan()
         beside = self.scheduler.beside
-        assert plan is not None or beside is not None or not self.scheduler.has_work
+        assert plan is not None or beside is not None or self.plans or not self.scheduler.has_work
         if beside is not None and self.beside is None:
             assert plan is not None, "alone"
             self._begin_beside(beside, plan)
@@ -135,9 +135,19 @@ class FakeEngine:
     ) -> list[TokenEvent]:
         """Compute the step, `drafts` extra tokens for each sampling item, and commit it. `replaced`: of which requests
         a step ahead has another token than this one gives them."""
-        assert plan is self.plans.pop(0), "a device computes one step after the other"
-        self._copy_before(plan, self.tables[0])
-        return self._end(plan, self.tables.pop(0), drafts, replaced)
+        at = next(i for i, launched in enumerate(self.plans) if launched is plan)
+        del self.plans[at]
+        table = self.tables.pop(at)
+        self._copy_before(plan, table)
+        return self._end(plan, table, drafts, replaced)
+
+    def may_finish(self) -> list[StepPlan]:
+        """Steps in flight whose results may come next. A device computes them in the order of their launch. That matters
+        where a step was planned ahead (a row of it that no longer counts writes to pages that are another request's by
+        now) and where slots of copies are used again."""
+        rows = [name for table in self.tables for name in table]
+        ended = any(not self.scheduler.counts(item) for plan in self.plans for item in plan.items)
+        return self.plans[:1] if ended or self.copies or len(set(rows)) < len(rows) else self.plans
 
     def finish_beside(self) -> list[TokenEvent]:
         """The last part of the step that is computed beside others, and its commit."""

@@ -31,16 +31,13 @@ def test_the_same_rows_one_token_later() -> None:
     assert [(i.request.id, i.start, i.num_tokens, i.samples) for i in plan.items] == [
         ("a", 4, 1, True), ("b", 3, 1, True),
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="not the step in flight"):
+    with pytest.raises(ValueError, match="not in flight"):
         fake.scheduler.commit(plan, {"a": 1, "b": 1})
-    with pytest.raises(RuntimeError, match="not of 2"):
-        fake.scheduler.plan_ahead()
-    with pytest.raises(RuntimeError, match="neither committed nor failed"):
-        fake.scheduler.plan()
+    assert fake.scheduler.plan_ahead() is None, "one step at a time is planned ahead"
+    assert fake.scheduler.plan() is None
     fake.finish(fake.plans[0])
     fake.finish(plan)
-    with pytest.raises(RuntimeError, match="not of 0"):
-        fake.scheduler.plan_ahead()
+    assert fake.scheduler.plan_ahead() is None, "of none in flight"
     fake.drain()
 
 
@@ -197,5 +194,5 @@ def test_fail_all_ends_both_steps() -> None:
     fake.fail()
     assert not fake.scheduler.has_work
     fake.check_idle()
-    with pytest.raises(ValueError, match="not the step in flight"):
+    with pytest.raises(ValueError, match="not in flight"):
         fake.scheduler.commit(plan, {})

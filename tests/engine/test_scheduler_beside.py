@@ -129,6 +129,6 @@ def test_only_what_is_in_flight_is_committed() -> None:
     with pytest.raises(ValueError, match="got 0 tokens"):
         fake.scheduler.commit(plan, {})
     fake.finish_beside()
-    with pytest.raises(ValueError, match="not the step in flight"):
+    with pytest.raises(ValueError, match="not in flight"):
         fake.scheduler.commit(plan, {"b": 1})
     fake.drain()

@@ -91,18 +91,19 @@ def try_submit(fake: FakeEngine, request: EngineRequest) -> None:
         assert fake.scheduler.stats() == before
 
 
-def run_schedule(seed: int) -> tuple[FakeEngine, int, int]:
-    """The engine, idle again, how many of its steps were planned ahead, and how many beside others."""
-    random = Random(seed)
+def run_schedule(seed: int) -> tuple[FakeEngine, int, int, int]:
+    """The engine, idle again; how many of its steps were planned ahead, how many beside others; the most in flight."""
+    random, most = Random(seed), 0
     fake, ahead, beside, patience = make_engine(random), 0, 0, random.choice([0.2, 0.7, 1.0])
     num_submitted, eagerness, hurry = 0, random.choice([0.3, 1.0, 3.0]), random.choice([0.0, 0.9, 1.0])
+    depth = random.choice([1, 1, 2, 4])  # steps in flight, of other requests each
     for _ in range(random.randint(5, 60)):
         for _ in range(int(random.expovariate(1 / eagerness))):
             try_submit(fake, make_request(random, f"r{num_submitted}"))
             num_submitted += 1
-        if not fake.plans:
-            fake.begin()
-        if fake.plans and random.random() < hurry:
+        while len(fake.plans) < depth and fake.begin() is not None:
+            most = max(most, len(fake.plans))
+        if len(fake.plans) == 1 and random.random() < hurry:
             ahead += fake.begin_ahead() is not None
         while random.random() < 0.1 and fake.asked:
             fake.abort(random.choice(list(fake.asked)))
@@ -111,7 +112,7 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int]:
             num_submitted += 1
         if fake.plans:
             drafts = random.randint(0, fake.limits.lookahead_tokens)
-            fake.finish(fake.plans[0], drafts, lambda name: random.random() < 0.05)
+            fake.finish(random.choice(fake.may_finish()), drafts, lambda name: random.random() < 0.05)
         if fake.beside and random.random() < patience:
             fake.finish_beside()
             beside += 1
@@ -119,20 +120,20 @@ def run_schedule(seed: int) -> tuple[FakeEngine, int, int]:
     while fake.plans:
         fake.finish(fake.plans[0])
     fake.drain()
-    return fake, ahead, beside
+    return fake, ahead, beside, most
 
 
 @pytest.mark.parametrize("block", range(10))
 def test_seeded_schedules(block: int) -> None:
     per_block = NUM_SCHEDULES // 10 or 300
-    finished = preempted = cached = aborted = ahead = beside = copied = 0
+    finished = preempted = cached = aborted = ahead = beside = copied = most = 0
     for seed in range(block * per_block, (block + 1) * per_block):
         try:
             fake, *steps = run_schedule(seed)
         except Exception as error:
             error.add_note(f"run_schedule({seed})")
             raise
-        ahead, beside = ahead + steps[0], beside + steps[1]
+        ahead, beside, most = ahead + steps[0], beside + steps[1], max(most, steps[2])
         stats = fake.scheduler.stats()
         finished += len(fake.finished)
         preempted += stats.preemptions
@@ -141,6 +142,7 @@ def test_seeded_schedules(block: int) -> None:
         aborted += len(fake.aborted)
     counts = (finished, preempted, cached, aborted, ahead, 2 * beside, copied)
     assert min(counts) > per_block, "the schedules exercise too little"
+    assert most >= 3
 
 
 class Schedules(RuleBasedStateMachine):

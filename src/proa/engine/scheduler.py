@@ -4,16 +4,16 @@ preemption, the results of a step. Never: tensors, text, clocks, processes.
     submit -> WAITING -> plan() admits -> RUNNING -> commit() ... -> FINISHED
                  ^------- preempted -------'
 
-plan() and commit() bracket a step. Between them requests may be submitted and aborted, and nothing that the step
-reads or writes changes hands. Where a device computes one step after the other, plan_ahead() gives the step after the
-one in flight before that one's tokens are known; whoever ends meanwhile has a row in it that counts for nothing. Where
-prompts have turns (engine/lane.py), plan() leaves their chunks in `beside`: one step, in flight beside any number of
-steps of decode until it is committed itself. The rules, in their order of weight:
+A step is in flight from plan() to commit(). Meanwhile requests may be submitted and aborted, and nothing that the step
+reads or writes changes hands. Any number of steps may be in flight, each request in one of them, and they are committed
+in any order. Two cases are special. plan_ahead() gives the step after the one in flight before that one's tokens are
+known; a request that ends meanwhile has a row in it that counts for nothing. Where prompts have turns (engine/lane.py),
+plan() leaves their chunks in `beside`: one step, computed between decode steps. The rules, in their order of weight:
 
 1. The order of service is total: smaller priority, then earlier arrival. A page that runs out is taken from the
    last running request (its tokens stay; it waits at its old place and computes them again, mostly from the
-   prefix cache). The first one running therefore always advances, and equals are served in finite time. Nothing is
-   taken from who is computed beside: whoever needs a page then waits for that step's end.
+   prefix cache). The first one running therefore always advances, and equals are served in finite time. No page is
+   taken from a request in flight: a request that needs it waits until that step is committed.
 2. Each running decode gets its token first; prefill chunks share the rest of max_batch_tokens in that order.
 3. A waiting request is admitted only with pages for all its tokens, plus one spare page for each request already
    running, so that it is not preempted at once. Nobody overtakes a request that does not fit, except its seniors.
@@ -65,9 +65,10 @@ class Scheduler:
         self._running = Lineup()
         self._free_states = list(range(limits.num_slots))  # slots of recurrent states: one for each that may run
         self._turns = turns
-        self._in_flight: list[StepPlan] = []  # the step that is computed, then the one planned ahead
-        self.beside: StepPlan | None = None  # what is computed beside these
-        self._void: Collection[str] = ()  # ids of that one's items which were computed from tokens that are not theirs
+        self._in_flight: list[StepPlan] = []  # oldest first
+        self.beside: StepPlan | None = None  # one more, computed between them
+        self._ahead: tuple[StepPlan, StepPlan] | None = None  # a step planned ahead, and the one before it
+        self._void: set[str] = set()  # requests whose item in flight was computed from a token that is not theirs
         self._arrivals = 0
         self._last_decoded = -1  # arrival of the request that a step decoded last
         self._steps = 0
@@ -139,7 +140,7 @@ class Scheduler:
         not be committed. Returns the ids that had not ended, oldest first."""
         for plan in self._flying:
             self._forget_copies(plan.items)
-        self._in_flight, self.beside, self._void = [], None, ()
+        self._in_flight, self.beside, self._ahead, self._void = [], None, None, set()
         ended = [r.id for r in self._requests.values() if r.state is not State.FINISHED]
         for request in list(self._requests.values()):
             self._remove(request, "error")
@@ -148,11 +149,9 @@ class Scheduler:
     # ---- a step
 
     def plan(self, prompt_tokens: int | None = None) -> StepPlan | None:
-        """The next step, or None if there is nothing to do but what is done beside. Must be followed by commit() or
-        fail_all(). `beside` may be new then: what it reads of others it must read before this step writes anything.
-        prompt_tokens: at most so many of prompts, where these have turns."""
-        if self._in_flight:
-            raise RuntimeError("the last step was neither committed nor failed")
+        """The next step, of requests that are in no step in flight; None if there is nothing to compute for them. Must be
+        followed by commit() or fail_all(). `beside` may be new then: its copies of states must be made before this step
+        writes anything. prompt_tokens: limit of prefill tokens, where prompts have turns."""
         budget_tokens = self.limits.max_batch_tokens
         if prompt_tokens is not None and self._turns and not self._phases.one_chunk:
             budget_tokens = min(budget_tokens, prompt_tokens)
@@ -167,8 +166,8 @@ class Scheduler:
             self.beside = self._step(beside)
         if not now:
             return None
-        self._in_flight = [self._step(now)]
-        return self._in_flight[0]
+        self._in_flight.append(self._step(now))
+        return self._in_flight[-1]
 
     def _step(self, items: Iterable[StepItem]) -> StepPlan:
         return StepPlan(tuple(map(self._copied, items)))
@@ -188,10 +187,8 @@ class Scheduler:
         None where anything else is to be done first: somebody may be admitted, needs a page that is not there, or is
         computed beside. Items of requests that end in the step in flight, foreseen or not, are dropped at commit().
         """
-        if self.beside is not None:
+        if self.beside is not None or len(self._in_flight) != 1:
             return None
-        if len(self._in_flight) != 1:
-            raise RuntimeError(f"a step can be planned ahead of one in flight, not of {len(self._in_flight)}")
         items = [item for item in self._in_flight[0].items if self.counts(item)]
         needs = [self.limits.pages_for(item.start + 2) - len(item.request.pages) for item in items]
         if not self._goes_on(items) or sum(need for need in needs if need > 0) > self._num_available:
@@ -199,11 +196,14 @@ class Scheduler:
         for item, need in zip(items, needs, strict=True):
             if need > 0:
                 item.request.pages += self._take(need)
-        self._in_flight.append(self._step(StepItem(item.request, item.start + 1, 1, True) for item in items))
-        return self._in_flight[1]
+        ahead = self._step(StepItem(item.request, item.start + 1, 1, True) for item in items)
+        self._ahead = ahead, self._in_flight[0]
+        self._in_flight.append(ahead)
+        return ahead
 
     def counts(self, item: StepItem) -> bool:
-        """Whether anybody wants what this item of the older step in flight, or of the one beside, computes."""
+        """Whether the results of this item in flight will be used. For a step ahead: only after the one before it was
+        committed."""
         return item.request.state is not State.FINISHED and item.request.id not in self._void
 
     def commit(
@@ -215,19 +215,16 @@ class Scheduler:
         Returns an event for each such item, aborted ones excepted; tokens after the end are dropped, the eos or
         stop token is in `stop_token` only, logprobs are the engine's to fill in. `replaced`: ids whose token is not the
         one that a step planned ahead goes on with; they are preempted after that. Raises ValueError, with nothing
-        changed, if `plan` is neither the older step in flight nor the one beside, or `sampled` does not fit it.
+        changed, if `plan` is not in flight, was planned ahead of one that is, or `sampled` does not fit it.
         """
         results = self._check_results(plan, sampled)
         if self._copying:
             self._forget_copies([item for item in plan.items if not self.counts(item)])
-        void: Collection[str] = ()
-        if plan is self.beside:
-            self.beside = None
-        else:
-            void, self._void = self._void, ()
-            self._in_flight.pop(0)
-            if self._in_flight:
-                self._void = replaced
+        void = self._void & {item.request.id for item in plan.items} if self._void else self._void
+        self._land(plan)
+        self._void -= void
+        if self._ahead is not None and self._ahead[1] is plan:
+            self._ahead, self._void = None, self._void | set(replaced)
         self._steps += 1
         events = []
         for item in plan.items:
@@ -249,6 +246,13 @@ class Scheduler:
             if item.samples and (reason := events[-1].finish):
                 self._remove(request, reason)
         return events
+
+    def _land(self, plan: StepPlan) -> None:
+        """It is in flight no longer."""
+        if plan is self.beside:
+            self.beside = None
+        else:
+            self._in_flight = [other for other in self._in_flight if other is not plan]
 
     def check(self) -> None:
         """Raise IntegrityError unless every page, lock and request is accounted for exactly. Takes milliseconds."""
@@ -293,8 +297,8 @@ class Scheduler:
 
     @property
     def _held(self) -> frozenset[str]:
-        """Ids of the step that is computed beside."""
-        return frozenset(item.request.id for item in self.beside.items) if self.beside else frozenset()
+        """Ids of the requests in flight."""
+        return frozenset(item.request.id for plan in self._flying for item in plan.items)
 
     def _plan_prefills(self, draft: Draft) -> None:
         if not self._waiting and len(draft) == len(self._running):
@@ -319,7 +323,8 @@ class Scheduler:
 
     def _unfinished_prompts(self) -> Iterator[Request]:
         """Running requests with more than a decode to compute, and the waiting ones, in the order of service."""
-        running = (r for r in self._running if not self._phases.decodes(r))
+        held = self._held
+        running = (r for r in self._running if not self._phases.decodes(r) and r.id not in held)
         return heapq.merge(running, self._waiting, key=lambda r: r.order)
 
     def _leads(self, request: Request) -> bool:
@@ -334,7 +339,8 @@ class Scheduler:
 
     def _admit(self, request: Request, draft: Draft) -> bool:
         """Start a waiting request if a slot and pages can be had, from requests of worse priority if need be."""
-        worse = [r for r in self._running if r.priority > request.priority]
+        held = self._held
+        worse = [r for r in self._running if r.priority > request.priority and r.id not in held]
         if len(self._running) - len(worse) >= self.limits.num_slots:
             return False
         while True:
@@ -407,8 +413,9 @@ class Scheduler:
     # ---- results
 
     def _check_results(self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int]]:
-        if not any(plan is one for one in (*self._in_flight[:1], self.beside)):
-            raise ValueError("this plan is not the step in flight")
+        follows = self._ahead is not None and self._ahead[0] is plan
+        if follows or not any(plan is one for one in self._flying):
+            raise ValueError("this plan is not in flight, or the step before it still is")
         results: dict[str, Sequence[int]] = {}
         for item in plan.items:
             if not item.samples or not self.counts(item):
