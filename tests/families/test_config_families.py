@@ -169,6 +169,8 @@ def test_refused_by_every_family(architecture: str, values: dict[str, Any], mess
         ("Qwen3MoeForCausalLM", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64"),
         ("Qwen3MoeForCausalLM", {"use_qk_norm": False}, "use_qk_norm = False is not implemented"),
         ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope = True is not implemented"),
+        ("Qwen2ForCausalLM", {"rope_theta": 1e6, "rotary_emb_base": 1e5}, "rotary_emb_base = 100000.0 .* only 1000000"),
+        ("Glm4MoeForCausalLM", {"moe_router_dtype": "bfloat16"}, "moe_router_dtype = 'bfloat16' is not implemented"),
         ("Qwen3MoeForCausalLM", {"num_local_experts": 4}, "must agree"),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
         ("Qwen2ForCausalLM", {"use_sliding_window": True}, "sliding_window is 0"),
@@ -229,6 +231,8 @@ def test_an_unknown_key_that_is_null_means_what_its_absence_means(architecture: 
     ("architecture", "values"),
     [
         ("Qwen2ForCausalLM", {"use_mrope": False}),  # Qwen2.5-7B
+        ("Qwen2ForCausalLM", {"rotary_emb_base": 10000, "seq_length": 512}),  # CodeQwen1.5-7B-Chat
+        ("Glm4MoeForCausalLM", {"moe_router_dtype": "float32"}),  # GLM-4.7-FP8
         ("Ernie4_5_MoeForCausalLM", {"_attn_implementation": "eager"}),  # as ERNIE's own exporter writes it
         ("Qwen3MoeForCausalLM", {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}),
     ],

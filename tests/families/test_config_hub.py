@@ -2,6 +2,19 @@
 
 hub_configs.json has for each repository the name that docs/formats.md lists, the published number of parameters, where
 the text was found, and config.json itself (with hf_quant_config.json where that says how the weights are quantised).
+
+A number without a unit is what the Hub counts in the safetensors files, as public lists of such counts repeat it (that
+of Llama 1 is keras-hub's); `counted_too` says what it counts besides the parameters that Proa has. Where the
+Hub counts packed codes, the number is that of the model which was quantised. A number with a unit is the one of the
+model's card or report. All hold to 0.5 %, but for what CUT_OFF names.
+
+Missing are the models of NOT_FOUND, and DeepSeek-Coder-V2 is there by its Lite only. Missing of the publishers' own
+quantised files are FP8 of Qwen3-Coder, Qwen3-Coder-Next, GLM-4.5-Air, 4.6 and 4.7 (of GLM-4.7-FP8 only what stands
+before quantization_config was found; its keys are accepted), AWQ and GPTQ of Qwen2.5 and of most Qwen1.5, Qwen2 and
+Qwen3, and Kimi-K2-Thinking's INT4. Entries whose origin says memory, written down, defaults, values, or "as
+transformers reads it" are not the published text. Looked through were files of these names in public repositories,
+exact strings of their keys, stored pages of huggingface.co, issues, articles, and the packages aiconfigurator (all
+versions), gpustack, genz-llm, llm-analysis, hf-mem, llmcalc and kvfit.
 """
 
 from __future__ import annotations
@@ -32,10 +45,10 @@ QUANTISED = [name for name, config in CONFIGS.items() if "quantization_config" i
 FORMATS_PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 
 # Models that docs/formats.md lists, but whose published config.json could not be found to be tested.
-NOT_FOUND = {
-    "DeepSeek-Coder-V2", "DeepSeek-V2.5", "ERNIE-4.5-300B-A47B", "GLM-4.6", "GLM-4.7", "MiniMax-M2", "MiniMax-M2.1",
-    "Qwen3-Coder-Next", "dots.llm1",
-}  # fmt: skip
+NOT_FOUND = {"ERNIE-4.5-300B-A47B", "GLM-4.6", "MiniMax-M2.1", "Qwen3-Coder-Next"}
+
+# Published numbers whose last digit is cut off instead of rounded: 142.8 billion parameters are called 142B.
+CUT_OFF = {"rednote-hilab/dots.llm1.base"}
 
 # Name: (context in tokens, KV bytes per token in bfloat16).
 CACHES = {
@@ -44,16 +57,24 @@ CACHES = {
     "meta-llama/Llama-3.1-8B-Instruct": (131072, 131072),
     "HuggingFaceTB/SmolLM2-135M-Instruct": (8192, 23040),
     "01-ai/Yi-1.5-34B": (4096, 245760),
+    "Qwen/CodeQwen1.5-7B-Chat": (65536, 65536),
     "Qwen/Qwen2.5-7B-Instruct": (32768, 57344),
     "Qwen/Qwen2.5-7B-Instruct with the YaRN that its card recommends": (131072, 57344),
     "Qwen/Qwen3-8B": (40960, 147456),
     "Qwen/Qwen3-30B-A3B": (40960, 98304),
     "Qwen/Qwen2-57B-A14B": (131072, 57344),
+    "Qwen/Qwen2-57B-A14B-Instruct": (32768, 57344),
     "Qwen/Qwen1.5-MoE-A2.7B": (8192, 196608),
     "mistralai/Mixtral-8x7B-v0.1": (32768, 131072),
     "mistralai/Mixtral-8x22B-v0.1": (65536, 229376),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (262144, 24576),
     "zai-org/GLM-4.5-Air": (131072, 188416),
+    "zai-org/GLM-4.7": (202752, 376832),
+    "MiniMaxAI/MiniMax-M2": (196608, 253952),
+    "MiniMaxAI/MiniMax-M2 as changed for transformers 5": (196608, 253952),
+    "rednote-hilab/dots.llm1.base": (32768, 1015808),
+    "deepseek-ai/DeepSeek-Coder-V2-Lite-Base": (163840, 31104),
+    "deepseek-ai/DeepSeek-V2.5": (163840, 69120),
     "deepseek-ai/DeepSeek-V3": (163840, 70272),
     "moonshotai/Kimi-K2-Instruct": (131072, 70272),
 }
@@ -64,31 +85,41 @@ def spec_of(name: str) -> Model:
 
 
 def published(text: str) -> tuple[float, float]:
-    """What "30.5B" says: the number, and half a unit of its last digit."""
-    digits, unit = re.fullmatch(r"([\d.]+)([MBT]?)", text).groups()  # type: ignore[union-attr]
-    scale = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}[unit]
+    """What "30.5B" says: the number, and a unit of its last digit."""
+    digits, unit = re.fullmatch(r"([\d.]+)([MB]?)", text).groups()  # type: ignore[union-attr]
+    scale = {"": 1.0, "M": 1e6, "B": 1e9}[unit]
     decimals = len(digits.partition(".")[2])
-    return float(digits) * scale, 0.5 * 10.0**-decimals * scale
+    return float(digits) * scale, 10.0**-decimals * scale
 
 
 def guessing_layer_params(spec: Model) -> int:
     """Of one layer that guesses a further token (Proa does not load it): a block as the last one, a projection of two
-    hidden states to one, three norms, and a second embedding and head."""
+    hidden states to one, and three norms."""
     block = f"blocks.{len(spec.blocks) - 1}."
-    return (
-        sum(prod(shape) for name, shape in spec.params() if name.startswith(block))
-        + 2 * spec.hidden**2
-        + 3 * spec.hidden
-        + 2 * spec.vocab * spec.hidden
-    )
+    own = sum(prod(shape) for name, shape in spec.params() if name.startswith(block))
+    return own + 2 * spec.hidden**2 + 3 * spec.hidden
+
+
+def more_params(spec: Model, what: str | None) -> int:
+    """Of what the published number has besides the parameters that Proa has."""
+    embedding = spec.vocab * spec.hidden
+    return {
+        None: 0,
+        "the head, which is the embedding": embedding,
+        "a guessing layer": guessing_layer_params(spec),
+        "a guessing layer, its embedding and its head": guessing_layer_params(spec) + 2 * embedding,
+    }[what]
 
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_published_number_of_parameters(name: str) -> None:
     spec, entry = spec_of(name), ENTRIES[name]
-    found = spec.num_params + (guessing_layer_params(spec) if entry.get("with_guessing_layer") else 0)
-    expected, rounding = published(entry["parameters"])
-    assert found == pytest.approx(expected, rel=0.005, abs=rounding)
+    found = spec.num_params + more_params(spec, entry.get("counted_too"))
+    number, unit = published(entry["parameters"])
+    if name in CUT_OFF:
+        assert number <= found < number + unit
+    else:
+        assert found == pytest.approx(number, rel=0.005)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "Llama-1" not in name])
@@ -116,18 +147,31 @@ def test_quantisations() -> None:
     fp8, nvfp4 = ("fp8", "FP8, dynamic"), ("modelopt", "NVFP4 and a KV cache of FP8")
     assert found == {
         "nvidia/Llama-3.1-70B-Instruct-FP8": ("modelopt", "FP8 and a KV cache of FP8"),
+        "Qwen/Qwen1.5-14B-Chat-AWQ": ("awq", ""),
+        "Qwen/CodeQwen1.5-7B-Chat-AWQ": ("awq", ""),
+        "Qwen/Qwen2-7B-Instruct-GPTQ-Int4": ("gptq", ""),
+        "Qwen/Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4": ("gptq", ""),
+        "Qwen/Qwen3-8B-FP8": fp8,
         "Qwen/Qwen3-32B-FP8": fp8,
         "Qwen/Qwen3-32B-FP8-Static-PerTensor": ("modelopt", "FP8 and a KV cache of FP8"),
         "Qwen/Qwen3-32B-AWQ": ("awq", ""),
         "Qwen/Qwen3-30B-A3B-FP8": fp8,
+        "Qwen/Qwen3-30B-A3B-GPTQ-Int4": ("gptq", ""),
+        "Qwen/Qwen3-30B-A3B-Thinking-2507-FP8": fp8,
         "Qwen/Qwen3-235B-A22B-FP8": fp8,
+        "Qwen/Qwen3-235B-A22B-Instruct-2507-FP8": fp8,
         "nvidia/Qwen3-235B-A22B-NVFP4": nvfp4,
         "Qwen/Qwen3-Next-80B-A3B-Instruct-FP8": fp8,
+        "zai-org/GLM-4.5-FP8": ("compressed-tensors", "FP8"),
+        "MiniMaxAI/MiniMax-M2": fp8,
+        "MiniMaxAI/MiniMax-M2 as changed for transformers 5": fp8,
         "MiniMaxAI/MiniMax-M2.5": fp8,
+        "nvidia/MiniMax-M2.5-NVFP4": nvfp4,
         "MiniMaxAI/MiniMax-M2.7": fp8,
         "nvidia/MiniMax-M2.7-NVFP4": nvfp4,
         "deepseek-ai/DeepSeek-V3": fp8,
         "deepseek-ai/DeepSeek-R1": fp8,
+        "deepseek-ai/DeepSeek-V3.1": fp8,
         "nvidia/DeepSeek-V3.1-NVFP4": nvfp4,
         "moonshotai/Kimi-K2-Instruct": fp8,
         "openai/gpt-oss-20b": ("mxfp4", ""),
@@ -135,7 +179,9 @@ def test_quantisations() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-32B-FP8-Static-PerTensor", "nvidia/MiniMax-M2.7-NVFP4"])
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-32B-FP8-Static-PerTensor", "nvidia/MiniMax-M2.5-NVFP4", "nvidia/MiniMax-M2.7-NVFP4"]
+)
 def test_config_and_hf_quant_config_say_the_same(name: str) -> None:
     old = {"quantization_config": legacy_modelopt(ENTRIES[name]["hf_quant_config"])}
     assert quantisation(old) == quantisation(ENTRIES[name]["config"])
@@ -170,10 +216,15 @@ def test_routers() -> None:
         "Qwen3-Next-80B-A3B": {(512, 10, 512, True, True)},
         "GLM-4.5": {(160, 8, 1536, True, False)},
         "GLM-4.5-Air": {(128, 8, 1408, True, False)},
+        "GLM-4.7": {(160, 8, 1536, True, False)},
+        "MiniMax-M2": {(256, 8, 1536, True, False)},
         "MiniMax-M2.5": {(256, 8, 1536, True, False)},
         "MiniMax-M2.7": {(256, 8, 1536, True, False)},
         "ERNIE-4.5-21B-A3B": {(64, 6, 1536, True, False)},
+        "dots.llm1": {(128, 6, 1408, True, False)},
         "DeepSeek-V2": {(160, 6, 1536, False, False)},
+        "DeepSeek-V2.5": {(160, 6, 1536, False, False)},
+        "DeepSeek-Coder-V2": {(64, 6, 1408, False, False)},
         "DeepSeek-V2-Lite": {(64, 6, 1408, False, False)},
         "DeepSeek-V3": {(256, 8, 2048, True, False)},
         "DeepSeek-V3.1": {(256, 8, 2048, True, False)},
@@ -183,6 +234,10 @@ def test_routers() -> None:
         "gpt-oss-120b": {(128, 4, 2880, True, False)},
         "OLMoE-1B-7B": {(64, 8, 1024, False, False)},
     }
+
+
+def test_both_published_forms_of_minimax_m2_are_one_model() -> None:
+    assert spec_of("MiniMaxAI/MiniMax-M2") == spec_of("MiniMaxAI/MiniMax-M2 as changed for transformers 5")
 
 
 def test_only_gpt_oss_slides() -> None:

@@ -24,7 +24,10 @@ def llama(c: Reader) -> tuple[Model, NameTable]:
 
 def qwen2(c: Reader) -> tuple[Model, NameTable]:
     no_mrope(c)
-    return _dense(c, attention(c, qkv_bias=True), windows=qwen_windows(c))
+    mixer = attention(c, qkv_bias=True)
+    c.expect("rotary_emb_base", mixer.rope.base)  # CodeQwen1.5's config.json says it twice
+    c.ignore("max_position_embeddings says the context", "seq_length")
+    return _dense(c, mixer, windows=qwen_windows(c))
 
 
 def qwen3(c: Reader) -> tuple[Model, NameTable]:

@@ -49,6 +49,7 @@ def v3_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
         "scoring_func": ("sigmoid", "noaux_tc"),
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
+        "moe_router_dtype": ("float32",),
     }.items():
         c.expect(key, *values)
     c.ignore("training", "aux_loss_alpha", "seq_aux", "ep_size")
