@@ -91,7 +91,8 @@ def _bars(
 def images() -> dict[Path, str]:
     """Each image's path and text."""
     return {
-        IMAGES / f"{path.stem}.svg": chart(json.loads(path.read_text("utf-8"))) for path in sorted(RESULTS.glob("*.json"))
+        IMAGES / f"{path.stem}.svg": chart(json.loads(path.read_text("utf-8")))
+        for path in sorted(RESULTS.glob("*.json"))
     }
 
 
