@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,8 @@ def tool(name: str) -> ModuleType:
 def docs() -> ModuleType:
     return tool("check_docs")
 
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 ENGLISH = """\
 # Proa
@@ -92,6 +95,21 @@ def test_the_table_of_models_is_current() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     assert [row for row in rows if row not in readme] == [], "run python tools/model_table.py"
     assert len(rows) == len([line for line in readme.splitlines() if line.endswith(("| measured |", "| predicted |"))])
+
+
+def test_the_readmes_comparisons_are_in_the_notes() -> None:
+    """Each rate and ratio of the first table rounds one of the notes' figures."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    table = readme.partition("## Beside other programs")[2].partition("\nA:")[0]
+    notes = (ROOT / "docs" / "lab" / "beside-others.md").read_text("utf-8")
+    measured = {float(number) for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", notes)}
+    figures = [
+        figure for row in table.splitlines()[4:] for cell in row.split("|")[4:] for figure in NUMBER.findall(cell)
+    ]
+    assert len(figures) > 20
+    for figure in figures:
+        half = 0.5 * 10.0 ** -len(figure.partition(".")[2])
+        assert any(abs(one - float(figure)) <= half for one in measured), f"{figure} is in no note"
 
 
 def test_charts_are_current() -> None:
