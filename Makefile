@@ -1,6 +1,6 @@
 # make demo   a real model answers through a real server        make native    build csrc, beside the Python package
 # make test   all CPU tests; make test-gpu: those of a GPU      make sanitize  csrc's tests under ASan, UBSan and TSan
-# make check  formatting, lint, types, sizes, symbols, kernels  make qemu      csrc's tests here and on emulated older CPUs
+# make check  formatting, lint, types, sizes, pages, kernels    make qemu      csrc's tests here and on emulated older CPUs
 # make format, make docs, make clean                            make sanitize-gpu  the doorbell under compute-sanitizer
 # Another environment than .venv: make native BIN=/path/to/venv/bin
 .PHONY: demo test test-all test-gpu check native sanitize sanitize-gpu qemu format docs clean venv
@@ -39,6 +39,8 @@ check: native
 	@$(BIN)/mypy
 	@$(BIN)/python tools/check_imports.py
 	@$(BIN)/python tools/check_sizes.py
+	@$(BIN)/python tools/check_docs.py
+	@$(BIN)/python tools/charts.py --check
 	@$(BIN)/python tools/check_native.py
 	@$(BIN)/python tools/check_kernels.py
 
@@ -61,6 +63,7 @@ format: venv
 
 docs: venv
 	@$(BIN)/python tools/make_options_doc.py
+	@$(BIN)/python tools/charts.py
 
 venv:
 ifeq ($(BIN),$(OWN))

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The figures of docs/performance.md and ROADMAP that rest on RAM's limit, and where VRAM is, on one H200 with 16 CPUs.
+# The figures of docs/performance.md and docs/missed.md that rest on RAM's limit, and VRAM by part, on an H200 with 16 CPUs.
 #
 #   benchmarks/gpu_figures.sh PART [OUT]
 #

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import fill
 
 from proa.cli.bench_hybrid import HybridCommand
 from proa.cli.bench_kernels import KernelsCommand
@@ -91,7 +92,8 @@ def document() -> str:
         own = [o for o in declarations(group).values() if "engine" not in o.path]
         parts += [f"## proa {command}\n", _table(own)]
         if len(own) < len(declarations(group)):
-            parts.append("And the engine's options above: " + _titles(declarations(group).values()) + ".\n")
+            above = "And the engine's options above: " + _titles(declarations(group).values()) + "."
+            parts.append(fill(above, 120) + "\n")
     parts += ["## Environment\n", _environment()]
     return "\n".join(parts)
 

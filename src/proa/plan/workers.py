@@ -16,7 +16,7 @@ from proa.types import Decision
 SPIN_US = 1000
 SAVING_SPIN_US = 50
 # Beside a GPU they are woken before a step is launched, and the GPU's part of the first layer takes longer than that. A
-# step came 0.4 ms earlier than with a millisecond, on 16 CPUs of which each had a worker (docs/performance.md).
+# step came 0.4 ms earlier than with a millisecond, on 16 CPUs of which each had a worker (docs/lab).
 LAUNCHED_SPIN_US = 20
 
 

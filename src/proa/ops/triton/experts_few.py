@@ -35,7 +35,7 @@ class Tile:
     warps: int
 
 
-# Of bfloat16, by measurement (docs/performance.md), where FEW pairs are a step of one token; of formats whose codes are
+# Of bfloat16, by measurement (docs/lab), where FEW pairs are a step of one token; of formats whose codes are
 # decoded first.
 _FEW = 16
 _TILES = {

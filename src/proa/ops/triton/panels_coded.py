@@ -23,7 +23,7 @@ _LINES = tl.constexpr(4)  # of 32 columns of four bits: what four lanes of the m
 def coded_columns(of: Layout) -> int | None:
     """Of a stage, which lies within one group; None: the format or its groups are not for this.
 
-    Few rows of weights and many columns are best where sums are scaled seldom (H200, docs/performance.md).
+    Few rows of weights and many columns are best where sums are scaled seldom (H200, docs/lab).
     """
     values, scale = VALUES[of.format], formats.names(of.format)["SCALE"]
     before = scale == "e4m3"  # of nvfp4: a code times its scale has at most 6 bits
