@@ -15,15 +15,15 @@ from proa.cache.pages import PageAllocator
 from proa.cache.pool import KvStorage, allocate_pool
 from proa.cache.radix import PrefixCache
 from proa.cache.states import StateCopies
-from proa.engine.batch import StepBatch, StepLimits
-from proa.engine.copying import CopyRules
-from proa.engine.eager import EagerExecutor
 from proa.engine.engine import Engine
-from proa.engine.executor import Executor, S
-from proa.engine.policy import Limits
-from proa.engine.recorded import RecordedExecutor
+from proa.engine.executors.batch import StepBatch, StepLimits
+from proa.engine.executors.eager import EagerExecutor
+from proa.engine.executors.executor import Executor, S
+from proa.engine.executors.recorded import RecordedExecutor
 from proa.engine.runner import Flight, Runner, StepOutput
-from proa.engine.scheduler import Scheduler
+from proa.engine.scheduling.copying import CopyRules
+from proa.engine.scheduling.policy import Limits
+from proa.engine.scheduling.scheduler import Scheduler
 from proa.layers.decoder import Decoder
 from proa.models.spec import Model
 from proa.native.pool import Pool

@@ -17,8 +17,8 @@ import msgspec
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from proa.engine.handle import EngineState
 from proa.engine.ipc import Loading, Ready, Stats
+from proa.engine.processes.handle import EngineState
 from proa.errors import EngineDead, ProaError, QueueFull, ShuttingDown
 from proa.plan.plan import MemoryBudget, Plan, Roof
 from proa.types import EngineRequest, FinishReason, TokenEvent, TokenLogprob

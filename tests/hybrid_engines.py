@@ -12,10 +12,10 @@ import torch
 
 from engines import COPIES, Loaded
 from proa.cache.pool import KvStorage, allocate_pool
-from proa.engine.batch import StepLimits
-from proa.engine.eager import EagerExecutor
-from proa.engine.executor import Executor
-from proa.engine.gpu_plan import top_k
+from proa.engine.building.gpu_plan import top_k
+from proa.engine.executors.batch import StepLimits
+from proa.engine.executors.eager import EagerExecutor
+from proa.engine.executors.executor import Executor
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.hybrid.copies import Copiers, GpuCopier, HostCopier
 from proa.hybrid.model import HybridModel, Parts, Placement
@@ -124,8 +124,8 @@ def load_split(
         )
         if not cuda:
             return EagerExecutor(model, caches, limits.page_tokens, hybrid, overlap=True)
-        queue = _cuda("engine.device_queue").CudaQueue(at)
-        executor: Executor[Any] = _cuda("engine.graphs").GraphExecutor(model, caches, limits, queue, hybrid)
+        queue = _cuda("engine.executors.device_queue").CudaQueue(at)
+        executor: Executor[Any] = _cuda("engine.executors.graphs").GraphExecutor(model, caches, limits, queue, hybrid)
         return executor
 
     return Loaded(spec, make)

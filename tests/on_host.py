@@ -8,9 +8,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from proa.engine.batch import StepLimits
-from proa.engine.device_queue import HostQueue
-from proa.engine.graphs import GraphExecutor
+from proa.engine.executors.batch import StepLimits
+from proa.engine.executors.device_queue import HostQueue
+from proa.engine.executors.graphs import GraphExecutor
 from proa.layers.decoder import Decoder
 from proa.layers.step import Step
 from proa.ops.table import AttentionBatch, LayerCache

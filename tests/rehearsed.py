@@ -22,10 +22,10 @@ from triton.runtime.cache import get_cache_key
 
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
-from proa.engine import rehearsal
-from proa.engine.batch import step_limits
-from proa.engine.compile_ahead import stored_types, variants_of
-from proa.engine.gpu_plan import top_k
+from proa.engine.building import rehearsal
+from proa.engine.building.compile_ahead import stored_types, variants_of
+from proa.engine.building.gpu_plan import top_k
+from proa.engine.executors.batch import step_limits
 from proa.machine.absent import with_gpu
 from proa.machine.probe import probe
 from proa.ops.triton import ahead

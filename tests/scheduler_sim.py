@@ -14,13 +14,13 @@ import torch
 from proa.cache.pages import PageAllocator
 from proa.cache.radix import PrefixCache
 from proa.cache.states import StateCopies
-from proa.engine.copying import CopyRules
-from proa.engine.page_table import PageTable
-from proa.engine.phases import FixedPhases
-from proa.engine.policy import Limits
-from proa.engine.request import NO_SLOT, Request
-from proa.engine.scheduler import Scheduler
-from proa.engine.step_plan import StepItem, StepPlan
+from proa.engine.executors.page_table import PageTable
+from proa.engine.scheduling.copying import CopyRules
+from proa.engine.scheduling.phases import FixedPhases
+from proa.engine.scheduling.policy import Limits
+from proa.engine.scheduling.request import NO_SLOT, Request
+from proa.engine.scheduling.scheduler import Scheduler
+from proa.engine.scheduling.step_plan import StepItem, StepPlan
 from proa.types import EngineRequest, FinishReason, Sampling, TokenEvent
 
 VOCAB = 12
@@ -142,9 +142,9 @@ class FakeEngine:
         return self._end(plan, table, drafts, replaced)
 
     def may_finish(self) -> list[StepPlan]:
-        """Steps in flight whose results may come next. A device computes them in the order of their launch. That matters
-        where a step was planned ahead (a row of it that no longer counts writes to pages that are another request's by
-        now) and where slots of copies are used again."""
+        """Steps in flight whose results may come next. A device computes them in the order of their launch. That
+        matters where a step was planned ahead (a row of it that no longer counts writes to pages that are another
+        request's by now) and where slots of copies are used again."""
         rows = [name for table in self.tables for name in table]
         ended = any(not self.scheduler.counts(item) for plan in self.plans for item in plan.items)
         return self.plans[:1] if ended or self.copies or len(set(rows)) < len(rows) else self.plans

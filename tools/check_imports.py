@@ -17,12 +17,16 @@ ORDER = (
     "layers", "cache", "sampling", "plan", "engine", "text", "llm", "server", "bench", "cli",
 )  # fmt: skip
 
+# The same within proa.engine. Values that the parts exchange stand at its top, without imports of the others.
+ENGINE_ORDER = ("scheduling", "executors", "engine", "building", "processes")
+ENGINE_LOOP, ENGINE_VALUES = ("engine", "lane", "runner", "count_saver"), ("ipc",)
+
 # Modules that run in the API process; importing torch there costs seconds of start-up.
 NO_TORCH = (
     "errors", "types", "obs", "config", "models", "machine", "native", "weights/checkpoint", "weights/index",
     "weights/quantised", "demo",
-    "hub", "plan", "text", "llm", "server", "bench", "cli", "cache/pages", "cache/radix", "engine/request",
-    "engine/scheduler", "engine/handle", "engine/ipc", "engine/client",
+    "hub", "plan", "text", "llm", "server", "bench", "cli", "cache/pages", "cache/radix", "engine/scheduling/request",
+    "engine/scheduling/scheduler", "engine/processes/handle", "engine/ipc", "engine/processes/client",
 )  # fmt: skip
 
 # Started as processes of their own, so they may import torch, and nobody may import them.
@@ -53,6 +57,14 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
             yield node.module, node.lineno, id(node) not in nested
 
 
+def engine_part(module: str) -> int | None:
+    """Place in ENGINE_ORDER of "engine/executors/graphs" or "engine/lane"; None for values and other packages."""
+    parts = module.split("/")
+    if parts[0] != "engine" or len(parts) == 1 or parts[1] in ENGINE_VALUES:
+        return None
+    return ENGINE_ORDER.index("engine" if parts[1] in ENGINE_LOOP else parts[1])
+
+
 def problems(path: Path) -> Iterator[str]:
     own = path.relative_to(SOURCE).with_suffix("").as_posix()
     package = own.split("/")[0]
@@ -72,6 +84,9 @@ def problems(path: Path) -> Iterator[str]:
         target = parts[1]
         if target not in ORDER or ORDER.index(target) > ORDER.index(package):
             yield f"{own}.py:{line}: {package} may not import proa.{target}, which comes later"
+        mine, theirs = engine_part(own), engine_part("/".join(parts[1:]))
+        if mine is not None and theirs is not None and theirs > mine:
+            yield f"{own}.py:{line}: {module} comes later in proa.engine"
         if not at_top and package not in ("cli", "llm"):
             yield f"{own}.py:{line}: an import of proa.{target} hides in a function"
 

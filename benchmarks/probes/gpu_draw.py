@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proa.engine.device_logprobs import DeviceLogprobs
-from proa.engine.device_sampler import DeviceSampler
+from proa.engine.executors.device_logprobs import DeviceLogprobs
+from proa.engine.executors.device_sampler import DeviceSampler
 from proa.ops.triton.draw import TOO_MANY
 from proa.sampling.choose import choose
 from proa.sampling.rows import Row

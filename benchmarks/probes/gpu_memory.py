@@ -26,7 +26,7 @@ import torch
 from proa.bench.hybrid_shapes import MODEL_SHAPES
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, ModelOptions, SchedulerOptions
 from proa.engine.engine import Engine
-from proa.engine.load import load_engine
+from proa.engine.building.load import load_engine
 from proa.ops.sizes import buckets
 from proa.plan.plan import Plan, VramBudget
 from proa.plan.prepare import prepare
@@ -46,7 +46,7 @@ Segments = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Block:
-    """Memory in use: who asked for it ("engine/graphs.py:78"), as many bytes as it asked for, as many as it got."""
+    """Memory in use: who asked for it ("engine/executors/graphs.py:78"), as many bytes as it asked for, as many as it got."""
 
     line: str
     asked_bytes: int
@@ -245,7 +245,7 @@ def _watch_captures(driver: Driver) -> None:
 
 
 def _watch_loading(driver: Driver, found: Found) -> None:
-    from proa.engine.gpu import GpuBuild  # needs a CUDA build of torch
+    from proa.engine.building.gpu import GpuBuild  # needs a CUDA build of torch
 
     runner = GpuBuild.runner
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
-from proa.engine.client import EngineClient
-from proa.engine.handle import EngineHandle
+from proa.engine.processes.client import EngineClient
+from proa.engine.processes.handle import EngineHandle
 from proa.errors import EngineDead, RequestError, ShuttingDown, UsageError
 from proa.plan.plan import Plan
 from proa.plan.prepare import Prepared, prepare

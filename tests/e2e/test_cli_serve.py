@@ -340,7 +340,7 @@ def wait_for(condition: Callable[[], T]) -> T:
 
 
 def engines_of(pid: int) -> list[int]:
-    return [child for child in children_of(pid) if "proa.engine.worker" in command_line(child)]
+    return [child for child in children_of(pid) if "proa.engine.processes.worker" in command_line(child)]
 
 
 def children_of(pid: int) -> list[int]:

@@ -12,13 +12,13 @@ import torch
 from engines import COPIES, RULES, finish_all, load_decoder, prefixes, request, tokens_of
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
-from proa.engine.batch import StepBatch, StepResult
-from proa.engine.clock import Stage
-from proa.engine.eager import EagerExecutor, EagerStep
 from proa.engine.engine import Engine
-from proa.engine.policy import Limits
+from proa.engine.executors.batch import StepBatch, StepResult
+from proa.engine.executors.clock import Stage
+from proa.engine.executors.eager import EagerExecutor, EagerStep
 from proa.engine.runner import Runner
-from proa.engine.scheduler import Scheduler
+from proa.engine.scheduling.policy import Limits
+from proa.engine.scheduling.scheduler import Scheduler
 from proa.layers.decoder import Decoder
 from proa.sampling.rows import Row
 from proa.types import EngineRequest, TokenEvent

@@ -14,11 +14,11 @@ from engine.test_split_engine import DRAWS
 from engines import RULES, finish_all, prefixes, request, tokens_of
 from hybrid_engines import Kept, Split, load_split
 from proa.cache.pages import PageAllocator
-from proa.engine.batch import StepBatch, StepLimits
 from proa.engine.engine import Engine
-from proa.engine.policy import Limits
+from proa.engine.executors.batch import StepBatch, StepLimits
 from proa.engine.runner import Runner
-from proa.engine.scheduler import Scheduler
+from proa.engine.scheduling.policy import Limits
+from proa.engine.scheduling.scheduler import Scheduler
 from proa.native.pool import Pool
 from proa.ops.table import KvPages
 from proa.types import EngineRequest, TokenEvent
@@ -148,7 +148,7 @@ def test_turns_that_follow_from_what_was_computed_ahead(pool: Pool, folder: Path
 
 def test_tokens_that_the_cpu_draws(pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its first token the CPU is asked already: no step goes ahead of such a request."""
-    monkeypatch.setattr("proa.engine.device_sampler.MOST_KEPT", 8)
+    monkeypatch.setattr("proa.engine.executors.device_sampler.MOST_KEPT", 8)
     found = []
     for ahead in (False, True):
         engine, follows = engine_of(folder, pool, Split(0.5), ahead=ahead)

@@ -13,7 +13,7 @@ from engines import request
 from gpu_llm import make_model
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
-from proa.engine.aside import Aside
+from proa.engine.processes.aside import Aside
 from proa.llm import AsyncLLM
 
 CPUS = os.sched_getaffinity(0)

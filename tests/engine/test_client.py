@@ -6,10 +6,10 @@ import asyncio
 import socket
 from typing import Any
 
-from proa.engine.client import EngineClient
 from proa.engine.ipc import Stats, Submit, Tokens
-from proa.engine.wire import EngineEnd, FrontendEnd
-from proa.engine.worker import Channel
+from proa.engine.processes.client import EngineClient
+from proa.engine.processes.wire import EngineEnd, FrontendEnd
+from proa.engine.processes.worker import Channel
 from proa.types import EngineRequest, Sampling, TokenEvent
 
 STEPS = 20

@@ -17,8 +17,8 @@ from proa.engine.ipc import Loading
 
 pytest.importorskip("triton")
 
-from proa.engine.compile_ahead import Done, Event, Listed, compile_all
-from proa.engine.compiling import Compiling
+from proa.engine.building.compile_ahead import Done, Event, Listed, compile_all
+from proa.engine.building.compiling import Compiling
 from proa.ops.triton.ahead import Compiled, Variant
 
 
@@ -154,8 +154,8 @@ def test_a_start_waits_for_so_long_and_no_longer() -> None:
 def test_processes_end_with_the_engine() -> None:
     program = """
 import time
-from proa.engine.compile_ahead import compile_all
-from proa.engine.compiling import Compiling
+from proa.engine.building.compile_ahead import compile_all
+from proa.engine.building.compiling import Compiling
 
 class Slow:
     def compile(self, variant):

@@ -13,10 +13,10 @@ import torch
 
 import programs
 from engines import HEAD_ROWS, Loaded, load_native, run_step
-from proa.engine.batch import Span, StepBatch, StepLimits
-from proa.engine.crew import TRIALS_S, Crew, Trial, best, choose_few, waited_s
-from proa.engine.executor import FEW_TOKENS
-from proa.engine.recorded import RecordedExecutor
+from proa.engine.executors.batch import Span, StepBatch, StepLimits
+from proa.engine.executors.crew import TRIALS_S, Crew, Trial, best, choose_few, waited_s
+from proa.engine.executors.executor import FEW_TOKENS
+from proa.engine.executors.recorded import RecordedExecutor
 from proa.native.pool import Pool
 from tiny import make_tiny
 

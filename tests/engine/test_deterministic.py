@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
+from proa.engine.building.load import load_engine
 from proa.engine.engine import Engine
-from proa.engine.load import load_engine
 from proa.types import EngineRequest, Sampling
 from quick_plan import prepare
 from tiny import make_tiny

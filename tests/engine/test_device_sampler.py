@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from proa.engine.device_logprobs import DeviceLogprobs
-from proa.engine.device_sampler import DeviceSampler
+from proa.engine.executors.device_logprobs import DeviceLogprobs
+from proa.engine.executors.device_sampler import DeviceSampler
 from proa.ops.reference import best
 from proa.sampling.adjust import adjust
 from proa.sampling.choose import Choice, choose
@@ -111,7 +111,7 @@ def test_rows_for_which_there_is_no_room_are_drawn_on_the_cpu(rng: torch.Generat
 
 
 def test_a_flat_distribution_is_drawn_on_the_cpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proa.engine.device_sampler.MOST_KEPT", 16)
+    monkeypatch.setattr("proa.engine.executors.device_sampler.MOST_KEPT", 16)
     rows = [row("flat", [1], 1, top_p=0.9, logprobs=1), row("peaked", [1], 1, top_p=0.9, logprobs=1)]
     logits = torch.arange(2.0)[:, None] * torch.linspace(0, 60, VOCAB)
     want = choose(best(logits).tolist(), rows, logits)

@@ -18,9 +18,9 @@ from engines import request as asks
 from gpu_llm import make_model
 from proa.config.options import EngineOptions
 from proa.config.parse import from_keywords
+from proa.engine.building.load import load_engine
 from proa.engine.engine import Engine
 from proa.engine.ipc import Loading, Ready
-from proa.engine.load import load_engine
 from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
 from tiny_gguf import make_tiny_gguf

@@ -13,15 +13,15 @@ from engines import COPIES, RULES, finish_all, load_decoder, prefixes, request, 
 from on_host import host_executor
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
-from proa.engine.batch import PromptLogprobs, Span, StepBatch, StepLimits
-from proa.engine.eager import EagerExecutor
 from proa.engine.engine import Engine
-from proa.engine.executor import Executor, Pace
-from proa.engine.graphs import GraphExecutor
+from proa.engine.executors.batch import PromptLogprobs, Span, StepBatch, StepLimits
+from proa.engine.executors.eager import EagerExecutor
+from proa.engine.executors.executor import Executor, Pace
+from proa.engine.executors.graphs import GraphExecutor
 from proa.engine.lane import Lane
-from proa.engine.policy import Limits
 from proa.engine.runner import Runner
-from proa.engine.scheduler import Scheduler
+from proa.engine.scheduling.policy import Limits
+from proa.engine.scheduling.scheduler import Scheduler
 from proa.layers.decoder import Decoder
 from proa.ops.table import KvPages
 from proa.sampling.rows import Row

@@ -14,14 +14,14 @@ import torch
 from engines import HEAD_ROWS, RULES, Loaded, finish_all, load_decoder, load_native, prefixes, request, tokens_of
 from hybrid_engines import Kept, Split, load_split
 from proa.cache.pages import PageAllocator
-from proa.engine.batch import Span, StepBatch, StepLimits
 from proa.engine.engine import Engine
-from proa.engine.executor import Executor, Pace
+from proa.engine.executors.batch import Span, StepBatch, StepLimits
+from proa.engine.executors.executor import Executor, Pace
 from proa.engine.lane import Lane, Turns, fitting_tokens
-from proa.engine.policy import Limits
 from proa.engine.runner import Runner
-from proa.engine.scheduler import Scheduler
-from proa.engine.step_plan import StepPlan
+from proa.engine.scheduling.policy import Limits
+from proa.engine.scheduling.scheduler import Scheduler
+from proa.engine.scheduling.step_plan import StepPlan
 from proa.native.pool import Pool
 from proa.ops.table import KvPages
 from proa.types import EngineRequest, TokenEvent

@@ -11,7 +11,7 @@ import pytest
 from engine.test_ahead import outcome, requests
 from engine.test_lanes import KINDS, Case, case_of, load, pool
 from engines import Loaded, finish_all
-from proa.engine.executor import Pace
+from proa.engine.executors.executor import Pace
 from proa.types import EngineRequest, TokenEvent
 
 __all__ = ["load", "pool"]

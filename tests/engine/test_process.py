@@ -17,7 +17,7 @@ import pytest
 from engines import request, tokens_of
 from fakes import make_plan
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions
-from proa.engine.client import EngineClient
+from proa.engine.processes.client import EngineClient
 from proa.errors import ContextLengthExceeded, EngineDead, QueueFull, RequestError, WeightsError
 from proa.plan.expert_counts import read_counts
 from proa.plan.plan import Plan
@@ -168,7 +168,7 @@ def test_an_engine_does_not_outlive_its_frontend(folder: Path, tmp_path: Path) -
     script = tmp_path / "frontend.py"
     script.write_text(
         "import asyncio, sys, msgspec\n"
-        "from proa.engine.client import EngineClient\n"
+        "from proa.engine.processes.client import EngineClient\n"
         "from proa.plan.plan import Plan\n"
         "async def main():\n"
         "    client = await EngineClient.launch(msgspec.json.decode(sys.stdin.read(), type=Plan))\n"

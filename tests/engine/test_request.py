@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proa.cache.radix import PrefixNode
-from proa.engine.request import Request, State
+from proa.engine.scheduling.request import Request, State
 from proa.types import EngineRequest, FinishReason, Sampling
 
 

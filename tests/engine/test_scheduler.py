@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proa.cache.pages import IntegrityError
-from proa.engine.step_plan import StepPlan
+from proa.engine.scheduling.step_plan import StepPlan
 from proa.errors import ContextLengthExceeded, ProaError, QueueFull, RequestError, ResourceError
 from scheduler_sim import EOS, FakeEngine, ask, make_limits, predict
 

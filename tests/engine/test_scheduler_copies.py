@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from proa.engine.copying import CopyRules
-from proa.engine.request import NO_SLOT
+from proa.engine.scheduling.copying import CopyRules
+from proa.engine.scheduling.request import NO_SLOT
 from scheduler_sim import FakeEngine, ask, make_limits
 
 PROMPT = list(range(1, 31))  # 7 pages of 4, and 2 tokens

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proa.engine.copying import CopyRules
-from proa.engine.phases import FixedPhases
-from proa.engine.policy import Limits
+from proa.engine.scheduling.copying import CopyRules
+from proa.engine.scheduling.phases import FixedPhases
+from proa.engine.scheduling.policy import Limits
 from proa.errors import ContextLengthExceeded, QueueFull, ResourceError
 from proa.types import EngineRequest, Sampling
 from scheduler_sim import EOS, VOCAB, FakeEngine, make_limits

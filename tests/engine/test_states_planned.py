@@ -8,7 +8,7 @@ import pytest
 
 from engines import finish_all, request, tokens_of
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions
-from proa.engine.load import load_engine
+from proa.engine.building.load import load_engine
 from proa.plan.prepare import prepare
 from tiny import make_tiny
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from proa.engine.clock import Stage, StepClock
 from proa.engine.engine import Engine
+from proa.engine.executors.clock import Stage, StepClock
 from proa.native.doorbell import NOTHING_COUNTED, Counters
 from scheduler_sim import FakeEngine, ask, make_limits
 

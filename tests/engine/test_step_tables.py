@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engines import HEAD_ROWS, load_native
-from proa.engine.batch import Span, StepBatch, StepLimits
-from proa.engine.device_inputs import DeviceInputs
-from proa.engine.page_table import PageTable
-from proa.engine.recorded import RecordedExecutor
-from proa.engine.row_numbers import RowNumbers
+from proa.engine.executors.batch import Span, StepBatch, StepLimits
+from proa.engine.executors.device_inputs import DeviceInputs
+from proa.engine.executors.page_table import PageTable
+from proa.engine.executors.recorded import RecordedExecutor
+from proa.engine.executors.row_numbers import RowNumbers
 from proa.native.pool import Pool
 from tiny import make_tiny
 

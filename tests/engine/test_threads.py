@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engines import HEAD_ROWS, Loaded, load_decoder
-from proa.engine.batch import StepLimits
-from proa.engine.eager import EagerExecutor
+from proa.engine.building.threads import choose_threads
+from proa.engine.executors.batch import StepLimits
+from proa.engine.executors.eager import EagerExecutor
 from proa.engine.runner import Runner, StepOutput
-from proa.engine.step_plan import StepPlan
-from proa.engine.threads import choose_threads
+from proa.engine.scheduling.step_plan import StepPlan
 from tiny import make_tiny
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from proa.engine import graphs
-from proa.engine.angles import AngleTables
-from proa.engine.batch import StepLimits
-from proa.engine.device_inputs import DeviceInputs
-from proa.engine.device_logprobs import DeviceLogprobs
-from proa.engine.device_sampler import DeviceSampler
+from proa.engine.executors import graphs
+from proa.engine.executors.angles import AngleTables
+from proa.engine.executors.batch import StepLimits
+from proa.engine.executors.device_inputs import DeviceInputs
+from proa.engine.executors.device_logprobs import DeviceLogprobs
+from proa.engine.executors.device_sampler import DeviceSampler
 from proa.hybrid.faults import FaultRecords
 from proa.models.spec import (
     Attention,

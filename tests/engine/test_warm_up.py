@@ -7,9 +7,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from proa.engine.gpu_plan import cuda_index
+from proa.engine.building.gpu_plan import cuda_index
+from proa.engine.building.warm_up import MOST_S, warm_up
 from proa.engine.ipc import Loading
-from proa.engine.warm_up import MOST_S, warm_up
 from proa.errors import ResourceError
 from proa.plan.plan import GpuPlan, VramBudget
 
@@ -64,7 +64,7 @@ def test_tasks_until_the_time_is_over(each_s: float, done: int, got: str, why: s
 
 
 def test_rows_that_are_warmed_up() -> None:
-    graphs = pytest.importorskip("proa.engine.graphs")
+    graphs = pytest.importorskip("proa.engine.executors.graphs")
     assert graphs.warm_rows(1) == []
     assert graphs.warm_rows(20) == [2, 3, 4, 5, 8, 9, 16, 17, 20]
     assert max(graphs.warm_rows(8192)) == 8192

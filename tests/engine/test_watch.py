@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from proa.engine.batch import Span
-from proa.engine.session import NoSession
-from proa.engine.watch import Health, WatchedSession
+from proa.engine.executors.batch import Span
+from proa.engine.executors.session import NoSession
+from proa.engine.executors.watch import Health, WatchedSession
 from proa.errors import NativeError, NumericsError
 from proa.hybrid.faults import Fault
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router

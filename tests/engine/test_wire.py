@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from proa.engine.wire import SIZE_BYTES, EngineEnd, Frames, FrontendEnd
+from proa.engine.processes.wire import SIZE_BYTES, EngineEnd, Frames, FrontendEnd
 from proa.native.outbox import Outbox
 from proa.native.pool import Pool
 

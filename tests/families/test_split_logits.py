@@ -18,7 +18,7 @@ from engines import Loaded, load_decoder
 from families.test_native_logits import all_experts, prompts
 from hybrid_engines import SPLITS, Split, load_split
 from proa.cache.pool import allocate_pool
-from proa.engine.batch import Span, StepBatch, StepLimits
+from proa.engine.executors.batch import Span, StepBatch, StepLimits
 from proa.native.doorbell import Way
 from proa.native.pool import Pool
 from proa.sampling.rows import Row

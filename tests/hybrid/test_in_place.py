@@ -13,7 +13,7 @@ from families.test_native_logits import all_experts, prompts
 from families.test_split_logits import forced
 from hybrid.test_moves import DEVICES, Restless
 from hybrid_engines import Kept, Split, load_split
-from proa.engine.executor import Executor
+from proa.engine.executors.executor import Executor
 from proa.native.pool import Pool
 from tiny import make_tiny
 

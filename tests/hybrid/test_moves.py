@@ -17,8 +17,8 @@ from engines import Loaded, load_decoder, run_step
 from families.test_native_logits import all_experts, prompts
 from families.test_split_logits import LIMITS, MOE, PAGES, forced
 from hybrid_engines import Kept, Split, load_split
-from proa.engine.batch import Span, StepBatch
-from proa.engine.executor import Executor
+from proa.engine.executors.batch import Span, StepBatch
+from proa.engine.executors.executor import Executor
 from proa.hybrid.copies import Copiers, HostCopier, Pairs
 from proa.hybrid.heat import Swap
 from proa.hybrid.model import HybridModel

@@ -21,7 +21,7 @@ from families.test_native_logits import all_experts, prompts
 from families.test_split_logits import forced
 from hybrid.test_moves import DEVICES, restless
 from hybrid_engines import Kept, Split, load_split
-from proa.engine.executor import Executor
+from proa.engine.executors.executor import Executor
 from proa.hybrid.copies import Copier, Copiers, Copy, GpuCopier, HostCopier, Pairs
 from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.model import HybridModel

@@ -8,8 +8,8 @@ import pytest
 
 from engines import finish_all, request, tokens_of
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions
+from proa.engine.building.load import load_engine
 from proa.engine.engine import Engine
-from proa.engine.load import load_engine
 from proa.hybrid.model import HybridModel
 from proa.plan.expert_counts import read_counts
 from quick_plan import prepare

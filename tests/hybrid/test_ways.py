@@ -11,9 +11,9 @@ from bell_cases import Layer
 from engines import finish_all, request, tokens_of
 from proa.config.field import declarations
 from proa.config.options import CacheOptions, EngineOptions, GpuOptions, MachineOptions, ModelOptions
+from proa.engine.building.load import load_engine
 from proa.engine.engine import Engine
 from proa.engine.ipc import Ready
-from proa.engine.load import load_engine
 from proa.errors import NativeError
 from proa.hybrid.transport import HostTransport
 from proa.hybrid.ways import WAYS, take

@@ -65,5 +65,5 @@ def test_vram_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
         "KV and states": (15, 16), "workspace": (50, 140 - 4 - 20 - 30 - 16), "total": (816, 1000),
     }  # fmt: skip
     told = "\n".join(probe.details(found))
-    for words in ("3 captured graphs", "engine/graphs.py:78 (workspace)", "hybrid/slots.py:41 (experts)"):
+    for words in ("3 captured graphs", "engine/executors/graphs.py:78 (workspace)", "hybrid/slots.py:41 (experts)"):
         assert words in told

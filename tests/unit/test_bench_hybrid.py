@@ -42,8 +42,8 @@ from proa.bench.limit import Readings
 from proa.bench.prompts import random_prompts
 from proa.bench.result import result
 from proa.config.options import GpuOptions
-from proa.engine.handle import EngineHandle
 from proa.engine.ipc import Stats
+from proa.engine.processes.handle import EngineHandle
 from proa.errors import ResourceError, UsageError
 from proa.models.families import declare
 from proa.models.spec import Attention, GatedDeltaNet, Moe, Router

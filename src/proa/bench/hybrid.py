@@ -49,9 +49,9 @@ from proa.config.options import (
     ModelOptions,
     SchedulerOptions,
 )
-from proa.engine.client import EngineClient
-from proa.engine.handle import EngineHandle
 from proa.engine.ipc import Ready
+from proa.engine.processes.client import EngineClient
+from proa.engine.processes.handle import EngineHandle
 from proa.errors import ProaError, UsageError
 from proa.models.families import declare
 from proa.plan.budget import KV_ELEM_BYTES

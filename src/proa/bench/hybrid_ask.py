@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proa.bench.hybrid_figures import Moment
-from proa.engine.handle import EngineHandle
+from proa.engine.processes.handle import EngineHandle
 from proa.errors import ProaError
 from proa.types import EngineRequest, Sampling
 

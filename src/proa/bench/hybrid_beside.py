@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean, median
 
-from proa.engine.handle import EngineHandle
+from proa.engine.processes.handle import EngineHandle
 from proa.errors import ProaError
 from proa.types import EngineRequest, Sampling
 

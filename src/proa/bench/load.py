@@ -16,8 +16,8 @@ from proa.bench.limit import busy_notes
 from proa.bench.result import Result, result
 from proa.config.field import option
 from proa.config.options import EngineOptions
-from proa.engine.client import EngineClient
 from proa.engine.ipc import Ready
+from proa.engine.processes.client import EngineClient
 from proa.errors import UsageError
 from proa.plan.plan import Plan
 from proa.plan.prepare import prepare

@@ -78,7 +78,7 @@ def _warm(command: WarmCommand) -> _Result:
     begin = time.perf_counter()
     with show_progress(console_err()) as show:
         prepared = _prepared(command, show)
-        from proa.engine.compile_ahead import Done, Listed, compile_ahead
+        from proa.engine.building.compile_ahead import Done, Listed, compile_ahead
 
         gpu = prepared.plan.gpu
         assert gpu is not None

@@ -6,13 +6,13 @@ import logging
 
 import msgspec
 
-from proa.engine.clock import Stage
 from proa.engine.count_saver import CountSaver
+from proa.engine.executors.clock import Stage
 from proa.engine.ipc import Stats
 from proa.engine.lane import Lane, NoLane
 from proa.engine.runner import Flight, Runner, StepOutput
-from proa.engine.scheduler import Scheduler
-from proa.engine.step_plan import StepPlan
+from proa.engine.scheduling.scheduler import Scheduler
+from proa.engine.scheduling.step_plan import StepPlan
 from proa.errors import RequestError
 from proa.layers.rope import dynamic_lengths
 from proa.native.doorbell import NOTHING_COUNTED, Counters

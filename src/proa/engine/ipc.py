@@ -88,7 +88,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    schedule_seconds: float = 0.0  # time spent in steps, by engine/clock.py's stages
+    schedule_seconds: float = 0.0  # time spent in steps, by engine/executors/clock.py's stages
     inputs_seconds: float = 0.0
     program_seconds: float = 0.0
     sample_seconds: float = 0.0

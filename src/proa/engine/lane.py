@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from proa.engine.runner import Flight, Runner
-from proa.engine.step_plan import StepPlan
+from proa.engine.scheduling.step_plan import StepPlan
 
 MOST_BLOCK_S = 0.05  # longest stall of decode: one prefill block
 LEAST_TOKENS = 512  # of a prefill step beside decode

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from proa.engine.batch import PromptLogprobs, Span, StepBatch, StepResult
-from proa.engine.clock import Stage
-from proa.engine.executor import Executor
-from proa.engine.request import NO_SLOT
-from proa.engine.step_plan import StepItem, StepPlan
+from proa.engine.executors.batch import PromptLogprobs, Span, StepBatch, StepResult
+from proa.engine.executors.clock import Stage
+from proa.engine.executors.executor import Executor
+from proa.engine.scheduling.request import NO_SLOT
+from proa.engine.scheduling.step_plan import StepItem, StepPlan
 from proa.types import TokenLogprob
 
 

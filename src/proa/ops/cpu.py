@@ -1,5 +1,5 @@
 """The native ops of the CPU: bfloat16 activations, packed weights. They do not compute when called, they record: every
-call appends an operation over buffers that stay, and engine/recorded.py replays the whole step. Never: maths.
+call appends an operation over buffers that stay, and engine/executors/recorded.py replays the whole step. Never: maths.
 
 Values that a layer sees are tensors of as many rows as a step may have; a run works on as many as the step has.
 """

@@ -1,7 +1,7 @@
 """Products of matrices by torch's library, which is cuBLAS on a GPU. Never: kernels of our own.
 
 On the meta device they give shapes alone. Torch's own rule for those imports a package for symbolic mathematics, which
-takes longer than all the rest of a rehearsal (engine/rehearsal.py).
+takes longer than all the rest of a rehearsal (engine/building/rehearsal.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ops table: every primitive named once. Belongs here: signatures, shapes, dtypes. Never: maths.
 
 ops/reference.py is the specification. Layers get an `Ops` and call `ops.linear(...)`; which implementation
-stands behind a name is settled once, in engine/load.py or engine/gpu_plan.py, and printed at start.
+stands behind a name is settled once, in engine/building/load.py or engine/building/gpu_plan.py, and printed at start.
 
 Shapes: T tokens of the step (all sequences concatenated), S sequences, H hidden, D head_dim.
 """

@@ -1,0 +1,183 @@
+"""Compiles all kernels that a planned model will launch, in processes beside each other, none of which touches a GPU.
+Belongs here: those processes, what is told of each kernel. Never: which kernels there are (rehearsal.py).
+
+The calling process rehearses the model, then forks processes that have all of Triton loaded already. A process that
+dies costs the kernel that it was at, which is named, and another process takes its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+
+from proa.engine.building.rehearsal import rehearse
+from proa.machine.cgroup import cgroup_limits
+from proa.models.names import Declared
+from proa.ops.triton.ahead import Compiled, Compiler, Variant, recording
+from proa.plan.packed_size import dummy_types
+from proa.plan.plan import Plan
+from proa.weights import sources
+from proa.weights.checkpoint import Checkpoint
+
+_FORK = multiprocessing.get_context("fork")
+_PR_SET_PDEATHSIG = 1
+_NICENESS = 10  # the engine loads meanwhile
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What there is to compile, and by how many processes; `no_launchers`: why what calls a kernel is not built too,
+    empty if it is."""
+
+    variants: Sequence[Variant]
+    processes: int
+    no_launchers: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """A variant that is in the cache on disk now, or why it is not."""
+
+    variant: Variant
+    compiled: Compiled
+
+
+Event = Listed | Done
+
+
+def compile_ahead(
+    plan: Plan, checkpoint: Checkpoint, declared: Declared, *, launchers: bool
+) -> Iterator[Event]:  # fmt: skip
+    """Compile for the planned GPU's architecture: Listed first, then a Done for each variant, the most needed first.
+    launchers: see Compiler. Raises what the rehearsal raises."""
+    if plan.gpu is None or plan.gpu.simulated:
+        raise ValueError("this plan has no GPU to compile for")
+    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
+    major, minor = plan.gpu.capability
+    compiler = Compiler(10 * major + minor, launchers=launchers)
+    missing: list[str] = []
+    preparing = threading.Thread(target=lambda: missing.append(compiler.prepare()))
+    preparing.start()
+    variants = variants_of(plan, checkpoint, declared)
+    preparing.join()  # before anything is forked
+    processes = min(len(variants), _processors())
+    yield Listed(variants, processes, missing[0])
+    yield from compile_all(variants, compiler, processes)
+
+
+def variants_of(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> list[Variant]:
+    """All that the model's steps launch, the most needed first."""
+    gpu = plan.gpu
+    if gpu is None:
+        raise ValueError("this plan has no GPU")
+    capability = 10 * gpu.capability[0] + gpu.capability[1]
+    stored = stored_types(plan, checkpoint, declared)
+    with recording(capability) as recorder:
+        for step in rehearse(plan, declared.spec, stored, capability):
+            step()
+    return recorder.variants
+
+
+def compile_all(variants: Sequence[Variant], compiler: Compiler, processes: int) -> Iterator[Done]:
+    """In the order in which they get ready."""
+    waiting = iter(range(len(variants)))
+    working = [_Process(variants, compiler, waiting) for _ in range(processes)]
+    try:
+        while working := [process for process in working if process.at is not None]:
+            ready = wait([process.answers for process in working])
+            for i, process in enumerate(working):
+                if process.answers not in ready or process.at is None:
+                    continue
+                done = Done(variants[process.at], process.answer())
+                if process.at is None:  # a process that idles would keep what it inherited open, locks too
+                    process.end()
+                if process.died:
+                    working[i] = _Process(variants, compiler, waiting)
+                yield done
+    finally:
+        for process in working:
+            process.end()
+
+
+def stored_types(plan: Plan, checkpoint: Checkpoint, declared: Declared) -> dict[str, str]:
+    """What the loader tells of each parameter."""
+    if plan.load_format == "dummy":
+        return dummy_types(declared.spec, plan.dummy_format)
+    return sources.stored_types(sources.resolve(declared, checkpoint.tensors), checkpoint.tensors)
+
+
+def _processors() -> int:
+    quota = cgroup_limits(Path("/")).quota_cores
+    usable = len(os.sched_getaffinity(0))
+    return usable if quota is None else max(1, min(usable, int(quota)))
+
+
+class _Process:
+    """Compiles one variant after the other. `at`: the one that it is at; None: there are no more."""
+
+    def __init__(self, variants: Sequence[Variant], compiler: Compiler, waiting: Iterator[int]) -> None:
+        self._waiting, self.died = waiting, False
+        self.answers, theirs = _FORK.Pipe()
+        self._process = _FORK.Process(target=_work, args=(variants, compiler, theirs, os.getpid()), daemon=True)
+        self.at = next(waiting, None)
+        if self.at is not None:
+            start_forked(self._process)
+            self.answers.send(self.at)
+        theirs.close()
+
+    def answer(self) -> Compiled:
+        """What became of `at`; the next one begins."""
+        try:
+            compiled: Compiled = self.answers.recv()
+            self.at = next(self._waiting, None)
+            if self.at is not None:
+                self.answers.send(self.at)
+        except (EOFError, OSError):
+            self._process.join()
+            self.at, self.died = None, True
+            return Compiled(False, 0.0, f"the process that compiled it ended with code {self._process.exitcode}")
+        return compiled
+
+    def end(self) -> None:
+        self.answers.close()
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def start_forked(process: BaseProcess) -> None:
+    """Python 3.12 warns where other threads might hold locks that the fork would find taken: ours wait for input, or
+    have just ended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        process.start()
+
+
+def end_with(parent: int) -> None:
+    """The calling process is killed when its parent, which has this id, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was quicker
+        os._exit(1)
+
+
+def _work(variants: Sequence[Variant], compiler: Compiler, asked: Connection, parent: int) -> None:
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    os.nice(_NICENESS)
+    while True:
+        try:
+            at = asked.recv()
+        except EOFError:
+            return
+        asked.send(compiler.compile(variants[at]))

@@ -1,0 +1,50 @@
+"""The CPU's workers of an engine, and the memory that they fill and read. Never: what they compute, how many."""
+
+from __future__ import annotations
+
+from proa.engine.executors.crew import Crew
+from proa.machine.claims import Claim
+from proa.machine.topology import UNBOUND
+from proa.native.pool import Pool
+from proa.ops.packed import Memory
+from proa.plan.plan import Workers
+from proa.types import Decision
+
+
+class CpuSide:
+    """The pool's caller, whoever it is, works along as the first of the first team."""
+
+    def __init__(self, workers: Workers, isa: str) -> None:
+        self._workers = workers
+        first, *others = [team.cpus for team in workers.teams]
+        self.caller_cpus = () if workers.binding == "none" else workers.homes[0] if workers.homes else first[:1]
+        self.pool = Pool(
+            [first[1:], *others],
+            isa=isa,
+            pin=workers.binding != "none",
+            homes=workers.homes,
+            spin_us=workers.spin_us,
+        )
+        self.decisions: list[Decision] = []
+        claim = self._claim() if workers.binding == "core" else None
+        self.crew = Crew(self.pool, workers.trials[0], claim)
+        nodes = [None if team.node == UNBOUND else team.node for team in workers.teams]
+        self.memory = Memory(self.pool, nodes, workers.interleave)
+
+    def bind_caller(self) -> None:
+        """The calling thread is the pool's caller from now on."""
+        if self.caller_cpus:
+            self.pool.bind_caller(self.caller_cpus)
+
+    def note_unbound(self) -> None:
+        """Say so if weights do not lie where they should."""
+        if why := self.memory.unbound():
+            self.decisions.append(Decision("NUMA memory", "bind", "unbound", why))
+
+    def _claim(self) -> Claim | None:
+        try:
+            return Claim([cpu for team in self._workers.teams for cpu in team.cpus])
+        except OSError as error:
+            why = f"other engines cannot be told which CPUs these are: {error.strerror}"
+            self.decisions.append(Decision("CPU binding", "core", "core", why))
+            return None

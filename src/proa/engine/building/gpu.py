@@ -1,0 +1,190 @@
+"""A planned model on a GPU, its routed experts shared with the CPU. Belongs here: building, binding after loading.
+Never: decisions, steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from proa.cache.pool import KvStorage, allocate_pool
+from proa.engine.building.compile_ahead import compile_ahead
+from proa.engine.building.compiling import Compiling
+from proa.engine.building.cpu_side import CpuSide
+from proa.engine.building.gpu_plan import (
+    STEP_AHEAD,
+    cuda_index,
+    decode_tokens,
+    needed,
+    placement_of,
+    ready,
+    saver_of,
+    top_k,
+)
+from proa.engine.building.timeline import Timeline
+from proa.engine.building.warm_up import warm_up
+from proa.engine.count_saver import CountSaver
+from proa.engine.executors.batch import step_limits
+from proa.engine.executors.device_queue import CudaQueue
+from proa.engine.executors.graphs import GraphExecutor
+from proa.engine.ipc import Loading, Ready
+from proa.engine.runner import Runner
+from proa.hybrid.co_fetch import InPlaceRates
+from proa.hybrid.copies import Copiers, GpuCopier
+from proa.hybrid.cpu_reads import CpuReads
+from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, ReadInPlace
+from proa.hybrid.gpu_transport import GpuTransport
+from proa.hybrid.model import HybridModel, Parts
+from proa.hybrid.pinning import register
+from proa.hybrid.read_together import read_together
+from proa.hybrid.transport import Transport
+from proa.hybrid.ways import take
+from proa.layers.decoder import Decoder
+from proa.models.names import Declared
+from proa.native.doorbell import JobSize, Service
+from proa.native.weights import Experts
+from proa.obs.units import format_bytes
+from proa.ops.cuda import CudaOps
+from proa.ops.gpu_traits import traits_of
+from proa.ops.staging import DeviceRows, Staging
+from proa.ops.table import Target
+from proa.ops.triton.ahead import load, settle, watch
+from proa.plan.plan import Plan
+from proa.types import Decision
+from proa.weights.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
+
+PROBE_ROUNDS = 200  # jobs without work that try the doorbell, in one graph
+STAGING_BYTES_PER_THREAD = 32 << 20  # twice what the loader gives each worker at a time
+
+
+class GpuBuild:
+    """Attention, norms, routers, shared experts and resident experts on the GPU, the other experts on the CPU."""
+
+    def __init__(
+        self, plan: Plan, checkpoint: Checkpoint, declared: Declared, kv: KvStorage, timeline: Timeline
+    ) -> None:  # fmt: skip
+        self._timeline = timeline
+        timeline.mark("Triton")
+        settle()
+        ahead = partial(compile_ahead, plan, checkpoint, declared, launchers=True)
+        self._compiling = Compiling(ahead, load)  # before CUDA is initialised
+        self._plan, self._spec, self._kv = plan, declared.spec, kv
+        spec = declared.spec
+        self._gpu, self._workers = needed(plan)
+        uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        index = cuda_index(self._gpu, uuids)
+        self._device = torch.device("cuda", index)
+        torch.cuda.set_device(self._device)
+        self._compiling.load_after(partial(torch.cuda.set_device, self._device))
+        timeline.mark("CUDA")
+        share = self._gpu.vram.used_bytes / torch.cuda.get_device_properties(self._device).total_memory
+        torch.cuda.memory.set_per_process_memory_fraction(min(1.0, share), self._device)
+        torch.set_num_threads(1)
+        self._cpu = CpuSide(self._workers, plan.isa)
+        self.pool = self._cpu.pool
+        self._staging = Staging(self.pool, STAGING_BYTES_PER_THREAD * self.pool.threads, pinned=True)
+        self.flush = self._staging.flush
+        self._hybrid = HybridModel(placement_of(self._gpu), self._device, self._cpu.memory, self._staging)
+        self._traits = traits_of(self._device)
+        self.model = Decoder(
+            spec, CudaOps(self._device, self._hybrid.new_experts, self._staging, self._traits).table()
+        )  # fmt: skip
+        self._decisions: list[Decision] = []
+        self._round_trip_us: float | None = None
+        if index != self._gpu.index:
+            why = "CUDA numbers GPUs in another order than the driver: this is the one with the same UUID"
+            self._decisions.append(Decision("GPU", self._gpu.device, str(self._device), why))
+
+    def targets(self) -> dict[str, Target]:
+        """Tensors of the GPU are filled through the staging."""
+        return {
+            name: DeviceRows(target, self._staging) if isinstance(target, Tensor) else target
+            for name, target in self.model.parameters()
+        }
+
+    def runner(self, report: Callable[[Loading], None]) -> Runner:
+        plan = self._plan
+        self._cpu.note_unbound()
+        self._decisions.append(self._compiling.wait(report))  # what follows measures
+        self._timeline.mark("kernels")
+        chosen = top_k(self._spec)
+        spaces = GpuSpaces(plan.max_batch_tokens, chosen, fp8=self._gpu.fp8_activations)
+        in_place = self._read_in_place(spaces)
+        parts = Parts(
+            lambda memory, residency, faults: GpuExperts(memory, residency, spaces.of(memory), faults),
+            self._transport,
+            lambda: Copiers(GpuCopier(self._device), GpuCopier(self._device)),
+            in_place,
+        )
+        self._timeline.mark("read in place")
+        self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
+        self._timeline.mark("doorbell")
+        caches = allocate_pool(
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, self._device, sequences=plan.state_slots,
+            kv=self._kv,
+        )  # fmt: skip
+        queue = CudaQueue(self._device, sleeps=not self._gpu.gpu_only)
+        executor = GraphExecutor(
+            self.model, caches, step_limits(plan), queue, self._hybrid, deterministic=plan.deterministic
+        )
+        self._timeline.mark("caches")
+        self._decisions.append(warm_up(executor.warm_ups(compiled=self._compiling.progress.complete), report))
+        watch(_note_late)
+        self._decisions.append(STEP_AHEAD)
+        return Runner(executor, plan.page_tokens)
+
+    def _read_in_place(self, spaces: GpuSpaces) -> InPlaceRates | None:
+        """Register the experts in RAM with the driver, and see how fast the GPU reads them there."""
+        if not self._gpu.spare and not self._gpu.co_fetch:
+            return None
+        registered = register(self._cpu.memory.spans(), self._device)
+        self._decisions.append(Decision("pinned RAM", "auto", format_bytes(registered.nbytes), registered.why))
+        if not self._gpu.co_fetch:
+            return None
+        if not registered.in_place:
+            why = f"the GPU cannot read this RAM at the CPU's addresses: {registered.why}"
+            self._decisions.append(Decision("co-fetch", "auto", "off", why))
+            return None
+        memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
+        cpu = CpuReads(memory, self.pool, top_k(self._spec))
+        together = read_together(ReadInPlace(memory, spaces.of(memory)), cpu)
+        if together is None:
+            why = "how fast GPU and CPU read RAM together is unknown: they could not be made to read at the same time"
+            self._decisions.append(Decision("co-fetch", "auto", "off", why))
+            return None
+        why = f"{together}; how many depends on the CPU's rate in service"
+        self._decisions.append(Decision("co-fetch", "auto", "on", why))
+        return together.rates
+
+    def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
+        service = Service(
+            spin_us=self._workers.spin_us, cpus=self._cpu.caller_cpus, read_ahead=self._gpu.read_ahead,
+            decode_tokens=decode_tokens(self._plan),
+        )  # fmt: skip
+        taken = take(
+            self._gpu.doorbell,
+            lambda way: GpuTransport(self.pool, layers, size, self._device, service, way),
+            PROBE_ROUNDS,
+        )
+        self._round_trip_us = taken.round_trip_us
+        self._decisions.append(taken.decision)
+        if self._gpu.read_ahead:
+            self._decisions.append(taken.read_ahead())
+        return taken.transport
+
+    def saver(self) -> CountSaver | None:
+        return saver_of(self._plan, self._hybrid)
+
+    def ready(self, load_seconds: float) -> Ready:
+        ops = f"triton sm_{self._traits.capability}"
+        return ready(self._plan, self._cpu, load_seconds, ops, self._round_trip_us, self._decisions)
+
+
+def _note_late(kernel: str, seconds: float) -> None:
+    log.warning("The kernel %s was not ready: a step waited %.2f s for it. Please report this model.", kernel, seconds)

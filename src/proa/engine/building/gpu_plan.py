@@ -1,0 +1,85 @@
+"""What both builds of a planned GPU share, the real one and the simulated one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from proa.engine.building.cpu_side import CpuSide
+from proa.engine.count_saver import CountSaver
+from proa.engine.ipc import Ready
+from proa.errors import ResourceError
+from proa.hybrid.model import HybridModel, Placement
+from proa.machine.usage import peak_rss_bytes
+from proa.models.spec import Model, Moe
+from proa.ops.table import Ops
+from proa.plan.plan import GpuPlan, Plan, Workers
+from proa.types import Decision
+
+STEP_AHEAD = Decision("step ahead", "auto", "on", "a step is launched before the last one's tokens are read")  # 026
+
+
+def top_k(spec: Model) -> int:
+    """Of the layers' experts a token, the most."""
+    return max((block.ffn.top_k for block in spec.blocks if isinstance(block.ffn, Moe)), default=1)
+
+
+def decode_tokens(plan: Plan) -> int:
+    """Tokens of a job up to which the CPU's experts take it for decode, if its bits must not depend on their number."""
+    return plan.max_running if plan.deterministic else 0
+
+
+def needed(plan: Plan) -> tuple[GpuPlan, Workers]:
+    if plan.gpu is None or plan.workers is None:
+        raise ValueError("this plan has no GPU, or no workers to pack weights for it")
+    return plan.gpu, plan.workers
+
+
+def cuda_index(gpu: GpuPlan, uuids: Sequence[str]) -> int:
+    """CUDA's number of the planned GPU, where CUDA shows GPUs with these UUIDs. Raises ResourceError."""
+    if gpu.index is None:
+        raise ValueError("a simulated GPU has no number")
+    wanted = gpu.uuid.removeprefix("GPU-")
+    matching = [i for i, uuid in enumerate(uuids) if uuid.removeprefix("GPU-") == wanted]
+    if len(matching) == 1:
+        return matching[0]
+    if len(uuids) == 1 and gpu.index == 0:  # virtual GPUs may go by two names, but here is only one
+        return 0
+    raise ResourceError(
+        f"{gpu.name} ({gpu.uuid or 'without a UUID'}) is not among the {len(uuids)} GPUs that CUDA shows.",
+        "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or show it alone with CUDA_VISIBLE_DEVICES.",
+    )
+
+
+def placement_of(gpu: GpuPlan) -> Placement:
+    trace = None if gpu.trace is None else Path(gpu.trace)
+    return Placement(gpu.resident, gpu.inclusive, gpu.spare, gpu.save_counts is not None, trace)
+
+
+def saver_of(plan: Plan, hybrid: HybridModel) -> CountSaver | None:
+    """`hybrid` is bound."""
+    gpu, _ = needed(plan)
+    if gpu.save_counts is None or hybrid.counting is None:
+        return None
+    return CountSaver(hybrid.counting, Path(gpu.save_counts), plan.model, gpu.blocks, gpu.experts)
+
+
+def ready(
+    plan: Plan, cpu: CpuSide, load_seconds: float, ops: str, round_trip_us: float | None, decisions: Sequence[Decision]
+) -> Ready:
+    gpu, _ = needed(plan)
+    formats = dict(cpu.memory.bytes_by_format)
+    vram_bytes = gpu.vram.dense_bytes + gpu.vram.experts_bytes
+    return Ready(
+        load_seconds=load_seconds,
+        weights_bytes=sum(formats.values()) + vram_bytes,
+        ops={field.name: ops for field in fields(Ops)},
+        decode_threads=sum(cpu.crew.few),
+        prefill_threads=sum(cpu.crew.many),
+        peak_rss_bytes=peak_rss_bytes(),
+        formats=formats,
+        pages=cpu.memory.pages(),
+        decisions=(*cpu.decisions, *decisions),
+        round_trip_us=round_trip_us,
+    )

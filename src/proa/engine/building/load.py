@@ -1,0 +1,250 @@
+"""Plan -> a running Engine: build, load, allocate, in that order. Never: decisions, processes."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+
+from proa.cache.pages import PageAllocator
+from proa.cache.pool import KvStorage, allocate_pool
+from proa.cache.radix import PrefixCache
+from proa.cache.states import StateCopies
+from proa.engine.building.cpu_side import CpuSide
+from proa.engine.building.dtypes import DTYPES
+from proa.engine.building.sim_gpu import SimBuild
+from proa.engine.building.threads import choose_threads
+from proa.engine.building.timeline import Timeline
+from proa.engine.count_saver import CountSaver
+from proa.engine.engine import Engine
+from proa.engine.executors.batch import step_limits
+from proa.engine.executors.crew import choose_few
+from proa.engine.executors.eager import EagerExecutor
+from proa.engine.executors.recorded import RecordedExecutor
+from proa.engine.ipc import Loading, Ready
+from proa.engine.lane import Lane, NoLane
+from proa.engine.runner import Runner
+from proa.engine.scheduling.phases import LEAST_ROWS_ON_CPU, FixedPhases, FreePhases, Phases
+from proa.engine.scheduling.policy import Limits
+from proa.engine.scheduling.scheduler import Scheduler
+from proa.layers.decoder import Decoder
+from proa.machine.usage import peak_rss_bytes
+from proa.models.names import Declared
+from proa.models.spec import Model
+from proa.native.pool import Pool
+from proa.ops.cpu import CpuOps, Recorder
+from proa.ops.reference import reference
+from proa.ops.table import Ops, Target
+from proa.plan.plan import Plan, Workers
+from proa.weights.checkpoint import Checkpoint, open_checkpoint
+from proa.weights.dummy import fill_dummy
+from proa.weights.kv_scales import kv_scales
+from proa.weights.load import load_weights
+
+REPORT_EVERY_S = 0.1
+TRIAL_TOKEN_STRIDE = 7919
+PREFILL_TRIAL_TOKENS = 32  # enough to be bound by arithmetic, few enough to take a moment
+
+
+def load_engine(
+    plan: Plan, report: Callable[[Loading], None], timeline: Timeline | None = None
+) -> tuple[Engine, Ready]:  # fmt: skip
+    """Load the planned model. Raises ModelError and ResourceError."""
+    timeline = timeline or Timeline()
+    torch.set_flush_denormal(True)
+    checkpoint = open_checkpoint(Path(plan.path), plan.load_format, plan.override_config)
+    declared = checkpoint.declare(plan.ignore_config_keys)
+    kv = KvStorage(DTYPES[plan.kv_dtype], kv_scales(checkpoint, declared) if plan.kv_dtype == "float8_e4m3fn" else ())
+    timeline.mark("headers")
+    build = _build(plan, checkpoint, declared, kv, timeline)
+    targets = build.targets()
+    timeline.mark("model made")
+    begin = time.perf_counter()
+    if plan.load_format == "dummy":
+        fill_dummy(
+            declared.spec, targets, plan.dummy_seed, plan.dummy_router, build.pool, build.flush, plan.dummy_format
+        )
+    else:
+        load_weights(checkpoint, declared, targets, _paced(report), build.pool, build.flush)
+    load_seconds = time.perf_counter() - begin
+    timeline.mark("weights")
+    runner = build.runner(report)
+    lane = Lane(runner, plan.prefill_share) if plan.prefill_share else NoLane()
+    helpers = build.pool if plan.gpu is None else None  # beside a GPU they listen to it
+    engine = Engine(runner, _scheduler(plan), declared.spec.vocab, build.saver(), lane, helpers)
+    gc.collect()
+    gc.freeze()  # the model's objects live as long as the process: later collections need not look at them
+    timeline.mark("ready")
+    return engine, msgspec.structs.replace(build.ready(load_seconds), timeline=timeline.marks)
+
+
+class _Build(Protocol):
+    """A planned model on the way to a Runner: made, filled, then bound."""
+
+    @property
+    def pool(self) -> Pool | None: ...
+
+    @property
+    def flush(self) -> Callable[[], None] | None: ...
+
+    def targets(self) -> dict[str, Target]: ...
+
+    def runner(self, report: Callable[[Loading], None]) -> Runner: ...
+
+    def saver(self) -> CountSaver | None:
+        """After `runner`."""
+
+    def ready(self, load_seconds: float) -> Ready: ...
+
+
+def _build(plan: Plan, checkpoint: Checkpoint, declared: Declared, kv: KvStorage, timeline: Timeline) -> _Build:
+    spec = declared.spec
+    if plan.workers is None:
+        return _Eager(plan, spec, kv)
+    if plan.gpu is None:
+        return _Native(plan, plan.workers, spec, kv)
+    if plan.gpu.simulated:
+        return SimBuild(plan, spec, kv)
+    # Triton comes with CUDA builds of torch, and only they have a GPU.
+    gpu = importlib.import_module("proa.engine.building.gpu")
+    build: _Build = gpu.GpuBuild(plan, checkpoint, declared, kv, timeline)
+    return build
+
+
+class _Eager:
+    """Ops in plain torch."""
+
+    pool: Pool | None = None
+    flush: Callable[[], None] | None = None
+
+    def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
+        self._plan, self._spec, self._kv, self._dtype = plan, spec, kv, DTYPES[plan.dtype]
+        torch.set_num_threads(plan.threads)
+        self.model = Decoder(spec, reference(self._dtype))
+
+    def targets(self) -> dict[str, Target]:
+        return dict(self.model.parameters())
+
+    def runner(self, report: Callable[[Loading], None]) -> Runner:
+        plan = self._plan
+        caches = allocate_pool(
+            self._spec, plan.num_pages, plan.page_tokens, self._dtype, sequences=plan.state_slots, kv=self._kv
+        )
+        self._executor = EagerExecutor(self.model, caches, plan.page_tokens)
+        runner = Runner(self._executor, plan.page_tokens)
+        trial_tokens = min(PREFILL_TRIAL_TOKENS, plan.num_pages * plan.page_tokens)
+        if not plan.deterministic:  # torch's sums depend on the number of threads
+            choose_threads(self._executor, runner, plan.threads, trial_tokens)
+        return runner
+
+    def saver(self) -> CountSaver | None:
+        return None
+
+    def ready(self, load_seconds: float) -> Ready:
+        nbytes = self._spec.num_params * self._dtype.itemsize
+        return Ready(
+            load_seconds=load_seconds,
+            weights_bytes=nbytes,
+            ops={field.name: "torch" for field in fields(Ops)},
+            decode_threads=self._executor.decode_threads,
+            prefill_threads=self._executor.prefill_threads,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+
+
+class _Native:
+    """A recorded program of native ops over packed weights."""
+
+    flush: Callable[[], None] | None = None
+
+    def __init__(self, plan: Plan, workers: Workers, spec: Model, kv: KvStorage) -> None:
+        self._plan, self._workers, self._spec, self._kv = plan, workers, spec, kv
+        torch.set_num_threads(1)  # what is left to torch is small, and its threads would be in the workers' way
+        self._cpu = CpuSide(workers, plan.isa)
+        self._cpu.bind_caller()
+        self.pool = self._cpu.pool
+        self._memory, self._crew = self._cpu.memory, self._cpu.crew
+        self._decisions = self._cpu.decisions
+        self._limits = step_limits(plan)
+        pages = -(-plan.context_tokens // plan.page_tokens)
+        self._recorder = Recorder(self.pool, self._memory, plan.max_batch_tokens, plan.max_running, pages)
+        self.model = Decoder(spec, CpuOps(self._recorder).table())
+
+    def targets(self) -> dict[str, Target]:
+        return dict(self.model.parameters())
+
+    def runner(self, report: Callable[[Loading], None]) -> Runner:
+        plan = self._plan
+        caches = allocate_pool(
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
+        )
+        executor = RecordedExecutor(
+            self.model, self._recorder, caches, self._limits, self._crew, deterministic=plan.deterministic
+        )
+        self._cpu.note_unbound()
+
+        def step(i: int, share: float) -> None:
+            executor.try_step(i * TRIAL_TOKEN_STRIDE % self._spec.vocab, share)  # other tokens, other experts
+
+        chosen = choose_few(self._crew, self._workers.trials, step, saving=self._workers.saving)
+        self._decisions += [chosen] if chosen else []
+        return Runner(executor, plan.page_tokens)
+
+    def saver(self) -> CountSaver | None:
+        return None
+
+    def ready(self, load_seconds: float) -> Ready:
+        formats = dict(self._memory.bytes_by_format)
+        return Ready(
+            load_seconds=load_seconds,
+            weights_bytes=sum(formats.values()),
+            ops={field.name: f"native {self.pool.isa}" for field in fields(Ops)},
+            decode_threads=sum(self._crew.few),
+            prefill_threads=sum(self._crew.many),
+            peak_rss_bytes=peak_rss_bytes(),
+            formats=formats,
+            pages=self._memory.pages(),
+            decisions=tuple(self._decisions),
+            caller_cpus=list(self._cpu.caller_cpus),
+        )
+
+
+def _scheduler(plan: Plan) -> Scheduler:
+    allocator = PageAllocator(plan.num_pages)
+    copies = StateCopies(plan.max_running, plan.state_copies) if plan.state_copies else None
+    prefix_cache = PrefixCache(plan.page_tokens, allocator, copies) if plan.prefix_cache else None
+    return Scheduler(
+        Limits.of(plan), allocator, prefix_cache, turns=plan.prefill_share > 0, phases=_phases(plan)
+    )  # fmt: skip
+
+
+def _phases(plan: Plan) -> Phases:
+    on_cpu = plan.workers is not None and plan.gpu is None
+    if not plan.deterministic:
+        return FreePhases(LEAST_ROWS_ON_CPU) if on_cpu else FreePhases()
+    on_torch = plan.workers is None or (plan.gpu is not None and plan.gpu.simulated)
+    return FixedPhases(plan.prompt_cell_tokens, one_decode=on_torch)  # whose products depend on the number of rows
+
+
+def _paced(report: Callable[[Loading], None]) -> Callable[[int, int], None]:
+    """At most one report every REPORT_EVERY_S, with the time left at the rate so far."""
+    begin = time.perf_counter()
+    last = 0.0
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if now - last < REPORT_EVERY_S and done_bytes < total_bytes:
+            return
+        last = now
+        eta_s = (now - begin) / done_bytes * (total_bytes - done_bytes) if done_bytes else None
+        report(Loading("loading weights", done_bytes, total_bytes, eta_s))
+
+    return progress

@@ -1,0 +1,299 @@
+"""The steps of a planned model, run without a GPU and without weights, to learn which kernels they will launch. Belongs
+here: which steps there are, the most needed first. Never: compiling, a list of kernels.
+
+Everything runs as on the GPU (engine/building/gpu.py, engine/executors/graphs.py), by the same code, on tensors of
+torch's "meta" device, which have shapes and addresses but no memory. Blocks that launch the same are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import msgspec
+import torch
+from torch import Tensor
+
+from proa.cache.pool import KvStorage, allocate_pool
+from proa.engine.building.dtypes import DTYPES
+from proa.engine.building.gpu_plan import needed, placement_of, top_k
+from proa.engine.executors.batch import step_limits
+from proa.engine.executors.device_steps import DeviceSteps
+from proa.engine.executors.graphs import WARM_BUCKETS, decode_sizes, warm_rows
+from proa.hybrid.co_fetch import InPlaceRates
+from proa.hybrid.copies import Copiers, Copy, Pairs
+from proa.hybrid.gpu_experts import GpuExperts, GpuSpaces, InPlace
+from proa.hybrid.gpu_ways import ByCopies, ByKernels, GpuWay
+from proa.hybrid.model import HybridModel, Parts
+from proa.hybrid.transport import empty_round
+from proa.hybrid.ways import WAYS
+from proa.layers.decoder import Decoder
+from proa.models.spec import Model, Rope
+from proa.native.doorbell import NOTHING_COUNTED, Counters, JobSize, Way, block_layout
+from proa.native.pool import Pool
+from proa.native.weights import Experts
+from proa.ops.bell_block import Bell
+from proa.ops.cuda import CudaOps
+from proa.ops.gpu_traits import GpuTraits
+from proa.ops.packed import Memory
+from proa.ops.staging import Staging
+from proa.ops.table import NextRouter
+from proa.ops.triton import bell
+from proa.plan.plan import GpuPlan, Plan
+
+META = torch.device("meta")
+RATIO = 1.1
+_ADDRESS = 1 << 40  # of what is nowhere
+_PROCESSORS = 128  # multiprocessors of no GPU: what is compiled does not depend on them
+
+
+def rehearse(plan: Plan, spec: Model, stored: Mapping[str, str], capability: int) -> Iterator[Callable[[], None]]:
+    """Each call launches what a kind of step launches, on a GPU of this compute capability (90: 9.0): the first steps
+    of a server first. stored: what the loader tells of each parameter, by our names."""
+    return Stage(plan, _reduced(plan, spec, stored), top_k(spec), capability).steps()
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A model, or as much of it as a rehearsal needs."""
+
+    spec: Model
+    stored: Mapping[str, str]
+    gpu: GpuPlan
+
+
+def _reduced(plan: Plan, spec: Model, stored: Mapping[str, str]) -> Shown:
+    """With fewer blocks: of those that launch the same, as few as have all neighbours."""
+    gpu, _ = needed(plan)
+    kinds = _kinds(gpu, spec, stored)
+    seen: set[object] = set()
+    blocks = {0, len(kinds) - 1}
+    for i, pair in enumerate(pairwise(kinds)):
+        if pair not in seen:
+            seen.add(pair)
+            blocks |= {i, i + 1}
+    numbers = {block: number for number, block in enumerate(sorted(blocks))}
+    renamed = {}
+    for name, kept in stored.items():
+        first, *rest = name.split(".", 2)
+        if first != "blocks":
+            renamed[name] = kept
+        elif int(rest[0]) in numbers:
+            renamed[f"blocks.{numbers[int(rest[0])]}.{rest[1]}"] = kept
+    layers = [number for number, block in enumerate(gpu.blocks) if block in numbers]
+    fewer = msgspec.structs.replace(
+        gpu,
+        blocks=tuple(numbers[gpu.blocks[i]] for i in layers),
+        experts=tuple(gpu.experts[i] for i in layers),
+        expert_bytes=tuple(gpu.expert_bytes[i] for i in layers),
+        resident=tuple(gpu.resident[i] for i in layers),
+    )
+    return Shown(replace(spec, blocks=tuple(spec.blocks[i] for i in numbers)), renamed, fewer)
+
+
+def _kinds(gpu: GpuPlan, spec: Model, stored: Mapping[str, str]) -> list[object]:
+    """Of each block; those of one kind launch the same."""
+    layer_of = {block: layer for layer, block in enumerate(gpu.blocks)}
+    types: dict[int, set[tuple[str, str]]] = {}
+    for name, kept in stored.items():
+        first, *rest = name.split(".", 2)
+        if first == "blocks":
+            types.setdefault(int(rest[0]), set()).add((_of_any_expert(rest[1]), kept))
+
+    def kind(i: int) -> object:
+        layer = layer_of.get(i)
+        resident = (
+            None if layer is None else (bool(gpu.resident[layer]), len(gpu.resident[layer]) == gpu.experts[layer])
+        )
+        return spec.blocks[i], frozenset(types.get(i, ())), resident
+
+    return [kind(i) for i in range(len(spec.blocks))]
+
+
+def _of_any_expert(part: str) -> str:
+    """The experts of a layer share their memory, so that it does not matter which of them has which type."""
+    words = part.split(".")
+    return ".".join("*" if word.isdigit() else word for word in words)
+
+
+class Stage:
+    """The model on the meta device, as GpuBuild makes it on a GPU."""
+
+    def __init__(self, plan: Plan, of: Shown, chosen: int, capability: int) -> None:
+        _, workers = needed(plan)
+        self._plan, self._gpu, self._limits = plan, of.gpu, step_limits(plan)
+        self._pool = Pool([()], pin=False)
+        staging = Staging(self._pool, 0, pinned=False)
+        ram = _NoMemory(self._pool, [None] * len(workers.teams))
+        self._hybrid = HybridModel(placement_of(of.gpu), META, ram, staging)
+        ops = CudaOps(META, self._hybrid.new_experts, staging, GpuTraits(capability, _PROCESSORS))
+        self._model = Decoder(of.spec, ops.table())
+        for name, target in self._model.parameters():
+            if not isinstance(target, Tensor):
+                target.expect(of.stored.get(name, "BF16"))
+        spaces = GpuSpaces(plan.max_batch_tokens, chosen, fp8=of.gpu.fp8_activations)
+        self._spaces = spaces
+        self._transported: _NoTransport | None = None
+        parts = Parts(
+            lambda memory, residency, faults: GpuExperts(memory, residency, spaces.of(memory), faults),
+            self._transport,
+            lambda: Copiers(_NoCopier(), _NoCopier()),
+            InPlaceRates(1.0, 1.0) if of.gpu.co_fetch else None,
+        )
+        self._hybrid.bind(plan.max_batch_tokens, chosen, parts)
+        caches = allocate_pool(
+            of.spec, plan.num_pages, plan.page_tokens, torch.bfloat16, META, sequences=plan.state_slots,
+            kv=KvStorage(DTYPES[plan.kv_dtype]),
+        )  # fmt: skip
+        self._on = DeviceSteps(self._model, caches, self._limits, _NoAngles(of.spec), META)
+
+    def _transport(self, layers: Sequence[Experts], size: JobSize) -> _NoTransport:
+        self._transported = _NoTransport(size, self._gpu.doorbell)
+        return self._transported
+
+    def steps(self) -> Iterator[Callable[[], None]]:
+        return map(torch.inference_mode(), self._steps())  # as the executor's
+
+    def _steps(self) -> Iterator[Callable[[], None]]:
+        limits = self._limits
+        sizes = decode_sizes(limits, deterministic=self._plan.deterministic)
+        if self._gpu.co_fetch:
+            yield self._read_in_place
+        if self._transported is not None:
+            yield from (self._transported.try_out, empty_round(self._transported, self._transported.size, META))
+        for bucket in sizes[:WARM_BUCKETS]:
+            yield from (partial(self.decode, bucket), partial(self._on.run_head, bucket))
+        yield partial(self._on.sampler.warm_up, self._on.logits, self._on.best)
+        yield from (partial(self.prompt, rows) for rows in warm_rows(limits.rows))
+        for bucket in sizes[WARM_BUCKETS:]:
+            yield from (partial(self.decode, bucket), partial(self._on.run_head, bucket))
+        yield from (partial(self.prompt, rows) for rows in _dense(limits.rows))
+        yield partial(self._on.run_head, limits.head_rows)
+        yield partial(self._on.logprobs.launch_given, self._on.logits, [0], 1)
+
+    def _read_in_place(self) -> None:
+        memory = next(layer.memory for layer in self._hybrid.layers if layer.memory.cpu_computes)
+        calls = InPlace(memory, self._spaces.of(memory))
+        calls.read(calls.batches[0])
+
+    def decode(self, bucket: int) -> None:
+        self._on.run(self._on.decode_inputs(bucket, 1), bucket)
+
+    def prompt(self, rows: int) -> None:
+        self._on.run(self._on.inputs, rows)
+        if self._plan.prefill_share:
+            tokens, step = self._on.step(self._on.inputs, rows)
+            with self._hybrid.in_parts():
+                for _ in self._model.by_blocks(tokens, step):
+                    pass
+
+
+def _dense(most: int) -> list[int]:
+    """Numbers of rows up to `most`, each hardly larger than the one before: kernels are chosen by intervals of them,
+    none of which lies between two of these."""
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(most, max(sizes[-1] + 1, int(sizes[-1] * RATIO))))
+    return sizes
+
+
+class _NoAngles:
+    def __init__(self, spec: Model) -> None:
+        self._ropes = spec.ropes
+
+    def of(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
+        def one(rope: Rope) -> Tensor:
+            return torch.empty(len(positions), rope.dim // 2, device=META)
+
+        return {rope: (one(rope), one(rope)) for rope in self._ropes}
+
+
+class _NoMemory(Memory):
+    """Addresses, and nothing there."""
+
+    def take(self, sizes_bytes: Sequence[int]) -> list[int]:
+        return [_ADDRESS if nbytes else 0 for nbytes in sizes_bytes]
+
+
+class _NoCopier:
+    def start(self, pairs: Pairs) -> Copy:
+        raise NotImplementedError("nothing moves in a rehearsal")
+
+    def close(self) -> None:
+        pass
+
+
+class _NoCopies:
+    """Of a job and its answer."""
+
+    def stream(self, device: torch.device) -> int:
+        return 0
+
+    def copy_to_host(self, stream: int, to: int, source: int, nbytes: int) -> None:
+        pass
+
+    def copy_to_device(self, stream: int, to: int, source: int, nbytes: int) -> None:
+        pass
+
+    def before(self, stream: int) -> None:
+        pass
+
+    def ring(self, stream: int) -> None:
+        pass
+
+    def wait(self, stream: int) -> None:
+        pass
+
+    def free(self) -> None:
+        pass
+
+
+class _NoTransport:
+    """Launches what a GPU does to hand work to the CPU, which is not there."""
+
+    def __init__(self, size: JobSize, doorbell: str) -> None:
+        """doorbell: the way that was asked for."""
+        self.size = size
+        memory = torch.empty(block_layout(size).bytes, dtype=torch.uint8, device=META)
+        state = torch.empty(bell.ROWS + size.most_tokens, dtype=torch.int32, device=META)
+        self._by_kernels = ByKernels(memory, size, META, state)
+        copies = ByCopies(memory, size, state, memory, _NoCopies(), _NoCopies())
+        self._way: GpuWay = self._by_kernels if WAYS.get(doorbell, Way.NUMBER) is Way.NUMBER else copies
+
+    def try_out(self) -> None:
+        if self._way is self._by_kernels:
+            self._by_kernels.look(1, torch.empty(1, dtype=torch.int32, device=META))
+        else:
+            self._way.try_out()
+
+    def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None:
+        self._way.push(x, ids, weights, up_address, layer)
+
+    def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None:
+        self._way.foresee(x, slots, following, cpu, layer)
+
+    def pull(self, out: Tensor) -> None:
+        self._way.pull(out)
+
+    def bell(self, layer: int) -> Bell | None:
+        return self._way.bell(layer)
+
+    def arm(self) -> None:
+        pass
+
+    def disarm(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def counters(self) -> Counters:
+        return NOTHING_COUNTED
+
+    def probe_us(self, rounds: int = 200) -> float:
+        raise NotImplementedError("there is nothing to measure in a rehearsal")
+
+    def close(self) -> None:
+        pass

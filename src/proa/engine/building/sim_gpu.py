@@ -1,0 +1,93 @@
+"""A planned model on a CPU that stands in for a GPU. Never: Triton, which a CPU's torch does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from proa.cache.pool import KvStorage, allocate_pool
+from proa.engine.building.cpu_side import CpuSide
+from proa.engine.building.gpu_plan import STEP_AHEAD, decode_tokens, needed, placement_of, ready, saver_of, top_k
+from proa.engine.count_saver import CountSaver
+from proa.engine.executors.eager import EagerExecutor
+from proa.engine.ipc import Loading, Ready
+from proa.engine.runner import Runner
+from proa.hybrid.co_fetch import InPlaceRates
+from proa.hybrid.copies import Copiers, HostCopier
+from proa.hybrid.model import HybridModel, Parts
+from proa.hybrid.sim_experts import SimExperts
+from proa.hybrid.transport import HostTransport, Transport
+from proa.hybrid.ways import take
+from proa.layers.decoder import Decoder
+from proa.models.spec import Model
+from proa.native.doorbell import JobSize, Service
+from proa.native.weights import Experts
+from proa.obs.units import format_rate
+from proa.ops.reference import reference
+from proa.ops.staging import Staging
+from proa.ops.table import Target
+from proa.plan.plan import Plan
+from proa.types import Decision
+
+STAGING_BYTES = 32 << 20
+PROBE_ROUNDS = 50
+
+
+class SimBuild:
+    """The same with a CPU in the GPU's place: plain torch, and native kernels for its experts."""
+
+    def __init__(self, plan: Plan, spec: Model, kv: KvStorage) -> None:
+        self._plan, self._spec, self._kv = plan, spec, kv
+        self._gpu, self._workers = needed(plan)
+        torch.set_num_threads(1)
+        self._cpu = CpuSide(self._workers, plan.isa)
+        self.pool = self._cpu.pool
+        staging = Staging(self.pool, STAGING_BYTES, pinned=False)
+        self.flush = staging.flush
+        self._hybrid = HybridModel(placement_of(self._gpu), torch.device("cpu"), self._cpu.memory, staging)
+        self._decisions: list[Decision] = []
+        self.model = Decoder(spec, reference(torch.bfloat16, self._hybrid.new_experts))
+        self._round_trip_us: float | None = None
+
+    def targets(self) -> dict[str, Target]:
+        return dict(self.model.parameters())
+
+    def runner(self, report: Callable[[Loading], None]) -> Runner:
+        plan, ram = self._plan, self._plan.roof.bandwidth_bytes_per_s
+        parts = Parts(
+            lambda memory, residency, faults: SimExperts(
+                memory, residency, self.pool, faults, self._gpu.pcie_bytes_per_s
+            ),
+            self._transport,
+            lambda: Copiers(HostCopier(self._gpu.pcie_bytes_per_s), HostCopier()),
+            InPlaceRates(self._gpu.pcie_bytes_per_s or ram, ram) if self._gpu.co_fetch else None,
+        )
+        if parts.in_place is not None:
+            why = f"simulated, at {format_rate(parts.in_place.bus_bytes_per_s)}; how many depends on the CPU's rate"
+            self._decisions.append(Decision("co-fetch", "auto", "on", why))
+        self._hybrid.bind(plan.max_batch_tokens, top_k(self._spec), parts)
+        caches = allocate_pool(
+            self._spec, plan.num_pages, plan.page_tokens, torch.bfloat16, sequences=plan.state_slots, kv=self._kv
+        )
+        self._decisions.append(STEP_AHEAD)
+        executor = EagerExecutor(self.model, caches, plan.page_tokens, self._hybrid, overlap=True)
+        return Runner(executor, plan.page_tokens)
+
+    def _transport(self, layers: Sequence[Experts], size: JobSize) -> Transport:
+        service = Service(
+            spin_us=self._workers.spin_us, read_ahead=self._gpu.read_ahead, decode_tokens=decode_tokens(self._plan)
+        )
+        taken = take(self._gpu.doorbell, lambda way: HostTransport(self.pool, layers, size, service, way), PROBE_ROUNDS)
+        self._round_trip_us = taken.round_trip_us
+        self._decisions.append(taken.decision)
+        if self._gpu.read_ahead:
+            self._decisions.append(taken.read_ahead())
+        return taken.transport
+
+    def saver(self) -> CountSaver | None:
+        return saver_of(self._plan, self._hybrid)
+
+    def ready(self, load_seconds: float) -> Ready:
+        ops = "torch, for a simulated GPU"
+        return ready(self._plan, self._cpu, load_seconds, ops, self._round_trip_us, self._decisions)

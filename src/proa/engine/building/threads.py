@@ -1,0 +1,57 @@
+"""How many OpenMP threads a step gets: measured once the model is loaded. Never: pinning, other processes' load.
+
+Waking threads costs tens of microseconds for every op. A large model earns that back, a small one loses more than
+it gains; which one this is depends on model and machine, so both are tried.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from proa.engine.executors.eager import EagerExecutor
+from proa.engine.runner import Runner
+from proa.engine.scheduling.request import Request
+from proa.engine.scheduling.step_plan import StepItem, StepPlan
+from proa.types import EngineRequest, Sampling
+
+ROUNDS = 2
+STEPS = 2
+GAIN = 1.1
+HOPELESS = 1.5  # this much slower in the first round is not tried again
+
+
+def choose_threads(executor: EagerExecutor, runner: Runner, most: int, prefill_tokens: int) -> None:
+    """Set the executor's thread counts for decode (one token) and prefill to the fastest of 1, `most` / 2 and `most`.
+
+    Writes to the first pages, so it must run before the cache is in use.
+    """
+    decode, prefill = _fastest(executor, runner, 1, most), _fastest(executor, runner, prefill_tokens, most)
+    executor.decode_threads, executor.prefill_threads = decode, prefill
+
+
+def _fastest(executor: EagerExecutor, runner: Runner, num_tokens: int, most: int) -> int:
+    """The fewest threads within GAIN of the best median: waking threads varies more than computing does."""
+    candidates = sorted({1, max(1, most // 2), most})
+    if len(candidates) == 1:
+        return most
+    plan = _plan(num_tokens, runner.page_tokens)
+    seconds: dict[int, list[float]] = {threads: [] for threads in candidates}
+    for _ in range(ROUNDS):  # candidates alternate, so that other work does not decide
+        for threads in candidates:
+            executor.decode_threads = executor.prefill_threads = threads
+            for step in range(1 + STEPS):
+                begin = time.perf_counter()
+                runner.run(plan)
+                if step:  # the first one wakes threads, and touches memory for the first time
+                    seconds[threads].append(time.perf_counter() - begin)
+        medians = {threads: median(times) for threads, times in seconds.items()}
+        candidates = [threads for threads in candidates if medians[threads] <= HOPELESS * min(medians.values())]
+    return next(threads for threads in candidates if medians[threads] <= GAIN * min(medians.values()))
+
+
+def _plan(num_tokens: int, page_tokens: int) -> StepPlan:
+    source = EngineRequest(id="", tokens=[0] * num_tokens, sampling=Sampling(max_tokens=1, temperature=0.0))
+    request = Request(source, context_tokens=num_tokens + 1, page_tokens=page_tokens)
+    request.pages = list(range(-(-num_tokens // page_tokens)))
+    return StepPlan((StepItem(request, 0, num_tokens, True),))

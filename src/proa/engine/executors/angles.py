@@ -1,0 +1,44 @@
+"""Rotary angles of a step's rows on a device. Never: how angles are computed (layers/rope.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from proa.engine.executors.batch import Span, StepLimits, positions_of
+from proa.layers.rope import cos_sin
+from proa.models.spec import Rope
+
+
+class AngleTables:
+    """Angles by position: one table of all positions, or, where they depend on the prompt's length, those of the last
+    step that was filled in."""
+
+    def __init__(self, ropes: Collection[Rope], limits: StepLimits, device: torch.device) -> None:
+        every = torch.arange(limits.context_tokens)
+        self._fixed = {
+            rope: tuple(t.to(device) for t in cos_sin(rope, every, every + 1)) for rope in ropes if not rope.dynamic
+        }
+        self._changing = {
+            rope: torch.zeros(2, limits.rows, rope.dim // 2, device=device) for rope in ropes if rope.dynamic
+        }
+
+    @property
+    def changing(self) -> bool:
+        """Whether `fill` has anything to do."""
+        return bool(self._changing)
+
+    def fill(self, sequences: Sequence[Span]) -> None:
+        for rope, place in self._changing.items():
+            angles = torch.stack(cos_sin(rope, *positions_of(sequences)))
+            place[:, : angles.shape[1]].copy_(angles)
+
+    def of(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
+        """cos and sin float32 [T, dim / 2] of each rope; positions int64 [T]."""
+        found = {
+            rope: (cos.index_select(0, positions), sin.index_select(0, positions))
+            for rope, (cos, sin) in self._fixed.items()
+        }
+        return found | {rope: (t[0, : len(positions)], t[1, : len(positions)]) for rope, t in self._changing.items()}

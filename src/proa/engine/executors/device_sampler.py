@@ -1,0 +1,142 @@
+"""The next token of each row and what is to be said of it, on a GPU: what the kernels need is copied there while the
+model still computes. Belongs here: buffers, launches, reading the answers. Never: the model, waiting.
+
+All that sampling/ does is done here, but for two kinds of rows, which the CPU draws from their logits as it would
+without a GPU: those that change more logits than there is room for, and those whose cut keeps more than MOST_KEPT
+candidates (a nearly flat distribution), which only the device finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from proa.engine.executors.device_logprobs import DeviceLogprobs
+from proa.ops.sizes import EDIT_WORDS, MOST_EDITS, MOST_KEPT
+from proa.ops.triton.draw import NO_TOP_K, TOO_MANY, Jobs, draw, floor_of, inverse_of
+from proa.ops.triton.weights import BEST, CUT, WHOLE, Space, edit, restore
+from proa.sampling.choose import Choice, choose
+from proa.sampling.edits import Tally
+from proa.sampling.rows import Row
+from proa.types import Sampling, TokenLogprob
+
+
+class DeviceSampler:
+    """For up to `rows` rows of `vocab` logits. One step after the other; all calls on the stream of the model."""
+
+    def __init__(
+        self, rows: int, vocab: int, device: torch.device, logprobs: DeviceLogprobs, most_edits: int = MOST_EDITS
+    ) -> None:
+        """logprobs: for as many rows; others may use it between steps."""
+        pinned = device.type == "cuda"
+        self._logprobs = logprobs
+        self._space = Space(rows, vocab, min(MOST_KEPT, vocab), device)
+        self._inputs = _Inputs(rows, device)
+        self._host_edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, pin_memory=pinned)
+        self._edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, device=device)
+        self._saved = torch.zeros(most_edits, device=device)
+        self._tallies: dict[str, Tally] = {}
+        self._num_edits = 0
+        self._explained: list[int] = []  # rows of this step whose log-probabilities are asked
+        self._left: set[int] = set()  # rows of this step that do not fit
+
+    def launch(self, logits: Tensor, tokens: Tensor, rows: Sequence[Row]) -> None:
+        """Replace tokens int32 [R], each row's best or -1, by what the requests draw from logits float32 [R, vocab].
+        The last step has been read."""
+        self._fill_edits(rows)
+        drawn = [i for i, row in enumerate(rows) if not row.takes_best and i not in self._left]
+        self._explained = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+        if not drawn and not self._explained:
+            return
+        jobs = self._inputs.fill([(i, rows[i]) for i in drawn], self._explained)
+        if drawn:
+            edits, saved = self._edits[: self._num_edits], self._saved
+            if self._num_edits:
+                edits.copy_(self._host_edits[: self._num_edits], non_blocking=True)
+                edit(logits, edits, saved)
+            draw(logits, jobs, any(_kind(rows[i]) == CUT for i in drawn), self._space, tokens)
+            if self._num_edits:
+                restore(logits, edits, saved)
+        if self._explained:
+            top = max(rows[i].sampling.logprobs or 0 for i in self._explained)
+            self._logprobs.launch(logits, self._inputs.explained[: len(self._explained)], tokens, top)
+
+    def read(self, tokens: Sequence[int], rows: Sequence[Row], logits: Tensor) -> list[Choice]:
+        """After the device has finished: `tokens` as it left them. logits are looked at for rows that the CPU draws."""
+        choices = [Choice(token) for token in tokens]
+        if self._explained:
+            for i, told in zip(self._explained, self._logprobs.read([tokens[i] for i in self._explained]), strict=True):
+                asked = rows[i].sampling.logprobs
+                choices[i].logprob = (
+                    TokenLogprob(told.token, told.logprob, told.top[:asked]) if tokens[i] >= 0 else None
+                )
+        left = [i for i, token in enumerate(tokens) if token == TOO_MANY or (i in self._left and token >= 0)]
+        if left:
+            again = choose([0] * len(left), [rows[i] for i in left], logits[left].cpu())
+            for i, choice in zip(left, again, strict=True):
+                choice.late = True
+                choices[i] = choice
+        return choices
+
+    def warm_up(self, logits: Tensor, tokens: Tensor) -> None:
+        """Launch every kernel once, so that it is compiled and loaded; what it computes means nothing."""
+        asked = Sampling(max_tokens=1, temperature=1.0, top_p=0.5, repetition_penalty=2.0, logprobs=1)
+        self.launch(logits, tokens, [Row(asked, [0], 1)])
+
+    def _fill_edits(self, rows: Sequence[Row]) -> None:
+        """Tallies of requests that are not in this step are made again if they come back."""
+        tallies: dict[str, Tally] = {}
+        self._num_edits = 0
+        self._left = set()
+        words = self._host_edits.numpy()
+        for i, row in enumerate(rows):
+            if not row.is_adjusted:
+                continue
+            tally = tallies[row.request] = self._tallies.get(row.request) or Tally(row)
+            edits = tally.edits(row)
+            end = self._num_edits + len(edits)
+            if end > len(words):
+                self._left.add(i)
+                continue
+            words[self._num_edits : end, 0] = i
+            words[self._num_edits : end, 1:] = edits
+            self._num_edits = end
+        self._tallies = tallies
+
+
+class _Inputs:
+    """What the requests want, as columns: one pinned block, copied over in one go."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        rows = -(-rows // 4) * 4  # every column begins at a multiple of 16 bytes: no kernel is compiled twice
+        nbytes = rows * (4 * 8 + 5 * 4)
+        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._floats = self._host[: 32 * rows].view(torch.float64).view(4, rows).numpy()
+        self._ints = self._host[32 * rows :].view(torch.int32).view(5, rows).numpy()
+        self._theirs = (
+            self._device[: 32 * rows].view(torch.float64).view(4, rows),
+            self._device[32 * rows :].view(torch.int32).view(5, rows),
+        )
+        self.explained = self._theirs[1][4]
+
+    def fill(self, drawn: Sequence[tuple[int, Row]], explained: Sequence[int]) -> Jobs:
+        number = len(drawn)
+        for job, (i, row) in enumerate(drawn):
+            s = row.sampling
+            self._floats[:, job] = inverse_of(s.temperature), row.uniform(), s.top_p, s.min_p
+            self._ints[:4, job] = i, _kind(row), min(s.top_k or NO_TOP_K, NO_TOP_K), floor_of(s.min_p)
+        self._ints[4, : len(explained)] = explained
+        self._device.copy_(self._host, non_blocking=True)
+        inverses, uniforms, top_p, min_p = self._theirs[0][:, :number]
+        rows, kinds, top_k, floors = self._theirs[1][:4, :number]
+        return Jobs(rows, kinds, top_k, floors, inverses, uniforms, top_p, min_p)
+
+
+def _kind(row: Row) -> int:
+    s = row.sampling
+    if s.temperature == 0.0:
+        return BEST
+    return CUT if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 else WHOLE

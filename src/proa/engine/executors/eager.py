@@ -1,0 +1,180 @@
+"""Executes steps with ops that compute when they are called (plain torch, simulated GPU). Never: requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import torch
+from torch import Tensor
+
+from proa.cache.pool import copy_states
+from proa.engine.executors.batch import Span, StepBatch, StepResult, positions_of
+from proa.engine.executors.clock import Stage, StepClock
+from proa.engine.executors.executor import FEW_TOKENS, Pace, prompt_logprobs, step_result, unfinished
+from proa.engine.executors.parts import BlockByBlock, non_finite_rows
+from proa.engine.executors.session import NoSession, Session
+from proa.engine.executors.watch import Health, WatchedSession
+from proa.layers.decoder import Decoder
+from proa.layers.rope import cos_sin
+from proa.layers.step import Step
+from proa.native.doorbell import Counters
+from proa.ops.table import LayerCache, batch_of
+from proa.sampling.choose import Choice, choose
+from proa.sampling.logprobs import token_logprobs
+from proa.sampling.rows import Row
+from proa.types import TokenLogprob
+
+
+@dataclass
+class EagerStep:
+    """hidden: [T, hidden] behind the last block. choices: of the rows of the sampled `spans`."""
+
+    batch: StepBatch
+    hidden: Tensor
+    began_s: float
+    health: Health
+    parts: BlockByBlock | None = None
+    spans: Sequence[int] = ()
+    rows: Sequence[int] = ()
+    choices: list[Choice] = field(default_factory=list)
+    next_step: EagerStep | None = None
+
+
+class EagerExecutor:
+    def __init__(
+        self, model: Decoder, caches: tuple[LayerCache, ...], page_tokens: int, session: Session | None = None,
+        *, overlap: bool = False,
+    ) -> None:  # fmt: skip
+        """overlap: steps of decode may follow a step whose results were not taken, as on a GPU. Not faster here."""
+        self.spec, self.clock = model.spec, StepClock()
+        self._session = WatchedSession(session or NoSession(), model.spec)
+        self._model, self._caches, self._page_tokens = model, caches, page_tokens
+        self._ropes, self._overlap = model.spec.ropes, overlap
+        self._unfinished: EagerStep | None = None  # the step in parts
+        self._step_s = self._block_s = 0.0
+        self.decode_threads = self.prefill_threads = torch.get_num_threads()
+
+    @torch.inference_mode()
+    def launch(self, batch: StepBatch, after: EagerStep | None = None, *, in_parts: bool = False) -> EagerStep:
+        step = EagerStep(batch, torch.empty(0), time.perf_counter(), Health(followed=after is not None))
+        spans = batch.spans
+        if after is not None:
+            after.next_step = step
+            spans = _continued(spans, self.tokens_to_follow(after))
+        if batch.copies_before:
+            copy_states(self._caches, batch.copies_before)
+        tokens, inputs = self._inputs(spans)
+        self.clock.lap(Stage.INPUTS)
+        if in_parts:
+            step.parts = BlockByBlock(self._model, batch, tokens, inputs)
+            self._unfinished = step
+            return step
+        torch.set_num_threads(self.decode_threads if len(tokens) <= FEW_TOKENS else self.prefill_threads)
+        with self._listening():
+            step.hidden = self._model(tokens, inputs)
+        if batch.copies_after:
+            copy_states(self._caches, batch.copies_after)
+        self.clock.lap(Stage.PROGRAM)
+        return step
+
+    def tokens_to_follow(self, step: EagerStep) -> list[int]:
+        """The tokens that the next step continues with. A row without a token (-1) continues with any."""
+        return [max(choice.token, 0) for choice in step.choices]
+
+    def _inputs(self, spans: Sequence[Span]) -> tuple[Tensor, Step]:
+        tokens = torch.tensor([t for s in spans for t in s.tokens])
+        kv_lens = [s.start + len(s.tokens) for s in spans]
+        q_lens, pages = [len(s.tokens) for s in spans], [s.pages for s in spans]
+        batch = batch_of(q_lens, kv_lens, pages, self._page_tokens, [s.state for s in spans])
+        positions, lengths = positions_of(spans)
+        angles = {rope: cos_sin(rope, positions, lengths) for rope in self._ropes}
+        return tokens, Step(batch, angles, self._caches)
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """CPU workers answer the jobs of what is computed meanwhile."""
+        self._session.begin()
+        try:
+            yield
+            self._session.launched()
+        finally:
+            self._session.end_until(self._session.num_launched)
+
+    @torch.inference_mode()
+    def advance(self, step: EagerStep, blocks: int) -> bool:
+        began_s, parts = time.perf_counter(), unfinished(step.parts)
+        with self._listening(), self._session.in_parts():
+            count = parts.advance(blocks)
+        self._block_s = (time.perf_counter() - began_s) / max(1, count)
+        if parts.done:
+            step.hidden = parts.hidden
+            copy_states(self._caches, step.batch.copies_after)
+        self.clock.lap(Stage.PROGRAM)
+        return parts.done
+
+    @torch.inference_mode()
+    def sample(self, step: EagerStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
+        if step is self._unfinished:
+            self._unfinished = None
+        step.spans, step.rows = spans, step.batch.rows_of(spans)
+        if spans:
+            logits = self._logits(step, step.rows)
+            step.choices = choose(self._model.best(logits).tolist(), rows, logits)
+        if step.parts is None:
+            self._step_s = time.perf_counter() - step.began_s
+        self.clock.lap(Stage.PROGRAM)
+
+    def _logits(self, step: EagerStep, rows: Sequence[int]) -> Tensor:
+        return self._model.logits(step.hidden[list(rows)])
+
+    @torch.inference_mode()
+    def wait(self, step: EagerStep) -> StepResult:
+        bad = {row for row, choice in zip(step.rows, step.choices, strict=True) if choice.token < 0}
+        result = step_result(step.batch, step.spans, step.choices, self._faults(step, bad))
+        result.prompt_logprobs = prompt_logprobs(step.batch, partial(self._score, step))
+        step.next_step = None
+        return result
+
+    def _score(self, step: EagerStep, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        return token_logprobs(self._logits(step, rows), tokens, top)
+
+    def _faults(self, step: EagerStep, bad: Collection[int]) -> dict[int, str]:
+        spans, behind = step.batch.spans, step.next_step
+        if step.parts is not None:
+            return self._session.faults_in_parts(spans, non_finite_rows(step.hidden))
+        if self._unfinished is not None:
+            return self._session.faults_between(spans, bad)
+        all_scored = step.health.followed or len(step.rows) == step.batch.num_tokens
+        following = None if behind is None else (behind.batch.spans, behind.health)
+        return self._session.faults_of(spans, step.health, bad, all_scored=all_scored, next_step=following)
+
+    def can_follow(self, step: EagerStep) -> bool:
+        decodes = all(len(span.tokens) == 1 for span in step.batch.spans)
+        return self._overlap and decodes and self._unfinished is None
+
+    def cancel(self, step: EagerStep) -> None:
+        if step is self._unfinished:
+            self._unfinished = None
+            self._session.forget_parts(step.batch.spans)
+
+    def pace(self) -> Pace:
+        return Pace(self._step_s, self._block_s)
+
+    @torch.inference_mode()
+    def logits_of(self, step: EagerStep, rows: Sequence[int]) -> Tensor:
+        return self._logits(step, rows)
+
+    def counters(self) -> Counters:
+        return self._session.counters()
+
+
+def _continued(spans: Sequence[Span], tokens: Sequence[int]) -> list[Span]:
+    """These spans with the tokens that only the device knew when they were planned."""
+    if len(tokens) != len(spans):
+        raise ValueError(f"{len(spans)} sequences cannot follow {len(tokens)}")
+    return [msgspec.structs.replace(s, tokens=(t,)) for s, t in zip(spans, tokens, strict=True)]

@@ -1,0 +1,143 @@
+"""The interface of all executors: a step is launched, sampled and waited for. Never: requests, scheduling.
+
+A launched step is a value of the executor's own type S; whatever belongs to that step alone is kept in it. The orders
+in which the engine makes these calls are its schedules:
+
+    one after the other      launch(a) sample(a) wait(a), launch(b) sample(b) wait(b)
+    overlapped               launch(a) sample(a) launch(b, after=a) wait(a) sample(b) launch(c, after=b) wait(b) ...
+    prefill between decode   launch(p, in_parts=True), then any whole steps and advance(p) in turns, sample(p) wait(p)
+
+Steps are sampled and waited for in the order in which they were launched; a step in parts when it is done. All calls
+come from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from proa.engine.executors.batch import Span, StepBatch, StepResult
+from proa.engine.executors.clock import StepClock
+from proa.models.spec import Model
+from proa.native.doorbell import Counters
+from proa.plan.budget import SCORED_ROWS
+from proa.sampling.choose import Choice
+from proa.sampling.rows import Row
+from proa.types import TokenLogprob
+
+# Steps up to this many tokens are bound by reading weights, longer ones by arithmetic: each has its thread count.
+FEW_TOKENS = 8
+
+S = TypeVar("S")
+P = TypeVar("P")
+
+
+class Pace(NamedTuple):
+    """Duration of the last whole step beside a step in parts, and of one block of the latter. 0: not known yet."""
+
+    step_s: float
+    block_s: float
+
+
+class Executor(Protocol[S]):
+    """`clock` gets a lap when a step's inputs are written, and when its results are there."""
+
+    spec: Model
+    clock: StepClock
+
+    def launch(self, batch: StepBatch, after: S | None = None, *, in_parts: bool = False) -> S:
+        """Start to compute all rows of a step; K, V and states are written to their caches.
+
+        after: the last launched step, sampled and not waited for. Span i of the batch then continues the i-th span
+        sampled there: its one token is the one sampled, whatever `tokens` says. Only if can_follow(after).
+        in_parts: compute nothing yet; `advance` does. At most one such step at a time, and while it is unfinished all
+        others have one row per sequence.
+        """
+
+    def sample(self, step: S, spans: Sequence[int], rows: Sequence[Row]) -> None:
+        """Sample the next tokens of these spans of the batch, in its order, a subset of its `sampled`. rows: one for
+        each of batch.rows_of(spans). Must be called once for each step, also with no spans."""
+
+    def wait(self, step: S) -> StepResult:
+        """Wait until the step has been computed and sampled; its results."""
+
+    def can_follow(self, step: S) -> bool:
+        """Whether launch(..., after=step) is possible for this step, which was launched last and has been sampled."""
+
+    def advance(self, step: S, blocks: int) -> bool:
+        """Compute up to `blocks` more blocks of a step in parts. Returns whether all are computed."""
+
+    def cancel(self, step: S) -> None:
+        """Discard a launched step: wait for the device if need be; its results are lost."""
+
+    def pace(self) -> Pace:
+        """Durations that decide how many blocks fit between two steps of decode."""
+
+    def logits_of(self, step: S, rows: Sequence[int]) -> Tensor:
+        """float32 [R, vocab]: logits of these rows of a step that was waited for, until another one is launched. For
+        tests and checks; may recompute the head. Valid until the next call."""
+
+    def counters(self) -> Counters:
+        """The CPU's work for a GPU so far."""
+
+
+def step_result(
+    batch: StepBatch, sampled: Sequence[int], choices: Sequence[Choice], faults: dict[int, str]
+) -> StepResult:
+    """choices: of each of batch.rows_of(sampled). faults: spans whose hidden states are NaN or infinite, and why."""
+    result, rows = StepResult(), iter(choices)
+    for span in sampled:
+        own = [next(rows) for _ in range(1 + batch.spans[span].num_drafts)]
+        if own[0].token < 0:
+            result.faults[span] = "The model's logits were not finite."
+            continue
+        _take(result, span, accepted(batch.spans[span], own))
+    for span, why in faults.items():
+        result.faults[span] = why
+        result.tokens.pop(span, None)
+    return result
+
+
+def _take(result: StepResult, span: int, choices: Sequence[Choice]) -> None:
+    result.tokens[span] = [choice.token for choice in choices]
+    logprobs: list[TokenLogprob] = [choice.logprob for choice in choices if choice.logprob is not None]
+    if logprobs:
+        result.logprobs[span] = logprobs
+    if any(choice.late for choice in choices):
+        result.replaced.append(span)
+
+
+def accepted(span: Span, choices: Sequence[Choice]) -> Sequence[Choice]:
+    """The sampled tokens up to the first that differs from the draft at its place, that one included.
+
+    Lossless: each row is sampled as it would be without drafts, and the rows behind a rejected draft are discarded.
+    """
+    drafts = span.tokens[len(span.tokens) - span.num_drafts :]
+    for count, (draft, choice) in enumerate(zip(drafts, choices, strict=False), 1):
+        if draft != choice.token:
+            return choices[:count]
+    bad = next((i for i, choice in enumerate(choices) if choice.token < 0), len(choices))
+    return choices[:bad]
+
+
+def prompt_logprobs(
+    batch: StepBatch, score: Callable[[Sequence[int], Sequence[int], int], list[TokenLogprob]]
+) -> dict[int, list[TokenLogprob]]:
+    """By span. score(rows, tokens, top): log-probabilities of a token after each of up to SCORED_ROWS rows."""
+    found: dict[int, list[TokenLogprob]] = {}
+    for asked in batch.prompt_logprobs:
+        scores = found.setdefault(asked.span, [])
+        for first in range(0, len(asked.tokens), SCORED_ROWS):
+            tokens = asked.tokens[first : first + SCORED_ROWS]
+            begin = asked.first_row + first
+            scores += score(range(begin, begin + len(tokens)), tokens, asked.top)
+    return found
+
+
+def unfinished(parts: P | None) -> P:
+    """Raises ValueError for a step that was launched as a whole."""
+    if parts is None:
+        raise ValueError("this step was not launched in parts")
+    return parts

@@ -1,0 +1,374 @@
+"""Executes steps on a GPU. Decode steps are CUDA graphs, captured when their batch size first comes; others are
+launched op by op. Belongs here: static buffers, capturing, waiting. Never: requests, sampling rules.
+
+A graph bakes in addresses, so everything that changes between steps lies in DeviceInputs; what one graph leaves for
+another (hidden states, logits) is copied to buffers outside the memory pool that all graphs share and reuse.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from proa.cache.pool import copy_states
+from proa.engine.executors.angles import AngleTables
+from proa.engine.executors.batch import Span, StepBatch, StepLimits, StepResult
+from proa.engine.executors.clock import Stage, StepClock
+from proa.engine.executors.device_inputs import DeviceInputs
+from proa.engine.executors.device_queue import Mark, Queue
+from proa.engine.executors.device_steps import DeviceSteps
+from proa.engine.executors.executor import Pace, prompt_logprobs, step_result, unfinished
+from proa.engine.executors.parts import BlockByBlock, non_finite_rows
+from proa.engine.executors.session import NoSession, Session
+from proa.engine.executors.step_timer import StepTimer
+from proa.engine.executors.watch import Health, WatchedSession
+from proa.layers.decoder import Decoder
+from proa.native.doorbell import Counters
+from proa.ops.sizes import buckets
+from proa.ops.table import LayerCache
+from proa.sampling.choose import Choice
+from proa.sampling.rows import Row
+from proa.types import TokenLogprob
+
+WARM_BUCKETS = 3  # decode graphs that are captured before the first request
+WARM_UP_RUNS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
+_NON_FINITE = -1  # the argmax of a row with NaN or infinity
+_MOST_IN_FLIGHT = 32  # launches, of steps and of parts of a step, before the host waits for the device
+
+
+@dataclass(frozen=True)
+class _Captured:
+    inputs: DeviceInputs
+    replay: Callable[[], None]
+
+
+@dataclass(eq=False)
+class GraphStep:
+    """graph: None for steps launched op by op. rows: sampled ones, in the order of `spans`. done: behind the head."""
+
+    batch: StepBatch
+    health: Health
+    graph: _Captured | None = None
+    parts: BlockByBlock | None = None
+    spans: Sequence[int] = ()
+    rows: Sequence[int] = ()
+    wishes: Sequence[Row] = ()
+    done: Mark | None = None
+    num_launched: int = 0  # of the session, up to `done`
+    next_step: GraphStep | None = None  # launched behind it, before its tokens were read
+
+
+class GraphExecutor:
+    """All calls come from one thread, and launch to one queue."""
+
+    def __init__(
+        self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, queue: Queue,
+        session: Session | None = None, *, deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        """deterministic: all decode steps have one shape, because kernels and their splits depend on the number of
+        rows; the rows of a step are then of one phase."""
+        self.spec, self.clock = model.spec, StepClock()
+        self._model, self._caches, self._limits, self._queue = model, caches, limits, queue
+        self._session = WatchedSession(session or NoSession(), model.spec)
+        self._angles = AngleTables(model.spec.ropes, limits, queue.device)
+        self._on = DeviceSteps(model, caches, limits, self._angles, queue.device)
+        self._deterministic = deterministic
+        self._buckets = decode_sizes(limits, deterministic=deterministic)
+        self._graphs: dict[tuple[int, int], _Captured] = {}  # by (sequences, rows of each)
+        self._heads: dict[int, Callable[[], None]] = {}
+        self._room: Callable[[], None] | None = None  # never replayed: holds memory of the graphs' pool
+        pinned = queue.device.type == "cuda"
+        self._host_scored = torch.zeros(limits.head_rows, dtype=torch.int64, pin_memory=pinned)
+        self._host_best = torch.zeros(limits.head_rows, dtype=torch.int32, pin_memory=pinned)
+        self._unfinished: GraphStep | None = None  # the step in parts
+        self._late: set[str] = set()  # requests of the last steps of which the CPU sampled a token
+        self._timer = StepTimer(queue)
+        queue.finish_device()  # weights, caches and buffers were filled outside this queue
+
+    def warm_ups(self, *, compiled: bool) -> list[Callable[[], None]]:
+        """Steps of padding that prepare what requests will need, the most needed first: graphs, what libraries load at
+        first use, and, unless all is `compiled` already, kernels."""
+        decode = (partial(self._warm_decode, bucket) for bucket in self._buckets[:WARM_BUCKETS])
+        most = self._limits.rows
+        prompts = sorted({min(2, most), most} - {1}) if compiled else warm_rows(most)
+        return [*decode, self._warm_sampler, *(partial(self._warm_prefill, rows) for rows in prompts)]
+
+    @torch.inference_mode()
+    def _warm_decode(self, bucket: int) -> None:
+        with self._queue.current():
+            self._capture(bucket, 1)
+            self._capture_head(bucket)
+
+    @torch.inference_mode()
+    def _warm_sampler(self) -> None:
+        with self._queue.current():
+            self._on.sampler.warm_up(self._on.logits, self._on.best)
+            self._queue.finish()
+
+    @torch.inference_mode()
+    def _warm_prefill(self, rows: int) -> None:
+        with self._queue.current():
+            self._on.inputs.fill((), self._limits.page_tokens)
+            self._begin()
+            self._on.inputs.copy()
+            self._on.run(self._on.inputs, rows)
+            self._settle()
+
+    # ---- launching
+
+    @torch.inference_mode()
+    def launch(self, batch: StepBatch, after: GraphStep | None = None, *, in_parts: bool = False) -> GraphStep:
+        step = GraphStep(batch, Health(followed=after is not None))
+        with self._queue.current():
+            self._copy_states(batch.copies_before)
+            rows_each = self._rows_each(batch)
+            if in_parts:
+                self._launch_in_parts(step)
+                return step
+            if after is not None:
+                self._follow(step, after)
+            elif rows_each:
+                self._decode(step, rows_each)
+            elif self._unfinished is not None:
+                raise ValueError("between the parts of a step only steps with one row per sequence can be computed")
+            else:
+                self._launch_ops(batch)
+            self._copy_states(batch.copies_after)
+        self.clock.lap(Stage.PROGRAM)
+        return step
+
+    def _rows_each(self, batch: StepBatch) -> int:
+        """Rows of each sequence, if the step is one of decode, which has a graph; else 0."""
+        first = batch.spans[0]
+        if self._deterministic:
+            return 0 if first.in_prompt else 1
+        rows = 1 + first.num_drafts
+        return rows if all(len(s.tokens) == rows == 1 + s.num_drafts for s in batch.spans) else 0
+
+    def _decode(self, step: GraphStep, rows_each: int) -> None:
+        bucket = self._buckets[bisect_left(self._buckets, len(step.batch.spans))]
+        step.graph = captured = self._graphs.get((bucket, rows_each)) or self._capture(bucket, rows_each)
+        self._fill(captured.inputs, step.batch.spans)
+        self._begin()
+        if self._unfinished is not None:
+            self._timer.begin()
+        captured.inputs.copy()
+        captured.replay()
+        self._session.launched()
+
+    def _follow(self, step: GraphStep, after: GraphStep) -> None:
+        """Tokens are copied on the device from where `after` samples them. The graph stays that of `after`, with more
+        padding where sequences have ended."""
+        count, captured = len(step.batch.spans), after.graph
+        if captured is None or count != len(after.spans):
+            raise ValueError(f"{count} sequences cannot follow {len(after.spans)}")
+        captured.inputs.fill(step.batch.spans, self._limits.page_tokens)
+        after.next_step, step.graph = step, captured
+        self._begin()
+        captured.inputs.copy()
+        tokens = captured.inputs.tokens[:count]
+        tokens.copy_(self._on.best[:count])
+        tokens.clamp_(min=0)  # a non-finite row has no token, nor has a row that the CPU samples
+        captured.replay()
+        self._session.launched()
+
+    def _launch_ops(self, batch: StepBatch) -> None:
+        rows = self._fill(self._on.inputs, batch.spans)
+        self._begin()
+        self._on.inputs.copy()
+        self._on.run(self._on.inputs, rows)
+        self._session.launched()
+
+    def _launch_in_parts(self, step: GraphStep) -> None:
+        """Steps between its parts are graphs, which do not use the inputs of other steps."""
+        rows = self._fill(self._on.inputs, step.batch.spans)
+        self._on.inputs.copy()
+        tokens, inputs = self._on.step(self._on.inputs, rows)
+        # Dynamic angles of other steps are written to the same place.
+        angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
+        step.parts = BlockByBlock(self._model, step.batch, tokens, replace(inputs, angles=angles))
+        self._unfinished = step
+
+    @torch.inference_mode()
+    def advance(self, step: GraphStep, blocks: int) -> bool:
+        parts = unfinished(step.parts)
+        with self._queue.current():
+            self._begin()
+            self._timer.begin()
+            with self._session.in_parts():
+                count = parts.advance(blocks)
+            self._timer.end(count)
+            self._session.launched()
+            if parts.done:
+                self._copy_states(step.batch.copies_after)
+        self.clock.lap(Stage.PROGRAM)
+        return parts.done
+
+    def _fill(self, inputs: DeviceInputs, spans: Sequence[Span]) -> int:
+        """Returns the number of rows."""
+        rows = inputs.fill(spans, self._limits.page_tokens)
+        self._angles.fill(spans)
+        self.clock.lap(Stage.INPUTS)
+        return rows
+
+    def _copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
+        if slots:
+            copy_states(self._caches, slots)
+
+    def _capture(self, bucket: int, rows_each: int) -> _Captured:
+        """The graph of a step of `bucket` sequences. Its inputs are padding until they are filled."""
+        inputs = self._on.decode_inputs(bucket, rows_each)
+        inputs.fill((), self._limits.page_tokens)
+        inputs.copy()
+        replay = self._graph(lambda: self._on.run(inputs, bucket * rows_each))
+        self._graphs[bucket, rows_each] = _Captured(inputs, replay)
+        return self._graphs[bucket, rows_each]
+
+    def _capture_head(self, bucket: int) -> Callable[[], None]:
+        self._settle()
+        if self._room is None:
+            self._room = self._graph(self._take_room)
+        self._heads[bucket] = self._graph(lambda: self._on.run_head(bucket))
+        return self._heads[bucket]
+
+    def _take_room(self) -> None:
+        """Grow the graphs' pool to the largest head's logits: captures reuse what earlier ones have freed, but logits
+        that grow from bucket to bucket would each take new memory."""
+        torch.zeros(self._limits.head_rows, self.spec.vocab, device=self._queue.device)
+
+    def _graph(self, launch: Callable[[], None]) -> Callable[[], None]:
+        self._begin()
+        for _ in range(WARM_UP_RUNS):
+            launch()
+        self._settle()
+        return self._queue.capture(launch)
+
+    # ---- sampling
+
+    @torch.inference_mode()
+    def sample(self, step: GraphStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
+        step.spans, step.rows, step.wishes = spans, step.batch.rows_of(spans), rows
+        with self._queue.current():
+            if step.parts is not None:
+                self._unfinished = None
+                self._on.hidden[: len(step.parts.hidden)].copy_(step.parts.hidden)
+            self._launch_head(step.rows, rows)
+            self._timer.end()
+            step.done, step.num_launched = self._queue.mark(), self._session.num_launched
+        self.clock.lap(Stage.PROGRAM)
+
+    def _launch_head(self, rows: Sequence[int], wishes: Sequence[Row]) -> None:
+        """Score these rows. wishes: how each is sampled; none: argmax of each."""
+        count = len(rows)
+        if not count:
+            return
+        bucket = min(size for size in (*self._buckets, self._limits.head_rows) if size >= count)
+        head = self._heads.get(bucket) or self._capture_head(bucket)
+        self._host_scored[:count] = torch.tensor(rows)
+        self.clock.lap(Stage.INPUTS)
+        self._on.scored[:bucket].copy_(self._host_scored[:bucket], non_blocking=True)
+        head()
+        if wishes:
+            self._on.sampler.launch(self._on.logits, self._on.best, wishes)
+        self._host_best[:count].copy_(self._on.best[:count], non_blocking=True)
+
+    @torch.inference_mode()
+    def wait(self, step: GraphStep) -> StepResult:
+        """Waits for the step's own end, not for what was launched behind it."""
+        if step.done is None:
+            raise ValueError("a step is sampled before it is waited for")
+        step.done.wait()
+        self._session.end_until(step.num_launched)
+        with self._queue.current():
+            tokens: list[int] = self._host_best[: len(step.rows)].tolist()
+            bad = {row for row, token in zip(step.rows, tokens, strict=True) if token == _NON_FINITE}
+            choices = self._read_choices(step, tokens)
+            result = step_result(step.batch, step.spans, choices, self._faults(step, bad))
+            if step.batch.prompt_logprobs:
+                result.prompt_logprobs = prompt_logprobs(step.batch, self._logprobs)
+        step.next_step = None
+        self.clock.lap(Stage.PROGRAM)
+        return result
+
+    def _read_choices(self, step: GraphStep, tokens: Sequence[int]) -> list[Choice]:
+        if not step.wishes:
+            return []
+        choices = self._on.sampler.read(tokens, step.wishes, self._on.logits)
+        self._late |= {row.request for row, choice in zip(step.wishes, choices, strict=True) if choice.late}
+        return choices
+
+    def _faults(self, step: GraphStep, bad: Collection[int]) -> dict[int, str]:
+        spans, behind = step.batch.spans, step.next_step
+        if step.parts is not None:
+            rows = step.batch.num_tokens
+            return self._session.faults_in_parts(spans, non_finite_rows(self._on.hidden[:rows]))
+        if self._unfinished is not None:
+            return self._session.faults_between(spans, bad)
+        all_scored = step.health.followed or len(step.rows) == step.batch.num_tokens
+        following = None if behind is None else (behind.batch.spans, behind.health)
+        return self._session.faults_of(spans, step.health, bad, all_scored=all_scored, next_step=following)
+
+    def _logprobs(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        self._launch_head(rows, ())
+        self._on.logprobs.launch_given(self._on.logits, tokens, top)
+        self._queue.finish()
+        return self._on.logprobs.read(tokens)
+
+    def can_follow(self, step: GraphStep) -> bool:
+        """A request of which the CPU sampled a token may need that again, so what followed would be discarded."""
+        if step.graph is None or self._angles.changing or self._session.num_in_flight != 1:
+            return False
+        self._late &= {row.request for row in step.wishes}
+        return not self._late and all(not span.num_drafts for span in step.batch.spans)
+
+    @torch.inference_mode()
+    def cancel(self, step: GraphStep) -> None:
+        with self._queue.current():
+            self._settle()
+            if step is self._unfinished:
+                self._unfinished = None
+                self._session.forget_parts(step.batch.spans)
+
+    def pace(self) -> Pace:
+        return self._timer.pace()
+
+    @torch.inference_mode()
+    def logits_of(self, step: GraphStep, rows: Sequence[int]) -> Tensor:
+        with self._queue.current():
+            self._launch_head(rows, ())
+            self._queue.finish()
+            return self._on.logits[: len(rows)].cpu()
+
+    def counters(self) -> Counters:
+        return self._session.counters()
+
+    # ---- the session
+
+    def _begin(self) -> None:
+        if self._session.num_in_flight == _MOST_IN_FLIGHT:
+            self._settle()
+        self._session.begin()
+
+    def _settle(self) -> None:
+        """Wait for everything that was launched."""
+        if self._session.num_in_flight:
+            self._queue.finish()
+            self._session.end_until(self._session.num_launched)
+
+
+def decode_sizes(limits: StepLimits, *, deterministic: bool) -> tuple[int, ...]:
+    """Numbers of sequences that a decode step is padded to."""
+    most = min(limits.sequences, limits.rows)
+    return (most,) if deterministic else buckets(most)
+
+
+def warm_rows(most: int) -> list[int]:
+    """Numbers of prefill rows which together launch every kernel for up to `most` rows: kernels change at powers of
+    two, and are compiled once more for numbers that are multiples of 16."""
+    powers = [1 << i for i in range(1, most.bit_length())]
+    return sorted({rows for power in powers for rows in (power, power + 1) if rows <= most} | {most} - {1})

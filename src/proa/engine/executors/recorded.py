@@ -1,0 +1,272 @@
+"""Executes steps by replaying native ops that were recorded once. Belongs here: writing a step's inputs to where the
+program reads them. Never: requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from proa.cache.pool import copy_states
+from proa.engine.executors.batch import Span, StepBatch, StepLimits, StepResult, positions_of
+from proa.engine.executors.clock import Stage, StepClock
+from proa.engine.executors.crew import Crew
+from proa.engine.executors.executor import FEW_TOKENS, Pace, prompt_logprobs, step_result, unfinished
+from proa.engine.executors.page_table import PageTable
+from proa.engine.executors.row_numbers import RowNumbers, ints
+from proa.layers.decoder import Decoder
+from proa.layers.rope import cos_sin
+from proa.layers.step import Step
+from proa.models.spec import Rope
+from proa.native.doorbell import NOTHING_COUNTED, Counters
+from proa.native.program import Regime
+from proa.ops.cpu import Recorder
+from proa.ops.table import AttentionBatch, KvPages, LatentPages, LayerCache
+from proa.sampling.choose import Choice, choose
+from proa.sampling.logprobs import token_logprobs
+from proa.sampling.rows import Row
+from proa.types import TokenLogprob
+
+# Angles of all positions are kept up to this context (16 MiB for 64 pairs), beyond it each step computes its own.
+KEPT_POSITIONS = 1 << 15
+
+
+class _Parts:
+    """A step in parts. Whole steps between its parts overwrite the first rows of the shared activation buffers, which
+    are saved before and restored behind them."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0  # computed
+        self._saved: list[Tensor] = []
+
+    @torch.inference_mode()
+    def save(self, live: Sequence[Tensor], rows: int) -> None:
+        if self.num_blocks and not self._saved:
+            self._saved = [buffer[:rows].clone() for buffer in live]
+
+    @torch.inference_mode()
+    def restore(self, live: Sequence[Tensor]) -> None:
+        for buffer, saved in zip(live, self._saved, strict=False):
+            buffer[: len(saved)] = saved
+        self._saved = []
+
+
+@dataclass
+class RecordedStep:
+    """Its hidden states lie in the program's buffer until the next launch. choices: of the rows of the sampled
+    `spans`."""
+
+    batch: StepBatch
+    began_s: float
+    parts: _Parts | None = None
+    spans: Sequence[int] = ()
+    choices: list[Choice] = field(default_factory=list)
+
+
+class RecordedExecutor:
+    """Records the model's ops once, over buffers for the largest step, and replays them. No step calls torch."""
+
+    def __init__(
+        self, model: Decoder, recorder: Recorder, caches: tuple[LayerCache, ...], limits: StepLimits,
+        crew: Crew | None = None, *, deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        """deterministic: kernels are chosen by phase alone, so a row's bits do not depend on the step it is in; the
+        rows of a step are then of one phase."""
+        self._deterministic = deterministic
+        self.spec, self.clock = model.spec, StepClock()
+        self.crew = crew
+        self._keep: list[object] = [model, recorder]  # the program holds addresses of their buffers, and of the caches'
+        self._caches = caches
+        self._program, self._limits = recorder.program, limits
+        tokens, slots, positions = (_numbers(recorder, limits.rows) for _ in range(3))
+        self._rows = RowNumbers(tokens, slots, positions)
+        most_pages = -(-limits.context_tokens // limits.page_tokens)
+        lens = torch.zeros(3, limits.sequences, dtype=torch.int32)
+        table = torch.zeros(limits.sequences, most_pages, dtype=torch.int32)
+        self._q_lens, self._kv_lens, self._states = map(ints, lens)
+        self._pages = PageTable(table)
+        self._keep += lens, table
+        addresses = [of.data_ptr() for of in (*lens, table)]
+        self._shape = (*addresses, most_pages, _num_pages(caches), limits.page_tokens)
+        angles = {rope: _angles(rope, positions, limits.context_tokens, recorder) for rope in model.spec.ropes}
+        self._changing = {rope: places for rope, places in angles.items() if not _is_kept(rope, limits.context_tokens)}
+        inputs = Step(AttentionBatch((), (), (), slots), angles, caches)
+        with torch.inference_mode():
+            blocks = [(hidden, len(self._program)) for hidden in model.by_blocks(tokens, inputs)]
+            hidden, self._body = blocks[-1]
+            self._ends = [end for _, end in blocks]
+            # What a block reads of the blocks before it, apart from caches.
+            self._live = [hidden, *(place for places in angles.values() for place in places)]
+            recorder.end_blocks(limits.head_rows)
+            scored = _numbers(recorder, limits.head_rows)
+            self._logits = model.logits(recorder.take(hidden, scored))
+            self._best = ints(model.best(self._logits))
+        self._scored = ints(scored)
+        self._scored_rows: Sequence[int] = ()  # of the step computed last, whose logits are there
+        self._scored_logits = self._logits[:0]
+        self._end = len(self._program)
+        self._unfinished: RecordedStep | None = None  # the step in parts
+        self._step_s = self._block_s = 0.0
+
+    def launch(self, batch: StepBatch, after: RecordedStep | None = None, *, in_parts: bool = False) -> RecordedStep:
+        step = RecordedStep(batch, time.perf_counter())
+        self._copy(batch.copies_before)
+        if in_parts:
+            step.parts, self._unfinished = _Parts(), step
+            return step
+        if self._unfinished is not None:
+            unfinished(self._unfinished.parts).save(self._live, self._limits.sequences)
+        rows = self._write_inputs(batch)
+        if self._changing:
+            self._compute_angles(batch.spans, rows)
+        if self.crew:
+            self.crew.call(few=rows <= FEW_TOKENS)
+        scored = batch.rows_of(batch.sampled)
+        self._set_scored(scored)
+        self.clock.lap(Stage.INPUTS)
+        if len(scored) == rows:  # a step of decode: one call
+            self._program.run(0, self._end, rows)
+        else:
+            self._program.run(0, self._body, rows)
+            self._run_head()
+        self.clock.lap(Stage.PROGRAM)
+        self._copy(batch.copies_after)
+        return step
+
+    def _write_inputs(self, batch: StepBatch) -> int:
+        """Returns the number of rows."""
+        spans = batch.spans
+        for i, s in enumerate(spans):
+            self._pages.set(i, s.pages)
+            self._q_lens[i], self._kv_lens[i], self._states[i] = len(s.tokens), s.start + len(s.tokens), s.state
+        if self._deterministic:
+            self._program.set_regime(Regime.PROMPT if spans[0].in_prompt else Regime.DECODE)
+        self._program.set_batch(len(spans), *self._shape)
+        return self._rows.fill(spans, self._limits.page_tokens)
+
+    def advance(self, step: RecordedStep, blocks: int) -> bool:
+        began_s, parts = time.perf_counter(), unfinished(step.parts)
+        rows = self._write_inputs(step.batch)
+        if self._changing and parts.num_blocks == 0:
+            self._compute_angles(step.batch.spans, rows)
+        parts.restore(self._live)
+        if self.crew:
+            self.crew.call(few=rows <= FEW_TOKENS)
+        self.clock.lap(Stage.INPUTS)
+        first, last = parts.num_blocks, min(parts.num_blocks + blocks, len(self._ends))
+        self._program.run(self._ends[first - 1] if first else 0, self._ends[last - 1], rows)
+        self._block_s = (time.perf_counter() - began_s) / max(1, last - first)
+        parts.num_blocks = last
+        done = last == len(self._ends)
+        if done:
+            self._copy(step.batch.copies_after)
+        self.clock.lap(Stage.PROGRAM)
+        return done
+
+    def sample(self, step: RecordedStep, spans: Sequence[int], rows: Sequence[Row]) -> None:
+        if step.parts is not None:
+            step.parts.restore(self._live)
+            self._unfinished, self._scored_rows = None, ()
+            if self._deterministic:
+                self._program.set_regime(Regime.PROMPT)  # steps between the parts were decode
+        step.spans = spans
+        if spans:
+            logits = self._score(step.batch.rows_of(spans))
+            step.choices = choose(self._best[: len(rows)].tolist(), rows, logits)
+        if step.parts is None:
+            self._step_s = time.perf_counter() - step.began_s
+        self.clock.lap(Stage.PROGRAM)
+
+    def wait(self, step: RecordedStep) -> StepResult:
+        result = step_result(step.batch, step.spans, step.choices, {})
+        if step.batch.prompt_logprobs:
+            result.prompt_logprobs = prompt_logprobs(step.batch, self._logprobs)
+        return result
+
+    def _logprobs(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        return token_logprobs(self._score(rows), tokens, top)
+
+    def can_follow(self, step: RecordedStep) -> bool:
+        return False  # a launch returns when the step is computed: there is nothing to overlap
+
+    def cancel(self, step: RecordedStep) -> None:
+        if step is self._unfinished:
+            self._unfinished = None
+
+    def pace(self) -> Pace:
+        return Pace(self._step_s, self._block_s)
+
+    def _copy(self, slots: Sequence[tuple[int, int]]) -> None:
+        if slots:
+            with torch.inference_mode():
+                copy_states(self._caches, slots)
+            self.clock.lap(Stage.PROGRAM)
+
+    def try_step(self, token: int, share: float) -> None:
+        """Compute the first `share` of a step of one token, to time it. Writes to the first page."""
+        rows = self._write_inputs(StepBatch((Span((token,), 0, [0], 1),)))
+        self._program.run(0, max(1, round(self._body * share)), rows)
+
+    def _compute_angles(self, spans: Sequence[Span], rows: int) -> None:
+        for rope, places in self._changing.items():
+            for place, value in zip(places, cos_sin(rope, *positions_of(spans)), strict=True):
+                place[:rows] = value
+
+    def _score(self, rows: Sequence[int]) -> Tensor:
+        """float32 [R, vocab]: logits of these rows of the step computed last."""
+        if rows != self._scored_rows:
+            self._set_scored(rows)
+            self.clock.lap(Stage.INPUTS)
+            self._run_head()
+            self.clock.lap(Stage.PROGRAM)
+        return self._scored_logits
+
+    def _set_scored(self, rows: Sequence[int]) -> None:
+        if len(rows) != len(self._scored_rows):
+            self._scored_logits = self._logits[: len(rows)]
+        self._scored_rows = rows
+        for i, row in enumerate(rows):
+            self._scored[i] = row
+
+    def _run_head(self) -> None:
+        if self._scored_rows:
+            self._program.run(self._body, self._end, len(self._scored_rows))
+
+    def logits_of(self, step: RecordedStep, rows: Sequence[int]) -> Tensor:
+        return self._score(rows)
+
+    def counters(self) -> Counters:
+        return NOTHING_COUNTED
+
+
+def _num_pages(caches: Sequence[LayerCache]) -> int:
+    """Of the layers that have pages, all as many; 1 where none has, and the table is read by nobody."""
+    for cache in caches:
+        if isinstance(cache, KvPages):
+            return len(cache.keys)
+        if isinstance(cache, LatentPages):
+            return len(cache.rows)
+    return 1
+
+
+def _numbers(recorder: Recorder, count: int) -> Tensor:
+    """int64 [count] that the program reads."""
+    return recorder.keep(torch.zeros(count, dtype=torch.int64))
+
+
+def _is_kept(rope: Rope, context_tokens: int) -> bool:
+    """Whether the angles of all positions are computed at start: they are fixed and few."""
+    return not rope.dynamic and context_tokens <= KEPT_POSITIONS
+
+
+def _angles(rope: Rope, positions: Tensor, context_tokens: int, recorder: Recorder) -> tuple[Tensor, Tensor]:
+    """cos and sin of a step's rows: taken by the program from those of all positions, or to be filled in."""
+    if _is_kept(rope, context_tokens):
+        every = torch.arange(context_tokens)
+        cos, sin = cos_sin(rope, every, every + 1)
+        return recorder.take(cos, positions), recorder.take(sin, positions)
+    shape = (recorder.rows, rope.dim // 2)
+    return recorder.keep(torch.zeros(shape)), recorder.keep(torch.zeros(shape))

@@ -1,0 +1,135 @@
+"""Which sequences of a step became NaN or infinite, and in which layer that began. Never: ending requests.
+
+The device notes faults by row, for all steps since they were last read. With a step in flight behind the one waited
+for, a fault may belong to either: a sequence fails only when its own logits are non-finite.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from proa.engine.executors.batch import Span
+from proa.engine.executors.session import Session
+from proa.errors import NumericsError
+from proa.hybrid.faults import Fault
+from proa.models.spec import Model, Moe
+from proa.native.doorbell import Counters
+
+_SOMEWHERE = "The hidden states were not finite."
+
+
+@dataclass
+class Health:
+    """What is known about the values of a launched step before its own logits are read.
+
+    followed: it was launched behind another step, and only rows that still count are scored. doubtful: a row that was
+    non-finite in the step before is computed here again. early: faults that were read with the step before it.
+    """
+
+    followed: bool = False
+    doubtful: bool = False
+    early: dict[int, str] = field(default_factory=dict)
+
+
+class WatchedSession:
+    """A session whose NumericsErrors are kept: they concern some rows of the step, which `faults_of` finds."""
+
+    def __init__(self, session: Session, spec: Model) -> None:
+        self._session = session
+        self._blocks = [i for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)]
+        self._complaint = ""
+        self.num_launched = 0  # begun
+        self._num_ended = 0
+
+    def begin(self) -> None:
+        self._session.begin()
+        self.num_launched += 1
+
+    def launched(self) -> None:
+        self._session.launched()
+
+    def in_parts(self) -> AbstractContextManager[None]:
+        return self._session.in_parts()
+
+    def counters(self) -> Counters:
+        return self._session.counters()
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.num_launched - self._num_ended
+
+    def end_until(self, number: int) -> None:
+        """The device has finished all of the first `number` launches. Raises every error but NumericsError."""
+        while self._num_ended < number:
+            self._num_ended += 1
+            try:
+                self._session.end()
+            except NumericsError as error:
+                self._complaint = error.message
+
+    def faults_of(
+        self, spans: Sequence[Span], health: Health, bad: Collection[int], *, all_scored: bool,
+        next_step: tuple[Sequence[Span], Health] | None,
+    ) -> dict[int, str]:  # fmt: skip
+        """Why spans of a finished step are not finite, by index. bad: rows whose logits are not. all_scored: every row
+        that still counts was scored, so that NaN anywhere would have reached `bad`. next_step: the step in flight
+        behind it, if there is one; it learns what was read here and is not about this step."""
+        found, health.early = health.early, {}
+        look = bool(bad) or health.doubtful or not all_scored
+        if look or self._complaint:
+            found = self.read(spans, look=look) | found
+        if next_step is not None:
+            next_step[1].doubtful = bool(bad)
+        if next_step is None and not health.followed:
+            return found
+        if next_step is not None:
+            if len(next_step[0]) < len(spans):
+                return {}  # rows have moved up: a fault may be of either step
+            next_step[1].early = {i: why for i, why in found.items() if i not in bad}
+        return {i: why for i, why in found.items() if i in bad}
+
+    def read(self, spans: Sequence[Span], *, look: bool) -> dict[int, str]:
+        """Faults of all steps since the last call, by index of the span whose row they are at.
+
+        look: read the device's notes even without a complaint of the CPU. A complaint without notes concerns all spans.
+        """
+        complaint, self._complaint = self._complaint, ""
+        if not (complaint or look):
+            return {}
+        ends = list(itertools.accumulate(len(s.tokens) for s in spans))
+        found: dict[int, str] = {}
+        for fault in self._session.faults(ends[-1]):
+            found.setdefault(_span_at(ends, fault.row), self._told(fault))
+        return found if found or not complaint else dict.fromkeys(range(len(spans)), complaint)
+
+    def faults_between(self, spans: Sequence[Span], bad: Collection[int]) -> dict[int, str]:
+        """Faults of a step computed while another one is unfinished in parts: complaints may be of either, so only
+        `bad` rows, known to be non-finite, count."""
+        if not bad:
+            return {}
+        ends = list(itertools.accumulate(len(s.tokens) for s in spans))
+        told = {fault.row: self._told(fault) for fault in self._session.faults(ends[-1])}
+        found: dict[int, str] = {}
+        for row in sorted(bad, key=lambda row: (row not in told, row)):
+            found.setdefault(_span_at(ends, row), told.get(row, _SOMEWHERE))
+        return found
+
+    def faults_in_parts(self, spans: Sequence[Span], bad: Collection[int]) -> dict[int, str]:
+        """Faults of the step in parts, all of which have ended."""
+        self._complaint = ""
+        with self._session.in_parts():
+            return self.faults_between(spans, bad)
+
+    def forget_parts(self, spans: Sequence[Span]) -> None:
+        """Discard the notes about a step in parts that was cancelled."""
+        self.faults_in_parts(spans, range(sum(len(s.tokens) for s in spans)))
+
+    def _told(self, fault: Fault) -> str:
+        return f"NaN or infinity in layer {self._blocks[fault.layer]}, from {fault.source}."
+
+
+def _span_at(ends: Sequence[int], row: int) -> int:
+    return next(i for i, end in enumerate(ends) if row < end)

@@ -1,0 +1,182 @@
+"""The frontend's side of an engine process. Belongs here: spawning, messages, what its death means. Never: HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from proa.config.env import child_environ
+from proa.engine.ipc import (
+    Abort,
+    Failed,
+    FromEngine,
+    Loading,
+    Ready,
+    Refused,
+    Shutdown,
+    Start,
+    Stats,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+from proa.engine.processes.aside import Aside
+from proa.engine.processes.handle import EngineState
+from proa.engine.processes.wire import FrontendEnd
+from proa.errors import EngineDead, ProaError, error_from_wire
+from proa.plan.plan import Plan
+from proa.types import EngineRequest, TokenEvent
+
+CLOSE_SECONDS = 5.0
+LAST_WORDS_SECONDS = 0.5  # a dying engine's Failed message may still be on its way when its exit is seen
+
+
+class EngineClient:
+    """An engine process and the conversation with it (an EngineHandle)."""
+
+    def __init__(self, process: asyncio.subprocess.Process, end: FrontendEnd, own_thread: bool = False) -> None:
+        self.state: EngineState = "loading"
+        self.loading: Loading | None = None
+        self.failure: ProaError | None = None
+        self.stats = Stats()
+        self._process = process
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._streams: dict[str, asyncio.Queue[TokenEvent | ProaError]] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._end, self._own_thread, self._aside = end, own_thread, Aside()
+        end.take = self._take
+        self._watching = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def launch(cls, plan: Plan, *, own_thread: bool = False) -> EngineClient:
+        """Start the process and return at once; it loads meanwhile. own_thread: nobody else's is the event loop's
+        thread, so that it may keep off the engine's CPU while requests run."""
+        mine, its = socket.socketpair()
+        _, end = await asyncio.get_running_loop().create_unix_connection(FrontendEnd, sock=mine)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "proa.engine.processes.worker", str(its.fileno())),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                env=child_environ(),
+                pass_fds=(its.fileno(),),
+            )
+        except BaseException:
+            end.close()
+            raise
+        finally:
+            its.close()
+        client = cls(process, end, own_thread)
+        client._send(Start(plan))
+        return client
+
+    async def wait_ready(self) -> Ready:
+        return await asyncio.shield(self._ready)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+        """See EngineHandle.generate."""
+        if self.failure is not None:
+            raise self.failure.again()
+        if self.state == "stopped":
+            raise EngineDead("The engine was stopped.")
+        events: asyncio.Queue[TokenEvent | ProaError] = asyncio.Queue()
+        self._streams[request.id] = events
+        done = False
+        try:
+            self._aside.listen()
+            self._send(Submit(request))
+            while not done:
+                event = await events.get()
+                done = isinstance(event, ProaError) or event.finish is not None
+                if isinstance(event, ProaError):
+                    raise event
+                yield event
+        finally:
+            del self._streams[request.id]
+            if not self._streams:
+                self._aside.rest()
+            if not done:
+                self._send(Abort([request.id]))
+
+    async def close(self) -> None:
+        if self.state != "stopped":
+            self._stop("stopped", EngineDead("The engine was stopped."), finish=True)
+            if self._process.returncode is None:
+                self._send(Shutdown())
+                try:
+                    await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+                except TimeoutError:
+                    self._process.kill()
+                    await self._process.wait()
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._end.close()
+
+    def _send(self, message: ToEngine) -> None:
+        self._end.send(self._encoder.encode(message))
+
+    def _take(self, frame: bytes) -> None:
+        self._handle(self._decoder.decode(frame))
+
+    def _handle(self, message: FromEngine) -> None:
+        if self.state in ("failed", "stopped"):
+            return
+        match message:
+            case Tokens(events, stats):
+                self.stats = stats
+                for event in events:
+                    if event.id in self._streams:
+                        self._streams[event.id].put_nowait(event)
+            case Stats():
+                self.stats = message
+            case Refused(request_id):
+                if request_id in self._streams:
+                    error = error_from_wire(message.error, message.message, message.remedy, message.param)
+                    self._streams[request_id].put_nowait(error)
+            case Loading():
+                self.loading = message
+            case Ready():
+                self.state = "ready"
+                if self._own_thread:
+                    self._aside.cpus = message.caller_cpus
+                self._ready.set_result(message)
+            case Failed():
+                self._stop("failed", error_from_wire(message.error, message.message, message.remedy))
+
+    async def _watch(self) -> None:
+        code = await self._process.wait()
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        if self.state in ("loading", "ready"):
+            self._stop("failed", EngineDead(*_obituary(code)))
+
+    def _stop(self, state: EngineState, failure: ProaError, finish: bool = False) -> None:
+        """Nothing more will come: tell everybody who waits."""
+        self.state, self.failure = state, failure
+        if not self._ready.done():
+            self._ready.set_exception(failure)
+            self._ready.exception()  # asked for once, so that nobody waiting is not an error
+        for request_id, events in self._streams.items():
+            events.put_nowait(TokenEvent(id=request_id, finish="abort") if finish else failure.again())
+
+
+def _obituary(code: int) -> tuple[str, str]:
+    """What an exit code means, and what to do."""
+    if code >= 0:
+        return f"The engine process ended with exit code {code}.", "Its last words stand above in the log."
+    name = f"signal {-code}"
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(-code).name
+    remedy = "Restart the server."
+    if -code == signal.SIGKILL:
+        remedy = "If the system ran out of memory (see dmesg), lower --context or set --ram, then restart."
+    return f"The engine process was killed by {name}.", remedy

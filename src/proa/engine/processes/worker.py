@@ -1,0 +1,169 @@
+"""The engine process: `python -m proa.engine.processes.worker SOCKET`. Belongs here: the message loop. Never: maths.
+
+The frontend owns this process: its standard input is a pipe from the frontend, and when that closes, for
+whatever reason, the process ends at once, so no engine outlives its frontend. SOCKET is the number of an inherited one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+
+import msgspec
+import torch
+
+from proa.engine.building.load import load_engine
+from proa.engine.building.timeline import Timeline
+from proa.engine.engine import Engine
+from proa.engine.executors.clock import Stage
+from proa.engine.ipc import (
+    PROTOCOL,
+    Abort,
+    Failed,
+    FromEngine,
+    Refused,
+    Shutdown,
+    Start,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+from proa.engine.processes.wire import SIZE_BYTES, EngineEnd
+from proa.errors import EngineDead, ProaError
+from proa.native.pool import Pool
+
+log = logging.getLogger(__name__)
+
+# How often an idle engine looks around although no message came; it sleeps in between.
+IDLE_POLL_MS = 10_000
+
+
+class Channel:
+    """Messages in, messages out. Raises EOFError when the frontend is gone."""
+
+    def __init__(self, end: EngineEnd) -> None:
+        self._end = end
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._frame = bytearray()
+
+    def send(self, message: FromEngine) -> None:
+        self._encoder.encode_into(message, self._frame, SIZE_BYTES)
+        self._end.send(self._frame)
+
+    def send_by(self, pool: Pool) -> None:
+        """See EngineEnd."""
+        self._end.send_by(pool)
+
+    def wait(self, timeout_ms: int) -> bool:
+        return self._end.wait(timeout_ms)
+
+    def receive(self) -> ToEngine:
+        message: ToEngine = self._decoder.decode(self._end.receive())
+        return message
+
+    def close(self) -> None:
+        self._end.close()
+
+
+def run(channel: Channel) -> int:
+    """Load what Start asks for, then serve until Shutdown. Returns the exit code. Raises EOFError: see Channel."""
+    timeline = Timeline()
+    timeline.mark("imports")
+    start = channel.receive()
+    if not isinstance(start, Start) or start.protocol != PROTOCOL:
+        channel.send(Failed("EngineDead", f"Frontend and engine speak different protocols (engine: {PROTOCOL})."))
+        return 1
+    loaded = False
+    try:
+        engine, ready = load_engine(start.plan, channel.send, timeline)
+        loaded = True
+        if engine.helpers is not None:
+            channel.send_by(engine.helpers)
+        channel.send(ready)
+        serve(engine, channel)
+    except ProaError as error:
+        told = EngineDead(f"The engine failed: {error.message}", error.remedy) if loaded else error
+        if loaded:
+            log.error("%s", told)
+        channel.send(Failed(type(told).__name__, told.message, told.remedy))
+        return told.exit_code
+    except torch.OutOfMemoryError as error:
+        log.exception("the GPU's memory ran out")
+        channel.send(Failed("ResourceError", f"The GPU's memory ran out: {error}", "Lower --vram or --context."))
+        return 4
+    except MemoryError:
+        channel.send(Failed("ResourceError", "The engine ran out of memory.", "Lower --context or --max-running."))
+        return 4
+    except EOFError:
+        raise
+    except Exception as error:  # the last stop: the frontend must hear why, whatever it was
+        log.exception("the engine failed")
+        channel.send(Failed("EngineDead", f"The engine failed: {type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+def serve(engine: Engine, channel: Channel) -> None:
+    """Messages first, then one step, until Shutdown."""
+    channel.send(engine.stats())
+    while True:
+        if not engine.has_work:
+            channel.wait(IDLE_POLL_MS)
+            engine.clock.start()
+        while channel.wait(0):
+            message = channel.receive()
+            if isinstance(message, Shutdown):
+                engine.settle()
+                return
+            handle(engine, channel, message)
+        if engine.has_work:
+            events = engine.step()
+            channel.send(Tokens(events, engine.stats()))
+            engine.clock.lap(Stage.PUBLISH)
+            if not engine.has_work:
+                engine.scheduler.check()
+
+
+def handle(engine: Engine, channel: Channel, message: ToEngine) -> None:
+    match message:
+        case Submit(request):
+            try:
+                engine.submit(request)
+            except ProaError as e:
+                channel.send(Refused(request.id, type(e).__name__, e.message, e.remedy, e.param))
+        case Abort(ids):
+            for request_id in ids:
+                engine.abort(request_id)
+            channel.send(engine.stats())
+        case _:
+            raise ValueError(f"unexpected message {message!r}")
+
+
+def exit_with_frontend() -> None:
+    """Watch standard input from a thread; end the process when the frontend is gone."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="frontend-watch", daemon=True).start()
+
+
+def main() -> None:
+    exit_with_frontend()
+    channel = Channel(EngineEnd(socket.socket(fileno=int(sys.argv[1]))))
+    try:
+        code = run(channel)
+    except EOFError:
+        code = 0  # nobody is left to be told anything
+    channel.close()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Whether pages, locks, slots and requests are accounted for exactly. For tests and soaks: takes milliseconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from proa.cache.pages import IntegrityError, PageAllocator
+from proa.cache.radix import PrefixCache
+from proa.engine.scheduling.policy import Limits
+from proa.engine.scheduling.request import NO_SLOT, Request, State
+
+
+def check_pages(allocator: PageAllocator, cache: PrefixCache | None, running: Iterable[Request]) -> None:
+    """Raise IntegrityError unless every page has one reference for each holder."""
+    allocator.check()
+    holders: Counter[int] = Counter()
+    for request in running:
+        holders.update(request.pages)
+    if cache:
+        cache.check()
+        holders.update(cache.pages())
+    for page in range(allocator.num_pages):
+        if (count := allocator.references(page)) != holders[page]:
+            raise IntegrityError(f"page {page} has {count} references but {holders[page]} known holders")
+
+
+def check_slots(free: Collection[int], running: Iterable[Request], limits: Limits) -> None:
+    """Raise IntegrityError unless every state slot is free or held by one request."""
+    held = [*free, *(request.state_slot for request in running)]
+    if sorted(held) != list(range(limits.num_slots)):
+        raise IntegrityError(f"state slots free and held are {sorted(held)}")
+
+
+def check_request(request: Request, limits: Limits, cache: PrefixCache | None) -> None:
+    """Raise IntegrityError unless what the request holds fits its state."""
+    if request.state is State.WAITING:
+        if request.pages or request.num_computed or request.node or request.state_slot != NO_SLOT:
+            raise IntegrityError(f"{request!r} waits but holds pages {request.pages}")
+        return
+    if request.num_computed > len(request.pages) * limits.page_tokens:
+        raise IntegrityError(f"{request!r} has only {len(request.pages)} pages")
+    if request.num_computed >= len(request.tokens):
+        raise IntegrityError(f"{request!r} has nothing left to compute")
+    if cache and request.node:
+        path = cache.path(request.node)
+        if path != request.pages[: len(path)] or request.num_shared > request.num_computed:
+            raise IntegrityError(f"{request!r} has pages {request.pages}; the prefix cache says {path}")

@@ -1,0 +1,134 @@
+"""Who is served, in which order, and what is refused at the door. Belongs here: limits, the order, refusals, all
+without side effects. Never: pages, steps, clocks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from proa.engine.scheduling.request import Request
+from proa.errors import ContextLengthExceeded, QueueFull, RequestError, ResourceError
+from proa.plan.plan import Plan
+from proa.types import EngineRequest
+
+_MAX_TOKEN = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the plan allows. `lookahead_tokens`: how many tokens beyond the first one a step may add to a
+    sequence (drafts); their pages are reserved and they count as tokens of the step."""
+
+    context_tokens: int
+    page_tokens: int
+    max_running: int
+    max_batch_tokens: int
+    max_queued: int
+    max_queued_tokens: int
+    lookahead_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.context_tokens, self.page_tokens, self.num_slots) < 1:
+            raise ValueError(f"nothing can ever run under {self}")
+
+    @classmethod
+    def of(cls, plan: Plan) -> Limits:
+        return cls(
+            context_tokens=plan.context_tokens,
+            page_tokens=plan.page_tokens,
+            max_running=plan.max_running,
+            max_batch_tokens=plan.max_batch_tokens,
+            max_queued=plan.max_queued,
+            max_queued_tokens=plan.max_queued_tokens,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that may run together: each must be able to advance in every step."""
+        return min(self.max_running, self.max_batch_tokens // (1 + self.lookahead_tokens))
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+
+class Lineup:
+    """Requests in the order of service, each at most once."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Over a snapshot: the lineup may change meanwhile."""
+        return iter(self._requests.copy())
+
+    @property
+    def last(self) -> Request:
+        return self._requests[-1]
+
+    def last_but(self, ids: Collection[str]) -> Request:
+        """The last one that is not among these; there is one."""
+        return next(request for request in reversed(self._requests) if request.id not in ids)
+
+    def add(self, request: Request) -> None:
+        insort(self._requests, request, key=lambda r: r.order)
+
+    def remove(self, request: Request) -> None:
+        index = bisect_left(self._requests, request.order, key=lambda r: r.order)
+        if index == len(self._requests) or self._requests[index] is not request:
+            raise ValueError(f"{request!r} is not in this lineup")
+        del self._requests[index]
+
+
+def refuse_impossible(request: EngineRequest, limits: Limits, num_pages: int) -> None:
+    """Raise what makes `request` unservable however long it waits.
+
+    RequestError: no tokens, or numbers that are no tokens. ContextLengthExceeded: prompt plus answer are longer
+    than the context. ResourceError: they need more KV pages than there are.
+    """
+    prompt, answer = len(request.tokens), request.sampling.max_tokens
+    if not prompt:
+        raise RequestError("The prompt has no tokens.", "Send at least one.", param="prompt")
+    if answer < 1:
+        raise RequestError(f"max_tokens is {answer}.", "Ask for at least 1 token.", param="max_tokens")
+    if min(request.tokens) < 0 or max(request.tokens) > _MAX_TOKEN:
+        raise RequestError("The prompt has a token id that no vocabulary has.", f"Use 0 to {_MAX_TOKEN}.")
+    if prompt + answer > limits.context_tokens:
+        raise ContextLengthExceeded(
+            f"The prompt has {prompt} tokens and asks for up to {answer} more, "
+            f"{prompt + answer} together; the context is {limits.context_tokens}.",
+            "Shorten the prompt, lower max_tokens, or start Proa with a larger --context.",
+            param="prompt" if prompt >= limits.context_tokens else "max_tokens",
+        )
+    need = limits.pages_for(prompt + answer - 1 + limits.lookahead_tokens)  # the last token's KV is never needed
+    if need > num_pages:
+        raise ResourceError(
+            f"The prompt's {prompt} tokens and up to {answer} more need {need} KV pages of {limits.page_tokens} "
+            f"tokens; there are {num_pages}.",
+            "Shorten the prompt, lower max_tokens, or start Proa with a larger --kv-memory.",
+            param="max_tokens",
+        )
+
+
+def refuse_crowd(request: EngineRequest, limits: Limits, waiting: Lineup, num_running: int) -> None:
+    """Raise QueueFull if too much is waiting already.
+
+    Requests that a free slot will take at the next step do not count as queued, so that max_queued 0 means "run
+    at once or not at all"; a prompt longer than max_queued_tokens may wait alone.
+    """
+    free_slots = max(0, limits.num_slots - num_running)
+    if len(waiting) >= limits.max_queued + free_slots:
+        raise QueueFull(
+            f"{num_running} requests are running and {len(waiting)} are waiting; at most {limits.max_queued} may wait.",
+            "Try again later, or start Proa with a larger --max-running or --max-queued.",
+        )
+    queued_tokens = sum(len(r.tokens) for r in waiting)
+    if queued_tokens and queued_tokens + len(request.tokens) > limits.max_queued_tokens:
+        raise QueueFull(
+            f"Requests with {queued_tokens} tokens are waiting; this one's {len(request.tokens)} would exceed "
+            f"the limit of {limits.max_queued_tokens}.",
+            "Try again later, or start Proa with a larger --max-queued-tokens.",
+        )

@@ -1,0 +1,503 @@
+"""Decides what the next step computes and where its KV lies. Belongs here: intake, the plan of a step, pages,
+preemption, the results of a step. Never: tensors, text, clocks, processes.
+
+    submit -> WAITING -> plan() admits -> RUNNING -> commit() ... -> FINISHED
+                 ^------- preempted -------'
+
+A step is in flight from plan() to commit(). Meanwhile requests may be submitted and aborted, and nothing that the step
+reads or writes changes hands. Any number of steps may be in flight, each request in one of them, and they are committed
+in any order. Two cases are special. plan_ahead() gives the step after the one in flight before that one's tokens are
+known; a request that ends meanwhile has a row in it that counts for nothing. Where prompts have turns (engine/lane.py),
+plan() leaves their chunks in `beside`: one step, computed between decode steps. The rules, in their order of weight:
+
+1. The order of service is total: smaller priority, then earlier arrival. A page that runs out is taken from the
+   last running request (its tokens stay; it waits at its old place and computes them again, mostly from the
+   prefix cache). The first one running therefore always advances, and equals are served in finite time. No page is
+   taken from a request in flight: a request that needs it waits until that step is committed.
+2. Each running decode gets its token first; prefill chunks share the rest of max_batch_tokens in that order.
+3. A waiting request is admitted only with pages for all its tokens, plus one spare page for each request already
+   running, so that it is not preempted at once. Nobody overtakes a request that does not fit, except its seniors.
+   A waiting request of better priority preempts worse ones for their slot or pages, never its equals.
+4. Siblings (same group) wait while one of them computes what they could then take from the prefix cache.
+
+Every full page is offered to the prefix cache in the step that fills it. Pages there are shared and never written
+again, hence only full pages are matched, and at least the last token of a prompt is always computed. Where layers have
+recurrent states, a step also says which of them are copied before and behind it (engine/scheduling/copying.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+
+from proa.cache.pages import IntegrityError, PageAllocator
+from proa.cache.radix import PrefixCache, PrefixMatch
+from proa.engine.ipc import Stats
+from proa.engine.scheduling.copying import Copying, CopyRules
+from proa.engine.scheduling.integrity import check_pages, check_request, check_slots
+from proa.engine.scheduling.phases import FreePhases, Phases
+from proa.engine.scheduling.policy import Limits, Lineup, refuse_crowd, refuse_impossible
+from proa.engine.scheduling.request import NO_SLOT, Request, State
+from proa.engine.scheduling.step_builder import StepBuilder
+from proa.engine.scheduling.step_plan import StepItem, StepPlan
+from proa.errors import RequestError
+from proa.types import EngineRequest, FinishReason, TokenEvent
+
+
+class Scheduler:
+    """Plain data and policy; one thread. Owns the requests and, through them, every page it allocates."""
+
+    def __init__(
+        self, limits: Limits, allocator: PageAllocator, prefix_cache: PrefixCache | None,
+        copy_rules: CopyRules | None = None, *, turns: bool = False, phases: Phases | None = None,
+    ) -> None:  # fmt: skip
+        """copy_rules: for a prefix cache with copies of recurrent states. turns: of prompts, while others decode;
+        phases other than free ones need them, for prompts and decode share no step then."""
+        self.limits = limits
+        self._phases: Phases = phases or FreePhases()
+        self._allocator = allocator
+        self._cache = prefix_cache
+        self._copying = (
+            Copying(prefix_cache, copy_rules or CopyRules()) if prefix_cache and prefix_cache.copies else None
+        )
+        self._requests: dict[str, Request] = {}
+        self._waiting = Lineup()
+        self._running = Lineup()
+        self._free_states = list(range(limits.num_slots))  # slots of recurrent states: one for each that may run
+        self._turns = turns
+        self._in_flight: list[StepPlan] = []  # oldest first
+        self.beside: StepPlan | None = None  # one more, computed between them
+        self._ahead: tuple[StepPlan, StepPlan] | None = None  # a step planned ahead, and the one before it
+        self._void: set[str] = set()  # requests whose item in flight was computed from a token that is not theirs
+        self._arrivals = 0
+        self._last_decoded = -1  # arrival of the request that a step decoded last
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._cached_prompt_tokens = 0
+        self._generated_tokens = 0
+        self._preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._flying)
+
+    @property
+    def _flying(self) -> list[StepPlan]:
+        """Steps planned and not committed."""
+        return [*self._in_flight, self.beside] if self.beside else self._in_flight
+
+    def stats(self, *more: float) -> Stats:
+        """Counters for the frontend; `more` are the engine's, in the order in which Stats has them."""
+        return Stats(
+            len(self._running),
+            len(self._waiting),
+            self._allocator.num_pages,
+            self._allocator.num_free,
+            self._cache.num_evictable if self._cache else 0,
+            len(self._cache.copies.nodes) if self._cache and self._cache.copies else 0,
+            self._steps,
+            self._prompt_tokens,
+            self._cached_prompt_tokens,
+            self._generated_tokens,
+            self._preemptions,
+            *more,  # type: ignore[arg-type]
+        )
+
+    # ---- intake
+
+    def submit(self, source: EngineRequest) -> None:
+        """Queue a request. Raises RequestError, ContextLengthExceeded, ResourceError, QueueFull: nothing changed."""
+        if source.id in self._requests:
+            raise RequestError(f"The request id {source.id!r} is already in use.", "Use a fresh id.")
+        refuse_impossible(source, self.limits, self._allocator.num_pages)
+        refuse_crowd(source, self.limits, self._waiting, len(self._running))
+        request = Request(
+            source,
+            arrival=self._arrivals,
+            context_tokens=self.limits.context_tokens,
+            page_tokens=self.limits.page_tokens,
+        )
+        self._arrivals += 1
+        self._requests[request.id] = request
+        self._waiting.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request and free what it holds, after the step if that computes it. No event will follow.
+
+        Returns False if there is no such request, or it has ended already.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.state is State.FINISHED:
+            return False
+        if any(item.request is request for plan in self._flying for item in plan.items):
+            request.finish("abort")  # commit() removes it
+        else:
+            self._remove(request, "abort")
+        return True
+
+    def fail_all(self) -> list[str]:
+        """The engine cannot go on, or must stop: end everything now, the steps in flight included, whose plans must
+        not be committed. Returns the ids that had not ended, oldest first."""
+        for plan in self._flying:
+            self._forget_copies(plan.items)
+        self._in_flight, self.beside, self._ahead, self._void = [], None, None, set()
+        ended = [r.id for r in self._requests.values() if r.state is not State.FINISHED]
+        for request in list(self._requests.values()):
+            self._remove(request, "error")
+        return ended
+
+    # ---- a step
+
+    def plan(self, prompt_tokens: int | None = None) -> StepPlan | None:
+        """The next step, of requests that are in no step in flight; None if there is nothing to compute for them. Must
+        be followed by commit() or fail_all(). `beside` may be new then: its copies of states must be made before this
+        step writes anything. prompt_tokens: limit of prefill tokens, where prompts have turns."""
+        budget_tokens = self.limits.max_batch_tokens
+        if prompt_tokens is not None and self._turns and not self._phases.one_chunk:
+            budget_tokens = min(budget_tokens, prompt_tokens)
+        step = StepBuilder(budget_tokens, apart=self._turns)
+        self._plan_decodes(step)
+        if self.beside is None:
+            self._plan_prefills(step)
+        if not step and self._phases.one_decode:  # the one that was to decode has been preempted
+            self._plan_decodes(step)
+        now, beside = step.items()
+        if beside:
+            self.beside = self._step(beside)
+        if not now:
+            return None
+        self._in_flight.append(self._step(now))
+        return self._in_flight[-1]
+
+    def _step(self, items: Iterable[StepItem]) -> StepPlan:
+        return StepPlan(tuple(map(self._copied, items)))
+
+    def _copied(self, item: StepItem) -> StepItem:
+        """With a copy of the states behind it, if one is due and its pages may be shared."""
+        end = item.start + item.num_tokens
+        if self._copying is None or self._phases.shared_tokens(item.request, end) < end:
+            return item
+        return self._copying.planned(item)
+
+    def plan_ahead(self) -> StepPlan | None:
+        """The step after the one in flight, if that decodes and, as far as can be known, nothing but one more token of
+        its requests is to be computed next: its items that count, in their order, each one token later, which is not
+        known yet. To be committed after that step.
+
+        None where anything else is to be done first: somebody may be admitted, needs a page that is not there, or is
+        computed beside. Items of requests that end in the step in flight, foreseen or not, are dropped at commit().
+        """
+        if self.beside is not None or len(self._in_flight) != 1:
+            return None
+        items = [item for item in self._in_flight[0].items if self.counts(item)]
+        needs = [self.limits.pages_for(item.start + 2) - len(item.request.pages) for item in items]
+        if not self._goes_on(items) or sum(need for need in needs if need > 0) > self._num_available:
+            return None
+        for item, need in zip(items, needs, strict=True):
+            if need > 0:
+                item.request.pages += self._take(need)
+        ahead = self._step(StepItem(item.request, item.start + 1, 1, True) for item in items)
+        self._ahead = ahead, self._in_flight[0]
+        self._in_flight.append(ahead)
+        return ahead
+
+    def counts(self, item: StepItem) -> bool:
+        """Whether the results of this item in flight will be used. For a step ahead: only after the one before it was
+        committed."""
+        return item.request.state is not State.FINISHED and item.request.id not in self._void
+
+    def commit(
+        self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]], replaced: Collection[str] = ()
+    ) -> list[TokenEvent]:
+        """Take the results of the step: for each item that samples, its id and 1..1+lookahead_tokens new tokens.
+
+        All but the last of several tokens were drafts: their KV was written at the positions that follow the item.
+        Returns an event for each such item, aborted ones excepted; tokens after the end are dropped, the eos or
+        stop token is in `stop_token` only, logprobs are the engine's to fill in. `replaced`: ids whose token is not the
+        one that a step planned ahead goes on with; they are preempted after that. Raises ValueError, with nothing
+        changed, if `plan` is not in flight, was planned ahead of one that is, or `sampled` does not fit it.
+        """
+        results = self._check_results(plan, sampled)
+        if self._copying:
+            self._forget_copies([item for item in plan.items if not self.counts(item)])
+        void = self._void & {item.request.id for item in plan.items} if self._void else self._void
+        self._land(plan)
+        self._void -= void
+        if self._ahead is not None and self._ahead[1] is plan:
+            self._ahead, self._void = None, self._void | set(replaced)
+        self._steps += 1
+        events = []
+        for item in plan.items:
+            request = item.request
+            if request.state is State.FINISHED:
+                if self._requests.get(request.id) is request:  # else it ended at the last commit
+                    self._remove(request, "abort")
+                continue
+            if request.id in void:  # what it remembers may follow from a token that is not its own
+                self._preempt(request)
+                continue
+            tokens = results.get(request.id, ())
+            request.num_computed = item.start + item.num_tokens + max(0, len(tokens) - 1)
+            if item.samples:
+                events.append(self._accept(request, tokens))
+            self._share_full_pages(request)
+            if self._copying:
+                self._copying.keep(item)
+            if item.samples and (reason := events[-1].finish):
+                self._remove(request, reason)
+        return events
+
+    def _land(self, plan: StepPlan) -> None:
+        """It is in flight no longer."""
+        if plan is self.beside:
+            self.beside = None
+        else:
+            self._in_flight = [other for other in self._in_flight if other is not plan]
+
+    def check(self) -> None:
+        """Raise IntegrityError unless every page, lock and request is accounted for exactly. Takes milliseconds."""
+        check_pages(self._allocator, self._cache, self._running)
+        check_slots(self._free_states, self._running, self.limits)
+        if self._copying:
+            self._copying.check([item for plan in self._flying for item in plan.items])
+        for request in self._requests.values():
+            check_request(request, self.limits, self._cache)
+        if len(self._requests) != len(self._waiting) + len(self._running):
+            raise IntegrityError("a request is neither waiting nor running")
+
+    # ---- planning
+
+    def _goes_on(self, items: Sequence[StepItem]) -> bool:
+        """Whether nothing but one more token of each of these is to be computed next."""
+        num_running = sum(request.state is State.RUNNING for request in self._running)
+        if self.limits.lookahead_tokens or self._void or len(items) != num_running:
+            return False
+        num_going_on = sum(len(item.request.tokens) + 1 < item.request.max_length for item in items)
+        first = next(iter(self._waiting), None)  # nobody overtakes it
+        full = num_going_on >= self.limits.num_slots
+        if first is not None and not (full and first.priority >= self._running.last.priority):
+            return False
+        return num_going_on > 0 and all(item.samples and item.num_tokens == 1 for item in items)
+
+    def _plan_decodes(self, step: StepBuilder) -> None:
+        held = self._held
+        for request in self._in_turn():
+            decodes = request.state is State.RUNNING and self._phases.decodes(request) and request.id not in held
+            if decodes and self._grow(request, held):
+                step.add_decode(request, 1 + self.limits.lookahead_tokens)
+                self._last_decoded = request.arrival
+                if self._phases.one_decode:
+                    return
+
+    def _in_turn(self) -> Iterable[Request]:
+        """Running requests in the order of service; where a step decodes one of them, equals take turns."""
+        if not self._phases.one_decode:
+            return self._running
+        return sorted(self._running, key=lambda r: (r.priority, r.arrival <= self._last_decoded, r.arrival))
+
+    @property
+    def _held(self) -> frozenset[str]:
+        """Ids of the requests in flight."""
+        return frozenset(item.request.id for plan in self._flying for item in plan.items)
+
+    def _plan_prefills(self, step: StepBuilder) -> None:
+        if not self._waiting and len(step) == len(self._running):
+            return
+        leading = {r.group for r in self._running if self._leads(r)}
+        is_open = True  # until someone does not fit: nobody behind may overtake
+        for request in self._unfinished_prompts():
+            if step.budget_tokens < 1 or (self._phases.one_chunk and step.has_chunks):
+                return
+            if request.state is State.WAITING:
+                if not is_open or (request.group in leading and self._may_match(request)):
+                    continue
+                is_open = self._admit(request, step)
+                if not is_open:
+                    continue
+                if self._leads(request):
+                    leading.add(request.group)
+            num_tokens = self._phases.chunk_tokens(request, step.budget_tokens)
+            if self._copying and not self._phases.one_chunk:
+                num_tokens = self._copying.chunk(request, num_tokens)
+            step.add_chunk(request, num_tokens)
+
+    def _unfinished_prompts(self) -> Iterator[Request]:
+        """Running requests with more than a decode to compute, and the waiting ones, in the order of service."""
+        held = self._held
+        running = (r for r in self._running if not self._phases.decodes(r) and r.id not in held)
+        return heapq.merge(running, self._waiting, key=lambda r: r.order)
+
+    def _leads(self, request: Request) -> bool:
+        """Is it computing pages that its siblings could soon take from the prefix cache?"""
+        if self._cache is None or request.group == "":
+            return False
+        return self._copying.leads(request) if self._copying else request.num_computed < request.num_shareable
+
+    def _may_match(self, request: Request) -> bool:
+        """Log-probabilities of prompt tokens come only with computing these."""
+        return request.sampling.prompt_logprobs is None or request.num_generated > 0
+
+    def _admit(self, request: Request, step: StepBuilder) -> bool:
+        """Start a waiting request if a slot and pages can be had, from requests of worse priority if need be."""
+        held = self._held
+        worse = [r for r in self._running if r.priority > request.priority and r.id not in held]
+        if len(self._running) - len(worse) >= self.limits.num_slots:
+            return False
+        while True:
+            match = self._match(request)
+            short = self._pages_short(request, match)
+            if short <= 0 and len(self._running) < self.limits.num_slots:
+                break
+            if not worse or short > sum(1 + len(r.pages) for r in worse):
+                return False
+            self._preempt(worse.pop(), step)
+        self._waiting.remove(request)
+        self._running.add(request)
+        if self._cache and match:
+            self._cache.lock(match.node)
+            self._allocator.share(match.pages)
+        self._count_prompt(request, match)
+        request.admit(match.pages if match else [], match.node if match else None, self._free_states.pop())
+        if self._copying and match:
+            step.copy_from[request.id] = self._copying.admit(request, match)
+        request.pages += self._take(self._pages_needed(request))
+        return True
+
+    def _count_prompt(self, request: Request, match: PrefixMatch | None) -> None:
+        if request.num_cached is None:
+            request.num_cached = len(match.pages) * self.limits.page_tokens if match else 0
+            self._prompt_tokens += request.num_prompt
+            self._cached_prompt_tokens += request.num_cached
+
+    def _match(self, request: Request) -> PrefixMatch | None:
+        if self._cache is None:
+            return None
+        num_tokens = self._phases.matched_tokens(request) if self._may_match(request) else 0
+        num_pages = num_tokens // self.limits.page_tokens
+        match = self._cache.match(self._keys(self._cache, request, num_pages))
+        num_matched = len(match.pages) * self.limits.page_tokens
+        if (num_whole := self._phases.whole_tokens(num_matched)) == num_matched:
+            return match
+        return self._cache.match(self._keys(self._cache, request, num_whole // self.limits.page_tokens))
+
+    def _pages_short(self, request: Request, match: PrefixMatch | None) -> int:
+        """Pages that are missing to admit it; each running request keeps one spare page to grow into."""
+        matched, idle = (len(match.pages), match.num_idle) if match else (0, 0)
+        available = self._num_available - idle - len(self._running)
+        return self.limits.pages_for(len(request.tokens) + self.limits.lookahead_tokens) - matched - available
+
+    def _grow(self, request: Request, held: Collection[str]) -> bool:
+        """Get the page that the next token needs; False if the request had to be preempted itself, or waits for one of
+        those that are `held`."""
+        need = self._pages_needed(request)
+        while need > self._num_available:
+            victim = self._running.last_but(held)
+            if victim is request and held:
+                return False
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if need > 0:
+            request.pages += self._take(need)
+        return True
+
+    def _preempt(self, request: Request, step: StepBuilder | None = None) -> None:
+        if step:
+            step.remove(request)
+        self._running.remove(request)
+        self._release(request)
+        request.preempt()
+        self._waiting.add(request)
+        self._preemptions += 1
+
+    # ---- results
+
+    def _check_results(self, plan: StepPlan, sampled: Mapping[str, int | Sequence[int]]) -> dict[str, Sequence[int]]:
+        follows = self._ahead is not None and self._ahead[0] is plan
+        if follows or not any(plan is one for one in self._flying):
+            raise ValueError("this plan is not in flight, or the step before it still is")
+        results: dict[str, Sequence[int]] = {}
+        for item in plan.items:
+            if not item.samples or not self.counts(item):
+                continue
+            tokens = sampled.get(item.request.id, ())
+            results[item.request.id] = tokens = (tokens,) if isinstance(tokens, int) else tokens
+            if not 1 <= len(tokens) <= 1 + self.limits.lookahead_tokens:
+                raise ValueError(
+                    f"{item.request!r} got {len(tokens)} tokens, not 1 to {1 + self.limits.lookahead_tokens}"
+                )
+        return results
+
+    def _accept(self, request: Request, tokens: Sequence[int]) -> TokenEvent:
+        """Append sampled tokens up to the end of the answer; drafts computed beyond it are forgotten."""
+        num_before = len(request.tokens)
+        finish: FinishReason | None = None
+        for token in tokens:
+            finish = request.append(token)
+            if finish:
+                break
+        request.truncate(len(request.tokens))
+        accepted = request.tokens[num_before:]
+        self._generated_tokens += len(accepted)
+        return TokenEvent(
+            id=request.id,
+            tokens=accepted,
+            cached_tokens=request.num_cached if num_before == request.num_prompt else None,
+            finish=finish,
+            stop_token=request.stop_token,
+        )
+
+    def _share_full_pages(self, request: Request) -> None:
+        num_tokens = self._phases.shared_tokens(request, request.num_computed)
+        first, last = request.num_shared // self.limits.page_tokens, num_tokens // self.limits.page_tokens
+        if self._cache is None or request.node is None or first >= last:
+            return
+        keys = self._keys(self._cache, request, last)[first:]
+        own = request.pages[first:last]
+        request.node, held = self._cache.insert(request.node, keys, own)
+        if held != own:
+            request.pages = [*request.pages[:first], *held, *request.pages[last:]]
+
+    def _remove(self, request: Request, reason: FinishReason) -> None:
+        (self._waiting if request.state is State.WAITING else self._running).remove(request)
+        self._release(request)
+        del self._requests[request.id]
+        if request.state is not State.FINISHED:
+            request.finish(reason)
+
+    def _forget_copies(self, items: Iterable[StepItem]) -> None:
+        if self._copying:
+            for item in items:
+                self._copying.forget(item)
+
+    # ---- pages
+
+    @property
+    def _num_available(self) -> int:
+        return self._allocator.num_free + (self._cache.num_evictable if self._cache else 0)
+
+    def _pages_needed(self, request: Request) -> int:
+        """Pages beyond those it has, for all its tokens and the drafts of the next step."""
+        return self.limits.pages_for(len(request.tokens) + self.limits.lookahead_tokens) - len(request.pages)
+
+    def _take(self, num_pages: int) -> list[int]:
+        if self._cache and num_pages > self._allocator.num_free:
+            self._cache.evict(num_pages - self._allocator.num_free)
+        pages = self._allocator.alloc(num_pages)
+        if pages is None:
+            raise IntegrityError(f"{num_pages} pages were counted on but {self._allocator.num_free} are free")
+        return pages
+
+    def _release(self, request: Request) -> None:
+        self._allocator.release(request.pages)
+        if self._cache and request.node:
+            self._cache.unlock(request.node)
+        if request.state_slot != NO_SLOT:
+            self._free_states.append(request.state_slot)
+        request.forget_pages()
+
+    def _keys(self, cache: PrefixCache, request: Request, num_pages: int) -> list[Hashable]:
+        """Prefix-cache keys of its first full pages, made once and kept."""
+        if len(request.keys) < num_pages:
+            request.keys += cache.page_keys(request.tokens, request.salt, first_page=len(request.keys))
+        return request.keys[:num_pages]

@@ -1,0 +1,50 @@
+"""Collects the items of a step while the scheduler plans it. Never: which requests get into it."""
+
+from __future__ import annotations
+
+from proa.engine.scheduling.request import NO_SLOT, Request
+from proa.engine.scheduling.step_plan import StepItem
+
+
+class StepBuilder:
+    def __init__(self, budget_tokens: int, *, apart: bool) -> None:
+        """budget_tokens: left for prefill chunks. apart: while any request decodes, chunks form a step of their own,
+        which has the whole budget."""
+        self.budget_tokens = budget_tokens
+        self.copy_from: dict[
+            str, int
+        ] = {}  # by request that starts in this step: slot of its first states
+        self._apart = apart
+        self._decodes: dict[str, StepItem] = {}
+        self._chunks: dict[str, StepItem] = {}
+
+    def __len__(self) -> int:
+        return len(self._decodes) + len(self._chunks)
+
+    @property
+    def has_chunks(self) -> bool:
+        return bool(self._chunks)
+
+    def add_decode(self, request: Request, cost_tokens: int) -> None:
+        self._decodes[request.id] = self._item(request, 1)
+        if not self._apart:
+            self.budget_tokens -= cost_tokens
+
+    def add_chunk(self, request: Request, num_tokens: int) -> None:
+        self._chunks[request.id] = self._item(request, num_tokens)
+        self.budget_tokens -= num_tokens
+
+    def remove(self, request: Request) -> None:
+        """It was preempted after it had been added."""
+        self._decodes.pop(request.id, None)
+        self._chunks.pop(request.id, None)
+
+    def items(self) -> tuple[list[StepItem], list[StepItem]]:
+        """Of the step, decodes first, and of the one beside it, which is never alone."""
+        decodes, chunks = list(self._decodes.values()), list(self._chunks.values())
+        return (decodes, chunks) if self._apart and decodes else (decodes + chunks, [])
+
+    def _item(self, request: Request, num_tokens: int) -> StepItem:
+        samples = num_tokens == request.num_left
+        copy_from = self.copy_from.get(request.id, NO_SLOT)
+        return StepItem(request, request.num_computed, num_tokens, samples, copy_from)
