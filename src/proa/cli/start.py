@@ -22,7 +22,7 @@ from proa.obs.progress import show_progress
 from proa.obs.version import proa_version
 from proa.plan.opened import Opened
 from proa.plan.prepare import Prepared, prepare
-from proa.server.run import Stop, bind, serve_on, url_of
+from proa.server.run import Shutdown, bind, serve_on, url_of
 
 Progress = Callable[[str, int, int], None]
 
@@ -40,7 +40,7 @@ def serve_model(
     """
     listener = bind(options.server.host, options.server.port)
     start = _Start(model, opened, options, listener, asked, console, json)
-    return asyncio.run(serve_on(listener, start.launch, model, options.server, start.announce, Stop()))
+    return asyncio.run(serve_on(listener, start.launch, model, options.server, start.announce, Shutdown()))
 
 
 class _Start:
@@ -74,7 +74,7 @@ class _Start:
             )
         report = self._report(prepared)
         self._show_report(report)
-        llm = await AsyncLLM.start(prepared, self._options.engine, own_thread=True)
+        llm = await AsyncLLM.launch_prepared(prepared, self._options.engine, own_thread=True)
         self._showing = asyncio.create_task(self._show_loading(llm, report))
         return llm
 
