@@ -71,7 +71,7 @@ def test_an_empty_file_asks_nothing(tmp_path: Path, text: str) -> None:
         ("cache: &c\n  cache: *c", ["line 2", "cache is a group"]),
         ("port: 1\nport: 2", ["line 2 sets port again", "line 1"]),
         ("context: 1\ncache: {context: 2}", ["line 2 sets context again"]),
-        ("port: '8001'", ["serve.yaml line 1: port is '8001' (text)", "a whole number from 0 to 65535"]),
+        ("port: '8001'", ["serve.yaml line 1: port is '8001' (text)", "an integer from 0 to 65535"]),
         ("port: 99999", ["port is 99999", "from 0 to 65535"]),
         ("port:", ["port is none (nothing)"]),
         ("port: 80.5", ["port is 80.5 (a number)"]),

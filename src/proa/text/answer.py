@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from proa.errors import NOT_FINITE, EngineDead, NumericsError
@@ -91,11 +89,3 @@ def require_complete(answer: Answer) -> Answer:
 def numerics_error(why: str) -> NumericsError:
     """Build the error for finish "error", with which the engine ends a sequence whose logits are NaN or Inf."""
     return NumericsError(why or "The model's logits were not finite.", NOT_FINITE)
-
-
-def fold(chunks: Iterable[Chunk]) -> Answer:
-    """Accumulate `chunks` into an Answer."""
-    answer = AnswerFold()
-    for chunk in chunks:
-        answer.add(chunk)
-    return answer.result()
