@@ -12,7 +12,7 @@ from hypothesis import given
 from option_strategies import instances
 from proa.config.field import argument, declarations, option, values_of
 from proa.config.options import EngineOptions, GpuOptions, ServeOptions
-from proa.config.parse import HelpShown, Parsed, asked, from_keywords, help_text, parse, to_argv
+from proa.config.parse import HelpShown, Parsed, from_keywords, given_options, help_text, parse, to_argv
 from proa.config.value import check, parse_size
 from proa.errors import UsageError
 
@@ -84,12 +84,12 @@ def test_wrong_flags(argv: list[str], parts: list[str]) -> None:
 
 def test_secret_is_never_shown() -> None:
     parsed = run("it", "--key", "hunter2")
-    assert "hunter2" not in repr(asked(parsed.options, parsed.sources))
+    assert "hunter2" not in repr(given_options(parsed.options, parsed.sources))
 
 
 def test_asked_tells_what_differs_and_from_where() -> None:
     parsed = run("it", "--room=1KiB", "--depth=3", "--no-warm")
-    rows = {a.name: (a.value, a.source) for a in asked(parsed.options, parsed.sources)}
+    rows = {a.name: (a.value, a.source) for a in given_options(parsed.options, parsed.sources)}
     assert rows == {"what": ("it", "WHAT"), "room": ("1.00 KiB", "--room"), "warm": ("off", "--no-warm")}
 
 

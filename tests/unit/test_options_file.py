@@ -14,7 +14,7 @@ from option_strategies import instances
 from proa.cli.serve import ServeCommand
 from proa.config.field import declarations, values_of
 from proa.config.options import ServeOptions
-from proa.config.parse import Parsed, asked, parse
+from proa.config.parse import Parsed, given_options, parse
 from proa.errors import UsageError
 
 
@@ -50,7 +50,7 @@ def test_flat_and_by_group_and_comments(tmp_path: Path) -> None:
 def test_flags_beat_the_file(tmp_path: Path) -> None:
     parsed = read(tmp_path, "port: 8001\nmax_running: 8\nprefix_cache: false\n", "--port=8002", "--prefix-cache")
     assert (parsed.options.server.port, parsed.options.engine.scheduler.max_running) == (8002, 8)
-    rows = {a.name: (a.value, a.source) for a in asked(parsed.options, parsed.sources)}
+    rows = {a.name: (a.value, a.source) for a in given_options(parsed.options, parsed.sources)}
     assert rows == {"port": ("8002", "--port"), "max_running": ("8", "serve.yaml line 2")}
 
 

@@ -1,4 +1,4 @@
-"""`proa bench kernels`. Never: measuring (bench/kernels.py)."""
+"""`proa bench kernels`: options and output; bench/kernels.py measures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proa.config.field import option
 from proa.config.parse import parse
 from proa.obs.console import console_out, write_out
 
-SUMMARY = "expert kernels of the CPU: time, GB/s and GFLOP/s beside what memory and arithmetic units can do"
+SUMMARY = "expert kernels of the CPU: time, GB/s and GFLOP/s, compared with the limits of memory and arithmetic"
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,9 @@ class KernelsCommand:
     """options"""
 
     bench: KernelOptions = field(default_factory=KernelOptions)
-    json: bool = option(False, help="print one JSON object a cell, as soon as it is measured", common=True)
+    json: bool = option(
+        False, help="print one JSON object per cell (format, shape, tokens), as soon as it is measured", common=True
+    )
 
 
 def run(argv: Sequence[str]) -> int:

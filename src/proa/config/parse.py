@@ -29,7 +29,7 @@ class Parsed(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Asked:
+class GivenOption:
     """An option that differs from its default; `value` is formatted for display, secrets hidden."""
 
     name: str
@@ -80,11 +80,11 @@ def from_keywords(group: type[T], **keywords: Any) -> T:
     return build(group, {name: from_data(options[name], value, name) for name, value in keywords.items()})
 
 
-def asked(options: Any, sources: Mapping[str, str] | None = None) -> tuple[Asked, ...]:
+def given_options(options: Any, sources: Mapping[str, str] | None = None) -> tuple[GivenOption, ...]:
     """Return the options that differ from their defaults; `sources` as in Parsed, "Python" for options without one."""
     declared, sources = declarations(type(options)), sources or {}
     return tuple(
-        Asked(name, to_text(declared[name], value), sources.get(name, "Python"))
+        GivenOption(name, to_text(declared[name], value), sources.get(name, "Python"))
         for name, value in values_of(options).items()
         if value != declared[name].default
     )
