@@ -21,7 +21,7 @@ from proa.engine.runner import Runner
 from proa.engine.scheduler import Scheduler
 from proa.engine.spans import Span
 from proa.layers.decoder import Decoder
-from proa.sampling.choose import Choice
+from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
 from proa.types import EngineRequest, TokenEvent
 from tiny import TINY, make_tiny
@@ -39,7 +39,7 @@ class FollowingExecutor(EagerExecutor):
         self.broken_at = -1
         self.follows = 0
         self.rows: list[int] = []  # of the steps that followed
-        self._sampled: list[list[Choice]] = []  # of steps whose choices were not read
+        self._sampled: list[list[SampledToken]] = []  # of steps whose choices were not read
 
     def can_follow(self) -> bool:
         return True
@@ -61,7 +61,7 @@ class FollowingExecutor(EagerExecutor):
         fed = [(c.token + 1) % self.spec.vocab if c.late else max(c.token, 0) for c in drawn]
         self.forward([msgspec.structs.replace(s, tokens=(t,)) for s, t in zip(sequences, fed, strict=True)])
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[SampledToken]:
         return self._sampled.pop(0)
 
 

@@ -13,7 +13,7 @@ from proa.engine.clock import StepClock
 from proa.engine.spans import Span
 from proa.models.spec import Model
 from proa.native.doorbell import Counters
-from proa.sampling.choose import Choice, choose
+from proa.sampling.choose import SampledToken, choose
 from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
@@ -42,7 +42,7 @@ class Executor(Protocol):
     def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
         """Choose the next token after each of these rows of the last step, as each is asked for."""
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[SampledToken]:
         """What `sample` chose."""
 
     def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
@@ -99,7 +99,7 @@ class ChoosesOnTheCpu(ABC):
     """What executors have in common whose logits are in RAM when `score` returns."""
 
     def __init__(self) -> None:
-        self._choices: list[Choice] = []
+        self._choices: list[SampledToken] = []
 
     @abstractmethod
     def score(self, rows: Sequence[int]) -> list[int]: ...
@@ -111,7 +111,7 @@ class ChoosesOnTheCpu(ABC):
     def sample(self, rows: Sequence[int], asked: Sequence[Row]) -> None:
         self._choices = choose(self.score(rows), asked, self.logits)
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[SampledToken]:
         return self._choices
 
     def explain(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprob]:

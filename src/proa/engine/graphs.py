@@ -29,7 +29,7 @@ from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.sizes import buckets
 from proa.ops.table import LayerCache
-from proa.sampling.choose import Choice
+from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
@@ -276,7 +276,7 @@ class GraphExecutor:
         self.clock.lap(Stage.PROGRAM)
 
     @torch.inference_mode()
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[SampledToken]:
         self._finish()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             choices = self._on.sampler.read(self._tokens(), self._asked, self._on.logits) if self._asked else []

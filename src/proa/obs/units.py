@@ -58,7 +58,7 @@ def _decimals(size: float) -> int:
     return 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
 
 
-def format_spans(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """Format ascending integers as ranges: "0-3, 8, 10-11"."""
     found: list[list[int]] = []
     for number in numbers:
