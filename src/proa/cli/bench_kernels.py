@@ -8,7 +8,7 @@ from itertools import groupby
 
 from proa.bench.kernel_plan import KernelOptions
 from proa.bench.kernel_table import render_cells, render_start
-from proa.bench.kernels import Bench, open_bench
+from proa.bench.kernels import KernelBench, open_bench
 from proa.config.field import option
 from proa.config.parse import parse
 from proa.obs.console import console_out, write_out
@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _print_tables(bench: Bench) -> None:
+def _print_tables(bench: KernelBench) -> None:
     console = console_out()
     console.print(render_start(bench.run, bench.pool.isa, bench.meter.start))
     for _, cells in groupby(bench.cells(), key=lambda cell: (cell.shape, cell.format)):
