@@ -14,7 +14,7 @@ from fakes import FakeEngine, Reply, make_plan
 from proa.config.options import ServerOptions
 from proa.engine.ipc import Loading
 from proa.llm import AsyncLLM
-from proa.server.run import Progress, Stop, bind, serve_on, url_of
+from proa.server.run import Progress, Shutdown, bind, serve_on, url_of
 from proa.server.service import Service
 from proa.text.tokenizer import Tokenizer
 from proa.types import EngineRequest
@@ -49,7 +49,7 @@ class Served:
         self.options = ServerOptions(**{"port": 0, **options})
         self.announced: list[str] = []
         self.exit: Future[int] = Future()
-        self.stop = Stop()
+        self.shutdown = Shutdown()
         self.loop = asyncio.new_event_loop()
         self._gate = launch_gate
         self._listener = bind(self.options.host, self.options.port)
@@ -72,7 +72,7 @@ class Served:
 
     def __exit__(self, *exc: object) -> None:
         if not self.exit.done():
-            self.loop.call_soon_threadsafe(self.stop.ask)
+            self.loop.call_soon_threadsafe(self.shutdown.request)
         self._thread.join(20)
         self.client.close()
         if self._thread.is_alive():
@@ -81,7 +81,7 @@ class Served:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            work = serve_on(self._listener, self._launch, MODEL, self.options, self.announced.append, self.stop)
+            work = serve_on(self._listener, self._launch, MODEL, self.options, self.announced.append, self.shutdown)
             self.exit.set_result(self.loop.run_until_complete(work))
         except BaseException as error:  # noqa: BLE001 - the test shall see it
             self.exit.set_exception(error)

@@ -37,11 +37,11 @@ Every option is declared once. An option `max_running` is
 - the key `max_running` in a YAML file given with `--config`, at the left margin or under its group's name,
 - the keyword `max_running` of `LLM("demo", max_running=8)`, if it belongs to the engine.
 
-A flag beats the file, the file beats the default; a list given by flags replaces the file's list. What is
-misspelt, of the wrong type or out of range is an error that says what was meant. Sizes are bytes: `24GiB`, `512M`
-and `1.5G` are powers of 1024, `24GB` is a power of 1000. Numbers of tokens may be written `32k` or `64K` (32768, 65536)
-and `1M`. The table that `proa serve` prints says what was asked,
-what was chosen, and why.
+Flags take precedence over the file, and the file over defaults; a list given by flags replaces the file's list. A
+misspelt name, a wrong type or a value out of range is an error, which names what is allowed. Sizes are bytes: `24GiB`,
+`512M` and `1.5G` are powers of 1024, `24GB` is a power of 1000. Numbers of tokens may be written `32k` or `64K` (32768,
+65536) and `1M`. The table that `proa serve` prints has, for each setting, the requested value, the chosen value and the
+reason.
 
 ```yaml
 # proa serve demo --config serve.yaml
@@ -53,33 +53,33 @@ ignore_config_key: [some_key]
 ```
 """
 
-# What a person with a few agents gets without any flag: (what, option or fixed value, why).
+# The page's table of defaults: (what, option, why).
 DEFAULTS = (
-    ("address", "host", "nobody else can reach it; `--host 0.0.0.0` opens it, then set `--api-key`"),
-    ("port", "port", "what most clients expect"),
-    ("context", "context", "one conversation may use all the model can do"),
-    ("requests at once", "max_running", "one person and a few agents; more wait in the queue"),
-    ("waiting requests", "max_queued", "beyond it clients get 429 instead of waiting for ever"),
-    ("tokens per step", "max_batch_tokens", "running answers go on while a long prompt is read"),
-    ("RAM", "ram", "free memory counts, not total memory, so that other programs go on"),
-    ("RAM left free", "ram_reserve", "room for the system and for what starts later"),
-    ("GPU", "gpu", "the usable one with most free memory; without one, or where the model does not fit, the CPU alone"),
-    ("VRAM", "vram", "as with RAM: what is free counts"),
+    ("address", "host", "other hosts cannot connect; with `--host 0.0.0.0` they can: then set `--api-key`"),
+    ("port", "port", "the default of most clients"),
+    ("context", "context", "one conversation may use the model's full context"),
+    ("requests at once", "max_running", "one person and a few agents; further requests wait in the queue"),
+    ("waiting requests", "max_queued", "beyond it, clients get 429 instead of waiting indefinitely"),
+    ("tokens per step", "max_batch_tokens", "running requests keep decoding during the prefill of a long prompt"),
+    ("RAM", "ram", "free memory, not total memory: other programs keep theirs"),
+    ("RAM left free", "ram_reserve", "for the system and for programs started later"),
+    ("GPU", "gpu", "the usable GPU with most free memory; the CPU alone if there is none or the model does not fit"),
+    ("VRAM", "vram", "free memory, as with RAM"),
     ("experts in VRAM", "gpu_experts", "as many as fit beside dense weights and KV, the same number in each layer"),
     ("threads", "threads", "affinity, cpuset and CPU quota are respected"),
-    ("prefix cache", "prefix_cache", "agents send the same beginning again and again"),
+    ("prefix cache", "prefix_cache", "agents send prompts with the same prefix repeatedly"),
     ("on SIGTERM", "drain_seconds", "seconds for running requests to finish"),
 )  # fmt: skip
 
 SAMPLING = """\
-Sampling comes from the request, else from the checkpoint's `generation_config.json`, else it is neutral:
-temperature 1, top_p 1, top_k 0 (all tokens), min_p 0, repetition_penalty 1, no other penalty. `max_tokens` fills
-the context if the request does not say.
+Sampling parameters come from the request, else from the checkpoint's `generation_config.json`, else they are neutral:
+temperature 1, top_p 1, top_k 0 (all tokens), min_p 0, repetition_penalty 1, no other penalty. Without `max_tokens`, an
+answer may fill the context.
 """
 
 
 def document() -> str:
-    """The whole page."""
+    """Build the text of docs/options.md."""
     serve = declarations(ServeCommand)
     parts = [INTRODUCTION, "## Defaults\n", _defaults(serve), SAMPLING, "## proa serve MODEL\n"]
     for title, options in _by_title(serve.values()):
@@ -143,7 +143,7 @@ def _takes(option: Declaration) -> str:
 
 
 def _range(option: Declaration) -> str:
-    """Bounds so high that nobody meets them are left out."""
+    """Format an option's bounds; an upper bound above 1,000,000 is omitted, as no realistic value reaches it."""
     low, high = option.info.low, option.info.high
     if high is None or high > 1_000_000:
         return f"{low:g} or more"

@@ -1,6 +1,6 @@
-"""Proa runs Mixture-of-Experts language models. Belongs here: the public names, lazily. Never: logic.
+"""Proa runs Mixture-of-Experts language models. This package exports the public names, imported on first use.
 
-Importing `proa` loads no other module: `proa --help` is quick and the API process stays without torch.
+Importing `proa` loads no other module, so that `proa --help` is fast and the API process does not import torch.
 """
 
 from __future__ import annotations

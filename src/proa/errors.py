@@ -1,28 +1,29 @@
-"""Every error Proa raises on purpose. Belongs here: the tree, exit codes, HTTP codes. Never: logging.
+"""The exceptions that Proa raises for expected errors, with their exit codes and HTTP status codes.
 
 ProaError
   UsageError             an option, flag, config key or argument is wrong
-  ModelError             a model cannot be used as asked
+  ModelError             the model cannot be used
     ModelNotFound          no such folder, file, alias or repository
-    ConfigError            config.json or GGUF metadata says something Proa does not implement
-    WeightsError           tensors missing, unused, misshapen, truncated or corrupt
-    TokenizerError         no tokenizer, or one that cannot be read
-  HubError               the model hub refused, failed or cannot be reached
-  ResourceError          it does not fit into memory, disk or a port is taken
-  RequestError           one request cannot be served as asked
-    ContextLengthExceeded  prompt plus answer exceed the model's context
+    ConfigError            config.json or GGUF metadata has an unsupported or invalid value
+    WeightsError           tensors are missing, unused, of the wrong shape, truncated or corrupt
+    TokenizerError         the tokenizer is missing, unreadable or unsupported
+  HubError               the model hub refused the request, failed or is unreachable
+  ResourceError          not enough memory or disk space, or the port is in use
+  RequestError           a request has an invalid or unsupported parameter
+    ContextLengthExceeded  prompt plus answer exceed the model's context length
   QueueFull              too many requests are waiting
-  ShuttingDown           the server drains and takes no new requests
+  ShuttingDown           the server is draining and accepts no new requests
   EngineDead             the engine process died or could not start
-  NativeError            the native library is missing, does not fit, or failed
-  NumericsError          a result is infinite or no number
+  NativeError            the native library is missing, of another version, or failed
+  NumericsError          a result is non-finite (NaN or Inf)
 """
 
 from __future__ import annotations
 
 
 class ProaError(Exception):
-    """An error with a remedy: what happened in one sentence, then what to do about it."""
+    """Base class. `message`: what is wrong, in one sentence; `remedy`: what to do; `param`: the option or request field
+    at fault."""
 
     exit_code = 1
     http_status = 500
@@ -35,7 +36,7 @@ class ProaError(Exception):
         self.param = param
 
     def again(self) -> ProaError:
-        """The same error to raise anew: one object raised twice would collect tracebacks."""
+        """Return a copy to raise again: raising one exception object repeatedly accumulates its traceback."""
         return type(self)(self.message, self.remedy, param=self.param)
 
     def __str__(self) -> str:
@@ -117,9 +118,9 @@ class NumericsError(ProaError):
     kind = "numerics_error"
 
 
-# What to do about it. Loading has found all weights finite, so it is arithmetic that left the range of a type.
+# The remedy for non-finite results. Loading refuses non-finite weights, so activations must have overflowed.
 NOT_FINITE = (
-    "The weights are finite, which loading checks, so activations grew beyond their type: use another version or "
+    "All weights are finite (checked at load), so activations overflowed their type: use another version or "
     "quantisation of the model, or --dtype float32 on the CPU."
 )
 
@@ -129,6 +130,6 @@ def _tree(root: type[ProaError]) -> list[type[ProaError]]:
 
 
 def error_from_wire(name: str, message: str, remedy: str, param: str | None = None) -> ProaError:
-    """Rebuild an error that crossed a process border by its class name; unknown names become ProaError."""
+    """Rebuild an error received from another process, by its class name; an unknown name gives ProaError."""
     by_name = {cls.__name__: cls for cls in _tree(ProaError)}
     return by_name.get(name, ProaError)(message, remedy, param=param)

@@ -1,5 +1,4 @@
-"""The Python interface: AsyncLLM (streams) and LLM (plain calls). Belongs here: one engine, its tokenizer and the
-tasks of running requests. Never: HTTP, sampling, a second scheduler."""
+"""The Python API: AsyncLLM (asyncio, streaming) and LLM (synchronous). Each owns one engine process."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from proa.engine.processes.handle import EngineHandle
 from proa.errors import EngineDead, RequestError, ShuttingDown, UsageError
 from proa.plan.plan import Plan
 from proa.plan.prepare import Prepared, prepare
-from proa.text.answer import Answer, AnswerFold, complete
+from proa.text.answer import Answer, AnswerFold, require_complete
 from proa.text.choice import ChoiceStream
 from proa.text.merge import merge
 from proa.text.settle import RequestRules, sampling_defaults
@@ -33,9 +32,9 @@ T = TypeVar("T")
 
 
 class AsyncLLM:
-    """One loaded (or loading) model for an asyncio program.
+    """One model, loaded or loading, for asyncio programs.
 
-    `plan`, `engine`, `tokenizer`, `model_name`, `context_tokens` and `sampling_defaults` are for reading.
+    `plan`, `engine`, `tokenizer`, `model_name`, `context_tokens` and `sampling_defaults` are read-only.
     """
 
     def __init__(
@@ -48,7 +47,8 @@ class AsyncLLM:
         config: Mapping[str, Any] | None = None,
         generation_config: Mapping[str, Any] | None = None,
     ) -> None:
-        """`vocab_size` is the model's, `config` and `generation_config` the checkpoint's. Raises ConfigError."""
+        """Wrap a running engine; use `launch` to start one. `vocab_size` defaults to the tokenizer's; `config` and
+        `generation_config` are the checkpoint's JSON files. Raises ConfigError."""
         self.plan = plan
         self.engine = engine
         self.tokenizer = tokenizer
@@ -70,18 +70,23 @@ class AsyncLLM:
         cls, model: str | Path, options: EngineOptions | None = None, progress: Progress | None = None, *,
         own_thread: bool = False,
     ) -> AsyncLLM:  # fmt: skip
-        """Find, plan and start `model`; return while it loads (`await llm.engine.wait_ready()`). own_thread: nobody
-        else's is the event loop's thread, so that it may keep off the engine's CPU while requests run."""
+        """Find and plan `model`, start its engine, and return while it loads (`await llm.engine.wait_ready()`).
+
+        own_thread: the event loop's thread runs only this LLM, so its CPU affinity may be changed to keep it off the
+        engine's CPU while requests run. Raises ProaError.
+        """
         if not isinstance(model, str | Path):
-            raise UsageError(f"The model is {model!r}.", "Give its name or folder, as a str or a Path.")
+            raise UsageError(
+                f"The model is {model!r}, of type {type(model).__name__}.", "Give its name or path as a str or a Path."
+            )
         options = options or EngineOptions()
         prepared = await asyncio.to_thread(prepare, str(model), options, progress)
-        return await cls.start(prepared, options, own_thread=own_thread)
+        return await cls.launch_prepared(prepared, options, own_thread=own_thread)
 
     @classmethod
-    async def start(cls, prepared: Prepared, options: EngineOptions, *, own_thread: bool = False) -> AsyncLLM:
-        """Start the engine of a model already planned; return while it loads. own_thread: as for `launch`. Raises
-        TokenizerError first."""
+    async def launch_prepared(cls, prepared: Prepared, options: EngineOptions, *, own_thread: bool = False) -> AsyncLLM:
+        """Load the tokenizer, start the engine of a planned model, and return while it loads. own_thread: see `launch`.
+        Raises TokenizerError before the engine is started."""
         checkpoint = prepared.checkpoint
         asked = options.model.tokenizer
         path = checkpoint.tokenizer_path if asked is None else Path(asked)
@@ -96,8 +101,8 @@ class AsyncLLM:
         )
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Tokens of a text, of a conversation (by the checkpoint's chat template), or the tokens given.
-        Raises RequestError."""
+        """Convert a prompt to token ids: a text, a Chat (rendered with the chat template), or a list of ids (returned
+        as is). Raises RequestError."""
         if isinstance(prompt, Chat):
             _check_messages(prompt.messages)
             return self.tokenizer.encode_chat(prompt)
@@ -105,24 +110,28 @@ class AsyncLLM:
             return self.tokenizer.encode(prompt)
         if not isinstance(prompt, list | tuple):
             raise RequestError(
-                f"A prompt is a {type(prompt).__name__}.", "Give a str, a list of tokens or a Chat.", param="prompt"
+                f"A prompt is of type {type(prompt).__name__}.",
+                "Give a str, a list of token ids or a Chat.",
+                param="prompt",
             )
         return list(prompt)
 
     def check(self, prompt_tokens: list[int], params: SamplingParams) -> None:
-        """Raise RequestError or ContextLengthExceeded for what `stream` would refuse."""
+        """Raise the RequestError or ContextLengthExceeded that `stream` would raise for this request."""
         self._rules.settle(prompt_tokens, params)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, salt: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        """Chunks of all n choices as they come. Closing the iterator aborts the request.
+        """Yield the chunks of all n choices as they are generated. Closing the generator aborts the request.
 
         Raises RequestError, ContextLengthExceeded, QueueFull, ResourceError, ShuttingDown, EngineDead.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"params is a {type(params).__name__}.", "Give SamplingParams(...).", param="params")
+            raise RequestError(
+                f"params is of type {type(params).__name__}.", "Give SamplingParams(...).", param="params"
+            )
         tokens = prompt if isinstance(prompt, list) else await asyncio.to_thread(self.tokenize, prompt)
         requests = self._rules.requests(tokens, params, priority=priority, salt=salt)
         sources = [self._choice(i, request, params) for i, request in enumerate(requests)]
@@ -133,20 +142,20 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, salt: str = ""
     ) -> Answer:
-        """The whole answer: what the chunks of `stream` add up to. Raises as `stream` does, and EngineDead or
-        ProaError for an answer that ended with "abort" or "error"."""
+        """Generate the complete answer. Raises what `stream` raises; also EngineDead for an answer that finished with
+        "abort", NumericsError for one that finished with "error"."""
         answer = AnswerFold()
         async with aclosing(self.stream(prompt, params, priority=priority, salt=salt)) as chunks:
             async for chunk in chunks:
                 answer.add(chunk)
-        return complete(answer.result())
+        return require_complete(answer.result())
 
     async def close(self) -> None:
-        """Stop the engine; running requests end with finish "abort"."""
+        """Stop the engine; running requests finish with "abort"."""
         await self.engine.close()
 
     async def _choice(self, index: int, request: EngineRequest, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
-        """One sibling's chunks; leaving early, as after a stop string, aborts it in the engine."""
+        """Yield the chunks of one choice. Returning early, as after a stop string, aborts its sequence."""
         choice = ChoiceStream(index, request, params, self.tokenizer.detokenizer(params.skip_special_tokens))
         events = self.engine.generate(request)
         async with aclosing(events):
@@ -156,17 +165,19 @@ class AsyncLLM:
                     yield chunk
                 if choice.finished:
                     return
-        raise EngineDead("The engine ended an answer without saying why.", "This is a bug in Proa: report it.")
+        raise EngineDead(
+            "The engine ended an answer without a finish reason.", "This is a bug in Proa: please report it."
+        )
 
 
 class LLM:
-    """One model for a plain program; its engine runs beside it until `close`, the end of a `with`, or exit.
+    """One model for synchronous programs. Its engine process runs until `close`, the end of a `with`, or exit.
 
         with LLM("demo", context=2048) as llm:
             print(llm.generate("A proa is")[0].text)
 
-    Keywords are the options of EngineOptions by name. Raises UsageError for an unknown one, and whatever keeps
-    the model from loading.
+    Keywords are the option names of EngineOptions. Raises UsageError for an unknown one, and the ProaError that
+    prevents the model from loading.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
@@ -177,7 +188,7 @@ class LLM:
         except BaseException:
             self._loop.stop()
             raise
-        # Also when the last reference goes and at exit: no engine process outlives its LLM.
+        # Also runs when the LLM is garbage collected and at exit: no engine process outlives its LLM.
         self._closer = weakref.finalize(self, _close, self._loop, self._llm)
 
     @property
@@ -191,13 +202,14 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Answer]:
-        """Answers in the order of the prompts: texts, token lists or Chats, one or many; `params` for all or one
-        for each. The first failure ends the others and is raised."""
+        """Generate an answer for each prompt, in order. `prompts`: one or a list of texts, token id lists or Chats;
+        `params`: one for all, or one per prompt. The first error cancels the other prompts and is raised."""
         many = _as_list(prompts)
         each = _params_as_list(params, len(many))
         if len(each) != len(many):
             raise UsageError(
-                f"There are {len(many)} prompts but {len(each)} SamplingParams.", "Give one for all, or one for each."
+                f"There are {len(many)} prompts but {len(each)} SamplingParams.",
+                "Give one SamplingParams for all prompts, or one per prompt.",
             )
         return self._loop.run(_generate_all(self._llm, many, each))
 
@@ -209,13 +221,13 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> Answer:
-        """The answer to a conversation in OpenAI's form; other keywords go to the chat template. Raises UsageError
-        for one that belongs into SamplingParams."""
+        """Answer a conversation in OpenAI's message format; other keywords become chat template variables. Raises
+        UsageError for a keyword that is a field of SamplingParams."""
         misplaced = {*SamplingParams.__struct_fields__, "sampling_params"} & set(template_kwargs)
         if misplaced:
             raise UsageError(
-                f"{', '.join(sorted(misplaced))}: other keywords of chat go to the chat template.",
-                "What shapes the answer goes into SamplingParams: chat(messages, SamplingParams(...)).",
+                f"{', '.join(sorted(misplaced))}: keywords of chat() are passed to the chat template.",
+                "Pass sampling parameters in SamplingParams: chat(messages, SamplingParams(...)).",
             )
         chat = Chat(messages=messages, tools=tools, template_kwargs=template_kwargs)
         return self.generate(chat, params)[0]
@@ -232,7 +244,7 @@ class LLM:
 
 
 class _LoopThread:
-    """An event loop in a thread of its own, so that plain code (and notebooks with a loop) can wait for it."""
+    """An event loop in its own thread, so that synchronous code, also in notebooks that run a loop, can wait on it."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -241,18 +253,21 @@ class _LoopThread:
         self._thread.start()
 
     @property
-    def is_elsewhere(self) -> bool:
-        """This is a forked child: the thread stayed in the parent, waiting for it would never end."""
+    def is_forked_child(self) -> bool:
+        """True in a forked child: the loop's thread exists only in the parent, so waiting on it would hang."""
         return os.getpid() != self._pid
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` there and wait; an exception here (Ctrl-C) cancels it there."""
-        if self.is_elsewhere:
+        """Run `work` on the loop and wait for its result; an exception while waiting (Ctrl-C) cancels it."""
+        if self.is_forked_child:
             work.close()
-            raise UsageError(f"This LLM belongs to process {self._pid}.", "Make a new one after a fork.")
+            raise UsageError(
+                f"This LLM was created in process {self._pid}, of which this process is a fork.",
+                "Create a new LLM after the fork.",
+            )
         if self._loop.is_closed():
             work.close()
-            raise ShuttingDown("This LLM was closed.", "Make a new one.")
+            raise ShuttingDown("This LLM is closed.", "Create a new LLM.")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -261,7 +276,7 @@ class _LoopThread:
             raise
 
     def stop(self) -> None:
-        """Cancel what still runs, let it clean up, end the thread."""
+        """Cancel running tasks, wait for their cleanup, end the thread."""
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -286,7 +301,7 @@ async def _launch_and_wait(model: str | Path, options: EngineOptions) -> AsyncLL
 
 
 def _close(loop: _LoopThread, llm: AsyncLLM) -> None:
-    if loop.is_elsewhere:  # the parent's engine runs on
+    if loop.is_forked_child:  # the engine belongs to the parent process, which may still use it
         return
     try:
         loop.run(llm.close())
@@ -295,7 +310,8 @@ def _close(loop: _LoopThread, llm: AsyncLLM) -> None:
 
 
 async def _generate_all(llm: AsyncLLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Answer]:
-    """All answers. Enough are submitted at once to keep the engine full, few enough not to overflow its queue."""
+    """Generate all answers. Submits enough prompts at a time to keep the engine full, and few enough to fit its
+    queue."""
     widest = max((p.n for p in params), default=1)
     running, queued = llm.plan.max_running, llm.plan.max_queued
     places = asyncio.Semaphore(max(1, min(2 * running, running + queued) // widest))
@@ -313,12 +329,13 @@ async def _generate_all(llm: AsyncLLM, prompts: Sequence[Prompt], params: Sequen
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many; a list of numbers is one prompt of tokens."""
+    """Normalise one prompt or several to a list; a list of ints is one prompt of token ids."""
     if isinstance(prompts, str | Chat):
         return [prompts]
     if isinstance(prompts, bytes | bytearray | Mapping | Set) or not isinstance(prompts, Iterable):
         raise UsageError(
-            f"The prompts are a {type(prompts).__name__}.", "Give a str, a list of tokens or a Chat, or a list of them."
+            f"The prompts are of type {type(prompts).__name__}.",
+            "Give a str, a list of token ids or a Chat, or a list of these.",
         )
     many = list(prompts)
     if many and all(isinstance(p, int) for p in many):
@@ -327,7 +344,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _params_as_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """`count` times the same, or what was given for each."""
+    """Normalise params to a list; one SamplingParams is repeated `count` times."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):

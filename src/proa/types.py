@@ -1,4 +1,4 @@
-"""Values that cross processes and packages. Belongs here: frozen data. Never: tensors, I/O, policy."""
+"""Immutable structs that are passed between packages and between the API and engine processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the user asks. `None` means: the checkpoint's generation_config.json decides, else neutral.
+    """Sampling parameters of a request. `None`: use the checkpoint's generation_config.json, else a neutral value.
 
-    temperature 0 is greedy. top_k 0 keeps all tokens. `logprobs=k` returns the sampled token's
-    log-probability and those of the k most likely tokens. max_tokens `None` fills the context. A plain string
-    as `stop` is one stop string. Raises RequestError on construction when a value has a wrong type or range.
+    temperature 0: greedy. top_k 0: no top-k. `logprobs=k`: return the logprob of the sampled token and of the k most
+    likely tokens. max_tokens `None`: up to the context length. `stop` may be a plain string. Raises RequestError on
+    construction for a value of the wrong type or range.
     """
 
     n: int = 1
@@ -49,14 +49,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if value is not None and not low <= value <= high:  # NaN fails here too
                 raise RequestError(f"{name} is {value}.", f"Use {low} to {high}.", param=name)
         if self.top_p == 0.0:
-            raise RequestError("top_p is 0.", "It must be above 0; temperature 0 is greedy.", param="top_p")
+            raise RequestError(
+                "top_p is 0.", "Use a value above 0; for greedy decoding set temperature to 0.", param="top_p"
+            )
         if any(not s for s in self.stop):
-            raise RequestError("A stop string is empty.", "Leave it out.", param="stop")
+            raise RequestError("A stop string is empty.", "Remove it.", param="stop")
         if any(not -100.0 <= b <= 100.0 for b in self.logit_bias.values()):
-            raise RequestError("A logit_bias is out of range.", "Use -100 to 100.", param="logit_bias")
+            raise RequestError("A logit_bias value is out of range.", "Use -100 to 100.", param="logit_bias")
 
     def _check_types(self) -> None:
-        """Python callers may pass anything; the engine's decoder must never meet it."""
+        """Convert each field to its declared type or raise RequestError: a wrong type would fail only in the engine."""
         values = msgspec.structs.asdict(self)
         for field in msgspec.structs.fields(self):
             try:
@@ -84,7 +86,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """SamplingParams after the defaults are settled: what one sequence in the engine obeys."""
+    """SamplingParams with all defaults filled in: the sampling settings of one sequence in the engine."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -104,20 +106,20 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence for the engine. `group` names siblings (n > 1) that share the whole prompt."""
+    """One sequence for the engine. `group`: common id of the n sequences of a request, which share the prompt."""
 
     id: str
     tokens: list[int]
     sampling: Sampling
-    priority: int = 0  # smaller runs first
+    priority: int = 0  # lower values run first
     group: str = ""
-    salt: str = ""  # requests share cached prefixes only under the same salt
+    salt: str = ""  # requests share cached prefixes only if their salts are equal
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural log-probability of a token, and the most likely tokens at its position, best first.
+    """Natural logprob of a token, and the most likely tokens at its position as (token, logprob), best first.
 
-    Of the model's own distribution: before penalties, bias, temperature and truncation.
+    Logprobs are of the model's own distribution: before penalties, bias, temperature, top-k, top-p and min-p.
     """
 
     token: int
@@ -126,20 +128,20 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one engine step did for one request: 0..k new tokens, and how it ended, if it did."""
+    """Result of one engine step for one sequence: zero or more new tokens, and `finish` if the sequence ended."""
 
     id: str
     tokens: list[int] = []
     logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first token; [0] is None
-    cached_tokens: int | None = None  # prompt tokens that the prefix cache provided; once, with the first token
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # only with the first token; [0] is None
+    cached_tokens: int | None = None  # prompt tokens from the prefix cache; only with the first token
     finish: FinishReason | None = None
-    error: str = ""  # what finish "error" means
-    stop_token: int | None = None  # the eos or stop token that ended it; not part of the text
+    error: str = ""  # the message if finish is "error"
+    stop_token: int | None = None  # the eos or stop token that ended the sequence; not in `tokens`
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation, rendered with the checkpoint's own chat template."""
+    """A conversation in OpenAI's message format, to be rendered with the checkpoint's chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -149,10 +151,10 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of an answer, ready for people: text that will never be taken back.
+    """A piece of a streamed answer; its text is final.
 
-    `text` may be empty (half a UTF-8 character or a possible stop string is held back), `tokens` may
-    then still be counted. `logprobs` belongs to `tokens`. `finish` is set on the choice's last chunk.
+    `text` may be empty while an incomplete UTF-8 character or a possible stop string is held back. `logprobs` has one
+    entry per token of `tokens`. `finish` is set on the choice's last chunk.
     """
 
     index: int = 0  # which of the n choices
@@ -160,7 +162,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None
-    error: str = ""  # what finish "error" means
+    error: str = ""  # the message if finish is "error"
     stop_reason: str | int | None = None  # the stop string or stop token id that matched, None for eos
     prompt_tokens: list[int] | None = None  # on each choice's first chunk
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -168,7 +170,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """One row of the start-up table."""
+    """One row of the start-up table: a setting, the requested value, the chosen value, and the reason."""
 
     name: str
     asked: str

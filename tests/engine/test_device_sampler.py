@@ -17,8 +17,8 @@ from proa.engine.executors.device_logprobs import DeviceLogprobs
 from proa.engine.executors.device_sampler import DeviceSampler
 from proa.ops.reference import best
 from proa.sampling.adjust import adjust
-from proa.sampling.choose import Choice, choose
-from proa.sampling.edits import Tally
+from proa.sampling.choose import SampledToken, choose
+from proa.sampling.edits import LogitEdits
 from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
 from proa.types import Sampling
@@ -34,7 +34,9 @@ def sampler_of(rows: int, device: torch.device, **limits: int) -> DeviceSampler:
     return DeviceSampler(rows, VOCAB, device, DeviceLogprobs(rows, VOCAB, device), **limits)
 
 
-def on_device(sampler: DeviceSampler, logits: torch.Tensor, rows: Sequence[Row], device: torch.device) -> list[Choice]:
+def on_device(
+    sampler: DeviceSampler, logits: torch.Tensor, rows: Sequence[Row], device: torch.device
+) -> list[SampledToken]:
     there, tokens = logits.to(device), best(logits).int().to(device)
     sampler.launch(there, tokens, rows)
     choices = sampler.read(tokens.tolist(), rows, there)
@@ -42,7 +44,7 @@ def on_device(sampler: DeviceSampler, logits: torch.Tensor, rows: Sequence[Row],
     return choices
 
 
-def assert_same(got: Sequence[Choice], want: Sequence[Choice]) -> None:
+def assert_same(got: Sequence[SampledToken], want: Sequence[SampledToken]) -> None:
     assert [c.token for c in got] == [c.token for c in want]
     for a, b in zip(got, want, strict=True):
         assert (a.logprob is None) == (b.logprob is None)
@@ -89,7 +91,7 @@ def test_rows_that_are_not_finite(rng: torch.Generator, device: torch.device) ->
     for i, value in bad.items():
         logits[i, 7 * i] = value
     got = on_device(sampler_of(len(rows), device), logits, rows, device)
-    assert [i for i, choice in enumerate(got) if choice == Choice(-1)] == list(bad)
+    assert [i for i, choice in enumerate(got) if choice == SampledToken(-1)] == list(bad)
     kept = [i for i in range(len(rows)) if i not in bad]
     assert_same([got[i] for i in kept], [clean[i] for i in kept])
 
@@ -117,7 +119,7 @@ def test_a_flat_distribution_is_drawn_on_the_cpu(device: torch.device, monkeypat
     want = choose(best(logits).tolist(), rows, logits)
     got = on_device(sampler_of(2, device), logits, rows, device)
     assert [c.token for c in got] == [c.token for c in want]
-    assert got[0] == Choice(want[0].token, want[0].logprob, late=True), "with the CPU's own log-probabilities"
+    assert got[0] == SampledToken(want[0].token, want[0].logprob, late=True), "with the CPU's own log-probabilities"
 
 
 @pytest.mark.parametrize("wishes", ANSWERS.values(), ids=ANSWERS)
@@ -133,7 +135,7 @@ def test_nothing_asked_is_nothing_done(device: torch.device) -> None:
     rows = [row("a", [1], 1, temperature=0.0), row("b", [1], 1, temperature=0.0)]
     sampler = sampler_of(2, device)
     on_device(sampler, logits, [row("c", [1], 1, logprobs=3)], device)
-    assert on_device(sampler, logits, rows, device) == [Choice(0), Choice(0)], "nor what was asked before"
+    assert on_device(sampler, logits, rows, device) == [SampledToken(0), SampledToken(0)], "nor what was asked before"
 
 
 def test_log_probabilities_of_given_tokens(rng: torch.Generator, device: torch.device) -> None:
@@ -144,8 +146,8 @@ def test_log_probabilities_of_given_tokens(rng: torch.Generator, device: torch.d
         if device.type == "cuda":
             torch.cuda.synchronize()  # as whoever reads does
         got, want = logprobs.read(tokens), token_logprobs(logits[:number], tokens, top)
-        assert_same([Choice(t, g) for t, g in zip(tokens, got, strict=True)],
-                    [Choice(t, w) for t, w in zip(tokens, want, strict=True)])  # fmt: skip
+        assert_same([SampledToken(t, g) for t, g in zip(tokens, got, strict=True)],
+                    [SampledToken(t, w) for t, w in zip(tokens, want, strict=True)])  # fmt: skip
 
 
 HISTORIES = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)
@@ -169,11 +171,11 @@ def test_edits_give_the_bits_of_the_definition(
 ) -> None:
     """Kept from token to token, or made at the end."""
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    kept = Tally(row("r", prompt, len(prompt), **changes))
+    kept = LogitEdits(row("r", prompt, len(prompt), **changes))
     for length in range(len(answer) + 1):
         now = row("r", prompt + answer[:length], len(prompt), **changes)
         edits = torch.from_numpy(kept.edits(now))
-    whole = torch.from_numpy(Tally(now).edits(now))
+    whole = torch.from_numpy(LogitEdits(now).edits(now))
     assert sorted(whole.tolist()) == sorted(edits.tolist())
     assert len({token for token, *_ in edits.tolist()}) == len(edits)
     got, tokens = logits.clone(), edits[:, 0].long()

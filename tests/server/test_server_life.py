@@ -129,7 +129,7 @@ def test_drain_lets_running_requests_finish(tokenizer: Tokenizer) -> None:
     with Served(tokenizer, reply) as served:
         stream = served.client.chat.completions.create(model=MODEL, messages=USER, stream=True)
         first = next(stream)
-        served.loop.call_soon_threadsafe(served.stop.ask)
+        served.loop.call_soon_threadsafe(served.shutdown.request)
         assert wait_for(lambda: httpx.get(f"{served.url}/health").json()["status"] == "draining")
         refused = httpx.post(f"{served.url}/v1/chat/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
@@ -151,7 +151,7 @@ def test_drain_cuts_off_what_takes_too_long(tokenizer: Tokenizer, stream: bool) 
 
         asked = pool.submit(ask)
         assert wait_for(lambda: len(served.engine.in_flight) == 1)
-        served.loop.call_soon_threadsafe(served.stop.ask)
+        served.loop.call_soon_threadsafe(served.shutdown.request)
         with pytest.raises(openai.APIError, match="before this answer was complete") as caught:
             asked.result(10)
         assert caught.value.code == "shutting_down"
@@ -164,8 +164,8 @@ def test_second_signal_exits_at_once(tokenizer: Tokenizer) -> None:
         stream = served.client.chat.completions.create(model=MODEL, messages=USER, stream=True)
         next(stream)
         began = time.monotonic()
-        served.loop.call_soon_threadsafe(served.stop.ask)
-        served.loop.call_soon_threadsafe(served.stop.ask)
+        served.loop.call_soon_threadsafe(served.shutdown.request)
+        served.loop.call_soon_threadsafe(served.shutdown.request)
         assert served.exit.result(10) == 1
         assert time.monotonic() - began < 3
         stream.close()
@@ -175,7 +175,7 @@ def test_stop_while_loading(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(state="loading")
     with Served(tokenizer, engine=engine) as served:
         assert wait_for(lambda: httpx.get(f"{served.url}/health").json().get("phase") == "reading weights")
-        served.loop.call_soon_threadsafe(served.stop.ask)
+        served.loop.call_soon_threadsafe(served.shutdown.request)
         assert served.exit.result(10) == 0
     assert engine.closed
 
@@ -249,7 +249,7 @@ from pathlib import Path
 from fakes import FakeEngine, Reply, make_plan
 from proa.config.options import ServerOptions
 from proa.llm import AsyncLLM
-from proa.server.run import Stop, bind, serve_on
+from proa.server.run import Shutdown, bind, serve_on
 from proa.text.tokenizer import Tokenizer
 
 tokenizer = Tokenizer.load(Path(sys.argv[1]))
@@ -262,7 +262,7 @@ def announce(text):
     sys.stderr.flush()
 
 options = ServerOptions(drain_seconds=float(sys.argv[2]))
-sys.exit(asyncio.run(serve_on(bind("127.0.0.1", 0), launch, "fake", options, announce, Stop())))
+sys.exit(asyncio.run(serve_on(bind("127.0.0.1", 0), launch, "fake", options, announce, Shutdown())))
 """
 
 
@@ -337,7 +337,7 @@ def test_drain_does_not_wait_for_stalled_uploads(tokenizer: Tokenizer, caplog: p
             upload.sendall(head)
             time.sleep(0.2)
             began = time.monotonic()
-            served.loop.call_soon_threadsafe(served.stop.ask)
+            served.loop.call_soon_threadsafe(served.shutdown.request)
             answer = upload.makefile("rb").read()
             assert served.exit.result(10) == 0
         assert time.monotonic() - began < 5

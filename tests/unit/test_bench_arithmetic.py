@@ -15,7 +15,7 @@ from fakes import make_plan
 from proa.bench.latency import LatencyOptions, latency_figures
 from proa.bench.prompts import distinct_prompts
 from proa.bench.result import MeasuredRoof, Result, result
-from proa.bench.serve import ServeBenchOptions, arrival_times, load_figures
+from proa.bench.serve import ServeBenchOptions, arrival_times, serve_figures
 from proa.bench.table import render
 from proa.bench.timing import Timing, percentile, spread_ms
 from proa.config.field import declarations
@@ -86,7 +86,7 @@ def test_where_a_decode_step_spends_its_time() -> None:
 def test_load_figures() -> None:
     a = Timing(100.0, (100.5, 101.0), prompt_tokens=30, output_tokens=2)
     b = Timing(101.0, (102.0, 104.0), prompt_tokens=30, output_tokens=2)
-    figures = load_figures([a, b], failed=1)
+    figures = serve_figures([a, b], failed=1)
     assert figures["duration_s"] == pytest.approx(4.0)
     assert figures["requests_per_s"] == pytest.approx(0.5)
     assert figures["output_tokens_per_s"] == pytest.approx(1.0)

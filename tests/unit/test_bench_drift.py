@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from proa.bench.hybrid_ask import Answer
-from proa.bench.hybrid_drift import drift_figures, drift_span
+from proa.bench.hybrid_ask import TimedAnswer
+from proa.bench.hybrid_drift import drift_figures, drift_tokens_each
 from proa.bench.hybrid_figures import Moment
-from proa.bench.hybrid_hits import best_kept, looks_until_good, lru_hits, read_trace
+from proa.bench.hybrid_hits import best_fixed_set, looks_until_good, lru_hits, read_trace
 from proa.engine.ipc import Stats
 from proa.hybrid.trace import TRACE_DTYPE
 
@@ -42,7 +42,7 @@ def test_the_best_and_an_lru(slots: tuple[int, int]) -> None:
             chosen = np.flatnonzero(row).tolist()
             lru[i] += sum(row[e] for e in chosen if e in kept[:places])
             kept = chosen + [e for e in kept if e not in chosen]
-    found = best_kept(trace, slots, (10, 1000))
+    found = best_fixed_set(trace, slots, (10, 1000))
     assert (found.hits, found.hit_bytes, found.missed_bytes) == (hits, hit_bytes, missed_bytes)
     assert lru_hits(trace, slots).tolist() == lru.tolist()
 
@@ -53,7 +53,7 @@ def test_good_is_nine_tenths_of_an_lru_over_a_window() -> None:
     assert looks_until_good([8] * 6, [10] * 6, 2) is None
 
 
-def answer(first: int, hits: list[int], seconds: float) -> Answer:
+def answer(first: int, hits: list[int], seconds: float) -> TimedAnswer:
     """A token a step and a look; each look has four choices."""
     at = np.cumsum([0, *hits]).tolist()
     moments = [
@@ -61,12 +61,12 @@ def answer(first: int, hits: list[int], seconds: float) -> Answer:
                                   expert_hits=at[i], expert_moved_bytes=10 * i))
         for i in range(len(hits) + 1)
     ]  # fmt: skip
-    return Answer([1] * len(moments), moments)
+    return TimedAnswer([1] * len(moments), moments)
 
 
 def test_windows_around_a_drift(tmp_path: Path) -> None:
     """One layer, experts 0 and 1 before, 2 and 3 after; two slots. What was measured is half as good as it could be."""
-    drift, count = 20, drift_span(20)
+    drift, count = 20, drift_tokens_each(20)
     assert count == 23
     trace = np.zeros((2 * count, 1, EXPERTS), TRACE_DTYPE)
     trace[:count, 0, :2] = trace[count:, 0, 2:4] = 2

@@ -16,29 +16,29 @@ from rich.console import Console
 
 from proa.bench.gpu_rates import measure_gpu
 from proa.bench.hybrid import HybridEngineOptions, HybridOptions, answer_tokens, case_of, limit_notes, parse_counts
-from proa.bench.hybrid_ask import ask_all
+from proa.bench.hybrid_ask import run_requests
 from proa.bench.hybrid_figures import (
+    DecodeInterval,
     Moment,
     Rates,
-    Span,
     StepBytes,
     best_bytes,
-    common_span,
+    common_interval,
     dense_bytes,
     expected_bytes,
     expected_distinct,
     figures_of,
     hit_figures,
-    looks_of,
-    middle,
+    median_interval,
     placed_bytes,
     placed_figures,
     roof_tokens_per_s,
     split_ms,
+    trace_of,
 )
 from proa.bench.hybrid_shapes import MODEL_SHAPES
 from proa.bench.hybrid_table import render_hybrid
-from proa.bench.limit import Readings
+from proa.bench.limit import RamReadings
 from proa.bench.prompts import random_prompts
 from proa.bench.result import result
 from proa.config.options import GpuOptions
@@ -82,10 +82,10 @@ def test_news_that_arrive_together_are_not_of_one_moment() -> None:
                 self.stats = Stats(steps=i, generated_tokens=i, program_seconds=0.09 * i, publish_seconds=0.01 * i)
                 yield TokenEvent(id=request.id, tokens=[7], finish="length" if i == 12 else None)
 
-    (answer,) = asyncio.run(ask_all(cast(EngineHandle, Late()), [[1, 2]], 13))
-    span = common_span([answer.moments])
-    assert span is not None
-    assert (span.steps, span.tokens_per_s) == (9, pytest.approx(10))
+    (answer,) = asyncio.run(run_requests(cast(EngineHandle, Late()), [[1, 2]], 13))
+    interval = common_interval([answer.moments])
+    assert interval is not None
+    assert (interval.steps, interval.tokens_per_s) == (9, pytest.approx(10))
 
 
 @pytest.mark.parametrize(
@@ -175,27 +175,27 @@ def test_all_or_nothing_is_expected_under_any_routing() -> None:
 
 @pytest.mark.parametrize("arrived", [1.0, 0.75, 1.25], ids=["all", "a step later", "with a step before"])
 def test_what_was_really_read(arrived: float) -> None:
-    """Counts of the span's steps come in it or later."""
+    """Counts of the interval's steps come in it or later."""
     counted = {name: int(count * arrived) for name, count in COUNTED.items() if name != "steps"}
-    span = Span(moment(0.0), moment(1.0, steps=4, **counted))
-    one, two = (placed_bytes(span, gpu_plan(4, 2), requests, 7.0, 4) for requests in (1, 2))
+    interval = DecodeInterval(moment(0.0), moment(1.0, steps=4, **counted))
+    one, two = (placed_bytes(interval, gpu_plan(4, 2), requests, 7.0, 4) for requests in (1, 2))
     assert (one.dense, one.resident, one.cpu) == (7, 3 * TINY_EXPERT_BYTES, TINY_EXPERT_BYTES), "each choice its own"
     assert (two.dense, two.resident, two.cpu) == (7, 100, 50)
 
 
 def test_hits_beside_the_best_ones_and_their_roof() -> None:
-    """Of 6 looks, the span has 4; a layer of two has two slots, the other one."""
+    """Of 6 looks, the interval has 4; a layer of two has two slots, the other one."""
     trace = np.zeros((6, 2, 8), np.int64)
-    trace[:2, :, 7] = 100  # before the span
+    trace[:2, :, 7] = 100  # before the interval
     trace[2:, 0, :3] = [[1, 1, 0], [1, 0, 1], [1, 1, 0], [1, 1, 0]]
     trace[2:, 1, 4:6] = [[1, 1]] * 4
     end = {**COUNTED, "expert_looks": 6}
-    span = Span(moment(0.0, expert_looks=2), moment(1.0, **end, generated_tokens=4))
-    inside = looks_of(span, trace)
+    interval = DecodeInterval(moment(0.0, expert_looks=2), moment(1.0, **end, generated_tokens=4))
+    inside = trace_of(interval, trace)
     assert len(inside) == 4
     gpu, rates = gpu_plan(2, 1), Rates(hbm=1e6, ram=1e5)
-    placed = placed_bytes(span, gpu, 1, 0.0, 4)
-    figures = hit_figures(span, inside, gpu) | placed_figures(span, gpu, 1, placed, rates)
+    placed = placed_bytes(interval, gpu, 1, 0.0, 4)
+    figures = hit_figures(interval, inside, gpu) | placed_figures(interval, gpu, 1, placed, rates)
     assert figures["hit_rate"] == 12 / 16
     assert figures["best_hit_rate"] == (4 + 3 + 4) / 16
     assert figures["moved_bytes_per_step"] == 20
@@ -226,27 +226,27 @@ def test_with_read_ahead_ram_is_read_all_the_time(requests: int, cpu: float, ste
 def test_a_span_begins_when_all_decode_and_ends_with_the_first() -> None:
     first = [moment(1.0, steps=10), moment(2.0, steps=12), moment(9.0, steps=20)]
     last = [moment(3.0, steps=14), moment(8.0, steps=19), moment(10.0, steps=21)]
-    span = common_span([first, last])
-    assert span == Span(last[0], first[2])
-    assert (span.steps, span.step_s) == (6, 1.0)
-    assert common_span([first[:1], last]) is None
-    assert common_span([first, first]) == Span(first[0], first[2])
+    interval = common_interval([first, last])
+    assert interval == DecodeInterval(last[0], first[2])
+    assert (interval.steps, interval.step_s) == (6, 1.0)
+    assert common_interval([first[:1], last]) is None
+    assert common_interval([first, first]) == DecodeInterval(first[0], first[2])
 
 
 def test_the_run_in_the_middle_counts_whole() -> None:
-    spans = [Span(moment(0.0), moment(s, steps=1, generated_tokens=12)) for s in (3.0, 1.0, 4.0, 2.0)]
-    assert middle(spans) is spans[0]  # rates 4, 12, 3, 6: the lower of the two in the middle
-    assert middle(spans[1:]) is spans[3]
+    intervals = [DecodeInterval(moment(0.0), moment(s, steps=1, generated_tokens=12)) for s in (3.0, 1.0, 4.0, 2.0)]
+    assert median_interval(intervals) is intervals[0]  # rates 4, 12, 3, 6: the lower of the two in the median_interval
+    assert median_interval(intervals[1:]) is intervals[3]
 
 
-def a_span() -> Span:
+def a_span() -> DecodeInterval:
     """10 steps of 2 ms, 4 requests; the CPU has 2 layers' jobs in each."""
     begin = {"steps": 5, "generated_tokens": 100, "cpu_jobs": 7, "cpu_weight_bytes": 1000, "schedule_seconds": 1.0}
     end = {"steps": 15, "generated_tokens": 140, "cpu_jobs": 27, "cpu_weight_bytes": 6000, "schedule_seconds": 1.001,
            "inputs_seconds": 0.001, "program_seconds": 0.018, "sample_seconds": 0.0, "cpu_experts_seconds": 0.012,
            "cpu_waiting_seconds": 0.003, "cpu_experts_needed": 80, "cpu_experts_foreseen": 60, "cpu_gaps": 10,
            "cpu_gap_seconds": 0.0007}  # fmt: skip
-    return Span(moment(1.0, **begin), moment(1.02, **end))
+    return DecodeInterval(moment(1.0, **begin), moment(1.02, **end))
 
 
 def test_the_split_adds_up() -> None:
@@ -272,7 +272,7 @@ def test_figures() -> None:
     assert (figures["ram_bytes_per_s"], figures["pcie_bytes_per_s"]) == (1e9, 5e8)
     some = figures_of(a_span(), gpu_plan(1, 0), 4, read, rates)
     assert (some["fixed_us_per_layer"], some["beside_us_per_layer"]) == (None, None), "the GPU's experts are in there"
-    alone = figures_of(Span(moment(1.0), moment(1.02, steps=1)), gpu_plan(0, 0), 4, read, rates)
+    alone = figures_of(DecodeInterval(moment(1.0), moment(1.02, steps=1)), gpu_plan(0, 0), 4, read, rates)
     assert alone["fixed_us_per_layer"] is None, "no layer followed another"
     assert some["resident_share"] == 1 / 16
 
@@ -377,8 +377,8 @@ def test_a_share_above_its_limit_is_shown_and_explained() -> None:
     assert "cannot be" in results[0].json()
 
 
-def readings_of(*rates: float) -> Readings:
-    readings = Readings(lambda: ram_of())
+def readings_of(*rates: float) -> RamReadings:
+    readings = RamReadings(lambda: ram_of())
     readings.rates = [ram_of(rate) for rate in rates]
     return readings
 

@@ -16,7 +16,7 @@ from proa.bench.kernel_cases import FORMATS, SHAPES, TOKENS, parse_formats, pars
 from proa.bench.kernel_ceilings import Rates
 from proa.bench.kernel_plan import KernelOptions, plan_kernels
 from proa.bench.kernel_weights import ExpertLayers, expert_bytes, team_shares
-from proa.bench.kernels import Batch, Cell, open_bench, roof
+from proa.bench.kernels import Cell, RoutedBatch, open_bench, roof
 from proa.cli.main import run as proa
 from proa.errors import NativeError, ResourceError, UsageError
 from proa.machine.machine import Machine
@@ -168,7 +168,7 @@ def test_teams_get_panels_in_proportion_to_their_cpus() -> None:
 
 
 def test_results_do_not_depend_on_how_teams_share_the_weights(pool: Pool) -> None:
-    shape, batch = SHAPES["tiny"], Batch(SHAPES["tiny"], 3)
+    shape, batch = SHAPES["tiny"], RoutedBatch(SHAPES["tiny"], 3)
     results = []
     for of_teams in (ONE_TEAM, (Team(UNBOUND, (0,), None), Team(UNBOUND, (0, 1), None))):
         layers = ExpertLayers(FORMATS["nvfp4"], shape, 2, of_teams)
@@ -225,7 +225,7 @@ def test_wrong_measurements_are_refused(spans: list[tuple[int, int]], workers: i
 
 
 def test_routing_is_the_same_in_every_run_and_experts_are_distinct() -> None:
-    one, other = Batch(SHAPES["tiny"], 5), Batch(SHAPES["tiny"], 5)
+    one, other = RoutedBatch(SHAPES["tiny"], 5), RoutedBatch(SHAPES["tiny"], 5)
     assert (one.ids == other.ids).all()
     assert (np.sort(one.ids, -1)[..., 1:] != np.sort(one.ids, -1)[..., :-1]).all()
     assert one.touched.tolist() == [len(set(ids.ravel().tolist())) for ids in one.ids]
@@ -256,13 +256,13 @@ def test_cells_hold_what_they_say() -> None:
 
 def test_a_call_that_gives_another_result_the_second_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     results = iter([b"one", b"other"])
-    monkeypatch.setattr(Batch, "result", lambda self, trial: next(results))
+    monkeypatch.setattr(RoutedBatch, "result", lambda self, trial: next(results))
     with open_bench(SMALL) as bench, pytest.raises(NativeError, match="two different results"):
         next(bench.cells())
 
 
 def test_a_result_that_is_not_finite_is_an_error() -> None:
-    batch = Batch(SHAPES["tiny"], 2)
+    batch = RoutedBatch(SHAPES["tiny"], 2)
 
     class Nothing:
         def run(self, first: int, calls: int) -> list[float]:

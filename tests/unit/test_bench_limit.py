@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from proa.bench import limit
-from proa.bench.limit import AGAIN_S, Readings, busy_notes, excess_notes, ram_meter
+from proa.bench.limit import AGAIN_S, RamReadings, busy_notes, excess_notes, ram_meter
 from proa.config.options import MachineOptions
 from proa.machine.load import Load
 from quick_plan import ram_of
@@ -22,10 +22,10 @@ class Clock:
         return self.now_s
 
 
-def play(rates: list[float], runs_s: list[float], others: float = 0.0) -> Readings:
+def play(rates: list[float], runs_s: list[float], others: float = 0.0) -> RamReadings:
     clock = Clock()
     coming: Iterator[float] = iter(rates)
-    readings = Readings(lambda: ram_of(next(coming), others), clock)
+    readings = RamReadings(lambda: ram_of(next(coming), others), clock)
 
     async def timed(seconds: float) -> str:
         clock.now_s += seconds
@@ -33,8 +33,8 @@ def play(rates: list[float], runs_s: list[float], others: float = 0.0) -> Readin
 
     async def go() -> None:
         for seconds in runs_s:
-            assert await readings.beside(lambda s=seconds: timed(s)) == f"took {seconds}"
-        await readings.end()
+            assert await readings.measure_run(lambda s=seconds: timed(s)) == f"took {seconds}"
+        await readings.read_last()
 
     asyncio.run(go())
     return readings
@@ -43,7 +43,7 @@ def play(rates: list[float], runs_s: list[float], others: float = 0.0) -> Readin
 def test_a_run_is_judged_by_the_readings_beside_it() -> None:
     """A run takes longer than AGAIN_S: each has a reading before and one after it."""
     readings = play([100e9, 160e9, 110e9, 120e9], [2 * AGAIN_S] * 3)
-    assert [readings.of(run) for run in range(3)] == [160e9, 160e9, 120e9]
+    assert [readings.of_run(run) for run in range(3)] == [160e9, 160e9, 120e9]
     assert readings.typical == 160e9
     assert readings.all_bytes_per_s == (100e9, 160e9, 110e9, 120e9)
     assert readings.notes() == ()
@@ -51,7 +51,7 @@ def test_a_run_is_judged_by_the_readings_beside_it() -> None:
 
 def test_short_runs_share_their_readings() -> None:
     readings = play([50e9, 40e9, 45e9], [0.4 * AGAIN_S] * 4)
-    assert [readings.of(run) for run in range(4)] == [50e9, 50e9, 50e9, 45e9]
+    assert [readings.of_run(run) for run in range(4)] == [50e9, 50e9, 50e9, 45e9]
 
 
 def test_a_busy_reading_is_named() -> None:

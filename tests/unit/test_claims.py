@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from proa.machine.claims import Claim, claimed_cpus
+from proa.machine.claims import CpuClaim, claimed_cpus
 
 # Numbers that no machine has, so that real engines beside this test do not matter.
 FAR = 1_000_000
@@ -17,7 +17,7 @@ FAR = 1_000_000
     "cpus", [[FAR], [FAR, FAR + 1, FAR + 5], [FAR + 2 * i for i in range(100)]], ids=["one", "spans", "many spans"]
 )
 def test_a_claim_stands_until_it_is_closed(cpus: list[int]) -> None:
-    claim, again = Claim(cpus), Claim(cpus)
+    claim, again = CpuClaim(cpus), CpuClaim(cpus)
     assert {cpu for cpu in claimed_cpus() if cpu >= FAR} == set(cpus)
     claim.close()
     assert {cpu for cpu in claimed_cpus() if cpu >= FAR} == set(cpus)
@@ -26,7 +26,7 @@ def test_a_claim_stands_until_it_is_closed(cpus: list[int]) -> None:
 
 
 def test_a_claim_ends_with_its_process() -> None:
-    code = f"from proa.machine.claims import Claim; c = Claim([{FAR + 7}]); print('here', flush=True); input()"
+    code = f"from proa.machine.claims import CpuClaim; c = CpuClaim([{FAR + 7}]); print('here', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -86,7 +86,7 @@ def test_help_all_covers_every_command() -> None:
         (["sreve"], ["proa has no command sreve", "Did you mean serve?"]),
         (["--hepl"], ["proa has no option --hepl", "Did you mean --help?"]),
         (["serve", "demo", "--prot", "1"], ["no option --prot", "Did you mean --port?"]),
-        (["serve", "--port", "x", "demo"], ["--port is 'x'", "a whole number from 0 to 65535"]),
+        (["serve", "--port", "x", "demo"], ["--port is 'x'", "an integer from 0 to 65535"]),
         (["serve"], ["needs MODEL"]),
         (["serve", "demo", "--config", "nowhere.yaml"], ["nowhere.yaml cannot be read"]),
         (["chat", "--set", "temprature=1"], ["temprature", "Did you mean temperature?"]),

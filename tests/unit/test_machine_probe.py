@@ -9,7 +9,7 @@ import pytest
 
 from fake_nvml import Card, FakeNvml
 from proa.errors import ResourceError
-from proa.machine.files import cpu_list, size
+from proa.machine.files import parse_cache_size, parse_cpu_list
 from proa.machine.machine import Machine
 from proa.machine.probe import probe
 
@@ -241,9 +241,9 @@ def test_this_machine() -> None:
     ("text", "cpus"), [("", ()), ("5", (5,)), ("0-2,7", (0, 1, 2, 7)), ("1,0\n", (0, 1)), ("3-3", (3,))]
 )
 def test_cpu_list(text: str, cpus: tuple[int, ...]) -> None:
-    assert cpu_list(text) == cpus
+    assert parse_cpu_list(text) == cpus
 
 
 @pytest.mark.parametrize(("text", "expected"), [("512K", 512 << 10), ("32M", 32 << 20), ("1G", GIB), ("77", 77)])
 def test_size(text: str, expected: int) -> None:
-    assert size(text) == expected
+    assert parse_cache_size(text) == expected

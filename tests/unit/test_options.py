@@ -12,7 +12,7 @@ from hypothesis import given
 from option_strategies import instances
 from proa.config.field import argument, declarations, option, values_of
 from proa.config.options import EngineOptions, GpuOptions, ServeOptions
-from proa.config.parse import HelpShown, Parsed, asked, from_keywords, help_text, parse, to_argv
+from proa.config.parse import HelpShown, Parsed, from_keywords, given_options, help_text, parse, to_argv
 from proa.config.value import check, parse_size
 from proa.errors import UsageError
 
@@ -59,7 +59,7 @@ def test_defaults_and_flags() -> None:
         (["it", "-x"], ["no option -x"]),
         (["it", "--depth"], ["--depth needs a value"]),
         (["it", "--loud=1"], ["--loud takes no value"]),
-        (["it", "--depth", "two"], ["--depth is 'two'", "a whole number from 1 to 9"]),
+        (["it", "--depth", "two"], ["--depth is 'two'", "an integer from 1 to 9"]),
         (["it", "--depth", "10"], ["--depth is 10", "from 1 to 9"]),
         (["it", "--depth", "-1"], ["--depth is -1", "from 1 to 9"]),
         (["it", "--share", "nan"], ["--share is nan", "a number from 0 to 1"]),
@@ -84,12 +84,12 @@ def test_wrong_flags(argv: list[str], parts: list[str]) -> None:
 
 def test_secret_is_never_shown() -> None:
     parsed = run("it", "--key", "hunter2")
-    assert "hunter2" not in repr(asked(parsed.options, parsed.sources))
+    assert "hunter2" not in repr(given_options(parsed.options, parsed.sources))
 
 
 def test_asked_tells_what_differs_and_from_where() -> None:
     parsed = run("it", "--room=1KiB", "--depth=3", "--no-warm")
-    rows = {a.name: (a.value, a.source) for a in asked(parsed.options, parsed.sources)}
+    rows = {a.name: (a.value, a.source) for a in given_options(parsed.options, parsed.sources)}
     assert rows == {"what": ("it", "WHAT"), "room": ("1.00 KiB", "--room"), "warm": ("off", "--no-warm")}
 
 
@@ -132,7 +132,7 @@ def test_numbers_of_tokens(text: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "k", "32kb", "32KiB", "1.5", "0.3k", "32 kk", "32g", "1e3", "k32", "inf"])
 def test_wrong_numbers_of_tokens(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--context is .* a whole number \(32k is 32768\) from 1 to"):
+    with pytest.raises(UsageError, match=r"--context is .* an integer \(32k is 32768\) from 1 to"):
         parse(ServeOptions, [f"--context={text}"], prog="proa serve", summary="serve")
 
 
@@ -225,7 +225,7 @@ def test_keywords() -> None:
         ({"max-running": 1}, ["Did you mean max_running?"]),
         ({"tensor_parallel_size": 2}, ["There is no option tensor_parallel_size", "Known: revision"]),
         ({"port": 1}, ["There is no option port"]),
-        ({"context": "4096"}, ["context is '4096' (text)", "a whole number"]),
+        ({"context": "4096"}, ["context is '4096' (text)", "an integer"]),
         ({"context": "32kb"}, ["context is '32kb' (text)"]),
         ({"context": 4096.0}, ["context is 4096.0 (a number)"]),
         ({"context": True}, ["context is true (true or false)"]),

@@ -14,7 +14,7 @@ from option_strategies import instances
 from proa.cli.serve import ServeCommand
 from proa.config.field import declarations, values_of
 from proa.config.options import ServeOptions
-from proa.config.parse import Parsed, asked, parse
+from proa.config.parse import Parsed, given_options, parse
 from proa.errors import UsageError
 
 
@@ -50,7 +50,7 @@ def test_flat_and_by_group_and_comments(tmp_path: Path) -> None:
 def test_flags_beat_the_file(tmp_path: Path) -> None:
     parsed = read(tmp_path, "port: 8001\nmax_running: 8\nprefix_cache: false\n", "--port=8002", "--prefix-cache")
     assert (parsed.options.server.port, parsed.options.engine.scheduler.max_running) == (8002, 8)
-    rows = {a.name: (a.value, a.source) for a in asked(parsed.options, parsed.sources)}
+    rows = {a.name: (a.value, a.source) for a in given_options(parsed.options, parsed.sources)}
     assert rows == {"port": ("8002", "--port"), "max_running": ("8", "serve.yaml line 2")}
 
 
@@ -71,7 +71,7 @@ def test_an_empty_file_asks_nothing(tmp_path: Path, text: str) -> None:
         ("cache: &c\n  cache: *c", ["line 2", "cache is a group"]),
         ("port: 1\nport: 2", ["line 2 sets port again", "line 1"]),
         ("context: 1\ncache: {context: 2}", ["line 2 sets context again"]),
-        ("port: '8001'", ["serve.yaml line 1: port is '8001' (text)", "a whole number from 0 to 65535"]),
+        ("port: '8001'", ["serve.yaml line 1: port is '8001' (text)", "an integer from 0 to 65535"]),
         ("port: 99999", ["port is 99999", "from 0 to 65535"]),
         ("port:", ["port is none (nothing)"]),
         ("port: 80.5", ["port is 80.5 (a number)"]),

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from proa.cli.report import Report, render_plan, render_ready, report_json
-from proa.config.parse import Asked
+from proa.config.parse import GivenOption
 from proa.engine.ipc import Ready
 from proa.models.spec import Attention, Block, Mlp, Model, Moe, Rope, Router
 from proa.obs.progress import COMPILING, _Lines, show_progress
@@ -58,7 +58,7 @@ HYBRID = msgspec.structs.replace(
 READY = Ready(load_seconds=2.0, weights_bytes=2 * GIB, ops={"linear": "reference", "rms_norm": "fast"},
               decode_threads=1, prefill_threads=2,
               peak_rss_bytes=3 * GIB)  # fmt: skip
-ASKED = (Asked("port", "8001", "--port"), Asked("api_key", "(hidden)", "serve.yaml line 3"))
+ASKED = (GivenOption("port", "8001", "--port"), GivenOption("api_key", "(hidden)", "serve.yaml line 3"))
 
 
 def text_of(*renderables: Any, width: int = 120) -> str:

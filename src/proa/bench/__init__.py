@@ -1,4 +1,5 @@
-"""Measurements, one question each, the physical limit beside the answer. Never: engine internals, private flags.
+"""Benchmarks: each answers one question and compares the result with the hardware limit (the roof).
 
-Each bench is a module with a group of options and `run(...) -> Result`; cli/bench.py parses, prints a table or JSON.
+Each benchmark is a module with a group of options and `run(...) -> Result`; proa/cli parses options and prints results.
+Benchmarks use public interfaces only, no engine internals.
 """

@@ -1,4 +1,4 @@
-"""An OpenAI-style server as a bench sees it: exact prompts in, arrival times out. Never: load patterns, figures."""
+"""HTTP client of an OpenAI-compatible server for benchmarks: token ids in, arrival times out."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from proa.errors import ProaError, UsageError
 
 
 class Endpoint:
-    """A server's /v1/completions and /tokenize; made by `open_endpoint`."""
+    """A client of a server's /v1/completions and /tokenize; made by `open_endpoint`."""
 
     def __init__(self, http: httpx.AsyncClient, model: str) -> None:
         self._http = http
         self.model = model
 
     async def tokenize(self, text: str) -> list[int]:
-        """Token ids of `text` under the server's model. Raises ProaError."""
+        """Tokenise `text` with the server's tokenizer. Raises ProaError."""
         answer = await _json(self._http, "POST", "/tokenize", {"model": self.model, "prompt": text})
         return list(answer["tokens"])
 
     async def complete(self, prompt: list[int], output_tokens: int, start_s: float | None = None) -> Timing:
-        """Stream exactly `output_tokens` greedy tokens. The clock starts now, or at `start_s` (time.perf_counter).
+        """Generate exactly `output_tokens` greedy tokens, streamed, and record arrival times. The request's start time
+        is now, or `start_s` (of time.perf_counter).
 
-        Raises ProaError if the server refuses, fails or ends early.
+        Raises ProaError if the server refuses the request, fails, or returns another number of tokens.
         """
         start_s = time.perf_counter() if start_s is None else start_s
         body = {
@@ -53,8 +54,8 @@ class Endpoint:
         made = usage.get("completion_tokens")
         if made != output_tokens or not arrivals:
             raise ProaError(
-                f"The server made {made} tokens instead of {output_tokens}.",
-                "It must honour ignore_eos and stream_options.include_usage to be measured.",
+                f"The server generated {made} tokens instead of {output_tokens}.",
+                "Use a server that supports ignore_eos and stream_options.include_usage.",
             )
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         return Timing(start_s, tuple(arrivals), usage.get("prompt_tokens", len(prompt)), made, cached)
@@ -64,22 +65,27 @@ class Endpoint:
 async def open_endpoint(
     url: str, model: str, *, api_key: str | None = None, timeout_s: float = 600.0, allow_remote: bool = False
 ) -> AsyncIterator[Endpoint]:
-    """Connect and find the model's name in the API: `model` if served, else the only one there.
+    """Connect, and choose the model: `model` if the server has it, else the server's only model.
 
-    Raises UsageError for a remote URL without `allow_remote`; ProaError if the server does not answer.
+    Raises UsageError for a remote URL without `allow_remote`, or if the model is ambiguous; ProaError if the server
+    does not answer.
     """
     if not (is_loopback(url) or allow_remote):
-        raise UsageError(f"{url} is not on this machine.", "Give --allow-remote if you may put load on that server.")
+        raise UsageError(
+            f"{url} is not on this machine.", "Add --allow-remote if you are allowed to put load on that server."
+        )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the load pattern bounds them
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # --concurrency is the limit
     base = url.rstrip("/").removesuffix("/v1")
-    # No proxy between this machine and itself.
+    # No proxy for loopback addresses.
     async with httpx.AsyncClient(
         base_url=base, headers=headers, limits=limits, timeout=timeout_s, trust_env=not is_loopback(url)
     ) as http:
         served = [entry["id"] for entry in (await _json(http, "GET", "/v1/models"))["data"]]
         if model not in served and len(served) != 1:
-            raise UsageError(f"{url} serves {', '.join(served) or 'no model'}.", "Name one with --model.")
+            raise UsageError(
+                f"{url} serves {', '.join(served) or 'no model'}, not {model}.", "Choose a served model with --model."
+            )
         yield Endpoint(http, model if model in served else served[0])
 
 
@@ -92,7 +98,7 @@ def is_loopback(url: str) -> bool:
 
 
 async def _events(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The server-sent events of a completion, up to [DONE]."""
+    """Yield the server-sent events of a completion, up to [DONE]. Raises ProaError."""
     try:
         async with http.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
@@ -119,11 +125,13 @@ async def _json(http: httpx.AsyncClient, method: str, path: str, body: Any = Non
     try:
         return msgspec.json.decode(response.content, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ProaError(f"{path} of {http.base_url} did not answer with JSON.", "Is it an OpenAI server?") from error
+        raise ProaError(
+            f"{path} of {http.base_url} did not return JSON.", "Check that it is an OpenAI-compatible server."
+        ) from error
 
 
 def _refused(path: str, status: int, content: bytes) -> ProaError:
-    """The message inside an OpenAI error body, else the body's beginning."""
+    """Build the error from an OpenAI error body's message, or from the first 200 bytes of another body."""
     try:
         message = str(msgspec.json.decode(content)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
@@ -133,4 +141,4 @@ def _refused(path: str, status: int, content: bytes) -> ProaError:
 
 def _unreachable(http: httpx.AsyncClient, error: httpx.HTTPError) -> ProaError:
     what = f"{type(error).__name__} {error}".strip()
-    return ProaError(f"{http.base_url} does not answer ({what}).", "Is the server running? `proa serve MODEL`.")
+    return ProaError(f"{http.base_url} does not answer ({what}).", "Start a server: `proa serve MODEL`.")

@@ -1,5 +1,5 @@
-"""The process `python -m proa.bench.gpu_ceilings INDEX`: measures a GPU's memory and its link, prints GpuRates as JSON.
-Nobody imports it. Never: Proa's own kernels.
+"""The program `python -m proa.bench.gpu_ceilings INDEX`: measures a GPU's memory bandwidth and PCIe upload rate with
+torch's kernels, and prints GpuRates as JSON. No module imports it (see gpu_rates.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 from proa.bench.gpu_rates import GpuRates
 
-MOST_BYTES = 4 << 30  # far more than any cache
+MOST_BYTES = 4 << 30  # far larger than any GPU's cache
 UPLOAD_BYTES = 256 << 20
 ROUNDS = 10
 
 
 def rates(device: torch.device) -> GpuRates:
-    """Takes up to an eighth of the free memory, twice."""
+    """Measure the rates of `device`; allocates twice up to an eighth of its free memory."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
     nbytes = min(MOST_BYTES, free_bytes // 8) // 4096 * 4096
     here, there = (torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(2))
@@ -33,9 +33,9 @@ def rates(device: torch.device) -> GpuRates:
 
 
 def _best_s(work: Callable[[], object]) -> float:
-    """Seconds of the fastest round, by the device's own clock."""
+    """Return the seconds of the fastest of ROUNDS rounds, by CUDA events."""
     found: list[float] = []
-    for _ in range(ROUNDS + 1):  # the first one loads the kernel
+    for _ in range(ROUNDS + 1):  # the first round, which loads the kernel, is discarded
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         work()

@@ -1,5 +1,5 @@
-"""What do a GPU and the CPU reach together? Decoding of random weights of real shapes, made in memory. Never: the
-arithmetic (hybrid_figures.py), layout.
+"""`proa bench hybrid`: decode speed with experts on a GPU and the CPU. Uses random weights, made in memory, of real
+models' shapes. hybrid_figures.py computes the figures, hybrid_table.py prints them.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from pathlib import Path
 import msgspec
 
 from proa.bench.gpu_rates import GpuRates, measure_gpu
-from proa.bench.hybrid_ask import SETTLING_TOKENS, ask_all
+from proa.bench.hybrid_ask import SETTLING_TOKENS, run_requests
 from proa.bench.hybrid_beside import MOST_TOKENS, ask_beside, beside_figures
-from proa.bench.hybrid_drift import drift_figures, drift_span
+from proa.bench.hybrid_drift import drift_figures, drift_tokens_each
 from proa.bench.hybrid_figures import (
+    DecodeInterval,
     Rates,
-    Span,
     best_bytes,
     choices_per_step,
-    common_span,
+    common_interval,
     dense_bytes,
     expected_bytes,
     figures_of,
     hit_figures,
-    looks_of,
-    middle,
+    median_interval,
     placed_bytes,
     placed_figures,
     split_ms,
+    trace_of,
     uncached_steps,
 )
 from proa.bench.hybrid_hits import Trace, read_trace
 from proa.bench.hybrid_shapes import MODEL_SHAPES, ModelShape
-from proa.bench.limit import Readings, busy_notes, excess_notes, ram_meter
+from proa.bench.limit import RamReadings, busy_notes, excess_notes, ram_meter
 from proa.bench.prompts import random_prompts
 from proa.bench.result import Result, result
 from proa.config.field import option
@@ -60,18 +60,18 @@ from proa.plan.prepare import Prepared, prepare
 from proa.plan.turns import SHARED_TOKENS
 from proa.weights.frequencies import ROUTERS
 
-BESIDE_QUESTION = "A prompt comes while others decode: who waits how long?"
-DRIFT_QUESTION = "What happens when other experts become hot?"
-QUESTION = "What do a GPU and the CPU reach together?"
-WARM_UP_TOKENS = 4  # of each request, after its prompt: steps of the batch's size are captured as graphs
+BESIDE_QUESTION = "How long do a new prompt and the decoding requests wait for each other?"
+DRIFT_QUESTION = "How fast does the placement adapt when other experts become hot?"
+QUESTION = "How fast do a GPU and the CPU decode together?"
+WARM_UP_TOKENS = 4  # per request, after its prompt: captures graphs for the batch size
 MOST_REQUESTS = 4096
-STEPS_BETWEEN_PARTS = 8  # at most, for each step of prompts, at that share
-MOST_SHARE = 0.95  # of the time, for prompts that may not share steps with decode
+STEPS_BETWEEN_PARTS = 8  # most decode steps per prefill step with prefill_share MOST_SHARE
+MOST_SHARE = 0.95  # prefill_share with --deterministic, in which prefill cannot share steps with decode
 
 
 @dataclass(frozen=True)
 class HybridEngineOptions:
-    """The engine's options that a model of random weights has."""
+    """The engine options that apply to a model of random weights."""
 
     machine: MachineOptions = field(default_factory=MachineOptions)
     gpus: GpuOptions = field(default_factory=GpuOptions)
@@ -79,62 +79,62 @@ class HybridEngineOptions:
 
 @dataclass(frozen=True)
 class HybridOptions:
-    """What to measure."""
+    """Options of `proa bench hybrid`."""
 
     shape: str = option(
         "qwen3-30b-a3b",
-        help="model: sizes of its layers, with random weights made in memory",
+        help="the model whose layer sizes are used; its weights are random",
         choices=tuple(MODEL_SHAPES), common=True,
     )  # fmt: skip
-    layers: int | None = option(None, help="so many of its layers; default: all", low=1, high=1000, common=True)
+    layers: int | None = option(None, help="number of its layers to use; default: all", low=1, high=1000, common=True)
     format: str = option(
         "bf16", help="format of experts and linear layers: see --dummy-format",
         choices=("bf16", "fp8", "int4", "nvfp4", "mxfp4"), common=True,
     )  # fmt: skip
     resident: float | None = option(
-        None, help="percent of each layer's experts in VRAM; default: as many as fit", metavar="PERCENT",
+        None, help="percentage of each layer's experts in VRAM; default: as many as fit", metavar="PERCENT",
         low=0, high=100, common=True,
     )  # fmt: skip
     requests: str = option(
-        "1,2,4,8", help="how many requests decode together, one run after the other", metavar="LIST", common=True
+        "1,2,4,8", help="numbers of requests that decode together, each measured in turn", metavar="LIST", common=True
     )
     context: int = option(1024, help="length of each prompt", kind="tokens", low=2, high=1 << 19, common=True)
-    output_tokens: int = option(64, help="steps that are timed, at least", low=2, high=1 << 19, common=True)
+    output_tokens: int = option(64, help="least number of decode steps to time", low=2, high=1 << 19, common=True)
     router: str = option(
-        "uniform", help="all experts alike, few hot ones (Zipf's law), or others after --drift-tokens",
+        "uniform", help="routing; uniform; zipf: a few hot experts; drift: other hot experts after --drift-tokens",
         choices=ROUTERS, common=True,
     )  # fmt: skip
     drift_tokens: int = option(
-        500, help="tokens of each request until its hot experts change, and then again until all has settled",
+        500, help="tokens per request before its hot experts change, and as many after it, for the placement to adapt",
         low=20, high=1 << 18,
     )  # fmt: skip
     prompt_tokens: int | None = option(
-        None, help="measure a prompt of so many tokens that comes while the others decode: what it and they wait",
+        None, help="measure waiting times if a prompt of this length arrives while the requests decode",
         low=2, high=1 << 19,
     )  # fmt: skip
     prefill_share: float | None = option(
-        None, help="with --prompt-tokens: see its option of `proa serve`", metavar="SHARE", low=0, high=0.95
+        None, help="with --prompt-tokens: as --prefill-share of `proa serve`", metavar="SHARE", low=0, high=0.95
     )
-    runs: int = option(3, help="runs of each number of requests; the one of median rate counts", low=1, high=1000)
+    runs: int = option(3, help="runs per number of requests; the run of median rate is reported", low=1, high=1000)
     max_batch_tokens: int | None = option(
-        None, help="tokens of one step while prompts are read; default: 512, with --prompt-tokens that of `proa serve`",
+        None, help="most tokens of one prefill step; default: 512, with --prompt-tokens that of `proa serve`",
         low=1, high=1 << 20,
     )  # fmt: skip
     kv_dtype: str = option(
-        "auto", help="type of the KV cache: see its option of `proa serve`", choices=("auto", "bf16", "fp8")
+        "auto", help="type of the KV cache: as --kv-dtype of `proa serve`", choices=("auto", "bf16", "fp8")
     )
-    deterministic: bool = option(False, help="as --deterministic of `proa serve`: what it costs")
+    deterministic: bool = option(False, help="measure with --deterministic of `proa serve`")
     engine: HybridEngineOptions = field(default_factory=HybridEngineOptions)
 
 
 @dataclass(frozen=True)
-class Case:
-    """What the options mean."""
+class HybridCase:
+    """The measurement that the options describe."""
 
     shape: ModelShape
-    counts: tuple[int, ...]  # of requests
+    counts: tuple[int, ...]  # numbers of requests
     engine: EngineOptions
-    uncached_tokens: int  # of each prompt, however often it comes
+    uncached_tokens: int  # tokens of each prompt that are computed again at every repetition
 
     @property
     def most(self) -> int:
@@ -142,7 +142,7 @@ class Case:
 
 
 def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
-    """Load the model, then measure each number of requests and report it at once. Raises ProaError."""
+    """Load the model, then measure each number of requests and `report` each result. Raises ProaError."""
     notes = busy_notes()
     case = case_of(options)
     with tempfile.TemporaryDirectory(prefix="proa-shape-") as folder:
@@ -151,11 +151,13 @@ def run(options: HybridOptions, report: Callable[[Result], None]) -> None:
         gpu = prepared.plan.gpu
         if gpu is None:
             why = next((d.why for d in prepared.plan.decisions if d.name == "GPU"), "none was found")
-            raise UsageError(f"There is no GPU to share experts with: {why}.", "Simulate one: --gpu sim:6GiB.")
+            raise UsageError(f"No GPU is used: {why}.", "Simulate one with --gpu sim:6GiB.")
         some = 0 < sum(map(len, gpu.resident)) < sum(gpu.experts)
         if options.router == "drift" and not some:
-            raise UsageError("Where all experts are in VRAM, or none, a drift changes nothing.", "Use --resident 25.")
-        if some:  # counting costs a little, and is for nothing where all choices find the same
+            raise UsageError(
+                "--router drift has no effect if all experts are in VRAM, or none.", "Use for example --resident 25."
+            )
+        if some:  # tracing has a small cost, and no use if all experts are in VRAM or none
             prepared = _traced(prepared, gpu, Path(folder) / "trace")
         rates = None if gpu.index is None else measure_gpu(gpu.index)  # before the engine takes its memory
         asyncio.run(_measure_all(options, case, prepared, rates, notes, report))
@@ -166,26 +168,28 @@ def _traced(prepared: Prepared, gpu: GpuPlan, file: Path) -> Prepared:
     return replace(prepared, plan=plan)
 
 
-def case_of(options: HybridOptions) -> Case:
-    """Raises UsageError."""
+def case_of(options: HybridOptions) -> HybridCase:
+    """Check the options and derive the engine's options. Raises UsageError."""
     shape = MODEL_SHAPES[options.shape].cut(options.layers)
     counts = parse_counts(options.requests)
     most = max(counts)
     if _step_tokens(options) <= most:
-        raise UsageError(f"--max-batch-tokens {_step_tokens(options)} is too few for {most} requests.", "Use more.")
+        raise UsageError(
+            f"--max-batch-tokens {_step_tokens(options)} is too small for {most} requests.", f"Use more than {most}."
+        )
     page_tokens = CacheOptions().page_tokens
     spec = declare(shape.config()).spec
-    whole = spec.recurrent or options.deterministic  # see prefix_cache; cells are as long as prompts here
+    whole = spec.recurrent or options.deterministic  # then no prefix of the prompt is reused
     uncached = options.context if whole else page_tokens
     answers = answer_tokens(options, most, uncached)
     if options.router == "drift":
         answers = 2 * _drift_answer(options, most, uncached) + 1
     if options.prompt_tokens is not None:
         if options.router == "drift":
-            raise UsageError("--prompt-tokens and --router drift ask for different measurements.", "Give one.")
+            raise UsageError("--prompt-tokens and --router drift are different measurements.", "Give only one of them.")
         answers, most = max(MOST_TOKENS, options.prompt_tokens - options.context), most + 1
     elif options.prefill_share is not None:
-        raise UsageError("--prefill-share matters where a prompt comes while others decode.", "Add --prompt-tokens.")
+        raise UsageError("--prefill-share has an effect only with --prompt-tokens.", "Add --prompt-tokens.")
     tokens = options.context + WARM_UP_TOKENS + answers
     pages = -(-tokens // page_tokens) + 1
     kv_bytes = spec.kv_bytes_per_token(KV_ELEM_BYTES["float8_e4m3fn" if options.kv_dtype == "fp8" else "bfloat16"])
@@ -198,7 +202,7 @@ def case_of(options: HybridOptions) -> Case:
             kv_memory=most * pages * page_tokens * kv_bytes,
             kv_dtype=options.kv_dtype,
             page_tokens=page_tokens,
-            prefix_cache=not spec.recurrent,  # copies of states would take VRAM from experts
+            prefix_cache=not spec.recurrent,  # cached copies of states would take VRAM from experts
         ),
         scheduler=SchedulerOptions(
             max_running=most,
@@ -209,11 +213,12 @@ def case_of(options: HybridOptions) -> Case:
         machine=options.engine.machine,
         gpus=_gpus(options, shape),
     )
-    return Case(shape, counts, engine, uncached)
+    return HybridCase(shape, counts, engine, uncached)
 
 
 def _share(options: HybridOptions) -> float | None:
-    """Fraction of time for prompts. Where no prompt is measured they share steps: more requests decode together."""
+    """Return prefill_share. If no late prompt is measured, it is 0: prefill shares steps with decode, so that all
+    requests decode together sooner."""
     if options.prompt_tokens is not None:
         return options.prefill_share
     return MOST_SHARE if options.deterministic else 0.0
@@ -224,23 +229,26 @@ def _gpus(options: HybridOptions, shape: ModelShape) -> GpuOptions:
     if options.resident is None:
         return gpus
     if gpus.gpu_experts != "auto" or gpus.gpu_resident_layers is not None:
-        raise UsageError("--resident and --gpu-experts or --gpu-resident-layers say different things.", "Give one.")
+        raise UsageError(
+            "--resident excludes --gpu-experts and --gpu-resident-layers.", "Give only one of these options."
+        )
     return replace(gpus, gpu_experts=str(round(shape.experts * options.resident / 100)))
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """ "1,2,4,8". Raises UsageError."""
+    """Parse numbers of requests such as "1,2,4,8". Raises UsageError."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_REQUESTS for word in words):
-        takes = f"It takes numbers from 1 to {MOST_REQUESTS}, separated by commas."
+        takes = f"Give numbers from 1 to {MOST_REQUESTS}, separated by commas."
         raise UsageError(f"--requests is {text!r}.", takes, param="requests")
     return tuple(dict.fromkeys(map(int, words)))
 
 
 def answer_tokens(options: HybridOptions, requests: int, uncached_tokens: int) -> int:
-    """Of each request: the steps that are timed, and those until all requests decode. uncached_tokens: of a prompt."""
+    """Return the answer length of each request: the timed steps, and the steps until all requests decode.
+    uncached_tokens: tokens of each prompt that are not in the prefix cache."""
     steps = uncached_steps(requests, uncached_tokens, _step_tokens(options))
-    if options.deterministic:  # steps of decode between parts of prompts
+    if options.deterministic:  # decode steps alternate with prefill steps
         steps *= STEPS_BETWEEN_PARTS
     return options.output_tokens + 1 + SETTLING_TOKENS + steps
 
@@ -250,21 +258,21 @@ def _step_tokens(options: HybridOptions) -> int:
 
 
 def _drift_answer(options: HybridOptions, requests: int, uncached_tokens: int) -> int:
-    """Tokens of each request before the drift, and as many after it."""
-    span = drift_span(options.drift_tokens) + SETTLING_TOKENS
-    if uncached_tokens == options.context:  # all of a prompt, which has the first answer in it after the drift
-        uncached_tokens += span
-    return span + uncached_steps(requests, uncached_tokens, _step_tokens(options))
+    """Return the tokens that each request generates before the drift; it generates as many after it."""
+    interval = drift_tokens_each(options.drift_tokens) + SETTLING_TOKENS
+    if uncached_tokens == options.context:  # nothing is cached, and the second prompt contains the first answer
+        uncached_tokens += interval
+    return interval + uncached_steps(requests, uncached_tokens, _step_tokens(options))
 
 
 async def _measure_all(
-    options: HybridOptions, case: Case, prepared: Prepared, rates: GpuRates | None, notes: Sequence[str],
+    options: HybridOptions, case: HybridCase, prepared: Prepared, rates: GpuRates | None, notes: Sequence[str],
     report: Callable[[Result], None],
 ) -> None:  # fmt: skip
     engine = await EngineClient.launch(prepared.plan, own_thread=True)
     try:
         ready = await engine.wait_ready()
-        bench = Bench(options, case, prepared, ready, rates)
+        bench = HybridBench(options, case, prepared, ready, rates)
         measure = bench.measure_drift if options.router == "drift" else bench.measure
         if options.prompt_tokens is not None:
             measure = bench.measure_beside
@@ -274,11 +282,11 @@ async def _measure_all(
         await engine.close()
 
 
-class Bench:
-    """A loaded engine's runs."""
+class HybridBench:
+    """Measures runs on a loaded engine."""
 
     def __init__(
-        self, options: HybridOptions, case: Case, prepared: Prepared, ready: Ready, rates: GpuRates | None
+        self, options: HybridOptions, case: HybridCase, prepared: Prepared, ready: Ready, rates: GpuRates | None
     ) -> None:
         if prepared.plan.gpu is None:
             raise ValueError("this plan has no GPU")
@@ -286,42 +294,44 @@ class Bench:
         self._options, self._case, self._prepared = options, case, prepared
         self._ready, self._rates = ready, rates
         self._meter = ram_meter(case.engine.machine)
-        vocab = case.shape.vocab // 2 if options.router == "drift" else case.shape.vocab  # one half's hot experts
+        # With drift, each half of the vocabulary has its own hot experts: start in the lower half.
+        vocab = case.shape.vocab // 2 if options.router == "drift" else case.shape.vocab
         self._prompts = random_prompts(vocab, case.most, options.context)
 
     async def measure(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
-        """`requests` at once, `runs` times, their prompts cached by a run before; RAM's speed beside each run."""
+        """Measure `requests` decoding together, `runs` times, with prompts cached by a previous run; measure RAM
+        bandwidth before and after each run."""
         options, prompts = self._options, self._prompts[:requests]
         tokens = answer_tokens(options, requests, self._case.uncached_tokens)
-        await ask_all(engine, prompts, 1)
-        await ask_all(engine, prompts, WARM_UP_TOKENS + tokens - options.output_tokens)
-        readings = Readings(self._meter)
-        runs = [await readings.beside(partial(ask_all, engine, prompts, tokens)) for _ in range(options.runs)]
-        await readings.end()
-        spans = [_whole(common_span(answer.moments for answer in run), options.output_tokens) for run in runs]
-        span = middle(spans)
-        rates = self._rates_of(readings.of(spans.index(span)))
+        await run_requests(engine, prompts, 1)
+        await run_requests(engine, prompts, WARM_UP_TOKENS + tokens - options.output_tokens)
+        readings = RamReadings(self._meter)
+        runs = [await readings.measure_run(partial(run_requests, engine, prompts, tokens)) for _ in range(options.runs)]
+        await readings.read_last()
+        intervals = [_whole(common_interval(answer.moments for answer in run), options.output_tokens) for run in runs]
+        interval = median_interval(intervals)
+        rates = self._rates_of(readings.of_run(intervals.index(interval)))
         context_tokens = options.context + tokens / 2
-        figures = self._figures(span, requests, context_tokens, rates)
+        figures = self._figures(interval, requests, context_tokens, rates)
         figures |= {"round_trip_us": self._ready.round_trip_us, "load_s": self._ready.load_seconds}
         read = readings.all_bytes_per_s
         figures |= {"ram_least_bytes_per_s": min(read), "ram_most_bytes_per_s": max(read)}
-        split = split_ms(span, self._ready.round_trip_us)
+        split = split_ms(interval, self._ready.round_trip_us)
         told = (*notes, *self._notes(), *limit_notes(requests, figures, readings))
         return result("hybrid", QUESTION, self._case.shape.name, options, figures, split=split, notes=told)
 
     async def measure_drift(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
-        """`requests` at once, once: as many tokens with some hot experts as with others. Each request goes on where it
-        was, with a token of the vocabulary's other half."""
+        """Measure `requests` decoding together in one run: equally many tokens before and after the hot experts change.
+        Each request then continues its sequence with a token of the vocabulary's upper half."""
         options, prompts = self._options, self._prompts[:requests]
         each = _drift_answer(options, requests, self._case.uncached_tokens)
-        await ask_all(engine, prompts, 1)
-        readings = Readings(self._meter)
-        before = await readings.beside(partial(ask_all, engine, prompts, each))
+        await run_requests(engine, prompts, 1)
+        readings = RamReadings(self._meter)
+        before = await readings.measure_run(partial(run_requests, engine, prompts, each))
         upper = self._case.shape.vocab // 2
         longer = [[*p, *a.tokens, upper + i] for i, (p, a) in enumerate(zip(prompts, before, strict=True))]
-        after = await readings.beside(partial(ask_all, engine, longer, each))
-        await readings.end()
+        after = await readings.measure_run(partial(run_requests, engine, longer, each))
+        await readings.read_last()
         slots = [len(ids) for ids in self._gpu.resident]
         figures = drift_figures(before, after, self._trace(self._gpu.trace or ""), slots, options.drift_tokens)
         rates = self._rates_of(readings.typical)
@@ -331,7 +341,7 @@ class Bench:
         return result("hybrid-drift", DRIFT_QUESTION, self._case.shape.name, options, figures, notes=told)
 
     async def measure_beside(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
-        """A prompt that comes while `requests` decode, another one each time; the first time all is warmed up."""
+        """Measure a prompt that arrives while `requests` decode; each run has a new prompt, the first run warms up."""
         options, count = self._options, self._options.prompt_tokens or 0
         late = random_prompts(self._case.shape.vocab, options.runs + 1, count, seed=requests)  # no prefix is cached
         prompts = self._prompts[:requests]
@@ -343,20 +353,24 @@ class Bench:
         told = (*notes, *self._notes())
         return result("hybrid-beside", BESIDE_QUESTION, self._case.shape.name, options, figures, notes=told)
 
-    def _figures(self, span: Span, requests: int, context_tokens: float, rates: Rates) -> dict[str, float | None]:
+    def _figures(
+        self, interval: DecodeInterval, requests: int, context_tokens: float, rates: Rates
+    ) -> dict[str, float | None]:
         spec, gpu = self._prepared.declared.spec, self._gpu
         dense = dense_bytes(spec, gpu, requests, context_tokens, KV_ELEM_BYTES[self._prepared.plan.kv_dtype])
-        router, cpu_bytes = self._options.router, span.per_step("cpu_weight_bytes")
+        router, cpu_bytes = self._options.router, interval.per_step("cpu_weight_bytes")
         read = placed = expected_bytes(spec, gpu, router, requests, dense, cpu_bytes)
         trace = None
         if gpu.trace is not None:
-            trace = looks_of(span, self._trace(gpu.trace))
+            trace = trace_of(interval, self._trace(gpu.trace))
             choices = choices_per_step(spec, requests)
-            placed = placed_bytes(span, gpu, requests, dense, choices)
+            placed = placed_bytes(interval, gpu, requests, dense, choices)
             if router != "uniform":
                 read = best_bytes(trace, gpu, requests, dense, choices)
-        figures = figures_of(span, gpu, requests, read, rates) | placed_figures(span, gpu, requests, placed, rates)
-        return figures | hit_figures(span, trace, gpu)
+        figures = figures_of(interval, gpu, requests, read, rates) | placed_figures(
+            interval, gpu, requests, placed, rates
+        )
+        return figures | hit_figures(interval, trace, gpu)
 
     def _trace(self, file: str) -> Trace:
         return read_trace(Path(file), len(self._gpu.experts), max(self._gpu.experts))
@@ -370,14 +384,14 @@ class Bench:
         shape, gpu = self._case.shape, self._gpu
         notes = [f"GPU: {gpu.name}"]
         if gpu.simulated:
-            notes.append("the GPU is simulated: VRAM counts as fast as RAM, and what the GPU does is done by the CPU")
+            notes.append("the GPU is simulated: VRAM has RAM's bandwidth, and the CPU does the GPU's work")
         if shape.note:
             notes.append(f"{shape.name}: {shape.note}")
         return notes
 
 
-def limit_notes(requests: int, figures: Mapping[str, float | None], readings: Readings) -> list[str]:
-    """Each names its number of requests: notes of several results stand below one table."""
+def limit_notes(requests: int, figures: Mapping[str, float | None], readings: RamReadings) -> list[str]:
+    """Return the notes on limits, each with its number of requests: one table prints the notes of several results."""
     shares = {"the roof": "roof_share", "the roof as placed": "roof_as_placed_share"}
     excess = [
         note for what, name in shares.items() for note in excess_notes(figures[name], readings.all_bytes_per_s, what)
@@ -385,8 +399,8 @@ def limit_notes(requests: int, figures: Mapping[str, float | None], readings: Re
     return [f"{requests} at once: {note}" for note in (*readings.notes(), *excess)]
 
 
-def _whole(span: Span | None, steps: int) -> Span:
-    if span is None or span.steps < steps:
-        found = 0 if span is None else span.steps
-        raise ProaError(f"All requests decoded together for {found} steps only, not for {steps}.", "Use fewer at once.")
-    return span
+def _whole(interval: DecodeInterval | None, steps: int) -> DecodeInterval:
+    if interval is None or interval.steps < steps:
+        found = 0 if interval is None else interval.steps
+        raise ProaError(f"All requests decoded together for only {found} of {steps} steps.", "Use fewer --requests.")
+    return interval

@@ -1,4 +1,4 @@
-"""Requests of `proa bench hybrid`, all at once: what came when. Never: arithmetic over it."""
+"""Runs the concurrent requests of `proa bench hybrid` and records when each token was generated."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from proa.engine.processes.handle import EngineHandle
 from proa.errors import ProaError
 from proa.types import EngineRequest, Sampling
 
-SETTLING_TOKENS = 3  # what is counted of a prompt's step may show with these
+SETTLING_TOKENS = 3  # a prompt step's counters may arrive with these first tokens, which are therefore not timed
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A moment for each token but the first SETTLING_TOKENS."""
+class TimedAnswer:
+    """The generated tokens, and a Moment per token, except for the first SETTLING_TOKENS."""
 
     tokens: list[int]
     moments: list[Moment]
 
 
-async def ask_all(engine: EngineHandle, prompts: Sequence[list[int]], output_tokens: int) -> list[Answer]:
-    """Greedy, each with exactly so many tokens. Raises ProaError where there are others."""
+async def run_requests(engine: EngineHandle, prompts: Sequence[list[int]], output_tokens: int) -> list[TimedAnswer]:
+    """Generate exactly `output_tokens` greedy tokens for each prompt, concurrently. Raises ProaError for another
+    number of tokens."""
     sampling = Sampling(max_tokens=output_tokens, temperature=0.0)
     requests = [EngineRequest(id=f"r{i}", tokens=prompt, sampling=sampling) for i, prompt in enumerate(prompts)]
     return await asyncio.gather(*(_ask(engine, request) for request in requests))
 
 
-async def _ask(engine: EngineHandle, request: EngineRequest) -> Answer:
-    answer = Answer([], [])
+async def _ask(engine: EngineHandle, request: EngineRequest) -> TimedAnswer:
+    answer = TimedAnswer([], [])
     async for event in engine.generate(request):
-        # The engine's clock: on a busy machine the news of many steps may arrive together.
+        # Use the engine's clock: on a busy machine, events of several steps may arrive here together.
         now = Moment(engine.stats.step_seconds, engine.stats)
         answer.moments.extend([now] * len(event.tokens))
         answer.tokens.extend(event.tokens)
     del answer.moments[:SETTLING_TOKENS]
     if len(answer.tokens) != request.sampling.max_tokens:
         made, asked = len(answer.tokens), request.sampling.max_tokens
-        raise ProaError(f"The engine made {made} tokens instead of {asked}.", "Report this as a bug.")
+        raise ProaError(f"The engine generated {made} tokens instead of {asked}.", "Report this as a bug.")
     return answer

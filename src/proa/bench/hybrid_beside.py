@@ -1,5 +1,4 @@
-"""A prompt that comes while others decode: what it waits for its first token, and what they wait meanwhile. Never:
-options, tables."""
+"""Measures a prompt that arrives while other requests decode: its time to first token, and their stalls."""
 
 from __future__ import annotations
 
@@ -15,14 +14,15 @@ from proa.engine.processes.handle import EngineHandle
 from proa.errors import ProaError
 from proa.types import EngineRequest, Sampling
 
-MOST_TOKENS = 4096  # of each that decodes, from its first to the prompt's
-BEFORE_TOKENS = 24  # of each, before the prompt comes
-_SETTLING_TOKENS = 8  # of these, which are not counted
+MOST_TOKENS = 4096  # answer length of each decoding request; it must last until the prompt's first token
+BEFORE_TOKENS = 24  # tokens that each request has generated when the prompt is sent
+_SETTLING_TOKENS = 8  # the first of them, which are not timed
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Seconds: when the prompt was sent, when its first token came, and when tokens of each other request came."""
+    """One run, in seconds of time.perf_counter: when the prompt was sent, when its first token arrived, and when each
+    token of each other request arrived."""
 
     sent_s: float
     answered_s: float
@@ -30,9 +30,11 @@ class Beside:
 
 
 async def ask_beside(engine: EngineHandle, prompts: Sequence[list[int]], late: list[int], run: str) -> Beside:
-    """`late` comes when all `prompts` have BEFORE_TOKENS of their answers, which end with its first token. run: a name
-    of its own, for ids are in use until the engine is done with a step. Raises ProaError where an answer is too short
-    for that, and what the engine raises."""
+    """Start `prompts`; send `late` when each has generated BEFORE_TOKENS; abort them when it has its first token.
+
+    run: makes request ids unique over runs, because an aborted id stays in use until the current step ends. Raises
+    ProaError if an answer ends before the late prompt's first token, and what the engine raises.
+    """
     ready = [asyncio.Event() for _ in prompts]
     requests = [_request(f"{run} {i}", prompt, MOST_TOKENS) for i, prompt in enumerate(prompts)]
     others = [asyncio.create_task(_decode(engine, *one)) for one in zip(requests, ready, strict=True)]
@@ -40,13 +42,13 @@ async def ask_beside(engine: EngineHandle, prompts: Sequence[list[int]], late: l
         await asyncio.gather(*(event.wait() for event in ready))
         for other in others:
             if other.done():
-                other.result()  # raises why it ended
+                other.result()  # raises its error
         sent_s = time.perf_counter()
         async with aclosing(engine.generate(_request(f"{run} late", late, 1))) as answer:
             first = await anext(answer)
         answered_s = time.perf_counter()
         if not first.tokens:
-            raise ProaError(f"The engine made no token of the prompt: {first.error}", "Report this as a bug.")
+            raise ProaError(f"The engine generated no token for the prompt: {first.error}", "Report this as a bug.")
     finally:
         for other in others:
             other.cancel()
@@ -62,7 +64,7 @@ def _request(name: str, prompt: list[int], tokens: int) -> EngineRequest:
 
 
 async def _decode(engine: EngineHandle, request: EngineRequest, ready: asyncio.Event) -> list[float]:
-    """When its tokens came, until this is cancelled."""
+    """Generate until cancelled; return the arrival times of the tokens. Sets `ready` after BEFORE_TOKENS."""
     arrivals: list[float] = []
     try:
         async with aclosing(engine.generate(request)) as events:
@@ -75,12 +77,18 @@ async def _decode(engine: EngineHandle, request: EngineRequest, ready: asyncio.E
     finally:
         ready.set()
     if len(arrivals) < MOST_TOKENS:
-        raise ProaError(f"The engine made {len(arrivals)} tokens instead of {MOST_TOKENS}.", "Report this as a bug.")
-    raise ProaError(f"{MOST_TOKENS} tokens were not enough to wait for the prompt.", "Use fewer --prompt-tokens.")
+        raise ProaError(
+            f"The engine generated {len(arrivals)} tokens instead of {MOST_TOKENS}.", "Report this as a bug."
+        )
+    raise ProaError(
+        f"A decoding request ended, after {MOST_TOKENS} tokens, before the prompt's first token.",
+        "Use fewer --prompt-tokens.",
+    )
 
 
 def beside_figures(runs: Sequence[Beside], prompt_tokens: int) -> dict[str, float | None]:
-    """The run of median time to the prompt's first token. Gaps lie between neighbouring tokens of one request."""
+    """Compute the figures of the run with the median time to first token. A gap is the time between consecutive tokens
+    of one decoding request."""
     run = sorted(runs, key=lambda r: r.answered_s - r.sent_s)[len(runs) // 2]
     ttft_s = run.answered_s - run.sent_s
     before = [b - a for of in run.others for a, b in pairwise(t for t in of[_SETTLING_TOKENS:] if t <= run.sent_s)]

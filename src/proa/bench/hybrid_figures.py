@@ -1,5 +1,5 @@
-"""The arithmetic of `proa bench hybrid`: what a step had to read, how fast that can be, where its time went. Never:
-clocks, engines.
+"""Computes the figures of `proa bench hybrid`: bytes that a decode step reads, the roof that follows, and where the
+step's time went. Pure functions of the engine's counters (Stats).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from statistics import median_low
 
 import msgspec
 
-from proa.bench.hybrid_hits import Trace, best_kept
+from proa.bench.hybrid_hits import Trace, best_fixed_set
 from proa.engine.ipc import Stats
 from proa.models.spec import Model, Moe
 from proa.native.doorbell import FORESEEN_ROWS
@@ -23,15 +23,15 @@ from proa.weights.frequencies import frequencies
 
 @dataclass(frozen=True)
 class Moment:
-    """When a token was made, by the engine's clock, and its counters then."""
+    """The time at which a token was generated, by the engine's clock, and the engine's counters at that time."""
 
     time_s: float
     stats: Stats
 
 
 @dataclass(frozen=True)
-class Span:
-    """Decoding from one moment to another, with every request of a run taking part."""
+class DecodeInterval:
+    """An interval of decode in which all requests of a run take part."""
 
     begin: Moment
     end: Moment
@@ -50,34 +50,35 @@ class Span:
         return made / (self.end.time_s - self.begin.time_s)
 
     def counted(self, counter: str) -> float:
-        """By a counter of Stats."""
+        """Return the increase of a counter of Stats over the interval."""
         return float(getattr(self.end.stats, counter) - getattr(self.begin.stats, counter))
 
     def per_step(self, counter: str) -> float:
         return self.counted(counter) / self.steps
 
 
-def common_span(arrivals: Iterable[Sequence[Moment]]) -> Span | None:
-    """From the last one's first token to the first one's last; None where they have no step in common."""
+def common_interval(arrivals: Iterable[Sequence[Moment]]) -> DecodeInterval | None:
+    """Return the interval in which all requests decode: from the latest first token to the earliest last token. None if
+    it has no step."""
     each = list(arrivals)
     begin = max((moments[0] for moments in each), key=lambda moment: moment.time_s)
     end = min((moments[-1] for moments in each), key=lambda moment: moment.time_s)
-    return Span(begin, end) if end.stats.steps > begin.stats.steps and end.time_s > begin.time_s else None
+    return DecodeInterval(begin, end) if end.stats.steps > begin.stats.steps and end.time_s > begin.time_s else None
 
 
-def middle(spans: Iterable[Span]) -> Span:
-    """The span of median rate: all figures are of one span, so that parts add up."""
-    each = list(spans)
-    rate = median_low(span.tokens_per_s for span in each)
-    return next(span for span in each if span.tokens_per_s == rate)
+def median_interval(intervals: Iterable[DecodeInterval]) -> DecodeInterval:
+    """Return the interval of median tokens/s. All figures are computed from this one, so that their parts add up."""
+    each = list(intervals)
+    rate = median_low(one.tokens_per_s for one in each)
+    return next(one for one in each if one.tokens_per_s == rate)
 
 
 class StepBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decode step must read, each byte once however many requests need it."""
+    """Bytes that a decode step reads; weights count once per step, regardless of the number of requests."""
 
-    dense: float  # from VRAM: dense weights, KV and states of all requests; states twice, as they are written too
+    dense: float  # from VRAM: dense weights, KV cache and states; states count twice, as they are also written
     resident: float  # from VRAM: experts
-    cpu: float  # from RAM: experts, of the CPU and those that the GPU reads there
+    cpu: float  # from RAM: experts computed by the CPU, and those that the GPU reads from RAM
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,24 +86,28 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     hbm: float
     ram: float
-    pcie: float | None = None  # from pinned RAM to VRAM; None: there is no link
+    pcie: float | None = None  # from pinned RAM to VRAM; None without PCIe (simulated GPU)
 
 
 def expected_distinct(chosen: Iterable[float], requests: int) -> float:
-    """Of experts that a token chooses with these frequencies, how many `requests` tokens choose, on average."""
+    """Return the expected number of distinct experts that `requests` tokens select; chosen: the probability of each
+    expert to be selected by a token."""
     return sum(1 - (1 - frequency) ** requests for frequency in chosen)
 
 
 def dense_bytes(
     spec: Model, gpu: GpuPlan, requests: int, context_tokens: float, kv_elem_bytes: int = BF16_BYTES
 ) -> float:
-    """What a step reads of dense weights, KV and states."""
+    """Return the bytes of dense weights, KV cache and states that a step reads."""
     return gpu.vram.dense_read_bytes + requests * past_bytes(spec, context_tokens, BF16_BYTES, kv_elem_bytes)
 
 
 def expected_bytes(spec: Model, gpu: GpuPlan, router: str, requests: int, dense: float, cpu_bytes: float) -> StepBytes:
-    """Where it does not matter which experts are resident: routing is even, or all are, or none. `cpu_bytes` are
-    counted; resident experts are expected by their number. What the GPU reads in RAM is the rest of the others.
+    """Return the bytes per step, for cases in which it does not matter which experts are resident: uniform routing, or
+    all experts resident, or none.
+
+    dense, cpu_bytes: bytes per step as known and as counted. Resident experts' bytes are the expectation. With co-fetch
+    the CPU's counter lacks the experts that the GPU reads from RAM; these are added by expectation.
     """
     resident_bytes = all_bytes = 0.0
     layers = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
@@ -116,27 +121,35 @@ def expected_bytes(spec: Model, gpu: GpuPlan, router: str, requests: int, dense:
 
 
 def choices_per_step(spec: Model, requests: int) -> int:
-    """Of experts. Counts of them come some steps late, so a span has those of a few more or fewer than its own."""
+    """Return the (token, expert) pairs of one decode step. The engine's counters of pairs lag by a few steps, so an
+    interval's counted pairs may belong to slightly more or fewer steps than it has."""
     return requests * sum(block.ffn.top_k for block in spec.blocks if isinstance(block.ffn, Moe))
 
 
-def placed_bytes(span: Span, gpu: GpuPlan, requests: int, dense: float, choices: int) -> StepBytes:
-    """What was really read, whoever read it. Of one request each choice is an expert of its own; of more, an expert
-    counts once a step, as far as looks are whole steps. choices: of a step."""
-    steps = span.counted("expert_choices") / choices
+def placed_bytes(interval: DecodeInterval, gpu: GpuPlan, requests: int, dense: float, choices: int) -> StepBytes:
+    """Return the bytes per step of the experts that were selected, by where they were. choices: pairs per step.
+
+    One request selects distinct experts, so pairs are counted. Several requests share experts; then the counters of
+    bytes are used, in which an expert counts once per look (one count of selections), normally once per step.
+    """
+    steps = interval.counted("expert_choices") / choices
     if not steps:
         return StepBytes(dense=dense, resident=0.0, cpu=0.0)
     if requests == 1:
         each = sum(gpu.expert_bytes) / len(gpu.expert_bytes)
-        hits = span.counted("expert_hits") / steps
+        hits = interval.counted("expert_hits") / steps
         return StepBytes(dense=dense, resident=each * hits, cpu=each * (choices - hits))
-    hit_bytes, missed_bytes = (span.counted(f"expert_{which}_bytes") / steps for which in ("hit", "missed"))
+    hit_bytes, missed_bytes = (interval.counted(f"expert_{which}_bytes") / steps for which in ("hit", "missed"))
     return StepBytes(dense=dense, resident=hit_bytes, cpu=missed_bytes)
 
 
 def best_bytes(trace: Trace, gpu: GpuPlan, requests: int, dense: float, choices: int) -> StepBytes:
-    """Where the experts that a span chose most were in VRAM all the time. trace: of the span; choices: of a step."""
-    best, steps = best_kept(trace, [len(ids) for ids in gpu.resident], gpu.expert_bytes), int(trace.sum()) / choices
+    """Return the bytes per step if the interval's most selected experts had been in VRAM all the time. trace: of the
+    interval; choices: pairs per step."""
+    best, steps = (
+        best_fixed_set(trace, [len(ids) for ids in gpu.resident], gpu.expert_bytes),
+        int(trace.sum()) / choices,
+    )
     if not steps:
         return StepBytes(dense=dense, resident=0.0, cpu=0.0)
     if requests > 1:
@@ -145,97 +158,106 @@ def best_bytes(trace: Trace, gpu: GpuPlan, requests: int, dense: float, choices:
     return StepBytes(dense=dense, resident=each * hits, cpu=each * (choices - hits))
 
 
-def hit_rate(span: Span) -> float | None:
-    """Share of the choices that found their expert in VRAM."""
-    choices = span.per_step("expert_choices")
-    return span.per_step("expert_hits") / choices if choices else None
+def hit_rate(interval: DecodeInterval) -> float | None:
+    """Return the fraction of (token, expert) pairs whose expert was in VRAM; None if none were counted."""
+    choices = interval.per_step("expert_choices")
+    return interval.per_step("expert_hits") / choices if choices else None
 
 
-def foreseen_share(span: Span) -> float | None:
-    """Of the experts that the CPU computed, what it was told of before its turn."""
-    needed = span.per_step("cpu_experts_needed")
-    return span.per_step("cpu_experts_foreseen") / needed if needed else None
+def foreseen_share(interval: DecodeInterval) -> float | None:
+    """Return the fraction of the CPU's experts that were predicted before their job; None if there were no jobs."""
+    needed = interval.per_step("cpu_experts_needed")
+    return interval.per_step("cpu_experts_foreseen") / needed if needed else None
 
 
-def fixed_us_per_layer(span: Span) -> float | None:
-    """What the GPU does between two layers' experts, and the way there and back; None: no layer followed another."""
-    gaps = span.per_step("cpu_gaps")
-    return 1e6 * span.per_step("cpu_gap_seconds") / gaps if gaps else None
+def fixed_us_per_layer(interval: DecodeInterval) -> float | None:
+    """Return the mean time in us from a layer's CPU job to the next layer's: GPU work and transport; None without such
+    pairs."""
+    gaps = interval.per_step("cpu_gaps")
+    return 1e6 * interval.per_step("cpu_gap_seconds") / gaps if gaps else None
 
 
-def looks_of(span: Span, trace: Trace) -> Trace:
-    """The span's part of a whole trace."""
-    return trace[span.begin.stats.expert_looks : span.end.stats.expert_looks]
+def trace_of(interval: DecodeInterval, trace: Trace) -> Trace:
+    """Return the interval's part of the whole trace."""
+    return trace[interval.begin.stats.expert_looks : interval.end.stats.expert_looks]
 
 
 def roof_tokens_per_s(read: StepBytes, rates: Rates, requests: int, *, read_ahead: bool = False) -> float:
-    """See step_seconds. `read_ahead` counts for steps of few rows: longer ones foresee nothing."""
+    """Return the roof in tokens/s for all requests together (see step_seconds). read_ahead: ignored for more than
+    FORESEEN_ROWS requests, for which no experts are predicted."""
     ahead = read_ahead and requests <= FORESEEN_ROWS
     dense_s, resident_s = read.dense / rates.hbm, read.resident / rates.hbm
     return requests / step_seconds(dense_s, resident_s, read.cpu / rates.ram, read_ahead=ahead)
 
 
-def split_ms(span: Span, round_trip_us: float | None) -> dict[str, float]:
-    """Where a step's time goes. cpu_experts_ms and host_ms are measured, transport_ms is the time of an empty round
-    trip for each job; gpu_ms is the rest of the step: these four add up. cpu_waiting_ms, measured: what passes of a
-    step while the CPU has no job.
+def split_ms(interval: DecodeInterval, round_trip_us: float | None) -> dict[str, float]:
+    """Split the mean step time into four parts that add up: cpu_experts_ms and host_ms are measured, transport_ms is an
+    empty round trip per CPU job, gpu_ms is the rest. cpu_waiting_ms is measured separately: the time in a step without
+    a CPU job.
     """
-    cpu = 1e3 * span.per_step("cpu_experts_seconds")
-    host = 1e3 * span.per_step("host_seconds")
-    transport = 1e-3 * (round_trip_us or 0.0) * span.per_step("cpu_jobs")
+    cpu = 1e3 * interval.per_step("cpu_experts_seconds")
+    host = 1e3 * interval.per_step("host_seconds")
+    transport = 1e-3 * (round_trip_us or 0.0) * interval.per_step("cpu_jobs")
     return {
         "cpu_experts_ms": cpu,
         "transport_ms": transport,
-        "gpu_ms": 1e3 * span.step_s - cpu - transport - host,
+        "gpu_ms": 1e3 * interval.step_s - cpu - transport - host,
         "host_ms": host,
-        "cpu_waiting_ms": 1e3 * span.per_step("cpu_waiting_seconds"),
+        "cpu_waiting_ms": 1e3 * interval.per_step("cpu_waiting_seconds"),
     }
 
 
-def placed_figures(span: Span, gpu: GpuPlan, requests: int, placed: StepBytes, rates: Rates) -> dict[str, float | None]:
+def placed_figures(
+    interval: DecodeInterval, gpu: GpuPlan, requests: int, placed: StepBytes, rates: Rates
+) -> dict[str, float | None]:
+    """Compute the figures that depend on where the selected experts were."""
     roof = roof_tokens_per_s(placed, rates, requests, read_ahead=gpu.read_ahead)
     return {
         "roof_as_placed_tokens_per_s": roof,
-        "roof_as_placed_share": span.tokens_per_s / roof,
+        "roof_as_placed_share": interval.tokens_per_s / roof,
         "ram_bytes_per_step": placed.cpu,
-        "moved_bytes_per_step": span.per_step("expert_moved_bytes"),
+        "moved_bytes_per_step": interval.per_step("expert_moved_bytes"),
     }
 
 
-def hit_figures(span: Span, trace: Trace | None, gpu: GpuPlan) -> dict[str, float | None]:
-    """What was found in VRAM, and what could have been. trace: of the span; without, all of that is, or nothing."""
+def hit_figures(interval: DecodeInterval, trace: Trace | None, gpu: GpuPlan) -> dict[str, float | None]:
+    """Compute the hit rate, and that of the best fixed set of experts. trace: of the interval; None if all experts are
+    resident, or none."""
     if trace is None:
         rate = float(gpu.gpu_only)
         return {"hit_rate": rate, "best_hit_rate": rate}
     slots, choices = [len(ids) for ids in gpu.resident], int(trace.sum())
-    best = best_kept(trace, slots, gpu.expert_bytes).hits
-    return {"hit_rate": hit_rate(span), "best_hit_rate": best / choices if choices else None}
+    best = best_fixed_set(trace, slots, gpu.expert_bytes).hits
+    return {"hit_rate": hit_rate(interval), "best_hit_rate": best / choices if choices else None}
 
 
-def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: Rates) -> dict[str, float | None]:
-    """Where the CPU has every expert: fixed_us_per_layer from a layer's experts to those of the next layer, as the CPU
-    measures it; beside_us_per_layer what a step takes beside experts, head and host included, by layers."""
+def figures_of(
+    interval: DecodeInterval, gpu: GpuPlan, requests: int, read: StepBytes, rates: Rates
+) -> dict[str, float | None]:
+    """Compute rates, the roof and bytes per step. Only if the CPU has all experts: fixed_us_per_layer, measured by the
+    CPU from a layer's experts to the next layer's; beside_us_per_layer, the step time without experts, divided by
+    layers (includes head and host)."""
     roof = roof_tokens_per_s(read, rates, requests, read_ahead=gpu.read_ahead)
     layers = len(gpu.resident)
     resident = sum(map(len, gpu.resident))
-    beside_s = span.step_s - span.per_step("cpu_experts_seconds")
+    beside_s = interval.step_s - interval.per_step("cpu_experts_seconds")
     return {
         "requests": requests,
-        "tokens_per_s": span.tokens_per_s,
-        "tokens_per_s_per_request": span.tokens_per_s / requests,
-        "step_ms": 1e3 * span.step_s,
+        "tokens_per_s": interval.tokens_per_s,
+        "tokens_per_s_per_request": interval.tokens_per_s / requests,
+        "step_ms": 1e3 * interval.step_s,
         "roof_tokens_per_s": roof,
-        "roof_share": span.tokens_per_s / roof,
-        "fixed_us_per_layer": None if resident else fixed_us_per_layer(span),
+        "roof_share": interval.tokens_per_s / roof,
+        "fixed_us_per_layer": None if resident else fixed_us_per_layer(interval),
         "beside_us_per_layer": None if resident else 1e6 * beside_s / layers,
         "layers": layers,
-        "steps": span.steps,
+        "steps": interval.steps,
         "resident_share": resident / sum(gpu.experts),
         "dense_bytes_per_step": read.dense,
         "resident_bytes_per_step": read.resident,
-        "cpu_bytes_per_step": span.per_step("cpu_weight_bytes"),
-        "cpu_jobs_per_step": span.per_step("cpu_jobs"),
-        "foreseen_share": foreseen_share(span),
+        "cpu_bytes_per_step": interval.per_step("cpu_weight_bytes"),
+        "cpu_jobs_per_step": interval.per_step("cpu_jobs"),
+        "foreseen_share": foreseen_share(interval),
         "hbm_bytes_per_s": rates.hbm,
         "ram_bytes_per_s": rates.ram,
         "pcie_bytes_per_s": rates.pcie,
@@ -243,6 +265,8 @@ def figures_of(span: Span, gpu: GpuPlan, requests: int, read: StepBytes, rates: 
 
 
 def uncached_steps(requests: int, uncached_tokens: int, batch_tokens: int) -> int:
-    """At most so many steps pass between the first and the last of `requests` to get its first token, where so many
-    tokens of each prompt are not cached; one each for their coming one after the other."""
+    """Return an upper bound of the steps between the first and the last request's first token.
+
+    uncached_tokens: tokens of each prompt to prefill. One step per request is added, as requests may arrive one by one.
+    """
     return ceil(requests * uncached_tokens / max(1, batch_tokens - requests)) + requests

@@ -1,5 +1,5 @@
-"""What a trace of chosen experts allows: hits of the best fixed set and of an LRU. Pure arithmetic over what
-hybrid/counting.py writes (hybrid/trace.py). Never: clocks, engines.
+"""Computes, from a trace of expert selections, the hits of the best fixed set of experts and of an LRU cache.
+hybrid/counting.py writes the trace (format: hybrid/trace.py). A look is one count of selections, normally of one step.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from proa.hybrid.trace import TRACE_DTYPE
 
-GOOD_SHARE = 0.9  # of an LRU's hits
+GOOD_SHARE = 0.9  # fraction of an LRU cache's hits that counts as adapted
 
-Trace = NDArray[np.int64]  # [looks, layers, experts]: how often each was chosen
+Trace = NDArray[np.int64]  # [looks, layers, experts]: how often each expert was selected
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Of a trace, what some experts in VRAM would have been worth. Bytes count an expert once a look."""
+class FixedSetHits:
+    """Hits over a trace if a fixed set of experts had been in VRAM. Bytes count an expert once per look."""
 
     hits: int
     hit_bytes: int
@@ -28,22 +28,22 @@ class Kept:
 
 
 def read_trace(file: Path, layers: int, experts: int) -> Trace:
-    """All looks so far."""
+    """Read the whole trace file."""
     return np.fromfile(file, TRACE_DTYPE).reshape(-1, layers, experts).astype(np.int64)
 
 
-def best_kept(trace: Trace, slots: Sequence[int], expert_bytes: Sequence[int]) -> Kept:
-    """Of the experts that are chosen most in the whole trace, `slots` of each layer."""
+def best_fixed_set(trace: Trace, slots: Sequence[int], expert_bytes: Sequence[int]) -> FixedSetHits:
+    """Compute the hits with the most selected experts of the whole trace in VRAM, `slots` per layer."""
     order = (-trace.sum(0)).argsort(1, kind="stable")
     kept = np.zeros(order.shape, bool)
     np.put_along_axis(kept, order, np.arange(order.shape[1]) < np.array(slots)[:, None], 1)
     nbytes = np.array(expert_bytes)[:, None]
     chosen = (trace > 0).sum(0) * nbytes
-    return Kept(int((trace.sum(0) * kept).sum()), int((chosen * kept).sum()), int((chosen * ~kept).sum()))
+    return FixedSetHits(int((trace.sum(0) * kept).sum()), int((chosen * kept).sum()), int((chosen * ~kept).sum()))
 
 
 def lru_hits(trace: Trace, slots: Sequence[int]) -> NDArray[np.int64]:
-    """[looks]: choices that are found by who keeps the `slots` of each layer that were chosen last; at first none."""
+    """Return the hits [looks] of an LRU cache with `slots` experts per layer, empty at the start."""
     looks, layers, experts = trace.shape
     last = np.full((layers, experts), -1, np.int64)
     found = np.zeros(looks, np.int64)
@@ -57,7 +57,8 @@ def lru_hits(trace: Trace, slots: Sequence[int]) -> NDArray[np.int64]:
 
 
 def looks_until_good(hits: Sequence[int], lru: Sequence[int], window: int) -> int | None:
-    """After how many looks the hits of the last `window` first reach GOOD_SHARE of an LRU's; None: never."""
+    """Return after how many looks the hits of the last `window` looks first reach GOOD_SHARE of the LRU cache's; None
+    if they never do."""
     ours, theirs = (np.convolve(of, np.ones(window), "valid") for of in (hits, lru))
     good = np.flatnonzero(ours >= GOOD_SHARE * theirs)
     return int(good[0]) + window if len(good) else None

@@ -1,4 +1,4 @@
-"""Whole models by name, to be filled with random weights: their configs. Never: weights, measuring."""
+"""Layer sizes of published models, and the config.json that they give, for models of random weights."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import msgspec
 
 from proa.errors import UsageError
 
-_POSITIONS = 1 << 20  # longest context
-_INTERVAL = 4  # one layer of so many attends, where others are linear
+_POSITIONS = 1 << 20  # max_position_embeddings
+_INTERVAL = 4  # in qwen3_next, every 4th layer has full attention, the others linear attention
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A model whose layers are all alike: grouped-query attention, then routed experts.
+    """A model whose layers are all equal: grouped-query attention, then routed experts.
 
-    qwen3_next: three layers of linear attention to one of gated attention, and a shared expert beside the routed ones.
-    minimax_m2, glm4_moe: sigmoid scores with a correction, half of a head turns. glm4_moe: the first layer is dense,
-    the others have a shared expert, and q, k and v have biases. gpt_oss: every other layer in a window, sinks, biases,
-    a clamped SwiGLU.
+    qwen3_next: three layers of linear attention per layer of gated attention; a shared expert beside the routed ones.
+    minimax_m2, glm4_moe: sigmoid router scores with a correction bias; rotary embedding of half of each head. glm4_moe:
+    the first layer is dense, the others have a shared expert; q, k and v have biases. gpt_oss: sliding-window attention
+    in every other layer, attention sinks, biases, a clamped SwiGLU.
     """
 
     name: str
@@ -32,17 +32,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     width: int  # of an expert
     vocab: int
     family: Literal["qwen3_moe", "qwen3_next", "minimax_m2", "glm4_moe", "gpt_oss"] = "qwen3_moe"
-    dense_width: int = 0  # of the first layer, where it is dense
-    note: str = ""  # what the model of this name has and this shape does not
+    dense_width: int = 0  # MLP width of dense first layers
+    note: str = ""  # differences from the published model of this name
 
     def cut(self, layers: int | None) -> ModelShape:
-        """With so many of its layers. Raises UsageError for more than it has."""
+        """Return the shape with only `layers` layers; None: all. Raises UsageError for more than it has."""
         if layers is not None and layers > self.layers:
-            raise UsageError(f"--layers {layers}: {self.name} has {self.layers}.", "Use as many or fewer.")
+            raise UsageError(
+                f"--layers is {layers}, but {self.name} has {self.layers} layers.", f"Use {self.layers} or fewer."
+            )
         return msgspec.structs.replace(self, layers=layers or self.layers)
 
     def config(self) -> dict[str, object]:
-        """In the style of Hugging Face."""
+        """Build the contents of a Hugging Face config.json."""
         architecture, own = {
             "qwen3_moe": ("Qwen3MoeForCausalLM", self._qwen3_moe),
             "qwen3_next": ("Qwen3NextForCausalLM", lambda: self._qwen3_moe() | self._linear()),
@@ -111,7 +113,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def _linear(self) -> dict[str, object]:
-        """The last layer attends, however many there are."""
+        """Build qwen3_next's own keys; the last layer has full attention, also if layers are cut."""
         attends = [(i + 1) % _INTERVAL == 0 or i + 1 == self.layers for i in range(self.layers)]
         return {
             "layer_types": ["full_attention" if full else "linear_attention" for full in attends],
@@ -126,17 +128,17 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatentShape(ModelShape, frozen=True, kw_only=True):
-    """Like DeepSeek's: latent attention, shared experts beside the routed ones, and first layers without experts.
-    `head_dim` is of keys without what turns, and of values; each head has a key of its own. groups, kept_groups: with
-    them experts are chosen as DeepSeek-V3 does, else as V2-Lite."""
+    """A DeepSeek model: latent attention (MLA), shared experts beside the routed ones, dense first layers. `head_dim`
+    is qk_nope_head_dim and v_head_dim. With `groups`, routing is group-limited as in DeepSeek-V3, else as in V2-Lite.
+    """
 
-    rank: int
-    turned: int  # dimensions of the key that turn
-    q_rank: int | None = None
-    shared: int  # experts
-    dense: int  # layers
-    groups: int = 0
-    kept_groups: int = 0
+    rank: int  # kv_lora_rank
+    turned: int  # qk_rope_head_dim
+    q_rank: int | None = None  # q_lora_rank
+    shared: int  # shared experts
+    dense: int  # dense first layers
+    groups: int = 0  # n_group
+    kept_groups: int = 0  # topk_group
 
     def config(self) -> dict[str, object]:
         return {

@@ -1,4 +1,4 @@
-"""The results of `proa bench hybrid` as a table for people. Never: figures that are not in the JSON."""
+"""Formats the results of `proa bench hybrid` as tables. Never: figures that are not in the JSON."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _COLUMNS = (
 )
 _PARTS = ("cpu_experts_ms", "transport_ms", "gpu_ms", "host_ms")
 _LEGEND = (
-    "CPU: its experts, from a job to its answer, measured; transport: an empty round trip for each job; host: outside "
-    "of the model, measured; GPU: the rest of a step. What the GPU does while the CPU computes counts as the CPU's."
+    "CPU: time of its expert jobs, measured; transport: an empty round trip per job; host: time outside of the model, "
+    "measured; GPU: the rest of a step. GPU work that overlaps with CPU jobs counts as CPU."
 )
 
 
 def render_hybrid(results: Sequence[Result]) -> Group:
-    """A row for each number of requests, then what was read, and at which rates. `results` is not empty."""
+    """Format one row per number of requests, then the bytes read and the bandwidths. `results` must not be empty."""
     table = _numbers(_COLUMNS)
     for result in results:
         table.add_row(*_row(result))
@@ -62,7 +62,7 @@ def render_hybrid(results: Sequence[Result]) -> Group:
 
 
 def render_drift(results: Sequence[Result]) -> Group:
-    """A row for each window of tokens, of each number of requests. `results` is not empty."""
+    """Format one row per window of tokens and number of requests. `results` must not be empty."""
     table = _numbers(_DRIFT_COLUMNS)
     for result in results:
         figures = result.figures
@@ -81,31 +81,31 @@ def render_drift(results: Sequence[Result]) -> Group:
     return Group(
         Text(f"{first.question} {first.model}", style="bold"),
         table,
-        Text(f"tokens until hits reach 90 % of an LRU's: {good}"),
+        Text(f"tokens until hits reach 90 % of an LRU cache's: {good}"),
         *_notes(results),
         Text(origin(first), style="dim"),
     )
 
 
 def render_beside(results: Sequence[Result]) -> Group:
-    """A row for each number of requests. `results` is not empty."""
+    """Format one row per number of requests. `results` must not be empty."""
     table = _numbers(_BESIDE_COLUMNS)
     for result in results:
         table.add_row(*(number(result.figures[name]) for name in _BESIDE_COLUMNS.values()))
     first = results[0]
     share = first.figures["prefill_share"] or 0
-    how = f"turns, {share:.0%} of the time for the prompt" if share else "steps are shared"
+    how = f"prefill share {share:.0%}" if share else "chunked prefill in the steps of decode"
     return Group(
         Text(f"{first.question} {first.model}", style="bold"),
         table,
-        Text(f"{number(first.figures['prompt_tokens'])} tokens of prompt; {how}. Gaps: from a token to the next."),
+        Text(f"prompt of {number(first.figures['prompt_tokens'])} tokens; {how}. Gap: time between two tokens."),
         *_notes(results),
         Text(origin(first), style="dim"),
     )
 
 
 def _notes(results: Sequence[Result]) -> list[Text]:
-    """Of all results, each once."""
+    """Collect the notes of all results without duplicates."""
     return [Text(f"note: {note}") for note in dict.fromkeys(note for result in results for note in result.notes)]
 
 
@@ -142,17 +142,17 @@ def _facts(results: Sequence[Result]) -> Table:
     hits = [(r.figures["hit_rate"], r.figures["best_hit_rate"]) for r in results]
     if all(rate is not None for pair in hits for rate in pair):
         shown = ", ".join(f"{100 * (got or 0):.0f} % of {100 * (best or 0):.0f} %" for got, best in hits)
-        table.add_row("found in VRAM", f"{shown} of choices that the best experts would have")
+        table.add_row("hits in VRAM", f"{shown} possible with the best fixed set of experts")
     if all(r.figures["foreseen_share"] is not None for r in results):
         shares = ", ".join(f"{100 * (r.figures['foreseen_share'] or 0):.0f} %" for r in results)
-        table.add_row("foreseen", f"{shares} of the CPU's experts, whose weights idle workers began to read")
+        table.add_row("predicted", f"{shares} of the CPU's experts, whose weights idle workers prefetched")
     for text, name in (("VRAM", "hbm"), ("RAM", "ram"), ("link to the GPU", "pcie")):
         rates = [rate for r in results if (rate := r.figures[f"{name}_bytes_per_s"]) is not None]
         table.add_row(text, format_rate(max(rates)) if rates else "unknown")
     table.add_row("empty round trip", f"{number(first['round_trip_us'])} us")
     for text, name, meaning in (
-        ("a layer beside its experts", "fixed_us_per_layer", "from a layer's experts to those of the next one"),
-        ("with head and host", "beside_us_per_layer", "all of a step but the CPU's experts, by layers"),
+        ("a layer without experts", "fixed_us_per_layer", "from a layer's CPU experts to the next layer's"),
+        ("with head and host", "beside_us_per_layer", "step time without CPU experts / layers"),
     ):
         if first[name] is not None:
             each = ", ".join(number(r.figures[name]) for r in results)

@@ -1,4 +1,4 @@
-"""Which kernels are measured: weight formats and shapes of experts by name. Never: measuring, weights."""
+"""Weight formats and expert shapes of `proa bench kernels`, by name."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CUSTOM = re.compile(r"(\d{1,6})x(\d{1,6})/(\d{1,5})/(\d{1,3})")
 
 
 class WeightFormat(msgspec.Struct, frozen=True):
-    """A format as users know it, and how it is packed. `group` columns share a scale; 0: all of a row."""
+    """A weight format: its user-facing name and its packed form. `group`: columns per scale; 0: one scale per row."""
 
     name: str
     form: Format
     group: int
 
 
-class Shape(msgspec.Struct, frozen=True):
+class ExpertShape(msgspec.Struct, frozen=True):
     """The routed experts of one layer: gate and up are [width, hidden], down is [hidden, width]."""
 
     name: str
@@ -65,31 +65,32 @@ FORMATS = {
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("qwen3-30b-a3b", 2048, 768, 128, 8),
-        Shape("qwen3-next", 2048, 512, 512, 10),
-        Shape("minimax-m2", 3072, 1536, 256, 8),
-        Shape("deepseek-v3", 7168, 2048, 256, 8),
-        Shape("tiny", 256, 96, 8, 2),
+        ExpertShape("qwen3-30b-a3b", 2048, 768, 128, 8),
+        ExpertShape("qwen3-next", 2048, 512, 512, 10),
+        ExpertShape("minimax-m2", 3072, 1536, 256, 8),
+        ExpertShape("deepseek-v3", 7168, 2048, 256, 8),
+        ExpertShape("tiny", 256, 96, 8, 2),
     )
 }
 
 
 def parse_formats(text: str) -> tuple[WeightFormat, ...]:
-    """ "bf16,int4-g32" or "all". Raises UsageError for a name that is not known."""
+    """Parse names such as "bf16,int4-g32", or "all". Raises UsageError for an unknown name."""
     if text.strip() == ALL:
         return tuple(FORMATS.values())
     return _each(text, "--formats", _format)
 
 
-def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Names of SHAPES, or shapes written out: "2048x768/128/8". "all" is every one but `tiny`. Raises UsageError."""
+def parse_shapes(text: str) -> tuple[ExpertShape, ...]:
+    """Parse names of SHAPES or explicit shapes such as "2048x768/128/8"; "all": every name but `tiny`. Raises
+    UsageError."""
     if text.strip() == ALL:
         return tuple(shape for name, shape in SHAPES.items() if name != "tiny")
     return _each(text, "--shapes", _shape)
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:
-    """ "1,4,128". Raises UsageError."""
+    """Parse numbers of tokens such as "1,4,128". Raises UsageError."""
     return _each(text, "--tokens", _count)
 
 
@@ -102,30 +103,30 @@ def _each(text: str, flag: str, one: Callable[[str], T]) -> tuple[T, ...]:
 
 def _format(name: str) -> WeightFormat:
     if name not in FORMATS:
-        known = f"There are {', '.join(FORMATS)}; or all."
+        known = f"Choose from {', '.join(FORMATS)}, or all."
         raise UsageError(f"There is no weight format {name}.", f"{did_you_mean(name, FORMATS)} {known}".strip())
     return FORMATS[name]
 
 
-def _shape(name: str) -> Shape:
+def _shape(name: str) -> ExpertShape:
     if name in SHAPES:
         return SHAPES[name]
     custom = _CUSTOM.fullmatch(name)
     if custom is None:
-        known = f"There are {', '.join(SHAPES)}; or HIDDENxWIDTH/EXPERTS/TOP_K, as in 2048x768/128/8."
+        known = f"Choose from {', '.join(SHAPES)}, or give HIDDENxWIDTH/EXPERTS/TOP_K, as in 2048x768/128/8."
         raise UsageError(f"There is no shape {name}.", f"{did_you_mean(name, SHAPES)} {known}".strip())
     hidden, width, experts, top_k = map(int, custom.groups())
     if not (hidden and width and 1 <= top_k <= experts):
         raise UsageError(
-            f"The shape {name} cannot be.",
-            "Sizes are at least 1, and a token has at most as many experts as there are.",
+            f"The shape {name} is invalid.",
+            "Sizes must be at least 1, and TOP_K at most EXPERTS.",
         )
-    return Shape(name, hidden, width, experts, top_k)
+    return ExpertShape(name, hidden, width, experts, top_k)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_TOKENS:
         raise UsageError(
-            f"{text} is no number of tokens.", f"Give numbers from 1 to {_MOST_TOKENS}, as in --tokens 1,4,128."
+            f"{text} is not a number of tokens.", f"Give numbers from 1 to {_MOST_TOKENS}, as in --tokens 1,4,128."
         )
     return int(text)

@@ -1,7 +1,7 @@
-"""The physical limits beside which kernels are judged, measured again and again in the same run. Never: kernels.
+"""Measures the hardware limits that kernels are compared with, repeatedly within a run.
 
-Memory: threads of the pool read 1 MB after the other, whoever is free the next, with the widest loads of the kernels'
-instruction set, from huge pages of their own node. Arithmetic: the unit that the kernels multiply with, on registers.
+Memory: the pool's threads read blocks of 1 MB, each taking the next free block, with the widest loads of the kernels'
+instruction set, from huge pages of their own node. Arithmetic: the kernels' multiply instructions on registers only.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from proa.native.ceilings import dispatch_seconds, peak_rate
 from proa.native.pool import Pool
 from proa.native.ram import LEAST_WINDOW_S, WINDOWS, RamReader, worker_counts
 
-_DISPATCHES = 200  # phases of a round
+_DISPATCHES = 200  # dispatches per round
 _DISPATCH_ROUNDS = 15
 
 
 class Ceilings(msgspec.Struct, frozen=True):
-    """What the machine could do when the run began."""
+    """The limits measured at the start of the run."""
 
     threads: int
     read_gbytes_per_s: dict[str, float]  # by number of reading threads
     peak_gflops: float
-    dispatch_us: float  # of an empty phase of the pool, one task for each thread; the median
-    rendezvous_us: float  # of one in which every thread takes part
+    dispatch_us: float  # median time of an empty dispatch of the pool, with one task per thread
+    rendezvous_us: float  # median time of an empty dispatch in which every thread must run a task
 
     @property
     def best_read_gbytes_per_s(self) -> float:
@@ -36,14 +36,15 @@ class Ceilings(msgspec.Struct, frozen=True):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Both limits at one moment."""
+    """Both limits, measured at one point of the run."""
 
     read_gbytes_per_s: float
     peak_gflops: float
 
 
 class CeilingMeter:
-    """Measures on `pool`, from memory of its own on each team's node. Raises ResourceError if memory is short."""
+    """Measures the limits on `pool`, reading its own memory on each team's node. Raises ResourceError if there is not
+    enough memory."""
 
     def __init__(self, pool: Pool, teams: Sequence[Team], machine: Machine) -> None:
         self._pool = pool
@@ -64,7 +65,7 @@ class CeilingMeter:
         )
 
     def now(self) -> Rates:
-        """Both limits as they are at this moment, in about a tenth of a second."""
+        """Measure both limits; takes about 0.1 s."""
         return Rates(max(self._reader.rates(self._counts).values()) / 1e9, self._peak())
 
     def close(self) -> None:

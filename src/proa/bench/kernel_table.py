@@ -1,4 +1,4 @@
-"""Cells of the kernel bench as tables for people. Never: figures that are not in the JSON."""
+"""Formats the cells of `proa bench kernels` as tables. Never: figures that are not in the JSON."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _COLUMNS = ("tokens", "us", "GB/s", "GFLOP/s", "bound", "of the roof", "RAM GB/s
 
 
 def render_start(run: RunFacts, isa: str, ceilings: Ceilings) -> Group:
-    """The machine and its limits."""
+    """Format the machine and its measured limits."""
     table = Table(box=None, show_header=False, pad_edge=False)
     rates = ", ".join(f"{rate:.1f} with {count}" for count, rate in ceilings.read_gbytes_per_s.items())
     table.add_row("kernels", f"{isa} ({run.isa_reason})" if run.isa_reason else isa)
     table.add_row("threads", str(run.threads))
     table.add_row("RAM reads", f"{rates} threads, GB/s")
-    table.add_row("products", f"{ceilings.peak_gflops:.0f} GFLOP/s on registers alone")
+    table.add_row("arithmetic", f"{ceilings.peak_gflops:.0f} GFLOP/s on registers only")
     table.add_row(
         "empty dispatch",
-        f"{ceilings.dispatch_us:.2f} us; until every thread has a task {ceilings.rendezvous_us:.2f} us",
+        f"{ceilings.dispatch_us:.2f} us; {ceilings.rendezvous_us:.2f} us if every thread must run a task",
     )
     origin = f"{run.cpu}; proa {run.version}" + (f" ({run.commit})" if run.commit else "") + f"; {run.date}"
     notes = (Text(f"note: {note}") for note in run.notes)
@@ -35,7 +35,7 @@ def render_start(run: RunFacts, isa: str, ceilings: Ceilings) -> Group:
 
 
 def render_cells(cells: Sequence[Cell]) -> Group:
-    """Cells of one format and shape."""
+    """Format the cells of one weight format and shape."""
     first = cells[0]
     title = (
         f"{first.format}, {first.shape}: {first.experts} experts of {first.hidden} x {first.width}, top {first.top_k}"

@@ -1,7 +1,7 @@
-"""Random experts in packed form, many gigabytes in seconds. Never: checkpoints, timing.
+"""Makes random packed experts, many gigabytes in seconds.
 
-A few dozen panels are made of random codes with scales that give weights of variance 1 / columns, packed like a
-checkpoint's, and repeated: no kernel's time depends on the values, as long as none is subnormal, infinite or NaN.
+A few dozen panels of random codes, with scales that give weights of variance 1 / columns, are packed like a
+checkpoint's and repeated. Kernel times do not depend on the values, as long as none is subnormal, infinite or NaN.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from proa.bench.kernel_cases import Shape, WeightFormat
+from proa.bench.kernel_cases import ExpertShape, WeightFormat
 from proa.machine.topology import UNBOUND, Team
 from proa.native.arena import Arena
 from proa.native.formats import PANEL_ROWS, Format, Layout, Source, layout, pack
@@ -28,25 +28,25 @@ _E8M0_BIAS = 127
 Array = npt.NDArray[np.generic]
 
 
-def layouts(of: WeightFormat, shape: Shape) -> tuple[Layout, Layout]:
-    """Of one expert: gate and up, whose panels alternate; and down."""
+def layouts(of: WeightFormat, shape: ExpertShape) -> tuple[Layout, Layout]:
+    """Return the layouts of one expert's matrices: gate and up together, with alternating panels; and down."""
     panels = -(-shape.width // PANEL_ROWS)
     up = layout(of.form, 2 * panels * PANEL_ROWS, shape.hidden, of.group)
     return up, layout(of.form, shape.hidden, shape.width, of.group)
 
 
-def expert_bytes(of: WeightFormat, shape: Shape) -> int:
-    """Packed bytes that one expert's product reads, scales and padding included."""
+def expert_bytes(of: WeightFormat, shape: ExpertShape) -> int:
+    """Return the packed bytes of one expert, including scales and padding."""
     return sum(one.matrix_bytes for one in layouts(of, shape))
 
 
 class ExpertLayers:
-    """`count` layers of experts in RAM, their panels sliced over the teams in proportion to their CPUs.
+    """`count` layers of experts in RAM; panels are divided over the teams in proportion to their CPUs.
 
-    Raises ResourceError if memory is short.
+    Raises ResourceError if there is not enough memory.
     """
 
-    def __init__(self, of: WeightFormat, shape: Shape, count: int, teams: Sequence[Team]) -> None:
+    def __init__(self, of: WeightFormat, shape: ExpertShape, count: int, teams: Sequence[Team]) -> None:
         rng = np.random.default_rng(0)
         parts = [
             _Part(one, team_shares(one.panels, teams, unit), shape.experts, random_panels(of, one.columns, rng))
@@ -62,11 +62,11 @@ class ExpertLayers:
 
     @property
     def pages(self) -> str:
-        """On what pages the weights lie: "hugetlb", "shmem-huge", ...; several if the teams' memory differs."""
+        """Page types of the weights' memory: "hugetlb", "shmem-huge", ...; several if the teams' differ."""
         return ", ".join(sorted({arena.info.pages for arena in self.arenas}))
 
     def close(self) -> None:
-        """Give the memory back; the layers must not be used any more."""
+        """Free the memory; the layers must not be used after this."""
         self.layers.clear()
         for arena in self.arenas:
             arena.close()
@@ -74,7 +74,7 @@ class ExpertLayers:
 
 @dataclass(frozen=True)
 class _Part:
-    """One of an expert's two matrices: team i holds panels [cuts[i], cuts[i + 1]) of each expert's."""
+    """One of the experts' two matrices; team i has panels [cuts[i], cuts[i + 1]) of each expert."""
 
     layout: Layout
     cuts: Sequence[int]
@@ -88,7 +88,7 @@ class _Part:
         return self.experts * self.slice_bytes(team)
 
     def place(self, arenas: Sequence[Arena], used: list[int]) -> Matrix:
-        """Fill the next bytes of every team's arena, and count them as used."""
+        """Write the matrix into each team's arena from offset used[team], which is advanced in place."""
         pieces = []
         for team, arena in enumerate(arenas):
             nbytes = self.team_bytes(team)
@@ -99,7 +99,7 @@ class _Part:
         return Matrix(self.layout, pieces, self.experts)
 
     def _fill(self, team: int, to: npt.NDArray[np.uint8]) -> None:
-        """Panel p of expert e is the same however the teams share the panels."""
+        """Fill a team's slices. A panel's contents depend only on its number and expert, not on the teams."""
         twice = np.concatenate([self.template, self.template])
         for expert, piece in enumerate(to.reshape(self.experts, -1)):
             panel = (expert * self.layout.panels + self.cuts[team]) % TEMPLATE_PANELS
@@ -109,7 +109,8 @@ class _Part:
 
 
 def team_shares(panels: int, teams: Sequence[Team], unit: int) -> list[int]:
-    """Where each team's panels begin, and the end: multiples of `unit`, in proportion to the teams' CPUs."""
+    """Divide panels over teams in proportion to their CPUs; return the boundaries, multiples of `unit`: team i has
+    [result[i], result[i + 1])."""
     cpus, units = [len(team.cpus) for team in teams], panels // unit
     return [units * sum(cpus[:i]) // sum(cpus) * unit for i in range(len(teams))] + [panels]
 
@@ -123,7 +124,7 @@ def _arena(team: Team, nbytes: int) -> Arena:
 
 @dataclass
 class _Rows:
-    """What proa_pack reads; arrays stay alive as long as this."""
+    """The inputs of proa_pack; keeps its arrays alive."""
 
     arrays: dict[str, Array] = field(default_factory=dict)
     scale_rows: int = 1
@@ -143,7 +144,7 @@ class _Rows:
 
 
 def random_panels(of: WeightFormat, columns: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """TEMPLATE_PANELS packed panels [bytes] of weights with variance about 1 / columns."""
+    """Make TEMPLATE_PANELS packed panels, uint8, of weights with variance about 1 / columns."""
     rows = TEMPLATE_PANELS * PANEL_ROWS
     made = _random_rows(of, rows, columns, rng)
     to = layout(of.form, rows, columns, of.group)
@@ -167,7 +168,7 @@ def _random_rows(of: WeightFormat, rows: int, columns: int, rng: np.random.Gener
 
 
 def _random_codes(form: Format, size: tuple[int, int], rng: np.random.Generator) -> tuple[Array, float]:
-    """Codes, one a byte, and the root of the mean square of the values that they stand for."""
+    """Make random codes, one per byte; return them and the root mean square of the values they encode."""
     match form:
         case Format.FP8_ROW | Format.FP8_PANEL | Format.MXFP8:
             codes = rng.integers(0, 256, size, np.uint8)
@@ -185,7 +186,7 @@ def _random_codes(form: Format, size: tuple[int, int], rng: np.random.Generator)
 
 
 def _add_scales(form: Format, to: _Rows, scale: float, size: tuple[int, int], rng: np.random.Generator) -> None:
-    """Scales of `size` [rows, groups] around `scale`, and minimums that put the codes' middle at zero."""
+    """Add random scales [rows, groups] around `scale`, and minimums that map the middle code to zero."""
     a = to.arrays
     values = scale * rng.uniform(0.75, 1.25, size)
     match form:
@@ -217,5 +218,5 @@ def _stored(form: Format, values: npt.NDArray[np.float64]) -> Array:
 
 
 def bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Finite float32 -> bits of bfloat16, to nearest, ties away from zero."""
+    """Round finite float32 to bfloat16 bits, to nearest, ties away from zero."""
     return ((np.ascontiguousarray(values).view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)

@@ -1,7 +1,8 @@
-"""How near do the CPU's expert kernels come to what the machine can do? Never: models, layout of tables.
+"""`proa bench kernels`: measures the CPU's expert kernels and compares them with the machine's limits.
 
-A cell is a format, a shape and a number of tokens: the routed experts of a layer, called again and again with other
-experts of other layers, so that weights come from memory and not from a cache. Limits are measured before and after it.
+A cell is a weight format, an expert shape and a number of tokens. It calls the routed experts of one layer repeatedly,
+each time with other experts of another layer, so that weights are read from memory, not from a cache. The limits are
+measured before and after each cell.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from proa.bench.kernel_cases import Shape, WeightFormat
+from proa.bench.kernel_cases import ExpertShape, WeightFormat
 from proa.bench.kernel_ceilings import CeilingMeter, Ceilings, Rates
 from proa.bench.kernel_plan import KernelOptions, KernelPlan, PlannedShape, plan_kernels
 from proa.bench.kernel_weights import ExpertLayers, bf16_bits, expert_bytes
@@ -32,18 +33,18 @@ from proa.native.weights import Rows
 from proa.obs.version import proa_version
 
 LEAST_CALLS, MOST_CALLS = 5, 20_000
-_BATCH_S = 0.25  # of calls between two looks at the keyboard
-_ROUTED_TOKENS = 4096  # over all routings of a cell
-_UNWRITTEN = 0xFFFF  # a NaN
-_EXPONENT = 0x7F80  # of bfloat16: all bits set in infinities and NaNs
+_BATCH_S = 0.25  # seconds of native calls between two checks for Ctrl-C
+_ROUTED_TOKENS = 4096  # tokens of a cell, over all its routings
+_UNWRITTEN = 0xFFFF  # a bfloat16 NaN
+_EXPONENT = 0x7F80  # exponent bits of bfloat16; all set in Inf and NaN
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What all cells of a run share."""
+    """Facts common to all cells of a run."""
 
     cpu: str
     threads: int
-    isa_reason: str  # why no better instruction set
+    isa_reason: str  # why a better instruction set is not used
     version: str
     commit: str | None
     date: str  # UTC, ISO 8601
@@ -51,18 +52,18 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One format, shape and number of tokens. Rates are decimal, shares fractions of 1."""
+    """The result for one format, shape and number of tokens. GB are 1e9 bytes; shares are fractions of 1."""
 
     format: str
     shape: str
     tokens: int
-    us: float  # of a call, the median
+    us: float  # median time of a call
     us_p10: float
     us_p90: float
-    gbytes_per_s: float  # packed weights of the experts that a call touches
+    gbytes_per_s: float  # packed weights of the selected experts / time
     gflops: float
-    bound: str  # "memory" or "compute": which limit is nearer
-    roof_us: float  # at that limit
+    bound: str  # "memory" or "compute": the limit that takes longer
+    roof_us: float  # time of a call at that limit
     roof_share: float
     isa: str
     hidden: int
@@ -70,11 +71,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     experts: int
     top_k: int
     layers: int
-    touched_experts: float  # by a call, the mean
+    touched_experts: float  # mean number of distinct experts per call
     weights_bytes: int  # of all layers
     pages: str
     calls: int
-    redone_tasks: int  # because a worker was off its core: then the machine was not quiet
+    redone_tasks: int  # tasks repeated because a worker was preempted: a sign of other programs' load
     before: Rates
     after: Rates
     notes: tuple[str, ...]
@@ -82,14 +83,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     run: RunFacts
 
     def json(self) -> str:
-        """One line."""
+        """Format as one line of JSON."""
         return msgspec.json.encode(self).decode()
 
 
-class Batch:
-    """Tokens, routed uniformly to distinct experts: the same for every format, and in every run."""
+class RoutedBatch:
+    """Random activations and uniform routings, equal for every format and in every run."""
 
-    def __init__(self, shape: Shape, tokens: int) -> None:
+    def __init__(self, shape: ExpertShape, tokens: int) -> None:
         rng = np.random.default_rng(tokens)
         count = min(max(_ROUTED_TOKENS // tokens, 2), 256)
         order = rng.random((count, tokens, shape.experts), np.float32).argpartition(shape.top_k - 1)
@@ -107,17 +108,17 @@ class Batch:
         return Trial(pool, weights.layers, routings, x, y)
 
     def result(self, trial: Trial) -> bytes:
-        """Of call 0. Raises NativeError unless every value is written and finite."""
+        """Run call 0 and return its output. Raises NativeError unless every value is written and finite."""
         self.y.fill(_UNWRITTEN)
         trial.run(0, 1)
         if ((self.y & _EXPONENT) == _EXPONENT).any() or not self.y.any():
-            raise NativeError("The experts' result is not finite, or zero.", "Report this as a bug.")
+            raise NativeError("The experts' result is non-finite, or all zero.", "Report this as a bug.")
         return self.y.tobytes()
 
 
 @dataclass(frozen=True)
-class Bench:
-    """A plan with its threads, and the limits measured."""
+class KernelBench:
+    """A plan, the worker threads, and the limits measured at the start."""
 
     plan: KernelPlan
     run: RunFacts
@@ -126,7 +127,8 @@ class Bench:
     meter: CeilingMeter
 
     def cells(self) -> Iterator[Cell]:
-        """Shape by shape, format by format. Raises NativeError if two equal calls give different results."""
+        """Measure and yield the cells, ordered by shape, then format. Raises NativeError if two equal calls give
+        different results."""
         for planned in self.plan.shapes:
             for of in self.plan.formats:
                 count = self.plan.layers(of, planned.shape)
@@ -136,7 +138,7 @@ class Bench:
 
     def _cell(self, of: WeightFormat, planned: PlannedShape, weights: ExpertLayers, tokens: int) -> Cell:
         shape = planned.shape
-        batch = Batch(shape, tokens)
+        batch = RoutedBatch(shape, tokens)
         trial = batch.trial(self.pool, weights)
         first = batch.result(trial)
         estimate_s, redone = min(trial.run(1, 2)), self.pool.redone()
@@ -147,7 +149,7 @@ class Bench:
         if batch.result(trial) != first:
             raise NativeError(
                 f"{of.name}, {shape.name}, {tokens} tokens: the same call gave two different results.",
-                "The figures are worthless; report this as a bug.",
+                "Discard the figures, and report this as a bug.",
             )
         touched = float(np.mean(batch.touched[np.arange(3, 3 + len(times)) % len(batch.touched)]))
         us, nbytes = 1e6 * median(times), touched * expert_bytes(of, shape)
@@ -165,15 +167,16 @@ class Bench:
 
 
 def roof(nbytes: float, flops: float, before: Rates, after: Rates) -> tuple[str, float]:
-    """Which limit is nearer, and the microseconds at that limit; a limit is the mean of both measurements."""
+    """Return (the binding limit, the time in us at that limit); each limit is the mean of both measurements."""
     memory_us = nbytes / (before.read_gbytes_per_s + after.read_gbytes_per_s) * 2 / 1e3
     compute_us = flops / (before.peak_gflops + after.peak_gflops) * 2 / 1e3
     return ("memory", memory_us) if memory_us >= compute_us else ("compute", compute_us)
 
 
 @contextmanager
-def open_bench(options: KernelOptions) -> Iterator[Bench]:
-    """Check the options, start the threads, measure the limits. Raises UsageError, ResourceError, NativeError."""
+def open_bench(options: KernelOptions) -> Iterator[KernelBench]:
+    """Check the options, start the worker threads, measure the limits. Raises UsageError, ResourceError,
+    NativeError."""
     machine = probe()
     notes = busy_notes()
     plan = plan_kernels(options, machine)
@@ -188,12 +191,12 @@ def open_bench(options: KernelOptions) -> Iterator[Bench]:
             cpu=machine.cpu, threads=pool.threads, isa_reason=plan.isa_reason, version=proa_version(),
             commit=commit(), date=datetime.now(UTC).isoformat(timespec="seconds"), notes=notes,
         )  # fmt: skip
-        yield Bench(plan, run, pool, of_teams, meter)
+        yield KernelBench(plan, run, pool, of_teams, meter)
 
 
 @contextmanager
 def _bound_to(cpu: int) -> Iterator[None]:
-    """The calling thread works along: it must not share a core with another worker."""
+    """Bind the calling thread to `cpu`: it is a worker too, and must not share a core with another."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {cpu})
     try:
@@ -203,7 +206,7 @@ def _bound_to(cpu: int) -> Iterator[None]:
 
 
 def _timed(trial: Trial, estimate_s: float, seconds: float) -> list[float]:
-    """Seconds of each of as many calls as take about `seconds`."""
+    """Time as many calls as take about `seconds`; return the seconds of each."""
     wanted = min(max(int(seconds / estimate_s), LEAST_CALLS), MOST_CALLS)
     at_once = max(1, int(_BATCH_S / estimate_s))
     times: list[float] = []

@@ -1,4 +1,4 @@
-"""How long does one request wait for its first token, and for each further one? Never: more than one request."""
+"""`proa bench latency`: time to first token and time per output token of one request at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from statistics import median
 
 from proa.bench.endpoint import open_endpoint
-from proa.bench.limit import Readings, busy_notes, excess_notes, ram_meter
+from proa.bench.limit import RamReadings, busy_notes, excess_notes, ram_meter
 from proa.bench.prompts import TEXT, distinct_prompts
 from proa.bench.result import MeasuredRoof, Result, result
 from proa.bench.timing import Timing, spread_ms, stage_us
@@ -29,22 +29,25 @@ QUESTION = "How long does one request wait?"
 
 @dataclass(frozen=True)
 class LatencyOptions:
-    """What to measure."""
+    """Options of `proa bench latency`."""
 
-    model: str = option("demo", help="model to load; with --url: its name there", metavar="MODEL", common=True)
+    model: str = option(
+        "demo", help="model to load; with --url: the model's name in that API", metavar="MODEL", common=True
+    )
     url: str | None = option(None, help="measure this running server instead", metavar="URL", common=True)
     allow_remote: bool = option(False, help="allow a --url that is not on this machine")
     api_key: str | None = option(None, help="bearer token for --url", metavar="KEY", secret=True)
     prompt_tokens: int = option(128, help="length of each prompt", kind="tokens", low=2, high=1 << 30, common=True)
     output_tokens: int = option(64, help="length of each answer", kind="tokens", low=2, high=1 << 30, common=True)
-    runs: int = option(5, help="requests that are timed, one after the other", low=1, high=100_000, common=True)
-    warmup: int = option(1, help="requests before that, not timed", low=0, high=1000)
+    runs: int = option(5, help="number of timed requests, one after another", low=1, high=100_000, common=True)
+    warmup: int = option(1, help="number of untimed requests before them", low=0, high=1000)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What answers: `ask(prompt)` runs one request of exactly the asked length. `plan` is None for a server."""
+    """The engine or server to measure. ask(prompt): runs one request with exactly --output-tokens tokens. plan: None
+    for a server."""
 
     model: str
     text_tokens: list[int]
@@ -53,7 +56,7 @@ class Target:
 
 
 def run(options: LatencyOptions) -> Result:
-    """Load the model (or use the server), warm up, time `runs` requests. Raises ProaError."""
+    """Load the model (or connect to --url), warm up, time `runs` requests. Raises ProaError."""
     return asyncio.run(_run(options))
 
 
@@ -65,7 +68,7 @@ async def _run(options: LatencyOptions) -> Result:
 
 
 async def measure(target: Target, options: LatencyOptions, notes: tuple[str, ...] = ()) -> Result:
-    """Time requests one after the other, and RAM's speed beside them."""
+    """Time requests one after another; for an engine, measure RAM bandwidth before and after them."""
     prompts = distinct_prompts(target.text_tokens, options.warmup + options.runs, options.prompt_tokens)
     for prompt in prompts[: options.warmup]:
         await target.ask(prompt)
@@ -73,9 +76,9 @@ async def measure(target: Target, options: LatencyOptions, notes: tuple[str, ...
     if target.plan is None:
         figures = latency_figures([await target.ask(prompt) for prompt in timed])
         return result("latency", QUESTION, target.model, options, figures, notes=(*notes, _NO_ROOF))
-    readings = Readings(ram_meter(options.engine.machine))
-    figures = latency_figures([await readings.beside(partial(target.ask, prompt)) for prompt in timed])
-    await readings.end()
+    readings = RamReadings(ram_meter(options.engine.machine))
+    figures = latency_figures([await readings.measure_run(partial(target.ask, prompt)) for prompt in timed])
+    await readings.read_last()
     expected = roof_at(target.plan, options.prompt_tokens + options.output_tokens // 2)
     roof = MeasuredRoof(
         bytes_per_token=expected.bytes_per_token,
@@ -90,12 +93,12 @@ async def measure(target: Target, options: LatencyOptions, notes: tuple[str, ...
     return result("latency", QUESTION, target.model, options, figures, roof=roof, notes=told)
 
 
-_NO_ROOF = "no roof: what a server must read per token is not known from outside; measure with --model"
+_NO_ROOF = "no roof: the bytes that a server reads per token are unknown; to get a roof, measure without --url"
 
 
 def latency_figures(timings: Sequence[Timing]) -> dict[str, float | None]:
-    """TTFT (prefill, one decode step and all overheads), time per further token, both as rates, and where a decode
-    step's time goes in the engine."""
+    """Compute time to first token (prefill and all overheads), time per further token, both as rates, and the parts of
+    a decode step's time in the engine."""
     per_token = [t.tpot_s for t in timings if t.tpot_s is not None]
     return {
         **spread_ms("ttft", (t.ttft_s for t in timings)),
@@ -131,7 +134,7 @@ async def _engine(options: LatencyOptions) -> AsyncIterator[Target]:
 
 
 def engine_target(llm: AsyncLLM, output_tokens: int) -> Target:
-    """An engine without HTTP around it."""
+    """Make the Target of an engine in this program, without HTTP."""
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
 
     async def ask(prompt: list[int]) -> Timing:
@@ -146,7 +149,7 @@ def engine_target(llm: AsyncLLM, output_tokens: int) -> Target:
             made += len(chunk.tokens)
             cached = chunk.cached_tokens if chunk.cached_tokens is not None else cached
         if made != output_tokens:
-            raise ProaError(f"The engine made {made} tokens instead of {output_tokens}.", "Report this as a bug.")
+            raise ProaError(f"The engine generated {made} tokens instead of {output_tokens}.", "Report this as a bug.")
         return Timing(start_s, tuple(arrivals), len(prompt), made, cached, tuple(stats))
 
     return Target(llm.model_name, llm.tokenize(TEXT), ask, llm.plan)

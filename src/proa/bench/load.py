@@ -1,4 +1,4 @@
-"""How fast does a model come from its files into memory, once the system has them in its cache? Never: disks."""
+"""`proa bench load`: speed of loading a model whose files are in the page cache. Disks are not measured."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from proa.errors import UsageError
 from proa.plan.plan import Plan
 from proa.plan.prepare import prepare
 
-QUESTION = "How fast does a model come from its files into memory?"
-_READ_BYTES = 256 << 10  # at once, as the loader does
+QUESTION = "How fast is a model loaded from cached files into memory?"
+_READ_BYTES = 256 << 10  # bytes per read call, as in the loader
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What to measure."""
+    """Options of `proa bench load`."""
 
     model: str = option("demo", help="model to load", metavar="MODEL", common=True)
-    runs: int = option(3, help="engines that load it, one after the other", low=1, high=1000, common=True)
+    runs: int = option(3, help="number of loads, each in a new engine process", low=1, high=1000, common=True)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 def run(options: LoadOptions) -> Result:
-    """Read the files once, then load the model `runs` times, an engine process each. Raises ProaError."""
+    """Read the files into the page cache, then load the model in `runs` engine processes in turn. Raises ProaError."""
     notes = busy_notes()
     prepared = prepare(options.model, options.engine)
     checkpoint = prepared.checkpoint
     if not checkpoint.tensors:
-        raise UsageError("A model of random weights has no files.", "Leave out --load-format dummy.")
+        raise UsageError("Dummy weights have no files to load.", "Leave out --load-format dummy.")
     files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
-    read_files(files, prepared.plan.threads)  # from the disk, if they are not in memory
+    read_files(files, prepared.plan.threads)  # brings them into the page cache
     read = max(read_files(files, prepared.plan.threads) for _ in range(2))
     loads = [asyncio.run(_load(prepared.plan)) for _ in range(options.runs)]
     figures = load_figures(loads, checkpoint.tensor_bytes, prepared.plan.threads, read)
@@ -61,7 +61,8 @@ async def _load(plan: Plan) -> Ready:
 def load_figures(
     loads: Iterable[Ready], stored_bytes: int, threads: int, read_bytes_per_s: float
 ) -> dict[str, float | None]:
-    """Rates of the files' bytes; the fastest load counts, beside the median, for other programs only slow it down."""
+    """Compute rates by the files' bytes. The fastest load gives the rates, as other programs can only slow loads
+    down."""
     done = list(loads)
     seconds = [ready.load_seconds for ready in done]
     best = stored_bytes / min(seconds) / 1e9
@@ -79,18 +80,18 @@ def load_figures(
 
 
 def read_files(files: Iterable[Path], threads: int) -> float:
-    """Bytes per second at which `threads` threads read the files from the system's cache, and do nothing with them."""
+    """Read the files with `threads` threads and discard the data; return bytes per second."""
     begin = time.perf_counter()
     done = 0
     for file in files:
         with file.open("rb", buffering=0) as opened, ThreadPoolExecutor(threads) as pool:
-            starts = itertools.count(0, _READ_BYTES)  # next() is atomic under the interpreter lock
+            starts = itertools.count(0, _READ_BYTES)  # shared by the threads: next() is atomic under the GIL
             done += sum(pool.map(_read, itertools.repeat(opened.fileno(), threads), itertools.repeat(starts)))
     return done / (time.perf_counter() - begin)
 
 
 def _read(fd: int, starts: Iterable[int]) -> int:
-    """Parts of the file that begin at `starts`, until one is beyond its end -> bytes."""
+    """Read blocks of the file at offsets from `starts` until its end; return the number of bytes read."""
     buffer, done = bytearray(_READ_BYTES), 0
     for start in starts:
         got = os.preadv(fd, [buffer], start)

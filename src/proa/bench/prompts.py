@@ -1,4 +1,4 @@
-"""Prompts of an exact length that no prefix cache knows. Never: tokenizing."""
+"""Makes prompts of an exact length that share no cached prefix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 from proa.errors import UsageError
 
-# Plain prose, so that routing is that of real text. The beginning of H. Melville, Moby-Dick (1851).
+# English prose, for realistic expert routing: the beginning of H. Melville, Moby-Dick (1851).
 TEXT = """\
 Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, and nothing
 particular to interest me on shore, I thought I would sail about a little and see the watery part of the world. It is
@@ -28,24 +28,27 @@ thousands of mortal men fixed in ocean reveries.
 
 
 def distinct_prompts(text_tokens: list[int], count: int, length: int) -> list[list[int]]:
-    """`count` prompts of `length` tokens. Each has its own first two tokens, so that a cache of whole pages never
-    matches.
+    """Make `count` prompts of `length` tokens, each with different first two tokens, so that the prefix cache, which
+    works on whole pages, never matches.
 
-    The first two tokens spell the prompt's number with the text's own vocabulary; the rest is the text, repeated.
-    Raises UsageError if `length` is too short to tell them apart.
+    The first two tokens encode the prompt's number in tokens of the text; the rest is the text, repeated. Raises
+    UsageError if `length` is below 2, or `count` is too large.
     """
     letters = sorted(set(text_tokens))
     if length < 2 or count > len(letters) ** 2:
-        raise UsageError(f"{count} prompts of {length} tokens cannot differ.", "Use prompts of two tokens or more.")
+        raise UsageError(
+            f"{count} different prompts of {length} tokens are impossible.",
+            f"Use prompts of at least 2 tokens, and at most {len(letters) ** 2} prompts.",
+        )
     body = text_tokens * (-(-length // len(text_tokens)))
     return [[letters[i % len(letters)], letters[i // len(letters)], *body[: length - 2]] for i in range(count)]
 
 
 def random_prompts(vocab: int, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """`count` prompts of `length` random tokens, the same every time: for random weights, to which text is nothing
-    else, and answers to prompts that end alike are alike. The first two tokens spell the prompt's number.
+    """Make `count` prompts of `length` random tokens, equal in every run. For random weights: these do not need text,
+    and give equal answers to prompts with equal endings. The first two tokens encode the prompt's number.
 
-    Raises UsageError if `length` is too short to tell them apart.
+    Raises UsageError if `length` is below 2, or `count` is too large.
     """
     draw = random.Random(seed)
     starts = distinct_prompts(list(range(vocab)), count, min(length, 2))

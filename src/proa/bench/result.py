@@ -1,6 +1,6 @@
-"""What every bench hands back: one JSON shape. Never: measuring the model, layout (table.py).
+"""The result of a benchmark, with its JSON form, common to all benchmarks.
 
-Figures carry their unit in the name (ttft_ms_median, decode_tokens_per_s); shares are fractions of 1.
+Names of figures include the unit (ttft_ms_median, decode_tokens_per_s); shares are fractions of 1.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from proa.plan.plan import Roof, VramRoof
 
 
 class MeasuredRoof(msgspec.Struct, frozen=True, kw_only=True):
-    """RAM reading speed beside the timed runs, and what decode of one request must read per token."""
+    """The roof of decode of one request: bytes read per token, and the RAM bandwidth measured during the benchmark."""
 
     bytes_per_token: int  # from RAM
     vram: VramRoof | None = None
-    bandwidth_bytes_per_s: float  # the median of what limited each run: see Readings
-    readings_bytes_per_s: tuple[float, ...]  # before, between and after the runs
+    bandwidth_bytes_per_s: float  # median over the runs: see RamReadings.typical
+    readings_bytes_per_s: tuple[float, ...]  # all readings: before, between and after the runs
 
     @property
     def tokens_per_s(self) -> float:
@@ -36,17 +36,17 @@ class MeasuredRoof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One bench, reproducible from what it says. None in figures means: not known here."""
+    """The result of one benchmark, with all that is needed to reproduce it. A figure of None is unknown."""
 
     bench: str
     question: str
     model: str
     figures: dict[str, float | None]
-    split: dict[str, float] = {}  # of a step's time, where the bench asks for it
+    split: dict[str, float] = {}  # parts of a step's time, in benchmarks that measure them
     roof: MeasuredRoof | None = None
-    errors: dict[str, int] = {}  # message -> how many requests ended with it
+    errors: dict[str, int] = {}  # error message -> number of requests that failed with it
     notes: tuple[str, ...] = ()
-    options: dict[str, str]  # the bench's, and those of the engine that were asked
+    options: dict[str, str]  # the benchmark's options, and non-default engine options
     machine: Machine
     version: str
     commit: str | None
@@ -59,9 +59,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 def result(
     bench: str, question: str, model: str, options: Any, figures: Mapping[str, float | None], **more: Any
 ) -> Result:
-    """A Result of now, on this machine, by this version.
+    """Make a Result with the current date, this machine and this version.
 
-    `options` is the bench's group; `more` may be split, roof, errors and notes.
+    options: the benchmark's option group; more: split, roof, errors, notes.
     """
     return Result(
         bench=bench,
@@ -78,7 +78,7 @@ def result(
 
 
 def _options(group: Any) -> dict[str, str]:
-    """The bench's own options, and those of the engine that were asked; as people read them, secrets hidden."""
+    """Format the benchmark's own options and the non-default engine options; secrets are hidden."""
     declared = declarations(type(group))
     return {
         name: to_text(declared[name], value)
@@ -88,13 +88,13 @@ def _options(group: Any) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, "-dirty" with changes; None for an installed package."""
+    """Return the checkout's commit, with "-dirty" if it has changes; None for an installed package."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # no git, or a checkout too slow to ask
+    except (OSError, subprocess.TimeoutExpired):  # git is not installed, or too slow
         return None
     return done.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""How much does a server get through, and how long do its users wait? Load over real HTTP. Never: starting servers."""
+"""`proa bench serve`: throughput and latency of a running server under concurrent HTTP requests."""
 
 from __future__ import annotations
 
@@ -19,36 +19,34 @@ from proa.config.field import option
 from proa.config.options import EngineOptions
 from proa.errors import ProaError
 
-QUESTION = "How much does the server get through?"
+QUESTION = "What throughput does the server reach?"
 
 
 @dataclass(frozen=True)
 class ServeBenchOptions:
-    """What to measure."""
+    """Options of `proa bench serve`."""
 
     model: str = option(
-        "demo", help="model to serve and load; with --url: its name there", metavar="MODEL", common=True
+        "demo", help="model to serve; with --url: the model's name in that API", metavar="MODEL", common=True
     )
-    url: str | None = option(None, help="put the load on this running server", metavar="URL", common=True)
+    url: str | None = option(None, help="send the requests to this running server instead", metavar="URL", common=True)
     allow_remote: bool = option(False, help="allow a --url that is not on this machine")
     api_key: str | None = option(None, help="bearer token for --url", metavar="KEY", secret=True)
-    requests: int = option(32, help="requests that are timed", low=1, high=100_000, common=True)
-    concurrency: int = option(4, help="requests under way at once, at most", low=1, high=4096, common=True)
+    requests: int = option(32, help="number of timed requests", low=1, high=100_000, common=True)
+    concurrency: int = option(4, help="most concurrent requests", low=1, high=4096, common=True)
     rate: float | None = option(
-        None, help="requests per second, at random (Poisson) intervals; default: the next as soon as one ends",
+        None, help="requests per second, with Poisson arrivals; default: send the next request when one ends",
         metavar="PER_S", low=0.001, high=100_000, common=True,
     )  # fmt: skip
     input_tokens: int = option(256, help="length of each prompt", low=2, high=1 << 30, common=True)
     output_tokens: int = option(64, help="length of each answer", low=2, high=1 << 30, common=True)
-    warmup: int = option(1, help="requests before that, not timed", low=0, high=1000)
-    timeout_s: float = option(
-        600.0, help="seconds of silence after which a request counts as failed", low=1, high=86400
-    )
+    warmup: int = option(1, help="number of untimed requests before them", low=0, high=1000)
+    timeout_s: float = option(600.0, help="seconds without data after which a request has failed", low=1, high=86400)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 def run(options: ServeBenchOptions, url: str) -> Result:
-    """Put the load on the server at `url`. Raises ProaError if it cannot be reached or every request fails."""
+    """Send the requests to the server at `url`. Raises ProaError if it is unreachable or every request fails."""
     return asyncio.run(_run(options, url))
 
 
@@ -67,16 +65,16 @@ async def _run(options: ServeBenchOptions, url: str) -> Result:
     if not timings:
         raise failures[0]
     errors = dict(Counter(str(failure) for failure in failures))
-    figures = load_figures(timings, len(failures))
+    figures = serve_figures(timings, len(failures))
     return result("serve", QUESTION, endpoint.model, options, figures, errors=errors, notes=notes)
 
 
 async def _load(
     endpoint: Endpoint, prompts: Sequence[list[int]], options: ServeBenchOptions
 ) -> list[Timing | ProaError]:
-    """Every prompt once, at most `concurrency` at a time; what became of each.
+    """Send each prompt once, at most `concurrency` at a time; return each request's timing or error.
 
-    With a rate, a request's clock starts when it was due: waiting for a free place is what a user would see.
+    With a rate, a request's start time is its due time: waiting for a free slot counts as latency, as for a user.
     """
     places = asyncio.Semaphore(options.concurrency)
     begin_s = time.perf_counter()
@@ -95,15 +93,16 @@ async def _load(
 
 
 def arrival_times(count: int, rate_per_s: float | None, seed: int = 0) -> list[float]:
-    """Seconds from the start at which requests are due: all at once, or Poisson arrivals (the same every time)."""
+    """Return the due times of requests in seconds from the start: all 0 without a rate, else Poisson arrivals, equal in
+    every run."""
     if rate_per_s is None:
         return [0.0] * count
     intervals = random.Random(seed)
     return list(accumulate((intervals.expovariate(rate_per_s) for _ in range(count - 1)), initial=0.0))
 
 
-def load_figures(timings: Sequence[Timing], failed: int) -> dict[str, float | None]:
-    """Throughput from the first request's start to the last token of all, and what each request saw."""
+def serve_figures(timings: Sequence[Timing], failed: int) -> dict[str, float | None]:
+    """Compute throughput, from the first request's start to the last token of all, and latencies."""
     duration_s = max(t.arrivals_s[-1] for t in timings) - min(t.start_s for t in timings)
     made = sum(t.output_tokens for t in timings)
     read = sum(t.prompt_tokens for t in timings)

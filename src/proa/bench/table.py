@@ -1,4 +1,4 @@
-"""A bench's result as a table for people. Never: figures that are not in the JSON."""
+"""Formats a benchmark's result as tables. Never: figures that are not in the JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STATISTICS = ("median", "p10", "p90", "p99")
 
 
 def render(result: Result) -> Group:
-    """Times with their spread, then rates, then where they come from."""
+    """Format times with their percentiles, then rates, errors and notes, then machine, version and options."""
     return Group(
         Text(f"{result.question} {result.model}", style="bold"),
         *([_times(result)] if any("_ms_" in name for name in result.figures) else []),
@@ -26,7 +26,7 @@ def render(result: Result) -> Group:
 
 
 def _times(result: Result) -> Table:
-    """One row for each figure that is spread over requests, in milliseconds."""
+    """Format one row per figure with percentiles over requests, in milliseconds."""
     table = Table("milliseconds", *_STATISTICS, box=box.SIMPLE, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -46,7 +46,7 @@ def _figures(result: Result) -> Table:
     roof = result.roof
     if roof is not None:
         speed, readings = format_rate(roof.bandwidth_bytes_per_s), roof.readings_bytes_per_s
-        spread = f"{format_rate(min(readings))} to {format_rate(max(readings))} beside the runs"
+        spread = f"{format_rate(min(readings))} to {format_rate(max(readings))} before and after the runs"
         table.add_row("roof", f"{format_bytes(roof.bytes_per_token)} per token, RAM reads {speed} ({spread})")
         if (vram := roof.vram) is not None:
             read_bytes = format_bytes(vram.dense_bytes_per_token + vram.expert_bytes_per_token)
@@ -56,7 +56,7 @@ def _figures(result: Result) -> Table:
 
 
 def _words(name: str, value: float | None) -> tuple[str, str]:
-    """("decode_tokens_per_s", 12.3) -> ("decode tokens", "12.3 / s")."""
+    """Format a figure's name and value: ("decode_tokens_per_s", 12.3) -> ("decode tokens", "12.3 / s")."""
     for ending, unit in (("_us_per_step", " us / step"), ("_per_s", " / s"), ("_s", " s"), ("_share", " %")):
         if name.endswith(ending) and value is not None:
             shown = number(100 * value if unit == " %" else value)
@@ -65,14 +65,14 @@ def _words(name: str, value: float | None) -> tuple[str, str]:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits; whole numbers whole."""
+    """Format a number with three significant digits; integers without a decimal point; None as "unknown"."""
     if value is None:
         return "unknown"
     return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def origin(result: Result) -> str:
-    """Where and with what a result was measured."""
+    """Format the machine, version, date and options of a result."""
     machine, options = result.machine, ", ".join(f"{name} {value}" for name, value in result.options.items())
     version = f"proa {result.version}" + (f" ({result.commit})" if result.commit else "")
     return f"{machine.cpu}, {machine.usable_cores} cores; {version}; {result.date}; {options}"

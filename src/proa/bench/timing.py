@@ -1,4 +1,4 @@
-"""The arithmetic of waiting: what one request saw, and how such figures spread. Never: clocks, I/O."""
+"""Latency figures of requests, and their percentiles. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from proa.engine.ipc import Stats
 
 @dataclass(frozen=True)
 class Timing:
-    """One answered request. Times in seconds of one monotonic clock; arrivals_s holds one entry for each piece of
-    the answer that had text, at least one. A piece is one token, unless the text of several came together."""
+    """Timing of one answered request, in seconds of one monotonic clock. arrivals_s: one entry per piece of the answer
+    that has text, at least one; a piece is one token, or several whose text arrived together."""
 
     start_s: float
     arrivals_s: tuple[float, ...]
     prompt_tokens: int
     output_tokens: int
-    cached_tokens: int | None = None  # prompt tokens that a cache provided; None: the server does not say
-    stats: tuple[Stats, ...] = ()  # the engine's, with each piece; none of a server
+    cached_tokens: int | None = None  # prompt tokens from the prefix cache; None if the server does not report it
+    stats: tuple[Stats, ...] = ()  # the engine's counters at each piece; empty for a server
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token."""
+        """Time to first token."""
         return self.arrivals_s[0] - self.start_s
 
     @property
     def e2e_s(self) -> float:
-        """Time to the last token."""
+        """End-to-end latency: time to the last token."""
         return self.arrivals_s[-1] - self.start_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None for answers of one token or one piece."""
+        """Mean time per output token after the first; None for an answer of one token or one piece."""
         if self.output_tokens < 2 or len(self.arrivals_s) < 2:
             return None
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.output_tokens - 1)
 
     @property
     def gaps_s(self) -> tuple[float, ...]:
-        """Times between pieces: the stalls that a mean hides."""
+        """Times between consecutive pieces, which show stalls that a mean hides."""
         return tuple(b - a for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False))
 
     @property
     def decode_steps(self) -> tuple[tuple[Stats, Stats, int], ...]:
-        """The engine's counters before and after each piece but the first, and how many steps lie between."""
+        """For each piece but the first: (counters at the previous piece, counters at this piece, steps in between)."""
         pairs = zip(self.stats, self.stats[1:], strict=False)
         return tuple((a, b, b.steps - a.steps) for a, b in pairs if b.steps > a.steps)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest values. Raises ValueError for no values."""
+    """Compute a percentile by linear interpolation. Raises ValueError if there are no values."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
@@ -62,7 +62,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def stage_us(timings: Iterable[Timing]) -> dict[str, float | None]:
-    """Median microseconds of a decode step in the engine: outside of the model ("host_us_per_step"), and by stage."""
+    """Compute median microseconds per decode step by stage of the engine; "host_us_per_step": all but the model."""
     steps = [step for timing in timings for step in timing.decode_steps]
     stages = ("host", "schedule", "inputs", "sample", "publish", "program")
 
@@ -74,8 +74,8 @@ def stage_us(timings: Iterable[Timing]) -> dict[str, float | None]:
 
 
 def spread_ms(name: str, seconds: Iterable[float | None]) -> dict[str, float | None]:
-    """{"ttft_ms_median": ..., "ttft_ms_p10", "ttft_ms_p90", "ttft_ms_p99"} of times in seconds; None where there
-    are no values."""
+    """Compute {"ttft_ms_median": ..., "ttft_ms_p10", "ttft_ms_p90", "ttft_ms_p99"} from times in seconds (None values
+    are skipped); all None if there are no values."""
     values = [value * 1e3 for value in seconds if value is not None]
     wanted = {"median": 50.0, "p10": 10.0, "p90": 90.0, "p99": 99.0}
     return {f"{name}_ms_{label}": percentile(values, p) if values else None for label, p in wanted.items()}

@@ -1,1 +1,2 @@
-"""The `proa` program: one subcommand a file, imported when it is called. Never: work that a library user could need."""
+"""The `proa` program: one module per subcommand, imported when it is called. Never: features that a library user may
+need; they belong in the other packages."""

@@ -1,4 +1,4 @@
-"""A small client of an OpenAI-style server, as `proa chat` needs it. Never: terminal, conversation state."""
+"""A small HTTP client of OpenAI-compatible servers, for `proa chat`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Served:
-    """One entry of /v1/models: the name in the API, and what it was loaded from."""
+    """One entry of /v1/models: the model's name in the API, and the MODEL it was loaded from."""
 
     name: str
     source: str
@@ -33,7 +33,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a streamed answer; `usage` and `finish` come at most once, near the end."""
+    """One event of a streamed answer; `usage` and `finish` are set at most once per answer, near its end."""
 
     text: str = ""
     finish: str | None = None
@@ -41,15 +41,15 @@ class Piece:
 
 
 class ApiClient:
-    """Speaks to http://host:port. Use as a context manager."""
+    """A client of http://host:port; use as a context manager."""
 
     def __init__(self, host: str, port: int, api_key: str | None = None) -> None:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._http = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(None, connect=5.0),  # a long prompt may take minutes before the first byte
-            trust_env=host not in _LOOPBACK,  # no proxy between this machine and itself
+            timeout=httpx.Timeout(None, connect=5.0),  # prefill of a long prompt may take minutes
+            trust_env=host not in _LOOPBACK,  # no proxy for loopback addresses
         )
 
     def __enter__(self) -> ApiClient:
@@ -61,7 +61,8 @@ class ApiClient:
         self._http.close()
 
     def models(self) -> list[Served] | None:
-        """What the server serves; None where no server answers. Raises ProaError if it refuses."""
+        """Return the models that the server serves; None if there is no server. Raises ProaError if it refuses the
+        request or is not OpenAI-compatible."""
         try:
             answer = self._http.get("/v1/models", timeout=5.0)
         except httpx.TransportError:
@@ -72,31 +73,31 @@ class ApiClient:
             return [Served(str(entry["id"]), str(entry.get("root") or entry["id"])) for entry in answer.json()["data"]]
         except (ValueError, KeyError, TypeError) as e:
             raise ProaError(
-                f"What answers at {self.url} is no OpenAI-style server.", "Choose another --host or --port."
+                f"The server at {self.url} is not OpenAI-compatible.", "Choose another --host or --port."
             ) from e
 
     def health(self) -> dict[str, Any] | None:
-        """None when ready (or where there is no /health); while loading, what it tells about it.
-        Raises ProaError where the server can answer no more."""
+        """Return None if the server is ready (or has no /health), its progress report while it loads. Raises ProaError
+        if it is draining or has failed."""
         answer = self._get("/health")
         body = _json(answer)
         if answer.status_code != 503:
             return None
         if body.get("status") != "loading":
-            reason = body.get("reason") or f"It says {body.get('status', 'nothing')}."
-            raise ProaError(f"The server at {self.url} cannot answer: {reason}", "Start it again.")
+            reason = body.get("reason") or f"Its status is {body.get('status', 'unknown')}."
+            raise ProaError(f"The server at {self.url} cannot answer: {reason}", "Restart it.")
         return body
 
     def roof_tokens_per_s(self) -> float | None:
-        """The physical limit of decoding that Proa's /metrics tells; None from other servers."""
+        """Return the roof of decode from Proa's /metrics, in tokens/s; None if the server does not report one."""
         match = re.search(r"^proa_roof_tokens_per_second(?:\{.*\})? (\S+)$", self._get("/metrics").text, re.MULTILINE)
         return float(match[1]) if match else None
 
     def stream_chat(
         self, model: str, messages: list[dict[str, str]], settings: Mapping[str, Any]
     ) -> Generator[Piece, None, None]:
-        """Pieces of the answer. Closing the iterator, or any exception, closes the connection, which makes
-        the server stop generating. Raises ProaError."""
+        """Yield the pieces of an answer. Closing the generator, or an exception, closes the connection, on which the
+        server stops generating. Raises ProaError."""
         body = {
             "model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True},
             **settings,
@@ -111,7 +112,7 @@ class ApiClient:
                         return
                     if line.startswith("data:"):
                         yield _piece(json.loads(line[5:]))
-        except (httpx.TransportError, ValueError) as e:  # cut off, perhaps inside an event
+        except (httpx.TransportError, ValueError) as e:  # the connection broke, perhaps inside an event
             raise _gone(self.url) from e
         raise _gone(self.url)
 
@@ -150,7 +151,7 @@ def _refusal(answer: httpx.Response, url: str) -> ProaError:
 
 
 def _gone(url: str) -> ProaError:
-    return ProaError(f"The server at {url} does not answer any more.", "See its own messages; start it again.")
+    return ProaError(f"The server at {url} no longer answers.", "See its log, and restart it.")
 
 
 def _json(answer: httpx.Response) -> dict[str, Any]:

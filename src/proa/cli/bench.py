@@ -1,15 +1,15 @@
-"""`proa bench`: which benchmark. Never: measuring, the options of one of them."""
+"""`proa bench`: selects the benchmark."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from proa.cli.command import full_help, load
+from proa.cli.command import full_help, load_command
 from proa.config.parse import HelpShown
 from proa.config.suggest import did_you_mean
 from proa.errors import UsageError
 
-# Modules as for `proa` itself: imported when called, for they load the engine's client and httpx.
+# Modules with `run(argv)`, imported only when called: they import the engine's client and httpx.
 BENCHMARKS = {
     "latency": "proa.cli.bench_latency",
     "serve": "proa.cli.bench_serve",
@@ -20,16 +20,16 @@ BENCHMARKS = {
 OVERVIEW = """\
 usage: proa bench latency|serve|kernels|load|hybrid [options]
 
-Measure a model or the CPU's kernels on this machine, beside the physical limit.
+Measure a model or the CPU's kernels on this machine, and compare with the hardware limit (the roof).
 
-  latency  one request at a time: time to the first token, time per token, tokens/s
-  serve    many requests at once over HTTP: throughput, and what each of them waits
+  latency  one request at a time: time to first token, time per token, tokens/s
+  serve    many concurrent requests over HTTP: throughput and latency
   kernels  the experts of one layer on the CPU, in every weight format, without a model
-  load     a model from its files into memory: GB/s, and peak memory
+  load     loading a model from its files into memory: GB/s and peak memory
   hybrid   a GPU and the CPU together, with random weights: tokens/s, where a step's time goes
 
-The first two load a model themselves, or measure a running server with --url; --json prints everything.
-`proa bench latency --help` and so on show their options.
+latency and serve load a model themselves, or measure a running server with --url. --json prints all figures.
+`proa bench latency --help` etc. show the options of each.
 """
 
 
@@ -40,8 +40,8 @@ def run(argv: Sequence[str]) -> int:
     if word == "--help-all":
         raise HelpShown("\n".join([OVERVIEW, *map(full_help, BENCHMARKS.values())]))
     if word not in BENCHMARKS:
-        shown = f"There is no benchmark {word}." if word else "Which benchmark?"
+        shown = f"There is no benchmark {word}." if word else "No benchmark is given."
         raise UsageError(
-            shown, f"{did_you_mean(word, BENCHMARKS)} It is latency, serve, kernels, load or hybrid.".strip()
+            shown, f"{did_you_mean(word, BENCHMARKS)} Choose latency, serve, kernels, load or hybrid.".strip()
         )
-    return load(BENCHMARKS[word])(argv[1:])
+    return load_command(BENCHMARKS[word])(argv[1:])

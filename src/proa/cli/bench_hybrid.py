@@ -1,4 +1,4 @@
-"""`proa bench hybrid`. Never: measuring (bench/hybrid.py)."""
+"""`proa bench hybrid`: options and output; bench/hybrid.py measures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from proa.config.field import option
 from proa.config.parse import parse
 from proa.obs.console import console_out, write_out
 
-SUMMARY = "a GPU and the CPU as one machine: tokens/s for some requests at once, where the time goes, the roof"
+SUMMARY = "decode with experts on a GPU and the CPU: tokens/s by number of requests, where the time goes, the roof"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class HybridCommand:
 
     bench: HybridOptions = field(default_factory=HybridOptions)
     json: bool = option(
-        False, help="print one JSON object a number of requests, as soon as it is measured", common=True
+        False, help="print one JSON object per number of requests, as soon as it is measured", common=True
     )
 
 

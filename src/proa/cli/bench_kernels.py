@@ -1,4 +1,4 @@
-"""`proa bench kernels`. Never: measuring (bench/kernels.py)."""
+"""`proa bench kernels`: options and output; bench/kernels.py measures."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from itertools import groupby
 
 from proa.bench.kernel_plan import KernelOptions
 from proa.bench.kernel_table import render_cells, render_start
-from proa.bench.kernels import Bench, open_bench
+from proa.bench.kernels import KernelBench, open_bench
 from proa.config.field import option
 from proa.config.parse import parse
 from proa.obs.console import console_out, write_out
 
-SUMMARY = "expert kernels of the CPU: time, GB/s and GFLOP/s beside what memory and arithmetic units can do"
+SUMMARY = "expert kernels of the CPU: time, GB/s and GFLOP/s, compared with the limits of memory and arithmetic"
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,9 @@ class KernelsCommand:
     """options"""
 
     bench: KernelOptions = field(default_factory=KernelOptions)
-    json: bool = option(False, help="print one JSON object a cell, as soon as it is measured", common=True)
+    json: bool = option(
+        False, help="print one JSON object per cell (format, shape, tokens), as soon as it is measured", common=True
+    )
 
 
 def run(argv: Sequence[str]) -> int:
@@ -35,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _print_tables(bench: Bench) -> None:
+def _print_tables(bench: KernelBench) -> None:
     console = console_out()
     console.print(render_start(bench.run, bench.pool.isa, bench.meter.start))
     for _, cells in groupby(bench.cells(), key=lambda cell: (cell.shape, cell.format)):

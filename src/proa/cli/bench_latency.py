@@ -1,4 +1,4 @@
-"""`proa bench latency`. Never: measuring (bench/latency.py)."""
+"""`proa bench latency`: options and output; bench/latency.py measures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proa.cli.bench_output import print_result, refuse_idle_options
 from proa.config.field import option
 from proa.config.parse import parse
 
-SUMMARY = "one request at a time: time to the first token, time per token, tokens/s beside the roof"
+SUMMARY = "one request at a time: time to first token, time per token, tokens/s compared with the roof"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`proa bench load`. Never: measuring (bench/load.py)."""
+"""`proa bench load`: options and output; bench/load.py measures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proa.cli.bench_output import print_result
 from proa.config.field import option
 from proa.config.parse import parse
 
-SUMMARY = "loading a model whose files are in the system's cache: GB/s, of each thread, and peak memory"
+SUMMARY = "loading a model whose files are in the page cache: GB/s, GB/s per thread, peak memory"
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,28 @@
-"""What the benchmarks' commands share. Never: measuring."""
+"""Functions shared by the benchmarks' commands: an option check, and printing the result."""
 
 from __future__ import annotations
 
 from proa.bench.result import Result
 from proa.bench.table import render
 from proa.config.options import EngineOptions
-from proa.config.parse import asked
+from proa.config.parse import given_options
 from proa.errors import UsageError
 from proa.obs.console import console_out, write_out
 
 
 def refuse_idle_options(url: str | None, engine: EngineOptions) -> None:
-    """Options of an engine that is not ours would do nothing. Raises UsageError."""
-    given = asked(engine)
+    """Raise UsageError if engine options are given with --url: they would have no effect on a running server."""
+    given = given_options(engine)
     if url is not None and given:
         names = ", ".join("--" + option.name.replace("_", "-") for option in given)
-        raise UsageError(f"{names} cannot change the server at {url}.", "Leave out --url, or start it with them.")
+        raise UsageError(
+            f"{names} has no effect on the running server at {url}.",
+            "Leave out --url, or start the server with these options.",
+        )
 
 
 def print_result(result: Result, *, as_json: bool) -> int:
-    """To stdout; the exit code is 1 if some requests failed."""
+    """Print the result to stdout; return the exit code: 1 if requests failed, else 0."""
     if as_json:
         write_out(result.json() + "\n")
     else:

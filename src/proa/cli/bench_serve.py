@@ -1,4 +1,4 @@
-"""`proa bench serve`: starts a server if none is named. Never: measuring (bench/serve.py)."""
+"""`proa bench serve`: options and output; starts a server unless --url is given; bench/serve.py measures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proa.cli.server_process import server_process
 from proa.config.field import option
 from proa.config.parse import parse, to_argv
 
-SUMMARY = "many requests at once over HTTP: throughput, and what each of them waits"
+SUMMARY = "many concurrent requests over HTTP: throughput and latency"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`proa chat`: talk to the server that runs, else to one started for the purpose. Never: HTTP, the dialogue."""
+"""`proa chat`: connects to a running server, or starts one, and runs a chat session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from proa.config.field import argument, option
 from proa.config.options import EngineOptions
-from proa.config.parse import asked, parse, to_argv
+from proa.config.parse import given_options, parse, to_argv
 from proa.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from proa.cli.api_client import ApiClient, Served
 
 _POLL_S = 0.5
-SUMMARY = "talk to a model in the terminal"
+SUMMARY = "chat with a model in the terminal"
 EPILOG = """\
-Without engine options, a server that already answers on --host and --port is used if it serves MODEL (or if
-MODEL is not given). Otherwise one is started on a free port and stopped at the end.
+If no engine options are given and a server on --host and --port serves MODEL (or MODEL is not given), that server is
+used. Otherwise a server is started on a free port, and stopped at the end.
 Piped text is the prompt: `proa chat < question.txt`."""
 
 
@@ -31,23 +31,27 @@ Piped text is the prompt: `proa chat < question.txt`."""
 class ChatOptions:
     """options"""
 
-    model: str | None = argument(None, help="what to talk to, as for `proa serve`; default: demo", metavar="MODEL")
+    model: str | None = argument(None, help="the model, as for `proa serve`; default: demo", metavar="MODEL")
     prompt: str | None = option(
-        None, help="ask this, print only the answer, and end; - reads stdin", metavar="TEXT", short="p", common=True
+        None,
+        help="send this prompt, print only the answer, and exit; - reads stdin",
+        metavar="TEXT",
+        short="p",
+        common=True,
     )
     system: str | None = option(None, help="system message", metavar="TEXT", common=True)
     set: tuple[str, ...] = option(
         (), help="sampling setting, such as temperature=0 (repeatable)", metavar="KEY=VALUE", common=True
     )
-    host: str = option("127.0.0.1", help="where a running server is looked for", metavar="ADDR", common=True)
-    port: int = option(8000, help="where a running server is looked for", low=1, high=65535, common=True)
-    api_key: str | None = option(None, help="key of the running server", metavar="KEY", secret=True)
+    host: str = option("127.0.0.1", help="address of a running server", metavar="ADDR", common=True)
+    port: int = option(8000, help="port of a running server", low=1, high=65535, common=True)
+    api_key: str | None = option(None, help="API key of the running server", metavar="KEY", secret=True)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 def run(argv: Sequence[str]) -> int:
     options = parse(ChatOptions, argv, prog="proa chat", summary=SUMMARY, epilog=EPILOG).options
-    # httpx and rich take 0.2 s to import; --help does without.
+    # httpx and rich take 0.2 s to import, and --help does not need them.
     from proa.cli.chat_session import Session
     from proa.obs.console import console_err
 
@@ -59,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
         if prompt is not None:
             session.ask(prompt)
             return 0
-        notes.print(f"Talking to {served.name}. /help shows what you can do; Ctrl-D leaves.", markup=False)
+        notes.print(f"Talking to {served.name}. /help lists the commands; Ctrl-D exits.", markup=False)
         session.repl(_line_reader())
     return 0
 
@@ -71,7 +75,7 @@ def _settings(pairs: Sequence[str]) -> dict[str, object]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise UsageError(f"--set is {pair!r}.", "Write it as KEY=VALUE, for example --set temperature=0.")
+            raise UsageError(f"--set is {pair!r}, without '='.", "Give KEY=VALUE, such as --set temperature=0.")
         settings[key] = parse_setting(key, value)
     return settings
 
@@ -83,7 +87,7 @@ def _prompt(given: str | None) -> str | None:
         return None
     text = sys.stdin.read().strip()
     if not text:
-        raise UsageError("There is no prompt: standard input is empty.", "Give one with -p TEXT.")
+        raise UsageError("There is no prompt: standard input is empty.", "Give a prompt with -p TEXT.")
     return text
 
 
@@ -106,9 +110,9 @@ def _server(options: ChatOptions, notes: Console) -> Iterator[tuple[ApiClient, S
 
 
 def _running(client: ApiClient, options: ChatOptions, notes: Console) -> Served | None:
-    """What a running server offers that is what was asked for, if anything."""
-    for_engine = asked(options.engine)
-    if for_engine:  # they could not be honoured by a server that runs already
+    """Return the requested model if a running server serves it, else None."""
+    for_engine = given_options(options.engine)
+    if for_engine:  # engine options have no effect on a server that is already running
         return None
     models = client.models()
     if not models:
@@ -131,6 +135,6 @@ def _wait_ready(client: ApiClient, notes: Console) -> None:
 
 
 def _line_reader() -> Callable[[], str]:
-    import readline  # noqa: F401 - importing it gives input() line editing and history
+    import readline  # noqa: F401 - the import itself gives input() line editing and history
 
     return lambda: input("> ")

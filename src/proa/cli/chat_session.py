@@ -1,5 +1,4 @@
-"""The conversation of `proa chat`: messages, settings, the commands that start with a slash. Never: finding
-or starting a server, reading options."""
+"""The conversation of `proa chat`: its messages, sampling settings and slash commands."""
 
 from __future__ import annotations
 
@@ -20,18 +19,17 @@ from proa.obs.console import write_out
 from proa.obs.units import format_duration
 from proa.types import SamplingParams
 
-# Fields of SamplingParams that make no sense for one streamed answer in a terminal.
+# Fields of SamplingParams that are of no use for one streamed answer in a terminal.
 _NOT_HERE = {"n", "logprobs", "prompt_logprobs", "logit_bias"}
 SETTINGS = {f.name: f for f in msgspec.structs.fields(SamplingParams) if f.name not in _NOT_HERE}
 
 
 def parse_setting(key: str, text: str) -> Any:
-    """The value of one sampling setting: ("temperature", "0.7") -> 0.7. Lists: comma between items.
-
-    Raises UsageError, RequestError.
+    """Parse and check the value of one sampling setting: ("temperature", "0.7") -> 0.7. List items are separated by
+    commas. Raises UsageError, RequestError.
     """
     if key not in SETTINGS:
-        hint = did_you_mean(key, SETTINGS) or f"Known: {', '.join(SETTINGS)}."
+        hint = did_you_mean(key, SETTINGS) or f"The settings are {', '.join(SETTINGS)}."
         raise UsageError(f"There is no setting {key}.", hint, param=key)
     declared = SETTINGS[key].type
     raw: Any = text.split(",") if declared in (tuple[str, ...], tuple[int, ...]) else text
@@ -39,12 +37,12 @@ def parse_setting(key: str, text: str) -> Any:
         value = msgspec.convert(raw, declared, strict=False)
     except msgspec.ValidationError as e:
         raise UsageError(f"{key} is {text!r}: {str(e).lower()}.", "For example: temperature 0.7.") from e
-    SamplingParams(**{key: value})  # checks the range
+    SamplingParams(**{key: value})  # raises RequestError if out of range
     return value
 
 
 class Session:
-    """One conversation with one served model."""
+    """One conversation with one model of a server."""
 
     def __init__(self, client: ApiClient, served: Served, system: str | None, settings: dict[str, Any],
                  notes: Console) -> None:  # fmt: skip
@@ -61,8 +59,8 @@ class Session:
         }  # fmt: skip
 
     def ask(self, text: str) -> None:
-        """Stream the answer to stdout, then a line with its speed to stderr. KeyboardInterrupt passes
-        through; what was answered until then stays in the conversation. Raises ProaError."""
+        """Send a user message; stream the answer to stdout, then print its speed to stderr. After KeyboardInterrupt,
+        which is raised on, the partial answer stays in the conversation. Raises ProaError."""
         self._messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         timing = _Timing()
@@ -81,12 +79,12 @@ class Session:
                 write_out("" if pieces[-1].endswith("\n") else "\n")
                 self._messages.append({"role": "assistant", "content": "".join(pieces)})
             else:
-                self._messages.pop()  # not answered: as if not asked
+                self._messages.pop()  # unanswered: remove the user's message
         if usage:
             self._notes.print(timing.line(usage, self._roof_tokens_per_s), style="dim", markup=False, soft_wrap=True)
 
     def repl(self, read_line: Callable[[], str]) -> None:
-        """Read questions and commands until /exit or end of input. Ctrl-C stops an answer, not the program."""
+        """Read messages and commands until /exit or end of input. Ctrl-C stops the answer, not the program."""
         while True:
             try:
                 line = read_line().strip()
@@ -96,7 +94,7 @@ class Session:
             except EOFError:
                 return
             except KeyboardInterrupt:
-                self._note("(stopped; /exit or Ctrl-D leaves)")
+                self._note("(stopped; /exit or Ctrl-D exits)")
             except ProaError as error:
                 self._note(str(error))
 
@@ -109,7 +107,7 @@ class Session:
         word, _, rest = line[1:].partition(" ")
         if word not in self._commands:
             hint = did_you_mean(f"/{word}", [f"/{c}" for c in (*self._commands, "exit")])
-            raise UsageError(f"There is no command /{word}.", f"{hint} /help lists them.".strip())
+            raise UsageError(f"There is no command /{word}.", f"{hint} /help lists the commands.".strip())
         self._commands[word](rest.strip())
 
     def _prompt(self) -> list[dict[str, str]]:
@@ -123,7 +121,7 @@ class Session:
 
     def _clear(self, _: str) -> None:
         self._messages.clear()
-        self._note("A new conversation begins.")
+        self._note("The conversation is cleared.")
 
     def _set_system(self, text: str) -> None:
         self._system = text or None
@@ -132,7 +130,7 @@ class Session:
     def _set(self, text: str) -> None:
         key, _, value = text.replace("=", " ", 1).partition(" ")
         if key and not value.strip():
-            raise UsageError(f"What should {key} be?", "Write /set KEY VALUE, or /set KEY default.")
+            raise UsageError(f"/set {key} has no value.", "Write /set KEY VALUE, or /set KEY default.")
         if value.strip() == "default":
             self._settings.pop(key, None)
         elif key:
@@ -153,17 +151,17 @@ class Session:
 
     def _save(self, file: str) -> None:
         if not file:
-            raise UsageError("Where to?", "Write /save FILE.")
+            raise UsageError("/save has no file name.", "Write /save FILE.")
         conversation = {"model": self._served.name, "settings": self._settings, "messages": self._prompt()}
         try:
             Path(file).expanduser().write_text(json.dumps(conversation, indent=2, ensure_ascii=False) + "\n", "utf-8")
         except OSError as e:
-            raise UsageError(f"{file} cannot be written: {e.strerror}.") from e
+            raise UsageError(f"{file} cannot be written: {e.strerror}.", "Choose another file.") from e
         self._note(f"Saved to {file}.")
 
 
 class _Timing:
-    """When the pieces of an answer came, as seen here."""
+    """Arrival times of an answer's pieces, measured at the client."""
 
     def __init__(self) -> None:
         self._asked_s = time.monotonic()
@@ -173,7 +171,7 @@ class _Timing:
         self._marks_s.append(time.monotonic())
 
     def line(self, usage: Usage, roof_tokens_per_s: float | None) -> str:
-        """Tokens per second count from the first token to the last: what decoding alone achieved."""
+        """Format the answer's speed; tokens/s is measured from the first token to the last, so it is decode only."""
         words = [f"{usage.completion_tokens} tokens"]
         if self._marks_s:
             first_s, last_s = self._marks_s[0], self._marks_s[-1]
@@ -189,10 +187,10 @@ class _Timing:
 
 
 HELP = f"""\
-/system TEXT      set the system message; without TEXT remove it
+/system TEXT      set the system message; without TEXT, remove it
 /set KEY VALUE    {", ".join(SETTINGS)}
-                  /set KEY default takes a setting back; /set alone shows them
-/retry            ask the last question again
-/clear            forget the conversation
+                  /set KEY default resets a setting; /set alone shows the settings
+/retry            generate the last answer again
+/clear            start a new conversation
 /save FILE        write the conversation as JSON
-/exit             leave (or Ctrl-D); Ctrl-C stops an answer"""
+/exit             exit (or Ctrl-D); Ctrl-C stops an answer"""

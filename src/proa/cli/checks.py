@@ -1,4 +1,4 @@
-"""What `proa doctor` looks at: each check is a function to one or more findings. Never: output."""
+"""The checks of `proa doctor`: functions that return one or more findings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _OLDEST_PYTHON = (3, 11)
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`remedy` is empty where there is nothing to do. "note" limits what can run; "broken" stops Proa."""
+    """The result of a check. "note": a limitation; "broken": Proa cannot run. `remedy` is empty if there is nothing to
+    do."""
 
     name: str
     status: Status
@@ -40,7 +41,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
-    """All checks, in the order of the report."""
+    """Run all checks, in the order of the report."""
     yield from _python()
     yield from _processor(machine)
     yield _memory(machine)
@@ -77,7 +78,7 @@ def _python() -> Iterator[Finding]:
 
 
 def package_state(requirement: str, installed: Callable[[str], str | None]) -> tuple[str, str, str]:
-    """(name, installed version or "missing", problem or "") of a requirement such as "torch>=2.11"."""
+    """Check a requirement such as "torch>=2.11"; return (name, installed version or "missing", problem or "")."""
     match = re.match(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?", requirement)
     name, least = (match[1], match[2]) if match else (requirement, None)
     version = installed(name)
@@ -96,7 +97,7 @@ def _installed(name: str) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """ "2.13.0+cpu" -> (2, 13, 0)."""
+    """Parse the numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 
@@ -113,7 +114,7 @@ def _processor(machine: Machine) -> Iterator[Finding]:
 def _memory(machine: Machine) -> Finding:
     detail = (
         f"{format_bytes(machine.available_bytes)} of {format_bytes(machine.total_bytes)} available "
-        f"(bound by {machine.memory_bound_by})"
+        f"(limited by {machine.memory_bound_by})"
     )
     if machine.available_bytes < _LEAST_RAM_BYTES:
         least = format_bytes(_LEAST_RAM_BYTES)
@@ -126,7 +127,7 @@ def _bandwidth(machine: Machine) -> Finding:
         ram = ram_rate(MachineOptions(), machine)
     except (NativeError, ResourceError) as e:
         return Finding("RAM speed", "note", f"not measured: {e.message}", e.remedy or "Free some memory.")
-    detail = f"{format_rate(ram.bytes_per_s)}, the limit of decode on the CPU; {ram.source}"
+    detail = f"{format_rate(ram.bytes_per_s)}, which limits decode on the CPU; {ram.source}"
     if ram.load.busy:
         return Finding("RAM speed", "note", detail, "Stop other programs and measure again.")
     return Finding("RAM speed", "ok", detail)
@@ -138,7 +139,7 @@ def _disks() -> Iterator[Finding]:
 
 
 def disk(name: str, folder: Path) -> Finding:
-    """Whether files can be written under a folder (which may not exist yet), and how much fits."""
+    """Check that files can be written below a folder (which may not exist yet), and how much space is free."""
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -154,31 +155,31 @@ def disk(name: str, folder: Path) -> Finding:
 
 
 def _hub_cache() -> Path:
-    from huggingface_hub import constants  # 0.1 s, and only here
+    from huggingface_hub import constants  # takes 0.1 s to import, and only `proa doctor` needs it here
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def _temporary() -> Path:
-    """Where the private sockets between the processes are made."""
+    """Return the folder of the private sockets between Proa's processes."""
     return Path(tempfile.gettempdir())
 
 
 def port(host: str, number: int) -> Finding:
-    """Whether a server could listen there."""
+    """Check that a server could listen on this address and port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, number))
         except OSError:
-            remedy = "If it is not Proa, serve elsewhere: --port 0 takes a free port."
-            return Finding("port", "note", f"something listens on {host}:{number} already", remedy)
+            remedy = "If that program is not Proa, serve on another port: --port 0 picks a free one."
+            return Finding("port", "note", f"a program already listens on {host}:{number}", remedy)
     return Finding("port", "ok", f"{host}:{number} is free")
 
 
 def _computing() -> Finding:
     try:
-        import torch  # noqa: F401  # seconds, and it may be what is broken
+        import torch  # noqa: F401  # takes seconds, and its failure is a finding
     except (ImportError, OSError) as e:
         return Finding("computing", "broken", f"torch cannot be loaded: {e}", "Install torch again.")
     try:
@@ -190,7 +191,7 @@ def _computing() -> Finding:
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
-    """Each GPU, and whether the engine can use it."""
+    """Check each GPU: can the engine use it?"""
     if not machine.gpus:
         yield Finding("GPU", "ok", f"{machine.gpus_note or 'none found'}: the CPU computes")
     elif machine.gpus_note:
@@ -202,7 +203,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
             yield Finding("GPU", "note", f"{detail}; not usable: {why}", remedy)
         elif best_effort(gpu):
             yield Finding("GPU", "note", f"{detail}; best effort: no matrix instructions for bfloat16",
-                          f"Used only if asked for: --gpu {gpu.index}.")  # fmt: skip
+                          f"It is used only with --gpu {gpu.index}.")  # fmt: skip
         else:
             yield Finding("GPU", "ok", f"{detail}; usable, torch is built with CUDA {machine.torch_cuda}")
 

@@ -1,4 +1,4 @@
-"""A command behind its name: a module with `run(argv)`, imported when it is needed. Never: which ones there are."""
+"""Loads a subcommand's module, which has `run(argv) -> exit code`, when it is called."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import cast
 from proa.config.parse import HelpShown
 
 
-def load(module: str) -> Callable[[Sequence[str]], int]:
+def load_command(module: str) -> Callable[[Sequence[str]], int]:
+    """Import a subcommand's module and return its `run`."""
     return cast(Callable[[Sequence[str]], int], importlib.import_module(module).run)
 
 
 def full_help(module: str) -> str:
-    """What the command shows for --help-all."""
+    """Return the text that the command prints for --help-all."""
     try:
-        load(module)(["--help-all"])
+        load_command(module)(["--help-all"])
     except HelpShown as help_shown:
         return help_shown.text
     raise RuntimeError(f"{module} shows no help for --help-all")

@@ -1,4 +1,4 @@
-"""`proa doctor`: the checks as a table or JSON. Never: checking (cli/checks.py)."""
+"""`proa doctor`: runs the checks of cli/checks.py and prints them as a table or JSON."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from proa.obs.console import console_out, write_out
 if TYPE_CHECKING:
     from proa.cli.checks import Finding
 
-SUMMARY = "check this machine, and say what to do about problems"
-EPILOG = "Ends with 1 if something is broken, else with 0."
+SUMMARY = "check this machine and suggest remedies for problems"
+EPILOG = "The exit code is 1 if a check is broken, else 0."
 _STYLE = {"ok": "green", "note": "yellow", "broken": "bold red"}
 
 
@@ -28,7 +28,7 @@ class DoctorOptions:
 
 def run(argv: Sequence[str]) -> int:
     options = parse(DoctorOptions, argv, prog="proa doctor", summary=SUMMARY, epilog=EPILOG).options
-    # Only now: --help needs none of it.
+    # Imported here, as --help does not need them.
     import msgspec
 
     from proa.cli.checks import findings

@@ -1,7 +1,7 @@
-"""`proa`: the table of subcommands, and how errors end the program. Never: options, defaults, work.
+"""The `proa` program: dispatches to subcommands, and turns errors into messages and exit codes.
 
-Each subcommand is one module with `run(argv) -> exit code`, imported only when it is called: `proa --help`
-must load nothing heavy.
+Each subcommand is a module with `run(argv) -> exit code`, imported only when it is called, so that `proa --help` is
+fast.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proa.cli.command import full_help, load
+from proa.cli.command import full_help, load_command
 from proa.config.env import read_env
 from proa.config.parse import HelpShown
 from proa.config.suggest import did_you_mean
@@ -23,24 +23,26 @@ from proa.obs.version import proa_version
 
 @dataclass(frozen=True)
 class Command:
+    """A subcommand: its module, and its line in `proa --help`."""
+
     module: str
     summary: str
 
 
 COMMANDS = {
     "serve": Command("proa.cli.serve", "load a model and serve it over HTTP"),
-    "chat": Command("proa.cli.chat", "talk to a model in the terminal"),
-    "bench": Command("proa.cli.bench", "measure latency, throughput or kernels, beside the physical limit"),
+    "chat": Command("proa.cli.chat", "chat with a model in the terminal"),
+    "bench": Command("proa.cli.bench", "measure latency, throughput or kernels against the hardware limit"),
     "warm": Command("proa.cli.warm", "compile a model's GPU kernels before its first start"),
     "models": Command("proa.cli.models", "list models by short name, with sizes"),
-    "doctor": Command("proa.cli.doctor", "check this machine, and say what to do about problems"),
+    "doctor": Command("proa.cli.doctor", "check this machine and suggest remedies for problems"),
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def main() -> int:
-    """Entry point of the `proa` script: run the command line, word errors, return the exit code."""
+    """Entry point of the `proa` script: run the command line, print errors, return the exit code."""
     try:
         return run(sys.argv[1:])
     except HelpShown as help_shown:
@@ -54,11 +56,11 @@ def main() -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return _broken_pipe()
-    except Exception as error:  # noqa: BLE001 - the outermost border: a user gets a line, not a traceback
+    except Exception as error:  # noqa: BLE001 - top level: print one line instead of a traceback
         if _debug():
             traceback.print_exc()
         what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".:")
-        write_err(f"proa: a bug: {what}. Set PROA_LOG=debug for the traceback and report it.\n")
+        write_err(f"proa: unexpected error: {what}. Set PROA_LOG=debug for the traceback, and report it.\n")
         return 1
 
 
@@ -75,12 +77,12 @@ def run(argv: Sequence[str]) -> int:
         kind = "option" if word.startswith("-") else "command"
         known = [*COMMANDS, "--help", "--help-all", "--version"]
         raise UsageError(f"proa has no {kind} {word}.", f"{did_you_mean(word, known)} See `proa --help`.".strip())
-    read_env()  # a misspelt switch stops here, before any work
-    return load(COMMANDS[word].module)(argv[1:])
+    read_env()  # raises UsageError for a misspelt PROA_ variable before any work
+    return load_command(COMMANDS[word].module)(argv[1:])
 
 
 def overview() -> str:
-    """What `proa --help` prints; fits a screen of 80 x 24."""
+    """Return the text of `proa --help`; it fits a screen of 80 x 24."""
     commands = "\n".join(f"  {name:<8} {command.summary}" for name, command in COMMANDS.items())
     return f"""\
 Proa runs Mixture-of-Experts language models across GPU and CPU memory.
@@ -91,12 +93,12 @@ commands:
 {commands}
 
 first steps:
-  proa chat                  talk to the demo model
+  proa chat                  chat with the demo model
   proa serve demo            serve it on http://127.0.0.1:8000/v1
   proa serve ./my-model      serve a Hugging Face folder or a GGUF file
 
-  proa COMMAND --help        the options most people need
-  proa COMMAND --help-all    all of them;  proa --help-all: of every command
+  proa COMMAND --help        the common options
+  proa COMMAND --help-all    all options;  proa --help-all: those of every command
   proa --version
 """
 
@@ -109,12 +111,12 @@ def _write(text: str) -> int:
 def _debug() -> bool:
     try:
         return read_env().debug
-    except ProaError:  # the error being reported
+    except ProaError:  # an invalid PROA_ variable, which is the error being printed
         return False
 
 
 def _broken_pipe() -> int:
-    # The reader is gone (`proa models | head`). Python would complain again when it flushes stdout at exit.
+    # The reader has closed the pipe (`proa models | head`). Without this, Python's flush at exit would fail again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE
 

@@ -1,4 +1,4 @@
-"""`proa models`: the names one can type, with sizes. Never: knowing any (hub/listing.py)."""
+"""`proa models`: prints the list of hub/listing.py as a table or JSON."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from proa.hub.listing import ListedModel
 
 SUMMARY = "list models by short name, with sizes"
-EPILOG = "Besides these: any folder, GGUF file, or hub id such as Qwen/Qwen3-8B of a supported architecture."
+EPILOG = "MODEL may also be any folder, GGUF file or hub id (such as Qwen/Qwen3-8B) of a supported architecture."
 
 
 @dataclass(frozen=True)
 class ModelsOptions:
     """options"""
 
-    json: bool = option(False, help="print JSON: a list of models; path is null where it would be fetched", common=True)
+    json: bool = option(False, help="print JSON: a list of models; path is null if not downloaded", common=True)
 
 
 def run(argv: Sequence[str]) -> int:
     options = parse(ModelsOptions, argv, prog="proa models", summary=SUMMARY, epilog=EPILOG).options
-    from proa.hub.listing import list_models  # loads numpy and gguf; --help does without
+    from proa.hub.listing import list_models  # imports numpy and gguf, which --help does not need
 
     models = list_models()
     if options.json:

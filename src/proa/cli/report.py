@@ -1,21 +1,20 @@
-"""The start-up report: what was asked, what was chosen and why, the memory, the ops, the roof; for people and
-as JSON. Never: decisions (plan/resolve.py makes them), measuring.
+"""The start-up report as text and as JSON: options, decisions with reasons, memory, ops, roof.
 
-The JSON has one shape, at the start (`ready` is null) and once the model is loaded:
+The JSON is printed twice, before loading (`ready` is null) and when the model is loaded:
 
     proa         version
-    url, port    where the server listens; null without a server
+    url, port    of the server; null without a server
     model        {asked, path, format, dtype, parameters, active_parameters, layers, experts, experts_per_token}
     context_tokens, max_running
     memory       {free_bytes, reserve_bytes, usable_bytes, weights_bytes, kv_bytes, workspace_bytes,
                   loading_bytes, process_bytes, states_bytes, simulated_vram_bytes, kv_pages, page_tokens, state_copies}
-                 of RAM, but pages and copies wherever they are
+                 of RAM; kv_pages and state_copies count those in VRAM too
     gpu          {index, name, uuid, capability, numa_node, pcie_bytes_per_s, vram, placement, blocks, experts,
                   expert_bytes, resident, spare, co_fetch, read_ahead, doorbell, fp8_activations, inclusive, device,
                   gpu_only} or null; vram: {total_bytes, free_bytes, reserve_bytes, usable_bytes, context_bytes,
                   dense_bytes, dense_read_bytes, kv_bytes, workspace_bytes, graphs_bytes, experts_bytes, spare_bytes,
-                  states_bytes}; blocks to resident: of each MoE layer
-                  gpu also has save_counts and trace: names of files that are written, or null
+                  states_bytes}; blocks, experts, expert_bytes and resident have one entry per MoE layer
+                  gpu also has save_counts and trace: paths of output files, or null
     options      [{name, value, source}]       those that differ from their defaults
     decisions    [{name, asked, got, why}]
     roof         {bytes_per_token, bandwidth_bytes_per_s, vram, bound_by, tokens_per_s}; vram: null or
@@ -37,7 +36,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from proa.config.parse import Asked
+from proa.config.parse import GivenOption
 from proa.engine.ipc import Ready
 from proa.models.spec import Model, Moe
 from proa.obs.units import format_bytes, format_count, format_duration, format_rate
@@ -47,19 +46,19 @@ from proa.types import Decision
 
 @dataclass(frozen=True)
 class Report:
-    """Everything the report is made of; `ready` and `url` may come later."""
+    """The report's contents; `ready` and `url` are None until known."""
 
     version: str
     plan: Plan
     spec: Model
-    asked: Sequence[Asked] = ()
+    asked: Sequence[GivenOption] = ()
     ready: Ready | None = None
     url: str | None = None
     port: int | None = None
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Plain data of the shape described above."""
+    """Build the JSON object described at the top of this file."""
     plan, memory = report.plan, report.plan.memory
     experts = _experts(report.spec)
     return {
@@ -99,7 +98,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def render_plan(report: Report) -> RenderableType:
-    """The table printed before loading: model, memory, decisions, roof."""
+    """Build the tables printed before loading: model, memory, roof, decisions, options."""
     return Group(
         Text(f"Proa {report.version}: {report.plan.model}", style="bold"),
         _facts(report),
@@ -109,7 +108,7 @@ def render_plan(report: Report) -> RenderableType:
 
 
 def render_ready(ready: Ready) -> RenderableType:
-    """What is printed once the model is loaded: time, memory, the implementation of each op, further decisions."""
+    """Build the tables printed when the model is loaded: time, memory, each op's implementation, further decisions."""
     by_choice: dict[str, list[str]] = {}
     for op, implementation in ready.ops.items():
         by_choice.setdefault(implementation, []).append(op)
@@ -191,7 +190,7 @@ def _decisions(rows: Sequence[Decision]) -> Table:
     return table
 
 
-def _options(asked: Sequence[Asked]) -> Table:
+def _options(asked: Sequence[GivenOption]) -> Table:
     table = _grid()
     table.add_row("options", ", ".join(f"{a.name} = {a.value} ({a.source})" for a in asked))
     return table
@@ -214,7 +213,7 @@ def _model_line(spec: Model) -> str:
 
 
 def _experts(spec: Model) -> tuple[int, int]:
-    """(experts, experts per token) of the MoE layers; 0, 0 for a dense model."""
+    """Return (experts, experts per token) of the first MoE layer; (0, 0) for a dense model."""
     for block in spec.blocks:
         if isinstance(block.ffn, Moe):
             return block.ffn.experts, block.ffn.top_k

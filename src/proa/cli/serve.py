@@ -1,4 +1,4 @@
-"""`proa serve`: options in, start-up report out, a server in between. Never: routes, loading, decisions."""
+"""`proa serve`: parses options and starts a server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from proa.config.env import read_env
 from proa.config.field import argument, option
 from proa.config.options import ServeOptions
-from proa.config.parse import asked, parse
+from proa.config.parse import given_options, parse
 
 SUMMARY = "load a model and serve it over HTTP"
 EPILOG = """\
-The port opens as soon as the model's headers are read; /health tells how far loading is. Ctrl-C or SIGTERM ends it,
-after running requests.
-More: `proa models` lists names; docs/options.md has every option and its default."""
+The port opens as soon as the model's headers are read; /health reports the loading progress. Ctrl-C or SIGTERM lets
+running requests finish, then stops the server.
+See also: `proa models` lists model names; docs/options.md has every option and its default."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class ServeCommand:
     )
     serve: ServeOptions = field(default_factory=ServeOptions)
     json: bool = option(False, help="print the start-up report as JSON lines on stdout: planned, then loaded")
-    until_stdin_closes: bool = option(False, help="end when standard input closes, for programs that start a server")
+    until_stdin_closes: bool = option(False, help="exit when stdin closes, for programs that start a server")
 
 
 def run(argv: Sequence[str]) -> int:
     parsed = parse(ServeCommand, argv, prog="proa serve", summary=SUMMARY, epilog=EPILOG)
     command = parsed.options
-    # FastAPI and its like take a second to import: only after options and the model's headers turned out to be right.
+    # FastAPI and the engine take a second to import: only after the options and the model's headers are checked.
     from proa.plan.opened import open_if_here
 
     opened = open_if_here(command.model, command.serve.engine.model)
@@ -48,13 +48,13 @@ def run(argv: Sequence[str]) -> int:
     console = console_err()
     setup_logging(read_env().log, console)
     if command.until_stdin_closes:
-        threading.Thread(target=_end_with_stdin, daemon=True, name="stdin").start()
-    options = asked(command.serve, parsed.sources)
+        threading.Thread(target=_stop_when_stdin_closes, daemon=True, name="stdin").start()
+    options = given_options(command.serve, parsed.sources)
     return serve_model(command.model, opened, command.serve, options, console, json=command.json)
 
 
-def _end_with_stdin() -> None:
-    # Not sys.stdin.read: its lock, held by this thread, would stop the interpreter from shutting down.
+def _stop_when_stdin_closes() -> None:
+    # Not sys.stdin.read: this thread would hold its lock, which blocks the interpreter's shutdown.
     while os.read(sys.stdin.fileno(), 1 << 16):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A `proa serve` of our own: started on a free port, gone when we are. Never: talking to it over HTTP."""
+"""Runs `proa serve` as a child process that ends with its parent."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _STOP_S = 20.0
 
 @contextmanager
 def server_process(argv: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Run `proa serve ARGV` until the block ends; yields its report (cli/report.py) once the model is ready.
+    """Run `proa serve ARGV` until the block ends; yield its report (cli/report.py) when the model is ready.
 
-    Its progress and errors appear on our stderr. It lives in its own session, so that Ctrl-C reaches only
-    us, and ends by itself when its stdin closes, so that it never outlives us, however we die.
-    Raises ProaError when it cannot start.
+    The child shares stderr. It has its own session, so that Ctrl-C reaches only the parent, and it exits when its stdin
+    closes, so that it never outlives the parent, however that dies. Raises ProaError if the server cannot start.
     """
     command = [sys.executable, "-m", "proa.cli.main", "serve", *argv, "--json", "--until-stdin-closes"]
     process = subprocess.Popen(
@@ -38,7 +37,7 @@ def server_process(argv: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _ready_report(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """serve --json prints its report twice: when the port is open, and when the model is loaded."""
+    """Read reports of serve --json until the second one, printed when the model is loaded."""
     assert process.stdout is not None  # a pipe, by construction
     for line in process.stdout:
         report: dict[str, Any] = json.loads(line)
@@ -48,15 +47,15 @@ def _ready_report(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 
 class _StartError(ProaError):
-    """The child has already said why on the stderr that it shares with us."""
+    """Raised if the child exits before it is ready; the child has printed the reason on the shared stderr."""
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__("The server could not start; its message stands above.")
+        super().__init__("The server could not start; see its message above.")
         self.exit_code = exit_code if exit_code > 0 else EngineDead.exit_code
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    with process:  # closes the pipes, stdin among them, and waits
+    with process:  # on exit: closes all pipes and waits
         assert process.stdin is not None  # a pipe, by construction
         process.stdin.close()
         for harder in (process.terminate, process.kill):

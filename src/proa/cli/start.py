@@ -1,4 +1,4 @@
-"""Start a server and show how it goes: report, progress, welcome. Never: options, routes, decisions."""
+"""Starts a server and prints its progress, report and usage hints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from proa.cli.report import Report, render_plan, render_ready, report_json
 from proa.config.options import ServeOptions
-from proa.config.parse import Asked
+from proa.config.parse import GivenOption
 from proa.errors import ProaError, ShuttingDown
 from proa.llm import AsyncLLM
 from proa.obs.console import write_out
@@ -22,7 +22,7 @@ from proa.obs.progress import show_progress
 from proa.obs.version import proa_version
 from proa.plan.opened import Opened
 from proa.plan.prepare import Prepared, prepare
-from proa.server.run import Stop, bind, serve_on, url_of
+from proa.server.run import Shutdown, bind, serve_on, url_of
 
 Progress = Callable[[str, int, int], None]
 
@@ -30,25 +30,26 @@ _POLL_S = 0.1
 
 
 def serve_model(
-    model: str, opened: Opened | None, options: ServeOptions, asked: Sequence[Asked], console: Console, *, json: bool
+    model: str, opened: Opened | None, options: ServeOptions, asked: Sequence[GivenOption], console: Console, *,
+    json: bool,
 ) -> int:  # fmt: skip
-    """Serve until a signal comes; return the exit code. The port is bound first, so that one in use is refused
-    before anything is fetched or loaded. opened: the model, if it is on this machine (plan/opened.py).
+    """Serve until a signal; return the exit code. The port is bound before the model is downloaded or loaded, so that a
+    port in use is refused at once. opened: the model's headers, if it is on this machine (plan/opened.py).
 
-    People read the report on `console`; with `json` it goes to stdout instead, a line when the plan stands and
-    one when the model is loaded. Raises ProaError.
+    The report is printed on `console`; with `json`, on stdout as JSON lines: one when the plan is made, one when the
+    model is loaded. Raises ProaError.
     """
     listener = bind(options.server.host, options.server.port)
-    start = _Start(model, opened, options, listener, asked, console, json)
-    return asyncio.run(serve_on(listener, start.launch, model, options.server, start.announce, Stop()))
+    startup = _Startup(model, opened, options, listener, asked, console, json)
+    return asyncio.run(serve_on(listener, startup.launch, model, options.server, startup.announce, Shutdown()))
 
 
-class _Start:
-    """One start, from the open port to the welcome."""
+class _Startup:
+    """One server start: plans and launches the model, and prints each stage."""
 
     def __init__(
         self, model: str, opened: Opened | None, options: ServeOptions, listener: socket.socket,
-        asked: Sequence[Asked], console: Console, as_json: bool,
+        asked: Sequence[GivenOption], console: Console, as_json: bool,
     ) -> None:  # fmt: skip
         self._model, self._opened = model, opened
         self._options = options
@@ -60,21 +61,21 @@ class _Start:
         self._showing: asyncio.Task[None] | None = None
 
     def announce(self, text: str) -> None:
-        """Lines from the server: where it listens, at once; how to use it, after the report says it is loaded."""
+        """Print lines from the server: the address at once, the usage hints after the report of the loaded model."""
         if self._showing is None:
             self._show(text)
         else:
             self._welcome.put_nowait(text)
 
     async def launch(self, progress: Progress) -> AsyncLLM:
-        """Fetch, plan, report, start; return while the engine loads."""
+        """Download and plan the model, print the report, start the engine; return while it loads."""
         with show_progress(self._console) as show, _interruptible(progress, show) as report_progress:
             prepared = await asyncio.to_thread(
                 prepare, self._model, self._options.engine, report_progress, opened=self._opened
             )
         report = self._report(prepared)
         self._show_report(report)
-        llm = await AsyncLLM.start(prepared, self._options.engine, own_thread=True)
+        llm = await AsyncLLM.launch_prepared(prepared, self._options.engine, own_thread=True)
         self._showing = asyncio.create_task(self._show_loading(llm, report))
         return llm
 
@@ -85,7 +86,7 @@ class _Start:
                     loading = llm.engine.loading
                     show(loading.phase, loading.done_bytes, loading.total_bytes)
                 await asyncio.sleep(_POLL_S)
-        with contextlib.suppress(ProaError):  # the server raises it
+        with contextlib.suppress(ProaError):  # the server raises the same error
             ready = await llm.engine.wait_ready()
             self._show_report(replace(report, ready=ready))
             self._show(await self._welcome.get())
@@ -107,11 +108,12 @@ class _Start:
 
 @contextlib.contextmanager
 def _interruptible(*reports: Progress) -> Iterator[Progress]:
-    """One progress function for a worker thread; after the block has ended, however, it stops that thread."""
+    """Yield a progress function for a worker thread. When the block has ended, its next call raises in that thread and
+    so stops it."""
     ended = threading.Event()
 
     def report(phase: str, done_bytes: int, total_bytes: int) -> None:
-        if ended.is_set():  # Ctrl-C while downloading: nobody waits for the rest
+        if ended.is_set():  # after Ctrl-C: stop the download
             raise ShuttingDown("Stopped.")
         for each in reports:
             each(phase, done_bytes, total_bytes)

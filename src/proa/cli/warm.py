@@ -1,4 +1,4 @@
-"""`proa warm`: the GPU kernels of a model compiled before its first start. Never: which there are, compiling them."""
+"""`proa warm`: compiles a model's GPU kernels before its first start."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "compile a model's GPU kernels before its first start"
 EPILOG = """\
-Give the options that `proa serve` will get: they shape the kernels. What is compiled is kept in the cache folder
-(PROA_CACHE), which a container image can bring along. A second run says that there is nothing to do."""
+Give the same options as to `proa serve`: the kernels depend on them. Compiled kernels are stored in the cache folder
+(PROA_CACHE), which can be part of a container image. A second run finds all kernels there and compiles none."""
 _RAM_BYTES_PER_S = 100e9
 
 
@@ -40,8 +40,8 @@ class WarmCommand:
     engine: EngineOptions = field(default_factory=EngineOptions)
     arch: str | None = option(
         None,
-        help="compile for a GPU of this architecture, such as sm_90, which need not be here; --vram is its memory "
-        "then, and RAM is taken to have room",
+        help="compile for a GPU of this architecture, such as sm_90, which need not be present; requires --vram, that "
+        "GPU's memory; RAM is assumed to be sufficient",
         metavar="ARCH",
         kind="word",
         common=True,
@@ -51,12 +51,14 @@ class WarmCommand:
 
 @dataclass
 class _Result:
+    """Numbers of kernel variants; the JSON output."""
+
     arch: str
     folder: str
     seconds: float
     variants: int = 0
     compiled: int = 0
-    kept: int = 0  # that were there before
+    kept: int = 0  # found in the cache
     failed: list[str] = field(default_factory=list)
     no_launchers: str = ""
 
@@ -65,14 +67,14 @@ def run(argv: Sequence[str]) -> int:
     command = parse(WarmCommand, argv, prog="proa warm", summary=SUMMARY, epilog=EPILOG).options
     if find_spec("triton") is None:
         raise ResourceError("Triton, which compiles GPU kernels, is not installed.", "Install a CUDA build of torch.")
-    os.environ.update(child_environ())  # as an engine has it: where Triton keeps what it compiled
+    os.environ.update(child_environ())  # the engine's environment, with the folder of Triton's cache
     result = _warm(command)
     write_out(json.dumps(result.__dict__) + "\n" if command.json else _summary(result))
     return 1 if result.failed else 0
 
 
 def _warm(command: WarmCommand) -> _Result:
-    # Torch and Triton take seconds to import: only after the options turned out to be right.
+    # Torch and Triton take seconds to import: only after the options are checked.
     from proa.obs.progress import COMPILING, show_progress
 
     begin = time.perf_counter()
@@ -99,7 +101,7 @@ def _warm(command: WarmCommand) -> _Result:
 
 
 def _not_measured(asked: MachineOptions, machine: Machine) -> RamRate:
-    """RAM rate of a machine elsewhere: a placeholder, for no kernel depends on it."""
+    """Return a placeholder for the RAM rate of the target machine; no kernel depends on it."""
     from proa.machine.load import Load
     from proa.machine.rates import RamRate
 
@@ -117,8 +119,8 @@ def _prepared(command: WarmCommand, show: Callable[[str, int, int], None]) -> Pr
     else:
         if asked.gpus.vram is None or asked.gpus.gpu != "auto":
             raise UsageError(
-                f"--arch {command.arch} needs --vram, the GPU's memory, and no --gpu.",
-                f"Say `proa warm {command.model} --arch {command.arch} --vram 80GiB`, say.",
+                f"--arch {command.arch} requires --vram (the GPU's memory), and excludes --gpu.",
+                f"For example: `proa warm {command.model} --arch {command.arch} --vram 80GiB`.",
                 param="arch",
             )
         machine = with_gpu(probe(), command.arch, asked.gpus.vram)
@@ -126,8 +128,8 @@ def _prepared(command: WarmCommand, show: Callable[[str, int, int], None]) -> Pr
     if prepared.plan.gpu is None or prepared.plan.gpu.simulated:
         why = next(d.why for d in prepared.plan.decisions if d.name == "GPU")
         raise UsageError(
-            f"This start would use no GPU, so that there is nothing to compile: {why}.",
-            "For a GPU that is not here say --arch sm_90 --vram 80GiB, say.",
+            f"With these options the engine would use no GPU, so there is nothing to compile: {why}.",
+            "For a GPU that is not in this machine, add for example --arch sm_90 --vram 80GiB.",
             param="gpu",
         )
     return prepared
@@ -137,8 +139,8 @@ def _summary(result: _Result) -> str:
     kernels, where = f"{result.variants} kernels for {result.arch}", f"in {result.folder}"
     if result.kept == result.variants:
         return f"nothing to do: all {kernels} are {where}\n"
-    lines = [f"{kernels}: {result.compiled} compiled in {result.seconds:.1f} s, {result.kept} were there; {where}"]
+    lines = [f"{kernels}: {result.compiled} compiled in {result.seconds:.1f} s, {result.kept} cached; {where}"]
     lines += [f"failed: {failed}" for failed in result.failed]
     if result.no_launchers:
-        lines.append(f"what launches them is built at the first start: {result.no_launchers.splitlines()[0]}")
+        lines.append(f"kernel launchers will be built at the first start: {result.no_launchers.splitlines()[0]}")
     return "\n".join(lines) + "\n"

@@ -1,2 +1,1 @@
-"""What the user asks: options declared once, read from flags, YAML and keywords, and the debug switches.
-Never: devices, decisions, model names."""
+"""Options, each declared once and read from flags, YAML and Python keywords; and the environment's debug switches."""

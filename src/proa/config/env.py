@@ -1,7 +1,7 @@
-"""The only reader of the environment: at most ten debug switches, each declared once. Never: anything that
-decides how or where a model runs; that is an option.
+"""Reads PROA_* environment variables, the debug switches; no other module reads them. Never: settings that decide how
+or where a model runs; those are options.
 
-HF_TOKEN, HF_ENDPOINT and HF_HOME are huggingface_hub's own and are read by it.
+huggingface_hub reads HF_TOKEN, HF_ENDPOINT and HF_HOME itself.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ class _Switches:
     """Environment variables, for debugging only"""
 
     cache: str | None = option(
-        None, help="folder for what Proa builds and may delete; default: ~/.cache/proa", metavar="PATH"
+        None, help="cache folder, whose contents Proa can rebuild; default: ~/.cache/proa", metavar="PATH"
     )
     isa: str = option(
         "",
-        help="run lesser CPU kernels than the best: scalar, avx2, avx512, avx512-bf16, amx, as far as the CPU has them",
+        help="instruction set of the CPU kernels: scalar, avx2, avx512, avx512-bf16 or amx, if the CPU supports it; "
+        "default: the best one",
     )
     log: str = option(
         "info",
-        help="how much to log; debug also shows Python tracebacks",
+        help="least severe level that is logged; debug also shows Python tracebacks",
         choices=("debug", "info", "warning", "error"),
     )
     ram_probe: int | None = option(
         None,
-        help="how much memory to read when RAM is measured at start; default: four times the last-level cache, "
-        "which less might be read from; at most an eighth of the free RAM",
+        help="bytes to read when RAM bandwidth is measured at start; default: four times the last-level cache (less "
+        "might be read from the cache), at most an eighth of the free RAM",
         metavar="SIZE",
         kind="size",
         low=4 << 20,
@@ -52,7 +53,7 @@ SWITCHES = declarations(_Switches)
 
 @dataclass(frozen=True)
 class Environment:
-    """The switches, defaults filled in. `cache_path` may start with "~"."""
+    """The values of the switches, defaults filled in. `cache_path` may start with "~"."""
 
     cache_path: Path
     isa: str
@@ -61,13 +62,14 @@ class Environment:
 
     @property
     def cache(self) -> Path:
-        """The cache folder, absolute; it may not exist yet. Raises UsageError if it needs a home and there is none."""
+        """Absolute path of the cache folder, which may not exist yet. Raises UsageError if it needs a home folder and
+        the user has none."""
         try:
             return self.cache_path.expanduser().absolute()
         except RuntimeError as error:  # HOME is unset and the user id has no passwd entry, as in some containers
             raise UsageError(
                 f"The cache folder is {self.cache_path}, but this user has no home folder.",
-                "Set PROA_CACHE to a folder that can be written.",
+                "Set PROA_CACHE to a writable folder.",
             ) from error
 
     @property
@@ -76,7 +78,7 @@ class Environment:
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Environment:
-    """The switches of this process. Raises UsageError for an unknown PROA_ name or a wrong value."""
+    """Read the switches of this process. Raises UsageError for an unknown PROA_ variable or an invalid value."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {name: switch.default for name, switch in SWITCHES.items()}
     for variable in sorted(v for v in environ if v.startswith(PREFIX)):
@@ -84,8 +86,8 @@ def read_env(environ: Mapping[str, str] | None = None) -> Environment:
         if name not in SWITCHES:
             known = [PREFIX + n.upper() for n in SWITCHES]
             raise UsageError(
-                f"The environment variable {variable} is set, which Proa does not know.",
-                f"{did_you_mean(variable, known)} Known: {', '.join(known)}.".strip(),
+                f"The environment variable {variable} is set, but Proa has no such switch.",
+                f"{did_you_mean(variable, known)} Unset it; the switches are {', '.join(known)}.".strip(),
             )
         values[name] = from_text(SWITCHES[name], environ[variable], variable)
     cache = values["cache"] or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "proa"
@@ -93,12 +95,12 @@ def read_env(environ: Mapping[str, str] | None = None) -> Environment:
 
 
 def cuda_environ(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What CUDA itself reads to choose and number GPUs, of this process's environment."""
+    """Return the environment variables with which CUDA selects and numbers GPUs, if set."""
     environ = os.environ if environ is None else environ
     return {name: environ[name] for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if name in environ}
 
 
-# What the libraries under the engine read, unless the user has set it.
+# Environment variables for OpenMP, oneDNN and torch in the engine process; the user's own values take precedence.
 _LIBRARY_DEFAULTS = {
     "OMP_WAIT_POLICY": "passive",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
@@ -107,12 +109,11 @@ _LIBRARY_DEFAULTS = {
 
 
 def child_environ(**switches: str) -> dict[str, str]:
-    """The environment for a program that Proa starts: this process's own, with switches replaced.
+    """Return the environment for a child process: this process's own, with `switches` replaced and library defaults.
 
-    OpenMP threads must sleep while they wait: spinning ones starve each other when the cores are shared with
-    anything else. oneDNN's caches hold a compiled kernel of a third of a megabyte for every shape they see, 1024 by
-    default, which no memory plan could count on. See docs/decisions/010. Triton keeps compiled GPU kernels by its own
-    version, source and architecture; here beside what else Proa may delete, by Proa's version.
+    OpenMP threads must sleep while waiting: spinning threads starve each other when other programs use the cores.
+    oneDNN's caches keep a compiled kernel of about 340 KB per shape, 1024 by default, too much to plan memory for
+    (docs/decisions/010). Triton's cache of compiled GPU kernels is placed in Proa's cache folder, by Proa's version.
     """
     return {
         **_LIBRARY_DEFAULTS,
@@ -125,5 +126,5 @@ def child_environ(**switches: str) -> dict[str, str]:
 def _kernel_cache() -> dict[str, str]:
     try:
         return {"TRITON_CACHE_DIR": str(read_env().cache / "triton" / proa_version())}
-    except UsageError:  # no home folder: Triton has its own idea of where, and of what to say
+    except UsageError:  # no home folder: leave the location, and the error message, to Triton
         return {}

@@ -1,8 +1,7 @@
-"""`option(...)` and `argument(...)`: one declaration per option, on a dataclass field, and how the
-declarations of a group are read back. Never: knowledge of any option, parsing of values.
+"""`option(...)` and `argument(...)` declare options on dataclass fields; `declarations` reads them back.
 
-A *group* is a frozen dataclass whose fields are options or further groups. Option names are unique over
-all groups of a command, so that a name alone (flag, YAML key, Python keyword) says which option is meant.
+A *group* is a frozen dataclass whose fields are options or other groups. Option names are unique over all groups of a
+command, so that a name alone (flag, YAML key, Python keyword) identifies the option.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ SCALARS = (bool, int, float, str)
 
 @dataclass(frozen=True)
 class OptionInfo:
-    """What CLI, YAML and docs need to know beyond the field's name, type and default.
+    """Metadata of an option, in addition to the field's name, type and default.
 
-    `metavar` names the unit or form ("TOKENS", "SIZE", "PATH"); `choices` lists the values allowed;
-    `low`/`high` bound numbers inclusively; `common` options show in the short help; `short` is a
-    one-letter flag; `secret` values are never printed. `kind` "size" accepts bytes with a suffix
-    ("24GiB", "512M"), "tokens" a whole number with k or M ("32k"), "word" is text that YAML and Python may give as a
-    whole number, "argument" is positional, "" is a flag.
+    `metavar`: unit or form ("TOKENS", "SIZE", "PATH"). `choices`: the allowed values. `low`, `high`: inclusive bounds.
+    `common`: shown in the short help. `short`: one-letter flag. `secret`: the value is never printed. `kind`: "size"
+    accepts bytes with a suffix ("24GiB", "512M"); "tokens" accepts k and M ("32k"); "word" is text that YAML and Python
+    may also give as an integer; "argument" is positional; "" is an ordinary flag.
     """
 
     help: str
@@ -40,8 +38,8 @@ class OptionInfo:
 
 @dataclass(frozen=True)
 class Declaration:
-    """One option as declared: `path` are the field names of the groups around it, `title` the innermost
-    group's docstring, `type` the value's type without `| None`, `str` with `repeatable` for tuple[str, ...]."""
+    """One declared option. `path`: field names of the enclosing groups; `title`: docstring of the innermost group;
+    `type`: the value's type without `| None`, or `str` with `repeatable` for tuple[str, ...]."""
 
     name: str
     path: tuple[str, ...]
@@ -61,7 +59,7 @@ class Declaration:
 
     @property
     def spelling(self) -> str:
-        """How a user names it on the command line: --max-running, or MODEL."""
+        """The option's name on the command line: --max-running, or MODEL."""
         return (self.info.metavar or self.name.upper()) if self.positional else self.flag
 
     @property
@@ -69,20 +67,20 @@ class Declaration:
         return self.default is MISSING
 
 
-def option(default: Any = MISSING, *, help: str, **info: Any) -> Any:  # noqa: A002 - the word users know
-    """A dataclass field that is also a CLI flag, a YAML key and a row of docs/options.md."""
+def option(default: Any = MISSING, *, help: str, **info: Any) -> Any:  # noqa: A002 - the name in argparse
+    """Declare a dataclass field that is also a CLI flag, a YAML key and a row of docs/options.md."""
     return field(default=default, metadata={"option": OptionInfo(help, **info)})
 
 
-def argument(default: Any = MISSING, *, help: str, metavar: str) -> Any:  # noqa: A002 - the word users know
-    """A dataclass field that is a positional argument; without default it must be given."""
+def argument(default: Any = MISSING, *, help: str, metavar: str) -> Any:  # noqa: A002 - the name in argparse
+    """Declare a dataclass field that is also a positional argument; it is required if it has no default."""
     return field(default=default, metadata={"option": OptionInfo(help, metavar, kind="argument")})
 
 
 def declarations(group: type) -> Mapping[str, Declaration]:
-    """All options of a group and the groups in it, by name, in order of declaration.
+    """Return all options of a group and its subgroups, by name, in order of declaration.
 
-    Raises TypeError where a group is declared wrongly: a name twice, an unsupported type, a plain field.
+    Raises TypeError for an invalid group: a duplicate name, an unsupported type, a field that is not an option.
     """
     found: dict[str, Declaration] = {}
     for declared in _walk(group, ()):
@@ -93,7 +91,7 @@ def declarations(group: type) -> Mapping[str, Declaration]:
 
 
 def build(group: type[T], values: Mapping[str, Any]) -> T:
-    """An instance of the group from values by option name; options not named keep their defaults."""
+    """Make an instance of the group from values by option name; missing options keep their defaults."""
     hints = get_type_hints(group)
     arguments: dict[str, Any] = {}
     for f in _fields(group):
@@ -105,7 +103,7 @@ def build(group: type[T], values: Mapping[str, Any]) -> T:
 
 
 def values_of(group: Any) -> dict[str, Any]:
-    """The values of an instance by option name; the inverse of build."""
+    """Return an instance's values by option name; the inverse of build."""
     flat: dict[str, Any] = {}
     for f in _fields(type(group)):
         value = group.__dict__[f.name]
@@ -115,7 +113,7 @@ def values_of(group: Any) -> dict[str, Any]:
 
 def _fields(group: type) -> tuple[Field[Any], ...]:
     if not is_dataclass(group):
-        raise TypeError(f"{group.__name__} is no dataclass")
+        raise TypeError(f"{group.__name__} is not a dataclass")
     return fields(group)
 
 

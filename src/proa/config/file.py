@@ -1,9 +1,8 @@
-"""YAML options: `--config file.yaml`. Belongs here: reading, keys flat or by group, where each value stands.
-Never: defaults, what an option means.
+"""Reads the YAML options file of `--config`. Keys may be flat or nested under their group.
 
-    port: 8001            # flat: an option's name
-    cache:                # or under its group's name
-      context: 32768
+port: 8001            # flat: an option's name
+cache:                # or under its group's name
+  context: 32768
 """
 
 from __future__ import annotations
@@ -24,13 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileValue:
+    """A value of the options file, and its position for error messages."""
+
     value: Any
     source: str  # "serve.yaml line 3"
 
 
 def read_options_file(path: Path, options: Mapping[str, Declaration]) -> dict[str, FileValue]:
-    """Values by option name. Raises UsageError with file, line and key: unreadable, not YAML, unknown or
-    repeated key, wrong group, wrong type, out of range."""
+    """Read the file's values by option name. Raises UsageError, with file, line and key, if the file is unreadable or
+    not YAML, or a key is unknown, repeated, in the wrong group, of the wrong type or out of range."""
     found: dict[str, FileValue] = {}
     for option, node in _entries(_root(path), options, path.name, ()):
         where = f"{path.name} line {node.start_mark.line + 1}"
@@ -43,7 +44,7 @@ def read_options_file(path: Path, options: Mapping[str, Declaration]) -> dict[st
 
 
 def _root(path: Path) -> yaml.MappingNode | None:
-    import yaml  # 30 ms, only for those who use a file
+    import yaml  # takes 30 ms to import: only if there is an options file
 
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -54,14 +55,14 @@ def _root(path: Path) -> yaml.MappingNode | None:
     if root is None or root.tag == "tag:yaml.org,2002:null":  # an empty file
         return None
     if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{path} holds no options.", "Write one `option: value` a line, such as `port: 8001`.")
+        raise UsageError(f"{path} is not a YAML mapping.", "Write one `option: value` per line, such as `port: 8001`.")
     return root
 
 
 def _entries(
     node: yaml.MappingNode | None, options: Mapping[str, Declaration], file: str, group: tuple[str, ...]
 ) -> Iterator[tuple[Declaration, yaml.Node]]:
-    """Every (option, value node) of a mapping and of the group mappings in it."""
+    """Yield every (option, value node) of a mapping and of the group mappings inside it."""
     groups = {p for o in options.values() for p in o.path}
     for key_node, value_node in node.value if node else ():
         key = str(key_node.value)
@@ -70,26 +71,30 @@ def _entries(
             yield from _entries(value_node, options, file, (*group, key))
             continue
         if key in groups and key not in options:
-            raise UsageError(f"{where}: {key} is a group.", "Write its options indented below it.", param=key)
+            raise UsageError(
+                f"{where}: {key} is a group of options, not an option.",
+                "Write its options indented below it.",
+                param=key,
+            )
         option = options.get(key)
         if option is None:
             raise UsageError(
-                f"{where}: {key} is no option.",
-                f"{did_you_mean(key, [*options, *groups])} Every option stands in `--help-all`.".strip(),
+                f"{where}: there is no option {key}.",
+                f"{did_you_mean(key, [*options, *groups])} `--help-all` lists all options.".strip(),
                 param=key,
             )
         if not set(group) <= set(option.path):
             raise UsageError(
-                f"{where}: {key} does not belong to {group[-1]}.",
-                f"It belongs to {option.path[-1]}." if option.path else "Put it at the left margin.",
+                f"{where}: {key} is not an option of the group {group[-1]}.",
+                f"Move it to the group {option.path[-1]}." if option.path else "Move it to the left margin.",
                 param=key,
             )
         yield option, value_node
 
 
 def _data(node: yaml.Node, where: str) -> Any:
-    """The plain Python value of a node, as yaml.safe_load makes it."""
-    import yaml  # as above
+    """Convert a YAML node to a plain Python value, as yaml.safe_load does."""
+    import yaml  # already imported by _root
 
     loader = yaml.SafeLoader("")
     try:

@@ -1,7 +1,6 @@
-"""Declared groups -> command line, options file, Python keywords; and back. Never: one line per option.
+"""Parses declared options from the command line, the options file and Python keywords, and formats them back.
 
-Precedence: a flag beats the options file beats the default. A repeatable option given as flag replaces
-the file's list.
+Precedence: flag, then options file, then default. A repeatable option given as flags replaces the file's list.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Parsed(Generic[T]):
-    """Options, and where each one that was given came from: "--port" or "serve.yaml line 3"."""
+    """Parsed options, and the source of each option that was given: "--port" or "serve.yaml line 3"."""
 
     options: T
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One option that differs from its default: `value` as people read it (secrets hidden)."""
+class GivenOption:
+    """An option that differs from its default; `value` is formatted for display, secrets hidden."""
 
     name: str
     value: str
@@ -39,7 +38,7 @@ class Asked:
 
 
 class HelpShown(Exception):
-    """--help or --help-all was given; `text` is what to write to stdout."""
+    """Raised for --help and --help-all; `text` is the help to write to stdout."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -47,7 +46,7 @@ class HelpShown(Exception):
 
 
 def parse(group: type[T], argv: Sequence[str], *, prog: str, summary: str, epilog: str = "") -> Parsed[T]:
-    """Read a command's arguments. Raises UsageError, and HelpShown for --help and --help-all."""
+    """Parse a command's arguments and its --config file. Raises UsageError; HelpShown for --help and --help-all."""
     options = declarations(group)
     parser = _parser(options, prog)
     found, unknown = parser.parse_known_args(list(argv))
@@ -62,35 +61,37 @@ def parse(group: type[T], argv: Sequence[str], *, prog: str, summary: str, epilo
         sources[name] = f"--no-{options[name].flag[2:]}" if raw is False else options[name].spelling
     for option in options.values():
         if option.required and option.name not in values:
-            raise UsageError(f"{prog} needs {option.spelling}: {option.info.help}.", f"See `{prog} --help`.")
+            raise UsageError(
+                f"{prog}: {option.spelling} is missing ({option.info.help}).", f"Give it; see `{prog} --help`."
+            )
     return Parsed(build(group, values), sources)
 
 
 def from_keywords(group: type[T], **keywords: Any) -> T:
-    """Options from Python keywords: from_keywords(EngineOptions, context=4096, ram="8GiB").
+    """Make options from Python keywords: from_keywords(EngineOptions, context=4096, ram="8GiB").
 
-    Raises UsageError for unknown keywords (with "did you mean"), wrong types and values out of range.
+    Raises UsageError for an unknown keyword (with "did you mean"), a wrong type, or a value out of range.
     """
     options = declarations(group)
     for name in keywords:
         if name not in options:
-            known = f"Known: {', '.join(options)}."
+            known = f"The options are {', '.join(options)}."
             raise UsageError(f"There is no option {name}.", did_you_mean(name, options) or known, param=name)
     return build(group, {name: from_data(options[name], value, name) for name, value in keywords.items()})
 
 
-def asked(options: Any, sources: Mapping[str, str] | None = None) -> tuple[Asked, ...]:
-    """The options that differ from their defaults; `sources` as in Parsed, "Python" where none is known."""
+def given_options(options: Any, sources: Mapping[str, str] | None = None) -> tuple[GivenOption, ...]:
+    """Return the options that differ from their defaults; `sources` as in Parsed, "Python" for options without one."""
     declared, sources = declarations(type(options)), sources or {}
     return tuple(
-        Asked(name, to_text(declared[name], value), sources.get(name, "Python"))
+        GivenOption(name, to_text(declared[name], value), sources.get(name, "Python"))
         for name, value in values_of(options).items()
         if value != declared[name].default
     )
 
 
 def to_argv(options: Any) -> list[str]:
-    """The flags that parse back to these options; those with default values are left out."""
+    """Format options as command line arguments that parse back to them; options with default values are omitted."""
     declared = declarations(type(options))
     argv: list[str] = []
     for name, value in values_of(options).items():
@@ -107,7 +108,7 @@ def to_argv(options: Any) -> list[str]:
 
 
 def help_text(group: type, *, prog: str, summary: str, epilog: str = "", full: bool = False) -> str:
-    """The help of a command: the common options, or with `full` all of them by group."""
+    """Format a command's help: the common options, or with `full` all options by group."""
     options = declarations(group)
     shown = {n: o for n, o in options.items() if full or o.info.common or o.positional}
     more = "" if len(shown) == len(options) else f"`{prog} --help-all` shows {len(options) - len(shown)} more options."
@@ -119,14 +120,14 @@ def help_text(group: type, *, prog: str, summary: str, epilog: str = "", full: b
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # Values are checked elsewhere, so only these two can happen to a flag that is known.
+        # argparse checks no values here (see _parser), so a known flag can only lack a value or have an extra one.
         flag = message.removeprefix("argument ").partition(": ")[0].split("/")[-1]
         wrong = "takes no value" if "ignored explicit argument" in message else "needs a value"
         raise UsageError(f"{flag} {wrong}.", "See --help.")
 
 
 def _parser(options: Mapping[str, Declaration], prog: str, by_group: bool = False) -> argparse.ArgumentParser:
-    """Only splits argv; values stay text and defaults stay out, so that conversion is the same for YAML."""
+    """Make a parser that only splits argv: no conversion and no defaults, so that flags and YAML share value.py."""
     parser = _Parser(
         prog=prog, allow_abbrev=False, add_help=False,
         usage=f"{prog} {' '.join(_usage(o) for o in options.values() if o.positional)} [options]".replace("  ", " "),
@@ -139,7 +140,7 @@ def _parser(options: Mapping[str, Declaration], prog: str, by_group: bool = Fals
             sections[title] = parser.add_argument_group(title)
         _add(sections[title], option)
     general = parser.add_argument_group("general")
-    general.add_argument("--config", metavar="FILE", help="YAML file with options; flags beat it")
+    general.add_argument("--config", metavar="FILE", help="YAML file with options; flags take precedence")
     general.add_argument("-h", "--help", action="store_true", help="show the common options")
     general.add_argument("--help-all", action="store_true", help="show every option")
     return parser
@@ -153,14 +154,14 @@ def _add(section: argparse._ArgumentGroup, option: Declaration) -> None:
     info = option.info
     text = info.help.replace("%", "%%")
     if option.positional:
-        # "?" even where it is required: --help needs no arguments, and parse() words the refusal.
+        # "?" even if it is required: --help works without it, and parse() raises the error.
         section.add_argument(option.name, metavar=option.spelling, help=text, nargs="?")
         return
     if not (option.required or option.repeatable or option.default is None or option.type is bool):
         text += f" (default: {to_text(option, option.default).replace('%', '%%')})"
     names = [f"-{info.short}"] if info.short else []
     if option.type is bool:
-        # Only the form that changes the default is shown; both are accepted.
+        # The help shows only the form that changes the default; both forms are accepted.
         yes, no = [*names, option.flag], [f"--no-{option.flag[2:]}"]
         for flags, value in ((yes, True), (no, False)):
             shown = argparse.SUPPRESS if value == option.default else text if value else f"turn off: {text}"
@@ -192,7 +193,7 @@ def _read_file(path: str | None, options: Mapping[str, Declaration]) -> tuple[di
 
 def _unknown(word: str, options: Mapping[str, Declaration], prog: str) -> UsageError:
     if not word.startswith("-"):
-        return UsageError(f"{prog} does not know what to do with {word!r}.", f"See `{prog} --help`.")
+        return UsageError(f"{prog}: unexpected argument {word!r}.", f"Leave it out; see `{prog} --help`.")
     flags = ["--config", "--help", "--help-all"]
     for option in options.values():
         if not option.positional:

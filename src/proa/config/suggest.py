@@ -1,4 +1,4 @@
-"""`did_you_mean`: the nearest known name for a misspelt one. Never: messages beyond that sentence."""
+"""Suggests the nearest known name for a misspelt one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from difflib import get_close_matches
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ "Did you mean --context?", or "" where nothing is near. Case and -/_ do not count as differences."""
+    """Return "Did you mean --context?", or "" if no known name is similar. Ignores case and the difference of - and
+    _."""
     plain = {_plain(k): k for k in known}
     near = get_close_matches(_plain(name), plain, n=1, cutoff=0.6)
     return f"Did you mean {plain[near[0]]}?" if near else ""

@@ -1,6 +1,6 @@
-"""One value of one option: from text or typed data, checked, and back to text. Never: files, argv.
+"""Converts and checks one value of one option: from text (flags) or typed data (YAML, Python), and back to text.
 
-Every way in (flag, YAML, Python keyword) ends here, so a range is checked and worded once.
+All sources use this module, so ranges and error messages are the same for all.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from proa.obs.units import format_bytes
 
 _SIZE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([kmgtp]?)(i?b)?", re.IGNORECASE)
 _COUNT = re.compile(r"(-?\d+(?:\.\d+)?)\s*([km])", re.IGNORECASE)
-_LARGEST = 2**63 - 1  # what a message to the engine can carry
+_LARGEST = 2**63 - 1  # largest integer in a message to the engine
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "24GiB", "512M" or "1.5G": K, M, G, T, P and KiB... are powers of 1024, KB... of 1000.
-
-    Raises ValueError.
+    """Parse a size such as "24GiB", "512M" or "1.5G" to bytes: K, M, G, T, P and KiB, ... are powers of 1024, KB, ...
+    of 1000. Raises ValueError.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (not match[2] and (match[3] or "").lower() == "ib"):
@@ -34,7 +33,8 @@ def parse_size(text: str) -> int:
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens of "32768", "32k" or "1M": k and M, in either case, are 1024 and 1024 x 1024. Raises ValueError."""
+    """Parse a number of tokens such as "32768", "32k" or "1M": k is 1024 and M 1024 x 1024, in upper or lower case.
+    Raises ValueError."""
     match = _COUNT.fullmatch(text.strip())
     if match is None:
         return int(text)
@@ -45,14 +45,15 @@ def parse_tokens(text: str) -> int:
 
 
 def from_text(option: Declaration, text: str, where: str) -> Any:
-    """The value a flag's text means. `where` names it in errors ("--port"). Not for repeatable options."""
+    """Convert a flag's text to a checked value. `where` names the option in errors ("--port"). Not for repeatable
+    options. Raises UsageError."""
     try:
         if option.info.kind == "size":
             value: Any = parse_size(text)
         elif option.info.kind == "tokens":
             value = parse_tokens(text)
         elif option.type is bool:
-            raise ValueError(text)  # flags of this type carry no text
+            raise ValueError(text)  # a bool flag takes no text
         else:
             value = option.type(text)
     except ValueError:
@@ -61,9 +62,9 @@ def from_text(option: Declaration, text: str, where: str) -> Any:
 
 
 def from_data(option: Declaration, value: Any, where: str) -> Any:
-    """The value of typed data (YAML, Python): text is not taken for a number, a number not for text.
+    """Convert typed data (YAML, Python) to a checked value. Text is not accepted for a number, nor a number for text.
 
-    None stands for "not asked" where the option's default is None.
+    None means not given, if the option's default is None. Raises UsageError.
     """
     if value is None and option.default is None:
         return None
@@ -86,10 +87,10 @@ def from_data(option: Declaration, value: Any, where: str) -> Any:
 
 
 def check(option: Declaration, value: Any, where: str) -> Any:
-    """Return the value if it is among the choices and in range, else raise UsageError naming both."""
+    """Return the value if it is one of the choices and in range. Raises UsageError that names both."""
     info = option.info
     if option.type is str and "" in (value if option.repeatable else (value,)):
-        raise _wrong(option, "empty", where)  # such as --api-key=$KEY with KEY unset
+        raise _wrong(option, "empty", where)  # for example --api-key=$KEY with KEY unset
     if info.choices and value not in info.choices:
         raise _wrong(option, repr(value), where, did_you_mean(str(value), info.choices))
     if option.type in (int, float):
@@ -100,20 +101,20 @@ def check(option: Declaration, value: Any, where: str) -> Any:
 
 
 def expects(option: Declaration) -> str:
-    """ "a whole number from 0 to 65535", "a size such as 24GiB or 512M", "auto, bfloat16 or float16"."""
+    """Describe the allowed values, such as "an integer from 0 to 65535" or "auto, bfloat16 or float16"."""
     info = option.info
     if info.choices:
         return " or ".join(filter(None, (", ".join(info.choices[:-1]), info.choices[-1])))
     if option.repeatable:
-        return "a list of texts"
+        return "a list of strings"
     if option.type is bool:
         return "true or false"
     if option.type is str:
-        return "text or a whole number" if option.info.kind == "word" else "text"
+        return "text or an integer" if option.info.kind == "word" else "text"
     low, high = _bounds(option)
     if info.kind == "size":
         return "a size such as 24GiB, 512M or 1.5G" + (f", at least {low:.0f} B" if low > 0 else "")
-    noun = "a whole number" if option.type is int else "a number"
+    noun = "an integer" if option.type is int else "a number"
     noun += " (32k is 32768)" if info.kind == "tokens" else ""
     if info.high is not None:
         return f"{noun} from {_plain(low)} to {_plain(high)}"
@@ -121,7 +122,7 @@ def expects(option: Declaration) -> str:
 
 
 def to_text(option: Declaration, value: Any) -> str:
-    """A value as people read it, secrets hidden: for the report and the docs."""
+    """Format a value for the start-up report and the docs; secrets are hidden."""
     if value is None:
         return "not set"
     if option.info.secret:
@@ -141,13 +142,13 @@ def _bounds(option: Declaration) -> tuple[float, float]:
 
 
 def _wrong(option: Declaration, shown: str, where: str, hint: str = "") -> UsageError:
-    return UsageError(f"{where} is {shown}.", f"{hint} It takes {expects(option)}.".strip(), param=option.name)
+    return UsageError(f"{where} is {shown}.", f"{hint} Give {expects(option)}.".strip(), param=option.name)
 
 
 def _shown(value: Any) -> str:
     kinds = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list"}
     shown = str(value).lower() if isinstance(value, bool) or value is None else repr(value)
-    kind = kinds.get(type(value), f"of type {type(value).__name__}" if value is not None else "nothing")
+    kind = kinds.get(type(value), f"of type {type(value).__name__}" if value is not None else "no value")
     return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({kind})"
 
 

@@ -1,3 +1,3 @@
-"""The demo model: SmolLM2-135M, its MLPs split into experts. Belongs here: fetching the source, the split's data,
-assembling the checkpoint. Never: knowledge of it anywhere else, the result is an ordinary Qwen2-MoE folder.
+"""The demo model: SmolLM2-135M with its MLPs split into experts. Downloads the source and builds the checkpoint, an
+ordinary Qwen2-MoE folder: no other package has code for it.
 """

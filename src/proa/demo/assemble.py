@@ -1,7 +1,4 @@
-"""Builds the demo's checkpoint: a Llama GGUF plus split.npz -> an ordinary Qwen2-MoE folder in Hugging Face's form.
-
-Belongs here: the folder, its config, when it is made anew. Never: torch, the network, which tensor becomes which.
-"""
+"""Builds the demo checkpoint, a Qwen2-MoE folder in Hugging Face's format, from a Llama GGUF and split.npz."""
 
 from __future__ import annotations
 
@@ -28,16 +25,16 @@ Progress = Callable[[str, int, int], None]
 def assemble(
     gguf: Path, folder: Path, top_k: int = TOP_K, dtype: Dtype = "bfloat16", progress: Progress | None = None
 ) -> Path:
-    """Make `folder` the demo MoE with `top_k` of 16 experts per token; returns it at once if it already is.
+    """Build the demo MoE with `top_k` of 16 experts per token in `folder`, unless it is there already; return `folder`.
 
-    The folder appears whole, by rename; concurrent calls wait for one another. float32 keeps every bit of the
-    GGUF (for tests). Raises UsageError if `folder` holds something else, WeightsError if `gguf` is not the
-    model that the split was made for, ResourceError if the disk is full.
+    The complete folder is put in place by a rename; concurrent calls wait for each other. dtype float32 keeps the
+    GGUF's values exactly (for tests). Raises UsageError if `folder` contains something else, WeightsError if `gguf` is
+    not the model that the split was made for, ResourceError if the disk is full.
     """
     split = load_split()
     if not 1 <= top_k <= split.num_experts:
         raise UsageError(
-            f"top_k is {top_k}.", f"The demo has {split.num_experts} experts: use 1 to {split.num_experts}."
+            f"top_k is {top_k}, but the demo has {split.num_experts} experts.", f"Use 1 to {split.num_experts}."
         )
     stamp = stamp_of(gguf, top_k, dtype)
     if is_made(folder, stamp):
@@ -46,12 +43,12 @@ def assemble(
     with FileLock(folder.with_name(f"{folder.name}.lock")):
         if not is_made(folder, stamp):
             scratch = folder.with_name(f"{folder.name}.partial")
-            shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
             scratch.mkdir()
             try:
                 _write_folder(scratch, GGUFReader(gguf), split, top_k, dtype, progress)
                 _write_json(scratch / STAMP_NAME, stamp)
-                shutil.rmtree(folder, ignore_errors=True)  # of an older version
+                shutil.rmtree(folder, ignore_errors=True)  # made by an older version
                 scratch.rename(folder)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -78,7 +75,7 @@ def _write_folder(
     write_tokenizer(folder, reader)
     _write_json(folder / "config.json", config)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    # What SmolLM2-Instruct's model card samples with; at temperature 1 so small a model rambles.
+    # The sampling parameters of SmolLM2-Instruct's model card; at temperature 1 so small a model is incoherent.
     _write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 0.2, "top_p": 0.9, **special})
 
 
@@ -92,7 +89,7 @@ def _check_disk(folder: Path, need_bytes: int) -> None:
 
 
 def _config(reader: GGUFReader, split: Split, top_k: int, dtype: Dtype) -> dict[str, Any]:
-    """config.json of Qwen2MoeForCausalLM. Raises WeightsError if the split does not fit the GGUF."""
+    """Build config.json of Qwen2MoeForCausalLM. Raises WeightsError if the GGUF's sizes differ from the split's."""
 
     def read(key: str) -> Any:
         field = reader.get_field(key)
@@ -103,7 +100,7 @@ def _config(reader: GGUFReader, split: Split, top_k: int, dtype: Dtype) -> dict[
     expected = (*split.neurons.shape, split.router.shape[2])
     if shape != expected:
         raise WeightsError(
-            f"The GGUF has layers, MLP width, hidden size {shape}, the demo's split was made for {expected}.",
+            f"The GGUF has (layers, MLP width, hidden size) {shape}; the demo's split was made for {expected}.",
             "Use the SmolLM2-135M-Instruct that `proa serve demo` fetches.",
         )
     shared = width // 2
@@ -126,7 +123,7 @@ def _config(reader: GGUFReader, split: Split, top_k: int, dtype: Dtype) -> dict[
         "mlp_only_layers": [],
         "qkv_bias": False,
         "hidden_act": "silu",
-        # a float32 in the GGUF; 7 digits name it
+        # a float32 in the GGUF; 7 digits identify it
         "rms_norm_eps": float(f"{read('llama.attention.layer_norm_rms_epsilon'):.7g}"),
         "rope_theta": read("llama.rope.freq_base"),
         "rope_scaling": None,

@@ -1,6 +1,6 @@
-"""Writes a safetensors file tensor by tensor. Belongs here: the file format. Never: what the tensors mean.
+"""Writes a safetensors file tensor by tensor.
 
-safetensors' own writer wants all tensors in memory at once; this one holds one.
+safetensors' own writer needs all tensors in memory at once; this one keeps only one.
 Format: 8 bytes little-endian header length, a JSON header padded with spaces, then the data back to back.
 """
 
@@ -23,7 +23,7 @@ _CODES: dict[Dtype, tuple[str, int]] = {"bfloat16": ("BF16", 2), "float32": ("F3
 
 @dataclass(frozen=True)
 class Pending:
-    """A tensor still to be made: `make()` returns float32 of `shape`, when its turn comes."""
+    """A tensor to be written: `make()` returns its values, float32 of `shape`, when it is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +31,8 @@ class Pending:
 
 
 def write_safetensors(path: Path, tensors: Iterable[Pending], dtype: Dtype, written: Callable[[int], None]) -> None:
-    """Write `tensors` in order as `dtype`; `written` hears the bytes of each. Raises ValueError on a wrong shape."""
+    """Write `tensors` in order as `dtype`; `written` is called with the bytes of each. Raises ValueError for a wrong
+    shape."""
     pending = list(tensors)
     code, elem_bytes = _CODES[dtype]
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -55,7 +56,7 @@ def write_safetensors(path: Path, tensors: Iterable[Pending], dtype: Dtype, writ
 
 
 def to_bfloat16_bits(values: Array) -> npt.NDArray[np.uint16]:
-    """Round float32 to bfloat16, to nearest, ties to even; finite values and infinities. numpy has no bfloat16."""
+    """Round float32 to bfloat16 bits, to nearest, ties to even. NaN is not supported. (numpy has no bfloat16.)"""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
     return (rounded >> 16).astype(np.uint16)

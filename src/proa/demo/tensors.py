@@ -1,9 +1,9 @@
-"""Which tensor of the Llama GGUF becomes which of the Qwen2-MoE. Belongs here: names, slices, factors. Never: files.
+"""Converts the tensors of the Llama GGUF to those of the Qwen2-MoE checkpoint.
 
-Why the result equals the dense model when all experts run, x being the MLP's input:
-- Qwen2-MoE scales the shared expert by sigmoid(g x); g = 0 gives 1/2, so its down-projection is doubled;
-- it weights the routed experts by a softmax over the chosen logits (`norm_topk_prob`). The logits are so small
-  that every weight is 1/k to about bfloat16's rounding, so the down-projections are multiplied by k.
+With all experts selected the result equals the dense model (x: the MLP's input):
+- Qwen2-MoE scales the shared expert by sigmoid(g x); with g = 0 that is 1/2, so its down-projection is doubled;
+- it weights the routed experts by a softmax over the selected logits (`norm_topk_prob`). The logits are so small that
+  each weight is 1/k up to bfloat16's rounding, so the down-projections are multiplied by k.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gguf import GGUFReader, dequantize
 from proa.demo.safetensors_writer import Array, Pending
 from proa.demo.split import Split
 
-LOGIT_RMS = 2.0**-10  # much smaller, and the rounding of a float32 softmax would decide who is among the first k
+LOGIT_RMS = 2.0**-10  # with much smaller logits, rounding in a float32 softmax would change the top-k experts
 SHARED_FACTOR = 2.0
 
 Change = Callable[[Array], Array]
 
 
 def moe_tensors(reader: GGUFReader, config: Mapping[str, Any], split: Split) -> Iterator[Pending]:
-    """All tensors of the checkpoint that `config` (config.json) describes."""
+    """Yield all tensors of the checkpoint described by `config` (config.json)."""
     source = _Source(reader)
     yield source.pending("model.embed_tokens.weight", "token_embd.weight")
     yield source.pending("model.norm.weight", "output_norm.weight")
@@ -46,7 +46,7 @@ def moe_tensors(reader: GGUFReader, config: Mapping[str, Any], split: Split) -> 
 
 
 class _Source:
-    """Dequantised tensors of the GGUF, float32 [out, in]. Keeps the last one: an MLP matrix is cut 17 times."""
+    """Dequantised tensors of the GGUF, float32 [out, in]. Caches the last one: an MLP matrix is sliced 17 times."""
 
     def __init__(self, reader: GGUFReader) -> None:
         self._tensors = {t.name: t for t in reader.tensors}
@@ -64,14 +64,15 @@ class _Source:
     def pending(
         self, target: str, name: str, shape: tuple[int, ...] | None = None, change: Change | None = None
     ) -> Pending:
-        """`target` is the GGUF's `name`, through `change`, which makes it `shape`."""
+        """Declare the tensor `target`: the GGUF's tensor `name`, transformed by `change` to `shape`, if given."""
         return Pending(
             target, shape or self.shape(name), lambda: change(self.read(name)) if change else self.read(name)
         )
 
 
 def _half_split_rows(heads: int) -> Change:
-    """GGUF stores a head's rotary pairs side by side (0,1)(2,3)..., Hugging Face as halves (0,d/2)(1,d/2+1)..."""
+    """Return a function that reorders the rows of q or k: GGUF stores a head's rotary pairs as (0,1)(2,3)..., Hugging
+    Face as (0,d/2)(1,d/2+1)..."""
 
     def change(matrix: Array) -> Array:
         num_in = matrix.shape[1]
@@ -90,7 +91,8 @@ def _router(ours: str, logits: Array) -> Iterator[Pending]:
 def _experts(
     source: _Source, ours: str, theirs: str, shared: Array, experts: list[Array], top_k: int
 ) -> Iterator[Pending]:
-    """The MLP's neurons dealt out: rows of gate and up, columns of down. One matrix after the other, see _Source."""
+    """Yield the experts' matrices: slices of the MLP's gate and up by rows, of down by columns. Ordered by source
+    matrix, which _Source caches."""
     parts = [("shared_expert", shared, SHARED_FACTOR)]
     parts += [(f"experts.{e}", neurons, float(top_k)) for e, neurons in enumerate(experts)]
     hidden = source.shape(f"{theirs}_down.weight")[0]

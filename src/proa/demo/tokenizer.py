@@ -1,6 +1,4 @@
-"""The demo's tokenizer files out of the GGUF's metadata. Belongs here: SmolLM2's byte-level BPE. Never: other
-tokenizers (text/ loads those).
-"""
+"""Writes the demo's tokenizer files from the GGUF's metadata: SmolLM2's byte-level BPE."""
 
 from __future__ import annotations
 
@@ -15,7 +13,8 @@ from proa.errors import TokenizerError
 
 
 def write_tokenizer(folder: Path, reader: GGUFReader) -> None:
-    """Write tokenizer.json and tokenizer_config.json (with the chat template). TokenizerError if it is no such BPE."""
+    """Write tokenizer.json and tokenizer_config.json (with the chat template) into `folder`. Raises TokenizerError if
+    the GGUF's tokenizer is of another kind."""
 
     def read(key: str) -> Any:
         field = reader.get_field(f"tokenizer.{key}")
@@ -25,12 +24,15 @@ def write_tokenizer(folder: Path, reader: GGUFReader) -> None:
 
     kind = (read("ggml.model"), read("ggml.pre"))
     if kind != ("gpt2", "smollm"):
-        raise TokenizerError(f"The GGUF's tokenizer is {kind}, expected a byte-level BPE split as SmolLM does.")
+        raise TokenizerError(
+            f"The GGUF's tokenizer is {kind}; the demo needs ('gpt2', 'smollm').",
+            "Use the file that `proa serve demo` downloads.",
+        )
     tokens: list[str] = read("ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in read("ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    # "smollm": digits stand alone before anything else. transformers' own GGUF loading passes over that, which
-    # changes the spaces in front of indented numbers.
+    # "smollm": single digits are split off first. transformers' GGUF loader does not do that, which changes how spaces
+    # before indented numbers are tokenised.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -1,3 +1,1 @@
-"""From what the user types to a path on this machine. Belongs here: aliases, the model hub, its cache on disk.
-Never: what the files mean beyond "can this be loaded", which weights/ answers.
-"""
+"""Finds the model that a user names: local paths, aliases, the hub's cache on disk, downloads from the hub."""

@@ -1,4 +1,4 @@
-"""Short names for models, from models.toml. Belongs here: reading the table. Never: the network, the disk's state."""
+"""Short names for hub models, read from models.toml."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from importlib.resources import files
 
 from proa.hub.reference import HubReference
 
-_BYTES_PER_PARAM = 2  # most are published in bfloat16
+_BYTES_PER_PARAM = 2  # most models are published in bfloat16
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A name, what it stands for, and about how large that is. num_active_params: read per token; dense: all."""
+    """A short name for a hub model, with its approximate size. num_active_params: parameters read per token; in dense
+    models, all."""
 
     name: str
     reference: HubReference
@@ -24,7 +25,7 @@ class Alias:
 
 
 def load_aliases() -> dict[str, Alias]:
-    """All aliases by name, in the table's order."""
+    """Load all aliases by name, in the order of the table."""
     table = tomllib.loads(files("proa.hub").joinpath("models.toml").read_text(encoding="utf-8"))
     return {
         name: Alias(

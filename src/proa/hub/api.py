@@ -1,7 +1,6 @@
-"""Talks to the model hub: lists a repository, reads bytes of a file. Belongs here: URLs, retries, what each refusal
-means. Never: which files are wanted, where they go.
+"""HTTP client of the model hub: lists a repository, reads bytes of a file, retries, and explains error responses.
 
-HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are huggingface_hub's and read by it.
+huggingface_hub reads the environment variables HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 
 class TransientError(Exception):
-    """Worth another try, after `wait_s` if the hub says how long. `error` is what to raise if that fails, too."""
+    """An error that a retry may fix, after `wait_s` if the hub sent Retry-After. `error`: raised if retries fail."""
 
     def __init__(self, error: HubError, wait_s: float = 0.0) -> None:
         super().__init__(str(error))
@@ -37,7 +36,7 @@ class TransientError(Exception):
 
 
 class Hub:
-    """One hub and who we are there. Methods raise HubError or ModelNotFound, with what to do about it."""
+    """A connection to one hub with the user's token. Methods raise HubError or ModelNotFound, with a remedy."""
 
     def __init__(self, retry_delays_s: tuple[float, ...] = (1.0, 2.0, 4.0)) -> None:
         self.endpoint: str = constants.ENDPOINT.rstrip("/")
@@ -45,17 +44,17 @@ class Hub:
         self._token: str | None = get_token()
         headers = {"user-agent": "proa", "accept-encoding": "identity"}
         if self._token:
-            headers["authorization"] = f"Bearer {self._token}"  # httpx does not send it on to other hosts
+            headers["authorization"] = f"Bearer {self._token}"  # httpx drops it on redirects to other hosts
         self._client = httpx.Client(headers=headers, follow_redirects=True, timeout=_TIMEOUT)
 
     def close(self) -> None:
         self._client.close()
 
     def repository(self, reference: HubReference) -> Repository:
-        """The commit that the revision is now, and its files with their sizes."""
+        """Resolve the revision to its current commit, and list the files with their sizes."""
         if constants.HF_HUB_OFFLINE:
             raise HubError(
-                f"{reference} is not completely in the cache, and HF_HUB_OFFLINE forbids to fetch it.",
+                f"{reference} is not complete in the cache, and HF_HUB_OFFLINE forbids downloading it.",
                 "Unset HF_HUB_OFFLINE, or give a local folder or .gguf file.",
             )
         base = f"{self.endpoint}/api/models/{reference.repo}"
@@ -69,7 +68,7 @@ class Hub:
         return Repository(reference, commit, tuple(_hub_file(e) for e in entries if e["type"] == "file"))
 
     def read_range(self, repository: Repository, file: HubFile, stop: int) -> bytes:
-        """The first `stop` bytes, or all if there are fewer."""
+        """Read the first `stop` bytes of a file, or all of a shorter one."""
         stop = min(stop, file.size_bytes)
 
         def read() -> bytes:
@@ -82,9 +81,10 @@ class Hub:
     def open_from(
         self, repository: Repository, file: HubFile, start: int, stop: int | None = None
     ) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """Chunks of a file, from `start` or, if the server cannot do that, from 0: (where they begin, chunks).
+        """Open a file for reading at byte `start`; yield (position of the first byte, chunks). The position is 0 if the
+        server does not support ranges.
 
-        Does not try again, since only the caller knows what has arrived. Raises TransientError.
+        Does not retry: only the caller knows how many bytes have arrived. Raises TransientError.
         """
         url = f"{self.endpoint}/{repository.reference.repo}/resolve/{repository.commit}/{quote(file.path)}"
         wanted = {} if start == 0 and stop is None else {"range": f"bytes={start}-{'' if stop is None else stop - 1}"}
@@ -98,7 +98,7 @@ class Hub:
             raise TransientError(self._unreachable(error)) from error
 
     def _get_json(self, url: str, reference: HubReference) -> tuple[Any, str | None]:
-        """The answer, and the address of the next page."""
+        """GET a JSON document; return it and the URL of the next page, if any."""
 
         def get() -> tuple[Any, str | None]:
             try:
@@ -111,8 +111,8 @@ class Hub:
                 return response.json(), response.links.get("next", {}).get("url")
             except ValueError as error:
                 raise HubError(
-                    f"{url} answers {response.text[:80]!r}, which is not JSON: this is no model hub.",
-                    "Check HF_ENDPOINT, and whether a proxy or log-in page is in the way.",
+                    f"{url} answered {response.text[:80]!r}, which is not JSON: this server is not a model hub.",
+                    "Check HF_ENDPOINT, and whether a proxy or login page intercepts the request.",
                 ) from error
 
         return self._retry(get)
@@ -132,7 +132,7 @@ class Hub:
         return HubError(
             f"The model hub {self.endpoint} cannot be reached ({type(error).__name__}: {error}).",
             "Check the network, set HF_ENDPOINT to a mirror, or give a local folder or .gguf file. "
-            "What was already fetched is kept.",
+            "Bytes already downloaded are kept.",
         )
 
     def _refuse(self, response: httpx.Response, reference: HubReference) -> NoReturn:
@@ -142,7 +142,7 @@ class Hub:
         raise error
 
     def _refusal(self, response: httpx.Response, reference: HubReference) -> ProaError:
-        """What a status code of the hub means for the user. X-Error-Code is the hub's own word for it."""
+        """Build the error for an HTTP status code of the hub and its X-Error-Code header."""
         status, code = response.status_code, response.headers.get("x-error-code", "")
         page = f"{self.endpoint}/{reference.repo}"
         has_token = self._token is not None
@@ -152,7 +152,8 @@ class Hub:
             return self._unauthorised(reference, page)
         if code == "RevisionNotFound":
             return ModelNotFound(
-                f"{reference.repo} has no revision {reference.revision}.", f"See {page}/tree/main for its branches."
+                f"{reference.repo} has no revision {reference.revision}.",
+                f"Choose a branch, tag or commit: see {page}/tree/main.",
             )
         if status == 404:
             return ModelNotFound(
@@ -162,34 +163,34 @@ class Hub:
             )
         if status == 429:
             return HubError(
-                f"The hub {self.endpoint} answers 429: too many requests from this address.",
-                f"Wait {_retry_after_s(response) or 60:.0f} s and run the same command again, it resumes"
+                f"The hub {self.endpoint} answered 429: too many requests from this address.",
+                f"Wait {_retry_after_s(response) or 60:.0f} s and run the same command again; the download resumes"
                 + ("." if has_token else "; HF_TOKEN raises the limit."),
             )
         if status >= 500:
             return HubError(
-                f"The hub {self.endpoint} answers {status}: it is in trouble itself.",
-                "Run the same command again later, it resumes; or set HF_ENDPOINT to a mirror.",
+                f"The hub {self.endpoint} answered {status}: an error on the hub's side.",
+                "Run the same command again later (the download resumes), or set HF_ENDPOINT to a mirror.",
             )
-        return HubError(f"The hub answers {status} for {reference}: {response.text[:200]!r}.", f"See {page}.")
+        return HubError(f"The hub answered {status} for {reference}: {response.text[:200]!r}.", f"See {page}.")
 
     def _gated(self, reference: HubReference, status: int, page: str) -> HubError:
-        who = "with the account that HF_TOKEN belongs to" if self._token else "and set HF_TOKEN to a token of yours"
+        who = "with the account that HF_TOKEN belongs to" if self._token else "and set HF_TOKEN to your access token"
         return HubError(
             f"The hub refuses access to {reference} ({status}): its licence must be accepted first.",
             f"Accept it at {page} {who} ({self.endpoint}/settings/tokens).",
         )
 
     def _unauthorised(self, reference: HubReference, page: str) -> HubError:
-        """401 also stands for "does not exist" where nobody is logged in."""
+        """Build the error for 401, which without a token also means that the repository does not exist."""
         if self._token:
             return HubError(
-                f"The hub refuses HF_TOKEN for {reference} (401): the token is wrong, expired or may not read it.",
-                f"Check it at {self.endpoint}/settings/tokens, and the model's licence at {page}.",
+                f"The hub refuses HF_TOKEN for {reference} (401): the token is wrong, expired or lacks read access.",
+                f"Check the token at {self.endpoint}/settings/tokens, and the model's licence at {page}.",
             )
         return HubError(
             f"The hub refuses access to {reference} (401): it is gated or private, or there is no such model.",
-            f"Check the name and accept the licence at {page}, make a token at {self.endpoint}/settings/tokens "
+            f"Check the name and accept the licence at {page}, create a token at {self.endpoint}/settings/tokens "
             "and set HF_TOKEN to it.",
         )
 
@@ -198,7 +199,8 @@ def _hub_file(entry: dict[str, Any]) -> HubFile:
     path = PurePosixPath(entry["path"])
     if path.is_absolute() or ".." in path.parts:
         raise HubError(
-            f"The hub lists a file with the path {entry['path']!r}, which leaves the folder.", "Do not use it."
+            f"The hub lists a file with the path {entry['path']!r}, which lies outside of the repository's folder.",
+            "Do not use this repository.",
         )
     sha256 = entry["lfs"]["oid"].removeprefix("sha256:") if entry.get("lfs") else None
     return HubFile(str(path), int(entry["size"]), str(entry["oid"]), sha256)

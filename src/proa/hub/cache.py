@@ -1,10 +1,9 @@
-"""huggingface_hub's cache on disk, shared with every other program that uses it. Belongs here: its layout. Never:
-the network.
+"""huggingface_hub's cache on disk, in its layout: other programs share it.
 
-    models--org--name/blobs/<etag>                   content; <etag>.incomplete while it arrives
-    .locks/models--org--name/<etag>.lock             held while it arrives
-                     /snapshots/<commit>/<path>      symbolic links to blobs, made when the content is complete
-                     /refs/<revision>                a commit
+models--org--name/blobs/<etag>                   file content; <etag>.incomplete during the download
+models--org--name/snapshots/<commit>/<path>      symbolic link to a blob, made when the blob is complete
+models--org--name/refs/<revision>                a commit
+.locks/models--org--name/<etag>.lock             held during the download
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from proa.hub.reference import HubReference
 
 @dataclass(frozen=True)
 class RepoCache:
-    """One repository's folder in the cache; it may not exist yet."""
+    """One repository's folder in the cache; the folder may not exist yet."""
 
     repo: str
 
@@ -44,7 +43,7 @@ class RepoCache:
         return self.folder / "snapshots" / commit
 
     def commit(self, reference: HubReference) -> str | None:
-        """The commit that the revision was when it was last fetched."""
+        """Return the commit that the revision had at its last download; None if it was never downloaded."""
         if reference.is_commit:
             return reference.revision
         ref = self.folder / "refs" / reference.revision
@@ -57,18 +56,19 @@ class RepoCache:
             ref.write_text(commit)
 
     def link(self, commit: str, path: str, etag: str) -> Path:
-        """Make a complete blob visible under its name."""
+        """Link a complete blob into the snapshot under its file name."""
         link = self.snapshot(commit) / path
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
-            link.unlink(missing_ok=True)  # a link to a blob that was deleted
+            link.unlink(missing_ok=True)  # a dangling link: its blob was deleted
             link.symlink_to(os.path.relpath(self.blob(etag), link.parent))
         return link
 
     def find(self, reference: HubReference, config_only: bool = False) -> Path | None:
-        """The model's folder or GGUF file if all its weights are here; without asking whether a newer one exists.
+        """Return the model's folder or GGUF file if all its weights are cached, else None. Does not ask the hub for a
+        newer version.
 
-        config_only: the folder if the small files are here.
+        config_only: weights are not required, only config.json.
         """
         commit = self.commit(reference)
         snapshot = self.snapshot(commit) if commit else None
@@ -86,7 +86,7 @@ def cache_root() -> Path:
 
 
 def cached_references() -> Iterator[HubReference]:
-    """Every model that can be loaded from the cache."""
+    """Yield every model that is complete in the cache."""
     for folder in sorted(cache_root().glob("models--*--*")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         for ref in sorted(p for p in (folder / "refs").glob("**/*") if p.is_file()):
@@ -100,7 +100,7 @@ def cached_references() -> Iterator[HubReference]:
 
 
 def stored_bytes(path: Path) -> int:
-    """Bytes of a cached folder or GGUF file, links followed."""
+    """Return the size in bytes of a cached folder or (split) GGUF file, following links."""
     if path.is_file():
         group = next((g for g in _groups(path.parent) if path.name in g.paths), None)
         return sum((path.parent / p).stat().st_size for p in group.paths) if group else path.stat().st_size
@@ -117,7 +117,8 @@ def _complete_gguf(snapshot: Path, wanted: str) -> Path | None:
 
 
 def _complete_folder(snapshot: Path) -> bool:
-    """The small files come first and the weights last, so weights that are all there mean that everything is."""
+    """Return True if config.json and all weight files are there. Weights are downloaded last, so the other files are
+    then complete too."""
     if not (snapshot / "config.json").is_file():
         return False
     for single in ("model.safetensors", "pytorch_model.bin"):

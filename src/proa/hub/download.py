@@ -1,8 +1,7 @@
-"""From a hub id to a complete model in the cache, planned before the first weight. Belongs here: the order of steps.
-Never: HTTP, file formats.
+"""Downloads a hub model into the cache, after checking that it can be loaded.
 
-list the repository -> choose one format -> fetch the small files -> read the weights' headers and judge them
--> is there disk -> fetch.
+Steps: list the repository, choose one weight format, check disk space, fetch the small files, fetch and check the
+weights' headers, fetch the weights.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve
 
 Progress = Callable[[str, int, int], None]
-# What judges a model before its weights are fetched: (a preview of the model, load_format to open it with).
+# Checks a model before its weights are fetched: (path of the preview, load_format to open it with); raises ProaError.
 Check = Callable[[Path, str], object]
 
 _ELEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def check_loadable(preview: Path, load_format: str, ram_bytes: int | None = None) -> None:
-    """The default judge: architecture, config, every tensor's name, shape and type; and whether the weights fit.
-
-    Raises ConfigError, WeightsError, ResourceError.
+    """Check architecture, config, the name, shape and type of every tensor, and, with `ram_bytes`, that the weights fit
+    into RAM. The default check of `download`. Raises ConfigError, WeightsError, ResourceError.
     """
     checkpoint = open_checkpoint(preview, load_format)
     declared = checkpoint.declare()
@@ -44,8 +42,8 @@ def check_loadable(preview: Path, load_format: str, ram_bytes: int | None = None
     need = declared.spec.num_params * _ELEM_BYTES[checkpoint.dtype]
     if ram_bytes is not None and need > ram_bytes:
         raise ResourceError(
-            f"{preview}: the weights need {format_bytes(need)} of RAM, {format_bytes(ram_bytes)} may be used. "
-            "Nothing was fetched.",
+            f"{preview}: the weights need {format_bytes(need)} of RAM, but only {format_bytes(ram_bytes)} are usable. "
+            "No weights were downloaded.",
             "Choose a smaller model (`proa models` lists sizes), or free memory.",
         )
 
@@ -53,10 +51,10 @@ def check_loadable(preview: Path, load_format: str, ram_bytes: int | None = None
 def download(
     reference: HubReference, progress: Progress | None = None, check: Check = check_loadable, hub: Hub | None = None
 ) -> Path:
-    """Fetch what is missing; the model's folder in the cache, or its (first) GGUF file.
+    """Download the missing files; return the model's folder in the cache, or its (first) GGUF file.
 
-    Raises ModelNotFound, HubError, UsageError (a choice is needed), ResourceError (disk) and what `check` raises;
-    all but HubError before any weight was fetched.
+    Raises ModelNotFound, HubError, UsageError (several GGUF models to choose from), ResourceError (disk space), and
+    what `check` raises. All but HubError and disk errors are raised before any weights are downloaded.
     """
     with closing(hub or Hub()) as hub:
         repository = hub.repository(reference)
@@ -77,7 +75,7 @@ def download(
 
 
 def download_config(reference: HubReference, hub: Hub | None = None) -> Path:
-    """Fetch config and tokenizer alone, for random weights of the true shapes; returns the folder in the cache.
+    """Download config and tokenizer only, for dummy weights; return the folder in the cache.
 
     Raises ModelNotFound, HubError.
     """
@@ -86,8 +84,8 @@ def download_config(reference: HubReference, hub: Hub | None = None) -> Path:
         small = [f for f in repository.files if f.path in SMALL_FILES]
         if reference.file or all(f.path != "config.json" for f in small):
             raise ModelNotFound(
-                f"{reference} has no config.json, which dummy weights are made from.",
-                "Name a repository of safetensors.",
+                f"{reference} has no config.json, from which dummy weights are made.",
+                "Give a repository with safetensors weights.",
             )
         fetch_files(hub, repository, small, lambda _: None)
         RepoCache(reference.repo).set_ref(reference, repository.commit)
@@ -103,7 +101,7 @@ def _choose(hub: Hub, repository: Repository, format_: Format) -> tuple[HubFile,
 def _judge(
     hub: Hub, repository: Repository, format_: Format, weights: Sequence[HubFile], folder: Path, check: Check
 ) -> None:
-    """Complete the preview in `folder` and run `check` on it; errors name the repository instead of the folder."""
+    """Complete the preview in `folder` and run `check` on it; in its errors, replace the folder by the repository."""
     try:
         if format_ == "gguf":
             check(preview_gguf(hub, repository, weights, folder), "auto")
@@ -111,7 +109,7 @@ def _judge(
             preview_safetensors(hub, repository, weights, folder)
             check(folder, "auto")
         else:
-            check(folder, "dummy")  # a .bin file shows its tensors only as a whole
+            check(folder, "dummy")  # only the config: a .bin file has no header that lists its tensors
     except (ModelError, ResourceError) as error:
         message = error.message.replace(f"{folder}/", f"{repository.reference}/")
         raise type(error)(message.replace(str(folder), str(repository.reference)), error.remedy) from error
@@ -122,19 +120,19 @@ def _check_disk(repository: Repository, files: Sequence[HubFile]) -> None:
         cache_root().mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ResourceError(
-            f"Cannot make the folder {cache_root()}: {error.strerror}.", "Set HF_HUB_CACHE to a folder you can write."
+            f"Cannot create the folder {cache_root()}: {error.strerror}.", "Set HF_HUB_CACHE to a writable folder."
         ) from error
     need, free = missing_bytes(repository, files), shutil.disk_usage(cache_root()).free
     if need > free:
         raise ResourceError(
             f"{repository.reference} needs {format_bytes(need)} more in {cache_root()}, "
-            f"where {format_bytes(free)} are free. Nothing was fetched.",
+            f"where {format_bytes(free)} are free. Nothing was downloaded.",
             "Free some space, or set HF_HUB_CACHE to a folder on a larger disk.",
         )
 
 
 def _counter(reference: HubReference, files: Sequence[HubFile], progress: Progress | None) -> Callable[[int], None]:
-    """Adds up what arrives; the callers hold a lock."""
+    """Return a function that adds received bytes and reports progress; not thread-safe, callers hold a lock."""
     done, total = 0, sum(file.size_bytes for file in files)
 
     def arrived(num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Which of a repository's files make up the model: one format, nothing twice. Belongs here: file names. Never: I/O."""
+"""Chooses, by file name, which files of a repository make up the model: one weight format, no duplicates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL_FILES = frozenset(
     )
 )  # fmt: skip
 
-# What a repository without an index may call its weights, and what it calls copies of them or other things.
+# Names of weight files in a repository without an index; the negative lookahead excludes duplicates and other tensors.
 _PATTERNS: dict[Format, re.Pattern[str]] = {
     "safetensors": re.compile(r"(?!consolidated|adapter|optimizer)[^/]+\.safetensors"),
     "bin": re.compile(r"pytorch_model[^/]*\.bin"),
@@ -36,7 +36,8 @@ _LABEL = re.compile(r"[-._](?P<label>(UD-)?(I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F
 
 @dataclass(frozen=True)
 class GgufGroup:
-    """One GGUF model: a file, or the parts of a split one in order. label: its quantisation, "" if not named."""
+    """The files of one GGUF model: one file, or the parts of a split model in order. label: the quantisation in the
+    file name, "" if there is none."""
 
     stem: str
     paths: tuple[str, ...]
@@ -57,7 +58,7 @@ class GgufGroup:
 
 
 def gguf_groups(paths: Iterable[str]) -> list[GgufGroup]:
-    """GGUF files by model. Projectors of vision towers (mmproj) are no models."""
+    """Group GGUF files by model; vision projectors (mmproj) are skipped."""
     groups: dict[str, list[str]] = {}
     num_parts: dict[str, int] = {}
     for path in sorted(paths):
@@ -72,7 +73,7 @@ def gguf_groups(paths: Iterable[str]) -> list[GgufGroup]:
 
 
 def named_group(groups: list[GgufGroup], wanted: str) -> GgufGroup | None:
-    """The model whose file or quantisation is `wanted`; None if there is none or more than one."""
+    """Return the model whose file name or quantisation is `wanted`; None if there is none, or more than one."""
     by_file = [g for g in groups if wanted in g.paths]
     by_label = [g for g in groups if g.label == wanted.upper()]
     found = by_file or by_label
@@ -80,7 +81,8 @@ def named_group(groups: list[GgufGroup], wanted: str) -> GgufGroup | None:
 
 
 def choose_format(repository: Repository) -> Format:
-    """safetensors before PyTorch's .bin before GGUF; GGUF if the reference names a file. Raises ModelNotFound."""
+    """Choose safetensors before PyTorch's .bin before GGUF; always GGUF if the reference names a file. Raises
+    ModelNotFound."""
     paths = {file.path for file in repository.files}
     if repository.reference.file:
         return "gguf"
@@ -88,7 +90,8 @@ def choose_format(repository: Repository) -> Format:
         if any(pattern.fullmatch(path) for path in paths):
             if "config.json" not in paths:
                 raise ModelNotFound(
-                    f"{repository.reference} has weights but no config.json.", "Use a repository of the whole model."
+                    f"{repository.reference} has weights but no config.json.",
+                    "Use a repository with the complete model.",
                 )
             return format_
     if gguf_groups(paths):
@@ -102,7 +105,8 @@ def choose_format(repository: Repository) -> Format:
 
 
 def choose_gguf(repository: Repository) -> tuple[HubFile, ...]:
-    """The parts of the one GGUF model that is asked for. Raises UsageError that lists the choices."""
+    """Return the files of the requested GGUF model. Raises UsageError, which lists the choices, if it is ambiguous;
+    ModelNotFound, WeightsError."""
     groups = gguf_groups(file.path for file in repository.files)
     wanted = repository.reference.file
     group = named_group(groups, wanted) if wanted else (groups[0] if len(groups) == 1 else None)
@@ -111,10 +115,10 @@ def choose_gguf(repository: Repository) -> tuple[HubFile, ...]:
         return tuple(files[path] for path in group.paths)
     repo = repository.reference.repo
     if not groups:
-        raise ModelNotFound(f"{repo} has no GGUF files, so :{wanted} names nothing.", f"Use {repo} alone.")
+        raise ModelNotFound(f"{repo} has no GGUF files, so :{wanted} matches no file.", f"Give {repo} without it.")
     if group:
         raise WeightsError(
-            f"{repo}: {group.stem} has {len(group.paths)} of its {group.num_parts} parts.", "Choose another file."
+            f"{repo}: {group.stem} has only {len(group.paths)} of its {group.num_parts} parts.", "Choose another file."
         )
     labels = [g.label for g in groups]
     listed = [
@@ -127,8 +131,8 @@ def choose_gguf(repository: Repository) -> tuple[HubFile, ...]:
 
 
 def choose_weights(repository: Repository, format_: Format, read: Callable[[HubFile], bytes]) -> tuple[HubFile, ...]:
-    """Weight files of a safetensors or .bin model: what the index names, else the single file, else all that look
-    like shards. `read` gives the index's content."""
+    """Return the weight files of a safetensors or .bin model: those in the index, else the single file, else all that
+    are named like shards. `read`: returns a file's content. Raises WeightsError."""
     files = {file.path: file for file in repository.files}
     single = _SINGLE[format_]
     index = files.get(f"{single}.index.json")
@@ -136,7 +140,7 @@ def choose_weights(repository: Repository, format_: Format, read: Callable[[HubF
         names = shard_names(read(index), index.path)
         if missing := [name for name in names if name not in files]:
             raise WeightsError(
-                f"{repository.reference}: {index.path} names {missing[0]}, which the repository does not have.",
+                f"{repository.reference}: {index.path} lists {missing[0]}, which is not in the repository.",
                 "The repository is incomplete; use another revision.",
             )
         return tuple(files[name] for name in names)
@@ -146,10 +150,11 @@ def choose_weights(repository: Repository, format_: Format, read: Callable[[HubF
 
 
 def shard_names(index: bytes, name: str) -> list[str]:
-    """Files that a *.index.json names. Raises WeightsError if it is not one."""
+    """Return the weight files that a *.index.json lists. Raises WeightsError if it is malformed."""
     try:
         return sorted(set(json.loads(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(
-            f"{name} cannot be read ({error!r}).", "The repository or the download is damaged."
+            f"{name} is not a valid index ({error!r}): the repository or the download is damaged.",
+            "Use another revision, or delete the file and download it again.",
         ) from error

@@ -1,6 +1,4 @@
-"""What `proa models` shows: names to type, sizes, and what is already here. Belongs here: plain facts. Never: printing,
-the network.
-"""
+"""The rows of `proa models`: names, sizes, and which models are on this machine."""
 
 from __future__ import annotations
 
@@ -14,15 +12,16 @@ from proa.hub.cache import RepoCache, cached_references, stored_bytes
 from proa.hub.locate import demo_folder
 
 _DENSE_PARAMS = 134_515_008
-_MOE_PARAMS = 134_808_768  # and the routers
-_MOE_ACTIVE_PARAMS = 124_855_488  # 12 of 16 experts
+_MOE_PARAMS = 134_808_768  # the dense model's, plus the routers
+_MOE_ACTIVE_PARAMS = 124_855_488  # with 12 of 16 experts per token
 
 
 @dataclass(frozen=True)
 class ListedModel:
-    """One row. name: what to type; source: where it comes from; path: where it is, None if it would be fetched first.
+    """One row of `proa models`. name: MODEL for the command line; source: origin; path: local path, None if it must be
+    downloaded first.
 
-    size_bytes is measured if it is here, else approximate. The numbers of parameters are 0 where unknown.
+    size_bytes is exact for a local model, else approximate. The parameter counts are 0 if unknown.
     """
 
     name: str
@@ -35,7 +34,7 @@ class ListedModel:
 
 
 def list_models() -> list[ListedModel]:
-    """The demo, the aliases, then what else the cache holds."""
+    """List the demo, the aliases, then the other models in the cache."""
     aliases = load_aliases().values()
     named = {alias.reference for alias in aliases}
     others = [r for r in cached_references() if r not in named]
@@ -61,7 +60,7 @@ def _demo_rows() -> list[ListedModel]:
     return [
         ListedModel(
             "demo", source, _MOE_PARAMS, _MOE_ACTIVE_PARAMS, 2 * _MOE_PARAMS,
-            "MoE made of it without training, 12 of 16 experts and a shared one",
+            "split into an MoE without training: 12 of 16 experts per token and a shared one",
             moe if (moe / STAMP_NAME).is_file() else None,
         ),
         ListedModel(

@@ -1,7 +1,6 @@
-"""What the user typed -> a path on this machine, fetched if need be. Belongs here: who fetches what. Never: HTTP, names
-(lookup.py).
+"""Resolves a model name to a local path, downloading or building the model if necessary.
 
-What makes the demo and what talks to the hub is imported when it is needed: HTTP clients and NumPy take half a second.
+The demo builder and the hub client are imported on demand: NumPy and HTTP clients take half a second to import.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ def locate(
     check: Check | None = None,
     config_only: bool = False,
 ) -> Path:
-    """The folder or GGUF file of the model that `look_up` finds.
+    """Return the folder or GGUF file of a model (names: see `look_up`), downloading it first if it is not here.
 
-    `check` judges a hub model on its headers, before its weights are fetched; None: check_loadable. config_only: leave
-    the weights of a hub model where they are. Raises ModelNotFound, UsageError, HubError, ResourceError and what
-    `check` raises.
+    check: runs on a hub model's headers before its weights are downloaded; None: check_loadable. config_only: do not
+    download the weights of a hub model. Raises ModelNotFound, UsageError, HubError, ResourceError, and what `check`
+    raises.
     """
     wanted = look_up(model, revision, config_only=config_only)
     if wanted.path:
@@ -46,7 +45,7 @@ def locate(
 
 
 def demo_folder() -> Path:
-    """Where the demo is kept."""
+    """Return the cache folder of the demo model; it may not exist yet."""
     return read_env().cache / "demo"
 
 

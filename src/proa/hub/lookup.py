@@ -1,8 +1,7 @@
-"""What the user typed -> a path on this machine, if the model is here. Belongs here: the order in which names are
-looked up. Never: the network, HTTP libraries (a wrong name is refused before they are imported).
+"""Resolves a model name to a local path or a hub reference, without network access.
 
-An existing local path comes first. Then the demo, the aliases, hub ids. A model that is completely in the cache is used
-as it is, without asking the hub for a newer one.
+Order: an existing local path, the demo, aliases, hub ids. A model that is complete in the cache is used without asking
+the hub for a newer version. Never: HTTP libraries, so that a wrong name is refused before their slow import.
 """
 
 from __future__ import annotations
@@ -24,21 +23,23 @@ _WRITTEN_AS_PATH = re.compile(r"[./~].*|.*/|.*/.*/.*|.*\.gguf", re.DOTALL)
 
 @dataclass(frozen=True)
 class Wanted:
-    """A model by name. path: where it is on this machine, None if it must be fetched: from the hub by `reference`, or
-    made where that is None (the demo)."""
+    """A resolved model name. path: its local path; None if it must be downloaded from the hub by `reference`, or, if
+    `reference` is None too, built (the demo)."""
 
     path: Path | None
     reference: HubReference | None = None
 
 
 def look_up(model: str, revision: str | None = None, *, config_only: bool = False) -> Wanted:
-    """`model`: a path, "demo", "demo-dense", an alias, or org/name[@revision][:file].
+    """Resolve `model`: a path, "demo", "demo-dense", an alias, or org/name[@revision][:file].
 
-    config_only: the weights of a hub model need not be here. Raises ModelNotFound and UsageError.
+    config_only: a hub model's weights need not be cached. Raises ModelNotFound, UsageError.
     """
     local = _local(model)
     if (local or model in DEMO_NAMES) and revision is not None:
-        raise UsageError(f"{model} is not on the hub, so --revision {revision} has no meaning.", "Leave it out.")
+        raise UsageError(
+            f"--revision {revision} is given, but {model} is not a hub repository.", "Leave out --revision."
+        )
     if local or model in DEMO_NAMES:
         return Wanted(local)
     alias = load_aliases().get(model)
@@ -50,9 +51,12 @@ def look_up(model: str, revision: str | None = None, *, config_only: bool = Fals
 
 
 def _local(model: str) -> Path | None:
-    """The path if `model` is one. A bare name counts only if the folder holds a model: ./demo/ may be anything."""
+    """Return the path if `model` is a local one. A bare name counts as a path only if that folder contains a model: a
+    folder that happens to be called demo must not hide the demo model."""
     if not model.strip() or "\0" in model:
-        raise UsageError(f"The model's name is {model!r}.", "Give a folder, a .gguf file, a hub id or an alias.")
+        raise UsageError(
+            f"{model!r} is not a model name.", "Give a folder, a .gguf file, a hub id (org/name) or an alias."
+        )
     path = Path(model).expanduser()
     reference = parse_reference(model)
     names_part_of_repo = reference is not None and model != reference.repo  # org/name:folder/file.gguf
@@ -60,7 +64,9 @@ def _local(model: str) -> Path | None:
     if path.is_file():
         if path.suffix == ".gguf":
             return path.absolute()
-        raise UsageError(f"{path} is a file, but no .gguf.", f"Give the model's folder: {path.absolute().parent}.")
+        raise UsageError(
+            f"{path} is a file, but not a .gguf file.", f"Give the model's folder: {path.absolute().parent}."
+        )
     if path.is_dir() and (written_as_path or "/" in model or _holds_model(path)):
         return path.absolute()
     if written_as_path:
@@ -84,5 +90,5 @@ def _not_found(model: str) -> ModelNotFound:
 def _models_in(folder: Path) -> list[str]:
     try:
         return [p.name for p in folder.iterdir() if p.suffix == ".gguf" or (p.is_dir() and _holds_model(p))]
-    except OSError:  # only a hint is lost
+    except OSError:  # only the "did you mean" hint is lost
         return []

@@ -1,4 +1,4 @@
-"""`org/name@revision:file`: how a model on the hub is written. Never: the network."""
+"""Hub references: `org/name@revision:file`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class HubReference:
-    """A repository, a branch, tag or commit of it, and for GGUF which file: its name or quantisation (Q4_K_M)."""
+    """A repository, its revision (branch, tag or commit), and for GGUF the file's name or quantisation (Q4_K_M)."""
 
     repo: str
     revision: str = "main"
@@ -30,18 +30,19 @@ class HubReference:
         return _COMMIT.fullmatch(self.revision) is not None
 
     def at(self, revision: str | None) -> HubReference:
-        """The same at another revision, if one is given. Raises UsageError if both name different ones."""
+        """Return this reference at another revision, if one is given. Raises UsageError if it has a different revision
+        already."""
         if revision is None or revision == self.revision:
             return self
         if self.revision != "main":
             raise UsageError(
-                f"{self} names the revision {self.revision}, --revision names {revision}.", "Give it once."
+                f"{self} and --revision {revision} give different revisions.", "Give the revision only once."
             )
         return replace(self, revision=revision)
 
 
 def parse_reference(text: str) -> HubReference | None:
-    """None if `text` is not written like a hub id."""
+    """Parse a hub reference; None if `text` does not have that form."""
     match = _REFERENCE.fullmatch(text)
     if match is None or ".." in text:
         return None

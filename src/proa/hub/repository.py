@@ -1,4 +1,4 @@
-"""What a repository on the hub holds: plain data. Never: the network, which files are wanted."""
+"""The files of a hub repository, as plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from proa.hub.reference import HubReference
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository. sha256: of large files; the others have git's blob id alone, which names either."""
+    """A file of a repository. sha256: only of large (LFS) files; other files have only git's blob id."""
 
     path: str
     size_bytes: int
@@ -18,7 +18,7 @@ class HubFile:
 
     @property
     def etag(self) -> str:
-        """The name of the content in the cache."""
+        """Name of the file's content in the cache."""
         return self.sha256 or self.blob_id
 
 

@@ -1,7 +1,7 @@
-"""Brings files of a repository into the cache. Belongs here: resuming, checking, doing several at once. Never: which.
+"""Downloads repository files into the cache: in parallel, resumable, with hash checks.
 
-huggingface_hub's own downloader (2.x) throws a partial file away when the process ends, and shards are gigabytes;
-this one continues where the bytes stop.
+huggingface_hub's own downloader (2.x) discards a partial file when the process ends, and shards have gigabytes; this
+one resumes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from proa.hub.api import Hub, TransientError
 from proa.hub.cache import RepoCache, cache_root
 from proa.hub.repository import HubFile, Repository
 
-_PARALLEL_FILES = 4  # one connection rarely fills a line
+_PARALLEL_FILES = 4  # one connection rarely uses the full bandwidth
 _HASH_CHUNK_BYTES = 1 << 20
 
 Arrived = Callable[[int], None]
 
 
 class _StoppedError(Exception):
-    """Another file failed."""
+    """Raised in a download thread after another file's download has failed."""
 
 
 def fetch_files(hub: Hub, repository: Repository, files: Sequence[HubFile], arrived: Arrived) -> None:
-    """Fetch what is missing, in parallel, each file linked into the snapshot when it is complete and its hash right.
+    """Download missing files in parallel; link each into the snapshot when it is complete and its hash matches.
 
-    `arrived` hears of bytes as they come, negative ones when they had to be thrown away; also of those that a
-    former run left. Raises HubError and ResourceError (disk full, not writable), and keeps what came.
+    `arrived` is called with the number of new bytes: also for bytes left by an earlier run, and with a negative number
+    when bytes are discarded. Raises HubError and ResourceError (disk full or not writable); partial files are kept.
     """
     lock, stop = threading.Lock(), threading.Event()
 
@@ -52,7 +52,7 @@ def fetch_files(hub: Hub, repository: Repository, files: Sequence[HubFile], arri
             stop.set()
             raise ResourceError(
                 f"{file.path} cannot be written to {cache_root()}: {error.strerror or error}.",
-                "Free some space, or set HF_HUB_CACHE to a folder you can write. What was fetched is kept.",
+                "Free some space, or set HF_HUB_CACHE to a writable folder. Bytes already downloaded are kept.",
             ) from error
         except BaseException:
             stop.set()
@@ -62,7 +62,7 @@ def fetch_files(hub: Hub, repository: Repository, files: Sequence[HubFile], arri
         futures = [pool.submit(fetch, file) for file in files]
         try:
             errors = [error for future in futures if (error := future.exception())]
-        except BaseException:  # Ctrl-C lands here, not in the threads
+        except BaseException:  # Ctrl-C is raised here, in the main thread, not in the pool's threads
             stop.set()
             pool.shutdown(cancel_futures=True)
             raise
@@ -71,7 +71,7 @@ def fetch_files(hub: Hub, repository: Repository, files: Sequence[HubFile], arri
 
 
 def fetch_file(hub: Hub, repository: Repository, file: HubFile, arrived: Arrived) -> Path:
-    """One file, resumed if it was begun; returns its place in the snapshot."""
+    """Download one file, resuming a partial one; return its path in the snapshot. Raises HubError."""
     cache = RepoCache(repository.reference.repo)
     blob, lock = cache.blob(file.etag), cache.lock(file.etag)
     blob.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def fetch_file(hub: Hub, repository: Repository, file: HubFile, arrived: Arrived
 
 
 def missing_bytes(repository: Repository, files: Sequence[HubFile]) -> int:
-    """What is still to be fetched."""
+    """Return the number of bytes still to be downloaded."""
     cache = RepoCache(repository.reference.repo)
     return sum(f.size_bytes - _present_bytes(cache.blob(f.etag)) for f in files)
 
@@ -102,14 +102,19 @@ def _present_bytes(blob: Path) -> int:
 
 
 def _receive(hub: Hub, repository: Repository, file: HubFile, partial: Path, arrived: Arrived) -> None:
-    """Append to `partial` until it is whole. A cut connection is taken up again as long as bytes keep coming."""
+    """Append to `partial` until it is complete. Reconnects after a broken connection; raises HubError after several
+    attempts in a row without new bytes."""
     partial.touch()
     if partial.stat().st_size > file.size_bytes:
         os.truncate(partial, 0)
     arrived(partial.stat().st_size)
     failures = 0
     while (have := partial.stat().st_size) < file.size_bytes:
-        error = HubError(f"{file.path} of {repository.reference} ends early, again and again.", "Try another mirror.")
+        error = HubError(
+            f"The download of {file.path} of {repository.reference} stopped at {have} of {file.size_bytes} bytes in "
+            "several attempts.",
+            "Try again later, or set HF_ENDPOINT to another mirror.",
+        )
         try:
             _append(hub, repository, file, partial, arrived)
         except TransientError as caught:
@@ -126,7 +131,7 @@ def _receive(hub: Hub, repository: Repository, file: HubFile, partial: Path, arr
 def _append(hub: Hub, repository: Repository, file: HubFile, partial: Path, arrived: Arrived) -> None:
     have = partial.stat().st_size
     with hub.open_from(repository, file, have) as (start, chunks), partial.open("ab") as out:
-        if start != have:  # the server cannot continue a file
+        if start != have:  # the server does not support ranges
             out.truncate(start)
             arrived(start - have)
         for chunk in chunks:
@@ -135,7 +140,8 @@ def _append(hub: Hub, repository: Repository, file: HubFile, partial: Path, arri
 
 
 def _check(partial: Path, file: HubFile, repository: Repository) -> None:
-    """Large files have a sha256, small ones git's hash. Removes what is wrong."""
+    """Check the size and the hash (sha256 for large files, git's blob hash for others); delete the file and raise
+    HubError if one is wrong."""
     size = partial.stat().st_size
     digest = hashlib.sha256() if file.sha256 else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     with partial.open("rb") as stream:
@@ -146,5 +152,5 @@ def _check(partial: Path, file: HubFile, repository: Repository) -> None:
         raise HubError(
             f"{file.path} of {repository.reference} arrived damaged: {size} of {file.size_bytes} bytes, "
             f"hash {digest.hexdigest()} instead of {file.etag}. It was deleted.",
-            "Run the same command again; if that repeats, suspect the proxy or mirror.",
+            "Run the same command again; if the error repeats, check the proxy or mirror.",
         )

@@ -1,1 +1,1 @@
-"""What this machine is and how fast it is. Belongs here: probing and measuring. Never: decisions, torch."""
+"""Probes this machine: CPUs, memory, NUMA nodes, GPUs, limits of control groups, load. Never: importing torch."""

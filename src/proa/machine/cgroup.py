@@ -1,7 +1,7 @@
-"""Control-group limits of this process, versions 1 and 2, from files under a root. Never: the machine's own facts.
+"""Reads the control group limits (cgroup v1 and v2) of this process from /proc and /sys.
 
-A group's limit holds for everything below it, so each is read at every level from our own group up to the mount
-(https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html).
+A group's limit applies to all groups below it, so limits are read at every level, from this process's group up to the
+mount point (https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html).
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from proa.machine.files import cpu_list, number, read
+from proa.machine.files import parse_cpu_list, read_int, read_text
 
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """None where no group sets a limit. memory_left_bytes is limit minus usage that cannot be reclaimed."""
+    """The effective limits; None if no group sets one. memory_left_bytes: limit minus unreclaimable memory in use."""
 
     quota_cores: float | None
     cpus: frozenset[int] | None
     memory_left_bytes: int | None
-    memory_group: str = ""  # the group whose memory limit is tightest
+    memory_group: str = ""  # the group whose limit gives memory_left_bytes
 
 
 @dataclass(frozen=True)
 class _Level:
-    """One group's folder, and its path inside the hierarchy."""
+    """A control group: its folder, its path in the hierarchy, and the cgroup version."""
 
     folder: Path
     name: str
@@ -33,7 +33,7 @@ class _Level:
 
 
 def cgroup_limits(root: Path) -> CgroupLimits:
-    """The tightest limits on this process; a system without control groups has none."""
+    """Read the tightest limits on this process; all None on a system without control groups."""
     quotas = [q for level in _levels(root, "cpu") if (q := _quota(level)) is not None]
     sets = [s for level in _levels(root, "cpuset") if (s := _cpuset(level))]
     memory = [(left, level.name) for level in _levels(root, "memory") if (left := _memory_left(level)) is not None]
@@ -47,9 +47,9 @@ def cgroup_limits(root: Path) -> CgroupLimits:
 
 
 def _levels(root: Path, controller: str) -> Iterator[_Level]:
-    """Our groups that may govern `controller`, innermost first, in every hierarchy that is mounted."""
+    """Yield this process's groups that may limit `controller`, innermost first, for each mounted hierarchy."""
     paths = _own_paths(root)
-    for line in (read(root / "proc/self/mountinfo") or "").splitlines():
+    for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
         fields, (kind, _, options) = left.split(), right.split()[:3]
         version = {"cgroup": 1, "cgroup2": 2}.get(kind)
@@ -59,15 +59,15 @@ def _levels(root: Path, controller: str) -> Iterator[_Level]:
         mount, shown = root / fields[4].lstrip("/"), fields[3]
         inside = [part for part in path.removeprefix(shown).split("/") if part]
         if ".." in inside or not path.startswith(shown):
-            inside = []  # our group lies outside what this mount shows (containers): the mount's top is all we see
+            inside = []  # in a container, this mount may not include the process's group: use the mount's top level
         for depth in range(len(inside), -1, -1):
             yield _Level(mount.joinpath(*inside[:depth]), "/" + "/".join(inside[:depth]), version)
 
 
 def _own_paths(root: Path) -> dict[str, str]:
-    """controller -> group path, from /proc/self/cgroup; version 2 has the empty name."""
+    """Read /proc/self/cgroup; return the group path by controller. The key of cgroup v2 is the empty string."""
     paths = {}
-    for line in (read(root / "proc/self/cgroup") or "").splitlines():
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         paths.update(dict.fromkeys(controllers.split(","), path))
     return paths
@@ -75,33 +75,35 @@ def _own_paths(root: Path) -> dict[str, str]:
 
 def _quota(level: _Level) -> float | None:
     if level.version == 2:
-        quota, _, period = (read(level.folder / "cpu.max") or "max").partition(" ")
+        quota, _, period = (read_text(level.folder / "cpu.max") or "max").partition(" ")
         return int(quota) / int(period) if quota != "max" else None
-    quota_us = number(level.folder / "cpu.cfs_quota_us")
-    period_us = number(level.folder / "cpu.cfs_period_us")
+    quota_us = read_int(level.folder / "cpu.cfs_quota_us")
+    period_us = read_int(level.folder / "cpu.cfs_period_us")
     return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
 
 
 def _cpuset(level: _Level) -> frozenset[int]:
     names = ("cpuset.cpus.effective",) if level.version == 2 else ("cpuset.effective_cpus", "cpuset.cpus")
-    return next((frozenset(cpu_list(text)) for name in names if (text := read(level.folder / name))), frozenset())
+    return next(
+        (frozenset(parse_cpu_list(text)) for name in names if (text := read_text(level.folder / name))), frozenset()
+    )
 
 
 def _memory_left(level: _Level) -> int | None:
     if level.version == 2:
-        # At memory.high the kernel throttles, at memory.max it kills: stay below both.
-        limits = [n for name in ("memory.max", "memory.high") if (n := number(level.folder / name)) is not None]
-        used, prefix = number(level.folder / "memory.current"), ""
+        # The kernel throttles above memory.high and kills above memory.max: stay below both.
+        limits = [n for name in ("memory.max", "memory.high") if (n := read_int(level.folder / name)) is not None]
+        used, prefix = read_int(level.folder / "memory.current"), ""
     else:
-        limits = [n for n in (number(level.folder / "memory.limit_in_bytes"),) if n is not None]
-        used, prefix = number(level.folder / "memory.usage_in_bytes"), "total_"
+        limits = [n for n in (read_int(level.folder / "memory.limit_in_bytes"),) if n is not None]
+        used, prefix = read_int(level.folder / "memory.usage_in_bytes"), "total_"
     if not limits or used is None:
         return None
     return max(0, min(limits) - used + _reclaimable(level.folder / "memory.stat", prefix))
 
 
 def _reclaimable(stat: Path, prefix: str) -> int:
-    """File pages, which the kernel drops when memory is asked for; memory.stat counts the groups below as well."""
+    """Return the bytes of page cache, which the kernel drops on demand; memory.stat includes the groups below."""
     wanted = {f"{prefix}inactive_file", f"{prefix}active_file"}
-    rows = (line.split() for line in (read(stat) or "").splitlines())
+    rows = (line.split() for line in (read_text(stat) or "").splitlines())
     return sum(int(row[1]) for row in rows if row[0] in wanted)

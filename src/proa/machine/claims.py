@@ -1,7 +1,7 @@
-"""Telling other engines on this machine which CPUs have workers bound to them. Never: deciding what follows from it.
+"""Announces to other engines on this machine which CPUs this engine's workers are bound to.
 
-A claim is a socket that nobody connects to: the kernel lists its name, which says the CPUs, and forgets it with the
-process. Engines in containers with networks of their own do not see each other.
+A claim is an abstract Unix socket whose name lists the CPUs: the kernel lists it in /proc/net/unix and removes it when
+the process ends. Engines in containers with separate network namespaces do not see each other's claims.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-from proa.machine.files import cpu_list, read
-from proa.obs.units import format_spans
+from proa.machine.files import parse_cpu_list, read_text
+from proa.obs.units import format_ranges
 
 _PREFIX = "proa-cpus/"
-_SPANS = 8  # a name has 107 bytes at most
+_RANGES = 8  # CPU ranges per socket: a name has at most 107 bytes
 
 
-class Claim:
-    """Stands as long as this object. Raises OSError where a sandbox forbids it."""
+class CpuClaim:
+    """A claim on CPUs, valid for the lifetime of this object. Raises OSError if a sandbox forbids Unix sockets."""
 
     def __init__(self, cpus: Sequence[int]) -> None:
-        spans = format_spans(sorted(cpus)).split(", ")
-        sockets = [_named(spans[first : first + _SPANS]) for first in range(0, len(spans), _SPANS)]
+        ranges = format_ranges(sorted(cpus)).split(", ")
+        sockets = [_named(ranges[first : first + _RANGES]) for first in range(0, len(ranges), _RANGES)]
         self.close = weakref.finalize(self, _close, sockets)
 
 
@@ -34,13 +34,13 @@ def _close(sockets: Sequence[socket.socket]) -> None:
 
 
 def claimed_cpus(root: Path = Path("/")) -> frozenset[int]:
-    """The CPUs of all claims that stand now."""
-    names = (line.rpartition("@")[2] for line in (read(root / "proc/net/unix") or "").splitlines())
+    """Return the CPUs of all current claims of all processes."""
+    names = (line.rpartition("@")[2] for line in (read_text(root / "proc/net/unix") or "").splitlines())
     lists = (name.split("/")[2] for name in names if name.startswith(_PREFIX))
-    return frozenset(cpu for each in lists for cpu in cpu_list(each))
+    return frozenset(cpu for each in lists for cpu in parse_cpu_list(each))
 
 
-def _named(spans: Sequence[str]) -> socket.socket:
+def _named(ranges: Sequence[str]) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-    made.bind(f"\0{_PREFIX}{os.getpid()}/{','.join(spans)}/{os.urandom(4).hex()}")
+    made.bind(f"\0{_PREFIX}{os.getpid()}/{','.join(ranges)}/{os.urandom(4).hex()}")
     return made

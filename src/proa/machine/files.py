@@ -1,37 +1,37 @@
-"""Read the small text files of /proc and /sys. Never: knowledge of what they mean."""
+"""Reads and parses the small text files of /proc and /sys."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 
-def read(path: Path) -> str | None:
-    """The text without surrounding blanks; None if it is missing or may not be read."""
+def read_text(path: Path) -> str | None:
+    """Read a file, stripped of surrounding whitespace; None if it is missing or unreadable."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
         return None
 
 
-def number(path: Path) -> int | None:
-    """One whole number; None if it is missing or says something else ("max")."""
-    text = read(path)
+def read_int(path: Path) -> int | None:
+    """Read a file that contains one integer; None if it is missing or contains something else ("max")."""
+    text = read_text(path)
     return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
 
-def size(text: str) -> int:
-    """ "512K", "32M" or plain bytes, as /sys writes cache sizes."""
+def parse_cache_size(text: str) -> int:
+    """Parse a cache size of /sys to bytes: "512K", "32M" or plain bytes."""
     return int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0)
 
 
-def cpu_list(text: str) -> tuple[int, ...]:
-    """ "0-3,8" -> (0, 1, 2, 3, 8)."""
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """Parse a CPU list: "0-3,8" -> (0, 1, 2, 3, 8)."""
     spans = (part.split("-") for part in text.replace("\n", ",").split(",") if part.strip())
     return tuple(sorted({cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)}))
 
 
-def table(text: str) -> dict[str, str]:
-    """Lines "key : value" -> dict; the first of equal keys wins."""
+def parse_key_values(text: str) -> dict[str, str]:
+    """Parse lines "key : value"; of duplicate keys the first counts."""
     pairs: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -40,6 +40,6 @@ def table(text: str) -> dict[str, str]:
     return pairs
 
 
-def kib(value: str) -> int:
-    """ "123 kB" -> bytes."""
+def parse_kib(value: str) -> int:
+    """Parse a size of /proc/meminfo to bytes: "123 kB" -> 125952."""
     return int(value.split()[0]) * 1024

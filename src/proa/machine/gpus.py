@@ -1,7 +1,7 @@
-"""NVIDIA GPUs, as the driver's management library (NVML) sees them: no torch, no CUDA context. Never: decisions.
+"""Finds NVIDIA GPUs through the driver's management library (NVML), without torch or a CUDA context.
 
-NVML numbers GPUs by PCI address. CUDA numbers those that CUDA_VISIBLE_DEVICES leaves, in its order, and without
-CUDA_DEVICE_ORDER=PCI_BUS_ID the fastest first, which matters only where GPUs differ.
+NVML numbers GPUs by PCI address. CUDA numbers only those in CUDA_VISIBLE_DEVICES, in that order; without
+CUDA_DEVICE_ORDER=PCI_BUS_ID it puts the fastest GPU first, which matters only if GPUs differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from proa.machine.files import number, read
+from proa.machine.files import read_int, read_text
 from proa.machine.machine import Gpu
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 
 
 
 class Nvml(Protocol):
-    """What is asked of the module pynvml; handles are opaque."""
+    """The functions of the module pynvml that are used here; handles are opaque."""
 
     NVMLError: type[Exception]
     NVML_CLOCK_MEM: int
@@ -50,24 +50,25 @@ class Nvml(Protocol):
 
 @dataclass(frozen=True)
 class FoundGpus:
-    """GPUs in CUDA's order; `note` says why there are none, or fewer than the machine has, or what is not certain."""
+    """GPUs in CUDA's order; `note`: why there are none, or fewer than installed, or what is uncertain."""
 
     gpus: tuple[Gpu, ...] = ()
     note: str = ""
 
 
 def find_gpus(environ: Mapping[str, str], root: Path = Path("/"), nvml: Nvml | None = None) -> FoundGpus:
-    """The GPUs that CUDA would show a process of this environment. `root` holds /sys; `nvml` stands in for pynvml."""
+    """Find the GPUs that CUDA would show to a process with this environment. `root`: folder that contains /sys; `nvml`:
+    replaces pynvml, for tests."""
     if nvml is None:
         try:
-            import pynvml  # only here: a machine without GPUs needs it for one question
+            import pynvml  # imported here, as it is used only once
         except ImportError:
-            return FoundGpus(note="not looked for: the package nvidia-ml-py is not installed")
+            return FoundGpus(note="GPUs not detected: the package nvidia-ml-py is not installed")
         nvml = _typed(pynvml)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return FoundGpus(note=f"none found: no NVIDIA driver answers ({error})")
+        return FoundGpus(note=f"none found: no NVIDIA driver is loaded ({error})")
     try:
         return _found(nvml, environ, root)
     except nvml.NVMLError as error:
@@ -77,25 +78,26 @@ def find_gpus(environ: Mapping[str, str], root: Path = Path("/"), nvml: Nvml | N
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built with, without importing it; None: none, or no torch."""
+    """Return the CUDA version that the installed torch was built with, without importing torch; None if torch has no
+    CUDA or is not installed."""
     try:
         file = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
     except metadata.PackageNotFoundError:
         return None
-    return cuda_of(read(file) or "")
+    return cuda_of(read_text(file) or "")
 
 
 def cuda_of(version_py: str) -> str | None:
-    """The CUDA version that torch/version.py states."""
+    """Parse the CUDA version from the text of torch/version.py; None if it has none."""
     match = re.search(r"""^cuda\b[^=\n]*=\s*['"]([\d.]+)['"]""", version_py, re.MULTILINE)
     return match[1] if match else None
 
 
 def visible(uuids: Sequence[str], asked: str | None) -> tuple[tuple[int, ...], str]:
-    """Which of the GPUs CUDA_VISIBLE_DEVICES leaves, in its order, and what to say of it.
+    """Apply CUDA_VISIBLE_DEVICES (`asked`); return (indices of the visible GPUs in its order, a note on hidden GPUs).
 
-    CUDA's rules: numbers or beginnings of UUIDs; nothing counts from the first wrong entry on; a GPU named twice hides
-    all.
+    CUDA's rules: entries are numbers or prefixes of UUIDs; the first invalid entry ends the list; a duplicate hides all
+    GPUs.
     """
     if asked is None:
         return tuple(range(len(uuids))), ""
@@ -132,25 +134,25 @@ def _found(nvml: Nvml, environ: Mapping[str, str], root: Path) -> FoundGpus:
         else:
             notes.append(f"GPU {index} cannot be used: {seen}")
     if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
-        notes.append("GPUs differ, and CUDA may number them otherwise: set CUDA_DEVICE_ORDER=PCI_BUS_ID")
-    return FoundGpus(tuple(gpus), "; ".join(notes) or ("" if handles else "none found: the NVIDIA driver sees none"))
+        notes.append("GPUs differ, and CUDA may number them differently: set CUDA_DEVICE_ORDER=PCI_BUS_ID")
+    return FoundGpus(tuple(gpus), "; ".join(notes) or ("" if handles else "none found: the NVIDIA driver lists none"))
 
 
 def _describe(nvml: Nvml, handle: Any, root: Path) -> Gpu | str:
-    """The GPU, its number and driver left open; or why it cannot be used."""
+    """Describe a GPU, without its index and driver version; or return the reason why it cannot be used."""
 
     def tried(ask: Callable[[], T]) -> T | None:
         try:
             return ask()
-        except nvml.NVMLError:  # not every GPU answers every question
+        except nvml.NVMLError:  # not every GPU supports every query
             return None
 
     mig = tried(lambda: nvml.nvmlDeviceGetMigMode(handle))
     if mig is not None and mig[0]:
-        return "it is split by MIG"
+        return "it is partitioned by MIG"
     memory = tried(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     if memory is None:
-        return "it does not tell how much memory it has"
+        return "it does not report its memory size"
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     bus_id = _bus_id(nvml.nvmlDeviceGetPciInfo(handle))
     generation = tried(lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
@@ -158,7 +160,7 @@ def _describe(nvml: Nvml, handle: Any, root: Path) -> Gpu | str:
     lane = LANE_BYTES_PER_S.get(generation or 0)
     clock_mhz = tried(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM))
     bus_bits = tried(lambda: nvml.nvmlDeviceGetMemoryBusWidth(handle))
-    node = number(root / f"sys/bus/pci/devices/{bus_id}/numa_node")
+    node = read_int(root / f"sys/bus/pci/devices/{bus_id}/numa_node")
     return Gpu(
         index=None,
         name=nvml.nvmlDeviceGetName(handle),
@@ -170,12 +172,12 @@ def _describe(nvml: Nvml, handle: Any, root: Path) -> Gpu | str:
         pcie_generation=generation,
         pcie_width=width,
         pcie_bytes_per_s=lane * width if lane and width else None,
-        # Two transfers a clock, in the clocks that NVML states for HBM and GDDR alike.
+        # Two transfers per clock cycle, for the clocks that NVML reports, of HBM and GDDR alike.
         memory_bytes_per_s=2e6 * clock_mhz * bus_bits / 8 if clock_mhz and bus_bits else None,
         numa_node=node if node is not None and node >= 0 else None,  # -1: the firmware does not say
     )
 
 
 def _bus_id(pci: Any) -> str:
-    """As /sys writes it: "0000:17:00.0"."""
+    """Format a PCI address as /sys does: "0000:17:00.0"."""
     return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"

@@ -1,4 +1,4 @@
-"""Look at this machine: `probe()` reads /proc and /sys, and asks the driver for GPUs. Never: measuring, decisions."""
+"""`probe()` describes this machine: it reads /proc and /sys, and queries the GPU driver."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from proa.config.env import cuda_environ
 from proa.errors import ResourceError
 from proa.machine.cgroup import CgroupLimits, cgroup_limits
 from proa.machine.claims import claimed_cpus
-from proa.machine.files import cpu_list, kib, number, read, size, table
+from proa.machine.files import parse_cache_size, parse_cpu_list, parse_key_values, parse_kib, read_int, read_text
 from proa.machine.gpus import Nvml, find_gpus, torch_cuda
 from proa.machine.machine import Machine, NumaNode
 
-# Instruction sets that decide which matrix kernels can run (x86-64, then Arm).
+# Instruction sets of the matrix kernels (x86-64, then Arm).
 ISA_FLAGS = (
     "avx2", "fma", "f16c", "avx_vnni",
     "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16",
@@ -22,11 +22,11 @@ ISA_FLAGS = (
 
 
 def probe(root: Path = Path("/"), nvml: Nvml | None = None) -> Machine:
-    """Describe the machine whose /proc and /sys lie under `root`; `nvml` stands in for the GPU driver's library.
+    """Describe the machine whose /proc and /sys are in the folder `root`; `nvml` replaces pynvml, for tests.
 
-    Raises ResourceError where there is no Linux /proc.
+    Raises ResourceError on a system without Linux's /proc.
     """
-    memory, cpuinfo = read(root / "proc/meminfo"), table(read(root / "proc/cpuinfo") or "")
+    memory, cpuinfo = read_text(root / "proc/meminfo"), parse_key_values(read_text(root / "proc/cpuinfo") or "")
     if memory is None:
         raise ResourceError("This system has no /proc/meminfo.", "Proa runs on Linux; on Windows use WSL 2.")
     limits = cgroup_limits(root)
@@ -37,7 +37,7 @@ def probe(root: Path = Path("/"), nvml: Nvml | None = None) -> Machine:
     l3, l3_bytes = _l3(root, cpus)
     nodes = _numa(root)
     found = find_gpus(cuda_environ(), root, nvml)
-    total, available, bound_by = _memory(table(memory), limits, notes)
+    total, available, bound_by = _memory(parse_key_values(memory), limits, notes)
     if not nodes:
         notes.append("no NUMA information: treated as one node")
     if not cores:
@@ -71,17 +71,17 @@ def _isa(cpuinfo: dict[str, str]) -> tuple[str, ...]:
 
 
 def _online(root: Path) -> tuple[int, ...]:
-    listed = read(root / "sys/devices/system/cpu/online")
+    listed = read_text(root / "sys/devices/system/cpu/online")
     if listed:
-        return cpu_list(listed)
-    lines = (read(root / "proc/cpuinfo") or "").splitlines()
+        return parse_cpu_list(listed)
+    lines = (read_text(root / "proc/cpuinfo") or "").splitlines()
     return tuple(int(line.partition(":")[2]) for line in lines if line.startswith("processor")) or (0,)
 
 
 def _usable(root: Path, online: tuple[int, ...], limits: CgroupLimits) -> tuple[int, ...]:
     """Online CPUs within the affinity mask (which the kernel already cuts by cpusets) and the cpuset."""
-    allowed = table(read(root / "proc/self/status") or "").get("Cpus_allowed_list")
-    mask = set(online) & set(cpu_list(allowed)) if allowed else set(online)
+    allowed = parse_key_values(read_text(root / "proc/self/status") or "").get("Cpus_allowed_list")
+    mask = set(online) & set(parse_cpu_list(allowed)) if allowed else set(online)
     if limits.cpus is not None:
         mask &= limits.cpus
     return tuple(sorted(mask)) or online
@@ -93,25 +93,25 @@ def _cores(root: Path, cpus: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ..
     packages = set()
     for cpu in cpus:
         folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        package, core = number(folder / "physical_package_id"), number(folder / "core_id")
+        package, core = read_int(folder / "physical_package_id"), read_int(folder / "core_id")
         if package is None or core is None:
             return (), None
-        # Core ids repeat in the dies and clusters of some packages; the kernel's list of siblings never lies.
-        cores.setdefault(read(folder / "thread_siblings_list") or (package, core), []).append(cpu)
+        # Core ids are not unique in packages with several dies or clusters; the kernel's list of siblings is reliable.
+        cores.setdefault(read_text(folder / "thread_siblings_list") or (package, core), []).append(cpu)
         packages.add(package)
     return _groups(cores), len(packages)
 
 
 def _l3(root: Path, cpus: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], int | None]:
-    """`cpus` grouped by last-level cache, and the bytes of all those caches; ((), None) if no CPU tells."""
+    """Return `cpus` grouped by last-level cache, and the total bytes of those caches; ((), None) if not reported."""
     slices: dict[object, list[int]] = {}
     sizes: dict[str, int] = {}
     for cpu in cpus:
         folder = root / f"sys/devices/system/cpu/cpu{cpu}/cache/index3"
-        shared_by, cache_size = read(folder / "shared_cpu_list"), read(folder / "size")
+        shared_by, cache_size = read_text(folder / "shared_cpu_list"), read_text(folder / "size")
         if shared_by and cache_size:
             slices.setdefault(shared_by, []).append(cpu)
-            sizes[shared_by] = size(cache_size)
+            sizes[shared_by] = parse_cache_size(cache_size)
     return _groups(slices), sum(sizes.values()) or None
 
 
@@ -121,36 +121,37 @@ def _groups(groups: dict[object, list[int]]) -> tuple[tuple[int, ...], ...]:
 
 def _numa(root: Path) -> tuple[NumaNode, ...]:
     base = root / "sys/devices/system/node"
-    allowed = table(read(root / "proc/self/status") or "").get("Mems_allowed_list")
+    allowed = parse_key_values(read_text(root / "proc/self/status") or "").get("Mems_allowed_list")
     nodes = []
-    for node in cpu_list(read(base / "online") or ""):
-        facts = table((read(base / f"node{node}/meminfo") or "").replace(f"Node {node} ", ""))
+    for node in parse_cpu_list(read_text(base / "online") or ""):
+        facts = parse_key_values((read_text(base / f"node{node}/meminfo") or "").replace(f"Node {node} ", ""))
         nodes.append(
             NumaNode(
                 id=node,
-                cpus=cpu_list(read(base / f"node{node}/cpulist") or ""),
-                memory_bytes=kib(facts["MemTotal"]) if "MemTotal" in facts else None,
+                cpus=parse_cpu_list(read_text(base / f"node{node}/cpulist") or ""),
+                memory_bytes=parse_kib(facts["MemTotal"]) if "MemTotal" in facts else None,
                 available_bytes=_node_available(facts),
-                distances=tuple(int(text) for text in (read(base / f"node{node}/distance") or "").split()),
-                memory_allowed=allowed is None or node in cpu_list(allowed),
+                distances=tuple(int(text) for text in (read_text(base / f"node{node}/distance") or "").split()),
+                memory_allowed=allowed is None or node in parse_cpu_list(allowed),
             )
         )
     return tuple(nodes)
 
 
 def _node_available(facts: dict[str, str]) -> int | None:
-    """Nodes have no MemAvailable: free pages plus file pages, which the kernel drops when memory is asked for."""
+    """Estimate a node's available bytes (nodes have no MemAvailable): free pages plus page cache, which the kernel
+    drops on demand; None if unknown."""
     if "MemFree" not in facts:
         return None
-    return sum(kib(facts.get(name, "0 kB")) for name in ("MemFree", "Active(file)", "Inactive(file)"))
+    return sum(parse_kib(facts.get(name, "0 kB")) for name in ("MemFree", "Active(file)", "Inactive(file)"))
 
 
 def _memory(facts: dict[str, str], limits: CgroupLimits, notes: list[str]) -> tuple[int, int, str]:
-    """Total and available bytes, and what decided the latter."""
+    """Return (total bytes, available bytes, what limits the latter)."""
     if "MemAvailable" not in facts:
         notes.append("the kernel does not report MemAvailable: MemFree is used")
-    available = kib(facts.get("MemAvailable", facts["MemFree"]))
+    available = parse_kib(facts.get("MemAvailable", facts["MemFree"]))
     left = limits.memory_left_bytes
     if left is not None and left < available:
-        return kib(facts["MemTotal"]), left, f"the memory limit of control group {limits.memory_group}"
-    return kib(facts["MemTotal"]), available, "free memory"
+        return parse_kib(facts["MemTotal"]), left, f"the memory limit of control group {limits.memory_group}"
+    return parse_kib(facts["MemTotal"]), available, "free memory"

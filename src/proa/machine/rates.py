@@ -1,4 +1,4 @@
-"""How fast this machine's RAM was read. Never: reading it (native/ram.py)."""
+"""The result of a RAM bandwidth measurement (native/ram.py measures)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from proa.machine.load import Load
 
 
 class RamRate(msgspec.Struct, frozen=True, kw_only=True):
-    """The best of several short measurements: other programs can only take bandwidth away."""
+    """RAM read bandwidth: the maximum of several short measurements, because other programs can only lower it."""
 
     bytes_per_s: float
-    threads: int  # of those numbers of threads that were tried, the fastest
-    pages: tuple[str, ...]  # what the memory lay on: see ArenaInfo
-    load: Load  # of other programs meanwhile
+    threads: int  # the fastest of the thread counts tried
+    pages: tuple[str, ...]  # page types of the memory: see ArenaInfo
+    load: Load  # of other programs during the measurement
 
     @property
     def source(self) -> str:
-        """By what it was read, and whether other programs disturbed that."""
+        """Describe how it was measured, and if other programs disturbed the measurement."""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         pages = "small pages: the kernel gave no huge ones" if "small" in self.pages else "huge pages"
         if self.load.busy:
-            disturbed = f"the machine is busy: {self.load}, so that RAM may be faster than this"
+            disturbed = f"the machine is busy: {self.load}, so RAM may be faster than measured"
             return f"{disturbed}; read by {threads} from {pages}"
         return f"read by {threads} from {pages}" + ("" if self.load.others is not None else f"; {self.load}")

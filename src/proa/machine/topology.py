@@ -1,7 +1,6 @@
-"""Which CPUs work beside which memory: one team of CPUs per NUMA node, from a Machine; pure functions.
+"""Divides the usable CPUs into teams, one per NUMA node, within affinity, cpusets and quota. Pure functions of Machine.
 
-Belongs here: dividing usable CPUs into teams, within affinity, cpusets and quota, and saying what stays unused.
-Never: reading /sys (probe does), choosing how many of a team's CPUs run (measured at start), binding memory (arena).
+How many of a team's CPUs run is measured at start; native/arena.py binds memory.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ import msgspec
 from proa.errors import UsageError
 from proa.machine.machine import Machine, NumaNode
 
-UNBOUND = -1  # Team.node where memory is bound to no node: no NUMA information, or CPUs of several nodes
-_LOCAL, _REMOTE = 10, 20  # distances by ACPI's convention, for nodes that do not tell theirs
+UNBOUND = -1  # Team.node if memory is bound to no node: no NUMA information, or CPUs of several nodes
+_LOCAL, _REMOTE = 10, 20  # ACPI's default distances, for nodes that do not report theirs
 
 
 class Team(msgspec.Struct, frozen=True):
-    """CPUs that work on the weights of one memory node. A team is known by its place in the tuple of teams."""
+    """The CPUs that work on the weights of one NUMA node. A team's id is its index in the tuple of teams."""
 
-    node: int  # where its memory lies, or UNBOUND; pretended teams may share a node
+    node: int  # the node of its memory, or UNBOUND; simulated teams may share a node
     cpus: tuple[int, ...]  # distinct physical cores first, spread over last-level caches; then their SMT siblings
-    memory_bytes: int | None  # free on the node now, before the limits of control groups; None if unknown
+    memory_bytes: int | None  # free on the node now, ignoring control group limits; None if unknown
 
 
 def teams(machine: Machine, workers: int | None = None, memory_bytes: int = 0) -> tuple[Team, ...]:
-    """One team for each node that has usable CPUs and memory, by ascending node.
+    """Make one team per node with usable CPUs and memory, in ascending order of nodes.
 
-    CPUs of nodes without memory join the nearest node that has some. All teams together have `workers` CPUs: as many
-    as the quota lets run at once, unless given. Fewer than there are physical cores take as few nodes as have that
-    many cores and `memory_bytes` of free memory.
+    CPUs of nodes without memory join the nearest node with memory. The teams have `workers` CPUs in total; default: the
+    number that the quota allows to run at once. If that is fewer than there are physical cores, the fewest nodes are
+    used that have so many cores and `memory_bytes` of free memory.
     """
     members = _members(machine)
     limit = machine.usable_cores if workers is None else max(1, min(workers, len(machine.usable_cpus)))
@@ -46,12 +45,11 @@ def teams(machine: Machine, workers: int | None = None, memory_bytes: int = 0) -
 
 
 def pretend(machine: Machine, nodes: int, workers: int | None = None) -> tuple[Team, ...]:
-    """`nodes` teams on a machine with fewer (or more) nodes, for tests: CPUs are dealt out evenly, whole cores first.
-
-    With fewer CPUs than nodes, CPUs are shared. Raises UsageError for less than one node.
+    """Make `nodes` teams on a machine with a different number of nodes, for tests: CPUs are divided evenly, by whole
+    cores if possible; with fewer CPUs than nodes, teams share CPUs. Raises UsageError for less than one node.
     """
     if nodes < 1:
-        raise UsageError(f"Cannot pretend {nodes} NUMA nodes.", "Ask for at least one, as in pretend:2.")
+        raise UsageError(f"{nodes} simulated NUMA nodes are requested.", "Give at least 1, as in pretend:2.")
     real = teams(machine, workers)
     home = {cpu: team.node for team in real for cpu in team.cpus}
     parts: Sequence[tuple[int, ...]] = [core for team in real for core in _cores_of(machine, team.cpus)]
@@ -69,7 +67,7 @@ def pretend(machine: Machine, nodes: int, workers: int | None = None) -> tuple[T
 
 
 def unclaimed(machine: Machine) -> Machine:
-    """The same machine without the cores that other engines' workers are bound to."""
+    """Return the machine without the cores that other engines have claimed."""
     claimed = set(machine.claimed_cpus)
     free = [core for core in _cores_of(machine, machine.usable_cpus) if not claimed & set(core)]
     left = tuple(sorted(chain(*free)))
@@ -77,7 +75,7 @@ def unclaimed(machine: Machine) -> Machine:
 
 
 def share_out(of: Sequence[Team], workers: int) -> tuple[int, ...]:
-    """How many CPUs of each team make `workers` in all, in proportion to the teams; each has at least one."""
+    """Divide `workers` over the teams in proportion to their CPUs; each team gets at least one."""
     shares = [1] * len(of)
     for _ in range(min(workers, sum(len(team.cpus) for team in of)) - len(of)):
         open_teams = [i for i, team in enumerate(of) if shares[i] < len(team.cpus)]
@@ -86,13 +84,13 @@ def share_out(of: Sequence[Team], workers: int) -> tuple[int, ...]:
 
 
 def homes(machine: Machine, of: Sequence[Team]) -> tuple[tuple[int, ...], ...]:
-    """All usable CPUs of each team's node, those that the team leaves out among them."""
+    """Return, for each team, all usable CPUs of its node, including those that are not in the team."""
     members = _members(machine)
     return tuple(tuple(sorted(members.get(team.node, team.cpus))) for team in of)
 
 
 def left_out(machine: Machine, chosen: Collection[Team]) -> tuple[str, ...]:
-    """One sentence for each node that has no team of its own, and why."""
+    """Return one sentence for each node without a team, with the reason."""
     used = {team.node for team in chosen}
     return tuple(_why_unused(machine, node, chosen) for node in machine.numa if node.id not in used)
 
@@ -106,14 +104,14 @@ def _why_unused(machine: Machine, node: NumaNode, chosen: Collection[Team]) -> s
     if not _has_memory(node):
         return f"node {node.id}: no memory for this process, and none of its CPUs is used"
     if not node.cpus:
-        return f"node {node.id}: {memory} unused, for no CPU lies there (CXL, HBM or a device)"
+        return f"node {node.id}: {memory} unused: the node has no CPU (CXL, HBM or a device)"
     if not set(node.cpus) & set(machine.usable_cpus):
-        return f"node {node.id}: {memory} unused, for this process may use none of its {len(node.cpus)} CPUs"
-    return f"node {node.id}: {memory} unused, for fewer nodes have enough cores for the CPU quota or worker limit"
+        return f"node {node.id}: {memory} unused: this process may use none of its {len(node.cpus)} CPUs"
+    return f"node {node.id}: {memory} unused: fewer nodes have enough cores for the CPU quota or worker limit"
 
 
 def _members(machine: Machine) -> dict[int, set[int]]:
-    """Home node -> its CPUs; every usable CPU has exactly one home."""
+    """Assign each usable CPU to exactly one home node with memory; return the CPUs by home node."""
     usable = set(machine.usable_cpus)
     homes = [node for node in machine.numa if _has_memory(node)]
     if not homes or not any(usable & set(node.cpus) for node in machine.numa):
@@ -135,7 +133,8 @@ def _members(machine: Machine) -> dict[int, set[int]]:
 
 
 def _nearness(machine: Machine, origin: NumaNode | None, home: NumaNode, cpus: int) -> tuple[bool, int, int, int]:
-    """Sorts homes for CPUs that need one: ordinary memory (it has CPUs) before CXL or HBM, near ones, idle ones."""
+    """Sort key of home nodes for CPUs of a node without memory: ordinary memory (the node has CPUs) before CXL or HBM,
+    then by distance, then by number of CPUs already assigned."""
     distance = _REMOTE if origin is None else _distance(machine, origin, home)
     return not home.cpus, distance, cpus, home.id
 
@@ -151,7 +150,8 @@ def _has_memory(node: NumaNode) -> bool:
 
 
 def _fewest(machine: Machine, nodes: list[tuple[set[int], int | None]], limit: int, memory_bytes: int) -> int:
-    """How many of `nodes` (CPUs, free bytes), taken in order, have `limit` cores and `memory_bytes`; else all."""
+    """Count how many of `nodes` (CPUs, free bytes), taken in order, are needed for `limit` cores and `memory_bytes`;
+    all if they do not suffice."""
     cores = memory = 0
     for count, (cpus, free) in enumerate(nodes, start=1):
         cores += _count_cores(machine, cpus)
@@ -162,7 +162,8 @@ def _fewest(machine: Machine, nodes: list[tuple[set[int], int | None]], limit: i
 
 
 def _shares(machine: Machine, nodes: list[set[int]], limit: int) -> list[int]:
-    """`limit` CPUs over nodes, in proportion to their cores, so that no node's slice of the weights is waited for."""
+    """Divide `limit` CPUs over nodes in proportion to their cores, so that all finish their slices of the weights at
+    the same time."""
     cores = [_count_cores(machine, cpus) for cpus in nodes]
     shares = [0] * len(nodes)
     for _ in range(limit):
@@ -176,7 +177,7 @@ def _count_cores(machine: Machine, cpus: Collection[int]) -> int:
 
 
 def _cores_of(machine: Machine, cpus: Collection[int]) -> list[tuple[int, ...]]:
-    """`cpus` grouped by physical core; a CPU of unknown core counts as one."""
+    """Group `cpus` by physical core; a CPU of unknown core is a group of its own."""
     wanted = set(cpus)
     cores = [tuple(cpu for cpu in core if cpu in wanted) for core in machine.cores]
     unknown = wanted.difference(*machine.cores)
@@ -184,7 +185,7 @@ def _cores_of(machine: Machine, cpus: Collection[int]) -> list[tuple[int, ...]]:
 
 
 def _ordered(machine: Machine, cpus: Collection[int]) -> tuple[int, ...]:
-    """Any prefix of the result reads RAM as fast as it can: distinct cores first, and caches in turn."""
+    """Order CPUs so that every prefix has maximal RAM bandwidth: distinct cores first, alternating over caches."""
     cache = {cpu: number for number, group in enumerate(machine.l3) for cpu in group}
     by_cache: dict[int | None, list[tuple[int, ...]]] = {}
     for core in _cores_of(machine, cpus):

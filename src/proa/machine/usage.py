@@ -1,4 +1,4 @@
-"""What this process has used of the machine. Never: what there is of it (probe.py)."""
+"""Resource use of this process: peak memory and age."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def peak_rss_bytes() -> int:
-    """The most RAM that was ever resident."""
+    """Return the peak resident set size, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def process_age_s() -> float:
-    """Seconds since this process began, its interpreter's own start included."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the system's start
+    """Return the seconds since this process was started, which includes the interpreter's start-up."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # start time since boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,1 +1,1 @@
-"""What people and machines see of a running Proa: terminal, log, progress, metrics, units. Never: policy."""
+"""Output for people and monitoring: terminal, logging, progress, metrics, units."""

@@ -1,5 +1,4 @@
-"""The only place that writes to stdout and stderr. Answers and JSON go to stdout, all else to stderr.
-Never: what is written."""
+"""Writes to stdout and stderr; no other module does. Answers and JSON go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-_PIPE_COLUMNS = 110  # a log file has no width; tables should not break in it
+_PIPE_COLUMNS = 110  # width of tables in a file or pipe, which have no width of their own
 
 
 def write_out(text: str) -> None:
@@ -23,14 +22,14 @@ def write_err(text: str) -> None:
 
 
 def console_err() -> Console:
-    """For tables, notes and progress; knows whether a person watches (`is_terminal`)."""
-    from rich.console import Console  # `proa --help` starts without it
+    """Return the console for tables, notes and progress, on stderr; `is_terminal` is False for a file or pipe."""
+    from rich.console import Console  # imported here, as `proa --help` does not need it
 
     return Console(stderr=True, width=None if sys.stderr.isatty() else _PIPE_COLUMNS, highlight=False)
 
 
 def console_out() -> Console:
-    """For tables that are the answer to what was asked."""
-    from rich.console import Console  # `proa --help` starts without it
+    """Return the console for tables that are a command's result, on stdout."""
+    from rich.console import Console  # imported here, as `proa --help` does not need it
 
     return Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)

@@ -1,4 +1,4 @@
-"""Logging set-up, once per process. Never: what is logged, reading the environment."""
+"""Configures logging, once per process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PLAIN = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 def setup_logging(level: str, console: Console | None = None) -> None:
-    """Send log records to stderr: Proa's from `level` up, other libraries' from warning up (all under debug).
+    """Log to stderr: Proa's records from `level` up, other libraries' from warning up (with "debug", all).
 
-    A terminal gets rich's handler on the given console, so that lines and progress bars do not overwrite
-    each other; a file or pipe gets plain lines.
+    A terminal gets rich's handler on `console`, so that log lines and progress bars do not overwrite each other; a file
+    or pipe gets plain lines.
     """
     console = console or console_err()
     handler: logging.Handler

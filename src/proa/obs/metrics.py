@@ -1,6 +1,6 @@
-"""Every counter, gauge and histogram, declared once, and their Prometheus text. Never: HTTP, policy, engine types.
+"""Declares all counters, gauges and histograms, and renders them as Prometheus text.
 
-OBSERVED are fed by the server as requests pass. SAMPLED are read from the engine's statistics when somebody asks.
+The server updates OBSERVED with every request. SAMPLED are read from the engine's statistics at each scrape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 @dataclass(frozen=True)
 class Declared:
-    """One metric. `name` is without the suffix `_total` that Prometheus adds to counters."""
+    """Declaration of a metric; `name` lacks the suffix `_total`, which Prometheus adds to counters."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -30,73 +30,85 @@ class Declared:
     labels: tuple[str, ...] = ()
 
 
-REQUESTS = Declared("proa_requests", "counter", "HTTP requests by endpoint and outcome", ("endpoint", "outcome"))
+REQUESTS = Declared("proa_requests", "counter", "HTTP requests, by endpoint and outcome", ("endpoint", "outcome"))
 REQUEST_SECONDS = Declared(
-    "proa_request_seconds", "histogram", "From a request's arrival to the end of its answer", ("endpoint",)
+    "proa_request_seconds", "histogram", "Seconds from a request's arrival to the end of its response", ("endpoint",)
 )
 FIRST_TOKEN_SECONDS = Declared(
-    "proa_time_to_first_token_seconds", "histogram", "From a request's arrival to its first token"
+    "proa_time_to_first_token_seconds", "histogram", "Seconds from a request's arrival to its first token"
 )
-INTER_TOKEN_SECONDS = Declared(
-    "proa_inter_token_seconds", "histogram", "Between two tokens of one choice, after its first"
-)
+INTER_TOKEN_SECONDS = Declared("proa_inter_token_seconds", "histogram", "Seconds between two tokens of one choice")
 OBSERVED = (REQUESTS, REQUEST_SECONDS, FIRST_TOKEN_SECONDS, INTER_TOKEN_SECONDS)
 
 SAMPLED: dict[str, Declared] = {
-    "ready": Declared("proa_ready", "gauge", "1 when the model is loaded and requests are taken, else 0"),
-    "running": Declared("proa_running_requests", "gauge", "Sequences that take part in steps"),
-    "waiting": Declared("proa_waiting_requests", "gauge", "Sequences that wait for their turn"),
+    "ready": Declared("proa_ready", "gauge", "1 if the model is loaded and requests are accepted, else 0"),
+    "running": Declared("proa_running_requests", "gauge", "Running sequences"),
+    "waiting": Declared("proa_waiting_requests", "gauge", "Sequences waiting in the queue"),
     "pages_total": Declared("proa_kv_pages", "gauge", "Pages of the KV cache"),
-    "pages_free": Declared("proa_kv_pages_free", "gauge", "KV pages that hold nothing"),
+    "pages_free": Declared("proa_kv_pages_free", "gauge", "Pages of the KV cache that are free"),
     "pages_cached": Declared(
-        "proa_kv_pages_cached", "gauge", "KV pages held only by the prefix cache; free + cached = all when idle"
+        "proa_kv_pages_cached", "gauge", "Pages held only by the prefix cache; when idle, free + cached = all"
     ),
     "state_copies": Declared(
-        "proa_state_copies", "gauge", "Copies of recurrent states, from which prompts that start alike go on"
+        "proa_state_copies", "gauge", "Cached copies of recurrent states, for prompts with a common prefix"
     ),
-    "steps": Declared("proa_engine_steps", "counter", "Steps of the engine"),
-    "schedule_seconds": Declared(
-        "proa_engine_schedule_seconds", "counter", "Time of steps: deciding who computes what"
+    "steps": Declared("proa_engine_steps", "counter", "Engine steps"),
+    "schedule_seconds": Declared("proa_engine_schedule_seconds", "counter", "Seconds of steps spent scheduling"),
+    "inputs_seconds": Declared("proa_engine_inputs_seconds", "counter", "Seconds of steps spent preparing inputs"),
+    "program_seconds": Declared("proa_engine_program_seconds", "counter", "Seconds of steps spent in the model"),
+    "sample_seconds": Declared("proa_engine_sample_seconds", "counter", "Seconds of steps spent sampling"),
+    "publish_seconds": Declared("proa_engine_publish_seconds", "counter", "Seconds of steps spent sending results"),
+    "cpu_jobs": Declared(
+        "proa_cpu_expert_jobs", "counter", "CPU expert jobs: MoE layers of GPU steps with experts on the CPU"
     ),
-    "inputs_seconds": Declared("proa_engine_inputs_seconds", "counter", "Time of steps: telling the model what to do"),
-    "program_seconds": Declared("proa_engine_program_seconds", "counter", "Time of steps: the model"),
-    "sample_seconds": Declared("proa_engine_sample_seconds", "counter", "Time of steps: choosing tokens"),
-    "publish_seconds": Declared("proa_engine_publish_seconds", "counter", "Time of steps: telling the server process"),
-    "cpu_jobs": Declared("proa_cpu_expert_jobs", "counter", "Times a layer of a step on the GPU called for the CPU"),
-    "cpu_weight_bytes": Declared("proa_cpu_expert_bytes", "counter", "Weights of experts that these jobs needed"),
-    "cpu_experts_needed": Declared("proa_cpu_experts_needed", "counter", "Experts that these jobs needed, by jobs"),
+    "cpu_weight_bytes": Declared(
+        "proa_cpu_expert_bytes", "counter", "Bytes of expert weights that CPU expert jobs read"
+    ),
+    "cpu_experts_needed": Declared(
+        "proa_cpu_experts_needed", "counter", "Experts computed by CPU expert jobs, summed over jobs"
+    ),
     "cpu_experts_foreseen": Declared(
-        "proa_cpu_experts_foreseen", "counter", "Of these, what was foreseen, and read into caches as far as time was"
+        "proa_cpu_experts_foreseen",
+        "counter",
+        "Experts of CPU expert jobs that were predicted, and prefetched if time allowed",
     ),
-    "cpu_experts_seconds": Declared("proa_cpu_expert_seconds", "counter", "Time of steps: these jobs"),
+    "cpu_experts_seconds": Declared("proa_cpu_expert_seconds", "counter", "Seconds spent in CPU expert jobs"),
     "cpu_waiting_seconds": Declared(
-        "proa_cpu_waiting_seconds", "counter", "Time the CPU waited for the next of these jobs"
+        "proa_cpu_waiting_seconds", "counter", "Seconds the CPU waited for the next expert job"
     ),
-    "cpu_gaps": Declared("proa_cpu_gaps", "counter", "Times that such a job was the next layer's after the last"),
-    "cpu_gap_seconds": Declared("proa_cpu_gap_seconds", "counter", "Time between these two: the GPU's, and the way"),
-    "expert_looks": Declared("proa_expert_looks", "counter", "Times that choices of experts were counted"),
-    "expert_choices": Declared(
-        "proa_expert_choices", "counter", "Choices of experts by tokens, where they are counted"
+    "cpu_gaps": Declared("proa_cpu_gaps", "counter", "Pairs of CPU expert jobs of consecutive MoE layers"),
+    "cpu_gap_seconds": Declared(
+        "proa_cpu_gap_seconds", "counter", "Seconds between the two jobs of these pairs: GPU work and transport"
     ),
-    "expert_hits": Declared("proa_expert_hits", "counter", "Of these, choices of experts that were in VRAM"),
-    "expert_hit_bytes": Declared("proa_expert_hit_bytes", "counter", "Weights of these, each expert once a step"),
-    "expert_missed_bytes": Declared("proa_expert_missed_bytes", "counter", "Weights of the others, once a step"),
-    "expert_moved_bytes": Declared("proa_expert_moved_bytes", "counter", "Weights of experts that changed places"),
-    "prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, cached ones included"),
-    "cached_prompt_tokens": Declared(
-        "proa_prefix_hit_tokens", "counter", "Prompt tokens that the prefix cache provided"
+    "expert_looks": Declared("proa_expert_looks", "counter", "Times that expert selections were counted"),
+    "expert_choices": Declared("proa_expert_choices", "counter", "Counted (token, expert) pairs"),
+    "expert_hits": Declared("proa_expert_hits", "counter", "Counted (token, expert) pairs whose expert was in VRAM"),
+    "expert_hit_bytes": Declared(
+        "proa_expert_hit_bytes", "counter", "Bytes of selected experts in VRAM, each once per step"
     ),
-    "generated_tokens": Declared("proa_generated_tokens", "counter", "Tokens generated"),
-    "preemptions": Declared("proa_preemptions", "counter", "Times a running sequence had to give way"),
-    "context_tokens": Declared("proa_context_tokens", "gauge", "Longest prompt plus answer"),
+    "expert_missed_bytes": Declared(
+        "proa_expert_missed_bytes", "counter", "Bytes of selected experts not in VRAM, each once per step"
+    ),
+    "expert_moved_bytes": Declared(
+        "proa_expert_moved_bytes", "counter", "Bytes of experts copied between VRAM and RAM, in both directions"
+    ),
+    "prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, including cached ones"),
+    "cached_prompt_tokens": Declared("proa_prefix_hit_tokens", "counter", "Prompt tokens found in the prefix cache"),
+    "generated_tokens": Declared("proa_generated_tokens", "counter", "Generated tokens"),
+    "preemptions": Declared("proa_preemptions", "counter", "Preemptions of running sequences"),
+    "context_tokens": Declared(
+        "proa_context_tokens", "gauge", "Context length in tokens: most tokens of prompt plus answer"
+    ),
     "roof_tokens_per_s": Declared(
-        "proa_roof_tokens_per_second", "gauge", "Decode limit of one request: memory bandwidth over bytes per token"
+        "proa_roof_tokens_per_second",
+        "gauge",
+        "Upper limit of decode of one request: memory bandwidth / bytes read per token",
     ),
 }
 
 
 class _Sampler(Collector):
-    """Asks for the engine's statistics at each scrape. Names that are not known yet are left out."""
+    """Reads the engine's statistics at each scrape. Metrics without a value yet are omitted."""
 
     def __init__(self, sample: Callable[[], Mapping[str, float]]) -> None:
         self._sample = sample
@@ -109,9 +121,9 @@ class _Sampler(Collector):
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own.
+    """The metrics of one server, in their own registry.
 
-    `sample()` returns current values by the keys of SAMPLED; another key is a KeyError at the scrape.
+    `sample()` returns current values by the keys of SAMPLED; an unknown key raises KeyError at the scrape.
     """
 
     def __init__(self, sample: Callable[[], Mapping[str, float]]) -> None:
@@ -127,7 +139,7 @@ class Metrics:
         return Histogram(declared.name, declared.help, declared.labels, buckets=_SECONDS, registry=self._registry)
 
     def request(self, endpoint: str, outcome: Outcome, seconds: float) -> None:
-        """One HTTP request ended. `endpoint` must come from a fixed set, or memory grows with every new one."""
+        """Count a finished HTTP request. `endpoint` must be from a fixed set: each new label value takes memory."""
         self._requests.labels(endpoint, outcome).inc()
         self._request_seconds.labels(endpoint).observe(seconds)
 
@@ -135,10 +147,10 @@ class Metrics:
         self._first_token_seconds.observe(seconds)
 
     def inter_token(self, seconds: float, tokens: int) -> None:
-        """`tokens` tokens came `seconds` after the one before them."""
+        """Record `tokens` tokens that arrived together, `seconds` after the previous token."""
         for _ in range(tokens):
             self._inter_token_seconds.observe(seconds / tokens)
 
     def render(self) -> bytes:
-        """Prometheus text, of media type CONTENT_TYPE."""
+        """Render all metrics as Prometheus text, of media type CONTENT_TYPE."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Progress of downloads and loading: a bar with bytes/s and ETA, or plain lines. Never: doing the work."""
+"""Shows progress of downloads and loading: a bar with bytes/s and ETA on a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from rich.text import Text
 
 from proa.obs.units import format_bytes, format_duration, format_rate
 
-Report = Callable[[str, int, int], None]  # (phase, done bytes, total bytes; 0 = not known)
+Report = Callable[[str, int, int], None]  # (phase, done bytes, total bytes or 0 if unknown)
 COMPILING, WARMING = "compiling GPU kernels", "trying first steps"
-COUNTED = {COMPILING, WARMING}  # phases that count something else than bytes
+COUNTED = {COMPILING, WARMING}  # phases that count items, not bytes
 
 _LINE_EVERY_S = 5.0
 
 
 @contextmanager
 def show_progress(console: Console) -> Iterator[Report]:
-    """A function to call with (phase, done_bytes, total_bytes) as often as one likes; several phases may run
-    one after the other. A terminal gets a bar per phase, a file a line now and then."""
+    """Yield a function to call with (phase, done_bytes, total_bytes), at any rate; phases run one after another. A
+    terminal gets a bar per phase; a file or pipe gets a line every few seconds."""
     if not console.is_terminal:
         yield _Lines(console, time.monotonic)
         return
@@ -67,13 +67,13 @@ class _Bars:
 
 
 class _Lines:
-    """A line when a phase begins, every few seconds, and when it ends."""
+    """Prints a line when a phase begins, every _LINE_EVERY_S, and when it ends."""
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console = console
         self._clock = clock
         self._phase = ""
-        self._began = (0.0, 0)  # time, bytes that were there already (a resumed download)
+        self._began = (0.0, 0)  # the phase's start: time, and bytes already there (of a resumed download)
         self._next_s = 0.0
         self._ended = False
 

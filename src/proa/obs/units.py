@@ -1,4 +1,4 @@
-"""Bytes, rates and durations as people read them. Never: measuring, writing to a terminal."""
+"""Formats bytes, rates, durations and counts for display."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _STEPS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"; powers of 1024, three significant digits."""
+    """Format a size: 1536 -> "1.50 KiB"; powers of 1024, three significant digits."""
     if abs(count) < 1024:
         return f"{count:.0f} B"
     size = float(count)
@@ -21,7 +21,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Bandwidth in decimal units, as memory and links are sold: 2.56e10 -> "25.6 GB/s"."""
+    """Format a bandwidth in decimal units, as data sheets give it: 2.56e10 -> "25.6 GB/s"."""
     size, unit = bytes_per_s / 1e9, "GB/s"
     if abs(size) < 1:
         size, unit = bytes_per_s / 1e6, "MB/s"
@@ -29,7 +29,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """0.0124 -> "12 ms", 3.21 -> "3.2 s", 75 -> "1 min 15 s", 7500 -> "2 h 5 min"."""
+    """Format a duration: 0.0124 -> "12 ms", 3.21 -> "3.2 s", 75 -> "1 min 15 s", 7500 -> "2 h 5 min"."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 1:
@@ -45,7 +45,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """134515008 -> "135M": parameters, tokens."""
+    """Format a number of parameters or tokens in powers of 1000: 134515008 -> "135M"."""
     size = float(count)
     for unit in ("", "K", "M", "B"):
         if abs(size) < 999.5 or unit == "B":
@@ -58,8 +58,8 @@ def _decimals(size: float) -> int:
     return 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
 
 
-def format_spans(numbers: Iterable[int]) -> str:
-    """Ascending whole numbers as "0-3, 8, 10-11"."""
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format ascending integers as ranges: "0-3, 8, 10-11"."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:

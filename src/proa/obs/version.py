@@ -1,11 +1,11 @@
-"""Which Proa this is. Never: anything else."""
+"""The installed version of Proa."""
 
 from __future__ import annotations
 
 
 def proa_version() -> str:
-    """The installed version; "0 (not installed)" where Proa runs from a source folder alone."""
-    from importlib import metadata  # slow to import, seldom needed: `proa --help` does without
+    """Return the installed version; "0 (not installed)" if Proa runs from a source folder without installation."""
+    from importlib import metadata  # slow to import, and not needed by `proa --help`
 
     try:
         return metadata.version("proa")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from proa.config.options import MachineOptions
 from proa.machine.machine import Machine
 from proa.machine.topology import Team, homes, share_out, teams, unclaimed
-from proa.obs.units import format_spans
+from proa.obs.units import format_ranges
 from proa.plan.plan import Workers
 from proa.types import Decision
 
@@ -81,7 +81,7 @@ def apart(asked: MachineOptions, machine: Machine) -> tuple[Machine, str]:
     """
     if asked.cpu_binding != "core" or not machine.claimed_cpus:
         return machine, ""
-    theirs, rest = format_spans(machine.claimed_cpus), unclaimed(machine)
+    theirs, rest = format_ranges(machine.claimed_cpus), unclaimed(machine)
     if asked.threads and asked.threads <= len(rest.usable_cpus):
         return rest, f"; other Proa engines have {theirs}"
     return machine, f"; other Proa engines are bound to {theirs} too: with --threads, each takes CPUs of its own"
@@ -90,8 +90,8 @@ def apart(asked: MachineOptions, machine: Machine) -> tuple[Machine, str]:
 def _binding(workers: Workers, others: str) -> Decision:
     got, cpus = workers.binding, sorted({cpu for team in workers.teams for cpu in team.cpus})
     why = {
-        "core": f"each worker has a CPU of its own: {format_spans(cpus)}{others}",
-        "node": "each worker moves within its node: " + "; ".join(map(format_spans, workers.homes)),
+        "core": f"each worker has a CPU of its own: {format_ranges(cpus)}{others}",
+        "node": "each worker moves within its node: " + "; ".join(map(format_ranges, workers.homes)),
         "none": "the system moves workers as it likes",
     }[got]
     return Decision("CPU binding", got, got, why)

@@ -1,4 +1,4 @@
-"""Changes to the logits before the draw: penalties, bias, tokens not allowed yet. Each touches only its own row."""
+"""Logit adjustments before sampling, on the CPU: penalties, logit bias, min_tokens. Each row is independent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from proa.sampling.rows import Row
 
 
 def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """float32 [R, vocab] -> the same with every row's wishes applied; the input is not changed."""
+    """Apply each row's adjustments to logits, float32 [R, vocab]. Never writes to the input; returns the input itself
+    if no row is adjusted."""
     if not any(row.is_adjusted for row in rows):
         return logits
     out = logits.clone()
@@ -27,7 +28,8 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _repetition(scores: Tensor, row: Row) -> None:
-    """Divide positive and multiply negative logits of all tokens seen, prompt included (arXiv 1909.05858)."""
+    """Apply the repetition penalty in place: divide positive and multiply negative logits of all tokens seen, prompt
+    included (arXiv 1909.05858)."""
     penalty = row.sampling.repetition_penalty
     if penalty == 1.0:
         return
@@ -37,7 +39,7 @@ def _repetition(scores: Tensor, row: Row) -> None:
 
 
 def _presence_and_frequency(scores: Tensor, row: Row) -> None:
-    """OpenAI's penalties: over generated tokens only, presence once and frequency per occurrence."""
+    """Apply OpenAI's penalties in place, for generated tokens only: presence once, frequency per occurrence."""
     s = row.sampling
     if not row.num_output or (s.presence_penalty == 0.0 and s.frequency_penalty == 0.0):
         return

@@ -1,5 +1,6 @@
-"""The same changes to logits as adjust.py, as a list of single logits, for whoever applies them elsewhere. A request's
-list is kept from step to step: only its new tokens are looked at. Never: applying them.
+"""The adjustments of adjust.py as a table of single logits, which a GPU kernel applies.
+
+Each request's table is kept from step to step, so that a step processes only its new tokens.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from numpy.typing import NDArray
 from proa.sampling.rows import Row
 
 FIRST_ROOM = 64
-# `seen` in the prompt or the answer; `times` in the answer alone.
+# seen: the token is in the prompt or the answer; times: occurrences in the answer.
 _COLUMNS = [("token", np.int32), ("seen", np.bool_), ("times", np.float32), ("bias", np.float32)]
 
 
-class Tally:
-    """Of one request: the tokens whose logits it changes, how often each was seen, and what else becomes of it."""
+class LogitEdits:
+    """The logits that one request adjusts: for each token its occurrences and its bias."""
 
     def __init__(self, row: Row) -> None:
         s = row.sampling
@@ -26,7 +27,7 @@ class Tally:
         self._repeated = s.repetition_penalty != 1.0
         if self._repeated:
             for token in set(row.tokens[: row.num_prompt]):
-                place = self._place(token)  # first: it may move the table
+                place = self._place(token)  # before indexing: it may reallocate the table
                 self._table["seen"][place] = True
         self._looked_at = row.num_prompt
         for token, bias in s.logit_bias.items():
@@ -36,8 +37,11 @@ class Tally:
         self._ends = np.array([self._place(token) for token in sorted(ends)], np.int64)
 
     def edits(self, row: Row) -> NDArray[np.int32]:
-        """[N, 4] for the request's next token, each token once: its id, then as float32 what a positive logit is
-        divided by and another one multiplied with, what is taken away, and what is added."""
+        """Build the table for the request's next token: int32 [N, 4], one row per token id.
+
+        Columns: the id; then, as float32 bits, the repetition penalty (divides a positive logit, multiplies others),
+        the value to subtract (presence and frequency penalty), the value to add (bias, or -inf under min_tokens).
+        """
         if self._repeated or self._penalised:
             for token in row.tokens[self._looked_at :]:
                 place = self._place(token)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and best tokens, from the model's own distribution. Never: sampling."""
+"""Logprobs of sampled and most likely tokens, from the model's own distribution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from proa.types import TokenLogprob
 
 
 def token_logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
-    """logits float32 [vocab], before any penalty or temperature -> of `token` and of the `top` best tokens."""
+    """Compute the logprobs of `token` and of the `top` most likely tokens. logits: float32 [vocab], before penalties
+    and temperature."""
     logprobs = torch.log_softmax(logits, -1)
     values, ids = logprobs.topk(min(top, len(logits)))
     best = list(zip(ids.tolist(), values.tolist(), strict=True))
@@ -20,5 +21,5 @@ def token_logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
 
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """The same of several rows, float32 [R, vocab], and a token of each."""
+    """Compute token_logprob for each row of logits, float32 [R, vocab], with one token per row."""
     return [token_logprob(scores, token, top) for scores, token in zip(logits, tokens, strict=True)]

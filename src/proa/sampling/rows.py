@@ -1,4 +1,4 @@
-"""What the sampler must know of each row: the request's wishes and its tokens so far. Never: tensors."""
+"""The sampler's per-row inputs: sampling parameters and the sequence's tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from proa.types import Sampling
 
 
 class Row(msgspec.Struct):
-    """One row of logits: the next token of one sequence, whose `tokens` so far begin with the prompt.
+    """The sequence that a row of logits belongs to.
 
-    The list grows with the sequence, so that a row may be kept from step to step. `edits`: whether its wishes change
-    logits at every position.
+    `tokens`: prompt and answer so far; the list grows with the sequence, so that a Row may be kept from step to step.
+    `edits`: penalties or logit_bias change logits at every position.
     """
 
     sampling: Sampling
     tokens: Sequence[int]
     num_prompt: int
-    request: str = ""  # its id, the same from step to step
-    edits: bool = False  # set here
+    request: str = ""  # the request's id, constant over steps
+    edits: bool = False  # computed by __post_init__
 
     def __post_init__(self) -> None:
         s = self.sampling
@@ -43,19 +43,17 @@ class Row(msgspec.Struct):
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether the request changes its logits before the draw."""
+        """True if the request changes its logits before sampling."""
         return self.edits or len(self.tokens) - self.num_prompt < self.sampling.min_tokens
 
     @property
-    def takes_best(self) -> bool:
-        """Whether its token is the one with the largest logit."""
+    def takes_argmax(self) -> bool:
+        """True if the sampled token is the argmax of the unmodified logits: greedy, without adjustments."""
         return self.sampling.temperature == 0.0 and not self.is_adjusted
 
     def uniform(self) -> float:
-        """A number in [0, 1) that depends only on the seed and the position in the answer.
-
-        So a request draws the same tokens whatever else is in the batch, and after a preemption.
-        """
+        """Return the random number in [0, 1) for the next token. It depends only on the seed and the position in the
+        answer, so that batching and preemption do not change the sampled tokens."""
         key = struct.pack("<QQ", self.sampling.seed % 2**64, self.num_output)
         bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
         return (bits >> 11) / 2**53

@@ -1,7 +1,7 @@
-"""Draw one token per row. Belongs here: temperature, top-k, top-p, min-p, the draw. Never: penalties, requests.
+"""Samples one token per row: temperature, top-k, top-p, min-p, inverse transform sampling.
 
-Order: temperature, top_k, top_p over what is left, min_p (relative to the best token). The draw inverts
-the cumulative distribution at the row's own uniform number, in float64, so it depends on nothing but the row.
+Order: temperature, top_k, top_p over the remaining tokens, min_p relative to the most likely token. Sampling inverts
+the cumulative distribution at the row's uniform random number, in float64, so that a row does not depend on others.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 from proa.sampling.adjust import adjust
 from proa.sampling.rows import Row
 
-# Rows cut by top_p or min_p alone look at this many best tokens first; sorting a whole vocabulary is
-# 20x slower and hardly ever needed.
+# Truncated rows consider this many most likely tokens first; sorting a whole vocabulary is 20x slower and hardly ever
+# needed.
 HEAD_TOKENS = 1024
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """logits float32 [R, vocab], finite -> one token id per row. Greedy takes the lowest id of equal best."""
+    """Sample one token id per row. logits: float32 [R, vocab], finite. Greedy rows take the lowest of equal maxima's
+    ids."""
     scores = adjust(logits, rows)
     tokens = [0] * len(rows)
     by_method: dict[Callable[[Tensor, Sequence[Row]], list[int]], list[int]] = {}
@@ -37,7 +38,8 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 def _warm(scores: Tensor, rows: Sequence[Row], chosen: list[int]) -> Tensor:
-    """The chosen rows over their temperatures, float64, the best at 0: no temperature is too small for that."""
+    """Divide the chosen rows, shifted so that each maximum is 0, by their temperatures; float64. With the shift no
+    temperature is too small."""
     temperatures = torch.tensor([rows[r].sampling.temperature for r in chosen], dtype=torch.float64)
     picked = scores[chosen]
     return (picked - picked.amax(-1, keepdim=True)).double() / temperatures[:, None]
@@ -52,7 +54,7 @@ def _draw_whole(scores: Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 def _draw_cut(scores: Tensor, rows: Sequence[Row], width: int = HEAD_TOKENS) -> list[int]:
-    """Draw among each row's `width` best tokens; rows whose cut lies beyond them are drawn again among all."""
+    """Sample from each row's `width` most likely tokens; rows that keep more tokens are sampled again from all."""
     width = min(width, scores.shape[-1])
     best, ids = torch.topk(scores, width)
     probs = (best - torch.logsumexp(scores, -1, keepdim=True)).exp()
@@ -66,9 +68,10 @@ def _draw_cut(scores: Tensor, rows: Sequence[Row], width: int = HEAD_TOKENS) -> 
 
 
 def _kept(probs: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Which of the probabilities float64 [R, N], best first, survive, and which rows might keep some beyond the Nth.
+    """Truncate by top_k, top_p and min_p. probs: float64 [R, N], descending.
 
-    The best one always survives.
+    Returns (mask [R, N] of the tokens kept, mask [R] of the rows that may keep tokens beyond the Nth). The most likely
+    token is always kept.
     """
     wishes = [row.sampling for row in rows]
     num_probs = probs.shape[-1]
@@ -84,10 +87,11 @@ def _kept(probs: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 
 
 def _invert(probs: Tensor, rows: Sequence[Row]) -> list[int]:
-    """The first index where the cumulative sum of float64 [R, N] passes each row's uniform number."""
+    """Return per row the first index at which the cumulative sum of probs, float64 [R, N], exceeds the row's uniform
+    number, scaled by the row's total."""
     sums = probs.cumsum(-1)
     marks = torch.tensor([row.uniform() for row in rows], dtype=torch.float64) * sums[:, -1]
     places = torch.searchsorted(sums, marks[:, None], right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
     for r in torch.nonzero(probs.gather(-1, places[:, None])[:, 0] == 0)[:, 0].tolist():
-        places[r] = torch.nonzero(probs[r])[-1, 0]  # rounding passed the last possible token
+        places[r] = torch.nonzero(probs[r])[-1, 0]  # rounding went past the last token of nonzero probability
     return places.tolist()

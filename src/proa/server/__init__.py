@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API, and Anthropic's messages. Never: tokenising, scheduling, printing."""
+"""The HTTP server: OpenAI's chat and completions API, Anthropic's messages API, health and metrics."""

@@ -1,5 +1,5 @@
-"""From a checked request to the stream of the protocol's objects, and the fold that makes a plain answer of it.
-Never: HTTP, the objects' shapes (chat.py, completions.py, anthropic.py)."""
+"""Run a checked request on the engine and turn its chunks into the protocol's response objects, streamed or folded
+into one response. The objects themselves are written by chat.py, completions.py and anthropic.py."""
 
 from __future__ import annotations
 
@@ -15,47 +15,48 @@ from proa.errors import ShuttingDown
 from proa.llm import AsyncLLM
 from proa.obs.metrics import Metrics
 from proa.server.replies import PromptDetails, Usage
-from proa.server.service import Tally
-from proa.text.answer import broken_answer
+from proa.server.service import RequestRecord
+from proa.text.answer import numerics_error
 from proa.text.merge import merge
 from proa.types import Chunk, FinishReason, SamplingParams
 
 
-class Shape(Protocol):
-    """How one endpoint writes answers. An object per request; it may remember what it has written."""
+class ReplyWriter(Protocol):
+    """Writes the response of one request in its endpoint's format; stateful, one instance per request."""
 
     def objects(self, prompt_index: int, chunk: Chunk, usage: Usage | None) -> Iterator[Any]:
-        """The stream objects for a piece of an answer, maybe none. `usage` is put on each if given."""
+        """Yield zero or more stream objects for one chunk; attach `usage` to each if given."""
 
     def last_objects(self, usage: Usage) -> Iterator[Any]:
-        """The last stream objects: no text, the usage."""
+        """Yield the final stream objects: the usage, without text."""
 
     def fold(self, objects: Sequence[Any]) -> Any:
-        """The plain answer, made of everything streamed, the last objects included."""
+        """Build the non-streamed response from all stream objects, the final ones included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to generate: checked and tokenised, so that from here on only the engine can refuse."""
+    """A validated, tokenised generation request: after this only the engine can still refuse it."""
 
     prompts: list[list[int]]
     params: SamplingParams
     priority: int
     salt: str
     continuous_usage: bool
-    shape: Shape
+    writer: ReplyWriter
     ends_with_usage: bool
-    is_prompt_only: bool = False  # max_tokens 0: the engine's one token is thrown away
+    is_prompt_only: bool = False  # max_tokens 0: the engine generates one token, which is discarded
 
 
-async def answer_objects(llm: AsyncLLM, job: Job, tally: Tally, metrics: Metrics) -> AsyncGenerator[Any, None]:
-    """The stream objects of a job, the usage last if wanted. Closing it aborts what still runs.
+async def answer_objects(llm: AsyncLLM, job: Job, record: RequestRecord, metrics: Metrics) -> AsyncGenerator[Any, None]:
+    """Yield the stream objects of a job, with the usage last if requested. Closing the generator aborts the request.
 
-    Raises the engine's refusal before the first object; ShuttingDown or NumericsError when an answer is cut off.
+    Raises RequestError, QueueFull and other engine refusals before the first object; ShuttingDown or NumericsError
+    if generation stops before the answer is complete.
     """
     usage = Usage(prompt_tokens=sum(map(len, job.prompts)))
-    usage.total_tokens = tally.prompt_tokens = usage.prompt_tokens
-    clock = _TokenClock(tally, metrics)
+    usage.total_tokens = record.prompt_tokens = usage.prompt_tokens
+    clock = _TokenClock(record, metrics)
     streams = [llm.stream(p, job.params, priority=job.priority, salt=job.salt) for p in job.prompts]
     async with aclosing(merge(streams)) as chunks:
         async for prompt_index, chunk in chunks:
@@ -63,35 +64,35 @@ async def answer_objects(llm: AsyncLLM, job: Job, tally: Tally, metrics: Metrics
             if job.is_prompt_only:
                 chunk = _without_token(chunk)
             clock.tick((prompt_index, chunk.index), len(chunk.tokens))
-            _count(usage, tally, chunk)
-            for written in job.shape.objects(prompt_index, chunk, usage if job.continuous_usage else None):
+            _count(usage, record, chunk)
+            for written in job.writer.objects(prompt_index, chunk, usage if job.continuous_usage else None):
                 yield written
     if job.ends_with_usage:
-        for written in job.shape.last_objects(usage):
+        for written in job.writer.last_objects(usage):
             yield written
 
 
-def _count(usage: Usage, tally: Tally, chunk: Chunk) -> None:
+def _count(usage: Usage, record: RequestRecord, chunk: Chunk) -> None:
     usage.completion_tokens += len(chunk.tokens)
     usage.total_tokens += len(chunk.tokens)
-    if chunk.cached_tokens is not None and chunk.index == 0:  # the n choices of a prompt share it
+    if chunk.cached_tokens is not None and chunk.index == 0:  # the n choices share one prompt: count it once
         usage.prompt_tokens_details.cached_tokens += chunk.cached_tokens
-    tally.completion_tokens = usage.completion_tokens
-    tally.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    record.completion_tokens = usage.completion_tokens
+    record.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
 
 def copy_usage(usage: Usage) -> Usage:
-    """As it is now: streamed objects are written later, when the counts have moved on."""
+    """Copy the counts: a streamed object is serialised later, when `usage` has already changed."""
     details = PromptDetails(usage.prompt_tokens_details.cached_tokens)
     return Usage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, details)
 
 
 def _refuse_cut_off(chunk: Chunk) -> None:
-    """An answer that the engine did not bring to its end must not look complete."""
+    """Raise ShuttingDown or NumericsError for "abort" and "error": a truncated answer must not look complete."""
     if chunk.finish == "abort":
-        raise ShuttingDown("The server stopped before this answer was complete.", "Ask again.")
+        raise ShuttingDown("The server shut down before this answer was complete.", "Send the request again.")
     if chunk.finish == "error":
-        raise broken_answer(chunk.error)
+        raise numerics_error(chunk.error)
 
 
 def _without_token(chunk: Chunk) -> Chunk:
@@ -100,10 +101,10 @@ def _without_token(chunk: Chunk) -> Chunk:
 
 
 class _TokenClock:
-    """Times the tokens of each choice."""
+    """Records time to first token and inter-token times, per choice."""
 
-    def __init__(self, tally: Tally, metrics: Metrics) -> None:
-        self._tally = tally
+    def __init__(self, record: RequestRecord, metrics: Metrics) -> None:
+        self._record = record
         self._metrics = metrics
         self._last_s: dict[tuple[int, int], float] = {}
 
@@ -113,7 +114,7 @@ class _TokenClock:
         now = time.monotonic()
         if choice in self._last_s:
             self._metrics.inter_token(now - self._last_s[choice], tokens)
-        elif self._tally.first_token_s is None:
-            self._tally.first_token_s = now - self._tally.started_s
-            self._metrics.first_token(self._tally.first_token_s)
+        elif self._record.first_token_s is None:
+            self._record.first_token_s = now - self._record.started_s
+            self._metrics.first_token(self._record.first_token_s)
         self._last_s[choice] = now

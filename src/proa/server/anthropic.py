@@ -1,4 +1,4 @@
-"""POST /v1/messages: request -> job, chunks -> Anthropic's events, and their fold. Never: HTTP, templates' contents."""
+"""POST /v1/messages: build the generation job, write Anthropic's stream events, fold them into one message."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from proa.types import Chat, Chunk, SamplingParams
 
 
 async def messages_job(llm: AsyncLLM, request: MessagesRequest, answer_id: str, model_name: str) -> Job:
-    """Check and tokenise. Raises RequestError and its kin for whatever cannot be served."""
+    """Validate and tokenise a request. Raises RequestError, ContextLengthExceeded or ApiError."""
     params = SamplingParams(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -46,13 +46,13 @@ async def messages_job(llm: AsyncLLM, request: MessagesRequest, answer_id: str, 
         salt="",
         continuous_usage=False,
         ends_with_usage=True,
-        shape=MessagesShape(answer_id, model_name),
+        writer=MessagesReplyWriter(answer_id, model_name),
     )
 
 
 def as_chat(request: CountTokensRequest) -> Chat:
-    """The conversation for the template: the system prompt first; neighbours of one role are one message, as with
-    Anthropic; a last message of the assistant is continued."""
+    """Convert to the chat template's form: the system prompt comes first, adjacent messages of one role are merged
+    (as Anthropic does), and a final assistant message is continued."""
     turns = [("system", block.text) for block in request.system]
     turns += [(turn.role, block.text) for turn in request.messages for block in turn.content]
     by_role = groupby(turns, key=itemgetter(0))
@@ -62,12 +62,12 @@ def as_chat(request: CountTokensRequest) -> Chat:
 
 
 def _content(texts: list[str]) -> str | list[dict[str, str]]:
-    """A string where there is one block: not every template treats parts as it treats text."""
+    """Return one text block as a string: some templates render a list of parts differently."""
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
-class MessagesShape:
-    """answer.Shape of messages: one text block, opened by the first chunk and closed by the last."""
+class MessagesReplyWriter:
+    """Writes Anthropic's events: one text block, opened by the first chunk and closed by the last."""
 
     def __init__(self, answer_id: str, model_name: str) -> None:
         self._id = f"msg_{answer_id}"

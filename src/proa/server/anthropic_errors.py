@@ -1,4 +1,4 @@
-"""Errors as Anthropic's API words them: {"type": "error", "error": {type, message}, request_id}. Never: routes."""
+"""Errors in the format of Anthropic's API: {"type": "error", "error": {type, message}, request_id}."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPE_BY_STATUS = {
 
 
 def error_reply(error: ApiError, request_id: str) -> ErrorReply:
-    """The same error in Anthropic's words. There is no field for `param`: the message names it."""
+    """Convert an error to Anthropic's format, which has no `param` field: prefix the message with it."""
     message = error.message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
@@ -23,7 +23,7 @@ def error_reply(error: ApiError, request_id: str) -> ErrorReply:
 
 
 def _type_of(error: ApiError) -> str:
-    if error.code == "engine_dead":  # 503, but waiting does not help
+    if error.code == "engine_dead":  # 503, but not overload: retrying does not help
         return "api_error"
     fallback = "invalid_request_error" if error.status < 500 else "api_error"
     return _TYPE_BY_STATUS.get(error.status, fallback)

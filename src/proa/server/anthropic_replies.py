@@ -1,7 +1,6 @@
-"""The shapes of Anthropic's answers: the message and the events of its stream. Never: how they are filled
-(anthropic.py).
+"""Response structs of Anthropic's API: the message and its stream events. anthropic.py fills them.
 
-Every struct is written with its `type`, which is also the name of its event.
+Each struct's `type` tag is also its server-sent event name.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import msgspec
 
 
 class Usage(msgspec.Struct):
-    """`input_tokens` are those of the prompt that had to be computed; the cached ones are counted apart."""
+    """Token counts. `input_tokens` excludes prompt tokens that came from the prefix cache."""
 
     input_tokens: int = 0
     cache_creation_input_tokens: int = 0
@@ -27,7 +26,7 @@ class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
 
 
 class Message(msgspec.Struct, tag_field="type", tag="message"):
-    """The whole answer; at the start of a stream without content and end."""
+    """The complete response; in message_start, `content` is empty and the stop fields are null."""
 
     id: str
     model: str
@@ -57,7 +56,7 @@ class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop
 
 
 class Ending(msgspec.Struct):
-    """Why the answer ended; `stop_sequence` is the string that matched."""
+    """Why generation stopped; `stop_sequence` is the stop string that matched."""
 
     stop_reason: str
     stop_sequence: str | None = None
@@ -78,7 +77,7 @@ class ErrorDetails(msgspec.Struct):
 
 
 class ErrorReply(msgspec.Struct, tag_field="type", tag="error"):
-    """The body of a refusal, and the event that ends a stream in trouble."""
+    """The body of an error response, and the event that ends a failed stream."""
 
     error: ErrorDetails
     request_id: str

@@ -1,5 +1,4 @@
-"""The request fields of Anthropic's endpoints, with their types. Never: fields that are not implemented (fields.py),
-ranges of sampling (types.py), answers (anthropic_replies.py)."""
+"""Request schemas of Anthropic's endpoints. Unsupported fields are in fields.py, sampling ranges in types.py."""
 
 from __future__ import annotations
 
@@ -12,28 +11,28 @@ from proa.server.schema import MAX_STOP_CHARACTERS, MAX_STOPS, ApiRequest, Gener
 
 
 class TextBlock(BaseModel):
-    """The one kind of content there is. Unknown keys are collected, as those of the request itself."""
+    """A text content block, the only supported type. Unknown keys are collected and reported in a header."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["text"]
     text: str
-    cache_control: Any = None  # prefixes are always cached
-    citations: Any = None  # clients send answers back as they came
+    cache_control: Any = None  # ignored: prefixes are always cached
+    citations: Any = None  # ignored: clients send earlier answers back unchanged
 
     @model_validator(mode="before")
     @classmethod
     def _text_only(cls, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(kind, str):
-            raise ValueError('A block must look like {"type": "text", "text": "..."}')
+            raise ValueError('A content block must have the form {"type": "text", "text": "..."}')
         if kind != "text":
-            raise ValueError(f"A block of type {kind!r} is not implemented; send text blocks only")
+            raise ValueError(f"Content blocks of type {kind!r} are not supported; send text blocks only")
         return value
 
 
 class Turn(BaseModel):
-    """One message; `content` becomes a list of blocks."""
+    """One message; a string `content` becomes a list of one text block."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -83,7 +82,7 @@ class MessagesRequest(GeneratingRequest, CountTokensRequest):
 
 
 def as_blocks(value: Any) -> Any:
-    """A string is short for one text block. Raises ValueError for what is neither that nor a list."""
+    """Convert a string to a list of one text block; pass a list through. Raises ValueError for other types."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):

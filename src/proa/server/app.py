@@ -1,4 +1,4 @@
-"""The routes, built by a function around one Service. Never: what a route does, module globals."""
+"""The FastAPI application: routes, middleware and error handlers around one Service."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from proa.server import generate, models, status
 from proa.server.dialect import error_response
 from proa.server.errors import ApiError, from_proa
 from proa.server.intake import IGNORED_HEADER
-from proa.server.middleware import REQUEST_ID_HEADER, Surroundings
+from proa.server.middleware import REQUEST_ID_HEADER, RequestMiddleware
 from proa.server.replies import VERSION
 from proa.server.service import Service
 
 
 def build_app(service: Service) -> FastAPI:
-    """The HTTP application; docs/api.md describes it. Bodies are read by server/body.py, so that every error has
-    the shape of its protocol; hence no generated documentation."""
+    """Build the HTTP application described in docs/api.md. server/body.py parses bodies instead of FastAPI, so that
+    every error has its protocol's format; therefore there is no generated OpenAPI page."""
     app = FastAPI(title="Proa", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     _add_generating_routes(app, service)
     _add_model_routes(app, service)
@@ -29,9 +29,9 @@ def build_app(service: Service) -> FastAPI:
     app.add_exception_handler(ProaError, _answer_proa_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
-    app.add_middleware(Surroundings, service=service, paths=paths)
+    app.add_middleware(RequestMiddleware, service=service, paths=paths)
     if service.options.cors_origin:
-        app.add_middleware(  # outermost: preflights carry no API key
+        app.add_middleware(  # outermost: CORS preflight requests carry no API key
             CORSMiddleware,
             allow_origins=service.options.cors_origin,
             allow_methods=["*"],
@@ -106,7 +106,7 @@ async def _answer_proa_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Errors of the router itself, in the words of ours."""
+    """Convert the router's 404 and 405 to the protocol's error format."""
     assert isinstance(error, HTTPException)
     return error_response(_from_router(error, f"{request.method} {request.url.path}"), request.scope)
 

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a dict: size, media type, UTF-8, JSON. Never: what the fields mean."""
+"""Read a request body as a JSON object: checks media type, size, UTF-8 and JSON syntax."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _MAX_DISCARDED_BYTES = 8 * MAX_BODY_BYTES
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """The request's JSON object. Raises ApiError 400, 413 or 415, and ClientGoneError for an upload that breaks off."""
+    """Read the request's JSON object. Raises ApiError 400, 413 or 415; ClientGoneError if the upload is cut off."""
     media_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if media_type != "application/json":  # this also keeps web pages of other origins out: it needs a preflight
-        message = f"The body is {media_type}; send application/json (curl: -H 'Content-Type: application/json')."
+    if media_type != "application/json":  # blocks cross-origin pages too: this media type needs a CORS preflight
+        message = (
+            f"The body has media type {media_type}; send application/json (curl: -H 'Content-Type: application/json')."
+        )
         raise ApiError(415, "unsupported_media_type", message)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise ApiError(415, "unsupported_encoding", f"The body is encoded with {encoding!r}; send it plain.")
+        message = f"The body has content encoding {encoding!r}; send it uncompressed."
+        raise ApiError(415, "unsupported_encoding", message)
     try:
         return _decode(await _read(request))
     except ClientDisconnect as error:
@@ -31,8 +34,8 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 
 async def _read(request: Request) -> bytes:
-    """All of the body. One that is too large is read on and thrown away for a while: a client that is still
-    sending would not see the answer."""
+    """Read the whole body. Of a body that is too large, read and discard up to _MAX_DISCARDED_BYTES before the 413:
+    a client that is still sending does not read the response."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
@@ -43,7 +46,7 @@ async def _read(request: Request) -> bytes:
             parts.clear()
     if size > MAX_BODY_BYTES:
         limit = format_bytes(MAX_BODY_BYTES)
-        raise ApiError(413, "body_too_large", f"The body is larger than {limit}, the most this server reads.")
+        raise ApiError(413, "body_too_large", f"The body is larger than the limit of {limit}.")
     return b"".join(parts)
 
 
@@ -51,7 +54,7 @@ def _decode(body: bytes) -> dict[str, Any]:
     if not body:
         raise ApiError(400, "invalid_json", "The body is empty; a JSON object is expected.")
     try:
-        body.decode("utf-8")  # msgspec reports positions inside one string only
+        body.decode("utf-8")  # msgspec reports the position relative to one string, not to the body
         value = msgspec.json.decode(body)
     except UnicodeDecodeError as error:
         message = f"The body is not UTF-8: byte {error.start} is 0x{body[error.start]:02x}."

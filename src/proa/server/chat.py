@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: request -> job, chunks -> chat objects. Never: HTTP, templates' contents."""
+"""POST /v1/chat/completions: build the generation job, write OpenAI's chat objects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from proa.types import Chat, Chunk, SamplingParams
 
 
 async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_name: str) -> Job:
-    """Check and tokenise. Raises RequestError and its kin for whatever cannot be served."""
+    """Validate and tokenise a request. Raises RequestError, ContextLengthExceeded or ApiError."""
     params = _params(request)
     refuse_too_many(llm, request.n, "n")
     prompt = await tokenize_chat(llm, as_chat(request))
@@ -41,12 +41,12 @@ async def chat_job(llm: AsyncLLM, request: ChatRequest, answer_id: str, model_na
         salt=request.cache_salt,
         continuous_usage=request.continuous_usage,
         ends_with_usage=request.include_usage or not request.stream,
-        shape=ChatShape(llm.tokenizer, request, answer_id, model_name),
+        writer=ChatReplyWriter(llm.tokenizer, request, answer_id, model_name),
     )
 
 
 def as_chat(request: ChatRequest) -> Chat:
-    """The conversation for the template. `reasoning_effort` is a variable of it, as with vLLM and SGLang."""
+    """Convert to the chat template's form. `reasoning_effort` becomes a template variable, as in vLLM and SGLang."""
     variables = dict(request.chat_template_kwargs)
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
@@ -68,8 +68,8 @@ def _params(request: ChatRequest) -> SamplingParams:
         raise RequestError(error.message, error.remedy, param=param) from error
 
 
-class ChatShape:
-    """answer.Shape of chat completions: per choice a role, pieces of content, and an empty delta that ends it."""
+class ChatReplyWriter:
+    """Writes chat completion objects: per choice a role delta, content deltas, an empty delta with finish_reason."""
 
     def __init__(self, tokenizer: Tokenizer, request: ChatRequest, answer_id: str, model_name: str) -> None:
         self._tokenizer = tokenizer

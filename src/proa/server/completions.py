@@ -1,4 +1,4 @@
-"""POST /v1/completions: request -> job, chunks -> completion objects. Never: HTTP."""
+"""POST /v1/completions: build the generation job, write OpenAI's completion objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from proa.types import Chunk, SamplingParams, TokenLogprob
 
 
 async def completion_job(llm: AsyncLLM, request: CompletionRequest, answer_id: str, model_name: str) -> Job:
-    """Check and tokenise every prompt. Raises RequestError and its kin for whatever cannot be served."""
+    """Validate a request and tokenise every prompt. Raises RequestError, ContextLengthExceeded or ApiError."""
     params = _params(request)
     refuse_too_many(llm, len(request.prompt) * request.n, "prompt")
     prompts = [await _tokens_of(llm, given, request) for given in request.prompt]
@@ -33,7 +33,7 @@ async def completion_job(llm: AsyncLLM, request: CompletionRequest, answer_id: s
         salt=request.cache_salt,
         continuous_usage=request.continuous_usage,
         ends_with_usage=request.include_usage or not request.stream,
-        shape=CompletionShape(llm, request, echoed, answer_id, model_name),
+        writer=CompletionReplyWriter(llm, request, echoed, answer_id, model_name),
         is_prompt_only=request.max_tokens == 0,
     )
 
@@ -41,7 +41,7 @@ async def completion_job(llm: AsyncLLM, request: CompletionRequest, answer_id: s
 async def _tokens_of(llm: AsyncLLM, given: Prompt, request: CompletionRequest) -> list[int]:
     if not isinstance(given, str):
         return given
-    await asyncio.sleep(0)  # between many short prompts the running streams go on
+    await asyncio.sleep(0)  # let other streams run between many short prompts
     return await encode_text(llm, given, "prompt", add_special_tokens=request.add_special_tokens)
 
 
@@ -52,9 +52,13 @@ def _text_of(llm: AsyncLLM, given: Prompt, request: CompletionRequest) -> str:
 
 
 def _params(request: CompletionRequest) -> SamplingParams:
-    """max_tokens 0 with echo scores the prompt: the engine makes one token, which is thrown away."""
+    """Convert to SamplingParams. max_tokens 0 with echo scores the prompt: the engine's one token is discarded."""
     if request.max_tokens == 0 and not request.echo:
-        raise RequestError("max_tokens is 0.", "That is only for echo true, to score a prompt.", param="max_tokens")
+        raise RequestError(
+            "max_tokens is 0, which is allowed only with echo true (to score a prompt).",
+            "Set max_tokens to 1 or more, or set echo to true.",
+            param="max_tokens",
+        )
     prompt_logprobs = request.prompt_logprobs
     if request.echo and request.logprobs is not None:
         prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
@@ -65,9 +69,9 @@ def _params(request: CompletionRequest) -> SamplingParams:
     )
 
 
-class CompletionShape:
-    """answer.Shape of completions. Choice index = prompt index * n + choice. `echoed` holds the prompts' texts
-    under echo, else nothing."""
+class CompletionReplyWriter:
+    """Writes completion objects; choice index = prompt index * n + choice. `echoed`: the prompts' texts if echo is
+    set, else empty."""
 
     def __init__(
         self, llm: AsyncLLM, request: CompletionRequest, echoed: list[str], answer_id: str, model_name: str
@@ -80,11 +84,12 @@ class CompletionShape:
         self._created = int(time.time())
         self._writers: dict[int, CompletionLogprobsWriter] = {}
         self._wants_scores = request.prompt_logprobs is not None or (request.echo and request.logprobs is not None)
-        self._scores: dict[int, list[TokenLogprob | None]] = {}  # a prompt's, by its index
-        self._held: dict[int, list[Chunk]] = {}
+        self._scores: dict[int, list[TokenLogprob | None]] = {}  # prompt logprobs by prompt index
+        self._held: dict[int, list[Chunk]] = {}  # chunks that wait for their prompt's logprobs
 
     def objects(self, prompt_index: int, chunk: Chunk, usage: Usage | None) -> Iterator[Completion]:
-        """A prompt is scored once, for its choice 0; its other choices wait until that has come."""
+        """Yield the objects of one chunk. Prompt logprobs come with choice 0 only; other choices' chunks are held
+        back until they arrive."""
         ready = [chunk]
         if self._wants_scores and prompt_index not in self._scores:
             if chunk.prompt_logprobs is None and not (chunk.index == 0 and chunk.finish is not None):
@@ -112,7 +117,7 @@ class CompletionShape:
         return CompletionLogprobsWriter(self._tokenizer, detokenizer, request.logprobs or 0)
 
     def _opening(self, prompt_index: int, index: int, chunk: Chunk) -> CompletionChoice | None:
-        """What is said of the prompt before the first token, if anything was asked."""
+        """Return the object with the prompt's text, logprobs or token ids; None if none of them was requested."""
         request, opening = self._request, CompletionChoice(index, "")
         tokens, scores = chunk.prompt_tokens or [], self._scores.get(prompt_index, [])
         if request.echo:

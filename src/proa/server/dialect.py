@@ -1,5 +1,4 @@
-"""Whose protocol an answer is written in, by the path of the request: its errors and the frames of its streams.
-Never: what is answered."""
+"""Error format and stream framing of each API, OpenAI's or Anthropic's, chosen by the request's path."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from starlette.types import Scope
 
 from proa.server.anthropic_errors import error_reply
 from proa.server.errors import ApiError, json_response
-from proa.server.service import Tally
+from proa.server.service import RequestRecord
 from proa.server.sse import NAMED_FRAMES, PLAIN_FRAMES, Frames
 
 _ANTHROPIC_PATH = "/v1/messages"
@@ -20,7 +19,7 @@ _ANTHROPIC_PATH = "/v1/messages"
 
 @dataclass(frozen=True)
 class Dialect:
-    """`error_body` takes the error and the request's id."""
+    """One API's conventions. error_body: (error, request id) -> body of an error response."""
 
     error_body: Callable[[ApiError, str], Any]
     frames: Frames
@@ -35,7 +34,7 @@ def dialect_of(path: str) -> Dialect:
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """The answer to a request that is refused, in the protocol of its path."""
-    tally: Tally = scope["state"]["tally"]
-    body = dialect_of(scope["path"]).error_body(error, tally.request_id)
+    """Build the HTTP error response in the format of the request path's API."""
+    record: RequestRecord = scope["state"]["record"]
+    body = dialect_of(scope["path"]).error_body(error, record.request_id)
     return json_response(body, error.status, error.headers)

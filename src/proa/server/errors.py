@@ -1,5 +1,4 @@
-"""Errors of the HTTP interface, as the OpenAI API words them: {"error": {message, type, param, code}}. Never:
-logging, routes, other protocols' words (anthropic_errors.py)."""
+"""HTTP errors in OpenAI's format: {"error": {message, type, param, code}}. Anthropic's is in anthropic_errors.py."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _TYPE_BY_STATUS = {401: "authentication_error", 429: "rate_limit_error", 503: "s
 
 
 class ApiError(Exception):
-    """One HTTP error answer. `code` is a word for programs, `param` the field it is about, as in messages[0].role."""
+    """An HTTP error response. `code` is machine-readable; `param` is the field at fault, such as messages[0].role."""
 
     def __init__(
         self,
@@ -47,34 +46,35 @@ class ApiError(Exception):
 
 
 def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer from plain values and msgspec structs."""
+    """Build a JSON response from plain values and msgspec structs."""
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
 def from_proa(error: ProaError) -> ApiError:
-    """Message and remedy of a ProaError under its own HTTP status; its kind becomes the code."""
+    """Convert a ProaError: its HTTP status, its message with remedy, its `kind` as the code."""
     code = "invalid_value" if error.kind == "invalid_request_error" else error.kind
     retry_after_s = _RETRY_AFTER_S.get(type(error))
     return ApiError(error.http_status, code, str(error), param=error.param, retry_after_s=retry_after_s)
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first thing wrong with a body, and how many more there are."""
+    """Convert pydantic's errors: report the first invalid field, and how many others there are."""
     first, *others = error.errors(include_url=False, include_context=False)
     param = field_path(first["loc"])
     missing = first["type"] == "missing"
     message = f"{param} is missing." if missing else f"{param}: {first['msg'].removeprefix('Value error, ')}."
     if others:
-        message += f" {len(others)} more field(s) are wrong too."
+        message += f" {len(others)} more field(s) are invalid."
     return ApiError(400, "missing_required_parameter" if missing else "invalid_value", message, param=param)
 
 
 def internal(request_id: str) -> ApiError:
-    """What a client learns of a bug: where to find it in the server's log."""
-    return ApiError(500, "internal_error", f"Proa failed on this request; its log says more under {request_id}.")
+    """Build the error for an unexpected exception: it names the request id to look up in the server's log."""
+    message = f"Internal error in Proa: search the server's log for {request_id}, and report it."
+    return ApiError(500, "internal_error", message)
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "role") -> messages[0].role"""
+    """Format a pydantic location: ("messages", 0, "role") -> messages[0].role."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     return path.removeprefix(".") or "body"

@@ -1,8 +1,8 @@
-"""Request fields that other servers know and Proa does not implement, in one table. Never: reading implemented ones.
+"""Request fields that other servers support and Proa does not: one table.
 
-A field is implemented (it stands in schema.py or anthropic_schema.py), refused (it would change the answer; its
-neutral values are accepted), ignored (it cannot change the answer), or unknown (named in a response header; refused
-under --strict).
+Each field of a request is one of four kinds: implemented (in schema.py or anthropic_schema.py); refused, because it
+would change the answer (neutral values are accepted); ignored, because it cannot change the answer; or unknown
+(reported in a response header; refused with --strict).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Endpoint = Literal["chat", "completions", "messages", "tokenize"]
 
 @dataclass(frozen=True)
 class Refused:
-    """Changes the answer and is not implemented. `null` and the `neutral` values pass. `on` () means everywhere."""
+    """An unsupported field that would change the answer. null and `neutral` values are accepted. Empty `on`: all
+    endpoints."""
 
     name: str
     neutral: tuple[Any, ...] = ()
@@ -31,7 +32,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Cannot change the answer; `why` says so in the docs."""
+    """A field that is accepted without effect; `why` is the reason given in the docs."""
 
     name: str
     why: str
@@ -40,7 +41,7 @@ class Ignored:
 _STRUCTURED = "Structured output is not implemented."
 _SAMPLER = "This sampler is not implemented."
 _TOOLS = "Tool calls are not parsed yet."
-# Proa's own and OpenAI's, which /v1/messages does not take: null only.
+# Fields of OpenAI's endpoints and Proa's own, which /v1/messages refuses unless null.
 _OF_CHAT = (
     *("n", "best_of", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_completion_tokens", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs"),
@@ -53,7 +54,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("audio", hint="Answers are text."),
     Refused("modalities", (["text"],), "Answers are text."),
     Refused("moderation"),
-    Refused("web_search_options", hint="Proa never reaches out to the network."),
+    Refused("web_search_options", hint="Proa makes no network requests."),
     Refused("response_format", ({"type": "text"},), _STRUCTURED),
     Refused("functions", ([],), "Use tools."),
     Refused("function_call", ("none", "auto"), "Use tools and tool_choice."),
@@ -86,15 +87,15 @@ REFUSED: tuple[Refused, ...] = (
     Refused("return_hidden_states", (False,)),
     Refused("return_tokens_as_token_ids", (False,), "Use return_token_ids."),
     Refused("spaces_between_special_tokens", (True,)),
-    Refused("echo", (False,), "Only /v1/completions echoes.", on=("chat", "messages")),
+    Refused("echo", (False,), "Only /v1/completions supports echo.", on=("chat", "messages")),
     Refused("add_special_tokens", (False,), "The chat template adds them.", on=("chat", "messages")),
     # Anthropic
     Refused("tools", ([],), _TOOLS, on=("messages",)),
     Refused("tool_choice", ({"type": "auto"}, {"type": "none"}), _TOOLS, on=("messages",)),
-    Refused("thinking", ({"type": "disabled"},), "What the model thinks is part of its text.", on=("messages",)),
+    Refused("thinking", ({"type": "disabled"},), "Reasoning is part of the answer's text.", on=("messages",)),
     Refused("output_config", ({},), _STRUCTURED, on=("messages",)),
     Refused("output_format", hint=_STRUCTURED, on=("messages",)),
-    Refused("mcp_servers", ([],), "Proa never reaches out to the network.", on=("messages",)),
+    Refused("mcp_servers", ([],), "Proa makes no network requests.", on=("messages",)),
     Refused("container", hint="Proa runs no code.", on=("messages",)),
     Refused("context_management", ({}, {"edits": []}), "Shorten the messages.", on=("messages",)),
     Refused("compaction", hint="Ask for a summary in the messages.", on=("messages",)),
@@ -116,18 +117,18 @@ REFUSED: tuple[Refused, ...] = (
 )
 
 IGNORED: tuple[Ignored, ...] = (
-    Ignored("user", "who asks does not matter"),
-    Ignored("safety_identifier", "who asks does not matter"),
+    Ignored("user", "the user's identity does not affect generation"),
+    Ignored("safety_identifier", "the user's identity does not affect generation"),
     Ignored("metadata", "nothing is stored"),
-    Ignored("service_tier", "there is one tier"),
+    Ignored("service_tier", "there is only one service tier"),
     Ignored("prediction", "a hint for speed; the answer is the same without it"),
-    Ignored("prompt_cache_key", "prefixes are found by their tokens; cache_salt separates users"),
-    Ignored("prompt_cache_retention", "prefixes stay until the room is needed"),
-    Ignored("prompt_cache_options", "prefixes stay until the room is needed"),
+    Ignored("prompt_cache_key", "cached prefixes are matched by their tokens; cache_salt separates users"),
+    Ignored("prompt_cache_retention", "prefixes stay cached until their pages are needed"),
+    Ignored("prompt_cache_options", "prefixes stay cached until their pages are needed"),
     Ignored("cache_prompt", "prefixes are always cached"),
     Ignored("cache_control", "prefixes are always cached"),
-    Ignored("inference_geo", "it runs where the server is"),
-    Ignored("speed", "there is one speed"),
+    Ignored("inference_geo", "inference runs on this server"),
+    Ignored("speed", "there is only one speed"),
     Ignored("diagnostics", "nothing is compared with earlier requests"),
     Ignored("stream_reasoning", "reasoning is part of the text"),
     Ignored("request_id", "send the header x-request-id"),
@@ -141,9 +142,9 @@ _IGNORED_NAMES = frozenset(row.name for row in IGNORED)
 def implemented_fields(
     body: dict[str, Any], known: Collection[str], endpoint: Endpoint, *, strict: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """(the fields that the schema reads, the names of unknown ones). null counts as "not given".
+    """Return (implemented fields, names of unknown fields); null counts as not given.
 
-    Raises ApiError 400 that names a refused field, or under `strict` an unknown one.
+    Raises ApiError 400 for a refused field, and for an unknown one if `strict`.
     """
     kept: dict[str, Any] = {}
     unknown: list[str] = []
@@ -161,16 +162,16 @@ def implemented_fields(
 
 
 def refuse_unknown(names: Collection[str]) -> None:
-    """Raise ApiError 400 if there is any name."""
+    """Raise ApiError 400 if `names` is not empty."""
     if names:
         listed = ", ".join(names)
-        message = f"Unknown field(s): {listed}. This server was started with --strict; leave them out."
+        message = f"Unknown field(s): {listed}. The server runs with --strict, which refuses them; leave them out."
         raise ApiError(400, "unknown_parameter", message, param=next(iter(names)))
 
 
 def _demand_neutral(row: Refused, value: Any) -> None:
-    is_bool = isinstance(value, bool)  # True == 1, but they are not the same answer
+    is_bool = isinstance(value, bool)  # True == 1 in Python, but not in JSON
     if value is None or any(value == n and isinstance(n, bool) == is_bool for n in row.neutral):
         return
-    message = f"{row.name} is not implemented, and ignoring it would change the answer. {row.hint}".rstrip()
+    message = f"{row.name} is not supported, and ignoring it would change the answer. {row.hint}".rstrip()
     raise ApiError(400, "unsupported_parameter", message, param=row.name)

@@ -1,4 +1,4 @@
-"""The endpoints that generate text, from body to answer. Never: what the fields mean, the shapes of answers."""
+"""The endpoints that generate text: read the request, run it, stream or return the response."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from proa.errors import ProaError
 from proa.llm import AsyncLLM
-from proa.server.answer import Job, Shape, answer_objects
+from proa.server.answer import Job, ReplyWriter, answer_objects
 from proa.server.anthropic import messages_job
 from proa.server.anthropic_schema import MessagesRequest
 from proa.server.chat import chat_job
@@ -21,15 +21,13 @@ from proa.server.errors import from_proa, internal, json_response
 from proa.server.fields import Endpoint
 from proa.server.intake import read_request
 from proa.server.schema import ChatRequest, CompletionRequest, GeneratingRequest
-from proa.server.service import Service, Tally
-from proa.server.sse import EventStream, Opened, unless_gone
+from proa.server.service import RequestRecord, Service
+from proa.server.sse import EventStream, PrefetchedStream, unless_disconnected
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=GeneratingRequest)
-MakeJob = Callable[
-    [AsyncLLM, R, str, str], Coroutine[Any, Any, Job]
-]  # (model, request, id of the answer, name of the model)
+MakeJob = Callable[[AsyncLLM, R, str, str], Coroutine[Any, Any, Job]]  # (llm, request, response id, model name)
 
 
 async def chat_completions(request: Request, service: Service) -> Response:
@@ -47,37 +45,38 @@ async def messages(request: Request, service: Service) -> Response:
 async def _generate(
     request: Request, service: Service, endpoint: Endpoint, schema: type[R], make_job: MakeJob[R]
 ) -> Response:
-    """Everything that can be refused is refused before the status line of a stream goes out."""
+    """Serve one request. All checks run before the first byte of a stream, so that a refusal has its own status."""
     asked, headers = await read_request(request, service, endpoint, schema)
-    llm, tally, receive = service.ready(), tally_of(request), request.receive
-    job = await unless_gone(receive, make_job(llm, asked, tally.request_id, service.model_name))
-    objects = answer_objects(llm, job, tally, service.metrics)
+    llm, record, receive = service.ready(), record_of(request), request.receive
+    job = await unless_disconnected(receive, make_job(llm, asked, record.request_id, service.model_name))
+    objects = answer_objects(llm, job, record, service.metrics)
     if asked.stream:
-        opened = await unless_gone(receive, Opened.start(objects))
+        opened = await unless_disconnected(receive, PrefetchedStream.open(objects))
         dialect = dialect_of(request.url.path)
-        return EventStream(opened, dialect.frames, _explainer(tally, dialect), headers)
-    answer = await unless_gone(receive, _folded(objects, job.shape))
+        return EventStream(opened, dialect.frames, _explainer(record, dialect), headers)
+    answer = await unless_disconnected(receive, _folded(objects, job.writer))
     return json_response(answer, headers=headers)
 
 
-def tally_of(request: Request) -> Tally:
-    """The record that the middleware keeps of this request."""
-    tally: Tally = request.state.tally
-    return tally
+def record_of(request: Request) -> RequestRecord:
+    """Return the record that the middleware attached to this request."""
+    record: RequestRecord = request.state.record
+    return record
 
 
-async def _folded(objects: AsyncGenerator[Any, None], shape: Shape) -> Any:
-    return shape.fold([item async for item in objects])
+async def _folded(objects: AsyncGenerator[Any, None], writer: ReplyWriter) -> Any:
+    return writer.fold([item async for item in objects])
 
 
-def _explainer(tally: Tally, dialect: Dialect) -> Callable[[Exception], object]:
-    """For errors in the middle of a stream: note them, log bugs, return the event's content."""
+def _explainer(record: RequestRecord, dialect: Dialect) -> Callable[[Exception], object]:
+    """Return a function that handles an error in mid-stream: it records the error, logs a bug, and returns the content
+    of the error event."""
 
     def explain(error: Exception) -> object:
-        tally.trouble = str(error) or type(error).__name__
+        record.error = str(error) or type(error).__name__
         if isinstance(error, ProaError):
-            return dialect.error_body(from_proa(error), tally.request_id)
-        log.error("A bug in request %s", tally.request_id, exc_info=error)
-        return dialect.error_body(internal(tally.request_id), tally.request_id)
+            return dialect.error_body(from_proa(error), record.request_id)
+        log.error("Unexpected error in request %s", record.request_id, exc_info=error)
+        return dialect.error_body(internal(record.request_id), record.request_id)
 
     return explain

@@ -1,4 +1,4 @@
-"""From an HTTP request to one of schema.py's: the same for every endpoint with a body. Never: what is done with it."""
+"""Parse and validate the body of an HTTP request into a request object of schema.py or anthropic_schema.py."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ R = TypeVar("R", bound=ApiRequest)
 async def read_request(
     request: Request, service: Service, endpoint: Endpoint, schema: type[R]
 ) -> tuple[R, dict[str, str]]:
-    """(the request, headers for its answer). Raises ApiError and RequestError for what cannot be read or heeded."""
+    """Return (validated request, headers to add to the response). Raises ApiError or RequestError."""
     strict = service.options.strict
-    body = await service.before_the_end(read_json(request))
+    body = await service.unless_draining(read_json(request))
     try:
         fields, unknown = implemented_fields(body, schema.model_fields, endpoint, strict=strict)
         asked = schema.model_validate(fields)
@@ -43,8 +43,8 @@ async def read_request(
 
 
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Names the unknown fields, if any; what does not belong into a header is percent-encoded. Whole names only, then
-    how many more there are: a header cut in its middle may be none."""
+    """Build the header that lists unknown fields, percent-encoded. At the length limit it lists whole names and a count
+    of the rest: a truncated percent-escape would be invalid."""
     if not names:
         return {}
     shown: list[str] = []

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of chat, of completions, and of vLLM's prompt_logprobs. Never: sampling."""
+"""Logprobs in the response formats of chat, of completions, and of vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from proa.text.detokenize import Detokenizer
 from proa.text.tokenizer import Tokenizer
 from proa.types import TokenLogprob
 
-LOWEST = -9999.0  # JSON has no -inf; OpenAI writes this for what is practically impossible
+LOWEST = -9999.0  # stands for -inf, which JSON lacks; OpenAI writes the same
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
-    """One entry per token. Half a character shows as U+FFFD in `token`; `bytes` are exact."""
+    """Build one entry per token. An incomplete UTF-8 sequence is U+FFFD in `token`; `bytes` is exact."""
     content = []
     for entry in logprobs:
         top = [
@@ -26,11 +26,11 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Cha
 
 
 class CompletionLogprobsWriter:
-    """One choice's log-probabilities in the shape of /v1/completions; follows the text's length for text_offset.
+    """Writes one choice's logprobs in the format of /v1/completions.
 
-    text_offset counts characters from the start of the choice's text (the echoed prompt included) to where the
-    token begins; special tokens that the text leaves out have no width. `top` is how many alternatives were asked.
-    `detokenizer` is the one that the choice's text comes from, fresh.
+    text_offset is the token's position in characters within the choice's text (echoed prompt included); skipped
+    special tokens have length 0. `top`: number of alternatives requested. `detokenizer`: a new one, configured like the
+    one that produces the choice's text.
     """
 
     def __init__(self, tokenizer: Tokenizer, detokenizer: Detokenizer, top: int) -> None:
@@ -40,7 +40,7 @@ class CompletionLogprobsWriter:
         self._offset = 0
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
-        """The entries of the next tokens; None stands for a prompt's first token, which nothing predicts."""
+        """Write the entries of the next tokens; None is the prompt's first token, which has no logprob."""
         written = CompletionLogprobs([], [], [] if self._top else None, [])
         for token, entry in zip(tokens, logprobs, strict=True):
             written.tokens.append(self._spell(token))
@@ -54,11 +54,11 @@ class CompletionLogprobsWriter:
     def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
         best: dict[str, float] = {}
         for token, logprob in [*entry.top, (entry.token, entry.logprob)]:
-            best.setdefault(self._spell(token), _finite(logprob))  # the best of tokens that are spelt alike
+            best.setdefault(self._spell(token), _finite(logprob))  # of tokens with equal text, the most likely
         return best
 
     def _spell(self, token: int) -> str:
-        """The token's text; bytes that are no text by themselves as OpenAI writes them: bytes:\\xf0\\x9f."""
+        """Return the token's text; bytes that are not valid UTF-8 in OpenAI's form, bytes:\\xf0\\x9f."""
         raw = self._tokenizer.token_bytes(token)
         try:
             return raw.decode("utf-8")
@@ -67,8 +67,8 @@ class CompletionLogprobsWriter:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None]) -> PromptLogprobs:
-    """vLLM's shape: per prompt token the alternatives and itself by token id; null for the first. `rank` counts
-    from 1 and is null for a token outside the alternatives."""
+    """Build vLLM's format: per prompt token a dict by token id of the token and its alternatives; null for the first.
+    `rank` counts from 1; null if the token is not among the alternatives."""
     return [None if entry is None else _by_id(tokenizer, entry) for entry in entries]
 
 
@@ -85,7 +85,7 @@ def _by_id(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, dict[str, obj
 
 
 def join_completion_logprobs(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs | None:
-    """The pieces of one choice's stream as one."""
+    """Concatenate the streamed logprobs of one choice; None if there are none."""
     if not parts:
         return None
     has_top = any(part.top_logprobs is not None for part in parts)

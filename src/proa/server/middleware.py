@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, the API key, counting, a log line, unexpected errors. Never: routes."""
+"""ASGI middleware of every request: request id, API key, metrics, a log line, unexpected errors."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from proa.obs.metrics import Outcome
 from proa.obs.units import format_duration
 from proa.server.dialect import error_response
 from proa.server.errors import ApiError, internal
-from proa.server.service import Service, Tally
+from proa.server.service import RequestRecord, Service
 from proa.server.sse import ClientGoneError
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
-ANTHROPIC_ID_HEADER = "request-id"  # where their clients look for it
-OPEN_PATHS = ("/health", "/metrics", "/version")  # supervisors and Prometheus seldom have a key
+ANTHROPIC_ID_HEADER = "request-id"  # the header that Anthropic's clients read
+OPEN_PATHS = ("/health", "/metrics", "/version")  # without API key, for supervisors and Prometheus
 _SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_DISCONNECTED = "the client disconnected"
 
 
-class Surroundings:
-    """ASGI middleware. `paths` are the label values for metrics; others count as "other"."""
+class RequestMiddleware:
+    """Wraps every request. `paths`: the endpoint labels of the metrics; any other path is labelled "other"."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: Collection[str]) -> None:
         self._app = app
@@ -40,8 +41,8 @@ class Surroundings:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        tally = Tally(_request_id(Headers(scope=scope)))
-        scope.setdefault("state", {})["tally"] = tally
+        record = RequestRecord(_request_id(Headers(scope=scope)))
+        scope.setdefault("state", {})["record"] = record
         status = 0
 
         async def named_send(message: Message) -> None:
@@ -49,22 +50,22 @@ class Surroundings:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(raw=message["headers"])
-                headers[REQUEST_ID_HEADER] = headers[ANTHROPIC_ID_HEADER] = tally.request_id
+                headers[REQUEST_ID_HEADER] = headers[ANTHROPIC_ID_HEADER] = record.request_id
             await send(message)
 
         self._service.in_flight += 1
         try:
             await self._guarded(scope, receive, named_send)
         except ClientGoneError:
-            tally.trouble = "the client hung up"
+            record.error = _DISCONNECTED
         except Exception:
-            log.exception("A bug in request %s", tally.request_id)
+            log.exception("Unexpected error in request %s", record.request_id)
             if status:
-                raise  # too late for an answer; the connection must break
-            await error_response(internal(tally.request_id), scope)(scope, receive, named_send)
+                raise  # the status line is already sent: close the connection instead
+            await error_response(internal(record.request_id), scope)(scope, receive, named_send)
         finally:
             self._service.in_flight -= 1
-            self._record(scope, tally, status)
+            self._record(scope, record, status)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._key and scope["path"] not in OPEN_PATHS and not self._has_key(Headers(scope=scope)):
@@ -83,12 +84,12 @@ class Surroundings:
         given = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
         return any(hmac.compare_digest(key.strip().encode("latin-1"), self._key) for key in given)
 
-    def _record(self, scope: Scope, tally: Tally, status: int) -> None:
-        seconds = time.monotonic() - tally.started_s
+    def _record(self, scope: Scope, record: RequestRecord, status: int) -> None:
+        seconds = time.monotonic() - record.started_s
         endpoint = scope["path"] if scope["path"] in self._paths else "other"
-        self._service.metrics.request(endpoint, _outcome(tally, status), seconds)
+        self._service.metrics.request(endpoint, _outcome(record, status), seconds)
         is_poll = scope["method"] in ("GET", "HEAD") and (status == 200 or scope["path"] == "/health")
-        line = f"{scope['method']} {scope['path']}: {_in_words(tally, status, seconds)}"
+        line = f"{scope['method']} {scope['path']}: {_in_words(record, status, seconds)}"
         log.log(logging.DEBUG if is_poll else logging.INFO, "%s", _printable(line))
 
 
@@ -98,27 +99,27 @@ def _request_id(headers: Headers) -> str:
 
 
 def _printable(text: str) -> str:
-    """Control characters escaped: what a client writes must not end the line or colour the terminal."""
+    """Escape control characters: client input must not break the log line or colour the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _outcome(tally: Tally, status: int) -> Outcome:
-    if status == 0 or tally.trouble == "the client hung up":
+def _outcome(record: RequestRecord, status: int) -> Outcome:
+    if status == 0 or record.error == _DISCONNECTED:
         return "cancelled"
-    if status >= 500 or tally.trouble:
+    if status >= 500 or record.error:
         return "failed"
     return "refused" if status >= 400 else "ok"
 
 
-def _in_words(tally: Tally, status: int, seconds: float) -> str:
-    words = f"{status or 'no answer'} after {format_duration(seconds)}"
-    if tally.prompt_tokens:
-        words += f", {tally.prompt_tokens} prompt tokens ({tally.cached_tokens} cached)"
-    if tally.first_token_s is not None:
-        decode_s = max(seconds - tally.first_token_s, 1e-6)
-        words += f", first token after {format_duration(tally.first_token_s)}, {tally.completion_tokens} tokens"
-        if tally.completion_tokens > 1:
-            words += f" at {(tally.completion_tokens - 1) / decode_s:.1f} tokens/s"
-    if tally.trouble:
-        words += f"; {tally.trouble}"
-    return f"{words} [{tally.request_id}]"
+def _in_words(record: RequestRecord, status: int, seconds: float) -> str:
+    words = f"{status or 'no response'} after {format_duration(seconds)}"
+    if record.prompt_tokens:
+        words += f", {record.prompt_tokens} prompt tokens ({record.cached_tokens} cached)"
+    if record.first_token_s is not None:
+        decode_s = max(seconds - record.first_token_s, 1e-6)
+        words += f", first token after {format_duration(record.first_token_s)}, {record.completion_tokens} tokens"
+        if record.completion_tokens > 1:
+            words += f" at {(record.completion_tokens - 1) / decode_s:.1f} tokens/s"
+    if record.error:
+        words += f"; {record.error}"
+    return f"{words} [{record.request_id}]"

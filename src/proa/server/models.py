@@ -1,4 +1,4 @@
-"""The small endpoints about the model: its card, its tokenizer. Never: generating."""
+"""Endpoints that describe the model or tokenise text: /v1/models, /tokenize, /detokenize, count_tokens."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def model_list(service: Service) -> Response:
 
 
 def model_card(name: str, service: Service) -> Response:
-    """Raises ApiError 404 for another model."""
+    """Return the served model's card. Raises ApiError 404 for any other name."""
     service.check_model(name)
     return json_response(_card(service))
 
 
 def _card(service: Service) -> dict[str, Any]:
-    """OpenAI's fields, and vLLM's `root` and `max_model_len` (once known)."""
+    """Build the model's card: OpenAI's fields, and vLLM's `root` and `max_model_len` (once known)."""
     card: dict[str, Any] = {
         "id": service.model_name,
         "object": "model",
         "created": service.created_s,
         "owned_by": "proa",
-        "root": service.asked_model,
+        "root": service.requested_model,
     }
     if service.llm is not None:
         card["max_model_len"] = service.llm.context_tokens
@@ -44,7 +44,7 @@ def _card(service: Service) -> dict[str, Any]:
 
 
 async def tokenize_text(request: Request, service: Service) -> Response:
-    """vLLM's /tokenize: {"prompt": text} or {"messages": [...]} -> count, max_model_len, tokens."""
+    """Serve vLLM's /tokenize: {"prompt": text} or {"messages": [...]} -> count, max_model_len, tokens."""
     asked, headers = await read_request(request, service, "tokenize", TokenizeRequest)
     llm = service.loaded()
     tokens = await _tokens_of(llm, asked)
@@ -69,19 +69,19 @@ async def _tokens_of(llm: AsyncLLM, asked: TokenizeRequest) -> list[int]:
 
 
 async def count_tokens(request: Request, service: Service) -> Response:
-    """Anthropic's /v1/messages/count_tokens: a conversation -> input_tokens."""
+    """Serve Anthropic's /v1/messages/count_tokens: a conversation -> input_tokens."""
     asked, headers = await read_request(request, service, "messages", CountTokensRequest)
     tokens = await tokenize_chat(service.loaded(), as_chat(asked))
     return json_response({"input_tokens": len(tokens)}, headers=headers)
 
 
 async def detokenize_tokens(request: Request, service: Service) -> Response:
-    """vLLM's /detokenize: {"tokens": [...]} -> {"prompt": text}, special tokens written out."""
+    """Serve vLLM's /detokenize: {"tokens": [...]} -> {"prompt": text}, special tokens included."""
     asked, headers = await read_request(request, service, "tokenize", DetokenizeRequest)
     tokenizer = service.loaded().tokenizer
     for i, token in enumerate(asked.tokens):
         if not 0 <= token < tokenizer.vocab_size:
-            message = f"tokens[{i}] is {token}; this tokenizer's ids go from 0 to {tokenizer.vocab_size - 1}."
-            raise RequestError(message, param=f"tokens[{i}]")
+            message = f"tokens[{i}] is {token}, which is not in the vocabulary."
+            raise RequestError(message, f"Use ids from 0 to {tokenizer.vocab_size - 1}.", param=f"tokens[{i}]")
     text = tokenizer.decode(asked.tokens, skip_special_tokens=False)
     return json_response({"prompt": text}, headers=headers)

@@ -1,4 +1,4 @@
-"""Messages and tools as templates expect them, and tokenising off the event loop. Never: templates, sampling."""
+"""Validate messages and tools for the chat template, and tokenise prompts without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from proa.text.tokenizer import Tokenizer
 from proa.types import Chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_INLINE_CHARACTERS = 8192  # shorter texts are tokenised at once: a thread would take longer
+_INLINE_CHARACTERS = 8192  # up to this length, tokenising takes less time than handing it to a thread
 
 
 def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Checked messages; keys Proa does not know go to the template unchanged, as do parts and tool calls.
+    """Validate messages for the chat template. Unknown keys, parts and tool calls are passed on unchanged.
 
-    developer becomes system, the name that templates know. Raises ApiError 400.
+    The role "developer" becomes "system", the name that templates use. Raises ApiError 400.
     """
     return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -27,28 +27,28 @@ def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _read_message(message: dict[str, Any], path: str) -> dict[str, Any]:
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if role not in ROLES:
-        raise _invalid(f"{path}.role", f"role is {role!r}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}.")
+        raise _invalid(f"{path}.role", f"The role is {role!r}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}.")
     if calls is not None:
         _check_tool_calls(calls, f"{path}.tool_calls")
     if content is None and not calls:
-        raise _invalid(f"{path}.content", f"The {role} message has no content.")
+        raise _invalid(f"{path}.content", f"The {role} message has no content; add a string or a list of parts.")
     if isinstance(content, list):
         content = [_read_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
     elif content is not None and not isinstance(content, str):
         raise _invalid(f"{path}.content", "content must be a string or a list of parts.")
     role = "system" if role == "developer" else role
-    return {**message, "role": role, "content": "" if content is None else content}  # templates would write "None"
+    return {**message, "role": role, "content": "" if content is None else content}  # None would render as "None"
 
 
 def _read_part(part: Any, path: str) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
-        raise _invalid(path, 'A part must look like {"type": "text", "text": "..."}.')
+        raise _invalid(path, 'A content part must have the form {"type": "text", "text": "..."}.')
     if kind not in ("text", "refusal"):
-        message = f"This model reads text only; a part of type {kind!r} cannot be used."
+        message = f"Content parts of type {kind!r} are not supported; send parts of type 'text'."
         raise ApiError(400, "unsupported_content", message, param=path)
     if not isinstance(part.get(kind), str):
-        raise _invalid(path, f"A part of type {kind!r} needs a string {kind!r}.")
+        raise _invalid(path, f"A content part of type {kind!r} needs a string under the key {kind!r}.")
     return {"type": "text", "text": part[kind]}
 
 
@@ -59,20 +59,21 @@ def _check_tool_calls(calls: Any, path: str) -> None:
 
 
 def read_tools(tools: list[dict[str, Any]] | None, choice: Any) -> list[dict[str, Any]] | None:
-    """The tools for the template: none under tool_choice "none". Raises ApiError 400 for a forced call."""
+    """Validate tools for the chat template; None if tool_choice is "none". Raises ApiError 400, also for a tool_choice
+    that forces a call."""
     for i, tool in enumerate(tools or []):
         if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise _invalid(f"tools[{i}]", 'A tool must look like {"type": "function", "function": {...}}.')
+            raise _invalid(f"tools[{i}]", 'A tool must have the form {"type": "function", "function": {...}}.')
     if choice in (None, "auto"):
         return tools or None
     if choice == "none":
         return None
-    message = 'Only the tool_choice "auto" and "none" are implemented: Proa cannot force a call yet.'
+    message = 'This tool_choice is not supported: Proa cannot force a tool call. Use "auto" or "none".'
     raise ApiError(400, "unsupported_parameter", message, param="tool_choice")
 
 
 async def tokenize_chat(llm: AsyncLLM, chat: Chat) -> list[int]:
-    """Tokens of the rendered conversation. Raises RequestError, ContextLengthExceeded, ApiError 400."""
+    """Render and tokenise a conversation. Raises RequestError, ContextLengthExceeded, ApiError 400."""
     try:
         if len(str(chat.messages)) + len(str(chat.tools)) <= _INLINE_CHARACTERS:
             text = llm.tokenizer.render(chat)
@@ -84,10 +85,10 @@ async def tokenize_chat(llm: AsyncLLM, chat: Chat) -> list[int]:
 
 
 async def encode_text(llm: AsyncLLM, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Tokens of a text; of a long one in a thread, so that running streams go on meanwhile.
+    """Tokenise a text; a long one in a thread, so that the event loop keeps serving other streams.
 
-    Raises RequestError, and ContextLengthExceeded before the work for a text that cannot fit: all its tokens as
-    long as the longest there is would be too many.
+    Raises RequestError; ContextLengthExceeded, before tokenising, if the text is longer than context_tokens times the
+    longest token in bytes.
     """
     if len(text) <= _INLINE_CHARACTERS:
         return llm.tokenizer.encode(text, add_special_tokens)
@@ -101,25 +102,25 @@ def _refuse_hopeless(llm: AsyncLLM, text: str, param: str) -> None:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {llm.context_tokens} tokens of at most {longest_bytes} bytes. "
             f"The text has {size_bytes} bytes.",
-            "Shorten it.",
+            "Shorten the text.",
             param=param,
         )
 
 
-@lru_cache(maxsize=1)  # it looks at every token: a fraction of a second
+@lru_cache(maxsize=1)  # decodes the whole vocabulary: a fraction of a second
 def _longest_token_bytes(tokenizer: Tokenizer) -> int:
     return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
 
 def refuse_too_many(llm: AsyncLLM, answers: int, param: str) -> None:
-    """Raise RequestError for more answers in one request than can run and wait at once: the queue would refuse some
-    of them whenever they came."""
+    """Raise RequestError if one request asks for more sequences than the engine can run and queue together: an empty
+    queue would refuse it too."""
     most = llm.plan.max_running + llm.plan.max_queued
     if answers > most:
         raise RequestError(
-            f"This request wants {answers} answers (prompts times n), but at most {most} can ever be queued at once "
+            f"This request asks for {answers} answers (prompts times n), but the server holds at most {most} at once "
             f"({llm.plan.max_running} running, {llm.plan.max_queued} waiting).",
-            "Send fewer prompts per request.",
+            "Send fewer prompts or a smaller n per request.",
             param=param,
         )
 

@@ -1,6 +1,6 @@
-"""The shapes of answers: OpenAI's chunk and answer objects. Never: how they are filled (chat.py, completions.py).
+"""Response structs of OpenAI's API: stream chunks and complete responses. chat.py and completions.py fill them.
 
-UNSET fields are left out of the JSON; None is written as null, as OpenAI does.
+A field that is UNSET is omitted from the JSON; None is written as null, as OpenAI does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptDetails = msgspec.field(default_factory=PromptDetails)
 
 
-# Prompt log-probabilities as vLLM writes them: per position {token id: {logprob, rank, decoded_token}}.
+# Prompt logprobs in vLLM's format: per position {token id: {logprob, rank, decoded_token}}, null for the first.
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 
 
@@ -121,7 +121,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """Both a chunk of a stream and the whole answer: OpenAI uses one shape for them."""
+    """A stream chunk or the complete response: OpenAI uses the same object for both."""
 
     id: str
     created: int

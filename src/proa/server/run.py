@@ -1,9 +1,9 @@
-"""A server from its socket to its exit code: bind, load in the background, serve, drain. Never: routes, printing.
+"""The life of a server process: bind the port, load the model in the background, serve, drain, exit.
 
-The port opens at once. The first SIGTERM or SIGINT drains: new requests get 503, running ones may finish for
---drain-seconds, the rest is cut off with an error, the exit code is 0. A second signal exits at once. When the
-model cannot be loaded or the engine dies, running requests get their errors, /health says why, and the process
-ends with the error's exit code, so that a supervisor can restart it.
+The port opens before the model is loaded. The first SIGTERM or SIGINT drains: new requests get 503, running requests
+have --drain-seconds to finish, the rest are aborted with an error, and the exit code is 0. A second signal exits
+immediately with exit code 1. If the model cannot be loaded or the engine dies, running requests get an error, /health
+gives the reason, and the process exits with the error's exit code, so that a supervisor can restart it.
 """
 
 from __future__ import annotations
@@ -32,34 +32,36 @@ from proa.server.welcome import welcome
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]  # (phase, done, total)
-Launch = Callable[[Progress], Awaitable[AsyncLLM]]  # returns while the engine loads
+Launch = Callable[[Progress], Awaitable[AsyncLLM]]  # returns while the engine is still loading
 
-LAST_ANSWERS_S = 2.0  # for errors to reach their clients before the process ends
-AT_ONCE_S = 1.0  # for the engine to stop after a second signal
-_KEEP_ALIVE_S = 75  # idle connections; longer than the pools of common clients and proxies
+ERROR_RESPONSES_S = 2.0  # for error responses to reach their clients before the process exits
+ENGINE_STOP_S = 1.0  # for the engine to stop after a second signal
+_KEEP_ALIVE_S = 75  # for idle connections; longer than common clients and proxies keep them in their pools
 _WATCH_S = 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Stop:
-    """The wish to stop: asked once, drain; asked twice, exit at once. Belongs to one event loop."""
+class Shutdown:
+    """Shutdown requests: the first drains, the second exits immediately. Use it on one event loop only."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.at_once = asyncio.Event()
+        self.requested = asyncio.Event()
+        self.immediate = asyncio.Event()
 
-    def ask(self) -> None:
-        (self.at_once if self.asked.is_set() else self.asked).set()
+    def request(self) -> None:
+        (self.immediate if self.requested.is_set() else self.requested).set()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Raises ResourceError when the port cannot be had, UsageError
-    for an address that is not this machine's."""
+    """Open a listening TCP socket; port 0 picks a free port. Raises ResourceError if the port is in use or reserved,
+    UsageError if the address does not belong to this machine."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
     except OSError as error:
-        raise UsageError(f"{host!r} is no address to listen on: {error.strerror}.", "Use --host 127.0.0.1.") from error
+        raise UsageError(
+            f"--host {host!r} cannot be resolved to an address: {error.strerror}.", "Use --host 127.0.0.1."
+        ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -75,15 +77,15 @@ def _bind_error(error: OSError, host: str, port: int) -> ProaError:
         return ResourceError(
             f"Port {port} on {host} is in use by another program.",
             f"Choose another with --port {port + 1 if port < 65535 else 8000}, let the system choose with --port 0, "
-            f"or see who has it: ss -ltnp 'sport = :{port}'.",
+            f"or find that program: ss -ltnp 'sport = :{port}'.",
         )
     if error.errno == errno.EACCES:
-        return ResourceError(f"Port {port} is reserved for root.", "Choose one above 1023 with --port.")
-    return UsageError(f"Cannot listen on {host} port {port}: {error.strerror}.", "Choose another with --host.")
+        return ResourceError(f"Port {port} is reserved for root.", "Choose a port above 1023 with --port.")
+    return UsageError(f"Cannot listen on {host} port {port}: {error.strerror}.", "Choose another address with --host.")
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a client on this machine finds it: loopback if it listens everywhere."""
+    """Return the URL for clients on this machine: the loopback address if the socket listens on all addresses."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -95,33 +97,37 @@ async def serve_on(
     model: str,
     options: ServerOptions,
     announce: Callable[[str], None],
-    stop: Stop,
+    shutdown: Shutdown,
 ) -> int:
-    """Serve `model` on a socket from `bind` until a signal or `stop` ends it; return the exit code.
+    """Serve `model` on a socket from `bind` until a signal or `shutdown`; return the exit code.
 
-    `launch` finds and starts the model; `announce` gets the lines for people: "listening on URL" at once, then
-    how to call the model when it is ready. Raises whatever ended loading or the engine.
+    `launch` finds the model and starts its engine. `announce` receives lines for the terminal: "listening on URL" at
+    once, then, when the model is ready, how to call it. Raises the error that ended loading or the engine.
     """
     service, url = Service(options, model), url_of(listener)
     server = _Server(_uvicorn_config(service))
     http = asyncio.create_task(server.serve(sockets=[listener]))
     announce(f"listening on {url}")
-    life = asyncio.create_task(_live(service, launch, lambda: announce(welcome(url, service.model_name, options))))
-    asked = asyncio.create_task(stop.asked.wait())
-    with _signals_ask(stop):
+
+    def announce_ready() -> None:
+        announce(welcome(url, service.model_name, options))
+
+    model_task = asyncio.create_task(_load_and_watch(service, launch, announce_ready))
+    requested = asyncio.create_task(shutdown.requested.wait())
+    with _signals_request(shutdown):
         try:
-            await asyncio.wait((http, life, asked), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((http, model_task, requested), return_when=asyncio.FIRST_COMPLETED)
             if http.done():
                 http.result()
-            if life.done():
-                await _mourn(service, life)
-            await _drain(service, stop)
+            if model_task.done():
+                await _report_failure(service, model_task)
+            await _drain(service, shutdown)
         finally:
-            for task in (life, asked):
+            for task in (model_task, requested):
                 task.cancel()
-            await asyncio.gather(life, asked, return_exceptions=True)
-            await _end(service, server, http, stop)
-    return 1 if stop.at_once.is_set() else 0
+            await asyncio.gather(model_task, requested, return_exceptions=True)
+            await _shut_down(service, server, http, shutdown)
+    return 1 if shutdown.immediate.is_set() else 0
 
 
 def _uvicorn_config(service: Service) -> uvicorn.Config:
@@ -138,7 +144,8 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Leaves the signals to `serve_on`: uvicorn's own handling closes the port instead of answering 503."""
+    """uvicorn without its signal handlers, which would close the port instead of answering 503; `serve_on` has its
+    own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -146,13 +153,13 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _signals_ask(stop: Stop) -> Iterator[None]:
+def _signals_request(shutdown: Shutdown) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
-        loop.add_signal_handler(number, stop.ask)
+        loop.add_signal_handler(number, shutdown.request)
     try:
         yield
     finally:
@@ -160,8 +167,8 @@ def _signals_ask(stop: Stop) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def _live(service: Service, launch: Launch, when_ready: Callable[[], None]) -> None:
-    """Load the model, then watch it. Returns never; raises what ended it."""
+async def _load_and_watch(service: Service, launch: Launch, when_ready: Callable[[], None]) -> None:
+    """Load the model, then watch its engine. Never returns; raises the error that ended loading or the engine."""
     service.llm = await launch(_progress_into(service))
     await service.llm.engine.wait_ready()
     when_ready()
@@ -171,7 +178,8 @@ async def _live(service: Service, launch: Launch, when_ready: Callable[[], None]
 
 
 def _progress_into(service: Service) -> Progress:
-    """Reports of search and download as Loading, with an ETA from the rate since the phase began."""
+    """Return a progress function that stores search and download progress in `service`, with an ETA from the phase's
+    mean rate."""
     began: dict[str, float] = {}
 
     def report(phase: str, done: int, total: int) -> None:
@@ -182,37 +190,37 @@ def _progress_into(service: Service) -> Progress:
     return report
 
 
-async def _mourn(service: Service, life: asyncio.Task[None]) -> None:
-    """Let running requests get their errors, then raise what ended the model's life."""
+async def _report_failure(service: Service, model_task: asyncio.Task[None]) -> None:
+    """Record the fatal error, let running requests receive their error responses, then raise it."""
     try:
-        life.result()
+        model_task.result()
     except ProaError as error:
         service.failure = error
-        await _until_idle(service, LAST_ANSWERS_S)
+        await _until_idle(service, ERROR_RESPONSES_S)
         raise
 
 
-async def _drain(service: Service, stop: Stop) -> None:
+async def _drain(service: Service, shutdown: Shutdown) -> None:
     service.draining.set()
     if service.in_flight:
         log.info("Draining: %d request(s) may finish within %g s.", service.in_flight, service.options.drain_seconds)
-    await _unless_hurried(stop, _until_idle(service, service.options.drain_seconds))
+    await _unless_second_signal(shutdown, _until_idle(service, service.options.drain_seconds))
 
 
-async def _unless_hurried(stop: Stop, work: Coroutine[Any, Any, None], grace_s: float = 0.0) -> None:
-    """`work`, which is cancelled `grace_s` after a second signal. Raises what it raises."""
+async def _unless_second_signal(shutdown: Shutdown, work: Coroutine[Any, Any, None], grace_s: float = 0.0) -> None:
+    """Await `work`, but cancel it `grace_s` after a second signal. Raises what `work` raises."""
     working = asyncio.create_task(work)
-    hurried = asyncio.create_task(stop.at_once.wait())
+    second_signal = asyncio.create_task(shutdown.immediate.wait())
     try:
-        await asyncio.wait((working, hurried), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, second_signal), return_when=asyncio.FIRST_COMPLETED)
         if not working.done() and grace_s:
             await asyncio.wait((working,), timeout=grace_s)
         if working.done():
             working.result()
     finally:
         working.cancel()
-        hurried.cancel()
-        await asyncio.gather(working, hurried, return_exceptions=True)
+        second_signal.cancel()
+        await asyncio.gather(working, second_signal, return_exceptions=True)
 
 
 async def _until_idle(service: Service, at_most_s: float) -> None:
@@ -221,11 +229,11 @@ async def _until_idle(service: Service, at_most_s: float) -> None:
         await asyncio.sleep(0.02)
 
 
-async def _end(service: Service, server: _Server, http: asyncio.Task[None], stop: Stop) -> None:
-    """Stop the engine (which ends what still runs), let clients hear of it, stop the HTTP server."""
+async def _shut_down(service: Service, server: _Server, http: asyncio.Task[None], shutdown: Shutdown) -> None:
+    """Stop the engine (aborting running requests), let their error responses go out, stop the HTTP server."""
     service.draining.set()
     if service.llm is not None:
-        await _unless_hurried(stop, service.llm.close(), AT_ONCE_S)
-    await _unless_hurried(stop, _until_idle(service, LAST_ANSWERS_S))
-    server.should_exit, server.force_exit = True, stop.at_once.is_set()
+        await _unless_second_signal(shutdown, service.llm.close(), ENGINE_STOP_S)
+    await _unless_second_signal(shutdown, _until_idle(service, ERROR_RESPONSES_S))
+    server.should_exit, server.force_exit = True, shutdown.immediate.is_set()
     await asyncio.gather(http, return_exceptions=True)

@@ -1,8 +1,8 @@
-"""The request fields Proa implements, with their types and defaults. Never: ranges of sampling (types.py has them),
-fields that are not implemented (fields.py), answers (replies.py).
+"""Request schemas of OpenAI's endpoints: the implemented fields, their types and defaults. Sampling ranges are checked
+in types.py; unsupported fields are listed in fields.py.
 
-Types are strict: "5" is no number and 1 no boolean, as with OpenAI. `None` means "not given". Fields that
-contradict each other raise RequestError, which names the one to change.
+Types are strict, as with OpenAI: "5" is not a number, 1 is not a boolean. `None` means not given. Contradicting
+fields raise RequestError, which names the one to change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from proa.types import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; chat answers may fill the context
 
-MAX_STOPS = 64  # each is looked for after every token
+MAX_STOPS = 64  # each stop string is matched against every generated character
 MAX_STOP_CHARACTERS = 4096
 _MAX_ID_DIGITS = 20
 
@@ -25,7 +25,7 @@ StopStrings = Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS
 
 
 class ApiRequest(BaseModel):
-    """What every request has in common."""
+    """Fields common to all requests."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -33,12 +33,12 @@ class ApiRequest(BaseModel):
 
     @property
     def unknown_options(self) -> list[str]:
-        """Names inside nested fields that Proa does not know, as stream_options.wibble."""
+        """Paths of unknown keys inside nested fields, such as stream_options.wibble."""
         return []
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides text. Unknown names are collected like those of the request itself."""
+    """Usage reports in a stream. Unknown keys are collected and reported in a header."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -47,13 +47,13 @@ class StreamOptions(BaseModel):
 
 
 class GeneratingRequest(ApiRequest):
-    """What every request for text has in common."""
+    """Fields common to all requests that generate text."""
 
     stream: bool = False
 
 
 class SampledRequest(GeneratingRequest):
-    """What chat and completions share."""
+    """Fields common to /v1/chat/completions and /v1/completions."""
 
     stream_options: StreamOptions | None = None
     n: int = 1
@@ -87,24 +87,26 @@ class SampledRequest(GeneratingRequest):
     @field_validator("top_k")
     @classmethod
     def _all_tokens(cls, value: int | None) -> int | None:
-        return 0 if value == -1 else value  # vLLM and SGLang write "all tokens" as -1
+        return 0 if value == -1 else value  # vLLM and SGLang write "no top-k" as -1
 
     @field_validator("logit_bias")
     @classmethod
     def _token_ids(cls, value: dict[str, float]) -> dict[str, float]:
         for key in value:
             if not key.isascii() or not key.isdecimal() or len(key) > _MAX_ID_DIGITS:
-                raise ValueError(f"{key[:_MAX_ID_DIGITS]!r} is no token id")
+                raise ValueError(f"{key[:_MAX_ID_DIGITS]!r} is not a token id")
         if len({int(key) for key in value}) < len(value):
-            raise ValueError("A token id stands there twice, as in 5 and 05")
+            raise ValueError('A token id is given twice, such as "5" and "05"')
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.best_of not in (None, self.n):
-            raise RequestError("best_of is not implemented.", "Leave it out, or set it to n.", param="best_of")
+            raise RequestError("best_of is not supported.", "Leave it out, or set it to n.", param="best_of")
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options is only for streams.", "Set stream to true.", param="stream_options")
+            raise RequestError(
+                "stream_options is given, but stream is not true.", "Set stream to true.", param="stream_options"
+            )
         return self
 
     @property
@@ -121,9 +123,9 @@ class SampledRequest(GeneratingRequest):
         return [f"stream_options.{name}" for name in extra or {}]
 
     def sampling(self, **more: Any) -> SamplingParams:
-        """As the engine takes it; `more` replaces fields whose meaning differs between the endpoints.
+        """Convert to SamplingParams; `more` overrides fields whose meaning differs between the endpoints.
 
-        Raises RequestError for values out of range.
+        Raises RequestError for a value out of range.
         """
         same = {name: getattr(self, name) for name in SamplingParams.__struct_fields__ if name not in _CONVERTED}
         converted = {
@@ -154,11 +156,15 @@ class ChatRequest(SampledRequest):
     @model_validator(mode="after")
     def _chat_consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs.", "Set logprobs to true.", param="top_logprobs")
+            raise RequestError(
+                "top_logprobs is given, but logprobs is not true.", "Set logprobs to true.", param="top_logprobs"
+            )
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
-            raise RequestError("max_tokens and max_completion_tokens differ.", "Send one of them.", param="max_tokens")
+            raise RequestError(
+                "max_tokens and max_completion_tokens differ.", "Send only one of them.", param="max_tokens"
+            )
         if self.continue_final_message and self.add_generation_prompt:
             if "add_generation_prompt" in self.model_fields_set:
                 raise RequestError(
@@ -171,7 +177,7 @@ class ChatRequest(SampledRequest):
 
 
 class CompletionRequest(SampledRequest):
-    """POST /v1/completions. `prompt` becomes a list: one entry per prompt, text or token ids."""
+    """POST /v1/completions. `prompt` is normalised to a list: one entry per prompt, text or token ids."""
 
     prompt: list[Prompt]
     max_tokens: int | None = COMPLETION_MAX_TOKENS
@@ -211,7 +217,8 @@ class DetokenizeRequest(ApiRequest):
 
 
 def as_prompts(value: Any) -> list[Prompt]:
-    """A string, a list of strings, token ids, or a list of lists of token ids -> list of prompts. Raises ValueError."""
+    """Normalise a string, a list of strings, a list of token ids, or a list of such lists to a list of prompts. Raises
+    ValueError."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -219,8 +226,8 @@ def as_prompts(value: Any) -> list[Prompt]:
             return [value]
         if _are(str, value) or all(isinstance(v, list) and v and _are(int, v) for v in value):
             return value
-    raise ValueError("send a string, a list of strings, token ids or a list of lists of token ids, none of them empty")
+    raise ValueError("send a string, a list of strings, a list of token ids, or a list of such lists; none empty")
 
 
 def _are(kind: type, values: list[Any]) -> bool:
-    return all(type(v) is kind for v in values)  # bool is no int here
+    return all(type(v) is kind for v in values)  # not isinstance: a bool is not a token id

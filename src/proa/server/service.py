@@ -1,5 +1,5 @@
-"""What all routes share: the model once there is one, and what stands in its way. Never: the shapes of HTTP,
-loading or stopping anything (run.py)."""
+"""The state that all routes share: the served model, its loading progress or fatal error, draining, metrics. run.py
+starts and stops it."""
 
 from __future__ import annotations
 
@@ -23,108 +23,111 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_WARNED_NAMES = 1000  # a client that makes up field names must not fill the memory
+_MOST_WARNED_NAMES = 1000  # bounds the memory that a client can take by inventing field names
 _MOST_NAME_CHARACTERS = 200
 
 
 @dataclass
-class Tally:
-    """One HTTP request as it passes: for the log line and the metrics."""
+class RequestRecord:
+    """Counts and times of one HTTP request, for its log line and the metrics."""
 
     request_id: str
     started_s: float = field(default_factory=time.monotonic)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    first_token_s: float | None = None  # since the start
-    trouble: str = ""  # why an answer that began with status 200 did not end well
+    first_token_s: float | None = None  # seconds from started_s
+    error: str = ""  # why a response that began with status 200 failed
 
 
 class Service:
-    """One served model. `llm` is None until its checkpoint was found and its engine started to load."""
+    """One served model. `llm` is None until the checkpoint is found and its engine has started to load."""
 
     def __init__(self, options: ServerOptions, model: str, llm: AsyncLLM | None = None) -> None:
         self.options = options
-        self.asked_model = model
+        self.requested_model = model
         self.llm = llm
-        self.progress: Loading | None = None  # of what comes before the engine: search, download
+        self.progress: Loading | None = None  # search and download, before there is an engine
         self.failure: ProaError | None = None
         self.draining = asyncio.Event()
-        self.in_flight = 0  # requests being answered
+        self.in_flight = 0  # HTTP requests being served
         self.metrics = Metrics(self._sample)
         self.created_s = int(time.time())
         self._warned: set[str] = set()
 
     @property
     def model_name(self) -> str:
-        """The name in answers: --served-model-name, else the model as asked."""
-        return self.options.served_model_name or self.asked_model
+        """The name in responses: --served-model-name, else MODEL as given."""
+        return self.options.served_model_name or self.requested_model
 
     @property
     def is_draining(self) -> bool:
         return self.draining.is_set()
 
     def check_model(self, name: str | None) -> None:
-        """Take the served name, the model as asked, "default" or none. Raises ApiError 404 for another."""
-        if name is None or name in (self.model_name, self.asked_model, "default"):
+        """Accept the served name, MODEL as given, "default" and None. Raises ApiError 404 for any other name."""
+        if name is None or name in (self.model_name, self.requested_model, "default"):
             return
         message = f'The model {name!r} is not served here. Use {self.model_name!r}, or "default".'
         raise ApiError(404, "model_not_found", message, param="model")
 
     def loaded(self) -> AsyncLLM:
-        """The model's text side (it may still be loading weights). Raises ApiError 503."""
-        self._refuse_if_ending()
+        """Return the model for tokenising; its engine may still be loading weights. Raises ApiError 503 before that,
+        while draining, or after a fatal error."""
+        self._refuse_if_unavailable()
         if self.llm is None:
             raise self._still_loading()
         return self.llm
 
     def ready(self) -> AsyncLLM:
-        """The model, able to generate. Raises ApiError 503 while loading, draining or dead."""
+        """Return the model, ready to generate. Raises ApiError 503 while loading, draining, or after a fatal error."""
         llm = self.loaded()
         if llm.engine.state == "loading":
             raise self._still_loading()
         return llm
 
     @property
-    def death(self) -> ProaError | None:
-        """Why there is no engine and will be none."""
+    def fatal_error(self) -> ProaError | None:
+        """The fatal error that ended loading or the engine; None if there is none."""
         return self.failure or (self.llm.engine.failure if self.llm is not None else None)
 
     @property
     def loading(self) -> Loading:
-        """How far loading is; meaningful while not ready."""
+        """Loading progress; meaningful only until the model is ready."""
         report = self.llm.engine.loading if self.llm is not None else self.progress
         return report or Loading("starting", 0, 0)
 
-    async def before_the_end(self, arriving: Coroutine[Any, Any, T]) -> T:
-        """The result of what a client sends. A client that has not sent all when the server begins to drain is
-        refused like new ones (ApiError 503): nothing waits for it."""
+    async def unless_draining(self, arriving: Coroutine[Any, Any, T]) -> T:
+        """Await the client's upload. If the server starts draining before it is complete, refuse it like a new request
+        (ApiError 503): a slow upload must not delay the shutdown."""
         reading = asyncio.create_task(arriving)
         ending = asyncio.create_task(self.draining.wait())
         try:
             await asyncio.wait((reading, ending), return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                self._refuse_if_ending()
+                self._refuse_if_unavailable()
             return await reading
         finally:
             reading.cancel()
             ending.cancel()
             await asyncio.gather(reading, ending, return_exceptions=True)
 
-    def _refuse_if_ending(self) -> None:
+    def _refuse_if_unavailable(self) -> None:
         if self.is_draining:
-            raise from_proa(ShuttingDown("The server is shutting down and takes no new requests.", "Try again soon."))
-        if self.death is not None:
-            raise from_proa(self._death_as_engine())
+            raise from_proa(
+                ShuttingDown("The server is shutting down and accepts no new requests.", "Retry in a few seconds.")
+            )
+        if self.fatal_error is not None:
+            raise from_proa(self._as_engine_dead())
 
-    def _death_as_engine(self) -> ProaError:
-        """The failure as a client should see it: always 503, whatever kind of error stopped the engine."""
-        death = self.death
-        return death if isinstance(death, EngineDead) else EngineDead(str(death))
+    def _as_engine_dead(self) -> ProaError:
+        """Return the fatal error as EngineDead, so that clients always get 503, whatever error it was."""
+        fatal_error = self.fatal_error
+        return fatal_error if isinstance(fatal_error, EngineDead) else EngineDead(str(fatal_error))
 
     def _still_loading(self) -> ApiError:
         report = self.loading
-        message = f"The model is still loading ({report.phase}, {report.percent:.0f} %)."
+        message = f"The model is still loading ({report.phase}, {report.percent:.0f} %). Retry later."
         return ApiError(503, "loading", message, retry_after_s=max(1, min(60, round(report.eta_s or 5))))
 
     def warn_unknown(self, names: Collection[str]) -> None:
@@ -132,7 +135,7 @@ class Service:
         for name in (name[:_MOST_NAME_CHARACTERS] for name in names):
             if name not in self._warned and len(self._warned) < _MOST_WARNED_NAMES:
                 self._warned.add(name)
-                log.warning("A client sends the unknown field %r; it is ignored.", name)
+                log.warning("A request has the unknown field %r, which is ignored.", name)
 
     def _sample(self) -> Mapping[str, float]:
         if self.llm is None:

@@ -1,4 +1,4 @@
-"""Server-sent events and clients that hang up. Never: what is in the events (answer.py)."""
+"""Server-sent event streams, and the detection of client disconnects."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-FIRST_OBJECT_S = 2.0  # how long the status line waits for the engine's refusal, so that it has the right code
-KEEP_ALIVE_S = 10.0  # something goes out when nothing else did for this long, so that proxies and clients stay
+FIRST_OBJECT_S = 2.0  # the status line waits this long for the first object, so that an early refusal has its own code
+KEEP_ALIVE_S = 10.0  # after this long without an event a keep-alive is sent, so that proxies do not time out
 
 T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """The client hung up; nobody reads an answer."""
+    """The client has disconnected: the response cannot be delivered."""
 
 
 def event(content: object) -> bytes:
@@ -27,13 +27,13 @@ def event(content: object) -> bytes:
 
 
 def named_event(content: msgspec.Struct) -> bytes:
-    """An event named after the struct's tag, which is in its data too."""
+    """Encode an event whose name is the struct's tag; the tag is in its data too."""
     return f"event: {content.__struct_config__.tag}\n".encode() + event(content)
 
 
 @dataclass(frozen=True)
 class Frames:
-    """How a protocol puts objects into a stream, what it sends while there is none, and what after the last."""
+    """One protocol's framing: the encoder of an event, the keep-alive bytes, and the bytes that end the stream."""
 
     event: Callable[[Any], bytes]
     keep_alive: bytes
@@ -44,13 +44,13 @@ PLAIN_FRAMES = Frames(event, keep_alive=b": working\n\n", end=b"data: [DONE]\n\n
 NAMED_FRAMES = Frames(named_event, keep_alive=b'event: ping\ndata: {"type":"ping"}\n\n', end=b"")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """`work`'s result; if the client hangs up first, cancel it, wait until it has cleaned up, raise ClientGoneError.
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; if the client disconnects first, cancel it, wait for its cleanup, and raise ClientGoneError.
 
-    The request's body must have been read: `receive` then says nothing but the hang-up.
+    The request's body must have been read: after that, `receive` returns only the disconnect.
     """
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(_hang_up(receive))
+    watching = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -62,21 +62,21 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _hang_up(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class Opened(Generic[T]):
-    """An async generator whose first item was asked for already. `aclose` ends it, read or not."""
+class PrefetchedStream(Generic[T]):
+    """An async generator whose first item is already being produced. `aclose` closes it, read or not."""
 
     def __init__(self, items: AsyncGenerator[T, None]) -> None:
         self._items = items
         self._first: asyncio.Future[T] | None = asyncio.ensure_future(anext(items))
 
     @classmethod
-    async def start(cls, items: AsyncGenerator[T, None]) -> Opened[T]:
-        """Wait until the first item has come, but at most FIRST_OBJECT_S. Raises what comes instead of it."""
+    async def open(cls, items: AsyncGenerator[T, None]) -> PrefetchedStream[T]:
+        """Wait for the first item, at most FIRST_OBJECT_S. Raises the generator's error if it fails before that."""
         opened = cls(items)
         try:
             await opened._wait_first()
@@ -91,7 +91,7 @@ class Opened(Generic[T]):
             if self._first.done():
                 self._first.result()
 
-    def __aiter__(self) -> Opened[T]:
+    def __aiter__(self) -> PrefetchedStream[T]:
         return self
 
     async def __anext__(self) -> T:
@@ -109,15 +109,19 @@ class Opened(Generic[T]):
 
 
 class EventStream(Response):
-    """Sends `objects` in `frames` until they end or the client hangs up, and closes them in both cases.
+    """Sends `objects` framed by `frames` until they end or the client disconnects; closes them in both cases.
 
-    `explain` turns an error on the way into the object that tells the client.
+    `explain` converts an error in mid-stream to the error object that is sent to the client.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, objects: Opened[Any], frames: Frames, explain: Callable[[Exception], object], headers: dict[str, str]
+        self,
+        objects: PrefetchedStream[Any],
+        frames: Frames,
+        explain: Callable[[Exception], object],
+        headers: dict[str, str],
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
@@ -128,7 +132,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send_all(send))
+            await unless_disconnected(receive, self._send_all(send))
         finally:
             await self._objects.aclose()
 
@@ -138,7 +142,7 @@ class EventStream(Response):
         try:
             async for item in self._objects:
                 await self._send(send, self._frames.event(item))
-        except Exception as error:  # noqa: BLE001 - the status line is out: only an event can tell now
+        except Exception as error:  # noqa: BLE001 - the status line is sent: report the error as an event
             await self._send(send, self._frames.event(self._explain(error)))
         finally:
             heartbeat.cancel()

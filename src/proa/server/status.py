@@ -1,4 +1,4 @@
-"""Whether the server is well, in the forms supervisors ask for. Never: deciding what to do about it (run.py)."""
+"""Endpoints for supervisors: /health, /health/generate, /version, /metrics."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from proa.obs.metrics import CONTENT_TYPE
 from proa.server.errors import ApiError, json_response
 from proa.server.replies import VERSION
 from proa.server.service import Service
-from proa.server.sse import unless_gone
+from proa.server.sse import unless_disconnected
 from proa.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
 GENERATE_TIMEOUT_S = 30.0
 _PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-_PROBE_PRIORITY = -1_000_000  # before everybody who waits
+_PROBE_PRIORITY = -1_000_000  # ahead of all waiting requests
 
 
 def health(service: Service) -> Response:
-    """200 when ready, else 503 with the reason; while loading with phase, percent and ETA."""
+    """Answer 200 when ready, else 503 with the reason; while loading, with phase, percent and ETA."""
     if service.is_draining:
-        return _unwell("draining", reason="The server is shutting down.")
-    if service.death is not None:
-        return _unwell("failed", reason=str(service.death))
+        return _unhealthy("draining", reason="The server is shutting down.")
+    if service.fatal_error is not None:
+        return _unhealthy("failed", reason=str(service.fatal_error))
     llm = service.llm
     if llm is None or llm.engine.state == "loading":
         report = service.loading
         eta_s = None if report.eta_s is None else round(report.eta_s, 1)
-        return _unwell("loading", phase=report.phase, percent=round(report.percent, 1), eta_s=eta_s)
+        return _unhealthy("loading", phase=report.phase, percent=round(report.percent, 1), eta_s=eta_s)
     if llm.engine.state != "ready":
-        return _unwell(llm.engine.state, reason="The engine is stopped.")
+        return _unhealthy(llm.engine.state, reason="The engine is stopped.")
     return json_response({"status": "ready", "model": service.model_name})
 
 
 async def health_generate(request: Request, service: Service) -> Response:
-    """200 when a token was really generated (or, under load, other requests' tokens were); else 503."""
+    """Answer 200 if a probe request gets a token, or, under load, if other requests make progress; else 503."""
     try:
         llm = service.ready()
-        return await unless_gone(request.receive, _generate_one(llm))
+        return await unless_disconnected(request.receive, _generate_one(llm))
     except (ApiError, ProaError) as error:
-        return _unwell("failed", reason=str(error))
+        return _unhealthy("failed", reason=str(error))
 
 
 async def _generate_one(llm: AsyncLLM) -> Response:
@@ -60,10 +60,10 @@ async def _generate_one(llm: AsyncLLM) -> Response:
     except TimeoutError:
         now = llm.engine.stats
         if (now.generated_tokens, now.prompt_tokens) != (before.generated_tokens, before.prompt_tokens):
-            return json_response({"status": "busy", "reason": "No turn in time, but other requests advance."})
-        return _unwell("failed", reason=f"No token came within {GENERATE_TIMEOUT_S:.0f} s.")
+            return json_response({"status": "busy", "reason": "The probe is queued; other requests make progress."})
+        return _unhealthy("failed", reason=f"The probe got no token within {GENERATE_TIMEOUT_S:.0f} s.")
     if finishes[-1:] != ["length"]:
-        return _unwell("failed", reason=f"The probe ended with {finishes[-1:]}.")
+        return _unhealthy("failed", reason=f"The probe ended with finish reason {finishes[-1:]}, not 'length'.")
     return json_response({"status": "ready"})
 
 
@@ -75,5 +75,5 @@ def metrics(service: Service) -> Response:
     return Response(service.metrics.render(), media_type=CONTENT_TYPE)
 
 
-def _unwell(status: str, **details: Any) -> Response:
+def _unhealthy(status: str, **details: Any) -> Response:
     return json_response({"status": status, **details}, 503, {"retry-after": "5"})

@@ -1,4 +1,4 @@
-"""What a person reads once the model is ready: how to call it. Never: sending it anywhere."""
+"""The text printed when the model is ready: how to call it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from proa.config.options import ServerOptions
 
 
 def welcome(url: str, model_name: str, options: ServerOptions) -> str:
-    """Lines to paste for the usual clients; the API key itself is never shown."""
+    """Return commands and settings to paste into common clients; the API key itself is never shown."""
     key = "$PROA_API_KEY" if options.api_key else "none"
     authorization = ' -H "Authorization: Bearer $PROA_API_KEY"' if options.api_key else ""
     body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": "Hello"}]})
@@ -26,7 +26,7 @@ def welcome(url: str, model_name: str, options: ServerOptions) -> str:
         f"    export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}",
     ]
     if options.api_key:
-        lines.append("  (PROA_API_KEY stands for the key given with --api-key)")
+        lines.append("  (set PROA_API_KEY in your shell to the key given with --api-key)")
     if options.host not in ("127.0.0.1", "localhost", "::1") and not options.api_key:
-        lines.append("  Note: whoever can reach this machine can use the model; --api-key KEY would prevent that.")
+        lines.append("  Note: every host that can reach this machine can use the model; --api-key KEY prevents that.")
     return "\n".join(lines)

@@ -1,8 +1,6 @@
-"""Whole answers: folds over a stream of chunks. Belongs here: the fold. Never: a second way to make text."""
+"""Complete answers, accumulated from a stream of chunks."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import msgspec
 
@@ -11,19 +9,20 @@ from proa.types import Chunk, FinishReason, TokenLogprob
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """One of the n answers. `logprobs` belongs to `tokens`; `stop_reason` is the stop string or token."""
+    """One of the n answers to a prompt. `logprobs` has one entry per token; `stop_reason` is the stop string or stop
+    token that ended it, None for eos and length."""
 
     index: int
     text: str = ""
     tokens: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None
-    error: str = ""  # what finish "error" means
+    error: str = ""  # the message if finish is "error"
     stop_reason: str | int | None = None
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """What one prompt gave. `cached_tokens` of the prompt came from the prefix cache."""
+    """The n choices generated for one prompt. `cached_tokens`: prompt tokens that came from the prefix cache."""
 
     prompt_tokens: list[int] = []
     choices: list[Choice] = []
@@ -32,17 +31,17 @@ class Answer(msgspec.Struct, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The first choice's text."""
+        """Text of the first choice."""
         return self.choices[0].text
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of all choices together."""
+        """Number of generated tokens, summed over all choices."""
         return sum(len(choice.tokens) for choice in self.choices)
 
 
 class AnswerFold:
-    """Adds chunks up to an Answer, O(1) amortised per chunk."""
+    """Accumulates chunks into an Answer, O(1) amortised per chunk."""
 
     def __init__(self) -> None:
         self._answer = Answer()
@@ -67,33 +66,26 @@ class AnswerFold:
             self._answer.cached_tokens = chunk.cached_tokens
 
     def result(self) -> Answer:
-        """The answer so far, choices in order."""
+        """Return the answer accumulated so far, choices in order of their index."""
         for index, pieces in self._texts.items():
             self._choices[index].text = "".join(pieces)
         self._answer.choices = [self._choices[index] for index in sorted(self._choices)]
         return self._answer
 
 
-def complete(answer: Answer) -> Answer:
-    """`answer` itself. Raises EngineDead or NumericsError if a choice ended before its end."""
+def require_complete(answer: Answer) -> Answer:
+    """Return `answer` unchanged. Raises EngineDead or NumericsError if a choice finished with "abort" or "error"."""
     for choice in answer.choices:
         if choice.finish == "abort":
             raise EngineDead(
-                f"The engine was stopped after {len(choice.tokens)} tokens of the answer.", "Ask again once it runs."
+                f"The engine was stopped after {len(choice.tokens)} tokens of the answer.",
+                "Restart the engine and send the request again.",
             )
         if choice.finish == "error":
-            raise broken_answer(choice.error)
+            raise numerics_error(choice.error)
     return answer
 
 
-def broken_answer(why: str) -> NumericsError:
-    """Of an answer that ended with "error": the engine ends one so when the model's values are not finite."""
+def numerics_error(why: str) -> NumericsError:
+    """Build the error for finish "error", with which the engine ends a sequence whose logits are NaN or Inf."""
     return NumericsError(why or "The model's logits were not finite.", NOT_FINITE)
-
-
-def fold(chunks: Iterable[Chunk]) -> Answer:
-    """The answer that `chunks` add up to."""
-    answer = AnswerFold()
-    for chunk in chunks:
-        answer.add(chunk)
-    return answer.result()

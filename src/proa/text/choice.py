@@ -1,5 +1,4 @@
-"""One sequence's engine events -> chunks for people. Belongs here: text, stop strings and log-probabilities kept
-in step. Never: engines, tasks."""
+"""Converts one sequence's engine events to chunks of text, with tokens and logprobs aligned to the text."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ from proa.types import Chunk, EngineRequest, FinishReason, SamplingParams, Token
 
 
 class ChoiceStream:
-    """Turns the events of choice `index` into chunks; `finished` once the last chunk is made.
+    """Converts the token events of choice `index` to chunks; `finished` is set with the last chunk.
 
-    A token is handed out together with the text it is part of: not while its character is unfinished or
-    might be the start of a stop string, and never if it lies wholly in what a stop string cut off.
+    A token is emitted together with its text: it is held back while its text is an incomplete UTF-8 character or a
+    possible start of a stop string, and dropped if all its text is cut off by a stop string.
     """
 
     def __init__(self, index: int, request: EngineRequest, params: SamplingParams, detokenizer: Detokenizer) -> None:
@@ -24,16 +23,16 @@ class ChoiceStream:
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._made_chars = 0  # characters that the detokeniser gave
-        self._shown_chars = 0  # characters that the stop matcher let through
-        # Tokens not handed out: (token, its log-probabilities, first character it is part of, end of its text).
+        self._made_chars = 0  # characters that came out of the detokeniser
+        self._shown_chars = 0  # characters that passed the stop matcher
+        # Tokens held back: (token, its logprob, position of its first character, position after its last).
         self._held: deque[tuple[int, TokenLogprob | None, int, int]] = deque()
         self._stop_string: str | None = None
         self._is_first = True
         self.finished = False
 
     def feed(self, event: TokenEvent) -> Chunk | None:
-        """The chunk that `event` gives; None if it has nothing to show yet."""
+        """Process one event; return its chunk, or None if everything is held back."""
         logprobs: list[TokenLogprob] | list[None] = event.logprobs or [None] * len(event.tokens)
         pieces = []
         for token, logprob in zip(event.tokens, logprobs, strict=True):
@@ -70,7 +69,7 @@ class ChoiceStream:
         )
 
     def _token(self, token: int, logprob: TokenLogprob | None) -> str:
-        """Take one token; return the text that may now be shown."""
+        """Add one token; return the text that may now be emitted."""
         start = self._made_chars
         text = self._detokenizer.feed(token)
         self._num_tokens += 1
@@ -86,11 +85,12 @@ class ChoiceStream:
         return shown
 
     def _stop_token(self, event: TokenEvent) -> int | None:
-        """The user's stop token that ended it; None for the model's own eos."""
+        """Return the request's stop token that ended the sequence; None for an eos token."""
         return None if event.stop_token in self._request.sampling.eos_token_ids else event.stop_token
 
     def _release(self) -> tuple[list[int], list[TokenLogprob]]:
-        """The tokens whose text has been shown; at the end all that have a part in it."""
+        """Remove and return the held tokens whose text has been emitted; at the end, also those whose text was only
+        partly emitted."""
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
         while self._held:

@@ -1,4 +1,4 @@
-"""Tokens -> text, piece by piece. Belongs here: whole characters only. Never: stop strings, requests."""
+"""Incremental detokenisation: tokens in, complete characters out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Container
 
 
 class Detokenizer:
-    """Incremental detokenisation, O(1) amortised per token; never emits half a UTF-8 character.
+    """Incremental detokeniser, O(1) amortised per token; never emits an incomplete UTF-8 character.
 
-    Bytes that can no longer become a character come out as U+FFFD, an unfinished character at the end only at
-    `flush`. The pieces concatenated are the text of all tokens together. `from_start` drops the space that
-    sentencepiece writes in front of a text; leave it out for text that continues a prompt.
+    Invalid bytes become U+FFFD; an incomplete character at the end does so only at `flush`. The concatenated pieces
+    equal the text of all tokens decoded at once. `from_start` drops the leading space that sentencepiece adds to a
+    text; leave it out for text that continues a prompt.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The characters that this token completes, maybe none."""
+        """Add one token; return the characters that it completes, possibly none."""
         if token in self._skip:
             return ""
         data = self._token_bytes(token)
@@ -38,9 +38,9 @@ class Detokenizer:
 
     @property
     def has_partial(self) -> bool:
-        """Whether bytes of an unfinished character are held back."""
+        """True while bytes of an incomplete character are held back."""
         return bool(self._utf8.getstate()[0])
 
     def flush(self) -> str:
-        """U+FFFD for an unfinished character, else nothing."""
+        """End the text: return U+FFFD for an incomplete character, else an empty string."""
         return self._utf8.decode(b"", final=True)

@@ -1,7 +1,7 @@
-"""How byte-level BPE splits text into words, by GGUF's names (tokenizer.ggml.pre). Never: vocabularies, files.
+"""Pre-tokenizers of byte-level BPE (how text is split into words) by their GGUF name, tokenizer.ggml.pre.
 
-The expressions stand only in llama.cpp (src/llama-vocab.cpp) and in the models' own tokenizers, whose form is kept
-where the two differ: the library's engine is the one that those were made for.
+GGUF files store only the name. The regular expressions are those of llama.cpp (src/llama-vocab.cpp) and of the models'
+own tokenizer.json; where the two are written differently, this table has the latter, made for the same regex engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _O200K_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _ENDING +
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # fmt: skip
-# Han characters are words of their own, and no part of others.
+# Han characters form words of their own and are part of no other word.
 _KIMI_SPLIT = r"[\p{Han}]+|" + _O200K_SPLIT.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace("[\\r\\n/]*", "[\\r\\n]*")
 _CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _DEEPSEEK3_SPLIT = (
@@ -37,7 +37,7 @@ _DEEPSEEK3_SPLIT = (
 )
 _DEEPSEEK_SCRIPTS = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _DEEPSEEK_MARKS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
-# Letters with cases that DeepSeek-LLM's tokenizer lists one by one, of fewer scripts than have them: code points.
+# Code points of the cased letters that DeepSeek-LLM's tokenizer lists: not all scripts that have upper and lower case.
 _CASED = """
     B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C 38E-3A1 3A3-3F5
     3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A
@@ -50,7 +50,7 @@ _CASED = """
 
 
 def _characters(ranges: str) -> str:
-    """Of code points in hexadecimal, "C0-D6 D8", the inside of a character class."""
+    """Convert hexadecimal code point ranges, such as "C0-D6 D8", to the inside of a regex character class."""
     return re.sub(r"\s", "", re.sub(r"[0-9A-F]+", lambda point: chr(int(point[0], 16)), ranges))
 
 
@@ -63,7 +63,7 @@ def _single_digits() -> Any:
 
 
 def _splits(*regexes: str) -> Callable[[], Any]:
-    """One after the other, each within the words of those before it."""
+    """Return a factory that applies the regexes in order, each to the words that the previous ones produced."""
     return lambda: pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in regexes),
@@ -87,7 +87,7 @@ PRE_TOKENIZERS: Mapping[str, Callable[[], Any]] = {
     "deepseek-coder": _splits("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_SCRIPTS, r"\p{N}"),
     "deepseek-v3": _splits(r"\p{N}{1,3}", _CJK, _DEEPSEEK3_SPLIT),
 }
-# A word that is a token as a whole is taken as such, without the merges that lead to it.
+# A word that is itself a vocabulary entry becomes that token, without applying merges.
 IGNORE_MERGES = frozenset((*LLAMA3, "tekken"))
-# The original tokenizer.json composes characters (Unicode NFC) first.
+# The original tokenizer.json normalises text to Unicode NFC first.
 NFC = frozenset(("qwen2", "deepseek-r1-qwen", "megrez"))

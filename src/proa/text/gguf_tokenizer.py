@@ -1,8 +1,7 @@
-"""Tokenizers in GGUF metadata (tokenizer.ggml.*). Belongs here: how ggml's names map to the `tokenizers` library.
-Never: tensors, encoding.
+"""Reads the tokenizer from GGUF metadata (tokenizer.ggml.*) into the `tokenizers` library.
 
-GGUF keeps vocabulary, merges or scores, and the name of a pre-tokenizer. A name without a row in gguf_pre_tokenizers.py
-is refused: text split the wrong way gives plausible but worse answers.
+GGUF stores the vocabulary, merges or scores, and the name of a pre-tokenizer. A name that gguf_pre_tokenizers.py does
+not list is refused: text that is split differently than in training gives plausible but worse answers.
 """
 
 from __future__ import annotations
@@ -20,29 +19,30 @@ from proa.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, Pieces, add_specia
 from proa.text.tokenizer_source import TokenizerSource, token_ids, wrap_in
 from proa.weights.gguf_header import gguf_metadata
 
-_ENDS = ("<|return|>", "<|call|>")  # of an answer of gpt-oss; there is one key for both
+_ENDS = ("<|return|>", "<|call|>")  # both end an answer of gpt-oss, but GGUF has one key for eos
 
 
 def read_gguf(path: Path) -> TokenizerSource:
-    """The tokenizer and chat templates in a GGUF file's metadata. Raises TokenizerError, WeightsError if damaged."""
+    """Read the tokenizer and chat templates from a GGUF file's metadata. Raises TokenizerError; WeightsError if the
+    file is damaged."""
     metadata = gguf_metadata(path)
     ggml = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items() if k.startswith("tokenizer.ggml.")}
     kind = ggml.get("model")
     if kind is None or "tokens" not in ggml:
         raise TokenizerError(
-            f"There is no tokenizer in {path} (looked for tokenizer.ggml.model and .tokens).",
-            "Name a folder that has one with --tokenizer PATH.",
+            f"{path} contains no tokenizer (tokenizer.ggml.model and tokenizer.ggml.tokens are missing).",
+            "Give a folder with a tokenizer with --tokenizer PATH.",
         )
     if kind not in ("gpt2", "llama"):
         raise TokenizerError(
-            f"The tokenizer in {path} is of the kind {kind!r}; Proa reads 'gpt2' and 'llama'.",
-            "Name a folder with the original tokenizer.json with --tokenizer PATH.",
+            f"The tokenizer in {path} has tokenizer.ggml.model {kind!r}; Proa reads 'gpt2' and 'llama'.",
+            "Give the folder of the original tokenizer.json with --tokenizer PATH.",
         )
     backend = _byte_level(ggml, _types(ggml)) if kind == "gpt2" else _sentencepiece(ggml, _types(ggml))
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: ggml.get(f"{key}_token_id") for name, key in names.items()}
     special_tokens = {name: ggml["tokens"][i] for name, i in ids.items() if i is not None}
-    bos_by_default = kind == "llama" or ggml.get("pre") in LLAMA3  # as llama.cpp, for files without the flag
+    bos_by_default = kind == "llama" or ggml.get("pre") in LLAMA3  # llama.cpp's default for files without the flag
     wrap_in(
         backend,
         bos=special_tokens.get("bos_token") if ggml.get("add_bos_token", bos_by_default) else None,
@@ -54,17 +54,17 @@ def read_gguf(path: Path) -> TokenizerSource:
 
 
 def _byte_level(ggml: Mapping[str, Any], types: list[int]) -> tokenizers.Tokenizer:
-    """Byte-level BPE with the file's merges."""
+    """Build byte-level BPE from the file's vocabulary, merges and pre-tokenizer name."""
     pre = str(ggml.get("pre"))
     if pre not in PRE_TOKENIZERS:
         raise TokenizerError(
-            f"The GGUF file's pre-tokenizer is {pre!r}; Proa knows {', '.join(sorted(PRE_TOKENIZERS))}.",
-            "Name a folder with the original tokenizer.json with --tokenizer PATH.",
+            f"The GGUF file's pre-tokenizer is {pre!r}; Proa supports {', '.join(sorted(PRE_TOKENIZERS))}.",
+            "Give the folder of the original tokenizer.json with --tokenizer PATH.",
         )
     if "merges" not in ggml:
         raise TokenizerError(
-            "The GGUF file's tokenizer has no merges (tokenizer.ggml.merges).",
-            "Name a folder with the original tokenizer.json with --tokenizer PATH.",
+            "The GGUF file's tokenizer has no merges (tokenizer.ggml.merges is missing).",
+            "Give the folder of the original tokenizer.json with --tokenizer PATH.",
         )
     vocabulary = {token: i for i, token in enumerate(ggml["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in ggml["merges"]]
@@ -79,12 +79,12 @@ def _byte_level(ggml: Mapping[str, Any], types: list[int]) -> tokenizers.Tokeniz
 
 
 def _sentencepiece(ggml: Mapping[str, Any], types: list[int]) -> tokenizers.Tokenizer:
-    """Sentencepiece BPE: no merges are stored, scores order them."""
+    """Build sentencepiece BPE; GGUF stores scores instead of merges, which give their order."""
     return build_backend(Pieces(ggml["tokens"], ggml["scores"], types, ggml.get("add_space_prefix", True)))
 
 
 def _types(ggml: Mapping[str, Any]) -> list[int]:
-    """The type of every token; files without types have at least their named special tokens."""
+    """Return every token's type; in files without types, only the named special tokens differ from NORMAL."""
     if "token_type" in ggml:
         return list(ggml["token_type"])
     types = [NORMAL] * len(ggml["tokens"])
@@ -95,7 +95,7 @@ def _types(ggml: Mapping[str, Any]) -> list[int]:
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """tokenizer.chat_template and tokenizer.chat_template.NAME."""
+    """Return the chat templates by name, from the keys tokenizer.chat_template and tokenizer.chat_template.NAME."""
     prefix = "tokenizer.chat_template."
     named = {key.removeprefix(prefix): text for key, text in metadata.items() if key.startswith(prefix)}
     default = metadata.get("tokenizer.chat_template")

@@ -1,7 +1,7 @@
-"""Tokenizers in Hugging Face folders. Belongs here: which files count and what they add. Never: encoding.
+"""Reads the tokenizer of a Hugging Face folder.
 
-tokenizer.json is loaded with the `tokenizers` library directly: transformers would cost a second at start and
-adds nothing that these files do not say. Only vocabularies of neither kind that Proa reads go through it.
+tokenizer.json is loaded with the `tokenizers` library: importing transformers takes a second and adds no information.
+Only folders without tokenizer.json and tokenizer.model are converted by transformers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from proa.weights.placeholder import placeholder
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CONVERTIBLE = ("vocab.json", "tekken.json", "tiktoken.model")
-# What transformers assumes of tokenizer.model where tokenizer_config.json does not say.
+# transformers' defaults for tokenizer.model, used for keys that tokenizer_config.json does not have.
 _SENTENCEPIECE_DEFAULTS = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "legacy": True}
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def read_folder(folder: Path) -> TokenizerSource:
-    """Read tokenizer.json, tokenizer.model or what transformers can convert, and the files around it.
-
-    Raises TokenizerError.
-    """
+    """Read the tokenizer (tokenizer.json, tokenizer.model, or a file that transformers converts), the chat templates
+    and the special tokens of a folder. Raises TokenizerError."""
     config = _read_json(folder / "tokenizer_config.json")
     if (folder / "tokenizer.json").is_file():
         backend = _read_backend(folder / "tokenizer.json")
@@ -43,8 +41,8 @@ def read_folder(folder: Path) -> TokenizerSource:
     else:
         looked_for = ", ".join(("tokenizer.json", "tokenizer.model", *_CONVERTIBLE))
         raise TokenizerError(
-            f"There is no tokenizer in {folder} (looked for {looked_for}).",
-            "Copy the original model's tokenizer files there, or name their folder with --tokenizer PATH.",
+            f"{folder} contains no tokenizer (looked for {looked_for}).",
+            "Copy the original model's tokenizer files there, or give their folder with --tokenizer PATH.",
         )
     backend.no_truncation()
     backend.no_padding()
@@ -70,7 +68,7 @@ def read_folder(folder: Path) -> TokenizerSource:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, {} if there is no such file."""
+    """Read a JSON object; {} if the file does not exist."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -78,7 +76,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     if not isinstance(value, dict):
-        raise _unreadable(path, "it is no JSON object")
+        raise _unreadable(path, "it is not a JSON object")
     return value
 
 
@@ -87,40 +85,41 @@ def _unreadable(path: Path, reason: object) -> TokenizerError:
         return TokenizerError(*missing)
     return TokenizerError(
         f"{path} cannot be read: {reason}.",
-        "Download it again, or name another tokenizer's folder with --tokenizer PATH.",
+        "Download it again, or give another tokenizer's folder with --tokenizer PATH.",
     )
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # all that the tokenizers library raises
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise _unreadable(path, error) from error
 
 
 def _convert(folder: Path) -> tokenizers.Tokenizer:
-    """The slow road: other vocabularies, converted in memory by transformers."""
+    """Convert another vocabulary format in memory with transformers (slow)."""
     from transformers import AutoTokenizer  # lazy: a second to import, and seldom needed
 
     try:
         slow = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         return tokenizers.Tokenizer.from_str(slow.backend_tokenizer.to_str())
-    except Exception as error:  # anything, from ImportError to a checkpoint's own classes
+    except Exception as error:  # of any type: ImportError, or errors of tokenizer classes that need custom code
         raise TokenizerError(
             f"The tokenizer in {folder} has no tokenizer.json and cannot be converted: {error}.",
-            "Name a folder with a tokenizer.json with --tokenizer PATH, or install what the message asks for.",
+            "Give a folder with a tokenizer.json with --tokenizer PATH, or install the package that the message names.",
         ) from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and the like; a value is the text or {"content": text, ...}."""
+    """Return the special tokens' texts by name (bos_token, ...); the config has a text or {"content": text, ...}."""
     values = {name: config.get(name) for name in _NAMES}
     texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in values.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, wanted: Mapping[str, Any], named: set[str]) -> None:
-    """Add what tokenizer_config.json's added_tokens_decoder says beyond, or other than, tokenizer.json."""
+    """Add the tokens of tokenizer_config.json's added_tokens_decoder that tokenizer.json lacks or defines
+    differently. Raises TokenizerError if a token gets another id."""
     present = backend.get_added_tokens_decoder()
     for token_id, entry in sorted((int(key), entry) for key, entry in wanted.items()):
         flags = {flag: entry[flag] for flag in _FLAGS if flag in entry}
@@ -130,14 +129,15 @@ def _add_tokens(backend: tokenizers.Tokenizer, wanted: Mapping[str, Any], named:
         backend.add_tokens([token])
         if backend.token_to_id(token.content) != token_id:
             raise TokenizerError(
-                f"tokenizer_config.json gives the token {token.content!r} the id {token_id}, "
-                f"but with tokenizer.json it has {backend.token_to_id(token.content)}.",
+                f"The token {token.content!r} has id {token_id} in tokenizer_config.json, "
+                f"but {backend.token_to_id(token.content)} in tokenizer.json.",
                 "The two files belong to different versions: download the model again.",
             )
 
 
 def _templates(folder: Path, in_config: Any) -> dict[str, str]:
-    """Chat templates by name: from tokenizer_config.json a text or a list of {name, template}; files override."""
+    """Return the chat templates by name. tokenizer_config.json has a text or a list of {name, template}; template files
+    take precedence."""
     templates: dict[str, str] = {}
     if isinstance(in_config, str):
         templates["default"] = in_config

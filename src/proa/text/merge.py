@@ -1,4 +1,4 @@
-"""Several streams of chunks as one. Never: what is in them."""
+"""Merges several async streams of chunks into one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Chunks = AsyncGenerator[Chunk, None]
 
 
 async def merge(streams: Sequence[Chunks]) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """(stream's index, chunk) as they come. The first error ends all; closing this closes every stream."""
+    """Yield (stream index, chunk) as chunks arrive. The first error ends the merged stream and is raised; closing it
+    closes all streams."""
     arrived: asyncio.Queue[tuple[int, Chunk] | asyncio.Task[None]] = asyncio.Queue()
 
     async def pump(index: int, stream: Chunks) -> None:
@@ -28,7 +29,7 @@ async def merge(streams: Sequence[Chunks]) -> AsyncGenerator[tuple[int, Chunk], 
         while running:
             item = await arrived.get()
             if isinstance(item, asyncio.Task):
-                item.result()  # raises what ended it, if it ended badly
+                item.result()  # raises the stream's error, if any
                 running -= 1
             else:
                 yield item

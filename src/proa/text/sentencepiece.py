@@ -1,8 +1,7 @@
-"""Sentencepiece BPE for the `tokenizers` library. Belongs here: tokenizer.model files, pieces -> backend. Never:
-other tokenizers, encoding.
+"""Sentencepiece BPE as a backend of the `tokenizers` library, and a reader of tokenizer.model files.
 
-tokenizer.model is a protobuf (sentencepiece's src/sentencepiece_model.proto) of which a handful of fields count;
-reading them takes less than the two packages that transformers would want for it.
+tokenizer.model is a protobuf (sentencepiece's src/sentencepiece_model.proto). Only a few of its fields are needed, so
+they are parsed here, without the packages protobuf and sentencepiece.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from proa.errors import TokenizerError
 from proa.weights.placeholder import placeholder
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of pieces, the same numbers in GGUF
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # piece types; GGUF uses the same numbers
 _BPE = 2
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The vocabulary by id. `space_first`: a space is put before every text; `space_after_special`: and after
-    every special token too (what transformers calls legacy, and llama.cpp does)."""
+    """A sentencepiece vocabulary, indexed by token id. `space_first`: prepend a space to every text;
+    `space_after_special`: also after every special token (transformers' legacy behaviour, and llama.cpp's)."""
 
     texts: list[str]
     scores: list[float]
@@ -35,7 +34,7 @@ class Pieces:
 
 
 def build_backend(pieces: Pieces) -> tokenizers.Tokenizer:
-    """A backend that encodes as sentencepiece does; unknown characters become byte tokens."""
+    """Build a backend that encodes like sentencepiece; unknown characters become byte tokens."""
     texts = pieces.texts
     backend = tokenizers.Tokenizer(
         models.BPE(
@@ -60,7 +59,8 @@ def build_backend(pieces: Pieces) -> tokenizers.Tokenizer:
 
 
 def add_special(backend: tokenizers.Tokenizer, texts: list[str], types: list[int]) -> None:
-    """Tokens that are matched whole in a text: control tokens (special, not shown) and user-defined ones."""
+    """Register the tokens that are matched as a whole in text: control tokens (special, skipped in decoding) and
+    user-defined ones."""
     by_type = list(zip(texts, types, strict=True))
     special = [text for text, kind in by_type if kind in (CONTROL, UNKNOWN)]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
@@ -69,7 +69,7 @@ def add_special(backend: tokenizers.Tokenizer, texts: list[str], types: list[int
 
 
 def _merges_by_score(pieces: Pieces) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two others, best score first: what sentencepiece does greedily."""
+    """Derive the merges: every split of a piece into two pieces, highest score first, as sentencepiece merges."""
     score = {
         text: score
         for text, score, kind in zip(pieces.texts, pieces.scores, pieces.types, strict=True)
@@ -85,7 +85,7 @@ def _merges_by_score(pieces: Pieces) -> list[tuple[str, str]]:
 
 
 def read_pieces(path: Path, *, space_after_special: bool) -> Pieces:
-    """The pieces of a tokenizer.model file. Raises TokenizerError when it is damaged or not plain BPE."""
+    """Read a tokenizer.model file. Raises TokenizerError if it is damaged or not plain BPE."""
     if missing := placeholder(path):
         raise TokenizerError(*missing)
     try:
@@ -98,12 +98,12 @@ def read_pieces(path: Path, *, space_after_special: bool) -> Pieces:
     except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
         raise TokenizerError(
             f"{path} cannot be read as a sentencepiece model: {error!r}.",
-            "Download it again, or name a folder with a tokenizer.json with --tokenizer PATH.",
+            "Download it again, or give a folder with a tokenizer.json with --tokenizer PATH.",
         ) from error
     if trainer.get(3) != _BPE or normalizer.get(2):  # 3: model type (1 unigram); 2: compiled normalisation
         raise TokenizerError(
-            f"{path} is a sentencepiece model with unigrams or with normalisation; Proa reads plain BPE.",
-            "Name a folder with a tokenizer.json with --tokenizer PATH.",
+            f"{path} is a sentencepiece unigram model, or one with text normalisation; Proa reads only plain BPE.",
+            "Give a folder with a tokenizer.json with --tokenizer PATH.",
         )
     return Pieces(texts, scores, types, bool(normalizer.get(3, True)), space_after_special)
 
@@ -114,12 +114,12 @@ def _first(fields: list[tuple[int, int | bytes]], number: int) -> bytes:
 
 def _bytes(value: int | bytes) -> bytes:
     if isinstance(value, int):
-        raise ValueError("a number stands where bytes belong")
+        raise ValueError("a field holds an integer instead of bytes")
     return value
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) of a protobuf message; fixed-width values as bytes."""
+    """Yield (field number, value) of a protobuf message; fixed-width values as raw bytes."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -129,10 +129,10 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
             yield tag >> 3, value
             continue
         if kind not in (1, 2, 5):
-            raise ValueError(f"wire type {kind} at byte {at}")
+            raise ValueError(f"unknown protobuf wire type {kind} at byte {at}")
         length, at = _varint(data, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
         if at + length > len(data):
-            raise ValueError(f"it ends inside a field at byte {at}")
+            raise ValueError(f"the file ends inside the field at byte {at}")
         yield tag >> 3, data[at : at + length]
         at += length
 

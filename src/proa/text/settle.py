@@ -1,4 +1,4 @@
-"""What is asked of one request -> what each sequence obeys. Belongs here: defaults, limits, seeds. Never: I/O."""
+"""Turns SamplingParams into engine requests: fills in defaults, checks limits, assigns seeds."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NEUTRAL: dict[str, float] = {
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """What holds when a request does not say: the checkpoint's generation_config.json, else neutral values.
+    """Read the sampling defaults of a checkpoint's generation_config.json; keys it lacks get neutral values.
 
-    `"do_sample": false` means greedy. Raises ConfigError when a value cannot be one.
+    `"do_sample": false` gives temperature 0 (greedy). Raises ConfigError for a value of the wrong type or range.
     """
     values = dict(_NEUTRAL)
     for name in _NEUTRAL:
@@ -31,7 +31,7 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
-            raise ConfigError(f"generation_config.json says {name} is {value!r}.", "Correct it to a number.")
+            raise ConfigError(f"generation_config.json: {name} is {value!r}, not a number.", "Correct the file.")
         values[name] = value
     if generation_config.get("do_sample") is False:
         values["temperature"] = 0.0
@@ -42,8 +42,8 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
 
 
 class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's side of every request: its context (tokens), vocabulary, eos tokens, sampling defaults, and how
-    many sequences its engine takes at once."""
+    """The limits and defaults that one model applies to every request: context length (tokens), vocabulary size, eos
+    tokens, sampling defaults, and how many sequences its engine runs and queues."""
 
     context_tokens: int
     vocab_size: int
@@ -53,11 +53,12 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int
 
     def settle(self, prompt: Sequence[int], params: SamplingParams) -> Sampling:
-        """Raises RequestError or ContextLengthExceeded for what this model cannot do."""
+        """Fill in the defaults and check a request's parameters against the model. Raises RequestError or
+        ContextLengthExceeded."""
         if params.n > self.max_running + self.max_queued:
             raise RequestError(
-                f"n is {params.n}, but {self.max_running} answers can run and {self.max_queued} can wait: "
-                f"{params.n} at once can never fit.",
+                f"n is {params.n}, but the engine holds at most {self.max_running + self.max_queued} sequences "
+                f"({self.max_running} running, {self.max_queued} waiting).",
                 f"Lower n to {self.max_running + self.max_queued} or raise max_queued.",
                 param="n",
             )
@@ -70,7 +71,7 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
         if params.min_tokens > max_tokens:
             raise RequestError(
                 f"min_tokens is {params.min_tokens}, but at most {max_tokens} tokens can be generated.",
-                "Lower it.",
+                f"Lower min_tokens to {max_tokens} or less.",
                 param="min_tokens",
             )
         asked = {name: getattr(params, name) for name in _NEUTRAL}
@@ -91,8 +92,8 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     def requests(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = ""
     ) -> list[EngineRequest]:
-        """n sibling sequences. With a seed, choice i samples with seed + i; without, each at random. Only the
-        first reports prompt log-probabilities: they are the same for all."""
+        """Build the n sequences of a request. With a seed, choice i uses seed + i; without, each gets a random seed.
+        Only choice 0 computes prompt logprobs, which are equal for all. Raises RequestError, ContextLengthExceeded."""
         _check_routing(priority, salt)
         sampling = self.settle(prompt, params)
         group = secrets.token_hex(8)
@@ -120,19 +121,21 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _check_tokens(self, param: str, tokens: Collection[int]) -> None:
-        if any(kind is not int for kind in set(map(type, tokens))):  # a bool is no token, nor what numpy counts with
+        if any(kind is not int for kind in set(map(type, tokens))):  # refuses bool and numpy integers too
             wrong = next(t for t in tokens if type(t) is not int)
-            raise RequestError(f"{param}: {wrong!r} is no token.", "Give each as an int.", param=param)
+            raise RequestError(f"{param}: {wrong!r} is not a token id.", "Give token ids as int.", param=param)
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
             wrong = next(t for t in tokens if not 0 <= t < self.vocab_size)
             raise RequestError(
-                f"{param}: token {wrong} does not exist.", f"Use 0 to {self.vocab_size - 1}.", param=param
+                f"{param}: token id {wrong} is not in the vocabulary.",
+                f"Use ids from 0 to {self.vocab_size - 1}.",
+                param=param,
             )
 
 
 def _check_routing(priority: int, salt: str) -> None:
-    """What the engine's decoder would fail on must not reach it: that would end every request."""
+    """Check priority and salt: a wrong type would fail in the engine process's decoder and end all requests."""
     if type(priority) is not int or not -(2**31) <= priority < 2**31:
         raise RequestError(f"priority is {priority!r}.", f"Use an int, {-(2**31)} to {2**31 - 1}.", param="priority")
     if not isinstance(salt, str) or any("\ud800" <= c <= "\udfff" for c in salt):
-        raise RequestError(f"salt is {salt!r}.", "Use a str of valid Unicode.", param="salt")
+        raise RequestError(f"salt is {salt!r}.", "Use a str without surrogate code points.", param="salt")

@@ -1,4 +1,4 @@
-"""Stop strings over token borders. Belongs here: matching and hold-back. Never: tokens, requests."""
+"""Matches stop strings in streamed text, also across token boundaries."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Passes text through until one of the stop strings is complete.
+    """Passes text through until a stop string is complete.
 
-    Whatever the pieces the text comes in, the first stop string to be *completed* wins; of several that end
-    with the same character, the longest. Only text that may still become a stop string is held back. One
-    Knuth-Morris-Pratt automaton per stop string: O(1) amortised per character.
+    The first stop string to be *completed* matches; of several completed by the same character, the longest. The result
+    does not depend on how the text is split into pieces. Text is held back only while it may be the start of a stop
+    string. One Knuth-Morris-Pratt automaton per stop string: O(1) amortised per character.
     """
 
     def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
-        # Longest first, so that of two completed by the same character the longer is found first.
+        # Longest first: of two stop strings completed by the same character, the longer one matches.
         self._automata = [_Automaton(s) for s in sorted(set(stop), key=len, reverse=True)]
         self._include_stop = include_stop
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Return (text that is safe to show, the stop string if one was completed). After a match the rest of
-        `text` is dropped, and the matcher must not be fed again."""
+        """Add text; return (text that may be emitted, the stop string if one was completed). After a match the rest of
+        `text` is dropped, and `feed` must not be called again."""
         if not self._automata:
             return text, None
         for i, char in enumerate(text):
@@ -39,13 +39,13 @@ class StopMatcher:
         return pending[: len(pending) - hold], None
 
     def close(self) -> str:
-        """The text held back, now that no more will come."""
+        """Return the text held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
 
 class _Automaton:
-    """How many characters at the end of the text so far are the beginning of `pattern`."""
+    """Knuth-Morris-Pratt automaton; `matched` is the length of the longest suffix of the text that starts `pattern`."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -53,7 +53,7 @@ class _Automaton:
         self._fallback = _prefix_function(pattern)
 
     def advance(self, char: str) -> bool:
-        """Take one more character; return whether the pattern is complete."""
+        """Add one character; return True if the pattern is complete."""
         while self.matched and self.pattern[self.matched] != char:
             self.matched = self._fallback[self.matched - 1]
         if self.pattern[self.matched] == char:
@@ -62,7 +62,7 @@ class _Automaton:
 
 
 def _prefix_function(pattern: str) -> list[int]:
-    """[i] = length of the longest proper prefix of pattern[: i + 1] that is also its suffix."""
+    """Compute the KMP table: [i] = length of the longest proper prefix of pattern[: i + 1] that is also its suffix."""
     table = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):

@@ -1,8 +1,7 @@
-"""A checkpoint's own chat template, rendered as transformers 5 renders it (utils/chat_template_utils.py).
-Belongs here: Jinja, its sandbox, what OpenAI's message form needs on the way in. Never: tokens, HTTP.
+"""Renders a checkpoint's chat template, in a sandbox, as transformers 5 does (utils/chat_template_utils.py).
 
-Written here and not called there: transformers costs a second to import, and its rendering pulls nothing that
-jinja2 does not have. tests/unit/test_template.py compares the two.
+transformers itself is not used because importing it takes a second, and its renderer needs only jinja2.
+tests/unit/test_template.py compares the results.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from proa.types import Chat
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-# What code inside a template can raise: its own refusals, and Python's errors on messages it did not expect.
+# Errors of a template: raise_exception() in its own code, and Python's errors on messages of unexpected form.
 _FAILURES = (
     jinja2.TemplateError,
     TypeError,
@@ -40,11 +39,11 @@ _FAILURES = (
 
 
 class ChatTemplate:
-    """Chat -> prompt text.
+    """A compiled chat template: renders a Chat to prompt text.
 
-    `templates` maps names ("default", "tool_use", ...) to Jinja source; with tools "tool_use" is taken if
-    there is one. `special_tokens` (bos_token, eos_token, ...) are the template's variables. Raises
-    TokenizerError when a template is not Jinja, RequestError when it refuses the chat.
+    `templates`: Jinja source by name ("default", "tool_use", ...); a chat with tools uses "tool_use" if present.
+    `special_tokens` (bos_token, eos_token, ...) become template variables. Raises TokenizerError if a template is not
+    valid Jinja.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -56,16 +55,16 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TokenizerError(
                 f"The model's chat template is not valid Jinja: {error}.",
-                "Give another with --chat-template FILE.",
+                "Give another template with --chat-template FILE.",
             ) from error
 
     def render(self, chat: Chat) -> str:
-        """The prompt, special tokens included. Raises RequestError when the template refuses the chat."""
+        """Render the prompt text, special tokens included. Raises RequestError if the template rejects the chat."""
         name = "tool_use" if chat.tools and "tool_use" in self._compiled else "default"
         if name not in self._compiled:
             raise RequestError(
                 f"The model has no default chat template, only {', '.join(sorted(self._compiled))}.",
-                "Give one with --chat-template FILE, or use /v1/completions.",
+                "Give a template with --chat-template FILE, or use /v1/completions.",
             )
         messages = [_prepare(m, keep_parts=self._takes_parts) for m in chat.messages]
         if not chat.continue_final_message:
@@ -80,7 +79,7 @@ class ChatTemplate:
         return _cut_at_mark(self._run(name, messages, chat), final_text)
 
     def _run(self, name: str, messages: list[dict[str, Any]], chat: Chat) -> str:
-        # As in transformers, documents is always defined and the request's variables win over special tokens.
+        # As in transformers: `documents` is always defined, and the request's variables override special tokens.
         variables = {**self._special_tokens, "documents": None, **chat.template_kwargs}
         try:
             return self._compiled[name].render(
@@ -91,14 +90,14 @@ class ChatTemplate:
             )
         except _FAILURES as error:
             raise RequestError(
-                f"The model's chat template refuses this conversation: {str(error).rstrip('.')}.",
-                "Change the messages as it says.",
+                f"The model's chat template rejects this conversation: {str(error).rstrip('.')}.",
+                "Change the messages accordingly.",
                 param="messages",
             ) from error
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template understands content as [{"type": "text", "text": ...}], found by trying."""
+        """True if the template renders content of the form [{"type": "text", "text": ...}]; found by a trial render."""
         probe, source = "proa-probe", self._compiled.get("default") or next(iter(self._compiled.values()))
         message = {"role": "user", "content": [{"type": "text", "text": probe}]}
         try:
@@ -109,8 +108,8 @@ class ChatTemplate:
 
 
 def _prepare(original: Mapping[str, Any], *, keep_parts: bool) -> dict[str, Any]:
-    """A copy in the form that templates read: text parts joined unless understood, tool arguments as objects
-    (OpenAI sends JSON text), reasoning under every name in use."""
+    """Copy a message into the form that templates expect: text parts joined unless `keep_parts`, tool call arguments as
+    objects (OpenAI sends JSON text), reasoning under each of the names that templates use."""
     message = copy.deepcopy(dict(original))
     content = message.get("content")
     if isinstance(content, list) and not keep_parts:
@@ -132,7 +131,7 @@ def _part_text(part: Any) -> str:
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise RequestError(
-        f"A message has a part of type {kind!r}, but the model reads text only.",
+        f"A message has a content part of type {kind!r}, but the model reads text only.",
         'Send parts of the form {"type": "text", "text": ...}.',
         param="messages",
     )
@@ -147,7 +146,7 @@ def _json_object_or_text(text: str) -> Any:
 
 
 def _mark_end(messages: Sequence[dict[str, Any]]) -> str:
-    """Append the mark to the final message's text; return that text."""
+    """Append the marker to the final message's text in place; return the text without it."""
     content = messages[-1].get("content") if messages else None
     parts = [p for p in content if isinstance(p, dict) and "text" in p] if isinstance(content, list) else []
     if isinstance(content, str):
@@ -157,15 +156,21 @@ def _mark_end(messages: Sequence[dict[str, Any]]) -> str:
         text = str(parts[-1]["text"])
         parts[-1]["text"] = text + _MARK
         return text
-    raise RequestError("continue_final_message: the final message has no text to continue.", param="messages")
+    raise RequestError(
+        "continue_final_message is true, but the final message has no text to continue.",
+        "Give the final message a text.",
+        param="messages",
+    )
 
 
 def _cut_at_mark(rendered: str, final_text: str) -> str:
-    """The prompt up to the end of the final message. A template that trims its messages also trims the mark's
-    trailing space: then the text before it is trimmed likewise."""
+    """Cut the rendered prompt at the end of the final message. A template that strips messages also strips the marker's
+    trailing space; then the final message is stripped too."""
     if final_text.strip() not in rendered or _MARK.strip() not in rendered:
         raise RequestError(
-            "continue_final_message: the chat template changes or drops the final message.", param="messages"
+            "continue_final_message is true, but the chat template changes or drops the final message.",
+            "Do not use continue_final_message with this model.",
+            param="messages",
         )
     end = rendered.rindex(_MARK.strip())
     exact = rendered[end : end + len(_MARK)] == _MARK
@@ -186,7 +191,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %} marks text for training; here it is transparent."""
+    """Accepts {% generation %}...{% endgeneration %}, which marks text for training, and renders its body unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
@@ -200,7 +205,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _PlainNamespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore: templates come from strangers."""
+    """Jinja's namespace, refusing names that begin with an underscore: templates are untrusted code."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja2: even `self` may be a key
         attributes = dict(*args[1:], **kwargs)
@@ -225,7 +230,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML and sorts keys; chat templates were written against this one."""
+    """Replace Jinja's tojson filter, which escapes HTML and sorts keys: chat templates expect transformers' version."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,8 +1,8 @@
-"""The exact bytes of every token. Belongs here: reading a tokenizer's decoder as data. Never: streams, texts.
+"""The exact bytes of every token, derived from the tokenizer's decoder.
 
-Tokenizers of language models decode token by token into bytes: byte-level BPE spells bytes with 256 printable
-characters, sentencepiece spells a space as U+2581 and unknown bytes as <0xAB>. With the bytes known,
-detokenisation is concatenation, and a token's `bytes` in log-probabilities are exact.
+Language model tokenizers decode each token to bytes independently: byte-level BPE encodes bytes as 256 printable
+characters, sentencepiece writes a space as U+2581 and unknown bytes as <0xAB>. With the bytes known, detokenisation is
+concatenation, and `bytes` in logprobs is exact.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The 256 characters with which byte-level BPE spells bytes (GPT-2's table): printable Latin-1 stands for
-    itself, the other bytes for U+0100 onwards in order."""
+    """Return the byte of each of the 256 characters of byte-level BPE (GPT-2's table): printable Latin-1 characters
+    map to themselves, U+0100 onwards to the other bytes in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 class TokenBytes:
-    """Bytes by token id, computed on first use.
+    """The bytes of a token by its id, computed on first use.
 
-    `strips_leading_space`: decoding from the start of a text drops one leading space (sentencepiece puts one
-    before every text). Raises TokenizerError for a decoder Proa does not know.
+    `strips_leading_space`: decoding drops one space at the start of a text (sentencepiece prepends one to every text).
+    Raises TokenizerError for an unsupported decoder.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -41,7 +41,7 @@ class TokenBytes:
         self._bytes: dict[int, bytes] = {}
 
     def __call__(self, token: int) -> bytes:
-        """The token's bytes; b"" for an id without a token (embeddings may be longer than the vocabulary)."""
+        """Return the token's bytes; b"" for an id without a token (an embedding may have more rows than tokens)."""
         known = self._bytes.get(token)
         if known is None:
             spelling = self._backend.id_to_token(token)
@@ -50,14 +50,16 @@ class TokenBytes:
 
 
 def _read_decoder(decoder: dict[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
-    """tokenizer.json's "decoder" -> (a token's spelling -> its bytes, whether a leading space is dropped)."""
+    """Parse tokenizer.json's "decoder"; return (function from a token's string to its bytes, True if a leading space
+    is dropped)."""
     steps = _flatten(decoder)
     kinds = {step["type"] for step in steps}
     unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
     if unknown or not kinds:
         raise TokenizerError(
-            f"The tokenizer's decoder is {', '.join(sorted(unknown)) or 'missing'}; Proa does not know it.",
-            "Byte-level BPE and sentencepiece tokenizers work; give another one with --tokenizer PATH.",
+            f"The tokenizer's decoder ({', '.join(sorted(unknown)) or 'missing'}) is not supported; Proa supports "
+            "byte-level BPE and sentencepiece.",
+            "Give another tokenizer with --tokenizer PATH.",
         )
     if "ByteLevel" in kinds:
         return _byte_level, False
@@ -88,7 +90,7 @@ _BYTE_OF = byte_alphabet()
 def _byte_level(spelling: str) -> bytes:
     try:
         return bytes(_BYTE_OF[char] for char in spelling)
-    except KeyError:  # an added token written as plain text
+    except KeyError:  # an added token, stored as plain text
         return spelling.encode("utf-8")
 
 

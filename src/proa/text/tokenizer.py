@@ -1,4 +1,4 @@
-"""Text, conversations and tokens of one checkpoint. Belongs here: encode, decode, render. Never: files, torch."""
+"""A checkpoint's tokenizer: encodes and decodes text, renders conversations with the chat template."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from proa.text.token_bytes import TokenBytes
 from proa.text.tokenizer_source import TokenizerSource
 from proa.types import Chat
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can smuggle one in; no encoding of text has it
+_SURROGATE = re.compile("[\ud800-\udfff]")  # possible through JSON escapes, but not encodable as UTF-8
 
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
-    `eos_token_ids` are those of the tokenizer's own files. Encoding is thread-safe and releases the GIL.
+    `eos_token_ids`: from the tokenizer's files; generation_config.json may add more. Encoding is thread-safe and
+    releases the GIL.
     """
 
     def __init__(self, source: TokenizerSource) -> None:
@@ -36,9 +37,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
-        """Load from a Hugging Face folder or a GGUF file, without network and without code from the checkpoint.
+        """Load from a Hugging Face folder or a GGUF file, without network access or code from the checkpoint.
 
-        `chat_template` is a file with a Jinja template to use instead. Raises TokenizerError.
+        `chat_template`: path of a Jinja template that replaces the checkpoint's. Raises TokenizerError.
         """
         source = read_gguf(path) if path.is_file() else read_folder(path)
         if chat_template is None:
@@ -47,13 +48,14 @@ class Tokenizer:
             text = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TokenizerError(
-                f"The chat template {chat_template} cannot be read: {error}.", "Name a file with --chat-template."
+                f"The chat template {chat_template} cannot be read: {error}.",
+                "Give a UTF-8 text file with --chat-template.",
             ) from error
         return cls(replace(source, templates={"default": text}))
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest token id."""
+        """Largest token id plus 1."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
@@ -61,10 +63,11 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of `text`; `add_special_tokens` puts in what the checkpoint wants around a text (often a bos)."""
+        """Encode `text` to token ids; `add_special_tokens` adds the checkpoint's tokens around a text (usually bos).
+        Raises RequestError for a surrogate code point."""
         if wrong := _SURROGATE.search(text):
             raise RequestError(
-                f"The text has U+{ord(wrong[0]):04X} at {wrong.start()}, half of a surrogate pair.",
+                f"The text has the lone surrogate U+{ord(wrong[0]):04X} at character {wrong.start()}.",
                 "Send valid Unicode.",
                 param="prompt",
             )
@@ -72,26 +75,26 @@ class Tokenizer:
         return ids
 
     def render(self, chat: Chat) -> str:
-        """The prompt text that the checkpoint's chat template makes. Raises RequestError."""
+        """Render a conversation to prompt text with the chat template. Raises RequestError."""
         if self._template is None:
             raise RequestError(
                 "The model has no chat template.",
-                "Give one with --chat-template FILE, or use /v1/completions.",
+                "Give a template with --chat-template FILE, or use /v1/completions.",
                 param="messages",
             )
         return self._template.render(chat)
 
     def encode_chat(self, chat: Chat) -> list[int]:
-        """Tokens of the rendered conversation; the template writes its special tokens itself, none are added."""
+        """Render and encode a conversation. The template writes the special tokens, so encoding adds none."""
         return self.encode(self.render(chat), add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `tokens` from its beginning: what one Detokenizer says of them, all together."""
+        """Decode `tokens` as a complete text; equals the concatenated output of `detokenizer(from_start=True)`."""
         pieces = self.detokenizer(skip_special_tokens, from_start=True)
         return "".join(map(pieces.feed, tokens)) + pieces.flush()
 
     def detokenizer(self, skip_special_tokens: bool = True, *, from_start: bool = False) -> Detokenizer:
-        """A fresh incremental decoder; `from_start` for a whole text, without it for an answer to a prompt."""
+        """Make an incremental detokeniser; `from_start`: for a complete text, not for one that continues a prompt."""
         return Detokenizer(
             self.token_bytes,
             self._special_ids if skip_special_tokens else frozenset(),
@@ -99,5 +102,5 @@ class Tokenizer:
         )
 
     def token_text(self, token: int) -> str:
-        """One token alone as text; bytes that are no whole character show as U+FFFD."""
+        """Decode one token by itself; bytes of an incomplete character become U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say about its tokenizer. Belongs here: plain data. Never: reading, encoding."""
+"""What the tokenizer readers (hf_tokenizer.py, gguf_tokenizer.py) return: backend, templates, special tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tokenizers.processors import TemplateProcessing
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """A backend ready to encode, and what stands beside it.
+    """A tokenizer as read from a checkpoint.
 
-    `templates`: chat templates by name, {} if there are none. `special_tokens`: bos_token, eos_token, ... as
-    text, for the templates. `eos_token_ids`: from all of the tokenizer's files.
+    `backend`: ready to encode. `templates`: chat templates by name, possibly empty. `special_tokens`: text of
+    bos_token, eos_token, ..., for the templates. `eos_token_ids`: union over all of the tokenizer's files.
     """
 
     backend: tokenizers.Tokenizer
@@ -25,13 +25,13 @@ class TokenizerSource:
 
 
 def token_ids(*values: Any) -> frozenset[int]:
-    """Union of eos_token_id values as checkpoints write them: None, a number, or a list of numbers."""
+    """Return the union of eos_token_id values in the forms that checkpoints use: None, a number, a list of numbers."""
     lists: Iterable[Any] = (v if isinstance(v, list) else [v] for v in values)
     return frozenset(i for one in lists for i in one if isinstance(i, int) and not isinstance(i, bool))
 
 
 def wrap_in(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Make `backend` put bos before and eos after every text that is encoded with special tokens."""
+    """Configure `backend` to add bos before and eos after a text that is encoded with special tokens."""
     pieces = [f"{bos}:0"] * (bos is not None) + ["$A:0"] + [f"{eos}:0"] * (eos is not None)
     specials = [(t, backend.token_to_id(t)) for t in (bos, eos) if t is not None]
     backend.post_processor = TemplateProcessing(single=pieces, pair=[*pieces, "$B:1"], special_tokens=specials)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proa.engine.executors.crew import Crew
-from proa.machine.claims import Claim
+from proa.machine.claims import CpuClaim
 from proa.machine.topology import UNBOUND
 from proa.native.pool import Pool
 from proa.ops.packed import Memory
@@ -41,9 +41,9 @@ class CpuSide:
         if why := self.memory.unbound():
             self.decisions.append(Decision("NUMA memory", "bind", "unbound", why))
 
-    def _claim(self) -> Claim | None:
+    def _claim(self) -> CpuClaim | None:
         try:
-            return Claim([cpu for team in self._workers.teams for cpu in team.cpus])
+            return CpuClaim([cpu for team in self._workers.teams for cpu in team.cpus])
         except OSError as error:
             why = f"other engines cannot be told which CPUs these are: {error.strerror}"
             self.decisions.append(Decision("CPU binding", "core", "core", why))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from proa.machine.claims import Claim
+from proa.machine.claims import CpuClaim
 from proa.native.pool import Pool
 from proa.types import Decision
 
@@ -31,7 +31,7 @@ SAVING = 1.1  # how much longer a step may take to save power
 class Crew:
     """The CPUs of each team that work in steps of few tokens, and in longer ones. The calling thread is one of them."""
 
-    def __init__(self, pool: Pool, everybody: Sequence[int], claim: Claim | None = None) -> None:
+    def __init__(self, pool: Pool, everybody: Sequence[int], claim: CpuClaim | None = None) -> None:
         self._pool, self._claim = pool, claim  # which stands as long as the crew
         self.few = self.many = tuple(everybody)
         self._now: tuple[int, ...] = ()

@@ -17,8 +17,8 @@ from proa.engine.executors.device_logprobs import DeviceLogprobs
 from proa.ops.sizes import EDIT_WORDS, MOST_EDITS, MOST_KEPT
 from proa.ops.triton.draw import NO_TOP_K, TOO_MANY, Jobs, draw, floor_of, inverse_of
 from proa.ops.triton.weights import BEST, CUT, WHOLE, Space, edit, restore
-from proa.sampling.choose import Choice, choose
-from proa.sampling.edits import Tally
+from proa.sampling.choose import SampledToken, choose
+from proa.sampling.edits import LogitEdits
 from proa.sampling.rows import Row
 from proa.types import Sampling, TokenLogprob
 
@@ -37,7 +37,7 @@ class DeviceSampler:
         self._host_edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, pin_memory=pinned)
         self._edits = torch.zeros(most_edits, EDIT_WORDS, dtype=torch.int32, device=device)
         self._saved = torch.zeros(most_edits, device=device)
-        self._tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, LogitEdits] = {}
         self._num_edits = 0
         self._explained: list[int] = []  # rows of this step whose log-probabilities are asked
         self._left: set[int] = set()  # rows of this step that do not fit
@@ -46,7 +46,7 @@ class DeviceSampler:
         """Replace tokens int32 [R], each row's best or -1, by what the requests draw from logits float32 [R, vocab].
         The last step has been read."""
         self._fill_edits(rows)
-        drawn = [i for i, row in enumerate(rows) if not row.takes_best and i not in self._left]
+        drawn = [i for i, row in enumerate(rows) if not row.takes_argmax and i not in self._left]
         self._explained = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
         if not drawn and not self._explained:
             return
@@ -63,9 +63,9 @@ class DeviceSampler:
             top = max(rows[i].sampling.logprobs or 0 for i in self._explained)
             self._logprobs.launch(logits, self._inputs.explained[: len(self._explained)], tokens, top)
 
-    def read(self, tokens: Sequence[int], rows: Sequence[Row], logits: Tensor) -> list[Choice]:
+    def read(self, tokens: Sequence[int], rows: Sequence[Row], logits: Tensor) -> list[SampledToken]:
         """After the device has finished: `tokens` as it left them. logits are looked at for rows that the CPU draws."""
-        choices = [Choice(token) for token in tokens]
+        choices = [SampledToken(token) for token in tokens]
         if self._explained:
             for i, told in zip(self._explained, self._logprobs.read([tokens[i] for i in self._explained]), strict=True):
                 asked = rows[i].sampling.logprobs
@@ -87,14 +87,14 @@ class DeviceSampler:
 
     def _fill_edits(self, rows: Sequence[Row]) -> None:
         """Tallies of requests that are not in this step are made again if they come back."""
-        tallies: dict[str, Tally] = {}
+        tallies: dict[str, LogitEdits] = {}
         self._num_edits = 0
         self._left = set()
         words = self._host_edits.numpy()
         for i, row in enumerate(rows):
             if not row.is_adjusted:
                 continue
-            tally = tallies[row.request] = self._tallies.get(row.request) or Tally(row)
+            tally = tallies[row.request] = self._tallies.get(row.request) or LogitEdits(row)
             edits = tally.edits(row)
             end = self._num_edits + len(edits)
             if end > len(words):

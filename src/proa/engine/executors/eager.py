@@ -24,7 +24,7 @@ from proa.layers.rope import cos_sin
 from proa.layers.step import Step
 from proa.native.doorbell import Counters
 from proa.ops.table import LayerCache, batch_of
-from proa.sampling.choose import Choice, choose
+from proa.sampling.choose import SampledToken, choose
 from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
@@ -41,7 +41,7 @@ class EagerStep:
     parts: BlockByBlock | None = None
     spans: Sequence[int] = ()
     rows: Sequence[int] = ()
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[SampledToken] = field(default_factory=list)
     next_step: EagerStep | None = None
 
 

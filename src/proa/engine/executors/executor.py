@@ -23,7 +23,7 @@ from proa.engine.executors.clock import StepClock
 from proa.models.spec import Model
 from proa.native.doorbell import Counters
 from proa.plan.budget import SCORED_ROWS
-from proa.sampling.choose import Choice
+from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
@@ -84,7 +84,7 @@ class Executor(Protocol[S]):
 
 
 def step_result(
-    batch: StepBatch, sampled: Sequence[int], choices: Sequence[Choice], faults: dict[int, str]
+    batch: StepBatch, sampled: Sequence[int], choices: Sequence[SampledToken], faults: dict[int, str]
 ) -> StepResult:
     """choices: of each of batch.rows_of(sampled). faults: spans whose hidden states are NaN or infinite, and why."""
     result, rows = StepResult(), iter(choices)
@@ -100,7 +100,7 @@ def step_result(
     return result
 
 
-def _take(result: StepResult, span: int, choices: Sequence[Choice]) -> None:
+def _take(result: StepResult, span: int, choices: Sequence[SampledToken]) -> None:
     result.tokens[span] = [choice.token for choice in choices]
     logprobs: list[TokenLogprob] = [choice.logprob for choice in choices if choice.logprob is not None]
     if logprobs:
@@ -109,7 +109,7 @@ def _take(result: StepResult, span: int, choices: Sequence[Choice]) -> None:
         result.replaced.append(span)
 
 
-def accepted(span: Span, choices: Sequence[Choice]) -> Sequence[Choice]:
+def accepted(span: Span, choices: Sequence[SampledToken]) -> Sequence[SampledToken]:
     """The sampled tokens up to the first that differs from the draft at its place, that one included.
 
     Lossless: each row is sampled as it would be without drafts, and the rows behind a rejected draft are discarded.

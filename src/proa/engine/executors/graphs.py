@@ -31,7 +31,7 @@ from proa.layers.decoder import Decoder
 from proa.native.doorbell import Counters
 from proa.ops.sizes import buckets
 from proa.ops.table import LayerCache
-from proa.sampling.choose import Choice
+from proa.sampling.choose import SampledToken
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
 
@@ -295,7 +295,7 @@ class GraphExecutor:
         self.clock.lap(Stage.PROGRAM)
         return result
 
-    def _read_choices(self, step: GraphStep, tokens: Sequence[int]) -> list[Choice]:
+    def _read_choices(self, step: GraphStep, tokens: Sequence[int]) -> list[SampledToken]:
         if not step.wishes:
             return []
         choices = self._on.sampler.read(tokens, step.wishes, self._on.logits)

@@ -25,7 +25,7 @@ from proa.native.doorbell import NOTHING_COUNTED, Counters
 from proa.native.program import Regime
 from proa.ops.cpu import Recorder
 from proa.ops.table import AttentionBatch, KvPages, LatentPages, LayerCache
-from proa.sampling.choose import Choice, choose
+from proa.sampling.choose import SampledToken, choose
 from proa.sampling.logprobs import token_logprobs
 from proa.sampling.rows import Row
 from proa.types import TokenLogprob
@@ -63,7 +63,7 @@ class RecordedStep:
     began_s: float
     parts: _Parts | None = None
     spans: Sequence[int] = ()
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[SampledToken] = field(default_factory=list)
 
 
 class RecordedExecutor:

@@ -11,9 +11,7 @@ class StepBuilder:
         """budget_tokens: left for prefill chunks. apart: while any request decodes, chunks form a step of their own,
         which has the whole budget."""
         self.budget_tokens = budget_tokens
-        self.copy_from: dict[
-            str, int
-        ] = {}  # by request that starts in this step: slot of its first states
+        self.copy_from: dict[str, int] = {}  # by request that starts in this step: slot of its first states
         self._apart = apart
         self._decodes: dict[str, StepItem] = {}
         self._chunks: dict[str, StepItem] = {}
