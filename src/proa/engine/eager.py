@@ -104,7 +104,7 @@ class EagerExecutor(ChoosesOnTheCpu):
     @torch.inference_mode()
     def score(self, rows: Sequence[int]) -> list[int]:
         self._logits = self._model.logits(self._hidden[list(rows)])
-        self._rows, self._best = rows, self._model.best(self._logits).tolist()
+        self._rows, self._best = rows, self._model.argmax(self._logits).tolist()
         self._step_s = time.perf_counter() - self._began
         self.clock.lap(Stage.PROGRAM)
         return self._best
