@@ -23,7 +23,7 @@ class OnHost:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.spec, self.blocks = decoder.spec, decoder.blocks
-        self.best, self.logits = decoder.best, decoder.logits
+        self.argmax, self.logits = decoder.argmax, decoder.logits
 
     def __call__(self, tokens: Tensor, step: Step) -> Tensor:
         live, inputs = _live(step)

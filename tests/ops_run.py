@@ -44,7 +44,7 @@ class TorchRun:
     rms_norm = staticmethod(reference.rms_norm)
     rotary = staticmethod(reference.rotary)
     route = staticmethod(reference.route)
-    best = staticmethod(reference.best)
+    argmax = staticmethod(reference.argmax)
     add = staticmethod(reference.add)
     write_kv = staticmethod(reference.write_kv)
     attention = staticmethod(reference.attention)
@@ -200,9 +200,9 @@ class NativeRun:
         self._run(recorder)
         return ids.long(), weights.clone()
 
-    def best(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor) -> Tensor:
         recorder, ops = self._record(len(logits))
-        ids = ops.best(logits)
+        ids = ops.argmax(logits)
         self._run(recorder)
         return ids.clone()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from proa.native.fill import Fill, StoredRows, fill
-from proa.native.formats import Format, Layout, Source, Stored, layout, pack
+from proa.native.formats import Format, Layout, PackSource, Stored, layout, pack
 from proa.native.pool import Pool
 from proa.native.weights import Matrix, Piece
 
@@ -61,7 +61,7 @@ class Weights:
     def layout(self) -> Layout:
         return layout(self.format, *self.values.shape, self.group)
 
-    def source(self) -> Source:
+    def source(self) -> PackSource:
         a = self.arrays
 
         def address(name: str) -> int | None:
@@ -70,7 +70,7 @@ class Weights:
         def stride(name: str) -> int:
             return a[name].strides[0] if name in a else 0
 
-        return Source(
+        return PackSource(
             address("codes"), stride("codes"), address("scales"), stride("scales"), self.scale_rows,
             address("mins"), address("block_scales"), address("block_mins"), stride("block_scales"), self.factor,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from proa.demo.assemble import assemble
 from proa.layers.decoder import Decoder
 from proa.layers.moe import Moe
 from proa.native.pool import Pool
-from proa.ops.choose import in_steps
+from proa.ops.choose import composed_choose
 from proa.ops.reference import route
 from proa.ops.table import RouterRule
 
@@ -101,7 +101,7 @@ def _follow(model: Decoder, reference: Any) -> tuple[dict[int, Tensor], list[flo
             weights = probs.gather(-1, theirs)
             return theirs, weights / weights.sum(-1, keepdim=True) if rule.router.renormalise else weights
 
-        block.ffn._ops = replace(block.ffn._ops, choose=in_steps(block.ffn._ops.add_norm, follow))
+        block.ffn._ops = replace(block.ffn._ops, choose=composed_choose(block.ffn._ops.add_norm, follow))
     return chosen, flips
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from proa.engine.executors.device_logprobs import DeviceLogprobs
 from proa.engine.executors.device_sampler import DeviceSampler
-from proa.ops.reference import best
+from proa.ops.reference import argmax
 from proa.sampling.adjust import adjust
 from proa.sampling.choose import SampledToken, choose
 from proa.sampling.edits import LogitEdits
@@ -37,7 +37,7 @@ def sampler_of(rows: int, device: torch.device, **limits: int) -> DeviceSampler:
 def on_device(
     sampler: DeviceSampler, logits: torch.Tensor, rows: Sequence[Row], device: torch.device
 ) -> list[SampledToken]:
-    there, tokens = logits.to(device), best(logits).int().to(device)
+    there, tokens = logits.to(device), argmax(logits).int().to(device)
     sampler.launch(there, tokens, rows)
     choices = sampler.read(tokens.tolist(), rows, there)
     assert torch.equal(there.cpu().nan_to_num(7.0), logits.nan_to_num(7.0)), "others read the logits after it"
@@ -75,7 +75,7 @@ def test_answers_of_eight_steps(rng: torch.Generator, device: torch.device) -> N
         names = [name for i, name in enumerate(ANSWERS) if (step * i) % 5 != 4][:: 1 - 2 * (step % 2)]
         rows = [row(name, texts[name], 4, seed=11, **ANSWERS[name]) for name in names]
         logits = torch.randn(len(rows), VOCAB, generator=rng) * 2
-        want = choose(best(logits).tolist(), rows, logits)
+        want = choose(argmax(logits).tolist(), rows, logits)
         assert_same(on_device(sampler, logits, rows, device), want)
         for name, choice in zip(names, want, strict=True):
             texts[name].append(choice.token)
@@ -86,7 +86,7 @@ def test_rows_that_are_not_finite(rng: torch.Generator, device: torch.device) ->
     names = list(ANSWERS)
     rows = [row(name, [1, 2], 2, **ANSWERS[name]) for name in names]
     logits = torch.randn(len(rows), VOCAB, generator=rng)
-    clean = choose(best(logits).tolist(), rows, logits)
+    clean = choose(argmax(logits).tolist(), rows, logits)
     bad = {1: math.nan, 3: math.inf, 4: -math.inf, 5: math.nan}
     for i, value in bad.items():
         logits[i, 7 * i] = value
@@ -108,7 +108,7 @@ def test_rows_for_which_there_is_no_room_are_drawn_on_the_cpu(rng: torch.Generat
     sampler = sampler_of(len(rows), device, most_edits=45)
     for _ in range(2):
         got = on_device(sampler, logits, rows, device)
-        assert_same(got, choose(best(logits).tolist(), rows, logits))
+        assert_same(got, choose(argmax(logits).tolist(), rows, logits))
         assert [choice.late for choice in got] == [False, True, False, False]
 
 
@@ -116,7 +116,7 @@ def test_a_flat_distribution_is_drawn_on_the_cpu(device: torch.device, monkeypat
     monkeypatch.setattr("proa.engine.executors.device_sampler.MOST_KEPT", 16)
     rows = [row("flat", [1], 1, top_p=0.9, logprobs=1), row("peaked", [1], 1, top_p=0.9, logprobs=1)]
     logits = torch.arange(2.0)[:, None] * torch.linspace(0, 60, VOCAB)
-    want = choose(best(logits).tolist(), rows, logits)
+    want = choose(argmax(logits).tolist(), rows, logits)
     got = on_device(sampler_of(2, device), logits, rows, device)
     assert [c.token for c in got] == [c.token for c in want]
     assert got[0] == SampledToken(want[0].token, want[0].logprob, late=True), "with the CPU's own log-probabilities"
@@ -126,7 +126,7 @@ def test_a_flat_distribution_is_drawn_on_the_cpu(device: torch.device, monkeypat
 def test_one_row_alone(wishes: dict[str, Any], rng: torch.Generator, device: torch.device) -> None:
     rows = [row("alone", [1, 2, 2], 1, **wishes)]
     logits = torch.randn(1, VOCAB, generator=rng)
-    want = choose(best(logits).tolist(), rows, logits)
+    want = choose(argmax(logits).tolist(), rows, logits)
     assert_same(on_device(sampler_of(1, device), logits, rows, device), want)
 
 

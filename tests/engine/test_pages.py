@@ -45,7 +45,7 @@ def test_a_free_page_cannot_be_held_or_let_go(misuse: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda a: a._free.append(0), "held"),
+        (lambda a: a._free.append(0), "free pages with references"),
         (lambda a: a._free.append(a._free[0]), "entries"),
         (lambda a: a._free.pop(), "not free"),
         (lambda a: a._references.__setitem__(0, -1), "negative"),

@@ -152,7 +152,7 @@ def test_logits_and_sampler(running: int, vocab: int) -> None:
     logprobs = DeviceLogprobs(head_rows, vocab, META)
     sampler = DeviceSampler(running, vocab, META, logprobs)
     taken = device_bytes(sampler) - on_host(logprobs)
-    taken += 3 * 4 * head_rows * vocab + 2 * 8 * sizes.best_keys(head_rows, vocab)
+    taken += 3 * 4 * head_rows * vocab + 2 * 8 * sizes.argmax_keys(head_rows, vocab)
     planned = vram.scoring_bytes(vocab, running)
     assert taken <= planned <= 1.01 * taken + 4096
 

@@ -18,12 +18,12 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 def test_what_nobody_reads_is_an_error(values: dict[str, Any]) -> None:
     unknown = sorted(key for key, value in values.items() if value is not None and key not in BOOKKEEPING)
     if not unknown:
-        return Reader(values).finish()
+        return Reader(values).refuse_unread()
     with pytest.raises(ConfigError) as caught:
-        Reader(values).finish()
+        Reader(values).refuse_unread()
     for key in unknown:
         assert f"--ignore-config-key {key}" in str(caught.value)
-    Reader(values, ignore_keys=unknown).finish()
+    Reader(values, ignore_keys=unknown).refuse_unread()
     return None
 
 
@@ -50,7 +50,7 @@ def test_null_is_absent() -> None:
     assert reader.keys == ()
     outer = Reader({"unknown": None, "inner": {"unknown": None}})
     outer.sub("inner")
-    outer.finish()
+    outer.refuse_unread()
 
 
 def test_get_any() -> None:
@@ -77,10 +77,10 @@ def test_leftovers_of_inner_objects_are_reported() -> None:
     reader = Reader({"inner": {"a": 1, "b": 2}}, "some/config.json")
     assert reader.sub("inner").get("a", int) == 1
     with pytest.raises(ConfigError, match=r"some/config.json: inner: 1 key.*b = 2"):
-        reader.finish()
+        reader.refuse_unread()
 
 
 def test_ignored_and_bookkeeping_keys_are_no_leftovers() -> None:
     reader = Reader({"a": 1, "model_type": "x", "torch_dtype": "float16", "use_cache": True})
     reader.ignore("training only", "a")
-    reader.finish()
+    reader.refuse_unread()

@@ -155,12 +155,12 @@ def test_the_probe_takes_microseconds(way: Way) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"x": torch.zeros(2, 64)}, r"x is bfloat16 \[T, 64\]"),
-        ({"x": torch.zeros(2, 60).bfloat16()}, r"x is bfloat16 \[T, 64\]"),
+        ({"x": torch.zeros(2, 64)}, r"x must be bfloat16 \[T, 64\]"),
+        ({"x": torch.zeros(2, 60).bfloat16()}, r"x must be bfloat16 \[T, 64\]"),
         ({"x": torch.zeros(8, 64).bfloat16()}, "1 to 7 rows"),
-        ({"ids": torch.zeros(2, 3)}, r"ids is torch.int32 \[2, 3\]"),
-        ({"weights": torch.zeros(3, 2).t()}, r"weights is torch.float32 \[2, 3\] without gaps"),
-        ({"up_address": torch.zeros(2, 2).long()}, r"up_address is torch.int64 \[2, 3\]"),
+        ({"ids": torch.zeros(2, 3)}, r"ids must be contiguous torch.int32 \[2, 3\]"),
+        ({"weights": torch.zeros(3, 2).t()}, r"weights must be contiguous torch.float32 \[2, 3\]"),
+        ({"up_address": torch.zeros(2, 2).long()}, r"up_address must be contiguous torch.int64 \[2, 3\]"),
     ],
 )
 def test_tensors_that_do_not_fit(change: dict[str, torch.Tensor], text: str) -> None:

@@ -239,7 +239,7 @@ def test_nan_is_decoded_and_not_packed(pool: Pool) -> None:
         ({"kind": Stored.F16}, Format.FP8_PANEL, 128, "does not keep"),
         ({"factor": 2.0}, Format.FP8_PANEL, 128, "does not keep"),
         ({"group_of": 1}, Format.FP8_PANEL, 128, "does not keep"),
-        ({"order": Order.TURNED}, Format.FP8_PANEL, 128, "Codes are not turned"),
+        ({"order": Order.TRANSPOSED}, Format.FP8_PANEL, 128, "Codes are not turned"),
         ({"stride": 100}, Format.FP8_PANEL, 128, "overlap"),
     ],
 )

@@ -217,12 +217,12 @@ def test_a_correction_chooses_and_does_not_weigh(ops: Run) -> None:
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
-def test_best(ops: Run, rng: torch.Generator) -> None:
+def test_argmax(ops: Run, rng: torch.Generator) -> None:
     logits = rand(rng, 6, 2050) - 100
     logits[0, 2049] = logits[1, 0] = logits[2, 1030] = 50
     logits[3, [700, 1500]] = 50
     logits[4, 1999], logits[5, 3] = -math.inf, math.nan
-    assert ops.best(logits).tolist() == [2049, 0, 1030, 700, -1, -1]
+    assert ops.argmax(logits).tolist() == [2049, 0, 1030, 700, -1, -1]
 
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
@@ -405,5 +405,5 @@ def test_paged_attention(
 
 def test_a_batch_that_no_gpu_can_read_says_so() -> None:
     batch = AttentionBatch((1,), (1,), (torch.zeros(1, dtype=torch.int64),), torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(ValueError, match="from the device"):
+    with pytest.raises(ValueError, match="with device tensors"):
         batch.on_device  # noqa: B018 - looking is the test

@@ -261,12 +261,12 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     q, table = torch.zeros(1, 4, 64, dtype=BF16, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
     lens, workspace = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(4 * 65, device=device)
     for message, args in {
-        "does not go": (q[:, :3], cache, table, lens, Softmax(1.0), 1, workspace, q[:, :3]),
+        "does not fit a cache": (q[:, :3], cache, table, lens, Softmax(1.0), 1, workspace, q[:, :3]),
         "int32": (q, cache, table.long(), lens, Softmax(1.0), 1, workspace, q),
         "workspace": (q, cache, table, lens, Softmax(1.0), 2, workspace, q),
         "window": (q, cache, table, lens, Softmax(1.0, 0), 1, workspace, q),
         "sinks": (q, cache, table, lens, Softmax(1.0, None, torch.zeros(3)), 1, workspace, q),
-        "side by side": (
+        "contiguous heads": (
             q.transpose(1, 2).contiguous().transpose(1, 2),
             cache,
             table,

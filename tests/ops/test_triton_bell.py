@@ -15,7 +15,7 @@ from bell_cases import random_job
 from conftest import HAVE_GPU
 from proa.native.doorbell import JobSize, block_layout
 from proa.ops.added import Added
-from proa.ops.bell_block import Bell, Block, views
+from proa.ops.bell_block import Bell, BellBlock, views
 from proa.ops.residency import Located, Residency
 from proa.ops.table import Norm, RouterRule
 from proa.ops.triton import bell, choose
@@ -43,7 +43,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[int]:
     return numbers
 
 
-def block_of(size: JobSize) -> tuple[Block, torch.Tensor]:
+def block_of(size: JobSize) -> tuple[BellBlock, torch.Tensor]:
     layout = block_layout(size)
     block = views(torch.zeros(layout.bytes, dtype=torch.uint8), layout, size)
     for part in (block.ids, block.weights, block.x, block.y):
@@ -89,7 +89,7 @@ def test_push_and_pull(
         waits.clear()
 
 
-def same_parts(block: Block, other: Block, rows: torch.Tensor) -> None:
+def same_parts(block: BellBlock, other: BellBlock, rows: torch.Tensor) -> None:
     for name in ("rung", "header", "ids", "weights"):
         assert torch.equal(getattr(block, name), getattr(other, name)), name
     assert torch.equal(block.x[: len(rows)][rows], other.x[: len(rows)][rows])
@@ -133,13 +133,13 @@ def test_who_chooses_a_few_rows_pushes_them_too(
         assert set(waits) == ({int(state[bell.NUMBER])} if rung else set())
 
 
-def poisoned_choice(rows: int, width: int, top_k: int) -> choose.Choice:
+def poisoned_choice(rows: int, width: int, top_k: int) -> choose.ChooseOutputs:
     def full(dtype: torch.dtype, columns: int) -> torch.Tensor:
         return torch.full((rows, columns), 77, dtype=dtype)
 
     at = Located(*(full(dtype, top_k) for dtype in (torch.int32, torch.int64, torch.int64, torch.int32)), True)
     normed = full(torch.bfloat16, width)
-    return choose.Choice(normed.clone(), normed, full(torch.float32, top_k), at)
+    return choose.ChooseOutputs(normed.clone(), normed, full(torch.float32, top_k), at)
 
 
 def test_more_rows_than_may_wait_are_refused(rng: torch.Generator) -> None:
@@ -147,7 +147,7 @@ def test_more_rows_than_may_wait_are_refused(rng: torch.Generator) -> None:
     block, state = block_of(size)
     weights, address = torch.ones(9, 2), torch.zeros(9, 2, dtype=torch.int64)
     sums = ExpertSum(torch.zeros(18, 2048), weights, address, Added(Bell(block, state, 0)))
-    with pytest.raises(ValueError, match="pull them"):
+    with pytest.raises(ValueError, match="use pull instead"):
         sums.total()
 
 

@@ -16,7 +16,7 @@ from conftest import HAVE_GPU
 from ops.triton_bounds import EPS32, assert_within, stored
 from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Located, Residency
 from proa.ops.table import Norm, RouterRule
-from proa.ops.triton.choose import Choice, ChoiceSpace, RouterRows, choice_space, choose
+from proa.ops.triton.choose import ChoiceSpace, ChooseOutputs, RouterRows, choice_space, choose
 from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route
 from router_cases import ROUTERS
@@ -24,7 +24,7 @@ from router_cases import ROUTERS
 EPS = 1e-6
 
 
-def poisoned(rows: int, width: int, top_k: int, device: torch.device) -> Choice:
+def poisoned(rows: int, width: int, top_k: int, device: torch.device) -> ChooseOutputs:
     def full(dtype: torch.dtype, columns: int, value: float) -> Tensor:
         return torch.full((rows, columns), value, dtype=dtype, device=device)
 
@@ -32,7 +32,7 @@ def poisoned(rows: int, width: int, top_k: int, device: torch.device) -> Choice:
     addresses = (full(torch.int64, top_k, 7) for _ in range(2))
     at = Located(full(torch.int32, top_k, -9), *addresses, full(torch.int32, top_k, -9))
     total, normed = (full(torch.bfloat16, width, nan) for _ in range(2))
-    return Choice(total, normed, full(torch.float32, top_k, nan), at)
+    return ChooseOutputs(total, normed, full(torch.float32, top_k, nan), at)
 
 
 def some_residency(experts: int, top_k: int, rng: torch.Generator, device: torch.device) -> Residency:
@@ -94,7 +94,7 @@ def test_as_step_by_step(
 
 
 def _check(
-    out: Choice, space: ChoiceSpace, x: Tensor, y: Tensor, weight: Tensor, router: RouterRows, slots: Tensor,
+    out: ChooseOutputs, space: ChoiceSpace, x: Tensor, y: Tensor, weight: Tensor, router: RouterRows, slots: Tensor,
     rule: RouterRule, residency: Residency,
 ) -> None:  # fmt: skip
     (rows, width), experts = x.shape, len(router.weight)
@@ -139,7 +139,7 @@ def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device
 
     call()
     for wrong in ({"rows": 5}, {"width": 16384}, {"top_k": 9, "room": 9}, {"room": 3}):
-        with pytest.raises(ValueError, match=r"at most|of each pair"):
+        with pytest.raises(ValueError, match=r"at most|outputs per pair"):
             call(**wrong)
 
 
@@ -150,7 +150,7 @@ def test_it_says_the_same_in_a_graph(rng: torch.Generator) -> None:
     residency, space, slots = some_residency(128, 8, rng, device), choice_space(device), torch.arange(4, device=device)
     plain, replayed = (poisoned(4, 2048, 8, device) for _ in range(2))
 
-    def run(out: Choice) -> None:
+    def run(out: ChooseOutputs) -> None:
         choose(x, y, Norm(weight, EPS), RouterRows(router), slots, rule, residency, space, out)
 
     run(plain)

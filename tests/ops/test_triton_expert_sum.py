@@ -84,5 +84,5 @@ def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device
     x, short = (torch.zeros(2, n, dtype=BF16, device=device) for n in (64, 63))
     norm = Norm(x[0], 1e-6)
     for into in (Into(x, norm=norm), Into(x, normed=x), Into(x[:1]), Into(x, short), Into(short)):
-        with pytest.raises(ValueError, match=r"all rows have|a norm of"):
+        with pytest.raises(ValueError, match=r"all rows must have|norm and normed"):
             combine(of.partial, of.weights, of.address, of.added, into)

@@ -334,10 +334,10 @@ def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device
     routing = layer.routing(choose(rng, 4, 3, 2), rng)
     with pytest.raises(ValueError, match="no room"):
         experts(rand(rng, 4, 32).to(device), routing.at, layer.shape, expert_space(3, 2, 3, layer.shape, device))
-    with pytest.raises(ValueError, match="x is"):
+    with pytest.raises(ValueError, match="x must be"):
         experts(rand(rng, 4, 40).to(device), routing.at, layer.shape, expert_space(4, 2, 3, layer.shape, device))
     biases = Biases(torch.zeros(3, 32, device=device), torch.zeros(3, 16, device=device))  # of 16 rows of down, not 32
-    with pytest.raises(ValueError, match="biases are"):
+    with pytest.raises(ValueError, match="biases must be"):
         experts(
             rand(rng, 4, 32).to(device), routing.at, layer.shape, expert_space(4, 2, 3, layer.shape, device), biases
         )

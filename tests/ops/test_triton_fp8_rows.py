@@ -65,10 +65,10 @@ def test_which_weights_suit() -> None:
 def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
     to = room(1, 256, BLOCKS, device)
     x = torch.zeros(2, 256, dtype=BF16, device=device)
-    with pytest.raises(ValueError, match="not multiplied"):
+    with pytest.raises(ValueError, match="cannot be multiplied"):
         fp8_rows(1, layout(Format.MXFP8, 16, 256, 32), device)
     for given, why in (
-        ((x.float(), to), "x is"), ((x[:, ::2], to), "x is"), ((x[:1], to), "does not fit"),
+        ((x.float(), to), "x must be"), ((x[:, ::2], to), "x must be"), ((x[:1], to), "does not fit"),
         ((x[:, :100], to), "does not fit"), ((x, Fp8Rows(to.codes, to.scales[:, :1].T)), "does not fit"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=why):

@@ -32,7 +32,7 @@ def test_far_from_zero(device: torch.device) -> None:
 
 def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
     out = torch.zeros(2, 8, dtype=BF16, device=device)
-    for given, why in ((out, "gate and up are"), (torch.zeros(2, 16, device=device), "bfloat16")):
+    for given, why in ((out, "gate and up must be"), (torch.zeros(2, 16, device=device), "bfloat16")):
         with pytest.raises(ValueError, match=why):
             gated(given, out)
     gated(out[:0].repeat(1, 2), out[:0])

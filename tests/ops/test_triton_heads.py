@@ -154,9 +154,9 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
         rotate_store(q, kv, None, Angles(angles, angles, False), cache, slots, q)
     with pytest.raises(ValueError, match="slots"):
         rotate_store(q, kv, None, None, cache, slots[:2], q)
-    with pytest.raises(ValueError, match="not k and v"):
+    with pytest.raises(ValueError, match="does not fit a cache"):
         rotate_store(q, kv[:, 1:], None, None, cache, slots, q)
-    with pytest.raises(ValueError, match="not heads"):
+    with pytest.raises(ValueError, match="must have heads"):
         rotate_store(q[:, ::2], kv, None, None, cache, slots, q[:, ::2])
     with pytest.raises(ValueError, match="do not fit"):
         gate(q[:, ::2], q[:, ::2])

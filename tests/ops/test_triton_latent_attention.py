@@ -154,10 +154,10 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     table, lens = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((1, 1), (1,)))
     workspace = torch.zeros(4 * 33, device=device)
     for message, args in {
-        "does not go": (q[:, :, :32], cache, table, lens, 1.0, 1, SMALL, workspace, out),
+        "does not fit a cache": (q[:, :, :32], cache, table, lens, 1.0, 1, SMALL, workspace, out),
         "int32": (q, cache, table.long(), lens, 1.0, 1, SMALL, workspace, out),
         "workspace": (q, cache, table, lens, 1.0, 2, SMALL, workspace, out),
-        "side by side": (q, cache, table, lens, 1.0, 1, SMALL, workspace, q),
+        "contiguous heads": (q, cache, table, lens, 1.0, 1, SMALL, workspace, q),
     }.items():
         with pytest.raises(ValueError, match=message):
             decode(*args)

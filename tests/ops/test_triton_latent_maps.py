@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     head_linear(x, weight, y)
     for message, args in {
         "do not fit": (x, weight[:2], y),
-        "whole": (x.transpose(1, 2).contiguous().transpose(1, 2), weight, y),
+        "must be contiguous": (x.transpose(1, 2).contiguous().transpose(1, 2), weight, y),
     }.items():
         with pytest.raises(ValueError, match=message):
             head_linear(*args)

@@ -166,11 +166,11 @@ def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
     x, out = torch.zeros(2, 544, dtype=BF16, device=device), torch.zeros(2, 17, dtype=BF16, device=device)
     short, partial = (torch.zeros(n, device=device) for n in (1, partial_floats(2, run.of)))
     for given, why in (
-        ((x[:, 1:], run.panels, run.of, None, out, partial, run.arrived), "x is"),
-        ((x, run.panels[1:], run.of, None, out, partial, run.arrived), "panels are"),
+        ((x[:, 1:], run.panels, run.of, None, out, partial, run.arrived), "x must be"),
+        ((x, run.panels[1:], run.of, None, out, partial, run.arrived), "panels must be"),
         ((x, run.panels, run.of, out[0, 1:], out, partial, run.arrived), "the bias"),
-        ((x, run.panels, run.of, None, out[:1], partial, run.arrived), "out is"),
-        ((x, run.panels, run.of, None, out, short, run.arrived), "between programs"),
+        ((x, run.panels, run.of, None, out[:1], partial, run.arrived), "out must be"),
+        ((x, run.panels, run.of, None, out, short, run.arrived), "partial must be"),
         ((x, run.panels, run.of, None, out, partial, run.arrived[1:]), "arrivals"),
     ):
         with pytest.raises(ValueError, match=why):

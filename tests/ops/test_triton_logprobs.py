@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ops.triton_bounds import rand
-from proa.ops.sizes import EDIT_WORDS, explain_keys
-from proa.ops.triton.logprobs import explain
+from proa.ops.sizes import EDIT_WORDS, logprobs_keys
+from proa.ops.triton.logprobs import row_logprobs
 from proa.ops.triton.weights import WHOLE, Space, edit, restore
 
 # Of float32: the result's own rounding, and that of logits that sums of weights are made of. Weights round at 2**-41.
@@ -28,10 +28,10 @@ def explained(
     )
     ids = torch.full((len(rows), count), -7, dtype=torch.int32, device=device)
     logprobs = torch.full((len(rows), count + 1), math.nan, device=device)
-    explain(
+    row_logprobs(
         logits, torch.tensor(rows, dtype=torch.int32, device=device),
         torch.tensor(tokens, dtype=torch.int32, device=device), ones, space,
-        torch.full((explain_keys(len(rows), vocab, count),), 2**62, dtype=torch.int64, device=device), ids, logprobs,
+        torch.full((logprobs_keys(len(rows), vocab, count),), 2**62, dtype=torch.int64, device=device), ids, logprobs,
     )  # fmt: skip
     return ids.cpu(), logprobs.cpu()
 
@@ -79,9 +79,9 @@ def test_edits_are_those_of_the_definition_and_are_undone(rng: torch.Generator, 
 
 
 def test_wrong_shapes_are_refused(device: torch.device) -> None:
-    with pytest.raises(ValueError, match="edits are int32"):
+    with pytest.raises(ValueError, match="edits must be int32"):
         edit(torch.zeros(1, 5, device=device), torch.zeros(3, EDIT_WORDS, device=device), torch.zeros(3, device=device))
-    with pytest.raises(ValueError, match="room to save 2 logits"):
+    with pytest.raises(ValueError, match="room for 3 logits"):
         edit(
             torch.zeros(1, 5, device=device), torch.zeros(3, EDIT_WORDS, dtype=torch.int32, device=device),
             torch.zeros(2, device=device),

@@ -15,7 +15,7 @@ from torch import Tensor
 from conftest import HAVE_GPU
 from ops.test_triton_choose import EPS, poisoned
 from proa.native.doorbell import JobSize, block_layout
-from proa.ops.bell_block import Block, views
+from proa.ops.bell_block import BellBlock, views
 from proa.ops.residency import Residency
 from proa.ops.table import Norm, RouterRule
 from proa.ops.triton import look_ahead as kernels
@@ -33,7 +33,7 @@ def _rings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, "ring", ring)
 
 
-def block_of(top_k: int, hidden: int, device: torch.device) -> Block:
+def block_of(top_k: int, hidden: int, device: torch.device) -> BellBlock:
     size = JobSize(MOST_ROWS, top_k, hidden)
     layout = block_layout(size)
     return views(torch.full((layout.bytes,), 77, dtype=torch.uint8, device=device), layout, size)
@@ -97,10 +97,10 @@ def refused(**wrong: Tensor) -> dict[str, Tensor]:
     ("wrong", "text"),
     [
         ({"x": torch.zeros(5, 64, dtype=torch.bfloat16)}, "at most"),
-        ({"x": torch.zeros(2, 64)}, "x is bfloat16"),
-        ({"router": torch.zeros(8, 48, dtype=torch.bfloat16)}, "the router is"),
-        ({"slots": torch.zeros(3, dtype=torch.int64)}, "slots is"),
-        ({"cpu": torch.zeros(8, dtype=torch.int64)}, "cpu is"),
+        ({"x": torch.zeros(2, 64)}, "x must be bfloat16"),
+        ({"router": torch.zeros(8, 48, dtype=torch.bfloat16)}, "the router must be"),
+        ({"slots": torch.zeros(3, dtype=torch.int64)}, "slots must be"),
+        ({"cpu": torch.zeros(8, dtype=torch.int64)}, "cpu must be"),
     ],
 )
 def test_what_it_cannot_do_is_refused(wrong: dict[str, Tensor], text: str, device: torch.device) -> None:

@@ -62,8 +62,8 @@ def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
     weights = random_weights(Format.INT8_F16, 32, 32, 64, seed=1)
     panels, out = panels_of(weights, device), torch.zeros(32, 64, dtype=BF16, device=device)
     for given, why in (
-        ((panels, weights.layout, out.float()), "out is"), ((panels, weights.layout, out[:, 1:]), "out is"),
-        ((panels[:, 1:], weights.layout, out), "panels are"), ((panels[:1], weights.layout, out), "1 panels"),
+        ((panels, weights.layout, out.float()), "out must be"), ((panels, weights.layout, out[:, 1:]), "out must be"),
+        ((panels[:, 1:], weights.layout, out), "panels must be"), ((panels[:1], weights.layout, out), "1 panels"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=why):
             unpack(*given)

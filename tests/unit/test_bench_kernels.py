@@ -22,7 +22,7 @@ from proa.errors import NativeError, ResourceError, UsageError
 from proa.machine.machine import Machine
 from proa.machine.probe import probe
 from proa.machine.topology import UNBOUND, Team
-from proa.native.ceilings import Span, dispatch_seconds, peak_rate, read_rate
+from proa.native.ceilings import MemoryRange, dispatch_seconds, peak_rate, read_rate
 from proa.native.formats import layout
 from proa.native.pool import Pool
 from proa.native.weights import Matrix, Piece, Rows, linear
@@ -192,7 +192,7 @@ def test_the_roof_is_the_nearer_limit() -> None:
 def test_ceilings_of_every_instruction_set(isa: str) -> None:
     memory = np.zeros(8 << 20, np.uint8)
     with Pool([[0]], isa=isa, pin=False) as own:
-        rate = read_rate(own, [Span(memory.ctypes.data, memory.nbytes)], 2, 0.005)
+        rate = read_rate(own, [MemoryRange(memory.ctypes.data, memory.nbytes)], 2, 0.005)
         assert 1e8 < rate < 1e13
         assert 1e8 < peak_rate(own, 2, 0.005) < 1e14
         assert 0 < dispatch_seconds(own, 100, meet=False) < 0.1
@@ -202,7 +202,7 @@ def test_ceilings_of_every_instruction_set(isa: str) -> None:
 def test_a_team_without_memory_to_read_reads_nothing() -> None:
     memory = np.zeros(2 << 20, np.uint8)
     with Pool([[], [0]], pin=False) as own:
-        assert read_rate(own, [Span(memory.ctypes.data, memory.nbytes)], 2, 0.002) > 0
+        assert read_rate(own, [MemoryRange(memory.ctypes.data, memory.nbytes)], 2, 0.002) > 0
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_team_without_memory_to_read_reads_nothing() -> None:
 def test_wrong_measurements_are_refused(spans: list[tuple[int, int]], workers: int, text: str) -> None:
     memory = (ctypes.c_char * (1 << 20))()
     with Pool([[0]], pin=False) as own, pytest.raises(ValueError, match=text):
-        read_rate(own, [Span(ctypes.addressof(memory), nbytes) for nbytes, _ in spans], workers, 0.001)
+        read_rate(own, [MemoryRange(ctypes.addressof(memory), nbytes) for nbytes, _ in spans], workers, 0.001)
 
 
 # ---- the bench

@@ -70,7 +70,7 @@ def test_all_rows_once(shape: tuple[int, ...], room: int, want: list[tuple[int, 
 
 
 def test_room_that_is_not_emptied() -> None:
-    with pytest.raises(ValueError, match="room for 48 rows"):
+    with pytest.raises(ValueError, match="took 48 rows"):
         parts(Room((100, 32), 60, most_emptied=1))
 
 

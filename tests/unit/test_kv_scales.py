@@ -67,9 +67,9 @@ def test_there_may_be_none(plain: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.tensor(0.0), "is no scale"),
-        (torch.tensor(-1.0), "is no scale"),
-        (torch.tensor(torch.inf), "is no scale"),
+        (torch.tensor(0.0), "a scale must be finite"),
+        (torch.tensor(-1.0), "a scale must be finite"),
+        (torch.tensor(torch.inf), "a scale must be finite"),
         (torch.ones(2), "one scale"),
     ],
 )

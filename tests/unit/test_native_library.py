@@ -163,7 +163,7 @@ def test_a_missing_library_says_how_to_build_it(tmp_path: Path) -> None:
 
 
 def test_a_library_of_another_version_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(NativeError, match=f"version {ABI_VERSION + 1} .* needs {ABI_VERSION}.*make native"):
+    with pytest.raises(NativeError, match=f"ABI version {ABI_VERSION + 1}; .* needs {ABI_VERSION}.*make native"):
         fake(tmp_path, ABI_VERSION + 1)
 
 

@@ -84,7 +84,7 @@ def test_workers_run_where_they_are_bound() -> None:
 
 
 def test_homes_are_given_for_every_team() -> None:
-    with pytest.raises(ValueError, match="2 teams and 1 homes"):
+    with pytest.raises(ValueError, match="2 teams, but 1 homes"):
         Pool([[0], [0]], homes=[[0]])
     with pytest.raises(ValueError, match="CPUs 0 to 1023"):
         Pool([[0]], homes=[[-1]])

@@ -61,13 +61,13 @@ def spare_tensor(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("scheme", "change", "problem"),
     [
-        ("gptq", shuffle, f"columns of {O_PROJ}.g_idx are not in the order of their groups of 32, as the config says"),
+        ("gptq", shuffle, f"but {O_PROJ}.g_idx does not sort them into groups of 32"),
         (
             "gptq in another order",
             beyond,
             rf"m/model.safetensors: {O_PROJ}.g_idx is 99 at \[7\], but {O_PROJ}.scales has only the groups 0 to 3",
         ),
-        ("gptq", another_zero, f"symmetric .* all zero points of {O_PROJ}.qzeros should be 8, but some differ"),
+        ("gptq", another_zero, f"symmetric .* all zero points of {O_PROJ}.qzeros must be 8, but some differ"),
         ("gptq", bias(0.5), "o_proj.bias is not zero"),
         ("int4", bias(0.0), "o_proj.bias: nothing in the model uses it"),
         ("int4", spare_tensor, "weight_surprise: nothing in the model uses it"),

@@ -137,10 +137,10 @@ BROKEN: list[tuple[str, Any, type[ModelError], str]] = [
     ("header cut off", lambda f: cut(shards(f)[0], 100), WeightsError, "the file has only 100"),
     ("data cut off", lambda f: cut(shards(f)[0], 90000), WeightsError, "but the file has 90000"),
     (
-        "header is no JSON",
+        "header is not a JSON",
         lambda f: shards(f)[0].write_bytes((16).to_bytes(8, "little") + b"x" * 32),
         WeightsError,
-        "header is no JSON object",
+        "header is not a JSON object",
     ),
     (
         "shape and bytes differ",
@@ -153,7 +153,7 @@ BROKEN: list[tuple[str, Any, type[ModelError], str]] = [
         "negative shape",
         lambda f: edit_header(shards(f)[0], shape=[-1, -64]),
         WeightsError,
-        "entry for model.embed_tokens.weight .* sizes being whole numbers",
+        "entry for model.embed_tokens.weight .* sizes being integers",
     ),
     (
         "shape is no list",

@@ -52,7 +52,7 @@ def changed(folder: Path, **keys: Any) -> Path:
 def test_layers(name: str, tmp_path: Path) -> None:
     folder = changed(make_tiny(name, tmp_path / "m"), num_hidden_layers=HUGE, layer_types=None)
     layers = TINY[name].config["num_hidden_layers"]
-    message = re.escape(f"{folder / 'config.json'}: num_hidden_layers is {HUGE}, but the weight files have tensors of ")
+    message = re.escape(f"{folder / 'config.json'}: num_hidden_layers is {HUGE}, but the weight files hold ")
     quickly(lambda: settle(folder), ConfigError, rf"{message}{layers} layers\.")
     changed(folder, num_hidden_layers=layers + 1)
     quickly(lambda: settle(folder), ConfigError, f"num_hidden_layers is {layers + 1}")
@@ -63,7 +63,7 @@ def test_one_more_than_there_is_without_an_index(tmp_path: Path) -> None:
     folder = make_tiny("qwen3", tmp_path / "m", max_shard_size="200KB")
     (folder / "model.safetensors.index.json").unlink()
     sorted(folder.glob("*.safetensors"))[-1].unlink()
-    quickly(lambda: settle(folder), ModelError, "not in the checkpoint|the weight files have tensors of")
+    quickly(lambda: settle(folder), ModelError, "not in the checkpoint|the weight files hold")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_layers_of_gguf(name: str, tmp_path: Path) -> None:
     field = next(field for key, field in reader.fields.items() if key.endswith(".block_count"))
     field.parts[field.data[0]][0] = HUGE
     del reader
-    message = rf"m.gguf \(GGUF metadata\): .*block_count is {HUGE}, but the weight files have tensors of "
+    message = rf"m.gguf \(GGUF metadata\): .*block_count is {HUGE}, but the weight files hold "
     quickly(lambda: settle(file), ConfigError, message)
 
 

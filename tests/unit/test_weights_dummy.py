@@ -132,7 +132,7 @@ def test_drift(name: str) -> None:
 
 def test_drift_needs_a_head_of_its_own() -> None:
     spec = spec_of(tiny_reference("qwen3-moe", tie_word_embeddings=True))
-    with pytest.raises(UsageError, match="the head, which is the embedding"):
+    with pytest.raises(UsageError, match="needs an untied head"):
         fill_dummy(spec, {}, 0, "drift")
 
 

@@ -225,7 +225,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def rows_of(stored: str, stride: int = 1024, transposed: bool = False) -> StoredRows:
-    return StoredRows(Stored[stored], ZEROS.ctypes.data, stride, order=Order.TURNED if transposed else Order.ROWS)
+    return StoredRows(Stored[stored], ZEROS.ctypes.data, stride, order=Order.TRANSPOSED if transposed else Order.ROWS)
 
 
 def to_of(stored: str, columns: int = 256) -> Layout:

@@ -125,7 +125,7 @@ def test_square_gate_up_is_settled_by_down(turned: bool) -> None:
 def test_tie_stops() -> None:
     model = declared(width=8)
     index = index_of(model, gate=(4, 8, 8), up=(4, 8, 8), down=(4, 8, 8))
-    with pytest.raises(WeightsError, match="both fit, so Proa cannot know"):
+    with pytest.raises(WeightsError, match="both fit, so the layout is ambiguous"):
         resolve(model, index)
     known = Declared(model.spec, NameTable(stacked_out_in=True))
     assert not expert(known, index, 0, "gate").transposed

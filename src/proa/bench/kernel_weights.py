@@ -16,7 +16,7 @@ import numpy.typing as npt
 from proa.bench.kernel_cases import ExpertShape, WeightFormat
 from proa.machine.topology import UNBOUND, Team
 from proa.native.arena import Arena
-from proa.native.formats import PANEL_ROWS, Format, Layout, Source, layout, pack
+from proa.native.formats import PANEL_ROWS, Format, Layout, PackSource, layout, pack
 from proa.native.weights import Activation, Experts, Matrix, Piece
 
 TEMPLATE_PANELS = 61  # a prime: neighbouring experts differ
@@ -130,14 +130,14 @@ class _Rows:
     scale_rows: int = 1
     factor: float = 1.0
 
-    def source(self) -> Source:
+    def source(self) -> PackSource:
         def address(name: str) -> int | None:
             return self.arrays[name].ctypes.data if name in self.arrays else None
 
         def stride(name: str) -> int:
             return self.arrays[name].strides[0] if name in self.arrays else 0
 
-        return Source(
+        return PackSource(
             address("codes"), stride("codes"), address("scales"), stride("scales"), self.scale_rows,
             address("mins"), address("block_scales"), address("block_mins"), stride("block_scales"), self.factor,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which KV page is held by whom: a free list and reference counts. Never: tensors, token ids, requests, policy."""
+"""Allocation of KV pages: a free list and reference counts. Never: tensors, token ids, requests, policy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 
 class IntegrityError(RuntimeError):
-    """A bookkeeping invariant of the cache or the scheduler is broken: a bug in Proa, never the user's fault."""
+    """A bookkeeping invariant of the cache or the scheduler is broken: always a bug in Proa."""
 
 
 class PageAllocator:
-    """Hands out page numbers 0..num_pages-1. A page may have several holders (requests, the prefix tree) and
-    returns to the free list when the last one lets go. The most recently freed page is handed out first."""
+    """Allocates page numbers 0..num_pages-1. A page may have several holders (requests, the prefix tree) and
+    returns to the free list with its last reference. The most recently freed page is allocated first."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -26,7 +26,7 @@ class PageAllocator:
         return self._references[page]
 
     def alloc(self, num_pages: int) -> list[int] | None:
-        """`num_pages` free pages with one reference each, or None (and nothing taken) if there are fewer."""
+        """Allocate `num_pages` pages with one reference each; None, and nothing allocated, if fewer are free."""
         if num_pages > len(self._free):
             return None
         cut = len(self._free) - num_pages
@@ -37,14 +37,14 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add a holder to each page. Raises IntegrityError for a page that nobody holds."""
+        """Add a reference to each page. Raises IntegrityError for a free page."""
         for page in pages:
             if self._references[page] < 1:
                 raise IntegrityError(f"page {page} is free and cannot be shared")
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Take a holder from each page. Raises IntegrityError for a page that nobody holds."""
+        """Drop a reference to each page. Raises IntegrityError for a free page."""
         for page in pages:
             count = self._references[page] - 1
             if count < 0:
@@ -54,14 +54,15 @@ class PageAllocator:
                 self._free.append(page)
 
     def check(self) -> None:
-        """Raise IntegrityError unless the free list and the reference counts tell the same story."""
+        """Raise IntegrityError unless the free list and the reference counts agree."""
         free = set(self._free)
         if len(free) != len(self._free):
             raise IntegrityError(f"the free list holds {len(self._free)} entries but {len(free)} pages")
         unheld = {page for page, count in enumerate(self._references) if count == 0}
         if free != unheld:
             raise IntegrityError(
-                f"free but held: {sorted(free - unheld)}; held by nobody but not free: {sorted(unheld - free)}"
+                f"free pages with references: {sorted(free - unheld)}; pages without references that are not free: "
+                f"{sorted(unheld - free)}"
             )
         negative = [page for page, count in enumerate(self._references) if count < 0]
         if negative:

@@ -1,4 +1,5 @@
-"""The tensors behind pages and state slots: one allocation per layer and side. Never: which page or slot is whose."""
+"""The tensors behind KV pages and state slots: one allocation per layer and tensor. Never: which sequence holds a page
+or slot."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from proa.ops.table import KvPages, LatentPages, LayerCache, RecurrentState
 
 @dataclass(frozen=True)
 class KvStorage:
-    """What K and V are stored as. scales: of each block's keys and values, exact in float32; empty: 1 (see KvPages)."""
+    """Storage of K and V. scales: each layer's (K, V), exact in float32; empty: all 1 (see KvPages)."""
 
     dtype: torch.dtype
     scales: Sequence[tuple[float, float]] = ()
@@ -30,12 +31,12 @@ def allocate_pool(
     sequences: int,
     kv: KvStorage | None = None,
 ) -> tuple[LayerCache, ...]:
-    """Storage for every block: num_pages x page_tokens tokens of KV, to whose size kv_bytes_per_token sums, and state
-    slots of `sequences`, those that run at once and copies, to each of whose size state_bytes_per_sequence sums. dtype:
-    of states, and of KV where `kv` says nothing.
+    """Allocate the cache of every layer: KV for num_pages x page_tokens tokens (Model.kv_bytes_per_token each), and
+    state slots for `sequences`, running ones and copies (Model.state_bytes_per_sequence each). dtype: of states, and of
+    KV if `kv` is None. Raises ValueError if `kv` asks for another dtype of latents.
 
-    RAM is not initialised: it is touched only as the cache fills, and no op reads a slot before it was written. A GPU's
-    kernels multiply what they mask with 0, so that `device` memory holds zeros.
+    RAM is not initialised, so that it is only touched as the cache fills: no op reads a slot before it was written. GPU
+    memory is zeroed, because kernels multiply masked rows by 0, and NaN would propagate.
     """
     new = torch.empty if device is None or device.type == "cpu" else torch.zeros
 
@@ -51,7 +52,7 @@ def allocate_pool(
             return KvPages(empty(*shape, of=stored.dtype), empty(*shape, of=stored.dtype), *scales)
         if isinstance(c, Latent):
             if stored.dtype != dtype:
-                raise ValueError(f"latents are stored as activations are, not in {stored.dtype}")
+                raise ValueError(f"latents must be stored in the dtype of activations, {dtype}, not in {stored.dtype}")
             return LatentPages(empty(num_pages, page_tokens, c.rank + c.key_dim), c.rank)
         rule = empty(sequences, c.heads, c.key_dim, c.value_dim, of=torch.float32)
         return RecurrentState(rule, empty(sequences, c.tail, c.channels))
@@ -60,8 +61,8 @@ def allocate_pool(
 
 
 def copy_states(caches: Sequence[LayerCache], slots: Sequence[tuple[int, int]]) -> None:
-    """Of all recurrent layers the first slot of each pair to the second, one pair after the other. On a GPU: on the
-    current stream."""
+    """Copy recurrent states of all layers from the first slot of each pair to the second, pair after pair; on a GPU, on
+    the current stream."""
     for cache in caches:
         if isinstance(cache, RecurrentState):
             for source, target in slots:

@@ -1,15 +1,15 @@
-"""The prefix tree: which computed pages can serve a new prompt. Never: tensors, requests, when to evict.
+"""The prefix tree: finds computed pages that a new prompt can reuse. Never: tensors, requests, when to evict.
 
 One node per page. A compressed tree (runs of pages on an edge) would save memory but needs node splits; the
 plain one is fast enough: for a context of 131,072 tokens (8,192 pages of 16) one core of a 2-core cloud machine
 takes 1.2 ms to make the keys (once per request), 0.4 ms to match, 0.3 ms to lock or unlock, 4 ms to insert and
-3 ms to evict. A node and its key take 0.45 KiB; the page itself, even of a small model, hundreds.
+3 ms to evict. A node and its key take 0.45 KiB; the page itself, even of a small model, hundreds of KiB.
 
-Models with recurrent states go on from a node only where there is a copy of their states (cache/states.py): then the
-copies' nodes are the ones that match, and a copy goes with its node.
+A model with recurrent states can continue only from a node that has a copy of its states (cache/states.py): only such
+nodes match, and a copy is dropped when its node is evicted.
 
 Locks make `num_evictable` exact in O(1): a node's `busy` counts the locks on it plus its busy children, so it
-is 0 exactly when nothing at or below it is in use, and a change travels up only while it flips idle/busy.
+is 0 exactly when no node at or below it is in use, and a change propagates up only while it flips idle/busy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from proa.cache.states import StateCopies
 
 
 class PrefixNode:
-    """A page and the keys that lead to it from the root. Opaque to callers: a place to lock and insert at."""
+    """One page in the tree. Opaque to callers, who pass it to lock, unlock and insert."""
 
     __slots__ = ("busy", "children", "depth", "key", "page", "parent", "stamp")
 
@@ -33,7 +33,7 @@ class PrefixNode:
         self.key = key
         self.page = page  # -1: the root
         self.parent = parent  # None: the root, or evicted
-        self.depth: int = parent.depth + 1 if parent else 0  # pages from the root to here
+        self.depth: int = parent.depth + 1 if parent else 0  # pages from the root to this node
         self.children: dict[Hashable, PrefixNode] = {}
         self.busy = 0
         self.stamp = 0  # when it was last unlocked; larger is later
@@ -41,9 +41,9 @@ class PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The longest prefix to go on from. `num_idle` of its pages are counted in num_evictable until `node` is locked.
+    """The longest reusable prefix. `num_idle` of its pages count as evictable until `node` is locked.
 
-    `num_known`: how many pages of the prompt are in the tree, those included from which one cannot go on.
+    num_known: pages of the prompt in the tree, including those behind `node`, which lack a copy of states.
     """
 
     node: PrefixNode
@@ -59,7 +59,7 @@ class PrefixCache:
     """
 
     def __init__(self, page_tokens: int, allocator: PageAllocator, copies: StateCopies | None = None) -> None:
-        """copies: of recurrent states; None: the model has none."""
+        """copies: copies of recurrent states; None: the model has no recurrent layers."""
         self.page_tokens = page_tokens
         self.copies = copies
         self._allocator = allocator
@@ -79,13 +79,13 @@ class PrefixCache:
 
     @property
     def num_evictable(self) -> int:
-        """Pages with no lock at or below them: what `evict` can free right now."""
+        """Number of pages with no lock at or below them, which `evict` can free now."""
         return self._num_idle
 
     def page_keys(self, tokens: Sequence[int], salt: str = "", first_page: int = 0) -> list[Hashable]:
         """One key for each full page of `tokens` from `first_page` on. The tree only compares and hashes keys.
 
-        The salt sits in the first page's key: all others are reached through it. Tokens are 0..2**32-1.
+        The salt is part of the first page's key only: all other pages are reached through it. Tokens are 0..2**32-1.
         """
         size = self.page_tokens
         num_pages = len(tokens) // size
@@ -100,8 +100,7 @@ class PrefixCache:
         return keys
 
     def match(self, keys: Sequence[Hashable]) -> PrefixMatch:
-        """The longest prefix of `keys` in the tree to go on from. Changes nothing, not even recency (unlocking sets
-        that)."""
+        """Find the longest prefix of `keys` that can be reused. Read-only: not even recency changes, unlock sets it."""
         node, num_idle = self._root, 0
         pages: list[int] = []
         for key in keys:
@@ -118,7 +117,7 @@ class PrefixCache:
         return PrefixMatch(node, pages[: node.depth], num_idle, num_known)
 
     def lock(self, node: PrefixNode) -> None:
-        """Keep the path from the root to `node` from being evicted, until unlocked as often as locked."""
+        """Protect the path from the root to `node` from eviction until it is unlocked as often as locked."""
         at: PrefixNode | None = node
         while at is not None:
             at.busy += 1
@@ -144,9 +143,9 @@ class PrefixCache:
     def insert(self, node: PrefixNode, keys: Sequence[Hashable], pages: Sequence[int]) -> tuple[PrefixNode, list[int]]:
         """Add `pages` (one per key) below `node`, which the caller has locked; the lock moves to the deepest node.
 
-        Pages that the tree lacks are adopted: it takes a reference of its own. Where it has that key already, the
-        caller's reference moves from its duplicate to the tree's page. Returns the deepest node and the pages
-        that the caller holds and must use from now on: the whole path then is the caller's page table.
+        The tree takes a reference of its own to each new page. Where it has the key already, the caller's reference
+        moves from its duplicate page to the tree's page. Returns the deepest node, and for each key the page that the
+        caller now holds and must use in its page table.
         """
         start = node
         held: list[int] = []
@@ -169,7 +168,7 @@ class PrefixCache:
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` idle pages, least recently used first, always from the leaves; O(log n) each.
 
-        Returns how many were freed: less than asked only if num_evictable was less.
+        Returns the number freed, which is less than `num_pages` only if num_evictable was.
         """
         freed = 0
         while freed < num_pages and self._leaves:
@@ -185,7 +184,7 @@ class PrefixCache:
             self._num_pages -= 1
             self._num_idle -= 1
             freed += 1
-            self._offer(parent)  # next in line, unless used by itself later than this one
+            self._offer(parent)  # evictable next, unless it was unlocked later than other leaves
         return freed
 
     def pages(self) -> Iterator[int]:
@@ -201,16 +200,16 @@ class PrefixCache:
         return pages[::-1]
 
     def check(self) -> None:
-        """Raise IntegrityError unless counts, links, locks, references and the heap of leaves agree."""
+        """Raise IntegrityError unless counts, links, locks, references and the heap of leaves are consistent."""
         nodes = list(self._nodes())
         pages = [node.page for node in nodes]
         if len(set(pages)) != len(pages):
             raise IntegrityError("a page is in the prefix tree twice")
         if len(nodes) != self._num_pages:
-            raise IntegrityError(f"the prefix tree has {len(nodes)} nodes but counts {self._num_pages}")
+            raise IntegrityError(f"the prefix tree has {len(nodes)} nodes but its counter is {self._num_pages}")
         idle = [node for node in nodes if node.busy == 0]
         if len(idle) != self._num_idle:
-            raise IntegrityError(f"{len(idle)} pages of the prefix tree are idle but {self._num_idle} are counted")
+            raise IntegrityError(f"{len(idle)} pages of the prefix tree are idle but its counter is {self._num_idle}")
         offered = {id(node) for stamp, _, node in self._leaves if stamp == node.stamp}
         if self.copies is not None and not self.copies.nodes <= set(nodes):
             raise IntegrityError("a copy of states belongs to no node of the prefix tree")
@@ -220,14 +219,14 @@ class PrefixCache:
     def _check_node(self, node: PrefixNode, is_offered: bool) -> None:
         where = f"the node of page {node.page}"
         if node.busy < sum(child.busy > 0 for child in node.children.values()):
-            raise IntegrityError(f"{where} is less busy ({node.busy}) than its children")
+            raise IntegrityError(f"{where} has a busy count ({node.busy}) below its number of busy children")
         if any(child.parent is not node or child.key != key for key, child in node.children.items()):
-            raise IntegrityError(f"{where} has a child that does not know it")
+            raise IntegrityError(f"{where} has a child with another parent or key")
         references = self._allocator.references(node.page)
         if references < 1 or (references > 1) != (node.busy > 0):
             raise IntegrityError(f"{where} has {references} references while its lock count is {node.busy}")
         if node.busy == 0 and not node.children and not is_offered:
-            raise IntegrityError(f"{where} is an idle leaf that eviction cannot find")
+            raise IntegrityError(f"{where} is an idle leaf but not in the heap of leaves")
 
     def _nodes(self) -> Iterator[PrefixNode]:
         stack = list(self._root.children.values())
@@ -237,7 +236,7 @@ class PrefixCache:
             yield node
 
     def _offer(self, node: PrefixNode) -> None:
-        """Let eviction find `node` if it is an idle leaf; drop stale entries when they outnumber the pages."""
+        """Put `node` in the heap of leaves if it is idle and a leaf; drop stale entries when they outnumber pages."""
         if node.busy or node.children or node is self._root:
             return
         heapq.heappush(self._leaves, (node.stamp, next(self._clock), node))

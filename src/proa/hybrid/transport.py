@@ -68,7 +68,7 @@ from proa.native.doorbell import (
 )
 from proa.native.pool import Pool
 from proa.native.weights import Experts
-from proa.ops.bell_block import Bell, Block, check_pull, check_push, copied, views
+from proa.ops.bell_block import Bell, BellBlock, check_pull, check_push, copied, views
 from proa.ops.reference import rms_norm, route
 from proa.ops.table import NextRouter
 
@@ -149,10 +149,10 @@ class HostTransport:
             return
         self.doorbell.ring(self._number)
 
-    def _block_of(self, tokens: int) -> Block:
+    def _block_of(self, tokens: int) -> BellBlock:
         return copied(self._memory, self.size, tokens).block if self._copies else self._block
 
-    def _write(self, block: Block, x: Tensor, ids: Tensor, weights: Tensor, rows: Tensor, layer: int) -> None:
+    def _write(self, block: BellBlock, x: Tensor, ids: Tensor, weights: Tensor, rows: Tensor, layer: int) -> None:
         tokens = len(x)
         block.ids[:tokens] = ids
         block.weights[:tokens] = weights

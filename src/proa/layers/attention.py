@@ -12,7 +12,7 @@ from proa.ops.table import Angles, KvPages, Ops, Parameters, QkNorm
 
 class Attention:
     def __init__(self, s: spec.Attention, eps: float, offset: float, ops: Ops) -> None:
-        """offset: added to the weights of norms."""
+        """offset: added to the weights of QK norms."""
         self.spec, self.ops = s, ops
         self.scale = s.head_dim**-0.5
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim

@@ -17,10 +17,10 @@ from proa.ops.table import Ops, Parameters
 
 
 class Mixer(Protocol):
-    """What lets tokens of a sequence see each other."""
+    """The part of a layer that mixes tokens of a sequence: attention or a recurrent layer."""
 
     def __call__(self, x: Tensor, step: Step, cache: Any) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; `cache` is what its spec's cache says."""
+        """x [T, hidden] -> [T, hidden]; `cache` is of the type that the spec's `cache` describes."""
 
     def parameters(self) -> Parameters: ...
 

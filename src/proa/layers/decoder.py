@@ -1,4 +1,4 @@
-"""The one residual loop. Belongs here: embedding, blocks, final norm, head. Never: mixer details, sampling."""
+"""The decoder: embedding, blocks, final norm, head, and the only residual loop. Never: mixer details, sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from proa.ops.table import LayerCache, Ops, Parameters, Unsummed
 
 
 class Block:
-    """x += mixer(norm1 x); x += ffn(norm2 x). The last sum is left to whoever reads it next, with its norm."""
+    """x += mixer(norm1 x); x += ffn(norm2 x). The last residual add is deferred and fused with the next norm."""
 
     def __init__(self, s: spec.Block, model: spec.Model, ops: Ops) -> None:
         self._ops = ops
@@ -29,7 +29,7 @@ class Block:
     def __call__(
         self, x: Tensor, y: Tensor | Unsummed | None, step: Step, cache: LayerCache
     ) -> tuple[Tensor, Tensor | Unsummed]:
-        """The residual stream x + y (None: x alone), and the same of the next block."""
+        """Take the residual stream as x + y (y None: x alone) and return the next block's (x, y)."""
         self._ops.new_block()
         x, normed = self.norm1.of_sum(x, y)
         return self.ffn(x, self.mixer(normed, step, cache), self.norm2.norm, step.batch.slots)
@@ -46,7 +46,7 @@ class Decoder:
 
     def __init__(self, model: spec.Model, ops: Ops) -> None:
         self.spec = model
-        self.best, self._add = ops.best, ops.add
+        self.argmax, self._add = ops.argmax, ops.add
         self.embed = ops.maps.embedding(model.vocab, model.hidden, model.tied)
         self.blocks = [Block(block, model, ops) for block in model.blocks]
         with_experts = [(block.ffn, block.norm2.norm) for block in self.blocks if isinstance(block.ffn, Moe)]
@@ -63,8 +63,8 @@ class Decoder:
         return x if y is None else self._sum(x, y)
 
     def by_blocks(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
-        """The same, a block at a time: yields the residual stream behind each, the last of which is the result. All
-        that it goes on with is its own: other steps may be computed in between."""
+        """Compute one block at a time and yield the residual stream after each; the last one is the result. The stream
+        is kept in tensors of its own, so that other steps may run in between."""
         x = self.embed(tokens)
         for block, cache in zip(self.blocks, step.caches, strict=True):
             x = self._sum(*block(x, None, step, cache))
@@ -79,7 +79,7 @@ class Decoder:
         return self.embed.logits(x) if self.head is None else self.head(x)
 
     def parameters(self) -> Parameters:
-        """Every parameter's place, named as models/spec.py names it."""
+        """Every parameter's name, as in models/spec.py, and its target."""
         yield from prefixed("embed", self.embed.parameters())
         for i, block in enumerate(self.blocks):
             yield from prefixed(f"blocks.{i}", block.parameters())

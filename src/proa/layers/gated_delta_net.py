@@ -1,4 +1,4 @@
-"""Linear attention by the gated delta rule: project, call the op. Never: states' slots, batching."""
+"""Linear attention by the gated delta rule: project, call the op. Never: slots of states, batching."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Multi-head latent attention: project, rotate and store, attend among latents. Never: pages, masks, batching.
+"""Multi-head latent attention: project, rotate and store, attend over latents. Never: pages, masks, batching.
 
-Heads' keys are never made: what maps a latent to a key maps the query to the latent's space instead, and what maps it
-to a value comes after the weighted sum.
+Weights are absorbed: keys and values of heads are never computed. W_k maps the query into the latent space instead,
+and W_v is applied after the weighted sum of latents.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from proa.ops.table import Angles, LatentPages, Norm, Ops, Parameters
 
 class LatentAttention:
     def __init__(self, s: spec.LatentAttention, offset: float, ops: Ops) -> None:
-        """offset: added to the weights of norms."""
+        """offset: added to the weights of the latents' norms."""
         self.spec, self.ops = s, ops
         self.scale = (s.key_dim + s.rope.dim) ** -0.5 * score_factor(s.rope)
         maps, kv = ops.maps, {"kv_a": s.rank + s.rope.dim}
         self.q_norm = None if s.q_rank is None else Norm(maps.vector(s.q_rank), s.norm_eps, offset)
-        # One matrix makes all that comes of the hidden state.
+        # All projections of the hidden state in one matrix.
         self.a = maps.linear(({"q": s.q_rows} if s.q_rank is None else {"q_a": s.q_rank}) | kv, s.hidden, False)
         self.q_b = None if s.q_rank is None else maps.linear({"q_b": s.q_rows}, s.q_rank, False)
         self.kv_norm = Norm(maps.vector(s.rank), s.norm_eps, offset)

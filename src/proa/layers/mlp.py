@@ -1,4 +1,4 @@
-"""The same gated MLP for every token."""
+"""A dense gated MLP as the FFN of a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Mlp:
         self._mlp, self._add_norm = ops.maps.mlp(s.hidden, s.width, s.bias, s.gating), ops.add_norm
 
     def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """x + y [T, hidden], and what the layer makes of its norm; rows of padding are computed like others."""
+        """Returns x + y [T, hidden] and mlp(norm(x + y)); padding rows are computed too."""
         x, normed = self._add_norm(x, y, norm.weight, norm.eps, norm.offset)
         return x, self._mlp(normed)
 

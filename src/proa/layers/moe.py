@@ -1,4 +1,4 @@
-"""Router, shared expert, routed experts. Never: knowing where experts live."""
+"""A mixture of experts as the FFN of a layer: router, shared and routed experts. Never: where experts are stored."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Moe:
         self._next: tuple[Moe, Norm] | None = None
 
     def is_followed_by(self, following: Moe, norm: Norm) -> None:
-        """norm: by which the model's next MoE layer reads the residual stream."""
+        """Set the model's next MoE layer, whose choice this layer predicts; norm: that layer's input norm."""
         self._next = following, norm
 
     def __call__(self, x: Tensor, y: Tensor, norm: Norm, slots: Tensor) -> tuple[Tensor, Tensor | Unsummed]:
-        """x + y [T, hidden], and what the layer makes of its norm; rows of slot -1 go to no routed expert."""
+        """Returns x + y [T, hidden] and the MoE output for norm(x + y); rows of slot -1 go to no routed expert."""
         x, normed, chosen = self._ops.choose(x, y, norm, self.router, slots, self._rule, self.experts.residency)
         routed = self.experts.start(normed, chosen)
         shared = self.shared(normed) if self.shared else None
@@ -37,7 +37,7 @@ class Moe:
         return x, routed.finish(shared, gate)
 
     def foresee(self, x: Tensor, norm: Norm, slots: Tensor) -> None:
-        """What this layer will choose soon, as far as x tells."""
+        """Predict this layer's experts from the residual stream x of an earlier layer, to prefetch them."""
         self.experts.foresee(x, slots, NextRouter(norm, self.router, self._rule))
 
     def parameters(self) -> Parameters:

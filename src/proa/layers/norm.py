@@ -1,4 +1,4 @@
-"""RMSNorm with its weight."""
+"""RMSNorm over the hidden state, with its weight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from proa.ops.table import Norm, Ops, Parameters, Unsummed
 
 
 class RmsNorm:
-    """Over the hidden state of a model."""
+    """RMSNorm over the hidden state of a model."""
 
     def __init__(self, model: spec.Model, ops: Ops) -> None:
         self._rms_norm, self._add_norm = ops.rms_norm, ops.add_norm
@@ -20,7 +20,7 @@ class RmsNorm:
         return self._rms_norm(x, self.weight, self.eps, self.offset)
 
     def of_sum(self, x: Tensor, y: Tensor | Unsummed | None) -> tuple[Tensor, Tensor]:
-        """x + y and its norm; y None: nothing is added."""
+        """Returns x + y and its norm; y None: x and its norm."""
         if y is None:
             return x, self(x)
         if isinstance(y, Tensor):
@@ -29,7 +29,7 @@ class RmsNorm:
 
     @property
     def norm(self) -> Norm:
-        """For ops that have it inside."""
+        """Weight, epsilon and offset, for ops that fuse the norm."""
         return Norm(self.weight, self.eps, self.offset)
 
     def parameters(self) -> Parameters:

@@ -1,4 +1,4 @@
-"""Names of parameters, put together layer by layer."""
+"""Prefixes for the names of nested parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary angles for every scaling, in one place. Never: reading config, rotating tensors (ops do that)."""
+"""Rotary angles for every frequency scaling. Never: reading config, rotating tensors (ops do that)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from proa.models.spec import Rope, RopeScaling
 
 
 def dynamic_lengths(ropes: Iterable[Rope]) -> list[int]:
-    """The prompt lengths from which on angles depend on the prompt's length, of the dynamic ropes among these."""
+    """For each dynamic rope, the length above which its angles depend on the prompt's length."""
     return [rope.scaling.original_positions for rope in ropes if rope.scaling and rope.dynamic]
 
 
 def cos_sin(rope: Rope, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [T, dim/2], for rows at `positions` int64 [T].
 
-    `lengths` int64 [T] is the length each row's angles are made for: max(prompt length, position + 1), so
-    that a row's angle never depends on chunking. Only dynamic scaling reads it.
+    lengths: int64 [T], max(prompt length, position + 1) of each row, so that angles do not depend on chunking. Only
+    dynamic scaling reads it.
     """
     if rope.dynamic:
         unique, which = torch.unique(lengths, return_inverse=True)
@@ -33,7 +33,7 @@ def cos_sin(rope: Rope, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Ten
 
 
 def inverse_frequencies(rope: Rope) -> tuple[Tensor, float]:
-    """float32 [dim/2] and the factor that scales cos and sin (yarn's attention temperature)."""
+    """Inverse frequencies float32 [dim/2], and the factor of cos and sin (YaRN's attention temperature)."""
     plain = _plain(rope.dim, rope.base)
     match rope.scaling:
         case None:
@@ -54,7 +54,7 @@ def _plain(dim: int, base: float) -> Tensor:
 
 
 def _dynamic(rope: Rope, length: int) -> Tensor:
-    """NTK-aware base that grows with the length beyond the original positions."""
+    """Inverse frequencies with an NTK-aware base that grows with the length beyond the original positions."""
     assert rope.scaling is not None
     factor, original = rope.scaling.factor, rope.scaling.original_positions
     length = max(length, original)
@@ -63,17 +63,17 @@ def _dynamic(rope: Rope, length: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, s: RopeScaling) -> Tensor:
-    """Long waves / factor, short waves kept, a linear border between (Llama 3.1's rope_type "llama3")."""
-    turns = s.original_positions * plain / (2 * math.pi)
-    keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
+    """Low frequencies / factor, high ones kept, a linear ramp between (Llama 3.1's rope_type "llama3")."""
+    rotations = s.original_positions * plain / (2 * math.pi)
+    keep = ((rotations - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
     return plain * keep + plain / s.factor * (1 - keep)
 
 
 def _yarn(rope: Rope, plain: Tensor, s: RopeScaling) -> Tensor:
-    """NTK-by-parts (arXiv 2309.00071, section 3.2): dims that turn often are kept, the others interpolated."""
+    """NTK-by-parts (arXiv 2309.00071, section 3.2): high frequencies are kept, low ones interpolated."""
 
-    def dim_of(turns: float) -> float:
-        return rope.dim * math.log(s.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+    def dim_of(rotations: float) -> float:
+        return rope.dim * math.log(s.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.base))
 
     low, high = dim_of(s.beta_fast), dim_of(s.beta_slow)
     if s.truncate:
@@ -85,8 +85,8 @@ def _yarn(rope: Rope, plain: Tensor, s: RopeScaling) -> Tensor:
 
 
 def score_factor(rope: Rope) -> float:
-    """What latent attention multiplies the scale of its scores with: the part of yarn's temperature that covers all of
-    a head, not only what turns."""
+    """Factor of latent attention's score scale: the part of YaRN's temperature that applies to the whole head, not only
+    to its rotary dimensions."""
     s = rope.scaling
     return _mscale(s, s.mscale_all_dim) ** 2 if s is not None and s.mscale_all_dim else 1.0
 

@@ -1,4 +1,4 @@
-"""What every layer of one forward pass shares. Never: policy, token ids of requests."""
+"""The inputs that all layers of one forward pass share. Never: policy, token ids of requests."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ from proa.ops.table import AttentionBatch, LayerCache
 @dataclass(frozen=True)
 class Step:
     batch: AttentionBatch
-    angles: dict[Rope, tuple[Tensor, Tensor]]  # per distinct rotary: cos, sin float32 [T, dim/2]
+    angles: dict[Rope, tuple[Tensor, Tensor]]  # per distinct rotary embedding: cos, sin float32 [T, dim/2]
     caches: tuple[LayerCache, ...]  # one per block

@@ -1,8 +1,8 @@
 """Typed, strict reading of a checkpoint's configuration. Never: knowledge of any family.
 
-A family reads every key it understands. Whatever is left over is an error, so that a new key that changes
-the maths can never be skipped without anybody noticing. A key whose value is null means what its absence means,
-whether a family reads it or not: tools write null for every field that they leave unset.
+A family reads every key it understands. A key that is left over is an error, so that a new key that changes
+the maths is never skipped silently. A key whose value is null counts as absent, whether a family reads it or not:
+tools write null for every field that they leave unset.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BOOKKEEPING = frozenset({
 
 
 class Reader:
-    """One JSON object. `where` names it in errors; `ignore_keys` are accepted although nobody reads them."""
+    """One JSON object of a config. `where` names it in errors; `ignore_keys` may stay unread."""
 
     def __init__(
         self, values: Mapping[str, Any], where: str = "config.json", ignore_keys: Collection[str] = ()
@@ -61,7 +61,7 @@ class Reader:
         return tuple(key for key in self._values if self.has(key))
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """True if the key is present and not null."""
         return self._values.get(key) is not None
 
     @overload
@@ -69,7 +69,7 @@ class Reader:
     @overload
     def get(self, key: str, kind: type[T], default: D) -> T | D: ...
     def get(self, key: str, kind: type[Any], default: Any = REQUIRED) -> Any:
-        """Read one key; null counts as absent and an int is accepted as a float."""
+        """Read one key; null counts as absent, and an int is accepted as a float. Raises ConfigError."""
         self._seen.add(key)
         value = self._values.get(key)
         if value is None:
@@ -98,7 +98,7 @@ class Reader:
     @overload
     def get_any(self, keys: tuple[str, ...], kind: type[T], default: D) -> T | D: ...
     def get_any(self, keys: tuple[str, ...], kind: type[Any], default: Any = REQUIRED) -> Any:
-        """Read a value that has several names; names that are there must agree."""
+        """Read a value that may stand under several keys; those that are present must agree. Raises ConfigError."""
         found = {key: self.get(key, kind) for key in keys if self.has(key)}
         self._seen.update(keys)
         if not found:
@@ -114,7 +114,7 @@ class Reader:
         return self._values.get(key)
 
     def expect(self, key: str, *allowed: object) -> None:
-        """Only these values are implemented; an absent or null key is allowed."""
+        """Raise ConfigError unless the key is absent, null or one of these values, which are the implemented ones."""
         self._seen.add(key)
         value = self._values.get(key)
         if value is not None and value not in allowed:
@@ -122,17 +122,17 @@ class Reader:
             raise self.error(f"{key} = {value!r} is not implemented, only {choices}")
 
     def ignore(self, why: str, *keys: str) -> None:
-        """Known keys that do not change this family's logits; `why` is for the reader of the code."""
+        """Count keys as read that do not change this family's logits; `why` documents the call and is not used."""
         self._seen.update(keys)
 
     def sub(self, key: str) -> Reader:
-        """The object under `key`, empty if absent; this reader's finish reports its leftovers too."""
+        """A reader of the object under `key`, empty if absent; `refuse_unread` checks it together with this one."""
         inner = Reader(self.get(key, dict, {}), f"{self._where}: {key}", self._ignore_keys)
         self._subs.append(inner)
         return inner
 
     def error(self, problem: str) -> ConfigError:
-        """A ConfigError that says where; for the caller to raise."""
+        """Make a ConfigError that names this object, for the caller to raise."""
         return ConfigError(
             f"{self._where}: {problem}.",
             "Check that the file is complete and belongs to this model; --override-config KEY=JSON replaces a key.",
@@ -143,8 +143,8 @@ class Reader:
         read = self._seen | BOOKKEEPING | set(self._ignore_keys)
         return {key: self._values[key] for key in sorted(self.keys) if key not in read}
 
-    def finish(self) -> None:
-        """Raise ConfigError if keys are left that nobody read."""
+    def refuse_unread(self) -> None:
+        """Raise ConfigError if a key with a value has not been read, here or in an object of `sub`."""
         left = self.rest()
         if left:
             shown = ", ".join(f"{key} = {value!r}"[:120] for key, value in left.items())
@@ -154,4 +154,4 @@ class Reader:
                 f"They may change what the model computes. If you know that they do not, add {flags}.",
             )
         for inner in self._subs:
-            inner.finish()
+            inner.refuse_unread()

@@ -1,5 +1,5 @@
-"""GGUF metadata -> a Hugging Face style config, and the names of GGUF tensors. Never: file access, torch, what only one
-architecture has (gguf_architectures.py).
+"""GGUF metadata -> a config in Hugging Face's form, and the names of GGUF tensors. Never: file access, torch, keys of a
+single architecture (gguf_architectures.py).
 
 Sources: the GGUF specification and the key and tensor names of the gguf package.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from proa.errors import ConfigError
 from proa.models.config_reader import Reader
 from proa.models.gguf_architectures import ARCHITECTURES, CHANGED, Architecture, Shapes, shape_of
-from proa.models.names import NameTable, guessing_layers
+from proa.models.names import NameTable, ignored_mtp
 
 GGUF_NAMES = NameTable(
     defaults=(
@@ -25,7 +25,7 @@ GGUF_NAMES = NameTable(
         ("blocks.{i}.norm2.weight", "blk.{i}.post_attention_norm.weight"),
         ("blocks.{i}.mixer.sinks", "blk.{i}.attn_sinks.weight"),
         ("blocks.{i}.mixer.kv_a.weight", "blk.{i}.attn_kv_a_mqa.weight"),
-        ("blocks.{i}.mixer.qkvz.weight", "blk.{i}.ssm_in.weight"),  # of older files
+        ("blocks.{i}.mixer.qkvz.weight", "blk.{i}.ssm_in.weight"),  # older files
         ("blocks.{i}.mixer.z.weight", "blk.{i}.attn_gate.weight"),
         ("blocks.{i}.mixer.ba.weight", "blk.{i}.ssm_ba.weight"),
         ("blocks.{i}.mixer.conv.weight", "blk.{i}.ssm_conv1d.weight"),
@@ -44,28 +44,28 @@ GGUF_NAMES = NameTable(
         ("blocks.{i}.ffn.{p}.{w}", "blk.{i}.ffn_{p}.{w}"),
     ),
     ignored=(
-        (r"rope_freqs\.weight", "the config has it as rope factors"),
-        (r"blk\.\d+\.attn_[kv]_b\.weight", "attn_kv_b.weight has the same"),  # else they are parts of it
+        (r"rope_freqs\.weight", "read into the config as rope factors"),
+        (r"blk\.\d+\.attn_[kv]_b\.weight", "attn_kv_b.weight holds the same values"),  # without it, they are loaded
     ),
     stacked_out_in=True,
 )
 
 
 def gguf_names(config: Mapping[str, Any]) -> NameTable:
-    """Of the file that `config` was read from."""
-    more = guessing_layers(r"blk\.", config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0))
+    """The tensor names of a GGUF file, given the config made from its metadata."""
+    mtp = ignored_mtp(r"blk\.", config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0))
     changed = CHANGED.get(config["architectures"][0], ())
-    return replace(GGUF_NAMES, ignored=GGUF_NAMES.ignored + more, changed=changed)
+    return replace(GGUF_NAMES, ignored=GGUF_NAMES.ignored + mtp, changed=changed)
 
 
 def config_from_metadata(
     metadata: Mapping[str, Any], shapes: Shapes, rope_factors: Sequence[float] = (), where: str = "GGUF metadata"
 ) -> dict[str, Any]:
-    """The config.json that a GGUF file would have had.
+    """Translate GGUF metadata to the config.json of the same model.
 
-    `shapes` are the tensors' shapes, outermost first; `rope_factors` the values of rope_freqs.weight. Keys of
-    the architecture that nobody reads are passed on under their own names, so that `declare` refuses them.
-    `where` the metadata are from. Raises ConfigError.
+    `shapes` are the tensors' shapes, outermost dimension first; `rope_factors` the values of rope_freqs.weight. Keys of
+    the architecture that its reader does not know are passed on under their GGUF names, so that `declare` refuses them.
+    `where` names the file in errors. Raises ConfigError.
     """
     arch = str(metadata.get("general.architecture"))
     if arch not in ARCHITECTURES:
@@ -82,7 +82,7 @@ def config_from_metadata(
 
 
 def generation_from_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What generation_config.json would have said: sampling defaults and the tokens that end an answer."""
+    """Translate GGUF metadata to generation_config.json: sampling defaults and EOS tokens."""
     ours = {
         "temp": "temperature",
         "top_k": "top_k",
@@ -105,7 +105,7 @@ def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _common(c: Reader, shapes: Shapes, rope_factors: Sequence[float], arch: Architecture) -> dict[str, Any]:
     hidden, heads = c.size("embedding_length"), c.size("attention.head_count")
     c.expect("attention.causal", True)
-    c.ignore("the embedding's shape says it", "vocab_size")
+    c.ignore("read from the embedding's shape", "vocab_size")
     c.ignore("provenance", "tensor_data_layout", "rope.scaling.finetuned")
     return {
         "vocab_size": shape_of(c, shapes, "token_embd.weight")[0],
@@ -122,16 +122,16 @@ def _common(c: Reader, shapes: Shapes, rope_factors: Sequence[float], arch: Arch
 
 
 def _heads(c: Reader, hidden: int, heads: int, arch: Architecture) -> dict[str, Any]:
-    """Of grouped-query attention."""
+    """The config's keys for grouped-query attention."""
     head_dim = c.size("attention.key_length", hidden // heads)
     c.expect("attention.value_length", head_dim)
-    turning = c.size("rope.dimension_count", head_dim)
-    if not arch.in_part:
+    rotary_dim = c.size("rope.dimension_count", head_dim)
+    if not arch.partial_rotary:
         c.expect("rope.dimension_count", head_dim)
     return {
         "num_key_value_heads": c.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        **({"partial_rotary_factor": turning / head_dim} if arch.in_part else {}),
+        **({"partial_rotary_factor": rotary_dim / head_dim} if arch.partial_rotary else {}),
     }
 
 

@@ -1,7 +1,7 @@
-"""GGUF architectures: what their metadata and tensors say, in the words of Hugging Face's configs. Belongs here: one
-reader for each. Never: keys that all of them share (gguf.py), file access, torch.
+"""GGUF architectures: translate each one's metadata and tensor shapes to the keys of Hugging Face's configs. Belongs
+here: one reader for each. Never: keys that all of them share (gguf.py), file access, torch.
 
-Sources: the conversion and the graph of each architecture in llama.cpp.
+Sources: the converter and the graph of each architecture in llama.cpp.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import Any
 from proa.models.config_reader import Reader
 from proa.models.names import Rules
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape, outermost dimension first
 Read = Callable[[Reader, Shapes], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """read: the keys of its own. in_part: of each head some dimensions may not turn. latent: `read` reads attention's
-    keys. yarn: more of this scaling's parameters."""
+    """How to read one architecture. read: its own keys. partial_rotary: the rotary embedding may cover only a part of
+    each head. latent: latent attention, whose sizes `read` reads. yarn: reads further parameters of YaRN scaling."""
 
     read: Read
-    in_part: bool = False
+    partial_rotary: bool = False
     latent: bool = False
     yarn: Callable[[Reader], dict[str, Any]] = lambda c: {}
 
 
 def shape_of(c: Reader, shapes: Shapes, tensor: str) -> tuple[int, ...]:
-    """Raises ConfigError where the tensor is missing."""
+    """The shape of a tensor. Raises ConfigError if the file lacks it."""
     if tensor not in shapes:
         raise c.error(f"the tensor {tensor} is missing")
     return shapes[tensor]
 
 
 def _has(tensor: str) -> Callable[[Shapes], bool]:
-    """Of the first layer."""
+    """A test for a tensor in the first layer."""
     return lambda shapes: f"blk.0.{tensor}" in shapes
 
 
@@ -64,12 +64,13 @@ def _dense(architecture: str) -> Callable[[Reader, Shapes], dict[str, Any]]:
 
 
 def _qwen_moe(architecture: str, renormalise: bool, bias_key: str) -> Callable[[Reader, Shapes], dict[str, Any]]:
-    """`renormalise`: what the architecture does when the file does not say it. `bias_key`: of biases of q, k and v."""
+    """A reader of Qwen's MoE models. renormalise: the default of norm_topk_prob. bias_key: the config's key for biases
+    of q, k and v."""
 
     def read(c: Reader, shapes: Shapes) -> dict[str, Any]:
         c.expect("expert_gating_func", 1)  # softmax
         c.expect("expert_weights_scale", 0.0, 1.0)
-        c.ignore("the tensors' shapes say it", "expert_feed_forward_length", "expert_shared_feed_forward_length")
+        c.ignore("read from tensor shapes", "expert_feed_forward_length", "expert_shared_feed_forward_length")
         layers = range(c.size("block_count"))
         dense = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in shapes]
         sparse = next((i for i in layers if i not in dense), 0)
@@ -90,15 +91,16 @@ def _qwen_moe(architecture: str, renormalise: bool, bias_key: str) -> Callable[[
 
 
 def _v3_moe(architecture: str, **more: Callable[[Shapes], bool]) -> Callable[[Reader, Shapes], dict[str, Any]]:
-    """Experts with sigmoid scores and a correction behind dense layers. `more`: keys that the tensors say."""
+    """A reader of models with DeepSeek-V3's experts: sigmoid scores with a correction, behind leading dense layers.
+    more: config keys whose values follow from which tensors exist."""
 
     def read(c: Reader, shapes: Shapes) -> dict[str, Any]:
         c.expect("expert_gating_func", 2)  # sigmoid
-        guesses = c.get("nextn_predict_layers", int, 0)
+        mtp_layers = c.get("nextn_predict_layers", int, 0)
         return {
             "architectures": [architecture],
-            "num_hidden_layers": c.size("block_count") - guesses,
-            "num_nextn_predict_layers": guesses,
+            "num_hidden_layers": c.size("block_count") - mtp_layers,
+            "num_nextn_predict_layers": mtp_layers,
             "n_routed_experts": c.size("expert_count"),
             "num_experts_per_tok": c.size("expert_used_count"),
             "n_shared_experts": c.get("expert_shared_count", int, 0),
@@ -109,14 +111,14 @@ def _v3_moe(architecture: str, **more: Callable[[Shapes], bool]) -> Callable[[Re
             "norm_topk_prob": c.get("expert_weights_norm", bool),
             "routed_scaling_factor": c.get("expert_weights_scale", float, 0.0) or 1.0,
             "attention_bias": "blk.0.attn_q.bias" in shapes,
-            **{key: says(shapes) for key, says in more.items()},
+            **{key: value_from(shapes) for key, value_from in more.items()},
         }
 
     return read
 
 
 def _local_experts(c: Reader) -> dict[str, Any]:
-    """Of a config.json that has nothing but experts, whose width it calls intermediate_size."""
+    """The keys of a config.json without dense layers, where intermediate_size is the experts' width."""
     return {
         "num_local_experts": c.size("expert_count"),
         "num_experts_per_tok": c.size("expert_used_count"),
@@ -135,7 +137,7 @@ def _minimax_m2(c: Reader, shapes: Shapes) -> dict[str, Any]:
 
 
 def _gpt_oss(c: Reader, shapes: Shapes) -> dict[str, Any]:
-    """Every other layer is in the window, the first one too."""
+    """gpt-oss: even layers (0, 2, ...) have a sliding window, odd layers full attention."""
     c.expect("attention.sliding_window_pattern", 2)
     c.expect("expert_weights_scale", 0.0, 1.0)
     return {
@@ -149,7 +151,7 @@ def _ernie_moe(c: Reader, shapes: Shapes) -> dict[str, Any]:
     c.expect("expert_gating_func", 1)  # softmax
     c.expect("expert_weights_norm", True)
     c.expect("expert_weights_scale", 0.0, 1.0)
-    c.ignore("the tensors' shapes say it", "expert_shared_feed_forward_length")
+    c.ignore("read from tensor shapes", "expert_shared_feed_forward_length")
     layers = range(c.size("block_count"))
     sparse = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" in shapes]
     return {
@@ -164,16 +166,16 @@ def _ernie_moe(c: Reader, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-# Groups of experts, and how many are kept, by the number of experts, of DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-V3 and
-# Kimi-K2: older files have no keys for them.
+# Number of experts -> (n_group, topk_group) of DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-V3 and Kimi-K2, for older files
+# that have no keys for them.
 _GROUPS = {64: (1, 1), 160: (8, 3), 256: (8, 4), 384: (1, 1)}
 
 
 def _deepseek2(c: Reader, shapes: Shapes) -> dict[str, Any]:
-    """DeepSeek-V2, and with sigmoid scores DeepSeek-V3; files that do not say which scores are of DeepSeek-V2."""
+    """DeepSeek-V3 if expert_gating_func is sigmoid, else DeepSeek-V2, whose older files lack that key."""
     c.expect("expert_gating_func", 1, 2)
     sigmoid = c.get("expert_gating_func", int, 1) == 2
-    experts, guesses = c.size("expert_count"), c.get("nextn_predict_layers", int, 0)
+    experts, mtp_layers = c.size("expert_count"), c.get("nextn_predict_layers", int, 0)
     if not c.has("expert_group_count") and experts not in _GROUPS:
         raise c.error(f"expert_group_count is missing, and no published model has {experts} experts")
     groups, kept = _GROUPS.get(experts, (1, 1))
@@ -181,8 +183,8 @@ def _deepseek2(c: Reader, shapes: Shapes) -> dict[str, Any]:
     limited = {} if sigmoid else {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
     return {
         "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
-        "num_hidden_layers": c.size("block_count") - guesses,
-        "num_nextn_predict_layers": guesses,
+        "num_hidden_layers": c.size("block_count") - mtp_layers,
+        "num_nextn_predict_layers": mtp_layers,
         "n_routed_experts": experts,
         "num_experts_per_tok": c.size("expert_used_count"),
         "n_shared_experts": c.get("expert_shared_count", int, 0),
@@ -198,8 +200,9 @@ def _deepseek2(c: Reader, shapes: Shapes) -> dict[str, Any]:
 
 
 def _latent_heads(c: Reader) -> dict[str, Any]:
-    """What heads have; key_length and value_length are those of the cache where _mla stands behind the heads' own."""
-    heads, rank, turned = (
+    """Sizes of latent attention. Files with key_length_mla give the heads' sizes there, and the latent cache's sizes in
+    key_length and value_length; files without it give the heads' sizes in key_length and value_length."""
+    heads, rank, rotary_dim = (
         c.size("attention.head_count"),
         c.size("attention.kv_lora_rank"),
         c.size("rope.dimension_count"),
@@ -208,20 +211,21 @@ def _latent_heads(c: Reader) -> dict[str, Any]:
     own = ""
     if c.has("attention.key_length_mla"):
         own = "_mla"
-        c.expect("attention.key_length", rank + turned)
+        c.expect("attention.key_length", rank + rotary_dim)
         c.expect("attention.value_length", rank)
     return {
         "num_key_value_heads": heads,
         "q_lora_rank": c.size("attention.q_lora_rank", None),
         "kv_lora_rank": rank,
-        "qk_rope_head_dim": turned,
-        "qk_nope_head_dim": c.size(f"attention.key_length{own}") - turned,
+        "qk_rope_head_dim": rotary_dim,
+        "qk_nope_head_dim": c.size(f"attention.key_length{own}") - rotary_dim,
         "v_head_dim": c.size(f"attention.value_length{own}"),
     }
 
 
 def _deepseek_yarn(c: Reader) -> dict[str, Any]:
-    """The file has a tenth of mscale_all_dim. mscale is the same in all published models, and llama.cpp takes it so."""
+    """mscale_all_dim from yarn_log_multiplier, which is a tenth of it. mscale equals it in all published models, as
+    llama.cpp assumes too."""
     tenth = c.get("rope.scaling.yarn_log_multiplier", float, None)
     scale = None if tenth is None else round(tenth * 10, 6)
     return {"mscale": scale, "mscale_all_dim": scale}
@@ -231,7 +235,7 @@ def _qwen3_next(c: Reader, shapes: Shapes) -> dict[str, Any]:
     layers, interval = c.size("block_count"), c.size("full_attention_interval", 4)
     value_heads, values = c.size("ssm.time_step_rank"), c.size("ssm.inner_size")
     if values % value_heads:
-        raise c.error(f"ssm.inner_size {values} is no multiple of {value_heads} heads")
+        raise c.error(f"ssm.inner_size is {values}, but it must be a multiple of the {value_heads} value heads")
     kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
     return _qwen_moe("Qwen3NextForCausalLM", renormalise=True, bias_key="attention_bias")(c, shapes) | {
         "layer_types": kinds,
@@ -243,7 +247,7 @@ def _qwen3_next(c: Reader, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-# Tensors whose numbers the converter changes; see NameTable.
+# Tensors whose values llama.cpp's converter transforms: architecture -> NameTable.changed.
 CHANGED: Mapping[str, Rules] = {
     "Qwen3NextForCausalLM": (
         (r"(blk\.\d+\.(attn|post_attention|attn_q|attn_k)|output)_norm\.weight", "x + 1"),
@@ -257,11 +261,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture(_dense("Qwen3ForCausalLM")),
     "qwen2moe": Architecture(_qwen_moe("Qwen2MoeForCausalLM", renormalise=False, bias_key="qkv_bias")),
     "qwen3moe": Architecture(_qwen_moe("Qwen3MoeForCausalLM", renormalise=True, bias_key="attention_bias")),
-    "glm4moe": Architecture(_v3_moe("Glm4MoeForCausalLM", use_qk_norm=_has("attn_q_norm.weight")), in_part=True),
+    "glm4moe": Architecture(_v3_moe("Glm4MoeForCausalLM", use_qk_norm=_has("attn_q_norm.weight")), partial_rotary=True),
     "dots1": Architecture(_v3_moe("Dots1ForCausalLM")),
-    "minimax-m2": Architecture(_minimax_m2, in_part=True),
-    "gpt-oss": Architecture(_gpt_oss, yarn=lambda c: {"truncate": False}),  # as openai's config.json says
+    "minimax-m2": Architecture(_minimax_m2, partial_rotary=True),
+    "gpt-oss": Architecture(_gpt_oss, yarn=lambda c: {"truncate": False}),  # openai/gpt-oss config.json
     "deepseek2": Architecture(_deepseek2, latent=True, yarn=_deepseek_yarn),
-    "qwen3next": Architecture(_qwen3_next, in_part=True),
+    "qwen3next": Architecture(_qwen3_next, partial_rotary=True),
     "ernie4_5-moe": Architecture(_ernie_moe),
 }

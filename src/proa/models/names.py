@@ -1,8 +1,8 @@
 """Parameter names -> checkpoint names, by rules. Never: tensors, shapes, files.
 
-A rule is (pattern over our names, checkpoint pattern): `{i}` is a layer, `{e}` an expert, `{p}` and `{w}`
-any one word. A family passes only the rules that differ; they stand in front of HF. All matching rules give
-candidates, best first, since one model is published under more than one naming.
+A rule is (pattern over Proa's names, checkpoint pattern): `{i}` is a layer, `{e}` an expert, `{p}` and `{w}`
+any one word. A family passes only the rules that differ; they take precedence over HF. Every matching rule gives a
+candidate, in order of precedence, since one model is published under more than one naming.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ HF_IGNORED: Rules = (
     (r".*\.input_(scale|global_scale|zero_point)", "activations stay bfloat16"),
     (
         r".*\.(kv_scale|[kv]_(scale|zero_point)|[kv]_proj\.output_scale)",
-        "of an fp8 KV cache, which --kv-dtype fp8 reads",
+        "scales of an FP8 KV cache, read by --kv-dtype fp8",
     ),
 )
 
 
-def guessing_layers(prefix: str, layers: int, more: int) -> Rules:
-    """What is ignored of `more` layers behind the model's own. prefix: a regular expression, up to the number."""
-    return tuple(
-        (rf"{prefix}{layers + i}\..*", "layers that guess further tokens ahead; decoding does without")
-        for i in range(more)
-    )
+MTP_NOT_LOADED = "MTP (multi-token prediction) layers, not loaded"
+
+
+def ignored_mtp(prefix: str, layers: int, mtp_layers: int) -> Rules:
+    """Ignore rules for MTP layers, numbered from `layers` on. prefix: a regular expression up to the layer number."""
+    return tuple((rf"{prefix}{layers + i}\..*", MTP_NOT_LOADED) for i in range(mtp_layers))
 
 
 @dataclass(frozen=True)
 class NameTable:
-    """Names of one checkpoint's tensors.
+    """Names of one checkpoint's tensors, and how their values lie.
 
-    stacked_out_in: how experts stacked in one tensor lie: True [E, out, in], False [E, in, out], None: the
-    shapes decide. alternating: where gate and up share a stack, their rows take turns, gate's first; else all of gate
-    come first. changed: (regular expression, what such a tensor has of each of a parameter's numbers x): "x + 1" or
-    "-exp(x)".
+    stacked_out_in: layout of experts stacked in one tensor: True [E, out, in], False [E, in, out], None: decided by the
+    shapes. alternating: in a fused gate_up stack, rows of gate and up are interleaved, gate first; else all gate rows
+    come first. changed: (regular expression over tensor names, stored value as a function of the parameter x): "x + 1"
+    or "-exp(x)".
     """
 
     rules: Rules = ()
@@ -73,7 +73,7 @@ class NameTable:
     changed: Rules = ()
 
     def candidates(self, name: str) -> tuple[str, ...]:
-        """Checkpoint names that may hold our parameter `name`, best first."""
+        """Checkpoint names that may hold Proa's parameter `name`, in order of precedence."""
         numbers = [part for part in name.split(".") if part.isdigit()]
         letters = iter("ie")
         template = ".".join("{%s}" % next(letters) if p.isdigit() else p for p in name.split("."))  # noqa: UP031
@@ -81,17 +81,17 @@ class NameTable:
         return tuple(t.format(**values) for t in _templates(self.rules + self.defaults, template))
 
     def how_changed(self, tensor: str) -> str:
-        """What a tensor of the file has of each number; empty where it has the number."""
+        """The function that the file applied to this tensor's values ("x + 1", "-exp(x)"); "" if none."""
         return next((how for pattern, how in self.changed if re.fullmatch(pattern, tensor)), "")
 
     def why_ignored(self, tensor: str) -> str | None:
-        """Why a tensor of the file is rightly not loaded; None if it is not known."""
+        """Why a tensor of the file need not be loaded; None if no rule ignores it."""
         return next((why for pattern, why in self.ignored if re.fullmatch(pattern, tensor)), None)
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What a checkpoint's configuration says: the model's shapes and the names of its tensors."""
+    """The content of a checkpoint's config: the model's shapes and the names of its tensors."""
 
     spec: Model
     names: NameTable
@@ -99,7 +99,7 @@ class Declared:
 
 @cache
 def _templates(rules: Rules, name: str) -> tuple[str, ...]:
-    """Checkpoint templates for a name whose numbers are {i} and {e} already; a model has a handful."""
+    """Checkpoint templates for a name with {i} and {e} in place of numbers; cached, a model has a handful."""
     found = []
     for pattern, target in rules:
         regex = re.sub(r"\\{([pw])\\}", r"(?P<\1>[a-z_]+)", re.escape(pattern))

@@ -1,7 +1,7 @@
-"""`quantization_config` of a checkpoint -> what of it matters, read strictly. Never: tensors, files, torch.
+"""Strict reading of a checkpoint's `quantization_config`. Never: tensors, files, torch.
 
-Which matrices are quantised, and how, the tensors say themselves (weights/quantised.py); here stands what they cannot
-say.
+Which matrices are quantised, and how, follows from the tensors (weights/quantised.py); this module reads only what the
+tensors do not show.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from proa.models.config_reader import Reader
 
 _KEYS = ("quantization_config", "compression_config")
 _OTHER = "Use another quantisation of the model, its unquantised repository, or a GGUF file of it."
+_SHOWN = "shown by the tensors"
 
 
 @dataclass(frozen=True)
 class Integers:
-    """How modules store integers.
+    """Integer quantisation of the modules that `pattern` matches.
 
-    pattern: a regular expression that matches the beginning of their names. bits: 0: they are not quantised.
-    symmetric: the zero point is the middle code. ordered: columns are in the order of their groups.
+    pattern: a regular expression for the beginning of a module's name. bits: of a quantised value; 0: not quantised.
+    symmetric: the zero point is the middle of the integer range. ordered: columns are sorted by group (no act-order).
     """
 
     pattern: str
@@ -34,12 +35,12 @@ class Integers:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """What `quantization_config` says that the tensors do not.
+    """The part of `quantization_config` that the tensors do not show.
 
-    method: quant_method. block: rows and columns that share a scale, of FP8 matrices with blocks; None: 128 x 128.
-    rules: of modules of integers, the first that matches counts. zero_offset: to be added to stored zero points.
-    awq: `qweight` is packed in AWQ's order, not GPTQ's. paired: an int8 tensor holds two codes of 4 bits in a byte, not
-    one of 8. activations: what the checkpoint rounds them to; "": nothing.
+    method: quant_method. block: (rows, columns) that share a scale in block-scaled FP8 matrices; None: 128 x 128.
+    rules: integer quantisation by module name; the first match counts. zero_offset: added to stored zero points.
+    awq: `qweight` is packed in AWQ's order, not GPTQ's. paired: a byte of an int8 tensor holds two 4-bit values, not
+    one 8-bit value. activations: the format that the checkpoint quantises activations to; "": none.
     """
 
     method: str
@@ -51,7 +52,7 @@ class Quantisation:
     activations: str = ""
 
     def integers(self, module: str) -> Integers:
-        """How a module stores integers; of 0 bits if the config does not have it quantised."""
+        """Integer quantisation of a module; bits = 0 if the config does not quantise it."""
         return next((rule for rule in self.rules if re.match(rule.pattern, module)), _NO_INTEGERS)
 
 
@@ -61,7 +62,7 @@ _NO_INTEGERS = Integers("", 0)
 def quantisation(
     config: Mapping[str, Any], ignore_keys: Collection[str] = (), where: str = "config.json", *, strict: bool = True
 ) -> Quantisation | None:
-    """None for weights that are not quantised. strict: refuse keys that nobody reads. Raises ConfigError."""
+    """Read the quantisation of a config; None: not quantised. strict: refuse unknown keys. Raises ConfigError."""
     found = {key: config[key] for key in _KEYS if config.get(key)}
     if not found:
         return None
@@ -77,19 +78,19 @@ def quantisation(
         )
     read = _METHODS[method](reader, method)
     if strict:
-        reader.finish()
+        reader.refuse_unread()
     return read
 
 
 def _unnamed(c: Reader, key: str) -> str:
-    """The method of a config without quant_method, which ModelOpt left out until version 0.33."""
+    """The quant_method of a config that lacks the key, as ModelOpt's did until version 0.33."""
     if key == "compression_config":
         return "compressed-tensors"
     return "modelopt" if c.has("quant_algo") else "none"
 
 
 def legacy_modelopt(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What older versions of modelopt wrote to hf_quant_config.json, as config.json has it now."""
+    """Translate hf_quant_config.json of older ModelOpt versions to today's `quantization_config`."""
     values = found.get("quantization")
     if not isinstance(values, dict):
         raise ConfigError("hf_quant_config.json has no object 'quantization'.", _OTHER)
@@ -101,7 +102,7 @@ def _fp8(c: Reader, method: str) -> Quantisation:
     c.expect("scale_fmt", "ue8m0", "float")
     c.expect("activation_scheme", "dynamic", "static")
     c.expect("dequantize", False)
-    c.ignore("the tensors say it", "modules_to_not_convert", "ignored_layers", "modules_to_convert", "expert_dtype")
+    c.ignore(_SHOWN, "modules_to_not_convert", "ignored_layers", "modules_to_convert", "expert_dtype")
     _quark_export(c)
     block = _pair(c, "weight_block_size")
     made_for = f"{'MXFP8' if method == 'mxfp8' else 'FP8'}, {c.get('activation_scheme', str, 'dynamic')}"
@@ -109,7 +110,7 @@ def _fp8(c: Reader, method: str) -> Quantisation:
 
 
 def _linear_fp8(c: Reader) -> tuple[int, int] | None:
-    """The block of FP8 matrices that lie beside integers, which SGLang reads from a config of their own."""
+    """The block size of FP8 matrices beside integer ones, from `linear_fp8_config` (SGLang)."""
     own = c.sub("linear_fp8_config")
     own.expect("quant_method", "fp8")
     own.expect("is_checkpoint_fp8_serialized", True)
@@ -117,20 +118,20 @@ def _linear_fp8(c: Reader) -> tuple[int, int] | None:
 
 
 def _w4afp8(c: Reader, method: str) -> Quantisation:
-    """SGLang's: experts of 4 bits, other matrices in FP8."""
+    """W4AFP8 (SGLang): experts in 4 bits, other matrices in FP8."""
     for key in ("weight_format", "moe_weight_format"):
-        c.expect(key, "int4", "fp4", "mxfp4")  # which of them, the type of the scales says
+        c.expect(key, "int4", "fp4", "mxfp4")  # the dtype of the scales tells which
     c.expect("linear_weight_format", "fp8")
     c.expect("moe_input_scale_policy", "fixed_unit")
     c.ignore("activations stay bfloat16", "moe_activation_scheme", "linear_activation_scheme")
-    c.ignore("the tensors say it", "group_size", "ignore")
+    c.ignore(_SHOWN, "group_size", "ignore")
     return replace(_fp8(c, method), rules=(Integers(_ANY, 4),), paired=True)
 
 
 def _mxfp4(c: Reader, method: str) -> Quantisation:
-    """gpt-oss."""
+    """MXFP4 (gpt-oss)."""
     c.expect("dequantize", False)
-    c.ignore("the tensors say it", "modules_to_not_convert")
+    c.ignore(_SHOWN, "modules_to_not_convert")
     return Quantisation(method)
 
 
@@ -149,7 +150,7 @@ def _compressed_tensors(c: Reader, method: str) -> Quantisation:
     sparsity = c.sub("sparsity_config")
     sparsity.expect("format", "dense")
     sparsity.ignore("nothing is sparse", *sparsity.keys)
-    c.ignore("the tensors say it", "format", "ignore")
+    c.ignore(_SHOWN, "format", "ignore")
     c.ignore("provenance", "global_compression_ratio", "version")
     linear = _linear_fp8(c)
     groups = c.sub("config_groups")
@@ -166,14 +167,14 @@ def _compressed_tensors(c: Reader, method: str) -> Quantisation:
     return Quantisation(
         method,
         block=next(iter(blocks), None),
-        rules=tuple(sorted(rules, key=lambda rule: rule.pattern == _ANY)),  # names come before the kind of layer
+        rules=tuple(sorted(rules, key=lambda rule: rule.pattern == _ANY)),  # names take precedence over "Linear"
         activations=" and ".join(sorted(activations | _kv(c))),
     )
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Modules that are quantised alike. bits: of integers, 0: floats."""
+    """One group of compressed-tensors' config_groups. bits: of integers; 0: floats."""
 
     targets: list[object]
     bits: int
@@ -183,7 +184,7 @@ class _Group:
 
 
 def _weights_group(c: Reader) -> _Group:
-    c.ignore("the tensors say it", "format")
+    c.ignore(_SHOWN, "format")
     c.expect("output_activations")
     targets = c.get("targets", list)
     weights = c.sub("weights")
@@ -195,10 +196,10 @@ def _weights_group(c: Reader) -> _Group:
     ordered = not weights.has("actorder") or weights.get("actorder", str) != "group"
     strategy = weights.get("strategy", str)
     weights.expect("strategy", "tensor", "channel", "group", "block", "tensor_group")
-    weights.ignore("the tensors say it", "group_size", "symmetric", "scale_dtype", "zp_dtype")
+    weights.ignore(_SHOWN, "group_size", "symmetric", "scale_dtype", "zp_dtype")
     weights.ignore("how scales were found", "observer", "observer_kwargs")
     block = _pair(weights, "block_structure") if strategy == "block" else None
-    weights.ignore("only of blocks", "block_structure")
+    weights.ignore("only used by the block strategy", "block_structure")
     activations = _activations(c.sub("input_activations"))
     return _Group(targets, bits if kind == "int" else 0, block, ordered, activations)
 
@@ -212,7 +213,7 @@ def _activations(c: Reader) -> str:
 
 
 def _kv(c: Reader) -> set[str]:
-    """What the KV cache was made for. Tools write an object, a type or a scheme."""
+    """KV-cache quantisation of the checkpoint, in words. Tools write an object, a type or a scheme."""
     if not c.has("kv_cache_scheme"):
         return set()
     scheme = c.value("kv_cache_scheme")
@@ -229,7 +230,7 @@ _ANY = ".*"
 
 
 def _pattern(c: Reader, target: object) -> str:
-    """Regular expression over names of modules."""
+    """Translate a target of compressed-tensors to a regular expression over module names."""
     if not isinstance(target, str):
         raise c.error(f"a target is {target!r}, not a name")
     if target == "Linear":
@@ -241,23 +242,23 @@ def _checked(c: Reader, pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise c.error(f"{pattern!r} is no regular expression ({error})") from error
+        raise c.error(f"{pattern!r} is not a valid regular expression ({error})") from error
     return pattern
 
 
 def _modelopt(c: Reader, method: str) -> Quantisation:
-    algo = c.get("quant_algo", str).upper()  # ModelOpt writes names that it has no others for in lower case
+    algo = c.get("quant_algo", str).upper()  # some algorithms are written in lower case
     if algo not in _MODELOPT:
         raise c.error(f"quant_algo = {c.get('quant_algo', str)!r} is not implemented, only {', '.join(_MODELOPT)}")
     c.expect("quant_method", "modelopt")
-    c.ignore("the tensors say it", "config_groups", "ignore", "exclude_modules", "group_size", "quantized_layers")
-    c.ignore("the tensors say it", "has_zero_point", "pre_quant_scale")
+    c.ignore(_SHOWN, "config_groups", "ignore", "exclude_modules", "group_size", "quantized_layers")
+    c.ignore(_SHOWN, "has_zero_point", "pre_quant_scale")
     c.ignore("provenance", "producer")
     kv = _kv(c)
     if name := c.get("kv_cache_quant_algo", str, None):
         kv.add(f"a KV cache of {name}")
     made_for = {_MODELOPT[algo]} - {""}
-    mixed = algo == "MIXED_PRECISION"  # with experts of 4 bits perhaps, which TensorRT-LLM writes as _w4afp8 reads them
+    mixed = algo == "MIXED_PRECISION"  # 4-bit experts, if any, are stored as in _w4afp8 (TensorRT-LLM)
     return Quantisation(
         method,
         block=(128, 128) if algo == "FP8_PB_WO" else None,
@@ -275,11 +276,11 @@ def _gptq(c: Reader, method: str) -> Quantisation:
     c.expect("format", "gptq", "gptq_v2")
     c.expect("pack_dtype", "int32")
     c.expect("is_marlin_format", False)
-    c.ignore("the tensors say it", "group_size", "lm_head", "modules_in_block_to_quantize")
+    c.ignore(_SHOWN, "group_size", "lm_head", "modules_in_block_to_quantize")
     c.ignore("how codes were found", "true_sequential", "damp_percent", "damp_auto_increment", "mse",
              "dataset", "batch_size", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block",
              "cache_block_outputs", "pad_token_id", "tokenizer", "offload_to_disk", "offload_to_disk_path")  # fmt: skip
-    c.ignore("of other engines", "backend", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config",
+    c.ignore("for other engines", "backend", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config",
              "max_input_length")  # fmt: skip
     c.ignore("provenance", "model_name_or_path", "model_file_base_name", "meta", "uri", "version")
     dynamic = c.sub("dynamic")
@@ -295,20 +296,20 @@ def _gptq(c: Reader, method: str) -> Quantisation:
 
 
 def _own(c: Reader, pattern: str, rest: Integers) -> Integers:
-    """Settings of modules of their own, where they differ from those of the rest. Beyond 8 bits they are floats."""
-    c.ignore("the tensors say it", "group_size")
+    """Per-module overrides of `rest`; more than 8 bits means not quantised."""
+    c.ignore(_SHOWN, "group_size")
     bits = c.size("bits", rest.bits)
     ordered = rest.ordered if not c.has("desc_act") else not c.get("desc_act", bool)
     return Integers(pattern, bits if bits <= 8 else 0, c.get("sym", bool, rest.symmetric), ordered)
 
 
 def _dynamic(c: Reader, name: str, rest: Integers) -> Integers:
-    """Under "-:regex", of modules that are not quantised; under "+:regex" or "regex", of others."""
+    """One rule of GPTQModel's `dynamic`: "-:regex" excludes modules, "+:regex" or "regex" overrides settings."""
     own = _own(c.sub(name), _checked(c, name.removeprefix("-:").removeprefix("+:")), rest)
     return replace(own, bits=0) if name.startswith("-:") else own
 
 
-# packing_format of AutoRound -> whether codes are in AWQ's order, and what stored zero points lack.
+# packing_format of AutoRound -> (packed in AWQ's order, zero_offset).
 _PACKED_BY_AUTO_ROUND = {
     "auto_round:auto_gptq": (False, 1), "auto_round:gptq": (False, 1), "auto_round:gptqmodel": (False, 0),
     "auto_round": (False, 0), "auto_round:auto_awq": (True, 0), "auto_round:awq": (True, 0),
@@ -317,20 +318,20 @@ _AUTO_ROUND_ACTIVATIONS = ("act_bits", "act_data_type", "act_dynamic", "act_grou
 
 
 def _auto_round(c: Reader, method: str) -> Quantisation:
-    """GPTQ's and AWQ's tensors under another name."""
+    """AutoRound: tensors in the layout of GPTQ or AWQ."""
     form, bits = c.get("packing_format", str), c.size("bits")
     c.expect("packing_format", *_PACKED_BY_AUTO_ROUND)
     awq, zero_offset = _PACKED_BY_AUTO_ROUND[form]
     c.expect("bits", *((4,) if awq else (4, 8)))
     c.expect("data_type", "int")
-    c.expect("act_bits", 16, 32)  # below 9 the tensors are others
-    c.ignore("the tensors say it", "group_size", "block_name_to_quantize", "to_quant_block_names", "quant_lm_head",
+    c.expect("act_bits", 16, 32)  # with up to 8 bits the tensors have another layout
+    c.ignore(_SHOWN, "group_size", "block_name_to_quantize", "to_quant_block_names", "quant_lm_head",
              "modules_to_not_convert")  # fmt: skip
     c.ignore("activations stay bfloat16", *_AUTO_ROUND_ACTIVATIONS)
     c.ignore("how codes were found", "amp", "batch_size", "dataset", "enable_minmax_tuning", "enable_norm_bias_tuning",
              "enable_quanted_input", "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr",
              "nsamples", "scale_dtype", "seqlen", "train_bs")  # fmt: skip
-    c.ignore("of other engines", "backend")
+    c.ignore("for other engines", "backend")
     c.ignore("provenance", "autoround_version")
     extra = c.sub("extra_config")
     rest = Integers(_ANY, bits, c.get("sym", bool))
@@ -340,8 +341,8 @@ def _auto_round(c: Reader, method: str) -> Quantisation:
 
 
 def _own_of_auto_round(c: Reader, name: str, rest: Integers) -> Integers:
-    """Under a module's name, or under a regular expression that is searched for in names: AutoRound's regular
-    expressions contain a sign that names do not."""
+    """One rule of AutoRound's extra_config. A key of only word characters and dots is a module's name; any other is a
+    regular expression that may match anywhere in a name."""
     own, plain = c.sub(name), re.fullmatch(r"[\w.]+", name)
     own.expect("data_type", "int", "float")
     own.ignore("activations stay bfloat16", *_AUTO_ROUND_ACTIVATIONS)
@@ -359,15 +360,15 @@ def _awq(c: Reader, method: str) -> Quantisation:
     _quark_export(c)
     for key in ("checkpoint_format", "format"):
         c.expect(key, "gemm")
-    c.ignore("the tensors say it", "group_size", "modules_to_not_convert", "lm_head", "method", "meta")
-    c.ignore("of other engines", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
+    c.ignore(_SHOWN, "group_size", "modules_to_not_convert", "lm_head", "method", "meta")
+    c.ignore("for other engines", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
     rules = (Integers(_ANY, c.size("bits"), symmetric=False),)
     return Quantisation(method, block=_linear_fp8(c), rules=rules, awq=True)
 
 
 def _quark(c: Reader, method: str) -> Quantisation:
-    """AMD's: FP8 for tensors or rows, MXFP4."""
-    c.ignore("the tensors say it", "exclude")
+    """AMD Quark: FP8 with a scale per tensor or row, MXFP4."""
+    c.ignore(_SHOWN, "exclude")
     c.ignore("activations stay bfloat16", "softmax_quant_spec", "kv_cache_post_rope")
     c.ignore("provenance", "version", "quant_mode")
     c.expect("algo_config", *_without_runtime_work(c))
@@ -385,14 +386,14 @@ def _quark(c: Reader, method: str) -> Quantisation:
 
 
 def _without_runtime_work(c: Reader) -> list[object]:
-    """The value of algo_config, if none of its algorithms leaves anything to be done when the model runs."""
+    """The only accepted value of algo_config: its own, if all its algorithms are folded into the weights."""
     found = c.get("algo_config", list, [])
     folded = ("smooth", "autosmoothquant", "awq", "gptq", "gptaq", "autoround", "qronos")
     return [found] if all(isinstance(of, dict) and of.get("name") in folded for of in found) else []
 
 
 def _quark_layer(c: Reader) -> str:
-    """What activations were made for."""
+    """Check one layer's config; returns the format of its activations, "" if not quantised."""
     weight, inputs = c.sub("weight"), c.sub("input_tensors")
     if weight.keys:
         form = (weight.get("dtype", str), weight.get("qscheme", str))
@@ -402,7 +403,7 @@ def _quark_layer(c: Reader) -> str:
         weight.expect("ch_axis", *((0,) if form[1] == "per_channel" else (-1, 1)))
         weight.expect("is_dynamic", False)
         weight.expect("is_scale_quant", False)
-        weight.ignore("the tensors say it, or how scales were found", *weight.keys)
+        weight.ignore("shown by the tensors, or only used to find scales", *weight.keys)
     c.expect("bias")
     c.ignore("activations stay bfloat16", "output_tensors", "target_device")
     name = inputs.get("dtype", str, "")
@@ -411,14 +412,14 @@ def _quark_layer(c: Reader) -> str:
 
 
 def _quark_export(c: Reader) -> None:
-    """How Quark packs, which it says in configs of other methods too."""
+    """Check Quark's export settings, which configs of other methods may have too."""
     export = c.sub("export")
     export.expect("weight_format", "real_quantized")
     export.expect("pack_method", "reorder")
-    export.ignore("the tensors say it", "weight_merge_groups", "kv_cache_group", "min_kv_scale")
+    export.ignore(_SHOWN, "weight_merge_groups", "kv_cache_group", "min_kv_scale")
 
 
-# What activations were made for.
+# quant_algo -> format of activations.
 _MODELOPT = {
     "FP8": "FP8", "FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "", "NVFP4": "NVFP4", "W4A16_NVFP4": "",
     "MXFP4": "MXFP4", "MXFP8": "MXFP8", "MIXED_PRECISION": "FP8 and NVFP4",

@@ -10,18 +10,18 @@ from proa.models.spec import Rope, RopeScaling
 
 
 def rope(c: Reader, head_dim: int, theta: float, partial: float | None = None) -> Rope:
-    """Both spellings: rope_parameters of transformers 5, and rope_theta with rope_scaling from before.
-    `theta` holds if the config is silent, and so does `partial`, the share of a head that turns; without one all of it
-    does, always.
+    """Read rope_parameters (transformers 5), or rope_theta and rope_scaling (before).
 
-    `rope_interleaved` is how models/gguf.py says that the file pairs neighbouring dimensions.
+    theta: default base. partial: default of partial_rotary_factor, the rotary share of each head; None: the whole head
+    is rotary, and the config may not say otherwise. The key `rope_interleaved` comes from models/gguf.py: the file
+    pairs neighbouring dimensions. Raises ConfigError.
     """
     theta = c.get("rope_theta", float, theta)
     new = c.has("rope_parameters")
     if new:
         c.expect("rope_scaling")
     p = c.sub("rope_parameters" if new else "rope_scaling")
-    dim = head_dim if partial is None else _turning(c, p, head_dim, partial)
+    dim = head_dim if partial is None else _rotary_dim(c, p, head_dim, partial)
     if partial is None:
         for part in (c, p):
             part.expect("partial_rotary_factor", 1.0)
@@ -36,17 +36,20 @@ def rope(c: Reader, head_dim: int, theta: float, partial: float | None = None) -
     )
 
 
-def _turning(c: Reader, p: Reader, head_dim: int, partial: float) -> int:
-    """Dimensions of a head that turn, where the config may say which share they are."""
+def _rotary_dim(c: Reader, p: Reader, head_dim: int, partial: float) -> int:
+    """Rotary dimensions of each head, from partial_rotary_factor."""
     share = p.get("partial_rotary_factor", float, c.get("partial_rotary_factor", float, partial))
     dim = int(head_dim * share)
     if not 0 < dim <= head_dim or dim % 2:
-        raise p.error(f"partial_rotary_factor {share} of head_dim {head_dim} is no even number of dimensions")
+        raise p.error(
+            f"partial_rotary_factor {share} gives {dim} rotary dimensions of head_dim {head_dim}, "
+            "but there must be an even number from 2 up to head_dim"
+        )
     return dim
 
 
 def _scaling(p: Reader, positions: int, original: int | None) -> RopeScaling | None:
-    """The variants of transformers' modeling_rope_utils, with its defaults."""
+    """Read the scaling variants of transformers' modeling_rope_utils, with its defaults; None: no scaling."""
     kind = p.get_any(("rope_type", "type"), str, "default")
     if kind == "default":
         return None
@@ -57,7 +60,7 @@ def _scaling(p: Reader, positions: int, original: int | None) -> RopeScaling | N
     if factor < 1.0:
         raise p.error(f"factor must be at least 1, but it is {factor}")
     if kind in ("linear", "dynamic"):
-        p.ignore("both count from max_position_embeddings", "original_max_position_embeddings")
+        p.ignore("linear and dynamic use max_position_embeddings", "original_max_position_embeddings")
         return RopeScaling("linear" if kind == "linear" else "dynamic", factor, positions)
     trained = p.get("original_max_position_embeddings", int, positions)
     trained = trained if original is None else original
@@ -72,7 +75,7 @@ def _scaling(p: Reader, positions: int, original: int | None) -> RopeScaling | N
 
 
 def _yarn(p: Reader, factor: float, trained: int) -> RopeScaling:
-    """beta 0 and null both mean the default; without attention_factor the formula of layers/rope.py holds."""
+    """YaRN: beta 0 or null means the default; without attention_factor, layers/rope.py computes it."""
     return RopeScaling(
         "yarn",
         factor,
@@ -87,12 +90,12 @@ def _yarn(p: Reader, factor: float, trained: int) -> RopeScaling:
 
 
 def _positions(c: Reader) -> int:
-    """Llama 1 said max_sequence_length, and at first nothing: it was made for 2048."""
+    """The trained context, in tokens. Llama 1 wrote max_sequence_length, its first files neither key: it has 2048."""
     return c.get_any(("max_position_embeddings", "max_sequence_length"), int, 2048)
 
 
 def context_tokens(c: Reader, rope: Rope) -> int:
-    """What the model can serve: yarn and dynamic stretch a context that configs often leave as trained."""
+    """The longest context, in tokens: YaRN and dynamic scaling extend the trained one, which configs often keep."""
     positions, scaling = _positions(c), rope.scaling
     if scaling is None or scaling.kind not in ("yarn", "dynamic"):
         return positions

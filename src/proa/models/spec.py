@@ -1,7 +1,7 @@
-"""What a model is: frozen shapes. Belongs here: mixers, FFNs, router, model, and everything that follows
-from their numbers alone. Never: torch, devices, checkpoint names, family names.
+"""The architecture of a model as frozen dataclasses. Belongs here: mixers, FFNs, router, model, and everything that
+follows from their sizes alone. Never: torch, devices, checkpoint names, family names.
 
-Parameter names are ours (`blocks.3.ffn.experts.7.gate.weight`); models/names.py maps them to a
+Parameters have names of Proa's own (`blocks.3.ffn.experts.7.gate.weight`); models/names.py maps them to a
 checkpoint's. Linear weights are [out, in], as in every checkpoint.
 """
 
@@ -19,10 +19,10 @@ Params = Iterator[tuple[str, Shape]]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of rotary embeddings; the formulas stand in layers/rope.py.
+    """Frequency scaling of rotary embeddings; layers/rope.py has the formulas.
 
-    linear: positions / factor. dynamic: NTK base by current length. llama3: low frequencies / factor with a
-    smooth border. yarn: NTK-by-parts (arXiv 2309.00071); mscale as DeepSeek uses it. factors: frequency i is
+    linear: positions / factor. dynamic: NTK-aware base by current length. llama3: low frequencies / factor with a
+    smooth transition. yarn: NTK-by-parts (arXiv 2309.00071); mscale as in DeepSeek. factors: frequency i is
     divided by factors[i], as GGUF files store it.
     """
 
@@ -51,13 +51,13 @@ class Rope:
 
     @property
     def dynamic(self) -> bool:
-        """Whether angles depend on how long the sequence is, not only on the position."""
+        """True if angles depend on the sequence's length, not only on the position."""
         return self.scaling is not None and self.scaling.kind == "dynamic"
 
 
 @dataclass(frozen=True)
 class PagedKv:
-    """Per token: K and V of `kv_heads` x `head_dim` elements each, paged."""
+    """Paged cache of K and V: `kv_heads` x `head_dim` elements each per token."""
 
     kv_heads: int
     head_dim: int
@@ -72,8 +72,8 @@ class PagedKv:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Per sequence, however long: a float32 matrix [key_dim, value_dim] of each head, and the last `tail` rows of
-    `channels` elements that a causal convolution still needs."""
+    """State of constant size per sequence: a float32 matrix [key_dim, value_dim] per head, and the last `tail` input
+    rows of `channels` elements for the causal convolution."""
 
     heads: int
     key_dim: int
@@ -91,7 +91,8 @@ class Recurrent:
 
 @dataclass(frozen=True)
 class Latent:
-    """Per token, once for all heads: a latent of `rank` elements and a key of `key_dim`, paged."""
+    """Paged cache of latent attention, shared by all heads: a latent of `rank` elements and a rotary key of `key_dim`
+    elements per token."""
 
     rank: int
     key_dim: int
@@ -104,16 +105,16 @@ class Latent:
         return 0
 
 
-# What a mixer must remember.
+# What a mixer caches of earlier tokens.
 CacheSpec = PagedKv | Latent | Recurrent
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention. qk_norm before rotary: RMSNorm over each head ("head") or over all heads ("full").
+    """Grouped-query attention. qk_norm: RMSNorm before rotary, over each head ("head") or over all heads ("full").
 
-    gated: each head's rows of q are followed by those of a gate, and sigmoid(gate) scales what the head has seen.
-    sinks: each head has a logit that takes its share of the softmax and has no value.
+    gated: each head's rows of the q projection are followed by as many gate rows; sigmoid(gate) scales the head's
+    output. sinks: each head has one extra logit in the softmax, without a value.
     """
 
     hidden: int
@@ -124,13 +125,13 @@ class Attention:
     qk_norm: Literal["none", "head", "full"] = "none"
     qkv_bias: bool = False
     o_bias: bool = False
-    window: int | None = None  # tokens visible to the left, the own one included
+    window: int | None = None  # tokens that a query sees, itself included; None: all earlier ones
     gated: bool = False
     sinks: bool = False
 
     @property
     def q_rows(self) -> int:
-        """Outputs of q's projection, gates included."""
+        """Output rows of the q projection, gate rows included."""
         return self.heads * self.head_dim * (2 if self.gated else 1)
 
     def params(self) -> Params:
@@ -158,10 +159,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """Linear attention by the gated delta rule (arXiv 2412.06464); ops/table.py, GatedDelta, says how it computes.
+    """Linear attention by the gated delta rule (arXiv 2412.06464); ops/table.py, GatedDelta, has the formulas.
 
-    Each of `key_heads` serves value_heads / key_heads value heads. `taps` is the width of the causal convolution over
-    q, k and v. Rows of qkvz: of each key head q and k, then v and z of its value heads; of ba likewise b and a.
+    Each key head serves value_heads / key_heads value heads. `taps` is the width of the causal convolution over
+    q, k and v. Rows of qkvz, per key head: its q and k, then v and z of its value heads. Rows of ba, per key head: b,
+    then a of its value heads.
     """
 
     hidden: int
@@ -192,12 +194,13 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (arXiv 2405.04434): all heads' keys and values are maps of one latent of a token.
+    """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads are projections of one latent per
+    token.
 
-    A head's key is W_k latent, `key_dim` values, and behind it a key of rope.dim that turns and that all heads share;
-    its value is W_v latent. kv_b has the rows of W_k, then of W_v, head by head. q_rank: of the latent that queries are
-    maps of, None: of the hidden state itself. Scores are scaled by (key_dim + rope.dim) ** -0.5, and by the square of
-    yarn's mscale_all_dim. norm_eps: of both latents' norms.
+    A head's key is W_k latent (`key_dim` elements) followed by a rotary key of rope.dim elements shared by all heads;
+    its value is W_v latent. kv_b has per head the rows of W_k, then those of W_v. q_rank: rank of the query latent;
+    None: queries are projected from the hidden state. Scores are scaled by (key_dim + rope.dim) ** -0.5, times the
+    square of the mscale that YaRN's mscale_all_dim gives. norm_eps: epsilon of both latents' RMSNorms.
     """
 
     hidden: int
@@ -235,9 +238,9 @@ Mixer = Attention | LatentAttention | GatedDeltaNet
 
 @dataclass(frozen=True)
 class Gating:
-    """How an MLP's gate and up become what down reads. silu: silu(gate) * up.
+    """An MLP's activation: combines gate and up into the input of down. silu: silu(gate) * up.
 
-    clamped_swiglu: g * sigmoid(1.702 g) * (u + 1) with g = min(gate, limit) and u = up between -limit and limit.
+    clamped_swiglu: g * sigmoid(1.702 g) * (u + 1) with g = min(gate, limit) and u = up clamped to [-limit, limit].
     """
 
     kind: Literal["silu", "clamped_swiglu"] = "silu"
@@ -249,7 +252,7 @@ SILU = Gating()
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(gating(gate x, up x)), with a bias each or none."""
+    """A gated MLP: down(gating(gate x, up x)); bias: on all three projections."""
 
     hidden: int
     width: int
@@ -269,8 +272,8 @@ class Mlp:
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Experts lie in `groups` groups of one size, and are chosen from the `kept` best ones: those whose `best_of` best
-    experts have the largest sum."""
+    """Group-limited routing: `groups` groups of equal size; only experts of the `kept` best groups are eligible. A
+    group's score is the sum of its `best_of` highest expert scores."""
 
     groups: int
     kept: int
@@ -279,21 +282,22 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class Router:
-    """logits -> top-k expert ids and weights, in float32; ops/table.py, Route, says how."""
+    """Router logits -> top-k expert ids and weights, in float32; ops/table.py, Route, has the formulas."""
 
-    score: Literal["softmax", "sigmoid"]  # of each expert by itself, or over all of them
-    renormalise: bool
-    correction: bool = False  # a parameter of each expert, added to its score for the choice alone
+    score: Literal["softmax", "sigmoid"]  # softmax over all experts, or sigmoid per expert
+    renormalise: bool  # the top-k weights sum to 1 before `scale`
+    correction: bool = False  # a parameter per expert, added to its score for the top-k choice only, not to its weight
     groups: ExpertGroups | None = None
-    scale: float = 1.0  # of the weights in the end
-    epsilon: float = 0.0  # added to the sum that renormalising divides by,
-    least: float = 0.0  # which counts as at least this
-    linear_bias: bool = False  # of the map that gives the logits
+    scale: float = 1.0  # multiplies the final weights
+    epsilon: float = 0.0  # added to the sum that renormalising divides by
+    least: float = 0.0  # lower bound of that sum
+    linear_bias: bool = False  # bias of the projection that gives the logits
 
 
 @dataclass(frozen=True)
 class Moe:
-    """Routed experts, plus a shared MLP for every token, scaled by sigmoid(shared_gate x) if gated."""
+    """Mixture of experts: routed experts, plus a shared MLP for every token, scaled by sigmoid(shared_gate x) if
+    `shared_gate`."""
 
     hidden: int
     experts: int
@@ -302,15 +306,15 @@ class Moe:
     router: Router
     shared: Mlp | None = None
     shared_gate: bool = False
-    bias: bool = False  # of each routed expert's gate, up and down
-    gating: Gating = SILU  # of each routed expert
+    bias: bool = False  # each routed expert's gate, up and down have biases
+    gating: Gating = SILU  # activation of the routed experts
 
     @property
     def expert(self) -> Mlp:
         return Mlp(self.hidden, self.width, self.bias, self.gating)
 
     def params(self, routed: bool = True) -> Params:
-        """routed: those of the routed experts too."""
+        """Every parameter with its shape; routed: including the routed experts."""
         yield "router.weight", (self.experts, self.hidden)
         if self.router.linear_bias:
             yield "router.bias", (self.experts,)
@@ -341,12 +345,12 @@ class Model:
     vocab: int
     blocks: tuple[Block, ...]
     norm_eps: float
-    max_positions: int  # the context the checkpoint was made for, tokens
-    tied: bool = False  # the output head is the embedding
-    norm_offset: float = 0.0  # added to the weights of RMSNorms; those inside of a GatedDeltaNet are whole
+    max_positions: int  # longest context of the checkpoint, tokens
+    tied: bool = False  # the output head shares the embedding's weights
+    norm_offset: float = 0.0  # added to RMSNorm weights, except to the norm inside a GatedDeltaNet
 
     def params(self, routed: bool = True) -> Params:
-        """Every parameter once, with its shape. routed: those of the routed experts too."""
+        """Every parameter once, with its shape; routed: including the routed experts."""
         yield "embed.weight", (self.vocab, self.hidden)
         for i, block in enumerate(self.blocks):
             yield f"blocks.{i}.norm1.weight", (self.hidden,)
@@ -368,17 +372,17 @@ class Model:
         return elem_bytes * sum(b.mixer.cache.elems_per_token for b in self.blocks)
 
     def state_bytes_per_sequence(self, elem_bytes: int) -> int:
-        """Of what does not grow with a sequence."""
+        """Bytes of the recurrent state of one sequence, which do not grow with its length."""
         return sum(b.mixer.cache.sequence_bytes(elem_bytes) for b in self.blocks)
 
     @cached_property
     def recurrent(self) -> bool:
-        """Whether some of a sequence's past is only in a state that every token overwrites."""
+        """True if a layer keeps a recurrent state, which each token overwrites, so that pages alone restore nothing."""
         return any(isinstance(b.mixer.cache, Recurrent) for b in self.blocks)
 
     @cached_property
     def attention(self) -> tuple[Attention, ...]:
-        """The mixers of grouped-query attention, in the order of their blocks."""
+        """The grouped-query attention mixers, in layer order."""
         return tuple(b.mixer for b in self.blocks if isinstance(b.mixer, Attention))
 
     @cached_property
@@ -391,14 +395,15 @@ class Model:
 
     @cached_property
     def num_active_params(self) -> int:
-        """Parameters read to decode one token: top-k experts only, one embedding row, the whole head."""
+        """Parameters read to decode one token: of the experts only the top-k, the head whole, an untied embedding
+        counted as 0 (one row)."""
         idle = sum((b.ffn.experts - b.ffn.top_k) * _count(b.ffn.expert) for b in self.blocks if isinstance(b.ffn, Moe))
         lookup = 0 if self.tied else self.vocab * self.hidden
         return self.num_params - idle - lookup
 
     @cached_property
     def largest_block_params(self) -> int:
-        """Parameters of the largest single layer: the unit of the loader's memory promise."""
+        """Parameters of the largest single layer."""
         return max((_count(b.mixer) + _count(b.ffn) + 2 * self.hidden for b in self.blocks), default=0)
 
 

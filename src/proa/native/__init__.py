@@ -1,3 +1,3 @@
-"""The typed face of csrc, Proa's native library. Belongs here: one module per topic of proa/native.h, each with its
-table of signatures, and checks of what Python passes in. Never: torch, arithmetic, decisions.
+"""Typed bindings of csrc, Proa's native library. Belongs here: one module per topic of proa/native.h, each with its
+table of signatures, and checks of arguments from Python. Never: torch, arithmetic, decisions.
 """

@@ -1,6 +1,6 @@
 """RAM for weights: on huge pages where possible, bound to a NUMA node if asked (csrc/src/arena.h).
 
-Belongs here: owning an arena from Python, and views of it. Never: what lies where inside it.
+Belongs here: owning an arena from Python, and views of it. Never: the layout of its contents.
 """
 
 from __future__ import annotations
@@ -52,32 +52,32 @@ def _native() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class ArenaInfo:
-    """What an arena got. `pages` is "hugetlb", "shmem-huge", "anon-huge" (not sharable) or "small"."""
+    """The memory that an arena got. `pages` is "hugetlb", "shmem-huge", "anon-huge" (not sharable) or "small"."""
 
     bytes: int
-    mapped_bytes: int  # in whole pages
-    touched_bytes: int  # that have memory
+    mapped_bytes: int  # rounded up to whole pages
+    touched_bytes: int  # backed by physical memory
     pages: str
     node: int | None  # the NUMA node it is bound to
-    reason: str  # why it is nothing better; "" for the best
+    reason: str  # why the pages are not of a better kind; "" for the best kind
 
 
 class _Memory:
-    """The handle. Lives as long as the arena or any view of it, and then gives the memory back."""
+    """The native handle. Lives as long as the arena or any view of it; its finalizer frees the memory."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
         finalizer = weakref.finalize(self, _native().proa_arena_destroy, handle)
-        finalizer.atexit = False  # at exit the system takes it, after all that may still read it
+        finalizer.atexit = False  # at exit threads may still read it; the system frees it after them
 
 
 class Arena:
     """`nbytes` bytes of zeros in RAM, aligned to 2 MiB.
 
-    `node` binds it to a NUMA node; `strict` makes it an error if that fails. `interleave` deals its pages out over
-    several nodes instead; NativeError if the kernel refuses. `shared` asks for a file descriptor that
-    other processes can map. `huge` False is for comparisons. Memory is taken when it is touched, at the latest by
-    `view`. Raises ResourceError (with the numbers) if memory is short, NativeError if binding fails and must not.
+    node: bind the memory to a NUMA node; strict: raise NativeError if that fails. interleave: spread the pages over
+    these nodes instead; raises NativeError if the kernel refuses. shared: back it by a file descriptor that other
+    processes can map. huge: False only for comparisons. Physical memory is allocated when it is touched, at the latest
+    by `view`. Raises ResourceError (with the numbers) if memory is short.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Arena:
         strict: bool = False, huge: bool = True,
     ) -> None:  # fmt: skip
         if not 0 < nbytes < 1 << 63 or not 0 <= (node or 0) < 1 << 31:
-            raise ValueError(f"an arena of {nbytes} bytes on node {node}: bytes are positive, nodes not negative")
+            raise ValueError(f"an arena of {nbytes} bytes on node {node}: bytes must be positive, nodes at least 0")
         flags = _SHARED * shared | _STRICT_NODE * strict | _SMALL_PAGES * (not huge)
         handle, data, fd = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
         _native().proa_arena_create(nbytes, -1 if node is None else node, flags, ctypes.byref(handle))
@@ -100,18 +100,18 @@ class Arena:
 
     @property
     def data(self) -> int:
-        """The address of the first byte. Valid until `close`, if no view lives on."""
+        """The address of the first byte. Valid until `close`, or until the last view is gone if that is later."""
         self._open()
         return self._data
 
     @property
     def handle(self) -> int:
-        """For calls into the library."""
+        """The native handle, for calls into the library."""
         return self._open().handle
 
     @property
     def fd(self) -> int | None:
-        """The file behind the arena, which stays the arena's; None for anonymous memory."""
+        """The file descriptor of the memory, owned by the arena; None for anonymous memory."""
         self._open()
         return self._fd if self._fd >= 0 else None
 
@@ -130,32 +130,32 @@ class Arena:
 
     @property
     def huge_bytes(self) -> int:
-        """Bytes that lie on huge pages now, by the kernel's account: milliseconds for each gigabyte of the process."""
+        """Bytes on huge pages now, from /proc; takes milliseconds per gigabyte of the process."""
         got = ctypes.c_uint64()
         _native().proa_arena_get_huge_bytes(self._open().handle, ctypes.byref(got))
         return got.value
 
     def touch(self, offset: int = 0, nbytes: int | None = None) -> None:
-        """Give memory to a part, to all that follows `offset` unless `nbytes` is given. Contents stay.
+        """Allocate physical memory for `nbytes` from `offset` on (None: to the end). Contents are kept.
 
-        Any number of threads may do so at once. Raises ResourceError if memory is short, with the numbers.
+        Thread-safe. Raises ResourceError (with the numbers) if memory is short.
         """
         memory, count = self._open(), self._count(offset, nbytes)
         _native().proa_arena_touch(memory.handle, offset, count)
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
-        """A part as writable bytes, touched; for numpy.frombuffer and torch.frombuffer.
+        """A touched part as writable bytes, for numpy.frombuffer and torch.frombuffer.
 
-        The memory stays while a view, or anything made from it, is alive, even if the arena is closed.
+        The memory stays allocated while a view, or an array made from it, is alive, even if the arena is closed.
         """
         memory, count = self._open(), self._count(offset, nbytes)
         self.touch(offset, count)
         array = (ctypes.c_ubyte * count).from_address(self._data + offset)
-        array._memory = memory  # type: ignore[attr-defined]  # what keeps the memory for as long as the array lives
+        array._memory = memory  # type: ignore[attr-defined]  # keeps the memory while the array lives
         return memoryview(array).cast("B")
 
     def close(self) -> None:
-        """Give the memory back, at once if no view is alive, else with the last view. Closing twice is allowed."""
+        """Free the memory, at once if no view is alive, else with the last view. Closing twice is allowed."""
         self._memory = None
 
     def __enter__(self) -> Arena:

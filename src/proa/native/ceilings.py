@@ -1,4 +1,5 @@
-"""What the machine can do at best, and how long experts take: what benchmarks measure. Never: how often, statistics."""
+"""Measurements of the machine's ceilings (RAM bandwidth, FLOPS, dispatch) and of expert kernels, for benchmarks. Never:
+repetitions, statistics."""
 
 from __future__ import annotations
 
@@ -39,15 +40,15 @@ def _native() -> ctypes.CDLL:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Memory at an address: what one team reads."""
+class MemoryRange:
+    """A range of memory that one team reads."""
 
     address: int
     nbytes: int
 
 
-def read_rate(pool: Pool, spans: Sequence[Span], workers: int, seconds: float) -> float:
-    """Bytes/s that `workers` threads read together, team i of span i; whoever is free takes the next 1 MB.
+def read_rate(pool: Pool, spans: Sequence[MemoryRange], workers: int, seconds: float) -> float:
+    """Bytes/s that `workers` threads read together, team i from spans[i]; a free worker takes the next 1 MB.
 
     Raises ValueError for more workers than the pool has, or more spans than teams.
     """
@@ -59,16 +60,16 @@ def read_rate(pool: Pool, spans: Sequence[Span], workers: int, seconds: float) -
 
 
 def peak_rate(pool: Pool, workers: int, seconds: float) -> float:
-    """Floating-point operations/s of the unit that the pool's kernels multiply with, on registers alone."""
+    """Peak floating-point operations/s of the unit that the pool's kernels multiply with, on registers only."""
     rate = c_double()
     _native().proa_measure_peak(pool.handle, workers, seconds, byref(rate))
     return rate.value
 
 
 def dispatch_seconds(pool: Pool, phases: int, *, meet: bool) -> float:
-    """Seconds that a phase of one empty task for each thread takes: the mean of `phases`, one after the other.
+    """Mean seconds of a phase with one empty task per thread, over `phases` consecutive phases.
 
-    `meet`: each task waits until every thread has one; else whoever is quick may do them all.
+    meet: each task waits until every thread has one; else a fast thread may run them all.
     """
     seconds = c_double()
     _native().proa_measure_dispatch(pool.handle, phases, meet, byref(seconds))
@@ -77,7 +78,7 @@ def dispatch_seconds(pool: Pool, phases: int, *, meet: bool) -> float:
 
 @dataclass(frozen=True)
 class Routings:
-    """Addresses of ids (int32) and weights (float32), [count, tokens, top_k]."""
+    """Expert choices: addresses of ids (int32) and weights (float32), both [count, tokens, top_k]."""
 
     ids: int
     weights: int
@@ -87,9 +88,9 @@ class Routings:
 
 
 class Trial:
-    """Experts of several layers of one shape on the same rows. Call i takes layer i and routing i, both in turn.
+    """Timed MoE calls on the same rows: call i uses layer i and routing i, both modulo their number.
 
-    x, y: bfloat16 rows. The memory behind all addresses stays the caller's.
+    Layers have equal shapes; x, y: bfloat16 rows. The caller keeps the memory behind all addresses alive.
     """
 
     def __init__(self, pool: Pool, layers: Sequence[Experts], routings: Routings, x: Rows, y: Rows) -> None:
@@ -101,7 +102,7 @@ class Trial:
         )  # fmt: skip
 
     def run(self, first: int, calls: int) -> list[float]:
-        """Seconds that each of the calls from number `first` took. Raises ValueError."""
+        """Seconds of each of `calls` calls, from call number `first` on. Raises ValueError."""
         seconds = (c_double * calls)()
         _native().proa_time_moe(self._pool.handle, byref(self._trial), first, calls, seconds)
         return list(seconds)

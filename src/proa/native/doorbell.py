@@ -1,5 +1,6 @@
-"""The doorbell: jobs for the experts of several layers, from a GPU inside its graph. Belongs here: the block of memory
-that both sides address, and the thread that answers. Never: who writes a job (hybrid/transport.py), torch.
+"""The doorbell: a GPU hands jobs for the experts of several layers to the CPU from inside its graph. Belongs here: the
+block of memory that both sides address, and the thread that runs the jobs. Never: writing jobs (hybrid/transport.py),
+torch.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from proa.native.library import Signatures, finalizer, library
 from proa.native.pool import Pool
 from proa.native.weights import Experts
 
-FORESEEN_ROWS = 4  # of a message that says what the next job will probably need
+FORESEEN_ROWS = 4  # most rows of a prediction (experts that the next job will probably need)
 PROBE_LAYER = -1  # a job of this layer is answered at once, without work
 
 
 class Way(enum.IntEnum):
-    """How the other side says that a job is there; hybrid/transport.py says how each is right."""
+    """How the GPU signals a job; hybrid/transport.py explains why each way is correct."""
 
-    NUMBER = 0  # stores its number
-    FLAGS = 1  # has it copied, and sets a flag
-    CALLS = 2  # has it copied, and a function called
+    NUMBER = 0  # a kernel writes the job and stores its number
+    FLAGS = 1  # the stream copies the job, then sets a flag
+    CALLS = 2  # the stream copies the job, then calls a host function
 
 
 class BlockLayout(ctypes.Structure):
-    """Offsets in bytes from the block's beginning, which stands on a boundary of 64 bytes.
+    """Offsets in bytes from the beginning of the doorbell's block, which is aligned to 64 bytes.
 
     rung, answered, dead, done, ready: uint32. header: int32 layer, tokens, number. ids int32, weights float32 [T, k];
-    x bfloat16, y float32 [T, hidden]. answered and dead are the halves of one word of 64 bits. What is foreseen: number
-    (uint32), layer and rows (int32) one behind the other; ids int32 [FORESEEN_ROWS, k].
+    x bfloat16, y float32 [T, hidden]. answered and dead are the halves of one 64-bit word. The prediction: number
+    (uint32), layer and rows (int32), contiguous; ids int32 [FORESEEN_ROWS, k].
     """
 
     rung: int
@@ -49,7 +50,7 @@ class BlockLayout(ctypes.Structure):
     foreseen_layer: int
     foreseen_rows: int
     foreseen_ids: int
-    bytes: int  # of the block
+    bytes: int  # size of the block
     _fields_ = [
         (name, c_int64)
         for name in (
@@ -61,7 +62,7 @@ class BlockLayout(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Memory:
-    """`nbytes` at an address on a boundary of 64 bytes; `owner` is kept, so that they stay."""
+    """`nbytes` bytes at an address aligned to 64 bytes; `owner` is referenced to keep them allocated."""
 
     address: int
     nbytes: int
@@ -70,13 +71,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Service:
-    """Who answers: a thread that is the pool's caller on `lane`."""
+    """Settings of the thread that runs the jobs, as the pool's caller on `lane`."""
 
     lane: int = 0
-    spin_us: int = 1000  # how long it goes on looking for a ring after the last step
-    cpus: tuple[int, ...] = ()  # where it may run, best where no worker does; empty: wherever the system likes
-    read_ahead: bool = False  # idle workers read into their caches what is foreseen
-    decode_tokens: int = 0  # jobs of up to so many tokens are decode, by kernels that are fixed; 0: none are
+    spin_us: int = 1000  # how long it polls for a ring after the last step
+    cpus: tuple[int, ...] = ()  # its affinity, preferably CPUs without workers; empty: any
+    read_ahead: bool = False  # idle workers read predicted experts into their caches
+    decode_tokens: int = 0  # jobs of up to this many tokens count as decode and use its fixed kernels; 0: none
 
 
 ANY_SERVICE = Service()
@@ -119,7 +120,7 @@ def _native() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class JobSize:
-    """What the largest job has: tokens, experts a token, values a row."""
+    """Size of the largest job: tokens, experts per token, elements per row."""
 
     most_tokens: int
     top_k: int
@@ -128,31 +129,31 @@ class JobSize:
 
 @dataclass(frozen=True)
 class Counters:
-    """Of a doorbell since it was made. A job counts once `check` has returned after it. From `choices` on: of steps,
-    where they are counted (hybrid/counting.py)."""
+    """Totals since the doorbell was created; a job is included once `check` has returned after it. Fields from
+    `choices` on are totals of steps, filled by hybrid/counting.py."""
 
     jobs: int
-    pairs: int  # of a token and an expert
-    weight_bytes: int  # of the experts that jobs needed, each once a job
+    pairs: int  # (token, expert) pairs
+    weight_bytes: int  # weights of the experts in jobs, each expert once per job
     moe_s: float  # from ring to answer
-    waiting_s: float  # from an answer to the next ring, or from arming
-    experts: int = 0  # that jobs needed, each once a job
-    foreseen: int = 0  # of these
-    gaps: int = 0  # between a layer's experts and those of the next layer
-    gap_s: float = 0.0  # of these
+    waiting_s: float  # from an answer (or from arming) to the next ring
+    experts: int = 0  # experts in jobs, each once per job
+    foreseen: int = 0  # of these, predicted
+    gaps: int = 0  # intervals between the jobs of consecutive layers
+    gap_s: float = 0.0  # their total
     looks: int = 0
-    choices: int = 0  # of experts, by tokens
-    hits: int = 0  # of these, what the device had
-    hit_bytes: int = 0  # of their weights, each expert once a step
-    missed_bytes: int = 0  # of the other choices' weights
-    moved_bytes: int = 0  # of experts that changed places, copied both ways
+    choices: int = 0  # (token, expert) pairs chosen, on any device
+    hits: int = 0  # of these, experts resident on the GPU
+    hit_bytes: int = 0  # weights of the hits, each expert once per step
+    missed_bytes: int = 0  # weights of the other choices, each expert once per step
+    moved_bytes: int = 0  # weights of experts that changed places, copied both ways
 
 
 NOTHING_COUNTED = Counters(jobs=0, pairs=0, weight_bytes=0, moe_s=0.0, waiting_s=0.0)
 
 
 def block_layout(size: JobSize) -> BlockLayout:
-    """How the block of such jobs lies in memory. Raises ValueError for impossible sizes."""
+    """The layout of the block for jobs of this size. Raises ValueError for impossible sizes."""
     layout = BlockLayout()
     _native().proa_doorbell_layout_of(size.most_tokens, size.top_k, size.hidden, ctypes.byref(layout))
     return layout
@@ -160,8 +161,9 @@ def block_layout(size: JobSize) -> BlockLayout:
 
 @dataclass(frozen=True)
 class Calls:
-    """Native functions for a driver to call in the order of its stream, each with `doorbell`: when a job was copied,
-    and to wait until it is answered. They take no lock of Python's, and return at once after a failure.
+    """Addresses of native host functions for the GPU driver to call in stream order, with `doorbell` as argument:
+    `ring` after a job was copied, `wait` until it is answered. They do not take the GIL, and return at once after a
+    failure.
     """
 
     ring: int
@@ -170,9 +172,9 @@ class Calls:
 
 
 class Doorbell:
-    """The thread that runs jobs written into a block of memory (see block_layout).
+    """A thread that runs jobs written into a block of memory (see block_layout).
 
-    Raises ValueError for memory that is too small and layers of other widths, NativeError where the thread cannot be
+    Raises ValueError if the memory is too small or layers have other widths, NativeError if the thread cannot be
     bound to its CPUs.
     """
 
@@ -193,25 +195,26 @@ class Doorbell:
         self._end = finalizer(self, _native().proa_doorbell_destroy, c_void_p(self._handle.value), keep)
 
     def arm(self) -> None:
-        """Before a step that may ring is launched: nobody who works for this doorbell sleeps from now on."""
+        """Call before launching a step that may ring: its thread and workers no longer sleep."""
         _native().proa_doorbell_arm(self._handle)
 
     def disarm(self) -> None:
-        """The step is over. Raises ValueError if none was armed. Behind the last one nobody reads weights any more."""
+        """Call after the step; after the last armed one no worker reads weights. Raises ValueError if none was
+        armed."""
         _native().proa_doorbell_disarm(self._handle)
 
     def check(self) -> None:
-        """After a step, before its results are used. Raises, at every call, what a job failed with (NativeError,
-        ValueError); or, once, NumericsError if a job's result was not finite."""
+        """Call after a step, before using its results. Raises the error of a failed job (NativeError, ValueError) at
+        this and every later call; raises NumericsError, once, if a job's result was non-finite."""
         _native().proa_doorbell_check(self._handle)
 
     def fail(self, why: str) -> None:
-        """Whoever waits for an answer stops waiting; `check` raises NativeError with this text."""
+        """Fail the doorbell: waits for answers return, and `check` raises NativeError with this text."""
         _native().proa_doorbell_fail(self._handle, why.encode())
 
     @property
     def calls(self) -> Calls:
-        """Of Way.CALLS."""
+        """The host functions for Way.CALLS. Raises ValueError once closed."""
         native, handle = _native(), self._handle.value
         if handle is None:
             raise ValueError("the doorbell is closed")
@@ -222,19 +225,18 @@ class Doorbell:
         return Calls(ring, wait, handle)
 
     def ring(self, number: int) -> None:
-        """The GPU's part, for a CPU that stands in for one: the job with this number is written, and by flags it says
-        so itself."""
+        """Signal from the CPU, in place of a GPU, that the job with this number is written."""
         _native().proa_doorbell_ring(self._handle, number)
 
     def wait(self, number: int, timeout_s: float) -> bool:
-        """Whether it was answered, and by flags: whether the next job may be written; False after a failure, or when
-        the time is over."""
+        """Wait from the CPU, in place of a GPU, until the job is answered (with Way.FLAGS: until the next job may be
+        written); False after a failure or the timeout."""
         answered = c_int()
         _native().proa_doorbell_wait(self._handle, number, int(timeout_s * 1e6), ctypes.byref(answered))
         return bool(answered.value)
 
     def counters(self) -> Counters:
-        """What it did so far."""
+        """Totals so far."""
         found = _Counters()
         _native().proa_doorbell_get_counters(self._handle, ctypes.byref(found))
         return Counters(
@@ -250,6 +252,6 @@ class Doorbell:
         )
 
     def close(self) -> None:
-        """End the thread. Whoever waits for an answer is told of a failure; nothing may be called after it."""
+        """Stop the thread. Pending waits return with a failure; no method may be called afterwards."""
         self._handle = c_void_p()
         self._end()

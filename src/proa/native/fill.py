@@ -1,4 +1,5 @@
-"""A checkpoint's rows to where weights stay, by all workers of a pool (csrc/src/fill.h). Never: which rows go where."""
+"""Reads rows of a checkpoint and packs them into their final memory, by all workers of a pool (csrc/src/fill.h). Never:
+which rows go where."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ _SIGNATURES: Signatures = {
     "proa_decode": (POINTER(_Job), c_void_p),
     "proa_to_float": (c_int, c_void_p, c_int64, c_int64, c_void_p),
 }
-_PLAIN = -1  # as a format
-_NOT_FINITE = -1  # as a failure's error
-PLAIN_BYTES = {Stored.F64: 8, Stored.F32: 4, Stored.F16: 2, Stored.BF16: 2}  # of one number
+_PLAIN = -1  # value of _Job.format: not packed
+_NOT_FINITE = -1  # value of _Failure.error
+PLAIN_BYTES = {Stored.F64: 8, Stored.F32: 4, Stored.F16: 2, Stored.BF16: 2}  # per element
 
 
 @functools.cache
@@ -50,11 +51,13 @@ def _native() -> ctypes.CDLL:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Of a matrix of codes, in memory: addresses of `kind` [scale rows, groups], rows `stride` bytes apart (0: one).
+    """Scales of a quantised matrix in memory: `kind` [scale rows, groups] at address `data`, rows `stride` bytes apart
+    (0: a single row).
 
-    rows: of the matrix, that share a row of scales. first: which of the matrix's rows the codes begin with. group:
-    columns that share a scale, 0 for all. mins: like data, or 0. factor: of all scales. group_of: int32, the scale of
-    each column, or 0 where they are in order. alive: what the memory is of, nbytes of it.
+    rows: matrix rows that share a row of scales. first: the matrix row at which the codes begin. group: columns that
+    share a scale; 0: all. mins: address of added minima, laid out like the scales, or 0. factor: scale of the whole
+    matrix. group_of: address of each column's group, int32, or 0 if columns are sorted by group. alive: the owners of
+    the memory; nbytes: its size.
     """
 
     kind: Stored | Code
@@ -72,8 +75,8 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Where a parameter's numbers are: rows `stride` bytes apart, the first at byte `start` of the file `fd`, or at
-    that address if fd is -1. Codes have `scales`.
+    """Location of a parameter's stored rows: `stride` bytes apart, the first at byte `start` of file `fd`, or at
+    address `start` if fd is -1. scales: of quantised matrices.
     """
 
     stored: Stored | Code
@@ -84,12 +87,12 @@ class StoredRows:
     scales: Scales | None = None
 
     def after(self, rows: int) -> StoredRows:
-        """Without the parameter's first rows; a multiple of 8 of AWQ's."""
+        """The same location without the first `rows` rows; for AWQ, a multiple of 8."""
         scales = replace(self.scales, first=self.scales.first + rows) if self.scales else None
         return replace(self, start=self.start + self._bytes(rows), scales=scales)
 
     def every(self, step: int) -> StoredRows | None:
-        """The first of each `step` rows; None where their scales cannot be told like that."""
+        """Every `step`-th row; None if strides cannot express the scales of those rows."""
         scales = self.scales
         if self.order is not Order.ROWS or (scales and scales.stride and scales.rows > 1):
             return None
@@ -103,7 +106,7 @@ class StoredRows:
         match self.order:
             case Order.ROWS:
                 return rows * self.stride
-            case Order.TURNED:
+            case Order.TRANSPOSED:
                 return rows * PLAIN_BYTES[Stored(self.stored)]
             case Order.WORDS:
                 return rows * 4
@@ -113,9 +116,10 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """`rows` into `nbytes` bytes at `address`, by the workers of a team.
+    """A job: pack `rows` into `nbytes` bytes at `address`, by the workers of a team.
 
-    `to`: panels, every `step`; only its rows and columns count if `plain`, which makes rows of bfloat16.
+    to: layout of the panels, `step` panels apart. plain: write bfloat16 rows instead; only rows and columns of `to` are
+    then used.
     """
 
     rows: StoredRows
@@ -127,7 +131,7 @@ class Fill:
     plain: bool = False
 
     def part(self, first: int, count: int) -> Fill:
-        """Rows [first, first + count) of it; but for plain ones, `first` is a multiple of a panel's rows."""
+        """The job restricted to rows [first, first + count); unless plain, `first` must be a multiple of PANEL_ROWS."""
         to = self.to
         if count == to.rows:
             return self
@@ -142,7 +146,7 @@ class Fill:
 
 
 class ReadError(Exception):
-    """The file of job number `job` cannot be read: errno, or 0 where it ends too early."""
+    """The file of job number `job` cannot be read; errno 0: it ends too early."""
 
     def __init__(self, job: int, errno: int) -> None:
         super().__init__(f"job {job}: {os.strerror(errno) if errno else 'the file ends too early'}")
@@ -150,16 +154,16 @@ class ReadError(Exception):
 
 
 class NotFiniteError(Exception):
-    """Job number `job` reads a number or a scale that is NaN or infinite, or that becomes infinite as bfloat16."""
+    """Job number `job` reads a value or a scale that is NaN or infinite, or overflows bfloat16."""
 
     def __init__(self, job: int) -> None:
-        super().__init__(f"job {job}: a stored number is not finite")
+        super().__init__(f"job {job}: a stored value is not finite")
         self.job = job
 
 
 def fill(pool: Pool, jobs: Sequence[Fill]) -> None:
-    """Do all jobs. Raises ReadError; NotFiniteError; ValueError for a format that does not keep what is stored, or too
-    few bytes."""
+    """Run all jobs. Raises ReadError; NotFiniteError; ValueError if a format cannot hold the stored type, or `nbytes`
+    is too small."""
     array = (_Job * len(jobs))(*(_job(j) for j in jobs))
     failure = _Failure()
     _native().proa_fill(pool.handle, array, len(jobs), byref(failure))
@@ -183,13 +187,14 @@ def _job(j: Fill) -> _Job:
 
 
 def decode(rows: StoredRows, count: int, columns: int, out: int) -> None:
-    """The first `count` rows of codes in memory -> float32 [count, columns] at `out`. Raises ValueError."""
+    """Dequantise the first `count` rows, in memory, to float32 [count, columns] at address `out`. Raises ValueError."""
     to = layout(Format.BF16, count, columns)
     _native().proa_decode(byref(_job(Fill(rows, to, out, count * columns * 4, plain=True))), out)
 
 
 def touch(pool: Pool, parts: Sequence[tuple[int, Arena, int, int]]) -> None:
-    """Give memory to each (team, arena, first byte, bytes), by the team's workers. Raises ResourceError."""
+    """Touch each (team, arena, first byte, bytes) by the team's workers, so that it lies on their NUMA node. Raises
+    ResourceError."""
     n = len(parts)
     _native().proa_touch(
         pool.handle,
@@ -202,6 +207,6 @@ def touch(pool: Pool, parts: Sequence[tuple[int, Arena, int, int]]) -> None:
 
 
 def to_float(stored: Stored | Code, address: int, nbytes: int, values: int, out: int) -> None:
-    """`values` numbers in `nbytes` bytes at `address` -> float32 at `out`, exactly. Raises ValueError."""
+    """Convert `values` elements in `nbytes` bytes at `address` to float32 at `out`, exactly. Raises ValueError."""
     if values:
         _native().proa_to_float(stored, address, nbytes, values, out)

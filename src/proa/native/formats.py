@@ -1,4 +1,4 @@
-"""Formats of packed weights and where their panels lie. Belongs here: numbers shared with csrc/src/layout.h.
+"""Formats of packed weights and the layout of their panels. Belongs here: constants shared with csrc/src/layout.h.
 Never: checkpoints.
 """
 
@@ -18,12 +18,12 @@ PANEL_ROWS = 16  # csrc/src/layout.h
 
 
 class Format(IntEnum):
-    """A code and its scales; the numbers are those of csrc/src/layout.h."""
+    """A packed format: type of the quantised values and of their scales; values as in csrc/src/layout.h."""
 
     BF16 = 0
     FP16 = 1
     FP8_ROW = 2  # e4m3, float32 scale per row and group
-    FP8_PANEL = 3  # e4m3, one float32 scale per 16 rows and group: blocks of 128 x 128, whole tensors
+    FP8_PANEL = 3  # e4m3, one float32 scale per panel (16 rows) and group: blocks of 128 x 128, whole tensors
     MXFP8 = 4  # e4m3, e8m0 scale per row and 32 columns
     INT8_F32 = 5
     INT8_F16 = 6  # GGUF's Q8_0
@@ -41,7 +41,7 @@ class Format(IntEnum):
 
 
 class Stored(IntEnum):
-    """How checkpoints store numbers, by their names; the values are ggml's. See csrc/src/stored.h."""
+    """Stored types whose scales, if any, are inside their blocks; values as in ggml. See csrc/src/stored.h."""
 
     F32 = 0
     F16 = 1
@@ -63,29 +63,29 @@ class Stored(IntEnum):
 
 
 class Code(IntEnum):
-    """Codes whose scales are tensors of their own, and their scales' types; numbers of csrc/src/stored.h."""
+    """Types of quantised values with separate scale tensors, and of those scales; values as in csrc/src/stored.h."""
 
     E4M3 = 1000
     E8M0 = 1001
     INT8 = 1002  # two's complement
     UINT8 = 1003  # code - 128
-    INT4 = 1004  # code - 8; of two codes in a byte the first in the low bits
+    INT4 = 1004  # code - 8; two codes per byte, the first in the low bits
     UINT4 = 1005
     E2M1 = 1006
     SIGNED4 = 1007  # two's complement, otherwise as INT4
 
 
 class Order(IntEnum):
-    """How stored rows are a matrix's rows; the numbers are those of csrc/src/coded.h."""
+    """How a matrix is stored; values as in csrc/src/coded.h."""
 
     ROWS = 0
-    TURNED = 1  # stored rows are the matrix's columns; plain types only
-    WORDS = 2  # GPTQ: a word of 32 bits has successive columns of one row, a stored row those of all rows
-    AWQ = 3  # a word has eight rows of one column, in AWQ's order
+    TRANSPOSED = 1  # stored rows are the matrix's columns; unquantised types only
+    WORDS = 2  # GPTQ: [columns, rows] transposed; a 32-bit word packs consecutive columns of one row
+    AWQ = 3  # [columns, rows] transposed; a 32-bit word packs eight rows of one column, in AWQ's order
 
 
 class Form(NamedTuple):
-    """How a matrix is packed. group: columns of a scale, 0: all of a row."""
+    """How a matrix is packed. group: columns that share a scale; 0: all."""
 
     format: Format
     group: int
@@ -93,21 +93,20 @@ class Form(NamedTuple):
 
 BF16_FORM = Form(Format.BF16, 0)
 
-# E4M3 in blocks of 128, whole tensors, channels: what a GPU can multiply with activations in E4M3.
+# E4M3 with a scale per block of 128, tensor or channel: the forms that a GPU can multiply with E4M3 activations.
 E4M3_FORMS = (Form(Format.FP8_PANEL, 128), Form(Format.FP8_PANEL, 0), Form(Format.FP8_ROW, 0))
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint's block type that is packed without rounding."""
+    """The packed format that holds a checkpoint's type without rounding. block_columns must divide the columns."""
 
     format: Format
     group: int
     block_columns: int
 
 
-# By the names of GGUF's tensor types; MXFP4 stands with those below. Where no format has the codes, a wider one has the
-# same numbers.
+# GGUF type -> packed format; MXFP4 is in QUANTISED. A type without a format of its own is widened, losslessly.
 KEPT = {
     "Q4_0": Kept(Format.INT4_F16, 32, 32),
     "Q4_1": Kept(Format.UINT4_F16, 32, 32),
@@ -123,11 +122,12 @@ KEPT = {
 }
 
 
-GROUPS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 512, 1024)  # columns of a scale, where there are several
+GROUPS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 512, 1024)  # supported numbers of columns per scale
 
 
 def _quantised() -> dict[str, Kept]:
-    """Names say what a matrix is made of: codes, the columns of a scale, and its type if integers keep it."""
+    """Type name -> packed format. A name has the quantised type, the columns per scale, for INT4 also the scales'
+    type."""
     found = {
         "FP8 tensor": Kept(Format.FP8_PANEL, 0, 1),
         "FP8 channel": Kept(Format.FP8_ROW, 0, 1),
@@ -146,10 +146,10 @@ def _quantised() -> dict[str, Kept]:
     return found
 
 
-# Matrices of quantised checkpoints, whose codes and scales are tensors of their own; see weights/quantised.py.
+# Types of quantised matrices whose scales are separate tensors; weights/quantised.py makes the names.
 QUANTISED = _quantised()
 
-# Of random weights, which are made in these formats; by names that no checkpoint has.
+# Types of random weights, which are made in their packed format; no checkpoint has these names.
 DUMMY = {
     "dummy fp8": Kept(Format.FP8_PANEL, 128, 1),
     "dummy int4": Kept(Format.INT4_BF16, 32, 1),
@@ -161,9 +161,8 @@ _ALL_KEPT = KEPT | QUANTISED | DUMMY
 
 
 def kept_form(stored: Collection[str], columns: int) -> Form:
-    """Of a stack of matrices whose parts a checkpoint stores as `stored`: the checkpoint's own where all are of one
-    type that can be kept, else bfloat16.
-    """
+    """The packed form of a stack of matrices stored with the types `stored`: lossless if all have one type that a
+    packed format holds, else bfloat16."""
     kept = _ALL_KEPT.get(next(iter(stored))) if len(stored) == 1 else None
     return Form(kept.format, kept.group) if kept and columns % kept.block_columns == 0 else BF16_FORM
 
@@ -175,8 +174,8 @@ class _LayoutInfo(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Source(ctypes.Structure):
-    """Rows of weights as pointers and strides in bytes; see proa_source in csrc/include/proa/native.h."""
+class PackSource(ctypes.Structure):
+    """Rows of weights to pack, as pointers and strides in bytes: proa_source in csrc/include/proa/native.h."""
 
     _fields_ = [
         ("codes", c_void_p), ("code_stride", c_int64), ("scales", c_void_p), ("scale_stride", c_int64),
@@ -187,7 +186,7 @@ class Source(ctypes.Structure):
 
 _SIGNATURES: Signatures = {
     "proa_layout": (c_int, c_int64, c_int64, c_int64, POINTER(_LayoutInfo)),
-    "proa_pack": (c_int, c_int64, c_int64, c_int64, POINTER(Source), c_int, c_void_p, c_int64),
+    "proa_pack": (c_int, c_int64, c_int64, c_int64, POINTER(PackSource), c_int, c_void_p, c_int64),
 }
 
 
@@ -198,7 +197,7 @@ def _native() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Layout:
-    """How [rows, columns] weights of a format are packed. A panel is 16 rows; group is 0 or the columns of a scale."""
+    """The packed layout of a matrix [rows, columns]. A panel is 16 rows; group: columns that share a scale, 0: all."""
 
     format: Format
     rows: int
@@ -213,17 +212,18 @@ class Layout:
         return self.panels * self.panel_bytes
 
 
-@functools.cache  # asked for each of thousands of experts
+@functools.cache  # called for each of thousands of experts
 def layout(of: Format, rows: int, columns: int, group: int = 0) -> Layout:
-    """Raises ValueError if the format has no such groups or the matrix is empty or too large."""
+    """Compute a matrix's layout. Raises ValueError if the format lacks such groups, or the matrix is empty or too
+    large."""
     info = _LayoutInfo()
     _native().proa_layout(of, rows, columns, group, ctypes.byref(info))
     return Layout(of, rows, columns, group, info.panels, info.padded, info.panel_bytes)
 
 
-def pack(to: Layout, source: Source, rows: int, step: int, address: int, nbytes: int) -> None:
-    """Pack the first `rows` rows of `source` into panels at `address`, every `step` panels.
+def pack(to: Layout, source: PackSource, rows: int, step: int, address: int, nbytes: int) -> None:
+    """Pack the first `rows` rows of `source` into panels at `address`, `step` panels apart.
 
-    Raises ValueError for missing scales, codes that the format does not have, or too little memory.
+    Raises ValueError for missing scales, codes that the format cannot hold, or too few bytes.
     """
     _native().proa_pack(to.format, rows, to.columns, to.group, ctypes.byref(source), step, address, nbytes)

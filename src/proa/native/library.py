@@ -1,5 +1,5 @@
-"""Loads the native library, and turns its error codes into exceptions. Belongs here: what every topic needs.
-Never: a function of one topic; those stand with their signatures in a module of their own:
+"""Loads the native library, and turns its error codes into exceptions. Belongs here: code shared by all topics.
+Never: functions of one topic; those are declared in a module of their own:
 
     _SIGNATURES: Signatures = {"proa_pool_create": (c_int32, POINTER(c_void_p))}
 
@@ -7,7 +7,7 @@ Never: a function of one topic; those stand with their signatures in a module of
     def _native() -> ctypes.CDLL:
         return library().bind(_SIGNATURES)
 
-The library lies beside this file, in a wheel as in a checkout. Calls release the interpreter's lock.
+The library lies beside this file, in a wheel as in a checkout. Calls release the GIL.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _OK, _ARGUMENT, _MEMORY, _SYSTEM, _WORKER, _NUMERICS = range(6)
 
 @functools.cache
 def library() -> Library:
-    """The library of this process, loaded at the first call. Raises NativeError if it cannot be used."""
+    """The library, loaded at the first call of this process. Raises NativeError if it cannot be used."""
     return Library(PATH)
 
 
 def finalizer(of: object, destroy: Callable[[ctypes.c_void_p], object], handle: ctypes.c_void_p, keep: object) -> Any:
-    """The weakref.finalize that destroys a handle when `of` goes. keep: what its thread may look at until then; the
-    garbage collector, which ends what it finds together in any order, leaves that alone so long."""
+    """Make the weakref.finalize that destroys a handle when `of` is collected. keep: objects that the handle's thread
+    uses; the reference keeps them alive until the handle is destroyed, even if all are garbage together."""
     return weakref.finalize(of, _destroy, destroy, handle, keep)
 
 
@@ -48,16 +48,16 @@ def _destroy(destroy: Callable[[ctypes.c_void_p], object], handle: ctypes.c_void
 
 
 class Library:
-    """A loaded native library of the right version. Raises NativeError if it is missing, broken or of another one."""
+    """A loaded native library. Raises NativeError if it is missing, broken or of another ABI version."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._dll = _load(path)
 
     def bind(self, signatures: Signatures) -> ctypes.CDLL:
-        """The library, with `signatures` declared: its functions take only what they say, and raise
-        ValueError for wrong arguments, ResourceError if memory ran out, NumericsError for results that are no numbers,
-        NativeError for anything else.
+        """Declare `signatures` and return the library. Its functions then check argument types, and raise ValueError
+        for wrong arguments, ResourceError if memory ran out, NumericsError for non-finite results, NativeError for any
+        other error.
         """
         for name, parameters in signatures.items():
             function = self._function(name)
@@ -79,11 +79,11 @@ class Library:
 
 
 def error_of(code: int, text: str) -> Exception:
-    """The exception for an error code of the library and its sentence."""
+    """Make the exception for an error code of the library and its message."""
     if code == _ARGUMENT:
         return ValueError(text)
     if code == _MEMORY:
-        return ResourceError(text, "Free some memory, or ask for less of it.")
+        return ResourceError(text, "Free some memory, or use less of it.")
     if code in (_SYSTEM, _WORKER):
         return NativeError(text)
     if code == _NUMERICS:
@@ -101,7 +101,7 @@ def _load(path: Path) -> ctypes.CDLL:
         raise NativeError(f"Proa's native library {path} cannot be loaded: {error}.", _REBUILD) from error
     if version != ABI_VERSION:
         raise NativeError(
-            f"Proa's native library {path} speaks version {version} of its interface; this Proa needs {ABI_VERSION}.",
+            f"Proa's native library {path} has ABI version {version}; this Proa needs {ABI_VERSION}.",
             _REBUILD,
         )
     dll.proa_last_error.argtypes = ()

@@ -1,4 +1,4 @@
-"""Messages to a socket, sent by a worker of a pool that has nothing to do while the caller goes on. Never: frames."""
+"""Sends messages to a socket from an idle worker of a pool, so that the caller never blocks. Never: message framing."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ def _native() -> ctypes.CDLL:
 
 
 class Outbox:
-    """One a pool; calls come from the thread that runs the pool's programs. At most one message is on its way: it is
-    gone when the next one is written, when a program begins, and when `flush` returns."""
+    """At most one per pool; called from the thread that runs the pool's programs. At most one message is pending: it
+    has been sent when the next one is written, when a program begins, and when `flush` returns."""
 
     def __init__(self, pool: Pool, socket: int) -> None:
-        """socket: of a stream, open until this is gone. Raises ValueError if the pool has an outbox."""
+        """socket: descriptor of a stream socket, open as long as this object. Raises ValueError if the pool has an
+        outbox already."""
         self._handle = c_void_p()
         _native().proa_outbox_create(pool.handle, socket, ctypes.byref(self._handle))
         self._destroy = finalizer(self, _native().proa_outbox_destroy, self._handle, pool)
         self._write = _native().proa_outbox_write
 
     def write(self, message: bytes) -> None:
-        """Raises NativeError if it, or the one before it, cannot be sent."""
+        """Hand a message to a worker to send. Raises NativeError if it, or the one before it, cannot be sent."""
         self._write(self._handle, message, len(message))
 
     def flush(self) -> None:
-        """Raises NativeError likewise."""
+        """Wait until the pending message is sent. Raises NativeError if it cannot be sent."""
         _native().proa_outbox_flush(self._handle)

@@ -1,4 +1,4 @@
-"""The worker threads of the CPU, and the instruction set they use. Never: deciding how many, or where."""
+"""The CPU worker threads, and the instruction set of their kernels. Never: deciding how many, or on which CPUs."""
 
 from __future__ import annotations
 
@@ -40,34 +40,35 @@ def _native() -> ctypes.CDLL:
 
 
 def select_isa(wanted: str = "") -> tuple[str, str]:
-    """The kernels this CPU runs and why none better; `wanted` names lesser ones. Raises ValueError if it cannot."""
+    """Select the best kernels that this CPU runs, or those named `wanted`; returns (name, why none better). Raises
+    ValueError if the CPU cannot run them."""
     name, reason = ctypes.create_string_buffer(_TEXT_BYTES), ctypes.create_string_buffer(_TEXT_BYTES)
     _native().proa_select_isa(wanted.encode(), name, reason, _TEXT_BYTES)
     return name.value.decode(), reason.value.decode()
 
 
 def wished_isa(flag: str | None = None) -> tuple[str, str]:
-    """select_isa for what a user asks for, by a flag or else by PROA_ISA. Raises UsageError, NativeError."""
+    """select_isa with the user's wish: the flag, else PROA_ISA. Raises UsageError, NativeError."""
     wanted = flag or read_env().isa
     try:
         return select_isa(wanted)
     except ValueError as error:
         where = "--isa" if flag else "PROA_ISA"
-        raise UsageError(f"{where} {wanted}: {error}", "Leave it out to use the best of this CPU.") from None
+        raise UsageError(f"{where} {wanted}: {error}", "Leave it out to use the best that this CPU has.") from None
 
 
 def _lists(of: Sequence[Sequence[int]]) -> tuple[ctypes.Array[c_int32], ctypes.Array[c_int32]]:
-    """All elements, and where each list begins among them."""
+    """Flatten to (all elements, offset of each list and the end), as the C interface takes lists of lists."""
     flat, begins = [one for each in of for one in each], [0, *itertools.accumulate(map(len, of))]
     return (c_int32 * len(flat))(*flat), (c_int32 * len(begins))(*begins)
 
 
 class Pool:
-    """Teams of workers, one for each memory node; the thread that calls works along and needs no CPU here.
+    """Teams of workers, one per NUMA node; the calling thread works too and needs no CPU here.
 
-    `teams`: the CPUs of each team's workers, possibly none. `pin` binds each worker to its CPU or, where `homes` are
-    given, to all of its team's: those are `cpus`. Raises ValueError, ResourceError, NativeError where a worker cannot
-    be bound.
+    teams: one CPU per worker, for each team; a team may be empty. pin: bind each worker to its CPU, or to all CPUs in
+    `homes` of its team if given; `cpus` are the bound ones. Raises ValueError; ResourceError; NativeError if a worker
+    cannot be bound.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Pool:
         self.nodes = len(teams)
         self.cpus = frozenset(cpu for team in homes or teams for cpu in team) if pin else frozenset[int]()
         if homes and len(homes) != len(teams):
-            raise ValueError(f"There are {len(teams)} teams and {len(homes)} homes.")
+            raise ValueError(f"There are {len(teams)} teams, but {len(homes)} homes; there must be one home per team.")
         options = _Options(
             *_lists(teams), len(teams), pin, spin_us, redo, isa.encode(), *(_lists(homes) if homes else ())
         )
@@ -88,36 +89,36 @@ class Pool:
 
     @property
     def handle(self) -> c_void_p:
-        """For calls into the library. Raises ValueError once closed."""
+        """The native handle, for calls into the library. Raises ValueError once closed."""
         if not self._handle:
             raise ValueError("The pool is closed.")
         return self._handle
 
     @staticmethod
     def bind_caller(cpus: Collection[int]) -> None:
-        """Bind the calling thread, best to a CPU that no worker has: left alone, it may be put beside one."""
+        """Bind the calling thread, preferably to CPUs without workers: unbound, it may be scheduled onto a worker's."""
         os.sched_setaffinity(0, cpus)
 
     def use(self, workers: Sequence[int]) -> None:
-        """From now on only the first `workers[i]` of team i work, beside the caller; the others sleep.
+        """Use only the first `workers[i]` workers of team i, and the caller, from now on; the others sleep.
 
-        Raises ValueError for more than a team has, or for none in a team that the caller does not belong to.
+        Raises ValueError for more than a team has, or for 0 in a team other than the caller's.
         """
         _native().proa_pool_use(self.handle, (c_int32 * len(workers))(*workers), len(workers))
         self.threads = sum(workers) + 1
 
     def redone(self) -> int:
-        """Tasks that were done a second time because their worker was off its core."""
+        """Number of tasks that were run a second time because their worker was preempted."""
         count = c_uint64()
         _native().proa_pool_redone(self.handle, ctypes.byref(count))
         return count.value
 
     def kill_worker_for_test(self) -> None:
-        """End the thread of one worker, as if it had died."""
+        """Stop the thread of one worker, as if it had died."""
         _native().proa_pool_kill_worker_for_test(self.handle)
 
     def close(self) -> None:
-        """End the workers. Nothing may be running on them."""
+        """Stop the workers. They must be idle."""
         handle, self._handle = self._handle, c_void_p()
         if handle:
             _native().proa_pool_destroy(handle)

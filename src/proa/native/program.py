@@ -1,4 +1,4 @@
-"""Recorded programs: a step's operations over buffers that stay, replayed in one call. Never: what the buffers mean."""
+"""Recorded programs: a step's operations over fixed buffers, replayed in one call. Never: the buffers' meaning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from proa.native.weights import Experts, Matrix, Rows
 
 
 class Regime(enum.IntEnum):
-    """Which kernels compute a step's rows: PROA_REGIME_... of native.h."""
+    """Which kernels compute a step's rows: PROA_REGIME_* in native.h."""
 
     BY_ROWS = 0
     DECODE = 1
@@ -119,7 +119,7 @@ class Cache:
     kv_heads: int
     head_dim: int
     e4m3: bool = False
-    key_scale: float = 1.0  # of e4m3: what a stored value is multiplied with
+    key_scale: float = 1.0  # e4m3 only: K = stored value * key_scale, V likewise
     value_scale: float = 1.0
 
     def struct(self) -> _KvPages:
@@ -145,7 +145,7 @@ class LatentCache:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """A rule that chooses experts, as csrc/include/proa/native.h describes it. correction: an address, or None."""
+    """The rule that chooses experts: proa_router_rule in csrc/include/proa/native.h. correction: address or None."""
 
     experts: int
     top_k: int
@@ -162,7 +162,7 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """A gated delta rule, as csrc/include/proa/native.h describes it: sizes, addresses and strides in values."""
+    """A gated delta rule: proa_gated_delta in csrc/include/proa/native.h. Sizes, addresses; strides in elements."""
 
     groups: int
     per_group: int
@@ -193,9 +193,9 @@ class Delta:
 
 
 class Program:
-    """Operations on bfloat16 rows; each `add_` function appends one and raises ValueError if it cannot be.
+    """A list of operations on bfloat16 rows; each `add_` method appends one and raises ValueError if it is impossible.
 
-    Buffers are addresses: whoever adds keeps them, and the weights, alive as long as the program.
+    Buffers are passed as addresses: the caller keeps them, and the weights, alive as long as the program.
     """
 
     def __init__(self, pool: Pool, most_rows: int, most_sequences: int, most_pages: int) -> None:
@@ -214,18 +214,18 @@ class Program:
         self, sequences: int, q_lens: int, kv_lens: int, states: int, pages: int, stride: int, cache_pages: int,
         page_tokens: int,
     ) -> None:  # fmt: skip
-        """int32 arrays at addresses: q_lens, kv_lens and states [sequences] (states 0: all in slot 0), pages
-        [sequences] rows `stride` apart."""
+        """Set the batch of later runs from int32 arrays at addresses: q_lens, kv_lens, states [sequences] (states: 0 as
+        address: all use slot 0), and pages, one row per sequence, `stride` elements apart."""
         _native().proa_program_set_batch(
             self._handle, sequences, q_lens, kv_lens, states or None, pages, stride, cache_pages, page_tokens
         )
 
     def set_regime(self, regime: Regime) -> None:
-        """Of the steps that run from now on; BY_ROWS at first."""
+        """Set the kernels of later runs; initially BY_ROWS."""
         _native().proa_program_set_regime(self._handle, regime)
 
     def run(self, first: int, end: int, rows: int, lane: int = 0) -> None:
-        """Operations first to end for `rows` rows. Raises ValueError for ids or slots out of range, NativeError."""
+        """Run operations [first, end) on `rows` rows. Raises ValueError for ids or slots out of range; NativeError."""
         _native().proa_program_run(self._handle, first, end, rows, lane)
 
     def add_embed(self, tokens: int, table: int, vocab: int, width: int, out: Rows) -> None:
@@ -238,7 +238,7 @@ class Program:
     def add_rms_norm(
         self, x: Rows, weight: int, groups: int, width: int, eps: float, out: Rows, offset: float = 0.0, apart: int = 0
     ) -> None:
-        """apart: values from group to group of x; 0: the width."""
+        """apart: elements between the starts of consecutive groups of x; 0: the width."""
         _native().proa_program_add_rms_norm(
             self._handle, x.address, x.stride, None, 0, weight, groups, width, eps, out.address, out.stride, offset,
             apart,
@@ -258,7 +258,7 @@ class Program:
         )
 
     def add_gated_delta(self, delta: Delta) -> None:
-        """Raises ValueError for a value dim that 16 does not divide, and for more than 8 taps."""
+        """Append a gated delta rule. Raises ValueError unless 16 divides value_dim, and for more than 8 taps."""
         _native().proa_program_add_gated_delta(self._handle, _GatedDelta(**vars(delta)))
 
     def add_rotary(self, x: Rows, cos: int, sin: int, heads: int, head_dim: int, half: int, interleaved: bool) -> None:
@@ -267,13 +267,14 @@ class Program:
         )
 
     def add_route(self, logits: Rows, routing: Routing, ids: int, weights: int) -> None:
-        """Raises ValueError for groups that do not divide the experts, or keep fewer than a token takes."""
+        """Append routing. Raises ValueError if groups do not divide the experts, or the kept groups hold fewer experts
+        than top_k."""
         _native().proa_program_add_route(
             self._handle, logits.address, logits.stride, logits.wide, _RouterRule(**vars(routing)), ids, weights
         )
 
-    def add_best(self, logits: Rows, width: int, ids: int) -> None:
-        """Float32 rows; ids int32."""
+    def add_argmax(self, logits: Rows, width: int, ids: int) -> None:
+        """Append an argmax over float32 rows of `width`; ids int32, -1 for a row with a non-finite value."""
         _native().proa_program_add_best(self._handle, logits.address, logits.stride, width, ids)
 
     def add_write_kv(self, cache: Cache, keys: Rows, values: Rows, slots: int) -> None:
@@ -291,20 +292,20 @@ class Program:
         )  # fmt: skip
 
     def add_write_latent(self, cache: LatentCache, latents: Rows, keys: Rows, slots: int) -> None:
-        """Raises ValueError for a latent or a key that 8 does not divide."""
+        """Append a write of latents. Raises ValueError unless 8 divides the sizes of latent and key."""
         _native().proa_program_add_write_latent(
             self._handle, cache.struct(), latents.address, latents.stride, keys.address, keys.stride, slots
         )
 
     def add_latent_attention(self, cache: LatentCache, q: Rows, out: Rows, heads: int, scale: float) -> None:
-        """Raises ValueError for rows of the cache that are longer than 576."""
+        """Append latent attention. Raises ValueError for cache rows of more than 576 elements."""
         _native().proa_program_add_latent_attention(
             self._handle, cache.struct(), q.address, q.stride, out.address, out.stride, heads, scale
         )
 
     def add_head_linear(self, weights: Matrix, x: Rows, x_apart: int, y: Rows, y_apart: int, carried: int = 0) -> None:
-        """Each head's bfloat16 matrix of the stack; heads lie x_apart and y_apart values apart in their rows, and
-        `carried` values behind a head's inputs go behind its outputs."""
+        """Append a product of each head with its own bfloat16 matrix of the stack. Heads start x_apart and y_apart
+        elements apart in their rows; `carried` elements behind a head's inputs are copied behind its outputs."""
         self._keep.append(weights)
         _native().proa_program_add_head_linear(
             self._handle, weights.handle, carried, x.address, x.stride, x_apart, y.address, y.stride, y_apart
@@ -317,7 +318,7 @@ class Program:
         )
 
     def add_moe(self, experts: Experts, x: Rows, y: Rows, ids: int = 0, weights: int = 0, top_k: int = 0) -> None:
-        """Without ids all rows go to the only expert."""
+        """Append routed experts; without ids all rows go to the only expert."""
         self._keep.append(experts)
         _native().proa_program_add_moe(
             self._handle, experts.handle, top_k, ids or None, weights or None, x.address, x.stride, y.address, y.stride

@@ -1,4 +1,4 @@
-"""Jobs for the experts of several layers, done in order by a thread of their own. Never: waiting without end."""
+"""A queue of jobs for the experts of several layers, run in order by a thread of its own. Never: endless waits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def _native() -> ctypes.CDLL:
 
 
 class Queue:
-    """Buffers that jobs name by address must live until they are done. Raises ValueError for impossible sizes."""
+    """A job queue. Buffers passed by address must live until their job is done. Raises ValueError for impossible
+    sizes."""
 
     def __init__(
         self, pool: Pool, layers: Sequence[Experts], slots: int, *, lane: int = 0, spin_us: int = 1000
@@ -40,7 +41,7 @@ class Queue:
         finalizer(self, _native().proa_queue_destroy, self._handle, (pool, tuple(layers)))
 
     def submit(self, layer: int, x: Rows, y: Rows, tokens: int, *, ids: int, weights: int, top_k: int) -> int:
-        """The number of the job, or 0 if all slots are taken. Raises ValueError for wrong arguments."""
+        """Queue a job; returns its number, or 0 if all slots are taken. Raises ValueError for wrong arguments."""
         number = c_uint64()
         _native().proa_queue_submit(
             self._handle, layer, tokens, top_k, ids, weights, x.address, x.stride, y.address, y.stride, y.wide,
@@ -49,11 +50,11 @@ class Queue:
         return number.value
 
     def done(self, number: int) -> bool:
-        """Raises what the job, or one before it, failed with."""
+        """True if the job is done. Raises the error of this job or of an earlier one."""
         done = c_int()
         _native().proa_queue_done(self._handle, number, ctypes.byref(done))
         return bool(done.value)
 
     def wait(self, number: int) -> None:
-        """Until job `number` is done. Raises like `done`."""
+        """Wait until job `number` is done. Raises the error of this job or of an earlier one."""
         _native().proa_queue_wait(self._handle, number)

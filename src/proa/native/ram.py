@@ -1,8 +1,8 @@
-"""How fast RAM is read: by the workers of a pool, each team from memory of its own node, on huge pages where the kernel
-gives them. Belongs here: how much memory, how often, how long. Never: which CPUs.
+"""Measures RAM read bandwidth: a pool's workers read, each team from its own NUMA node, on huge pages if the kernel
+gives them. Belongs here: amount of memory, repetitions, duration. Never: which CPUs.
 
-Only memory beyond all caches shows it, read by native threads: four times the last-level cache is read, in windows of
-12 ms and more, of which the best counts, since other programs can only take bandwidth away.
+To read RAM and not caches, the buffer is four times the last-level cache. The best of several windows of at least 12 ms
+counts, since other programs can only take bandwidth away.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from proa.machine.machine import Machine
 from proa.machine.rates import RamRate
 from proa.machine.topology import UNBOUND, Team
 from proa.native.arena import Arena
-from proa.native.ceilings import Span, read_rate
+from proa.native.ceilings import MemoryRange, read_rate
 from proa.native.pool import Pool
 
 LEAST_WINDOW_S = 0.012
-WINDOWS = 4  # of each number of workers, in turns
+WINDOWS = 4  # windows per number of workers, interleaved
 LEAST_BUFFER_BYTES = 256 << 20
-_CHUNK_BYTES = 4 << 20  # touched in one go
-_LEAST_SPAN_BYTES = 1 << 20  # that a worker reads in one go
+_CHUNK_BYTES = 4 << 20  # touched by one call
+_LEAST_SPAN_BYTES = 1 << 20  # a worker reads this much at a time
 _SPIN_US = 50
 
 
 def buffer_bytes(machine: Machine) -> int:
-    """Bytes to read: what PROA_RAM_PROBE says, else four times the L3 cache and at least 256 MiB; at most an eighth of
-    the free RAM."""
+    """Size of the buffer: PROA_RAM_PROBE, else four times the L3 cache but at least 256 MiB; at most an eighth of the
+    free RAM."""
     wanted = read_env().ram_probe_bytes or max(LEAST_BUFFER_BYTES, 4 * (machine.l3_bytes or 0))
     return max(_CHUNK_BYTES, min(wanted, machine.available_bytes // 8) // _CHUNK_BYTES * _CHUNK_BYTES)
 
 
 def worker_counts(threads: int) -> tuple[int, ...]:
-    """Numbers of workers to try: memory is often busy before all cores are."""
+    """Numbers of workers to try: bandwidth often saturates before all cores are used."""
     return tuple(sorted({1, -(-threads // 2), -(-3 * threads // 4), threads - 1 or 1, threads}))
 
 
 class RamReader:
-    """Memory for the teams of `pool` to read, until it is closed. Raises ResourceError if memory is short.
+    """Buffers for the teams of `pool` to read, allocated until `close`. Raises ResourceError if memory is short.
 
-    pinned: the threads that touch it run on the team's CPUs, so that it lies there even if it cannot be bound.
+    pinned: the threads that touch a buffer run on its team's CPUs, so that it lies on their node even if it cannot be
+    bound.
     """
 
     def __init__(self, pool: Pool, teams: Sequence[Team], machine: Machine, *, pinned: bool = True) -> None:
@@ -58,19 +59,19 @@ class RamReader:
         ]
         with ThreadPoolExecutor(len(teams)) as each:
             list(each.map(lambda arena, team: _touch(arena, team.cpus, pinned), self._arenas, teams))
-        self._spans = [Span(arena.data, arena.nbytes) for arena in self._arenas]
+        self._spans = [MemoryRange(arena.data, arena.nbytes) for arena in self._arenas]
 
     @property
     def pages(self) -> tuple[str, ...]:
-        """The kinds of page that it lies on: see ArenaInfo."""
+        """The kinds of pages of the buffers: see ArenaInfo."""
         return tuple(sorted({arena.info.pages for arena in self._arenas}))
 
     def rate(self, workers: int, seconds: float = LEAST_WINDOW_S) -> float:
-        """Bytes/s that so many of the pool's workers read together."""
+        """Bytes/s that `workers` of the pool's workers read together."""
         return read_rate(self._pool, self._spans, workers, seconds)
 
     def rates(self, counts: Sequence[int], seconds: float = LEAST_WINDOW_S) -> dict[int, float]:
-        """The best of WINDOWS windows for each number of workers, taken in turns."""
+        """Bytes/s for each number of workers: the best of WINDOWS windows, interleaved so that noise hits all alike."""
         best = dict.fromkeys(counts, 0.0)
         for _ in range(WINDOWS):
             for count in counts:
@@ -83,12 +84,12 @@ class RamReader:
 
 
 def measure_ram(machine: Machine, teams: Sequence[Team], *, pinned: bool = True, seconds: float = 0.3) -> RamRate:
-    """How fast the teams' CPUs read RAM, with the widest loads that the CPU has whatever PROA_ISA says.
+    """Measure how fast the teams' CPUs read RAM, with the widest loads that the CPU has, regardless of PROA_ISA.
 
-    Takes about `seconds`; longer where touching the memory is slow. pinned: each thread is bound to its CPU.
+    Takes about `seconds`; longer if touching the memory is slow. pinned: each thread is bound to its CPU.
     Raises NativeError, ResourceError.
     """
-    with ThreadPoolExecutor(1) as thread:  # works along, bound to a CPU as the workers are: the caller must not be
+    with ThreadPoolExecutor(1) as thread:  # the pool's caller must be bound to a CPU, but our caller's thread must not
         return thread.submit(_measure, machine, teams, pinned, seconds).result()
 
 
@@ -110,7 +111,7 @@ def _measure(machine: Machine, teams: Sequence[Team], pinned: bool, seconds: flo
 
 
 def _touch(arena: Arena, cpus: Sequence[int], pinned: bool) -> None:
-    """By as many threads as there are CPUs; contents do not matter."""
+    """Touch the whole arena with one thread per CPU."""
     bind = (lambda: os.sched_setaffinity(0, cpus)) if pinned else None
     with ThreadPoolExecutor(len(cpus), initializer=bind) as threads:
         list(threads.map(lambda at: arena.touch(at, min(_CHUNK_BYTES, arena.nbytes - at)),

@@ -1,5 +1,5 @@
-"""Handles of packed matrices and experts, and the products with them. Addresses in, no arrays: whoever calls keeps the
-memory alive. Never: packing (formats.py), torch.
+"""Handles of packed matrices and experts, and products with them. Arguments are addresses, not arrays: the caller keeps
+the memory alive. Never: packing (formats.py), torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from proa.native.pool import Pool
 
 
 class Activation(IntEnum):
-    """The numbers of csrc/src/isa/kernels.h."""
+    """An activation function; values as in csrc/src/isa/kernels.h."""
 
     SILU = 0
     GELU_TANH = 1
     CLAMPED_SWIGLU = 2  # gpt-oss
-    RELU2 = 3  # without a gate
+    RELU2 = 3  # relu(x)^2, without a gate
 
 
 _SIGNATURES: Signatures = {
@@ -50,7 +50,7 @@ def _native() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one memory node holds: panels from `first_panel` to the next piece's, of every matrix of the stack."""
+    """The part of a stack on one NUMA node: panels from `first_panel` up to the next piece's, of every matrix."""
 
     first_panel: int
     address: int
@@ -103,7 +103,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of values at an address; `stride` in values. Inputs are bfloat16, outputs float32 if `wide`."""
+    """Rows at an address; `stride` in elements. bfloat16, or float32 if `wide` (outputs only)."""
 
     address: int
     stride: int
@@ -132,9 +132,9 @@ def linear(
 def moe(
     pool: Pool, experts: Experts, x: Rows, y: Rows, tokens: int, *, ids: int, weights: int, top_k: int, lane: int = 0
 ) -> None:
-    """y [tokens, rows of down] = the weighted sum of each token's experts. ids int32, weights float32 [tokens, top_k].
+    """y [tokens, rows of down] = weighted sum of each token's experts. ids int32, weights float32 [tokens, top_k].
 
-    top_k 0: all tokens go to the only expert. Raises ValueError, for an id out of range too.
+    top_k 0: all tokens go to the only expert. Raises ValueError, also for an id out of range.
     """
     _native().proa_moe(
         pool.handle, experts.handle, top_k, ids or None, weights or None, x.address, x.stride, y.address, y.stride,

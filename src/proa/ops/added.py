@@ -1,4 +1,4 @@
-"""What a MoE layer adds to the routed experts of the device. Never: adding it."""
+"""Terms that a MoE layer adds to the sum of the device's routed experts. Never: adding them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from proa.ops.bell_block import Bell
 
 @dataclass(frozen=True)
 class Added:
-    """cpu float32 [T, hidden]: the sum of the CPU's experts, or where it will be; shared bfloat16 [T, hidden], times
-    the sigmoid of shared_gate [T, 1] where there is one.
+    """cpu: the sum of the CPU's experts, float32 [T, hidden], or the doorbell to wait for it; shared: bfloat16
+    [T, hidden], multiplied by sigmoid(shared_gate [T, 1]) if given.
     """
 
     cpu: Tensor | Bell | None = None

@@ -1,4 +1,4 @@
-"""The block of memory that a GPU and the CPU's doorbell both address, as tensors. Never: who writes what when."""
+"""The doorbell's block of memory, which GPU and CPU both address, as tensors. Never: the order of reads and writes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from proa.native.doorbell import FORESEEN_ROWS, BlockLayout, JobSize, block_layo
 
 
 @dataclass(frozen=True)
-class Block:
-    """Views of the memory that both sides address: pinned host memory, which is not a device's."""
+class BellBlock:
+    """Views of the doorbell's block, in pinned host memory."""
 
     rung: Tensor  # int32 [1]
     answer: Tensor  # int64 [1]: answered in the low half, dead in the high one
@@ -25,15 +25,15 @@ class Block:
     foreseen_ids: Tensor  # int32 [FORESEEN_ROWS, k]
 
 
-def views(memory: Tensor, layout: BlockLayout, size: JobSize) -> Block:
-    """The parts of a block in uint8 `memory`."""
+def views(memory: Tensor, layout: BlockLayout, size: JobSize) -> BellBlock:
+    """Views of a block's parts in uint8 `memory`."""
     tokens, top_k, hidden = size.most_tokens, size.top_k, size.hidden
 
     def part(at: int, dtype: torch.dtype, *shape: int) -> Tensor:
         values = torch.Size(shape).numel()
         return memory[at : at + values * dtype.itemsize].view(dtype).view(shape)
 
-    return Block(
+    return BellBlock(
         rung=part(layout.rung, torch.int32, 1),
         answer=part(layout.answered, torch.int64, 1),
         header=part(layout.header, torch.int32, 3),
@@ -48,24 +48,25 @@ def views(memory: Tensor, layout: BlockLayout, size: JobSize) -> Block:
 
 @dataclass(frozen=True)
 class Bell:
-    """Of a layer, for kernels that ring and wait as a part of what they do. state int32: what ops/triton/bell.py keeps
-    on the device; layer: the CPU's number of it."""
+    """One layer's doorbell, for kernels that ring or wait besides their main work. state: int32 state of
+    ops/triton/bell.py on the device; layer: its number in the doorbell."""
 
-    block: Block
+    block: BellBlock
     state: Tensor
     layer: int
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A job of so many tokens that is copied to the CPU, in a block for more; see csrc/include/proa/native.h."""
+    """A job with a fixed number of tokens that is copied to the CPU as one range of bytes; see
+    csrc/include/proa/native.h."""
 
-    block: Block  # its parts
-    job: Tensor  # uint8: what goes to the CPU
+    block: BellBlock  # views of the job's parts
+    job: Tensor  # uint8: the bytes to copy
 
 
 def copied(memory: Tensor, size: JobSize, tokens: int) -> Copied:
-    """In uint8 `memory`, which has room for a block of `size`."""
+    """Lay out a job of `tokens` tokens in uint8 `memory`, which has room for a block of `size`."""
     mine = replace(size, most_tokens=tokens)
     layout = block_layout(mine)
     end = layout.x + tokens * size.hidden * torch.bfloat16.itemsize
@@ -73,22 +74,22 @@ def copied(memory: Tensor, size: JobSize, tokens: int) -> Copied:
     return Copied(views(memory, layout, mine), memory[layout.header : end])
 
 
-def check_push(x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, block: Block) -> None:
-    """Raises ValueError for what `push` cannot take."""
+def check_push(x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, block: BellBlock) -> None:
+    """Raise ValueError for arguments that `push` does not support."""
     most, top_k = block.ids.shape
     hidden = block.x.shape[1]
     if x.dtype != torch.bfloat16 or x.dim() != 2 or not 1 <= len(x) <= most or x.shape[1] != hidden or x.stride(1) != 1:
-        raise ValueError(f"x is bfloat16 [T, {hidden}] of 1 to {most} rows, not {x.dtype} {tuple(x.shape)}")
+        raise ValueError(f"x must be bfloat16 [T, {hidden}] with 1 to {most} rows, not {x.dtype} {tuple(x.shape)}")
     dtypes = {"ids": (torch.int32, torch.int64), "weights": (torch.float32,), "up_address": (torch.int64,)}
     for (name, possible), of in zip(dtypes.items(), (ids, weights, up_address), strict=True):
         if of.dtype not in possible or tuple(of.shape) != (len(x), top_k) or not of.is_contiguous():
-            wanted = f"{possible[0]} [{len(x)}, {top_k}] without gaps"
-            raise ValueError(f"{name} is {wanted}, not {of.dtype} {tuple(of.shape)}")
+            wanted = f"contiguous {possible[0]} [{len(x)}, {top_k}]"
+            raise ValueError(f"{name} must be {wanted}, not {of.dtype} {tuple(of.shape)}")
 
 
-def check_pull(out: Tensor, block: Block) -> None:
-    """Raises ValueError for what `pull` cannot take."""
+def check_pull(out: Tensor, block: BellBlock) -> None:
+    """Raise ValueError for an output that `pull` does not support."""
     most, hidden = block.y.shape
     fits = out.dim() == 2 and 1 <= len(out) <= most and out.shape[1] == hidden and out.stride(1) == 1
     if out.dtype != torch.float32 or not fits:
-        raise ValueError(f"out is float32 [T, {hidden}] of 1 to {most} rows, not {out.dtype} {tuple(out.shape)}")
+        raise ValueError(f"out must be float32 [T, {hidden}] with 1 to {most} rows, not {out.dtype} {tuple(out.shape)}")

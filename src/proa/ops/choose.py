@@ -1,4 +1,4 @@
-"""What stands before a MoE layer's experts, one op after another. Never: all of it in one kernel (triton/choose.py)."""
+"""The `choose` op composed of add_norm, router and route. Never: the fused kernel (triton/choose.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from proa.ops.residency import Residency
 from proa.ops.table import AddNorm, Choose, Chosen, LinearMap, Norm, Route, RouterRule
 
 
-def in_steps(add_norm: AddNorm, route: Route) -> Choose:
+def composed_choose(add_norm: AddNorm, route: Route) -> Choose:
+    """Make a Choose that runs one op after another."""
+
     def choose(
         x: Tensor, y: Tensor, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
         residency: Residency | None,

@@ -1,7 +1,7 @@
-"""The native ops of the CPU: bfloat16 activations, packed weights. They do not compute when called, they record: every
-call appends an operation over buffers that stay, and engine/executors/recorded.py replays the whole step. Never: maths.
+"""The native ops of the CPU: bfloat16 activations, packed weights. They record instead of computing: every call appends
+an operation over fixed buffers to a program, which engine/executors/recorded.py replays for each step. Never: maths.
 
-Values that a layer sees are tensors of as many rows as a step may have; a run works on as many as the step has.
+While recording, activations are tensors with the largest number of rows of a step; a replay uses the step's number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from proa.models.spec import SILU, ExpertGroups, Gating
 from proa.native.formats import PANEL_ROWS
 from proa.native.program import Cache, Delta, Routing
 from proa.native.weights import Matrix
-from proa.ops.choose import in_steps
+from proa.ops.choose import composed_choose
 from proa.ops.cpu_latent import CpuLatentMaps, latent_cache
 from proa.ops.gated import GatedBiases, GatedStacks
 from proa.ops.packed import RowSink, Stack
@@ -54,8 +54,8 @@ class CpuOps:
             add=self.add,
             add_norm=self.add_norm,
             rotate_store=self.rotate_store,
-            choose=in_steps(self.add_norm, self.route),
-            best=self.best,
+            choose=composed_choose(self.add_norm, self.route),
+            argmax=self.argmax,
             attention=self.attention,
             gate=self.gate,
             gated_delta=self.gated_delta,
@@ -74,7 +74,7 @@ class CpuOps:
         return out.view(x.shape)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """In place."""
+        """Rotate x [T, heads, D] in place."""
         heads, dim = x.shape[1:]
         self._to.program.add_rotary(rows_of(x), cos.data_ptr(), sin.data_ptr(), heads, dim, cos.shape[1], interleaved)
         return x
@@ -108,7 +108,7 @@ class CpuOps:
     def gated_delta(
         self, x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, batch: AttentionBatch
     ) -> Tensor:
-        """`batch` is not looked at: the executor tells the program each step's."""
+        """`batch` is ignored: the executor sets the program's batch before each step."""
         to = self._to
         (_, groups, key_dim), (per_group, dim) = x.q.shape, x.v.shape[2:]
         by_tap = to.keep(weights.conv[:, 0].t().contiguous())
@@ -129,7 +129,7 @@ class CpuOps:
         return out
 
     def route(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
-        """A program has no rows of padding: `slots` is not looked at."""
+        """`slots` is ignored: a program has no padding rows."""
         ids, weights = self._to.new(rule.top_k, torch.int32), self._to.new(rule.top_k, torch.float32)
         router, correction = rule.router, rule.correction
         routing = Routing(
@@ -141,9 +141,9 @@ class CpuOps:
         self._to.program.add_route(rows_of(logits), routing, ids.data_ptr(), weights.data_ptr())
         return ids, weights
 
-    def best(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor) -> Tensor:
         ids = self._to.new(1, torch.int32)[:, 0]
-        self._to.program.add_best(rows_of(logits), logits.shape[1], ids.data_ptr())
+        self._to.program.add_argmax(rows_of(logits), logits.shape[1], ids.data_ptr())
         return ids
 
     def write_kv(self, keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
@@ -153,7 +153,7 @@ class CpuOps:
         self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """`batch` is not looked at: the executor tells the program each step's."""
+        """`batch` is ignored: the executor sets the program's batch before each step."""
         heads, dim = q.shape[1:]
         out = self._to.new(heads * dim)
         address = 0 if sinks is None else self._to.keep(sinks).data_ptr()
@@ -163,19 +163,19 @@ class CpuOps:
     def latent_store(
         self, q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor
     ) -> Tensor:
-        turned = 2 * angles.cos.shape[1]
+        rotary_dim = 2 * angles.cos.shape[1]
         latents = self.rms_norm(kv[:, : cache.rank], norm.weight, norm.eps, norm.offset)
         keys = self.rotary(kv[:, None, cache.rank :], angles.cos, angles.sin, angles.interleaved)[:, 0]
         self._to.program.add_write_latent(latent_cache(cache), rows_of(latents), rows_of(keys), slots.data_ptr())
         heads, dim = q.shape[1:]
-        last = rows_of(q[:, 0, dim - turned :])
+        last = rows_of(q[:, 0, dim - rotary_dim :])
         self._to.program.add_rotary(
-            last, angles.cos.data_ptr(), angles.sin.data_ptr(), heads, dim, turned // 2, angles.interleaved
+            last, angles.cos.data_ptr(), angles.sin.data_ptr(), heads, dim, rotary_dim // 2, angles.interleaved
         )
         return q
 
     def latent_attention(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
-        """`batch` is not looked at: the executor tells the program each step's."""
+        """`batch` is ignored: the executor sets the program's batch before each step."""
         heads = q.shape[1]
         out = self._to.new(heads * cache.rank)
         self._to.program.add_latent_attention(latent_cache(cache), rows_of(q), rows_of(out), heads, scale)
@@ -183,7 +183,7 @@ class CpuOps:
 
 
 def _in_groups(x: Tensor, width: int) -> Tensor:
-    """x [T, heads, D] as it is, or as one group of all heads, which must lie together."""
+    """x [T, heads, D] unchanged if width is D, else reshaped to one group of all heads, which must be contiguous."""
     return x if x.shape[2] == width else x.reshape(len(x), -1, width)
 
 
@@ -196,14 +196,14 @@ def _cache(cache: KvPages) -> Cache:
 
 
 class CpuLinear:
-    """Parts are one packed matrix if they have one format and begin at whole panels, else a matrix each."""
+    """Fused linear layers: one packed matrix if all parts have one format and begin at whole panels, else one each."""
 
     def __init__(self, to: Recorder, outs: Mapping[str, int], inputs: int, bias: bool, wide: bool = False) -> None:
         self._to, self._outs, self._inputs = to, dict(outs), inputs
         self._dtype = torch.float32 if wide else torch.bfloat16
         self.bias = to.keep(torch.zeros(sum(outs.values()), dtype=torch.float32)) if bias else None
         self._stored: dict[str, str] = {}
-        self._stacks: list[tuple[Stack, int]] = []  # with their first output
+        self._stacks: list[tuple[Stack, int]] = []  # (matrix, its first output)
         self._where: dict[str, tuple[Stack, int]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class CpuLinear:
 
     @property
     def whole(self) -> Matrix:
-        """The packed matrix of a map of one part."""
+        """The packed matrix of a layer with a single part."""
         self._decide()
         ((stack, _),) = self._stacks
         return stack.matrix
@@ -257,7 +257,7 @@ class CpuLinear:
 
 
 class CpuGated:
-    """One or more gated MLPs of one shape."""
+    """One or more gated MLPs of equal shape, packed as a stack."""
 
     def __init__(self, to: Recorder, count: int, hidden: int, width: int, bias: bool, gating: Gating) -> None:
         biases = GatedBiases(count, hidden, width) if bias else None
@@ -288,7 +288,7 @@ class CpuMlp:
 
 
 class CpuUnderway:
-    """Recorded already; what is added to it is recorded by `finish`."""
+    """Recorded experts; `finish` records the addition of the shared expert."""
 
     def __init__(self, to: Recorder, routed: Tensor) -> None:
         self._program, self._routed = to.program, routed
@@ -312,7 +312,7 @@ class CpuExperts:
         return None
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
-        """Nobody waits for these experts' weights."""
+        """Do nothing: these experts' weights need no prefetch."""
 
     def start(self, x: Tensor, chosen: Chosen) -> CpuUnderway:
         return CpuUnderway(self._to, self._gated.record(x, chosen.ids, chosen.weights))
@@ -323,7 +323,7 @@ class CpuExperts:
 
 
 class CpuEmbedding:
-    """A plain table to look rows up in; if it is the head as well, they are looked up in the packed matrix."""
+    """An embedding: a plain table; if tied, the packed matrix of the head, from which rows are unpacked."""
 
     def __init__(self, to: Recorder, vocab: int, hidden: int, tied: bool) -> None:
         self._to, self._hidden = to, hidden
@@ -342,7 +342,7 @@ class CpuEmbedding:
 
     def logits(self, x: Tensor) -> Tensor:
         if isinstance(self._weight, Tensor):
-            raise ValueError("this model's head is not its embedding")
+            raise ValueError("the head of this model is not tied to its embedding")
         return self._weight(x)
 
     def parameters(self) -> Parameters:

@@ -1,4 +1,4 @@
-"""Latent attention on the CPU: its maps between heads and latents, recorded. Never: attention, the other maps."""
+"""Latent attention on the CPU: recorded products with W_k and W_v. Never: attention, other linear layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from proa.ops.table import LatentPages, Parameters
 
 
 class CpuLatentMaps:
-    """W_k turned, and W_v: a packed matrix of each head."""
+    """W_k^T and W_v, one packed matrix of each per head."""
 
     def __init__(self, to: Recorder, heads: int, keys: int, values: int, rank: int) -> None:
         self._to, self._heads = to, heads
@@ -42,7 +42,8 @@ class CpuLatentMaps:
 
 
 class _HeadRows:
-    """Rows of W_k and W_v, head by head. They are handed over in order: a turned matrix is packed when it is whole."""
+    """The sink of kv_b: per head the rows of W_k, then of W_v. Rows must arrive in order: a head is packed, W_k
+    transposed, once it is complete."""
 
     row_unit = 1
 
@@ -54,14 +55,14 @@ class _HeadRows:
         self._head = torch.empty(0)
 
     def expect(self, stored: str) -> None:
-        """They become bfloat16, whatever they are."""
+        """Do nothing: both are always packed as bfloat16."""
 
     def fills(self, rows: StoredRows, first: int = 0, count: int | None = None) -> None:
         return None
 
     def write(self, first: int, rows: Tensor) -> None:
         if first != self._next:
-            raise ValueError(f"rows of heads come in order: row {first} instead of {self._next}")
+            raise ValueError(f"rows of kv_b must be written in order: row {self._next} was expected, not {first}")
         while len(rows):
             head, at = divmod(self._next, self._per_head)
             if at == 0:
@@ -75,9 +76,9 @@ class _HeadRows:
     def _pack(self, head: int) -> None:
         keys, values = self._stacks
         size = 2 * self.shape[1]
-        turned = StoredRows(Stored.BF16, self._head.data_ptr(), size, order=Order.TURNED)
+        transposed = StoredRows(Stored.BF16, self._head.data_ptr(), size, order=Order.TRANSPOSED)
         plain = StoredRows(Stored.BF16, self._head[keys.columns :].data_ptr(), size)
-        jobs: list[Fill] = keys.fills(head, 0, 0, keys.rows, turned) + values.fills(head, 0, 0, values.rows, plain)
+        jobs: list[Fill] = keys.fills(head, 0, 0, keys.rows, transposed) + values.fills(head, 0, 0, values.rows, plain)
         fill(self._memory.pool, jobs)
 
 

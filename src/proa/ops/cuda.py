@@ -1,5 +1,5 @@
-"""The ops on an NVIDIA GPU: bfloat16 activations, kernels in Triton, cuBLAS for many rows. They compute when called, on
-the current stream, without waiting for anything: a CUDA graph can hold them. Never: kernels, residency of experts.
+"""The ops on an NVIDIA GPU: bfloat16 activations, kernels in Triton, cuBLAS for many rows. They launch on the current
+stream and never synchronise, so that a CUDA graph can capture them. Never: kernels, residency of experts.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from proa.models.spec import SILU, Gating
-from proa.ops.choose import in_steps
+from proa.ops.choose import composed_choose
 from proa.ops.cuda_latent import CudaLatentAttention, CudaLatentMaps
 from proa.ops.cuda_linear import CudaLinear, PlainMatrix
 from proa.ops.gated import ACTIVATIONS
 from proa.ops.gpu_traits import GpuTraits
 from proa.ops.residency import Located, Residency
-from proa.ops.sizes import attention_floats, attention_splits, best_keys, delta_chunk_floats
+from proa.ops.sizes import argmax_keys, attention_floats, attention_splits, delta_chunk_floats
 from proa.ops.staging import Staging
 from proa.ops.table import (
     Angles,
@@ -35,7 +35,7 @@ from proa.ops.table import (
     RecurrentState,
     RouterRule,
 )
-from proa.ops.triton import attention, best, choose, delta, delta_chunks, route
+from proa.ops.triton import argmax, attention, choose, delta, delta_chunks, route
 from proa.ops.triton import heads as rotations
 from proa.ops.triton import norm as norms
 from proa.ops.triton.gated import gated
@@ -48,9 +48,9 @@ class CudaOps:
     def __init__(
         self, device: torch.device, new_experts: NewExperts, staging: Staging, traits: GpuTraits
     ) -> None:  # fmt: skip
-        """traits: of the device, or of the GPU that kernels are launched for where the device only has shapes."""
+        """traits: of the device; on the meta device, of the GPU that the kernels are compiled for."""
         self._maps, self._traits = CudaMaps(device, new_experts, staging), traits
-        self._in_steps = in_steps(self.add_norm, self.route)
+        self._composed_choose = composed_choose(self.add_norm, self.route)
         self._choice_space = choose.choice_space(device)
         self._latent = CudaLatentAttention(traits.processors, traits.shared_bytes)
         self._chunk_shape = delta_chunks.shape_for(traits.capability, traits.shared_bytes)
@@ -64,7 +64,7 @@ class CudaOps:
             add_norm=self.add_norm,
             rotate_store=self.rotate_store,
             choose=self.choose,
-            best=self.best,
+            argmax=self.argmax,
             attention=self.attention,
             gate=self.gate,
             gated_delta=self.gated_delta,
@@ -89,7 +89,7 @@ class CudaOps:
         self, q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
     ) -> Tensor:
         kv_heads, per_head = cache.keys.shape[2], norm
-        if norm is not None and len(norm.q) != q.shape[2]:  # over all heads together
+        if norm is not None and len(norm.q) != q.shape[2]:  # a norm over all heads together
             per_head = None
             for part, weight in ((q, norm.q), (kv[:, :kv_heads], norm.k)):
                 rows = part.flatten(1)
@@ -106,7 +106,7 @@ class CudaOps:
     def gated_delta(
         self, x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, batch: AttentionBatch
     ) -> Tensor:
-        """`batch` says where on the device it stands: DeviceBatch."""
+        """`batch` must have device tensors."""
         at = batch.on_device
         rows, heads, dim = len(x.q), len(weights.a_log), x.v.shape[3]
         mixed, seen = (torch.empty(rows, n, device=x.q.device) for n in (len(weights.conv), heads * dim))
@@ -131,9 +131,9 @@ class CudaOps:
         few = len(x) <= choose.MOST_ROWS and x.shape[1] <= choose.MOST_COLUMNS
         weight, bias = (router.weight, router.bias) if isinstance(router, CudaLinear) else (None, None)
         if residency is None or weight is None or not few:
-            return self._in_steps(x, y, norm, router, slots, rule, residency)
+            return self._composed_choose(x, y, norm, router, slots, rule, residency)
         fetched = residency.in_place is not None and len(x) > 1
-        # that kernel's programs know a row each, but who is alone with an expert takes all rows
+        # a program of the fused kernel sees one row; single-token experts can be identified only across all rows
         here = replace(residency, counts=None, bell=None) if fetched else residency
         out = _new_choice(x, rule.top_k, here.bell is not None)
         rows = choose.RouterRows(weight, bias)
@@ -142,17 +142,17 @@ class CudaOps:
             locate(out.at.ids, residency, out.at)
         return out.total, out.normed, Chosen(out.at.ids, out.weights, out.at)
 
-    def best(self, logits: Tensor) -> Tensor:
-        keys = best_keys(*logits.shape)
+    def argmax(self, logits: Tensor) -> Tensor:
+        keys = argmax_keys(*logits.shape)
         out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        best.best(logits, torch.empty(keys, dtype=torch.int64, device=logits.device), out)
+        argmax.argmax(logits, torch.empty(keys, dtype=torch.int64, device=logits.device), out)
         return out
 
     def attention(
         self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """`batch` says where on the device it stands: DeviceBatch."""
+        """`batch` must have device tensors."""
         at = batch.on_device
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         softmax, native = attention.Softmax(scale, window, sinks), self._traits.converts_e4m3
@@ -170,13 +170,13 @@ class CudaOps:
         return out
 
 
-def _new_choice(x: Tensor, top_k: int, handed_over: bool) -> choose.Choice:
+def _new_choice(x: Tensor, top_k: int, handed_over: bool) -> choose.ChooseOutputs:
     def pairs(dtype: torch.dtype) -> Tensor:
         return torch.empty(len(x), top_k, dtype=dtype, device=x.device)
 
     at = Located(pairs(torch.int32), pairs(torch.int64), pairs(torch.int64), pairs(torch.int32), handed_over)
     total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    return choose.Choice(total, normed, pairs(torch.float32), at)
+    return choose.ChooseOutputs(total, normed, pairs(torch.float32), at)
 
 
 class CudaMlp:
@@ -199,7 +199,7 @@ class CudaMlp:
 
 
 class CudaEmbedding:
-    """Rows of bfloat16, whatever the checkpoint has: they are looked up."""
+    """An embedding of bfloat16 rows, whatever the checkpoint's type: rows are looked up."""
 
     def __init__(self, vocab: int, hidden: int, device: torch.device) -> None:
         self._table = PlainMatrix(torch.empty(vocab, hidden, dtype=torch.bfloat16, device=device))
@@ -215,7 +215,7 @@ class CudaEmbedding:
 
 
 class CudaMaps:
-    """Weights come through the staging."""
+    """Makes layers on one GPU; their weights are loaded through the staging memory."""
 
     def __init__(self, device: torch.device, new_experts: NewExperts, staging: Staging) -> None:
         self._device, self._staging = device, staging

@@ -1,4 +1,4 @@
-"""Latent attention on an NVIDIA GPU: its maps between heads and latents, its ops. Never: kernels."""
+"""Latent attention on an NVIDIA GPU: the products with W_k and W_v, and the ops. Never: kernels."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from proa.ops.triton import latent_attention
 from proa.ops.triton.head_linear import head_linear
 from proa.ops.triton.latent_store import latent_store
 
-FEW_TOKENS = 64  # up to here a kernel reads each head's weights once or a few times; beyond it a library is faster
+FEW_TOKENS = 64  # up to this many, head_linear reads each head's weights once or a few times; above, cuBLAS is faster
 
 
 class CudaLatentMaps:
-    """weight bfloat16 [heads, K + V, rank]."""
+    """W_k and W_v as one tensor, bfloat16 [heads, K + V, rank]."""
 
     def __init__(self, heads: int, keys: int, values: int, rank: int, device: torch.device) -> None:
         self.weight = torch.empty(heads * (keys + values), rank, dtype=torch.bfloat16, device=device)
-        self._keys, turned = torch.split(self.weight.view(heads, keys + values, rank), [keys, values], 1)
-        self._values = turned.transpose(1, 2)
+        self._keys, w_v = torch.split(self.weight.view(heads, keys + values, rank), [keys, values], 1)
+        self._values = w_v.transpose(1, 2)
 
     def queries(self, q: Tensor) -> Tensor:
         (tokens, heads, width), (keys, rank) = q.shape, self._keys.shape[1:]
@@ -47,10 +47,10 @@ class CudaLatentMaps:
 
 
 class CudaLatentAttention:
-    """Implements the functions of ops/table.py."""
+    """Implements latent_store and latent_attention of ops/table.py."""
 
     def __init__(self, processors: int, shared_bytes: int) -> None:
-        """Multiprocessors of the device, and shared memory that a block may ask for."""
+        """processors: SMs of the device; shared_bytes: shared memory that a thread block may use."""
         self._processors, self._shared_bytes = processors, shared_bytes
 
     def store(self, q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class CudaLatentAttention:
         return q
 
     def attend(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
-        """`batch` says where on the device it stands: DeviceBatch."""
+        """`batch` must have device tensors."""
         at = batch.on_device
         (rows, heads, _), rank, shared = q.shape, cache.rank, self._shared_bytes
         out = torch.empty(rows, heads, rank, dtype=q.dtype, device=q.device)

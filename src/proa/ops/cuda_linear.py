@@ -1,5 +1,5 @@
-"""Linear maps on an NVIDIA GPU, their weights as the checkpoint has them: packed blocks of a format that is kept, rows
-of bfloat16 otherwise. Belongs here: which parts are one matrix, which kernel multiplies with it. Never: kernels.
+"""Linear layers on an NVIDIA GPU. Weights keep the checkpoint's format if a packed format holds it exactly, else they
+are bfloat16 rows. Belongs here: which parts are fused to one matrix, which kernel multiplies with it. Never: kernels.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from proa.ops.table import Parameters, Sink
 from proa.ops.triton import linear, linear_packed
 from proa.ops.triton.unpack import unpack
 
-# From so many on, products at a library's speed are worth writing rows and reading them again: on an H200 FP8 of 1536 x
-# 2048 takes 21 us at 128 tokens, 10 at 256 by rows; of 7168 x 4096 60 and 48.
+# From this many tokens on, dequantising to bfloat16 rows and multiplying with cuBLAS is faster than the packed kernel:
+# on an H200, FP8 of 1536 x 2048 takes 21 us at 128 tokens packed, 10 at 256 by rows; of 7168 x 4096, 60 and 48.
 UNPACKED_TOKENS = 128
 
 
@@ -30,19 +30,19 @@ class _Matrix(Protocol):
     def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor: ...
 
     def into(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """The same into rows of `out`, which may be strided."""
+        """`product` into rows of `out`, which may be strided."""
 
 
 @dataclass(frozen=True)
 class PlainMatrix:
-    """weight: bfloat16 [rows, inputs]."""
+    """An unpacked matrix; weight: bfloat16 [rows, inputs]."""
 
     weight: Tensor
 
     def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if len(x) > linear.MOST_TOKENS and dtype == x.dtype:
             return products.linear(x, self.weight, bias)
-        if len(x) > linear.MOST_TOKENS:  # a head or router: its sums are not rounded
+        if len(x) > linear.MOST_TOKENS:  # a head or router, whose sums stay float32
             return products.wide_linear(x, self.weight, bias, dtype)
         out = torch.empty(len(x), len(self.weight), dtype=dtype, device=x.device)
         self.into(x, bias, out)
@@ -56,7 +56,7 @@ class PlainMatrix:
 
 
 class PackedMatrix:
-    """panels: uint8 [panels, panel bytes], packed as `of` says."""
+    """A packed matrix with layout `of`; panels: uint8 [panels, panel bytes]."""
 
     def __init__(self, of: Layout, device: torch.device) -> None:
         self.of = of
@@ -77,7 +77,7 @@ class PackedMatrix:
         linear_packed.linear_packed(x, self.panels, self.of, bias, out, partial, self._arrived)
 
     def _unpacked(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """By a library, which needs rows: as many at a time as UNPACKED_BYTES has room for."""
+        """Multiply with cuBLAS after dequantising to bfloat16 rows, UNPACKED_BYTES at a time."""
         panels = max(1, UNPACKED_BYTES // (PANEL_ROWS * self.of.columns * 2))
         for first in range(0, self.of.panels, panels):
             some = slice(first * PANEL_ROWS, min((first + panels) * PANEL_ROWS, self.of.rows))
@@ -88,7 +88,7 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some of a map's parts, which follow one another, as one matrix; rows [first, end) of the whole."""
+    """Consecutive parts of a layer fused to one matrix; rows [first, end) of the layer's outputs."""
 
     matrix: _Matrix
     first: int
@@ -97,9 +97,10 @@ class _Piece:
 
 
 class CudaLinear:
-    """Neighbouring parts are one matrix if they have one form and, where they are packed, begin at whole panels.
+    """Fused linear layers: neighbouring parts share a matrix if they have one form and, if packed, begin at whole
+    panels.
 
-    Memory is taken when the first row comes, or the first product is asked for.
+    Memory is allocated when the first row arrives, or at the first product.
     """
 
     def __init__(
@@ -123,13 +124,13 @@ class CudaLinear:
 
     @property
     def weight(self) -> Tensor | None:
-        """bfloat16 [rows, inputs], where all parts are rows of one such matrix."""
+        """The bfloat16 weight [rows, inputs] if all parts are one unpacked matrix, else None."""
         matrices = [piece.matrix for piece in self._pieces]
         return matrices[0].weight if len(matrices) == 1 and isinstance(matrices[0], PlainMatrix) else None
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """Of the matrices, in their order."""
+        """Forms of the matrices, in order."""
         matrices = [piece.matrix for piece in self._pieces]
         return tuple(Form(m.of.format, m.of.group) if isinstance(m, PackedMatrix) else BF16_FORM for m in matrices)
 
@@ -143,7 +144,7 @@ class CudaLinear:
         return tuple(pieces)
 
     def _groups(self) -> list[tuple[Form, dict[str, int]]]:
-        """Parts that are one matrix, with their rows."""
+        """Group consecutive parts into matrices: (form, part -> rows)."""
         groups: list[tuple[Form, dict[str, int]]] = []
         for name, rows in self._outs.items():
             form = kept_form({self._stored.get(name, "BF16")}, self._inputs)
@@ -164,12 +165,12 @@ class CudaLinear:
         matrix = PackedMatrix(layout(form.format, rows, self._inputs, form.group), self._device)
         panels = [-(-count // PANEL_ROWS) for count in outs.values()]
         for (name, count), part in zip(outs.items(), torch.split(matrix.panels, panels), strict=True):
-            sinks[name] = DevicePanels(count, self._inputs, self._told, self._at(part, form), self._staging)
+            sinks[name] = DevicePanels(count, self._inputs, self._ignore_type, self._at(part, form), self._staging)
         return _Piece(matrix, first, first + rows, sinks)
 
     @staticmethod
-    def _told(stored: str) -> None:
-        """A piece's sinks are made when it is known what they get."""
+    def _ignore_type(stored: str) -> None:
+        """Do nothing: the sinks of a piece are made after all types were announced."""
 
     @staticmethod
     def _at(panels: Tensor, form: Form) -> Callable[[], tuple[Tensor, Form]]:

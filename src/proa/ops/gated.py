@@ -1,4 +1,5 @@
-"""Gated MLPs packed for the native kernels: a stack of gate and up, panel by panel, one of down. Never: products."""
+"""Gated MLPs packed for the native kernels: one stack with alternating panels of gate and up, one of down. Never:
+products."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ ACTIVATIONS = {"silu": Activation.SILU, "clamped_swiglu": Activation.CLAMPED_SWI
 
 
 class GatedBiases:
-    """Of `count` MLPs of one shape, zero until written, in the order of packed rows: up (and gate) float32 [count,
-    panels, 2, 16], down float32 [count, padded hidden]."""
+    """Biases of `count` MLPs of equal shape, zero until written, in the order of packed rows: up holds gate and up,
+    float32 [count, panels, 2, 16]; down is float32 [count, padded hidden]."""
 
     def __init__(self, count: int, hidden: int, width: int) -> None:
         self._hidden, self._width = hidden, width
@@ -24,14 +25,14 @@ class GatedBiases:
         self.down = torch.zeros(count, -(-hidden // PANEL_ROWS) * PANEL_ROWS)
 
     def sinks(self, index: int) -> Parameters:
-        """Of one MLP."""
+        """The sinks of one MLP's biases."""
         for part, name in enumerate(("gate", "up")):
             yield f"{name}.bias", BiasSink(self.up[index, :, part], self._width)
         yield "down.bias", BiasSink(self.down[index], self._hidden)
 
 
 class GatedStacks:
-    """`count` MLPs of one shape: down(gating(gate x, up x)), with `biases` or without."""
+    """The packed weights of `count` gated MLPs of equal shape, with `biases` or without."""
 
     def __init__(
         self, memory: Memory, count: int, hidden: int, width: int, biases: GatedBiases | None = None,
@@ -42,7 +43,7 @@ class GatedStacks:
         self.down = Stack(memory, count, hidden, width, stored=down_stored)
 
     def experts(self) -> Experts:
-        """For native kernels; the stacks, and their biases, must outlive it."""
+        """A handle for the native kernels; the stacks and their biases must outlive it."""
         biases = {} if self.biases is None else {
             "gate_bias": self.biases.up.data_ptr(), "down_bias": self.biases.down.data_ptr()
         }  # fmt: skip
@@ -50,7 +51,7 @@ class GatedStacks:
         return Experts(self.up.matrix, self.down.matrix, activation, limit=self._gating.limit, **biases)
 
     def sinks(self, index: int) -> Parameters:
-        """Of one MLP: gate, up, down (.weight, .bias)."""
+        """The sinks of one MLP: gate, up, down (.weight, .bias)."""
         yield from self.weight_sinks(index)
         if self.biases is not None:
             yield from self.biases.sinks(index)
@@ -64,7 +65,8 @@ class GatedStacks:
 
 
 class BiasSink:
-    """A bias whose numbers may lie 16 here and 16 there: [panels, 16] or [panels * 16], of which `width` count."""
+    """The sink of a bias in panel order: [panels, 16], possibly strided, or [panels * 16]; the first `width` elements
+    are used."""
 
     row_unit = 1
 

@@ -1,8 +1,8 @@
-"""Weights packed for the native kernels: taking rows from the loader, choosing formats, owning the memory.
+"""Weights packed for the native kernels: choosing formats, owning the memory, packing the loader's rows.
 Never: computing with them.
 
-A stack's format is the checkpoint's own where its blocks can be kept exactly and all of the stack have the same type;
-else it is bfloat16. Memory is taken when the first row comes.
+A stack keeps the checkpoint's format if all its matrices have one type and a packed format holds it exactly; else it is
+bfloat16. Memory is allocated when the first row arrives.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from proa.native.weights import Matrix, Piece
 from proa.ops.pieces import UNIT_PANELS
 from proa.ops.staging import STORED
 
-_ARENA_BYTES = 64 << 20  # taken at once: many small matrices share huge pages
+_ARENA_BYTES = 64 << 20  # allocated at once, so that small matrices share huge pages
 
 
 class Memory:
-    """RAM of all packed weights, a run of arenas for each team of the pool, which is the first to touch them: where the
-    system refuses binding, pages lie near whoever does. Or dealt out over the nodes `interleave`.
+    """The RAM of all packed weights: arenas per team of the pool. Each team touches its arenas first, so that pages lie
+    on its node even if the system refuses to bind them. With `interleave`, pages are spread over those nodes instead.
     """
 
     def __init__(self, pool: Pool, nodes: Sequence[int | None], interleave: Sequence[int] = ()) -> None:
@@ -38,9 +38,9 @@ class Memory:
         self._used = [0] * len(nodes)
 
     def take(self, sizes_bytes: Sequence[int]) -> list[int]:
-        """Addresses of so many zeroed bytes on each team's node, aligned to 64; 0 for none.
+        """Allocate sizes_bytes[i] zeroed bytes on team i's node; returns addresses, aligned to 64 (0 for no bytes).
 
-        Raises ResourceError, and NativeError where pages cannot be dealt out.
+        Raises ResourceError; NativeError if pages cannot be interleaved.
         """
         firsts = [self._reserve(team, nbytes) if nbytes else 0 for team, nbytes in enumerate(sizes_bytes)]
         taken = [team for team, nbytes in enumerate(sizes_bytes) if nbytes]
@@ -51,31 +51,32 @@ class Memory:
         return addresses
 
     def _reserve(self, team: int, nbytes: int) -> int:
-        """The first of `nbytes` bytes in the team's last arena."""
+        """Reserve `nbytes` bytes in the team's last arena, adding one if needed; returns their offset."""
         arenas, nbytes = self._arenas[team], -(-nbytes // 64) * 64
         if not arenas or self._used[team] + nbytes > arenas[-1].nbytes:
             node = None if self._interleave else self.nodes[team]
             try:
                 arenas.append(Arena(max(nbytes, _ARENA_BYTES), node, interleave=self._interleave))
-            except NativeError as error:  # a node that memory cannot be bound to is only noted
+            except NativeError as error:  # only interleaving raises: a failed bind is recorded in ArenaInfo
                 raise NativeError(error.message, "Use --numa-memory bind.") from None
             self._used[team] = 0
         first, self._used[team] = self._used[team], self._used[team] + nbytes
         return first
 
     def spans(self) -> list[tuple[int, int]]:
-        """(address, bytes) of the memory taken so far, in whole pages: each of one arena, so that no matrix is cut."""
+        """(address, bytes) of the memory allocated so far, in whole pages: one per arena, so that none splits a
+        matrix."""
         return [(arena.data, arena.info.touched_bytes) for arenas in self._arenas for arena in arenas]
 
     def pages(self) -> dict[str, int]:
-        """Bytes by the kind of page they lie on."""
+        """Allocated bytes by kind of page."""
         kinds: Counter[str] = Counter()
         for arena in (a for arenas in self._arenas for a in arenas):
             kinds[arena.info.pages] += arena.info.touched_bytes
         return dict(kinds)
 
     def unbound(self) -> str:
-        """Why some memory does not lie on the node it should; empty if all does."""
+        """Why some memory could not be bound to its node; "" if all is bound."""
         if self._interleave:
             return ""
         for node, arenas in zip(self.nodes, self._arenas, strict=True):
@@ -86,13 +87,14 @@ class Memory:
 
 
 class Stack:
-    """`count` matrices [rows, columns] of one format. With `interleaved`, each is two (gate, up), panel by panel."""
+    """`count` packed matrices [rows, columns] of one format. interleaved: each holds two, gate and up, with alternating
+    panels."""
 
     def __init__(
         self, memory: Memory, count: int, rows: int, columns: int, *, interleaved: bool = False,
         stored: set[str] | None = None,
     ) -> None:  # fmt: skip
-        """stored: the checkpoint's types, where others add to them and must get the same format."""
+        """stored: set of the checkpoint's types, shared with stacks that must get the same format."""
         self.rows, self.columns, self._count = rows, columns, count
         self._step = 2 if interleaved else 1
         self._memory = memory
@@ -102,7 +104,7 @@ class Stack:
 
     @property
     def matrix(self) -> Matrix:
-        """The packed matrices; rows that nobody wrote are zeros."""
+        """The packed matrices, allocated at the first call; rows not written yet are zero."""
         if self._matrix is None:
             self._matrix = self._allocate()
         return self._matrix
@@ -132,8 +134,8 @@ class Stack:
         return Matrix(of, self._pieces, self._count)
 
     def pieces(self, index: int) -> list[Piece]:
-        """A matrix's, in the order of its panels."""
-        self.matrix  # noqa: B018  memory is taken now at the latest
+        """The pieces of one matrix, in the order of its panels."""
+        self.matrix  # noqa: B018  allocates the memory
         return [
             Piece(piece.first_panel, piece.address + index * piece.stride, piece.stride, piece.stride)
             for piece in self._pieces
@@ -141,7 +143,7 @@ class Stack:
         ]
 
     def fills(self, index: int, part: int, first: int, count: int, rows: StoredRows) -> list[Fill]:
-        """Rows from `first` on of a matrix's part, each piece's by its team."""
+        """Jobs that fill `count` rows from `first` on of one matrix (part 1: up), each piece by its team."""
         of, found = self.matrix.layout, []
         end = first + count
         for team, (piece, following) in enumerate(zip(self._pieces, [*self._pieces[1:], None], strict=True)):
@@ -159,14 +161,14 @@ class Stack:
 
     @property
     def pool(self) -> Pool:
-        """Whose teams the pieces belong to."""
+        """The pool whose teams own the pieces."""
         return self._memory.pool
 
 
 class RowSink:
-    """Rows of one matrix of a stack, as the loader sees them. `part` 1: up, beside gate.
+    """The sink of one matrix of a stack. part: 0 gate or the whole matrix, 1 up.
 
-    `where` tells the stack and this sink's first row in it; it is asked once all sinks know what they will get.
+    where: returns the stack and this sink's first row in it; called only after `expect` was called for all sinks.
     """
 
     def __init__(

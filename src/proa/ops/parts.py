@@ -1,4 +1,4 @@
-"""Maps that read the same input, as one: their parts by name. Never: storage, products."""
+"""Names of the parts of fused linear layers. Never: storage, products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def named_parts(outs: Mapping[str, int], kind: str, whole: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """("<out>.<kind>", its rows of `whole`, as a view) of each out, in their order; nothing where there is no whole."""
+    """Yield ("<out>.<kind>", view of its rows of `whole`) for each out, in order; nothing if `whole` is None."""
     if whole is not None:
         for name, part in zip(outs, torch.split(whole, list(outs.values())), strict=True):
             yield f"{name}.{kind}", part

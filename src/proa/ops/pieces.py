@@ -1,5 +1,5 @@
-"""How a device's kernels find packed matrices: by the address of their bytes, or, where they lie in pieces on several
-memory nodes, by an address with its lowest bit set, of a row of numbers. Never: where pieces should lie.
+"""Tagged addresses of packed matrices for GPU kernels: the address of the panels, or, for a matrix in pieces on several
+NUMA nodes, the address of a table of its pieces with the lowest bit set. Never: where pieces should lie.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from proa.native.formats import Layout
 from proa.native.weights import Piece
 
-TAG = 1  # packed weights begin on whole lines, so no address of theirs has it
-UNIT_PANELS = 2  # pieces begin at a multiple: so many panels from a multiple on are in one piece
+TAG = 1  # never set in addresses of packed weights, which are aligned to cache lines
+UNIT_PANELS = 2  # pieces begin at multiples of this, so that an aligned group of panels is never split
 
 
 def row_of(pieces: Sequence[Piece], of: Layout) -> list[int]:
-    """int64: how many pieces; of each its first panel, and where panel 0 would lie if those before it lay there too."""
+    """The int64 table of a matrix: number of pieces, then per piece its first panel and the address that panel 0 would
+    have if the piece started there."""
     numbers = [len(pieces)]
     for piece in pieces:
         numbers += [piece.first_panel, piece.address - piece.first_panel * of.panel_bytes]
@@ -23,7 +24,7 @@ def row_of(pieces: Sequence[Piece], of: Layout) -> list[int]:
 
 
 def pieces_at(address: int, of: Layout) -> list[Piece]:
-    """Of a matrix in this process' own RAM, as is its row of numbers if it has one."""
+    """Decode a tagged address into pieces; matrix and table must be in this process's RAM."""
     if not address & TAG:
         return [Piece(0, address, of.matrix_bytes, of.matrix_bytes)]
     row = address - TAG

@@ -1,7 +1,7 @@
-"""Products of matrices by torch's library, which is cuBLAS on a GPU. Never: kernels of our own.
+"""Matrix products by torch's library, which is cuBLAS on a GPU. Never: kernels of Proa's own.
 
-On the meta device they give shapes alone. Torch's own rule for those imports a package for symbolic mathematics, which
-takes longer than all the rest of a rehearsal (engine/building/rehearsal.py).
+On the meta device they return empty tensors of the right shape. Torch's own meta implementation imports sympy, which
+takes longer than the rest of a rehearsal (engine/building/rehearsal.py).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch.nn import functional
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K] @ weight^T [K, N] + bias, in the type of x."""
+    """x [T, K] @ weight^T [K, N] + bias, in the dtype of x."""
     if x.is_meta:
         return torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     return functional.linear(x, weight, bias)
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The same in a wider type: sums are not rounded to that of x."""
+    """linear with a wider output dtype: sums are not rounded to the dtype of x."""
     if x.is_meta:
         return torch.empty(len(x), len(weight), dtype=dtype, device=x.device)
     sums = torch.mm(x, weight.T, out_dtype=dtype)
@@ -27,7 +27,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dty
 
 
 def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """linear into `out` [T, N], whose rows may lie apart."""
+    """linear into `out` [T, N], whose rows may be strided."""
     if x.is_meta:
         return
     if bias is None:
@@ -37,6 +37,6 @@ def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
 
 
 def batched_into(x: Tensor, y: Tensor, out: Tensor) -> None:
-    """out [B, T, N] = x [B, T, K] @ y [B, K, N], of any strides."""
+    """out [B, T, N] = x [B, T, K] @ y [B, K, N], with any strides."""
     if not x.is_meta:
         torch.bmm(x, y, out=out)

@@ -1,6 +1,6 @@
-"""The program that the native ops append to, and the buffers it writes. Never: which operations there are.
+"""The program that the native ops append to, and its buffers. Never: the operations.
 
-Values that a layer sees are tensors of as many rows as a step may have.
+While recording, activations are tensors with the largest number of rows of a step.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from proa.ops.packed import Memory
 
 
 def rows_of(x: Tensor) -> Rows:
-    """A tensor [T, ...] whose rows are whole: bfloat16, or float32 as an output or logits."""
+    """Rows of a tensor [T, ...], each contiguous; bfloat16, or float32 for outputs and logits. Raises ValueError."""
     inner = 1
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
         if size != 1 and stride != inner:
-            raise ValueError(f"rows of shape {tuple(x.shape)} and strides {x.stride()} are not whole")
+            raise ValueError(f"rows must be contiguous, but the shape is {tuple(x.shape)} with strides {x.stride()}")
         inner *= size
     if x.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"rows are bfloat16 or float32, not {x.dtype}")
+        raise ValueError(f"rows must be bfloat16 or float32, not {x.dtype}")
     return Rows(x.data_ptr(), x.stride(0), x.dtype is torch.float32)
 
 
 class Recorder:
-    """The program, and the buffers its operations write.
+    """The program, and the buffers that its operations write.
 
-    Within a block of layers every output has its own buffer; the next block uses them again.
+    Within a layer every output has its own buffer; the next layer reuses the buffers.
     """
 
     def __init__(self, pool: Pool, memory: Memory, rows: int, sequences: int, pages: int) -> None:
@@ -37,7 +37,7 @@ class Recorder:
         self.program = Program(pool, rows, sequences, pages)
         self.rows = rows
         self._buffers: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._kept: list[Tensor] = []  # everything that the program has the address of
+        self._kept: list[Tensor] = []  # tensors whose addresses are in the program
         self._next = 0
         self._in_block = False
 
@@ -45,7 +45,7 @@ class Recorder:
         self._next, self._in_block = 0, True
 
     def end_blocks(self, rows: int) -> None:
-        """What follows keeps its buffers, and has at most `rows` rows."""
+        """Mark the end of the layers: buffers of later outputs are not reused, and have at most `rows` rows."""
         self._in_block, self.rows = False, rows
 
     def new(self, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -59,9 +59,9 @@ class Recorder:
         return buffer
 
     def take(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Rows of a table [N, width] of any type, which stays: they are copied as they are. ids: int64."""
+        """Record a lookup of rows of `table` [N, width], of any dtype, copied unchanged. ids: int64."""
         out = self.new(table.shape[1], table.dtype)
-        pairs = table.shape[1] * table.element_size() // 2  # the program counts in values of two bytes
+        pairs = table.shape[1] * table.element_size() // 2  # the program counts in two-byte elements
         rows = Rows(out.data_ptr(), pairs, False)
         self.program.add_embed(ids.data_ptr(), self.keep(table).data_ptr(), len(table), pairs, rows)
         return out

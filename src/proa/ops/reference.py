@@ -1,6 +1,7 @@
-"""The specification of every op in plain torch: slow, obviously right, on any device. Never: tricks.
+"""The specification of every op in plain torch: slow, obviously right, on any device. Never: optimisations.
 
-Other implementations are tested against these functions; bounds come from operand norms and type epsilon.
+Other implementations are tested against these functions; the tests' bounds are derived from operand norms and the
+type's epsilon.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from proa.models.spec import SILU, ExpertGroups, Gating
-from proa.ops.choose import in_steps
+from proa.ops.choose import composed_choose
 from proa.ops.parts import named_parts
 from proa.ops.table import (
     Angles,
@@ -43,13 +44,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
-    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    rotated, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     cos, sin = cos[:, None, :], sin[:, None, :]  # one angle for all heads
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
         out = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
     else:
-        a, b = turned[..., :half], turned[..., half:]
+        a, b = rotated[..., :half], rotated[..., half:]
         out = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
     return torch.cat((out.to(x.dtype), rest), -1)
 
@@ -66,7 +67,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gated(gate_up: Tensor, gating: Gating) -> Tensor:
-    """gate_up [T, 2I], gate first -> what down reads, [T, I]."""
+    """gate_up [T, 2I], gate first -> input of down [T, I]."""
     if gating.kind == "silu":
         return silu_mul(gate_up)
     gate, up = gate_up.chunk(2, -1)
@@ -89,7 +90,7 @@ def route(logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tens
 
 
 def _in_best_groups(choice: Tensor, groups: ExpertGroups) -> Tensor:
-    """-inf for experts of the others."""
+    """Set the choice scores of experts outside the best groups to -inf."""
     by_group = choice.view(len(choice), groups.groups, -1)
     merit = by_group.topk(groups.best_of, -1).values.sum(-1)
     kept = merit.sort(dim=-1, descending=True, stable=True).indices[:, : groups.kept]
@@ -97,7 +98,7 @@ def _in_best_groups(choice: Tensor, groups: ExpertGroups) -> Tensor:
     return by_group.masked_fill(left_out[..., None], -math.inf).flatten(-2)
 
 
-def best(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1)
 
 
@@ -105,7 +106,7 @@ def moe_experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     biases: tuple[Tensor, Tensor] | None = None, gating: Gating = SILU,
 ) -> Tensor:  # fmt: skip
-    """x [T, H]; gate_up [E, 2I, H], gate first; down [E, H, I]; their biases [E, 2I], [E, H] -> [T, H]."""
+    """Routed experts. x [T, H]; gate_up [E, 2I, H], gate first; down [E, H, I]; biases [E, 2I], [E, H] -> [T, H]."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in torch.unique(ids[ids >= 0]).tolist():
         rows, choice = torch.where(ids == expert)
@@ -143,7 +144,7 @@ def rotate_store(q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cac
 
 def write_kv(keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> None:
     for x, pages, scale in ((keys, cache.keys, cache.key_scale), (values, cache.values, cache.value_scale)):
-        if pages.dtype is torch.float8_e4m3fn:  # torch copies bytes by index, not float8
+        if pages.dtype is torch.float8_e4m3fn:  # torch has no index_copy_ for float8, so copy bytes
             codes = to_e4m3(x, scale).view(torch.uint8)
             pages.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, codes)
         else:
@@ -151,13 +152,13 @@ def write_kv(keys: Tensor, values: Tensor, cache: KvPages, slots: Tensor) -> Non
 
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
-    """As float8_e4m3fn, as KvPages says."""
+    """Quantise to float8_e4m3fn, as KvPages specifies."""
     scaled = x.float() * (1 / scale)
     return torch.where(scaled.isfinite(), scaled.clamp(-448, 448), torch.nan).to(torch.float8_e4m3fn)
 
 
 def _read_kv(pages: Tensor, ids: Tensor, kv_len: int, dtype: torch.dtype) -> Tensor:
-    """[heads, kv_len, D] of a sequence, without a scale."""
+    """Gather a sequence's keys or values: [heads, kv_len, D], not yet multiplied by the scale."""
     of_bytes = pages.dtype is torch.float8_e4m3fn
     found = pages.view(torch.uint8)[ids].view(pages.dtype) if of_bytes else pages[ids]
     return found.flatten(0, 1)[:kv_len].transpose(0, 1).to(dtype)
@@ -173,7 +174,7 @@ def attention(
         keys, values = (_read_kv(t, pages, kv_len, q.dtype) for t in (cache.keys, cache.values))
         mask = _causal(q_len, kv_len, window, q.device)
         if sinks is not None:
-            seen = _beside_sinks(q[rows], keys, values, mask, scale * cache.key_scale, sinks)
+            seen = _with_sinks(q[rows], keys, values, mask, scale * cache.key_scale, sinks)
             out[rows] = seen * cache.value_scale
             start += q_len
             continue
@@ -190,8 +191,9 @@ def attention(
     return out
 
 
-def _beside_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
-    """q [T, heads, D]; keys, values [kv_heads, kv_len, D] -> [T, heads, D]. A head at a time, for logits are large."""
+def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
+    """Attention with sinks: q [T, heads, D]; keys, values [kv_heads, kv_len, D] -> [T, heads, D]. One head at a time,
+    to bound the memory of the logits."""
     out, per_kv_head = torch.empty_like(q), q.shape[1] // len(keys)
     for head, sink in enumerate(sinks.float()):
         logits = q[:, head].float() * scale @ keys[head // per_kv_head].float().T
@@ -205,7 +207,7 @@ def _beside_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
 
 
 def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[q_len, kv_len], true where a query (the last q_len positions) may look; None where it may look everywhere."""
+    """The causal mask [q_len, kv_len], True where a query (at the last q_len positions) may attend; None: anywhere."""
     if q_len == 1 and (window is None or kv_len <= window):
         return None
     distance = torch.arange(kv_len - q_len, kv_len, device=device)[:, None] - torch.arange(kv_len, device=device)
@@ -213,11 +215,11 @@ def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -
 
 
 def latent_store(q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor) -> Tensor:
-    rank, turned = len(norm.weight), 2 * angles.cos.shape[-1]
+    rank, rotary_dim = len(norm.weight), 2 * angles.cos.shape[-1]
     latents = rms_norm(kv[:, :rank], norm.weight, norm.eps, norm.offset)
     keys = rotary(kv[:, None, rank:], angles.cos, angles.sin, angles.interleaved)[:, 0]
     cache.rows.flatten(0, 1).index_copy_(0, slots, torch.cat((latents, keys), -1))
-    plain = q.shape[-1] - turned
+    plain = q.shape[-1] - rotary_dim
     return torch.cat((q[..., :plain], rotary(q[..., plain:], angles.cos, angles.sin, angles.interleaved)), -1)
 
 
@@ -267,7 +269,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 class TorchLinear:
-    """Each part's rows are a view of one matrix."""
+    """Fused linear layers: each part's rows are a view of one matrix."""
 
     def __init__(self, outs: Mapping[str, int], inputs: int, bias: bool, dtype: torch.dtype) -> None:
         self._outs = dict(outs)
@@ -313,7 +315,7 @@ class TorchMlp:
 
 
 class TorchLatentMaps:
-    """weight [heads, K + V, rank]."""
+    """W_k and W_v of latent attention as one tensor [heads, K + V, rank]."""
 
     def __init__(self, heads: int, keys: int, values: int, rank: int, dtype: torch.dtype) -> None:
         self.weight = torch.empty(heads * (keys + values), rank, dtype=dtype)
@@ -331,7 +333,7 @@ class TorchLatentMaps:
 
 
 class TorchUnderway:
-    """It is done already."""
+    """Experts that were computed when they were started."""
 
     def __init__(self, routed: Tensor) -> None:
         self._routed = routed
@@ -359,7 +361,7 @@ class TorchExperts:
         return None
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
-        """Nobody waits for these experts' weights."""
+        """Do nothing: these experts' weights need no prefetch."""
 
     def start(self, x: Tensor, chosen: Chosen) -> TorchUnderway:
         weights = self.gate_up, self.down
@@ -429,7 +431,7 @@ class TorchMaps:
 
 
 def reference(dtype: torch.dtype, new_experts: NewExperts | None = None) -> Ops:
-    """All ops in plain torch, with weights of `dtype`; routed experts others' if `new_experts` makes them."""
+    """All ops in plain torch, with weights of `dtype`; `new_experts`, if given, makes the routed experts."""
     return Ops(
         maps=TorchMaps(dtype, new_experts),
         new_block=lambda: None,
@@ -437,8 +439,8 @@ def reference(dtype: torch.dtype, new_experts: NewExperts | None = None) -> Ops:
         add=add,
         add_norm=add_norm,
         rotate_store=rotate_store,
-        choose=in_steps(add_norm, route),
-        best=best,
+        choose=composed_choose(add_norm, route),
+        argmax=argmax,
         attention=attention,
         gate=gate,
         gated_delta=gated_delta,

@@ -1,4 +1,5 @@
-"""Where the experts of a layer are, said to whoever computes with them; and what one of them is. Never: deciding it."""
+"""Locations of a layer's experts, for the kernels that compute with them, and the shape of an expert. Never: deciding
+where experts go."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """One expert: gate and up [width, hidden], panel by panel, and down [hidden, width], each in its form.
+    """The shape of one packed expert: gate and up [width, hidden] with alternating panels, and down [hidden, width].
 
-    limit: of the clamped SwiGLU. Raises ValueError for an activation that the kernels do not have.
+    limit: of the clamped SwiGLU. Raises ValueError for an activation that the GPU kernels lack.
     """
 
     hidden: int
@@ -30,7 +31,7 @@ class ExpertShape:
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"GPU kernels have {[a.name for a in ACTIVATIONS]}, not {self.activation.name}")
+            raise ValueError(f"the GPU kernels implement {[a.name for a in ACTIVATIONS]}, not {self.activation.name}")
 
     @cached_property
     def up(self) -> Layout:
@@ -42,12 +43,12 @@ class ExpertShape:
         return layout(self.down_form.format, self.hidden, self.width, self.down_form.group)
 
 
-IN_PLACE_PAIRS = 64  # choices of a step of few tokens
+IN_PLACE_PAIRS = 64  # most (token, expert) pairs of a step for which experts are read in place
 
 
 @dataclass(frozen=True)
 class Biases:
-    """Of all experts of a layer, wherever those are, in the order of their packed rows, padded with zeros: float32."""
+    """Biases of all experts of a layer, on any device, float32, in the order of packed rows, padded with zeros."""
 
     up: Tensor  # [E, rows of gate and up]
     down: Tensor  # [E, rows of down]
@@ -55,7 +56,7 @@ class Biases:
 
 @dataclass(frozen=True)
 class PairBias:
-    """Of pairs of a token and an expert, ids int32 [T, k]: one of the Biases of all experts."""
+    """Biases for (token, expert) pairs; ids: int32 [T, k]; of: Biases.up or Biases.down."""
 
     ids: Tensor
     of: Tensor
@@ -63,37 +64,37 @@ class PairBias:
 
 @dataclass(frozen=True)
 class InPlace:
-    """Where the GPU can read experts of the CPU in RAM, over the bus, and how many of them it should.
+    """Addresses at which the GPU can read the CPU's experts in RAM, over PCIe, and how many it should read there.
 
-    Of a step of up to IN_PLACE_PAIRS choices: where m experts are chosen that are the CPU's and have an address here,
-    share[m] of them, the last ones that one token alone has chosen. Others stay with the CPU: an expert is somebody's
-    for all its tokens, and the bus would be crossed by each choice.
+    In a step of up to IN_PLACE_PAIRS pairs that chooses m of the CPU's experts with an address here, the GPU computes
+    share[m] of them, the last ones that a single token has chosen; the CPU computes the others. Within a step an expert
+    runs on one device for all its tokens; in-place reads are uncached, so each (token, expert) pair would cross PCIe.
     """
 
-    up: Tensor  # int64 [E]: address of gate and up in RAM, or of where their pieces are (ops/pieces.py); 0: not there
+    up: Tensor  # int64 [E]: tagged address (ops/pieces.py) of gate and up in RAM; 0: none
     down: Tensor  # int64 [E]
     share: Tensor  # int32 [IN_PLACE_PAIRS + 1]
-    in_pieces: bool = False  # whether there are addresses of the second kind
+    in_pieces: bool = False  # some matrices are in pieces
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Of a layer's experts, on the device: the only truth about where they are. It changes between steps alone."""
+    """The residency table of a layer's experts, on the device; the only source of truth. Changes only between steps."""
 
-    up: Tensor  # int64 [E]: address of gate and up that the GPU computes with; 0: the CPU's
+    up: Tensor  # int64 [E]: address of gate and up in GPU memory; 0: the CPU computes the expert
     down: Tensor  # int64 [E]
-    cpu: Tensor  # int32 [E]: under which number the CPU has the expert; -1: the GPU's
-    counts: Tensor | None = None  # int32 [E]: each choice of an expert is added here when it is located
+    cpu: Tensor  # int32 [E]: the expert's number on the CPU; -1: the GPU computes it
+    counts: Tensor | None = None  # int32 [E]: incremented for each (token, expert) pair that is located
     in_place: InPlace | None = None
-    bell: Bell | None = None  # who chooses experts may hand the CPU's over at once
+    bell: Bell | None = None  # the kernel that chooses experts may ring it to hand the CPU's pairs over
 
 
 @dataclass(frozen=True)
 class Located:
-    """Of each pair [T, k] of a token and an expert."""
+    """Location of each (token, expert) pair, [T, k]."""
 
-    ids: Tensor  # int32, -1: nobody's
-    up: Tensor  # int64, as Residency or InPlace has it; 0 where the GPU has nothing to do
+    ids: Tensor  # int32; -1: no expert
+    up: Tensor  # int64: address from Residency or InPlace; 0: not computed by the GPU
     down: Tensor  # int64
-    cpu: Tensor  # int32, -1 where the CPU has nothing to do
-    handed_over: bool = False  # the CPU's, to the CPU
+    cpu: Tensor  # int32: the expert's number on the CPU; -1: not computed by the CPU
+    handed_over: bool = False  # the CPU's pairs were already handed over to it

@@ -1,7 +1,8 @@
-"""Weights on their way to a GPU: workers fill pinned memory, from where they are copied. Never: which weights go there.
+"""Staging of weights for a GPU: workers fill pinned host memory, from which they are copied. Never: which weights go to
+the GPU.
 
-A sink hands out jobs that fill its part of the staging; after each batch of jobs the loader calls `flush`. What does
-not fit comes in rows that are written one chunk at a time.
+A sink returns jobs that fill its part of the staging memory; after each batch of jobs the loader calls `flush`. Rows
+that no job can fill are written by `write`, one chunk at a time.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ STORED = {
 
 
 class Staging:
-    """Host memory that is filled and copied out again and again; pinned where copies are DMA."""
+    """Reusable host memory that is filled, then copied to the device; pinned if copies use DMA."""
 
     def __init__(self, pool: Pool, nbytes: int, *, pinned: bool) -> None:
         self.pool = pool
         self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._used = 0
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # bytes here, and where they go
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # (staged bytes, destination)
 
     def reserve(self, targets: Sequence[Tensor]) -> list[Tensor] | None:
-        """Bytes for each of these, which `flush` copies there; None where there is no room for all."""
+        """Reserve bytes for each target, which `flush` will copy there; None if there is no room for all."""
         places, at = [], self._used
         for target in targets:
             at = -(-at // 64) * 64
@@ -44,7 +45,7 @@ class Staging:
         return places
 
     def flush(self) -> None:
-        """Copy everything that was reserved, and wait for it."""
+        """Copy all reserved bytes to their targets, wait for the copies, and free the staging memory."""
         for place, target in self._waiting:
             target.copy_(place.view(target.dtype).view(target.shape), non_blocking=True)
         devices = {target.device for _, target in self._waiting if target.is_cuda}
@@ -55,8 +56,8 @@ class Staging:
 
 
 class DeviceRows:
-    """A plain parameter on a GPU, as the loader sees it: all its dimensions but the last are rows. Bfloat16 is filled,
-    other types are written."""
+    """The sink of an unpacked parameter on a GPU; all dimensions but the last are rows. bfloat16 is filled by workers,
+    other dtypes by `write`."""
 
     row_unit = 1
 
@@ -83,9 +84,8 @@ class DeviceRows:
 
 
 class DecidedLater:
-    """A matrix [rows, columns] on a GPU: `where` tells the sink that takes its rows, packed or plain, once all sinks
-    have been told what to expect.
-    """
+    """The sink of a matrix [rows, columns] on a GPU whose form is chosen later: `where` returns the actual sink, packed
+    or plain; it is called only after `expect` was called for all sinks."""
 
     row_unit = PANEL_ROWS
 
@@ -100,10 +100,10 @@ class DecidedLater:
 
 
 class DevicePanels:
-    """Rows of one matrix packed for the native kernels, in memory that the CPU may not address.
+    """The sink of a packed matrix [rows, columns] in device memory.
 
-    `where` tells the matrix's panels, uint8 [panels, panel bytes] (of gate and up: every second one), and their form;
-    it is asked once all sinks know what they will get. rows float [rows, columns].
+    where: returns the matrix's panels, uint8 [panels, panel bytes] (for gate or up, every second one), and their form;
+    called only after `expect` was called for all sinks.
     """
 
     row_unit = PANEL_ROWS
@@ -123,7 +123,8 @@ class DevicePanels:
         return None if places is None else [self._fill(rows, places[0], count, form)]
 
     def write(self, first: int, rows: Tensor) -> None:
-        """Raises ValueError where the form is not bfloat16: numbers are not packed in others."""
+        """Pack float rows and copy them to the device. Raises ValueError unless the form is bfloat16: rows are never
+        quantised."""
         panels, form = self._where()
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         part = _rows_of(panels, first, len(rows))
@@ -138,5 +139,5 @@ class DevicePanels:
 
 
 def _rows_of(panels: Tensor, first: int, count: int) -> Tensor:
-    """The panels of `count` rows from `first` on, which begin at a panel."""
+    """The panels of `count` rows from `first` on, a multiple of PANEL_ROWS."""
     return panels[first // PANEL_ROWS : -(-(first + count) // PANEL_ROWS)]

@@ -1,7 +1,7 @@
-"""The ops table: every primitive named once. Belongs here: signatures, shapes, dtypes. Never: maths.
+"""The ops table: the signature of every primitive. Belongs here: signatures, shapes, dtypes. Never: maths.
 
-ops/reference.py is the specification. Layers get an `Ops` and call `ops.linear(...)`; which implementation
-stands behind a name is settled once, in engine/building/load.py or engine/building/gpu_plan.py, and printed at start.
+ops/reference.py is the specification. Layers get an `Ops` and call its functions; its implementation (native, Triton,
+reference) is chosen once, when the engine starts.
 
 Shapes: T tokens of the step (all sequences concatenated), S sequences, H hidden, D head_dim.
 """
@@ -22,9 +22,9 @@ from proa.ops.residency import Located, Residency
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """An AttentionBatch as tensors that stay where they are, for a graph to read; S and T include padding."""
+    """An AttentionBatch as device tensors at fixed addresses, for a graph to read; S and T include padding."""
 
-    rows_each: int  # sequence s has rows s * rows_each to (s + 1) * rows_each - 1; 0: q_starts alone says
+    rows_each: int  # decode: sequence s has this many rows, from row s * rows_each on; 0: q_starts alone says
     q_starts: Tensor  # int32 [S + 1]: each sequence's first row
     kv_lens: Tensor  # int32 [S], 0 for padding
     page_table: Tensor  # int32 [S, most pages]
@@ -33,33 +33,34 @@ class DeviceBatch:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Where each sequence of a step keeps its KV.
+    """The sequences of a step, and where their KV is.
 
-    Sequence s owns q_len[s] consecutive rows of the step; its last row sits at position kv_len[s] - 1.
-    page_table[s] lists its pages in order; slots[t] = page * page_tokens + offset is where row t's K and V go.
+    Sequence s owns q_lens[s] consecutive rows of the step; its last row has position kv_lens[s] - 1.
+    page_table[s] lists its pages in order; row t's K and V go to slots[t] = page * page_tokens + offset.
     """
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     page_table: tuple[Tensor, ...]  # int64 [pages of s], one per sequence
-    slots: Tensor  # int64 [T]; -1: a row of padding
+    slots: Tensor  # int64 [T]; -1: padding row
     device: DeviceBatch | None = None
     states: tuple[int, ...] = ()  # each sequence's slot of recurrent states
 
     @property
     def on_device(self) -> DeviceBatch:
-        """Raises ValueError where it does not say."""
+        """The batch as device tensors. Raises ValueError if it has none."""
         if self.device is None:
-            raise ValueError("a GPU reads its batch from the device, and this one does not stand there")
+            raise ValueError("GPU ops need a batch with device tensors (DeviceBatch), but this one has none")
         return self.device
 
 
 @dataclass(frozen=True)
 class KvPages:
-    """One layer's cache. keys, values: [pages, page_tokens, kv_heads, D], of the activations' type or float8_e4m3fn.
+    """One layer's KV cache. keys, values: [pages, page_tokens, kv_heads, D], in the activations' dtype or
+    float8_e4m3fn.
 
-    Scales are of float8, exact in float32. What is stored is value * (1 / scale) in float32, rounded to nearest; of
-    that, finite numbers beyond 448 become 448, others NaN.
+    Scales apply to float8 only and are exact in float32. Stored is value * (1 / scale), computed in float32 and rounded
+    to nearest; finite values saturate at +-448, non-finite ones become NaN.
     """
 
     keys: Tensor
@@ -70,8 +71,8 @@ class KvPages:
 
 @dataclass(frozen=True)
 class LatentPages:
-    """One layer's cache of latent attention. rows: [pages, page_tokens, rank + R]: of each token a latent, then the
-    key that all heads share."""
+    """One layer's cache of latent attention. rows: [pages, page_tokens, rank + R]: per token the latent, then the
+    rotary key that all heads share."""
 
     rows: Tensor
     rank: int
@@ -79,9 +80,10 @@ class LatentPages:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """One layer's, by slots. A sequence that has no past yet finds anything in its slot, and does not read it.
+    """One layer's recurrent states. The slot of a sequence without past tokens is uninitialised, and not read.
 
-    rule: float32 [slots, value heads, key dim, value dim]. tail: [slots, taps - 1, channels], the oldest row first.
+    rule: float32 [slots, value heads, key dim, value dim]: state of the delta rule. tail: [slots, taps - 1, channels]:
+    last inputs of the causal convolution, oldest first.
     """
 
     rule: Tensor
@@ -99,17 +101,17 @@ class RmsNorm(Protocol):
 
 class Add(Protocol):
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """x + y in x's dtype. May be stored in x: whoever calls goes on with the result alone."""
+        """x + y in x's dtype. May run in place in x; use only the return value."""
 
 
 class AddNorm(Protocol):
     def __call__(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-        """x + y, which may be stored in x, and its rms_norm."""
+        """Returns x + y and its rms_norm. May add in place in x; use only the return values."""
 
 
 @dataclass(frozen=True)
 class QkNorm:
-    """RMSNorm of queries and keys: over each head where the weights are [D], over all heads together otherwise."""
+    """RMSNorm of queries and keys: over each head if the weights are [D], else over all heads together."""
 
     q: Tensor
     k: Tensor
@@ -119,11 +121,11 @@ class QkNorm:
 
 @dataclass(frozen=True)
 class Angles:
-    """Of a step's rows: cos, sin float32 [T, R/2], for the first R dims of each head (arXiv 2104.09864)."""
+    """Rotary angles of a step's rows: cos, sin float32 [T, R/2], for R dims of each head (arXiv 2104.09864)."""
 
     cos: Tensor
     sin: Tensor
-    interleaved: bool  # pairs of neighbours, else of halves
+    interleaved: bool  # GPT-J pairs (neighbouring dims), else half-split
 
 
 class RotateStore(Protocol):
@@ -131,21 +133,22 @@ class RotateStore(Protocol):
         self, q: Tensor, kv: Tensor, norm: QkNorm | None, angles: Angles, cache: KvPages, slots: Tensor
     ) -> Tensor:
         """q [T, heads, D], kv [T, 2 kv_heads, D]: normalise queries and keys, rotate both, store keys and values at
-        slots [T] (where they are not negative) -> queries [T, heads, D]. May work in q and kv themselves. Heads of q
-        may lie apart if there is a norm over each."""
+        slots [T] (rows of negative slot are not stored) -> queries [T, heads, D]. May overwrite q and kv; use only the
+        return value. q may be strided over heads unless the norm is over all heads together."""
 
 
 class Gate(Protocol):
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [T, heads, D] * sigmoid(gate [T, heads, D]). May be stored in x. Heads of the gate may lie apart."""
+        """x [T, heads, D] * sigmoid(gate [T, heads, D]). May run in place in x; use only the return value. gate may be
+        strided over heads."""
 
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """Projections of a step's rows, as views in groups: each key head with its value heads, G x R of them.
+    """Projections of a step's rows, as views by key head: G key heads with R value heads each.
 
     q, k: [T, G, key dim]; v, z: [T, G, R, value dim]; b, a: [T, G, R]. q, k, v and z have the same strides over T and
-    G, and so have b and a; the rest of each lies together.
+    G, and so have b and a; the inner dimensions are contiguous.
     """
 
     q: Tensor
@@ -158,8 +161,8 @@ class DeltaInputs:
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """conv float32 [channels, 1, taps], channels being all of q, all of k, all of v; a_log, dt_bias float32 [G R]; norm
-    [value dim], with eps."""
+    """Weights of a gated delta rule. conv: float32 [channels, 1, taps], channels in the order all q, all k, all v;
+    a_log, dt_bias: float32 [G R]; norm: [value dim], with eps."""
 
     conv: Tensor
     a_log: Tensor
@@ -170,19 +173,19 @@ class DeltaWeights:
 
 class GatedDelta(Protocol):
     def __call__(self, x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, batch: AttentionBatch) -> Tensor:
-        """The gated delta rule (arXiv 2412.06464) over each sequence's rows, from its state on -> [T, G R value dim].
+        """The gated delta rule (arXiv 2412.06464) over each sequence's rows, continuing its state
+        -> [T, G R value dim].
 
-        q, k and v pass a causal convolution of the last `taps` rows, and SiLU. Then q and k of each head have length 1
-        (their squares sum to 1, but for 1e-6), q times key_dim ** -0.5. For each row and value head, in float32:
+        q, k and v pass a causal convolution over the last `taps` rows, then SiLU. Then q and k of each head are
+        L2-normalised (epsilon 1e-6), and q is scaled by key_dim ** -0.5. For each row and value head:
         S *= exp(-exp(a_log) softplus(a + dt_bias)); S += k (sigmoid(b) (v - S^T k))^T; o = S^T q. The result is
-        o / rms(o) * norm * silu(z). All of it in float32, rounded once. Writes the state after each sequence's
-        last row.
+        o / rms(o) * norm * silu(z). All in float32, rounded once. Writes the state after each sequence's last row.
         """
 
 
 @dataclass(frozen=True)
 class RouterRule:
-    """How a router's logits become a choice: see Route. correction: float32 [E]."""
+    """The rule that turns router logits into experts and weights: see Route. correction: float32 [E]."""
 
     top_k: int
     router: Router
@@ -191,18 +194,19 @@ class RouterRule:
 
 class Route(Protocol):
     def __call__(self, logits: Tensor, slots: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
-        """logits [T, E] -> ids int [T, k], weights float32 [T, k], best first, of equals the lower id. In float32:
+        """logits [T, E] -> ids int [T, k], weights float32 [T, k], highest first, the lower id first among equals. In
+        float32:
 
-        Scores are softmax(logits) or sigmoid(logits). The choice is by score + correction, of groups too, where there
-        are groups; the weights are the scores of those chosen, to renormalise divided by their sum + epsilon, or by
-        `least` if that is more, times scale. Rows whose slot is negative are padding: ids -1. Weights of a row that has
-        NaN are NaN.
+        Scores are softmax(logits) over all experts, or sigmoid(logits) per expert. Experts, and groups if there are
+        any, are chosen by score + correction. Weights are the scores of the chosen experts, if renormalised divided by
+        max(their sum + epsilon, least), times scale. Rows of negative slot are padding: ids -1. If a row has a NaN, its
+        weights are NaN.
         """
 
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm's weight [N], what is added to the mean of squares, and to the weight."""
+    """An RMSNorm: weight [N]; eps, added to the mean of squares; offset, added to the weight."""
 
     weight: Tensor
     eps: float
@@ -211,8 +215,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Each row's experts: ids int [T, k], -1: none; weights float32 [T, k]. at: where they are, if that was looked up
-    with the choice."""
+    """Each row's experts: ids int [T, k], -1: none; weights float32 [T, k]. at: their locations, if the op that chose
+    them also looked them up."""
 
     ids: Tensor
     weights: Tensor
@@ -224,13 +228,14 @@ class Choose(Protocol):
         self, x: Tensor, y: Tensor, norm: Norm, router: LinearMap, slots: Tensor, rule: RouterRule,
         residency: Residency | None,
     ) -> tuple[Tensor, Tensor, Chosen]:  # fmt: skip
-        """x + y and its norm, as add_norm; the experts that `route` takes from router(norm). residency: of the layer's
-        experts on the device, where they can be looked up."""
+        """Returns x + y and its norm, as add_norm, and the experts that `route` chooses from router(norm). residency:
+        the layer's residency table on the device, if there is one, for looking up the chosen experts."""
 
 
-class Best(Protocol):
+class Argmax(Protocol):
     def __call__(self, logits: Tensor) -> Tensor:
-        """float32 [R, vocab] -> int [R], the largest one's id, the lowest of equals; -1 where any is not finite."""
+        """logits float32 [R, vocab] -> int [R]: argmax, the lowest id among equals; -1 for a row with a non-finite
+        logit."""
 
 
 class PagedAttention(Protocol):
@@ -238,43 +243,46 @@ class PagedAttention(Protocol):
         self, q: Tensor, cache: KvPages, batch: AttentionBatch, scale: float, window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Causal attention of q [T, heads, D] over each sequence's pages -> [T, heads, D]; softmax in float32. sinks
-        float32 [heads]: a logit of each head that takes its share of the softmax and has no value."""
+        """Causal attention of q [T, heads, D] over each sequence's pages -> [T, heads, D]; softmax in float32. window:
+        tokens that a query sees, itself included. sinks: float32 [heads], one extra logit per head in the softmax,
+        without a value."""
 
 
 class LatentStore(Protocol):
     def __call__(self, q: Tensor, kv: Tensor, norm: Norm, angles: Angles, cache: LatentPages, slots: Tensor) -> Tensor:
-        """q [T, heads, K + R], kv [T, rank + R]: rotate the last R values of each head of q, normalise the latents,
-        rotate the keys behind them, store both at slots [T] (where they are not negative) -> queries [T, heads, K + R].
-        May work in q and kv themselves. Rows of both may lie apart; angles turn all of R."""
+        """q [T, heads, K + R], kv [T, rank + R]: rotate the last R dims of each head of q, normalise the latents,
+        rotate the keys behind them, store both at slots [T] (rows of negative slot are not stored) -> queries
+        [T, heads, K + R]. May overwrite q and kv; use only the return value. Rows of both may be strided; the angles
+        cover all R dims."""
 
 
 class LatentAttention(Protocol):
     def __call__(self, q: Tensor, cache: LatentPages, batch: AttentionBatch, scale: float) -> Tensor:
-        """Causal attention of q [T, heads, rank + R] over each sequence's pages -> [T, heads, rank]: every head's keys
-        are the cached rows, its values their latents. Softmax in float32."""
+        """Causal attention of q [T, heads, rank + R] over each sequence's pages -> [T, heads, rank]: keys of every head
+        are the cached rows, values their latents. Softmax in float32."""
 
 
 class Sink(Protocol):
-    """Where a parameter goes that is not kept as a plain tensor: its rows are handed over, in any order."""
+    """The destination of a parameter that is not a plain tensor in RAM (packed, or on a GPU). The loader passes it rows
+    in any order."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def expect(self, stored: str) -> None:
-        """The checkpoint stores it as this type (BF16, Q4_1...). Told of all parameters before the first row."""
+        """Announce the parameter's type in the checkpoint (BF16, Q4_1, ...). Called for all parameters before the first
+        row of any, so that the packed format can be chosen."""
 
     def fills(self, rows: StoredRows, first: int = 0, count: int | None = None) -> Sequence[Fill] | None:
-        """What workers do to fill `count` rows (None: all that follow) from `first` on, a multiple of `row_unit`, from
-        rows of a file, of which the first is `first`. None where there is no room for them now, or only `write` does.
-        """
+        """Jobs for workers that fill `count` rows (None: all remaining) from `first` on, a multiple of `row_unit`; the
+        stored `rows` start at row `first`. None if there is no room now, or rows can only be filled by `write`."""
 
     @property
     def row_unit(self) -> int:
-        """Rows must be written in multiples of this, but for the last ones."""
+        """Rows must be written in multiples of this, except at the end."""
 
     def write(self, first: int, rows: Tensor) -> None:
-        """Rows from `first` on, of any float type; rounded once if the sink's type is narrower."""
+        """Write rows from `first` on, of any float dtype; rounded once if the sink's type is narrower."""
 
 
 Target = Tensor | Sink
@@ -282,7 +290,7 @@ Parameters = Iterator[tuple[str, Target]]
 
 
 class LinearMap(Protocol):
-    """Linear maps that read the same input, as one. Parameters: "<out>.weight" [rows, inputs], "<out>.bias"."""
+    """Linear layers that read the same input, fused. Parameters: "<out>.weight" [rows, inputs], "<out>.bias"."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, inputs] @ W^T + bias -> [T, sum of outs] in x's dtype, float32 accumulation."""
@@ -291,7 +299,7 @@ class LinearMap(Protocol):
 
 
 class Mlp(Protocol):
-    """down(gating(gate x, up x)). Parameters: gate, up, down (.weight, .bias)."""
+    """A gated MLP: down(gating(gate x, up x)). Parameters: gate, up, down (.weight, .bias)."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -300,7 +308,7 @@ class Mlp(Protocol):
 
 @dataclass(frozen=True)
 class NextRouter:
-    """What the next MoE layer will choose by: its norm of the residual stream, its router, its rule."""
+    """Norm, router and rule of the next MoE layer, to predict its experts."""
 
     norm: Norm
     router: LinearMap
@@ -308,30 +316,30 @@ class NextRouter:
 
 
 class Unsummed(Protocol):
-    """What a MoE layer adds to the residual stream x [T, H], of a device that adds both up at once."""
+    """The pending output of a MoE layer, whose sum is fused with the residual add by the next op."""
 
     def add(self, x: Tensor) -> Tensor:
-        """x + all of it. May be stored in x: whoever calls goes on with the result alone."""
+        """x [T, H] + the layer's output. May run in place in x; use only the return value."""
 
     def add_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """The same, and its norm."""
+        """Returns x + the layer's output, as `add`, and its norm."""
 
 
 class Underway(Protocol):
     def finish(self, shared: Tensor | None, gate: Tensor | None) -> Tensor | Unsummed:
-        """The experts' sum [T, H] + shared [T, H], which is scaled by sigmoid(gate [T, 1]) if there is one. What is not
-        added up yet must be before the next layer's experts start."""
+        """The experts' sum [T, H] + shared [T, H], scaled by sigmoid(gate [T, 1]) if given. An Unsummed result must be
+        added before the next layer's experts start."""
 
 
 class LatentMaps(Protocol):
-    """Of each head W_k [K, rank] and W_v [V, rank], bfloat16 in the GPU's and the native ops. Parameter: "kv_b.weight"
-    [heads * (K + V), rank]."""
+    """Latent attention's W_k [K, rank] and W_v [V, rank] per head, in bfloat16 (reference: the model's dtype).
+    Parameter: "kv_b.weight" [heads * (K + V), rank]."""
 
     def queries(self, q: Tensor) -> Tensor:
-        """q [T, heads, K + R] -> [T, heads, rank + R]: W_k^T of each head's first K values, and the others."""
+        """q [T, heads, K + R] -> [T, heads, rank + R]: W_k^T times the first K dims of each head; the last R copied."""
 
     def values(self, seen: Tensor) -> Tensor:
-        """seen [T, heads, rank] -> [T, heads * V]: W_v of each head's latent."""
+        """seen [T, heads, rank] -> [T, heads * V]: W_v times each head's weighted sum of latents."""
 
     def parameters(self) -> Parameters: ...
 
@@ -341,15 +349,16 @@ class Experts(Protocol):
 
     @property
     def residency(self) -> Residency | None:
-        """Where they are, if a device has some of them."""
+        """The residency table, if a GPU holds some of the experts."""
 
     def start(self, x: Tensor, chosen: Chosen) -> Underway:
-        """Sum over k of weights[t, k] * expert[ids[t, k]](x[t]), in a fixed order, in float32; id -1 is no expert.
-        What is computed until `finish` may run beside them."""
+        """Start computing the sum over k of weights[t, k] * expert[ids[t, k]](x[t]), in a fixed order, in float32; id
+        -1 is no expert. Ops called before `finish` may overlap with it."""
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter) -> None:
-        """These experts are those of the next MoE layer; x [T, hidden] is the residual stream that the present one
-        reads, and likely to choose as it will when these are asked. No result depends on it."""
+        """Predict which of these experts, those of the next MoE layer, will be chosen, and prefetch them. x [T, hidden]
+        is the residual stream at the present layer: its routing mostly agrees with that of the next. Only a hint: no
+        result depends on it."""
 
     def parameters(self) -> Parameters: ...
 
@@ -358,7 +367,7 @@ class NewExperts(Protocol):
     def __call__(
         self, experts: int, hidden: int, width: int, bias: bool = False, gating: Gating = SILU
     ) -> Experts:  # fmt: skip
-        """The routed experts of the model's next MoE layer, wherever they live."""
+        """Make the routed experts of one MoE layer; called once per MoE layer, in order."""
 
 
 class Embedding(Protocol):
@@ -368,21 +377,21 @@ class Embedding(Protocol):
         """int64 [T] -> [T, hidden]."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [R, hidden] -> float32 [R, vocab]: the embedding as the head."""
+        """x [R, hidden] -> float32 [R, vocab]: the embedding as a tied head."""
 
     def parameters(self) -> Parameters: ...
 
 
 class Maps(Protocol):
-    """Makes everything that owns weights, uninitialised until loaded."""
+    """Makes the parts of a model that own weights, uninitialised until loaded."""
 
     def linear(self, outs: Mapping[str, int], inputs: int, bias: bool) -> LinearMap: ...
 
     def router(self, experts: int, hidden: int, bias: bool = False) -> LinearMap:
-        """Parameters "router.weight" and "router.bias"; gives float32."""
+        """A router, with float32 output. Parameters: "router.weight", "router.bias"."""
 
     def head(self, vocab: int, hidden: int) -> LinearMap:
-        """Parameter "head.weight"; gives float32."""
+        """An output head, with float32 output. Parameter: "head.weight"."""
 
     def mlp(self, hidden: int, width: int, bias: bool, gating: Gating = SILU) -> Mlp: ...
 
@@ -393,16 +402,16 @@ class Maps(Protocol):
     def embedding(self, vocab: int, hidden: int, tied: bool) -> Embedding: ...
 
     def vector(self, width: int) -> Tensor:
-        """A norm's weight."""
+        """A norm's weight, in the dtype of activations."""
 
     def numbers(self, *shape: int) -> Tensor:
-        """A few parameters in float32."""
+        """A small parameter in float32 (sinks, corrections, the delta rule's)."""
 
 
 class NewBlock(Protocol):
     def __call__(self) -> None:
-        """A block of layers begins: of what the ops have returned, only the residual stream is still read, and by the
-        next op what is to be added to it."""
+        """Mark a layer boundary: results of earlier ops may be overwritten, except the residual stream, and its pending
+        addend until the next op has read it."""
 
 
 @dataclass(frozen=True)
@@ -414,7 +423,7 @@ class Ops:
     add_norm: AddNorm
     rotate_store: RotateStore
     choose: Choose
-    best: Best
+    argmax: Argmax
     attention: PagedAttention
     gate: Gate
     gated_delta: GatedDelta

@@ -163,7 +163,7 @@ def scoring_bytes(vocab: int, max_running: int) -> int:
     """Logits of a step's rows or of a piece of a scored prompt, and what choosing tokens and telling their
     log-probabilities takes."""
     rows = max(max_running, SCORED_ROWS)
-    logits = LOGIT_COPIES * 4 * rows * vocab + (LOGIT_COPIES - 1) * 8 * sizes.best_keys(rows, vocab)
+    logits = LOGIT_COPIES * 4 * rows * vocab + (LOGIT_COPIES - 1) * 8 * sizes.argmax_keys(rows, vocab)
     return logits + sizes.sampler_bytes(max_running, vocab) + sizes.logprobs_bytes(rows, vocab)
 
 

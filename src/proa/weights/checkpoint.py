@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its config, its tensors' places, its tokenizer's. Never: tensor data, torch, the hub."""
+"""A checkpoint on disk: its config, where its tensors and tokenizer are. Never: tensor data, torch, the hub."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from proa.weights.index import FETCH_AGAIN, TensorInfo, bin_index, safetensors_i
 from proa.weights.placeholder import placeholder
 from proa.weights.quantised import collapse
 
-# safetensors and bin: where the names of sharded files, a single file, and files without an index are.
+# load format -> (index of sharded files, name of a single file, pattern of files without an index).
 _LAYOUTS = {
     "safetensors": ("model.safetensors.index.json", "model.safetensors", "*.safetensors"),
     "bin": ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model*.bin"),
 }
-# Files that repeat the weights in another layout, or are no weights.
+# Files that repeat the weights in another layout, or hold something else.
 _NOT_WEIGHTS = ("consolidated", "adapter_model", "optimizer", "training_args")
 _OTHER_FILES = "Use --load-format safetensors, or the model's unquantised repository."
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -35,12 +35,12 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was found at `path`, without any tensor data.
+    """A checkpoint's headers and configs, without tensor data.
 
-    path: folder or GGUF file. load_format: safetensors, bin, gguf or dummy. config: Hugging Face style, made
-    from the metadata for GGUF. tensors: by the file's names; empty for dummy. generation_config: empty if there
-    is none. dtype: bfloat16, float16 or float32, the type the checkpoint was made for. quantisation: what the config
-    says of it; None for GGUF.
+    path: folder or GGUF file. load_format: safetensors, bin, gguf or dummy. config: in Hugging Face's form, for GGUF
+    translated from the metadata. tensors: by the file's names; empty for dummy. generation_config: empty if there
+    is none. dtype: of activations: bfloat16, float16 or float32. quantisation: read from the config; None: not
+    quantised, or GGUF.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Checkpoint:
 
     @property
     def tokenizer_path(self) -> Path:
-        """The folder or the GGUF file that has the tokenizer."""
+        """The folder or the GGUF file that holds the tokenizer."""
         return self.path
 
     @property
@@ -96,8 +96,8 @@ def open_checkpoint(
 
 
 def needs_torch(path: Path, load_format: str = "auto") -> bool:
-    """Whether only torch can read the headers, which takes seconds to import. Raises WeightsError for a folder without
-    weights."""
+    """True if only torch can read the headers (.bin files); importing it takes seconds. Raises WeightsError for a
+    folder without weights."""
     if path.is_file():
         return False
     return (_found_format(path) if load_format == "auto" else load_format) == "bin"
@@ -125,7 +125,8 @@ def _weight_files(folder: Path, layout: str) -> list[Path]:
 
 
 def _only_gguf(folder: Path) -> Path:
-    """The folder's one model; of a split file the first part. Projectors of vision towers are no models."""
+    """The only GGUF model of a folder; the first part if it is split. mmproj files (vision projectors) do not count.
+    Raises ModelNotFound for none or several."""
     found = sorted(f for f in folder.glob("*.gguf") if not f.name.startswith("mmproj"))
     models = [f for f in found if "-of-" not in f.name or "-00001-of-" in f.name]
     if len(models) != 1:
@@ -149,14 +150,14 @@ def _open_gguf(file: Path, load_format: str, override: dict[str, Any]) -> Checkp
         path=file,
         load_format="dummy" if load_format == "dummy" else "gguf",
         config=config,
-        dtype="bfloat16",  # its rounding is far below that of any quantised type
+        dtype="bfloat16",  # rounds far less than any quantised type
         tensors={} if load_format == "dummy" else header.tensors,
         generation_config=generation_from_metadata(header.metadata),
     )
 
 
 def _rope_factors(tensor: TensorInfo | None) -> tuple[float, ...]:
-    """The only tensor that is configuration: what each rotary frequency is divided by."""
+    """Read the divisors of the rotary frequencies, which GGUF stores as a tensor. Raises WeightsError."""
     if tensor is None:
         return ()
     if tensor.dtype != "F32":
@@ -220,13 +221,13 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _dtype(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
-    """What the config says, else the type that most bytes have."""
-    said = config.get("dtype") or config.get("torch_dtype")
-    if said is not None:
-        name = str(said).removeprefix("torch.")
+    """The config's dtype, else the type of most bytes of the tensors. Raises ConfigError."""
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if stated is not None:
+        name = str(stated).removeprefix("torch.")
         if name not in _DTYPES.values():
             raise ConfigError(
-                f"config.json: the dtype {said!r} is not implemented, only {', '.join(_DTYPES.values())}.",
+                f"config.json: the dtype {stated!r} is not implemented, only {', '.join(_DTYPES.values())}.",
                 "Replace it with --override-config 'dtype=\"bfloat16\"'.",
             )
         return name

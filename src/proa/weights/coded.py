@@ -1,5 +1,5 @@
-"""Matrices of quantised checkpoints, opened: their codes stay in the file, their scales come into memory. Never: which
-tensors make a matrix (quantised.py), packing.
+"""Reads matrices of quantised checkpoints: their codes (quantised values) stay in the file until they are decoded or
+packed, their scales are read into memory. Never: which tensors make a matrix (quantised.py), packing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _TORCH = {
 _KINDS = {torch.float32: Stored.F32, torch.float16: Stored.F16, torch.bfloat16: Stored.BF16}
 
 
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight rows: which code of a word is whose
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # row i of eight is the 4-bit field AWQ_PLACES[i] of an int32 word
 
 
 class CodedFiles:
-    """The files that quantised matrices are spread over."""
+    """The open files over which quantised matrices are spread. Not thread-safe."""
 
     def __init__(self) -> None:
         self._streams: dict[Path, FileIO] = {}
@@ -39,7 +39,8 @@ class CodedFiles:
         self._streams.clear()
 
     def stored(self, info: TensorInfo, first: int) -> StoredRows:
-        """Rows from `first` on, all matrices of the tensor taken one after the other; up to the end of one matrix."""
+        """Where rows from `first` on lie in the file, up to the end of their matrix; rows are counted over all matrices
+        of the tensor."""
         of = _quantised(info)
         if of.order is not Order.ROWS:
             fd = self._stream(of.codes.file).fileno()
@@ -50,7 +51,7 @@ class CodedFiles:
         return StoredRows(of.code, start, row_bytes, fd, of.order, self._scales(info, first))
 
     def read(self, info: TensorInfo, first: int, count: int) -> Tensor:
-        """Rows [first, first + count), of one matrix or several, as float32."""
+        """Rows [first, first + count), of one matrix or several, as float32 [count, columns]."""
         columns, height = info.shape[-1], info.shape[-2]
         out = torch.empty(count, columns)
         done = 0
@@ -65,10 +66,10 @@ class CodedFiles:
         of = _quantised(info)
         if of.order is not Order.ROWS:
             codes = self._bytes(of.codes, 0, of.codes.nbytes)
-            turned = StoredRows(
+            transposed = StoredRows(
                 of.code, codes.data_ptr(), of.codes.row_bytes, order=of.order, scales=self._scales(info, 0)
             )
-            decode(turned.after(first), len(out), out.shape[1], out.data_ptr())
+            decode(transposed.after(first), len(out), out.shape[1], out.data_ptr())
             return
         row_bytes = of.codes.nbytes // info.rows
         codes = self._bytes(of.codes, first * row_bytes, len(out) * row_bytes)
@@ -76,7 +77,7 @@ class CodedFiles:
         decode(rows, len(out), out.shape[1], out.data_ptr())
 
     def _scales(self, info: TensorInfo, first: int) -> Scales:
-        """Of the matrix that row `first` is of; `first` counts within it."""
+        """Scales of the matrix that contains row `first`; the result's `first` is the row within that matrix."""
         of, height = _quantised(info), info.shape[-2]
         matrix, row = divmod(first, height)
         if self._last is None or self._last[0] != (info, matrix):
@@ -91,14 +92,14 @@ class CodedFiles:
         if of.order is not Order.ROWS:
             values = values.view(-1, height).T.contiguous()
         group_of = self._order(info, of, of.g_idx) if of.g_idx else None
-        rows = of.scale_rows or PANEL_ROWS  # all have the one row of scales
+        rows = of.scale_rows or PANEL_ROWS  # 0: all rows share one row of scales
         scale_rows = -(-height // of.scale_rows) if of.scale_rows else 1
         mins = None
         if of.zeros is not None:
             values = values.view(scale_rows, -1)
             zeros = self._zeros(info, of, of.zeros, matrix, values.shape[1])
-            middle = 128 if of.code is Code.UINT8 else 0  # of the code that means 0
-            mins = None if of.symmetric else (middle - zeros) * values  # of 4 or 9, and of 16 bits: exact
+            middle = 128 if of.code is Code.UINT8 else 0  # `code` is stored with this offset
+            mins = None if of.symmetric else (middle - zeros) * values  # exact: integers of 4 or 9 bits times 16 bits
         stride, min_data = values.nbytes // scale_rows if of.scale_rows else 0, 0 if mins is None else mins.data_ptr()
         alive = (values, mins, group_of)
         nbytes = sum(tensor.nbytes for tensor in alive if tensor is not None)
@@ -109,7 +110,7 @@ class CodedFiles:
         return found if of.factor is None else replace(found, factor=self._factor(info, of, of.factor, matrix))
 
     def _zeros(self, info: TensorInfo, of: Quantised, zeros: TensorInfo, matrix: int, groups: int) -> Tensor:
-        """int32 [rows, groups]"""
+        """Unpack the zero points of one matrix: int32 [rows, groups]. Raises WeightsError if they contradict `sym`."""
         bits = 8 if of.code is Code.UINT8 else 4
         words = self._part(info, zeros, matrix)
         words = words.view(-1, groups) if of.order is Order.ROWS else words.view(groups, -1).T
@@ -118,23 +119,24 @@ class CodedFiles:
         found = (unpacked + of.zero_offset & (1 << bits) - 1)[: info.shape[-2]]
         if of.symmetric and bool((found != 1 << bits - 1).any()):
             raise WeightsError(
-                f"{zeros.file}: the config says that integers are symmetric (sym), so all zero points of {zeros.name} "
-                f"should be {1 << bits - 1}, but some differ.",
-                "Set sym to false in config.json's quantization_config, if that is where the mistake is.",
+                f"{zeros.file}: config.json says that the quantisation is symmetric (sym), so all zero points of "
+                f"{zeros.name} must be {1 << bits - 1}, but some differ.",
+                "If the config is wrong, set sym to false in its quantization_config.",
             )
         return found
 
     def _order(self, info: TensorInfo, of: Quantised, g_idx: TensorInfo) -> Tensor | None:
-        """int32: the scale of each column; None where they must be in the order of their groups, and are."""
+        """The group of each column, int32 [columns]; None if columns are sorted by group (no act-order). Raises
+        WeightsError for groups out of range, or unsorted where the config says that they are sorted."""
         columns, found = info.shape[-1], self._part(info, g_idx, 0)
         group = of.group or columns
-        if bool((found == -1).all()):  # not in use
+        if bool((found == -1).all()):  # g_idx is unused
             return None
         if of.ordered and not torch.equal(found.long(), torch.arange(columns) // group):
             raise WeightsError(
-                f"{g_idx.file}: the columns of {g_idx.name} are not in the order of their groups of {group}, as the "
-                "config says (desc_act).",
-                "Set desc_act to true in config.json's quantization_config, if that is where the mistake is.",
+                f"{g_idx.file}: the config says that columns are sorted by group (desc_act is false), but {g_idx.name} "
+                f"does not sort them into groups of {group}.",
+                "If the config is wrong, set desc_act to true in its quantization_config.",
             )
         beyond = ((found < 0) | (found >= columns // group)).nonzero()
         if not of.ordered and len(beyond):
@@ -157,12 +159,12 @@ class CodedFiles:
         return 1 / value if of.inverse else value
 
     def _part(self, info: TensorInfo, tensor: TensorInfo, matrix: int) -> Tensor:
-        """What a tensor has of one matrix."""
+        """The part of a tensor that belongs to one matrix, in the tensor's dtype, flat."""
         nbytes = tensor.nbytes * info.shape[-2] // info.rows
         return self._bytes(tensor, matrix * nbytes, nbytes).view(_TORCH[tensor.dtype])
 
     def _bytes(self, tensor: TensorInfo, first: int, nbytes: int) -> Tensor:
-        """Bytes of a tensor, from its byte `first` on."""
+        """Read `nbytes` bytes of a tensor from its byte `first` on. Raises WeightsError if the file ends before."""
         found = torch.empty(nbytes, dtype=torch.uint8)
         view, stream = found.numpy().data, self._stream(tensor.file)
         stream.seek(tensor.offset + first)
@@ -187,17 +189,18 @@ def _quantised(info: TensorInfo) -> Quantised:
 
 
 def _bad_nvfp4_scale(scales: TensorInfo, codes: Tensor, matrix: int) -> WeightsError:
-    """For codes of `matrix`, of which some are negative or NaN."""
+    """Make the error for scales of `matrix` of which some are negative or NaN; codes: their E4M3 bytes."""
     at = int((codes >= 0x7F).nonzero()[0])
     value = float(codes.view(torch.float8_e4m3fn)[at])
     place = place_of(scales.shape, matrix * len(codes) + at)
     return WeightsError(
-        f"{scales.file}: {scales.name} is {value} at {place}; scales of NVFP4 are finite and not negative.", FETCH_AGAIN
+        f"{scales.file}: {scales.name} is {value} at {place}; NVFP4 scales must be finite and not negative.",
+        FETCH_AGAIN,
     )
 
 
 def _as_kept(scales: Tensor, stored: str) -> Tensor:
-    """In the type that the format keeps, which holds them exactly; of what none keeps, float32."""
+    """Scales in the dtype of the packed format, which holds them exactly; float32 if no packed format keeps them."""
     kept = QUANTISED.get(stored)
     match kept.format if kept else None:
         case Format.MXFP8 | Format.MXFP4 | Format.NVFP4 | Format.INT4_F16 | Format.INT4_BF16:

@@ -1,9 +1,9 @@
 """Random weights of the true shapes, for benchmarks. Never: files.
 
-Channel 0 of the residual stream is made the constant 1: every token's embedding has it and no layer writes
-it. A router reads it as a bias, so that the experts' frequencies can be chosen, which weights alone that act
-on random inputs cannot do. Where routing drifts, channel 1 is as constant and tells two halves of the vocabulary apart.
-All other numbers are random, so that nothing is accidentally easy to compute.
+Channel 0 of the residual stream is the constant 1: every token's embedding has it and no layer writes it. A router's
+weight on it acts as a bias, which sets how often each expert is chosen. For router "drift", channel 1 is constant too:
+1 for tokens of the upper half of the vocabulary, else 0. All other values are random, so that no kernel is faster on
+them than on real weights.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from proa.weights.frequencies import ALMOST_ALWAYS, ROUTERS, frequencies
 from proa.weights.in_parts import in_parts
 from proa.weights.random_pool import copies, offset, rows_at_once
 
-_BATCH_BYTES = 32 << 20  # of random numbers for each worker
+_BATCH_BYTES = 32 << 20  # random numbers per worker and batch
 _ROUTER_SPREAD = 1.0  # standard deviation of router logits over tokens
-_RARELY = 1e-4
-_TOPIC_LOGIT = 64.0  # by so much tokens of one half of the vocabulary are likelier after tokens of that half
+_RARELY = 1e-4  # lowest frequency of an expert
+_TOPIC_LOGIT = 64.0  # a token of either half of the vocabulary adds this to the logits of that half
 
 
 def fill_dummy(
     spec: Model, targets: Mapping[str, Target], seed: int, router: str,
     workers: Pool | None = None, flush: Callable[[], None] | None = None, form: str = "bf16",
 ) -> None:  # fmt: skip
-    """Fill `targets` (by our names, any float type) so that activations stay finite and near 1.
+    """Fill `targets` (by Proa's names, any float type) so that activations stay finite and near 1.
 
-    router: "uniform" (all experts alike), "zipf" (in each layer the n-th hottest expert is chosen with a
-    frequency proportional to 1/n, capped near 1) or "drift" (the same, but tokens of the vocabulary's upper half have
-    other hot experts than those of the lower half, and each half is followed by its own). The same seed gives the same
-    weights, whether `workers` fill sinks or not; `flush` is called as load_weights calls it. form: of routed experts
-    and linear layers, as far as they are sinks; others than bf16 need workers. Raises UsageError for another router,
-    and for one that drifts where the head is the embedding.
+    router: "uniform" (all experts equally likely), "zipf" (in each layer the n-th hottest expert is chosen with a
+    frequency proportional to 1/n, capped near 1) or "drift" (zipf, but tokens of the vocabulary's upper half have
+    other hot experts than those of the lower half, and generation stays in its half). The same seed gives the same
+    weights, with `workers` or without; `flush` is called as load_weights calls it. form: weight format of those routed
+    experts and linear layers that are sinks; any but bf16 needs workers. Raises UsageError for an unknown router,
+    and for "drift" if the head is tied to the embedding.
     """
     if router not in ROUTERS:
         raise UsageError(f"There is no dummy router {router!r}.", "Use uniform, zipf or drift.", param="dummy_router")
     if router == "drift" and spec.tied:
-        raise UsageError("Dummy routing drifts by the head, which is the embedding here.", "Use zipf.")
+        raise UsageError("The dummy router drift needs an untied head, but this model's is tied.", "Use zipf.")
     pool = torch.randn(random_pool.POOL, generator=torch.Generator().manual_seed(seed))
     depth = 2 * len(spec.blocks)
     numbers = _Numbers(pool, depth, seed, spec.norm_offset, 2 if router == "drift" else 1)
@@ -84,7 +84,7 @@ def fill_dummy(
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Where parameters take their numbers from; `constants`: so many channels of the residual stream are constant."""
+    """The random numbers that parameters are filled from. constants: number of constant residual channels (1 or 2)."""
 
     pool: Tensor
     depth: int
@@ -93,16 +93,16 @@ class _Numbers:
     constants: int
 
     def zero_rows(self, name: str) -> int:
-        """How many rows, the first ones, would write these channels."""
+        """Number of leading rows to zero, because they would write the constant channels."""
         return self.constants if _writes_residual(name) else 0
 
     def has_topics(self, name: str) -> bool:
-        """Its rows are tokens, whose half of the vocabulary matters."""
+        """True for embedding and head with router "drift", whose rows depend on the token's half of the vocabulary."""
         return self.constants > 1 and name.split(".")[-2] in ("embed", "head")
 
 
 class _Filling:
-    """What workers fill: numbers and codes. Both wait in one staging, so that all is there before it is flushed."""
+    """Collects the parameters that workers fill, as floats or quantised, and runs both batches before one flush."""
 
     def __init__(self, numbers: _Numbers, workers: Pool, flush: Callable[[], None] | None, form: str) -> None:
         self._flush, self._numbers = flush, numbers
@@ -110,7 +110,7 @@ class _Filling:
         self.coded = CodedMatrices(form, numbers.seed, workers, self.run) if form != "bf16" else None
 
     def add(self, target: Sink, name: str, scale: float) -> bool:
-        """Whether it will be filled."""
+        """Queue a parameter; False if workers cannot fill it."""
         seed, zero_rows = _seed(self._numbers.seed, name), self._numbers.zero_rows(name)
         if self.coded and is_coded(name):
             self.coded.add(target, scale, seed, zero_rows)
@@ -137,7 +137,7 @@ def _expect_codes(targets: Mapping[str, Target], form: str, filling: _Filling | 
 
 
 class _Batch:
-    """Sinks that workers fill from the random numbers, once enough have come together."""
+    """Collects jobs that fill sinks from the random numbers, and runs them once they are a batch."""
 
     def __init__(self, numbers: Tensor, workers: Pool, flush: Callable[[], None]) -> None:
         """flush: calls `fill`, then `clear_rows`."""
@@ -148,9 +148,10 @@ class _Batch:
         self._waiting_bytes = 0
 
     def add(self, target: Sink, zero_rows: int, scale: float, seed: int) -> bool:
-        """Whether it will be filled: a matrix of copies of the numbers, see _fill; the first `zero_rows` are zero."""
+        """Queue a matrix of copies of the numbers, see _fill, with `zero_rows` leading zero rows; False if only `write`
+        fills the sink."""
         rows, cols = target.shape
-        # Rows are asked for as if they followed one another from address 0, then looked up copy by copy.
+        # Jobs are made for rows counted from address 0; _of_copies replaces the addresses, copy by copy.
         counted, covered = StoredRows(Stored.F32, 0, cols * 4), 0
         if scale not in self._scaled:
             self._scaled[scale] = self._numbers * scale
@@ -183,7 +184,7 @@ class _Batch:
 
 
 def _of_copies(job: Fill, numbers: Tensor, shape: tuple[int, ...], seed: int) -> Iterator[Fill]:
-    """The job, whose rows are counted from address 0, cut where _fill begins another copy of the numbers."""
+    """Split a job, whose rows are counted from address 0, where _fill would begin another copy of the numbers."""
     columns, row_bytes = shape[1], shape[1] * 4
     for part in copies(job, row_bytes, shape, seed):
         start = part.start + part.before * columns
@@ -196,14 +197,15 @@ def _writes_residual(name: str) -> bool:
 
 
 def _scale(name: str, cols: int, depth: int) -> float:
-    """What layers add to the residual stays small beside the embedding, whose elements are near 1."""
+    """Standard deviation of a parameter, such that what layers add to the residual stream stays small beside the
+    embedding, whose elements are near 1."""
     if name.endswith("embed.weight"):
         return 1.0
     return (0.5 / math.sqrt(depth) if _writes_residual(name) else 1.0) / math.sqrt(cols)
 
 
 def _fill_rows(rows: Tensor, name: str, first: int, of: _Numbers, count: int) -> None:
-    """Rows of a parameter of `count` from `first` on; `first` is a multiple of rows_at_once."""
+    """Fill rows of a parameter from `first` on, a multiple of rows_at_once; count: rows of the whole parameter."""
     kind = name.split(".")[-2]
     if name.endswith((".bias", ".correction")):
         rows.zero_()
@@ -217,7 +219,7 @@ def _fill_rows(rows: Tensor, name: str, first: int, of: _Numbers, count: int) ->
         upper = (torch.arange(first, first + len(rows)) >= count // 2).to(rows.dtype)
         if kind == "embed":
             rows[:, 1] = upper
-        else:  # after a token of the lower half -LOGIT for the upper ones, after one of the upper half +LOGIT
+        else:  # logits of the upper half: -LOGIT after a token of the lower half, +LOGIT after one of the upper half
             rows[:, 0], rows[:, 1] = -_TOPIC_LOGIT * upper, 2 * _TOPIC_LOGIT * upper
     if first == 0:
         rows[: of.zero_rows(name)] = 0.0
@@ -228,7 +230,7 @@ def _seed(seed: int, name: str) -> int:
 
 
 def _fill(target: Tensor, at: int, pool: Tensor, scale: float, seed: int) -> None:
-    """Whole rows from the pool, starting anywhere; a prime stride keeps rows from repeating soon."""
+    """Fill with whole rows of the pool from a random offset; a prime stride keeps rows from repeating soon."""
     rows, cols = target.shape[0], target[0].numel()
     per_copy = rows_at_once(cols)
     for first in range(0, rows, per_copy):
@@ -245,10 +247,10 @@ def _moe(spec: Model, name: str) -> Moe:
 
 
 def _fill_router(target: Tensor, moe: Moe, router: str, seed: int) -> None:
-    """Rows of one length in random directions, and the biases that give the frequencies, on channel 0; on channel 1
-    what they differ by where that is 1.
+    """Fill a router: rows of equal norm in random directions, biases on channel 0 that give the wanted frequencies, and
+    for "drift" on channel 1 the difference to the other half's biases.
 
-    A token chooses expert e when its logit, normal around bias[e], exceeds a threshold that hardly varies
+    A token chooses expert e when its logit, normally distributed around bias[e], exceeds a threshold that hardly varies
     between tokens, so bias[e] is the normal quantile of the wanted frequency (up to a constant).
     """
     generator = torch.Generator().manual_seed(seed)

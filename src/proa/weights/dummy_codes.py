@@ -1,4 +1,4 @@
-"""Random matrices of a packed format: codes and scales, packed without a detour over floats. Never: other weights."""
+"""Random quantised matrices: random codes (quantised values) and scales, packed directly. Never: other weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from proa.native.fill import Fill, StoredRows
-from proa.native.formats import DUMMY, PANEL_ROWS, Format, Source, Stored, pack
+from proa.native.formats import DUMMY, PANEL_ROWS, Format, PackSource, Stored, pack
 from proa.native.pool import Pool
 from proa.ops.table import Sink
 from proa.weights import random_pool
@@ -22,24 +22,24 @@ from proa.weights.random_pool import copies
 _E2M1_RMS = math.sqrt((0 + 0.25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8)
 _INT4_RMS = math.sqrt(2 * sum(q * q for q in range(8)) / 15)
 _E4M3_RMS = 32.0
-_BATCH_BYTES = 32 << 20  # of codes for each worker
-_COUNTED_BYTES = 4  # of a number, where rows are counted from address 0
+_BATCH_BYTES = 32 << 20  # codes per worker and batch
+_COUNTED_BYTES = 4  # per element, in jobs whose rows are counted from address 0
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Rows of a matrix: where they go, their codes and scales."""
+    """Rows of a matrix to pack: destination, codes and scales. alive: tensors that `source` points to."""
 
     to: Fill
-    source: Source
+    source: PackSource
     alive: tuple[Tensor, ...]
 
 
 class CodedMatrices:
-    """Fills sinks in the format `dummy_format` (a name of DUMMY), by as many threads as `workers` has."""
+    """Fills sinks with random matrices in the format `dummy_format` (a name of DUMMY), in workers.threads threads."""
 
     def __init__(self, dummy_format: str, seed: int, workers: Pool, flush: Callable[[], None]) -> None:
-        """flush: calls `pack`, and then empties what jobs were handed out for."""
+        """flush: must call `pack`, then move what the sinks staged to its place, so that they have room again."""
         self.stored = f"dummy {dummy_format}"
         self._form, self._group = DUMMY[self.stored].format, DUMMY[self.stored].group
         self._generator = torch.Generator().manual_seed(seed)
@@ -50,9 +50,9 @@ class CodedMatrices:
         self._waiting_bytes = 0
 
     def add(self, target: Sink, std: float, seed: int, zero_rows: int) -> None:
-        """A matrix whose weights have the standard deviation `std`, but for so many first rows, which are zero.
+        """Queue a matrix whose weights have the standard deviation `std`, except for `zero_rows` leading zero rows.
 
-        Raises ValueError where there is no room for it at all.
+        Raises ValueError if the sink has no room even when empty.
         """
         row_bytes, covered = target.shape[1] * _COUNTED_BYTES, 0
         for _, count, jobs in in_parts(target, StoredRows(Stored.F32, 0, row_bytes), self._flush):
@@ -71,18 +71,19 @@ class CodedMatrices:
             raise ValueError(f"there is no room for a matrix of {target.shape}")
 
     def pack(self) -> None:
-        """Do what waits."""
+        """Pack all queued matrices."""
         with ThreadPoolExecutor(self._workers.threads, initializer=self._unbind) as threads:
             list(threads.map(_pack, self._jobs))
         self._jobs, self._waiting_bytes = [], 0
 
     def _unbind(self) -> None:
-        """The calling thread may be bound to one CPU, which its threads inherit; workers sleep meanwhile."""
+        """Let this thread run on the workers' CPUs: it inherited the caller's affinity, which may be a single CPU. The
+        workers sleep meanwhile."""
         if self._workers.cpus:
             os.sched_setaffinity(0, os.sched_getaffinity(0) | self._workers.cpus)
 
     def _random_codes(self) -> tuple[Tensor, int, float]:
-        """One a byte; that of zero; the root of their mean square."""
+        """Random codes, one per byte; the code of zero; the root mean square of the decoded codes."""
         match self._form:
             case Format.FP8_PANEL:
                 numbers = torch.randn(random_pool.POOL, generator=self._generator) * _E4M3_RMS
@@ -95,7 +96,7 @@ class CodedMatrices:
         return torch.randint(low, end, (random_pool.POOL,), dtype=torch.uint8, generator=self._generator)
 
     def _scales_for(self, std: float) -> tuple[Tensor, float]:
-        """Random ones, as their bytes are stored, and the factor of them all."""
+        """Random scales in their stored dtype, and the factor of the whole matrix, for weights of deviation `std`."""
         if std not in self._scales:
             scale, factor = std / self._rms, 1.0
             around = torch.rand(random_pool.POOL, generator=self._generator) * 0.2 + 0.9
@@ -105,10 +106,10 @@ class CodedMatrices:
                 case Format.INT4_BF16:
                     made = (around * scale).bfloat16()
                 case Format.NVFP4:
-                    made, factor = self._integers(0x37, 0x3A), scale  # near 1
+                    made, factor = self._integers(0x37, 0x3A), scale  # E4M3 values near 1
                 case _:
                     low = math.floor(math.log2(scale))
-                    share = (scale**2 / 4.0**low - 1) / 3  # of the next power of two
+                    share = (scale**2 / 4.0**low - 1) / 3  # fraction of scales that are the next power of two
                     made = ((around - 0.9) / 0.2 < share).to(torch.uint8) + (127 + low)
             self._scales[std] = made, factor
         return self._scales[std]
@@ -117,9 +118,9 @@ class CodedMatrices:
         columns = to.to.columns
         scales, factor = self._scales_for(std)
         groups = -(-columns // self._group)
-        scale_rows = PANEL_ROWS if self._form is Format.FP8_PANEL else 1  # any number of panels would do
+        scale_rows = PANEL_ROWS if self._form is Format.FP8_PANEL else 1  # one row of scales per panel
         first = start % (random_pool.POOL // 2) + before // scale_rows * groups
-        source = Source(
+        source = PackSource(
             self._codes.data_ptr() + start + before * columns, columns,
             scales.data_ptr() + first * scales.itemsize, groups * scales.itemsize, scale_rows,
             None, None, None, 0, factor,
@@ -127,12 +128,12 @@ class CodedMatrices:
         return _Job(to, source, (self._codes, scales))
 
     def _head(self, job: _Job, zero_rows: int) -> _Job:
-        """Its first panel again, with zeros in its first rows."""
+        """A job that packs the first panel of `job` again, with `zero_rows` leading zero rows."""
         rows, columns, source = min(PANEL_ROWS, job.to.to.rows), job.to.to.columns, job.source
         first = (source.codes or 0) - self._codes.data_ptr()
         codes = self._codes[first : first + rows * columns].view(rows, columns).clone()
         codes[:zero_rows] = self._zero
-        same = Source(
+        same = PackSource(
             codes.data_ptr(), columns, source.scales, source.scale_stride, source.scale_rows,
             None, None, None, 0, source.factor,
         )  # fmt: skip

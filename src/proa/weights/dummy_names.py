@@ -1,4 +1,4 @@
-"""Which random weights have a format of their own, by name. Never: torch, making them."""
+"""Names of the parameters that random weights quantise. Never: torch, making them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ _CODED = re.compile(
 
 
 def is_coded(name: str) -> bool:
-    """Routed experts and the linear layers beside them, as in published checkpoints: not the embedding, the head and
-    what routes.
-    """
+    """True for routed experts and linear layers; embedding, head and routers are not quantised, as in published
+    checkpoints."""
     return _CODED.fullmatch(name) is not None

@@ -1,7 +1,8 @@
-"""NaN and infinity in a checkpoint: found while it is loaded, then named by file, tensor and place. Never: what
-to do with them at run time (hybrid/faults).
+"""Non-finite values (NaN, infinity) in a checkpoint: detected while it is loaded, then reported with file, tensor and
+index. Never: non-finite values at run time (hybrid/faults).
 
-Workers only say that a job met such a number (csrc/src/finite.h); the place is looked for once loading has failed.
+Workers report only which job met a non-finite value (csrc/src/finite.h); its index is searched for once loading has
+failed.
 """
 
 from __future__ import annotations
@@ -24,28 +25,29 @@ _TORCH = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.float8_e8m0fnu,
 }  # fmt: skip
 _REMEDY = (
-    "Weights must be finite numbers. Compare the file's checksum with the published one: if they differ, fetch the "
+    "Weights must be finite. Compare the file's checksum with the published one: if they differ, fetch the "
     "file again; if they are equal, the model was published broken, so use another version or quantisation of it."
 )
 
 
 def is_finite(numbers: Tensor) -> bool:
-    """Whether no number is NaN or infinite. Floats of any type and shape."""
+    """True if no element is NaN or infinite; any float dtype and shape."""
     if not numbers.numel():
         return True
-    low, high = torch.aminmax(numbers)  # NaN is the result if any is
+    low, high = torch.aminmax(numbers)  # NaN propagates
     return bool(low.isfinite() & high.isfinite())
 
 
 def not_finite(tensors: Mapping[str, TensorInfo], *sources: Source) -> WeightsError:
-    """The error for sources in which NaN, infinity or a number beyond bfloat16 was found; reads them again."""
+    """Make the error for sources in which NaN, infinity or a value beyond bfloat16 was found; reads them again to find
+    its index."""
     for source in sources:
         info = tensors[source.tensor]
         found = _in_scales(info.quantised.scales) if info.quantised else None
         if found := found or _in_rows(tensors, source, info):
             return found
     names = ", ".join(f"{tensors[source.tensor].file}: {source.tensor}" for source in sources)
-    return WeightsError(f"{names}: a number is NaN or infinite.", _REMEDY)
+    return WeightsError(f"{names}: a value is NaN or infinite.", _REMEDY)
 
 
 def _in_rows(tensors: Mapping[str, TensorInfo], source: Source, info: TensorInfo) -> WeightsError | None:
@@ -77,15 +79,13 @@ def _in_scales(scales: TensorInfo) -> WeightsError | None:
 def _error(tensor: str, info: TensorInfo, row: int, column: int, value: float) -> WeightsError:
     place = place_of(info.shape, row * info.shape[-1] + column)
     if math.isfinite(value):
-        problem = f"{tensor} is {value:g} at {place}, which bfloat16 cannot hold"
-        return WeightsError(
-            f"{info.file}: {problem}.", "Check whether the number is meant; if so, use --dtype float32."
-        )
+        problem = f"{tensor} is {value:g} at {place}, which is beyond bfloat16's range"
+        return WeightsError(f"{info.file}: {problem}.", "If the value is right, use --dtype float32.")
     if info.quantised:
         codes = info.quantised.codes
         if info.quantised.code is Code.E4M3 and math.isnan(value):
-            return WeightsError(f"{codes.file}: {codes.name} has the code of NaN (0x7f or 0xff) at {place}.", _REMEDY)
-        return WeightsError(f"{codes.file}: code times scale of {tensor} is {value} at {place}.", _REMEDY)
+            return WeightsError(f"{codes.file}: {codes.name} is NaN (0x7f or 0xff) at {place}.", _REMEDY)
+        return WeightsError(f"{codes.file}: {tensor}, dequantised, is {value} at {place}.", _REMEDY)
     if info.dtype not in PLAIN_BYTES:
         problem = f"the {info.dtype} block of {tensor} at {place} has a scale that is NaN or infinite"
         return WeightsError(f"{info.file}: {problem}.", _REMEDY)

@@ -1,13 +1,13 @@
-"""How often dummy weights choose each expert: pure numbers. Never: weights, torch."""
+"""Frequencies with which dummy routers choose each expert. Never: weights, torch."""
 
 from __future__ import annotations
 
 ROUTERS = ("uniform", "zipf", "drift")
-ALMOST_ALWAYS = 0.98
+ALMOST_ALWAYS = 0.98  # highest frequency of an expert
 
 
 def zipf_frequencies(experts: int, top_k: int) -> list[float]:
-    """How often each expert is chosen, hottest first: c / n, at most ALMOST_ALWAYS, top_k in sum."""
+    """Frequency of each expert, hottest first: c / n for the n-th, at most ALMOST_ALWAYS; they sum to top_k."""
     low, high = 0.0, float(experts)
     for _ in range(60):  # bisection for c; the sum grows with it
         middle = (low + high) / 2
@@ -17,7 +17,8 @@ def zipf_frequencies(experts: int, top_k: int) -> list[float]:
 
 
 def frequencies(router: str, experts: int, top_k: int) -> list[float]:
-    """Of a dummy router, one of ROUTERS, hottest first; top_k in sum. Raises ValueError for another."""
+    """Frequency of each expert for one of ROUTERS, hottest first; they sum to top_k. Raises ValueError for another
+    router."""
     if router == "uniform":
         return [top_k / experts] * experts
     if router in ("zipf", "drift"):

@@ -1,7 +1,7 @@
 """GGUF headers: metadata, and where each tensor lies. Never: tensor data, meaning of keys.
 
-The gguf package's reader makes an array of every vocabulary entry: 6 s and 500 MB for 150 000 tokens. Here
-string arrays, which only the tokenizer needs, are passed over unless asked for. Format: GGUF specification,
+The gguf package's reader makes an array of every vocabulary entry: 6 s and 500 MB for 150 000 tokens. This reader
+skips string arrays, which only the tokenizer needs, unless keep_vocabulary is set. Format: GGUF specification,
 versions 2 and 3.
 """
 
@@ -27,7 +27,7 @@ _TYPES = {
     27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 
-# Types that can be loaded: elements and bytes of a block.
+# Types that can be loaded -> (elements, bytes) of a block.
 BLOCKS = {
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20),
     "Q5_0": (32, 22), "Q5_1": (32, 24), "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144),
@@ -37,14 +37,14 @@ BLOCKS = {
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _SHORTEST_KEY_BYTES, _SHORTEST_TENSOR_BYTES = 13, 32  # length, type, value; length, dimensions, type, offset
-_LONGEST_NAME_BYTES = 65535  # of keys, by the specification; tensors' names are shorter
+_LONGEST_NAME_BYTES = 65535  # the specification's limit for keys; names of tensors are shorter
 _LONGEST_TEXT_BYTES = 1 << 26
 _LONGEST_ARRAY = 4096  # longer arrays belong to the vocabulary
 _SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
 class BrokenHeader(Exception):
-    """The header is cut off or contradicts itself; the text says where. The cause of the WeightsError that is shown."""
+    """The header is cut off or contradicts itself, as the message says; becomes the cause of a WeightsError."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class GgufHeader:
 
 
 def gguf_index(file: Path) -> GgufHeader:
-    """Header of a GGUF file, or of all parts of a split one, of which `file` is any.
+    """Read the header of a GGUF file, or of all parts of a split one; `file` may be any part.
 
     Raises WeightsError for damaged files, missing parts and tensors of types that cannot be loaded.
     """
@@ -66,7 +66,7 @@ def gguf_index(file: Path) -> GgufHeader:
 
 
 def gguf_metadata(file: Path) -> dict[str, Any]:
-    """All metadata by key, the vocabulary included; of a split model the first part has it.
+    """Read all metadata by key, including the vocabulary; for a split model, from its first part.
 
     Raises WeightsError for damaged files. 0.1 s for 150 000 tokens.
     """
@@ -101,7 +101,7 @@ def _read(file: Path, keep_vocabulary: bool = False) -> GgufHeader:
 
 
 class _Cursor:
-    """Reads a GGUF header from front to back. Raises BrokenHeader, and WeightsError for what is not implemented."""
+    """Reads a GGUF header from front to back. Raises BrokenHeader, and WeightsError for unimplemented types."""
 
     def __init__(self, file: Path, data: mmap.mmap, keep_vocabulary: bool) -> None:
         self._file = file
@@ -140,7 +140,7 @@ class _Cursor:
         return GgufHeader(metadata, self._locate(entries, start))
 
     def _count(self, what: str, least_bytes: int) -> int:
-        """How many of `what` follow, each of at least so many bytes."""
+        """Read the number of `what` that follow; raises BrokenHeader if that many of `least_bytes` exceed the file."""
         count: int = self._unpack("Q")
         if count * least_bytes > len(self._data):
             raise BrokenHeader(f"the header says {count} {what}, but the file has only {len(self._data)} bytes")
@@ -161,7 +161,7 @@ class _Cursor:
             raise BrokenHeader(f"{self._reading} has a text that is not UTF-8, at byte {start}") from None
 
     def _checked(self, length: int) -> int:
-        """Before a length from the file is used to allocate or to loop."""
+        """The length, if that many bytes are left; call it before a length from the file sizes a buffer or a loop."""
         if length > len(self._data) - self._at:
             raise BrokenHeader(
                 f"the header is cut off: {self._reading} needs {length} bytes from byte {self._at} on, but the file "
@@ -186,7 +186,7 @@ class _Cursor:
         return _shortest(value) if kind == _FLOAT else value
 
     def _array(self, kind: int, count: int) -> list[Any] | None:
-        """None for arrays of strings and long ones, which belong to the vocabulary, unless that is kept."""
+        """Read an array; None for the vocabulary (strings, or more than _LONGEST_ARRAY values) unless it is kept."""
         if kind == _STRING and self._keep_vocabulary:
             return [self._string("surrogateescape") for _ in range(self._checked(count))]
         if kind == _STRING:
@@ -203,7 +203,7 @@ class _Cursor:
         return [_shortest(value) for value in values] if kind == _FLOAT and count <= _LONGEST_ARRAY else values
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape (outermost first), type id, offset from the start of the data."""
+        """Read a tensor's name, shape (outermost dimension first), type id, and offset from the start of the data."""
         name, num_dims = self._string(most_bytes=_LONGEST_NAME_BYTES), self._unpack("I")
         self._reading = f"the tensor {name}"
         if not 1 <= num_dims <= 4:
@@ -249,7 +249,7 @@ class _Cursor:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is this float32: 1e-06, not 9.999999974752427e-07, as the config said once."""
+    """The shortest decimal that rounds to this float32: 1e-06, not 9.999999974752427e-07, as in the original config."""
     packed = struct.pack("<f", value)
     decimals = (float(f"{value:.{digits}g}") for digits in range(6, 9))
     return next((d for d in decimals if struct.pack("<f", d) == packed), value)

@@ -1,4 +1,4 @@
-"""A parameter handed to workers as far as there is room for it, part by part. Never: which rows, doing the jobs."""
+"""Splits a parameter into fill jobs that fit the room of its sink. Never: which rows, running the jobs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from proa.ops.table import Sink
 def in_parts(
     target: Sink, rows: StoredRows, make_room: Callable[[], None], begin: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, int, Sequence[Fill]]]:
-    """(first row, rows, jobs) until `target` is covered from row `begin`, which is the first of `rows`, to row `end` or
-    its last; nothing where only `write` fills it.
+    """Yield (first row, number of rows, jobs) that cover `target` from row `begin` to `end` (None: its last); `rows`
+    are the stored rows from `begin` on. Yields nothing if the sink has no jobs and can only be filled by `write`.
 
-    make_room: does all jobs handed out so far, and empties what they filled. Raises ValueError where a part found room
-    and the next does not.
+    make_room: must run all jobs yielded so far and empty the staging that they filled. Raises ValueError if one part
+    fitted and the next does not.
     """
     whole, unit = target.shape[0] if len(target.shape) == 2 else 1, target.row_unit
     total = whole if end is None else end
@@ -32,6 +32,6 @@ def in_parts(
         elif step > unit:
             step = max(unit, step // 2 // unit * unit)
         elif first > begin:
-            raise ValueError(f"there is room for {first} rows of {target.shape}, but not for the next")
+            raise ValueError(f"the sink took {first} rows of {target.shape}, but has no room for the next")
         else:
             return

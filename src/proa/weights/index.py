@@ -15,7 +15,7 @@ from proa.native.formats import Code, Order
 from proa.weights.placeholder import refuse_placeholder
 from proa.weights.torch_bin import open_bin
 
-# Bytes per element of the plain types, by their names in safetensors and GGUF.
+# Unquantised types -> bytes per element, by their names in safetensors and GGUF.
 PLAIN_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4,
     "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -30,9 +30,12 @@ FETCH_AGAIN = "The file is damaged or was not downloaded completely; fetch it ag
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One stored tensor. dtype is a name such as BF16 or Q4_K; shape is outermost first; the bytes are
-    `file[offset : offset + nbytes]` (offset is 0 in .bin files, which torch reads). Of a quantised matrix, which
-    several tensors make, nbytes counts them all, and `quantised` has them. name: as in the file, for messages."""
+    """One stored tensor, or one quantised matrix made of several tensors.
+
+    dtype is a name such as BF16 or Q4_K; shape has the outermost dimension first; the bytes are
+    `file[offset : offset + nbytes]` (offset is 0 in .bin files, which torch reads). quantised: the tensors of a
+    quantised matrix; nbytes then counts them all. name: as in the file, for messages.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,7 +47,7 @@ class TensorInfo:
 
     @property
     def rows(self) -> int:
-        """All dimensions but the last, as one."""
+        """Product of all dimensions but the last."""
         return prod(self.shape[:-1])
 
     @property
@@ -54,13 +57,13 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Tensors of a matrix [rows, columns], or of several [count, rows, columns].
+    """Tensors of a quantised matrix [rows, columns], or of several [count, rows, columns].
 
-    codes: what is stored of it, in `order`. scales: of each `scale_rows` rows (0: of all) and each `group` columns (0:
-    of all). zeros: what is subtracted from codes, packed as integers. factor: of all scales; `inverse`: they are
-    divided by it. zero_offset: what stored zeros lack; symmetric: they are the middle code, all of them. g_idx: which
-    scale each column has; where `ordered`, it must be that of its group. Of turned codes scales and zeros are turned
-    as well.
+    codes: the quantised values, of type `code`, laid out in `order`. scales: one per `scale_rows` rows (0: all rows)
+    and `group` columns (0: all columns). zeros: zero points, packed integers, subtracted from the codes. factor: scale
+    of the whole matrix; `inverse`: divides instead. zero_offset: added to stored zero points. symmetric: all zero
+    points are the middle code. g_idx: group of each column; `ordered`: columns must be sorted by group. In a transposed
+    `order`, scales and zeros are transposed too.
     """
 
     codes: TensorInfo
@@ -79,13 +82,13 @@ class Quantised:
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all tensors of the matrix."""
         parts = (self.codes, self.scales, self.zeros, self.factor, self.g_idx)
         return sum(part.nbytes for part in parts if part is not None)
 
 
 def place_of(shape: Shape, flat: int) -> list[int]:
-    """Indices of number `flat` of a tensor."""
+    """The multi-dimensional index of the element with flat index `flat`."""
     found: list[int] = []
     for size in reversed(shape):
         flat, at = divmod(flat, size)
@@ -94,12 +97,12 @@ def place_of(shape: Shape, flat: int) -> list[int]:
 
 
 def misfit(name: str, wanted: Shape, stored: TensorInfo) -> str:
-    """What to say of a tensor that has another shape than the config asks for."""
+    """The message for a tensor whose shape is not the one that the config implies."""
     return f"{name}: the config says {list(wanted)}, {stored.file.name} has {list(stored.shape)}"
 
 
 def ends_too_early(tensor: TensorInfo) -> WeightsError:
-    """For a file that has become shorter since its header was read."""
+    """Make the error for a file that has become shorter since its header was read."""
     return WeightsError(
         f"{tensor.file} ends too early: {tensor.name} should lie at bytes {tensor.offset} to "
         f"{tensor.offset + tensor.nbytes}, but the file has {tensor.file.stat().st_size}.",
@@ -108,7 +111,7 @@ def ends_too_early(tensor: TensorInfo) -> WeightsError:
 
 
 def safetensors_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
-    """Tensors of safetensors files. Raises WeightsError for damaged files and names that appear twice."""
+    """Index the tensors of safetensors files. Raises WeightsError for damaged files and names that appear twice."""
     index: dict[str, TensorInfo] = {}
     for file in files:
         _merge(index, _safetensors_header(file))
@@ -131,7 +134,7 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
         header.pop("__metadata__", None)
         entries = list(header.items())
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{file}: the safetensors header is no JSON object ({error!r}).", FETCH_AGAIN) from error
+        raise WeightsError(f"{file}: the safetensors header is not a JSON object ({error!r}).", FETCH_AGAIN) from error
     found = {name: _safetensor(file, name, 8 + length, entry) for name, entry in entries}
     _refuse_gaps(file, found, 8 + length, size)
     return found
@@ -143,11 +146,11 @@ def _safetensor(file: Path, name: str, data_start: int, entry: Any) -> TensorInf
         begin, end = entry["data_offsets"]
         for number in (*shape, begin, end, end - begin):
             if type(number) is not int or number < 0:
-                raise ValueError(f"{number!r} is no size")
+                raise ValueError(f"{number!r} is not a size")
     except (ValueError, TypeError, KeyError) as error:
         raise WeightsError(
             f"{file}: the header's entry for {name} is {str(entry)[:200]!r}; a dtype, a shape and two data_offsets "
-            "were expected, sizes being whole numbers from 0 on.",
+            "were expected, sizes being integers of at least 0.",
             FETCH_AGAIN,
         ) from error
     if dtype in PLAIN_BYTES and (expected := prod(shape) * PLAIN_BYTES[dtype]) != end - begin:
@@ -160,7 +163,7 @@ def _safetensor(file: Path, name: str, data_start: int, entry: Any) -> TensorInf
 
 
 def _refuse_gaps(file: Path, found: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
-    """The format wants each tensor to begin where another ends, and the last one at the file's end."""
+    """Raise WeightsError unless the tensors cover the file's data without gaps, as the format requires."""
     at, before = data_start, "the header"
     for tensor in sorted(found.values(), key=attrgetter("offset", "nbytes")):
         if tensor.offset != at:
@@ -175,7 +178,7 @@ def _refuse_gaps(file: Path, found: Mapping[str, TensorInfo], data_start: int, s
 
 
 def bin_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
-    """Tensors of PyTorch files, opened with weights_only, so that no code in them can run."""
+    """Index the tensors of PyTorch files, opened with weights_only, so that no code in them can run."""
     names = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     index: dict[str, TensorInfo] = {}
     for file in files:
@@ -188,7 +191,7 @@ def bin_index(files: Iterable[Path]) -> dict[str, TensorInfo]:
 
 
 def shard_files(index_file: Path) -> list[Path]:
-    """Files that a *.index.json names. Raises WeightsError if it cannot be read or files are missing."""
+    """The files listed in a *.index.json. Raises WeightsError if it cannot be read or files are missing."""
     refuse_placeholder(index_file)
     try:
         names = sorted(set(json.loads(index_file.read_bytes())["weight_map"].values()))

@@ -1,7 +1,7 @@
-"""Parameters whose rows a checkpoint keeps in several tensors: which rows are where. Never: I/O, torch, names of files.
+"""Parameters whose rows a checkpoint spreads over several tensors. Never: I/O, torch, names of files.
 
-GGUF has a Gated DeltaNet's q, k and v of all heads apart from z, where ours are head by head; and of latent attention
-the maps to keys, turned, apart from those to values.
+GGUF stores a Gated DeltaNet's q, k and v of all heads in one tensor and z in another, while Proa's qkvz is ordered by
+head; and for latent attention it stores W_k (transposed) and W_v in two tensors, while Proa's kv_b holds both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MIXER = re.compile(r"blocks\.(\d+)\.mixer\.(qkvz|kv_b)\.weight")
 def parts_of(
     name: str, declared: Declared, index: Mapping[str, TensorInfo], problems: list[str]
 ) -> tuple[Source, ...] | None:  # fmt: skip
-    """Of the parameter `name`, its rows in order; None where the checkpoint does not have such parts. Tensors of other
-    shapes are added to `problems`, and then there are no rows."""
+    """The sources of parameter `name`, in the order of its rows; None if the checkpoint does not split it. Tensors of
+    wrong shape are added to `problems`, and the result is then empty."""
     match = _MIXER.fullmatch(name)
     if match is None:
         return None
@@ -35,7 +35,7 @@ def parts_of(
         if index[tensor].shape != shape:
             problems.append(misfit(tensor, shape, index[tensor]))
         found[part] = tensor
-    if len(problems) > before:  # there may be any number of heads
+    if len(problems) > before:  # with wrong shapes, the config's number of heads is no bound on the loops below
         return ()
     if isinstance(mixer, GatedDeltaNet):
         return _head_by_head(mixer, found)

@@ -1,7 +1,7 @@
-"""Where quantised checkpoints have scales of an fp8 KV cache: from their headers, without torch. Never: values.
+"""Names of the tensors that hold scales of an FP8 KV cache in quantised checkpoints, without torch. Never: values.
 
-Writers disagree about the name: a scale stands beside attention, beside the projection of its keys or values, or is one
-for both. A value is stored as value / scale.
+Writers disagree about the name: the scale is a tensor of the attention module, of its k or v projection, or one for
+both. K and V are stored as value / scale.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from proa.weights.checkpoint import Checkpoint
 
 
 def has_kv_scales(checkpoint: Checkpoint, declared: Declared) -> bool:
-    """Whether some layer has a scale."""
+    """True if some layer has a scale."""
     return any(names != (None, None) for names in kv_scale_names(checkpoint, declared))
 
 
 def kv_scale_names(checkpoint: Checkpoint, declared: Declared) -> Iterator[tuple[str | None, str | None]]:
-    """The tensors of each block's two scales."""
+    """Yield the names of each layer's scale tensors (K, V); None: the checkpoint has none."""
     for block in range(len(declared.spec.blocks)):
         yield (
             _name(checkpoint, declared, f"blocks.{block}.mixer.k.weight", "k"),

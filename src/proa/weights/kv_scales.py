@@ -1,5 +1,5 @@
-"""Scales of an fp8 KV cache, as quantised checkpoints have them. Never: scales of weights, the cache, their names
-(kv_scale_names.py)."""
+"""Reads the scales of an FP8 KV cache from quantised checkpoints. Never: scales of weights, the cache, the tensors'
+names (kv_scale_names.py)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from proa.weights.index import FETCH_AGAIN
 from proa.weights.kv_scale_names import kv_scale_names
 from proa.weights.rows import open_rows
 
-Scales = tuple[float, float]  # of keys, of values
+Scales = tuple[float, float]  # (K, V)
 
 
 def kv_scales(checkpoint: Checkpoint, declared: Declared) -> tuple[Scales, ...]:
-    """Of each block, 1 where the checkpoint has none. Raises WeightsError for what is no scale."""
+    """Read each layer's scales (K, V); 1 if the checkpoint has none. Raises WeightsError for a scale that is not a
+    finite number of at least 2^-100, and for several scales per layer."""
     return tuple(
         (_read(checkpoint, keys), _read(checkpoint, values)) for keys, values in kv_scale_names(checkpoint, declared)
     )
@@ -28,11 +29,11 @@ def _read(checkpoint: Checkpoint, name: str | None) -> float:
     info = checkpoint.tensors[name]
     if math.prod(info.shape) != 1:
         raise WeightsError(
-            f"{info.file}: {name} has the shape {list(info.shape)}; a layer's KV cache has one scale.",
+            f"{info.file}: {name} has the shape {list(info.shape)}, but only one scale per layer is implemented.",
             "Use --kv-dtype auto.",
         )
     with open_rows(info.file, checkpoint.tensors) as rows:
         scale = float(rows.read(name, 0, info.rows).float().item())
     if not (math.isfinite(scale) and scale >= 2.0**-100):
-        raise WeightsError(f"{info.file}: {name} is {scale}, which is no scale.", FETCH_AGAIN)
+        raise WeightsError(f"{info.file}: {name} is {scale}; a scale must be finite and at least 2^-100.", FETCH_AGAIN)
     return scale

@@ -1,8 +1,8 @@
 """Streams a checkpoint into its final storage: file by file, in the order of the bytes. Never: policy, names.
 
-Files are read, not mapped, so that no file page counts as this process's memory; the only temporary is a chunk of rows
-and its decoded form, of each thread that reads. With a pool its workers do all that is large, each into memory of its
-own node; the loading thread gathers jobs for them, and does itself what they do not take.
+Files are read, not mapped, so that file pages do not count as this process's memory; the only temporary is, per reading
+thread, a chunk of rows and its decoded form. With a pool, its workers fill all large parameters, each in memory of its
+own NUMA node; the loading thread queues their jobs, and fills itself what workers cannot.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from proa.weights.rows import Rows, open_rows
 from proa.weights.source import Source
 from proa.weights.sources import Sources, resolve, stored_types
 
-_CHUNK_BYTES = 1 << 20  # with its decoded form it stays in the cache between reading and writing
-_BATCH_BYTES = 16 << 20  # for each worker: long enough to hide the end of a batch, short enough to show progress
-_SCALES_BYTES = 512 << 10  # that wait with the codes of a batch, for each worker
+_CHUNK_BYTES = 1 << 20  # small enough to stay, with its decoded form, in the CPU cache between reading and writing
+_BATCH_BYTES = 16 << 20  # per worker: long enough to hide the end of a batch, short enough to show progress
+_SCALES_BYTES = 512 << 10  # scales held in memory for the jobs of a batch, per worker
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading did. bytes_read: of the files; seconds: wall time."""
+    """The result of loading. bytes_read: from the files; seconds: wall time."""
 
     bytes_read: int
     seconds: float
@@ -58,18 +58,18 @@ def load_weights(
     pool: Pool | None = None,
     flush: Callable[[], None] | None = None,
 ) -> LoadReport:
-    """Fill every parameter of `declared.spec` in `targets` (by our names: tensors of any float type, views welcome, or
-    sinks). `pool`: whose workers fill them, needed where there are sinks; the bytes do not depend on it. `flush` is
-    called when workers have done what sinks asked for, from time to time.
+    """Fill every parameter of `declared.spec` in `targets` (by Proa's names: tensors of any float type, views too, or
+    sinks). pool: fills them, required if there are sinks; the bytes are the same without. flush: called after each
+    batch of the workers, so that sinks can move what was staged.
 
-    `progress(done_bytes, total_bytes)` is called after every chunk or batch. Raises WeightsError before anything is
-    read if a parameter has no source or a tensor no use, and later if a file is cut off or a value does not fit.
+    `progress` is called after every chunk or batch. Raises WeightsError before anything is read if a parameter has no
+    source or a tensor no use, and later if a file is cut off or a value is non-finite or overflows.
     """
     start = time.monotonic()
     sources = resolve(declared, checkpoint.tensors)
     _check(declared, targets)
     if pool is None and not all(isinstance(target, Tensor) for target in targets.values()):
-        raise ValueError("packed weights are filled by a pool, and there is none")
+        raise ValueError("packed weights need a pool to fill them")
     for name, stored in stored_types(sources, checkpoint.tensors).items():
         target = targets[name]
         if not isinstance(target, Tensor):
@@ -86,7 +86,7 @@ def _check(declared: Declared, targets: Mapping[str, Target]) -> None:
         raise ValueError(f"targets and parameters differ: {sorted(targets.keys() ^ shapes.keys())[:5]}")
     wrong = [name for name, shape in shapes.items() if tuple(targets[name].shape) != shape]
     if wrong:
-        raise ValueError(f"targets of other shapes than the parameters: {wrong[:5]}")
+        raise ValueError(f"targets whose shape is not the parameter's: {wrong[:5]}")
 
 
 def _check_zeros(checkpoint: Checkpoint, sources: Sources) -> None:
@@ -95,7 +95,7 @@ def _check_zeros(checkpoint: Checkpoint, sources: Sources) -> None:
         with open_rows(info.file, checkpoint.tensors) as rows:
             if bool(rows.read(name, 0, info.rows).any()):
                 raise WeightsError(
-                    f"{info.file}: {name} is not zero, and nothing in the model uses it.",
+                    f"{info.file}: {name} is not zero, but the model has no such bias.",
                     "Check that config and weights belong together.",
                 )
 
@@ -147,7 +147,7 @@ class _Copy:
         return info.nbytes * source.rows * source.cols // max(1, prod(info.shape))
 
     def _fill_all(self, file: Path, rows: Rows, names: Iterable[str]) -> None:
-        """All parameters of one file."""
+        """Fill all parameters of one file."""
         run = partial(self._run, file)
         for name in names:
             source, target = self._sources.params[name], self._targets[name]
@@ -156,7 +156,7 @@ class _Copy:
         run()
 
     def _fill_joined(self, parts: Sequence[Source], target: Target) -> None:
-        """A parameter whose rows are in several tensors."""
+        """Fill a parameter whose rows lie in several tensors."""
         with ExitStack() as stack:
             files = {self._tensors[part.tensor].file for part in parts}
             opened = {file: stack.enter_context(open_rows(file, self._tensors)) for file in files}
@@ -187,7 +187,7 @@ class _Copy:
         self, rows: Rows, source: Source, target: Target, run: Callable[[], None], begin: int = 0,
         end: int | None = None,
     ) -> bool:  # fmt: skip
-        """Whether workers fill a parameter, or its rows from `begin` to `end`: there are any and they can."""
+        """Queue jobs that fill a parameter, or its rows from `begin` to `end`; False if workers cannot fill it."""
         if self._pool is None or source.changed:
             return False
         plain = isinstance(target, Tensor)
@@ -212,7 +212,7 @@ class _Copy:
         return covered > 0
 
     def _gather(self, rows: Rows, source: Source) -> Tensor:
-        """The source's rows in memory, their columns together: a strided copy here, so that workers can turn them."""
+        """Read the source's rows into memory with strided columns made contiguous, so that workers can transpose."""
         step = max(1, _CHUNK_BYTES // self._tensors[source.tensor].row_bytes)
         starts = range(0, source.rows, step)
         return torch.cat([_rectangle(rows, source, at, min(step, source.rows - at)).contiguous() for at in starts])
@@ -220,7 +220,7 @@ class _Copy:
     def _hand_out(
         self, jobs: Sequence[Fill], source: Source, nbytes: int, run: Callable[[], None], read: Tensor | None = None
     ) -> None:  # fmt: skip
-        """read: memory that the jobs read."""
+        """Queue jobs of one file; run them once they are a batch. read: memory that the jobs read, kept until then."""
         self._jobs += jobs
         self._jobs_of += [source] * len(jobs)
         self._read += [] if read is None else [read]
@@ -230,7 +230,7 @@ class _Copy:
             run()
 
     def _run(self, file: Path) -> None:
-        """Do what was handed out, all of one file."""
+        """Run the queued jobs, all of one file. Raises WeightsError and OSError."""
         if self._pool is None or not self._jobs:
             return
         try:
@@ -280,11 +280,12 @@ class _Copy:
     def _write(self, sink: Sink, first: int, rows: Tensor, *sources: Source) -> None:
         try:
             sink.write(first, rows)
-        except NotFiniteError:  # the rows are finite, so a number is beyond bfloat16
+        except NotFiniteError:  # the rows are finite, so a value overflowed bfloat16
             raise not_finite(self._tensors, *sources) from None
 
     def _numbers(self, rows: Rows, source: Source, first: int, count: int) -> Tensor:
-        """`_rectangle` as the parameter has it. Raises WeightsError for NaN and infinity."""
+        """Read `_rectangle` and undo the file's transformation (source.changed). Raises WeightsError for NaN and
+        infinity."""
         found = _rectangle(rows, source, first, count)
         if not is_finite(found):
             raise not_finite(self._tensors, source)
@@ -294,12 +295,12 @@ class _Copy:
             case "-exp(x)":
                 if bool((found >= 0).any()):
                     file = self._tensors[source.tensor].file
-                    raise WeightsError(f"{file}: {source.tensor} has numbers that are not below zero.", FETCH_AGAIN)
+                    raise WeightsError(f"{file}: {source.tensor} must be negative everywhere, but is not.", FETCH_AGAIN)
                 return (-found).log()
         return found
 
     def _chunks(self, source: Source, unit: int) -> Iterator[tuple[int, int]]:
-        """(first row, rows) of pieces of about _CHUNK_BYTES; progress is told after each."""
+        """Yield (first row, rows) of pieces of about _CHUNK_BYTES, and report progress after each."""
         step = max(unit, _CHUNK_BYTES // self._tensors[source.tensor].row_bytes // unit * unit)
         before = self.done_bytes
         for first in range(0, source.rows, step):
@@ -309,7 +310,7 @@ class _Copy:
             self._progress(self.done_bytes, self._total_bytes)
 
     def _compare_tied_head(self, head: Source) -> None:
-        """A tied model's stored head must be the embedding, else one of the config and the file is wrong."""
+        """Raise WeightsError if a tied model stores a head that differs from the embedding: config or file is wrong."""
         embed = self._sources.params["embed.weight"]
         ours, theirs = self._tensors[embed.tensor], self._tensors[head.tensor]
         same = ours.shape == theirs.shape
@@ -320,22 +321,22 @@ class _Copy:
                 same = same and torch.equal(a.read(embed.tensor, first, count), b.read(head.tensor, first, count))
         if not same:
             raise WeightsError(
-                f"{theirs.file}: the config says that the head is the embedding, but {head.tensor} differs.",
+                f"{theirs.file}: the config ties the head to the embedding, but {head.tensor} differs from it.",
                 "If the head is right, add --override-config tie_word_embeddings=false.",
             )
 
 
 def _stored(rows: Rows, source: Source, gathered: Tensor | None) -> StoredRows | None:
-    """Where workers find the source's rows; None where only `read` does. gathered: they are here."""
+    """Where workers find the source's rows; None if only Rows.read can read them. gathered: the rows, in memory."""
     if gathered is not None:
         kind, stride = STORED[gathered.dtype], gathered.stride(0) * gathered.itemsize
-        return StoredRows(kind, gathered.data_ptr(), stride, order=Order.TURNED)
+        return StoredRows(kind, gathered.data_ptr(), stride, order=Order.TRANSPOSED)
     stored = rows.stored(source.tensor, source.first_row, source.first_col, source.transposed)
     return stored.every(source.row_step) if stored is not None and source.row_step > 1 else stored
 
 
 def _rectangle(rows: Rows, source: Source, first: int, count: int) -> Tensor:
-    """What `count` of the source's rows have of its columns, from its row `first` on, as stored."""
+    """Read `count` of the source's rows, from its row `first` on, restricted to its columns, as stored."""
     span = (count - 1) * source.row_step + 1
     read = rows.read(source.tensor, source.first_row + first * source.row_step, span)
     last = source.first_col + (source.cols - 1) * source.col_step
@@ -343,8 +344,8 @@ def _rectangle(rows: Rows, source: Source, first: int, count: int) -> Tensor:
 
 
 def _refuse_overflow(chunk: Tensor, out: Tensor, tensor: str) -> None:
-    """float16 ends at 65504: an infinity that the checkpoint does not have must not come into the model."""
+    """Raise WeightsError if finite values overflowed in the target's narrower type: float16 ends at 65504."""
     if torch.finfo(out.dtype).max < torch.finfo(chunk.dtype).max and not is_finite(out):
         wider = "bfloat16" if out.dtype == torch.float16 else "float32"
         kind = str(out.dtype).removeprefix("torch.")
-        raise WeightsError(f"{tensor} has values that {kind} cannot hold.", f"Use --dtype {wider}.")
+        raise WeightsError(f"{tensor} has values beyond {kind}'s range.", f"Use --dtype {wider}.")

@@ -1,6 +1,4 @@
-"""Files that stand where a model's file should be but are not it: empty ones, and pointers that Git left behind.
-Never: what the file should have held.
-"""
+"""Placeholders in place of a model's file: empty files and Git LFS pointers. Never: the content of real files."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ _SIZE = re.compile(rb"^size (\d+)$", re.MULTILINE)
 
 
 def placeholder(file: Path) -> tuple[str, str] | None:
-    """What is wrong with `file` and what to do, if it is a placeholder; None for anything else, readable or not."""
+    """(problem, remedy) if `file` is a placeholder; None for anything else, readable or not."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -35,6 +33,6 @@ def placeholder(file: Path) -> tuple[str, str] | None:
 
 
 def refuse_placeholder(file: Path) -> None:
-    """Raises WeightsError for a weight file that is a placeholder."""
+    """Raise WeightsError for a weight file that is a placeholder."""
     if found := placeholder(file):
         raise WeightsError(*found)

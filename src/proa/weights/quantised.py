@@ -1,7 +1,8 @@
-"""Tensors of a quantised checkpoint -> one for each matrix, with its codes and scales. Never: reading them, torch.
+"""Combines the tensors of a quantised checkpoint into one entry per matrix, with its codes (quantised values) and
+scales. Never: reading them, torch.
 
-The rest of loading sees matrices of a type, `FP8 block 128`, as it sees blocks of GGUF. What belongs to no matrix stays
-in the index, where whoever resolves names refuses it.
+The rest of loading sees a matrix of a type such as `FP8 block 128`, as it sees a GGUF type. A tensor that belongs to no
+matrix stays in the index, where sources.resolve refuses it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from proa.native.formats import PANEL_ROWS, Code, Order
 from proa.weights.index import Quantised, Shape, TensorInfo
 
 _FLOATS = ("F32", "BF16", "F16")
-_POWERS = ("U8", "F8_E8M0")  # of two
+_POWERS = ("U8", "F8_E8M0")  # scales that are powers of two
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")  # DeepSeek-V4 has the last one
-_BLOCK = (128, 128)  # of FP8, where the config does not say another one
+_BLOCK = (128, 128)  # default block of block-scaled FP8
 _OTHER = "Fetch the files again if some may be incomplete; else use another quantisation of the model."
 
 
 class Module:
-    """The tensors of a module, by the last part of their names, and those that have been taken.
+    """The tensors of one module, by the last part of their names, and the names that have been taken.
 
-    matrix: what the index calls its matrix. tensors: (name, tensor) by that last part. method: of quantisation, by the
+    matrix: name of the combined matrix in the index. tensors: last part -> (name, tensor). method: quant_method of the
     config.
     """
 
@@ -38,11 +39,11 @@ class Module:
         self._parts = {part: tensor for part, (_, tensor) in tensors.items()}
 
     def dtype(self, part: str) -> str:
-        """ "" if there is no such tensor."""
+        """The dtype of a tensor; "" if there is no such tensor."""
         return self._parts[part].dtype if part in self._parts else ""
 
     def take(self, *names: str) -> TensorInfo:
-        """The first of these that is there. Raises WeightsError if none is."""
+        """Take the first of these tensors that exists. Raises WeightsError if none does."""
         name = next((name for name in names if name in self._parts), None)
         if name is None:
             has = ", ".join(f"{part} {of.dtype} {list(of.shape)}" for part, of in self._parts.items())
@@ -57,7 +58,7 @@ class Module:
 
     @property
     def file(self) -> Path:
-        """Of its first tensor."""
+        """The file of its first tensor."""
         return next(iter(self._parts.values())).file
 
     @property
@@ -65,7 +66,8 @@ class Module:
         return next(of for name, of in self._parts.items() if name in _READERS)
 
     def misfit(self, part: TensorInfo, expected: str) -> WeightsError:
-        """For the caller to raise. expected: the types and shapes that this part may have."""
+        """Make the error for a tensor of unexpected type or shape, for the caller to raise. expected: those it may
+        have."""
         name = next(self._names[name] for name, of in self._parts.items() if of is part)
         codes = self.codes
         return WeightsError(
@@ -77,9 +79,8 @@ class Module:
 
 @dataclass(frozen=True)
 class Matrix:
-    """What stands for a quantised module: its shape, parts, and type: one of native/formats.py's QUANTISED, or one that
-    no packed format keeps.
-    """
+    """A quantised module as one matrix. type_name: a key of native/formats.py's QUANTISED, or a type that no packed
+    format keeps."""
 
     type_name: str
     shape: Shape
@@ -87,7 +88,8 @@ class Matrix:
 
 
 def collapse(index: Mapping[str, TensorInfo], of: Quantisation) -> dict[str, TensorInfo]:
-    """The index with one tensor for each quantised matrix. Raises WeightsError where parts do not fit each other."""
+    """The index with one entry for each quantised matrix in place of its tensors. Raises WeightsError if those do not
+    fit each other."""
     found: dict[str, TensorInfo] = {}
     used: set[str] = set()
     for module in (*_modules(index, of.method), *_stacks(index, of.method)):
@@ -100,7 +102,7 @@ def collapse(index: Mapping[str, TensorInfo], of: Quantisation) -> dict[str, Ten
         folder = next(iter(index.values())).file.parent
         raise WeightsError(
             f"{folder}: the config says that weights are quantised ({of.method}), but no tensor is.",
-            "If they are not, add --override-config quantization_config=null.",
+            "If the tensors are right, add --override-config quantization_config=null.",
         )
     return {name: tensor for name, tensor in index.items() if name not in used} | found
 
@@ -114,8 +116,8 @@ def _modules(index: Mapping[str, TensorInfo], method: str) -> Iterator[Module]:
 
 
 def _stacks(index: Mapping[str, TensorInfo], method: str) -> Iterator[Module]:
-    """Tensors with a name of their own, such as `experts.gate_up_proj`, beside which lies `.._scale_inv`; or of which
-    there are `.._blocks` and `.._scales`."""
+    """Modules of stacked experts, whose tensors do not end in `.weight`: `experts.gate_up_proj` with
+    `experts.gate_up_proj_scale_inv`, or `.._blocks` with `.._scales`."""
     for path, tensor in index.items():
         scales = f"{path}_scale_inv"
         if not path.endswith(".weight") and scales in index:
@@ -128,7 +130,7 @@ def _stacks(index: Mapping[str, TensorInfo], method: str) -> Iterator[Module]:
 
 
 def _reader(module: Module) -> Callable[[Module, Quantisation], Matrix] | None:
-    """What reads the module, by the types of its codes; None if it is not quantised."""
+    """The function that reads the module, by the dtype of its codes; None if it is not quantised."""
     for part, dtypes in _READERS.items():
         if read := dtypes.get(module.dtype(part)):
             return read
@@ -146,7 +148,7 @@ def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
     if scales.dtype in _POWERS and scales.shape == (*weight.shape[:-1], columns / 32):
         return Matrix("MXFP8", weight.shape, Quantised(weight, Code.E4M3, scales, 1, 32))
     stacked = len(weight.shape) - 2
-    one = scales.shape[stacked:]  # of one matrix
+    one = scales.shape[stacked:]  # the scales' shape for one matrix
     parts = Quantised(weight, Code.E4M3, scales, 0, 0)
     height, width = of.block or _BLOCK
     in_blocks = (-(-rows // height), -(-columns // width))
@@ -159,11 +161,11 @@ def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
         raise module.misfit(scales, expected)
     if of.block is None and prod(one) == 1:
         return Matrix("FP8 tensor", weight.shape, parts)
-    if len(one) == 4 and one[1] == one[3] == 1:  # as modelopt writes blocks
+    if len(one) == 4 and one[1] == one[3] == 1:  # ModelOpt's shape of block scales
         one = (one[0], one[2])
     if one == in_blocks:
         parts = replace(parts, scale_rows=height, group=width)
-        rows_of = "" if height % PANEL_ROWS == 0 else f"{height} x "  # a panel has one scale of each group
+        rows_of = "" if height % PANEL_ROWS == 0 else f"{height} x "  # packed: one scale per panel and group
         return Matrix(f"FP8 block {rows_of}{width}", weight.shape, parts)
     if prod(one) == 1:
         return Matrix("FP8 tensor", weight.shape, parts)
@@ -173,7 +175,7 @@ def _eight_bit_floats(module: Module, of: Quantisation) -> Matrix:
 
 
 def _signed_bytes(module: Module, of: Quantisation) -> Matrix:
-    """int8: one integer, or two of 4 bits as W4AFP8 has them, or two e2m1 as transformers and DeepSeek-V4 have them."""
+    """int8 bytes: one integer each, or two 4-bit integers (W4AFP8), or two E2M1 values (transformers, DeepSeek-V4)."""
     weight, scales = module.take("weight"), module.take(*_SCALES)
     if scales.dtype in _POWERS:
         shape = (*weight.shape[:-1], weight.shape[-1] * 2)
@@ -187,13 +189,13 @@ def _signed_bytes(module: Module, of: Quantisation) -> Matrix:
         group = _groups(module, scales, shape)
         parts = Quantised(weight, Code.SIGNED4, scales, 1, group)
         return Matrix(_integer_name(Code.INT4, group, scales.dtype, False, True), shape, parts)
-    _expect_bits(module, of, 4, 8)  # of 4 bits too, each is stored in a byte
+    _expect_bits(module, of, 4, 8)  # 4-bit integers, too, may be stored one per byte
     group = 0 if scales.shape == weight.shape[:-1] else _groups(module, scales, weight.shape)
     return Matrix(_name("INT8", group), weight.shape, Quantised(weight, Code.INT8, scales, 1, group))
 
 
 def _packed_integers(module: Module, of: Quantisation) -> Matrix:
-    """compressed-tensors: words along the columns, code + 2^(bits - 1)."""
+    """compressed-tensors: int32 words pack neighbouring columns; integers are stored plus 2^(bits - 1)."""
     packed, scales, zeros = module.take("weight_packed"), module.take("weight_scale"), module.maybe("weight_zero_point")
     module.take("weight_shape")
     bits = _expect_bits(module, of, 4, 8)
@@ -212,7 +214,7 @@ def _packed_integers(module: Module, of: Quantisation) -> Matrix:
 
 
 def _packed_floats(module: Module, of: Quantisation) -> Matrix:
-    """Two e2m1 a byte: NVFP4 of compressed-tensors and of modelopt, MXFP4."""
+    """Two E2M1 values per byte: NVFP4 of compressed-tensors and ModelOpt, MXFP4."""
     packed, scales = module.take("weight_packed", "weight"), module.take("weight_scale")
     shape = (*packed.shape[:-1], packed.shape[-1] * 2)
     if scales.dtype in _POWERS:
@@ -224,13 +226,13 @@ def _packed_floats(module: Module, of: Quantisation) -> Matrix:
     factor = module.take("weight_global_scale", "weight_scale_2")
     if factor.dtype != "F32" or prod(factor.shape) != prod(shape[:-2]):
         raise module.misfit(factor, f"F32 with one number for each of {prod(shape[:-2])} matrices")
-    inverse = module.dtype("weight_global_scale") != ""  # it divides
+    inverse = module.dtype("weight_global_scale") != ""  # weight_global_scale divides, weight_scale_2 multiplies
     parts = Quantised(packed, Code.E2M1, scales, 1, 16, factor=factor, inverse=inverse)
     return Matrix("NVFP4", shape, parts)
 
 
 def _blocks_of_floats(module: Module, of: Quantisation) -> Matrix:
-    """Of gpt-oss: two e2m1 a byte, [experts, rows, groups, 16]; scales [experts, rows, groups]."""
+    """gpt-oss: two E2M1 values per byte, [experts, rows, groups, 16]; scales [experts, rows, groups]."""
     blocks, scales = module.take("blocks"), module.take("scales")
     fit = len(blocks.shape) == 4 and blocks.shape[-1] == 16 and scales.shape == blocks.shape[:-1]
     if not fit or scales.dtype not in _POWERS:
@@ -240,8 +242,9 @@ def _blocks_of_floats(module: Module, of: Quantisation) -> Matrix:
     return Matrix("MXFP4", shape, Quantised(blocks, Code.E2M1, scales, 1, 32))
 
 
-def _turned_integers(module: Module, of: Quantisation) -> Matrix:
-    """GPTQ: words along the columns, [columns, rows]; AWQ: words along the rows. Scales and zeros [groups, rows]."""
+def _transposed_integers(module: Module, of: Quantisation) -> Matrix:
+    """GPTQ and AWQ: codes are [columns, rows]; an int32 word packs neighbouring columns (GPTQ) or rows (AWQ). Scales
+    and zero points are [groups, rows]."""
     words, scales, zeros = module.take("qweight"), module.take("scales"), module.take("qzeros")
     if len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in _FLOATS:
         raise module.misfit(scales, f"{', '.join(_FLOATS)} [groups, rows] of a single matrix")
@@ -269,7 +272,8 @@ def _turned_integers(module: Module, of: Quantisation) -> Matrix:
 
 
 def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) -> int:
-    """Columns of a scale, 0 for all, of scales [rows, groups]. Raises WeightsError if they are not `group` (0: any)."""
+    """Columns per scale, given scales [rows, groups]; 0: one scale for all columns. group: the expected number, 0: any.
+    Raises WeightsError."""
     columns, count = shape[-1], scales.shape[-1] if scales.shape else 0
     fit = len(scales.shape) == len(shape) and scales.shape[:-1] == shape[:-1] and count and columns % count == 0
     if not fit or (group and columns // count != group):
@@ -281,10 +285,10 @@ def _groups(module: Module, scales: TensorInfo, shape: Shape, group: int = 0) ->
 def _expect_bits(module: Module, of: Quantisation, *known: int) -> int:
     bits = of.integers(module.name).bits
     if bits not in known:
-        says = f"has integers of {bits} bits" if bits else "has no integers"
+        expected = f"integers of {bits} bits" if bits else "no integers"
         raise WeightsError(
-            f"{module.file}: the config ({of.method}) {says} for {module.name}, but its tensors are integers; only "
-            f"{' or '.join(map(str, known))} bits are implemented.",
+            f"{module.file}: for {module.name} the config ({of.method}) declares {expected}, but its tensors hold "
+            f"integers, of which only {' or '.join(map(str, known))} bits are implemented.",
             _OTHER,
         )
     return bits
@@ -301,10 +305,10 @@ def _name(code: str, group: int) -> str:
     return f"{code} {group or 'channel'}"
 
 
-# By the tensor that has a module's codes, and its type.
+# Name of the tensor that holds a module's codes -> its dtype -> reader.
 _READERS = {
     "weight": {"F8_E4M3": _eight_bit_floats, "I8": _signed_bytes, "U8": _packed_floats},
-    "qweight": {"I32": _turned_integers},
+    "qweight": {"I32": _transposed_integers},
     "weight_packed": {"I32": _packed_integers, "U8": _packed_floats},
     "blocks": {"U8": _blocks_of_floats},
 }

@@ -1,4 +1,4 @@
-"""Open weight files, giving rows of their tensors as floats. Never: which rows are wanted, or where they go."""
+"""Open weight files, and rows of their tensors as floats. Never: which rows to read, where they go."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class Rows(Protocol):
-    """An open weight file. Tensors are [rows, columns], all dimensions but the last taken as rows."""
+    """An open weight file. Tensors are seen as [rows, columns], all dimensions but the last flattened to rows."""
 
     def __enter__(self) -> Rows: ...
     def __exit__(self, *error: object) -> None: ...
 
     def read(self, tensor: str, first: int, count: int) -> Tensor:
-        """Rows first to first + count as floats, valid until the next call. Raises WeightsError."""
+        """Rows [first, first + count) as floats of any type, valid until the next call. Raises WeightsError."""
 
     def stored(self, tensor: str, first: int, column: int, transposed: bool) -> StoredRows | None:
-        """Where rows from `first` on are in the file, from `column` on; None where only `read` finds them."""
+        """Where rows from `first` and columns from `column` on lie in the file; None if only `read` can read them."""
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
-        """Read rows straight to `out` if they are stored in its form; else do nothing and return False."""
+        """Read rows into `out` if they are stored with its dtype and it is contiguous; else return False."""
 
 
 def open_rows(file: Path, tensors: Mapping[str, TensorInfo]) -> Rows:
-    """`tensors` has the places of the file's tensors, by the file's names."""
+    """Open a weight file; tensors: the index of its tensors, by the file's names."""
     return _MappedRows(file) if file.suffix == ".bin" else _FileRows(file, tensors)
 
 
 class _FileRows:
-    """safetensors and GGUF: read() into one buffer, not mapped."""
+    """safetensors and GGUF files: read() into one buffer, not mapped."""
 
     def __init__(self, file: Path, tensors: Mapping[str, TensorInfo]) -> None:
         self._file = file
         self._tensors = tensors
         self._stream = file.open("rb", buffering=0)
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # both stay, for taking new ones leaves gaps between them
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # both are reused: new ones would fragment memory
         self._floats = torch.empty(0, dtype=torch.float32)
         self._coded = CodedFiles()
 
@@ -81,7 +81,7 @@ class _FileRows:
         kind = Stored[info.dtype]
         start = info.offset + first * info.row_bytes + (column * PLAIN_BYTES[kind] if column else 0)
         return StoredRows(
-            kind, start, info.row_bytes, self._stream.fileno(), Order.TURNED if transposed else Order.ROWS
+            kind, start, info.row_bytes, self._stream.fileno(), Order.TRANSPOSED if transposed else Order.ROWS
         )
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
@@ -107,7 +107,7 @@ def _at_least(size: int, buffer: Tensor) -> Tensor:
 
 
 class _MappedRows:
-    """PyTorch files: only torch knows where the bytes are, and maps them."""
+    """PyTorch files, which torch parses and maps."""
 
     def __init__(self, file: Path) -> None:
         self._tensors = open_bin(file)
@@ -135,7 +135,7 @@ class _MappedRows:
 
 
 def _forget_pages(tensor: Tensor) -> None:
-    """Mapped pages that were read count as this process's memory until they are given back."""
+    """Drop the mapped pages of a tensor, which would count as this process's memory."""
     page = mmap.PAGESIZE
     start = tensor.data_ptr() // page * page
     end = tensor.data_ptr() + tensor.nbytes

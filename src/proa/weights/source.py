@@ -1,4 +1,4 @@
-"""A parameter's place in a checkpoint. Never: finding it, I/O, torch."""
+"""The place of a parameter in a checkpoint. Never: finding it, I/O, torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A rectangle of a stored tensor, taken as [rows, columns] with all dimensions but the last as rows.
+    """A rectangle of a stored tensor, seen as [rows, columns] with all dimensions but the last flattened to rows.
 
-    `transposed`: the rectangle is [in, out], the parameter [out, in]. row_step, col_step: of the stored tensor's rows
-    and columns it takes every so many. changed: what the file has of each number x, see NameTable; else empty.
+    transposed: the rectangle is [in, out], the parameter [out, in]. row_step, col_step: stride in the stored tensor's
+    rows and columns. changed: the file's function of the parameter's values, see NameTable.changed; "" if none.
     """
 
     tensor: str

@@ -1,8 +1,8 @@
-"""Where each parameter's bytes are. Never: I/O, torch, families.
+"""Finds the tensors that hold each parameter. Never: I/O, torch, families.
 
 The same model is published with one tensor per expert, or with stacked experts in either orientation, so the
-layout is a fact about the files, not about the family. Every parameter gets exactly one source and every
-tensor of the index is used, or known to be ignorable; otherwise loading stops before a byte is read.
+layout is read from the files, not from the family. Every parameter must have a source, and every tensor of the index
+must be used or ignored by a rule; otherwise loading stops before a byte is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from proa.weights.joined import parts_of
 from proa.weights.source import Source
 
 Index = Mapping[str, TensorInfo]
-READABLE = tuple(Stored.__members__)  # types of tensors that are parameters as they are
+READABLE = tuple(Stored.__members__)  # dtypes of parameters that are a single tensor
 
 _EXPERT = re.compile(
     r"(?P<stack>blocks\.\d+\.ffn\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)\.(?P<kind>weight|bias)"
@@ -31,9 +31,9 @@ _LISTED = 5  # problems that an error names; the rest is counted
 
 @dataclass(frozen=True)
 class Sources:
-    """params: one source for every parameter but those in `joined`, whose rows come from several, one after the other.
-    ignored: tensor -> why. tied_head: a stored copy of the embedding, which the loader compares with it. zeros: biases
-    that the model does not have, which the loader looks at."""
+    """The sources of all parameters. params: those with one source. joined: those whose rows come from several, in
+    order. ignored: tensor -> why it is not loaded. tied_head: a stored head of a tied model; the loader checks that it
+    equals the embedding. zeros: bias tensors that the model does not have; the loader checks that they are zero."""
 
     params: dict[str, Source]
     joined: dict[str, tuple[Source, ...]] = field(default_factory=dict)
@@ -43,16 +43,16 @@ class Sources:
 
     @property
     def all(self) -> list[Source]:
-        """Of all parameters."""
+        """The sources of all parameters."""
         return [*self.params.values(), *chain.from_iterable(self.joined.values())]
 
 
 def resolve(declared: Declared, index: Index) -> Sources:
-    """Raises WeightsError that lists tensors which are missing, misshapen, left over, or of a type that is not
-    implemented."""
+    """Find the sources of all parameters. Raises a WeightsError that lists tensors which are missing, unused, or of
+    wrong shape, or names one whose type is not implemented."""
     search = _Search(declared, index)
     search.find(declared.spec.params(routed=False))
-    if search.problems:  # among them routers, so what follows is no more than the files have experts
+    if search.problems:  # routers are checked by now, so the config's number of experts below is that of the files
         raise _error(search.problems, declared, index)
     search.find((name, shape) for name, shape in declared.spec.params() if not search.has(name))
     head = _tied_head(declared, index) if declared.spec.tied else None
@@ -70,7 +70,7 @@ def resolve(declared: Declared, index: Index) -> Sources:
 
 
 class _Search:
-    """Finds the tensors of parameters, and notes what does not fit."""
+    """Finds the tensors of parameters, and collects problems."""
 
     def __init__(self, declared: Declared, index: Index) -> None:
         self._declared, self._index = declared, index
@@ -126,7 +126,7 @@ def _check_types(sources: Sources, index: Index) -> None:
 
 
 def _is_of_gptq(tensor: str, index: Index) -> bool:
-    """Some writers of GPTQ give each linear map a bias, zero where the model has none."""
+    """True for the bias of a GPTQ matrix: some writers give every linear layer one, zero if the model has none."""
     weight = index.get(tensor.removesuffix("bias") + "weight") if tensor.endswith(".bias") else None
     return weight is not None and weight.quantised is not None and weight.quantised.order is Order.WORDS
 
@@ -136,19 +136,20 @@ def _whole(tensor: str, info: TensorInfo, changed: str = "") -> Source:
 
 
 def _same(ours: Shape, stored: Shape) -> bool:
-    """GGUF stores a [1, N] matrix as [N] and [C, 1, T] as [C, T], and ERNIE [N] numbers as [1, N]."""
+    """True if the shapes are equal up to dimensions of 1: GGUF stores [1, N] as [N] and [C, 1, T] as [C, T], and ERNIE
+    stores [N] as [1, N]."""
     flat = (ours[0], ours[2]) if len(ours) == 3 and ours[1] == 1 else ours
     return stored in (ours, flat, ours[1:] if ours[0] == 1 else (1, *ours))
 
 
 def _tied_head(declared: Declared, index: Index) -> Source | None:
-    """Some tied checkpoints store the head all the same."""
+    """The stored head of a tied checkpoint; None if there is none, as usual."""
     found = next((t for t in declared.names.candidates("head.weight") if t in index), None)
     return None if found is None else _whole(found, index[found])
 
 
 class _Stacks:
-    """Finds experts inside tensors that hold all experts of a layer."""
+    """Finds experts in tensors that stack all experts of a layer."""
 
     def __init__(self, declared: Declared, index: Index) -> None:
         self.problems: list[str] = []
@@ -162,7 +163,7 @@ class _Stacks:
         self._transposed: dict[str, bool | None] = {}
 
     def find(self, name: str, shape: Shape) -> Source | None:
-        """Source of one expert's gate, up or down, or of its bias; None if the name is no expert's or nothing is
+        """Source of one expert's gate, up or down weight or bias; None for other parameters, or if experts are not
         stacked."""
         match = _EXPERT.fullmatch(name)
         if match is None:
@@ -190,7 +191,7 @@ class _Stacks:
             self.problems.append(problem)
 
     def _tensor(self, stack: str, part: str, kind: str = "weight") -> tuple[str | None, bool]:
-        """The stacked tensor that holds this part, and whether gate and up share it."""
+        """The stacked tensor that holds this part (None: there is none), and True if gate and up are fused in it."""
         groups = [(part, False)] if part == "down" else [(part, False), ("gate_up", True)]
         for group, fused in groups:
             for tensor in self._names.candidates(f"{stack}.{group}.{kind}"):
@@ -199,7 +200,7 @@ class _Stacks:
         return None, False
 
     def _is_transposed(self, stack: str) -> bool:
-        """One orientation for the layer: the one in which the shapes of gate, up and down all fit."""
+        """True if the layer's stacks are [E, in, out]: the one orientation in which gate, up and down all fit."""
         if stack not in self._transposed:
             self._transposed[stack] = self._orientation(stack)
         return bool(self._transposed[stack])
@@ -216,13 +217,13 @@ class _Stacks:
             out *= 2 if fused else 1
             stored = self._index[tensor]
             wanted = {False: (moe.experts, out, inp), True: (moe.experts, inp, out)}
-            fits &= {turned for turned, shape in wanted.items() if shape == stored.shape}
+            fits &= {transposed for transposed, shape in wanted.items() if shape == stored.shape}
             described.append(misfit(tensor, wanted[False], stored))
         if len(fits) == 1:
             return fits.pop()
         if fits:
             self.problems.append(
-                f"{'; '.join(dict.fromkeys(described))}: [out, in] and [in, out] both fit, so Proa cannot know"
+                f"{'; '.join(dict.fromkeys(described))}: [out, in] and [in, out] both fit, so the layout is ambiguous"
             )
         else:
             self.problems.extend(dict.fromkeys(described))
@@ -236,14 +237,13 @@ def _error(problems: list[str], declared: Declared, index: Index) -> WeightsErro
     head = declared.names.candidates("head.weight")[0]
     remedy = "Check that config and weights belong together and that all files were downloaded."
     if problems == [_missing(head, (declared.spec.vocab, declared.spec.hidden))]:
-        remedy = "If the head is the embedding, add --override-config tie_word_embeddings=true."
+        remedy = "If the head is tied to the embedding, add --override-config tie_word_embeddings=true."
     where = ", ".join(map(str, files)) or "The checkpoint"
     return WeightsError(f"{where}: the tensors do not fit the config: {shown}{more}.", remedy)
 
 
 def stored_types(sources: Sources, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """The type that each parameter has in the checkpoint; "F32" where its rows are not whole rows there, or of several
-    types."""
+    """Parameter -> its type in the checkpoint; "F32" if its rows are not whole stored rows, or have several types."""
     found = {name: _stored_type(source, tensors[source.tensor]) for name, source in sources.params.items()}
     for name, parts in sources.joined.items():
         types = {_stored_type(part, tensors[part.tensor]) for part in parts}
@@ -257,5 +257,5 @@ def _stored_type(source: Source, info: TensorInfo) -> str:
         return "F32"
     blocks = info.quantised is not None and info.quantised.scale_rows > 1
     if blocks and (source.row_step > 1 or source.first_row % info.shape[-2] % PANEL_ROWS):
-        return f"{info.dtype} from within a panel"  # whose rows may have scales of two blocks: no format keeps that
+        return f"{info.dtype} from within a panel"  # rows of one panel may have scales of two blocks: no packed format
     return info.dtype

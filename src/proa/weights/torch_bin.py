@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def open_bin(file: Path) -> dict[str, Tensor]:
-    """Tensors by name, their data still on disk. Raises WeightsError for damaged files and foreign objects."""
-    import torch  # heavy, and planning a model of another format must not pay for it
+    """Open a .bin file: name -> memory-mapped tensor. Raises WeightsError for damaged files and other objects."""
+    import torch  # takes seconds, which planning a model of another format must not pay
 
     refuse_placeholder(file)
     if not zipfile.is_zipfile(file):
@@ -38,7 +38,7 @@ def open_bin(file: Path) -> dict[str, Tensor]:
 
 
 def _no_archive(file: Path) -> WeightsError:
-    """Why a file is no complete zip archive, which is what PyTorch writes."""
+    """Make the error for a file that is not a complete zip archive, PyTorch's format."""
     with file.open("rb") as stream:
         head = stream.read(8)
     if head.startswith(b"PK"):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from proa.ops.sizes import MOST_LOGPROBS, explain_keys
-from proa.ops.triton.logprobs import explain
+from proa.ops.sizes import MOST_LOGPROBS, logprobs_keys
+from proa.ops.triton.logprobs import row_logprobs
 from proa.ops.triton.weights import WHOLE, Space
 from proa.types import TokenLogprob
 
@@ -27,7 +27,7 @@ class DeviceLogprobs:
         self._rows = torch.arange(rows, dtype=torch.int32).to(device)
         self._host_tokens = torch.zeros(rows, dtype=torch.int32, pin_memory=pinned)
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._workspace = torch.zeros(explain_keys(rows, vocab, most), dtype=torch.int64, device=device)
+        self._workspace = torch.zeros(logprobs_keys(rows, vocab, most), dtype=torch.int64, device=device)
         self._ids, self._logprobs = _answers(rows, most, device, pinned=False)
         host = device if device.type == "meta" else torch.device("cpu")  # a rehearsal's have nothing to be copied
         self._host_ids, self._host_logprobs = _answers(rows, most, host, pinned=pinned)
@@ -39,7 +39,7 @@ class DeviceLogprobs:
         self._number, self._count = len(rows), min(top, self._most)
         number, count = self._number, self._count
         num_ids, num_logprobs = number * count, number * (count + 1)
-        explain(
+        row_logprobs(
             logits, rows, tokens, (self._kinds[:number], self._inverses[:number]), self._space, self._workspace,
             self._ids[:num_ids].view(number, count), self._logprobs[:num_logprobs].view(number, count + 1),
         )  # fmt: skip

@@ -59,4 +59,4 @@ class DeviceSteps:
         """Of the first rows named in `scored`: logits, and the best token of each."""
         logits = self._model.logits(self.hidden.index_select(0, self.scored[:rows]))
         self.logits[:rows].copy_(logits)
-        self.best[:rows].copy_(self._model.best(logits))
+        self.best[:rows].copy_(self._model.argmax(logits))

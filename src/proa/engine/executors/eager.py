@@ -124,7 +124,7 @@ class EagerExecutor:
         step.spans, step.rows = spans, step.batch.rows_of(spans)
         if spans:
             logits = self._logits(step, step.rows)
-            step.choices = choose(self._model.best(logits).tolist(), rows, logits)
+            step.choices = choose(self._model.argmax(logits).tolist(), rows, logits)
         if step.parts is None:
             self._step_s = time.perf_counter() - step.began_s
         self.clock.lap(Stage.PROGRAM)

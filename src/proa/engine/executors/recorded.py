@@ -103,7 +103,7 @@ class RecordedExecutor:
             recorder.end_blocks(limits.head_rows)
             scored = _numbers(recorder, limits.head_rows)
             self._logits = model.logits(recorder.take(hidden, scored))
-            self._best = ints(model.best(self._logits))
+            self._best = ints(model.argmax(self._logits))
         self._scored = ints(scored)
         self._scored_rows: Sequence[int] = ()  # of the step computed last, whose logits are there
         self._scored_logits = self._logits[:0]

@@ -35,9 +35,9 @@ def registry() -> dict[str, Family]:
 
 
 def declare(config: Mapping[str, Any], ignore_keys: Collection[str] = (), where: str = "config.json") -> Declared:
-    """Read a Hugging Face style config into the model's shapes and tensor names; `where` it is from.
+    """Read a config in Hugging Face's form into the model's shapes and tensor names. `where` names it in errors.
 
-    Raises ConfigError if the architecture, a key or a value is not implemented, of the weights' quantisation too.
+    Raises ConfigError if the architecture, a key or a value is not implemented, here or in the quantisation config.
     """
     architecture = _architecture(config, where)
     quantisation(config, ignore_keys, where)

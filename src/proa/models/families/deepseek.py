@@ -30,20 +30,20 @@ def deepseek_v2(c: Reader) -> tuple[Model, NameTable]:
 
 def deepseek_v3(c: Reader) -> tuple[Model, NameTable]:
     c.expect("rope_interleave", True)
-    c.ignore("what num_nextn_predict_layers is to transformers", "num_mtp_layers")
+    c.ignore("another name of num_nextn_predict_layers", "num_mtp_layers")
     mixer, names = latent_attention(c), _names(c)
     return model_of(c, mixer.rope, [Block(mixer, ffn) for ffn in v3_ffns(c, mixer.hidden)]), names
 
 
 def latent_attention(c: Reader) -> LatentAttention:
-    """Of DeepSeek's keys. Neighbours of what turns are pairs, whatever the config says about head_dim."""
+    """Read latent attention from DeepSeek's keys. Rotary is always interleaved."""
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     c.expect("num_key_value_heads", heads)
     c.expect("attention_bias", False)
-    c.ignore("the sizes below say what heads are", "head_dim", "qk_head_dim")
-    turned, rank = c.size("qk_rope_head_dim"), c.size("kv_lora_rank")
-    if turned % 8 or rank % 8:
-        raise c.error(f"qk_rope_head_dim {turned} and kv_lora_rank {rank} must be multiples of 8")
+    c.ignore("the sizes below determine them", "head_dim", "qk_head_dim")
+    rotary_dim, rank = c.size("qk_rope_head_dim"), c.size("kv_lora_rank")
+    if rotary_dim % 8 or rank % 8:
+        raise c.error(f"qk_rope_head_dim {rotary_dim} and kv_lora_rank {rank} must be multiples of 8")
     return LatentAttention(
         hidden=hidden,
         heads=heads,
@@ -51,16 +51,17 @@ def latent_attention(c: Reader) -> LatentAttention:
         rank=rank,
         key_dim=c.size("qk_nope_head_dim"),
         value_dim=c.size("v_head_dim"),
-        rope=replace(rope(c, turned, 10000.0), interleaved=True),
+        rope=replace(rope(c, rotary_dim, 10000.0), interleaved=True),
     )
 
 
 def _softmax_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
-    """The first layers are dense. Weights of experts are scaled, and never renormalised."""
+    """The FFN of each layer: dense before first_k_dense_replace, MoE after; expert weights are scaled, not
+    renormalised."""
     c.expect("scoring_func", "softmax")
     c.expect("norm_topk_prob", False)
     c.expect("moe_layer_freq", 1)
-    c.ignore("training, or where experts are computed", "aux_loss_alpha", "seq_aux", "ep_size")
+    c.ignore("training and expert parallelism", "aux_loss_alpha", "seq_aux", "ep_size")
     experts, width = c.size("n_routed_experts"), c.size("moe_intermediate_size")
     top_k = experts_per_token(c, experts)
     scale = c.get("routed_scaling_factor", float, 1.0)
@@ -72,12 +73,12 @@ def _softmax_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
 
 
 def _groups(c: Reader, experts: int, top_k: int) -> ExpertGroups | None:
-    """Groups count by their best expert, and only where topk_method says so."""
+    """Group-limited routing if topk_method asks for it; a group's score is that of its best expert."""
     limited = "group_limited_greedy"
     c.expect("topk_method", "greedy", limited)
     if c.get("topk_method", str, "greedy") == limited:
         return expert_groups(c, experts, top_k, best_of=1)
-    c.ignore("without groups they mean nothing", "n_group", "topk_group")
+    c.ignore("unused by greedy routing", "n_group", "topk_group")
     return None
 
 

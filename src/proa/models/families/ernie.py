@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: rotary pairs of neighbours, softmax scores with a correction, shared experts without a gate.
+"""ERNIE 4.5 MoE: interleaved rotary, softmax scores with a correction, shared experts without a gate.
 Source: modeling_ernie4_5_moe.py in Hugging Face transformers.
 """
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from proa.models.config_reader import Reader
 from proa.models.families.llama import attention, model
-from proa.models.names import HF_IGNORED, NameTable
+from proa.models.names import HF_IGNORED, MTP_NOT_LOADED, NameTable
 from proa.models.spec import Mlp, Model, Moe, Router
 
 NAMES = NameTable(
     (("blocks.{i}.ffn.router.correction", "model.layers.{i}.mlp.moe_statics.e_score_correction_bias"),),
-    ignored=(*HF_IGNORED, (r"model\.mtp_.*", "layers that guess further tokens ahead; decoding does without")),
+    ignored=(*HF_IGNORED, (r"model\.mtp_.*", MTP_NOT_LOADED)),
 )
 
 
@@ -21,20 +21,21 @@ def ernie4_5_moe(c: Reader) -> tuple[Model, NameTable]:
     c.expect("use_bias", False)
     c.expect("moe_gate", "topk")
     c.expect("moe_use_aux_free", True)
-    c.ignore("training, and further tokens", "moe_capacity", "num_nextn_predict_layers")
+    c.ignore("only for training and MTP", "moe_capacity", "num_nextn_predict_layers")
     mixer = attention(c, theta=5e5)
     mixer = replace(mixer, rope=replace(mixer.rope, interleaved=True))
     return model(c, mixer, _ffns(c, mixer.hidden), tied=True), NAMES
 
 
 def _ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
-    """Of each layer; those from moe_layer_start_index to moe_layer_end_index, -1 being the last, are sparse."""
+    """The FFN of each layer: MoE every moe_layer_interval layers from moe_layer_start_index to moe_layer_end_index
+    (included; -1: the last layer), else dense."""
     experts, top_k = (
         c.get_any(("moe_num_experts", "num_experts"), int),
         c.get_any(("moe_k", "num_experts_per_tok"), int),
     )
     if not 0 < top_k <= experts:
-        raise c.error(f"moe_k is {top_k}, but there are {experts} experts")
+        raise c.error(f"moe_k must be between 1 and {experts}, the number of experts, but it is {top_k}")
     width, shared = c.size("moe_intermediate_size"), c.get("moe_num_shared_experts", int)
     router = Router("softmax", renormalise=True, correction=True, least=c.get("moe_norm_min", float, 1e-12))
     sparse = Moe(hidden, experts, top_k, width, router, Mlp(hidden, width * shared) if shared else None)
@@ -44,8 +45,8 @@ def _ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
         c.get("moe_layer_end_index", int, -1),
         c.size("moe_layer_interval", 1),
     )
-    span = range(first, (layers if last == -1 else last + 1))
-    return [sparse if i in span and (i + 1) % step == 0 else dense for i in range(layers)]
+    candidates = range(first, (layers if last == -1 else last + 1))
+    return [sparse if i in candidates and (i + 1) % step == 0 else dense for i in range(layers)]
 
 
 ARCHITECTURES = {"Ernie4_5_MoeForCausalLM": ernie4_5_moe}

@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks, every other layer in a window, and routed experts with biases and a clamped SwiGLU.
+"""gpt-oss: attention with sinks, a sliding window in every other layer, routed experts with biases and clamped SwiGLU.
 Source: modeling_gpt_oss.py in Hugging Face transformers.
 """
 
@@ -23,12 +23,12 @@ def gpt_oss(c: Reader) -> tuple[Model, NameTable]:
     mixer = attention(c, theta=150000.0, qkv_bias=bias, o_bias=bias, sinks=True)
     experts, top_k = c.size("num_local_experts"), c.get_any(("num_experts_per_tok", "experts_per_token"), int)
     if not 0 < top_k <= experts:
-        raise c.error(f"num_experts_per_tok is {top_k}, of {experts} experts")
+        raise c.error(f"num_experts_per_tok must be between 1 and {experts}, the number of experts, but it is {top_k}")
     c.expect("swiglu_alpha", 1.702)
     limit = c.get("swiglu_limit", float, 7.0)
     if limit <= 0:
         raise c.error(f"swiglu_limit must be above 0, but it is {limit}")
-    c.ignore("original_max_position_embeddings of the rope says it", "initial_context_length")
+    c.ignore("equals original_max_position_embeddings of the rope", "initial_context_length")
     router = Router("softmax", renormalise=True, linear_bias=True)
     width, gating = c.size("intermediate_size"), Gating("clamped_swiglu", limit)
     moe = Moe(mixer.hidden, experts, top_k, width, router, bias=True, gating=gating)

@@ -1,7 +1,7 @@
-"""Dense models of Llama's shape: Llama 1 to 3, SmolLM2, Yi; Qwen2 and Qwen2.5; Qwen3.
+"""Dense models of Llama's architecture: Llama 1 to 3, SmolLM2, Yi; Qwen2 and Qwen2.5; Qwen3.
 
-Belongs here too: the readers that every family with this attention shares. Source of the shapes: the
-modeling files of the same names in Hugging Face transformers.
+Belongs here too: the readers shared by every family with grouped-query attention. Sources: modeling_llama.py,
+modeling_qwen2.py and modeling_qwen3.py in Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -44,12 +44,15 @@ def _dense(
 
 
 def attention(c: Reader, *, theta: float = 10000.0, partial: float | None = None, **kinds: Any) -> Attention:
-    """Grouped-query attention. `theta` and `partial` are the family's defaults, see rope(); `kinds` are the norm, gate
-    and bias fields of Attention that the family fixes."""
+    """Read grouped-query attention. `theta` and `partial` are the family's defaults for rope(); `kinds` are fields of
+    spec.Attention (norms, gate, biases, sinks) that the family fixes. Raises ConfigError."""
     hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
     kv_heads = c.size("num_key_value_heads", heads)
     if heads % kv_heads or (hidden % heads and not c.has("head_dim")):
-        raise c.error(f"{heads} heads with {kv_heads} KV heads do not divide hidden_size {hidden}")
+        raise c.error(
+            f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}, and without head_dim "
+            f"divide hidden_size {hidden}"
+        )
     head_dim = c.size("head_dim", hidden // heads)
     if head_dim % 2:
         raise c.error(f"rotary embeddings need an even head_dim, but it is {head_dim}")
@@ -59,14 +62,16 @@ def attention(c: Reader, *, theta: float = 10000.0, partial: float | None = None
 def model(
     c: Reader, mixer: Attention, ffns: Sequence[Mlp | Moe], windows: Sequence[int | None] = (), *, tied: bool = False
 ) -> Model:
-    """One block per ffn, each with `mixer` and its own window; ends the reading. `tied`: see model_of."""
+    """Build a model with one block per FFN, each with `mixer` and its own window; `tied` as in model_of. Reads the last
+    keys: raises ConfigError if any is left unread."""
     by_layer = windows or [None] * len(ffns)
     blocks = [Block(replace(mixer, window=w), f) for w, f in zip(by_layer, ffns, strict=True)]
     return model_of(c, mixer.rope, blocks, tied=tied)
 
 
 def model_of(c: Reader, rope: Rope, blocks: Sequence[Block], *, norm_offset: float = 0.0, tied: bool = False) -> Model:
-    """A model of these blocks; ends the reading. `tied`: whether the head is the embedding if the config is silent."""
+    """Build a model of these blocks. `tied`: default of tie_word_embeddings. Reads the last keys: raises ConfigError if
+    any is left unread."""
     c.expect("hidden_act", "silu", "swish")  # two names of one function
     spec = Model(
         hidden=blocks[0].mixer.hidden,
@@ -77,18 +82,18 @@ def model_of(c: Reader, rope: Rope, blocks: Sequence[Block], *, norm_offset: flo
         tied=c.get("tie_word_embeddings", bool, tied),
         norm_offset=norm_offset,
     )
-    c.finish()
+    c.refuse_unread()
     return spec
 
 
 def no_mrope(c: Reader) -> None:
-    """Qwen2's code is shared with Qwen2-VL, whose rotary embedding has several sections; text models say that they have
-    none."""
+    """Refuse multimodal rotary (M-RoPE) of Qwen2-VL; configs of text models have the key, set to false."""
     c.expect("use_mrope", False)
 
 
 def qwen_windows(c: Reader) -> list[int | None]:
-    """Sliding windows of Qwen2 and Qwen3 by layer: `layer_types`, else from max_window_layers on."""
+    """Sliding window of each layer of Qwen2 and Qwen3, in tokens; None: full attention. From `layer_types`, else all
+    layers from max_window_layers on have the window."""
     layers, full = c.size("num_hidden_layers"), "full_attention"
     width = c.get("sliding_window", int, 0)
     first = c.get("max_window_layers", int, layers)
@@ -103,17 +108,17 @@ def qwen_windows(c: Reader) -> list[int | None]:
 
 
 def layer_types(c: Reader, default: list[str], *known: str) -> list[str]:
-    """What each layer is, of what is known; default: where the config does not say."""
+    """Read `layer_types`, one of `known` per layer; default: without the key. Raises ConfigError."""
     kinds: list[str] = c.get("layer_types", list, default)
     layers = c.size("num_hidden_layers")
     if len(kinds) != layers or not {*kinds} <= {*known}:
-        raise c.error(f"layer_types must name {' or '.join(known)} for {layers} layers")
+        raise c.error(f"layer_types must have {layers} entries, each {' or '.join(known)}, but it is {kinds}")
     return kinds
 
 
 ARCHITECTURES = {
     "LlamaForCausalLM": llama,
-    "LLaMAForCausalLM": llama,  # conversions of Llama 1 from before the class was renamed
+    "LLaMAForCausalLM": llama,  # the old name of the class, in conversions of Llama 1
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
 }

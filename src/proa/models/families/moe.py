@@ -40,14 +40,14 @@ def mixtral(c: Reader) -> tuple[Model, NameTable]:
 
 
 def routed(c: Reader, hidden: int, experts: int, width: int, *, renormalise: bool, shared: Mlp | None = None) -> Moe:
-    """Softmax routing over equal experts, and a gated shared one if given."""
+    """An MoE layer with softmax routing, and a gated shared expert if given."""
     top_k = experts_per_token(c, experts)
     router = Router("softmax", renormalise)
     return Moe(hidden, experts, top_k, width, router, shared, shared_gate=shared is not None)
 
 
 def experts_per_token(c: Reader, experts: int) -> int:
-    """Of so many."""
+    """Read num_experts_per_tok. Raises ConfigError if it exceeds `experts`."""
     top_k = c.size("num_experts_per_tok")
     if top_k > experts:
         raise c.error(f"num_experts_per_tok is {top_k}, but there are only {experts} experts")
@@ -55,7 +55,7 @@ def experts_per_token(c: Reader, experts: int) -> int:
 
 
 def qwen_ffns(c: Reader, hidden: int, shared: Mlp | None) -> list[Mlp | Moe]:
-    """Every decoder_sparse_step-th layer is sparse, those in mlp_only_layers never."""
+    """The FFN of each layer: MoE in every decoder_sparse_step-th layer, except those in mlp_only_layers; else dense."""
     experts = c.get_any(("num_experts", "num_local_experts"), int)
     renormalise = c.get("norm_topk_prob", bool)
     sparse = routed(c, hidden, experts, c.size("moe_intermediate_size"), renormalise=renormalise, shared=shared)
@@ -66,9 +66,10 @@ def qwen_ffns(c: Reader, hidden: int, shared: Mlp | None) -> list[Mlp | Moe]:
 
 
 def _layer_windows(c: Reader) -> list[int | None]:
-    """Without layer_types, versions of transformers disagree about which layers of a MoE slide."""
+    """Sliding window of each layer. layer_types is required: without it, versions of transformers disagree about which
+    layers of a MoE model have the window."""
     if c.get("use_sliding_window", bool, False) and not c.has("layer_types"):
-        raise c.error("use_sliding_window is true, but layer_types does not say which layers slide")
+        raise c.error("use_sliding_window is true, but layer_types, which lists the layers with the window, is missing")
     return qwen_windows(c)
 
 

@@ -1,5 +1,5 @@
-"""Qwen3-Next: three layers of linear attention by the gated delta rule to one of gated attention, routed experts and a
-gated shared one in all. Source: modeling_qwen3_next.py in Hugging Face transformers.
+"""Qwen3-Next: three layers of linear attention (gated delta rule) per layer of gated attention; all layers have routed
+experts and a gated shared one. Source: modeling_qwen3_next.py in Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from proa.models.config_reader import Reader
 from proa.models.families.llama import attention, layer_types, model_of
 from proa.models.families.moe import qwen_ffns
-from proa.models.names import HF_IGNORED, NameTable
+from proa.models.names import HF_IGNORED, MTP_NOT_LOADED, NameTable
 from proa.models.spec import Block, GatedDeltaNet, Mixer, Mlp, Model
 
 NAMES = NameTable(
@@ -20,13 +20,13 @@ NAMES = NameTable(
         ("blocks.{i}.mixer.norm.weight", "model.layers.{i}.linear_attn.norm.weight"),
         ("blocks.{i}.mixer.out.weight", "model.layers.{i}.linear_attn.out_proj.weight"),
     ),
-    ignored=(*HF_IGNORED, (r"mtp\..*", "layers that guess further tokens ahead; decoding does without")),
+    ignored=(*HF_IGNORED, (r"mtp\..*", MTP_NOT_LOADED)),
 )
 
 
 def qwen3_next(c: Reader) -> tuple[Model, NameTable]:
     c.expect("use_sliding_window", False)
-    c.ignore("without use_sliding_window they mean nothing", "sliding_window", "max_window_layers")
+    c.ignore("unused without use_sliding_window", "sliding_window", "max_window_layers")
     bias = c.get("attention_bias", bool, False)
     attends = attention(c, partial=0.25, qk_norm="head", qkv_bias=bias, o_bias=bias, gated=True)
     delta = _delta(c, attends.hidden)
@@ -39,7 +39,7 @@ def qwen3_next(c: Reader) -> tuple[Model, NameTable]:
 def _delta(c: Reader, hidden: int) -> GatedDeltaNet:
     keys, values = c.size("linear_num_key_heads"), c.size("linear_num_value_heads")
     if values % keys:
-        raise c.error(f"{values} value heads of linear attention are not a multiple of {keys} key heads")
+        raise c.error(f"linear_num_value_heads must be a multiple of linear_num_key_heads {keys}, but it is {values}")
     taps = c.size("linear_conv_kernel_dim", 4)
     if taps < 2:
         raise c.error(f"linear_conv_kernel_dim must be at least 2, but it is {taps}")
@@ -47,12 +47,12 @@ def _delta(c: Reader, hidden: int) -> GatedDeltaNet:
 
 
 def _full(c: Reader) -> list[bool]:
-    """Which layers attend: `layer_types`, else every full_attention_interval-th."""
+    """Per layer, True if it has full attention: from `layer_types`, else every full_attention_interval-th layer."""
     layers, interval = c.size("num_hidden_layers"), c.size("full_attention_interval", 4)
     names = {True: "full_attention", False: "linear_attention"}
     kinds = layer_types(c, [names[(i + 1) % interval == 0] for i in range(layers)], *names.values())
     if names[True] not in kinds:
-        raise c.error("a model without any layer of full attention is not implemented")
+        raise c.error("layer_types has no full_attention layer, and a model without one is not implemented")
     return [kind == names[True] for kind in kinds]
 
 

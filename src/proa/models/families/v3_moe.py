@@ -1,7 +1,7 @@
-"""Llama's attention with routed experts as DeepSeek-V3 has them: sigmoid scores with a correction, groups, dense layers
-before sparse ones, shared experts without a gate. GLM-4.5, 4.6, 4.7 and their Air; dots.llm1.
+"""Llama's attention with DeepSeek-V3's routed experts: sigmoid scores with a correction, group-limited routing, dense
+layers before MoE layers, shared experts without a gate. GLM-4.5, 4.6, 4.7 and their Air; dots.llm1.
 
-Belongs here too: the readers that every family with these experts shares. Sources: modeling_glm4_moe.py and
+Belongs here too: the readers shared by every family with these experts. Sources: modeling_glm4_moe.py and
 modeling_dots1.py in Hugging Face transformers.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from proa.models.config_reader import Reader
 from proa.models.families.llama import attention, layer_types, model
-from proa.models.names import HF_IGNORED, NameTable, guessing_layers
+from proa.models.names import HF_IGNORED, NameTable, ignored_mtp
 from proa.models.spec import ExpertGroups, Mlp, Model, Moe, Router
 
-_EPSILON = 1e-20  # that renormalising adds to the sum of sigmoids
+_EPSILON = 1e-20  # added to the sum of sigmoids that renormalising divides by
 
 
 def glm4_moe(c: Reader) -> tuple[Model, NameTable]:
@@ -31,20 +31,21 @@ def dots1(c: Reader) -> tuple[Model, NameTable]:
 
 
 def _windows(c: Reader) -> list[int | None]:
-    """By layer: `layer_types`, else from max_window_layers on if there is a window."""
+    """Sliding window of each layer, in tokens; None: full attention. From `layer_types`, else all layers from
+    max_window_layers on if the config has a sliding_window."""
     layers, width = c.size("num_hidden_layers"), c.size("sliding_window", None)
     full, sliding = "full_attention", "sliding_attention"
     first = c.get("max_window_layers", int, layers) if width else layers
-    c.ignore("without a window it means nothing", "max_window_layers")
+    c.ignore("unused without a window", "max_window_layers")
     kinds = layer_types(c, [full if i < first else sliding for i in range(layers)], full, sliding)
     if {*kinds} != {full} and (width is None or not c.get("use_sliding_window", bool, True)):
-        raise c.error("some layers slide, but there is no window to slide")
-    c.ignore("layer_types and sliding_window say it", "use_sliding_window")
+        raise c.error("layer_types has sliding_attention layers, but sliding_window is missing or switched off")
+    c.ignore("layer_types and sliding_window decide", "use_sliding_window")
     return [None if kind == full else width for kind in kinds]
 
 
 def v3_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
-    """Of each layer: the first are dense, the others sparse."""
+    """The FFN of each layer: dense before first_k_dense_replace, MoE after."""
     for key, values in {
         "scoring_func": ("sigmoid", "noaux_tc"),
         "topk_method": ("noaux_tc",),
@@ -52,14 +53,14 @@ def v3_ffns(c: Reader, hidden: int) -> list[Mlp | Moe]:
         "moe_router_dtype": ("float32",),
     }.items():
         c.expect(key, *values)
-    c.ignore("training", "aux_loss_alpha", "seq_aux", "ep_size")
+    c.ignore("training and expert parallelism", "aux_loss_alpha", "seq_aux", "ep_size")
     layers, dense = c.size("num_hidden_layers"), c.get("first_k_dense_replace", int)
     sparse = v3_moe(c, hidden)
     return [Mlp(hidden, c.size("intermediate_size")) if i < dense else sparse for i in range(layers)]
 
 
 def v3_moe(c: Reader, hidden: int) -> Moe:
-    """One sparse layer."""
+    """Read the MoE layer that all layers behind the dense ones share. Raises ConfigError."""
     experts, top_k, width = c.size("n_routed_experts"), c.size("num_experts_per_tok"), c.size("moe_intermediate_size")
     shared = c.get("n_shared_experts", int, 0)
     router = Router(
@@ -74,20 +75,22 @@ def v3_moe(c: Reader, hidden: int) -> Moe:
 
 
 def expert_groups(c: Reader, experts: int, top_k: int, best_of: int) -> ExpertGroups | None:
-    """Of n_group groups the best topk_group; None where all are kept."""
+    """Read group-limited routing: the best topk_group of n_group groups; None if all groups are kept. Raises
+    ConfigError."""
     groups, kept = c.size("n_group", 1), c.size("topk_group", 1)
     size, rest = divmod(experts, groups)
     if rest or size < best_of or kept > groups or kept * size < top_k:
         raise c.error(
-            f"n_group {groups} and topk_group {kept} do not fit {experts} experts, {top_k} of them for a token"
+            f"n_group {groups} and topk_group {kept} do not fit {experts} experts with {top_k} per token: groups must "
+            f"be of equal size, with at least {best_of} experts each, and the kept ones hold {top_k} experts"
         )
     return None if kept == groups else ExpertGroups(groups, kept, best_of)
 
 
 def v3_names(c: Reader) -> NameTable:
-    """Hugging Face's."""
-    more = c.get("num_nextn_predict_layers", int, 0)
-    return NameTable(ignored=HF_IGNORED + guessing_layers(r"model\.layers\.", c.size("num_hidden_layers"), more))
+    """Hugging Face's names; MTP layers are ignored."""
+    mtp_layers = c.get("num_nextn_predict_layers", int, 0)
+    return NameTable(ignored=HF_IGNORED + ignored_mtp(r"model\.layers\.", c.size("num_hidden_layers"), mtp_layers))
 
 
 ARCHITECTURES = {"Glm4MoeForCausalLM": glm4_moe, "Dots1ForCausalLM": dots1}

@@ -1,3 +1,3 @@
-"""GPU kernels, one file for what belongs together. A public function launches on the current stream over tensors that
-the caller owns: it allocates nothing and waits for nothing, so a CUDA graph can hold it. Never: models, residency.
+"""GPU kernels and their launchers. A launcher runs on the current stream over tensors that the caller owns; it neither
+allocates nor synchronises, so that a CUDA graph can capture it. Never: models, residency.
 """

@@ -1,9 +1,9 @@
-"""Kernels compiled before they are launched, in processes that have no GPU: what launchers would launch is recorded,
-and compiled from the record into the cache on disk that the launch will read. Never: which launches those are.
+"""Ahead-of-time compilation of kernels, in processes without a GPU: launches are recorded instead of run, and compiled
+from the record into Triton's cache on disk, which later launches read. Never: which launches to record.
 
-All parts are Triton's own, so that keys of the cache are those of a launch: a driver that names the target, and the
-hook that is called where a variant is not compiled yet. Its `preload` takes what the hook was given too, but turns
-constants such as "bf16" into types.
+Only Triton's own mechanisms are used, so that cache keys equal those of real launches: a driver that names the target
+GPU, and the hook that Triton calls for a variant that is not compiled yet. (Triton's `preload` accepts the same data
+but turns constants such as "bf16" into types.)
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from triton.runtime.jit import JITCallable, JITFunction
 
 WARP = 32
 _PACKAGE = "proa.ops.triton."
-_DEVICE = -1  # no GPU has this number, so that what is recorded is not taken for what was compiled
+_DEVICE = -1  # the number of no GPU, so that recorded variants are not mistaken for compiled ones
 
-_Path = tuple[int, ...]  # of an argument
+_Path = tuple[int, ...]  # position of an argument, possibly inside tuples
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel as some launch needs it. kernel: module and function; key: by which a launch finds it in its process;
-    the rest is what Triton compiles by."""
+    """A kernel specialised as a launch needs it. kernel: module and function; key: Triton's key of the variant within a
+    process; the other fields are Triton's inputs for compilation."""
 
     kernel: str
     key: str
@@ -49,15 +49,15 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A short name for logs."""
         return self.kernel.removeprefix(_PACKAGE)
 
 
 @functools.cache
 def settle() -> Sequence[Any]:
-    """All functions that Triton compiles, their sources hashed in one order. Up to Triton 3.7 the hash of a kernel
-    depends on whether the functions that it calls were hashed before (it takes over too early which constants they
-    use), so that processes that begin with different kernels would not find each other's in the cache."""
+    """Hash the sources of all jit functions in a fixed order; returns them. Up to Triton 3.7 the hash of a kernel
+    depends on whether the functions that it calls were hashed before (it collects the constants that they use too
+    early), so that processes that start with different kernels would miss each other's cache entries."""
     package, found = importlib.import_module(__package__), []
     for module in sorted(each.name for each in pkgutil.iter_modules(package.__path__)):
         path = f"{__package__}.{module}"
@@ -69,7 +69,7 @@ def settle() -> Sequence[Any]:
 
 
 class TargetDriver(DriverBase):  # type: ignore[misc]  # Triton has no types
-    """In the CUDA driver's place, in a process that launches nothing."""
+    """A Triton driver that only names the target GPU, for a process that launches nothing."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, WARP)
@@ -98,7 +98,7 @@ class TargetDriver(DriverBase):  # type: ignore[misc]  # Triton has no types
 
 
 class _NotLaunched:
-    """In a compiled kernel's place: a launch does nothing."""
+    """A stand-in for a compiled kernel; its launch does nothing."""
 
     function = packed_metadata = None
 
@@ -110,15 +110,15 @@ class _NotLaunched:
 
 
 class Recorder:
-    """`variants`: those that launches asked for, each once, in the order of their first launch."""
+    """Records the variants that launches need, each once, in the order of their first launch."""
 
     def __init__(self) -> None:
         self.variants: list[Variant] = []
 
     def note(self, *, key: str, fn: Any, **told: Any) -> bool:
-        """Triton's hook: true, so that nothing is compiled."""
+        """Triton's hook before compilation; returns True, which skips the compilation."""
         kernel = f"{fn.module}.{fn.name}"
-        fn.jit_function.device_caches[_DEVICE][0][key] = _NotLaunched()  # from now on it is found
+        fn.jit_function.device_caches[_DEVICE][0][key] = _NotLaunched()  # later launches of the variant find this
         compile_by = told["compile"]
         options = json.loads(compile_by["specialization_data"])["options"]
         known = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
@@ -130,7 +130,7 @@ class Recorder:
 
 @contextmanager
 def recording(capability: int) -> Iterator[Recorder]:
-    """While it lasts, launches of kernels are recorded for a GPU of this compute capability, and not run."""
+    """Context in which kernel launches are recorded for a GPU of this compute capability instead of run."""
     recorder = Recorder()
     _forget()
     triton.runtime.driver.set_active(TargetDriver(capability))
@@ -150,7 +150,8 @@ def _forget() -> None:
 
 @dataclass(frozen=True)
 class Compiled:
-    """cached: it was in the cache on disk already. error: why it is not there now; empty if it is."""
+    """The result of compiling a variant. cached: it was in the cache on disk already. error: why compilation failed; ""
+    if it did not."""
 
     cached: bool
     seconds: float
@@ -158,10 +159,10 @@ class Compiled:
 
 
 class Compiler:
-    """Compiles into the cache on disk, for a GPU of this compute capability. One for each process.
+    """Compiles variants into the cache on disk, for a GPU of this compute capability. One per process.
 
-    launchers: whether what calls a kernel is built too, by Triton with the system's C compiler, which needs the CUDA
-    driver's library; Triton up to 3.6 builds one for each signature, later ones share one.
+    launchers: build the C launch stubs too, with the system's C compiler, which needs the CUDA driver's library; Triton
+    up to 3.6 builds one per signature, later versions share one.
     """
 
     def __init__(self, capability: int, *, launchers: bool) -> None:
@@ -170,8 +171,8 @@ class Compiler:
         self._cached = False
 
     def prepare(self) -> str:
-        """What is the same for all kernels, once, before processes are forked that compile: the hash of Triton itself,
-        and what all launchers share. Why there are no launchers; empty if there are."""
+        """Do the work common to all kernels once, before compiling processes are forked: hash Triton itself, build what
+        all launch stubs share. Returns why launch stubs cannot be built; "" if they can."""
         settle()
         hash_triton()
         if not self._launchers:
@@ -200,13 +201,14 @@ class Compiler:
 
 
 def hash_triton() -> None:
-    """Of which every key in the cache on disk has a part: 400 MB are read, once a process, without Python's lock."""
+    """Hash the Triton installation, which every cache key includes: reads 400 MB, once per process, with the GIL
+    released."""
     triton_key()
 
 
 def load(variant: Variant) -> None:
-    """Read a compiled variant from the cache on disk, and put it on the current GPU, where its first launch finds it.
-    Compiles it if it is not there. Raises what Triton raises."""
+    """Load a compiled variant from the cache on disk onto the current GPU, where its first launch finds it; compile it
+    if it is not cached. Raises Triton's errors."""
     settle()
     driver = triton.runtime.driver.active
     kernel = _compile(variant, driver.get_current_target())
@@ -225,9 +227,9 @@ def _function(variant: Variant) -> Any:
 
 
 def watch(late: Callable[[str, float], None]) -> None:
-    """From now on, `late(kernel, seconds)` is called where a launch had to wait for its kernel, since that was neither
-    compiled nor loaded before."""
-    waiting: list[tuple[str, float]] = []  # by the one thread that launches
+    """From now on, call `late(kernel, seconds)` whenever a launch had to wait because its kernel was neither compiled
+    nor loaded before."""
+    waiting: list[tuple[str, float]] = []  # used only by the one thread that launches
 
     def begins(*, fn: Any, **_: object) -> None:
         waiting[:] = [(f"{fn.module}.{fn.name}".removeprefix(_PACKAGE), time.perf_counter())]

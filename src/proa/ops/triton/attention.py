@@ -1,7 +1,8 @@
 """Causal attention over a paged cache, with an online softmax in float32 (arXiv 1805.02867, 2205.14135).
 
-A program's tile holds all query heads that share a KV head, so that K and V are read once for them. `decode` cuts each
-sequence's past into splits, which fill the GPU, and combines what they found; `prefill` has a tile per few query rows.
+A program's tile holds all query heads that share a KV head, so that K and V are read once for them. `decode` splits
+each sequence's KV over several programs (split-KV) and combines their partial results; `prefill` has a tile per few
+query rows.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from proa.ops.triton.kv_codes import elements, kind_of, load_rows
 from proa.ops.triton.variant import Variant
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LOWEST: tl.constexpr = tl.constexpr(-1e30)  # where a maximum begins: finite, so that no difference is NaN
+LOWEST: tl.constexpr = tl.constexpr(-1e30)  # initial maximum: finite, so that no difference is NaN
 PREFILL_TILE = 64  # query rows x heads of a group
-FEW_SEQUENCES = 256  # up to here one compiled kernel serves all numbers of sequences
-PART = 32  # splits that are combined at once
-MOST_DIM = 256  # of a head
+FEW_SEQUENCES = 256  # up to this many, one compiled kernel serves all numbers of sequences
+PART = 32  # splits combined at once
+MOST_DIM = 256  # largest head_dim
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """softmax(scale * q k) over the last `window` positions, a query's own included.
+    """softmax(scale * q k) over the last `window` positions, the query's own included.
 
-    sinks float32 [heads]: a logit of each head that takes its share of the softmax and has no value.
+    sinks: float32 [heads], one extra logit per head in the softmax, without a value.
     """
 
     scale: float
@@ -45,10 +46,11 @@ def _attend(
     MASKED: tl.constexpr, WINDOW: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
     KV: tl.constexpr,
 ):  # fmt: skip
-    """Add positions first <= p < last to the state of a tile q [M, D]: acc [M, D], most [M], total [M].
+    """Accumulate positions first <= p < last into the online softmax of a tile q [M, D]: acc [M, D], most [M] (running
+    maximum), total [M] (running sum).
 
-    seen [M] is the last position that a row sees. Not MASKED: every row sees all, and they are whole blocks.
-    scale includes log2(e): exponentials are of base 2.
+    seen [M]: last position that each row sees. Without MASKED, every row sees all positions and they are whole blocks.
+    scale includes log2(e): exponentials have base 2.
     """
     dim = tl.arange(0, q.shape[1])[None, :]
     for start in range(first, last, TOKENS):
@@ -77,7 +79,7 @@ def _attend(
 
 @triton.jit
 def _range_and_share(kv_len, splits, window, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
-    """Where the positions begin that a decoded row sees, and how many of them a split takes: whole blocks."""
+    """First position that a decoded row sees, and positions per split, a multiple of the block."""
     begin = 0
     if WINDOW:
         begin = tl.maximum(0, kv_len - window)
@@ -123,7 +125,7 @@ def _decode(
 
 @triton.jit
 def _found(partial, sizes, at, part, splits, dim, DIM: tl.constexpr):
-    """What splits found, and its size; anything, of those that nobody wrote."""
+    """Load the partial results of splits and their log-sum-exp; arbitrary values for splits that were not written."""
     there = part < splits
     found = tl.load(partial + (at + part)[:, None] * DIM + dim, there[:, None] & (dim < DIM), 0.0)
     return found, tl.load(sizes + at + part, there, 0.0)
@@ -135,14 +137,14 @@ def _weighed(found, size, used, most):
     return tl.sum(tl.where(used[:, None], weight[:, None] * found, 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["splits"])  # which differs from batch size to batch size
+@triton.jit(do_not_specialize=["splits"])  # varies with the batch size
 def _combine(
     partial, sizes, kv_lens, out, heads, splits, window, out_row,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """Weigh what the splits of a row and head found. Sizes are log2 of their sums of exponentials. No load waits for
-    another one, where `PART` splits are all that are used."""
+    """Combine the partial results of the splits of a row and head. sizes: log2 of their sums of exponentials. With up
+    to PART splits in use, no load depends on another one."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = (row * heads + head) * splits
     split, part, dim = tl.arange(0, SPLITS), tl.arange(0, PART), tl.arange(0, WIDE)[None, :]
@@ -150,7 +152,7 @@ def _combine(
     every = tl.load(sizes + at + split, split < splits, 0.0)
     kv_len = tl.load(kv_lens + row)
     begin, share = _range_and_share(kv_len, splits, window, TOKENS, WINDOW)
-    used = tl.cdiv(kv_len - begin, tl.maximum(share, 1))  # nobody wrote the others
+    used = tl.cdiv(kv_len - begin, tl.maximum(share, 1))  # the other splits were not written
     every = tl.where(split < used, every, float("-inf"))
     most = tl.maximum(tl.max(every, 0), LOWEST)
     total = tl.sum(tl.exp2(every - most), 0)
@@ -165,8 +167,8 @@ def _combine(
 
 @triton.jit
 def rows_of_tile(index, q_starts, sequences, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """A tile's sequence, where its rows begin and how many they are, and which of them is the tile's first: a tile is
-    ROWS of them, and those of sequence s have the numbers from q_starts[s] // ROWS + s on."""
+    """Map a tile index to (sequence, its first row, its number of rows, the tile's first row in it). A tile is ROWS
+    rows of one sequence; the tiles of sequence s are numbered from q_starts[s] // ROWS + s on."""
     s = tl.arange(0, SEQUENCES)
     before = (s < sequences) & (tl.load(q_starts + s, s < sequences, 0) // ROWS + s <= index)
     sequence = (tl.sum(before.to(tl.int32), 0) - 1).to(tl.int64)
@@ -175,7 +177,7 @@ def rows_of_tile(index, q_starts, sequences, ROWS: tl.constexpr, SEQUENCES: tl.c
     return sequence, q_start, q_len, (index - q_start // ROWS - sequence.to(tl.int32)) * ROWS
 
 
-@triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
+@triton.jit(do_not_specialize=["sequences"])  # varies from step to step
 def _prefill(
     q, keys, values, page_table, q_starts, kv_lens, sinks, out, sequences, window, scale, value_scale,
     q_row, out_row, table_row, page_stride, token_stride, head_stride,
@@ -185,7 +187,7 @@ def _prefill(
 ):  # fmt: skip
     """A tile is TILE // GROUP query rows."""
     ROWS: tl.constexpr = TILE // GROUP
-    index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the last rows have most to read
+    index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the last rows read most
     sequence, q_start, q_len, first_row = rows_of_tile(index, q_starts, sequences, ROWS, SEQUENCES)
     if first_row >= q_len:
         return
@@ -197,7 +199,7 @@ def _prefill(
     seen = past + tl.minimum(row, q_len - 1)
     lowest, end = past + first_row, past + tl.minimum(first_row + ROWS, q_len)
     begin = 0
-    whole = 0  # from here to `lowest` every row sees everything
+    whole = 0  # from here to `lowest` no masking is needed
     if WINDOW:
         begin = tl.maximum(0, lowest - window + 1)
         whole = begin + tl.cdiv(tl.maximum(0, end - window - begin), TOKENS) * TOKENS
@@ -244,19 +246,19 @@ def decode(
     *,
     native_codes: bool | None = None,
 ) -> None:
-    """Attention of one query row per sequence: row s is at position kv_lens[s] - 1. Rows of kv_lens 0 become zeros.
+    """Attention of one query row per sequence: row s has position kv_lens[s] - 1. Rows with kv_lens 0 become zeros.
 
-    q, out bfloat16 [S, heads, D], heads side by side; cache bfloat16 or float8_e4m3fn; page_table int32
-    [S, max_pages]; kv_lens int32 [S];
-    workspace float32 [attention_floats(S, heads, D, splits)] or more. native_codes: see kv_codes.kind_of.
+    q, out bfloat16 [S, heads, D], contiguous heads; cache bfloat16 or float8_e4m3fn; page_table int32
+    [S, max_pages]; kv_lens int32 [S]; workspace float32 [attention_floats(S, heads, D, splits)] or more. native_codes:
+    see kv_codes.kind_of.
     """
     _check(q, cache, page_table, kv_lens, softmax, out)
     sequences, heads, dim = q.shape
     if len(kv_lens) != sequences:
-        raise ValueError(f"{sequences} query rows for {len(kv_lens)} sequences")
+        raise ValueError(f"there must be one query row per sequence, not {sequences} for {len(kv_lens)} sequences")
     floats = attention_floats(sequences, heads, dim, splits)
     if workspace.dtype is not torch.float32 or workspace.numel() < floats or not workspace.is_contiguous():
-        raise ValueError(f"the workspace is float32 [{floats}] or more, contiguous")
+        raise ValueError(f"the workspace must be float32 [{floats}] or more, contiguous")
     if not sequences:
         return
     kv_heads = cache.keys.shape[2]
@@ -289,15 +291,15 @@ def prefill(
 ) -> None:
     """Attention of q_starts[s + 1] - q_starts[s] query rows of each sequence s, the last at position kv_lens[s] - 1.
 
-    q, out bfloat16 [T, heads, D], heads side by side; cache bfloat16 or float8_e4m3fn; page_table int32
-    [S, max_pages]; q_starts int32 [S + 1], from 0 on, not falling; kv_lens int32 [S]. Rows of no sequence are not
-    written.
+    q, out bfloat16 [T, heads, D], contiguous heads; cache bfloat16 or float8_e4m3fn; page_table int32
+    [S, max_pages]; q_starts int32 [S + 1], starting at 0, non-decreasing; kv_lens int32 [S]. Rows of no sequence are
+    not written.
     """
     _check(q, cache, page_table, kv_lens, softmax, out)
     rows, heads, dim = q.shape
     sequences, kv_heads = len(kv_lens), cache.keys.shape[2]
     if q_starts.shape != (sequences + 1,) or q_starts.dtype is not torch.int32:
-        raise ValueError(f"q_starts is int32 [{sequences + 1}], not {q_starts.dtype} {tuple(q_starts.shape)}")
+        raise ValueError(f"q_starts must be int32 [{sequences + 1}], not {q_starts.dtype} {tuple(q_starts.shape)}")
     if not rows or not sequences:
         return
     constants, warps, stages = _prefill_shape(heads // kv_heads, dim)
@@ -316,24 +318,25 @@ def _check(q: Tensor, cache: KvPages, page_table: Tensor, kv_lens: Tensor, softm
     heads, dim = q.shape[1:]
     kv_heads = cache.keys.shape[2]
     if heads % kv_heads or heads // kv_heads > PREFILL_TILE or cache.keys.shape[3] != dim:
-        raise ValueError(f"q {tuple(q.shape)} does not go with a cache {tuple(cache.keys.shape)}")
+        raise ValueError(f"q {tuple(q.shape)} does not fit a cache {tuple(cache.keys.shape)}")
     if dim > MOST_DIM:
-        raise ValueError(f"heads of {dim} values: {MOST_DIM} at most")
+        raise ValueError(f"head_dim must be at most {MOST_DIM}, not {dim}")
     if q.stride()[1:] != (dim, 1) or out.shape != q.shape or out.stride()[1:] != (dim, 1):
-        raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} must have whole heads side by side")
+        raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} must have contiguous heads")
     if cache.keys.stride() != cache.values.stride() or cache.keys.stride(3) != 1:
-        raise ValueError(f"keys and values lie differently: {cache.keys.stride()} and {cache.values.stride()}")
+        raise ValueError(f"strides of keys and values must agree: {cache.keys.stride()} and {cache.values.stride()}")
     if {page_table.dtype, kv_lens.dtype} != {torch.int32} or len(page_table) != len(kv_lens):
-        raise ValueError(f"page_table and kv_lens are int32 of one length, not {len(page_table)} and {len(kv_lens)}")
+        lengths = f"{len(page_table)} and {len(kv_lens)}"
+        raise ValueError(f"page_table and kv_lens must be int32 of one length, not {lengths}")
     if softmax.window is not None and softmax.window < 1:
-        raise ValueError(f"a window has at least 1 position, not {softmax.window}")
+        raise ValueError(f"a window must have at least 1 position, not {softmax.window}")
     sinks = softmax.sinks
     if sinks is not None and (sinks.shape != (heads,) or sinks.dtype is not torch.float32):
-        raise ValueError(f"sinks are float32 [{heads}], not {sinks.dtype} {tuple(sinks.shape)}")
+        raise ValueError(f"sinks must be float32 [{heads}], not {sinks.dtype} {tuple(sinks.shape)}")
 
 
 def _decode_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
-    """Constants, warps and stages. A tile of few heads reads as fast as it can: many bytes on their way."""
+    """Constants, warps and stages. A tile of few heads is bound by memory, so it keeps many loads in flight."""
     wide = max(16, triton.next_power_of_2(dim))
     tile = max(16, triton.next_power_of_2(group))
     return {"GROUP": group, "DIM": dim, "WIDE": wide, "TILE": tile, "TOKENS": min(64, 8192 // wide)}, 4, 5
@@ -341,7 +344,7 @@ def _decode_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
 
 def _prefill_shape(group: int, dim: int) -> tuple[dict[str, int], int, int]:
     wide = max(16, triton.next_power_of_2(dim))
-    stages = 5 if wide <= 128 else 4  # 5 keep two blocks of K and V; sm_86 to sm_120 have 99 KiB
+    stages = 5 if wide <= 128 else 4  # 5 buffer two blocks of K and V; sm_86 to sm_120 have 99 KiB
     return {"GROUP": group, "DIM": dim, "WIDE": wide, "TILE": PREFILL_TILE, "TOKENS": min(64, 8192 // wide)}, 4, stages
 
 
@@ -374,7 +377,7 @@ def variants() -> Iterator[Variant]:
         constants, warps, stages = _prefill_shape(group, dim)
         outs = {"q_starts": "*i32", "out": "*bf16", "sequences": "i32", "out_row": "i32"}
         more = constants | options | {"SEQUENCES": FEW_SEQUENCES}
-        # D of 256 is too much for sm_75, and the others take long.
+        # D of 256 does not fit sm_75, and the other shapes take long to compile.
         least = oldest if group in (1, 8) and dim <= 128 else max(oldest, 80)
         yield Variant(_prefill, types | outs, more, warps, stages, (*aligned, "out", "out_row"), least, newest=newest)
     for dim in (80, 256):

@@ -1,5 +1,5 @@
-"""Push and pull: how a graph hands a layer's work to the CPU and takes the answer. Why each side sees what the other
-wrote stands in hybrid/transport.py. Never: what the CPU does with it.
+"""Push and pull: kernels with which a graph hands a layer's pairs to the CPU and receives the result.
+hybrid/transport.py explains why each side sees the other's writes. Never: the CPU's part.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proa.ops.bell_block import Block, check_pull, check_push
+from proa.ops.bell_block import BellBlock, check_pull, check_push
 from proa.ops.triton.variant import Variant
 
-# State words in device memory, int32: the last job's number; whether this layer has one; who has arrived, and with how
-# many rows. Behind them, for each row of the step, how many of its pairs are the CPU's.
+# State words in device memory, int32: number of the last job; 1 if this layer has a pending job; programs that have
+# arrived and the rows they counted. Then, for each row of the step, the number of its pairs that go to the CPU.
 NUMBER, PENDING, ARRIVED, ROWS = 0, 1, 2, 4
 JOB_NUMBER, _PENDING, _ARRIVED, PAIRS = (tl.constexpr(i) for i in (NUMBER, PENDING, ARRIVED, ROWS))
-_PROGRAM = tl.constexpr(1 << 24)  # one that has arrived, in ARRIVED; below it the rows are counted
+_PROGRAM = tl.constexpr(1 << 24)  # one arrived program in ARRIVED; the lower bits count rows
 MOST_PROGRAMS = 64
-TILE_ROWS, TILE_VALUES = 8, 16384  # of a program of push, where there are several rows
-PULL_VALUES = 4096  # of a program of pull
-MOST_POLLED_VALUES = 16384  # with more, one program waits and the others come after it
+TILE_ROWS, TILE_VALUES = 8, 16384  # per program of push, if there are several rows
+PULL_VALUES = 4096  # elements per program of pull
+MOST_POLLED_VALUES = 16384  # above, one program polls in a launch of its own, before the copying programs
 
-# One thread stores, or polls, whatever the others of its program do.
+# PTX: a single thread of the program stores, or polls.
 _RELEASE = tl.constexpr("""{
 .reg .pred other;
 .reg .u32 thread;
@@ -71,7 +71,7 @@ done:
 
 @triton.jit
 def ring(rung, number):
-    tl.debug_barrier()  # after what all threads of this program wrote, and what they saw of others
+    tl.debug_barrier()  # orders the ring after all writes that this program made or observed
     tl.inline_asm_elementwise(_RELEASE, "=r,l,r", [rung.to(tl.uint64), number], tl.int32, is_pure=False, pack=1)
 
 
@@ -91,7 +91,7 @@ def _push_rows(
     wide, column = row.to(tl.int64)[:, None], tl.arange(0, BLOCK)[None, :]
     there = row < tokens
     inside = there[:, None] & (column < HIDDEN)
-    value = tl.load(x + wide * x_row + column, inside)  # on its way while the pairs are counted
+    value = tl.load(x + wide * x_row + column, inside)  # in flight while the pairs are counted
     pair = row[:, None] * TOP_K + k[None, :]
     is_pair = there[:, None] & (k < TOP_K)[None, :]
     chosen = tl.load(ids + pair, is_pair, -1).to(tl.int32)
@@ -99,7 +99,7 @@ def _push_rows(
     weight = tl.load(weights + pair, is_pair, 0.0)
     theirs = (chosen >= 0) & (up == 0)
     pairs = tl.sum(theirs.to(tl.int32), 1)
-    # Ids of -1 must be written where any other row rings; another program's may.
+    # With several programs, ids of -1 must be written even for rows without a CPU pair: another program may ring.
     written = is_pair & (tl.sum(pairs, 0) > 0) if ALONE else is_pair
     tl.store(to_ids + pair, tl.where(theirs, chosen, -1), written)
     tl.store(to_weights + pair, weight, written)
@@ -136,11 +136,11 @@ def _push(
 
 @triton.jit
 def arrive(header, rung, state, layer, tokens, number, rows, programs, ALONE: tl.constexpr):
-    """A program of `programs` has written its part of a job, of which `rows` are the CPU's. The last one rings with the
-    number, the one behind that of `state`, which only the program that comes last changes. ALONE: there is one."""
+    """Count a program of `programs` as arrived: it has written its part of a job, with `rows` rows for the CPU. The
+    last one to arrive rings with the next job number and updates `state`. ALONE: there is only one program."""
     last = True
     if not ALONE:
-        tl.debug_barrier()  # the arrival below tells of all threads' stores
+        tl.debug_barrier()  # the arrival below publishes the stores of all threads
         before = tl.atomic_add(state + _ARRIVED, rows + _PROGRAM, sem="acq_rel", scope="sys")
         last = before // _PROGRAM == programs - 1
         rows += before % _PROGRAM
@@ -158,7 +158,7 @@ def arrive(header, rung, state, layer, tokens, number, rows, programs, ALONE: tl
 
 @triton.jit
 def await_answer(answer, state):
-    """Of the last job, if there is one."""
+    """Wait for the answer to the last job, if there is one."""
     pending, number = tl.load(state + _PENDING), tl.load(state + JOB_NUMBER)
     if pending != 0:
         _await(answer, number)
@@ -186,17 +186,19 @@ def _pull(
     pairs = tl.load(state + PAIRS + row)
     if WAIT:
         await_answer(answer, state)
-    # volatile: the CPU wrote these since the last pull, and no cache may answer
+    # volatile: the CPU has written these since the last pull, so that no cache may serve the load
     value = tl.load(y + row * HIDDEN + column, inside & (pairs > 0), 0.0, volatile=True)
     tl.store(out + row * out_row + column, value, inside)
 
 
-def push(x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int, block: Block, state: Tensor) -> None:
-    """Hand `layer`'s pairs that are the CPU's, and the rows that have one, to the CPU and ring; if none is, do nothing.
+def push(
+    x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int, block: BellBlock, state: Tensor
+) -> None:
+    """Hand `layer`'s pairs that the CPU computes, and the rows that have one, to the CPU and ring; with no such pair,
+    do nothing.
 
-    x bfloat16 [T, hidden], rows may be strided; ids int32 or int64, weights float32, up_address int64 [T, k]: a pair
-    with an id of 0 or more and an address of 0 is the CPU's. state int32 [ROWS + most tokens], zeros at first. Raises
-    ValueError.
+    x bfloat16 [T, hidden], rows may be strided; ids int32 or int64, weights float32, up_address int64 [T, k]: the CPU
+    computes a pair with id >= 0 and address 0. state int32 [ROWS + most tokens], initially zeros. Raises ValueError.
     """
     tokens, top_k = ids.shape
     check_push(x, ids, weights, up_address, block)
@@ -209,9 +211,9 @@ def push(x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int
     )  # fmt: skip
 
 
-def pull(out: Tensor, block: Block, state: Tensor) -> None:
-    """Wait for the answer of the last push, if it rang, and copy it to out float32 [T, hidden]: zeros in rows that had
-    no pair of the CPU's. After a failure on the CPU it waits for nothing, and out is whatever was there.
+def pull(out: Tensor, block: BellBlock, state: Tensor) -> None:
+    """Wait for the answer to the last push, if it rang, and copy it to out float32 [T, hidden]; rows without a pair on
+    the CPU become zeros. After a failure on the CPU it returns at once, and out is arbitrary.
     """
     check_pull(out, block)
     polled = out.numel() <= MOST_POLLED_VALUES
@@ -220,18 +222,19 @@ def pull(out: Tensor, block: Block, state: Tensor) -> None:
     _take(out, block, state, polled)
 
 
-def take(out: Tensor, block: Block, state: Tensor) -> None:
-    """The same, of an answer that is there."""
+def take(out: Tensor, block: BellBlock, state: Tensor) -> None:
+    """`pull` for an answer that has already arrived: does not wait."""
     check_pull(out, block)
     _take(out, block, state, False)
 
 
 def look(word: Tensor, turns: int, found: Tensor) -> None:
-    """found int32 [1] = `word`, int32 [1] in memory that the CPU writes, once that is not 0, or after so many looks."""
+    """Poll `word`, int32 [1] in memory that the CPU writes, until it is not 0 or for `turns` loads; store the last
+    value in found, int32 [1]."""
     _look[(1,)](word, turns, found, num_warps=1)
 
 
-def _take(out: Tensor, block: Block, state: Tensor, polled: bool) -> None:
+def _take(out: Tensor, block: BellBlock, state: Tensor, polled: bool) -> None:
     tokens, hidden = out.shape
     columns, warps = _pull_shape(hidden)
     _pull[(tokens, triton.cdiv(hidden, columns))](
@@ -241,7 +244,7 @@ def _take(out: Tensor, block: Block, state: Tensor, polled: bool) -> None:
 
 
 def _push_shape(tokens: int, hidden: int, top_k: int) -> dict[str, int]:
-    """A few rows are one program's, which then waits for no other one."""
+    """Tile constants of push. A few rows go to one program, which needs no arrival counter."""
     tile = 1 if tokens == 1 else TILE_ROWS
     return {
         "HIDDEN": hidden,
@@ -254,11 +257,11 @@ def _push_shape(tokens: int, hidden: int, top_k: int) -> dict[str, int]:
 
 
 def _push_warps(shape: dict[str, int]) -> int:
-    return min(16, max(1, shape["TILE"] * shape["BLOCK"] // 256))  # a thread has 16 bytes or more
+    return min(16, max(1, shape["TILE"] * shape["BLOCK"] // 256))  # each thread has at least 16 bytes
 
 
 def _pull_shape(hidden: int) -> tuple[int, int]:
-    """Columns of a program, warps."""
+    """Columns and warps of a program of pull."""
     columns = min(triton.next_power_of_2(hidden), PULL_VALUES)
     return columns, min(16, max(1, columns // 128))
 

@@ -1,9 +1,9 @@
-"""What stands before the experts of a few rows in one kernel: the residual add, the norm, the router, the choice, where
-the chosen experts are, handing over the CPU's. Never: many rows, which take those steps one by one (ops/choose.py).
+"""The fused kernel before the experts of a few rows: residual add, norm, router, top-k choice, location of the chosen
+experts, and handing the CPU's pairs over. Never: many rows, which use separate ops (ops/choose.py).
 
-A program has some experts' rows of the router and a row of x, whose norm each of them computes again. Of a row's
-programs the last to arrive sees all logits, and chooses; of these the last one rings (hybrid/transport.py: its several
-programs are these).
+A program has some rows of the router's weight and one row of x, whose norm every program recomputes. The last program
+to arrive for a row sees all its logits and chooses; the last of those rings (see "several programs" in
+hybrid/transport.py).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from proa.ops.triton.route import (
 from proa.ops.triton.variant import Variant
 
 MOST_ROWS, MOST_COLUMNS = 4, 8192
-_WARPS = 1  # sums and choices need no barrier
+_WARPS = 1  # so that reductions need no barrier
 
 
 @dataclass(frozen=True)
 class ChoiceSpace:
-    """Memory between a call's programs; calls follow one another."""
+    """Memory that the programs of a call exchange; calls that share it must be ordered on one stream."""
 
     logits: Tensor  # float32 [MOST_ROWS, MOST_EXPERTS]
     arrived: Tensor  # int32 [MOST_ROWS], 0 between calls
@@ -49,7 +49,7 @@ def choice_space(device: torch.device) -> ChoiceSpace:
     )
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["counts"])  # which differ by layer
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["counts"])  # both vary by layer
 def _choose(
     x, y, weight, router, router_bias, correction, slots, logits, arrived, total, normed, ids, weights,
     up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu,
@@ -66,7 +66,7 @@ def _choose(
     mine = tl.load(router + expert.to(tl.int64) * router_row + column, inside, 0.0)
     value = tl.load(x + row * x_row + column, inside, 0.0).to(tl.float32)
     value += tl.load(y + row * y_row + column, inside, 0.0).to(tl.float32)
-    value = value.to(tl.bfloat16).to(tl.float32)  # what the residual stream keeps is what is normalised
+    value = value.to(tl.bfloat16).to(tl.float32)  # normalise the rounded residual stream
     factor = tl.load(weight + column, inside, 0.0).to(tl.float32) + offset
     norm = (value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * factor).to(tl.bfloat16)
     if expert == 0:
@@ -76,7 +76,7 @@ def _choose(
     if router_bias is not None:
         logit += tl.load(router_bias + expert).to(tl.float32)
     tl.store(logits + row * logits_row + expert, logit)
-    tl.debug_barrier()  # the arrival below tells of all threads' stores
+    tl.debug_barrier()  # the arrival below publishes the stores of all threads
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == EXPERTS - 1:
         tl.store(arrived + row, 0)
         real = tl.load(slots + row) >= 0
@@ -112,16 +112,16 @@ def _choose(
 
 @dataclass(frozen=True)
 class RouterRows:
-    """weight bfloat16 [E, N]; bias bfloat16 [E], or there is none."""
+    """The router's weight, bfloat16 [E, N], and bias, bfloat16 [E] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What `choose` writes, of R rows. total, normed bfloat16 [R, N]; at.ids int32, weights float32 [R, k]. Where the
-    layer has a bell, at.handed_over is true.
+class ChooseOutputs:
+    """Outputs of `choose` for R rows. total, normed bfloat16 [R, N]; at.ids int32, weights float32 [R, k]. If the layer
+    has a doorbell, at.handed_over is true.
     """
 
     total: Tensor
@@ -132,13 +132,13 @@ class Choice:
 
 def choose(
     x: Tensor, y: Tensor, norm: Norm, router: RouterRows, slots: Tensor, rule: RouterRule, residency: Residency,
-    space: ChoiceSpace, out: Choice,
+    space: ChoiceSpace, out: ChooseOutputs,
 ) -> None:  # fmt: skip
-    """total = x + y, normed = rms_norm(total); route's choice from normed @ router^T + bias in float32, and where
-    `residency` says that it is; what push of bell.py does with it, if there is a bell.
+    """total = x + y; normed = rms_norm(total); route from normed @ router^T + bias in float32; look the chosen experts
+    up in `residency`; if that has a doorbell, do what push of bell.py does.
 
     x, y bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS; slots int64 [R]. Raises ValueError for other shapes
-    and types.
+    and dtypes.
     """
     _check(x, y, norm, router, slots, rule, out)
     rows, width = x.shape
@@ -165,10 +165,10 @@ def _constants(experts: int, width: int, rule: RouterRule) -> dict[str, object]:
 
 
 def check_asked(x: Tensor, norm: Norm, router: RouterRows, rule: RouterRule) -> None:
-    """Raises ValueError for rows and a router that such kernels do not take."""
+    """Raise ValueError for rows or a router that this kernel and look_ahead do not support."""
     (rows, width), experts = x.shape, len(router.weight)
     if rows > MOST_ROWS or width > MOST_COLUMNS:
-        raise ValueError(f"x is [{rows}, {width}], at most [{MOST_ROWS}, {MOST_COLUMNS}]")
+        raise ValueError(f"x must be [{rows}, {width}], at most [{MOST_ROWS}, {MOST_COLUMNS}]")
     check_rule(experts, rule)
     shapes = {
         "x": (x, (rows, width)), "the router": (router.weight, (experts, width)), "the norm": (norm.weight, (width,)),
@@ -176,28 +176,30 @@ def check_asked(x: Tensor, norm: Norm, router: RouterRows, rule: RouterRule) -> 
     }  # fmt: skip
     for name, (tensor, shape) in shapes.items():
         if tensor is not None and (tensor.shape != shape or tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1):
-            raise ValueError(f"{name} is bfloat16 {shape} of whole rows, not {tensor.dtype} {tuple(tensor.shape)}")
+            got = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"{name} must be bfloat16 {shape} with contiguous rows, not {got}")
 
 
 def _check(
-    x: Tensor, y: Tensor, norm: Norm, router: RouterRows, slots: Tensor, rule: RouterRule, out: Choice
+    x: Tensor, y: Tensor, norm: Norm, router: RouterRows, slots: Tensor, rule: RouterRule, out: ChooseOutputs
 ) -> None:  # fmt: skip
     check_asked(x, norm, router, rule)
     rows = len(x)
     if y.shape != x.shape or y.dtype != torch.bfloat16 or y.stride(1) != 1:
-        raise ValueError(f"y is bfloat16 {tuple(x.shape)} of whole rows, not {y.dtype} {tuple(y.shape)}")
+        raise ValueError(f"y must be bfloat16 {tuple(x.shape)} with contiguous rows, not {y.dtype} {tuple(y.shape)}")
     if slots.shape != (rows,) or slots.dtype != torch.int64:
-        raise ValueError(f"slots is int64 [{rows}], not {slots.dtype} {tuple(slots.shape)}")
+        raise ValueError(f"slots must be int64 [{rows}], not {slots.dtype} {tuple(slots.shape)}")
     at, pairs = out.at, (rows, rule.top_k)
     for tensor, dtype in (
         (at.ids, torch.int32), (at.up, torch.int64), (at.down, torch.int64), (at.cpu, torch.int32),
         (out.weights, torch.float32),
     ):  # fmt: skip
         if tensor.shape != pairs or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(f"of each pair {dtype} {pairs}, not {tensor.dtype} {tuple(tensor.shape)}")
+            raise ValueError(f"outputs per pair must be {dtype} {pairs}, not {tensor.dtype} {tuple(tensor.shape)}")
     for tensor in (out.total, out.normed):
         if tensor.shape != x.shape or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
-            raise ValueError(f"sums and norms are bfloat16 {tuple(x.shape)}, not {tensor.dtype} {tuple(tensor.shape)}")
+            got = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"total and normed must be bfloat16 {tuple(x.shape)}, not {got}")
 
 
 def variants() -> Iterator[Variant]:

@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule (arXiv 2412.06464; ops/table.py, GatedDelta): the causal convolution, a
-program per row and head; the rule, a program per sequence, head and some columns of its state, token after token; the
-gated norm. Belongs here: decode and prefill alike, and which sequences go by chunks (delta_chunks.py). Never: where
-states lie.
+program per row and head; the recurrence, a program per sequence, head and some columns of its state, token by token;
+the gated norm. Belongs here: decode and prefill, and which sequences are computed by chunks (delta_chunks.py). Never:
+where states are stored.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from proa.ops.triton.delta_chunks import Chunks, by_chunks, convolve
 from proa.ops.triton.delta_rows import keep_tail, log_decay, part_of
 from proa.ops.triton.variant import Variant
 
-# Columns of a state that one warp keeps in its registers: of few sequences fewer, so that there are warps for all
-# processors. Decode of 1, 4, 8, 32 sequences on an H200 takes 10.5, 13.0, 20.6, 69.3 us a layer with 16 columns, 11.8,
-# 15.0, 18.9, 56.0 with 32.
+# Columns of a state that one warp keeps in its registers: fewer for few sequences, so that all SMs have warps. Decode
+# of 1, 4, 8, 32 sequences on an H200 takes 10.5, 13.0, 20.6, 69.3 us a layer with 16 columns, 11.8, 15.0, 18.9, 56.0
+# with 32.
 COLUMNS = (16, 32)
 FEW_STATES = 4
-# Rows of a sequence up to which it goes token by token: on an H200 chunks are as fast from 20 rows of one sequence on,
-# from 48 of four (decision 033).
+# Sequences of up to this many rows are computed token by token: on an H200 chunks are as fast from 20 rows on with one
+# sequence, from 48 with four (decision 033).
 FEW_ROWS = 32
 ALL_ROWS = 2**31 - 1
-NORM_ROWS = 8  # of a program, where there are many
-FEW_SEQUENCES = 256  # up to here one compiled kernel serves all numbers of sequences
+NORM_ROWS = 8  # rows per program of the norm, if there are many rows
+FEW_SEQUENCES = 256  # up to this many, one compiled kernel serves all numbers of sequences
 
 
-@triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
+@triton.jit(do_not_specialize=["sequences"])  # varies from step to step
 def _convolve(
     q, k, v, conv, tail, q_starts, kv_lens, states, mixed, sequences, groups, channels, row_stride, group_stride,
     KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr,
@@ -102,7 +102,7 @@ def _rule(
         query, this, value = next_query, next_key, next_value
         decay = tl.exp(log_decay(next_a.to(tl.float32), bias, rate))
         beta = 1.0 / (1.0 + tl.exp(-next_b.to(tl.float32)))
-        more = i + 1 < q_len  # the next token's inputs come while this one's are worked on
+        more = i + 1 < q_len  # the next token's inputs load while this one is computed
         of_query += channels
         of_key += channels
         of_value += channels
@@ -124,7 +124,7 @@ def _rule(
         keep_tail(k + last, kept + (groups + group) * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
 
 
-@triton.jit(do_not_specialize=["rows"])  # which differs from step to step
+@triton.jit(do_not_specialize=["rows"])  # varies from step to step
 def _norm(
     seen, z, weight, slots, out, rows, heads, row_stride, group_stride, out_row, eps,
     VALUE: tl.constexpr, MEMBERS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
@@ -143,7 +143,7 @@ def _norm(
 
 
 def takes_chunks(rows: int, key_dim: int, *, one_each: bool) -> bool:
-    """Whether of a step of so many rows some sequence may go by chunks."""
+    """True if a step of `rows` rows may contain a sequence that is computed by chunks."""
     return not one_each and rows > FEW_ROWS and key_dim <= delta_chunks.MOST_KEY
 
 
@@ -151,10 +151,11 @@ def gated_delta(
     x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, slots: Tensor,
     mixed: Tensor, seen: Tensor, chunks: Chunks | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """Of T rows, bfloat16 (ops/table.py, GatedDelta). Rows of slot -1 become zeros; they belong to no sequence.
+    """The gated delta rule over T rows, bfloat16 (ops/table.py, GatedDelta). Rows of slot -1, which belong to no
+    sequence, become zeros.
 
     Workspace, float32: mixed [T, channels], seen [T, G * R, value dim]. out bfloat16 [T, G * R * value dim]; state.tail
-    bfloat16. chunks: for sequences of more than FEW_ROWS rows; None: all go token by token.
+    bfloat16. chunks: workspace for sequences of more than FEW_ROWS rows; None: compute all token by token.
     """
     (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
     heads, channels = groups * members, weights.conv.shape[0]
@@ -194,24 +195,24 @@ def _check(
     heads = groups * members
     channels, _, taps = weights.conv.shape
     if channels != 2 * groups * key_dim + heads * value_dim or x.k.shape != x.q.shape or x.z.shape != x.v.shape:
-        raise ValueError(f"q {tuple(x.q.shape)} and v {tuple(x.v.shape)} do not have {channels} channels")
+        raise ValueError(f"q {tuple(x.q.shape)}, k and v {tuple(x.v.shape)} must have {channels} channels together")
     if len({_strides(t)[:2] for t in (x.q, x.k, x.v, x.z)}) > 1 or _strides(x.b)[:2] != _strides(x.a)[:2]:
-        raise ValueError("q, k, v and z, and b and a, do not lie apart alike")
+        raise ValueError("q, k, v and z must have the same strides over rows and groups, and so must b and a")
     inner = (_strides(x.q)[2], *_strides(x.v)[2:], _strides(x.b)[2])
     if inner != (1, value_dim if members > 1 else 0, 1, 1 if members > 1 else 0) or x.b.shape[1:] != (groups, members):
-        raise ValueError("a group's values do not lie side by side")
+        raise ValueError("the inner dimensions of q, k, v, z, b and a must be contiguous")
     for tensor, shape in (
         (state.rule[0], (heads, key_dim, value_dim)), (state.tail[0], (taps - 1, channels)),
         (mixed, (rows, channels)), (seen, (rows, heads, value_dim)), (weights.conv, (channels, 1, taps)),
     ):  # fmt: skip
         if tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(f"{tuple(tensor.shape)} should be {shape}, without gaps")
+            raise ValueError(f"a tensor must be contiguous {shape}, not {tuple(tensor.shape)}")
     if out.shape != (rows, heads * value_dim) or out.stride(1) != 1:
-        raise ValueError(f"out {tuple(out.shape)} is not [{rows}, {heads * value_dim}]")
+        raise ValueError(f"out must be [{rows}, {heads * value_dim}], not {tuple(out.shape)}")
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:
-    """0 where there is only one."""
+    """Strides, with 0 for dimensions of size 1."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(t.shape, t.stride(), strict=True))
 
 

@@ -1,7 +1,7 @@
 """The gated delta rule by chunks of rows: a chunk's updates solve a triangular system (UT transform, arXiv 2406.06484,
-2412.06464), so that a chunk takes a few products of matrices instead of 64 steps; docs/decisions/033 derives it.
-Belongs here: the convolution of such steps, what is done once a chunk, the state's way through the chunks. Never: the
-norm, which sequences go this way.
+2412.06464), so that a chunk takes a few matrix products instead of 64 steps; docs/decisions/033 derives it. Belongs
+here: the convolution for chunked steps, the per-chunk matrices, the state's recurrence over chunks. Never: the norm,
+which sequences are chunked.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from proa.ops.triton.attention import FEW_SEQUENCES, rows_of_tile
 from proa.ops.triton.delta_rows import keep_tail, log_decay, pair, part_of
 from proa.ops.triton.variant import Variant
 
-CONVOLVED = 16  # rows of a program of the convolution
-BLOCK = 16  # of a chunk's triangle: up to here it is inverted in blocks beside one another
-MOST_KEY = 128
-OLDEST = 80  # architecture: with products of bfloat16
-# Of shared memory a block, what a chunk takes of a state's 16 columns (60 KiB; with the next one on its way 92 with
-# Triton 3.6 and 108 with 3.7), and what two take of 32: on an H200 the 4 x 32 programs of a sequence are one for each
-# multiprocessor.
+CONVOLVED = 16  # rows per program of the convolution
+BLOCK = 16  # diagonal blocks of a chunk's triangle up to this size are inverted in parallel
+MOST_KEY = 128  # largest key_dim
+OLDEST = 80  # oldest compute capability: needs bfloat16 matrix products
+# Shared memory per thread block that the two tiles need: one chunk with 16 columns of a state (60 KiB; with the next
+# chunk prefetched, 92 with Triton 3.6 and 108 with 3.7), and two chunks with 32 columns: on an H200 the 4 x 32 programs
+# of a sequence are then one per SM.
 LEAST_KIB, LARGE_KIB = 99, 225
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Columns of a state that a program carries through the chunks, and how it is compiled."""
+class ChunkTile:
+    """Columns of the state per program, and how it is compiled."""
 
     columns: int
     warps: int
@@ -42,10 +42,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Chunks:
-    """What sequences of many rows need: a shape for the device, and a workspace float32 [delta_chunk_floats(T, heads)],
+    """Resources for chunked sequences: the tile for the device, and a workspace float32 [delta_chunk_floats(T, heads)]
     or more."""
 
-    shape: Shape
+    shape: ChunkTile
     workspace: Tensor
 
 
@@ -55,8 +55,8 @@ def _convolve(
     FEW: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Values become float32, and so do queries and keys of sequences of up to FEW rows; those of others become pairs of
-    bfloat16 in the same bytes, the higher parts first."""
+    """The causal convolution. Values become float32, and so do queries and keys of sequences of up to FEW rows; those
+    of longer sequences become pairs of bfloat16 (see `pair`) in the same bytes, higher parts first."""
     tile, part = tl.program_id(0), tl.program_id(1)
     sequence, q_start, q_len, first = rows_of_tile(tile, q_starts, sequences, ROWS, SEQUENCES)
     if first >= q_len:
@@ -91,14 +91,14 @@ def _convolve(
 
 @triton.jit
 def _times(a_high, a_low, b_high, b_low):
-    """The product of two matrices of pairs, without that of their lower parts: off by 3 * 2 ** -18 of |a| |b|."""
+    """Product of two matrices of bfloat16 pairs, omitting lower times lower: error up to 3 * 2 ** -18 of |a| |b|."""
     return tl.dot(a_high, b_high, tl.dot(a_low, b_high, tl.dot(a_high, b_low)))
 
 
 @triton.jit
 def _doubled(inverse, lower, i, j, SIZE: tl.constexpr):
-    """From the inverses of blocks of SIZE on the diagonal of 1 + lower, 0 elsewhere, those of blocks twice as large:
-    [[P, 0], [L, R]] has the inverse [[1/P, 0], [-1/R L 1/P, 1/R]]."""
+    """Given the inverses of the diagonal blocks of size SIZE of 1 + lower (0 elsewhere), compute those of blocks twice
+    as large: [[P, 0], [L, R]] has the inverse [[1/P, 0], [-1/R L 1/P, 1/R]]."""
     between = (i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE)
     high, low = pair(inverse)
     l_high, l_low = pair(tl.where(between, lower, 0.0))
@@ -108,13 +108,13 @@ def _doubled(inverse, lower, i, j, SIZE: tl.constexpr):
 
 @triton.jit
 def _inverted(lower, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The inverse of 1 + lower [ROWS, ROWS], which is strictly lower triangular."""
+    """The inverse of 1 + lower, where lower [ROWS, ROWS] is strictly lower triangular."""
     BLOCKS: tl.constexpr = ROWS // BLOCK
     of, to, inside = tl.arange(0, BLOCKS), tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
     diagonal = (of[:, None] == to[None, :])[:, None, :, None]  # [blocks, 1, blocks, 1]
     blocks = tl.sum(tl.where(diagonal, tl.reshape(lower, [BLOCKS, BLOCK, BLOCKS, BLOCK]), 0.0), 2)
     i, j = inside[None, :, None], inside[None, None, :]
-    inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -blocks, 0.0))  # of blocks of 2
+    inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -blocks, 0.0))  # inverses of blocks of size 2
     inverse = _doubled(inverse, blocks, i, j, 2)
     inverse = _doubled(inverse, blocks, i, j, 4)
     inverse = _doubled(inverse, blocks, i, j, 8)
@@ -126,8 +126,8 @@ def _inverted(lower, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _split_log(log):
-    """A decay's logarithm as a multiple of 2 ** -10, of which 64 add up exactly, and the rest: what differs little is
-    the difference of large sums. Below -104 the decay is 0 in float32 anyway."""
+    """Split a decay's logarithm into a multiple of 2 ** -10, of which 64 add up exactly, and the rest: differences of
+    large cumulative sums then lose no precision. Below -104 the decay is 0 in float32 anyway."""
     log = tl.where(log < -104.0, -104.0, log)
     coarse = tl.floor(log * 1024.0) / 1024.0
     return coarse, log - coarse
@@ -135,7 +135,7 @@ def _split_log(log):
 
 @triton.jit
 def _load_pairs(high, offsets, mask, APART: tl.constexpr):
-    """Lower parts lie APART behind the higher ones."""
+    """Load bfloat16 pairs whose lower parts lie APART elements behind the higher ones."""
     return tl.load(high + offsets, mask, 0.0), tl.load(high + APART + offsets, mask, 0.0)
 
 
@@ -146,8 +146,8 @@ def _prepare(
     FEW: tl.constexpr, KEY: tl.constexpr, MEMBERS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and head, of each row i: the inverse's row, with beta in its columns, and the scores of q_i with all
-    k_j, pairs both; what is left of the chunk's first state at i, and of i at the chunk's end."""
+    """Compute for one chunk and head, per row i: row i of the inverse, columns scaled by beta, and the scores of q_i
+    with all k_j, both as bfloat16 pairs; the decay from the chunk's start to i, and from i to the chunk's end."""
     tile, head = tl.program_id(0), tl.program_id(1)
     group, member = head // MEMBERS, head % MEMBERS
     _, q_start, q_len, first = rows_of_tile(tile, q_starts, sequences, ROWS, SEQUENCES)
@@ -192,7 +192,7 @@ def _carry(
     FEW: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr, TAPS: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a head's state, through all chunks of a sequence."""
+    """Update some columns of a head's state over all chunks of a sequence."""
     sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group, member, heads = head // MEMBERS, head % MEMBERS, groups * MEMBERS
     q_start = tl.load(q_starts + sequence)
@@ -240,19 +240,21 @@ def _carry(
         keep_tail(k + end, tail + (groups + group) * KEY, q_len, past, channels, row_stride, key, some_keys, TAPS)
 
 
-def shape_for(capability: int, shared_bytes: int) -> Shape | None:
-    """Of a device of this compute capability (90: 9.0), and what a block of it may ask for; None: token by token."""
+def shape_for(capability: int, shared_bytes: int) -> ChunkTile | None:
+    """The tile for a device of this compute capability (90: 9.0) and shared memory per thread block; None: chunks are
+    not possible."""
     if capability < OLDEST or shared_bytes < LEAST_KIB << 10:
         return None
-    return Shape(32, 4, 2) if shared_bytes >= LARGE_KIB << 10 else Shape(16, 8, 1)
+    return ChunkTile(32, 4, 2) if shared_bytes >= LARGE_KIB << 10 else ChunkTile(16, 8, 1)
 
 
 def convolve(
     x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, few_rows: int, mixed: Tensor
 ) -> None:
-    """The convolution of all sequences' rows, for what follows to go on with.
+    """The causal convolution of all sequences' rows, chunked or not.
 
-    mixed float32 [T, channels]: of sequences of more than few_rows rows, queries and keys there are pairs of bfloat16.
+    mixed float32 [T, channels]: for sequences of more than few_rows rows, queries and keys are stored as bfloat16
+    pairs.
     """
     (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
     sequences = len(at.kv_lens)
@@ -268,18 +270,21 @@ def by_chunks(
     x: DeltaInputs, weights: DeltaWeights, state: RecurrentState, at: DeviceBatch, few_rows: int,
     mixed: Tensor, chunks: Chunks, seen: Tensor,
 ) -> None:  # fmt: skip
-    """The rule over the sequences of more than few_rows rows, at least taps - 1; the rows of others stay as they are.
+    """The delta rule over the sequences of more than few_rows rows (at least taps - 1); rows of other sequences are not
+    touched.
 
-    mixed float32 [T, channels]: what `convolve` gives; seen float32 [T, G * R, value dim]:
-    what becomes of it. Writes states and tails.
+    mixed float32 [T, channels]: output of `convolve`; seen float32 [T, G * R, value dim]: output. Writes states and
+    tails.
     """
     (rows, groups, key_dim), (members, value_dim) = x.q.shape, x.v.shape[2:]
     heads, sequences, channels = groups * members, len(at.kv_lens), mixed.shape[1]
     floats, taps = delta_chunk_floats(rows, heads), weights.conv.shape[2]
     if chunks.workspace.dtype is not torch.float32 or chunks.workspace.numel() < floats:
-        raise ValueError(f"the chunks' workspace is float32 [{floats}] or more")
+        raise ValueError(f"the chunks' workspace must be float32 [{floats}] or more")
     if key_dim > MOST_KEY or few_rows < taps - 1:
-        raise ValueError(f"keys of {key_dim}, and {few_rows} rows before {taps} taps, do not go by chunks")
+        raise ValueError(
+            f"chunks need key_dim <= {MOST_KEY} and few_rows >= {taps - 1}, but they are {key_dim} and {few_rows}"
+        )
     space, squares = chunks.workspace.view(-1), 2 * CHUNK * rows * heads
     inverses, scores = space[:squares].view(torch.bfloat16).chunk(2)
     passed, left = space[squares:floats].chunk(2)

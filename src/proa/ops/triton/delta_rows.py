@@ -1,4 +1,4 @@
-"""What both forms of the gated delta rule, row by row and by chunks, do alike. Never: a launcher."""
+"""Device functions shared by both forms of the gated delta rule, token by token and by chunks. Never: a launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def pair(x):
-    """Two bfloat16 whose sum is float32 x, but for 2 ** -18 of it."""
+    """Split float32 x into two bfloat16 whose sum is x, up to a relative error of 2 ** -18."""
     high = x.to(tl.bfloat16)
     return high, (x - high.to(tl.float32)).to(tl.bfloat16)
 
@@ -24,8 +24,8 @@ def log_decay(a, dt_bias, a_log):
 
 @triton.jit
 def keep_tail(source, tail, q_len, past, channels, row_stride, column, inside, TAPS: tl.constexpr):
-    """The last rows of a sequence's inputs, whose last one is at `source`. A column is read and written by one thread,
-    the oldest row first."""
+    """Store the last rows of a sequence's inputs (the last one is at `source`) as its tail. Each column is read and
+    written by one thread, oldest row first."""
     for j in tl.static_range(TAPS - 1):
         back = TAPS - 2 - j
         x = tl.load(source - back * row_stride + column, inside & (back < q_len), 0.0)
@@ -35,7 +35,7 @@ def keep_tail(source, tail, q_len, past, channels, row_stride, column, inside, T
 
 @triton.jit
 def part_of(q, k, v, part, groups, group_stride, KEY: tl.constexpr, VALUE: tl.constexpr, MEMBERS: tl.constexpr):
-    """Parts are all heads of q, of k, of v: where a row has it, its first channel, its width."""
+    """Locate a part, a head of q, k or v: its address in a row, first channel and width."""
     if part < groups:
         source = q + part * group_stride
         channel = part * KEY

@@ -1,14 +1,14 @@
-"""Draw a token of each row: temperature, top_k, top_p, min_p, as sampling/sampler.py defines them. Never: logits that a
-request wants changed (weights.edit), random numbers.
+"""Sample a token for each row with temperature, top_k, top_p and min_p, as sampling/sampler.py defines them. Never:
+editing logits (weights.edit), random numbers.
 
-A draw inverts the cumulative distribution at the row's own number: in the order of the ids, or, where the distribution
-is cut, from the best token on. Nothing is sorted: tokens that a cut could keep are few; each of these counts which of
-the others come before it, and what they weigh.
+Sampling inverts the cumulative distribution at the row's uniform number: in the order of token ids, or, with top_k,
+top_p or min_p ("a cut"), in descending order of probability. Nothing is sorted: few tokens can survive a cut; each of
+these candidates counts the candidates before it and sums their weights.
 
-    weigh    every part of a row: its largest logit, its weight, tokens by log-weight
-    gather   the counts say down to which log-weight a cut can reach: tokens from there on are written down
-    rank     of each of these, how many come before it and their weight
-    pick     top_k, top_p, min_p; whose turn it is
+    weigh    per part of a row: the largest logit, the sum of weights, a histogram of log-weights
+    gather   the histogram bounds the cut: collect the tokens above that bound as candidates
+    rank     per candidate: number of candidates before it, and their weight
+    pick     apply top_k, top_p, min_p; pick the first token whose cumulative weight exceeds uniform * total weight
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ from proa.ops.triton.weights import (
     weights_of,
 )
 
-TOO_MANY = -2  # the answer of rows that have more
+TOO_MANY = -2  # the result for rows with more candidates than there is room for
 NO_TOP_K = 2**31 - 1
-RANKED, AGAINST, RANK_PROGRAMS = 16, 128, 64  # candidates of a program at a time, and of those it compares them with
+RANKED, AGAINST, RANK_PROGRAMS = (
+    16,
+    128,
+    64,
+)  # candidates per program at a time, candidates compared with at once, programs
 PICKED = 1024
 
 # A bound on the rounding of sums of float64 over BINS, relative to their total.
@@ -54,11 +58,11 @@ ROUNDING: tl.constexpr = tl.constexpr(1e-9)
 
 @dataclass(frozen=True)
 class Jobs:
-    """What J rows want, [J] each, on the device."""
+    """Sampling parameters of J rows, [J] each, on the device."""
 
-    rows: Tensor  # int32: which row of the logits, and of the answers
+    rows: Tensor  # int32: index of the row in logits and tokens
     kinds: Tensor  # int32: weights.BEST, WHOLE or CUT
-    top_k: Tensor  # int32, NO_TOP_K for none
+    top_k: Tensor  # int32; NO_TOP_K: none
     floors: Tensor  # int32: floor_of(min_p)
     inverses: Tensor  # float64: 1 / temperature
     uniforms: Tensor  # float64 in [0, 1)
@@ -68,13 +72,13 @@ class Jobs:
 
 @triton.jit
 def _last_bin(counts, masses, parts, top_k, top_p, floor, vocab, PARTS: tl.constexpr, BINS: tl.constexpr):
-    """No token beyond this bin survives the cut, and none that top_k keeps lies beyond it."""
+    """The last bin of the histogram that can hold a token which survives top_k and top_p."""
     number = tl.arange(0, BINS)
     count = tl.load(counts + number)
     by_count = tl.sum((tl.cumsum(count, 0) < top_k).to(tl.int32), 0)
     part = tl.arange(0, PARTS)
     total = tl.sum(tl.load(masses + part, part < parts, 0), 0).to(tl.float64)
-    # A token is cut when it and all after it weigh no more than 1 - top_p: bins' upper edges say what they can weigh.
+    # top_p cuts a token if it and all tokens after it weigh at most 1 - top_p; upper edges of bins bound the weights.
     most = count.to(tl.float64) * (tl.exp(number.to(tl.float64) / -BINS_PER_NAT) * BEST_WEIGHT + 1.0)
     after = tl.sum(most, 0) - tl.cumsum(most, 0)
     by_mass = tl.sum((after > total * (1.0 - top_p - ROUNDING)).to(tl.int32), 0)
@@ -138,13 +142,14 @@ def _rank(
 
 @triton.jit
 def _mark(uniform, total):
-    """The first token whose cumulative weight is larger is the one."""
+    """The threshold: the first token whose cumulative weight exceeds it is sampled."""
     return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
 @triton.jit
 def _survives(rank, before, weight, top_k, limit, least):
-    """The best one always does. What is before anyone kept is kept as well."""
+    """True if a candidate survives the cut. The most likely token always does, and a token before a survivor does
+    too."""
     kept = (rank < top_k) & (before < limit) & (weight >= least)
     return kept | (rank == 0)
 
@@ -218,19 +223,19 @@ def _pick_whole(
 
 
 def floor_of(min_p: float) -> int:
-    """A bin beyond which no token survives min_p."""
+    """The last bin of the histogram that can hold a token which survives min_p."""
     return min(BINS - 1, int(-math.log(min_p) * BINS_PER_NAT.value) + 1) if min_p > 0.0 else BINS - 1
 
 
 def inverse_of(temperature: float) -> float:
-    """1 / temperature, finite: the smallest difference of logits times it is far beyond what a weight can tell."""
+    """1 / temperature, clamped to a finite value: beyond it, any difference of logits exceeds a weight's resolution."""
     return min(1.0 / temperature, 1e300) if temperature > 0.0 else 1.0
 
 
 def draw(logits: Tensor, jobs: Jobs, cuts: bool, space: Space, tokens: Tensor) -> None:
-    """Replace tokens[row] of every job by what it draws, or by TOO_MANY; negative ones stay.
+    """Sample each job's row: replace tokens[row] by the sampled token, or by TOO_MANY; negative tokens stay.
 
-    logits float32 [R, vocab], rows may be strided; tokens int32 [R]; cuts: whether any job's kind is CUT.
+    logits float32 [R, vocab], rows may be strided; tokens int32 [R]; cuts: True if any job's kind is CUT.
     """
     weigh(logits, jobs.rows, jobs.kinds, jobs.inverses, space)
     if not (number := len(jobs.rows)):

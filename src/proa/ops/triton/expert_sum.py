@@ -1,5 +1,5 @@
-"""The sum of all that a MoE layer adds up, and what comes right behind it: the residual add, the next norm. Never: what
-the CPU's experts compute; their sum comes in.
+"""The weighted sum of a MoE layer's expert outputs, fused with the residual add and the next norm. Never: computing
+experts; the sum of the CPU's experts is an input.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from proa.ops.triton.norm import add_rms_norm
 from proa.ops.triton.variant import Variant
 
 _COLUMNS, _WARPS = 512, 4
-MOST_COLUMNS = 8192  # of a norm: a program has a whole row
+MOST_COLUMNS = 8192  # for the fused norm: a program has a whole row
 _CPU, _SHARED, _INPUT = tl.constexpr(CPU), tl.constexpr(SHARED), tl.constexpr(INPUT)
 _LAYER, _SOURCES, _OWN, _IDS = tl.constexpr(LAYER), tl.constexpr(SOURCES), tl.constexpr(OWN), tl.constexpr(IDS)
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Where `combine` notes rows that are not finite, and what it tells of them. ids int32 [T, k]: the chosen experts,
-    -1 in rows of padding, which are never noted; x bfloat16 [T, hidden]: what the experts were given.
+    """Where `combine` records non-finite rows, and the data for the record. ids int32 [T, k]: chosen experts, -1 in
+    padding rows, which are never recorded; x bfloat16 [T, hidden]: the experts' input.
     """
 
     faults: LayerFaults
@@ -39,13 +39,14 @@ class Watch:
 
 @triton.jit
 def _not_finite(values):
-    """1 if one of them is, else 0."""
+    """1 if any value is NaN or infinite, else 0."""
     return tl.max(tl.where(tl.abs(values) < float("inf"), 0, 1), 0)
 
 
 @triton.jit
 def _of_cpu(at, state, token, inside):
-    """state given: the answer is there, in memory that the CPU wrote since the last one: no cache may answer."""
+    """Load the sum of the CPU's experts. With `state`, it is in the doorbell's block, which the CPU has written since
+    the last answer, so that no cache may serve the load."""
     if state is None:
         value = tl.load(at, inside, 0.0)
     else:
@@ -58,8 +59,8 @@ def _note(
     records, layer, ids, x, partial, address, cpu, shared, state, token, column, inside,
     x_row, partial_row, cpu_row, shared_row, hidden, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of the programs that find a row not finite, the first one in its first layer writes the record. What it tells
-    comes from this program's columns."""
+    """Record a non-finite row: the first program that finds it, in the first layer that has it, writes the record, from
+    the columns of that program."""
     record = records + token * (_IDS + TOP_K)
     sources = 0
     own = 0
@@ -91,18 +92,19 @@ def _combine(
     partial_row, cpu_row, shared_row, gate_row, residual_row, out_row, normed_row, x_row, hidden, eps, offset,
     TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Float32, in the order of the choices, then the CPU's sum, then the shared expert; all of it on the residual."""
+    """Sum in float32, in the order of the choices, then the CPU's sum, then the shared expert; then add the
+    residual."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden
-    if residual is not None:  # and the norm's weights: on their way before they are needed
+    if residual is not None:  # prefetch it, and the norm's weights
         before = tl.load(residual + token * residual_row + column, inside, 0.0).to(tl.float32)
     if norm is not None:
         scale = tl.load(norm + column, inside, 0.0).to(tl.float32) + offset
     total = tl.zeros([COLUMNS], tl.float32)
     for k in tl.static_range(TOP_K):
         pair = token * TOP_K + k
-        value = tl.load(partial + pair * partial_row + column, inside, 0.0)  # anything, where nobody wrote it
+        value = tl.load(partial + pair * partial_row + column, inside, 0.0)  # arbitrary where no expert wrote
         total += tl.where(tl.load(address + pair) != 0, tl.load(weights + pair) * value, 0.0)
     if cpu is not None:
         if state is not None:
@@ -116,14 +118,14 @@ def _combine(
     after = total if residual is None else total + before
     kept = after.to(tl.bfloat16)
     tl.store(out + token * out_row + column, kept, inside)
-    if norm is not None:  # of what the residual stream keeps
+    if norm is not None:  # normalise the rounded residual stream
         kept = kept.to(tl.float32)
         kept *= tl.rsqrt(tl.sum(kept * kept, 0) / hidden + eps) * scale
         tl.store(normed + token * normed_row + column, kept.to(tl.bfloat16), inside)
-    if records is not None:  # one condition after another: in a kernel, `and` computes both sides
+    if records is not None:  # nested ifs: in a kernel, `and` evaluates both sides
         bad = _not_finite(total) != 0
         if bad:
-            exists = tl.load(ids + token * TOP_K) >= 0  # a row of padding has no experts
+            exists = tl.load(ids + token * TOP_K) >= 0  # a padding row has no experts
             if exists:
                 _note(
                     records, layer, ids, x, partial, address, cpu, shared, state, token, column, inside,
@@ -133,9 +135,9 @@ def _combine(
 
 @dataclass(frozen=True)
 class Into:
-    """Where the sum goes. out bfloat16 [T, hidden]: the sum, or residual + sum, of which residual may be the place.
+    """Outputs of `combine`. out bfloat16 [T, hidden]: the sum, or residual + sum; out may be residual.
 
-    normed bfloat16 [T, hidden]: the norm of out; hidden up to MOST_COLUMNS.
+    normed bfloat16 [T, hidden]: the norm of out; requires hidden up to MOST_COLUMNS.
     """
 
     out: Tensor
@@ -147,10 +149,11 @@ class Into:
 def combine(
     partial: Tensor, weights: Tensor, down_address: Tensor, added: Added, into: Into, watch: Watch | None = None
 ) -> None:
-    """The sum over k of weights * partial where the address is not 0, and what is `added`. A bell is waited for.
+    """Sum weights * partial over the k pairs of each token whose address is not 0, plus the terms in `added`. If those
+    include a doorbell, wait for its answer.
 
-    partial float32 [>= T * k, hidden], weights float32 and down_address int64 [T, k]. Columns side by side. Rows of the
-    sum that are not finite are noted where `watch` says, and stay as they are.
+    partial float32 [>= T * k, hidden], weights float32 and down_address int64 [T, k]; contiguous columns. Non-finite
+    rows of the sum are recorded in `watch`, and not changed.
     """
     tokens, top_k = weights.shape
     hidden = into.out.shape[1]
@@ -175,7 +178,7 @@ def combine(
 
 @dataclass(frozen=True)
 class ExpertSum:
-    """Implements Unsummed of ops/table.py. The arguments of `combine`, which must last until it is added."""
+    """Implements Unsummed of ops/table.py: the arguments of `combine`, which must stay valid until it is added."""
 
     partial: Tensor
     weights: Tensor
@@ -205,7 +208,7 @@ class ExpertSum:
 
 
 def _shape(hidden: int, whole: bool) -> tuple[int, int]:
-    """Columns and warps of a program, which has the whole row for a norm."""
+    """Columns and warps of a program; whole: it needs the whole row, for a norm."""
     if not whole:
         return _COLUMNS, _WARPS
     columns = triton.next_power_of_2(hidden)
@@ -213,34 +216,34 @@ def _shape(hidden: int, whole: bool) -> tuple[int, int]:
 
 
 def can_wait(tokens: int, hidden: int) -> bool:
-    """Whether `combine` takes a bell for so many rows: all its programs look at the answer."""
+    """True if `combine` may wait for a doorbell with this many rows: each of its programs polls for the answer."""
     return tokens * hidden <= MOST_POLLED_VALUES
 
 
 def _of_bell(cpu: Tensor | Bell | None) -> tuple[Tensor | None, ...]:
-    """The CPU's sum; where its answer is told of, and what has been asked."""
+    """The kernel's arguments for the CPU's sum: its address, the doorbell's answer word and state."""
     return (cpu.block.y, cpu.block.answer, cpu.state) if isinstance(cpu, Bell) else (cpu, None, None)
 
 
 def _check(partial: Tensor, added: Added, into: Into, tokens: int, hidden: int) -> None:
     if isinstance(added.cpu, Bell) and (not can_wait(tokens, hidden) or tokens > len(added.cpu.block.y)):
-        raise ValueError(f"{tokens} rows of {hidden} are too many to wait for here: pull them")
+        raise ValueError(f"combine cannot wait for the doorbell with {tokens} rows of {hidden}; use pull instead")
     given = (partial, _of_bell(added.cpu)[0], added.shared, into.out, into.residual, into.normed)
     if any(t is not None and (t.shape[1] != hidden or t.stride(1) != 1) for t in given) or len(into.out) != tokens:
-        raise ValueError(f"all rows have {hidden} columns side by side, and out {tokens} rows")
+        raise ValueError(f"all rows must have {hidden} contiguous columns, and out {tokens} rows")
     if added.shared_gate is not None and added.shared_gate.shape != (tokens, 1):
-        raise ValueError(f"the shared expert's gate is [{tokens}, 1], not {tuple(added.shared_gate.shape)}")
+        raise ValueError(f"the shared expert's gate must be [{tokens}, 1], not {tuple(added.shared_gate.shape)}")
     if (into.norm is None) != (into.normed is None) or (into.norm is not None and hidden > MOST_COLUMNS):
-        raise ValueError(f"a norm of up to {MOST_COLUMNS} columns has a place to go, not one of {hidden}")
+        raise ValueError(f"norm and normed go together, for up to {MOST_COLUMNS} columns; hidden is {hidden}")
 
 
 def _check_watch(watch: Watch, tokens: int, top_k: int, hidden: int) -> None:
     records, ids, x = watch.faults.notes.records, watch.ids, watch.x
     whole = records.is_contiguous() and ids.is_contiguous() and x.stride(1) == 1
     if ids.shape != (tokens, top_k) or x.shape != (tokens, hidden) or not whole:
-        raise ValueError(f"ids are [{tokens}, {top_k}] and x [{tokens}, {hidden}], not {ids.shape} and {x.shape}")
+        raise ValueError(f"ids must be [{tokens}, {top_k}] and x [{tokens}, {hidden}], not {ids.shape} and {x.shape}")
     if len(records) < tokens or records.shape[1] != IDS + top_k or top_k >= CPU.bit_length() - 1:
-        raise ValueError(f"records are [{tokens} or more, {IDS + top_k}], not {tuple(records.shape)}")
+        raise ValueError(f"records must be [{tokens} or more, {IDS + top_k}], not {tuple(records.shape)}")
 
 
 def variants() -> Iterator[Variant]:

@@ -1,4 +1,4 @@
-"""The routed experts of a batch that the GPU can read: which kernels run it, the memory between them. Never: their sum
+"""The routed experts that the GPU computes: choice of kernels, and the buffers between them. Never: their sum
 (expert_sum.py)."""
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from proa.ops.triton.experts_grouped import (
 )
 from proa.ops.triton.fp8_rows import round_rows
 
-FEW_PAIRS = 64  # up to here, hardly two pairs share an expert
+FEW_PAIRS = 64  # up to this many, hardly any two pairs share an expert
 
 
 @dataclass(frozen=True)
 class ExpertSpace:
-    """Memory of a call, for any number of tokens up to what it was made for."""
+    """Buffers of a call, for up to the number of tokens that they were made for."""
 
     h: Tensor  # bfloat16 [pairs, padded width]
-    partial: Tensor  # float32 [pairs, hidden]: of each pair, before its weight
+    partial: Tensor  # float32 [pairs, hidden]: outputs of the pairs, not yet multiplied by their weights
     groups: Groups
-    fp8: Fp8Space | None = None  # where many tokens' rows are rounded
+    fp8: Fp8Space | None = None  # activations rounded to e4m3, for many tokens
 
 
 def expert_space(
     tokens: int, top_k: int, experts: int, of: ExpertShape, device: torch.device, *, fp8: bool = False
 ) -> ExpertSpace:  # fmt: skip
-    """Room for batches of up to `tokens`; ExpertSpace says how much. fp8: many tokens are multiplied in e4m3, where the
-    experts are and it pays."""
+    """Allocate buffers for batches of up to `tokens`. fp8: with many tokens, round activations to e4m3 if the experts
+    are e4m3 and it is faster."""
     pairs = tokens * top_k
     return ExpertSpace(
         torch.empty(pairs, of.down.padded_columns, dtype=torch.bfloat16, device=device),
@@ -54,10 +54,10 @@ def experts(
     x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace, biases: Biases | None = None, *,
     in_pieces: bool = False,
 ) -> None:  # fmt: skip
-    """partial[t * k + j] of `space` = expert at.ids[t, j] of x[t], where its address is not 0.
+    """space.partial[t * k + j] = expert at.ids[t, j] applied to x[t], for pairs whose address is not 0.
 
-    x bfloat16 [T, hidden]. How T * k pairs run depends on their number and the number of experts alone. Pairs of one
-    expert have one address. in_pieces: of up to FEW_PAIRS pairs, some experts may lie in pieces (ops/pieces.py).
+    x bfloat16 [T, hidden]. The kernels depend only on the number of pairs and of experts. Pairs of one expert must have
+    one address. in_pieces: with up to FEW_PAIRS pairs, some experts may lie in pieces (ops/pieces.py).
     """
     pairs = at.ids.numel()
     _check(x, at, of, space)
@@ -91,7 +91,7 @@ def _of_pairs(biases: Biases, ids: Tensor, of: ExpertShape) -> tuple[PairBias, P
     for bias, packed in ((biases.up, of.up), (biases.down, of.down)):
         rows = packed.panels * PANEL_ROWS
         if bias.dtype != torch.float32 or bias.shape[1:] != (rows,) or not bias.is_contiguous():
-            raise ValueError(f"biases are float32 [experts, {rows}], not {bias.dtype} {tuple(bias.shape)}")
+            raise ValueError(f"biases must be float32 [experts, {rows}], not {bias.dtype} {tuple(bias.shape)}")
     return PairBias(ids, biases.up), PairBias(ids, biases.down)
 
 
@@ -99,8 +99,9 @@ def _check(x: Tensor, at: Located, of: ExpertShape, space: ExpertSpace) -> None:
     pairs, tokens = at.ids.numel(), len(at.ids)
     for tensor, dtype in ((at.ids, torch.int32), (at.up, torch.int64), (at.down, torch.int64)):
         if tensor.dtype != dtype or tensor.shape != at.ids.shape or not tensor.is_contiguous():
-            raise ValueError(f"of each pair {dtype} {tuple(at.ids.shape)}, not {tensor.dtype} {tuple(tensor.shape)}")
+            wanted = f"{dtype} {tuple(at.ids.shape)}"
+            raise ValueError(f"locations of pairs must be {wanted}, not {tensor.dtype} {tuple(tensor.shape)}")
     if x.shape != (tokens, of.hidden) or x.stride(1) != 1 or x.dtype != torch.bfloat16:
-        raise ValueError(f"x is bfloat16 [{tokens}, {of.hidden}], not {x.dtype} {tuple(x.shape)}")
+        raise ValueError(f"x must be bfloat16 [{tokens}, {of.hidden}], not {x.dtype} {tuple(x.shape)}")
     if pairs > len(space.h) or space.h.shape[1] < of.width or space.partial.shape[1:] != (of.hidden,):
         raise ValueError(f"the workspace has no room for {pairs} pairs of {of.width} and {of.hidden}")

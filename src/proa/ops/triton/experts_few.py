@@ -1,8 +1,8 @@
-"""Routed experts of few tokens: each choice of a token (a pair) reads its expert by itself, at the speed of memory.
-Never: many tokens (experts_grouped.py), which would read an expert once for each.
+"""Routed experts for few tokens: every (token, expert) pair reads its expert by itself, at memory bandwidth.
+Never: many tokens (experts_grouped.py), where each expert would be read once per token.
 
-A program reads whole panels in the order in which they lie, copied ahead into shared memory: 4 or 8 KiB a stage, three
-under way. At one token and top 8 of 2048/768 that is 384 programs for gate and up and 1024 for down.
+A program reads whole panels in memory order, prefetched into shared memory: 4 or 8 KiB per stage, three in flight. For
+one token and top 8 of 2048/768 that is 384 programs for gate and up and 1024 for down.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TAG, UNIT = tl.constexpr(pieces.TAG), tl.constexpr(pieces.UNIT_PANELS)
 
 @dataclass(frozen=True)
 class Tile:
-    """Panels of a program, lines of a stage, stages, warps."""
+    """Panels per program, lines per stage, stages, warps."""
 
     panels: int
     lines: int
@@ -35,8 +35,8 @@ class Tile:
     warps: int
 
 
-# Of bfloat16, by measurement (docs/lab), where FEW pairs are a step of one token; of formats whose codes are
-# decoded first.
+# Tiles for bfloat16, by measurement (docs/lab; "of few": one token's pairs), and for formats that are
+# decoded.
 _FEW = 16
 _TILES = {
     "up of few": Tile(2, 64, 4, 2), "up": Tile(2, 32, 4, 2), "down": Tile(1, 64, 4, 2), "decoded": Tile(2, 64, 4, 4)
@@ -45,7 +45,7 @@ _TILES = {
 
 @triton.jit
 def _piece_at(address, panel):
-    """Where panel 0 of a matrix would lie, were all of it with this panel: see ops/pieces.py."""
+    """The address that panel 0 would have if the whole matrix were in the piece of this panel: see ops/pieces.py."""
     if address & TAG:
         row = (address - TAG).to(tl.pointer_type(tl.int64))
         for i in range(tl.load(row).to(tl.int32)):
@@ -61,11 +61,12 @@ def _pair(
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr, QUADS: tl.constexpr, IN_PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Pairs run side by side, so that those of one expert find its panel in L2. SHARE pairs read the same row of x.
+    """Products of each pair's expert with its row. Pairs run in parallel, so that those of one expert find its panel in
+    L2. SHARE consecutive pairs read the same row of x.
 
-    ACTIVATION None: the sums themselves, [pairs, WIDTH]; else panels are of gate and up, by turns. bias: None, or of
-    all experts, of which ids has each pair's. IN_PIECES: an address may be of a row that says where pieces are; asking
-    that takes 1 to 2 % of such a kernel's time in VRAM.
+    ACTIVATION None: plain products, [pairs, WIDTH]; else panels alternate between gate and up. bias: None, or biases of
+    all experts, indexed by ids. IN_PIECES: addresses may be tagged (ops/pieces.py); the check costs 1 to 2 % of the
+    kernel's time for experts in VRAM.
     """
     pair, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     expert = tl.load(address + pair)
@@ -75,7 +76,7 @@ def _pair(
         tl.static_assert(PANELS <= UNIT)
         expert = _piece_at(expert, block * PANELS)
     row = x + (pair // SHARE) * x_row
-    if bias is not None:  # read while the weights are on their way
+    if bias is not None:  # loaded while the weights are in flight
         bias_places, exist = bias_at(bias, ids, pair, block * PANELS + tl.arange(0, PANELS), COUNT)
         biases = tl.load(bias_places, exist, 0.0)
     sums = panel_sums(
@@ -97,9 +98,9 @@ def _pair(
 def gate_up(
     x: Tensor, up_address: Tensor, of: ExpertShape, h: Tensor, bias: PairBias | None = None, *, in_pieces: bool = False
 ) -> None:
-    """h [T * k, width] = activation(gate x, up x) of the pairs whose address is not 0; the others' rows stay.
+    """h [T * k, width] = activation(gate x, up x) for pairs whose address is not 0; other rows are not written.
 
-    x bfloat16 [T, hidden], up_address int64 [T, k], h bfloat16. Columns side by side.
+    x bfloat16 [T, hidden], up_address int64 [T, k], h bfloat16; contiguous columns.
     """
     pairs, share = up_address.numel(), up_address.shape[1]
     tile = _tile(of.up, "up of few" if pairs <= _FEW else "up")
@@ -115,7 +116,7 @@ def down(
     h: Tensor, down_address: Tensor, of: ExpertShape, partial: Tensor, bias: PairBias | None = None, *,
     in_pieces: bool = False,
 ) -> None:  # fmt: skip
-    """partial float32 [T * k, hidden] = down h of the pairs whose address is not 0; the others' rows stay."""
+    """partial float32 [T * k, hidden] = down h for pairs whose address is not 0; other rows are not written."""
     pairs = down_address.numel()
     tile = _tile(of.down, "down")
     grid = (pairs, triton.cdiv(of.down.panels, tile.panels))
@@ -127,7 +128,7 @@ def down(
 
 
 def of_pairs(bias: PairBias | None) -> tuple[Tensor | None, Tensor | None]:
-    """As kernels take it."""
+    """The kernels' two bias arguments."""
     return (None, None) if bias is None else (bias.ids, bias.of)
 
 
@@ -136,7 +137,7 @@ def _tile(of: Layout, which: str) -> Tile:
 
 
 def _constants(of: Layout, columns: int, tile: Tile, x: Tensor | None = None) -> dict[str, object]:
-    """x: the activations; without, they are such that four can be read at once."""
+    """Constants of the kernel. x: the activations; None: aligned so that four can be loaded at once."""
     quads = columns % 4 == 0 and (x is None or (x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0))
     blocks = {"PANELS": tile.panels, "LINES": lines_of(of, tile.lines), "STAGES": tile.stages, "QUADS": quads}
     return constants(of, columns) | blocks

@@ -1,5 +1,5 @@
-"""Routed experts of many tokens in e4m3, their rows too (fp8_rows.py): as experts_grouped.py, which groups the pairs.
-Never: rounding, who is resident.
+"""Routed experts for many tokens with weights and activations in e4m3 (fp8_rows.py); pairs are grouped by
+experts_grouped.py. Never: rounding activations, residency.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from proa.ops.triton.panels import ROWS, activated, bias_at
 from proa.ops.triton.panels_fp8 import fp8_constants, fp8_products, gate_and_up, in_order
 from proa.ops.triton.variant import Variant
 
-BLOCK_TOKENS = (32, 128)  # of those sizes that `pays` lets in
+BLOCK_TOKENS = (32, 128)  # block sizes for which `pays` may be true
 
 
 @dataclass(frozen=True)
 class Fp8Space:
-    """Rounded rows of a call: of x, and of h. None where the weights they meet are not in e4m3."""
+    """Rounded activations of a call, x and h; None if the weights they are multiplied with are not e4m3."""
 
     x: Fp8Rows | None
     h: Fp8Rows | None
 
 
 def fp8_space(tokens: int, top_k: int, of: ExpertShape, device: torch.device) -> Fp8Space | None:
-    """None where neither matrix of an expert is in e4m3."""
+    """Allocate room for rounded activations; None if neither matrix of an expert is e4m3."""
     x = fp8_rows(tokens, of.up, device) if suits(of.up) else None
     h = fp8_rows(tokens * top_k, of.down, device) if suits(of.down) else None
     return Fp8Space(x, h) if x is not None or h is not None else None
 
 
 def pays(pairs: int, experts: int) -> bool:
-    """Whether a call is faster so than with its weights decoded and its rows as they are.
+    """True if rounding activations to e4m3 is faster than decoding the weights to bfloat16.
 
-    On an H200 (benchmarks/probes/gpu_fp8.py, 128 experts of 2048 x 768, top 8; us exact / rounded, with a scale for
-    each 128 x 128, and for each channel): blocks of 32 with 16 tokens of an expert on average 341 / 248, 322 / 241; of
-    64 with 32 of them 339 / 366, 329 / 347; of 128 with 64 of them 628 / 620, 627 / 629, with 256 of them
-    1609 / 1295, 1607 / 1053. Fewer than in blocks of 32 are bound by reading weights.
+    On an H200 (benchmarks/probes/gpu_fp8.py, 128 experts of 2048 x 768, top 8; us exact / rounded, with a scale per
+    128 x 128, and per channel): blocks of 32 with 16 tokens per expert on average 341 / 248, 322 / 241; of 64 with 32
+    tokens 339 / 366, 329 / 347; of 128 with 64 tokens 628 / 620, 627 / 629, with 256 tokens 1609 / 1295, 1607 / 1053.
+    Smaller blocks are bound by reading weights.
     """
     return block_tokens(pairs, experts) == 32 or pairs > 64 * experts
 
@@ -92,7 +92,7 @@ def gate_up_fp8(
     x: Fp8Rows, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor,
     bias: PairBias | None = None,
 ) -> None:  # fmt: skip
-    """As experts_grouped.gate_up_grouped, of rows made for `of.up`."""
+    """experts_grouped.gate_up_grouped with rounded rows, made for `of.up`."""
     tile = _tile(block_tokens)
     grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
     _block[grid](
@@ -106,7 +106,7 @@ def down_fp8(
     h: Fp8Rows, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor,
     bias: PairBias | None = None,
 ) -> None:  # fmt: skip
-    """As experts_grouped.down_grouped, of rows made for `of.down`."""
+    """experts_grouped.down_grouped with rounded rows, made for `of.down`."""
     tile = _tile(block_tokens)
     grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
     _block[grid](
@@ -118,7 +118,7 @@ def down_fp8(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Panels of a program, stages, warps. Shared memory stays below sm_120's 99 KiB."""
+    """Panels per program, stages, warps. Shared memory stays below sm_120's 99 KiB."""
 
     panels: int
     stages: int

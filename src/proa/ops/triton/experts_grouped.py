@@ -1,8 +1,8 @@
-"""Routed experts of many tokens: pairs are sorted by expert into blocks of one expert each, which the matrix unit
-multiplies; an expert is read once for a block of its tokens. Never: who is resident; address 0 is skipped.
+"""Routed experts for many tokens: (token, expert) pairs are sorted by expert into blocks of one expert each, which the
+tensor cores multiply; an expert is read once per block. Never: residency; pairs of address 0 are skipped.
 
-The order is made on the device, without atomics: within an expert, pairs stand in ascending order. A grid has as many
-blocks as the tokens could at most fill; those beyond the last return at once.
+Sorting runs on the device, without atomics: within an expert, pairs are in ascending order. The grid has as many blocks
+as the pairs could at most fill; programs beyond the last block return at once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns, coded_product
 from proa.ops.triton.panels_first import panels_first
 from proa.ops.triton.variant import Variant
 
-_FEW_SCANNED, _SCANNED, _SCAN_WARPS = 1024, 8192, 8  # pairs at once
+_FEW_SCANNED, _SCANNED, _SCAN_WARPS = 1024, 8192, 8  # pairs scanned at once, in two kernels
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs by expert, caller-owned int32: counts [E], blocks [1], order [most_blocks * block_tokens].
+    """Pairs sorted by expert, in caller-owned int32 tensors: counts [E], blocks [1] (number of blocks), order
+    [most_blocks * block_tokens].
 
-    Entry i of block b is a pair or -1; a block's first entry is a pair. Blocks from `blocks` on are not written.
+    Entry i of block b in order is a pair or -1 (padding); a block's first entry is a pair. Blocks from `blocks` on are
+    not written.
     """
 
     counts: Tensor
@@ -42,20 +44,20 @@ class Groups:
 
 
 def coded(of: ExpertShape) -> bool:
-    """Whether blocks of 16 tokens multiply codes as they are."""
+    """True if blocks of 16 tokens multiply quantised values directly and scale the sums (panels_coded.py)."""
     return all(packed.format is not Format.BF16 and coded_columns(packed) is not None for packed in (of.up, of.down))
 
 
 def block_tokens(pairs: int, experts: int, coded: bool = False) -> int:
-    """Of a call: a size that the pairs of most experts fit in, if they were spread evenly at random. Codes (`coded`)
-    are decoded so quickly that two blocks of 16 are sooner done than one of 32.
+    """Block size of a call: one in which the pairs of most experts fit, assuming uniform random routing. With `coded`,
+    decoding is so fast that two blocks of 16 take less time than one of 32.
     """
     mean = pairs / experts
     return 16 if mean <= (16 if coded else 10) else 32 if mean <= 22 else 64 if mean <= 50 else 128
 
 
 def groups(pairs: int, experts: int, device: torch.device) -> Groups:
-    """Room for up to so many pairs, in blocks of any size."""
+    """Allocate room for up to `pairs` pairs, in blocks of any size."""
     sizes = (experts, 1, order_entries(pairs, experts))
     return Groups(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
 
@@ -75,7 +77,7 @@ def _place(
     ids, counts, blocks, order, pairs, block,
     EXPERTS: tl.constexpr, MOST: tl.constexpr, SCAN: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """A program writes the blocks of one expert, of `block` pairs each: up to MOST."""
+    """Write the blocks of one expert (a program each), of `block` pairs, up to MOST blocks."""
     expert = tl.program_id(0)
     other = tl.arange(0, ALL)
     filled = tl.cdiv(tl.load(counts + other, other < EXPERTS, 0), block)
@@ -102,7 +104,8 @@ def _block(
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr, FIRST: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks run side by side: those of one expert stand together and share its panels in L2. See experts_few._pair."""
+    """Products of one block of pairs. Blocks of one expert are neighbours in the grid and share its panels in L2. For
+    the arguments see experts_few._pair."""
     block, part = tl.program_id(0), tl.program_id(1)
     if block >= tl.load(blocks):
         return
@@ -111,9 +114,9 @@ def _block(
     expert = tl.load(address + first)
     if expert == 0:
         return
-    if bias is not None:  # read while the weights are on their way
+    if bias is not None:  # loaded while the weights are in flight
         panel = tl.arange(0, PANELS)
-        if FIRST and ACTIVATION is not None:  # as panels_first has them
+        if FIRST and ACTIVATION is not None:  # in the row order of panels_first
             panel = panel % (PANELS // 2) * 2 + panel // (PANELS // 2)
         places, exist = bias_at(bias, ids, first, part * PANELS + panel, COUNT)
         biases = tl.reshape(tl.load(places, exist, 0.0), [PANELS * ROWS])
@@ -152,7 +155,7 @@ def _block(
 
 
 def group(ids: Tensor, experts: int, block_tokens: int, to: Groups) -> None:
-    """Sort the pairs of ids int32 [T, k] by expert into blocks of 16, 32, 64 or 128; ids of -1 are left out."""
+    """Sort the pairs of ids int32 [T, k] by expert into blocks of 16, 32, 64 or 128; ids of -1 are skipped."""
     pairs = ids.numel()
     if len(to.counts) != experts or len(to.order) < most_blocks(pairs, experts, block_tokens) * block_tokens:
         raise ValueError(f"the workspace has no room for {pairs} pairs of {experts} experts")
@@ -168,7 +171,7 @@ def gate_up_grouped(
     x: Tensor, up_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, h: Tensor,
     bias: PairBias | None = None,
 ) -> None:  # fmt: skip
-    """As experts_few.gate_up, for pairs grouped into blocks of `block_tokens`."""
+    """experts_few.gate_up for pairs grouped into blocks of `block_tokens`."""
     tile = _tile(of.up, block_tokens)
     grid = (most_blocks(up_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.up.panels, tile.panels))
     _block[grid](
@@ -182,7 +185,7 @@ def down_grouped(
     h: Tensor, down_address: Tensor, by: Groups, block_tokens: int, of: ExpertShape, partial: Tensor,
     bias: PairBias | None = None,
 ) -> None:  # fmt: skip
-    """As experts_few.down, for pairs grouped into blocks of `block_tokens`."""
+    """experts_few.down for pairs grouped into blocks of `block_tokens`."""
     tile = _tile(of.down, block_tokens)
     grid = (most_blocks(down_address.numel(), len(by.counts), block_tokens), triton.cdiv(of.down.panels, tile.panels))
     _block[grid](
@@ -194,8 +197,9 @@ def down_grouped(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Panels of a program, lines of a stage (of bfloat16, or as many as have their columns), stages, warps; whether
-    weights are the first operand (panels_first.py), whether codes are multiplied as they are (panels_coded.py).
+    """Panels per program; lines per stage (of bfloat16; other formats use as many lines as hold the same columns);
+    stages; warps; first: weights are the first operand (panels_first.py); coded: quantised values are multiplied
+    directly (panels_coded.py).
 
     Shared memory stays below sm_120's 99 KiB.
     """
@@ -208,7 +212,8 @@ class _Tile:
     coded: bool = False
 
 
-# Small blocks are bound by reading weights: two stages of 16 KiB, or three of 8, under way. Large ones fill tiles.
+# Small blocks are bound by reading weights: two stages of 16 KiB, or three of 8, in flight. Large ones fill the tensor
+# cores' tiles.
 _TILES = {
     16: _Tile(4, 64, 3, 4),
     32: _Tile(4, 32, 4, 4),
@@ -221,7 +226,7 @@ _CODED = {columns: _Tile(16 if columns == 32 else 8, columns // 2, 3 if columns 
 
 
 def _tile(of: Layout, block_tokens: int) -> _Tile:
-    """Of bfloat16, or of a format whose codes are decoded first, which `first` cannot be."""
+    """The tile for bfloat16, or for a format that is decoded first, for which `first` is impossible."""
     if of.format is Format.BF16:
         return _TILES[block_tokens]
     columns = coded_columns(of) if block_tokens <= MOST_ROWS else None

@@ -1,8 +1,8 @@
-"""What the codes and scales of packed weights mean (csrc/src/layout.h), decoded in registers. Belongs here: formats.
-Never: where panels lie, products.
+"""Decoding of packed weights (csrc/src/layout.h) in registers: codes (quantised values) and scales. Belongs here:
+formats. Never: where panels lie, products.
 
-Codes become float32 without a conversion of integers: bits are put where a float has them. 4-bit and 8-bit floats pass
-through float16, which holds each of them, its smallest ones too, as a normal number of float32 afterwards.
+Codes become float32 without integer-to-float conversions: their bits are shifted into a float's fields. 4-bit and 8-bit
+floats go through float16, which represents all of them exactly, subnormal ones too.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from triton import constexpr_function
 
 from proa.native.formats import Form, Format
 
-# Values of a word, and words of a line.
+# Values per 32-bit word, and words per line and row.
 VALUES = {form: 2 if form <= Format.FP16 else 4 if form <= Format.INT8_F16 else 8 for form in Format} | {
     Format.Q6_K: 16, Format.Q5_K: 16
 }  # fmt: skip
 LINE_WORDS = dict.fromkeys(Format, 1) | {Format.Q6_K: 3, Format.Q5_K: 3}
 
-# One of each kind of code and of scale, as checkpoints have them: what is compiled for every architecture.
+# One form per kind of code and of scale in checkpoints: these are compiled for every architecture.
 EXAMPLES = (
     Form(Format.FP16, 0), Form(Format.FP8_ROW, 0), Form(Format.FP8_PANEL, 128), Form(Format.MXFP8, 32),
     Form(Format.INT8_F16, 32), Form(Format.INT4_F16, 32), Form(Format.INT4_BF16, 128), Form(Format.UINT4_F32, 32),
@@ -27,7 +27,7 @@ EXAMPLES = (
     Form(Format.Q6_K, 16), Form(Format.Q5_K, 32),
 )  # fmt: skip
 
-# What a word holds, and what a group's scale is. Codes without a sign ("u..") have minimums, those of "e4m3" have NaN.
+# Type of the codes in a word, and of a group's scale. Unsigned codes ("u..") have minimums; "e4m3" has NaN.
 _CODES = {
     Format.BF16: "bf16", Format.FP16: "fp16", Format.FP8_ROW: "e4m3", Format.FP8_PANEL: "e4m3", Format.MXFP8: "e4m3",
     Format.INT8_F32: "int8", Format.INT8_F16: "int8", Format.INT4_F32: "int4", Format.INT4_F16: "int4",
@@ -45,13 +45,13 @@ _SCALES = {
 
 
 def names(of: Format) -> dict[str, object]:
-    """Of a kernel that decodes the format."""
+    """Constants of a kernel that decodes the format."""
     return {"CODE": _CODES[of], "SCALE": _SCALES[of]}
 
 
 @constexpr_function
 def unit_of(code):
-    """Values as `value` gives them are so many times too small."""
+    """The factor by which the results of `value` must be multiplied."""
     return 256.0 if code == "e4m3" else 16384.0 if code == "e2m1" else 1.0
 
 
@@ -67,13 +67,14 @@ def has_minimum(code):
 
 @constexpr_function
 def by_group(code, scale, group, padded):
-    """Whether scales, or minimums, are applied on the way along a row."""
+    """True if scales or minimums vary within a row, so that they are applied per group."""
     return code == "uint4" or code == "usix" or (scale != "none" and group < padded)
 
 
 @triton.jit
 def _integer(words, shift: tl.constexpr, bits: tl.constexpr, zero: tl.constexpr):
-    """Bits of words from `shift` on, below bit 16, less `zero`: they are the lowest bits of 2^23 / 2^shift + code."""
+    """Extract an integer code of `bits` bits at bit `shift` (below bit 16) of each word, minus `zero`, as float32: the
+    bits become the lowest mantissa bits of 2^23 / 2^shift + code."""
     mask: tl.constexpr = ((1 << bits) - 1) << shift
     magic: tl.constexpr = (150 - shift) << 23
     number: tl.constexpr = float((1 << (23 - shift)) + zero)
@@ -88,8 +89,8 @@ def half(words, odd: tl.constexpr):
 
 @triton.jit
 def value(words, i: tl.constexpr, CODE: tl.constexpr):
-    """Value i of each word, float32, without its scale and `unit_of` times too small, exactly; of formats with NaN
-    see `not_numbers`.
+    """Value i of each word, float32, exact, unscaled and still to be multiplied by `unit_of`; for NaN codes see
+    `not_numbers`.
     """
     pair: tl.constexpr = i // 2
     if CODE == "bf16":
@@ -115,31 +116,31 @@ def value(words, i: tl.constexpr, CODE: tl.constexpr):
 
 @constexpr_function
 def pair_factor(code):
-    """What a bfloat16 of `pair` is multiplied with: `pair` has codes where they are subnormal numbers."""
+    """Multiplier of the results of `pair`, which holds codes as subnormal bfloat16."""
     return 2.0**120 if code == "e4m3" else 2.0**126 if code == "e2m1" else 2.0**127
 
 
 @constexpr_function
 def pair_zero(code):
-    """What is then subtracted."""
+    """Subtrahend after pair_factor was applied."""
     return 1.0 if code == "int4" else 2.0 if code == "int8" else 0.0
 
 
 @constexpr_function
 def pair_unit(code):
-    """Values are so many times what then stands there."""
+    """Factor by which the results must finally be multiplied."""
     return 64.0 if code == "int8" else 8.0 if code == "int4" or code == "uint4" else 1.0
 
 
 @triton.jit
 def pair(words, p: tl.constexpr, CODE: tl.constexpr):
-    """Values 2p and 2p + 1 of each word as two bfloat16: see `pair_factor`. All steps are exact, and bfloat16's."""
+    """Values 2p and 2p + 1 of each word as two bfloat16: see `pair_factor`. All steps are exact in bfloat16."""
     if CODE == "int4" or CODE == "uint4":  # a unit is 2^-130
         return (words << 3 if p == 0 else words >> (4 * p - 3)) & 0x00780078
-    elif CODE == "int8":  # the lowest bit of the exponent goes on counting
+    elif CODE == "int8":  # the code's top bit goes to the lowest bit of the exponent
         return ((words >> 8 if p else words) ^ 0x00800080) & 0x00FF00FF
     elif CODE == "e4m3":
-        nan = tl.where(not_numbers(words), 0x7FC07FC0, 0)  # of all four
+        nan = tl.where(not_numbers(words), 0x7FC07FC0, 0)  # a NaN makes all four values of the word NaN
         size = (words >> 4 if p else words << 4) & 0x07F007F0
         return size | ((words if p else words << 8) & -0x7FFF8000) | nan
     else:
@@ -150,7 +151,7 @@ def pair(words, p: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def six_bits(low, high, i: tl.constexpr, CODE: tl.constexpr):
-    """Value i of lines of six bits, where `low` is the word that has its low bits."""
+    """Value i of six-bit lines; low: the word with its low bits."""
     upper = ((high >> (16 * (i % 2) + 2 * (i // 2))) & 3) << 4
     bits = ((low >> (16 * (i % 2) + 4 * (i // 2 % 4))) & 15) | upper
     return _integer(bits, 0, 6, 32 if CODE == "six" else 0)
@@ -158,13 +159,13 @@ def six_bits(low, high, i: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def not_numbers(words):
-    """Whether one of each word's four e4m3 is NaN: all seven bits of its size are set."""
+    """True for words of which one of the four e4m3 codes is NaN: all seven bits of its magnitude are set."""
     return (((words & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) != 0
 
 
 @triton.jit
 def scale(area, group, row, CODE: tl.constexpr, SCALE: tl.constexpr):
-    """Scales float32 of groups and rows of a panel, whose scales stand at `area` (of int32); all broadcast together."""
+    """Scales, float32, of groups and rows of a panel whose scales begin at `area` (int32); arguments broadcast."""
     if SCALE == "panel":
         return tl.load(area.to(tl.pointer_type(tl.float32)) + group)
     elif SCALE == "e8m0":
@@ -187,7 +188,7 @@ def scale(area, group, row, CODE: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def minimum(area, group, row, SCALE: tl.constexpr):
-    """Minimums, as `scale`: what is added to code * scale."""
+    """Minimums, which are added to code * scale; arguments as in `scale`."""
     if SCALE == "q4_k":
         block = area.to(tl.pointer_type(tl.uint8)) + (group // 8) * 320
         factor = tl.load(block + 80 + (group % 8) * 32 + row).to(tl.float32)
@@ -209,6 +210,6 @@ def _plain_scale(area, first, row, SCALE: tl.constexpr):
 
 @triton.jit
 def factor(area, SCALE: tl.constexpr):
-    """Of whole panels, float32, for formats that have one."""
+    """The float32 factor of a whole matrix, stored in each panel, for formats that have one."""
     tl.static_assert(SCALE == "e4m3")
     return tl.load(area.to(tl.pointer_type(tl.float32)))

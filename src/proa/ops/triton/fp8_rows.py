@@ -1,9 +1,8 @@
-"""Rows of activations rounded to e4m3, as fp8 checkpoints that name dynamic activations mean them: each token by
-itself, with a scale of its own for every 128 columns, or for all of them. Lossy. Belongs here: rounding, and the memory
-of what is rounded. Never: products.
+"""Dynamic quantisation of activations to e4m3, as FP8 checkpoints with dynamic activations define it: per token, with
+one scale per 128 columns, or one for the row. Lossy. Belongs here: rounding, and buffers for rounded rows. Never:
+products.
 
-The scale is the largest size / 448, so that nothing is held or lost at the upper end. A row that has NaN or infinity
-gives NaN.
+The scale is max|x| / 448, so that no value saturates. A row with NaN or infinity becomes NaN.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from proa.native.formats import E4M3_FORMS, Form, Layout
 from proa.ops.triton.kv_codes import to_e4m3
 from proa.ops.triton.variant import Variant
 
-COLUMNS = 128  # of a scale, where a row has several, as E4M3_FORMS have it; rows of codes are filled up to whole ones
-LEAST_CAPABILITY = 89  # whose matrix unit multiplies e4m3
+COLUMNS = 128  # columns per scale if a row has several, as in E4M3_FORMS; rows of codes are padded to a multiple
+LEAST_CAPABILITY = 89  # first compute capability whose tensor cores multiply e4m3
 _SPAN, _WARPS = 1024, 4
-LEAST: tl.constexpr = tl.constexpr(2.0**-100)  # what a group's largest size counts as if it is less: 448 / it is finite
+LEAST: tl.constexpr = tl.constexpr(2.0**-100)  # lower bound of max|x|, so that 448 / max|x| is finite
 
 
 def suits(of: Layout) -> bool:
-    """Whether weights packed so are multiplied with rows in e4m3."""
+    """True if weights of this layout can be multiplied with e4m3 activations."""
     return Form(of.format, of.group) in E4M3_FORMS
 
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """codes: float8_e4m3fn [T, columns, filled up]; of each four columns the second and third have changed places, as
-    in a panel's words. scales: float32 [T, groups]: x is about codes * scale.
+    """Rounded rows. codes: float8_e4m3fn [T, padded columns]; in each group of four columns the second and third are
+    swapped, as in a panel's words. scales: float32 [T, groups]: x is approximately codes * scale.
     """
 
     codes: Tensor
@@ -45,9 +44,10 @@ class Fp8Rows:
 
 
 def fp8_rows(rows: int, of: Layout, device: torch.device) -> Fp8Rows:
-    """Room for so many, to be multiplied with weights packed as `of` says. Raises ValueError if those do not suit."""
+    """Allocate room for `rows` rows, to be multiplied with weights of layout `of`. Raises ValueError unless `of`
+    suits."""
     if not suits(of):
-        raise ValueError(f"weights in {of.format.name} by {of.group} are not multiplied with e4m3")
+        raise ValueError(f"weights in {of.format.name}, group {of.group}, cannot be multiplied with e4m3 activations")
     groups = -(-of.columns // COLUMNS)
     codes = torch.empty(rows, groups * COLUMNS, dtype=torch.float8_e4m3fn, device=device)
     return Fp8Rows(codes, torch.empty(rows, groups if of.group else 1, device=device))
@@ -55,7 +55,7 @@ def fp8_rows(rows: int, of: Layout, device: torch.device) -> Fp8Rows:
 
 @triton.jit
 def _columns_of(x, start, COLUMNS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr):
-    """float32 [groups, words, 4]."""
+    """Load columns as float32 [groups, words, 4]."""
     column = start + tl.arange(0, SPAN)
     value = tl.load(x + column, column < COLUMNS, 0.0).to(tl.float32)
     return tl.reshape(value, [SPAN // GROUP, GROUP // 4, 4])
@@ -63,7 +63,7 @@ def _columns_of(x, start, COLUMNS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.c
 
 @triton.jit
 def _scale_of(most):
-    """What is stored, and what values are multiplied with."""
+    """The scale to store, and the multiplier of the values."""
     most = tl.maximum(most, LEAST)
     largest = tl.full(most.shape, 448.0, tl.float32)
     return tl.div_rn(most, largest), tl.div_rn(largest, most)
@@ -71,7 +71,7 @@ def _scale_of(most):
 
 @triton.jit
 def _store_words(codes, start, value, inverse, PADDED: tl.constexpr):
-    """Bytes of a word: columns 0, 2, 1, 3."""
+    """Store codes in words of four; bytes of a word are columns 0, 2, 1, 3."""
     place = tl.arange(0, 4)
     shift = ((place % 2) * 16 + (place // 2) * 8)[None, None, :]
     word = tl.sum(to_e4m3(value * inverse).to(tl.int32) << shift, 2)
@@ -105,20 +105,20 @@ def _round_rows(
 
 
 def round_rows(x: Tensor, to: Fp8Rows) -> None:
-    """x bfloat16 [T, columns], rows may be strided, columns not; `to` has T rows of as many groups.
+    """Quantise x bfloat16 [T, columns], rows may be strided, columns not, into `to`, which has T rows.
 
-    code = e4m3(x * (448 / size)), scale = size / 448 in float32, size: the largest in the group, 2^-100 at least.
-    Raises ValueError for other shapes and types.
+    code = e4m3(x * (448 / size)), scale = size / 448 in float32, where size = max|x| in the group, at least 2^-100.
+    Raises ValueError for other shapes and dtypes.
     """
     rows, columns = x.shape
     padded, groups = to.codes.shape[1], to.scales.shape[1]
     whole = -(-columns // COLUMNS)
     if x.dtype != torch.bfloat16 or x.stride(1) != 1:
-        raise ValueError(f"x is bfloat16 with whole rows, not {x.dtype} of strides {x.stride()}")
+        raise ValueError(f"x must be bfloat16 with contiguous rows, not {x.dtype} of strides {x.stride()}")
     if to.codes.shape != (rows, whole * COLUMNS) or len(to.scales) != rows or groups not in (1, whole):
         raise ValueError(f"{tuple(x.shape)} does not fit {tuple(to.codes.shape)}, {tuple(to.scales.shape)}")
     if not (to.codes.is_contiguous() and to.scales.is_contiguous()):
-        raise ValueError("codes and scales lie together")
+        raise ValueError("codes and scales must be contiguous")
     if rows:
         parts = 1 if groups == 1 else triton.cdiv(padded, _SPAN)
         _round_rows[(rows, parts)](

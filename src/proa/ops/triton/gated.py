@@ -1,4 +1,4 @@
-"""What a gated MLP makes of gate and up, in one pass. Never: products with weights; experts do this in theirs."""
+"""The activation of a gated MLP, in one pass over gate and up. Never: products; experts fuse the activation."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _gated(
 def gated(gate_up: Tensor, out: Tensor, activation: Activation = Activation.SILU, limit: float = 0.0) -> None:
     """out [T, width] = activation(gate, up) of gate_up [T, 2 width], gate first; float32 in between, rounded once.
 
-    Both bfloat16, rows may be strided, columns not. Raises ValueError for other shapes, strides and types.
+    Both bfloat16, rows may be strided, columns not. Raises ValueError for other shapes, strides and dtypes.
     """
     rows, width = out.shape
     if gate_up.shape != (rows, 2 * width) or gate_up.stride(1) != 1 or out.stride(1) != 1:
-        raise ValueError(f"gate and up are [{rows}, {2 * width}] with whole rows, not {tuple(gate_up.shape)}")
+        raise ValueError(f"gate and up must be [{rows}, {2 * width}] with contiguous rows, not {tuple(gate_up.shape)}")
     if gate_up.dtype != torch.bfloat16 or out.dtype != torch.bfloat16:
-        raise ValueError(f"gate, up and out are bfloat16, not {gate_up.dtype} and {out.dtype}")
+        raise ValueError(f"gate, up and out must be bfloat16, not {gate_up.dtype} and {out.dtype}")
     if rows:
         _gated[(rows, triton.cdiv(width, _COLUMNS))](
             gate_up, out, gate_up.stride(0), out.stride(0), width, ACTIVATION=int(activation), LIMIT=limit,

@@ -1,5 +1,5 @@
-"""y[h] = W[h] x[h] of each head, for few tokens; what follows of a head's input may be carried along. Never: what heads
-are.
+"""A linear layer per head, y[h] = W[h] x[h], for few tokens; further elements of a head's input are copied behind its
+output. Never: what heads mean.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from proa.ops.triton.variant import Variant
 
-TILE, DEPTH = 16, 128  # tokens of a program, inputs at once
-BLOCKS, LEAST_COLUMNS, MOST_COLUMNS = 8, 16, 64  # of a head's outputs, and outputs of one: few heads fill a GPU too
+TILE, DEPTH = 16, 128  # tokens per program, inputs at once
+BLOCKS, LEAST_COLUMNS, MOST_COLUMNS = 8, 16, 64  # blocks per head and outputs per block: fill a GPU with few heads
 
 
-@triton.jit(do_not_specialize=["tokens"])  # which differs from step to step
+@triton.jit(do_not_specialize=["tokens"])  # varies from step to step
 def _head_linear(
     x, weight, y, tokens, x_row, x_head, y_row, y_head, w_head, w_in, w_out,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, CARRIED: tl.constexpr, CARRIED_WIDE: tl.constexpr,
@@ -43,14 +43,16 @@ def _head_linear(
 
 
 def head_linear(x: Tensor, weight: Tensor, y: Tensor) -> None:
-    """bfloat16: x [T, heads, inputs + C], weight [heads, inputs, outputs] of any strides, y [T, heads, outputs + C]:
-    products of the first inputs, and behind them the C others. Heads of x and y may lie apart."""
+    """y[t, h] = x[t, h, :inputs] @ weight[h], followed by the C remaining elements of x[t, h], copied.
+
+    bfloat16: x [T, heads, inputs + C], weight [heads, inputs, outputs] of any strides, y [T, heads, outputs + C]. x and
+    y may be strided over heads."""
     (tokens, heads, width), (inputs, outputs) = x.shape, weight.shape[1:]
     carried = width - inputs
     if len(weight) != heads or y.shape != (tokens, heads, outputs + carried) or carried < 0:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and y {tuple(y.shape)} do not fit")
     if x.stride(2) != 1 or y.stride(2) != 1:
-        raise ValueError(f"heads of x {x.stride()} and y {y.stride()} must be whole")
+        raise ValueError(f"heads of x and y must be contiguous, but the strides are {x.stride()} and {y.stride()}")
     if tokens:
         constants = _constants(inputs, outputs, carried)
         _head_linear[(heads, triton.cdiv(outputs, constants["COLUMNS"]), triton.cdiv(tokens, TILE))](

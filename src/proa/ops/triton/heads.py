@@ -1,5 +1,5 @@
-"""What happens to q, k and v between their projection and attention, in one launch: the norm of each head, rotary
-embedding (arXiv 2104.09864), and the store into the paged cache; and the gate of what each head has seen.
+"""The fused kernel between the projection of q, k, v and attention: norm per head, rotary embedding (arXiv 2104.09864),
+store into the paged cache; and the gate of attention's output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from proa.ops.table import Angles, KvPages, QkNorm
 from proa.ops.triton.kv_codes import elements, store_rounded
 from proa.ops.triton.variant import Variant
 
-FEW_ROWS = 64  # up to here a program has one row, beyond it several
+FEW_ROWS = 64  # up to this many, a program has one row; above, several
 
 
 @triton.jit
@@ -23,8 +23,8 @@ def turn(
     DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Both of a pair are read and written by the same thread: source and target may be one. inverse: see
-    store_rounded."""
+    """Normalise and rotate one head. Both elements of a rotary pair are read and written by one thread, so that source
+    and target may be the same. inverse: see store_rounded."""
     size = 2 * HALF
     if NORM:
         column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
@@ -53,7 +53,7 @@ def turn(
         store_rounded(target + column, x, some, inverse)
 
 
-@triton.jit(do_not_specialize=["rows"])  # which differs from step to step
+@triton.jit(do_not_specialize=["rows"])  # varies from step to step
 def _rotate_store(
     q, kv, out, q_norm, k_norm, cos, sin, keys, values, slots, rows, heads, kv_heads, eps, offset, key_inverse,
     value_inverse, q_row, q_head, kv_row, out_row, page_stride, token_stride, head_stride,
@@ -84,11 +84,11 @@ def _rotate_store(
 def rotate_store(
     q: Tensor, kv: Tensor, norms: QkNorm | None, rotation: Angles | None, cache: KvPages, slots: Tensor, out: Tensor
 ) -> None:
-    """Norm and turn q into out, which may be q; norm and turn k, and store it and v in the cache.
+    """Normalise and rotate q into out, which may be q; normalise and rotate k, and store it and v in the cache.
 
-    bfloat16: q [T, heads, D], whose heads may lie apart; kv [T, 2 * kv_heads, D]: k and v, each row whole; out
-    [T, heads, D], heads side by side. The cache may be float8_e4m3fn (see KvPages). slots int64 [T]: rows of slot -1
-    are left alone. The norm's result is rounded to bfloat16 before it turns. k of kv stays as it is.
+    bfloat16: q [T, heads, D], may be strided over heads; kv [T, 2 * kv_heads, D]: k and v, contiguous rows; out
+    [T, heads, D], contiguous heads. The cache may be float8_e4m3fn (see KvPages). slots int64 [T]: rows of slot -1
+    are skipped. The norm's result is rounded to bfloat16 before rotation. kv is not changed.
     """
     rows, heads, dim = q.shape
     page_tokens, kv_heads = cache.keys.shape[1], cache.keys.shape[2]
@@ -130,19 +130,19 @@ def _check(q: Tensor, kv: Tensor, rotation: Angles | None, cache: KvPages, slots
     kv_heads = cache.keys.shape[2]
     if kv.shape != (rows, 2 * kv_heads, dim) or kv.stride()[1:] != (dim, 1) or cache.keys.shape[3] != dim:
         raise ValueError(
-            f"kv {tuple(kv.shape)} of strides {kv.stride()} is not k and v of a cache {tuple(cache.keys.shape)}"
+            f"kv {tuple(kv.shape)} with strides {kv.stride()} does not fit a cache {tuple(cache.keys.shape)}"
         )
     if out.shape != q.shape or out.stride()[1:] != (dim, 1) or q.stride(2) != 1:
-        raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} are not heads of {dim} values")
+        raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} must have heads of {dim} elements")
     if cache.keys.stride() != cache.values.stride() or cache.keys.stride(3) != 1:
-        raise ValueError(f"keys and values lie differently: {cache.keys.stride()} and {cache.values.stride()}")
+        raise ValueError(f"strides of keys and values must agree: {cache.keys.stride()} and {cache.values.stride()}")
     if slots.shape != (rows,) or not slots.is_contiguous():
-        raise ValueError(f"slots are int64 [{rows}], not {tuple(slots.shape)}")
+        raise ValueError(f"slots must be int64 [{rows}], not {tuple(slots.shape)}")
     if rotation is None:
         return
     angles = rotation.cos
     if angles.shape != rotation.sin.shape or len(angles) != rows or 2 * angles.shape[1] > dim:
-        raise ValueError(f"cos {tuple(angles.shape)} and sin {tuple(rotation.sin.shape)} for {rows} rows of {dim}")
+        raise ValueError(f"cos {tuple(angles.shape)}, sin {tuple(rotation.sin.shape)} do not fit {rows} rows of {dim}")
     if not (angles.is_contiguous() and rotation.sin.is_contiguous()):
         raise ValueError("cos and sin must be contiguous")
 
@@ -158,7 +158,7 @@ def _gate(x, gate, x_row, gate_row, gate_head, DIM: tl.constexpr, WIDE: tl.const
 
 
 def gate(x: Tensor, gate: Tensor) -> None:
-    """x *= sigmoid(gate), bfloat16 [T, heads, D]; heads of x lie side by side, those of the gate may lie apart."""
+    """x *= sigmoid(gate), bfloat16 [T, heads, D]; x has contiguous heads, gate may be strided over heads."""
     rows, heads, dim = x.shape
     if gate.shape != x.shape or x.stride()[1:] != (dim, 1) or gate.stride(2) != 1:
         raise ValueError(f"x {tuple(x.shape)} {x.stride()} and gate {tuple(gate.shape)} {gate.stride()} do not fit")

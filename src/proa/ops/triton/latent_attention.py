@@ -1,7 +1,7 @@
 """Causal attention of many heads over one paged latent (arXiv 2405.04434), with an online softmax in float32.
 
 A token's row in the cache is the key of all heads, and its first part, the latent, their value: it is read once for a
-tile of heads. `decode` cuts each sequence's past into splits, which fill the GPU, and combines what they found;
+tile of heads. `decode` splits each sequence's KV over several programs (split-KV) and combines their partial results;
 `prefill` has a tile per few query rows and heads.
 """
 
@@ -20,16 +20,16 @@ from proa.ops.table import LatentPages
 from proa.ops.triton.attention import FEW_SEQUENCES, LOG2E, LOWEST, rows_of_tile
 from proa.ops.triton.variant import Variant
 
-LEAST_SHARE = 64  # tokens of a split: what it leaves for each head is as long as four of them
-PART, COLUMNS = 16, 128  # splits, and columns of the latent, that are combined at once
+LEAST_SHARE = 64  # fewest tokens of a split: its partial result per head is as long as four of them
+PART, COLUMNS = 16, 128  # splits, and columns of the latent, combined at once
 MOST_RANK, MOST_KEY = 512, 64
-# Of shared memory a block, from where on tiles are large, and with more blocks on their way.
+# Shared memory per thread block from which on tiles are large, and have more blocks in flight.
 LARGE_KIB, LARGEST_KIB = 160, 200
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Query rows x heads of a tile, tokens of a block, and how it is compiled."""
+class TileShape:
+    """Query rows x heads per tile, tokens per block, and how it is compiled."""
 
     tile: int
     tokens: int
@@ -42,10 +42,11 @@ def _attend(
     q, q_key, acc, most, total, rows, pages, first, last, seen, scale, page_stride, token_stride,
     MASKED: tl.constexpr, PAGE_TOKENS: tl.constexpr, RANK: tl.constexpr, KEY: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Add positions first <= p < last to the state of a tile q [M, D], q_key [M, R]: acc [M, D], most [M], total [M].
+    """Accumulate positions first <= p < last into the online softmax of a tile q [M, D], q_key [M, R]: acc [M, D],
+    most [M] (running maximum), total [M] (running sum).
 
-    seen [M] is the last position that a row sees. Not MASKED: every row sees all, and they are whole blocks.
-    scale includes log2(e): exponentials are of base 2.
+    seen [M]: last position that each row sees. Without MASKED, every row sees all positions and they are whole blocks.
+    scale includes log2(e): exponentials have base 2.
     """
     dim, turning = tl.arange(0, q.shape[1])[None, :], tl.arange(0, q_key.shape[1])[None, :]
     for start in range(first, last, TOKENS):
@@ -77,7 +78,7 @@ def _attend(
 
 @triton.jit
 def _share(kv_len, splits, TOKENS: tl.constexpr, LEAST: tl.constexpr):
-    """How many positions a split takes: whole blocks."""
+    """Positions per split, a multiple of the block."""
     return tl.maximum(tl.cdiv(tl.cdiv(kv_len, splits), TOKENS) * TOKENS, LEAST)
 
 
@@ -112,17 +113,17 @@ def _decode(
     tl.store(sizes + result, most + tl.log2(total), mine)
 
 
-@triton.jit(do_not_specialize=["splits"])  # which differs from batch size to batch size
+@triton.jit(do_not_specialize=["splits"])  # varies with the batch size
 def _combine(
     partial, sizes, kv_lens, out, heads, splits, out_row,
     RANK: tl.constexpr, TOKENS: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Weigh what the splits of a row and head found. Sizes are log2 of their sums of exponentials."""
+    """Combine the partial results of the splits of a row and head. sizes: log2 of their sums of exponentials."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     kv_len = tl.load(kv_lens + row)
-    used = tl.cdiv(kv_len, _share(kv_len, splits, TOKENS, LEAST))  # nobody wrote the others
+    used = tl.cdiv(kv_len, _share(kv_len, splits, TOKENS, LEAST))  # the other splits were not written
     at = (row * heads + head) * splits
     split = tl.arange(0, SPLITS)
     size = tl.load(sizes + at + split, split < used, float("-inf"))
@@ -138,7 +139,7 @@ def _combine(
     tl.store(out + row * out_row + head * RANK + column, acc.to(tl.bfloat16), column < RANK)
 
 
-@triton.jit(do_not_specialize=["sequences"])  # which differs from step to step
+@triton.jit(do_not_specialize=["sequences"])  # varies from step to step
 def _prefill(
     q, rows, page_table, q_starts, kv_lens, out, heads, sequences, scale,
     q_row, out_row, table_row, page_stride, token_stride,
@@ -147,7 +148,7 @@ def _prefill(
 ):  # fmt: skip
     """A tile is TILE // HEADS query rows."""
     ROWS: tl.constexpr = TILE // HEADS
-    index = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows have most to read
+    index = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first: the last rows read most
     sequence, q_start, q_len, first_row = rows_of_tile(index, q_starts, sequences, ROWS, SEQUENCES)
     if first_row >= q_len:
         return
@@ -158,7 +159,7 @@ def _prefill(
     past = tl.load(kv_lens + sequence) - q_len
     seen = past + tl.minimum(row, q_len - 1)
     end = past + tl.minimum(first_row + ROWS, q_len)
-    whole_end = (past + first_row + 1) // TOKENS * TOKENS  # up to here every row sees everything
+    whole_end = (past + first_row + 1) // TOKENS * TOKENS  # before this position no masking is needed
     dim, turning = tl.arange(0, WIDE)[None, :], tl.arange(0, TURNING)[None, :]
     token = (q_start + row).to(tl.int64)
     at = q + token[:, None] * q_row + head[:, None] * (RANK + KEY)
@@ -181,7 +182,7 @@ def _prefill(
 
 
 def splits_for(sequences: int, heads: int, processors: int, shared_bytes: int) -> int:
-    """See latent_splits."""
+    """Number of splits per sequence: latent_splits for the tile of this device."""
     return latent_splits(sequences, -(-heads // decode_shape(heads, shared_bytes).tile), processors)
 
 
@@ -189,19 +190,19 @@ def decode(
     q: Tensor, cache: LatentPages, page_table: Tensor, kv_lens: Tensor, scale: float, splits: int, shared_bytes: int,
     workspace: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
-    """Attention of one query row per sequence: row s is at position kv_lens[s] - 1. Rows of kv_lens 0 become zeros.
+    """Attention of one query row per sequence: row s has position kv_lens[s] - 1. Rows with kv_lens 0 become zeros.
 
-    bfloat16: q [S, heads, rank + R], out [S, heads, rank], heads side by side; page_table int32 [S, max_pages]; kv_lens
-    int32 [S]; workspace float32 [attention_floats(S, heads, rank, splits)] or more. shared_bytes: what a block of the
-    device may ask for.
+    bfloat16: q [S, heads, rank + R], out [S, heads, rank], contiguous heads; page_table int32 [S, max_pages]; kv_lens
+    int32 [S]; workspace float32 [attention_floats(S, heads, rank, splits)] or more. shared_bytes: shared memory per
+    thread block of the device.
     """
     _check(q, cache, page_table, kv_lens, out)
     sequences, heads = q.shape[:2]
     if len(kv_lens) != sequences:
-        raise ValueError(f"{sequences} query rows for {len(kv_lens)} sequences")
+        raise ValueError(f"there must be one query row per sequence, not {sequences} for {len(kv_lens)} sequences")
     floats = attention_floats(sequences, heads, cache.rank, splits)
     if workspace.dtype is not torch.float32 or workspace.numel() < floats or not workspace.is_contiguous():
-        raise ValueError(f"the workspace is float32 [{floats}] or more, contiguous")
+        raise ValueError(f"the workspace must be float32 [{floats}] or more, contiguous")
     if not sequences:
         return
     shape = decode_shape(heads, shared_bytes)
@@ -223,20 +224,20 @@ def prefill(
 ) -> None:  # fmt: skip
     """Attention of q_starts[s + 1] - q_starts[s] query rows of each sequence s, the last at position kv_lens[s] - 1.
 
-    bfloat16: q [T, heads, rank + R], out [T, heads, rank], heads side by side; page_table int32 [S, max_pages];
-    q_starts int32 [S + 1], from 0 on, not falling; kv_lens int32 [S]. Rows of no sequence are not written.
+    bfloat16: q [T, heads, rank + R], out [T, heads, rank], contiguous heads; page_table int32 [S, max_pages]; q_starts
+    int32 [S + 1], starting at 0, non-decreasing; kv_lens int32 [S]. Rows of no sequence are not written.
     """
     _check(q, cache, page_table, kv_lens, out)
     rows, heads = q.shape[:2]
     sequences = len(kv_lens)
     if q_starts.shape != (sequences + 1,) or q_starts.dtype is not torch.int32:
-        raise ValueError(f"q_starts is int32 [{sequences + 1}], not {q_starts.dtype} {tuple(q_starts.shape)}")
+        raise ValueError(f"q_starts must be int32 [{sequences + 1}], not {q_starts.dtype} {tuple(q_starts.shape)}")
     if not rows or not sequences:
         return
     shape = prefill_shape(shared_bytes)
     together = min(heads, shape.tile)
     tiles = rows // (shape.tile // together) + sequences
-    _prefill[(tiles, triton.cdiv(heads, together))](  # only the first number may be above 65535
+    _prefill[(tiles, triton.cdiv(heads, together))](  # only the first grid dimension may exceed 65535
         q, cache.rows, page_table, q_starts, kv_lens, out, heads, sequences, scale, q.stride(0), out.stride(0),
         page_table.stride(0), *cache.rows.stride()[:2], **_widths(cache), TILE=shape.tile, HEADS=together,
         TOKENS=shape.tokens, SEQUENCES=max(FEW_SEQUENCES, triton.next_power_of_2(sequences)),
@@ -248,13 +249,14 @@ def _check(q: Tensor, cache: LatentPages, page_table: Tensor, kv_lens: Tensor, o
     (count, heads, width), rank = q.shape, cache.rank
     key = cache.rows.shape[2] - rank
     if width != rank + key or not 0 < rank <= MOST_RANK or not 0 < key <= MOST_KEY:
-        raise ValueError(f"q {tuple(q.shape)} does not go with a cache {tuple(cache.rows.shape)} of latents of {rank}")
+        raise ValueError(f"q {tuple(q.shape)} does not fit a cache {tuple(cache.rows.shape)} with latents of {rank}")
     if q.stride()[1:] != (width, 1) or out.shape != (count, heads, rank) or out.stride()[1:] != (rank, 1):
-        raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} must have whole heads side by side")
+        raise ValueError(f"q {q.stride()} and out {tuple(out.shape)} {out.stride()} must have contiguous heads")
     if cache.rows.stride(2) != 1:
-        raise ValueError(f"rows of the cache are not whole: {cache.rows.stride()}")
+        raise ValueError(f"rows of the cache must be contiguous, but the strides are {cache.rows.stride()}")
     if {page_table.dtype, kv_lens.dtype} != {torch.int32} or len(page_table) != len(kv_lens):
-        raise ValueError(f"page_table and kv_lens are int32 of one length, not {len(page_table)} and {len(kv_lens)}")
+        lengths = f"{len(page_table)} and {len(kv_lens)}"
+        raise ValueError(f"page_table and kv_lens must be int32 of one length, not {lengths}")
 
 
 def _widths(cache: LatentPages) -> dict[str, int]:
@@ -267,19 +269,20 @@ def _constants(rank: int, key: int) -> dict[str, int]:
     return {"RANK": rank, "KEY": key, "WIDE": wide, "TURNING": turning}
 
 
-def decode_shape(heads: int, shared_bytes: int) -> Shape:
-    """Blocks on their way, as many as fit beside the queries; large tiles read a block for more heads."""
+def decode_shape(heads: int, shared_bytes: int) -> TileShape:
+    """The tile of decode: as many blocks in flight as fit beside the queries; large tiles share a block over more
+    heads."""
     if shared_bytes < LARGE_KIB << 10:
-        return Shape(16, 32, 8, 5) if heads <= 16 else Shape(32, 16, 8, 5)
+        return TileShape(16, 32, 8, 5) if heads <= 16 else TileShape(32, 16, 8, 5)
     if heads <= 32:
-        return Shape(16, 32, 8, 7) if heads <= 16 else Shape(32, 32, 8, 5)
-    return Shape(64, 32, 8, 5 if shared_bytes >= LARGEST_KIB << 10 else 3)
+        return TileShape(16, 32, 8, 7) if heads <= 16 else TileShape(32, 32, 8, 5)
+    return TileShape(64, 32, 8, 5 if shared_bytes >= LARGEST_KIB << 10 else 3)
 
 
-def prefill_shape(shared_bytes: int) -> Shape:
+def prefill_shape(shared_bytes: int) -> TileShape:
     if shared_bytes < LARGE_KIB << 10:
-        return Shape(32, 16, 8, 5)
-    return Shape(64, 32, 8, 5 if shared_bytes >= LARGEST_KIB << 10 else 3)
+        return TileShape(32, 16, 8, 5)
+    return TileShape(64, 32, 8, 5 if shared_bytes >= LARGEST_KIB << 10 else 3)
 
 
 def variants() -> Iterator[Variant]:
@@ -288,7 +291,7 @@ def variants() -> Iterator[Variant]:
     types |= dict.fromkeys((*strides, "heads", "table_row"), "i32")
     aligned = ("q", "rows", *strides)
     common: dict[str, object] = {"PAGE_TOKENS": 16, **_constants(512, 64)}
-    rooms = (LARGEST_KIB, LARGE_KIB, 99)  # the last one that a shape is chosen for is the least that it must fit into
+    rooms = (LARGEST_KIB, LARGE_KIB, 99)  # descending: a shape must fit the smallest size for which it is chosen
     decodes = {decode_shape(heads, kib << 10): kib for kib in rooms for heads in (16, 32, 128)}
     for shape, kib in decodes.items():
         constants = common | {"TILE": shape.tile, "TOKENS": shape.tokens, "LEAST": LEAST_SHARE}

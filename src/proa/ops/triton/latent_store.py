@@ -1,5 +1,5 @@
-"""What happens to queries, latents and their keys before latent attention, in one launch: the latents' norm, rotary
-embedding (arXiv 2104.09864), and the store into the paged cache.
+"""The fused kernel before latent attention: norm of the latents, rotary embedding (arXiv 2104.09864) of queries and
+keys, store into the paged cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from proa.ops.triton.heads import FEW_ROWS, turn, warps_for
 from proa.ops.triton.variant import Variant
 
 
-@triton.jit(do_not_specialize=["rows"])  # which differs from step to step
+@triton.jit(do_not_specialize=["rows"])  # varies from step to step
 def _latent_store(
     q, kv, weight, cos, sin, cache, slots, rows, heads, eps, offset, q_row, kv_row, page_stride, token_stride,
     PAGE_TOKENS: tl.constexpr, PLAIN: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, RANK: tl.constexpr,
@@ -39,23 +39,23 @@ def _latent_store(
 
 
 def latent_store(q: Tensor, kv: Tensor, norm: Norm, rotation: Angles, cache: LatentPages, slots: Tensor) -> None:
-    """Turn the last R values of each head of q, in place; norm latents, turn the keys behind them, store both.
+    """Rotate the last R dims of each head of q, in place; normalise latents, rotate the keys behind them, store both.
 
-    bfloat16: q [T, heads, K + R], heads side by side; kv [T, rank + R], each row whole. slots int64 [T]: rows of slot
-    -1 are left alone. kv stays as it is.
+    bfloat16: q [T, heads, K + R], contiguous heads; kv [T, rank + R], contiguous rows. slots int64 [T]: rows of slot
+    -1 are skipped. kv is not changed.
     """
     rows, heads, dim = q.shape
     page_tokens, width = cache.rows.shape[1:]
     half = rotation.cos.shape[1]
     if kv.shape != (rows, width) or kv.stride(1) != 1 or width != cache.rank + 2 * half or dim < 2 * half:
-        raise ValueError(f"q {tuple(q.shape)} and kv {tuple(kv.shape)} are not those of {tuple(cache.rows.shape)}")
+        raise ValueError(f"q {tuple(q.shape)} and kv {tuple(kv.shape)} do not fit a cache {tuple(cache.rows.shape)}")
     if q.stride()[1:] != (dim, 1) or cache.rows.stride(2) != 1 or norm.weight.shape != (cache.rank,):
         raise ValueError(f"q {q.stride()}, rows {cache.rows.stride()} or norm {tuple(norm.weight.shape)} do not fit")
     if slots.shape != (rows,) or not slots.is_contiguous():
-        raise ValueError(f"slots are int64 [{rows}], not {tuple(slots.shape)}")
+        raise ValueError(f"slots must be int64 [{rows}], not {tuple(slots.shape)}")
     for angles in (rotation.cos, rotation.sin):
         if angles.shape != (rows, half) or not angles.is_contiguous():
-            raise ValueError(f"cos and sin are float32 [{rows}, {half}], contiguous, not {tuple(angles.shape)}")
+            raise ValueError(f"cos and sin must be float32 [{rows}, {half}], contiguous, not {tuple(angles.shape)}")
     if not rows:
         return
     block = 1 if rows <= FEW_ROWS else 8

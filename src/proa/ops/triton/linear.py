@@ -1,10 +1,10 @@
-"""Linear maps of a few rows: bounded by reading the weights once. Belongs here: T <= 16. Never: more rows, for which a
-library's matrix product is as good, or packed weights.
+"""Linear layers for a few rows, bound by reading the weights once. Belongs here: T <= 16. Never: more rows, for which
+cuBLAS is as fast, or packed weights.
 
-One row: a program sums some rows of the weights on the ordinary cores. More: the matrix unit multiplies all 16 rows
-that its tile has, and the warps of a program share the columns, so that even a program of 8 outputs keeps eight warps
-loading. Both copy ahead into shared memory: a program has 12-48 KiB under way, and an SM holds several (HBM needs about
-32 KiB an SM). Sums run in a fixed order: the same bits every time.
+One row: a program sums some rows of the weights on the CUDA cores. More: the tensor cores multiply tiles of 16 rows,
+and the warps of a program share the columns, so that even a program of 8 outputs keeps eight warps loading. Both
+prefetch into shared memory: a program has 12-48 KiB in flight, and an SM holds several (HBM needs about 32 KiB per SM).
+Sums run in a fixed order, so that results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _few(
 
 @dataclass(frozen=True)
 class _Block:
-    """What a program covers: `rows` of the weights, `columns` at a time in each of `slices`. Each warp has a slice."""
+    """A program's block: `rows` of the weights, `columns` at a time in each of `slices`; each warp has a slice."""
 
     rows: int
     columns: int
@@ -87,10 +87,11 @@ class _Block:
 
 
 def _block(tokens: int, outputs: int, inputs: int) -> _Block:
-    """Few rows where there are few programs. Weights under way an SM, by calculation, on 132 SMs:
+    """The block for a shape: few rows per program if there are few programs. Weights in flight per SM, calculated for
+    132 SMs:
 
-    1 row: 155 KiB for 5120 x 2048, 93 for 2048 x 4096, 144 for 151936 x 2048; a router of 128 has a program of one
-    load an SM. More: 58, 46 and 144 KiB; a router is read by 16 programs.
+    1 row: 155 KiB for 5120 x 2048, 93 for 2048 x 4096, 144 for 151936 x 2048; a router of 128 has one program with one
+    load per SM. More rows: 58, 46 and 144 KiB; a router is read by 16 programs.
     """
     if tokens == 1:
         rows = 16 if outputs >= 32768 else 4 if outputs >= 1024 else 1
@@ -100,14 +101,14 @@ def _block(tokens: int, outputs: int, inputs: int) -> _Block:
         return _Block(32, 64, slices=2)  # more rows share each load of x, which comes from L2
     if outputs >= 4096:
         return _Block(16, 64, slices=4)
-    return _Block(16 if outputs >= 1024 else 8, 64, slices=8, warps=8)  # one program an SM, or fewer
+    return _Block(16 if outputs >= 1024 else 8, 64, slices=8, warps=8)  # at most one program per SM
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = x @ weight^T + bias with float32 sums. T up to 16, the number of rows of `x`.
 
     x bfloat16 [T, K], weight bfloat16 [N, K], bias float32 or bfloat16 [N], out bfloat16 or float32 [T, N]. Rows may be
-    strided, columns not. Raises ValueError for other shapes, strides and types.
+    strided, columns not. Raises ValueError for other shapes, strides and dtypes.
     """
     _check(x, weight, bias, out)
     tokens, inputs = x.shape
@@ -129,15 +130,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     tokens, inputs = x.shape
     if tokens > MOST_TOKENS:
-        raise ValueError(f"{tokens} rows, at most {MOST_TOKENS}")
+        raise ValueError(f"x must have at most {MOST_TOKENS} rows, not {tokens}")
     if weight.shape[1:] != (inputs,) or out.shape != (tokens, len(weight)):
         raise ValueError(f"shapes differ: x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)}")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):
-        raise ValueError(f"the bias must be {len(weight)} values side by side, not {tuple(bias.shape)}")
+        raise ValueError(f"the bias must be {len(weight)} contiguous values, not {tuple(bias.shape)}")
     if x.stride(1) != 1 or weight.stride(1) != 1 or out.stride(1) != 1:
-        raise ValueError("the columns of x, weight and out must lie side by side")
+        raise ValueError("the columns of x, weight and out must be contiguous")
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        raise ValueError(f"x and weight are bfloat16, not {x.dtype} and {weight.dtype}")
+        raise ValueError(f"x and weight must be bfloat16, not {x.dtype} and {weight.dtype}")
 
 
 def variants() -> Iterator[Variant]:

@@ -1,10 +1,10 @@
-"""Linear maps over packed weights (csrc/src/layout.h), for any number of rows. Belongs here: how programs share panels
-and columns. Never: what codes mean (formats.py), weights that are rows of bfloat16 (linear.py, cuBLAS).
+"""Linear layers over packed weights (csrc/src/layout.h), for any number of rows. Belongs here: how programs share
+panels and columns. Never: decoding (formats.py), unpacked bfloat16 weights (linear.py, cuBLAS).
 
-One row: panels are summed on the ordinary cores, as those of an expert; nothing of a weight is rounded. Up to 16: the
-matrix unit multiplies codes as they are, where it can. More: a weight with its scale is rounded to bfloat16 once. Where
-there are too few programs to keep all of HBM busy, several share the columns of the same panels: each leaves its sums,
-and the last one to come adds them up, always in the same order.
+One row: panels are summed on the CUDA cores, as for an expert; weights are not rounded. Up to 16: the tensor cores
+multiply quantised values directly if possible. More: weights times scale are rounded to bfloat16 once. If there are too
+few programs to saturate HBM, several share the columns of the same panels (split-K): each stores its partial sums, and
+the last one to arrive adds them up, always in the same order.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from proa.ops.triton.panels import ROWS, columns_of, constants, panel_products, 
 from proa.ops.triton.panels_coded import MOST_ROWS, coded_columns, coded_products
 from proa.ops.triton.variant import Variant
 
-MOST_PROGRAMS = 396  # that share columns
-_LEAST_STEPS = 4  # stages of a program's columns: as many as are under way
+MOST_PROGRAMS = 396  # most programs that share columns
+_LEAST_STEPS = 4  # fewest stages per program: as many as are in flight
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of x (1: on the ordinary cores) and panels of a program; lines of a stage, stages, warps; up to how many
-    programs share columns.
+    """Rows of x (1: on the CUDA cores) and panels per program; lines per stage, stages, warps; most programs that share
+    columns.
 
-    Lines: of one row at most so many of a word; of more as many as have the columns of so many of bfloat16.
+    lines: for one row, an upper bound in lines of one word; for more, in lines of bfloat16 (other formats use as many
+    lines as hold the same columns).
     """
 
     tokens: int
@@ -41,13 +42,13 @@ class Tile:
     stages: int
     warps: int
     programs: int
-    coded: bool = False  # codes are multiplied as they are (panels_coded.py)
+    coded: bool = False  # quantised values are multiplied directly (panels_coded.py)
 
 
-# Of few rows, 3 programs for each of 132 SMs have some 36 KiB of weights under way there. Of many, sums that are left
-# and read again become as many bytes as the weights.
+# With few rows, 3 programs on each of 132 SMs have about 36 KiB of weights in flight. With many, the traffic of partial
+# sums would reach that of the weights, so fewer programs share columns.
 _ONE, _ONE_OF_MANY_ROWS = Tile(1, 1, 64, 4, 4, MOST_PROGRAMS), Tile(1, 2, 64, 4, 4, MOST_PROGRAMS)
-_MANY_ROWS = 16384  # of the weights, from which even two panels a program are enough programs
+_MANY_ROWS = 16384  # rows of weights from which on two panels per program still give enough programs
 _BLOCKS = (
     Tile(16, 4, 64, 4, 4, MOST_PROGRAMS), Tile(32, 4, 32, 4, 4, 264), Tile(64, 8, 32, 3, 4, 198),
     Tile(128, 8, 32, 3, 8, 198),
@@ -64,7 +65,8 @@ def _tile(tokens: int, of: Layout) -> Tile:
 
 @dataclass(frozen=True)
 class _Grid:
-    """Blocks of tokens, parts of the panels, and of the columns: `lines` of a panel each, in stages of `stage`."""
+    """The grid: blocks of tokens, parts of the panels, splits of the columns with `lines` of a panel each, read in
+    stages of `stage` lines."""
 
     blocks: int
     parts: int
@@ -84,8 +86,8 @@ def _grid(tokens: int, of: Layout, tile: Tile) -> _Grid:
 
 
 def _lines(panel_lines: int, of: Layout, most: int) -> int:
-    """Of a stage: as many as may be, at most an eighth beyond the panel's end, as far as that can be had. Of several
-    words half as many, so that a word of them is still 16 bytes a thread.
+    """Lines per stage: as many as allowed, overshooting the panel's end by at most an eighth if possible. For lines of
+    several words half as many, so that each thread still loads 16 bytes.
     """
     lines = most // (2 if LINE_WORDS[of.format] > 1 else 1)
     while lines > 16 and triton.cdiv(panel_lines, lines) * lines * 8 > panel_lines * 9:
@@ -95,12 +97,13 @@ def _lines(panel_lines: int, of: Layout, most: int) -> int:
 
 @triton.jit
 def _added(sums, partial, arrived, split, place, at, SPLITS: tl.constexpr):
-    """Whether all parts have come, and their sum: of the last program to come alone. `place`: of those that belong
-    together, among all; at: where each sum is among theirs, which are constants, so that no register holds them.
+    """Store this program's partial sums and count it as arrived. Returns (is last, total); the total is valid only in
+    the last program. place: index of this group of programs; at: offsets within its sums, constants, so that they take
+    no registers.
     """
     partial += place.to(tl.int64) * SPLITS * sums.numel
     tl.store(partial + split * sums.numel + at, sums)
-    tl.debug_barrier()  # the arrival below tells of all threads' stores
+    tl.debug_barrier()  # the arrival below publishes the stores of all threads
     last = tl.atomic_add(arrived + place, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
     total = sums
     if last:
@@ -145,7 +148,7 @@ def _many(
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of tokens run side by side, and find panels in L2."""
+    """Several rows. Blocks of tokens run in parallel and find panels in L2."""
     block, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     exists = token < tokens
@@ -174,7 +177,7 @@ def _many(
 
 
 def partial_floats(tokens: int, of: Layout) -> int:
-    """How many float32 `linear_packed` needs between programs, for so many rows."""
+    """Number of float32 for partial sums that `linear_packed` needs for `tokens` rows."""
     tile = _tile(tokens, of)
     grid = _grid(tokens, of, tile)
     programs = grid.blocks * grid.parts * grid.splits if grid.splits > 1 else 0
@@ -184,12 +187,12 @@ def partial_floats(tokens: int, of: Layout) -> int:
 def linear_packed(
     x: Tensor, panels: Tensor, of: Layout, bias: Tensor | None, out: Tensor, partial: Tensor, arrived: Tensor
 ) -> None:
-    """out = x @ weight^T + bias with float32 sums, where `panels` are `weight` packed as `of` says.
+    """out = x @ weight^T + bias with float32 sums, where `panels` are `weight` packed in layout `of`.
 
     x bfloat16 [T, of.columns], panels uint8 [of.panels, of.panel_bytes] contiguous, bias float32 or bfloat16 [of.rows],
     out bfloat16 or float32 [T, of.rows]. Rows of x and out may be strided, columns not. partial float32
-    [partial_floats(T, of)] or more. arrived int32 [MOST_PROGRAMS], zeros before the first call and after each one:
-    calls that share it follow one another. Raises ValueError for other shapes, strides and types.
+    [partial_floats(T, of)] or more. arrived int32 [MOST_PROGRAMS], zeros before the first call and after each one;
+    calls that share it must be ordered on one stream. Raises ValueError for other shapes, strides and dtypes.
     """
     _check(x, panels, of, bias, out, partial, arrived)
     tokens = len(x)
@@ -211,7 +214,7 @@ def linear_packed(
 
 
 def _constants(of: Layout, tile: Tile, grid: _Grid, quads: bool = True) -> dict[str, object]:
-    """quads: x of one row can be read four values at a time."""
+    """Constants of the kernels. quads: x of one row can be loaded four elements at a time."""
     kinds: dict[str, object] = (
         {"QUADS": quads and of.columns % 4 == 0} if tile.tokens == 1 else {"BLOCK": tile.tokens, "CODED": tile.coded}
     )
@@ -224,21 +227,22 @@ def _check(
 ) -> None:
     tokens = len(x)
     if x.shape != (tokens, of.columns) or x.stride(1) != 1 or x.dtype != torch.bfloat16:
-        raise ValueError(f"x is bfloat16 [T, {of.columns}] with whole rows, not {x.dtype} {tuple(x.shape)}")
+        raise ValueError(f"x must be bfloat16 [T, {of.columns}] with contiguous rows, not {x.dtype} {tuple(x.shape)}")
     if out.shape != (tokens, of.rows) or out.stride(1) != 1 or out.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"out is [{tokens}, {of.rows}] with whole rows, not {out.dtype} {tuple(out.shape)}")
+        raise ValueError(f"out must be [{tokens}, {of.rows}] with contiguous rows, not {out.dtype} {tuple(out.shape)}")
     if panels.shape != (of.panels, of.panel_bytes) or panels.dtype != torch.uint8 or not panels.is_contiguous():
-        raise ValueError(f"panels are uint8 [{of.panels}, {of.panel_bytes}], not {panels.dtype} {tuple(panels.shape)}")
+        got = f"{panels.dtype} {tuple(panels.shape)}"
+        raise ValueError(f"panels must be uint8 [{of.panels}, {of.panel_bytes}], not {got}")
     if bias is not None and (bias.shape != (of.rows,) or bias.stride(0) != 1):
-        raise ValueError(f"the bias must be {of.rows} values side by side, not {tuple(bias.shape)}")
+        raise ValueError(f"the bias must be {of.rows} contiguous values, not {tuple(bias.shape)}")
     needed = partial_floats(tokens, of)
     if partial.dtype != torch.float32 or partial.numel() < needed or not partial.is_contiguous():
-        raise ValueError(f"between programs float32 [{needed}], not {partial.dtype} {tuple(partial.shape)}")
+        raise ValueError(f"partial must be float32 [{needed}] or more, not {partial.dtype} {tuple(partial.shape)}")
     if arrived.dtype != torch.int32 or arrived.numel() < MOST_PROGRAMS or not arrived.is_contiguous():
-        raise ValueError(f"arrivals are int32 [{MOST_PROGRAMS}], not {arrived.dtype} {tuple(arrived.shape)}")
+        raise ValueError(f"arrivals must be int32 [{MOST_PROGRAMS}], not {arrived.dtype} {tuple(arrived.shape)}")
 
 
-# Codes are compiled with the kernels of experts in all formats; here those whose loads differ.
+# The experts' kernels are compiled for all formats; here only those whose loads differ.
 _EXAMPLES = (
     Form(Format.FP8_PANEL, 128), Form(Format.INT8_F16, 32), Form(Format.Q4_K, 32), Form(Format.Q5_K, 32),
     Form(Format.Q6_K, 16),

@@ -1,4 +1,5 @@
-"""Where each chosen expert is computed: looked up in the layer's residency, inside the graph. Never: moving experts."""
+"""Looks up where each chosen expert is computed, in the layer's residency table, inside the graph. Never: moving
+experts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from proa.ops.triton.variant import Variant
 
 @triton.jit
 def _of_several(expert, missing, share, PAIRS: tl.constexpr):
-    """Which of the choices of a step of several tokens are read in place."""
+    """True for the pairs of a step of several tokens that are read in place: see residency.InPlace."""
     pair = tl.arange(0, PAIRS)
     same = (expert[:, None] == expert[None, :]) & missing[:, None] & missing[None, :]
     alone = missing & (tl.sum(same.to(tl.int32), 1) == 1)
@@ -29,8 +30,8 @@ def _of_several(expert, missing, share, PAIRS: tl.constexpr):
 def places(
     expert, real, up_table, down_table, cpu_table, counts, up_place, down_place, share, PAIRS: tl.constexpr = 0,
 ):  # fmt: skip
-    """Of experts int32 [n], where `real`: addresses and the CPU's numbers. share: given where some may be read in
-    place; PAIRS: n, where they are of several tokens."""
+    """Addresses and CPU numbers of experts int32 [n], where `real` is true. share: not None if some may be read in
+    place; PAIRS: n if they belong to several tokens."""
     gate_up, low = tl.load(up_table + expert, real, 0), tl.load(down_table + expert, real, 0)
     number = tl.load(cpu_table + expert, real, -1)
     if share is not None:
@@ -50,7 +51,7 @@ def places(
     return gate_up, low, number
 
 
-@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["counts"])  # differ by step and layer
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["counts"])  # vary by step and layer
 def _locate(
     ids, up_table, down_table, cpu_table, counts, up_place, down_place, share, up, down, cpu, pairs,
     BLOCK: tl.constexpr, SEVERAL: tl.constexpr,
@@ -68,14 +69,14 @@ def _locate(
 
 
 BLOCK = 128
-_SEVERAL_WARPS = 4  # each choice is compared with each other one
+_SEVERAL_WARPS = 4  # every pair is compared with every other one
 
 
 def locate(ids: Tensor, residency: Residency, out: Located) -> None:
-    """ids int32 [T, k], -1 for nobody's: they are not counted. How they are looked up depends on T and k alone. Raises
-    ValueError for ids of another type."""
+    """Look up ids int32 [T, k] in `residency` and write `out`; -1 is no expert and not counted. The kernel depends only
+    on T and k. Raises ValueError for ids of another dtype."""
     if ids.dtype != torch.int32 or not ids.is_contiguous():
-        raise ValueError(f"ids are int32 and contiguous, not {ids.dtype} of strides {ids.stride()}")
+        raise ValueError(f"ids must be int32 and contiguous, not {ids.dtype} of strides {ids.stride()}")
     pairs = ids.numel()
     here = residency.in_place if pairs <= IN_PLACE_PAIRS else None
     places = (here.up, here.down, here.share) if here else (None, None, None)

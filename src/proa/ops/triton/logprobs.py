@@ -1,4 +1,4 @@
-"""Log-probabilities of a row: of the token that was chosen, and of the best ones. Never: changed logits, choosing."""
+"""Logprobs of each row: of the sampled token and of the top tokens. Never: edited logits, sampling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
-from proa.ops.sizes import explain_keys, parts_of
+from proa.ops.sizes import logprobs_keys, parts_of
 from proa.ops.triton.variant import Variant
 from proa.ops.triton.weights import (
     BEST_WEIGHT,
@@ -27,7 +27,7 @@ from proa.ops.triton.weights import (
 
 @triton.jit(do_not_specialize=["count"])
 def _top_of_part(logits, row_stride, vocab, rows, top, parts, count, BLOCK: tl.constexpr):
-    """top [J, parts, count]: each part's keys, the largest first."""
+    """Write the `count` largest keys of a part, in descending order, to top [J, parts, count]."""
     job, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + job).to(tl.int64)
     token = part * BLOCK + tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def _explain(
     inside = (chosen >= 0) & (chosen < vocab)
     score = tl.load(logits + row * row_stride + chosen, inside, 0.0)
     tl.store(logprobs + job * (count + 1), (score.to(tl.float64) - log_sum).to(tl.float32))
-    # Each part's list is in order: take the largest of their heads, and of that part the next one.
+    # Each part's list is sorted: repeatedly take the largest head and advance in that list.
     lists = top + (job * parts + part) * count
     place = tl.zeros([PARTS], tl.int32)
     for i in range(0, count):
@@ -64,21 +64,23 @@ def _explain(
         place += (head == best).to(tl.int32)
 
 
-def explain(
+def row_logprobs(
     logits: Tensor, rows: Tensor, tokens: Tensor, ones: tuple[Tensor, Tensor], space: Space, workspace: Tensor,
     ids: Tensor, logprobs: Tensor,
 ) -> None:  # fmt: skip
-    """Natural log-probabilities of J rows: of tokens[row], then of the best ones, the lowest id of equals first.
+    """Natural logprobs of J rows: of tokens[row], then of the top `count` tokens, the lowest id first among equals.
 
-    logits float32 [R, vocab], rows may be strided; rows int32 [J]; tokens int32 [R], of negative ones nothing is said;
-    ones: kinds, all WHOLE, int32 [J], and inverses, all 1, float64 [J]; workspace int64 [explain_keys(J, vocab,
-    count)] or more; ids int32 [J, count] and logprobs float32 [J, count + 1], contiguous, count up to the vocabulary.
+    logits float32 [R, vocab], rows may be strided; rows int32 [J]; tokens int32 [R], rows with a negative token are
+    skipped; ones: constant inputs of `weigh`: kinds, all WHOLE, int32 [J], and inverses, all 1, float64 [J]; workspace
+    int64 [logprobs_keys(J, vocab, count)] or more; ids int32 [J, count] and logprobs float32 [J, count + 1],
+    contiguous, count up to the vocabulary.
     """
     number, count = ids.shape
     if count > space.vocab or logprobs.shape != (number, count + 1) or len(rows) != number:
         raise ValueError(f"{len(rows)} rows, ids {tuple(ids.shape)} and logprobs {tuple(logprobs.shape)} do not fit")
-    if workspace.dtype is not torch.int64 or workspace.numel() < explain_keys(number, space.vocab, count):
-        raise ValueError(f"the workspace is int64 [{explain_keys(number, space.vocab, count)}] or more, contiguous")
+    if workspace.dtype is not torch.int64 or workspace.numel() < logprobs_keys(number, space.vocab, count):
+        keys = logprobs_keys(number, space.vocab, count)
+        raise ValueError(f"the workspace must be int64 [{keys}] or more, contiguous")
     weigh(logits, rows, *ones, space)
     if not number:
         return

@@ -1,8 +1,10 @@
-"""Which of the CPU's experts the next MoE layer will probably want: its router, asked with the residual stream before
-this layer's experts are added. Belongs here: the kernel that asks and tells the CPU. Never: what the CPU does about it.
+"""Predicts which of the CPU's experts the next MoE layer will choose, by applying its router to the residual stream
+before this layer's experts are added. Belongs here: the kernel that predicts and notifies the CPU. Never: what the CPU
+does with the prediction.
 
-A program has one of the next layer's experts and a row, as in choose.py; the last one of a row chooses, and the last of
-these tells (hybrid/transport.py: its several programs are these, and the message is written as a job is).
+A program has one of the next layer's experts and one row, as in choose.py; the last one to arrive for a row chooses,
+and the last of those publishes the prediction (see "several programs" in hybrid/transport.py; it is written like a
+job).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.native.doorbell import FORESEEN_ROWS
-from proa.ops.bell_block import Block
+from proa.ops.bell_block import BellBlock
 from proa.ops.table import Norm, RouterRule
 from proa.ops.triton.bell import ring
 from proa.ops.triton.choose import RouterRows, check_asked
@@ -25,14 +27,14 @@ from proa.ops.triton.variant import Variant
 
 MOST_ROWS = FORESEEN_ROWS
 _WARPS = 1
-# Words of `state`: the last message's number, rows that have chosen, and of each row, experts that have arrived.
+# Words of `state`: number of the last prediction, rows that have chosen, then per row the experts that have arrived.
 _NUMBER, _ROWS, _ARRIVED = (tl.constexpr(i) for i in range(3))
-_LAYER, _COUNT = tl.constexpr(1), tl.constexpr(2)  # behind the message's number
+_LAYER, _COUNT = tl.constexpr(1), tl.constexpr(2)  # offsets of the layer and the count behind the prediction's number
 
 
 @dataclass(frozen=True)
 class LookSpace:
-    """Memory between a call's programs; calls follow one another."""
+    """Memory that the programs of a call exchange; calls that share it must be ordered on one stream."""
 
     logits: Tensor  # float32 [MOST_ROWS, MOST_EXPERTS]
     state: Tensor  # int32 [2 + MOST_ROWS], zeros at first
@@ -65,7 +67,7 @@ def _look_ahead(
     if router_bias is not None:
         logit += tl.load(router_bias + expert).to(tl.float32)
     tl.store(logits + row * logits_row + expert, logit)
-    tl.debug_barrier()  # the arrival below tells of all threads' stores
+    tl.debug_barrier()  # the arrival below publishes the stores of all threads
     if tl.atomic_add(state + _ARRIVED + row, 1, sem="acq_rel") == EXPERTS - 1:
         tl.store(state + _ARRIVED + row, 0)
         real = tl.load(slots + row) >= 0
@@ -91,14 +93,14 @@ def _look_ahead(
 
 
 def look_ahead(
-    x: Tensor, norm: Norm, router: RouterRows, rule: RouterRule, slots: Tensor, cpu: Tensor, layer: int, block: Block,
-    space: LookSpace,
+    x: Tensor, norm: Norm, router: RouterRows, rule: RouterRule, slots: Tensor, cpu: Tensor, layer: int,
+    block: BellBlock, space: LookSpace,
 ) -> None:  # fmt: skip
-    """Tell the CPU which of its experts `layer`, its number of the next MoE layer, chooses by this router from
-    rms_norm(x), each row's likeliest first.
+    """Publish to the CPU which of its experts this router chooses from rms_norm(x), each row's likeliest first. layer:
+    the CPU's number of the next MoE layer.
 
-    x bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS of choose.py; slots int64 [R], -1: that row wants nobody;
-    cpu int32 [E], -1: not the CPU's. Raises ValueError for other shapes and types.
+    x bfloat16 [R, N], R up to MOST_ROWS, N up to MOST_COLUMNS of choose.py; slots int64 [R], rows of slot -1 are
+    padding; cpu int32 [E]: the experts' CPU numbers, -1: not on the CPU. Raises ValueError for other shapes and dtypes.
     """
     rows, width = x.shape
     experts = len(router.weight)
@@ -122,7 +124,7 @@ def _check(x: Tensor, norm: Norm, router: RouterRows, slots: Tensor, cpu: Tensor
     rows, experts = len(x), len(router.weight)
     for name, numbers, count, dtype in (("slots", slots, rows, torch.int64), ("cpu", cpu, experts, torch.int32)):
         if numbers.shape != (count,) or numbers.dtype != dtype:
-            raise ValueError(f"{name} is {dtype} [{count}], not {numbers.dtype} {tuple(numbers.shape)}")
+            raise ValueError(f"{name} must be {dtype} [{count}], not {numbers.dtype} {tuple(numbers.shape)}")
 
 
 def variants() -> Iterator[Variant]:

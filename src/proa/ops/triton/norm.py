@@ -1,4 +1,5 @@
-"""RMSNorm (arXiv 1910.07467), and the residual add that comes before most. A program is a row, or a group of a row."""
+"""RMSNorm (arXiv 1910.07467), also fused with the residual add before it. One program per row, or per group of a
+row."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def _norm(
     value = tl.load(at, inside, 0.0).to(tl.float32)
     if ADD:
         value += tl.load(y + row * y_row + column, inside, 0.0).to(tl.float32)
-        value = value.to(x.dtype.element_ty)  # what the residual stream keeps is what is normalised
+        value = value.to(x.dtype.element_ty)  # normalise the rounded residual stream
         tl.store(at, value, inside)
         value = value.to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps)
@@ -51,7 +52,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, out: Tensor, 
     """
     _check(x, weight, out)
     if x.dim() != 2 or y.shape != x.shape or y.stride(-1) != 1:
-        raise ValueError(f"x and y are [T, N] of one shape, not {tuple(x.shape)} and {tuple(y.shape)}")
+        raise ValueError(f"x and y must be [T, N] of one shape, not {tuple(x.shape)} and {tuple(y.shape)}")
     _launch((len(x), 1), x, y, weight, out, (0, 0), eps, offset)
 
 
@@ -59,9 +60,9 @@ def _check(x: Tensor, weight: Tensor, out: Tensor) -> None:
     if x.dim() not in (2, 3) or out.shape != x.shape or weight.shape != x.shape[-1:]:
         raise ValueError(f"shapes differ: x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)}")
     if x.shape[-1] > MOST_COLUMNS:
-        raise ValueError(f"a row has {x.shape[-1]} columns, at most {MOST_COLUMNS}")
+        raise ValueError(f"x must have at most {MOST_COLUMNS} columns, not {x.shape[-1]}")
     if x.stride(-1) != 1 or out.stride(-1) != 1:
-        raise ValueError("the columns of x and out must lie side by side")
+        raise ValueError("the columns of x and out must be contiguous")
 
 
 def _launch(

@@ -1,9 +1,9 @@
-"""How kernels read packed weights (csrc/src/layout.h) as they lie: the bytes that the CPU's kernels read, in VRAM or in
-mapped host memory. Belongs here: where panels lie, products with them. Never: what codes mean (formats.py), what
-products are for.
+"""Device functions that multiply with packed weights (csrc/src/layout.h), in the layout of the CPU's kernels, in VRAM
+or mapped host memory. Belongs here: addressing of panels, products with them. Never: decoding (formats.py), the use of
+the products.
 
-A panel is lines of 64 bytes; a line is a 32-bit word of each of 16 rows. Words are loaded, 16 bytes a thread, and
-decoded in registers; scales are read beside them, a vector of 16 rows at a time, mostly from L1.
+A panel consists of lines of 64 bytes; a line is one 32-bit word of each of 16 rows. Words are loaded 16 bytes per
+thread and decoded in registers; scales are loaded in vectors of 16 rows, mostly from L1.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from proa.ops.triton import formats
 from proa.ops.triton.formats import LINE_WORDS, VALUES
 
 ROWS = tl.constexpr(PANEL_ROWS)
-WIDE = tl.constexpr(64)  # rows from which Hopper has an instruction that reads the weights from shared memory
+WIDE = tl.constexpr(64)  # rows from which on Hopper's wgmma, which reads weights from shared memory, applies
 
 
 def constants(of: Layout, columns: int) -> dict[str, object]:
-    """Of a kernel that multiplies with packed weights, `columns` of which count."""
+    """Constants of a kernel that multiplies with packed weights; columns: those in use, without padding."""
     return {
         "COLUMNS": columns, "PANEL_LINES": of.padded_columns // VALUES[of.format],
         "PANEL_WORDS": of.panel_bytes // 4, "COUNT": of.panels, "GROUP": of.group or of.padded_columns,
@@ -30,7 +30,7 @@ def constants(of: Layout, columns: int) -> dict[str, object]:
 
 
 def lines_of(of: Layout, most: int) -> int:
-    """Lines of a stage where up to `most` of one word are wanted: as many bytes, and few beyond the panel's end."""
+    """Lines per stage with as many bytes as `most` lines of one word, and few lines beyond the panel's end."""
     lines = most // (4 if LINE_WORDS[of.format] > 1 else 1)
     panel_lines = of.padded_columns // VALUES[of.format]
     while of.format is not Format.BF16 and lines > 16 and panel_lines % lines:
@@ -39,13 +39,14 @@ def lines_of(of: Layout, most: int) -> int:
 
 
 def columns_of(of: Layout, bf16_lines: int) -> int:
-    """Lines of a stage that have as many columns as `bf16_lines` of bfloat16, and are at least 4."""
+    """Lines per stage with as many columns as `bf16_lines` lines of bfloat16, at least 4."""
     return max(4, bf16_lines * VALUES[Format.BF16] // VALUES[of.format])
 
 
 @triton.jit
 def _words(at, mask, CODE: tl.constexpr):
-    """Three words of each line and row: of six bits, two of low bits and one of high ones; else all the same one."""
+    """Load three words of each line and row: for six-bit formats two words of low bits and one of high bits; for others
+    the same word three times."""
     low = tl.load(at) if mask is None else tl.load(at, mask, 0)
     more, high = low, low
     if formats.line_words(CODE) == 3:
@@ -73,14 +74,14 @@ def _row_value(x, column, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _quad(x, at, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
-    """Four neighbouring bfloat16, of which all or none are inside, as a word of 64 bits."""
+    """Load four neighbouring bfloat16, all or none within bounds, as a 64-bit word."""
     quads = x.to(tl.pointer_type(tl.int64)) + at
     return tl.load(quads) if WHOLE else tl.load(quads, at < COLUMNS // 4, 0)
 
 
 @triton.jit
 def _two(x, at, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
-    """Two of them, as a word of 32 bits: four bytes a thread can be on their way while others are multiplied."""
+    """Load two neighbouring bfloat16 as a 32-bit word: asynchronous copies need at least four bytes per thread."""
     pairs = x.to(tl.pointer_type(tl.int32)) + at
     return tl.load(pairs) if WHOLE else tl.load(pairs, at < COLUMNS // 2, 0)
 
@@ -96,7 +97,8 @@ def _add_lines(
     products, words, x, column,
     CODE: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, VALUES: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    """Products of words [panels, lines, 16], without scales, added up; and the sums of their x. column: of lines."""
+    """Unscaled products of words [panels, lines, 16] with x, summed per word; and the sums of x, for minimums. column:
+    first column of each line."""
     x_sum = tl.zeros([words[0].shape[1]], tl.float32)
     for i in tl.static_range(VALUES):
         if QUADS and VALUES % 4 == 0:
@@ -122,11 +124,11 @@ def panel_sums(
     STAGES: tl.constexpr, VALUES: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """Products of PANELS panels from `first` on with one row of activations: float32 [PANELS, ROWS]. Weights are not
-    rounded: scales are applied to sums of a word's products.
+    rounded: scales are applied to the sum of a word's products.
 
-    Only of lines [begin, end), where `end` is the last of them or both are multiples of LINES.
-    LINES is less than the threads of a program, so that each loads its own few of x and no barrier is needed for them.
-    Panels beyond COUNT are the last one again. QUADS: x can be read four values at a time.
+    Only lines [begin, end) count, where `end` is the last line or both are multiples of LINES. LINES is less than the
+    threads of a program, so that each thread loads its own elements of x and no barrier is needed. Panels beyond COUNT
+    repeat the last one. QUADS: x can be loaded four elements at a time.
     """
     STEP: tl.constexpr = ROWS * formats.line_words(CODE)
     BY_GROUP: tl.constexpr = formats.by_group(CODE, SCALE, GROUP, PANEL_LINES * VALUES)
@@ -138,7 +140,7 @@ def panel_sums(
     at = words + panel[:, None, None] * PANEL_WORDS + line[None, :, None] * STEP + row[None, None, :]
     area = words + panel * PANEL_WORDS + PANEL_LINES * STEP
     total = tl.zeros([PANELS, LINES, ROWS], tl.float32)
-    other = tl.zeros([PANELS, LINES, ROWS], tl.float32)  # of float16's second rows
+    other = tl.zeros([PANELS, LINES, ROWS], tl.float32)  # fp16 only: sums of the second row of each word
     for start in tl.range(begin, end, LINES, num_stages=STAGES):
         if PANEL_LINES % LINES == 0:
             part = _words(at + start * STEP, None, CODE)
@@ -175,9 +177,9 @@ def panel_sums(
 
 @triton.jit
 def bias_at(bias, ids, pair, panel, COUNT: tl.constexpr):
-    """Where the biases of the pair's expert are, of whole panels [..]: [.., ROWS]; and whether there are such panels.
+    """Addresses of the biases of the pair's expert for panels [..]: [.., ROWS]; and a mask of panels that exist.
 
-    bias float32 [experts, COUNT * ROWS]; ids of pairs.
+    bias float32 [experts, COUNT * ROWS]; ids: expert of each pair.
     """
     expert = tl.load(ids + pair).to(tl.int64)
     return bias + (expert * COUNT + panel)[:, None] * ROWS + tl.arange(0, ROWS)[None, :], (panel < COUNT)[:, None]
@@ -185,19 +187,19 @@ def bias_at(bias, ids, pair, panel, COUNT: tl.constexpr):
 
 @constexpr_function
 def whole_stages(columns, panel_lines, lines, values):
-    """Whether stages read no column of x beyond the last; a panel may have more than x, filled up to whole groups."""
+    """True if no stage reads columns beyond the last one of x; a panel may have more, padded to whole groups."""
     return -(-panel_lines // lines) * lines * values == columns
 
 
 @constexpr_function
 def _groups_of(lines, group_lines):
-    """Into how many parts of one group each a stage's lines are cut."""
+    """Number of parts, each within one group, into which a stage's lines are split."""
     return max(1, lines // group_lines) if lines % group_lines == 0 or group_lines % lines == 0 else lines
 
 
 @triton.jit
 def _spread(scales, LINES: tl.constexpr):
-    """Of groups [panels, groups, rows] to their lines [panels, lines, rows]."""
+    """Broadcast scales of groups [panels, groups, rows] to their lines [panels, lines, rows]."""
     groups: tl.constexpr = scales.shape[1]
     shape: tl.constexpr = (scales.shape[0], groups, LINES // groups, scales.shape[2])
     return tl.reshape(tl.broadcast_to(scales[:, :, None, :], shape), [scales.shape[0], LINES, scales.shape[2]])
@@ -205,13 +207,13 @@ def _spread(scales, LINES: tl.constexpr):
 
 @triton.jit
 def _columns(sums):
-    """Of float16: the words of even columns and those of odd ones, added up."""
+    """fp16 only: add the sums of words of even columns to those of odd columns."""
     return tl.sum(tl.reshape(sums, [sums.shape[0], 2, 8]), 1)
 
 
 @triton.jit
 def _panel_scale(area, row, CODE: tl.constexpr, SCALE: tl.constexpr, BY_GROUP: tl.constexpr):
-    """What is left to multiply sums over whole rows with."""
+    """Scale of sums over whole rows: the part that was not applied per group."""
     if BY_GROUP:
         return formats.factor(area, SCALE) if SCALE == "e4m3" else 1.0
     elif SCALE == "none":
@@ -223,7 +225,7 @@ def _panel_scale(area, row, CODE: tl.constexpr, SCALE: tl.constexpr, BY_GROUP: t
 
 @triton.jit
 def _weight(words, scale, minimum, i: tl.constexpr, CODE: tl.constexpr):
-    """Values i of the words, rounded to bfloat16 once; without a scale they are not rounded."""
+    """Value i of each word times its scale, rounded to bfloat16 once; without a scale it is exact."""
     value = _value(words, i, CODE)
     if scale is not None:
         value = value * formats.unit_of(CODE) * scale
@@ -234,7 +236,7 @@ def _weight(words, scale, minimum, i: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def _four(words, scale, minimum, i: tl.constexpr, step: tl.constexpr, CODE: tl.constexpr):
-    """Values i, i + step, i + 2 step, i + 3 step side by side, in two new dimensions."""
+    """Values i, i + step, i + 2 step, i + 3 step, joined in two new dimensions."""
     even = tl.join(
         _weight(words, scale, minimum, i, CODE), _weight(words, scale, minimum, i + 2 * step, CODE)
     )  # fmt: skip
@@ -269,7 +271,7 @@ def _scaled(
     words, area, group, row,
     CODE: tl.constexpr, SCALE: tl.constexpr, VALUES: tl.constexpr, BY_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Words' values as bfloat16 [..., VALUES], times the scales of their groups."""
+    """Values of words as bfloat16 [..., VALUES], multiplied by the scales of their groups."""
     scale, minimum = None, None
     if BY_GROUP:
         scale = formats.scale(area, group, row, CODE, SCALE)
@@ -283,7 +285,7 @@ def _scaled(
 
 @triton.jit
 def _plain(words, AS_WIDE: tl.constexpr, CODE: tl.constexpr):
-    """Lines' words as bfloat16, lines and columns first, panels and rows last."""
+    """Words of unscaled formats as bfloat16, transposed: lines and columns first, panels and rows last."""
     if CODE == "bf16":
         turned = tl.permute(words, (0, 2, 1, 3) if AS_WIDE else (2, 0, 1, 3, 4))
         quads: tl.constexpr = turned.shape[0]
@@ -291,7 +293,7 @@ def _plain(words, AS_WIDE: tl.constexpr, CODE: tl.constexpr):
         pair = tl.join(lines.to(tl.int16), (lines >> 16).to(tl.int16))
         return tl.permute(pair, (0, 2, 1)).to(tl.bfloat16, bitcast=True)
     else:
-        # A word is two rows of one column; the upper eight words of a line are its odd columns.
+        # fp16: a word is two rows of one column; the upper eight words of a line are its odd columns.
         rows = tl.join(formats.half(words, 0), formats.half(words, 1)).to(tl.bfloat16)
         shape: tl.constexpr = words.shape
         if AS_WIDE:
@@ -304,7 +306,7 @@ def _plain(words, AS_WIDE: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def _fours(LINES: tl.constexpr, AS_WIDE: tl.constexpr):
-    """The first of each four lines, which have their scales in common where groups are not smaller."""
+    """The first of every four lines, which share their scales unless groups are smaller."""
     first = tl.arange(0, LINES // 4) * 4
     return first[:, None, None, None] if AS_WIDE else first[None, None, :, None, None]
 
@@ -316,9 +318,10 @@ def panel_products(
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """The same with rows at addresses x [B] of activations, on the matrix unit: float32 [B, PANELS * ROWS].
+    """Products of PANELS panels with rows at addresses x [B] of activations, on the tensor cores: float32
+    [B, PANELS * ROWS]. For lines and panels see panel_sums.
 
-    Rows that do not exist count as zeros. Weights with their scales are rounded to bfloat16 once.
+    Rows where `exists` is false count as zeros. Weights times scales are rounded to bfloat16 once.
     """
     STEP: tl.constexpr = ROWS * formats.line_words(CODE)
     BY_GROUP: tl.constexpr = formats.by_group(CODE, SCALE, GROUP, PANEL_LINES * VALUES)
@@ -327,13 +330,13 @@ def panel_products(
     words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
     row_area = (words + panel * PANEL_WORDS + PANEL_LINES * STEP)[:, None]
     if AS_WIDE:
-        # A thread copies four lines of four rows, which it can turn before wgmma's operand is stored.
+        # A thread copies four lines of four rows, which it can transpose before storing wgmma's operand.
         line = (tl.arange(0, LINES // 4)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
         panel = panel[None, :, None, None]
         row = tl.arange(0, ROWS)[None, None, None, :]
     else:
-        # Of four lines, the second and third change places in shared memory: the lanes of a warp, which take every
-        # other line, then meet in a bank two at a time instead of four.
+        # In each group of four lines, the second and third are swapped in shared memory: the lanes of a warp, which
+        # read every other line, then have two-way bank conflicts instead of four-way ones.
         pair = tl.arange(0, 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
         line = (tl.arange(0, LINES // 4)[None, None, :] * 4 + pair[:, :, None])[:, :, :, None, None]
         panel = panel[None, None, None, :, None]
@@ -374,7 +377,7 @@ def panel_rows(
     CODE: tl.constexpr, SCALE: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr,
     GROUP: tl.constexpr, LINES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Lines of one panel from `start` on as rows: bfloat16 [ROWS, LINES * VALUES], with all scales, rounded once."""
+    """Dequantise lines of one panel from `start` on to rows: bfloat16 [ROWS, LINES * VALUES], rounded once."""
     STEP: tl.constexpr = ROWS * formats.line_words(CODE)
     words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + panel * PANEL_WORDS
     line, row = start + tl.arange(0, LINES)[:, None], tl.arange(0, ROWS)[None, :]
@@ -400,7 +403,7 @@ def panel_rows(
 
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
-    """float32, by the numbers of native Activation. What is no number stays none."""
+    """Apply an activation (values of native Activation) in float32. NaN propagates."""
     tl.static_assert(ACTIVATION == 0 or ACTIVATION == 1 or ACTIVATION == 2)
     if ACTIVATION == 0:
         return gate * tl.sigmoid(gate) * up

@@ -1,9 +1,9 @@
-"""Products of packed weights with up to 16 rows on the matrix unit, by their codes alone: whatever fits bfloat16
-without its scale is multiplied as it is, and each group's sums are scaled in float32. Belongs here: those products.
-Never: many rows, for which scaling sums costs more than scaling weights (panels.py), what codes mean (formats.py).
+"""Products of packed weights with up to 16 rows on the tensor cores, with unscaled codes (quantised values): codes that
+are exact in bfloat16 are multiplied directly, and each group's sums are scaled in float32. Belongs here: those
+products. Never: many rows, for which scaling sums costs more than scaling weights (panels.py), decoding (formats.py).
 
-Few rows are bound by decoding: of int4 in groups of 32, a value and its scale take 8 instructions in float32, and 4
-where two values are decoded at once and only sums are scaled (decision 037).
+Few rows are bound by decoding: for int4 in groups of 32, a value and its scale take 8 instructions in float32, but 4 if
+two values are decoded at once and only sums are scaled (decision 037).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from proa.ops.triton.formats import LINE_WORDS, VALUES
 from proa.ops.triton.panels import ROWS, whole_stages
 
 MOST_ROWS = 16
-_LINES = tl.constexpr(4)  # of 32 columns of four bits: what four lanes of the matrix unit's operand have
+_LINES = tl.constexpr(4)  # 32 columns of four bits: what four lanes hold of a tensor-core operand
 
 
 def coded_columns(of: Layout) -> int | None:
-    """Of a stage, which lies within one group; None: the format or its groups are not for this.
+    """Columns per stage, which lies within one group; None: these products do not support the format or its groups.
 
     Few rows of weights and many columns are best where sums are scaled seldom (H200, docs/lab).
     """
     values, scale = VALUES[of.format], formats.names(of.format)["SCALE"]
-    before = scale == "e4m3"  # of nvfp4: a code times its scale has at most 6 bits
+    before = scale == "e4m3"  # nvfp4: a code times its scale has at most 6 bits, exact in bfloat16
     group = of.padded_columns if before or not of.group else of.group
     if LINE_WORDS[of.format] > 1 or values < 4:
         return None
@@ -36,9 +36,9 @@ def coded_columns(of: Layout) -> int | None:
 
 @triton.jit
 def _columns(LINES: tl.constexpr, VALUES: tl.constexpr, WHOLE_WORDS: tl.constexpr):
-    """The order in which products take a stage's columns. A lane of the matrix unit has four neighbours, or eight where
-    the compiler finds loads of 8 bits behind its operand; they are of one word, so that nobody decodes what another one
-    has."""
+    """The order in which products take a stage's columns. A lane of a tensor-core operand has four neighbouring values,
+    or eight if the compiler sees 8-bit loads behind the operand; the order makes them come from one word, so that no
+    two lanes decode the same word."""
     k = tl.arange(0, LINES * VALUES)
     if WHOLE_WORDS or VALUES == 4:
         return k
@@ -54,8 +54,8 @@ def _pair(words, p: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def _codes(words, CODE: tl.constexpr, VALUES: tl.constexpr, WHOLE_WORDS: tl.constexpr):
-    """Of words [parts, 4, panels, rows], all values as bfloat16 without scales: [LINES * VALUES, panels * rows], in the
-    order of `_columns`."""
+    """All values of words [parts, 4, panels, rows] as unscaled bfloat16 [LINES * VALUES, panels * rows], in the order
+    of `_columns`."""
     if VALUES == 4:
         all_ = tl.join(_pair(words, 0, CODE), _pair(words, 1, CODE))
     else:
@@ -81,7 +81,7 @@ def coded_products(
     PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
     STAGES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """As panels.panel_products, but no weight is rounded. A stage has as many columns as `coded_columns` says."""
+    """panels.panel_products without rounding weights. A stage has `coded_columns` columns."""
     N: tl.constexpr = PANELS * ROWS
     BY_GROUP: tl.constexpr = formats.by_group(CODE, SCALE, GROUP, PANEL_LINES * VALUES)
     BEFORE: tl.constexpr = SCALE == "e4m3"

@@ -1,6 +1,6 @@
-"""Products of many tokens with packed weights on the matrix unit, the weights as its first operand: a word of a panel
-is two neighbouring columns of one row, just what a thread holds of that operand. So weights go from shared memory to
-registers and into the product; nothing is turned or stored again. Never: few tokens (panels.py).
+"""Products of many tokens with packed bfloat16 weights on the tensor cores, with the weights as first operand: a word
+of a panel is two neighbouring columns of one row, exactly what a thread holds of that operand. Weights go from shared
+memory to registers into the product, without a transpose or another store. Never: few tokens (panels.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def panels_first(
     COUNT: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr,
     PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """As panels.panel_products, but of bfloat16 alone, and float32 [PANELS * ROWS, B].
+    """panels.panel_products for bfloat16 only, transposed: float32 [PANELS * ROWS, B].
 
-    PAIRED: every second panel first, then the others. It leaves a row of gate and its row of up with one thread, if a
-    program has four warps and eight panels.
+    PAIRED: even panels first, then odd ones. With four warps and eight panels per program, a row of gate and its row of
+    up are then in the same thread.
     """
     tl.static_assert(CODE == "bf16")
     place = tl.arange(0, PANELS)
@@ -29,8 +29,8 @@ def panels_first(
         place = place % (PANELS // 2) * 2 + place // (PANELS // 2)
     panel = tl.minimum(first + place, COUNT - 1).to(tl.int64)[:, None, None, None]
     line = tl.arange(0, LINES)
-    # Eight rows by themselves: shared memory then holds eight rows of a line and the next line's after them, and the
-    # 8 x 4 words that a warp loads at once lie in 32 banks.
+    # Rows are split in halves of eight: shared memory then holds eight rows of a line, followed by the next line's, and
+    # the 8 x 4 words that a warp loads at once are in 32 different banks.
     row = (tl.arange(0, 2)[:, None] * 8 + tl.arange(0, 8)[None, :])[None, None, :, :]
     words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
     at = words + panel * PANEL_WORDS + line[None, :, None, None] * ROWS + row

@@ -1,9 +1,9 @@
-"""Products of packed weights in e4m3 with rows in e4m3 on the matrix unit, sums in float32. Lossy: the rows are rounded
-(fp8_rows.py); the weights are not, they are the checkpoint's codes. Never: rounding, what products are for.
+"""Products of packed e4m3 weights with e4m3 activations on the tensor cores, float32 sums. Lossy: the activations are
+rounded (fp8_rows.py); the weights are the checkpoint's quantised values. Never: rounding, the use of the products.
 
-Weights are the first operand: a word of a panel is four columns of one row, just what a thread holds of it. Which four
-does not matter to a sum, as long as the rows' codes have them in the same order. The matrix unit adds up 128 columns,
-and no more: Hopper's keeps 14 bits of such sums (arXiv 2412.19437, 3.3.2).
+Weights are the first operand: a word of a panel is four columns of one row, exactly what a thread holds of it. The
+order of columns does not matter to a sum, as long as the activations have the same order. The tensor cores accumulate
+only 128 columns at a time: Hopper's keep 14 bits of such sums (arXiv 2412.19437, 3.3.2).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from proa.ops.triton.panels import ROWS, constants
 
 
 def fp8_constants(of: Layout) -> dict[str, object]:
-    """Of a kernel that calls `fp8_products`."""
+    """Constants of a kernel that calls `fp8_products`."""
     known = constants(of, of.columns)
     grouped = of.group > 0
     names = ("SCALE", "PANEL_LINES", "PANEL_WORDS", "COUNT")
@@ -26,7 +26,7 @@ def fp8_constants(of: Layout) -> dict[str, object]:
 
 @triton.jit
 def _row_scales(area, group, SCALE: tl.constexpr, PANELS: tl.constexpr, PAIRED: tl.constexpr):
-    """float32 [PANELS * ROWS]."""
+    """Load the weights' scales of a group: float32 [PANELS * ROWS]."""
     at = area.to(tl.pointer_type(tl.float32))[:, None]
     if SCALE == "panel":
         return in_order(tl.broadcast_to(tl.load(at + group), [PANELS, ROWS]), PANELS, PAIRED)
@@ -37,7 +37,7 @@ def _row_scales(area, group, SCALE: tl.constexpr, PANELS: tl.constexpr, PAIRED: 
 
 @triton.jit
 def in_order(of_rows, PANELS: tl.constexpr, PAIRED: tl.constexpr):
-    """[PANELS, ROWS] as the rows of a product: [PANELS * ROWS]."""
+    """Reorder [PANELS, ROWS] to the row order of a product: [PANELS * ROWS]."""
     if PAIRED:
         return tl.reshape(tl.permute(tl.reshape(of_rows, [PANELS // 2, 2, 2, 8]), (0, 2, 1, 3)), [PANELS * ROWS])
     else:
@@ -46,7 +46,7 @@ def in_order(of_rows, PANELS: tl.constexpr, PAIRED: tl.constexpr):
 
 @triton.jit
 def gate_and_up(sums, PANELS: tl.constexpr):
-    """Of a paired product [PANELS * ROWS, B]: both float32 [PANELS * 8, B]."""
+    """Split a paired product [PANELS * ROWS, B] into gate and up, float32 [PANELS * 8, B] each."""
     tokens: tl.constexpr = sums.shape[1]
     both = tl.permute(tl.reshape(sums, [PANELS // 2, 2, 2, 8, tokens]), (0, 1, 3, 4, 2))
     gate, up = tl.split(both)
@@ -55,7 +55,7 @@ def gate_and_up(sums, PANELS: tl.constexpr):
 
 @triton.jit
 def _weights(words, PANELS: tl.constexpr, PAIRED: tl.constexpr):
-    """e4m3 [PANELS * ROWS, columns] of words [PANELS, lines, 2, 8]."""
+    """Reinterpret words [PANELS, lines, 2, 8] as e4m3 [PANELS * ROWS, columns]."""
     LINES: tl.constexpr = words.shape[1]
     if PAIRED:
         turned = tl.permute(tl.reshape(words, [PANELS // 2, 2, LINES, 2, 8]), (0, 3, 1, 4, 2))
@@ -73,11 +73,11 @@ def fp8_products(
     SCALE: tl.constexpr, PANEL_LINES: tl.constexpr, PANEL_WORDS: tl.constexpr, COUNT: tl.constexpr,
     BY_GROUP: tl.constexpr, LINES: tl.constexpr, PANELS: tl.constexpr, STAGES: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Of PANELS panels from `first` on with rows at addresses x [B], whose scales are at x_scale [B]: float32
-    [PANELS * ROWS, B]. Panels beyond COUNT are the last one again.
+    """Products of PANELS panels from `first` on with rows at addresses x [B], whose scales are at x_scale [B]: float32
+    [PANELS * ROWS, B]. Panels beyond COUNT repeat the last one.
 
-    PAIRED: rows change places so that eight of a panel and eight of the next one alternate: a thread then has a row of
-    gate and its row of up. LINES: of as many columns as a scale has.
+    PAIRED: rows are reordered so that eight rows of a panel alternate with eight of the next one: a thread then has a
+    row of gate and its row of up. LINES: lines with as many columns as share a scale.
     """
     panel = tl.minimum(first + tl.arange(0, PANELS), COUNT - 1).to(tl.int64)
     line = tl.arange(0, LINES)
@@ -87,7 +87,7 @@ def fp8_products(
     area = words + panel * PANEL_WORDS + PANEL_LINES * ROWS
     x_at = x[:, None] + tl.arange(0, LINES * 4)[None, :]
     total = tl.zeros([PANELS * ROWS, x.shape[0]], tl.float32)
-    of_x = tl.load(x_scale)[None, :]  # of the first columns, or of all
+    of_x = tl.load(x_scale)[None, :]  # scales of the first group of columns, or of the whole row
     for start in tl.range(0, PANEL_LINES, LINES, num_stages=STAGES):
         if PANEL_LINES % LINES == 0:
             part = tl.load(at + start * ROWS)

@@ -1,4 +1,4 @@
-"""The router on a GPU: which experts a token takes, and with what weights. Never: where experts are."""
+"""Routing on a GPU: logits to expert ids and weights. Never: where experts are."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from proa.ops.table import RouterRule
 from proa.ops.triton.variant import Variant
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
-_WARPS = 1  # which needs no barrier
+_WARPS = 1  # so that reductions need no barrier
 LOWEST = tl.constexpr(-(2**31))
-_SCORES = {"softmax": 0, "sigmoid": 1}  # another kind of score is a branch of _scores
+_SCORES = {"softmax": 0, "sigmoid": 1}  # a new kind of score is a new branch of _scores
 
 
 @triton.jit
 def experts_of_lanes(EXPERTS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PER_GROUP: tl.constexpr):
-    """Each group has PER_GROUP of the LANES -> the expert of each lane, -1 for none, and whether there is one."""
+    """The expert of each lane, -1 for none, and a mask of lanes with an expert; each group has PER_GROUP of the
+    LANES."""
     lane = tl.arange(0, LANES)
     of_group = lane % PER_GROUP
     expert = lane // PER_GROUP * (EXPERTS // GROUPS) + of_group
@@ -31,7 +32,7 @@ def experts_of_lanes(EXPERTS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.cons
 
 @triton.jit
 def _scores(logits, exists, SCORE: tl.constexpr):
-    """Of each expert, float32. All NaN if a logit is no number."""
+    """Score of each expert, float32; all NaN if any logit is NaN."""
     if SCORE == 0:
         logits = tl.where(exists, logits, float("-inf"))
         raised = tl.exp(logits - tl.max(logits, 0))
@@ -45,18 +46,18 @@ def _scores(logits, exists, SCORE: tl.constexpr):
 
 @triton.jit
 def _ordered(x):
-    """Bits of float32 as integers in the same order, and back: integers are reduced by one instruction."""
+    """Map the bits of float32 to integers of the same order, and back: integer reductions are single instructions."""
     return x ^ ((x >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _keys(x):
-    return _ordered((x + 0.0).to(tl.int32, bitcast=True))  # one zero
+    return _ordered((x + 0.0).to(tl.int32, bitcast=True))  # -0.0 counts as 0.0
 
 
 @triton.jit
 def _in_best_groups(keys, exists, KEPT: tl.constexpr, BEST_OF: tl.constexpr, PER_GROUP: tl.constexpr):
-    """Whether a lane exists in one of the KEPT best groups; of equal groups the first."""
+    """Mask of lanes whose expert is in one of the KEPT best groups; among equal groups the first is kept."""
     GROUPS: tl.constexpr = keys.shape[0] // PER_GROUP
     by_group = tl.reshape(tl.where(exists, keys, LOWEST), [GROUPS, PER_GROUP])
     best = tl.max(by_group, 1)
@@ -84,9 +85,9 @@ def best_experts(
     TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCORE: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr,
     PER_GROUP: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """logits float32 [LANES] of a token's experts -> ids int32, weights float32 [CHOSEN], of which TOP_K count.
+    """logits float32 [LANES] of one token -> ids int32, weights float32 [CHOSEN], the first TOP_K of which are valid.
 
-    KEPT 0: there are no groups. Wherever there is NaN all weights are, and the ids are some that exist.
+    KEPT 0: no groups. If any logit is NaN, all weights are NaN, and the ids are arbitrary but valid.
     """
     scores = _scores(logits, exists, SCORE)
     choice = scores
@@ -115,7 +116,7 @@ def best_experts(
         left = tl.where(expert == first, LOWEST, left)
     if RENORMALISE:
         total = tl.sum(values, 0) + epsilon
-        values = values / tl.where(total < least, least, total)  # NaN stays
+        values = values / tl.where(total < least, least, total)  # NaN propagates
     return chosen, values * scale
 
 
@@ -126,7 +127,7 @@ def _route(
     GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_OF: tl.constexpr, LANES: tl.constexpr, PER_GROUP: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """A program is a token."""
+    """Route one token per program."""
     token = tl.program_id(0).to(tl.int64)
     real = tl.load(slots + token) >= 0
     expert, exists = experts_of_lanes(EXPERTS, GROUPS, LANES, PER_GROUP)
@@ -142,7 +143,7 @@ def _route(
 
 
 def rule_constants(experts: int, rule: RouterRule) -> dict[str, object]:
-    """What `best_experts` is compiled for."""
+    """Constants of `best_experts` for a rule."""
     router = rule.router
     groups = router.groups or ExpertGroups(1, 0, 1)
     per_group = triton.next_power_of_2(experts // groups.groups)
@@ -155,39 +156,39 @@ def rule_constants(experts: int, rule: RouterRule) -> dict[str, object]:
 
 
 def check_rule(experts: int, rule: RouterRule) -> None:
-    """Raises ValueError for rules that `best_experts` cannot do."""
+    """Raise ValueError for rules that `best_experts` does not support."""
     if not 0 < rule.top_k <= min(experts, MOST_CHOSEN) or experts > MOST_EXPERTS:
         raise ValueError(
-            f"{rule.top_k} of {experts} experts: at most {MOST_CHOSEN} of {MOST_EXPERTS}, and not more than all"
+            f"top_k must be 1 to {MOST_CHOSEN} of at most {MOST_EXPERTS} experts, not {rule.top_k} of {experts}"
         )
     if groups := rule.router.groups:
         size, rest = divmod(experts, groups.groups)
         fits = not rest and groups.best_of in (1, 2) and groups.best_of <= size and groups.kept <= groups.groups
         if not fits or groups.kept * size < rule.top_k:
-            raise ValueError(f"{experts} experts cannot be in {groups} of which a token takes {rule.top_k}")
+            raise ValueError(f"{groups} do not fit {experts} experts with top_k {rule.top_k}")
     bias = rule.correction
     if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
-        raise ValueError(f"the correction is float32 [{experts}], not {bias.dtype} {tuple(bias.shape)}")
+        raise ValueError(f"the correction must be float32 [{experts}], not {bias.dtype} {tuple(bias.shape)}")
 
 
 def route(logits: Tensor, slots: Tensor, rule: RouterRule, ids: Tensor, weights: Tensor) -> None:
-    """The rule's choice from logits bfloat16 or float32 [T, E]. slots int64 [T]: a row of slot < 0 is padding.
+    """Choose experts by the rule from logits bfloat16 or float32 [T, E]. slots int64 [T]: rows of slot < 0 are padding.
 
     ids int32 [T, k], -1 for padding; weights float32 [T, k], 0 for padding.
 
-    Raises ValueError for other types and sizes; E up to 1024, top_k up to 32 and E.
+    Raises ValueError for other dtypes and sizes; E up to 1024, top_k up to 32 and E.
     """
     tokens, experts = logits.shape
     check_rule(experts, rule)
     if logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
         raise ValueError(
-            f"logits are bfloat16 or float32, columns side by side, not {logits.dtype}, strides {logits.stride()}"
+            f"logits must be bfloat16 or float32 with contiguous rows, not {logits.dtype} of strides {logits.stride()}"
         )
     for out, dtype in ((ids, torch.int32), (weights, torch.float32)):
         if out.shape != (tokens, rule.top_k) or out.dtype != dtype or not out.is_contiguous():
-            raise ValueError(f"{dtype} [{tokens}, {rule.top_k}] wanted, not {out.dtype} {tuple(out.shape)}")
+            raise ValueError(f"outputs must be {dtype} [{tokens}, {rule.top_k}], not {out.dtype} {tuple(out.shape)}")
     if slots.shape != (tokens,) or slots.dtype != torch.int64 or not slots.is_contiguous():
-        raise ValueError(f"slots are int64 [{tokens}], not {slots.dtype} {tuple(slots.shape)}")
+        raise ValueError(f"slots must be int64 [{tokens}], not {slots.dtype} {tuple(slots.shape)}")
     if not tokens:
         return
     _route[(tokens,)](
@@ -197,7 +198,7 @@ def route(logits: Tensor, slots: Tensor, rule: RouterRule, ids: Tensor, weights:
     )  # fmt: skip
 
 
-SOME_RULES = (  # experts, top_k, router: those of published models, and the largest
+SOME_RULES = (  # (experts, top_k, router) of published models, and the largest
     (128, 8, Router("softmax", True)),
     (60, 4, Router("softmax", False)),
     (512, 10, Router("softmax", True)),

@@ -1,6 +1,6 @@
-"""Packed weights as rows of bfloat16, for so many tokens that a library's product is worth a copy. Never: products.
+"""Dequantises packed weights to rows of bfloat16, for so many tokens that cuBLAS is worth the copy. Never: products.
 
-A program turns a few lines of one panel. Each weight with its scale is rounded once.
+A program converts a few lines of one panel. Each weight times its scale is rounded once.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ def _unpack(
 
 
 def unpack(panels: Tensor, of: Layout, out: Tensor) -> None:
-    """out bfloat16 [rows, of.columns] = the first rows of `panels`, uint8 [any, of.panel_bytes], packed as `of` says.
+    """out bfloat16 [rows, of.columns] = the first rows of `panels`, uint8 [any, of.panel_bytes], packed in layout `of`.
 
-    Columns of out side by side. Raises ValueError for other shapes and types, and for more rows than the panels have.
+    out has contiguous columns. Raises ValueError for other shapes and dtypes, and for more rows than the panels have.
     """
     rows = len(out)
     if out.shape != (rows, of.columns) or out.dtype != torch.bfloat16 or out.stride(1) != 1:
-        raise ValueError(f"out is bfloat16 [rows, {of.columns}] with whole rows, not {out.dtype} {tuple(out.shape)}")
+        got = f"{out.dtype} {tuple(out.shape)}"
+        raise ValueError(f"out must be bfloat16 [rows, {of.columns}] with contiguous rows, not {got}")
     if panels.dtype != torch.uint8 or panels.shape[1:] != (of.panel_bytes,) or not panels.is_contiguous():
-        raise ValueError(f"panels are uint8 [any, {of.panel_bytes}], not {panels.dtype} {tuple(panels.shape)}")
+        raise ValueError(f"panels must be uint8 [any, {of.panel_bytes}], not {panels.dtype} {tuple(panels.shape)}")
     if rows > len(panels) * PANEL_ROWS:
-        raise ValueError(f"{len(panels)} panels do not have {rows} rows")
+        raise ValueError(f"{rows} rows are more than {len(panels)} panels hold")
     if not rows:
         return
     sizes = _constants(of)

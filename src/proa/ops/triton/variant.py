@@ -1,5 +1,5 @@
-"""How a kernel is compiled, said once: tools/check_kernels.py builds every variant for every architecture, without a
-GPU. Each module of kernels has `variants()`, which names those that its launchers use.
+"""Variants of kernels: tools/check_kernels.py compiles every variant for every architecture, without a GPU. Each module
+of kernels has `variants()`, which lists those that its launchers use.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Variant:
-    """`types`: of the arguments that are not constants, as Triton writes them: "*bf16", "i32", "fp32"."""
+    """A kernel with argument types, constants and compile options. types: of the arguments that are not constants, as
+    Triton writes them: "*bf16", "i32", "fp32"."""
 
-    kernel: Any  # what @triton.jit returns
+    kernel: Any  # the result of @triton.jit
     types: Mapping[str, str]
     constants: Mapping[str, object]
     warps: int = 4
     stages: int = 3
     aligned: tuple[str, ...] = field(default=())  # arguments that are multiples of 16: addresses, strides
-    least: int = 75  # the oldest architecture it is meant for, as its compute capability
-    shared_kib: int = 0  # that a block may ask for where it is launched
-    newest: int | None = None  # the newest architecture, where those after it get another variant
+    least: int = 75  # the oldest compute capability it is meant for
+    shared_kib: int = 0  # shared memory per thread block of the devices on which it is launched
+    newest: int | None = None  # the newest compute capability, if newer ones use another variant

@@ -1,9 +1,9 @@
-"""What drawing and scoring make of a row of logits first: its largest, and of every part the sum of
-exp((logit - largest) / temperature). Belongs here: that, and changing single logits for a
-while. Never: which token is drawn.
+"""The first passes over a row of logits for sampling and logprobs: its largest logit, and per part the sum of
+exp((logit - largest) / temperature). Belongs here: those, and editing single logits temporarily. Never: which token is
+sampled.
 
-Weights are whole numbers, 2**40 for the best token: sums of integers do not depend on their order, so that the same row
-gives the same token however the work is spread. What is less than 2**-41 of the best token weighs nothing.
+Weights are integers, 2**40 for the most likely token: integer sums do not depend on their order, so that a row gives
+the same token however the work is distributed. Tokens below 2**-41 of the most likely one have weight 0.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from proa.ops.sizes import LOGIT_BINS as BINS
 from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
 from proa.ops.triton.variant import Variant
 
-# Of the LOGIT_BINS bins of log-weights, so many are for each nat below the best; the last one ends below 2**-41.
+# Bins of log-weights per nat below the most likely token; the last of the LOGIT_BINS bins ends below 2**-41.
 BINS_PER_NAT: tl.constexpr = tl.constexpr(18.0)
 BEST_WEIGHT: tl.constexpr = tl.constexpr(1099511627776.0)  # 2**40
 NOTHING: tl.constexpr = tl.constexpr(-(2**63))
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # finite
 
-# What a job is after.
+# Kinds of jobs: argmax, sampling from the whole distribution, sampling after a cut (top_k, top_p, min_p).
 BEST, WHOLE, CUT = 0, 1, 2
 IS_BEST: tl.constexpr = tl.constexpr(BEST)
 IS_CUT: tl.constexpr = tl.constexpr(CUT)
@@ -34,14 +34,14 @@ IS_CUT: tl.constexpr = tl.constexpr(CUT)
 
 @triton.jit
 def scores_at(logits, token, vocab):
-    """float32; what is no number weighs nothing, its row is somebody else's to report."""
+    """Load logits as float32; NaN and +inf count as -inf: the argmax kernel reports such rows."""
     score = tl.load(logits + token, token < vocab, float("-inf"))
-    return tl.where(score < float("inf"), score + 0.0, float("-inf"))  # of the two zeros, one
+    return tl.where(score < float("inf"), score + 0.0, float("-inf"))  # -0.0 counts as 0.0
 
 
 @triton.jit
 def keys_of(score, token):
-    """int64 whose order is that of (score, lowest id first)."""
+    """int64 keys ordered by (score, lowest id first)."""
     bits = score.to(tl.int32, bitcast=True)
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (rising.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
@@ -66,7 +66,7 @@ def largest_key(keys, parts, PARTS: tl.constexpr):
 
 @triton.jit
 def logs_of(score, largest, inverse):
-    """float64 log-weights, the best token's 0; the difference is float32's, as on the CPU."""
+    """float64 log-weights, 0 for the most likely token; the difference is taken in float32, as on the CPU."""
     return (score - tl.maximum(largest, LOWEST)).to(tl.float64) * inverse
 
 
@@ -114,7 +114,7 @@ def _weigh(
 
 @triton.jit
 def _edited(logits, row_stride, vocab, edits, count, BLOCK: tl.constexpr):
-    """Of this program's edits: which they are, where they stand, the logit of each, and whether there is one."""
+    """This program's edits: their indices, addresses of the logits, the logits, and a mask."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = edits + i * 5
     row, token = tl.load(at, i < count, 0).to(tl.int64), tl.load(at + 1, i < count, 0)
@@ -140,14 +140,14 @@ def _restore(logits, row_stride, vocab, edits, saved, count, BLOCK: tl.constexpr
     tl.store(logit, tl.load(saved + i, inside, 0.0), inside)
 
 
-EDITS = 256  # of a program
+EDITS = 256  # edits per program
 
 
 class Space:
-    """Of up to `jobs` rows of `vocab` logits: what the passes over a row leave for each other, on the device."""
+    """Device buffers that the passes over up to `jobs` rows of `vocab` logits exchange."""
 
     def __init__(self, jobs: int, vocab: int, most_kept: int, device: torch.device) -> None:
-        """most_kept: candidates of a cut; rows that have more are not drawn here."""
+        """most_kept: most candidates of a cut; rows with more are sampled on the CPU."""
         parts = parts_of(vocab)
         self.jobs, self.vocab, self.most_kept = jobs, vocab, most_kept
         self.keys, self.masses = (torch.zeros(jobs, parts, dtype=torch.int64, device=device) for _ in range(2))
@@ -159,19 +159,19 @@ class Space:
 
 
 def check_logits(logits: Tensor, jobs: int, space: Space) -> None:
-    """Raises ValueError for what the kernels would read wrongly."""
+    """Raise ValueError for logits that the kernels would misread."""
     if logits.dtype is not torch.float32 or logits.stride(1) != 1:
-        raise ValueError(f"logits are float32 with whole rows, not {logits.dtype} of strides {logits.stride()}")
+        raise ValueError(f"logits must be float32 with contiguous rows, not {logits.dtype}, strides {logits.stride()}")
     if jobs > space.jobs or logits.shape[1] != space.vocab:
         raise ValueError(f"{jobs} rows of {logits.shape[1]} do not fit a space for {space.jobs} of {space.vocab}")
 
 
 def weigh(logits: Tensor, rows: Tensor, kinds: Tensor, inverses: Tensor, space: Space) -> None:
-    """Fill space.keys (of every part the largest), space.masses (of every part the sum of weights, int64; not of BEST)
-    and space.counts (of CUT: tokens by their log-weight).
+    """Fill space.keys (largest key per part), space.masses (sum of weights per part, int64; not for BEST) and
+    space.counts (for CUT: histogram of log-weights).
 
-    logits float32 [R, vocab], rows may be strided; rows, kinds int32 [J]: which rows, BEST, WHOLE or CUT; inverses
-    float64 [J]: 1 / temperature.
+    logits float32 [R, vocab], rows may be strided; rows, kinds int32 [J]: index of the row, and BEST, WHOLE or CUT;
+    inverses float64 [J]: 1 / temperature.
     """
     check_logits(logits, len(rows), space)
     if not len(rows):
@@ -188,15 +188,15 @@ def weigh(logits: Tensor, rows: Tensor, kinds: Tensor, inverses: Tensor, space: 
 
 
 def edit(logits: Tensor, edits: Tensor, saved: Tensor) -> None:
-    """Change single logits, and keep what they were.
+    """Edit single logits, and save their old values for `restore`.
 
     edits int32 [N, EDIT_WORDS], every (row, token) once: positive logits are divided by `repetition`, others multiplied
-    with it; then `less` is taken away and `plus` added. Tokens beyond the vocabulary are left out. saved float32 [N].
+    by it; then `less` is subtracted and `plus` added. Tokens beyond the vocabulary are skipped. saved float32 [N].
     """
     if edits.shape[1:] != (EDIT_WORDS,) or edits.dtype is not torch.int32 or not edits.is_contiguous():
-        raise ValueError(f"edits are int32 [N, {EDIT_WORDS}], contiguous, not {edits.dtype} {tuple(edits.shape)}")
+        raise ValueError(f"edits must be int32 [N, {EDIT_WORDS}], contiguous, not {edits.dtype} {tuple(edits.shape)}")
     if len(saved) < len(edits):
-        raise ValueError(f"there is room to save {len(saved)} logits, not {len(edits)}")
+        raise ValueError(f"saved must have room for {len(edits)} logits, not {len(saved)}")
     grid = (triton.cdiv(len(edits), EDITS),)
     _edit[grid](logits, logits.stride(0), logits.shape[1], edits, saved, len(edits), BLOCK=EDITS)
 

@@ -10,23 +10,23 @@ from torch import Tensor
 
 from ops.triton_bounds import rand
 from proa.ops import reference
-from proa.ops.sizes import best_keys
-from proa.ops.triton.best import best
+from proa.ops.sizes import argmax_keys
+from proa.ops.triton.argmax import argmax
 
 
 def chosen(logits: Tensor) -> list[int]:
     rows, vocab = logits.shape
-    workspace = torch.full((best_keys(rows, vocab),), 2**62, device=logits.device)
+    workspace = torch.full((argmax_keys(rows, vocab),), 2**62, device=logits.device)
     out = torch.full((rows,), -7, dtype=torch.int32, device=logits.device)
-    best(logits, workspace, out)
+    argmax(logits, workspace, out)
     return [int(i) for i in out]
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 50), (2, 2048), (2, 4097), (1, 9000), (0, 10)])
 @pytest.mark.parametrize("offset", [0, -100, 100])
-def test_best(rows: int, vocab: int, offset: float, rng: torch.Generator, device: torch.device) -> None:
+def test_argmax(rows: int, vocab: int, offset: float, rng: torch.Generator, device: torch.device) -> None:
     logits = (rand(rng, rows, vocab + 3, dtype=torch.float32) + offset)[:, :vocab].to(device)
-    assert chosen(logits) == reference.best(logits).tolist()
+    assert chosen(logits) == reference.argmax(logits).tolist()
 
 
 def test_equals_and_what_is_not_finite(rng: torch.Generator, device: torch.device) -> None:
@@ -45,14 +45,14 @@ def test_equals_and_what_is_not_finite(rng: torch.Generator, device: torch.devic
 
 
 @pytest.mark.gpu
-def test_best_of_a_whole_vocabulary(rng: torch.Generator, device: torch.device) -> None:
+def test_argmax_over_a_whole_vocabulary(rng: torch.Generator, device: torch.device) -> None:
     logits = rand(rng, 33, 262144, dtype=torch.float32).to(device)
-    assert chosen(logits) == reference.best(logits).tolist()
+    assert chosen(logits) == reference.argmax(logits).tolist()
 
 
 def test_a_workspace_too_small_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="workspace"):
-        best(
+        argmax(
             torch.zeros(2, 4097, device=device),
             torch.zeros(5, dtype=torch.int64, device=device),
             torch.zeros(2, dtype=torch.int32, device=device),

@@ -1,6 +1,6 @@
-"""Greedy choice over a vocabulary, in two launches: one row alone would leave most of the GPU idle.
+"""Argmax over the vocabulary, in two launches: with one program per row, a single row would leave most of the GPU idle.
 
-Every logit becomes a key whose order as an integer is that of (logit, lowest id first): a maximum is all that is left.
+Every logit becomes an integer key ordered by (logit, lowest id first), so that the argmax is a maximum of keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proa.ops.sizes import LOGIT_COLUMNS as COLUMNS
-from proa.ops.sizes import best_keys
+from proa.ops.sizes import argmax_keys
 from proa.ops.triton.variant import Variant
 
 NOT_FINITE: tl.constexpr = tl.constexpr(2**63 - 1)  # larger than any logit's key
@@ -26,7 +26,7 @@ def _best_of_part(logits, keys, vocab, row_stride, parts, BLOCK: tl.constexpr):
     token = part * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
     logit = tl.load(logits + row * row_stride + token, inside, 0.0)
-    logit = tl.where(logit == 0.0, 0.0, logit)  # of the two zeros, one
+    logit = tl.where(logit == 0.0, 0.0, logit)  # -0.0 counts as 0.0
     bits = logit.to(tl.int32, bitcast=True)
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = (rising.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
@@ -43,18 +43,18 @@ def _best_of_row(keys, out, parts, BLOCK: tl.constexpr):
     tl.store(out + row, tl.where(key == NOT_FINITE, -1, token).to(tl.int32))
 
 
-def best(logits: Tensor, workspace: Tensor, out: Tensor) -> None:
-    """The largest logit's id, the lowest of equals; -1 where any of the row is not finite.
+def argmax(logits: Tensor, workspace: Tensor, out: Tensor) -> None:
+    """Argmax of each row, the lowest id among equals; -1 for a row with a non-finite logit.
 
-    logits float32 [R, vocab], rows may be strided; workspace int64 [best_keys(R, vocab)] or more; out int32 [R].
+    logits float32 [R, vocab], rows may be strided; workspace int64 [argmax_keys(R, vocab)] or more; out int32 [R].
     """
     rows, vocab = logits.shape
     if logits.dtype is not torch.float32 or logits.stride(1) != 1:
-        raise ValueError(f"logits are float32 with whole rows, not {logits.dtype} of strides {logits.stride()}")
-    if workspace.dtype is not torch.int64 or workspace.numel() < best_keys(rows, vocab):
-        raise ValueError(f"the workspace is int64 [{best_keys(rows, vocab)}] or more, contiguous")
+        raise ValueError(f"logits must be float32 with contiguous rows, not {logits.dtype}, strides {logits.stride()}")
+    if workspace.dtype is not torch.int64 or workspace.numel() < argmax_keys(rows, vocab):
+        raise ValueError(f"the workspace must be int64 [{argmax_keys(rows, vocab)}] or more, contiguous")
     if out.shape != (rows,) or out.dtype is not torch.int32 or not out.is_contiguous():
-        raise ValueError(f"out is int32 [{rows}], contiguous, not {out.dtype} {tuple(out.shape)}")
+        raise ValueError(f"out must be int32 [{rows}], contiguous, not {out.dtype} {tuple(out.shape)}")
     if not rows:
         return
     parts = triton.cdiv(vocab, COLUMNS)
