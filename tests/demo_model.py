@@ -1,6 +1,7 @@
-"""The demo model in tests: the same cache, the same code as `proa serve demo`. A test that uses it is marked `demo`.
+"""The demo model for tests, built in the same cache and by the same code as for `proa serve demo`. Tests that use it
+are marked `demo`.
 
-If its source cannot be fetched the test fails with the remedy; it is never skipped.
+If its source cannot be downloaded, a test fails with the error's remedy; it is never skipped.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ WINDOW_TOKENS = 512
 
 @cache
 def demo_moe() -> Path:
-    """The Qwen2-MoE folder: bfloat16, top 12 of 16."""
+    """Return the demo's Qwen2-MoE folder: bfloat16, 12 of 16 experts per token."""
     return locate("demo")
 
 
 @cache
 def demo_gguf() -> Path:
-    """The dense GGUF that it is made of."""
+    """Return the dense GGUF from which the demo is built."""
     return locate("demo-dense")
 
 
 def eval_windows(tokenizer: Any, num_windows: int | None = None) -> torch.Tensor:
-    """The committed evaluation text, int64 [windows, 512]; all 11 of them by default."""
+    """Return the tokens of the committed evaluation text, int64 [windows, 512]; all 11 windows by default."""
     tokens = torch.tensor(tokenizer(EVAL_TEXT.read_text())["input_ids"])
     whole = len(tokens) // WINDOW_TOKENS
     return tokens[: whole * WINDOW_TOKENS].view(whole, WINDOW_TOKENS)[:num_windows]
@@ -39,7 +40,7 @@ def eval_windows(tokenizer: Any, num_windows: int | None = None) -> torch.Tensor
 
 @torch.no_grad()
 def perplexity(model: Any, windows: torch.Tensor) -> float:
-    """Of a transformers model; every window by itself, its first token given."""
+    """Compute the perplexity of a transformers model; windows are independent, and their first token is not scored."""
     total = 0.0
     for window in windows:
         logits = model(window[None]).logits[0, :-1].float()

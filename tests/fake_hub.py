@@ -1,4 +1,4 @@
-"""A model hub on loopback: real sockets, the few endpoints that downloads use, and the ways they go wrong."""
+"""A fake model hub on loopback with real sockets: the endpoints that downloads use, and scripted failures."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PAGE_FILES = 3  # small, so that listings have several pages
 
 @dataclass
 class FakeHub:
-    """`repos`: name -> path -> content. Every `status` entry is an answer to give instead, by repository, with
-    headers. `cut_after`: path -> bytes after which the connection breaks, once per entry."""
+    """State and script of the hub. repos: name -> path -> content. status: by repository, responses (status, headers)
+    to send instead, once per entry. cut_after: path -> bytes after which the connection is cut, once per entry."""
 
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
     status: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(whole)}"} if wanted else {}
         cuts = self.fake.cut_after.get(path)
         cut = cuts.pop(0) if cuts else None
-        with self.fake.lock:  # before the client has it and asks how much it was
+        with self.fake.lock:  # before sending: the client may read the counter as soon as it has the data
             self.fake.served[path] = self.fake.served.get(path, 0) + len(body[:cut])
         self._send(206 if wanted else 200, body, headers, cut)
 

@@ -1,4 +1,4 @@
-"""A GPU driver's library with the GPUs that a test wants. Never: tests."""
+"""A fake NVML with scripted GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FakeError(Exception):
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as its driver describes it; `refused` are questions that it does not answer."""
+    """A GPU as the driver describes it; `refused`: queries that raise "Not Supported"."""
 
     name: str = "NVIDIA H200"
     uuid: str = "GPU-aaaa"

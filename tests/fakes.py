@@ -1,7 +1,7 @@
-"""Stand-ins: engine, plan, tokenizer. Belongs here: what several test files share. Never: tests.
+"""Test doubles: engine, plan, tokenizer.
 
-FakeEngine keeps engine.handle.EngineHandle's promises (limits, eos and stop tokens, log-probabilities, abort
-on close) for scripted tokens, so that text, LLM and server tests run without a model.
+FakeEngine implements engine.handle.EngineHandle (limits, eos and stop tokens, logprobs, abort on close) for scripted
+tokens, so that text, LLM and server tests run without a model.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from proa.types import EngineRequest, FinishReason, TokenEvent, TokenLogprob
 
 @dataclass(frozen=True)
 class Reply:
-    """What the fake model says to one request. The request's own limits (max_tokens, eos, stop tokens) hold;
-    `finish` is how it ends if they do not end it first. `error` is raised after `error_after` tokens."""
+    """The scripted answer to one request. The request's limits (max_tokens, eos, stop tokens) apply; `finish` is the
+    finish reason if no limit ends it first. `error` is raised after `error_after` tokens."""
 
     tokens: Sequence[int] = ()
     finish: FinishReason = "stop"
@@ -40,41 +40,41 @@ class Reply:
 
 
 def logprob_of(token: int, top: int) -> TokenLogprob:
-    """The fake model's log-probability of a token: -(token % 7 + 1) / 8; runners-up: token+1, token+2, ..."""
+    """Return the fake logprob of a token, -(token % 7 + 1) / 8, with `top` alternatives: token, token+1, ..."""
     best = -(token % 7 + 1) / 8
     return TokenLogprob(token, best, [(token + i, best - i) for i in range(top)])
 
 
 @dataclass
 class FakeEngine:
-    """An engine.handle.EngineHandle whose model is `reply`: one Reply, or a function of the request."""
+    """An engine.handle.EngineHandle with scripted answers; `reply`: one Reply, or a function of the request."""
 
     reply: Reply | Callable[[EngineRequest], Reply] = Reply()
-    max_in_flight: int = 1_000_000  # more raise QueueFull
+    max_in_flight: int = 1_000_000  # further requests raise QueueFull
     state: EngineState = "ready"
     loading: Loading | None = None
     failure: ProaError | None = None
     stats: Stats = field(default_factory=lambda: Stats(pages_total=64, pages_free=64))
     requests: list[EngineRequest] = field(default_factory=list)
-    aborted: list[str] = field(default_factory=list)  # ids whose stream was closed before it had finished
+    aborted: list[str] = field(default_factory=list)  # ids of requests whose stream was closed before its end
     finished: list[str] = field(default_factory=list)
     in_flight: set[str] = field(default_factory=set)
     most_in_flight: int = 0
     closed: bool = False
 
     def __post_init__(self) -> None:
-        self._settled = asyncio.Event()  # left "loading"
+        self._settled = asyncio.Event()  # set when the state is no longer "loading"
         if self.state != "loading":
             self._settled.set()
 
-    # ---- what tests do to it ----
+    # ---- controlled by tests ----
 
     def become_ready(self) -> None:
         self.state = "ready"
         self._settled.set()
 
     def die(self, error: ProaError | None = None) -> None:
-        """As if the process were killed: loading fails, running requests raise at their next event."""
+        """Simulate a killed engine process: loading fails, running requests raise at their next event."""
         self.failure = error or EngineDead("The engine process died (exit code -9).", "See its log.")
         self.state = "failed"
         self._settled.set()
@@ -182,7 +182,7 @@ def _prompt_logprobs(request: EngineRequest) -> list[TokenLogprob | None] | None
 
 
 def make_plan(**changes: Any) -> Plan:
-    """A Plan of a tiny model; `changes` replace fields (context_tokens=64, max_queued=2, ...)."""
+    """Make a Plan of a tiny model; `changes`: fields to replace (context_tokens=64, max_queued=2, ...)."""
     budget = MemoryBudget(
         free_bytes=2**30,
         reserve_bytes=2**27,
@@ -224,10 +224,10 @@ _CORPUS = (
 
 
 def make_tokenizer(folder: Path, chat_template: str | None = CHATML, vocab_size: int = 512) -> Path:
-    """Write a small real byte-level BPE tokenizer: every byte is a token, so any text round-trips.
+    """Write a small real byte-level BPE tokenizer; every byte is a token, so any text round-trips.
 
-    Special tokens: <|endoftext|> 0, <|im_start|> 1, <|im_end|> 2 (the eos). Emoji are not in its training
-    text and come out as one token per UTF-8 byte.
+    Special tokens: <|endoftext|> 0, <|im_start|> 1, <|im_end|> 2 (the eos). An emoji is one token per UTF-8 byte,
+    because the training text has none.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,6 +1,6 @@
-"""Wheels that tests use and that are no dependency: fetched by name and checksum, unpacked, and kept between runs.
+"""Wheels that tests use but that are not dependencies: downloaded by name and checksum, unpacked, and cached.
 
-They are never installed: a process of its own gets them on its path. Without a network the test is skipped and says so.
+They are never installed: a child process gets them on its path. Without a network the test is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TIMEOUT_S = 240.0
 
 
 def unpacked(requirement: str, sha256: str) -> Path:
-    """Folder with the contents of a pure Python wheel, `name==version`. Skips the test where it cannot be fetched."""
+    """Return a folder with the contents of a pure Python wheel, `name==version`. Skips the test without a network."""
     folder = _CACHE / f"{requirement.replace('==', '-')}-{sha256[:12]}"
     _CACHE.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -34,7 +34,7 @@ def unpacked(requirement: str, sha256: str) -> Path:
 
 
 def _download(requirement: str, sha256: str, folder: Path) -> Path:
-    """pip refuses a file with another checksum, which is a failure; no network is a reason to skip."""
+    """Download the wheel with pip. A wrong checksum fails the test; a missing network skips it."""
     wanted = folder / "wanted.txt"
     wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]

@@ -1,4 +1,4 @@
-"""A scripted OpenAI-style server on loopback, for clients under test. Never: tests, a model."""
+"""A scripted OpenAI-compatible server on loopback, for testing clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Stub:
-    """What the server says, and what it was asked. `reply` is streamed piece by piece."""
+    """The server's script, and the requests that it received. `reply` is streamed piece by piece."""
 
     model: str = "stub-model"
     root: str = "stub-root"
@@ -23,7 +23,7 @@ class Stub:
     refusal: tuple[int, dict[str, Any]] | None = None
     error_after: int | None = None  # pieces, then an error event
     breaks_after: int | None = None  # pieces, then the connection is cut
-    health: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # said one after the other, then 200
+    health: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # responses in turn; after them 200
     metrics: str = 'proa_ready 1.0\nproa_roof_tokens_per_second{model="x"} 50.0\n'
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -33,11 +33,11 @@ class Stub:
 
 @contextmanager
 def serve_stub(stub: Stub) -> Iterator[Stub]:
-    """Serve on a free port of loopback, told by stub.port."""
+    """Serve on a free loopback port, which is set as stub.port."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # small pieces leave at once, as from a real server
+        disable_nagle_algorithm = True  # no Nagle delay: small pieces are sent immediately, as by a real server
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the inherited name
             pass

@@ -1,4 +1,4 @@
-"""Random options of any declared group, for hypothesis. Never: tests."""
+"""A hypothesis strategy for instances of any option group."""
 
 from __future__ import annotations
 

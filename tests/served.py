@@ -1,4 +1,4 @@
-"""A real HTTP server over a FakeEngine, in a thread. Belongs here: starting and stopping it. Never: tests."""
+"""Runs a real HTTP server over a FakeEngine in a thread."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ MODEL = "fake"
 
 
 def make_service(tokenizer: Tokenizer, engine: FakeEngine, **options: Any) -> Service:
-    """A Service whose model is there, for tests that need no socket."""
+    """Make a Service whose model is loaded, for tests without a socket."""
     return Service(ServerOptions(**options), MODEL, AsyncLLM(make_plan(), engine, tokenizer))
 
 
 class Served:
-    """`with Served(tokenizer, reply) as served:` a server on a free port of loopback until the block ends.
+    """`with Served(tokenizer, reply) as served:` runs a server on a free loopback port until the block ends.
 
-    Options are those of ServerOptions. `launch_gate`, if given, is waited for before the model is found.
-    `exit` is the result of serve_on once the server has ended: the exit code, or the error.
+    options: fields of ServerOptions. launch_gate: if given, the launch waits for it. exit: a future of serve_on's
+    result (the exit code, or its error).
     """
 
     def __init__(

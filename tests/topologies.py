@@ -1,4 +1,4 @@
-"""Machines of many shapes, written as trees of the /proc and /sys files that Linux shows for them."""
+"""Machines of many topologies, as trees of the /proc and /sys files that Linux shows for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNIX = "0000000000000000: 00000002 00000000 00000000 0002 01 12345 {}"
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """One NUMA node as the kernel would show it, before CPUs go offline."""
+    """One NUMA node with all its CPUs, including those that are offline."""
 
     cpus: tuple[int, ...]
     memory_gib: int
@@ -21,12 +21,12 @@ class NodeFiles:
 
 @dataclass(frozen=True)
 class HostFiles:
-    """A machine. `nodes` maps node ids to nodes; distances follow `sockets`: 10 itself, 12 same socket, 32 else."""
+    """A machine. nodes: by node id. Distances follow from `sockets`: 10 to itself, 12 within a socket, 32 otherwise."""
 
     nodes: Mapping[int, NodeFiles] = field(default_factory=dict)
     cores: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # core number -> its CPUs (SMT siblings)
     cpus: int = 0  # of a machine that tells neither nodes nor cores
-    sockets: Sequence[tuple[int, ...]] = ()  # node ids of each socket; one node a socket unless given
+    sockets: Sequence[tuple[int, ...]] = ()  # node ids of each socket; default: one node per socket
     offline: tuple[int, ...] = ()
     affinity: tuple[int, ...] | None = None
     memory_nodes: tuple[int, ...] | None = None  # Mems_allowed
@@ -112,7 +112,7 @@ class HostFiles:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """(0, 1, 2, 8) -> "0-2,8", as the kernel writes CPU lists."""
+    """Format a CPU list as the kernel does: (0, 1, 2, 8) -> "0-2,8"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][-1] == number - 1:
@@ -125,21 +125,21 @@ def spans(numbers: Sequence[int]) -> str:
 def block_numbered(
     nodes: int, cores_per_node: int, threads: int = 2, memory_gib: int = 64, ids: Sequence[int] | None = None
 ) -> HostFiles:
-    """The usual numbering: cores run through the nodes, second threads are numbered core + number of cores."""
+    """Make a machine with the usual CPU numbering: cores in order of nodes; second threads: core + number of cores."""
     total = nodes * cores_per_node
     cores = {core: tuple(core + total * thread for thread in range(threads)) for core in range(total)}
     return _divided(cores, lambda core: core // cores_per_node, memory_gib, ids or range(nodes))
 
 
 def round_robin_numbered(nodes: int, cores_per_node: int, threads: int = 2, memory_gib: int = 64) -> HostFiles:
-    """Some firmware deals cores out to the nodes in turn: node 0 has CPUs 0, 4, 8... of a machine with four."""
+    """Make a machine whose firmware numbers cores round-robin over nodes: node 0 of four has CPUs 0, 4, 8, ..."""
     total = nodes * cores_per_node
     cores = {core: tuple(core + total * thread for thread in range(threads)) for core in range(total)}
     return _divided(cores, lambda core: core % nodes, memory_gib, range(nodes))
 
 
 def sibling_numbered(nodes: int, cores_per_node: int, memory_gib: int = 64) -> HostFiles:
-    """Virtual machines often number the two threads of a core one after the other."""
+    """Make a machine that numbers the two threads of a core consecutively, as virtual machines often do."""
     cores = {core: (2 * core, 2 * core + 1) for core in range(nodes * cores_per_node)}
     return _divided(cores, lambda core: core // cores_per_node, memory_gib, range(nodes))
 
@@ -147,7 +147,7 @@ def sibling_numbered(nodes: int, cores_per_node: int, memory_gib: int = 64) -> H
 def _divided(
     cores: Mapping[int, tuple[int, ...]], place: Callable[[int], int], memory_gib: int, ids: Sequence[int]
 ) -> HostFiles:
-    """A machine whose core `core` lies on the node numbered ids[place(core)]."""
+    """Make a machine whose core `core` belongs to the node ids[place(core)]."""
     nodes = {}
     for index, node in enumerate(ids):
         cpus = sorted(cpu for core, threads in cores.items() if place(core) == index for cpu in threads)

@@ -1,4 +1,4 @@
-"""The latency bench over a real engine process and a tiny model."""
+"""`proa bench latency` with a real engine process and a tiny model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_real_engine_is_timed_beside_its_roof(tmp_path: Path) -> None:
     result = run(options)
     figures = {name: value for name, value in result.figures.items() if value is not None}
     assert result.roof is not None
-    assert figures["cached_prompt_tokens"] == 0  # prompts differ from the first page on
+    assert figures["cached_prompt_tokens"] == 0  # prompts differ in their first page
     assert figures["ttft_ms_median"] > 0
     stages = [figures[f"{stage}_us_per_step"] for stage in ("schedule", "inputs", "sample", "publish", "program")]
     assert min(stages) > 0

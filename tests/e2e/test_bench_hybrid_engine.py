@@ -1,4 +1,4 @@
-"""The hybrid bench as a user runs it, on a CPU that stands in for a GPU."""
+"""`proa bench hybrid`, run as by a user, with a simulated GPU."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def table_of(lines: str, render: Callable[[Sequence[Result]], Group]) -> str:
-    """What is printed without --json, of what is printed with it."""
+    """Format the table that is printed without --json from the output of --json."""
     page = Console(width=200, file=io.StringIO(), record=True)
     page.print(render([msgspec.json.decode(line, type=Result) for line in lines.splitlines()]))
     return page.export_text()
 
 
-@pytest.mark.alone  # several requests at once must decode together for some steps
+@pytest.mark.alone  # all requests must decode together for some steps
 def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
     done = bench("--gpu=sim:64MiB", "--resident=0", "--requests=1,3", "--router=zipf", "--json")
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_hits_and_the_roof_of_what_was_read() -> None:
 
 @pytest.mark.alone
 def test_a_drift() -> None:
-    """Both halves of the run have the engine's whole length; hits fall when other experts become hot."""
+    """The hit rate falls when other experts become hot."""
     done = bench(
         "--gpu=sim:64MiB", "--resident=37.5", "--requests=1,2", "--router=drift", "--drift-tokens=100", "--json"
     )
@@ -92,7 +92,7 @@ def test_a_drift() -> None:
 
 
 @pytest.mark.parametrize("share", ["0", "0.5"])
-def test_a_prompt_that_comes_while_others_decode(share: str) -> None:
+def test_a_prompt_that_arrives_during_decode(share: str) -> None:
     done = bench(
         "--gpu=sim:64MiB", "--resident=50", "--requests=1,2", "--prompt-tokens=300", "--max-batch-tokens=150",
         f"--prefill-share={share}", "--json",
@@ -116,14 +116,14 @@ def test_a_prompt_that_comes_while_others_decode(share: str) -> None:
     ("arguments", "says"),
     [(["--prefill-share=0.5"], "--prompt-tokens"), (["--prompt-tokens=9", "--router=drift"], "different measurements")],
 )
-def test_what_cannot_be_measured(arguments: list[str], says: str) -> None:
+def test_measurements_that_are_refused(arguments: list[str], says: str) -> None:
     done = bench("--gpu=sim:64MiB", *arguments)
     assert done.returncode == 2
     assert says in done.stderr
 
 
 def test_a_model_with_recurrent_states() -> None:
-    """Its prompt is computed again each time."""
+    """Without a prefix cache, the prompt is computed again in each run."""
     done = bench("--shape=tiny-next", "--gpu=sim:64MiB", "--resident=50", "--requests=1", "--json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
@@ -165,13 +165,13 @@ def test_experts_of_another_format(form: str, bits: float) -> None:
     assert 0 < figures["cpu_bytes_per_step"] <= 2 * 2 * expert_bytes * 1.1  # scales fill up their lines
 
 
-def test_a_drift_where_none_shows() -> None:
+def test_a_drift_needs_some_resident_experts() -> None:
     done = bench("--gpu=sim:64MiB", "--resident=100", "--router=drift")
     assert done.returncode == 2
     assert "a drift changes nothing" in done.stderr
 
 
-def test_without_a_gpu_there_is_nothing_to_share() -> None:
+def test_a_gpu_is_required() -> None:
     done = bench("--gpu=none")
     assert done.returncode == 2
     assert "--gpu sim:" in done.stderr

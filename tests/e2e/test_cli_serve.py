@@ -1,4 +1,4 @@
-"""`proa serve` and `proa chat` as a person runs them: real processes, a tiny model, a real engine."""
+"""`proa serve` and `proa chat`, run as by a user: real processes, a real engine, a tiny model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def proa(*argv: str, text: str = "") -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def serving(folder: Path, *argv: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """`proa serve --json` on a free port, and its report once the model is loaded."""
+    """Run `proa serve --json` on a free port; yield the process and the report of the loaded model."""
     with subprocess.Popen(
         programs.proa("serve", str(folder), "--port=0", "--json", "--until-stdin-closes", *argv),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -69,7 +69,7 @@ def test_json_report_and_sigterm(folder: Path) -> None:
 
 
 def bound_threads(pid: int) -> list[frozenset[int]]:
-    """The CPUs of each thread of the engine that `proa serve` started."""
+    """Return the CPU affinity of each thread of the engine process of `proa serve`."""
     (engine,) = engines_of(pid)
     return [frozenset(os.sched_getaffinity(int(task.name))) for task in Path(f"/proc/{engine}/task").iterdir()]
 
@@ -86,7 +86,7 @@ def command_line(pid: int) -> str:
         (["--cpu-binding=none", "--numa-memory=interleave"], {"CPU binding": "none"}, False),
     ],
 )
-def test_workers_lie_where_they_are_asked_to(folder: Path, flags: list[str], rows: dict[str, str], bound: bool) -> None:
+def test_workers_follow_cpu_binding(folder: Path, flags: list[str], rows: dict[str, str], bound: bool) -> None:
     mine = frozenset(os.sched_getaffinity(0))
     with serving(folder, "--context=128", "--dtype=bfloat16", "--gpu=none", *flags) as (process, report):
         got = {row["name"]: row["got"] for row in report["decisions"]}
@@ -106,7 +106,7 @@ def test_two_engines_take_cpus_of_their_own(folder: Path) -> None:
         )
         (why,) = [row["why"] for row in report["decisions"] if row["name"] == "CPU binding"]
         assert "other Proa engines" in why
-        assert theirs != own or "with --threads" in why  # where no CPU is left, it says so
+        assert theirs != own or "with --threads" in why  # if no CPU is left, the report says so
 
 
 def test_a_number_of_threads_is_not_tried(folder: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_taken_port_is_refused_before_anything_is_loaded(folder: Path) -> None
     assert done.stderr.count("\n") == 1
 
 
-# Told when the process imports torch, the libraries of the HTTP server, or opens a port; one line each on stderr.
+# An audit hook that writes a line to stderr for each import of torch or the HTTP server's libraries, and each port.
 WATCH = """
 import sys
 def watch(event, arguments):
@@ -211,7 +211,7 @@ def change_config(folder: Path, **keys: Any) -> None:
         (None, "There is no model demoo: no such folder"),
     ],
 )
-def test_what_headers_tell_is_refused_before_the_port_opens(
+def test_header_errors_are_refused_before_the_port_opens(
     damage: Callable[[Path], None] | None, message: str, folder: Path, tmp_path: Path
 ) -> None:
     model = "demoo"
@@ -238,8 +238,8 @@ def test_a_nan_is_refused_by_its_place(folder: Path, tmp_path: Path) -> None:
     assert f"{model / 'model.safetensors'}: {name} is nan at [3, 7]. Weights must be finite numbers." in done.stderr
 
 
-def test_the_watch_sees_what_a_start_does(folder: Path) -> None:
-    """Else the test above could not fail."""
+def test_the_audit_hook_sees_a_start(folder: Path) -> None:
+    """Checks the audit hook: without this, the test above could not fail."""
     done = subprocess.run(
         [sys.executable, "-c", WATCH, "serve", str(folder), "--port=0", "--ram=1MiB"],
         capture_output=True, text=True, timeout=LIMIT_S,
@@ -295,7 +295,7 @@ def test_a_killed_chat_leaves_no_server(folder: Path) -> None:
         (child,) = children_of(chat.pid)
         chat.kill()
         chat.wait(LIMIT_S)
-        # The server holds the same stderr: it ends with the last process that does.
+        # The server shares this stderr, which is closed when the last process that has it ends.
         os.set_blocking(chat.stderr.fileno(), True)
         chat.stderr.read()
         end = time.monotonic() + ENDING_S

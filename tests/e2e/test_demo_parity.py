@@ -1,7 +1,7 @@
-"""The demo and its dense source through Proa's engine, against transformers in float32.
+"""Logits of the demo and its dense source from Proa's engine, compared with transformers in float32.
 
-Routing is forced to the oracle's: a rounding flips the choice between two experts of nearly equal score, and then both
-answers are right. That every difference was such a near-tie is asserted separately.
+The router is forced to transformers' selections: rounding may flip the selection between experts of nearly equal score,
+and both results are then correct. A separate assertion checks that every difference was such a near-tie.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def moe() -> Any:
 
 
 def prefill(model: Loaded, window: Tensor) -> Tensor:
-    """Proa's logits at every position of one window, float32 [tokens, vocab]."""
+    """Compute Proa's logits at every position of one window, float32 [tokens, vocab]."""
     engine, runner = make_engine(model, num_pages=40, page_tokens=16, max_batch_tokens=len(window))
     engine.submit(request("w", window.tolist(), 1))
     finish_all(engine)
@@ -82,9 +82,9 @@ def test_the_moe_equals_transformers_qwen2_moe(moe: Any, windows: Tensor) -> Non
 
 
 def _follow(model: Decoder, reference: Any) -> tuple[dict[int, Tensor], list[float]]:
-    """Make each MoE layer of `model` take the experts that `reference` took in its last forward pass.
+    """Force each MoE layer of `model` to select the experts that `reference` selected in its last forward pass.
 
-    Returns those choices by layer, and the score margins of all choices that would have differed.
+    Returns the selections by layer, and the score margins of all selections that would have differed.
     """
     chosen: dict[int, Tensor] = {}
     flips: list[float] = []
@@ -108,14 +108,14 @@ def _follow(model: Decoder, reference: Any) -> tuple[dict[int, Tensor], list[flo
 def test_with_all_experts_it_is_the_dense_model(
     dense: Any, windows: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the limit of equal routing weights, which the shipped router approaches to 2**-10."""
+    """Holds in the limit of equal routing weights, which the demo's router approximates to 2**-10."""
     monkeypatch.setattr(tensors, "LOGIT_RMS", 2.0**-20)
     model = load_decoder(assemble(demo_gguf(), tmp_path / "all", top_k=16, dtype="float32"), torch.float32)
     assert_equal_logits(prefill(model, windows[2]), oracle(dense, windows[2]))
 
 
 def test_perplexity_orders_the_variants(moe: Any, dense: Any, windows: Tensor) -> None:
-    """docs/demo.md has the figures of the whole text; its first window orders the variants as well."""
+    """The first window gives the same order of variants as the whole text, whose figures are in docs/demo.md."""
     whole, routed = perplexity(dense, windows[:1]), perplexity(moe, windows[:1])
     routers = [layer.mlp.gate.weight for layer in moe.model.layers]
     own = [weight.data for weight in routers]
@@ -129,7 +129,7 @@ def test_perplexity_orders_the_variants(moe: Any, dense: Any, windows: Tensor) -
 
 
 def perplexity_of(model: Loaded, windows: Tensor) -> float:
-    """Own routing, through prompt log-probabilities."""
+    """Compute the perplexity from Proa's prompt logprobs, with its own routing."""
     engine, _ = make_engine(model, num_pages=200, page_tokens=16)
     for i, window in enumerate(windows):
         engine.submit(request(f"w{i}", window.tolist(), 1, prompt_logprobs=0))
@@ -140,7 +140,8 @@ def perplexity_of(model: Loaded, windows: Tensor) -> float:
 
 
 def test_perplexity_in_bfloat16(moe: Any, dense: Any, windows: Tensor) -> None:
-    """As served, and in plain torch: within 1 % of transformers in float32. The GGUF's blocks are kept as they are."""
+    """With native kernels and in plain torch, within 1 % of transformers in float32. The GGUF's blocks are not
+    requantised."""
     some = windows[:2]  # of 11: transformers takes longest
     want = perplexity(moe, some)
     assert perplexity_of(load_decoder(demo_moe(), torch.bfloat16), some) == pytest.approx(want, rel=0.01)
@@ -151,8 +152,8 @@ def test_perplexity_in_bfloat16(moe: Any, dense: Any, windows: Tensor) -> None:
 
 
 def test_perplexity_with_an_fp8_cache(windows: Tensor) -> None:
-    """Lossy: 1.2 % of perplexity were measured in float32 (decision 029); twice that is too much. The dense model: near
-    ties of routing would add noise of their own."""
+    """An fp8 KV cache is lossy: it increased perplexity by 1.2 % in float32 (decision 029); the bound is twice that.
+    Uses the dense model, because near-ties in routing would add noise."""
     with Pool([[0]], pin=False) as pool:
         wide = perplexity_of(load_native(demo_gguf(), pool), windows[:3])
         narrow = perplexity_of(load_native(demo_gguf(), pool, KvStorage(torch.float8_e4m3fn)), windows[:3])

@@ -1,5 +1,5 @@
-"""Whole engines draw what sampling/ draws from the same logits. The head's weights are zero and biases make the
-distribution, so that the logits are the same bits on every device."""
+"""Engines on each device sample the same tokens as proa.sampling from the same logits. The head's weights are zero and
+logit biases make the distribution, so that logits are bitwise equal on every device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 
 def headless(folder: Path) -> Path:
-    """A tiny model whose logits are all 0."""
+    """Make a tiny model whose logits are all 0."""
     made = make_model(folder)
     (path,) = made.glob("*.safetensors")
     tensors = load_file(path)
@@ -52,7 +52,7 @@ def expected(seed: int, wishes: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_seeded_answers_are_those_of_the_cpu(gpu: str, tmp_path: Path) -> None:
-    """All wishes in one batch, each twice, with different seeds."""
+    """All sampling parameters in one batch, each twice, with different seeds."""
 
     def params(seed: int, wishes: dict[str, Any]) -> SamplingParams:
         neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -1,4 +1,4 @@
-"""The official openai and anthropic clients against `proa serve demo`: a real model, real processes."""
+"""OpenAI's and Anthropic's clients against `proa serve demo`: a real model, real processes."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ class Server:
         return {name: float(value) for name, value in pairs}
 
     def is_idle(self) -> bool:
-        """Nothing runs or waits, and every page is free or evictable."""
+        """True if no request runs or waits, and every KV page is free or evictable."""
         now = self.metrics()
         is_quiet = now["proa_running_requests"] == now["proa_waiting_requests"] == 0
         return is_quiet and now["proa_kv_pages_free"] + now["proa_kv_pages_cached"] == now["proa_kv_pages"]
 
     def rss_bytes(self) -> int:
-        """Resident memory of the server and the processes it started."""
+        """Return the resident memory of the server and its child processes, in bytes."""
         page = os.sysconf("SC_PAGE_SIZE")
         return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in family_of(self.process.pid))
 
 
 def family_of(pid: int) -> list[int]:
-    """`pid` and its descendants."""
+    """Return `pid` and the ids of its descendants."""
     parents = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -113,7 +113,7 @@ def wait_for(condition: Callable[[], Any], seconds: float, process: subprocess.P
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Its KV pool is small, so that one wave of requests fills it and memory cannot grow any more."""
+    """A server with a small KV cache, so that one wave of requests fills it and memory stops growing."""
     with serve(tmp_path_factory.mktemp("serve"), "--context", "2048", "--kv-memory", "96MiB") as running:
         yield running
 
@@ -138,7 +138,7 @@ def test_chat(client: openai.OpenAI) -> None:
 
 
 def wave(client: openai.OpenAI, salt: str) -> None:
-    """64 streams of mixed lengths at once; each must bring exactly what it was asked for."""
+    """Run 64 concurrent streams of mixed lengths; assert that each generates exactly the requested number of tokens."""
 
     def ask(i: int) -> tuple[int, str | None, str]:
         stream = client.chat.completions.create(
@@ -257,7 +257,7 @@ def test_echo_scores_the_prompt(client: openai.OpenAI) -> None:
     scores = choice.logprobs.token_logprobs or []
     assert all(score <= 0 for score in scores[1:])
     paris = (choice.logprobs.tokens or []).index(" Paris")
-    assert scores[paris] > -3  # it knows
+    assert scores[paris] > -3  # the model knows the text
 
 
 def test_stop_string_over_tokens(client: openai.OpenAI) -> None:
@@ -277,7 +277,7 @@ def test_emoji_pass_whole(client: openai.OpenAI) -> None:
     )
     pieces = [chunk.choices[0].text for chunk in stream]
     text = "".join(pieces)
-    assert any(ord(c) > 0xFFFF for c in text)  # which ones, is a near tie that each CPU's rounding decides
+    assert any(ord(c) > 0xFFFF for c in text)  # which emoji is a near-tie that depends on the CPU's rounding
     assert "\ufffd" not in text.rstrip("\ufffd")  # the limit may cut the last character
 
 

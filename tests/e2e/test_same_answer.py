@@ -1,4 +1,4 @@
-"""The demo, asked again: through a real server's engine, alone and together, with and without the prefix cache."""
+"""The demo gives equal answers to equal requests: alone and in a batch, with and without the prefix cache."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def probe() -> ModuleType:
 
 @pytest.mark.demo
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_the_demo_answers_alike(probe: ModuleType, deterministic: bool) -> None:
-    """On a CPU with bfloat16 weights by default too: docs/reproducibility.md."""
+def test_the_demo_gives_equal_answers(probe: ModuleType, deterministic: bool) -> None:
+    """Holds on a CPU with bfloat16 weights also without --deterministic: see docs/reproducibility.md."""
     prompts = probe.make_prompts(PROMPTS)
     options = {"max_running": 16, "deterministic": deterministic, "gpu": "none", "context": 1024}
     found = asyncio.run(probe.count_different(str(demo_moe()), options, prompts, TIMES, TOKENS))

@@ -1,4 +1,4 @@
-"""Mixed traffic for a while: nothing leaks, nothing fails. Some seconds on a simulated GPU, minutes on a real one."""
+"""Mixed traffic without leaks or failures: seconds on a simulated GPU, minutes on a real one."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from proa.types import SamplingParams
 REAL_S = float(os.environ.get("SOAK_SECONDS", "300"))
 LENGTHS = [
     pytest.param("sim:256MiB", 20.0, id="sim"),  # steps in turns have many shapes, and torch keeps memory for each
-    pytest.param(  # alone: the VRAM of a GPU is everybody's
+    pytest.param(  # alone: other tests would use the same VRAM
         "0", REAL_S, id="cuda", marks=[pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(2 * REAL_S + 120)]
     ),
 ]
-WARM_UP = 0.5  # of the time: caches fill, graphs are captured, places have had their experts
+WARM_UP = 0.5  # fraction of the time: caches fill, graphs are captured, every expert slot has been used
 CONTEXT, VOCAB = 1024, 500
-# Python's own memory breathes by some MiB, and the KV of all pages is 5; leaked pages and rows show in counts.
+# Python's own memory varies by some MiB, and the whole KV cache has 5 MiB; leaked pages and rows show in the counters.
 RAM_SLACK_BYTES, VRAM_SLACK_BYTES = 12 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
 class Held:
-    """What the engine's process has."""
+    """Resources of the engine process."""
 
     threads: int
     files: int
@@ -51,7 +51,7 @@ class Held:
 
 
 class Traffic:
-    """Short, long, cancelled, in bursts; drawn and greedy; some prompts begin alike."""
+    """Requests of mixed kinds: short, long, cancelled, in bursts; sampled and greedy; some with a common prefix."""
 
     def __init__(self, llm: AsyncLLM, seed: int) -> None:
         self._llm, self._rng, self.ended = llm, random.Random(seed), Counter[str]()
@@ -87,7 +87,7 @@ class Traffic:
 
 
 async def idle(llm: AsyncLLM) -> None:
-    """Cancelled requests end a step later."""
+    """Wait until the engine is idle: cancelled requests end only with the next step."""
     end = time.monotonic() + 10
     while llm.engine.stats.running or llm.engine.stats.waiting:
         assert time.monotonic() < end, llm.engine.stats

@@ -1,4 +1,4 @@
-"""The official anthropic client against a real server whose engine is scripted; raw events by httpx."""
+"""Anthropic's client against a real server with a scripted engine; raw events are read with httpx."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def post(served: Served, path: str = MESSAGES, **changes: Any) -> httpx.Response
 
 
 def events_of(response: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
-    """(name, data) of each event; checks the frames themselves."""
+    """Parse a stream to (name, data) of each event; asserts that the framing is valid."""
     frames = response.text.removesuffix("\n\n").split("\n\n")
     lines = [frame.split("\n") for frame in frames]
     assert all(len(pair) == 2 for pair in lines)
@@ -205,7 +205,7 @@ def test_cancelled_stream_aborts(tokenizer: Tokenizer) -> None:
         assert not served.engine.in_flight
 
 
-def test_pings_while_nothing_comes(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pings_while_the_engine_is_silent(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "FIRST_OBJECT_S", 0.05)
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
     with Served(tokenizer, says(tokenizer, "late", delay_s=0.5)) as served, client_of(served) as client:
@@ -246,7 +246,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def check_error(response: httpx.Response) -> dict[str, str]:
-    """The error's details, after checking the shape around them."""
+    """Assert the error body's structure; return the error's details."""
     reply = response.json()
     assert set(reply) == {"type", "error", "request_id"}
     assert reply["type"] == "error"
@@ -281,9 +281,9 @@ def test_refused_fields(served: Served, row: Any, path: str) -> None:
 
 def test_tools_are_refused_by_name(client: anthropic.Anthropic) -> None:
     tools: Any = [{"name": "f", "input_schema": {"type": "object"}}]
-    with pytest.raises(anthropic.BadRequestError, match=r"tools is not implemented.*Tool calls are not parsed yet"):
+    with pytest.raises(anthropic.BadRequestError, match=r"tools is not supported.*Tool calls are not parsed yet"):
         client.messages.create(model=MODEL, max_tokens=10, messages=USER, tools=tools)
-    with pytest.raises(anthropic.BadRequestError, match="thinking is not implemented"):
+    with pytest.raises(anthropic.BadRequestError, match="thinking is not supported"):
         client.messages.create(
             model=MODEL, max_tokens=10, messages=USER, thinking={"type": "enabled", "budget_tokens": 1024}
         )

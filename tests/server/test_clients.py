@@ -1,4 +1,4 @@
-"""Tests that need OpenAI's or Anthropic's client are skipped where it is not installed."""
+"""Tests that need OpenAI's or Anthropic's client are skipped if it is not installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_no_file_of_tests_imports_a_client() -> None:
-    """pytest.importorskip skips; an import statement would be an error of collection."""
+    """Tests must use pytest.importorskip: an import statement would fail the collection."""
     files = {str(path.relative_to(TESTS)): imported(path) & CLIENTS for path in TESTS.rglob("*.py")}
     assert len(files) > 200
     assert not {name: clients for name, clients in files.items() if clients}

@@ -1,4 +1,4 @@
-"""Requests that want too much, or that are made to do harm: over the ASGI interface, no socket."""
+"""Oversized and malicious requests, over the ASGI interface without a socket."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_paths_cannot_write_log_lines(tokenizer: Tokenizer, caplog: pytest.LogCa
     assert line.startswith("GET /x\\n2026 fake\\x1b[31m\\x85: 404")
 
 
-def test_an_upload_that_breaks_off_is_no_bug(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_upload_is_not_logged_as_a_bug(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     service = make_service(tokenizer, FakeEngine())
     messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
     sent: list[Any] = []
@@ -62,7 +62,7 @@ def test_an_upload_that_breaks_off_is_no_bug(tokenizer: Tokenizer, caplog: pytes
         run(build_app(service)(scope, receive, answer))
     assert sent == []
     assert [record.levelno for record in caplog.records] == [logging.INFO]
-    assert "the client hung up" in caplog.text
+    assert "the client disconnected" in caplog.text
     assert 'outcome="cancelled"} 1.0' in service.metrics.render().decode()
 
 
@@ -127,7 +127,7 @@ def test_logprobs_of_no_token(tokenizer: Tokenizer) -> None:
     assert response.json()["choices"][0]["logprobs"] is None
 
 
-def test_echoed_scores_take_the_larger_number(tokenizer: Tokenizer) -> None:
+def test_echo_uses_the_larger_number_of_logprobs(tokenizer: Tokenizer) -> None:
     body = {"prompt": "Hello world", "echo": True, "logprobs": 2, "prompt_logprobs": 0}
     choice = post(tokenizer, COMPLETIONS, json=body).json()["choices"][0]
     assert len(choice["logprobs"]["top_logprobs"][1]) >= 2
@@ -144,7 +144,7 @@ def test_echoed_scores_take_the_larger_number(tokenizer: Tokenizer) -> None:
         ("/tokenize", {"prompt": "a " * 200_000}),
     ],
 )
-def test_hopeless_texts_are_not_tokenised(
+def test_texts_too_long_for_the_context_are_not_tokenised(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("tokenised"))
@@ -156,8 +156,8 @@ def test_hopeless_texts_are_not_tokenised(
         assert check_shape(response)["code"] == "context_length_exceeded"
 
 
-def test_a_text_that_may_fit_is_tokenised(tokenizer: Tokenizer) -> None:
-    """Of the longest tokens, as many as the context holds."""
+def test_the_longest_text_that_may_fit_is_tokenised(tokenizer: Tokenizer) -> None:
+    """A text as long as the context filled with the longest token."""
     spellings = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
     longest = max(spellings, key=len)
     token = spellings.index(longest)
@@ -168,7 +168,7 @@ def test_a_text_that_may_fit_is_tokenised(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("prompts", "n", "status"), [(260, 1, 200), (261, 1, 400), (20_000, 1, 400), (131, 2, 400)])
-def test_more_answers_than_can_wait(tokenizer: Tokenizer, prompts: int, n: int, status: int) -> None:
+def test_more_answers_than_the_queue_holds_are_refused(tokenizer: Tokenizer, prompts: int, n: int, status: int) -> None:
     engine = FakeEngine(Reply(tokenizer.encode("Hello")))
     body = {"prompt": [[5]] * prompts, "n": n, "max_tokens": 1}
     response = post(tokenizer, COMPLETIONS, engine, json=body)

@@ -1,4 +1,4 @@
-"""What is refused, how, and in which words: over the ASGI interface, no socket."""
+"""Refused requests: status codes and error bodies, over the ASGI interface without a socket."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def send(service: Service, method: str, path: str, **request: Any) -> http
 
 
 def post(tokenizer: Tokenizer, path: str, engine: FakeEngine | None = None, **request: Any) -> httpx.Response:
-    """One request to a fresh server; `options` are ServerOptions."""
+    """Send one request to a new server; `options`: fields of ServerOptions."""
     options = request.pop("options", {})
 
     async def work() -> httpx.Response:
@@ -47,7 +47,7 @@ def post(tokenizer: Tokenizer, path: str, engine: FakeEngine | None = None, **re
 
 
 def check_shape(response: httpx.Response) -> dict[str, Any]:
-    """The error object, after checking that it has OpenAI's shape."""
+    """Assert that the body has OpenAI's error format; return the error object."""
     body = response.json()
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}

@@ -1,4 +1,4 @@
-"""The table of metrics and its Prometheus text."""
+"""The declared metrics and their Prometheus text."""
 
 from __future__ import annotations
 

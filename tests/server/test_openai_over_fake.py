@@ -1,4 +1,4 @@
-"""The official openai client against a real server whose engine is scripted."""
+"""OpenAI's client against a real server with a scripted engine."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ PLAIN_AND_STREAMED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PLAIN_AND_STREAMED)
 def test_stream_adds_up_to_the_plain_answer(served: Served, name: str) -> None:
-    """Adds the events up by the protocol's own rules, not with the server's fold."""
+    """Accumulates the events by the protocol's rules, independently of the server's fold."""
     body = {"seed": 5, **PLAIN_AND_STREAMED[name]}
     url = f"{served.url}/v1/chat/completions" if "messages" in body else f"{served.url}/v1/completions"
     plain = httpx.post(url, json=body).json()
@@ -272,8 +272,8 @@ def test_completion_logprobs_with_echo(served: Served) -> None:
     assert any(spelt.startswith("bytes:") for spelt in logprobs.tokens)
 
 
-def test_echo_waits_for_the_prompts_scores(tokenizer: Tokenizer) -> None:
-    """Choice 0 brings them; the others are faster here."""
+def test_echo_waits_for_prompt_logprobs(tokenizer: Tokenizer) -> None:
+    """Prompt logprobs come with choice 0; here the other choices' tokens arrive before it."""
 
     def reply(request: EngineRequest) -> Reply:
         return says(tokenizer, "one two", delay_s=0.0 if request.sampling.prompt_logprobs is None else 0.1)
@@ -340,7 +340,7 @@ def test_cancelled_stream_aborts(tokenizer: Tokenizer) -> None:
         assert not served.engine.in_flight
 
 
-def test_hang_up_aborts_plain_request(tokenizer: Tokenizer) -> None:
+def test_disconnect_aborts_unstreamed_request(tokenizer: Tokenizer) -> None:
     with Served(tokenizer, says(tokenizer, STORY * 50, delay_s=0.01)) as served:
         with pytest.raises(openai.APITimeoutError):
             served.client.with_options(timeout=0.3).chat.completions.create(model=MODEL, messages=USER)
@@ -349,7 +349,7 @@ def test_hang_up_aborts_plain_request(tokenizer: Tokenizer) -> None:
         assert wait_for(lambda: 'outcome="cancelled"' in httpx.get(f"{served.url}/metrics").text)
 
 
-def test_hang_up_before_the_first_token_aborts(tokenizer: Tokenizer) -> None:
+def test_disconnect_before_the_first_token_aborts(tokenizer: Tokenizer) -> None:
     with Served(tokenizer, Reply(tokenizer.encode("late"), delay_s=3.0)) as served:
         with pytest.raises(openai.APITimeoutError):
             served.client.with_options(timeout=0.3).chat.completions.create(model=MODEL, messages=USER, stream=True)

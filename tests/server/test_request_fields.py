@@ -1,4 +1,4 @@
-"""Every field of OpenAI's requests has exactly one fate, and docs/api.md tells it."""
+"""Every field of OpenAI's and Anthropic's requests is implemented, refused or ignored, as docs/api.md says."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_messages_ignore_no_field_of_the_others(schema: typing.Any) -> None:
     ("endpoint", "schema"),
     [("chat", ChatRequest), ("completions", CompletionRequest), ("messages", MessagesRequest)],
 )
-def test_no_field_has_two_fates(endpoint: Endpoint, schema: typing.Any) -> None:
+def test_no_field_is_in_two_tables(endpoint: Endpoint, schema: typing.Any) -> None:
     implemented, ignored = set(schema.model_fields), {row.name for row in IGNORED}
     assert not implemented & refused_on(endpoint)
     assert not implemented & ignored

@@ -1,4 +1,4 @@
-"""A server from the open port to the exit code."""
+"""A server's life: port, loading, draining, signals, exit code."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_loading_that_fails_ends_the_server(tokenizer: Tokenizer) -> None:
     assert engine.closed
 
 
-def test_engine_death_tells_running_requests_and_ends_the_server(tokenizer: Tokenizer) -> None:
+def test_engine_death_fails_running_requests_and_ends_the_server(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(Reply(tokenizer.encode("word " * 400), delay_s=0.01))
     with Served(tokenizer, engine=engine) as served, ThreadPoolExecutor(1) as pool:
         stream = served.client.chat.completions.create(model=MODEL, messages=USER, stream=True)
@@ -116,7 +116,7 @@ def test_engine_death_tells_running_requests_and_ends_the_server(tokenizer: Toke
             served.exit.result(10)
 
 
-def test_health_tells_of_death(tokenizer: Tokenizer) -> None:
+def test_health_reports_engine_death(tokenizer: Tokenizer) -> None:
     service = make_service(tokenizer, FakeEngine(state="failed", failure=EngineDead("It was killed.", "Restart.")))
     response = status.health(service)
     assert response.status_code == 503
@@ -140,7 +140,7 @@ def test_drain_lets_running_requests_finish(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_drain_cuts_off_what_takes_too_long(tokenizer: Tokenizer, stream: bool) -> None:
+def test_drain_aborts_requests_after_the_timeout(tokenizer: Tokenizer, stream: bool) -> None:
     reply = Reply(tokenizer.encode("word " * 2000), delay_s=0.02)
     with Served(tokenizer, reply, drain_seconds=0.2) as served, ThreadPoolExecutor(1) as pool:
 
@@ -190,7 +190,7 @@ def test_port_in_use() -> None:
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
-def test_address_that_is_not_ours(host: str) -> None:
+def test_bind_refuses_a_foreign_address(host: str) -> None:
     with pytest.raises(UsageError, match="--host"):
         bind(host, 0)
 
@@ -228,7 +228,7 @@ def test_health_generate_times_out(tokenizer: Tokenizer, monkeypatch: pytest.Mon
 
 
 def _keep_advancing(loop: asyncio.AbstractEventLoop, engine: FakeEngine) -> None:
-    """Whenever it is that a request begins."""
+    """Increase the engine's token counter every 20 ms, so that it advances during the probe."""
     engine.stats = Stats(generated_tokens=engine.stats.generated_tokens + 1)
     loop.call_later(0.02, _keep_advancing, loop, engine)
 

@@ -1,4 +1,4 @@
-"""Tests in several processes: those that are alone are alone, whoever waits."""
+"""Tests in several processes: a test marked `alone` runs while no other test runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for _ in range(20):
 """
 
 
-def test_nobody_runs_beside_what_is_alone(tmp_path: Path) -> None:
+def test_no_test_runs_beside_one_marked_alone(tmp_path: Path) -> None:
     for name in ("turn", "running"):
         (tmp_path / name).touch()
     started = [

@@ -1,4 +1,4 @@
-"""The arithmetic of benches, their prompts, and the JSON and table they hand back."""
+"""Benchmarks: computation of figures, prompts, and the JSON and table of a result."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def test_latency_figures() -> None:
     assert figures["tpot_ms_p10"] == pytest.approx(110)
     assert figures["prefill_tokens_per_s"] == pytest.approx((100 + 200) / 2)
     assert figures["decode_tokens_per_s"] == pytest.approx(1 / 0.15)
-    assert figures["cached_prompt_tokens"] == 32  # a cache that helped is visible in the result
+    assert figures["cached_prompt_tokens"] == 32  # hits in the prefix cache are reported
 
 
 def test_where_a_decode_step_spends_its_time() -> None:
-    """Counters of steps 1, 2, 4 and 7, at 1 ms of model and 10, 20, 30 and 40 us of the stages for each step."""
+    """Counters at steps 1, 2, 4 and 7; each step has 1 ms of model, and stages of 10, 20, 30 and 40 us."""
     steps = (1, 2, 4, 7)
     stats = tuple(
         Stats(
@@ -106,7 +106,7 @@ def test_prompts_are_exact_and_distinct_from_the_start(text: list[int], length: 
 
 @pytest.mark.parametrize(("count", "length"), [(1, 1), (5, 10)])
 def test_prompts_that_cannot_differ_are_refused(count: int, length: int) -> None:
-    with pytest.raises(UsageError, match="cannot differ"):
+    with pytest.raises(UsageError, match="are impossible"):
         distinct_prompts([7, 8], count, length)
 
 
@@ -168,7 +168,7 @@ def test_table_shows_every_figure_with_its_unit() -> None:
     for shown in ("ttft", "500", "tpot", "150", "decode tokens", "6.67 / s", "roof share", "16.6 %", "quiet machine"):
         assert shown in text
     assert "failed 3 times: HTTP 500" in text
-    assert "RAM reads 40.0 GB/s (30.0 GB/s to 40.0 GB/s beside the runs)" in " ".join(text.split())
+    assert "RAM reads 40.0 GB/s (30.0 GB/s to 40.0 GB/s before and after the runs)" in " ".join(text.split())
 
 
 def test_options_are_declared_once_each() -> None:

@@ -1,4 +1,4 @@
-"""What a trace of chosen experts allows, and the windows around a drift, written out."""
+"""Hits of the best fixed set and of an LRU cache on a small trace, and the windows around a drift, computed by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random_trace(looks: int, seed: int, top_k: int = 2) -> np.ndarray[tuple[int,
 
 
 @pytest.mark.parametrize("slots", [(3, 5), (0, 9), (1, 1)])
-def test_the_best_and_an_lru(slots: tuple[int, int]) -> None:
+def test_hits_of_the_best_fixed_set_and_an_lru(slots: tuple[int, int]) -> None:
     trace = random_trace(40, sum(slots))
     hits = hit_bytes = missed_bytes = 0
     lru = np.zeros(40, np.int64)
@@ -47,14 +47,14 @@ def test_the_best_and_an_lru(slots: tuple[int, int]) -> None:
     assert lru_hits(trace, slots).tolist() == lru.tolist()
 
 
-def test_good_is_nine_tenths_of_an_lru_over_a_window() -> None:
+def test_looks_until_good_compares_windows_with_an_lru() -> None:
     assert looks_until_good([0, 0, 9, 8, 10, 10], [10] * 6, 2) == 5, "8 and 10"
     assert looks_until_good([0, 0, 9, 9, 1, 1], [10] * 6, 2) == 4
     assert looks_until_good([8] * 6, [10] * 6, 2) is None
 
 
 def answer(first: int, hits: list[int], seconds: float) -> TimedAnswer:
-    """A token a step and a look; each look has four choices."""
+    """An answer with one token per step and look; each look has four selections."""
     at = np.cumsum([0, *hits]).tolist()
     moments = [
         Moment(seconds * i, Stats(steps=i, generated_tokens=i, expert_looks=first + i, expert_choices=4 * i,
@@ -65,7 +65,8 @@ def answer(first: int, hits: list[int], seconds: float) -> TimedAnswer:
 
 
 def test_windows_around_a_drift(tmp_path: Path) -> None:
-    """One layer, experts 0 and 1 before, 2 and 3 after; two slots. What was measured is half as good as it could be."""
+    """One layer with two slots; experts 0 and 1 are selected before the drift, 2 and 3 after. The measured hits are
+    half of the possible ones."""
     drift, count = 20, drift_tokens_each(20)
     assert count == 23
     trace = np.zeros((2 * count, 1, EXPERTS), TRACE_DTYPE)

@@ -1,4 +1,4 @@
-"""The hybrid bench: its shapes, its arithmetic, its options, its table."""
+"""`proa bench hybrid`: model shapes, computation of figures, options, table."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def moment(time_s: float, **counters: Any) -> Moment:
     return Moment(time_s, Stats(**counters))
 
 
-def test_news_that_arrive_together_are_not_of_one_moment() -> None:
-    """Where whoever measures had no CPU for a while."""
+def test_events_that_arrive_together_keep_their_own_step_times() -> None:
+    """Events of several steps may arrive together if the benchmark's process got no CPU time."""
 
     class Late:
         stats = Stats()
@@ -141,7 +141,7 @@ def test_hot_experts_are_shared_by_more_requests() -> None:
     assert 8 < zipf < uniform
 
 
-def test_what_a_step_reads() -> None:
+def test_expected_bytes_of_a_step() -> None:
     dense = dense_bytes(TINY_SPEC, gpu_plan(4, 2), 2, 100.5)
     assert dense == DENSE_BYTES + 2 * 100.5 * TINY_KV_BYTES
     assert dense_bytes(TINY_SPEC, gpu_plan(4, 2), 2, 100.5, 1) == DENSE_BYTES + 100.5 * TINY_KV_BYTES, "fp8"
@@ -151,7 +151,7 @@ def test_what_a_step_reads() -> None:
     assert read.resident == pytest.approx((4 + 2) * (1 - 0.75**2) * TINY_EXPERT_BYTES)
 
 
-def test_what_the_gpu_reads_in_ram_counts_as_read_from_ram() -> None:
+def test_co_fetched_experts_count_as_ram_bytes() -> None:
     fetching = msgspec.structs.replace(gpu_plan(4, 2), co_fetch=True)
     alone = expected_bytes(TINY_SPEC, fetching, "uniform", 1, DENSE_BYTES, cpu_bytes=1.0)
     missed = 2 * 2 * TINY_EXPERT_BYTES - alone.resident
@@ -164,18 +164,18 @@ COUNTED = {"steps": 4, "expert_looks": 6, "expert_choices": 16, "expert_hits": 1
            "expert_missed_bytes": 200, "expert_moved_bytes": 80}  # fmt: skip
 
 
-def test_all_or_nothing_is_expected_under_any_routing() -> None:
+def test_hit_rate_without_a_trace_is_zero_or_one() -> None:
     every = 2 * expected_distinct(frequencies("zipf", 8, 2), 3) * TINY_EXPERT_BYTES
     none, both = (expected_bytes(TINY_SPEC, gpu_plan(n, n), "zipf", 3, 1, cpu_bytes=5.0) for n in (0, 8))
     assert (none.resident, both.resident) == (0, pytest.approx(every))
     assert (none.cpu, both.cpu) == (5, 5)
-    rates = [hit_figures(a_span(), None, gpu_plan(n, n)) for n in (0, 8)]
+    rates = [hit_figures(an_interval(), None, gpu_plan(n, n)) for n in (0, 8)]
     assert rates == [{"hit_rate": 0, "best_hit_rate": 0}, {"hit_rate": 1, "best_hit_rate": 1}]
 
 
 @pytest.mark.parametrize("arrived", [1.0, 0.75, 1.25], ids=["all", "a step later", "with a step before"])
-def test_what_was_really_read(arrived: float) -> None:
-    """Counts of the interval's steps come in it or later."""
+def test_placed_bytes_of_selected_experts(arrived: float) -> None:
+    """The counters of an interval's steps may lag, so bytes are divided by the counted steps."""
     counted = {name: int(count * arrived) for name, count in COUNTED.items() if name != "steps"}
     interval = DecodeInterval(moment(0.0), moment(1.0, steps=4, **counted))
     one, two = (placed_bytes(interval, gpu_plan(4, 2), requests, 7.0, 4) for requests in (1, 2))
@@ -183,8 +183,8 @@ def test_what_was_really_read(arrived: float) -> None:
     assert (two.dense, two.resident, two.cpu) == (7, 100, 50)
 
 
-def test_hits_beside_the_best_ones_and_their_roof() -> None:
-    """Of 6 looks, the interval has 4; a layer of two has two slots, the other one."""
+def test_hit_rate_and_best_hit_rate_of_a_trace() -> None:
+    """The interval has 4 of 6 looks; one of the two layers has two slots, the other one."""
     trace = np.zeros((6, 2, 8), np.int64)
     trace[:2, :, 7] = 100  # before the interval
     trace[2:, 0, :3] = [[1, 1, 0], [1, 0, 1], [1, 1, 0], [1, 1, 0]]
@@ -217,13 +217,14 @@ def test_the_roof_is_the_longer_of_both(resident: float, cpu: float, step_s: flo
 
 
 @pytest.mark.parametrize(("requests", "cpu", "step_s"), [(1, 15e9, 3.0), (4, 5e9, 1.5), (5, 15e9, 4.0)])
-def test_with_read_ahead_ram_is_read_all_the_time(requests: int, cpu: float, step_s: float) -> None:
-    """Steps of up to four rows are foreseen. Else the roof could be exceeded: dense weights take a second here."""
+def test_read_ahead_raises_the_roof_for_few_rows(requests: int, cpu: float, step_s: float) -> None:
+    """Experts are predicted in steps of up to four rows; a roof without that could be exceeded. Dense weights take 1 s
+    here."""
     read, rates = StepBytes(dense=2e9, resident=1e9, cpu=cpu), Rates(hbm=2e9, ram=5e9)
     assert roof_tokens_per_s(read, rates, requests, read_ahead=True) == pytest.approx(requests / step_s)
 
 
-def test_a_span_begins_when_all_decode_and_ends_with_the_first() -> None:
+def test_the_common_interval_starts_with_the_last_request() -> None:
     first = [moment(1.0, steps=10), moment(2.0, steps=12), moment(9.0, steps=20)]
     last = [moment(3.0, steps=14), moment(8.0, steps=19), moment(10.0, steps=21)]
     interval = common_interval([first, last])
@@ -233,14 +234,14 @@ def test_a_span_begins_when_all_decode_and_ends_with_the_first() -> None:
     assert common_interval([first, first]) == DecodeInterval(first[0], first[2])
 
 
-def test_the_run_in_the_middle_counts_whole() -> None:
+def test_the_run_of_median_rate_is_reported() -> None:
     intervals = [DecodeInterval(moment(0.0), moment(s, steps=1, generated_tokens=12)) for s in (3.0, 1.0, 4.0, 2.0)]
-    assert median_interval(intervals) is intervals[0]  # rates 4, 12, 3, 6: the lower of the two in the median_interval
+    assert median_interval(intervals) is intervals[0]  # rates 4, 12, 3, 6: the lower of the two middle ones
     assert median_interval(intervals[1:]) is intervals[3]
 
 
-def a_span() -> DecodeInterval:
-    """10 steps of 2 ms, 4 requests; the CPU has 2 layers' jobs in each."""
+def an_interval() -> DecodeInterval:
+    """10 steps of 2 ms with 4 requests; each step has CPU jobs of 2 layers."""
     begin = {"steps": 5, "generated_tokens": 100, "cpu_jobs": 7, "cpu_weight_bytes": 1000, "schedule_seconds": 1.0}
     end = {"steps": 15, "generated_tokens": 140, "cpu_jobs": 27, "cpu_weight_bytes": 6000, "schedule_seconds": 1.001,
            "inputs_seconds": 0.001, "program_seconds": 0.018, "sample_seconds": 0.0, "cpu_experts_seconds": 0.012,
@@ -250,15 +251,15 @@ def a_span() -> DecodeInterval:
 
 
 def test_the_split_adds_up() -> None:
-    split = split_ms(a_span(), round_trip_us=50.0)
+    split = split_ms(an_interval(), round_trip_us=50.0)
     wanted = {"cpu_experts_ms": 1.2, "transport_ms": 0.1, "gpu_ms": 0.5, "host_ms": 0.2, "cpu_waiting_ms": 0.3}
     assert split == pytest.approx(wanted)
-    assert split_ms(a_span(), None)["gpu_ms"] == pytest.approx(0.6)
+    assert split_ms(an_interval(), None)["gpu_ms"] == pytest.approx(0.6)
 
 
 def test_figures() -> None:
     read, rates = StepBytes(dense=1e6, resident=0, cpu=500), Rates(hbm=1e9, ram=1e9, pcie=5e8)
-    figures = figures_of(a_span(), gpu_plan(0, 0), 4, read, rates)
+    figures = figures_of(an_interval(), gpu_plan(0, 0), 4, read, rates)
     assert figures["tokens_per_s"] == pytest.approx(2000)
     assert figures["tokens_per_s_per_request"] == pytest.approx(500)
     assert figures["step_ms"] == pytest.approx(2)
@@ -270,7 +271,7 @@ def test_figures() -> None:
     assert figures["cpu_bytes_per_step"] == pytest.approx(500)
     assert figures["foreseen_share"] == pytest.approx(0.75)
     assert (figures["ram_bytes_per_s"], figures["pcie_bytes_per_s"]) == (1e9, 5e8)
-    some = figures_of(a_span(), gpu_plan(1, 0), 4, read, rates)
+    some = figures_of(an_interval(), gpu_plan(1, 0), 4, read, rates)
     assert (some["fixed_us_per_layer"], some["beside_us_per_layer"]) == (None, None), "the GPU's experts are in there"
     alone = figures_of(DecodeInterval(moment(1.0), moment(1.02, steps=1)), gpu_plan(0, 0), 4, read, rates)
     assert alone["fixed_us_per_layer"] is None, "no layer followed another"
@@ -308,13 +309,13 @@ def test_the_engine_has_room_for_all_requests() -> None:
     [
         ({"requests": ""}, "--requests"), ({"requests": "1,,2"}, "--requests"), ({"requests": "0"}, "--requests"),
         ({"requests": "-1"}, "--requests"), ({"requests": "5000"}, "--requests"), ({"layers": 49}, "has 48"),
-        ({"requests": "8", "max_batch_tokens": 8}, "too few"),
-        ({"requests": "512"}, "too few"),
+        ({"requests": "8", "max_batch_tokens": 8}, "too small"),
+        ({"requests": "512"}, "too small"),
         ({"resident": 50, "engine": HybridEngineOptions(gpus=GpuOptions(gpu_experts="3"))}, "--gpu-experts"),
         ({"resident": 0, "engine": HybridEngineOptions(gpus=GpuOptions(gpu_resident_layers="0"))}, "--resident"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         case_of(HybridOptions(**options))
 
@@ -336,10 +337,12 @@ def test_prompts_are_random_and_the_same_every_time() -> None:
 
 def test_the_table_shows_what_the_json_has() -> None:
     read, rates = StepBytes(dense=1 << 20, resident=0, cpu=5 << 20), Rates(hbm=4.2e12, ram=2.5e11, pcie=5.5e10)
-    figures = figures_of(a_span(), gpu_plan(0, 0), 4, read, rates) | {"round_trip_us": 13.5, "load_s": 2.0}
-    figures |= placed_figures(a_span(), gpu_plan(0, 0), 4, read, rates) | hit_figures(a_span(), None, gpu_plan(0, 0))
+    figures = figures_of(an_interval(), gpu_plan(0, 0), 4, read, rates) | {"round_trip_us": 13.5, "load_s": 2.0}
+    figures |= placed_figures(an_interval(), gpu_plan(0, 0), 4, read, rates) | hit_figures(
+        an_interval(), None, gpu_plan(0, 0)
+    )
     found = result(
-        "hybrid", "What?", "tiny", HybridOptions(), figures, split=split_ms(a_span(), 50.0), notes=("on a boat",)
+        "hybrid", "What?", "tiny", HybridOptions(), figures, split=split_ms(an_interval(), 50.0), notes=("on a boat",)
     )
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render_hybrid([found]))
@@ -353,16 +356,16 @@ def test_the_table_shows_what_the_json_has() -> None:
 
 
 def test_a_share_above_its_limit_is_shown_and_explained() -> None:
-    """Not cut to 100 %: in the table and in JSON, and the note names its number of requests."""
+    """A share above 100 % is not clipped in the table or JSON, and the note names its number of requests."""
     read, rates = StepBytes(dense=1e6, resident=0, cpu=5e7), Rates(hbm=1e12, ram=1e10)
     results = []
     for requests in (1, 4):
-        figures = figures_of(a_span(), gpu_plan(0, 0), requests, read, rates) | {"round_trip_us": 13.5}
-        figures |= placed_figures(a_span(), gpu_plan(0, 0), requests, read, rates)
-        figures |= hit_figures(a_span(), None, gpu_plan(0, 0))
+        figures = figures_of(an_interval(), gpu_plan(0, 0), requests, read, rates) | {"round_trip_us": 13.5}
+        figures |= placed_figures(an_interval(), gpu_plan(0, 0), requests, read, rates)
+        figures |= hit_figures(an_interval(), None, gpu_plan(0, 0))
         notes = ("on a boat", *limit_notes(requests, figures, readings_of(11e9, 12e9)))
         results.append(
-            result("hybrid", "?", "tiny", HybridOptions(), figures, split=split_ms(a_span(), None), notes=notes)
+            result("hybrid", "?", "tiny", HybridOptions(), figures, split=split_ms(an_interval(), None), notes=notes)
         )
     assert results[0].figures["roof_share"] == pytest.approx(10, rel=0.1)
     console = Console(width=200, record=True, file=io.StringIO())
@@ -370,11 +373,11 @@ def test_a_share_above_its_limit_is_shown_and_explained() -> None:
     text = console.export_text()
     assert text.count("on a boat") == 1
     for words in (
-        "1 at once: 1000.2% of the roof cannot be", "4 at once: 250.0% of the roof cannot be",
-        "4 at once: 250.0% of the roof as placed cannot be", "RAM was read at 11.0 GB/s, 12.0 GB/s", "1000",
+        "1 requests: 1000.2% of the roof is impossible", "4 requests: 250.0% of the roof is impossible",
+        "4 requests: 250.0% of the roof as placed is impossible", "RAM readings: 11.0 GB/s, 12.0 GB/s", "1000",
     ):  # fmt: skip
         assert words in text, words
-    assert "cannot be" in results[0].json()
+    assert "is impossible" in results[0].json()
 
 
 def readings_of(*rates: float) -> RamReadings:
@@ -383,7 +386,7 @@ def readings_of(*rates: float) -> RamReadings:
     return readings
 
 
-def test_a_gpu_that_cannot_be_measured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_gpu_measurement_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ResourceError, match="exit code 1"):
         measure_gpu(0)

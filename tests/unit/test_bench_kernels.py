@@ -1,4 +1,4 @@
-"""The kernel bench: names, plans, random weights, the roof, and the command itself on small shapes."""
+"""`proa bench kernels`: names, plans, random weights, the roof, and the command on small shapes."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def test_all_names_of_the_lists() -> None:
         (["--formats", "int4-g23"], ["no weight format int4-g23", "Did you mean int4-g32?", "nvfp4"]),
         (["--formats", "bf16,,q6_k"], ["empty entry"]),
         (["--shapes", "qwen3-nxt"], ["Did you mean qwen3-next?", "HIDDENxWIDTH/EXPERTS/TOP_K"]),
-        (["--shapes", "64x64/2/3"], ["at most as many experts"]),
+        (["--shapes", "64x64/2/3"], ["TOP_K at most EXPERTS"]),
         (["--shapes", "0x64/2/1"], ["at least 1"]),
-        (["--tokens", "0"], ["0 is no number of tokens", "1 to 65536"]),
-        (["--tokens", "two"], ["two is no number"]),
+        (["--tokens", "0"], ["0 is not a number of tokens", "1 to 65536"]),
+        (["--tokens", "two"], ["two is not a number"]),
         (["--isa", "mmx"], ["no kernels named mmx", "avx2"]),
         (["--threads", "4000"], ["--threads 4000", "Use at most"]),
         (["--seconds", "0"], ["--seconds"]),
     ],
 )
-def test_wrong_names_say_what_is_right(arguments: list[str], texts: list[str]) -> None:
+def test_wrong_names_raise_errors_with_the_choices(arguments: list[str], texts: list[str]) -> None:
     with pytest.raises(UsageError) as raised:
         proa(["bench", "kernels", *arguments])
     for text in texts:
@@ -75,7 +75,7 @@ def test_wrong_names_say_what_is_right(arguments: list[str], texts: list[str]) -
 # ---- what is measured
 
 
-def test_experts_are_cut_alike_for_all_formats_until_a_layer_fits() -> None:
+def test_experts_are_reduced_equally_for_all_formats_until_a_layer_fits() -> None:
     plan = plan_kernels(KernelOptions(shapes="deepseek-v3,qwen3-next", ram=6 << 30), machine())
     cut, whole = plan.shapes
     assert cut.shape.experts == 64  # of 88 MB each in bf16
@@ -85,7 +85,7 @@ def test_experts_are_cut_alike_for_all_formats_until_a_layer_fits() -> None:
 
 
 def test_a_shape_that_cannot_be_cut_enough_is_refused() -> None:
-    with pytest.raises(ResourceError, match=r"8 experts of deepseek-v3 take 672 MiB, but 100 MiB"):
+    with pytest.raises(ResourceError, match=r"8 experts of deepseek-v3 take 672 MiB, but only 100 MiB"):
         plan_kernels(KernelOptions(shapes="deepseek-v3", ram=100 << 20), machine())
 
 
@@ -129,7 +129,8 @@ def pool() -> Pool:
 
 
 def product_with_ones(pool: Pool, matrix: Matrix) -> NDArray[np.float32]:
-    """Rows of weights times alternating signs: sums whose spread is that of the weights times sqrt(columns)."""
+    """Multiply the rows of weights by a vector of alternating +1 and -1; the products' standard deviation is that of
+    the weights times sqrt(columns)."""
     rows, columns = matrix.layout.rows, matrix.layout.columns
     x = np.where(np.arange(columns) % 2, 0xBF80, 0x3F80).astype(np.uint16)
     y = np.empty(rows, np.float32)
@@ -232,7 +233,7 @@ def test_routing_is_the_same_in_every_run_and_experts_are_distinct() -> None:
     np.testing.assert_allclose(one.weights.sum(-1), 1, rtol=1e-6)
 
 
-def test_cells_hold_what_they_say() -> None:
+def test_figures_of_a_cell_are_consistent() -> None:
     affinity = os.sched_getaffinity(0)
     with open_bench(SMALL) as bench:
         cells = list(bench.cells())
@@ -268,7 +269,7 @@ def test_a_result_that_is_not_finite_is_an_error() -> None:
         def run(self, first: int, calls: int) -> list[float]:
             return []
 
-    with pytest.raises(NativeError, match="not finite"):
+    with pytest.raises(NativeError, match="non-finite"):
         batch.result(Nothing())  # type: ignore[arg-type]  # leaves the rows unwritten
 
 
@@ -286,6 +287,6 @@ def test_the_table_shows_limits_and_cells(capsys: pytest.CaptureFixture[str]) ->
     arguments = ["--formats", "q4_k", "--shapes", "tiny", "--tokens", "3", "--seconds", "0.001"]
     assert proa(["bench", "kernels", *arguments]) == 0
     shown = capsys.readouterr().out
-    for text in ("RAM reads", "GFLOP/s on registers alone", "empty dispatch", "q4_k, tiny: 8 experts", "of the roof",
+    for text in ("RAM reads", "GFLOP/s on registers only", "empty dispatch", "q4_k, tiny: 8 experts", "of the roof",
                  "caches hold some of them"):  # fmt: skip
         assert text in shown

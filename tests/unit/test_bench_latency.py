@@ -1,4 +1,4 @@
-"""The latency bench over a scripted engine: what it times, what it leaves out, what it refuses."""
+"""`proa bench latency` over a scripted engine: which requests are timed, and which errors are raised."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_roof_is_measured_in_the_same_run(tmp_path: Path) -> None:
 
 
 def test_an_answer_of_another_length_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ProaError, match="made 3 tokens instead of 6"):
+    with pytest.raises(ProaError, match="generated 3 tokens instead of 6"):
         bench(tmp_path, FakeEngine(Reply(tokens=[65, 66, 67])))
 
 

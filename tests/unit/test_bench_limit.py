@@ -1,4 +1,4 @@
-"""RAM's speed beside timed runs, and what is said of a limit that was measured too low."""
+"""RAM bandwidth readings before and after timed runs, and the notes on them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def play(rates: list[float], runs_s: list[float], others: float = 0.0) -> RamRea
     return readings
 
 
-def test_a_run_is_judged_by_the_readings_beside_it() -> None:
-    """A run takes longer than AGAIN_S: each has a reading before and one after it."""
+def test_a_run_uses_the_readings_before_and_after_it() -> None:
+    """Runs take longer than AGAIN_S, so each has its own reading before and after it."""
     readings = play([100e9, 160e9, 110e9, 120e9], [2 * AGAIN_S] * 3)
     assert [readings.of_run(run) for run in range(3)] == [160e9, 160e9, 120e9]
     assert readings.typical == 160e9
@@ -54,9 +54,9 @@ def test_short_runs_share_their_readings() -> None:
     assert [readings.of_run(run) for run in range(4)] == [50e9, 50e9, 50e9, 45e9]
 
 
-def test_a_busy_reading_is_named() -> None:
+def test_a_busy_reading_gives_a_note() -> None:
     (note,) = play([50e9, 40e9], [1.0], others=1.5).notes()
-    assert "other programs kept 1.5 of 2 CPUs busy while RAM was read" in note
+    assert "other programs kept 1.5 of 2 CPUs busy during a RAM reading" in note
 
 
 @pytest.mark.parametrize("share", [None, 0.3, 1.0])
@@ -64,16 +64,18 @@ def test_a_share_of_a_limit_needs_no_note(share: float | None) -> None:
     assert excess_notes(share, (40e9, 41e9)) == ()
 
 
-def test_more_than_a_limit_is_called_a_limit_measured_too_low() -> None:
+def test_a_share_above_one_gives_a_note() -> None:
     (note,) = excess_notes(1.123, (40e9, 41e9))
-    assert note == ("112.3% of the roof cannot be: a limit was measured too low (RAM was read at 40.0 GB/s, 41.0 GB/s)")
+    assert note == (
+        "112.3% of the roof is impossible: a limit was measured too low (RAM readings: 40.0 GB/s, 41.0 GB/s)"
+    )
 
 
 @pytest.mark.parametrize(("others", "told"), [(0.05, ()), (1.4, ("1.4 of 2 CPUs",)), (None, ())])
-def test_only_what_runs_now_makes_a_machine_busy(
+def test_only_current_load_makes_the_machine_busy(
     others: float | None, told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The load average of the minute before is that of the bench that ran then."""
+    """The load average must not count: it may stem from a benchmark that ended a minute ago."""
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 99.0, 99.0))
     monkeypatch.setattr(limit, "load_now", lambda: Load(others, 2))
     notes = busy_notes()

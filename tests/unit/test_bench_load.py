@@ -1,4 +1,4 @@
-"""The bench of loading: its arithmetic, reading files by threads, and a real engine."""
+"""`proa bench load`: computation of figures, reading files with threads, and a real engine."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def test_random_weights_have_no_files(tmp_path: Path) -> None:
     folder = make_tiny("qwen3-moe", tmp_path)
     (folder / "model.safetensors").unlink()
     engine = EngineOptions(model=ModelOptions(load_format="dummy"), machine=MachineOptions(threads=1))
-    with pytest.raises(UsageError, match="random weights"):
+    with pytest.raises(UsageError, match="Dummy weights"):
         run(LoadOptions(model=str(folder), engine=engine))

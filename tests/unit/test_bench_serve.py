@@ -1,4 +1,4 @@
-"""The benches that speak HTTP, against a small server of server-sent events on loopback."""
+"""Benchmarks over HTTP, against a small server of server-sent events on loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEP_S = 0.005
 
 @dataclass
 class Script:
-    """How the server behaves, and what it saw."""
+    """The scripted behaviour of the server, and the requests that it received."""
 
     models: tuple[str, ...] = ("fake",)
     fail_every: int = 0  # answer every n-th completion with 503
@@ -148,7 +148,7 @@ def test_a_rate_paces_the_requests(script: Script, url: str) -> None:
     ("change", "message"),
     [
         ({"fail_every": 1}, "answered 503: too busy"),
-        ({"short_by": 1}, "made 3 tokens instead of 4"),
+        ({"short_by": 1}, "generated 3 tokens instead of 4"),
         ({"error_in_stream": True}, "engine died"),
     ],
 )
@@ -190,7 +190,7 @@ def test_several_models_need_a_name(script: Script, url: str) -> None:
         serve.run(ServeBenchOptions(requests=1), url)
 
 
-def test_other_machines_are_spared() -> None:
+def test_remote_servers_need_allow_remote() -> None:
     with pytest.raises(UsageError, match="--allow-remote"):
         serve.run(ServeBenchOptions(), "http://192.0.2.1:8000")
 

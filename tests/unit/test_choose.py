@@ -1,4 +1,4 @@
-"""Choosing tokens on the CPU, as the engine asks for it."""
+"""Sampling on the CPU from argmax and logits, as the engine calls it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def row(sampling: Sampling) -> Row:
     return Row(sampling, [1, 2], 2)
 
 
-def test_greedy_rows_and_broken_ones_need_no_logits() -> None:
+def test_greedy_and_non_finite_rows_do_not_read_logits() -> None:
     found = choose([4, -1, -1, -1], [row(GREEDY), row(GREEDY), row(TOLD), row(BIASED)], NOTHING)
     assert [(c.token, c.logprob) for c in found] == [(4, None), (-1, None), (-1, None), (-1, None)]
 
 
-def test_rows_that_want_more_get_it() -> None:
+def test_rows_with_sampling_or_logprobs_read_logits() -> None:
     logits = torch.tensor([[0.0, 1.0, 9.0, 0.0], [float("nan")] * 4, [0.0, 1.0, 9.0, 0.0], [0.0, 1.0, 9.0, 0.0]])
     found = choose([2, -1, 2, 2], [row(GREEDY), row(TOLD), row(TOLD), row(BIASED)], logits)
     assert [c.token for c in found] == [2, -1, 2, 3]

@@ -1,4 +1,4 @@
-"""Claims on CPUs are seen by everybody for as long as they stand."""
+"""Claims on CPUs are visible to all processes until they are released."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 from proa.machine.claims import CpuClaim, claimed_cpus
 
-# Numbers that no machine has, so that real engines beside this test do not matter.
+# CPU numbers that no machine has, so that engines running at the same time do not matter.
 FAR = 1_000_000
 
 
 @pytest.mark.parametrize(
     "cpus", [[FAR], [FAR, FAR + 1, FAR + 5], [FAR + 2 * i for i in range(100)]], ids=["one", "spans", "many spans"]
 )
-def test_a_claim_stands_until_it_is_closed(cpus: list[int]) -> None:
+def test_a_claim_is_visible_until_it_is_closed(cpus: list[int]) -> None:
     claim, again = CpuClaim(cpus), CpuClaim(cpus)
     assert {cpu for cpu in claimed_cpus() if cpu >= FAR} == set(cpus)
     claim.close()

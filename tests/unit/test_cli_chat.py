@@ -1,4 +1,4 @@
-"""`proa chat`: against a scripted server on loopback, and with a server of its own."""
+"""`proa chat` against a scripted server on loopback, and with a server that it starts."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_a_loading_server_is_waited_for(stub: Stub) -> None:
     ("change", "code", "part"),
     [
         ({"refusal": (401, {"error": {"message": "A key is needed."}})}, 2, "A key is needed. Give the server's key"),
-        ({"refusal": (200, {"hello": "world"})}, 1, "is no OpenAI-style server"),
+        ({"refusal": (200, {"hello": "world"})}, 1, "is not OpenAI-compatible"),
         ({"refusal": (500, {})}, 1, "answered 500"),
         ({"health": [(503, {"status": "failed", "reason": "No memory."})]}, 1, "cannot answer: No memory."),
         ({"error_after": 2}, 1, "The engine died."),
-        ({"breaks_after": 2}, 1, "does not answer any more"),
+        ({"breaks_after": 2}, 1, "no longer answers"),
     ],
 )
-def test_what_can_go_wrong_is_one_paragraph(stub: Stub, change: dict[str, Any], code: int, part: str) -> None:
+def test_errors_are_one_paragraph(stub: Stub, change: dict[str, Any], code: int, part: str) -> None:
     for name, value in change.items():
         setattr(stub, name, value)
     done = chat(stub, "-p", "Hi")
@@ -109,7 +109,7 @@ def test_an_empty_prompt_is_refused(stub: Stub) -> None:
     assert "standard input is empty" in done.stderr
 
 
-def test_nobody_answers() -> None:
+def test_no_server_gives_no_models() -> None:
     with ApiClient("127.0.0.1", 1) as client:
         assert client.models() is None
 
@@ -118,7 +118,7 @@ def test_nobody_answers() -> None:
 
 
 class Terminal:
-    """Lines a person types, one after the other, then end of input."""
+    """Scripted input lines, then end of input."""
 
     def __init__(self, *lines: str) -> None:
         self.lines = list(lines)
@@ -165,7 +165,7 @@ def test_a_retry_that_fails_loses_nothing(stub: Stub) -> None:
     assert said(stub) == [("user", "one"), ANSWER, ("user", "two")]
 
 
-def test_set_and_back(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_and_reset(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     talk(stub, "/set temperature 0.5", "/set seed=7", "/set", "one", "/set temperature default", "two")
     assert (stub.requests[0]["temperature"], stub.requests[0]["seed"]) == (0.5, 7)
     assert "temperature" not in stub.requests[1]
@@ -187,7 +187,7 @@ def test_save(stub: Stub, tmp_path: Path) -> None:
         ("/save", "/save FILE"),
         ("/save /nowhere/at/all", "cannot be written"),
         ("/set temprature 1", "Did you mean temperature?"),
-        ("/set temperature", "What should temperature be?"),
+        ("/set temperature", "/set temperature has no value"),
         ("/set temperature hot", "temperature is 'hot'"),
         ("/set temperature 1000", "temperature is 1000"),
         ("/help", "/retry"),
@@ -297,7 +297,7 @@ here.joinpath("ended").write_text("cleanly")
 
 @pytest.fixture
 def fake_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`python -m proa.cli.main serve ...` becomes a script that only tells what it was called with."""
+    """Replace `python -m proa.cli.main serve ...` by a script that only reports its arguments."""
     script = tmp_path / "serve.py"
     script.write_text(FAKE_SERVE)
     launcher = tmp_path / "python"
@@ -307,7 +307,7 @@ def fake_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_server_of_our_own_ends_with_us(fake_serve: Path) -> None:
+def test_a_started_server_ends_with_its_parent(fake_serve: Path) -> None:
     with server_process(["demo", "--port=0"]) as report:
         assert report["port"] == 4711
         assert not (fake_serve / "ended").exists()

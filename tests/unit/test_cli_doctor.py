@@ -42,7 +42,7 @@ def test_json() -> None:
     assert findings["GPU"]["detail"]
 
 
-def test_a_broken_torch_is_found_and_told() -> None:
+def test_a_broken_torch_is_a_finding() -> None:
     done = doctor(before="sys.modules['torch'] = None")
     assert done.returncode == 1
     assert "torch cannot be loaded" in done.stdout
@@ -50,14 +50,14 @@ def test_a_broken_torch_is_found_and_told() -> None:
     assert done.stderr == ""
 
 
-def test_kernels_that_do_not_exist_are_told() -> None:
+def test_an_unknown_instruction_set_is_a_finding() -> None:
     done = doctor(before="import os; os.environ['PROA_ISA'] = 'sse9'")
     assert done.returncode == 1
     assert "no kernels named sse9" in " ".join(done.stdout.split())
     assert done.stderr == ""
 
 
-def test_a_missing_native_library_is_told() -> None:
+def test_a_missing_native_library_is_a_finding() -> None:
     nowhere = "import proa.native.library as n; from pathlib import Path; n.PATH = Path('/nowhere/lib.so')"
     done = doctor("--json", before=nowhere)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""`proa`: help, errors and exit codes, in processes of their own."""
+"""The `proa` program, run in child processes: help, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert "proa" in loaded
 
 
-def test_a_start_loads_what_it_needs() -> None:
-    """What makes the demo and what talks to the hub is for models that are not here: half a second."""
+def test_starting_a_server_imports_no_heavy_packages() -> None:
+    """The demo builder and the hub client, which take half a second to import, are only for models not present."""
     loaded = imported_by("import proa.cli.start")
     assert not loaded & {"torch", "transformers", "numpy", "gguf", "httpx"}
 
@@ -87,13 +87,13 @@ def test_help_all_covers_every_command() -> None:
         (["--hepl"], ["proa has no option --hepl", "Did you mean --help?"]),
         (["serve", "demo", "--prot", "1"], ["no option --prot", "Did you mean --port?"]),
         (["serve", "--port", "x", "demo"], ["--port is 'x'", "an integer from 0 to 65535"]),
-        (["serve"], ["needs MODEL"]),
+        (["serve"], ["MODEL is missing"]),
         (["serve", "demo", "--config", "nowhere.yaml"], ["nowhere.yaml cannot be read"]),
         (["chat", "--set", "temprature=1"], ["temprature", "Did you mean temperature?"]),
         (["chat", "--set", "temperature"], ["KEY=VALUE"]),
         (["bench"], ["latency", "serve"]),
         (["bench", "latncy"], ["Did you mean latency?"]),
-        (["doctor", "now"], ["does not know what to do with 'now'"]),
+        (["doctor", "now"], ["unexpected argument 'now'"]),
     ],
 )
 def test_usage_errors(argv: list[str], parts: list[str]) -> None:
@@ -149,7 +149,7 @@ def test_exit_codes(
     assert capsys.readouterr().err == said
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_closed_output_pipe_is_not_an_error() -> None:
     command = f"{sys.executable} -m proa.cli.main --help-all | head -n 1; echo ${{PIPESTATUS[0]}}"
     for _ in range(3):  # head may be slow to leave: then everything fits into the pipe
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
@@ -180,7 +180,7 @@ def test_a_bug_is_one_line_unless_debugging(
     monkeypatch.setenv("PROA_LOG", log)
     assert cli.main() == 1
     said = capsys.readouterr().err
-    line = f"proa: a bug: {named}. Set PROA_LOG=debug for the traceback and report it.\n"
+    line = f"proa: unexpected error: {named}. Set PROA_LOG=debug for the traceback, and report it.\n"
     assert said.endswith(line)
     assert ("Traceback" in said) == (log == "debug")
     assert log == "debug" or said == line

@@ -1,4 +1,4 @@
-"""How `proa serve` starts: what runs in worker threads ends with it, and what it logs."""
+"""`proa serve` start-up: downloads in worker threads stop with it, and the log levels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proa.cli.start import _interruptible
 from proa.errors import ShuttingDown
 
 
-def test_a_download_ends_when_nobody_waits_for_it() -> None:
+def test_a_download_stops_after_an_interrupt() -> None:
     seen: list[tuple[str, int, int]] = []
     with _interruptible(lambda *report: seen.append(report)) as report:
         report("fetching", 1, 2)

@@ -1,4 +1,4 @@
-"""`proa warm`, as a program: kernels for a GPU that is not here, once."""
+"""`proa warm`, run as a program: compiles kernels for a GPU that is not present, and compiles them only once."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_a_second_run_has_nothing_to_do(tmp_path: Path, model: Path) -> None:
     assert second.stdout == f"nothing to do: all {result['variants']} kernels for sm_90 are in {folder}\n"
 
 
-def test_what_cannot_be_compiled_for(tmp_path: Path, model: Path) -> None:
+def test_invalid_targets_are_refused(tmp_path: Path, model: Path) -> None:
     for argv, words in (
-        (("--arch", "sm_90"), ["--arch sm_90 needs --vram"]),
-        (("--arch", "sm_90", "--vram", "4GiB", "--gpu", "0"), ["and no --gpu"]),
+        (("--arch", "sm_90"), ["--arch sm_90 requires --vram"]),
+        (("--arch", "sm_90", "--vram", "4GiB", "--gpu", "0"), ["excludes --gpu"]),
         (("--gpu", "none"), ["would use no GPU", "as asked", "--arch sm_90 --vram 80GiB"]),
     ):
         done = warm(tmp_path, str(model), "--dtype", "bfloat16", *argv)
@@ -61,9 +61,9 @@ def test_what_cannot_be_compiled_for(tmp_path: Path, model: Path) -> None:
             assert word in done.stderr
 
 
-def test_a_machine_with_a_gpu_that_is_not_in_it() -> None:
+def test_with_gpu_adds_an_absent_gpu() -> None:
     (gpu,) = with_gpu(probe(), "sm_120", 8 << 30).gpus
     assert (gpu.capability, gpu.free_bytes) == ((12, 0), 8 << 30)
     for wrong in ("90", "sm_9", "sm90", "gfx942"):
-        with pytest.raises(UsageError, match="no architecture"):
+        with pytest.raises(UsageError, match="is not a GPU architecture"):
             with_gpu(probe(), wrong, 8 << 30)

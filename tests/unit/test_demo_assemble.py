@@ -1,4 +1,4 @@
-"""The demo's data, its file writer, and when a folder is made anew."""
+"""The demo's split data, its safetensors writer, and when its folder is rebuilt."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_assemble_refuses_impossible_top_k(tmp_path: Path, top_k: int) -> None:
         assemble(tmp_path / "x.gguf", tmp_path / "moe", top_k)
 
 
-def test_assemble_never_replaces_somebody_elses_folder(tmp_path: Path) -> None:
+def test_assemble_never_replaces_a_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "moe").mkdir()
     (tmp_path / "moe" / "precious.txt").write_text("mine")
     with pytest.raises(UsageError, match="was not made by Proa"):

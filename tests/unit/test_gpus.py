@@ -1,4 +1,4 @@
-"""Finding GPUs through NVML, which a fake stands in for; and which of them is used."""
+"""Detection of GPUs through a fake NVML, and the choice of the GPU that is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from proa.plan.gpu_asked import AskedGpu, asked_experts, asked_gpu, asked_layers
 GIB = 1 << 30
 
 
-def test_everything_the_driver_says(tmp_path: Path) -> None:
+def test_all_facts_of_the_driver(tmp_path: Path) -> None:
     folder = tmp_path / "sys/bus/pci/devices/0001:9d:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("1\n")
@@ -36,7 +36,7 @@ def test_everything_the_driver_says(tmp_path: Path) -> None:
     assert gpu.memory_bytes_per_s == pytest.approx(4.8e12, rel=0.03)  # NVIDIA's data sheet says 4.8 TB/s
 
 
-def test_what_the_driver_does_not_say_is_none(tmp_path: Path) -> None:
+def test_unsupported_queries_give_none(tmp_path: Path) -> None:
     folder = tmp_path / "sys/bus/pci/devices/0000:17:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("-1")
@@ -48,13 +48,13 @@ def test_what_the_driver_does_not_say_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nvml", "note"),
     [
-        (FakeNvml(broken="Library Not Found"), r"no NVIDIA driver answers \(Library Not Found\)"),
-        (FakeNvml(), "the NVIDIA driver sees none"),
-        (FakeNvml((Card(mig=True),)), "GPU 0 cannot be used: it is split by MIG"),
-        (FakeNvml((Card(refused=("memory",)),)), "GPU 0 cannot be used: it does not tell"),
+        (FakeNvml(broken="Library Not Found"), r"no NVIDIA driver is loaded \(Library Not Found\)"),
+        (FakeNvml(), "the NVIDIA driver lists none"),
+        (FakeNvml((Card(mig=True),)), "GPU 0 cannot be used: it is partitioned by MIG"),
+        (FakeNvml((Card(refused=("memory",)),)), "GPU 0 cannot be used: it does not report its memory"),
     ],
 )
-def test_none_and_why(nvml: FakeNvml, note: str, tmp_path: Path) -> None:
+def test_no_gpus_and_the_reason(nvml: FakeNvml, note: str, tmp_path: Path) -> None:
     found = find_gpus({}, tmp_path, nvml)
     assert found.gpus == ()
     assert re.search(note, found.note)
@@ -72,12 +72,12 @@ UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33")
         ("1", (1,)),
         ("2,0", (2, 0)),
         (" 0 , 2 ", (0, 2)),
-        ("0,7,1", (0,)),  # nothing counts from the first wrong entry on
+        ("0,7,1", (0,)),  # the first invalid entry ends the list
         ("0,,1", (0,)),
         ("1,1", ()),
         ("GPU-bb33,GPU-aa1", (2, 0)),
         ("gpu-BB", (2,)),
-        ("GPU-aa", ()),  # two begin so
+        ("GPU-aa", ()),  # an ambiguous prefix
         ("GPU-cc", ()),
         ("MIG-aa11", ()),
     ],
@@ -89,13 +89,13 @@ def test_cuda_visible_devices(asked: str | None, left: tuple[int, ...]) -> None:
     assert f"leaves {len(left)} of 3" in note or not note
 
 
-def test_numbers_are_those_of_cuda(tmp_path: Path) -> None:
+def test_gpu_indices_are_those_of_cuda(tmp_path: Path) -> None:
     cards = tuple(Card(uuid=uuid) for uuid in UUIDS)
     found = find_gpus({"CUDA_VISIBLE_DEVICES": "2,0"}, tmp_path, FakeNvml(cards))
     assert [(gpu.index, gpu.uuid) for gpu in found.gpus] == [(0, "GPU-bb33"), (1, "GPU-aa11")]
 
 
-def test_different_gpus_may_be_numbered_otherwise(tmp_path: Path) -> None:
+def test_different_gpus_give_a_note_on_numbering(tmp_path: Path) -> None:
     cards = (Card(), Card(name="NVIDIA L4", uuid="GPU-b"))
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in find_gpus({}, tmp_path, FakeNvml(cards)).note
     assert find_gpus({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, tmp_path, FakeNvml(cards)).note == ""
@@ -110,11 +110,11 @@ def test_different_gpus_may_be_numbered_otherwise(tmp_path: Path) -> None:
         ("", None),
     ],
 )
-def test_what_torch_was_built_with(text: str, cuda: str | None) -> None:
+def test_cuda_version_of_torch(text: str, cuda: str | None) -> None:
     assert cuda_of(text) == cuda
 
 
-def test_looking_needs_no_torch() -> None:
+def test_detection_imports_no_torch() -> None:
     code = (
         "import sys; from proa.machine.probe import probe; probe(); import proa.plan.device;"
         "sys.exit('torch' in sys.modules)"
@@ -166,7 +166,7 @@ AUTO = AskedGpu("auto")
         (machine(gpu(0, capability=(7, 5))), None, "only with --gpu 0: compute capability 7.5 is best effort"),
         (machine(gpu(0, capability=(6, 1))), None, "compute capability 6.1 is below 7.5"),
         (machine(gpu(), torch_cuda=None), None, "RTX: the installed torch is built without CUDA"),
-        (machine(note="none found: no NVIDIA driver answers"), None, "no NVIDIA driver"),
+        (machine(note="none found: no NVIDIA driver is loaded"), None, "no NVIDIA driver"),
         (machine(), None, "no GPU was found"),
     ],
 )

@@ -30,7 +30,7 @@ SHARDS = ".safetensors"
 
 @pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sharded safetensors model, and beside it the same weights once more in every other format."""
+    """A sharded safetensors model, with duplicates of its weights in every other format."""
     folder = make_tiny("qwen3-moe", tmp_path_factory.mktemp("hub") / "tiny", max_shard_size="400KB")
     assert len(list(folder.glob("model-*.safetensors"))) > 2
     (folder / "tokenizer.json").write_text('{"made": "up"}')
@@ -71,7 +71,7 @@ def test_fetches_one_format_and_nothing_twice(hub: FakeHub, tiny_moe: Path) -> N
     assert not list((folder.parent.parent.parent).glob("proa-preview-*"))
 
 
-def test_second_time_asks_nobody(hub: FakeHub, tiny_moe: Path) -> None:
+def test_a_second_download_makes_no_requests(hub: FakeHub, tiny_moe: Path) -> None:
     hub.add(REPO, tiny_moe)
     first = fetch()
     hub.requests.clear()
@@ -116,12 +116,12 @@ def test_a_server_without_ranges_starts_over(hub: FakeHub, tiny_moe: Path) -> No
     assert seen[-1][1] == seen[-1][2]
 
 
-def test_a_server_that_never_sends_the_rest_is_given_up(hub: FakeHub, tiny_moe: Path) -> None:
+def test_a_download_that_always_stops_early_fails(hub: FakeHub, tiny_moe: Path) -> None:
     hub.add(REPO, tiny_moe)
     shard = sorted(tiny_moe.glob("model-*.safetensors"))[0]
     hub.cut_after[shard.name] = [1 << 30, 1000]
     hub.ends_early = True
-    with pytest.raises(HubError, match=f"{shard.name} of {REPO} ends early"):
+    with pytest.raises(HubError, match=f"{shard.name} of {REPO} stopped at"):
         fetch()
 
 
@@ -130,7 +130,7 @@ def test_damaged_content_is_deleted_and_named(hub: FakeHub, tiny_moe: Path) -> N
     shard = sorted(tiny_moe.glob("model-*.safetensors"))[0]
     partial = RepoCache(REPO).blob(_sha256(shard)).with_name(f"{_sha256(shard)}.incomplete")
     partial.parent.mkdir(parents=True)
-    partial.write_bytes(b"x" * 100)  # what a broken disk left
+    partial.write_bytes(b"x" * 100)  # as after a disk error
     with pytest.raises(HubError, match="arrived damaged") as caught:
         fetch()
     assert shard.name in str(caught.value)
@@ -170,18 +170,20 @@ def test_dummy_weights_need_no_download(hub: FakeHub, tiny_moe: Path) -> None:
 
 def test_dummy_weights_need_a_config(hub: FakeHub) -> None:
     hub.repos[REPO] = {"model-Q8_0.gguf": b"GGUF"}
-    with pytest.raises(ModelNotFound, match=r"no config\.json, which dummy"):
+    with pytest.raises(ModelNotFound, match=r"no config\.json, from which dummy"):
         locate(REPO, config_only=True)
 
 
-def test_too_little_ram_is_said_before(hub: FakeHub, tiny_moe: Path) -> None:
+def test_too_little_ram_is_refused_before_the_download(hub: FakeHub, tiny_moe: Path) -> None:
     hub.add(REPO, tiny_moe)
-    with pytest.raises(ResourceError, match=rf"{REPO}: the weights need .* of RAM, 1.00 KiB may be used"):
+    with pytest.raises(ResourceError, match=rf"{REPO}: the weights need .* of RAM, but only 1.00 KiB are usable"):
         fetch(check=lambda preview, load_format: check_loadable(preview, load_format, ram_bytes=1024))
     assert not list(RepoCache(REPO).snapshot(COMMIT).glob("*.safetensors"))
 
 
-def test_too_little_disk_is_said_before(hub: FakeHub, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_is_refused_before_the_download(
+    hub: FakeHub, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.add(REPO, tiny_moe)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(ResourceError, match=f"{REPO} needs .* where 1000 B are free"):
@@ -244,7 +246,7 @@ class TestGguf:
         assert locate(f"{REPO}:sub/tiny-F16.gguf").read_bytes() == (repo / "sub" / "tiny-F16.gguf").read_bytes()
 
     @pytest.mark.parametrize("wanted", ["", ":Q4_K_M"])
-    def test_a_choice_is_asked_for(self, repo: Path, hub: FakeHub, wanted: str) -> None:
+    def test_several_gguf_models_need_a_choice(self, repo: Path, hub: FakeHub, wanted: str) -> None:
         with pytest.raises(UsageError) as caught:
             fetch(REPO + wanted)
         assert f"{REPO}:Q8_0 (" in str(caught.value)
@@ -288,7 +290,7 @@ def test_nothing_to_load(hub: FakeHub) -> None:
         (403, {"X-Error-Code": "GatedRepo"}, HubError, ["licence must be accepted", "{endpoint}/org/tiny", "HF_TOKEN"]),
         (404, {"X-Error-Code": "RepoNotFound"}, ModelNotFound, ["no model org/tiny", "proa models"]),
         (404, {"X-Error-Code": "RevisionNotFound"}, ModelNotFound, ["no revision main"]),
-        (418, {}, HubError, ["answers 418"]),
+        (418, {}, HubError, ["answered 418"]),
     ],
 )
 def test_refusals(hub: FakeHub, status: int, headers: dict[str, str], kind: type[ProaError], said: list[str]) -> None:
@@ -303,9 +305,9 @@ def test_refusals(hub: FakeHub, status: int, headers: dict[str, str], kind: type
 
 @pytest.mark.parametrize(
     ("status", "headers", "said"),
-    [(429, {"Retry-After": "0"}, "429: too many requests"), (503, {}, "503: it is in trouble")],
+    [(429, {"Retry-After": "0"}, "429: too many requests"), (503, {}, "503: an error on the hub's side")],
 )
-def test_trouble_that_may_pass_is_tried_again(
+def test_transient_errors_are_retried(
     hub: FakeHub, tiny_moe: Path, status: int, headers: dict[str, str], said: str
 ) -> None:
     hub.add(REPO, tiny_moe)
@@ -339,12 +341,12 @@ def test_offline_switch(hub: FakeHub, tiny_moe: Path, monkeypatch: pytest.Monkey
 
 def test_a_path_that_leaves_the_folder(hub: FakeHub) -> None:
     hub.repos[REPO] = {"../../evil.safetensors": b"x", "config.json": b"{}"}
-    with pytest.raises(HubError, match="leaves the folder"):
+    with pytest.raises(HubError, match="outside of the repository"):
         fetch()
 
 
 def test_the_real_environment(hub: FakeHub, tiny_moe: Path, tmp_path: Path) -> None:
-    """HF_ENDPOINT, HF_TOKEN and HF_HOME as a user sets them; the token is not sent on to the content servers."""
+    """HF_ENDPOINT, HF_TOKEN and HF_HOME set as by a user; the token is not sent to the content servers."""
     hub.add(REPO, tiny_moe)
     hub.token = "hf_secret"
     code = f"from proa.hub.locate import locate; print(locate({REPO!r}))"

@@ -1,4 +1,4 @@
-"""How models are named: paths, aliases, hub ids, GGUF files. No network: sockets are forbidden here."""
+"""Resolution of model names: paths, aliases, hub ids, GGUF files. No network: opening a socket raises an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMIT = "a" * 40
 
 
 class NetworkTouchedError(BaseException):
-    """Not an Exception, so that nothing catches it."""
+    """A BaseException, so that no `except Exception` catches it."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder, which is also the user's home, with some models."""
+    """A folder with some models, which is both the working folder and the user's home."""
     home = tmp_path / "home"
     for folder in ("llama", "org/name", "demo", "qwen3-30b", "quants"):
         (home / folder).mkdir(parents=True)
@@ -91,7 +91,7 @@ def test_absolute_path(home: Path) -> None:
         ("no such thing", "proa models"),
     ],
 )
-def test_what_is_not_there(home: Path, model: str, said: str) -> None:
+def test_unknown_models(home: Path, model: str, said: str) -> None:
     with pytest.raises(ModelNotFound) as caught:
         locate(model)
     assert model in str(caught.value)
@@ -102,14 +102,14 @@ def test_what_is_not_there(home: Path, model: str, said: str) -> None:
     ("model", "revision", "said"),
     [
         ("llama/model.safetensors", None, "Give the model's folder"),
-        ("llama", "main", "--revision main has no meaning"),
-        ("demo-dense", "v2", "--revision v2 has no meaning"),
-        ("org/other@v1", "v2", "Give it once"),
-        ("", None, "The model's name is ''"),
-        ("a\0b", None, "The model's name is"),
+        ("llama", "main", "--revision main is given, but llama is not a hub"),
+        ("demo-dense", "v2", "--revision v2 is given, but demo-dense is not a hub"),
+        ("org/other@v1", "v2", "Give the revision only once"),
+        ("", None, "'' is not a model name"),
+        ("a\0b", None, "is not a model name"),
     ],
 )
-def test_what_makes_no_sense(home: Path, model: str, revision: str | None, said: str) -> None:
+def test_contradicting_names_are_refused(home: Path, model: str, revision: str | None, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         locate(model, revision)
 
@@ -225,17 +225,17 @@ def test_gguf_only_when_it_is_all_there_is_or_named() -> None:
 
 @pytest.mark.parametrize("index", [b"{}", b"[]", b"not json", b'{"weight_map": 3}'])
 def test_a_damaged_index(index: bytes) -> None:
-    with pytest.raises(WeightsError, match="cannot be read"):
+    with pytest.raises(WeightsError, match="is not a valid index"):
         choose_weights(repository("model.safetensors.index.json"), "safetensors", lambda _: index)
 
 
-def test_an_index_that_names_what_is_not_there() -> None:
-    with pytest.raises(WeightsError, match=r"names odd-2\.safetensors"):
+def test_an_index_that_lists_a_missing_file() -> None:
+    with pytest.raises(WeightsError, match=r"lists odd-2\.safetensors"):
         choose_weights(repository("model.safetensors.index.json", "odd-1.safetensors"), "safetensors", lambda _: INDEX)
 
 
 def test_a_split_gguf_with_a_part_missing() -> None:
-    with pytest.raises(WeightsError, match="has 1 of its 2 parts"):
+    with pytest.raises(WeightsError, match="has only 1 of its 2 parts"):
         choose_gguf(repository("x-Q8_0-00001-of-00002.gguf", wanted="Q8_0"))
 
 
@@ -245,7 +245,7 @@ def test_weights_without_a_config() -> None:
 
 
 class TestCache:
-    """Models that any program fetched into huggingface_hub's cache."""
+    """Models in huggingface_hub's cache, also those that other programs downloaded."""
 
     @pytest.fixture
     def snapshot(self) -> Path:

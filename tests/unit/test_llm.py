@@ -1,4 +1,4 @@
-"""AsyncLLM and LLM over a fake engine: defaults, limits, streams, siblings, endings, failures."""
+"""AsyncLLM and LLM over a fake engine: defaults, limits, streams, n > 1, finish reasons, failures."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ async def collect(stream: AsyncIterator[Chunk]) -> list[Chunk]:
 
 
 def sampled(make_llm: Callable[..., AsyncLLM], params: SamplingParams, **files: Any) -> EngineRequest:
-    """The request that reaches the engine."""
+    """Generate with `params`; return the request that reached the engine."""
     engine = FakeEngine()
     asyncio.run(make_llm(engine, **files).generate("Hello", params))
     return engine.requests[0]
 
 
-# ---- what is asked, what is obeyed ----
+# ---- parameters and defaults ----
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_defaults_are_the_checkpoints_and_the_users_win(
 
 
 @pytest.mark.parametrize("value", [{"temperature": "hot"}, {"top_p": 1.5}, {"top_k": 2.5}, {"top_k": True}])
-def test_a_generation_config_that_cannot_be_is_an_error_of_the_model(
+def test_an_invalid_generation_config_is_a_config_error(
     make_llm: Callable[..., AsyncLLM], value: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
@@ -147,7 +147,7 @@ def test_too_long_is_refused_with_numbers(
         ([5], {"min_tokens": 100}, "min_tokens"),
     ],
 )
-def test_what_this_model_cannot_do_is_refused(
+def test_parameters_beyond_the_model_are_refused(
     make_llm: Callable[..., AsyncLLM], prompt: list[int], params: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -208,7 +208,7 @@ def test_four_siblings_come_interleaved_and_fold_apart(make_llm: Callable[..., A
     chunks, answer = asyncio.run(both())
     assert [c.text for c in answer.choices] == texts
     assert [c.index for c in answer.choices] == [0, 1, 2, 3]
-    assert {c.index for c in chunks[:4]} == {0, 1, 2, 3}  # nobody waits for another's end
+    assert {c.index for c in chunks[:4]} == {0, 1, 2, 3}  # no sequence waits for another to finish
     for index, text in enumerate(texts):
         own = [c for c in chunks if c.index == index]
         assert "".join(c.text for c in own) == text
@@ -284,12 +284,12 @@ def test_refusals_come_through_and_end_the_siblings(make_llm: Callable[..., Asyn
     assert engine.in_flight == set()
 
 
-def test_an_engine_that_stops_without_a_word_is_an_error(make_llm: Callable[..., AsyncLLM]) -> None:
+def test_a_stream_without_finish_is_an_error(make_llm: Callable[..., AsyncLLM]) -> None:
     class Silent(FakeEngine):
         async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
             yield TokenEvent(id=request.id, tokens=[5])
 
-    with pytest.raises(EngineDead, match="without saying why"):
+    with pytest.raises(EngineDead, match="without a finish reason"):
         asyncio.run(make_llm(Silent()).generate("Hello"))
 
 
@@ -321,7 +321,7 @@ def test_prompts_of_every_kind(make_llm: Callable[..., AsyncLLM], tokenizer: Tok
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> Callable[[FakeEngine], list[EngineOptions]]:
-    """Let LLM(...) start the given engine instead of a process; returns the options it was asked with."""
+    """Make LLM(...) use the given engine instead of starting a process; return the list of options it was given."""
 
     def use(engine: FakeEngine) -> list[EngineOptions]:
         asked: list[EngineOptions] = []
@@ -376,7 +376,7 @@ def test_llm_raises_the_first_failure_and_ends_the_others(launch: Launch) -> Non
             llm.generate([[5], [6]], [SamplingParams()] * 3)
 
 
-def test_llm_closes_itself_and_says_so_afterwards(launch: Launch) -> None:
+def test_a_closed_llm_raises(launch: Launch) -> None:
     engine = FakeEngine()
     launch(engine)
     llm = LLM("demo")
@@ -396,7 +396,7 @@ def test_llm_that_is_dropped_is_closed(launch: Launch) -> None:
     assert "proa-llm" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_llm_whose_engine_cannot_load_says_why(launch: Launch) -> None:
+def test_llm_raises_the_loading_error(launch: Launch) -> None:
     engine = FakeEngine(state="loading")
     engine.die(EngineDead("The engine process was killed by SIGKILL.", "Lower --context."))
     launch(engine)
@@ -412,7 +412,7 @@ def test_llm_names_a_misspelt_option() -> None:
 
 
 def test_llm_works_inside_a_running_loop(launch: Launch) -> None:
-    """As in a notebook."""
+    """A notebook runs such a loop."""
     launch(FakeEngine(Reply([5, 6])))
 
     async def notebook() -> list[int]:
@@ -441,7 +441,7 @@ def test_an_interrupt_cancels_what_runs(launch: Launch) -> None:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, FakeEngine]:
-    """A checkpoint's folder that every model name leads to, and the engine that will be started."""
+    """A checkpoint folder to which every model name resolves, and the engine that `launch` returns."""
     folder, engine = make_tokenizer(tmp_path / "checkpoint"), FakeEngine()
     prepared = SimpleNamespace(
         plan=make_plan(context_tokens=77),
@@ -479,5 +479,5 @@ def test_launch_takes_another_tokenizer_and_template(found: tuple[Path, FakeEngi
     asked = ModelOptions(tokenizer=str(other), chat_template=str(tmp_path / "t.jinja"))
     llm = asyncio.run(AsyncLLM.launch("demo", EngineOptions(model=asked)))
     assert llm.tokenizer.render(Chat(messages=[{"role": "user", "content": "Hi"}])) == "Hi!"
-    with pytest.raises(TokenizerError, match="There is no tokenizer in"):
+    with pytest.raises(TokenizerError, match="contains no tokenizer"):
         asyncio.run(AsyncLLM.launch("demo"))

@@ -1,4 +1,4 @@
-"""LLM and AsyncLLM: what callers get wrong, what cannot fit, answers that ended badly, forks."""
+"""LLM and AsyncLLM: invalid arguments, requests that do not fit, failed answers, forks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def make_llm(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> Callable[..., LLM]:
-    """An LLM over the given engine; `plan` replaces fields of the Plan."""
+    """Make an LLM over the given engine; `plan` replaces fields of the Plan."""
 
     def make(engine: FakeEngine, **plan: Any) -> LLM:
         async def fake(model: str, options: EngineOptions, *, own_thread: bool) -> AsyncLLM:
@@ -74,7 +74,9 @@ def test_chat_hands_no_sampling_parameter_to_the_template(make_llm: Callable[...
         ({"params": {}}, "params"),
     ],
 )
-def test_what_the_engine_could_not_read_is_refused(tokenizer: Tokenizer, keywords: dict[str, Any], param: str) -> None:
+def test_values_the_engine_cannot_decode_are_refused(
+    tokenizer: Tokenizer, keywords: dict[str, Any], param: str
+) -> None:
     engine = FakeEngine()
     with pytest.raises(RequestError) as caught:
         ask(tokenizer, engine, "Hello", **keywords)
@@ -86,7 +88,7 @@ def test_what_the_engine_could_not_read_is_refused(tokenizer: Tokenizer, keyword
     "prompt",
     [None, b"abc", {"a": 1}, 5, [None], ["a"], [1.5], [True], Chat(messages=cast(Any, "hi")), Chat(messages=["hi"])],
 )
-def test_what_is_no_prompt_is_refused(tokenizer: Tokenizer, prompt: Any) -> None:
+def test_invalid_prompts_are_refused(tokenizer: Tokenizer, prompt: Any) -> None:
     engine = FakeEngine()
     with pytest.raises(RequestError, match=r"str|int|dicts"):
         ask(tokenizer, engine, prompt)
@@ -94,13 +96,13 @@ def test_what_is_no_prompt_is_refused(tokenizer: Tokenizer, prompt: Any) -> None
 
 
 @pytest.mark.parametrize("prompts", [None, b"abc", {"a": 1}, 5, [None], [b"a"], ["a", [1.5]], [{"a": 1}], {"a"}])
-def test_what_are_no_prompts_is_refused(make_llm: Callable[..., LLM], prompts: Any) -> None:
+def test_invalid_lists_of_prompts_are_refused(make_llm: Callable[..., LLM], prompts: Any) -> None:
     with make_llm(FakeEngine()) as llm, pytest.raises((RequestError, UsageError), match=r"str|int"):
         llm.generate(prompts)
 
 
 @pytest.mark.parametrize("params", [{"n": 1}, {}, "abc", 5, [{"n": 1}], [None]])
-def test_what_are_no_params_is_refused(make_llm: Callable[..., LLM], params: Any) -> None:
+def test_invalid_params_are_refused(make_llm: Callable[..., LLM], params: Any) -> None:
     with make_llm(FakeEngine()) as llm:
         with pytest.raises(UsageError, match="SamplingParams"):
             llm.generate(["a"], params)
@@ -158,25 +160,25 @@ def test_llm_never_overflows_its_own_queue(
     assert engine.most_in_flight == most
 
 
-def test_more_choices_than_places_can_never_fit(tokenizer: Tokenizer) -> None:
+def test_more_choices_than_the_engine_holds_are_refused(tokenizer: Tokenizer) -> None:
     engine = FakeEngine()
     llm = AsyncLLM(make_plan(max_running=2, max_queued=3), engine, tokenizer)
     llm.check([5], SamplingParams(n=5))
-    with pytest.raises(RequestError, match=r"n is 6.*2.*3.*never fit") as caught:
+    with pytest.raises(RequestError, match=r"n is 6.*at most 5.*2 running.*3 waiting") as caught:
         llm.check([5], SamplingParams(n=6))
     assert caught.value.param == "n"
-    with pytest.raises(RequestError, match="never fit"):
+    with pytest.raises(RequestError, match="at most"):
         asyncio.run(llm.generate([5], SamplingParams(n=6)))
     assert engine.requests == []
 
 
-# ---- bad ends ----
+# ---- failed answers ----
 
 
 @pytest.mark.parametrize(
     ("finish", "error", "says"), [("error", ProaError, "not finite"), ("abort", EngineDead, "stopped")]
 )
-def test_an_answer_that_ended_badly_is_raised(
+def test_a_failed_answer_raises(
     make_llm: Callable[..., LLM], tokenizer: Tokenizer, finish: Any, error: type[ProaError], says: str
 ) -> None:
     engine = FakeEngine(Reply([5, 6], finish=finish))
@@ -206,7 +208,7 @@ def test_a_forked_child_neither_hangs_nor_closes_its_parents_llm(make_llm: Calla
     engine = FakeEngine(Reply([5]))
     with make_llm(engine) as llm:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of forks beside threads: the case at hand
+            warnings.simplefilter("ignore")  # Python warns of forks in threaded programs, which is what is tested
             pid = os.fork()
         if pid == 0:
             _end_as_a_child(llm)
@@ -215,7 +217,8 @@ def test_a_forked_child_neither_hangs_nor_closes_its_parents_llm(make_llm: Calla
 
 
 def _end_as_a_child(llm: LLM) -> None:
-    """Exit code 0: using it was refused, and closing it returned. SIGALRM ends a hang."""
+    """Run in the forked child; exit code 0 if using the LLM raised UsageError and closing it returned. SIGALRM ends a
+    hang."""
     code = 1
     try:
         signal.alarm(HANG_SECONDS)

@@ -1,4 +1,4 @@
-"""How many CPUs other programs keep busy: by /proc/stat, less what this process does itself."""
+"""The number of CPUs that other programs keep busy: from /proc/stat, minus this process's own CPU time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def write_stat(root: Path, busy_s: float, cpus: int = 4, idle_s: float = 0.0) -> None:
-    """Seconds of user, system, softirq and steal in equal parts; idle, iowait and guests do not count."""
+    """Write /proc/stat with the busy seconds divided equally over user, system, softirq and steal; idle, iowait and
+    guest must not count."""
     part = round(busy_s * TICKS / 4)
     line = f"{part} 0 {part} {round(idle_s * TICKS)} 77 0 {part} {part} 55 0"
     each = "\n".join(f"cpu{i} 1 1 1 1 1 1 1 1 1 1" for i in range(cpus))
@@ -24,7 +25,7 @@ def write_stat(root: Path, busy_s: float, cpus: int = 4, idle_s: float = 0.0) ->
     (root / "proc/stat").write_text(f"cpu  {line}\n{each}\nintr 5 0\nctxt 9\n")
 
 
-def test_what_this_process_does_is_not_others(tmp_path: Path) -> None:
+def test_own_cpu_time_is_not_counted_as_others(tmp_path: Path) -> None:
     write_stat(tmp_path, 100)
     meter = LoadMeter(tmp_path)
     begin, own = time.perf_counter(), time.process_time()
@@ -40,27 +41,27 @@ def test_what_this_process_does_is_not_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stat", [None, "", "cpu 0 0 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0"])
-def test_a_kernel_that_does_not_say_is_not_busy(stat: str | None, tmp_path: Path) -> None:
+def test_unknown_load_is_not_busy(stat: str | None, tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     if stat is not None:
         (tmp_path / "proc/stat").write_text(stat)
     load = LoadMeter(tmp_path).load()
     assert load.others is None
     assert not load.busy
-    assert "not known" in str(load)
+    assert "unknown" in str(load)
 
 
 @pytest.mark.parametrize(
     ("others", "cpus", "busy"),
     [(0.1, 2, False), (0.2, 2, False), (0.3, 2, True), (1.0, 2, True), (1.0, 64, False), (4.0, 64, True)],
 )
-def test_a_tick_or_one_core_among_many_is_no_alarm(others: float, cpus: int, busy: bool) -> None:
+def test_a_small_load_is_not_busy(others: float, cpus: int, busy: bool) -> None:
     assert Load(others, cpus).busy is busy
 
 
 @pytest.mark.alone
-def test_a_program_beside_it_is_seen() -> None:
-    """Real time: a loop in another process takes a core, or its share of one."""
+def test_the_load_of_another_program_is_measured() -> None:
+    """Measured in real time: a busy loop in another process takes a core, or its share of one."""
     loop = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
     with subprocess.Popen(loop, stdout=subprocess.PIPE) as other:
         try:

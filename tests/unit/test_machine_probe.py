@@ -26,7 +26,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 
 def host(cpus: int, total_gib: int, free_gib: int, flags: str = "avx2 fma f16c") -> dict[str, str]:
-    """A machine without topology, NUMA or control groups."""
+    """Write the files of a machine without topology, NUMA or control groups."""
     return {
         "proc/cpuinfo": "\n\n".join(
             f"processor\t: {i}\nmodel name\t: Test CPU\nflags\t\t: fpu {flags}" for i in range(cpus)
@@ -38,7 +38,8 @@ def host(cpus: int, total_gib: int, free_gib: int, flags: str = "avx2 fma f16c")
 
 
 def topology(cores: int, threads_per_core: int, packages: int = 1, l3: str = "16384K") -> dict[str, str]:
-    """Linux numbers all first threads of the cores, then all second ones; one L3 for each package."""
+    """Write the topology of a machine with Linux's usual numbering: first threads of all cores, then second threads;
+    one L3 per package."""
     files = {}
     for cpu in range(cores * threads_per_core):
         core = cpu % cores
@@ -52,7 +53,7 @@ def topology(cores: int, threads_per_core: int, packages: int = 1, l3: str = "16
 
 
 def cgroup2(path: str, groups: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Version 2 at /sys/fs/cgroup; `groups` are folders below it ("" is the root)."""
+    """Write cgroup v2 at /sys/fs/cgroup; `groups`: folders below it ("" is the root)."""
     files = {
         "proc/self/cgroup": f"0::{path}",
         "proc/self/mountinfo": "24 1 0:22 / /proc rw - proc proc rw\n"
@@ -64,7 +65,7 @@ def cgroup2(path: str, groups: dict[str, dict[str, str]]) -> dict[str, str]:
 
 
 def cgroup1(path: str, shown: str, groups: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Version 1; the mounts show the hierarchy from `shown` on, as in a container."""
+    """Write cgroup v1; the mounts show the hierarchy from `shown` on, as in a container."""
     files = {
         "proc/self/cgroup": f"9:cpu,cpuacct:{path}\n4:memory:{path}\n3:cpuset:{path}\n0::/",
         "proc/self/mountinfo": "\n".join(
@@ -89,7 +90,7 @@ def test_a_laptop_with_eight_cores(tmp_path: Path) -> None:
     assert (machine.total_bytes, machine.available_bytes) == (32 * GIB, 24 * GIB)
     assert machine.memory_bound_by == "free memory"
     assert machine.gpus == ()
-    assert machine.gpus_note == "none found: no NVIDIA driver answers (Library Not Found)"
+    assert machine.gpus_note == "none found: no NVIDIA driver is loaded (Library Not Found)"
     assert machine.quota_cores is None
     assert machine.numa == ()
     assert any("NUMA" in note for note in machine.notes)
@@ -115,7 +116,7 @@ def test_a_server_with_two_nodes(tmp_path: Path) -> None:
     assert [node.id for node in machine.numa] == [0, 1]
     assert machine.numa[0].cpus == (*range(32), *range(64, 96))
     assert machine.numa[0].memory_bytes == 256 * GIB
-    assert machine.numa[1].memory_bytes is None  # its meminfo is missing: said, not guessed
+    assert machine.numa[1].memory_bytes is None  # its meminfo is missing: unknown, not guessed
     assert (machine.physical_cores, machine.packages, machine.l3_bytes) == (64, 2, 512 << 20)
     assert machine.isa == ("avx2", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
     assert machine.notes == ()
@@ -140,7 +141,7 @@ def test_the_tightest_quota_of_all_levels_counts(tmp_path: Path) -> None:
         ({"memory.max": str(8 * GIB), "memory.current": str(3 * GIB)}, 5),
         ({"memory.max": "max", "memory.high": str(6 * GIB), "memory.current": str(3 * GIB)}, 3),
         ({"memory.max": str(2 * GIB), "memory.current": str(3 * GIB)}, 0),
-        # file pages are given back when asked for
+        # the page cache is reclaimable
         (
             {
                 "memory.max": str(8 * GIB),
@@ -165,7 +166,7 @@ def test_a_limit_above_free_memory_does_not_bind(tmp_path: Path) -> None:
 
 
 def test_version_1_inside_a_container(tmp_path: Path) -> None:
-    """The mount shows /docker/abc as its top, while /proc/self/cgroup names the whole path."""
+    """The mount's top level is /docker/abc, while /proc/self/cgroup has the whole path."""
     groups = {
         "": {
             "memory.limit_in_bytes": str(4 * GIB),

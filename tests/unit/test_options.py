@@ -69,8 +69,8 @@ def test_defaults_and_flags() -> None:
         (["it", "--room", "0"], ["--room is 0 B", "at least 1 B"]),
         (["it", "--key="], ["--key is empty"]),
         (["it", "--tag="], ["--tag is empty"]),
-        (["it", "more"], ["does not know what to do with 'more'"]),
-        ([], ["needs WHAT: what to do"]),
+        (["it", "more"], ["unexpected argument 'more'"]),
+        ([], ["WHAT is missing (what to do)"]),
     ],
 )
 def test_wrong_flags(argv: list[str], parts: list[str]) -> None:
@@ -87,7 +87,7 @@ def test_secret_is_never_shown() -> None:
     assert "hunter2" not in repr(given_options(parsed.options, parsed.sources))
 
 
-def test_asked_tells_what_differs_and_from_where() -> None:
+def test_given_options_have_values_and_sources() -> None:
     parsed = run("it", "--room=1KiB", "--depth=3", "--no-warm")
     rows = {a.name: (a.value, a.source) for a in given_options(parsed.options, parsed.sources)}
     assert rows == {"what": ("it", "WHAT"), "room": ("1.00 KiB", "--room"), "warm": ("off", "--no-warm")}
@@ -154,7 +154,7 @@ def test_declared_defaults_are_allowed_values(group: type) -> None:
     for declared in declarations(group).values():
         if declared.default is not None:
             assert check(declared, declared.default, declared.flag) == declared.default
-        assert not declared.info.help.split()[0].istitle()  # a phrase, no sentence
+        assert not declared.info.help.split()[0].istitle()  # a phrase, not a sentence
         assert not declared.info.help.endswith(".")
 
 
@@ -200,7 +200,7 @@ def test_a_plain_field_is_refused() -> None:
 
 
 def declared_locally(group: type, **hints: type) -> type:
-    """Types defined inside a test are not found by name; put them in."""
+    """Make types defined inside a test resolvable by name."""
     group.__annotations__.update(hints)
     return group
 
@@ -223,18 +223,18 @@ def test_keywords() -> None:
     [
         ({"contxt": 1}, ["There is no option contxt", "Did you mean context?"]),
         ({"max-running": 1}, ["Did you mean max_running?"]),
-        ({"tensor_parallel_size": 2}, ["There is no option tensor_parallel_size", "Known: revision"]),
+        ({"tensor_parallel_size": 2}, ["There is no option tensor_parallel_size", "The options are revision"]),
         ({"port": 1}, ["There is no option port"]),
         ({"context": "4096"}, ["context is '4096' (text)", "an integer"]),
         ({"context": "32kb"}, ["context is '32kb' (text)"]),
         ({"context": 4096.0}, ["context is 4096.0 (a number)"]),
         ({"context": True}, ["context is true (true or false)"]),
         ({"context": 0}, ["context is 0"]),
-        ({"max_running": None}, ["max_running is none (nothing)"]),
+        ({"max_running": None}, ["max_running is none (no value)"]),
         ({"prefix_cache": 1}, ["prefix_cache is 1 (a number)", "true or false"]),
         ({"dtype": "bf16"}, ["dtype is 'bf16'", "auto, bfloat16, float16 or float32"]),
         ({"ram": "lots"}, ["ram is 'lots'"]),
-        ({"ignore_config_key": "a"}, ["ignore_config_key is 'a' (text)", "a list of texts"]),
+        ({"ignore_config_key": "a"}, ["ignore_config_key is 'a' (text)", "a list of strings"]),
         ({"ignore_config_key": [1]}, ["ignore_config_key is [1] (a list)"]),
         ({"revision": ["x" * 100]}, ["revision is ['xxx", "..."]),
     ],

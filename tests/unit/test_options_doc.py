@@ -1,4 +1,4 @@
-"""docs/options.md is what the declarations say."""
+"""docs/options.md is up to date with the declared options."""
 
 from __future__ import annotations
 

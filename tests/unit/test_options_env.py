@@ -39,7 +39,7 @@ def test_cache_folder(environ: dict[str, str], cache: Path) -> None:
     ("environ", "parts"),
     [
         ({"PROA_CASHE": "/x"}, ["PROA_CASHE", "Did you mean PROA_CACHE?"]),
-        ({"PROA_THREADS": "4"}, ["PROA_THREADS", "Known: PROA_CACHE, PROA_ISA, PROA_LOG, PROA_RAM_PROBE"]),
+        ({"PROA_THREADS": "4"}, ["PROA_THREADS", "the switches are PROA_CACHE, PROA_ISA, PROA_LOG, PROA_RAM_PROBE"]),
         ({"PROA_LOG": "verbose"}, ["PROA_LOG is 'verbose'", "debug, info, warning or error"]),
         ({"PROA_RAM_PROBE": "1KiB"}, ["PROA_RAM_PROBE is 1.00 KiB", "at least 4194304 B"]),
         ({"PROA_LOG": ""}, ["PROA_LOG is empty"]),
@@ -64,8 +64,8 @@ def test_child_environment_replaces_a_switch(monkeypatch: pytest.MonkeyPatch) ->
     assert environ["PATH"]
 
 
-def test_nobodys_home_matters_only_when_the_cache_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may run as a uid that has no passwd entry."""
+def test_a_missing_home_matters_only_if_the_cache_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run with a uid that has no passwd entry."""
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     assert read_env({"PROA_LOG": "debug"}).debug

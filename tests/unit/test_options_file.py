@@ -55,36 +55,36 @@ def test_flags_beat_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
-def test_an_empty_file_asks_nothing(tmp_path: Path, text: str) -> None:
+def test_an_empty_file_gives_defaults(tmp_path: Path, text: str) -> None:
     assert read(tmp_path, text).options == ServeOptions()
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("prot: 1", ["serve.yaml line 1", "prot is no option", "Did you mean port?"]),
-        ("port: 1\nmax-running: 2", ["line 2", "max-running is no option", "Did you mean max_running?"]),
+        ("prot: 1", ["serve.yaml line 1", "there is no option prot", "Did you mean port?"]),
+        ("port: 1\nmax-running: 2", ["line 2", "there is no option max-running", "Did you mean max_running?"]),
         ("cache:\n  contxt: 4", ["line 2", "contxt", "Did you mean context?"]),
-        ("cache:\n  port: 4", ["line 2", "port does not belong to cache", "belongs to server"]),
+        ("cache:\n  port: 4", ["line 2", "port is not an option of the group cache", "to the group server"]),
         ("cache: 4", ["line 1", "cache is a group", "indented"]),
-        ("cash:\n  context: 4", ["cash is no option", "Did you mean cache?"]),
+        ("cash:\n  context: 4", ["there is no option cash", "Did you mean cache?"]),
         ("cache: &c\n  cache: *c", ["line 2", "cache is a group"]),
         ("port: 1\nport: 2", ["line 2 sets port again", "line 1"]),
         ("context: 1\ncache: {context: 2}", ["line 2 sets context again"]),
         ("port: '8001'", ["serve.yaml line 1: port is '8001' (text)", "an integer from 0 to 65535"]),
         ("port: 99999", ["port is 99999", "from 0 to 65535"]),
-        ("port:", ["port is none (nothing)"]),
+        ("port:", ["port is none (no value)"]),
         ("port: 80.5", ["port is 80.5 (a number)"]),
         ("strict: 1", ["strict is 1 (a number)", "true or false"]),
-        ("served_model_name: no", ["served_model_name is false (true or false)", "takes text"]),
+        ("served_model_name: no", ["served_model_name is false (true or false)", "Give text"]),
         ("revision: 1.10", ["revision is 1.1 (a number)"]),
         ("revision: 2024-01-01", ["revision is", "type date"]),
         ("dtype: bfloat61", ["Did you mean bfloat16?"]),
         ("ram: [1]", ["ram is [1] (a list)"]),
-        ("ignore_config_key: a", ["ignore_config_key is 'a' (text)", "a list of texts"]),
+        ("ignore_config_key: a", ["ignore_config_key is 'a' (text)", "a list of strings"]),
         ("revision: !!python/object:os.system x", ["line 1 cannot be read", "constructor"]),
-        ("- port", ["holds no options"]),
-        ("port", ["holds no options"]),
+        ("- port", ["is not a YAML mapping"]),
+        ("port", ["is not a YAML mapping"]),
         ("port: [", ["not valid YAML"]),
         ("a: 1\n---\nb: 1", ["not valid YAML"]),
         (b"port: \xff", ["not valid YAML"]),

@@ -1,4 +1,4 @@
-"""An interrupted test run leaves no program behind, however it was interrupted."""
+"""An interrupted test run leaves no program running, no matter how it was interrupted."""
 
 from __future__ import annotations
 

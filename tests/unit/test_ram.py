@@ -1,4 +1,4 @@
-"""The RAM measurement: honest numbers, short, without leftovers."""
+"""The RAM bandwidth measurement: it reaches the real bandwidth, is short, and frees what it used."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_fewer_workers_are_tried_too() -> None:
 
 
 @pytest.mark.alone
-def test_reads_what_the_machine_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measurement must see the real limit: one thread of numpy over as much memory cannot beat it. Others on the
-    machine take bandwidth from one or the other: a reader that is slow is so five times."""
+def test_the_measured_rate_reaches_the_machines_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured bandwidth must be the real limit: one numpy thread over equally much memory cannot exceed it.
+    Repeated five times, as other programs may take bandwidth from either."""
     monkeypatch.delenv("PROA_RAM_PROBE")
     machine = probe()
     values = np.ones(buffer_bytes(machine) // 8, dtype=np.uint64)
@@ -112,13 +112,13 @@ def test_needs_neither_torch_nor_numpy() -> None:
     [
         (0.1, 2, ("anon-huge",), "read by 2 threads from huge pages"),
         (1.6, 2, ("anon-huge",),
-         "the machine is busy: other programs kept 1.6 of 2 CPUs busy, so that RAM may be faster than this; "
+         "the machine is busy: other programs kept 1.6 of 2 CPUs busy, so RAM may be faster than measured; "
          "read by 2 threads from huge pages"),
         (1.6, 64, ("shmem-huge", "small"), "read by 2 threads from small pages: the kernel gave no huge ones"),
-        (None, 2, ("hugetlb",), "read by 2 threads from huge pages; it is not known what other programs did"),
+        (None, 2, ("hugetlb",), "read by 2 threads from huge pages; the CPU use of other programs is unknown"),
     ],
 )  # fmt: skip
-def test_a_rate_says_where_it_is_from(others: float | None, cpus: int, pages: tuple[str, ...], told: str) -> None:
+def test_the_source_of_a_rate(others: float | None, cpus: int, pages: tuple[str, ...], told: str) -> None:
     rate = RamRate(bytes_per_s=1e10, threads=2, pages=pages, load=Load(others, cpus))
     assert rate.source == told
     assert rate.load.busy is (others == 1.6 and cpus == 2)

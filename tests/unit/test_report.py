@@ -1,4 +1,4 @@
-"""What people see: the start-up report, progress, units."""
+"""The start-up report, progress display and units."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_ready_lines_group_ops_by_implementation() -> None:
     assert "reference: linear; fast: rms_norm" in shown
 
 
-def test_what_the_loaded_model_told_is_shown_and_in_the_json() -> None:
+def test_facts_of_the_loaded_model_are_shown_and_in_the_json() -> None:
     rows = (Decision("threads for decode", "auto", "14 of 16", "the fastest"),)
     ready = msgspec.structs.replace(READY, decisions=rows)
     shown = text_of(render_ready(ready))
@@ -233,7 +233,7 @@ def test_a_terminal_gets_bars() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_kernels_are_counted_not_weighed(terminal: bool) -> None:
+def test_kernels_are_counted_not_in_bytes(terminal: bool) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=terminal)
     with show_progress(console) as report:
         report(COMPILING, 3, 16)

@@ -1,4 +1,4 @@
-"""The sampler: right distribution, its own row only, exact greedy."""
+"""The sampler: correct distribution, independence of rows, exact greedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def draws(logits: torch.Tensor, n: int, **wishes: object) -> Counter[int]:
 
 
 def expected(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """The definition, spelled out token by token."""
+    """Compute the distribution by its definition, token by token."""
     probs = torch.softmax(logits.double() / temperature, -1)
     order = probs.argsort(descending=True).tolist()
     kept = order[:top_k] if top_k else order
@@ -70,7 +70,7 @@ def test_distribution(temperature: float, top_k: int, top_p: float, min_p: float
 
 
 def test_wide_vocabulary_beyond_the_head() -> None:
-    """A flat distribution needs more than the best HEAD_TOKENS tokens to fill its nucleus."""
+    """In a flat distribution top-p keeps more than HEAD_TOKENS tokens."""
     vocab = 4 * HEAD_TOKENS
     got = draws(torch.zeros(vocab), 400, temperature=1.0, top_p=0.999)
     assert len(got) > 300
@@ -92,7 +92,7 @@ wishes = st.fixed_dictionaries(
 
 
 def test_top_k_beyond_the_head() -> None:
-    """More than HEAD_TOKENS may be kept: then all of them are drawn from, and no more."""
+    """With top_k above HEAD_TOKENS, exactly the top_k tokens are sampled from."""
     logits = torch.arange(4 * HEAD_TOKENS).float() / 1e4
     got = draws(logits, 400, temperature=1.0, top_k=2 * HEAD_TOKENS)
     assert min(got) >= 2 * HEAD_TOKENS
@@ -100,7 +100,7 @@ def test_top_k_beyond_the_head() -> None:
 
 
 @given(st.lists(wishes, min_size=1, max_size=6), st.integers(0, 2**31), st.sampled_from([50, 2 * HEAD_TOKENS]))
-def test_a_row_does_not_see_its_neighbours(asked: list[dict[str, object]], seed: int, vocab: int) -> None:
+def test_rows_are_independent(asked: list[dict[str, object]], seed: int, vocab: int) -> None:
     logits = torch.randn(len(asked), vocab, generator=torch.Generator().manual_seed(seed))
     rows = [row([1, 2, 3, 3, 7], 2, **w) for w in asked]
     together = sample(logits, rows)

@@ -1,4 +1,4 @@
-"""SamplingParams from Python: whatever is passed, it is right or a RequestError that names the field."""
+"""SamplingParams from Python: every invalid value raises a RequestError that names the field."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from proa.text.stop import StopMatcher
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The first stop string to be completed, the longest of several completed by one character."""
+    """Find the first stop string to be completed; of several completed by the same character, the longest."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -35,9 +35,7 @@ words = st.lists(few.filter(bool), min_size=1, max_size=4)
 @given(pieces=st.lists(few, max_size=12), stops=words, include=st.booleans())
 @example(pieces=["ab", "abab", "c"], stops=["abc", "bab"], include=False)
 @example(pieces=["aaa", "ab"], stops=["aab"], include=True)
-def test_any_split_gives_what_a_search_of_the_whole_text_gives(
-    pieces: list[str], stops: list[str], include: bool
-) -> None:
+def test_any_split_matches_a_search_of_the_whole_text(pieces: list[str], stops: list[str], include: bool) -> None:
     assert run(pieces, stops, include) == naive("".join(pieces), stops, include)
 
 
@@ -66,7 +64,7 @@ def test_no_stop_strings_hold_nothing_back() -> None:
 
 
 def test_a_huge_stop_string_costs_no_more_per_character() -> None:
-    """100 000 equal characters against a stop string of as many: quadratic work would take minutes."""
+    """100 000 equal characters against an equally long stop string: a quadratic algorithm would take minutes."""
     size = 100_000
     matcher = StopMatcher(["a" * size + "b"])
     assert matcher.feed("a" * (size + 5)) == ("a" * 5, None)

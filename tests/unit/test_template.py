@@ -1,4 +1,4 @@
-"""Chat templates: rendered as transformers renders them, refusals as errors of the request."""
+"""Chat templates are rendered as by transformers, and a template's errors become RequestErrors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CALLING: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "c1", "content": "12 °C"},
 ]
 
-# Small ones, each after the manner of templates in use.
+# Small templates in the style of published ones.
 TEMPLATES = {
     "chatml": "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"
     " + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
@@ -128,13 +128,13 @@ def test_tool_calls_as_transformers_renders() -> None:
 
 
 def test_openai_sends_arguments_as_json_text() -> None:
-    """Templates were written for objects; OpenAI's form must give the same prompt."""
+    """Templates expect arguments as objects; OpenAI's JSON text must give the same prompt."""
     as_text = json.loads(json.dumps(CALLING))
     function = as_text[1]["tool_calls"][0]["function"]
     function["arguments"] = json.dumps(function["arguments"])
     template = TEMPLATES["tools"]
     assert render(template, Chat(messages=as_text)) == render(template, Chat(messages=CALLING))
-    assert isinstance(function["arguments"], str)  # the caller's messages stay as they were
+    assert isinstance(function["arguments"], str)  # the caller's messages are not modified
 
 
 @pytest.mark.parametrize("name", ["chatml", "trimmed blocks", "macro", "generation", "typed content"])
@@ -156,9 +156,7 @@ def test_continue_final_message_as_transformers_renders(name: str, end: str) -> 
         ([{"role": "assistant", "content": "x"}], True, "exclude each other"),
     ],
 )
-def test_continue_final_message_that_cannot_be(
-    messages: list[dict[str, Any]], generation_prompt: bool, says: str
-) -> None:
+def test_continue_final_message_errors(messages: list[dict[str, Any]], generation_prompt: bool, says: str) -> None:
     chat = Chat(messages=messages, add_generation_prompt=generation_prompt, continue_final_message=True)
     with pytest.raises(RequestError, match=says):
         render(TEMPLATES["loop controls"], chat)
@@ -183,21 +181,21 @@ def test_an_image_is_refused() -> None:
     ("template", "says"),
     [
         ("{{ raise_exception('Roles must alternate user/assistant.') }}", "Roles must alternate user/assistant. "),
-        ("{{ messages[0]['content'] + 1 }}", "refuses this conversation"),
-        ("{{ messages[9].content.x }}", "refuses this conversation"),
+        ("{{ messages[0]['content'] + 1 }}", "rejects this conversation"),
+        ("{{ messages[9].content.x }}", "rejects this conversation"),
         ("{{ ''.__class__.__mro__ }}", "unsafe|refuses"),
         ("{% set ns = namespace(_x=1) %}", "underscore"),
-        ("{{ messages.append(1) }}", "refuses this conversation"),
-        ("{{ 1 / 0 }}", "refuses this conversation"),
+        ("{{ messages.append(1) }}", "rejects this conversation"),
+        ("{{ 1 / 0 }}", "rejects this conversation"),
     ],
 )
-def test_what_a_template_refuses_is_an_error_of_the_request(template: str, says: str) -> None:
+def test_template_errors_are_request_errors(template: str, says: str) -> None:
     with pytest.raises(RequestError, match=says) as caught:
         render(template, Chat(messages=TALK))
     assert caught.value.http_status == 400
 
 
-def test_a_template_that_is_no_jinja_is_an_error_of_the_model() -> None:
+def test_invalid_jinja_is_a_tokenizer_error() -> None:
     with pytest.raises(TokenizerError, match=r"not valid Jinja.*--chat-template"):
         ChatTemplate({"default": "{% if %}"}, {})
 

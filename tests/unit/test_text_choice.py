@@ -1,4 +1,4 @@
-"""From engine events to chunks: stop strings, unfinished characters and log-probabilities stay in step."""
+"""Conversion of engine events to chunks: stop strings, incomplete characters, and logprobs aligned with tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(
     ending: dict[str, Any] | None = None,
     **wishes: Any,
 ) -> tuple[list[Chunk], Choice]:
-    """Chunks and their fold for `tokens`, cut into events of `sizes` tokens (the last size repeats)."""
+    """Feed `tokens` in events of `sizes` tokens (the last size repeats); return the chunks and the answer they form."""
     params = SamplingParams(logprobs=1, **wishes)
     sampling = Sampling(max_tokens=99, logprobs=1, eos_token_ids=(2,), stop_token_ids=params.stop_token_ids)
     stream = ChoiceStream(
@@ -89,7 +89,7 @@ def test_a_stop_string_over_several_tokens(tokenizer: Tokenizer) -> None:
     assert (included.text, included.stop_reason) == ("one two thr", "o thr")
 
 
-def test_a_stop_string_that_does_not_come_costs_nothing(tokenizer: Tokenizer) -> None:
+def test_an_unmatched_stop_string_changes_nothing(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("one two th")
     choice = run(tokenizer, tokens, stop=("two three",))[1]
     assert (choice.text, choice.tokens, choice.finish, choice.stop_reason) == ("one two th", tokens, "length", None)
@@ -103,18 +103,18 @@ def test_a_stop_string_that_does_not_come_costs_nothing(tokenizer: Tokenizer) ->
         ({"finish": "abort"}, None),
     ],
 )
-def test_how_it_ended(tokenizer: Tokenizer, ending: dict[str, Any], reason: int | None) -> None:
+def test_finish_and_stop_reasons(tokenizer: Tokenizer, ending: dict[str, Any], reason: int | None) -> None:
     choice = run(tokenizer, tokenizer.encode("end"), ending=ending, stop_token_ids=(7,))[1]
     assert (choice.text, choice.finish, choice.stop_reason) == ("end", ending["finish"], reason)
 
 
-def test_nothing_at_all_is_still_an_answer(tokenizer: Tokenizer) -> None:
+def test_an_empty_answer(tokenizer: Tokenizer) -> None:
     chunks, choice = run(tokenizer, [], ending={"finish": "stop", "stop_token": 2})
     assert len(chunks) == 1
     assert (choice.text, choice.tokens, choice.finish) == ("", [], "stop")
 
 
-def test_half_a_character_at_the_end(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_at_the_end(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("a😀")[:-1]
     choice = run(tokenizer, tokens)[1]
     assert (choice.text, choice.tokens) == ("a\ufffd", tokens)
@@ -128,7 +128,7 @@ def test_stop_strings_count_only_after_min_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_the_first_chunk_comes_with_the_first_event(tokenizer: Tokenizer) -> None:
-    """It carries the prompt's numbers even while all text is held back."""
+    """The first chunk has the prompt's counts, even while all text is held back."""
     chunks, _ = run(tokenizer, tokenizer.encode("😀"))
     assert [c.prompt_tokens for c in chunks] == [[5], None]
     assert (chunks[0].text, chunks[0].tokens) == ("", [])
@@ -136,8 +136,8 @@ def test_the_first_chunk_comes_with_the_first_event(tokenizer: Tokenizer) -> Non
 
 @given(data=st.data())
 def test_the_split_into_events_changes_nothing(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    """Any tokens, any stop strings: however many tokens an event brings, text, tokens and log-probabilities are the
-    same; tokens and log-probabilities agree; the tokens' own text begins with the text shown."""
+    """For any tokens and stop strings, text, tokens and logprobs do not depend on how tokens are grouped into events;
+    there is a logprob per token; and the decoded tokens start with the emitted text."""
     alphabet = [*tokenizer.encode("ab. 😀é\n", add_special_tokens=False), 0, 1]
     tokens = data.draw(st.lists(st.sampled_from(alphabet), max_size=20))
     stop = tuple(data.draw(st.lists(st.text(alphabet="ab. 😀\ufffd", min_size=1, max_size=3), max_size=3)))
@@ -166,7 +166,7 @@ def test_no_chunk_is_empty_but_the_first_and_the_last(tokenizer: Tokenizer, data
     assert all(math.isfinite(entry.logprob) for c in chunks for entry in c.logprobs or [])
 
 
-def test_what_an_event_says_of_the_prompt_is_never_dropped(tokenizer: Tokenizer) -> None:
+def test_prompt_facts_of_an_event_are_never_dropped(tokenizer: Tokenizer) -> None:
     request = EngineRequest(id="r", tokens=[5, 6], sampling=Sampling(max_tokens=9))
     stream = ChoiceStream(0, request, SamplingParams(), tokenizer.detokenizer())
     assert stream.feed(TokenEvent(id="r")) == Chunk(prompt_tokens=[5, 6])

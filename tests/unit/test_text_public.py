@@ -1,4 +1,4 @@
-"""The public names: there, documented by type, and free of heavy imports."""
+"""The public names exist, and importing them imports no heavy packages."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_a_core_whose_first_thread_is_taken_still_counts_as_a_core(tmp_path: Pat
 
 
 def test_any_few_cpus_spread_over_caches(tmp_path: Path) -> None:
-    """Chiplets: each has its own cache and its own link to memory."""
+    """On chiplets each cache has its own link to memory, so few CPUs must be spread over the caches."""
     host = replace(block_numbered(1, 6), caches=((0, 1, 6, 7), (2, 3, 8, 9), (4, 5, 10, 11)))
     assert teams(look(host, tmp_path))[0].cpus == (0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11)
 
@@ -163,14 +163,14 @@ def test_more_workers_than_cpus_are_all_cpus(tmp_path: Path) -> None:
     ("host", "workers", "expected"),
     [
         (block_numbered(2, 2), None, []),
-        (TEN, None, ["node 8: its 256.0 GiB unused, for no CPU", "node 9: its 256.0 GiB unused, for no CPU"]),
+        (TEN, None, ["node 8: its 256.0 GiB unused: the node has no", "node 9: its 256.0 GiB unused: the node has no"]),
         (MEMORYLESS, None, ["node 1: local memory is missing; its CPUs work with node 0", "node 3: local memory"]),
-        (replace(block_numbered(2, 2), affinity=(0, 1)), None, ["node 1: its 64.0 GiB unused, for this process may"]),
+        (replace(block_numbered(2, 2), affinity=(0, 1)), None, ["node 1: its 64.0 GiB unused: this process may"]),
         (replace(block_numbered(2, 2), memory_nodes=(0,)), None, ["node 1: local memory is closed to this process"]),
-        (block_numbered(2, 4), 2, ["node 1: its 64.0 GiB unused, for fewer nodes have enough cores"]),
+        (block_numbered(2, 4), 2, ["node 1: its 64.0 GiB unused: fewer nodes have enough cores"]),
     ],
 )
-def test_what_stays_unused_is_said(host: HostFiles, workers: int | None, expected: list[str], tmp_path: Path) -> None:
+def test_unused_nodes_are_explained(host: HostFiles, workers: int | None, expected: list[str], tmp_path: Path) -> None:
     machine = look(host, tmp_path)
     told = left_out(machine, teams(machine, workers))
     assert [sentence[: len(start)] for sentence, start in zip(told, expected, strict=True)] == expected
@@ -214,13 +214,14 @@ def test_pretended_nodes_share_the_quota(tmp_path: Path) -> None:
 
 
 def test_pretending_no_node_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="at least one"):
+    with pytest.raises(UsageError, match="at least 1"):
         pretend(look(HostFiles(cpus=2), tmp_path), 0)
 
 
 @st.composite
 def hosts(draw: st.DrawFn) -> HostFiles:
-    """Any assignment of cores to nodes, threads to cores, memory to nodes, and any limits."""
+    """Generate machines with arbitrary assignments of cores to nodes, threads to cores and memory to nodes, and
+    arbitrary limits."""
     ids = draw(st.lists(st.integers(0, 40), min_size=1, max_size=6, unique=True))
     cores, nodes, next_cpu = {}, {node: list[int]() for node in sorted(ids)}, 0
     for core in range(draw(st.integers(1, 12))):

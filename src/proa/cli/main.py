@@ -32,7 +32,7 @@ class Command:
 COMMANDS = {
     "serve": Command("proa.cli.serve", "load a model and serve it over HTTP"),
     "chat": Command("proa.cli.chat", "chat with a model in the terminal"),
-    "bench": Command("proa.cli.bench", "measure latency, throughput or kernels against the hardware limit"),
+    "bench": Command("proa.cli.bench", "measure latency, throughput or kernels against hardware limits"),
     "warm": Command("proa.cli.warm", "compile a model's GPU kernels before its first start"),
     "models": Command("proa.cli.models", "list models by short name, with sizes"),
     "doctor": Command("proa.cli.doctor", "check this machine and suggest remedies for problems"),
@@ -98,7 +98,7 @@ first steps:
   proa serve ./my-model      serve a Hugging Face folder or a GGUF file
 
   proa COMMAND --help        the common options
-  proa COMMAND --help-all    all options;  proa --help-all: those of every command
+  proa COMMAND --help-all    all options (proa --help-all: of every command)
   proa --version
 """
 

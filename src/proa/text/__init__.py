@@ -1,1 +1,1 @@
-"""Text <-> tokens: tokenizers, chat templates, detokenisation, stop strings, answers. Never: HTTP, torch."""
+"""Tokenizers, chat templates, incremental detokenisation, stop strings, answers. Never: importing torch."""
