@@ -17,8 +17,9 @@ import msgspec
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from proa.engine.ipc import Loading, Ready, Stats
+from proa.engine.ipc import Loading, Ready
 from proa.engine.processes.handle import EngineState
+from proa.engine.stats import SchedulerStats, Stats
 from proa.errors import EngineDead, ProaError, QueueFull, ShuttingDown
 from proa.plan.plan import MemoryBudget, Plan, Roof
 from proa.types import EngineRequest, FinishReason, TokenEvent, TokenLogprob
@@ -54,7 +55,7 @@ class FakeEngine:
     state: EngineState = "ready"
     loading: Loading | None = None
     failure: ProaError | None = None
-    stats: Stats = field(default_factory=lambda: Stats(pages_total=64, pages_free=64))
+    stats: Stats = field(default_factory=lambda: Stats(SchedulerStats(pages_total=64, pages_free=64)))
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)  # ids of requests whose stream was closed before its end
     finished: list[str] = field(default_factory=list)

@@ -25,8 +25,8 @@ async def answers(folder: Path, gpu: str) -> list[Answer | BaseException]:
         found += await asyncio.gather(llm.generate(PROMPTS[bad], PARAMS), return_exceptions=True)
         assert llm.engine.state == "ready"
         stats = llm.engine.stats
-        assert stats.running == stats.waiting == 0
-        assert stats.pages_free + stats.pages_cached == stats.pages_total
+        assert stats.scheduler.running == stats.scheduler.waiting == 0
+        assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
         return found
 
 
@@ -63,8 +63,8 @@ def test_answers_fail_where_they_meet_the_expert(gpu: str, tmp_path: Path) -> No
             found = await asyncio.gather(*(llm.generate(p, params) for p in PROMPTS), return_exceptions=True)
             assert llm.engine.state == "ready"
             stats = llm.engine.stats
-            assert stats.running == stats.waiting == 0
-            assert stats.pages_free + stats.pages_cached == stats.pages_total
+            assert stats.scheduler.running == stats.scheduler.waiting == 0
+            assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
             return found
 
     got = asyncio.run(go())
@@ -86,7 +86,7 @@ def test_a_long_prompt_fails_before_it_is_sampled(gpu: str, tmp_path: Path) -> N
             for _ in range(2):
                 with pytest.raises(NumericsError, match=f"layer {LAYER}, from expert"):
                     await llm.generate(list(range(3, 203)), PARAMS)
-            assert llm.engine.stats.pages_cached == 0
-            assert llm.engine.stats.steps == 2
+            assert llm.engine.stats.scheduler.pages_cached == 0
+            assert llm.engine.stats.scheduler.steps == 2
 
     asyncio.run(go())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpu_llm import GPUS, launched, make_model
-from proa.engine.ipc import Stats
+from proa.engine.stats import Stats
 from proa.types import SamplingParams
 
 PROMPTS = [[20 + 7 * i, 3, 5 + i] for i in range(3)]
@@ -29,4 +29,4 @@ def test_tokens_are_the_same(gpu: str, tmp_path: Path) -> None:
     on, stats = asyncio.run(decoded(folder, gpu, "auto"))
     assert on == off
     assert nothing.cpu_experts_foreseen == 0 < nothing.cpu_experts_needed
-    assert 0 < stats.cpu_experts_foreseen <= stats.cpu_experts_needed
+    assert 0 < stats.cpu_experts.foreseen <= stats.cpu_experts.needed

@@ -89,7 +89,7 @@ class Traffic:
 async def idle(llm: AsyncLLM) -> None:
     """Wait until the engine is idle: cancelled requests end only with the next step."""
     end = time.monotonic() + 10
-    while llm.engine.stats.running or llm.engine.stats.waiting:
+    while llm.engine.stats.scheduler.running or llm.engine.stats.scheduler.waiting:
         assert time.monotonic() < end, llm.engine.stats
         await asyncio.sleep(0.02)
 
@@ -115,7 +115,7 @@ def test_nothing_leaks(gpu: str, seconds: float, tmp_path: Path, monkeypatch: py
             print(f"\n{dict(traffic.ended)}; {stats}\n{before}\n{after}")  # noqa: T201
             assert llm.engine.state == "ready"
             assert min(traffic.ended[kind] for kind in ("short", "long", "alike", "cancelled")) > 0
-            assert stats.pages_free + stats.pages_cached == stats.pages_total
+            assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
             assert (after.threads, after.files) == (before.threads, before.files)
             assert after.rss_bytes - before.rss_bytes <= RAM_SLACK_BYTES
             assert after.vram_bytes - before.vram_bytes <= VRAM_SLACK_BYTES

@@ -144,8 +144,12 @@ def test_the_same_answers(seed: int, num_pages: int, decoder: Decoder) -> None:
         assert answers(hurries, asked) == want
         assert {finish for _, finish, _, _ in want.values()} == {"stop", "length"}
     assert hurries.follows > (20 if num_pages == 48 else 5)
-    assert hurries.engine.stats().cached_prompt_tokens > 0
-    assert (hurries.engine.stats().preemptions > 0) == (waits.engine.stats().preemptions > 0) == (num_pages == 14)
+    assert hurries.engine.stats().scheduler.cached_prompt_tokens > 0
+    assert (
+        (hurries.engine.stats().scheduler.preemptions > 0)
+        == (waits.engine.stats().scheduler.preemptions > 0)
+        == (num_pages == 14)
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -194,7 +198,7 @@ def test_who_is_aborted_meanwhile_leaves_nothing(decoder: Decoder) -> None:
     rest = finish_all(case.engine)
     assert all(tokens_of(want[name])[30:] == tokens_of(rest[name]) for name in ("r0", "r2"))
     stats = case.engine.stats()
-    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 
 
 def test_values_that_are_not_finite_end_their_request_alone(decoder: Decoder) -> None:
@@ -211,7 +215,7 @@ def test_values_that_are_not_finite_end_their_request_alone(decoder: Decoder) ->
     executor.broken_at = -1
     assert outcome(events["short"])[0][:12] == answers(Case(decoder, ahead=False), asked)["short"][0]
     stats = case.engine.stats()
-    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 
 
 def test_the_last_step_is_waited_for_before_the_engine_is_left(decoder: Decoder) -> None:

@@ -140,7 +140,9 @@ def test_turns_that_follow_from_what_was_computed_ahead(pool: Pool, folder: Path
                 engine.submit(request(f"{name} {turn}", tokens, 21))
             answers = {name.split()[0]: tokens_of(events) for name, events in finish_all(engine).items()}
             texts = {name: [*tokens, *answers[name], 11 + turn] for name, tokens in texts.items()}
-        assert engine.stats().cached_prompt_tokens == 5 * (20 + 44)  # of 25 and 47, by pages of what is computed
+        assert engine.stats().scheduler.cached_prompt_tokens == 5 * (
+            20 + 44
+        )  # of 25 and 47, by pages of what is computed
         assert (len(follows) > 40) == ahead
         found.append(texts)
     assert found[0] == found[1]
@@ -154,8 +156,8 @@ def test_tokens_that_the_cpu_draws(pool: Pool, folder: Path, monkeypatch: pytest
         engine, follows = engine_of(folder, pool, Split(0.5), ahead=ahead)
         engine.submit(request("r", [5, 9], 24, temperature=1.0, top_p=0.9, seed=4))
         found.append(tokens_of(finish_all(engine)["r"]))
-        assert engine.stats().generated_tokens == 24
-        assert (len(follows), engine.stats().steps) == (0, 24)
+        assert engine.stats().scheduler.generated_tokens == 24
+        assert (len(follows), engine.stats().scheduler.steps) == (0, 24)
     assert found[0] == found[1]
 
 
@@ -179,7 +181,7 @@ def test_ends_in_the_middle(pool: Pool, folder: Path) -> None:
     assert finished == {None, "stop", "length"}
     assert len(follows) > 50
     stats = engine.stats()
-    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 
 
 def test_experts_move_between_steps_that_wait(pool: Pool, folder: Path) -> None:

@@ -6,10 +6,11 @@ import asyncio
 import socket
 from typing import Any
 
-from proa.engine.ipc import Stats, Submit, Tokens
+from proa.engine.ipc import Submit, Tokens
 from proa.engine.processes.client import EngineClient
 from proa.engine.processes.wire import EngineEnd, FrontendEnd
 from proa.engine.processes.worker import Channel
+from proa.engine.stats import SchedulerStats, Stats
 from proa.types import EngineRequest, Sampling, TokenEvent
 
 STEPS = 20
@@ -25,7 +26,10 @@ class Process:
 
 def test_events_are_seen_with_the_stats_of_their_step() -> None:
     messages: list[Any] = [
-        Tokens([TokenEvent(id="r", tokens=[step], finish="length" if step == STEPS else None)], Stats(steps=step))
+        Tokens(
+            [TokenEvent(id="r", tokens=[step], finish="length" if step == STEPS else None)],
+            Stats(SchedulerStats(steps=step)),
+        )
         for step in range(1, STEPS + 1)
     ]
 
@@ -37,7 +41,7 @@ def test_events_are_seen_with_the_stats_of_their_step() -> None:
         for message in messages:
             engine.send(message)  # all have come when the first is taken
         request = EngineRequest(id="r", tokens=[1], sampling=Sampling(max_tokens=STEPS))
-        seen = [(event.tokens[0], client.stats.steps) async for event in client.generate(request)]
+        seen = [(event.tokens[0], client.stats.scheduler.steps) async for event in client.generate(request)]
         asked = engine.receive()
         assert isinstance(asked, Submit)
         assert asked.request == request

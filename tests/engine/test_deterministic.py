@@ -155,5 +155,5 @@ def test_any_schedule_has_the_same_answers(case: Case, tmp_path: Path) -> None:
 
     check()
     stats = engine.stats()
-    assert stats.cached_prompt_tokens > 0
-    assert stats.preemptions > 0 or case.examples < 6, "the schedules exercise too little"
+    assert stats.scheduler.cached_prompt_tokens > 0
+    assert stats.scheduler.preemptions > 0 or case.examples < 6, "the schedules exercise too little"

@@ -80,7 +80,7 @@ def answers(model: Loaded, texts: dict[str, list[int]], **engine: int | bool) ->
         made.submit(request(name, tokens, 9))
     events = finish_all(made)
     if engine.get("num_pages") == 40:
-        assert made.stats().preemptions > 0
+        assert made.stats().scheduler.preemptions > 0
     last = torch.stack([runner.logits[name][max(runner.logits[name])] for name in texts])
     return {name: tokens_of(events[name]) for name in texts}, last
 

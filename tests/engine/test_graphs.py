@@ -86,7 +86,7 @@ class Case:
             self.engine.submit(one)
         found = {name: outcome(events) for name, events in finish_all(self.engine).items()}
         stats = self.engine.stats()
-        assert stats.pages_free + stats.pages_cached == stats.pages_total
+        assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
         return found
 
 
@@ -142,7 +142,7 @@ def test_ends_in_the_middle(decoder: Decoder) -> None:
     assert not case.engine.has_work
     assert len(case.followed) > 10
     stats = case.engine.stats()
-    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 
 
 def test_a_sequence_with_nan_ends_alone(attention: Decoder) -> None:

@@ -151,8 +151,8 @@ def test_the_same_answers(
         for name, more in finish_all(case.engine).items():
             events.setdefault(name, []).extend(more)
         stats = case.engine.stats()
-        assert stats.pages_free + stats.pages_cached == stats.pages_total
-        assert stats.cached_prompt_tokens > 0 or model.spec.recurrent
+        assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
+        assert stats.scheduler.cached_prompt_tokens > 0 or model.spec.recurrent
         found.append({name: tokens_of(of) for name, of in events.items()})
     whole, turns = found
     assert {name: len(tokens) for name, tokens in turns.items()} == {name: len(t) for name, t in whole.items()}
@@ -289,7 +289,7 @@ def test_who_hangs_up_leaves_the_lane(kind: str, load: Callable[[str, str], Load
     plain.engine.submit(request("next", prompt(30, 2), 5))
     assert tokens_of(finish_all(plain.engine)["next"])[0] == tokens_of(events["next"])[0]
     stats = case.engine.stats()
-    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -309,7 +309,7 @@ def test_who_hangs_up_beside_another(kind: str, load: Callable[[str, str], Loade
     assert "left" not in events
     assert [len(event.prompt_logprobs) for event in events["stays"] if event.prompt_logprobs] == [5]
     stats = case.engine.stats()
-    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -358,7 +358,7 @@ def test_who_breaks_ends_alone(kind: str, who: str, load: Callable[[str, str], L
     assert error is not None
     assert ("NaN or infinity in layer" if kind in ("sim", "cuda") else "finite") in error
     stats = case.engine.stats()
-    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
 
 
 @pytest.mark.parametrize("kind", ["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -408,7 +408,7 @@ def test_few_pages(kind: str, load: Callable[[str, str], Loaded]) -> None:
     assert {name: len(tokens_of(of)) for name, of in events.items()} == {
         **{f"d{i}": 40 for i in range(4)}, **{f"long{i}": 6 for i in range(3)}
     }  # fmt: skip
-    assert case.engine.stats().preemptions > 0
+    assert case.engine.stats().scheduler.preemptions > 0
 
 
 @pytest.mark.gpu

@@ -58,8 +58,8 @@ def test_random_traffic(kind: str, family: str, pages: int, seed: int, load: Cal
     for turn in range(2):  # the second time with what the first one left in the prefix cache
         events = run(case, asked, seed + turn, leaving)
         stats = case.engine.stats()
-        assert (stats.running, stats.waiting) == (0, 0)
-        assert stats.pages_free + stats.pages_cached == stats.pages_total
+        assert (stats.scheduler.running, stats.scheduler.waiting) == (0, 0)
+        assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
         whole = {name: of for name, of in events.items() if name not in leaving}
         assert {of[-1].finish for of in whole.values()} == {"stop", "length"}
         for one in asked:

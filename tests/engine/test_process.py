@@ -88,9 +88,9 @@ def test_serves_refuses_aborts_and_stays_quiet(folder: Path) -> None:
             stream = client.generate(request("left", [4, 4], 200))
             await anext(stream)
             await stream.aclose()
-            await until(lambda: client.stats.running == 0)
+            await until(lambda: client.stats.scheduler.running == 0)
             stats = client.stats
-            assert stats.pages_free + stats.pages_cached == stats.pages_total
+            assert stats.scheduler.pages_free + stats.scheduler.pages_cached == stats.scheduler.pages_total
             before = cpu_seconds(pid_of(client))
             await asyncio.sleep(1.0)
             assert cpu_seconds(pid_of(client)) - before <= 0.02, "an idle engine must sleep"
@@ -210,15 +210,17 @@ def test_what_the_cpu_did_for_a_gpu_is_counted(folder: Path) -> None:
             ready = await client.wait_ready()
             assert ready.round_trip_us is not None
             assert 0 < ready.round_trip_us < 1e6
-            assert client.stats.cpu_jobs == 0, "the probe's are not counted"
+            assert client.stats.cpu_experts.jobs == 0, "the probe's are not counted"
             await collect(client, request("a", [5, 6, 7], 10))
-            await until(lambda: client.stats.running == 0)
+            await until(lambda: client.stats.scheduler.running == 0)
             stats = client.stats
-            assert stats.cpu_jobs == stats.steps * layers
-            per_job = stats.cpu_weight_bytes / stats.cpu_jobs / expert_bytes
-            assert 3 <= per_job <= 3 + (8 - 3) / stats.steps  # top 3 of a token; more in the prompt's step only
-            assert 0 < stats.cpu_experts_seconds < stats.program_seconds
-            assert stats.cpu_waiting_seconds > 0
+            assert stats.cpu_experts.jobs == stats.scheduler.steps * layers
+            per_job = stats.cpu_experts.weight_bytes / stats.cpu_experts.jobs / expert_bytes
+            assert (
+                3 <= per_job <= 3 + (8 - 3) / stats.scheduler.steps
+            )  # top 3 of a token; more in the prompt's step only
+            assert 0 < stats.cpu_experts.seconds < stats.seconds.program
+            assert stats.cpu_experts.waiting_seconds > 0
 
     asyncio.run(go())
 
@@ -257,6 +259,6 @@ def test_a_gguf_over_a_gpu_and_the_cpu(tmp_path: Path) -> None:
             assert set(ready.formats) == {"int4_f16", "int8_f16"}
             assert sum(ready.formats.values()) == plan.memory.weights_bytes
             assert len(await collect(client, request("a", [5, 6, 7], 10))) > 0
-            assert client.stats.cpu_jobs > 0
+            assert client.stats.cpu_experts.jobs > 0
 
     asyncio.run(go())

@@ -20,7 +20,7 @@ def test_complete_and_once_through_preemptions(tmp_path: Path, chunk: int) -> No
     for name, tokens in prompts.items():
         engine.submit(request(name, tokens, 30, prompt_logprobs=2))
     events = finish_all(engine)
-    assert engine.stats().preemptions > 0
+    assert engine.stats().scheduler.preemptions > 0
     for name, tokens in prompts.items():
         (scores,) = [e.prompt_logprobs for e in events[name] if e.prompt_logprobs is not None]
         assert scores[0] is None

@@ -87,8 +87,8 @@ def test_no_further_from_float32_than_torch_in_bfloat16(device: str, case: str, 
     texts = asked.texts()
     split = load_split(folder, pool, Split(0.5), device, **override)
     engine, runner, events = run(split, texts, asked.answers, asked.engine)
-    assert (engine.stats().preemptions > 0) == (case == "preemption")
-    assert (engine.stats().cached_prompt_tokens > 0) == (asked.shared > 0)
+    assert (engine.stats().scheduler.preemptions > 0) == (case == "preemption")
+    assert (engine.stats().scheduler.cached_prompt_tokens > 0) == (asked.shared > 0)
     whole = {name: tokens + tokens_of(events[name])[:-1] for name, tokens in texts.items()}
     wanted = {name: sorted(runner.logits[name]) for name in texts}
     assert {name: positions[-1] for name, positions in wanted.items()} == {n: len(t) - 1 for n, t in whole.items()}

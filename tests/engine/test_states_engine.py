@@ -94,7 +94,7 @@ def play(scene: str, model: Loaded, **more: bool) -> tuple[Talk, RecordingRunner
     engine, runner = make_engine(model, max_batch_tokens=CHUNK, **limits, **more)
     talk = Talk(engine)
     act(talk)
-    assert (engine.stats().preemptions > 0) == (scene == "crowded")
+    assert (engine.stats().scheduler.preemptions > 0) == (scene == "crowded")
     return talk, runner
 
 

@@ -49,6 +49,6 @@ def test_a_prompt_goes_on(gpu: str, dtype: str, tmp_path: Path) -> None:
         cached[name] = events[0].cached_tokens
     assert cached == {"first": 0, "again": 288, "next": 288}
     stats = engine.stats()
-    assert stats.cached_prompt_tokens == 576
-    assert 2 <= stats.state_copies <= plan.state_copies
+    assert stats.scheduler.cached_prompt_tokens == 576
+    assert 2 <= stats.scheduler.state_copies <= plan.state_copies
     assert len(answers[0]) == 40

@@ -8,15 +8,16 @@ from typing import Any
 from proa.engine.engine import Engine
 from proa.engine.executors.clock import Stage, StepClock
 from proa.native.doorbell import NOTHING_COUNTED, Counters
+from proa.obs.metrics import SAMPLED
 from scheduler_sim import FakeEngine, ask, make_limits
 
-# Fields of Counters, and what Stats calls them.
+# Fields of Counters, and where Stats has them.
 COUNTED = {
-    "jobs": "cpu_jobs", "weight_bytes": "cpu_weight_bytes", "experts": "cpu_experts_needed",
-    "foreseen": "cpu_experts_foreseen", "moe_s": "cpu_experts_seconds", "waiting_s": "cpu_waiting_seconds",
-    "gaps": "cpu_gaps", "gap_s": "cpu_gap_seconds",
-    "looks": "expert_looks", "choices": "expert_choices", "hits": "expert_hits", "hit_bytes": "expert_hit_bytes",
-    "missed_bytes": "expert_missed_bytes", "moved_bytes": "expert_moved_bytes",
+    "jobs": "cpu_experts.jobs", "weight_bytes": "cpu_experts.weight_bytes", "experts": "cpu_experts.needed",
+    "foreseen": "cpu_experts.foreseen", "moe_s": "cpu_experts.seconds", "waiting_s": "cpu_experts.waiting_seconds",
+    "gaps": "cpu_experts.gaps", "gap_s": "cpu_experts.gap_seconds", "looks": "residency.looks",
+    "choices": "residency.choices", "hits": "residency.hits", "hit_bytes": "residency.hit_bytes",
+    "missed_bytes": "residency.missed_bytes", "moved_bytes": "residency.moved_bytes",
 }  # fmt: skip
 
 
@@ -30,17 +31,19 @@ def test_what_is_counted_stands_under_its_name() -> None:
     fake.submit(ask("waits", [1], 5))
     for stage in Stage:
         clock.lap(stage)
-    stats = engine.stats()
+    stats = engine.stats().scheduler
     assert (stats.running, stats.waiting, stats.steps) == (1, 1, 1)
     assert (stats.pages_total, stats.pages_free, stats.pages_cached) == (48, fake.allocator.num_free, 0)
     assert 0 < stats.pages_free < 48
     assert (stats.prompt_tokens, stats.cached_prompt_tokens, stats.generated_tokens) == (3, 0, 1)
     seconds = clock.seconds()
-    assert [getattr(stats, f"{stage.name.lower()}_seconds") for stage in Stage] == list(seconds)
+    values = engine.stats().values()
+    assert [values[f"seconds.{stage.name.lower()}"] for stage in Stage] == list(seconds)
     assert len(set(seconds)) == len(Stage)
-    assert not any(getattr(stats, name) for name in COUNTED.values())
+    assert not any(values[path] for path in COUNTED.values())
 
     counters = Counters(pairs=7, **{name: 100 + i for i, name in enumerate(COUNTED)})
     executor.counters = lambda: counters
-    stats = engine.stats()
-    assert [getattr(stats, name) for name in COUNTED.values()] == [100 + i for i in range(len(COUNTED))]
+    values = engine.stats().values()
+    assert [values[path] for path in COUNTED.values()] == [100 + i for i in range(len(COUNTED))]
+    assert {*values} <= {*SAMPLED}, "each is a metric"

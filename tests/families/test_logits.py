@@ -99,4 +99,4 @@ def test_after_preemption(folder: Path, oracle: Callable[[list[int], int], Tenso
     """Five requests that need 25 pages each way at their end, on 40 pages: some must give way and start over."""
     engine, runner = make_engine(load_decoder(folder), num_pages=40, prefix_cache=False)
     check(engine, runner, {f"r{i}": prompt(24 + i, 10 + i) for i in range(5)}, oracle)
-    assert engine.stats().preemptions > 0
+    assert engine.stats().scheduler.preemptions > 0

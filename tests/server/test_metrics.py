@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from proa.engine.ipc import Stats
+from proa.engine.stats import SchedulerStats, Stats
 from proa.obs.metrics import OBSERVED, SAMPLED, Metrics
 
 
@@ -17,7 +17,7 @@ def values(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], fl
 
 
 def test_every_engine_statistic_is_declared() -> None:
-    assert set(Stats.__struct_fields__) <= set(SAMPLED)
+    assert set(Stats().values()) <= set(SAMPLED)
 
 
 def test_names_are_unique_and_prefixed() -> None:
@@ -27,16 +27,16 @@ def test_names_are_unique_and_prefixed() -> None:
 
 
 def test_sampled_values_are_read_at_each_scrape() -> None:
-    stats = Stats(running=2, pages_total=64, pages_free=60, pages_cached=3, generated_tokens=7)
-    now = [stats]
-    metrics = Metrics(lambda: msgspec.structs.asdict(now[0]))
+    scheduler = SchedulerStats(running=2, pages_total=64, pages_free=60, pages_cached=3, generated_tokens=7)
+    now = [Stats(scheduler)]
+    metrics = Metrics(lambda: now[0].values())
     seen = values(metrics)
     assert seen["proa_running_requests", ()] == 2
     assert seen["proa_kv_pages", ()] == 64
     assert seen["proa_kv_pages_free", ()] == 60
     assert seen["proa_kv_pages_cached", ()] == 3
     assert seen["proa_generated_tokens_total", ()] == 7
-    now[0] = msgspec.structs.replace(stats, generated_tokens=9)
+    now[0] = Stats(msgspec.structs.replace(scheduler, generated_tokens=9))
     assert values(metrics)["proa_generated_tokens_total", ()] == 9
 
 

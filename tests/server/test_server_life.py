@@ -19,7 +19,7 @@ import pytest
 import programs
 from fakes import FakeEngine, Reply
 from proa.config.options import ServerOptions
-from proa.engine.ipc import Stats
+from proa.engine.stats import SchedulerStats, Stats
 from proa.errors import EngineDead, ResourceError, UsageError, WeightsError
 from proa.server import sse, status
 from proa.server.run import bind, url_of
@@ -229,7 +229,7 @@ def test_health_generate_times_out(tokenizer: Tokenizer, monkeypatch: pytest.Mon
 
 def _keep_advancing(loop: asyncio.AbstractEventLoop, engine: FakeEngine) -> None:
     """Increase the engine's token counter every 20 ms, so that it advances during the probe."""
-    engine.stats = Stats(generated_tokens=engine.stats.generated_tokens + 1)
+    engine.stats = Stats(SchedulerStats(generated_tokens=engine.stats.scheduler.generated_tokens + 1))
     loop.call_later(0.02, _keep_advancing, loop, engine)
 
 

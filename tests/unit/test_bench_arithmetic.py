@@ -20,7 +20,7 @@ from proa.bench.table import render
 from proa.bench.timing import Timing, percentile, spread_ms
 from proa.config.field import declarations
 from proa.config.options import CacheOptions, EngineOptions
-from proa.engine.ipc import Stats
+from proa.engine.stats import SchedulerStats, Stats, StepSeconds
 from proa.errors import UsageError
 from proa.plan.roof import ROOF_CONTEXT_TOKENS, roof_at
 
@@ -71,8 +71,8 @@ def test_where_a_decode_step_spends_its_time() -> None:
     steps = (1, 2, 4, 7)
     stats = tuple(
         Stats(
-            steps=n, schedule_seconds=n * 1e-5, inputs_seconds=n * 2e-5, sample_seconds=n * 3e-5,
-            publish_seconds=n * 4e-5, program_seconds=n * 1e-3,
+            SchedulerStats(steps=n),
+            StepSeconds(schedule=n * 1e-5, inputs=n * 2e-5, sample=n * 3e-5, publish=n * 4e-5, program=n * 1e-3),
         )
         for n in steps
     )  # fmt: skip

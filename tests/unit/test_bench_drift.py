@@ -11,7 +11,7 @@ from proa.bench.hybrid_ask import TimedAnswer
 from proa.bench.hybrid_drift import drift_figures, drift_tokens_each
 from proa.bench.hybrid_figures import Moment
 from proa.bench.hybrid_hits import best_fixed_set, looks_until_good, lru_hits, read_trace
-from proa.engine.ipc import Stats
+from proa.engine.stats import ResidencyStats, SchedulerStats, Stats
 from proa.hybrid.trace import TRACE_DTYPE
 
 LAYERS, EXPERTS = 2, 9
@@ -57,8 +57,8 @@ def answer(first: int, hits: list[int], seconds: float) -> TimedAnswer:
     """An answer with one token per step and look; each look has four selections."""
     at = np.cumsum([0, *hits]).tolist()
     moments = [
-        Moment(seconds * i, Stats(steps=i, generated_tokens=i, expert_looks=first + i, expert_choices=4 * i,
-                                  expert_hits=at[i], expert_moved_bytes=10 * i))
+        Moment(seconds * i, Stats(SchedulerStats(steps=i, generated_tokens=i), residency=ResidencyStats(
+            looks=first + i, choices=4 * i, hits=at[i], moved_bytes=10 * i)))
         for i in range(len(hits) + 1)
     ]  # fmt: skip
     return TimedAnswer([1] * len(moments), moments)

@@ -42,8 +42,8 @@ from proa.bench.limit import RamReadings
 from proa.bench.prompts import random_prompts
 from proa.bench.result import result
 from proa.config.options import GpuOptions
-from proa.engine.ipc import Stats
 from proa.engine.processes.handle import EngineHandle
+from proa.engine.stats import CpuExpertStats, ResidencyStats, SchedulerStats, Stats, StepSeconds
 from proa.errors import ResourceError, UsageError
 from proa.models.families import declare
 from proa.models.spec import Attention, GatedDeltaNet, Moe, Router
@@ -68,7 +68,14 @@ def gpu_plan(*resident: int) -> GpuPlan:
 
 
 def moment(time_s: float, **counters: Any) -> Moment:
-    return Moment(time_s, Stats(**counters))
+    """counters: by their names in the parts of Stats, those of CPU experts with "cpu_" before them."""
+    kinds = (("", SchedulerStats), ("", StepSeconds), ("cpu_", CpuExpertStats), ("", ResidencyStats))
+    parts = [
+        kind(**{n: counters.pop(prefix + n) for n in kind.__struct_fields__ if prefix + n in counters})
+        for prefix, kind in kinds
+    ]
+    assert not counters
+    return Moment(time_s, Stats(*parts))
 
 
 def test_events_that_arrive_together_keep_their_own_step_times() -> None:
@@ -79,7 +86,9 @@ def test_events_that_arrive_together_keep_their_own_step_times() -> None:
 
         async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
             for i in range(request.sampling.max_tokens):
-                self.stats = Stats(steps=i, generated_tokens=i, program_seconds=0.09 * i, publish_seconds=0.01 * i)
+                self.stats = Stats(
+                    SchedulerStats(steps=i, generated_tokens=i), StepSeconds(program=0.09 * i, publish=0.01 * i)
+                )
                 yield TokenEvent(id=request.id, tokens=[7], finish="length" if i == 12 else None)
 
     (answer,) = asyncio.run(run_requests(cast(EngineHandle, Late()), [[1, 2]], 13))
@@ -160,8 +169,8 @@ def test_co_fetched_experts_count_as_ram_bytes() -> None:
     assert two.cpu == pytest.approx(2 * 8 * (1 - 0.75**2) * TINY_EXPERT_BYTES - two.resident)
 
 
-COUNTED = {"steps": 4, "expert_looks": 6, "expert_choices": 16, "expert_hits": 12, "expert_hit_bytes": 400,
-           "expert_missed_bytes": 200, "expert_moved_bytes": 80}  # fmt: skip
+COUNTED = {"steps": 4, "looks": 6, "choices": 16, "hits": 12, "hit_bytes": 400,
+           "missed_bytes": 200, "moved_bytes": 80}  # fmt: skip
 
 
 def test_hit_rate_without_a_trace_is_zero_or_one() -> None:
@@ -189,8 +198,8 @@ def test_hit_rate_and_best_hit_rate_of_a_trace() -> None:
     trace[:2, :, 7] = 100  # before the interval
     trace[2:, 0, :3] = [[1, 1, 0], [1, 0, 1], [1, 1, 0], [1, 1, 0]]
     trace[2:, 1, 4:6] = [[1, 1]] * 4
-    end = {**COUNTED, "expert_looks": 6}
-    interval = DecodeInterval(moment(0.0, expert_looks=2), moment(1.0, **end, generated_tokens=4))
+    end = {**COUNTED, "looks": 6}
+    interval = DecodeInterval(moment(0.0, looks=2), moment(1.0, **end, generated_tokens=4))
     inside = trace_of(interval, trace)
     assert len(inside) == 4
     gpu, rates = gpu_plan(2, 1), Rates(hbm=1e6, ram=1e5)
@@ -242,10 +251,10 @@ def test_the_run_of_median_rate_is_reported() -> None:
 
 def an_interval() -> DecodeInterval:
     """10 steps of 2 ms with 4 requests; each step has CPU jobs of 2 layers."""
-    begin = {"steps": 5, "generated_tokens": 100, "cpu_jobs": 7, "cpu_weight_bytes": 1000, "schedule_seconds": 1.0}
-    end = {"steps": 15, "generated_tokens": 140, "cpu_jobs": 27, "cpu_weight_bytes": 6000, "schedule_seconds": 1.001,
-           "inputs_seconds": 0.001, "program_seconds": 0.018, "sample_seconds": 0.0, "cpu_experts_seconds": 0.012,
-           "cpu_waiting_seconds": 0.003, "cpu_experts_needed": 80, "cpu_experts_foreseen": 60, "cpu_gaps": 10,
+    begin = {"steps": 5, "generated_tokens": 100, "cpu_jobs": 7, "cpu_weight_bytes": 1000, "schedule": 1.0}
+    end = {"steps": 15, "generated_tokens": 140, "cpu_jobs": 27, "cpu_weight_bytes": 6000, "schedule": 1.001,
+           "inputs": 0.001, "program": 0.018, "sample": 0.0, "cpu_seconds": 0.012,
+           "cpu_waiting_seconds": 0.003, "cpu_needed": 80, "cpu_foreseen": 60, "cpu_gaps": 10,
            "cpu_gap_seconds": 0.0007}  # fmt: skip
     return DecodeInterval(moment(1.0, **begin), moment(1.02, **end))
 

@@ -358,7 +358,7 @@ class HybridBench:
     ) -> dict[str, float | None]:
         spec, gpu = self._prepared.declared.spec, self._gpu
         dense = dense_bytes(spec, gpu, requests, context_tokens, KV_ELEM_BYTES[self._prepared.plan.kv_dtype])
-        router, cpu_bytes = self._options.router, interval.per_step("cpu_weight_bytes")
+        router, cpu_bytes = self._options.router, interval.per_step("cpu_experts.weight_bytes")
         read = placed = expected_bytes(spec, gpu, router, requests, dense, cpu_bytes)
         trace = None
         if gpu.trace is not None:

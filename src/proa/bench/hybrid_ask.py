@@ -34,7 +34,7 @@ async def _ask(engine: EngineHandle, request: EngineRequest) -> TimedAnswer:
     answer = TimedAnswer([], [])
     async for event in engine.generate(request):
         # Use the engine's clock: on a busy machine, events of several steps may arrive here together.
-        now = Moment(engine.stats.step_seconds, engine.stats)
+        now = Moment(engine.stats.seconds.total, engine.stats)
         answer.moments.extend([now] * len(event.tokens))
         answer.tokens.extend(event.tokens)
     del answer.moments[:SETTLING_TOKENS]

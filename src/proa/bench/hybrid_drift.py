@@ -42,7 +42,7 @@ def drift_figures(
         f"at_{i}": DecodeInterval(after_it[i], after_it[i + window]) for i in range(0, drift_tokens + 1, window)
     }
     for name, interval in intervals.items():
-        looks = slice(interval.begin.stats.expert_looks, interval.end.stats.expert_looks)
+        looks = slice(interval.begin.stats.residency.looks, interval.end.stats.residency.looks)
         choices = int(trace[looks].sum())
         best = best_fixed_set(trace[looks], slots, [0] * len(slots)).hits
         figures |= {
@@ -50,9 +50,9 @@ def drift_figures(
             f"hit_rate_{name}": hit_rate(interval),
             f"lru_hit_rate_{name}": int(found[looks].sum()) / choices if choices else None,
             f"best_hit_rate_{name}": best / choices if choices else None,
-            f"moved_bytes_per_step_{name}": interval.per_step("expert_moved_bytes"),
+            f"moved_bytes_per_step_{name}": interval.per_step("residency.moved_bytes"),
         }
-    looks = slice(after_it[0].stats.expert_looks, after_it[-1].stats.expert_looks)
+    looks = slice(after_it[0].stats.residency.looks, after_it[-1].stats.residency.looks)
     hits = _hits_of_looks(after_it, looks.stop - looks.start)
     good = looks_until_good(hits, found[looks].tolist(), min(GOOD_WINDOW, len(hits)))
     figures["tokens_until_good"] = good
@@ -67,7 +67,7 @@ def _common(answers: Sequence[TimedAnswer], count: int) -> list[Moment]:
 
 def _hits_of_looks(moments: Sequence[Moment], looks: int) -> list[int]:
     """Return the hits of each look since the first moment; those of looks between two moments are interpolated."""
-    at = np.array([moment.stats.expert_looks for moment in moments])
-    hits = np.array([moment.stats.expert_hits for moment in moments])
+    at = np.array([moment.stats.residency.looks for moment in moments])
+    hits = np.array([moment.stats.residency.hits for moment in moments])
     between = np.diff(np.interp(np.arange(looks + 1) + at[0], at, hits))
     return [round(float(count)) for count in between]

@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from operator import attrgetter
 from statistics import median_low
 
 import msgspec
 
 from proa.bench.hybrid_hits import Trace, best_fixed_set
-from proa.engine.ipc import Stats
+from proa.engine.stats import Stats
 from proa.models.spec import Model, Moe
 from proa.native.doorbell import FORESEEN_ROWS
 from proa.plan.placement import BF16_BYTES
@@ -38,7 +39,7 @@ class DecodeInterval:
 
     @property
     def steps(self) -> int:
-        return self.end.stats.steps - self.begin.stats.steps
+        return self.end.stats.scheduler.steps - self.begin.stats.scheduler.steps
 
     @property
     def step_s(self) -> float:
@@ -46,12 +47,13 @@ class DecodeInterval:
 
     @property
     def tokens_per_s(self) -> float:
-        made = self.end.stats.generated_tokens - self.begin.stats.generated_tokens
+        made = self.end.stats.scheduler.generated_tokens - self.begin.stats.scheduler.generated_tokens
         return made / (self.end.time_s - self.begin.time_s)
 
     def counted(self, counter: str) -> float:
-        """Return the increase of a counter of Stats over the interval."""
-        return float(getattr(self.end.stats, counter) - getattr(self.begin.stats, counter))
+        """Return the increase of a counter of Stats over the interval, named by its path ("cpu_experts.jobs")."""
+        value = attrgetter(counter)
+        return float(value(self.end.stats) - value(self.begin.stats))
 
     def per_step(self, counter: str) -> float:
         return self.counted(counter) / self.steps
@@ -63,7 +65,11 @@ def common_interval(arrivals: Iterable[Sequence[Moment]]) -> DecodeInterval | No
     each = list(arrivals)
     begin = max((moments[0] for moments in each), key=lambda moment: moment.time_s)
     end = min((moments[-1] for moments in each), key=lambda moment: moment.time_s)
-    return DecodeInterval(begin, end) if end.stats.steps > begin.stats.steps and end.time_s > begin.time_s else None
+    return (
+        DecodeInterval(begin, end)
+        if end.stats.scheduler.steps > begin.stats.scheduler.steps and end.time_s > begin.time_s
+        else None
+    )
 
 
 def median_interval(intervals: Iterable[DecodeInterval]) -> DecodeInterval:
@@ -132,14 +138,14 @@ def placed_bytes(interval: DecodeInterval, gpu: GpuPlan, requests: int, dense: f
     One request selects distinct experts, so pairs are counted. Several requests share experts; then the counters of
     bytes are used, in which an expert counts once per look (one count of selections), normally once per step.
     """
-    steps = interval.counted("expert_choices") / choices
+    steps = interval.counted("residency.choices") / choices
     if not steps:
         return StepBytes(dense=dense, resident=0.0, cpu=0.0)
     if requests == 1:
         each = sum(gpu.expert_bytes) / len(gpu.expert_bytes)
-        hits = interval.counted("expert_hits") / steps
+        hits = interval.counted("residency.hits") / steps
         return StepBytes(dense=dense, resident=each * hits, cpu=each * (choices - hits))
-    hit_bytes, missed_bytes = (interval.counted(f"expert_{which}_bytes") / steps for which in ("hit", "missed"))
+    hit_bytes, missed_bytes = (interval.counted(f"residency.{which}_bytes") / steps for which in ("hit", "missed"))
     return StepBytes(dense=dense, resident=hit_bytes, cpu=missed_bytes)
 
 
@@ -160,26 +166,26 @@ def best_bytes(trace: Trace, gpu: GpuPlan, requests: int, dense: float, choices:
 
 def hit_rate(interval: DecodeInterval) -> float | None:
     """Return the fraction of (token, expert) pairs whose expert was in VRAM; None if none were counted."""
-    choices = interval.per_step("expert_choices")
-    return interval.per_step("expert_hits") / choices if choices else None
+    choices = interval.per_step("residency.choices")
+    return interval.per_step("residency.hits") / choices if choices else None
 
 
 def foreseen_share(interval: DecodeInterval) -> float | None:
     """Return the fraction of the CPU's experts that were predicted before their job; None if there were no jobs."""
-    needed = interval.per_step("cpu_experts_needed")
-    return interval.per_step("cpu_experts_foreseen") / needed if needed else None
+    needed = interval.per_step("cpu_experts.needed")
+    return interval.per_step("cpu_experts.foreseen") / needed if needed else None
 
 
 def fixed_us_per_layer(interval: DecodeInterval) -> float | None:
     """Return the mean time in us from a layer's CPU job to the next layer's: GPU work and transport; None without such
     pairs."""
-    gaps = interval.per_step("cpu_gaps")
-    return 1e6 * interval.per_step("cpu_gap_seconds") / gaps if gaps else None
+    gaps = interval.per_step("cpu_experts.gaps")
+    return 1e6 * interval.per_step("cpu_experts.gap_seconds") / gaps if gaps else None
 
 
 def trace_of(interval: DecodeInterval, trace: Trace) -> Trace:
     """Return the interval's part of the whole trace."""
-    return trace[interval.begin.stats.expert_looks : interval.end.stats.expert_looks]
+    return trace[interval.begin.stats.residency.looks : interval.end.stats.residency.looks]
 
 
 def roof_tokens_per_s(read: StepBytes, rates: Rates, requests: int, *, read_ahead: bool = False) -> float:
@@ -195,15 +201,15 @@ def split_ms(interval: DecodeInterval, round_trip_us: float | None) -> dict[str,
     empty round trip per CPU job, gpu_ms is the rest. cpu_waiting_ms is measured separately: the time in a step without
     a CPU job.
     """
-    cpu = 1e3 * interval.per_step("cpu_experts_seconds")
-    host = 1e3 * interval.per_step("host_seconds")
-    transport = 1e-3 * (round_trip_us or 0.0) * interval.per_step("cpu_jobs")
+    cpu = 1e3 * interval.per_step("cpu_experts.seconds")
+    host = 1e3 * interval.per_step("seconds.host")
+    transport = 1e-3 * (round_trip_us or 0.0) * interval.per_step("cpu_experts.jobs")
     return {
         "cpu_experts_ms": cpu,
         "transport_ms": transport,
         "gpu_ms": 1e3 * interval.step_s - cpu - transport - host,
         "host_ms": host,
-        "cpu_waiting_ms": 1e3 * interval.per_step("cpu_waiting_seconds"),
+        "cpu_waiting_ms": 1e3 * interval.per_step("cpu_experts.waiting_seconds"),
     }
 
 
@@ -216,7 +222,7 @@ def placed_figures(
         "roof_as_placed_tokens_per_s": roof,
         "roof_as_placed_share": interval.tokens_per_s / roof,
         "ram_bytes_per_step": placed.cpu,
-        "moved_bytes_per_step": interval.per_step("expert_moved_bytes"),
+        "moved_bytes_per_step": interval.per_step("residency.moved_bytes"),
     }
 
 
@@ -240,7 +246,7 @@ def figures_of(
     roof = roof_tokens_per_s(read, rates, requests, read_ahead=gpu.read_ahead)
     layers = len(gpu.resident)
     resident = sum(map(len, gpu.resident))
-    beside_s = interval.step_s - interval.per_step("cpu_experts_seconds")
+    beside_s = interval.step_s - interval.per_step("cpu_experts.seconds")
     return {
         "requests": requests,
         "tokens_per_s": interval.tokens_per_s,
@@ -255,8 +261,8 @@ def figures_of(
         "resident_share": resident / sum(gpu.experts),
         "dense_bytes_per_step": read.dense,
         "resident_bytes_per_step": read.resident,
-        "cpu_bytes_per_step": interval.per_step("cpu_weight_bytes"),
-        "cpu_jobs_per_step": interval.per_step("cpu_jobs"),
+        "cpu_bytes_per_step": interval.per_step("cpu_experts.weight_bytes"),
+        "cpu_jobs_per_step": interval.per_step("cpu_experts.jobs"),
         "foreseen_share": foreseen_share(interval),
         "hbm_bytes_per_s": rates.hbm,
         "ram_bytes_per_s": rates.ram,

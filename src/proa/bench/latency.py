@@ -17,7 +17,7 @@ from proa.bench.result import MeasuredRoof, Result, result
 from proa.bench.timing import Timing, spread_ms, stage_us
 from proa.config.field import option
 from proa.config.options import EngineOptions
-from proa.engine.ipc import Stats
+from proa.engine.stats import Stats
 from proa.errors import ProaError
 from proa.llm import AsyncLLM
 from proa.plan.plan import Plan

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
 
-from proa.engine.ipc import Stats
+from proa.engine.stats import Stats
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Timing:
     def decode_steps(self) -> tuple[tuple[Stats, Stats, int], ...]:
         """For each piece but the first: (counters at the previous piece, counters at this piece, steps in between)."""
         pairs = zip(self.stats, self.stats[1:], strict=False)
-        return tuple((a, b, b.steps - a.steps) for a, b in pairs if b.steps > a.steps)
+        counted = ((a, b, b.scheduler.steps - a.scheduler.steps) for a, b in pairs)
+        return tuple(one for one in counted if one[2] > 0)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -67,8 +69,8 @@ def stage_us(timings: Iterable[Timing]) -> dict[str, float | None]:
     stages = ("host", "schedule", "inputs", "sample", "publish", "program")
 
     def us(stage: str) -> list[float]:
-        name = f"{stage}_seconds"
-        return [1e6 * (getattr(after, name) - getattr(before, name)) / count for before, after, count in steps]
+        each = attrgetter(f"seconds.{stage}")
+        return [1e6 * (each(after) - each(before)) / count for before, after, count in steps]
 
     return {f"{stage}_us_per_step": median(us(stage)) if steps else None for stage in stages}
 

@@ -8,14 +8,14 @@ import msgspec
 
 from proa.engine.count_saver import CountSaver
 from proa.engine.executors.clock import Stage
-from proa.engine.ipc import Stats
 from proa.engine.lane import Lane, NoLane
 from proa.engine.runner import Flight, Runner, StepOutput
 from proa.engine.scheduling.scheduler import Scheduler
 from proa.engine.scheduling.step_plan import StepPlan
+from proa.engine.stats import Stats, StepSeconds, of_experts
 from proa.errors import RequestError
 from proa.layers.rope import dynamic_lengths
-from proa.native.doorbell import NOTHING_COUNTED, Counters
+from proa.native.doorbell import NOTHING_COUNTED
 from proa.native.pool import Pool
 from proa.types import EngineRequest, TokenEvent, TokenLogprob
 
@@ -129,9 +129,9 @@ class Engine:
             self._saver.end()
 
     def stats(self) -> Stats:
+        scheduler, seconds = self.scheduler.stats(), StepSeconds(*self.clock.seconds())
         done = self.runner.executor.counters()
-        counted = () if done is NOTHING_COUNTED else _in_order_of_stats(done)
-        return self.scheduler.stats(*self.clock.seconds(), *counted)
+        return Stats(scheduler, seconds) if done is NOTHING_COUNTED else Stats(scheduler, seconds, *of_experts(done))
 
     def _with_logprobs(self, event: TokenEvent, output: StepOutput) -> TokenEvent:
         logprobs = output.logprobs.get(event.id)
@@ -153,22 +153,3 @@ class Engine:
                 if item.start == 0:  # the first token has nothing before it; a preempted prompt starts over
                     self._prompt_logprobs[item.request.id] = [None]
                 self._prompt_logprobs[item.request.id] += output.prompt_logprobs[item.request.id]
-
-
-def _in_order_of_stats(done: Counters) -> tuple[float, ...]:
-    return (
-        done.jobs,
-        done.weight_bytes,
-        done.experts,
-        done.foreseen,
-        done.moe_s,
-        done.waiting_s,
-        done.gaps,
-        done.gap_s,
-        done.looks,
-        done.choices,
-        done.hits,
-        done.hit_bytes,
-        done.missed_bytes,
-        done.moved_bytes,
-    )

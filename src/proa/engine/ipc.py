@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
+from proa.engine.stats import Stats
 from proa.plan.plan import Plan
 from proa.types import Decision, EngineRequest, TokenEvent
 
-PROTOCOL = 2  # raised with every incompatible change; both sides compare it in Start
+PROTOCOL = 3  # raised with every incompatible change; both sides compare it in Start
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -71,52 +72,6 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
     remedy: str = ""
     param: str | None = None
-
-
-class Stats(msgspec.Struct, frozen=True, tag=True):
-    """Sent with every step and when anything else changed. Counters only grow. Who makes one names its values by their
-    order: what the scheduler counts, then times, then what the CPU did for a GPU."""
-
-    running: int = 0
-    waiting: int = 0
-    pages_total: int = 0
-    pages_free: int = 0  # on the free list
-    pages_cached: int = 0  # held only by the prefix cache, evictable at once
-    state_copies: int = 0  # of recurrent states, where prompts may go on
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    schedule_seconds: float = 0.0  # time spent in steps, by engine/executors/clock.py's stages
-    inputs_seconds: float = 0.0
-    program_seconds: float = 0.0
-    sample_seconds: float = 0.0
-    publish_seconds: float = 0.0  # up to the step before
-    cpu_jobs: int = 0  # a GPU's, for experts that the CPU has: one a layer and step, if any is chosen
-    cpu_weight_bytes: int = 0  # of the experts that they needed, each once a job
-    cpu_experts_needed: int = 0  # these experts
-    cpu_experts_foreseen: int = 0  # of these, what was known before the job came
-    cpu_experts_seconds: float = 0.0  # within program_seconds: from a job's arrival to its answer
-    cpu_waiting_seconds: float = 0.0  # from an answer to the next job
-    cpu_gaps: int = 0  # between a layer's experts and those of the next layer, where the CPU has some of both
-    cpu_gap_seconds: float = 0.0  # of these
-    expert_looks: int = 0  # where choices of experts are counted, since they move or somebody asked for it
-    expert_choices: int = 0  # by tokens
-    expert_hits: int = 0  # of these, what the GPU had
-    expert_hit_bytes: int = 0  # of their weights, each expert once a step
-    expert_missed_bytes: int = 0  # of the other choices' weights
-    expert_moved_bytes: int = 0  # of experts that changed places
-
-    @property
-    def host_seconds(self) -> float:
-        """Of steps, outside of the model."""
-        return self.schedule_seconds + self.inputs_seconds + self.sample_seconds + self.publish_seconds
-
-    @property
-    def step_seconds(self) -> float:
-        """The engine's own clock, which stands still while there is no work."""
-        return self.host_seconds + self.program_seconds
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):

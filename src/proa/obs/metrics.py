@@ -42,60 +42,62 @@ OBSERVED = (REQUESTS, REQUEST_SECONDS, FIRST_TOKEN_SECONDS, INTER_TOKEN_SECONDS)
 
 SAMPLED: dict[str, Declared] = {
     "ready": Declared("proa_ready", "gauge", "1 if the model is loaded and requests are accepted, else 0"),
-    "running": Declared("proa_running_requests", "gauge", "Running sequences"),
-    "waiting": Declared("proa_waiting_requests", "gauge", "Sequences waiting in the queue"),
-    "pages_total": Declared("proa_kv_pages", "gauge", "Pages of the KV cache"),
-    "pages_free": Declared("proa_kv_pages_free", "gauge", "Pages of the KV cache that are free"),
-    "pages_cached": Declared(
+    "scheduler.running": Declared("proa_running_requests", "gauge", "Running sequences"),
+    "scheduler.waiting": Declared("proa_waiting_requests", "gauge", "Sequences waiting in the queue"),
+    "scheduler.pages_total": Declared("proa_kv_pages", "gauge", "Pages of the KV cache"),
+    "scheduler.pages_free": Declared("proa_kv_pages_free", "gauge", "Pages of the KV cache that are free"),
+    "scheduler.pages_cached": Declared(
         "proa_kv_pages_cached", "gauge", "Pages held only by the prefix cache; when idle, free + cached = all"
     ),
-    "state_copies": Declared(
+    "scheduler.state_copies": Declared(
         "proa_state_copies", "gauge", "Cached copies of recurrent states, for prompts with a common prefix"
     ),
-    "steps": Declared("proa_engine_steps", "counter", "Engine steps"),
-    "schedule_seconds": Declared("proa_engine_schedule_seconds", "counter", "Seconds of steps spent scheduling"),
-    "inputs_seconds": Declared("proa_engine_inputs_seconds", "counter", "Seconds of steps spent preparing inputs"),
-    "program_seconds": Declared("proa_engine_program_seconds", "counter", "Seconds of steps spent in the model"),
-    "sample_seconds": Declared("proa_engine_sample_seconds", "counter", "Seconds of steps spent sampling"),
-    "publish_seconds": Declared("proa_engine_publish_seconds", "counter", "Seconds of steps spent sending results"),
-    "cpu_jobs": Declared(
+    "scheduler.steps": Declared("proa_engine_steps", "counter", "Engine steps"),
+    "seconds.schedule": Declared("proa_engine_schedule_seconds", "counter", "Seconds of steps spent scheduling"),
+    "seconds.inputs": Declared("proa_engine_inputs_seconds", "counter", "Seconds of steps spent preparing inputs"),
+    "seconds.program": Declared("proa_engine_program_seconds", "counter", "Seconds of steps spent in the model"),
+    "seconds.sample": Declared("proa_engine_sample_seconds", "counter", "Seconds of steps spent sampling"),
+    "seconds.publish": Declared("proa_engine_publish_seconds", "counter", "Seconds of steps spent sending results"),
+    "cpu_experts.jobs": Declared(
         "proa_cpu_expert_jobs", "counter", "CPU expert jobs: MoE layers of GPU steps with experts on the CPU"
     ),
-    "cpu_weight_bytes": Declared(
+    "cpu_experts.weight_bytes": Declared(
         "proa_cpu_expert_bytes", "counter", "Bytes of expert weights that CPU expert jobs read"
     ),
-    "cpu_experts_needed": Declared(
+    "cpu_experts.needed": Declared(
         "proa_cpu_experts_needed", "counter", "Experts computed by CPU expert jobs, summed over jobs"
     ),
-    "cpu_experts_foreseen": Declared(
+    "cpu_experts.foreseen": Declared(
         "proa_cpu_experts_foreseen",
         "counter",
         "Experts of CPU expert jobs that were predicted, and prefetched if time allowed",
     ),
-    "cpu_experts_seconds": Declared("proa_cpu_expert_seconds", "counter", "Seconds spent in CPU expert jobs"),
-    "cpu_waiting_seconds": Declared(
+    "cpu_experts.seconds": Declared("proa_cpu_expert_seconds", "counter", "Seconds spent in CPU expert jobs"),
+    "cpu_experts.waiting_seconds": Declared(
         "proa_cpu_waiting_seconds", "counter", "Seconds the CPU waited for the next expert job"
     ),
-    "cpu_gaps": Declared("proa_cpu_gaps", "counter", "Pairs of CPU expert jobs of consecutive MoE layers"),
-    "cpu_gap_seconds": Declared(
+    "cpu_experts.gaps": Declared("proa_cpu_gaps", "counter", "Pairs of CPU expert jobs of consecutive MoE layers"),
+    "cpu_experts.gap_seconds": Declared(
         "proa_cpu_gap_seconds", "counter", "Seconds between the two jobs of these pairs: GPU work and transport"
     ),
-    "expert_looks": Declared("proa_expert_looks", "counter", "Times that expert selections were counted"),
-    "expert_choices": Declared("proa_expert_choices", "counter", "Counted (token, expert) pairs"),
-    "expert_hits": Declared("proa_expert_hits", "counter", "Counted (token, expert) pairs whose expert was in VRAM"),
-    "expert_hit_bytes": Declared(
+    "residency.looks": Declared("proa_expert_looks", "counter", "Times that expert selections were counted"),
+    "residency.choices": Declared("proa_expert_choices", "counter", "Counted (token, expert) pairs"),
+    "residency.hits": Declared("proa_expert_hits", "counter", "Counted (token, expert) pairs whose expert was in VRAM"),
+    "residency.hit_bytes": Declared(
         "proa_expert_hit_bytes", "counter", "Bytes of selected experts in VRAM, each once per step"
     ),
-    "expert_missed_bytes": Declared(
+    "residency.missed_bytes": Declared(
         "proa_expert_missed_bytes", "counter", "Bytes of selected experts not in VRAM, each once per step"
     ),
-    "expert_moved_bytes": Declared(
+    "residency.moved_bytes": Declared(
         "proa_expert_moved_bytes", "counter", "Bytes of experts copied between VRAM and RAM, in both directions"
     ),
-    "prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, including cached ones"),
-    "cached_prompt_tokens": Declared("proa_prefix_hit_tokens", "counter", "Prompt tokens found in the prefix cache"),
-    "generated_tokens": Declared("proa_generated_tokens", "counter", "Generated tokens"),
-    "preemptions": Declared("proa_preemptions", "counter", "Preemptions of running sequences"),
+    "scheduler.prompt_tokens": Declared("proa_prompt_tokens", "counter", "Prompt tokens, including cached ones"),
+    "scheduler.cached_prompt_tokens": Declared(
+        "proa_prefix_hit_tokens", "counter", "Prompt tokens found in the prefix cache"
+    ),
+    "scheduler.generated_tokens": Declared("proa_generated_tokens", "counter", "Generated tokens"),
+    "scheduler.preemptions": Declared("proa_preemptions", "counter", "Preemptions of running sequences"),
     "context_tokens": Declared(
         "proa_context_tokens", "gauge", "Context length in tokens: most tokens of prompt plus answer"
     ),

@@ -10,8 +10,6 @@ from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
-
 from proa.config.options import ServerOptions
 from proa.engine.ipc import Loading
 from proa.errors import EngineDead, ProaError, ShuttingDown
@@ -146,5 +144,5 @@ class Service:
             "ready": int(ready),
             "context_tokens": plan.context_tokens,
             "roof_tokens_per_s": plan.roof.tokens_per_s,
-            **msgspec.structs.asdict(self.llm.engine.stats),
+            **self.llm.engine.stats.values(),
         }

@@ -52,13 +52,13 @@ async def health_generate(request: Request, service: Service) -> Response:
 
 
 async def _generate_one(llm: AsyncLLM) -> Response:
-    before = llm.engine.stats
+    before = llm.engine.stats.scheduler
     try:
         async with asyncio.timeout(GENERATE_TIMEOUT_S):
             async with aclosing(llm.stream("Hello", _PROBE, priority=_PROBE_PRIORITY)) as chunks:
                 finishes = [chunk.finish async for chunk in chunks]
     except TimeoutError:
-        now = llm.engine.stats
+        now = llm.engine.stats.scheduler
         if (now.generated_tokens, now.prompt_tokens) != (before.generated_tokens, before.prompt_tokens):
             return json_response({"status": "busy", "reason": "The probe is queued; other requests make progress."})
         return _unhealthy("failed", reason=f"The probe got no token within {GENERATE_TIMEOUT_S:.0f} s.")

@@ -21,7 +21,6 @@ from proa.engine.ipc import (
     Refused,
     Shutdown,
     Start,
-    Stats,
     Submit,
     ToEngine,
     Tokens,
@@ -29,6 +28,7 @@ from proa.engine.ipc import (
 from proa.engine.processes.aside import Aside
 from proa.engine.processes.handle import EngineState
 from proa.engine.processes.wire import FrontendEnd
+from proa.engine.stats import Stats
 from proa.errors import EngineDead, ProaError, error_from_wire
 from proa.plan.plan import Plan
 from proa.types import EngineRequest, TokenEvent

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Literal, Protocol
 
-from proa.engine.ipc import Loading, Ready, Stats
+from proa.engine.ipc import Loading, Ready
+from proa.engine.stats import Stats
 from proa.errors import ProaError
 from proa.types import EngineRequest, TokenEvent
 

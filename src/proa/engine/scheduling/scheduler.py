@@ -32,7 +32,6 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 
 from proa.cache.pages import IntegrityError, PageAllocator
 from proa.cache.radix import PrefixCache, PrefixMatch
-from proa.engine.ipc import Stats
 from proa.engine.scheduling.copying import Copying, CopyRules
 from proa.engine.scheduling.integrity import check_pages, check_request, check_slots
 from proa.engine.scheduling.phases import FreePhases, Phases
@@ -40,6 +39,7 @@ from proa.engine.scheduling.policy import Limits, Lineup, refuse_crowd, refuse_i
 from proa.engine.scheduling.request import NO_SLOT, Request, State
 from proa.engine.scheduling.step_builder import StepBuilder
 from proa.engine.scheduling.step_plan import StepItem, StepPlan
+from proa.engine.stats import SchedulerStats
 from proa.errors import RequestError
 from proa.types import EngineRequest, FinishReason, TokenEvent
 
@@ -83,24 +83,21 @@ class Scheduler:
 
     @property
     def _flying(self) -> list[StepPlan]:
-        """Steps planned and not committed."""
         return [*self._in_flight, self.beside] if self.beside else self._in_flight
 
-    def stats(self, *more: float) -> Stats:
-        """Counters for the frontend; `more` are the engine's, in the order in which Stats has them."""
-        return Stats(
-            len(self._running),
-            len(self._waiting),
-            self._allocator.num_pages,
-            self._allocator.num_free,
-            self._cache.num_evictable if self._cache else 0,
-            len(self._cache.copies.nodes) if self._cache and self._cache.copies else 0,
-            self._steps,
-            self._prompt_tokens,
-            self._cached_prompt_tokens,
-            self._generated_tokens,
-            self._preemptions,
-            *more,  # type: ignore[arg-type]
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pages_total=self._allocator.num_pages,
+            pages_free=self._allocator.num_free,
+            pages_cached=self._cache.num_evictable if self._cache else 0,
+            state_copies=len(self._cache.copies.nodes) if self._cache and self._cache.copies else 0,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions,
         )
 
     # ---- intake

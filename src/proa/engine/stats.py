@@ -1,0 +1,96 @@
+"""Counters of the engine, sent to the frontend with every step. Never: logic. All but the gauges of the scheduler only
+grow."""
+
+from __future__ import annotations
+
+import msgspec
+
+from proa.native.doorbell import Counters
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges up to `state_copies`, then counters."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0  # held only by the prefix cache, evictable at once
+    state_copies: int = 0  # cached copies of recurrent states
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+class StepSeconds(msgspec.Struct, frozen=True, array_like=True):
+    """Time of all steps by the stages of engine/executors/clock.py, in their order. The clock stands still
+    while there is no work."""
+
+    schedule: float = 0.0
+    inputs: float = 0.0
+    program: float = 0.0
+    sample: float = 0.0
+    publish: float = 0.0  # up to the step before
+
+    @property
+    def host(self) -> float:
+        """All but the model's time."""
+        return self.schedule + self.inputs + self.sample + self.publish
+
+    @property
+    def total(self) -> float:
+        return self.host + self.program
+
+
+class CpuExpertStats(msgspec.Struct, frozen=True, array_like=True):
+    """Jobs of CPU workers for a GPU: one for each MoE layer and step that selects an expert in RAM."""
+
+    jobs: int = 0
+    weight_bytes: int = 0  # of the experts needed, each once per job
+    needed: int = 0  # experts, each once per job
+    foreseen: int = 0  # of these, predicted before the job came
+    seconds: float = 0.0  # from a job's arrival to its answer; part of StepSeconds.program
+    waiting_seconds: float = 0.0  # from an answer to the next job
+    gaps: int = 0  # pairs of jobs of consecutive MoE layers
+    gap_seconds: float = 0.0  # between the two jobs of these pairs
+
+
+class ResidencyStats(msgspec.Struct, frozen=True, array_like=True):
+    """Which selected experts were in VRAM; counted where experts move, or on request."""
+
+    looks: int = 0  # times that selections were counted
+    choices: int = 0  # (token, expert) pairs
+    hits: int = 0  # of these, pairs whose expert was in VRAM
+    hit_bytes: int = 0  # of selected experts in VRAM, each once per step
+    missed_bytes: int = 0  # of selected experts elsewhere, each once per step
+    moved_bytes: int = 0  # copied between VRAM and RAM, both ways
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    scheduler: SchedulerStats = SchedulerStats()
+    seconds: StepSeconds = StepSeconds()
+    cpu_experts: CpuExpertStats = CpuExpertStats()
+    residency: ResidencyStats = ResidencyStats()
+
+    def values(self) -> dict[str, float]:
+        """Every value by its path, such as "scheduler.steps"."""
+        return {
+            f"{part}.{name}": value
+            for part in self.__struct_fields__
+            for name, value in msgspec.structs.asdict(getattr(self, part)).items()
+        }
+
+
+def of_experts(done: Counters) -> tuple[CpuExpertStats, ResidencyStats]:
+    """What a device's session has counted."""
+    cpu = CpuExpertStats(
+        jobs=done.jobs, weight_bytes=done.weight_bytes, needed=done.experts, foreseen=done.foreseen,
+        seconds=done.moe_s, waiting_seconds=done.waiting_s, gaps=done.gaps, gap_seconds=done.gap_s,
+    )  # fmt: skip
+    residency = ResidencyStats(
+        looks=done.looks, choices=done.choices, hits=done.hits, hit_bytes=done.hit_bytes,
+        missed_bytes=done.missed_bytes, moved_bytes=done.moved_bytes,
+    )  # fmt: skip
+    return cpu, residency
