@@ -114,7 +114,7 @@ def test_it_is_ready_when_it_says_so(loaded: tuple[Plan, Engine, Ready, list[Loa
     rows = {row.name: row for row in ready.decisions}
     assert rows["first steps"].got == "tried"
     assert rows["doorbell"].got == "kernel"
-    tried = [r for r in reports if r.phase == "trying first steps"]
+    tried = [r for r in reports if r.phase == "running warm-up steps"]
     assert tried[0].done_bytes == 0 < tried[0].total_bytes
     executor = engine.runner.executor
     captured = dict(executor._steps)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from isas import ISAS
 from proa.bench.kernel_cases import FORMATS, SHAPES, TOKENS, parse_formats, parse_shapes, parse_tokens
-from proa.bench.kernel_ceilings import Rates
+from proa.bench.kernel_ceilings import CeilingRates
 from proa.bench.kernel_plan import KernelOptions, plan_kernels
 from proa.bench.kernel_weights import ExpertLayers, expert_bytes, team_shares
 from proa.bench.kernels import Cell, RoutedBatch, open_bench, roof
@@ -182,7 +182,7 @@ def test_results_do_not_depend_on_how_teams_share_the_weights(pool: Pool) -> Non
 
 
 def test_the_roof_is_the_nearer_limit() -> None:
-    before, after = Rates(40.0, 1000.0), Rates(60.0, 1000.0)  # means: 50 GB/s, 1000 GFLOP/s
+    before, after = CeilingRates(40.0, 1000.0), CeilingRates(60.0, 1000.0)  # means: 50 GB/s, 1000 GFLOP/s
     bound, us = roof(5e6, 1e6, before, after)
     assert (bound, round(us, 6)) == ("memory", 100.0)
     bound, us = roof(5e6, 1e9, before, after)

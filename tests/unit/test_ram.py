@@ -114,7 +114,7 @@ def test_needs_neither_torch_nor_numpy() -> None:
         (1.6, 2, ("anon-huge",),
          "the machine is busy: other programs kept 1.6 of 2 CPUs busy, so RAM may be faster than measured; "
          "read by 2 threads from huge pages"),
-        (1.6, 64, ("shmem-huge", "small"), "read by 2 threads from small pages: the kernel gave no huge ones"),
+        (1.6, 64, ("shmem-huge", "small"), "read by 2 threads from small pages (huge pages were not available)"),
         (None, 2, ("hugetlb",), "read by 2 threads from huge pages; the CPU use of other programs is unknown"),
     ],
 )  # fmt: skip

@@ -88,7 +88,7 @@ def test_with_a_gpu_both_memories_are_shown() -> None:
         "of 23.0 GiB usable on cuda:0, Test GPU",
         "RAM    experts 2.00 GiB + workspace 512 MiB of 7.00 GiB usable",
         "90 tokens/s", "1.00 GiB read per token from VRAM, 1000 GB/s (by its data sheet)",
-        "238 MiB read per token, 25.0 GB/s measured from RAM; RAM binds",
+        "238 MiB read per token, 25.0 GB/s measured from RAM; limited by RAM",
     ):  # fmt: skip
         assert part in shown
     told = report_json(Report("1.2", HYBRID, SPARSE))

@@ -341,9 +341,10 @@ class HybridBench:
         return result("hybrid-drift", DRIFT_QUESTION, self._case.shape.name, options, figures, notes=told)
 
     async def measure_beside(self, engine: EngineHandle, requests: int, notes: tuple[str, ...]) -> Result:
-        """Measure a prompt that arrives while `requests` decode; each run has a new prompt, the first run warms up."""
+        """Measure a prompt that arrives while `requests` decode. Each run has a new prompt, which shares no cached
+        prefix; the first run warms up."""
         options, count = self._options, self._options.prompt_tokens or 0
-        late = random_prompts(self._case.shape.vocab, options.runs + 1, count, seed=requests)  # no prefix is cached
+        late = random_prompts(self._case.shape.vocab, options.runs + 1, count, seed=requests)
         prompts = self._prompts[:requests]
         runs = [await ask_beside(engine, prompts, one, f"{requests} {i}") for i, one in enumerate(late)]
         figures = beside_figures(runs[1:], count) | {

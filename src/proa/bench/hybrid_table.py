@@ -13,7 +13,7 @@ from proa.bench.result import Result
 from proa.bench.table import number, origin
 from proa.obs.units import format_bytes, format_rate
 
-_DRIFT_COLUMNS = ("requests", "tokens since", "tokens/s", "hits %", "LRU's %", "best fixed %", "moved a step")
+_DRIFT_COLUMNS = ("requests", "tokens since", "tokens/s", "hits %", "LRU hits %", "best fixed %", "moved per step")
 _BESIDE_COLUMNS = {
     "requests": "requests",
     "first token s": "ttft_s",
@@ -27,12 +27,12 @@ _BESIDE_COLUMNS = {
 _COLUMNS = (
     "requests",
     "tokens/s",
-    "each",
+    "per request",
     "roof",
-    "of it %",
-    "as placed",
-    "of it %",
-    "ms a step",
+    "% of it",
+    "roof as placed",
+    "% of it",
+    "ms per step",
     "CPU",
     "transport",
     "GPU",
@@ -138,7 +138,7 @@ def _facts(results: Sequence[Result]) -> Table:
         figures = result.figures
         parts = {"dense and KV": "dense", "experts in VRAM": "resident", "experts of the CPU": "cpu"}
         read = ", ".join(f"{text} {format_bytes(figures[f'{n}_bytes_per_step'] or 0)}" for text, n in parts.items())
-        table.add_row(f"a step of {number(figures['requests'])} reads", read)
+        table.add_row(f"read per step, {number(figures['requests'])} requests", read)
     hits = [(r.figures["hit_rate"], r.figures["best_hit_rate"]) for r in results]
     if all(rate is not None for pair in hits for rate in pair):
         shown = ", ".join(f"{100 * (got or 0):.0f} % of {100 * (best or 0):.0f} %" for got, best in hits)

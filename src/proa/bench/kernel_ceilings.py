@@ -35,7 +35,7 @@ class Ceilings(msgspec.Struct, frozen=True):
         return max(self.read_gbytes_per_s.values())
 
 
-class Rates(msgspec.Struct, frozen=True):
+class CeilingRates(msgspec.Struct, frozen=True):
     """Both limits, measured at one point of the run."""
 
     read_gbytes_per_s: float
@@ -64,9 +64,9 @@ class CeilingMeter:
             rendezvous_us=self._dispatch_us(meet=True),
         )
 
-    def now(self) -> Rates:
+    def now(self) -> CeilingRates:
         """Measure both limits; takes about 0.1 s."""
-        return Rates(max(self._reader.rates(self._counts).values()) / 1e9, self._peak())
+        return CeilingRates(max(self._reader.rates(self._counts).values()) / 1e9, self._peak())
 
     def close(self) -> None:
         self._reader.close()

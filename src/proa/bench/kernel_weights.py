@@ -181,8 +181,8 @@ def _random_codes(form: Format, size: tuple[int, int], rng: np.random.Generator)
         case Format.Q6_K:
             return rng.integers(0, 64, size, np.uint8), 18.5
         case Format.Q5_K:
-            return rng.integers(0, 32, size, np.uint8), 9.23  # around their middle
-    return rng.integers(0, 16, size, np.uint8), 4.61  # around their middle
+            return rng.integers(0, 32, size, np.uint8), 9.23  # of codes minus the middle code
+    return rng.integers(0, 16, size, np.uint8), 4.61  # of codes minus the middle code
 
 
 def _add_scales(form: Format, to: _Rows, scale: float, size: tuple[int, int], rng: np.random.Generator) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from proa.bench.kernel_cases import ExpertShape, WeightFormat
-from proa.bench.kernel_ceilings import CeilingMeter, Ceilings, Rates
+from proa.bench.kernel_ceilings import CeilingMeter, CeilingRates, Ceilings
 from proa.bench.kernel_plan import KernelOptions, KernelPlan, PlannedShape, plan_kernels
 from proa.bench.kernel_weights import ExpertLayers, bf16_bits, expert_bytes
 from proa.bench.limit import busy_notes
@@ -76,8 +76,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     pages: str
     calls: int
     redone_tasks: int  # tasks repeated because a worker was preempted: a sign of other programs' load
-    before: Rates
-    after: Rates
+    before: CeilingRates
+    after: CeilingRates
     notes: tuple[str, ...]
     ceilings: Ceilings
     run: RunFacts
@@ -166,7 +166,7 @@ class KernelBench:
         )  # fmt: skip
 
 
-def roof(nbytes: float, flops: float, before: Rates, after: Rates) -> tuple[str, float]:
+def roof(nbytes: float, flops: float, before: CeilingRates, after: CeilingRates) -> tuple[str, float]:
     """Return (the binding limit, the time in us at that limit); each limit is the mean of both measurements."""
     memory_us = nbytes / (before.read_gbytes_per_s + after.read_gbytes_per_s) * 2 / 1e3
     compute_us = flops / (before.peak_gflops + after.peak_gflops) * 2 / 1e3

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from proa.bench.latency import LatencyOptions
 from proa.bench.latency import run as measure
-from proa.cli.bench_output import print_result, refuse_idle_options
+from proa.cli.bench_output import print_result, refuse_engine_options
 from proa.config.field import option
 from proa.config.parse import parse
 
@@ -24,5 +24,5 @@ class LatencyCommand:
 
 def run(argv: Sequence[str]) -> int:
     options = parse(LatencyCommand, argv, prog="proa bench latency", summary=SUMMARY).options
-    refuse_idle_options(options.bench.url, options.bench.engine)
+    refuse_engine_options(options.bench.url, options.bench.engine)
     return print_result(measure(options.bench), as_json=options.json)

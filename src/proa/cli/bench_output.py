@@ -10,7 +10,7 @@ from proa.errors import UsageError
 from proa.obs.console import console_out, write_out
 
 
-def refuse_idle_options(url: str | None, engine: EngineOptions) -> None:
+def refuse_engine_options(url: str | None, engine: EngineOptions) -> None:
     """Raise UsageError if engine options are given with --url: they would have no effect on a running server."""
     given = given_options(engine)
     if url is not None and given:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from proa.bench.result import Result
 from proa.bench.serve import ServeBenchOptions
 from proa.bench.serve import run as measure
-from proa.cli.bench_output import print_result, refuse_idle_options
+from proa.cli.bench_output import print_result, refuse_engine_options
 from proa.cli.server_process import server_process
 from proa.config.field import option
 from proa.config.parse import parse, to_argv
@@ -26,7 +26,7 @@ class ServeBenchCommand:
 
 def run(argv: Sequence[str]) -> int:
     options = parse(ServeBenchCommand, argv, prog="proa bench serve", summary=SUMMARY).options
-    refuse_idle_options(options.bench.url, options.bench.engine)
+    refuse_engine_options(options.bench.url, options.bench.engine)
     return print_result(_measure(options.bench), as_json=options.json)
 
 

@@ -178,7 +178,7 @@ def _roof_line(roof: Roof) -> str:
     rate = format_rate(roof.vram.bandwidth_bytes_per_s)
     in_vram = f"{format_bytes(read_bytes)} read per token from VRAM, {rate} ({roof.vram.source})"
     beside = f"; {from_ram} measured from RAM" if roof.bytes_per_token else ""
-    return f"{start}{in_vram}{beside}; {roof.bound_by} binds"
+    return f"{start}{in_vram}{beside}; limited by {roof.bound_by}"
 
 
 def _decisions(rows: Sequence[Decision]) -> Table:

@@ -68,7 +68,7 @@ def download(
         with tempfile.TemporaryDirectory(prefix="proa-preview-", dir=cache_root()) as folder:
             for file in small:
                 Path(folder, file.path).symlink_to(snapshot.absolute() / file.path)
-            _judge(hub, repository, format_, weights, Path(folder), check)
+            _check_preview(hub, repository, format_, weights, Path(folder), check)
         fetch_files(hub, repository, weights, _counter(reference, weights, progress))
         cache.set_ref(reference, repository.commit)
     return snapshot / weights[0].path if format_ == "gguf" else snapshot
@@ -98,7 +98,7 @@ def _choose(hub: Hub, repository: Repository, format_: Format) -> tuple[HubFile,
     return choose_weights(repository, format_, lambda file: hub.read_range(repository, file, file.size_bytes))
 
 
-def _judge(
+def _check_preview(
     hub: Hub, repository: Repository, format_: Format, weights: Sequence[HubFile], folder: Path, check: Check
 ) -> None:
     """Complete the preview in `folder` and run `check` on it; in its errors, replace the folder by the repository."""

@@ -79,7 +79,7 @@ def _online(root: Path) -> tuple[int, ...]:
 
 
 def _usable(root: Path, online: tuple[int, ...], limits: CgroupLimits) -> tuple[int, ...]:
-    """Online CPUs within the affinity mask (which the kernel already cuts by cpusets) and the cpuset."""
+    """Return the online CPUs allowed by the affinity mask (which the kernel restricts to the cpuset) and the cpuset."""
     allowed = parse_key_values(read_text(root / "proc/self/status") or "").get("Cpus_allowed_list")
     mask = set(online) & set(parse_cpu_list(allowed)) if allowed else set(online)
     if limits.cpus is not None:
@@ -88,7 +88,7 @@ def _usable(root: Path, online: tuple[int, ...], limits: CgroupLimits) -> tuple[
 
 
 def _cores(root: Path, cpus: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], int | None]:
-    """`cpus` grouped by physical core, and the number of packages; ((), None) if any CPU does not tell."""
+    """Return `cpus` grouped by physical core, and the number of packages; ((), None) if not reported for every CPU."""
     cores: dict[object, list[int]] = {}
     packages = set()
     for cpu in cpus:

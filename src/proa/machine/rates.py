@@ -19,7 +19,7 @@ class RamRate(msgspec.Struct, frozen=True, kw_only=True):
     def source(self) -> str:
         """Describe how it was measured, and if other programs disturbed the measurement."""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        pages = "small pages: the kernel gave no huge ones" if "small" in self.pages else "huge pages"
+        pages = "small pages (huge pages were not available)" if "small" in self.pages else "huge pages"
         if self.load.busy:
             disturbed = f"the machine is busy: {self.load}, so RAM may be faster than measured"
             return f"{disturbed}; read by {threads} from {pages}"

@@ -21,15 +21,15 @@ from rich.text import Text
 
 from proa.obs.units import format_bytes, format_duration, format_rate
 
-Report = Callable[[str, int, int], None]  # (phase, done bytes, total bytes or 0 if unknown)
-COMPILING, WARMING = "compiling GPU kernels", "trying first steps"
+ProgressCallback = Callable[[str, int, int], None]  # (phase, done bytes, total bytes or 0 if unknown)
+COMPILING, WARMING = "compiling GPU kernels", "running warm-up steps"
 COUNTED = {COMPILING, WARMING}  # phases that count items, not bytes
 
 _LINE_EVERY_S = 5.0
 
 
 @contextmanager
-def show_progress(console: Console) -> Iterator[Report]:
+def show_progress(console: Console) -> Iterator[ProgressCallback]:
     """Yield a function to call with (phase, done_bytes, total_bytes), at any rate; phases run one after another. A
     terminal gets a bar per phase; a file or pipe gets a line every few seconds."""
     if not console.is_terminal:

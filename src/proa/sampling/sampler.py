@@ -28,16 +28,17 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     by_method: dict[Callable[[Tensor, Sequence[Row]], list[int]], list[int]] = {}
     for r, row in enumerate(rows):
         if row.sampling.temperature > 0:
-            by_method.setdefault(_draw_cut if _is_cut(row) else _draw_whole, []).append(r)
+            by_method.setdefault(_sample_truncated if _is_truncated(row) else _sample_full, []).append(r)
         else:
             tokens[r] = int(scores[r].argmax())
     for draw, chosen in by_method.items():
-        for r, token in zip(chosen, draw(_warm(scores, rows, chosen), [rows[r] for r in chosen]), strict=True):
+        scaled = _divide_by_temperature(scores, rows, chosen)
+        for r, token in zip(chosen, draw(scaled, [rows[r] for r in chosen]), strict=True):
             tokens[r] = token
     return tokens
 
 
-def _warm(scores: Tensor, rows: Sequence[Row], chosen: list[int]) -> Tensor:
+def _divide_by_temperature(scores: Tensor, rows: Sequence[Row], chosen: list[int]) -> Tensor:
     """Divide the chosen rows, shifted so that each maximum is 0, by their temperatures; float64. With the shift no
     temperature is too small."""
     temperatures = torch.tensor([rows[r].sampling.temperature for r in chosen], dtype=torch.float64)
@@ -45,29 +46,30 @@ def _warm(scores: Tensor, rows: Sequence[Row], chosen: list[int]) -> Tensor:
     return (picked - picked.amax(-1, keepdim=True)).double() / temperatures[:, None]
 
 
-def _is_cut(row: Row) -> bool:
+def _is_truncated(row: Row) -> bool:
     return row.sampling.top_k > 0 or row.sampling.top_p < 1.0 or row.sampling.min_p > 0.0
 
 
-def _draw_whole(scores: Tensor, rows: Sequence[Row]) -> list[int]:
-    return _invert(torch.softmax(scores, -1), rows)
+def _sample_full(scores: Tensor, rows: Sequence[Row]) -> list[int]:
+    return _invert_cdf(torch.softmax(scores, -1), rows)
 
 
-def _draw_cut(scores: Tensor, rows: Sequence[Row], width: int = HEAD_TOKENS) -> list[int]:
+def _sample_truncated(scores: Tensor, rows: Sequence[Row], width: int = HEAD_TOKENS) -> list[int]:
     """Sample from each row's `width` most likely tokens; rows that keep more tokens are sampled again from all."""
     width = min(width, scores.shape[-1])
     best, ids = torch.topk(scores, width)
     probs = (best - torch.logsumexp(scores, -1, keepdim=True)).exp()
-    kept, reaches_on = _kept(probs, rows)
-    places = torch.tensor(_invert(probs * kept, rows))
+    kept, reaches_on = _truncate(probs, rows)
+    places = torch.tensor(_invert_cdf(probs * kept, rows))
     tokens: list[int] = ids.gather(-1, places[:, None])[:, 0].tolist()
     if width < scores.shape[-1] and (again := torch.nonzero(reaches_on)[:, 0].tolist()):
-        for r, token in zip(again, _draw_cut(scores[again], [rows[r] for r in again], scores.shape[-1]), strict=True):
+        redrawn = _sample_truncated(scores[again], [rows[r] for r in again], scores.shape[-1])
+        for r, token in zip(again, redrawn, strict=True):
             tokens[r] = token
     return tokens
 
 
-def _kept(probs: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+def _truncate(probs: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     """Truncate by top_k, top_p and min_p. probs: float64 [R, N], descending.
 
     Returns (mask [R, N] of the tokens kept, mask [R] of the rows that may keep tokens beyond the Nth). The most likely
@@ -86,7 +88,7 @@ def _kept(probs: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     return kept, kept[:, -1] & (top_k[:, 0] > num_probs)
 
 
-def _invert(probs: Tensor, rows: Sequence[Row]) -> list[int]:
+def _invert_cdf(probs: Tensor, rows: Sequence[Row]) -> list[int]:
     """Return per row the first index at which the cumulative sum of probs, float64 [R, N], exceeds the row's uniform
     number, scaled by the row's total."""
     sums = probs.cumsum(-1)

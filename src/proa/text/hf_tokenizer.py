@@ -98,7 +98,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 def _convert(folder: Path) -> tokenizers.Tokenizer:
     """Convert another vocabulary format in memory with transformers (slow)."""
-    from transformers import AutoTokenizer  # lazy: a second to import, and seldom needed
+    from transformers import AutoTokenizer  # imported here: takes a second, and is rarely needed
 
     try:
         slow = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

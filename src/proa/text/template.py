@@ -207,7 +207,7 @@ class _GenerationTag(jinja2.ext.Extension):
 class _PlainNamespace(Namespace):
     """Jinja's namespace, refusing names that begin with an underscore: templates are untrusted code."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja2: even `self` may be a key
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja2, so that a namespace may have a name `self`
         attributes = dict(*args[1:], **kwargs)
         for name in attributes:
             _check_name(name)
