@@ -42,6 +42,6 @@ def test_interleaved_memory() -> None:
 
 
 def test_memory_that_cannot_be_interleaved_is_an_error_with_a_remedy() -> None:
-    with Pool([[]], pin=False) as pool, pytest.raises(NativeError, match="cannot be dealt out") as refused:
+    with Pool([[]], pin=False) as pool, pytest.raises(NativeError, match="cannot be interleaved") as refused:
         Memory(pool, [None], [NOWHERE, NOWHERE + 1]).take([100])
     assert refused.value.remedy == "Use --numa-memory bind."
