@@ -1,4 +1,4 @@
-"""config.json files as they are published: Proa accepts each one and finds the published model's numbers.
+"""Published config.json files: Proa accepts each one and computes the published model's numbers.
 
 hub_configs.json has for each repository the name that docs/formats.md lists, the published number of parameters, where
 the text was found, and config.json itself (with hf_quant_config.json where that says how the weights are quantised).
@@ -64,16 +64,16 @@ def spec_of(name: str) -> Model:
 
 
 def published(text: str) -> tuple[float, float]:
-    """What "30.5B" says: the number, and half a unit of its last digit."""
+    """Parse "30.5B": the number, and half a unit of its last digit."""
     digits, unit = re.fullmatch(r"([\d.]+)([MBT]?)", text).groups()  # type: ignore[union-attr]
     scale = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}[unit]
     decimals = len(digits.partition(".")[2])
     return float(digits) * scale, 0.5 * 10.0**-decimals * scale
 
 
-def guessing_layer_params(spec: Model) -> int:
-    """Of one layer that guesses a further token (Proa does not load it): a block as the last one, a projection of two
-    hidden states to one, three norms, and a second embedding and head."""
+def mtp_layer_params(spec: Model) -> int:
+    """Parameters of one MTP layer, which Proa does not load: a block like the last one, a projection of two hidden
+    states to one, three norms, and a second embedding and head."""
     block = f"blocks.{len(spec.blocks) - 1}."
     return (
         sum(prod(shape) for name, shape in spec.params() if name.startswith(block))
@@ -86,7 +86,7 @@ def guessing_layer_params(spec: Model) -> int:
 @pytest.mark.parametrize("name", ENTRIES)
 def test_published_number_of_parameters(name: str) -> None:
     spec, entry = spec_of(name), ENTRIES[name]
-    found = spec.num_params + (guessing_layer_params(spec) if entry.get("with_guessing_layer") else 0)
+    found = spec.num_params + (mtp_layer_params(spec) if entry.get("with_mtp_layer") else 0)
     expected, rounding = published(entry["parameters"])
     assert found == pytest.approx(expected, rel=0.005, abs=rounding)
 
@@ -151,7 +151,7 @@ def test_rope() -> None:
 
 
 def test_routers() -> None:
-    """Of each documented model that routes: experts, of them chosen, their width, renormalised, shared gate."""
+    """For each documented MoE model: experts, top_k, expert width, renormalise, shared gate."""
     found: dict[str, set[tuple[int, int, int, bool, bool]]] = {}
     for name, entry in ENTRIES.items():
         ffn = spec_of(name).blocks[-1].ffn
@@ -185,7 +185,7 @@ def test_routers() -> None:
     }
 
 
-def test_only_gpt_oss_slides() -> None:
+def test_only_gpt_oss_has_sliding_windows() -> None:
     sliding = {name for name in CONFIGS if any(mixer.window for mixer in spec_of(name).attention)}
     assert sliding == {"openai/gpt-oss-20b", "openai/gpt-oss-120b"}
 

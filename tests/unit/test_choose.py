@@ -1,4 +1,4 @@
-"""Choosing tokens on the CPU, as the engine asks for it."""
+"""Sampling tokens on the CPU, as the engine calls it."""
 
 from __future__ import annotations
 

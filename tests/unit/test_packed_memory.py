@@ -1,4 +1,4 @@
-"""Where packed weights lie, and what is said if they cannot lie there."""
+"""The NUMA placement of packed weights, and the messages if it fails."""
 
 from __future__ import annotations
 
