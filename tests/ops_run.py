@@ -1,4 +1,4 @@
-"""Every implementation of the ops behind one interface that computes at once, for tests/ops/test_ops.py. Never: tests."""
+"""Every implementation of the ops behind one interface that computes at once, for tests/ops/test_ops.py."""
 
 from __future__ import annotations
 

@@ -105,9 +105,9 @@ StoredRows fetch(const Part& part, uint8_t* buffer) {
         return read_rows(part, job.from + uint64_t(part.first) * job.stride, part.count, row, buffer);
     uint8_t* rectangle = buffer + (size_t(part.count) * row + 63) / 64 * 64;
     const int runs = transposed_rows(job.stored, job.order, job.layout.columns);
-    const StoredRows turned = read_rows(part, job.from + transposed_bytes(job.order, part.first), runs,
-                                        transposed_bytes(job.order, part.count), rectangle);
-    transpose(job.stored, job.order, turned.data, turned.stride, part.count, job.layout.columns, buffer);
+    const StoredRows transposed = read_rows(part, job.from + transposed_bytes(job.order, part.first), runs,
+                                            transposed_bytes(job.order, part.count), rectangle);
+    transpose(job.stored, job.order, transposed.data, transposed.stride, part.count, job.layout.columns, buffer);
     return {buffer, row};
 }
 

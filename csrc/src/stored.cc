@@ -105,7 +105,7 @@ void q4_k(const uint8_t* b, float* to) {
     scale_groups(b, codes.at, to);
 }
 
-// As Q4_K, with 32 bytes of fifth bits.
+// Q4_K with 32 more bytes of fifth bits.
 void q5_k(const uint8_t* b, float* to) {
     Codes<256> codes;
     for (int g = 0; g < 8; ++g)

@@ -235,7 +235,7 @@ void attention_is_right(const Case& c, Random& random) {
     });
 }
 
-// The same objects serve step after step, as in a recorded program: lengths grow, sequences come and go.
+// Reuses the same objects for many steps, as a recorded program does: lengths grow, sequences come and go.
 void steps_follow_one_another() {
     const Case big{{1, 1, 90}, {2000, 90, 95}, 4, 2, 64, 64, 16, 0, false};
     const Case small{{1, 3}, {11, 2999}, 4, 2, 64, 64, 16, 0, false};

@@ -79,10 +79,10 @@ void same_on_every_pool(proa::Stored stored, proa::Format format, int group, boo
 void coded_on_every_pool(proa::Stored stored, proa::Order order, proa::Format format, int rows) {
     constexpr int kGroup = 32, kCodedColumns = 320;
     const proa::Layout l = proa::layout_of(format, rows, kCodedColumns, kGroup);
-    const bool turned = order != proa::Order::kRows;
+    const bool transposed = order != proa::Order::kRows;
     const size_t per_byte = size_t(proa::facts_of(stored).block_values);
-    const size_t runs = turned ? size_t(proa::transposed_rows(stored, order, kCodedColumns)) : size_t(rows);
-    const size_t stride = turned ? proa::transposed_bytes(order, rows) : kCodedColumns / per_byte;
+    const size_t runs = transposed ? size_t(proa::transposed_rows(stored, order, kCodedColumns)) : size_t(rows);
+    const size_t stride = transposed ? proa::transposed_bytes(order, rows) : kCodedColumns / per_byte;
     const std::vector<uint8_t> bytes = finite_bytes(stored, stride * runs * per_byte, unsigned(order) + 7);
     const std::vector<float> scales = Random(3).floats(size_t(rows) * (kCodedColumns / kGroup));
     const proa::Scales of{proa::Stored::kF32,
@@ -105,14 +105,14 @@ void transposes_words_of_eight_rows() {
         for (int columns : {8, 72}) {
             const size_t stride = size_t(rows) / 2 + 4;
             const std::vector<uint8_t> stored = random_bytes(stride * size_t(columns), unsigned(rows + columns));
-            std::vector<uint8_t> turned(size_t(rows) * size_t(columns) / 2, 0xaa);
+            std::vector<uint8_t> transposed(size_t(rows) * size_t(columns) / 2, 0xaa);
             proa::transpose(proa::Stored::kUint4, proa::Order::kAwqTransposed, stored.data(), stride, rows, columns,
-                            turned.data());
+                            transposed.data());
             const auto code = [](const uint8_t* from, int i) { return from[i / 2] >> i % 2 * 4 & 15; };
             for (int k = 0; k < columns; ++k)
                 for (int n = 0; n < rows; ++n) {
                     const int place = int(std::find(kWhere, kWhere + 8, n % 8) - kWhere);
-                    CHECK(code(turned.data() + size_t(n) * size_t(columns) / 2, k) ==
+                    CHECK(code(transposed.data() + size_t(n) * size_t(columns) / 2, k) ==
                           code(stored.data() + size_t(k) * stride, n / 8 * 8 + place));
                 }
         }

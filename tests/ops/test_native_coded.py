@@ -1,4 +1,4 @@
-"""Quantised values (codes) with separate scales, packed by workers, against float64: every code, in every storage order,
+"""Quantised values (codes) with separate scales, packed by workers, against float64: every code, every storage order,
 from files and memory, as a whole and split within a block of scales.
 """
 

@@ -106,10 +106,10 @@ struct Tile {
         // Near the panel's end, prefetch the codes of the next panel, or the current line if there is none.
         const int turn = all - int(kPrefetchBytes / Code::kBytes), border = turn > 0 ? turn : 0;
         const ptrdiff_t next = after ? after - ptrdiff_t(l.code_bytes) + kPrefetchBytes : 0;
-        const Fetch<Code, R> here{kPrefetchBytes, w[0] + after}, turned{next, w[0] + after};
+        const Fetch<Code, R> here{kPrefetchBytes, w[0] + after}, beyond{next, w[0] + after};
         if constexpr (!Scales::kScaled) {
             Terms::add(total, w, 0, border, here, x);
-            Terms::add(total, w, border, all, turned, x);
+            Terms::add(total, w, border, all, beyond, x);
         } else {
             unrolled<R>([&](auto r) { __builtin_prefetch(w[r.value] + after + l.code_bytes); });
             const int group_lines = l.group / Code::kValues;
@@ -118,7 +118,7 @@ struct Tile {
                 clear(part);
                 for (int first = g * group_lines, end = first + group_lines; first < end;) {
                     const int last = first < border && border < end ? border : end;
-                    Terms::add(part, w, first, last, first < border ? here : turned, x);
+                    Terms::add(part, w, first, last, first < border ? here : beyond, x);
                     first = last;
                 }
                 float of_x[M];  // sums of the activations in this group
