@@ -38,11 +38,11 @@ class Job:
     up_address: Tensor  # int64 [T, k]: not 0 where the pair is the GPU's
 
     def theirs(self) -> Tensor:
-        """int32: ids that are the CPU's, -1 elsewhere."""
+        """int32: ids of pairs on the CPU, -1 elsewhere."""
         return self.ids.where((self.ids >= 0) & (self.up_address == 0), -1).int()
 
     def exact(self, pool: Pool, layer: Layer) -> Tensor:
-        """What the experts give for the CPU's pairs when called directly."""
+        """The result of the experts for the CPU's pairs, called directly."""
         y, ids = torch.full(self.x.shape, torch.nan), self.theirs()
         rows, out = Rows(self.x.data_ptr(), self.x.shape[1]), Rows(y.data_ptr(), y.shape[1], True)
         at = {"ids": ids.data_ptr(), "weights": self.weights.data_ptr()}
@@ -54,7 +54,7 @@ class Job:
 
 
 def random_job(rng: torch.Generator, tokens: int, size: JobSize, resident: float = 0.4) -> Job:
-    """A pair is nobody's in one of eight cases, and the GPU's with probability `resident`."""
+    """A random job: a pair has no expert with probability 1/8, and is on the GPU with probability `resident`."""
     order = torch.rand(tokens, EXPERTS, generator=rng).argsort(1)[:, : size.top_k]
     nobody = torch.rand(tokens, size.top_k, generator=rng) < 0.125
     up = torch.rand(tokens, size.top_k, generator=rng) < resident

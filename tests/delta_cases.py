@@ -1,7 +1,7 @@
-"""The gated delta rule in float64, written out token by token, with the error that float32 may have. Never: tests.
+"""The gated delta rule in float64, written out token by token, with error bounds for float32. Never: tests.
 
-A step's transition S -> decay (I - beta k k^T) S never makes S larger, for k has length 1, and beta and decay
-are at most 1. So what is wrong with a state only grows by what each step adds.
+A step's transition S -> decay (I - beta k k^T) S never enlarges S, since k has length 1, and beta and decay are at most
+1. So the error of a state grows only by what each step adds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LONG = [(1, 4), (70, 70), (5, 40), (33, 68), (3, 3)]  # some of it by chunks
 
 
 def inputs(shape: Shape, rows: int, rng: torch.Generator, dtype: torch.dtype) -> DeltaInputs:
-    """Views of projections, as a layer makes them."""
+    """Random projections as views, like a layer's."""
     wide = shape.members * shape.value_dim
     projected = torch.randn(rows, shape.groups, 2 * (shape.key_dim + wide), generator=rng).to(dtype)
     gates = (2 * torch.randn(rows, shape.groups, 2 * shape.members, generator=rng)).to(dtype)
@@ -62,7 +62,7 @@ def views(shape: Shape, projected: Tensor, gates: Tensor) -> DeltaInputs:
 
 
 def joined(shape: Shape, parts: Sequence[DeltaInputs]) -> DeltaInputs:
-    """Rows one after the other, as views again."""
+    """Concatenate rows, as views again."""
     projected = torch.cat([torch.cat((p.q, p.k, p.v.flatten(2), p.z.flatten(2)), -1) for p in parts])
     return views(shape, projected, torch.cat([torch.cat((p.b, p.a), -1) for p in parts]))
 
@@ -110,17 +110,18 @@ class Ruled:
 
 @dataclass
 class Exact:
-    """Of a sequence from its first token on. out [T, heads, value_dim] and its bound; the state after the last row."""
+    """Results of a sequence from its first token on: out [T, heads, value_dim] and its bound; the state after the last
+    row."""
 
     out: Tensor
     bound: Tensor
     rule: Tensor
-    rule_bound: Tensor  # of each head: the error's length
+    rule_bound: Tensor  # per head: length of the error
     tail: Tensor
 
 
 def gates(x: DeltaInputs, w: DeltaWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """beta, rate and its error, of each row and head."""
+    """beta, decay rate and its error, per row and head."""
     beta = torch.sigmoid(x.b.double()).flatten(1)
     rate = torch.exp(w.a_log.double()) * torch.nn.functional.softplus(x.a.double().flatten(1) + w.dt_bias.double())
     # Softplus of float32 may be off by an eps of its argument and of 1, whatever is left of it then.
@@ -177,7 +178,7 @@ def apply_rule(m: Mixed, chunked: Sequence[tuple[int, int]] = (), start: Tensor 
 
 
 def exact(x: DeltaInputs, w: DeltaWeights, shape: Shape, chunked: Sequence[tuple[int, int]] = ()) -> Exact:
-    """chunked: the steps, as first row and end, that go by chunks."""
+    """The exact results. chunked: the steps, as (first row, end), that are computed by chunks."""
     mixed = torch.cat([t.flatten(1) for t in (x.q, x.k, x.v)], -1)
     padded = torch.cat([mixed.new_zeros(shape.taps - 1, shape.channels), mixed])
     ruled = apply_rule(mix(x, w, shape, padded), chunked)
@@ -198,7 +199,7 @@ def mostly_rounded_once(got: Tensor, want: Tensor) -> bool:
 
 
 def _unit(x: Tensor, error: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Of each value head [T, heads, key_dim], and the length of its error [T, heads]."""
+    """L2-normalise, repeated per value head [T, heads, key_dim], and the length of the error [T, heads]."""
     x, error = (t.view(len(t), shape.groups, -1).repeat_interleave(shape.members, 1) for t in (x, error))
     length = (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
     off = 2 * error.norm(dim=-1) / length[..., 0] + (shape.key_dim / 2 + 8) * EPS32

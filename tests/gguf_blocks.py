@@ -1,4 +1,4 @@
-"""Random blocks of GGUF's quantised types, whose scales are numbers of ordinary size."""
+"""Random blocks of GGUF's quantised types, with scales of ordinary magnitude."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Triton's interpreter runs kernels on CPU tensors. It takes bfloat16 for 16-bit integers in arithmetic, cuts it off
-where a GPU rounds it, takes the NaN of e4m3 for 480, and NumPy 2.4 no longer lets it use its scalars as bounds of
-a loop; here it does as a GPU does.
-It spends half of its time on work whose result it drops: at each call of a function inside a kernel it replaces the
-functions of triton.language again, for each operation it builds the table of NumPy's types, and it computes whether
-integers overflow, which it reports in debug mode only. Here it does not.
+"""Fixes for Triton's interpreter, which runs kernels on CPU tensors. It treats bfloat16 as 16-bit integers in
+arithmetic, truncates it where a GPU rounds, reads the NaN of e4m3 as 480, and with NumPy 2.4 fails to use scalars as
+bounds of a loop; the patches make it behave like a GPU.
+It spends half of its time on useless work: at each call of a function inside a kernel it replaces the functions of
+triton.language again, for each operation it builds the table of NumPy's types, and it computes integer overflows, which
+it reports in debug mode only. The patches remove that.
 Imported only where kernels are interpreted.
 """
 
@@ -25,7 +25,7 @@ _ARITHMETIC = (np.add, np.subtract, np.multiply)
 
 
 def _rounded(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
-    """Bits of `data` as another type of float."""
+    """The bits of `data` rounded to another float type."""
     if (source, target) == (tl.float32, tl.bfloat16):
         return torch.from_numpy(np.array(data, np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
     if (source, target) == (tl.bfloat16, tl.float32):
@@ -64,7 +64,7 @@ def _patch(tensor: Any, scope: Any) -> None:
 
 @functools.cache
 def _patch_for_good(function: Any) -> Any:
-    """Replace what `function` uses of triton.language; the scope that is returned restores nothing."""
+    """Replace the functions of triton.language that `function` uses; the returned scope restores nothing."""
     _patch_language(function)
     return interpreter._LangPatchScope()
 

@@ -1,6 +1,4 @@
-"""Every implementation of the ops behind one face that computes at once: what tests/ops/test_ops.py compares.
-Never: tests.
-"""
+"""Every implementation of the ops behind one interface that computes at once, for tests/ops/test_ops.py."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from proa.ops.table import (
 
 
 def fill(parameters: Parameters, values: dict[str, Tensor]) -> None:
-    """Put values where the loader would."""
+    """Write values to a parameter, like the loader."""
     for name, target in parameters:
         if isinstance(target, Tensor):
             target.copy_(values[name])
@@ -119,7 +117,7 @@ def mlp(maps: Maps, x: Tensor, values: dict[str, Tensor], gating: Gating) -> Ten
 
 
 def latent_maps(maps: Maps, q: Tensor, seen: Tensor, weight: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """weight [heads, keys + values, rank], handed over in pieces that are no whole heads."""
+    """Latent maps with weight [heads, keys + values, rank], written in pieces that are not whole heads."""
     heads, rows, rank = weight.shape
     made = maps.latent(heads, keys, rows - keys, rank)
     ((_, target),) = made.parameters()
@@ -134,7 +132,7 @@ def latent_maps(maps: Maps, q: Tensor, seen: Tensor, weight: Tensor, keys: int) 
 
 
 def biased_experts(maps: Maps, x: Tensor, chosen: Chosen, values: dict[str, Tensor], gating: Gating) -> Tensor:
-    """values: by expert and name, biases too."""
+    """Experts with biases; values: by expert and name."""
     width, hidden = values["0.gate.weight"].shape
     made = maps.experts(len(values) // 6, hidden, width, True, gating)
     fill(made.parameters(), values)

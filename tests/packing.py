@@ -1,4 +1,4 @@
-"""Random weights of every packed format, with their exact values: what tests of native kernels multiply with."""
+"""Random weights of every packed format, with their exact values, for tests of native kernels."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def e2m1_values(codes: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Weights:
-    """[rows, columns] of one format: exact float64 values and what they were made of."""
+    """A matrix [rows, columns] in one format: exact float64 values, and the codes and scales they consist of."""
 
     format: Format
     group: int
@@ -77,7 +77,7 @@ class Weights:
 
 
 class Packed:
-    """Packed memory and its Matrix; `pieces` cuts the panels over that many nodes."""
+    """Packed memory and its Matrix; pieces: number of nodes over which the panels are split."""
 
     def __init__(self, stack: list[Weights], pieces: int = 1, paired: list[Weights] | None = None) -> None:
         """`paired` weights (up) alternate panel by panel with those of `stack` (gate)."""
@@ -106,7 +106,7 @@ class Packed:
 def random_weights(
     form: Format, group: int, rows: int, columns: int, seed: int, *, every_code: bool = False
 ) -> Weights:
-    """every_code: in each column one after the other, instead of random ones."""
+    """Random weights of one format; every_code: columns enumerate all codes instead."""
     rng = np.random.default_rng(seed)
     if form in (Format.BF16, Format.FP16):
         return _plain(form, rng, rows, columns)
@@ -160,7 +160,7 @@ def _codes(
 
 
 def _stored(form: Format, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As the format's scale type stores them, and the values it then has."""
+    """Scales as stored in the format's scale type, and their exact values."""
     if form in (Format.INT8_F16, Format.INT4_F16, Format.UINT4_F16):
         half = values.astype(np.float16)
         return half, half.astype(np.float64)

@@ -1,7 +1,7 @@
-"""Rules by which experts are chosen, worked out in float64, with the error that float32 may have. Never: tests.
+"""Router rules in float64, with error bounds for float32. Never: tests.
 
-exp errs by eps32 of its argument, a sum of n by n roundings. Where that makes another expert the better one, it may be
-chosen; weights are compared with those of the ids that were chosen.
+The error of exp is eps32 of its argument, that of a sum of n values n roundings. If that can change the order of two
+experts, either may be chosen; weights are compared with those of the chosen ids.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ROUTERS = {
 
 
 def fits(experts: int, top_k: int, router: Router) -> bool:
-    """Whether the groups that are kept have so many experts."""
+    """True if the kept groups have at least top_k experts."""
     groups = router.groups or ExpertGroups(1, 1, 1)
     size, rest = divmod(experts, groups.groups)
     return not rest and size >= groups.best_of and groups.kept * size >= top_k
 
 
 def case(tokens: int, experts: int, top_k: int, router: Router, rng: torch.Generator) -> tuple[Tensor, RouterRule]:
-    """Logits, and a rule that has a correction if the router says so: as large as scores, of both signs."""
+    """Random logits, and a rule; a correction, if the router has one, is as large as scores, with both signs."""
     size = 0.3 if router.score == "sigmoid" else 2 / experts
     correction = torch.randn(experts, generator=rng) * size if router.correction else None
     return torch.randn(tokens, experts, generator=rng) * 2, RouterRule(top_k, router, correction)
@@ -48,7 +48,7 @@ def on(rule: RouterRule, device: torch.device) -> RouterRule:
 
 
 def assert_right(logits: Tensor, rule: RouterRule, ids: Tensor, weights: Tensor) -> None:
-    """ids and weights [T, k], of rows without padding."""
+    """Check ids and weights [T, k] of rows without padding."""
     assert weights.dtype == torch.float32
     router, wide, ids = rule.router, logits.double(), ids.long()
     experts = logits.shape[1]

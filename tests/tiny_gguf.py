@@ -156,7 +156,8 @@ def gguf_tensors(model: Any, arch: str, old: bool) -> Iterator[tuple[str, Array]
 
 
 def stacks(layer: str, kind: str, values: Array, turned: bool) -> Iterator[tuple[str, Array]]:
-    """[E, 2I, H] and [E, H, I]; turned: [E, H, 2I], where gate and up take turns, and [E, I, H], and their biases."""
+    """Stacks [E, 2I, H] and [E, H, I] with their biases; turned: transposed, [E, H, 2I] with interleaved gate and up,
+    and [E, I, H]."""
     name, what = kind.partition("_proj")[0], "bias" if kind.endswith("_bias") else "weight"
     if turned and what == "weight":
         values = values.swapaxes(1, 2)
@@ -169,7 +170,7 @@ def stacks(layer: str, kind: str, values: Array, turned: bool) -> Iterator[tuple
 
 
 def keys_and_values(layer: str, rows: Array, config: Any) -> Iterator[tuple[str, Array]]:
-    """kv_b: of each head rows of keys, turned, and rows of values."""
+    """Split kv_b into W_k per head, transposed, and W_v per head."""
     heads, keys = config.num_attention_heads, config.qk_nope_head_dim
     of_heads = rows.reshape(heads, keys + config.v_head_dim, -1)
     yield f"blk.{layer}.attn_k_b.weight", of_heads[:, :keys].swapaxes(1, 2).copy()
@@ -197,7 +198,7 @@ def linear_attention(
 
 
 def interleaved(rows: Array, heads: int) -> Array:
-    """Rows of q or k, [heads x head_dim, ...]: the halves of each head are woven into neighbouring pairs."""
+    """Reorder rows of q or k, [heads x head_dim, ...], from half-split to interleaved rotary pairs."""
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape).copy()
 
 
@@ -293,7 +294,7 @@ def _write_latent_heads(writer: gguf.GGUFWriter, config: Any, old: bool) -> None
 
 
 def _write_deepseek_experts(writer: gguf.GGUFWriter, config: Any, old: bool) -> None:
-    """Old files do not say which scores DeepSeek-V2 has."""
+    """Write DeepSeek's expert keys; old files of DeepSeek-V2 lack expert_gating_func."""
     sigmoid = config.model_type == "deepseek_v3"
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
     writer.add_expert_count(config.n_routed_experts)

@@ -1,5 +1,5 @@
-"""Tiny quantised checkpoints, written tensor by tensor from the descriptions of their formats, with what they mean in
-float64. Nothing here uses Proa's own readers.
+"""Tiny quantised checkpoints, written tensor by tensor from the descriptions of their formats, with their exact values
+in float64. Proa's own readers are not used here.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor
 from packing import E2M1, e2m1_values, e4m3_values
 from tiny import make_tiny
 
-# Of a matrix: tensors by what follows the module's name, and what they mean in float64.
+# For one matrix: tensors by the part that follows the module's name, and their dequantised values in float64.
 Written = tuple[dict[str, Tensor], np.ndarray]
 QUANTISED_MODULES = re.compile(r".*(self_attn|linear_attn|mlp|experts).*(_proj(_qkvz|_with_mqa)?|w[123])\.weight")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """config: quantization_config. write: of a matrix [rows, columns]. kept: Proa's name of what is stored."""
+    """A quantisation scheme. config: quantization_config. write: makes the tensors of a matrix [rows, columns]. kept:
+    Proa's name of the stored type."""
 
     config: dict[str, Any]
     write: Callable[[Tensor], Written]
@@ -56,7 +57,7 @@ def fp8_block(dtype: torch.dtype, rows: int = 128, columns: int = 128) -> Callab
 
 
 def _amax(weight: Tensor, group: int) -> Tensor:
-    """Largest sizes [rows, groups]."""
+    """Largest magnitude per row and group, [rows, groups]."""
     return weight.abs().view(len(weight), -1, group).amax(-1)
 
 
@@ -65,7 +66,7 @@ def _spread(scales: np.ndarray | Tensor, group: int) -> np.ndarray:
 
 
 def fp8_block_of_powers(rows: int, columns: int, name: str = "weight_scale_inv") -> Callable[[Tensor], Written]:
-    """Scales are powers of two, as float8_e8m0fnu."""
+    """Block-scaled FP8 with powers of two as scales, float8_e8m0fnu."""
 
     def write(weight: Tensor) -> Written:
         n, k = weight.shape
@@ -124,7 +125,7 @@ def paired_floats(weight: Tensor) -> Written:
 
 
 def quark_rows(*, whole: bool) -> Callable[[Tensor], Written]:
-    """As fp8_rows, but with scales [rows]."""
+    """fp8_rows with scales [rows]."""
 
     def write(weight: Tensor) -> Written:
         parts, values = fp8_rows(torch.float32, whole=whole)(weight)
@@ -134,7 +135,7 @@ def quark_rows(*, whole: bool) -> Callable[[Tensor], Written]:
 
 
 def fp8_rows(dtype: torch.dtype, *, whole: bool, shape: tuple[int, ...] = ()) -> Callable[[Tensor], Written]:
-    """A scale for each row, or one of the `whole` matrix, whose tensor has that shape; with what was made for it."""
+    """FP8 with a scale per row; whole: shape of a single scale for the matrix instead."""
 
     def write(weight: Tensor) -> Written:
         scales = (weight.abs().amax().view(1, 1) if whole else weight.abs().amax(1, keepdim=True)) / 448
@@ -153,14 +154,14 @@ def int8_rows(weight: Tensor) -> Written:
 
 
 def _words(codes: np.ndarray, bits: int) -> Tensor:
-    """Codes [.., n] to int32 [.., n bits / 32], the first in the lowest bits."""
+    """Pack codes [.., n] into int32 [.., n bits / 32], the first in the lowest bits."""
     parts = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, 32 // bits)
     words = sum(parts[..., i] << np.uint32(bits * i) for i in range(32 // bits))
     return torch.from_numpy(np.ascontiguousarray(words).view(np.int32))
 
 
 def _group_of(columns: int, group: int, *, shuffled: bool) -> np.ndarray:
-    """Of each column, the group that its scale is of."""
+    """The group of each column."""
     groups = np.arange(columns) // group
     return np.random.default_rng(columns).permutation(groups) if shuffled else groups
 
@@ -418,7 +419,7 @@ OTHER_NAMES = {
 }
 
 
-# What no packed format keeps: it becomes bfloat16.
+# Types that no packed format holds: they become bfloat16.
 DECODED = {
     "fp8 odd blocks": Scheme(_fp8_config(weight_block_size=[24, 40]), fp8_block(_F32, 24, 40), "FP8 block 24 x 40"),
     "int4 small groups": Scheme(_pack(4, 8), packed_integers(4, 8, _BF16), "INT4 8 BF16"),
@@ -436,8 +437,8 @@ DECODED = {
 
 
 def make_gpt_oss(folder: Path, plain: Path) -> None:
-    """As openai stores it: rows of gate and up by turns, experts [rows, groups, 16] of two codes a byte. And the same
-    values in bfloat16 as transformers stores them: turned."""
+    """gpt-oss as OpenAI stores it: interleaved rows of gate and up, experts [rows, groups, 16] with two codes per byte;
+    and the same values in bfloat16 as transformers stores them, transposed."""
     make_tiny("gpt-oss", folder)
     stored = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
     exact = dict(stored)
@@ -459,7 +460,7 @@ def make_gpt_oss(folder: Path, plain: Path) -> None:
 def make_quantised(
     scheme: Scheme, model: str, folder: Path, *, only: str = r".*", **overrides: Any
 ) -> tuple[Path, dict[str, np.ndarray]]:
-    """A checkpoint whose linear maps are quantised, those that match `only`; and the values of all its tensors."""
+    """A checkpoint with quantised linear layers (those that match `only`), and the values of all its tensors."""
     make_tiny(model, folder, **overrides)
     tensors = load_file(folder / "model.safetensors")
     stored: dict[str, Tensor] = {}

@@ -13,7 +13,7 @@ from proa.weights.load import load_weights
 
 
 def fresh_targets(declared: Declared, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Storage that shows what was not written."""
+    """Targets filled with NaN, which reveals unwritten elements."""
     return {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in declared.spec.params()}
 
 

@@ -1,4 +1,4 @@
-// The C interface of the doorbell. Jobs themselves are checked as they come.
+// The C interface of the doorbell: checks arguments. Jobs are checked when they arrive.
 #include <sched.h>
 
 #include "error.h"
@@ -10,12 +10,12 @@ namespace {
 
 void check_size(int64_t most_tokens, int64_t top_k, int64_t hidden) {
     require(most_tokens >= 1 && most_tokens <= 1 << 20 && top_k >= 1 && top_k <= 1024,
-            "A job has 1 to 2^20 tokens of 1 to 1024 experts.");
-    require(hidden >= 1 && hidden <= 1 << 20, "Rows have 1 to 2^20 values.");
+            "A job must have 1 to 2^20 tokens of 1 to 1024 experts.");
+    require(hidden >= 1 && hidden <= 1 << 20, "Rows must have 1 to 2^20 elements.");
 }
 
 std::vector<const proa::Experts*> layers_of(const proa_pool* pool, const proa_doorbell_options& o) {
-    require(o.layers && o.layer_count >= 1 && o.layer_count <= 1 << 16, "A doorbell serves 1 to 65536 layers.");
+    require(o.layers && o.layer_count >= 1 && o.layer_count <= 1 << 16, "A doorbell must have 1 to 65536 layers.");
     std::vector<const proa::Experts*> layers;
     for (int64_t i = 0; i < o.layer_count; ++i) {
         require(o.layers[i], "The experts of a layer are a null pointer.");
@@ -23,14 +23,15 @@ std::vector<const proa::Experts*> layers_of(const proa_pool* pool, const proa_do
         require(int(e.gate_up->slices.size()) <= pool->host.pool.nodes(),
                 "The experts have more slices than the pool has teams.");
         require(e.gate_up->layout.columns == o.hidden && e.down->layout.rows == o.hidden,
-                "The experts' rows are not as long as the doorbell's.");
+                "The experts' rows must be as long as the doorbell's.");
         layers.push_back(&e);
     }
     return layers;
 }
 
 std::vector<int> cpus_of(const proa_doorbell_options& o) {
-    require(o.cpu_count >= 0 && o.cpu_count <= CPU_SETSIZE && (o.cpus || !o.cpu_count), "No such list of CPUs.");
+    require(o.cpu_count >= 0 && o.cpu_count <= CPU_SETSIZE && (o.cpus || !o.cpu_count),
+            "The list of CPUs is missing or too long.");
     for (int64_t i = 0; i < o.cpu_count; ++i)
         require(o.cpus[i] >= 0 && o.cpus[i] < CPU_SETSIZE, "Threads can be bound to CPUs 0 to 1023.");
     return {o.cpus, o.cpus + o.cpu_count};
@@ -57,7 +58,8 @@ int proa_doorbell_create(proa_pool* pool, const proa_doorbell_options* options, 
         check_size(o.most_tokens, o.top_k, o.hidden);
         require(o.lane >= 0 && o.lane < proa::kLanes, "There are lanes 0 and 1.");
         require(o.spin_us >= 0, "A time cannot be negative.");
-        require(o.way >= PROA_WAY_NUMBER && o.way <= PROA_WAY_CALLS, "There is no such way to ring.");
+        require(o.way >= PROA_WAY_NUMBER && o.way <= PROA_WAY_CALLS,
+                "The way to ring must be PROA_WAY_NUMBER, _FLAGS or _CALLS.");
         const proa::DoorbellSize size{int(o.most_tokens), int(o.top_k), int(o.hidden)};
         require(o.memory && reinterpret_cast<uintptr_t>(o.memory) % proa::kLineBytes == 0,
                 "The doorbell's memory must be aligned to 64 bytes.");

@@ -1,4 +1,4 @@
-// The C interface of the pool, packed matrices, linear maps and experts: arguments are checked here.
+// The C interface of the pool, packed matrices, linear layers and experts: checks arguments.
 #include <sched.h>
 
 #include <cstring>
@@ -23,7 +23,7 @@ std::vector<std::vector<int>> lists(const int32_t* cpus, const int32_t* begin, i
     require(begin && begin[0] == 0, "Teams must begin with CPU 0 of the list.");
     std::vector<std::vector<int>> all;
     for (int t = 0; t < teams; ++t) {
-        require(begin[t + 1] >= begin[t], "Teams must follow one another.");
+        require(begin[t + 1] >= begin[t], "Teams must be consecutive in the list of CPUs.");
         require(begin[t + 1] == begin[t] || cpus, "Null pointer where CPUs are listed.");
         all.emplace_back(cpus + begin[t], cpus + begin[t + 1]);
     }
@@ -31,14 +31,14 @@ std::vector<std::vector<int>> lists(const int32_t* cpus, const int32_t* begin, i
 }
 
 proa::PoolOptions pool_options(const proa_pool_options& o) {
-    require(o.teams >= 1 && o.teams <= proa::kMaxNodes, "A pool has 1 to 64 teams.");
+    require(o.teams >= 1 && o.teams <= proa::kMaxNodes, "A pool must have 1 to 64 teams.");
     proa::PoolOptions options;
     options.pin = o.pin, options.spin_us = o.spin_us, options.redo = o.redo;
     options.teams = lists(o.cpus, o.team_begin, o.teams);
     if (o.homes) options.homes = lists(o.homes, o.home_begin, o.teams);
     for (const auto& home : options.homes)
         for (int cpu : home) require(cpu >= 0 && cpu < CPU_SETSIZE, "Workers can be bound to CPUs 0 to 1023.");
-    require(o.team_begin[o.teams] <= 4096, "A pool has at most 4096 workers.");
+    require(o.team_begin[o.teams] <= 4096, "A pool must have at most 4096 workers.");
     return options;
 }
 
@@ -51,7 +51,7 @@ void check_rows(const void* rows, int64_t stride, int64_t columns, const char* w
 
 void check_call(const proa_pool* pool, int64_t tokens, int lane) {
     require(pool, "The pool is a null pointer.");
-    require(tokens >= 0 && tokens <= kMostTokens, "A step has 0 to 2^20 tokens.");
+    require(tokens >= 0 && tokens <= kMostTokens, "A step must have 0 to 2^20 tokens.");
     require(lane >= 0 && lane < proa::kLanes, "There are lanes 0 and 1.");
 }
 
@@ -65,7 +65,7 @@ extern "C" {
 
 int proa_select_isa(const char* wanted, char* name, char* reason, size_t bytes) {
     return proa::guarded([&] {
-        require(name && reason && bytes > 0, "Null pointers where texts are written.");
+        require(name && reason && bytes > 0, "The buffers for texts are null pointers or empty.");
         const proa::Selected selected = proa::select_kernels(wanted ? wanted : "");
         std::strncpy(name, selected.kernels->name, bytes - 1), name[bytes - 1] = 0;
         std::strncpy(reason, selected.reason.c_str(), bytes - 1), reason[bytes - 1] = 0;
@@ -120,13 +120,13 @@ int proa_pack(int format, int64_t rows, int64_t columns, int64_t group, const pr
     return proa::guarded([&] {
         const proa::Layout l = proa::checked_layout(format, rows, columns, group);
         const proa::FormatFacts& facts = proa::kFacts[format];
-        require(s && s->codes && out, "A null pointer where weights are packed.");
-        require(step >= 1, "The step between panels is at least 1.");
+        require(s && s->codes && out, "The source or the output of weights is a null pointer.");
+        require(step >= 1, "The step between panels must be at least 1.");
         require(facts.scale_bytes == 0 || s->scales, "This format needs scales.");
         require(!facts.has_min || s->mins, "This format needs minimums.");
         require(!facts.block_scale_bytes || (s->block_scales && (!facts.has_min || s->block_mins)),
-                "This format needs scales of blocks.");
-        require(s->scale_rows >= 1, "At least one row shares a row of scales.");
+                "This format needs block scales.");
+        require(s->scale_rows >= 1, "scale_rows must be at least 1.");
         require(
             l.format != proa::Format::kFp8Panel || s->scale_rows % proa::kPanelRows == 0 || rows <= proa::kPanelRows,
             "Scales of panels must be shared by whole panels.");
@@ -161,12 +161,13 @@ int proa_experts_create(const proa_matrix* gate_up, const proa_matrix* down, int
         require(activation >= 0 && activation <= int(proa::Activation::kRelu2), "There is no such activation.");
         const proa::Layout &up = gate_up->matrix.layout, &low = down->matrix.layout;
         const int per = proa::Activation(activation) == proa::Activation::kRelu2 ? 1 : 2;
-        require(gate_up->matrix.count == down->matrix.count, "Both matrices have one for each expert.");
+        require(gate_up->matrix.count == down->matrix.count, "Both stacks must have one matrix per expert.");
         require(up.panels % per == 0 && up.panels / per == (low.columns + 15) / 16,
                 "The first matrix must have as many panels as the second one's columns need.");
-        require(gate_up->matrix.slices.size() == down->matrix.slices.size(), "Both matrices lie on the same nodes.");
+        require(gate_up->matrix.slices.size() == down->matrix.slices.size(),
+                "Both matrices must have the same number of slices.");
         for (const proa::Slice& slice : gate_up->matrix.slices)
-            require(slice.first_panel % per == 0, "Gate and up of the same rows lie on the same node.");
+            require(slice.first_panel % per == 0, "Gate and up of the same rows must be in the same slice.");
         *out = new proa_experts{
             {&gate_up->matrix, &down->matrix, proa::Activation(activation), limit, gate_bias, down_bias}};
     });
@@ -182,12 +183,13 @@ int proa_linear(proa_pool* pool, const proa_matrix* weights, int64_t outputs, co
         check_call(pool, tokens, lane);
         require(weights, "The matrix is a null pointer.");
         const proa::Matrix& m = weights->matrix;
-        require(outputs >= 1 && outputs <= m.layout.rows, "There are no more outputs than the matrix has rows.");
+        require(outputs >= 1 && outputs <= m.layout.rows,
+                "The number of outputs must be between 1 and the rows of the matrix.");
         check_fit(pool, m);
         if (!tokens) return;
         check_rows(x, x_stride, m.layout.columns, "x");
         check_rows(y, y_stride, outputs, "y");
-        // Named, for late workers may look at it until they have settled.
+        // A named variable: late workers may read it until settle().
         const proa::Linear op{&m, int(outputs), bias, (const uint16_t*)x, x_stride, y, y_stride, wide != 0};
         proa::run(op, pool->host, int(tokens), lane);
         pool->host.pool.settle();
@@ -200,7 +202,7 @@ int proa_moe(proa_pool* pool, const proa_experts* experts, int64_t top_k, const 
         check_call(pool, tokens, lane);
         require(experts, "The experts are a null pointer.");
         const proa::Experts& e = experts->experts;
-        require(top_k >= 0 && top_k <= 1024, "A token has at most 1024 experts.");
+        require(top_k >= 0 && top_k <= 1024, "A token must have at most 1024 experts.");
         require(top_k == 0 || (ids && weights), "ids and weights are null pointers.");
         require(top_k > 0 || e.gate_up->count == 1, "Without ids there must be one expert.");
         check_fit(pool, *e.gate_up);

@@ -1,4 +1,4 @@
-// The C interface of loading: arguments are checked here.
+// The C interface of loading: checks arguments.
 #include <cstdint>
 
 #include "error.h"
@@ -11,12 +11,12 @@ namespace {
 using proa::require;
 
 proa::Fill job_of(const proa_fill_job& j) {
-    require(j.out && (j.fd >= 0 || j.from), "A null pointer where weights are packed.");
-    require(j.order >= 0 && j.order <= int(proa::Order::kAwqTurned), "Rows lie in no such order.");
+    require(j.out && (j.fd >= 0 || j.from), "The source or the output of weights is a null pointer.");
+    require(j.order >= 0 && j.order <= int(proa::Order::kAwqTransposed), "Unknown order of stored rows.");
     require(j.scale_stride >= 0 && j.scale_rows >= 0 && j.scale_rows <= 1 << 24 && j.scale_group >= 0 &&
                 j.scale_group <= 1 << 20,
-            "Scales of codes are described wrongly.");
-    require(j.fd >= -1 && j.stride >= 0 && j.step >= 1, "A descriptor, stride or step is negative.");
+            "The description of scales is invalid.");
+    require(j.fd >= -1 && j.stride >= 0 && j.step >= 1, "A descriptor, stride or step is out of range.");
     const bool plain = j.format == PROA_FILL_PLAIN;
     const proa::Layout l =
         proa::checked_layout(plain ? int(proa::Format::kBf16) : j.format, j.rows, j.columns, j.group);
@@ -71,7 +71,7 @@ int proa_touch(proa_pool* pool, const int32_t* teams, proa_arena* const* arenas,
         require(pool && (!parts || (teams && arenas && firsts && counts)), "A null pointer.");
         std::vector<proa::Touch> spans;
         for (int64_t i = 0; i < parts; ++i) {
-            require(firsts[i] >= 0 && counts[i] >= 0, "A part of an arena begins or ends before it.");
+            require(firsts[i] >= 0 && counts[i] >= 0, "A range of an arena must not be negative.");
             spans.push_back({arenas[i], size_t(firsts[i]), size_t(counts[i]), teams[i]});
         }
         proa::touch(pool->host.pool, spans);
@@ -82,9 +82,9 @@ int proa_to_float(int stored, const void* from, int64_t from_bytes, int64_t valu
     return proa::guarded([&] {
         const proa::StoredFacts facts = proa::facts_of(proa::Stored(stored));
         require(from && to, "A null pointer.");
-        require(values >= 0 && values % facts.block_values == 0, "Values are not whole blocks.");
+        require(values >= 0 && values % facts.block_values == 0, "Values must be whole blocks.");
         require(from_bytes == values / facts.block_values * facts.block_bytes,
-                "Another number of bytes than values need.");
+                "The number of bytes does not fit the number of values.");
         proa::to_float(proa::Stored(stored), static_cast<const uint8_t*>(from), size_t(values), to);
     });
 }

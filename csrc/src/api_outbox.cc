@@ -9,7 +9,7 @@ extern "C" {
 int proa_outbox_create(proa_pool* pool, int socket, proa_outbox** out) {
     return proa::guarded([&] {
         require(pool && out, "A null pointer.");
-        require(socket >= 0, "A socket is not negative.");
+        require(socket >= 0, "The socket must not be negative.");
         *out = new proa_outbox{{pool->owner, socket}};
     });
 }

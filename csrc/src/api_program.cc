@@ -1,5 +1,5 @@
-// The C interface of recorded programs. Buffers are the caller's and must stay where they are; what an operation adds
-// is checked when it is added, the number of rows when it runs.
+// The C interface of recorded programs. The caller owns the buffers, which must not move. Arguments of an operation are
+// checked when it is added, the number of rows when it runs.
 #include <algorithm>
 #include <string>
 
@@ -32,7 +32,7 @@ proa::Rows rows_out(void* data, int64_t stride, int64_t width) {
     return {static_cast<uint16_t*>(data), stride};
 }
 
-// Checks the program, then adds what `make` returns.
+// Checks the program, then adds the operation that `make` returns.
 template <class Make>
 int add(proa_program* program, Make&& make) {
     return proa::guarded([&] {
@@ -47,7 +47,7 @@ void check_width(int64_t value, const char* what) {
 }
 
 proa::KvPages kv_pages(const proa_kv_pages* c) {
-    require(c && c->keys && c->values, "A null pointer where the cache should be.");
+    require(c && c->keys && c->values, "The cache is a null pointer.");
     check_width(c->pages, "A number of pages"), check_width(c->page_tokens, "A page");
     check_width(c->kv_heads, "KV heads"), check_width(c->head_dim, "A head");
     const int64_t stride = c->kv_heads * c->head_dim;
@@ -60,7 +60,7 @@ proa::KvPages kv_pages(const proa_kv_pages* c) {
 }
 
 proa::KvPages latent_pages(const proa_latent_pages* c, int64_t key_dim, int64_t value_first, int64_t value_dim) {
-    require(c && c->rows, "A null pointer where the cache should be.");
+    require(c && c->rows, "The cache is a null pointer.");
     check_width(c->pages, "A number of pages"), check_width(c->page_tokens, "A page");
     check_width(c->latent, "A latent"), check_width(c->key, "A key");
     uint16_t* rows = static_cast<uint16_t*>(c->rows);
@@ -77,9 +77,9 @@ int proa_program_create(proa_pool* pool, int64_t most_rows, int64_t most_sequenc
                         proa_program** out) {
     return proa::guarded([&] {
         require(pool && out, "A null pointer.");
-        require(most_rows >= 1 && most_rows <= 1 << 20, "A program is for 1 to 2^20 rows.");
+        require(most_rows >= 1 && most_rows <= 1 << 20, "A program must have 1 to 2^20 rows.");
         require(most_sequences >= 1 && most_sequences <= 1 << 20 && most_pages >= 1 && most_pages <= 1 << 24,
-                "A program is for 1 to 2^20 sequences of 1 to 2^24 pages.");
+                "A program must have 1 to 2^20 sequences of 1 to 2^24 pages.");
         *out = new proa_program(pool->owner, int(most_sequences), int(most_pages), most_rows);
     });
 }
@@ -108,7 +108,7 @@ int proa_program_set_batch(proa_program* program, int64_t sequences, const int32
 int proa_program_set_regime(proa_program* program, int32_t regime) {
     return proa::guarded([&] {
         require(program, "The program is a null pointer.");
-        require(regime >= 0 && regime < proa::kRegimes, "There is no such regime.");
+        require(regime >= 0 && regime < proa::kRegimes, "Unknown regime.");
         program->program.batch.set_regime(proa::Regime(regime));
     });
 }
@@ -116,7 +116,8 @@ int proa_program_set_regime(proa_program* program, int32_t regime) {
 int proa_program_run(proa_program* program, int64_t first, int64_t end, int64_t rows, int lane) {
     return proa::guarded([&] {
         require(program, "The program is a null pointer.");
-        require(first >= 0 && first <= end && end <= int64_t(program->program.size()), "There are no such operations.");
+        require(first >= 0 && first <= end && end <= int64_t(program->program.size()),
+                "The range of operations is outside of the program.");
         require(lane >= 0 && lane < proa::kLanes, "There are lanes 0 and 1.");
         if (rows < 0 || rows > program->most_rows)
             throw Error(PROA_ERROR_ARGUMENT, "The program's buffers are for " + std::to_string(program->most_rows) +
@@ -193,7 +194,7 @@ int proa_program_add_rotary(proa_program* program, void* x, int64_t x_stride, co
                             int64_t heads, int64_t head_dim, int64_t half, int interleaved) {
     return add(program, [&] {
         check_width(heads, "A number of heads"), check_width(head_dim, "A head"), check_width(half, "Half a rotary");
-        require(cos && sin && 2 * half <= head_dim, "Angles are missing or more than the head has.");
+        require(cos && sin && 2 * half <= head_dim, "Angles are missing, or cover more dimensions than the head has.");
         return proa::Rotary{
             rows_out(x, x_stride, heads * head_dim), cos, sin, int(heads), int(head_dim), int(half), interleaved != 0};
     });
@@ -205,8 +206,9 @@ int proa_program_add_route(proa_program* program, const void* logits, int64_t st
         require(rule, "The rule is a null pointer.");
         check_width(rule->experts, "A number of experts");
         for (const int64_t count : {rule->top_k, rule->groups, rule->kept, rule->best_of})
-            require(count >= 1 && count <= rule->experts, "Counts of a rule are between 1 and the number of experts.");
-        require(ids && weights, "A null pointer where experts are written.");
+            require(count >= 1 && count <= rule->experts,
+                    "Counts of a rule must be between 1 and the number of experts.");
+        require(ids && weights, "The outputs for experts are null pointers.");
         rows_in(logits, stride, rule->experts);
         return proa::Route{
             logits,
@@ -223,7 +225,7 @@ int proa_program_add_route(proa_program* program, const void* logits, int64_t st
 int proa_program_add_best(proa_program* program, const float* logits, int64_t stride, int64_t width, int32_t* ids) {
     return add(program, [&] {
         check_width(width, "A number of logits");
-        return proa::Best{logits, stride, int(width), ids};
+        return proa::Argmax{logits, stride, int(width), ids};
     });
 }
 
@@ -244,7 +246,7 @@ int proa_program_add_attention(proa_program* program, const proa_kv_pages* cache
         const proa::KvPages pages = kv_pages(cache);
         check_width(heads, "Heads");
         require(heads % pages.kv_heads == 0, "Heads must be a multiple of the KV heads.");
-        require(window >= 0, "A window is not negative.");
+        require(window >= 0, "A window must not be negative.");
         return proa::Attention{rows_in(q, q_stride, heads * pages.key_dim),
                                rows_out(out, out_stride, heads * pages.value_dim),
                                pages,
@@ -286,7 +288,7 @@ int proa_program_add_latent_attention(proa_program* program, const proa_latent_p
 
 int proa_program_add_gated_delta(proa_program* program, const proa_gated_delta* d) {
     return add(program, [&] {
-        require(d, "A null pointer where the delta rule should be.");
+        require(d, "The delta rule is a null pointer.");
         for (const int64_t size : {d->groups, d->per_group, d->key_dim, d->value_dim, d->taps, d->group_stride,
                                    d->gates_group_stride, d->slots})
             check_width(size, "A size of the delta rule");
@@ -322,7 +324,8 @@ int proa_program_add_linear(proa_program* program, const proa_matrix* weights, i
     return add(program, [&] {
         require(weights, "The matrix is a null pointer.");
         const proa::Matrix& m = weights->matrix;
-        require(outputs >= 1 && outputs <= m.layout.rows, "There are no more outputs than the matrix has rows.");
+        require(outputs >= 1 && outputs <= m.layout.rows,
+                "The number of outputs must be between 1 and the rows of the matrix.");
         rows_in(y, y_stride, outputs);
         const proa::ConstRows from = rows_in(x, x_stride, m.layout.columns);
         return proa::Linear{&m, int(outputs), bias, from.data, from.stride, y, y_stride, wide != 0};
@@ -348,7 +351,7 @@ int proa_program_add_moe(proa_program* program, const proa_experts* experts, int
         require(experts, "The experts are a null pointer.");
         const proa::Experts& e = experts->experts;
         require(top_k >= 0 && top_k <= 1024 && (top_k ? ids && weights : e.gate_up->count == 1),
-                "Ids and weights of 1 to 1024 experts a token are needed, or a single expert.");
+                "Ids and weights of 1 to 1024 experts per token are needed, or a single expert.");
         const proa::ConstRows from = rows_in(x, x_stride, e.gate_up->layout.columns);
         rows_in(y, y_stride, e.down->layout.rows);
         return proa::Moe{&e, int(top_k), ids, weights, from.data, from.stride, y, y_stride, false};

@@ -1,4 +1,4 @@
-// The C interface of the job queue: what a job needs is checked as far as that costs no time.
+// The C interface of the job queue: checks arguments; of a job only as far as it costs no time.
 #include "error.h"
 #include "handles.h"
 
@@ -10,8 +10,9 @@ int proa_queue_create(proa_pool* pool, const proa_experts* const* layers, int64_
                       int spin_us, proa_queue** out) {
     return proa::guarded([&] {
         require(pool && layers && out, "A null pointer.");
-        require(layer_count >= 1 && layer_count <= 1 << 16, "A queue serves 1 to 65536 layers.");
-        require(slots >= 1 && slots <= 1 << 16 && (slots & (slots - 1)) == 0, "Slots are a power of two up to 65536.");
+        require(layer_count >= 1 && layer_count <= 1 << 16, "A queue must have 1 to 65536 layers.");
+        require(slots >= 1 && slots <= 1 << 16 && (slots & (slots - 1)) == 0,
+                "Slots must be a power of two up to 65536.");
         require(lane >= 0 && lane < proa::kLanes, "There are lanes 0 and 1.");
         std::vector<const proa::Experts*> experts;
         for (int64_t i = 0; i < layer_count; ++i) {
@@ -35,7 +36,7 @@ int proa_queue_submit(proa_queue* queue, int64_t layer, int64_t tokens, int64_t 
         require(queue && ids && weights && x && y && number, "A null pointer.");
         require(layer >= 0 && layer < queue->queue.layers(), "There is no such layer.");
         require(tokens >= 1 && tokens <= 1 << 20 && top_k >= 1 && top_k <= 1024,
-                "Too many tokens, or experts a token.");
+                "Too many tokens, or experts per token.");
         const proa::Experts& e = queue->queue.layer(int(layer));
         require(x_stride >= e.gate_up->layout.columns && y_stride >= e.down->layout.rows, "Rows overlap.");
         *number = queue->queue.submit({int(layer), int(tokens), int(top_k), ids, weights,

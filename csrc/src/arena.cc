@@ -28,8 +28,8 @@ constexpr size_t kHugetlbBytes = 2 << 20;
 constexpr size_t kMaxNodes = 1024;
 constexpr size_t kLongBits = 8 * sizeof(unsigned long);
 constexpr size_t kMaxBytes = size_t{1} << 46;
-constexpr size_t kStepBytes = 64 << 20;   // faulted between two looks at the memory that is left
-constexpr size_t kSpareBytes = 64 << 20;  // left to others: page tables, and whatever starts in the meantime
+constexpr size_t kStepBytes = 64 << 20;   // faulted between two checks of the free memory
+constexpr size_t kSpareBytes = 64 << 20;  // left free for page tables and other processes
 constexpr const char* kName = "proa-arena";
 
 const std::string kThp = "/sys/kernel/mm/transparent_hugepage/";
@@ -40,7 +40,7 @@ size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
 std::string because(int error) { return std::string(" (") + std::strerror(error) + ")"; }
 
-// The setting of one size of huge page, which may defer to the setting for all of them.
+// The setting for one size of huge pages, which may inherit the setting for all sizes.
 std::string huge_page_setting(size_t huge_bytes, const char* name) {
     const std::string own = chosen_word(kThp + "hugepages-" + std::to_string(huge_bytes >> 10) + "kB/" + name);
     return own.empty() || own == "inherit" ? chosen_word(kThp + name) : own;
@@ -57,7 +57,7 @@ bool can_populate() {
     return madvise(range.begin(), page_bytes(), kMadvPopulateWrite) == 0;
 }
 
-// Tries it on one huge page, and looks: some sandboxes say yes to advice and do nothing.
+// Tries it on one huge page and checks the result: some sandboxes accept the advice and do nothing.
 bool can_collapse_shmem(size_t huge_bytes) {
     const Descriptor file(memfd_create(kName, MFD_CLOEXEC));
     if (file.get() < 0 || ftruncate(file.get(), static_cast<off_t>(huge_bytes)) != 0) return false;
@@ -68,19 +68,19 @@ bool can_collapse_shmem(size_t huge_bytes) {
     return madvise(at, huge_bytes, kMadvCollapse) == 0 && huge_mapped_bytes(at, huge_bytes) == huge_bytes;
 }
 
-// Arenas are aligned to, and whole numbers of, the largest page that they may get.
+// Alignment and unit of size of arenas: the largest page that they may get.
 size_t unit(const PageFacts& facts) { return std::max(facts.huge_bytes, kHugetlbBytes); }
 
 size_t checked(size_t bytes, int node, uint32_t flags) {
     constexpr uint32_t known = PROA_ARENA_SHARED | PROA_ARENA_STRICT_NODE | PROA_ARENA_SMALL_PAGES;
-    require(bytes > 0 && bytes <= kMaxBytes, "An arena has at least one byte and at most 64 TiB.");
+    require(bytes > 0 && bytes <= kMaxBytes, "An arena must have at least one byte and at most 64 TiB.");
     require(node >= -1 && node < static_cast<int>(kMaxNodes),
-            "A NUMA node is a number from 0 to 1023, or -1 for none.");
+            "A NUMA node must be a number from 0 to 1023, or -1 for none.");
     require((flags & ~known) == 0, "An arena was created with unknown flags.");
     return bytes;
 }
 
-// Sealed, so that nobody who is given the descriptor can take the pages away under a reader.
+// Sets the file's size and seals it, so that a process with the descriptor cannot remove pages under a reader.
 bool give_size(int fd, size_t bytes) {
     return ftruncate(fd, static_cast<off_t>(bytes)) == 0 &&
            fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0;
@@ -101,7 +101,7 @@ std::string no_pages(size_t bytes, int node, int error) {
            (available ? ", where " + mib(*available) + " are free" : "") + because(error) + ".";
 }
 
-// Takes write faults on [at, at + bytes) without changing what lies there, for kernels that cannot be asked to.
+// Takes write faults on [at, at + bytes) without changing the contents, for kernels without MADV_POPULATE_WRITE.
 void write_fault(char* at, size_t bytes) {
     for (size_t offset = 0; offset < bytes; offset += page_bytes()) __atomic_fetch_or(at + offset, 0, __ATOMIC_RELAXED);
 }
@@ -126,7 +126,7 @@ PageFacts PageFacts::probe() {
     const bool forbidden = prctl(PR_GET_THP_DISABLE, 0, 0, 0, 0) == 1;
     facts.shmem_huge = !forbidden && gives_on_request(facts.shmem_setting);
     if (!forbidden && !facts.shmem_huge && facts.populate) {
-        // Tried once: looking at what came of it takes the longer, the more memory is mapped.
+        // Probed once: checking the result takes longer the more memory is mapped.
         static const bool collapses = can_collapse_shmem(facts.huge_bytes);
         facts.shmem_collapse = collapses;
     }
@@ -161,8 +161,8 @@ Arena::Arena(size_t bytes, int node, uint32_t flags, const PageFacts& facts)
       bytes_(checked(bytes, node, flags)),
       mapped_bytes_(round_up(bytes, unit(facts))),
       range_(mapped_bytes_ + 2 * unit(facts)),
-      // At least a page of addresses without memory stays on either side: a kernel that runs over the end faults, and
-      // the system joins no neighbour's mapping to ours.
+      // At least one guard page of addresses stays on either side: a kernel that overruns the end faults, and the
+      // system does not merge neighbouring mappings with this one.
       data_(range_.begin() + unit(facts) - reinterpret_cast<uintptr_t>(range_.begin()) % unit(facts)),
       touched_(mapped_bytes_ / facts.huge_bytes) {
     const bool small = flags & PROA_ARENA_SMALL_PAGES;
@@ -198,7 +198,7 @@ bool Arena::map_hugetlb(int node) {
         note("hugetlb: no file of such pages" + because(errno));
         return false;
     }
-    // The first mapping reserves the pages for the file. Not yet over range_, where failure would leave a hole.
+    // The first mapping reserves the pages for the file; not yet over range_, where a failure would leave a hole.
     void* const trial = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
     if (trial == MAP_FAILED) {
         note("hugetlb: reserving " + std::to_string(needed) + " pages failed" + because(errno));
@@ -227,7 +227,7 @@ void Arena::map_file(bool small) {
     }
     madvise(data_, mapped_bytes_, MADV_NOHUGEPAGE);
     if (small) {
-        note("small pages were asked for");
+        note("small pages were requested");
     } else {
         note("no huge pages for files in memory: " + kThp + "shmem_enabled is \"" + facts_.shmem_setting +
              "\" (advise gives them)");
@@ -236,7 +236,7 @@ void Arena::map_file(bool small) {
 }
 
 void Arena::map_anonymous() {
-    // Not mapped anew: in place there is no moment at which another thread could take the addresses.
+    // In place, not by a new mapping: another thread could take the addresses in between.
     if (mprotect(data_, mapped_bytes_, PROT_READ | PROT_WRITE) != 0) {
         throw Error(PROA_ERROR_MEMORY,
                     "The system refused " + mib(mapped_bytes_) + " of memory" + because(errno) + ".");
@@ -270,20 +270,20 @@ int Arena::set_policy(int policy, const std::vector<int>& nodes) {
     std::vector<unsigned long> mask(kMaxNodes / kLongBits);
     for (const int node : nodes)
         mask[static_cast<size_t>(node) / kLongBits] |= 1UL << (static_cast<size_t>(node) % kLongBits);
-    // The kernel reads one bit less than it is told.
+    // The kernel reads one bit fewer than the given number.
     return syscall(SYS_mbind, data_, mapped_bytes_, policy, mask.data(), kMaxNodes + 1, 0) == 0 ? 0 : errno;
 }
 
 void Arena::interleave(const std::vector<int>& nodes) {
-    require(!nodes.empty(), "Pages are dealt out over one node or more.");
+    require(!nodes.empty(), "Pages must be interleaved over at least one node.");
     std::string which = "a NUMA node of";
     for (const int node : nodes) {
-        require(node >= 0 && node < static_cast<int>(kMaxNodes), "A NUMA node is a number from 0 to 1023.");
+        require(node >= 0 && node < static_cast<int>(kMaxNodes), "A NUMA node must be a number from 0 to 1023.");
         which += " " + std::to_string(node);
     }
     if (const int error = set_policy(kMpolInterleave, nodes))
         throw Error(PROA_ERROR_SYSTEM,
-                    "The arena cannot be dealt out over NUMA nodes: " + why_not_bound(which, error) + ".");
+                    "The arena cannot be interleaved over NUMA nodes: " + why_not_bound(which, error) + ".");
     node_ = -1;
     dealt_over_ = nodes.size();
 }
@@ -309,21 +309,21 @@ void Arena::fault(size_t first, size_t count) {
     char* const at = data_ + first;
     if (pages_ != PROA_PAGES_HUGETLB) check_available(count, node_, "The next part of the arena");
     if (collapses_) {
-        // The kernel merges onto the node where most of a block's pages lie: one page of each settles it.
+        // The kernel merges onto the node with most of a block's pages: one page of each block decides it.
         for (size_t block = 0; block < count; block += facts_.huge_bytes)
             populate(at + block + settling_page(first + block), page_bytes());
-        madvise(at, count, kMadvCollapse);  // best effort; info() counts what came of it
+        madvise(at, count, kMadvCollapse);  // best effort; info() reports the result
     }
     if (facts_.populate) return populate(at, count);
-    // Pages of the file first: without any, writing would end in SIGBUS.
+    // Allocate the file's pages first: without them, a write would raise SIGBUS.
     if (fd() >= 0 && fallocate(fd(), 0, static_cast<off_t>(first), static_cast<off_t>(count)) != 0) {
         throw Error(PROA_ERROR_MEMORY, no_pages(count, node_, errno));
     }
     write_fault(at, count);
 }
 
-// Where in a block, at an offset, the page lies that settles its node. Small pages are dealt out one by one: the first
-// of all blocks could have the same node.
+// The page of the block at an offset that decides the block's node. Small pages are interleaved one by one, so that the
+// first pages of all blocks could be on one node.
 size_t Arena::settling_page(size_t offset) const {
     if (dealt_over_ < 2) return 0;
     const size_t block = offset / facts_.huge_bytes, page = offset / page_bytes();
@@ -367,7 +367,7 @@ const proa::Arena& arena_of(const proa_arena* handle) {
 template <typename T, typename Get>
 int give(const proa_arena* handle, T* out, Get&& get) {
     return proa::guarded([&] {
-        proa::require(out != nullptr, "The place for the answer is null.");
+        proa::require(out != nullptr, "The output pointer is null.");
         *out = get(arena_of(handle));
     });
 }
@@ -376,7 +376,7 @@ int give(const proa_arena* handle, T* out, Get&& get) {
 
 int proa_arena_create(size_t bytes, int node, uint32_t flags, proa_arena** out) {
     return proa::guarded([&] {
-        proa::require(out != nullptr, "The place for the arena's handle is null.");
+        proa::require(out != nullptr, "The output pointer for the arena's handle is null.");
         *out = new proa_arena{proa::Arena(bytes, node, flags)};
     });
 }
@@ -384,7 +384,7 @@ int proa_arena_create(size_t bytes, int node, uint32_t flags, proa_arena** out) 
 int proa_arena_interleave(proa_arena* arena, const int32_t* nodes, int32_t count) {
     return proa::guarded([&] {
         arena_of(arena);
-        proa::require(nodes && count > 0, "Pages are dealt out over one node or more.");
+        proa::require(nodes && count > 0, "Pages must be interleaved over at least one node.");
         arena->arena.interleave({nodes, nodes + count});
     });
 }

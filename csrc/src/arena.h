@@ -1,11 +1,11 @@
-// Where expert weights lie in RAM: huge pages, bound to a NUMA node. Belongs here: getting, binding and faulting pages,
-// and saying what was got. Never: what lies in them.
+// RAM for weights: huge pages, bound to a NUMA node. Belongs here: allocating, binding and faulting pages, and
+// reporting their kind. Never: the layout of their contents.
 //
-// Nothing here may end in SIGBUS or in the kernel's OOM killer for want of memory:
+// A lack of memory must never end in SIGBUS or in the kernel's OOM killer:
 // - hugetlb pages are reserved by mmap before use, and every page is faulted by touch(), which turns a failure into
 //   an error (MADV_POPULATE_WRITE; fallocate on kernels before 5.14, where hugetlb is not used for that reason),
-// - the file behind an arena is sealed: nobody who gets the descriptor can shrink it,
-// - what the node, the machine and the control groups have left is looked at before each step of faulting.
+// - the file behind an arena is sealed: a process that gets the descriptor cannot shrink it,
+// - the free memory of the node, the machine and the control groups is checked before each step of faulting.
 #pragma once
 
 #include <atomic>
@@ -18,19 +18,19 @@
 
 namespace proa {
 
-// What this kernel can do with pages, found by trying and from /sys. Tests pass other facts.
+// The kernel's abilities for pages, probed and read from /sys. Tests pass other facts.
 struct PageFacts {
-    size_t huge_bytes = 2 << 20;  // of a transparent huge page
+    size_t huge_bytes = 2 << 20;  // size of a transparent huge page
     bool populate = false;        // madvise can fault pages and report failure
     bool shmem_huge = false;      // files in memory get huge pages where madvise asks for them
     bool shmem_collapse = false;  // madvise can merge touched pages of such a file (Linux 6.1), whatever the setting
     bool anon_huge = false;       // anonymous memory gets huge pages where madvise asks for them
-    size_t hugetlb_free = 0;      // pages of 2 MiB that nobody has reserved
-    std::string shmem_setting;    // /sys/kernel/mm/transparent_hugepage/shmem_enabled, for texts
+    size_t hugetlb_free = 0;      // unreserved pages of 2 MiB
+    std::string shmem_setting;    // /sys/kernel/mm/transparent_hugepage/shmem_enabled, for messages
     static PageFacts probe();
 };
 
-// A file descriptor that closes itself; -1 holds nothing.
+// An owned file descriptor; -1: none.
 class Descriptor {
   public:
     Descriptor() = default;
@@ -44,7 +44,7 @@ class Descriptor {
     int fd_ = -1;
 };
 
-// Addresses without memory that unmap themselves, with whatever was mapped over them.
+// An owned range of addresses without memory; its destructor unmaps it, with anything mapped over it.
 class AddressRange {
   public:
     explicit AddressRange(size_t bytes);
@@ -67,10 +67,10 @@ class Arena {
     size_t bytes() const { return bytes_; }
     int fd() const { return file_.get(); }
 
-    // Before the first touch: pages are dealt out over `nodes`. Throws Error if the kernel refuses.
+    // Interleaves pages over `nodes`; only before the first touch. Throws Error if the kernel refuses.
     void interleave(const std::vector<int>& nodes);
 
-    // Gives memory to [first, first + count); keeps contents. Any number of threads may call it at once.
+    // Allocates memory for [first, first + count); keeps contents. Thread-safe.
     void touch(size_t first, size_t count);
     proa_arena_info info() const;
     uint64_t huge_bytes() const;  // slow: see native.h
@@ -93,12 +93,12 @@ class Arena {
     AddressRange range_;
     Descriptor file_;
     char* data_;
-    int node_ = -1;          // where its pages are bound to
-    size_t dealt_over_ = 0;  // nodes, if they are dealt out
+    int node_ = -1;          // the node that its pages are bound to
+    size_t dealt_over_ = 0;  // number of nodes, if interleaved
     int32_t pages_ = PROA_PAGES_SMALL;
-    bool collapses_ = false;  // touch() merges pages
+    bool collapses_ = false;  // touch() merges small pages into huge ones
     std::string reason_;
-    std::vector<std::atomic<uint8_t>> touched_;  // per block of huge_bytes: 1 once its pages are there
+    std::vector<std::atomic<uint8_t>> touched_;  // per block of huge_bytes: 1 once its pages are allocated
 };
 
 }  // namespace proa

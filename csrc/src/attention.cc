@@ -11,22 +11,23 @@
 namespace proa {
 namespace {
 
-constexpr int kDirectQueries = 4;  // rows of a sequence up to which keys are read as they lie (see kernels/attention.h)
-constexpr int kPanelHeads = 16;    // rows of the only KV head from which on panels are made for any number of queries
-constexpr int kBlockRows = 128;    // queries of one KV head that panels are made for
-constexpr int kTileKeys = 128;     // in panels at once: they stay in the second-level cache with all their scores
-constexpr int64_t kSplitBytes = 256 << 10;  // of keys and values that one task reads: some ten microseconds
-constexpr int64_t kAheadBytes = 4 << 10;    // of keys, and of values, between what is fetched and what is worked on
-constexpr int64_t kMostSplits = 256;        // of a whole batch, about
-constexpr int64_t kAloneBytes = 64 << 10;   // read by the caller itself
+constexpr int kDirectQueries =
+    4;                           // with up to this many rows per sequence, keys are read in place (kernels/attention.h)
+constexpr int kPanelHeads = 16;  // from this many query heads on a single KV head, panels are always used
+constexpr int kBlockRows = 128;  // query rows of one KV head per block
+constexpr int kTileKeys = 128;   // keys in panels at once: they stay in the second-level cache with all their scores
+constexpr int64_t kSplitBytes = 256 << 10;  // keys and values that one task reads: about ten microseconds
+constexpr int64_t kAheadBytes = 4 << 10;    // distance of the prefetch, for keys and for values
+constexpr int64_t kMostSplits = 256;        // per batch, about
+constexpr int64_t kAloneBytes = 64 << 10;   // up to this much the caller reads alone
 
 using Share = AttentionShare;
 
 int group_of(const Attention& op) { return op.heads / op.cache.kv_heads; }
 float logit_scale(const Attention& op) { return op.scale * op.cache.key_scale; }
 int block_queries(const Attention& op) { return std::max(1, kBlockRows / group_of(op)); }
-// Many heads of one KV head, as those of a latent, are worth panels from the first row on. Rows of a prompt always go
-// by panels, so that their bits do not depend on how many of them a step has.
+// True if keys are read in place. Many heads on one KV head, as in latent attention, use panels from the first row on.
+// Rows of a prompt always use panels, so that their bits do not depend on how many of them a step has.
 bool reads_directly(const Attention& op, int q_len) {
     if (op.batch->regime() == Regime::kPrompt) return false;
     return q_len <= kDirectQueries && (op.cache.kv_heads > 1 || q_len * op.heads < kPanelHeads);
@@ -44,7 +45,7 @@ struct Totals {
     bool panels = false;
 };
 
-// Cuts the batch into tasks.
+// Splits the batch into tasks.
 Totals divide(const Attention& op) {
     const AttentionBatch& batch = *op.batch;
     const Regime regime = batch.regime();
@@ -61,12 +62,12 @@ Totals divide(const Attention& op) {
         if (s.blocks == 1) total.bytes += bytes_of(op, s);
         total.panels = total.panels || !s.direct;
     }
-    // In decode a sequence's splits depend on its own length alone.
+    // In decode a sequence's splits depend only on its own length.
     const int64_t split_bytes =
         regime == Regime::kDecode ? kSplitBytes : std::max(kSplitBytes, total.bytes / kMostSplits);
     for (int i = 0; i < batch.sequences(); ++i) {
         Share& s = shares[size_t(i)];
-        const int heads = s.direct ? 1 : op.cache.kv_heads;  // that have tasks of their own
+        const int heads = s.direct ? 1 : op.cache.kv_heads;  // that have separate tasks
         const int64_t wanted = (bytes_of(op, s) + split_bytes * heads - 1) / (split_bytes * heads);
         const int most = (keys_of(op, s) + kAttendTokens - 1) / kAttendTokens;
         const bool splits = s.blocks == 1 && regime != Regime::kPrompt;
@@ -91,14 +92,14 @@ int share_at(const Attention& op, int Share::* first, int at) {
     return low;
 }
 
-// What a task computes. A late one may read a share of which half is of the next step: every number is held within
-// what is safe, whatever the others are.
+// A task's work. A late task may read a share that is half overwritten by the next step: every number is clamped to a
+// safe range, whatever the others are.
 struct Piece {
     Share share;
-    int sequence, first_query, queries;  // of the sequence
-    int first_head, heads;               // of KV
+    int sequence, first_query, queries;  // queries: within the sequence
+    int first_head, heads;               // KV heads
     int split, first_key, end_key;
-    int results() const { return heads * queries; }  // times the group
+    int results() const { return heads * queries; }  // each with all query heads of the group
 };
 
 Piece piece_of(const Attention& op, int task) {
@@ -111,13 +112,13 @@ Piece piece_of(const Attention& op, int task) {
     int block = 0;
     if (!s.direct) {
         p.first_head = local % op.cache.kv_heads, p.heads = 1;
-        block = std::max(0, s.blocks - 1 - local / op.cache.kv_heads);  // the longest first
+        block = std::max(0, s.blocks - 1 - local / op.cache.kv_heads);  // longest first
     }
     const int step = s.direct ? kDirectQueries : block_queries(op);
     p.first_query = block * step;
     p.queries = std::clamp(std::min(s.q_len, op.now.rows.get() - s.first_row) - p.first_query, 0, step);
     const int position = s.kv_len - s.q_len + p.first_query, seen = first_seen(op, position);
-    // A row's sums depend on where tiles of keys begin: for prompts on a grid, wherever the block of queries begins.
+    // A row's rounding depends on where tiles of keys begin: for prompts on a fixed grid, wherever queries begin.
     const int begin = s.aligned ? seen / kTileKeys * kTileKeys : seen;
     const int end = std::min(position + p.queries, op.batch->most_pages() * op.cache.page_tokens);
     const int64_t blocks = (end - begin + kAttendTokens - 1) / kAttendTokens, splits = std::max(1, s.splits);
@@ -140,7 +141,7 @@ void look_up(const Attention& op, int sequence, int first, int count, const T** 
     }
 }
 
-// As look_up, of a cache of e4m3 and `heads` KV heads from `first_head` on, widened into rows of these heads alone.
+// look_up for an e4m3 cache: widens `heads` KV heads from `first_head` on into rows of only these heads.
 void widen(const Attention& op, const Kernels& k, int sequence, int first, int count, int first_head, int heads,
            uint16_t* wide, const uint16_t** keys, const uint16_t** values) {
     const int key_dim = op.cache.key_dim, value_dim = op.cache.value_dim;
@@ -161,7 +162,7 @@ uint16_t* take_wide(const Attention& op, int tokens, int heads, Carver& scratch)
     return scratch.take<uint16_t>(size_t(tokens) * size_t(heads) * size_t(c.key_dim + c.value_dim));
 }
 
-// Keys [first, last) of `count` from `begin` on that each row of queries sees.
+// The range [first, last) of `count` keys from `begin` on that each query row sees.
 void see(const Attention& op, const Piece& p, int begin, int count, int* first, int* last) {
     const int group = group_of(op);
     for (int t = 0; t < p.queries; ++t) {
@@ -195,7 +196,7 @@ void clear_states(float* states, size_t rows, int floats) {
     for (size_t i = 0; i < rows; ++i) states[i * size_t(floats)] = -INFINITY;
 }
 
-// States [heads][queries][group] -> rows of the output without gaps, in the same order.
+// Converts states [heads][queries][group] to contiguous output rows in the same order.
 void finish(const Attention& op, const Kernels& k, int first_head, int heads, int queries, const float* states,
             uint16_t* out) {
     const int dim = op.cache.value_dim, floats = attention_state_floats(dim), group = group_of(op);
@@ -214,7 +215,7 @@ void place(const Attention& op, int first_head, int heads, int first_row, int qu
                         width * sizeof(uint16_t));
 }
 
-// ---- few rows of queries: keys and values as they lie, all heads of a block before the next
+// ---- few query rows: keys and values are read in place, all heads of a block before the next
 
 constexpr int kFoundTokens = kAttendTokens + kAttendAhead;
 
@@ -263,7 +264,7 @@ void attend_directly(const Attention& op, const Kernels& k, const Piece& p, cons
     }
 }
 
-// ---- many rows of queries of one KV head: panels
+// ---- many query rows of one KV head: panels
 
 struct Panels {
     Layout keys, values;
@@ -375,7 +376,7 @@ void publish(const void* context, int task, const std::byte* memory) {
     std::memcpy(op.now.states.get() + at * floats, memory, size_t(p.heads) * head_rows * floats * sizeof(float));
 }
 
-// The splits of one KV head of one sequence, put together.
+// Combines the splits of one KV head of one sequence.
 struct Merge {
     Share share;
     int head, queries;
@@ -407,7 +408,7 @@ void publish_merged(const void* context, int task, const std::byte* memory) {
     place(op, m.head, 1, m.share.first_row, m.queries, reinterpret_cast<const uint16_t*>(memory));
 }
 
-// Little work: the caller does it, in memory of its own.
+// Little work: the calling thread does it, in memory of its own.
 void run_alone(const Attention& op, Host& host, int tasks, int lane) {
     [[maybe_unused]] const FlushSubnormals flush;
     size_t bytes = 0;
@@ -436,7 +437,7 @@ void AttentionBatch::set(int sequences, const int32_t* q_lens, const int32_t* kv
     require(sequences >= 0 && sequences <= most_sequences(), "There are more sequences than the batch was made for.");
     int64_t rows = 0;
     for (int s = 0; s < sequences; ++s) {
-        require(q_lens[s] >= 0 && kv_lens[s] >= q_lens[s], "A sequence has at least as many keys as rows.");
+        require(q_lens[s] >= 0 && kv_lens[s] >= q_lens[s], "A sequence must have at least as many keys as rows.");
         require(kv_lens[s] <= int64_t(most_pages_) * page_tokens, "A sequence has more keys than its pages can hold.");
         const int count = (kv_lens[s] + page_tokens - 1) / page_tokens;
         require(count <= table_stride, "The page table has too few columns.");
@@ -462,8 +463,8 @@ void check(const Attention& op) {
     check(op.cache);
     require(op.batch, "The batch is a null pointer.");
     require(op.heads >= op.cache.kv_heads && op.heads <= 4096 && op.heads % op.cache.kv_heads == 0,
-            "Heads come in equal groups, one of each KV head, and are at most 4096.");
-    require(op.window >= 0, "A window is not negative.");
+            "Heads must be a multiple of the KV heads, and at most 4096.");
+    require(op.window >= 0, "A window must not be negative.");
     check_rows(op.q.data, op.q.stride, int64_t(op.heads) * op.cache.key_dim, "The queries");
     check_rows(op.out.data, op.out.stride, int64_t(op.heads) * op.cache.value_dim, "The output of attention");
 }

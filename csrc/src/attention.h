@@ -1,4 +1,4 @@
-// Causal attention over a paged KV cache. Belongs here: which part of it each task computes. Never: arithmetic.
+// Causal attention over a paged KV cache. Belongs here: splitting it into tasks. Never: arithmetic.
 #pragma once
 
 #include <vector>
@@ -9,19 +9,19 @@
 
 namespace proa {
 
-// Which rows of a step belong to which sequence, and where their keys lie. Filled once a step, read by every layer; its
-// memory stays where it is, for tasks may be late.
+// The sequences of a step: their rows and pages. Set once per step, read by every layer; its memory is never
+// reallocated, since late tasks may still read it.
 class AttentionBatch {
   public:
-    AttentionBatch(int most_sequences, int most_pages);  // most_pages: of one sequence
+    AttentionBatch(int most_sequences, int most_pages);  // most_pages: per sequence
 
     // Sequence s owns the next q_lens[s] rows; the last of them is its token kv_lens[s] - 1. Its pages, in order, begin
-    // at page_table + s * table_stride. Throws Error, and keeps what it had, if anything does not fit.
-    // states[s] is its slot of recurrent states; null: 0 for all.
+    // at page_table + s * table_stride. states[s]: its slot of recurrent states; null: 0 for all. Throws Error, and
+    // keeps the old batch, if anything does not fit.
     void set(int sequences, const int32_t* q_lens, const int32_t* kv_lens, const int32_t* page_table,
              int64_t table_stride, int pages, int page_tokens, const int32_t* states = nullptr);
 
-    // What the step's rows are, and so which kernels compute them; kByRows at first. kDecode: sequences have one row.
+    // Sets which kernels compute the rows; initially kByRows. kDecode: every sequence has one row.
     void set_regime(Regime regime) { regime_ = regime; }
     Regime regime() const { return regime_; }
 
@@ -40,13 +40,13 @@ class AttentionBatch {
     std::vector<int32_t> q_lens_, kv_lens_, states_, table_;
 };
 
-// A sequence's part of a run: its tasks, and where their partial results go if its keys are split among tasks.
+// One sequence's part of a run: its tasks, and where their partial results go if its keys are split over tasks.
 struct AttentionShare {
     int first_task, first_row, q_len, kv_len;
-    int blocks, splits;  // of its rows; of its keys (only where there is one block)
+    int blocks, splits;  // blocks of its rows; splits of its keys (more than one only with one block)
     int first_state, first_merge;
-    bool direct;   // keys are read as they lie, not from panels
-    bool aligned;  // the first key of a block is one of a fixed grid: see piece_of
+    bool direct;   // keys are read in place, not packed into panels
+    bool aligned;  // the first key of a block is on a fixed grid: see piece_of
 };
 
 struct Attention {
@@ -55,7 +55,7 @@ struct Attention {
     KvPages cache;
     const AttentionBatch* batch;
     int heads;
-    int window;  // a row sees so many keys, itself the last; 0: all
+    int window;  // keys that a row sees, its own included; 0: all earlier ones
     float scale;
     const float* sinks;  // [heads] or null
 
@@ -63,14 +63,14 @@ struct Attention {
         Late<const Kernels*> kernels;
         Late<int> sequences, rows;
         Late<float*> states;
-        mutable std::vector<AttentionShare> shares;  // as many as the batch may have sequences
+        mutable std::vector<AttentionShare> shares;  // one per possible sequence of the batch
     };
     Now now{};
 };
 
 void check(const Attention& op);  // see rows.h
 
-// Keys are split by the lengths of the batch alone, and parts are added in order: bits do not depend on the threads.
+// Keys are split by the lengths of the batch only, and parts are added in order: results do not depend on the threads.
 void run(const Attention& op, Host& host, int rows, int lane);
 
 }  // namespace proa

@@ -6,7 +6,7 @@
 namespace proa {
 namespace {
 
-// The loops stand once and are compiled twice. No branches: they become vectors.
+// The loops are written once and compiled for two instruction sets. No branches, so that they are vectorised.
 #define PROA_LOOP [[gnu::always_inline]] inline
 
 PROA_LOOP uint16_t rounded(float x) {

@@ -1,4 +1,4 @@
-// float32 <-> bfloat16 of whole rows. Belongs here: rounding, and scaling what is stored as bfloat16.
+// float32 <-> bfloat16 for whole rows. Belongs here: rounding, and scaling of bfloat16 values.
 #pragma once
 
 #include <cstddef>
@@ -6,14 +6,14 @@
 
 namespace proa {
 
-// float32 rounded to bfloat16, to the nearest, ties to even; a NaN becomes the quiet one.
+// Rounds float32 to bfloat16, to nearest, ties to even; a NaN becomes quiet.
 void round_to_bf16(const float* from, size_t values, uint16_t* to);
 
-// Each group's bfloat16 numbers times its scale times `factor`, plus its minimum, rounded once. The last group may be
-// shorter than `group`.
+// Multiplies each group's bfloat16 values by its scale and `factor`, adds its minimum, rounds once. The last group may
+// be shorter than `group`.
 void scale_bf16(uint16_t* values, int count, int group, const float* scales, const float* minimums, float factor);
 
-// The same on any processor: what tests compare with.
+// round_to_bf16 in portable C++, the reference for tests.
 void round_to_bf16_plainly(const float* from, size_t values, uint16_t* to);
 void scale_bf16_plainly(uint16_t* values, int count, int group, const float* scales, const float* minimums,
                         float factor);

@@ -16,10 +16,10 @@ namespace {
 
 constexpr size_t kChunkBytes = 1 << 20;
 constexpr int kMostWaits = 1 << 20;       // about a millisecond
-constexpr int64_t kPeakRounds = 1 << 12;  // some 50 microseconds: as long as a chunk takes
+constexpr int64_t kPeakRounds = 1 << 12;  // about 50 microseconds, as long as reading a chunk
 
-// Workers that repeat a step until the time is over. A task that starts late does little, so that workers who are
-// asleep or missing do not make it longer.
+// Lets workers repeat a step until the time is over. A task that starts late does little, so that sleeping or missing
+// workers do not prolong the measurement.
 template <class Step>
 struct Race {
     const Step& step;  // (node) -> how much it did
@@ -37,7 +37,7 @@ struct Race {
     }
 };
 
-// What all workers did per second.
+// The rate of all workers together.
 template <class Step>
 double race(Pool& pool, int workers, double seconds, const Step& step) {
     Phase phase = published(workers, pool.nodes(), nullptr, Race<Step>::run);
@@ -48,7 +48,7 @@ double race(Pool& pool, int workers, double seconds, const Step& step) {
     return all.done.load() / (now_s() - begin_s);
 }
 
-// Tasks that wait for one another, but not for ever: a worker may be off its core.
+// Tasks that wait for one another, for a bounded time: a worker may be preempted.
 struct Meeting {
     int all;
     mutable std::atomic<int> here{0};

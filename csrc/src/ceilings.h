@@ -1,5 +1,5 @@
-// What this machine can do at best: reading memory, multiplying, starting the tasks of a phase. The figures that a
-// benchmark measures beside its own. Never: what an operation takes.
+// Limits of this machine, for benchmarks to compare with: memory bandwidth, FLOPS, dispatch of a phase's tasks. Never:
+// the time of an operation.
 #pragma once
 
 #include <vector>
@@ -13,17 +13,17 @@ struct Span {
     size_t bytes;
 };
 
-double now_s();  // of a clock that only runs forward
+double now_s();  // a monotonic clock
 
-// Bytes per second that `workers` threads of the pool read together for about `seconds`. They take chunk after chunk of
-// 1 MB of their node's span; a node without one reads nothing. Each span must be larger than the caches.
+// Bytes per second that `workers` threads of the pool read together for about `seconds`. They take chunks of 1 MB of
+// their node's range; a node without one reads nothing. Each range must be larger than the caches.
 double read_rate(Host& host, const std::vector<Span>& spans, int workers, double seconds);
 
-// Floating-point operations per second of `workers` threads that multiply on registers alone.
+// Floating-point operations per second of `workers` threads that multiply on registers only.
 double peak_rate(Host& host, int workers, double seconds);
 
-// Seconds that a phase of one empty task for each thread takes, the mean of `phases` phases one after the other.
-// `meet`: each task waits until every thread has one; else whoever is quick may do them all.
+// Mean seconds of a phase with one empty task per thread, over `phases` consecutive phases. meet: each task waits until
+// every thread has one; else a fast thread may run them all.
 double dispatch_seconds(Host& host, int phases, bool meet);
 
 }  // namespace proa

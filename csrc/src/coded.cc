@@ -81,18 +81,19 @@ void transpose_eight(Words (&words)[8]) {
             }
 }
 
-constexpr int kPlaces[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // of AWQ's eight rows: which code of a word is whose
+constexpr int kPlaces[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // AWQ: row i of eight is 4-bit field kPlaces[i] of a word
 
-// Word r of eight: columns k to k + 8 of the r-th of eight rows from n on; its other lanes are of the next eights.
+// Reads eight words; word r has columns k to k + 8 of the r-th of eight rows from n on, its other lanes the following
+// groups of eight rows.
 template <class Words>
 void read_awq(const uint8_t* stored, size_t stride, int n, int k, Words (&words)[8]) {
     for (int i = 0; i < 8; ++i) words[i] = read<Words>(stored + size_t(k + i) * stride + size_t(n) / 2);
     transpose_eight(words);
 }
 
-void turn_awq(const uint8_t* stored, size_t stride, int rows, int columns, uint8_t* to) {
-    constexpr int kSide = 32;   // of squares, which are turned by vectors
-    constexpr int kBlock = 64;  // so many lines of the target stay in the cache
+void transpose_awq(const uint8_t* stored, size_t stride, int rows, int columns, uint8_t* to) {
+    constexpr int kSide = 32;   // side of squares, which are transposed with vectors
+    constexpr int kBlock = 64;  // lines of the target that stay in the cache
     const size_t row_bytes = size_t(columns) / 2;
     const int whole_rows = rows / kSide * kSide, whole_columns = columns / kSide * kSide;
     for (int first = 0; first < whole_rows; first += kBlock)
@@ -101,8 +102,8 @@ void turn_awq(const uint8_t* stored, size_t stride, int rows, int columns, uint8
                 FourWords words[4][8], unused{};
                 for (int i = 0; i < 4; ++i) read_awq(stored, stride, n, k + i * 8, words[i]);
                 for (int r = 0; r < 8; ++r)
-                    turn_four(reinterpret_cast<const uint8_t*>(&words[0][kPlaces[r]]), sizeof words[0],
-                              to + size_t(n + r) * row_bytes + size_t(k) / 2, 8 * row_bytes, unused);
+                    transpose_four(reinterpret_cast<const uint8_t*>(&words[0][kPlaces[r]]), sizeof words[0],
+                                   to + size_t(n + r) * row_bytes + size_t(k) / 2, 8 * row_bytes, unused);
             }
     for (int n = 0; n < rows; n += 8)
         for (int k = n < whole_rows ? whole_columns : 0; k < columns; k += 8) {
@@ -150,16 +151,16 @@ bool pack_coded(const Layout& l, Stored type, const Scales& scales, int first, c
 
 namespace {
 
-// The scales of a row, or its minimums, as floats.
+// The scales or minimums of a row, as floats.
 std::vector<float> floats_of(const Scales& s, const uint8_t* of, int row, int groups) {
     std::vector<float> found(static_cast<size_t>(groups));
     if (of) to_float(s.type, of + size_t((s.first + row) / s.rows) * s.stride, found.size(), found.data());
     return found;
 }
 
-constexpr uint8_t kEvery[8] = {0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe};  // codes of four bits, in order
+constexpr uint8_t kEvery[8] = {0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe};  // all 4-bit codes, in order
 
-// Codes of four bits under scales of many columns: what the 16 codes stand for is rounded once for each scale.
+// Dequantises 4-bit codes whose scales cover many columns: a table of the 16 values is rounded once per scale.
 void nibbles_to_bf16(Stored type, const Scales& s, int row, int group, const uint8_t* codes, int columns,
                      uint16_t* to) {
     const int groups = (columns + group - 1) / group;
@@ -180,7 +181,7 @@ void nibbles_to_bf16(Stored type, const Scales& s, int row, int group, const uin
     }
 }
 
-// Under scales of few columns: as many products as columns, of what the codes stand for, which bfloat16 holds exactly.
+// Dequantises 4-bit codes whose scales cover few columns: one product per column, of values that are exact in bfloat16.
 void nibbles_times_scales(Stored type, const Scales& s, int row, int group, const uint8_t* codes, int columns,
                           uint16_t* to) {
     const int groups = (columns + group - 1) / group;
@@ -223,17 +224,17 @@ void coded_to_bf16(Stored type, const Scales& scales, int row, const uint8_t* co
     round_to_bf16(values.data(), values.size(), to);
 }
 
-int turned_rows(Stored type, Order order, int columns) {
-    return order == Order::kWordsTurned ? columns / (4 * codes_of_byte(type)) : columns;
+int transposed_rows(Stored type, Order order, int columns) {
+    return order == Order::kWordsTransposed ? columns / (4 * codes_of_byte(type)) : columns;
 }
 
-size_t turned_bytes(Order order, int rows) {
-    return order == Order::kWordsTurned ? size_t(rows) * 4 : size_t(rows) / 2;
+size_t transposed_bytes(Order order, int rows) {
+    return order == Order::kWordsTransposed ? size_t(rows) * 4 : size_t(rows) / 2;
 }
 
-void turn(Stored type, Order order, const uint8_t* stored, size_t stride, int rows, int columns, uint8_t* to) {
-    if (order == Order::kAwqTurned) return turn_awq(stored, stride, rows, columns, to);
-    const int words = turned_rows(type, order, columns);
+void transpose(Stored type, Order order, const uint8_t* stored, size_t stride, int rows, int columns, uint8_t* to) {
+    if (order == Order::kAwqTransposed) return transpose_awq(stored, stride, rows, columns, to);
+    const int words = transposed_rows(type, order, columns);
     for (int first = 0; first < rows; first += kPanelRows)  // so many lines of the target stay in the cache
         for (int w = 0; w < words; ++w)
             for (int r = first; r < std::min(rows, first + kPanelRows); ++r)

@@ -10,8 +10,8 @@
 namespace proa {
 namespace {
 
-constexpr int kBlockRows = 16;     // of a task of the convolution
-constexpr int kSliceColumns = 64;  // of a state, which stay in a core's first-level cache from row to row
+constexpr int kBlockRows = 16;     // rows per task of the convolution
+constexpr int kSliceColumns = 64;  // columns of a state that stay in a core's first-level cache from row to row
 
 using Share = DeltaShare;
 
@@ -24,13 +24,13 @@ float bf16(uint16_t bits) {
     return x;
 }
 
-// Where a row's values of the channels from `channel` on lie among what the convolution gives: `width` of them side by
-// side, and row after row, since the rule goes through the rows of a head.
+// Address of a row's values of `width` channels from `channel` on in the convolution's output, which is stored
+// [channel part][row][width], since the recurrence walks the rows of a head.
 float* mixed_at(const GatedDelta& op, int channel, int width, int row) {
     return op.mixed + int64_t(channel) * op.now.rows.get() + int64_t(row) * width;
 }
 
-// Part of a group's channels: where they are read, and which they are.
+// A part of a group's channels: where to read it, and which channels it has.
 struct Segment {
     const ConstRows* rows;
     int offset, channel, width;  // offset: in the rows
@@ -51,7 +51,7 @@ float* rule_of(const GatedDelta& op, int slot, int head) {
     return op.rule + (int64_t(std::clamp(slot, 0, op.slots - 1)) * op.shape.heads() + head) * values;
 }
 
-// A share as a task may use it: a late one may read it while it is replaced, so its rows are held within the step's.
+// A share, safe for a late task that reads it while it is replaced: its rows are clamped to the step's.
 Share share_at(const GatedDelta& op, int i) {
     Share s = op.now.shares[size_t(i)];
     const int rows = op.now.rows.get();
@@ -84,7 +84,7 @@ Block block_of(const GatedDelta& op, int task) {
 void convolve_row(const GatedDelta& op, const Kernels& k, const Share& share, int row, int group, float* out) {
     const DeltaShape& shape = op.shape;
     const int past = shape.taps - 1, index = std::clamp(row - share.first_row, 0, std::max(0, share.q_len - 1));
-    const int first = is_fresh(share) ? std::max(0, past - index) : 0;  // taps before it would see zeros
+    const int first = is_fresh(share) ? std::max(0, past - index) : 0;  // earlier taps would see zeros
     for (int part = 0; part < 3; ++part) {
         const Segment segment = segment_of(op, part, group);
         const uint16_t* seen[kMostTaps];
@@ -154,12 +154,12 @@ void compute_gates(const GatedDelta& op, const Share& share, int head, const Rul
     }
 }
 
-// All rows over some columns of a head's state.
+// Applies all rows to some columns of a head's state.
 void apply_slice(const GatedDelta& op, const Share& share, int head, int column, const Rule& r) {
     const DeltaShape& shape = op.shape;
     const Kernels& k = *op.now.kernels.get();
     const int group = head / shape.per_group, columns = std::min(kSliceColumns, shape.value_dim - column);
-    const bool alone = share.q_len == 1;  // then the slice would only be a copy
+    const bool alone = share.q_len == 1;  // then a slice would only be a copy
     float* to = alone ? r.state + column : r.slice;
     const size_t to_stride = size_t(alone ? shape.value_dim : columns);
     const float* from = rule_of(op, share.slot, head) + column;
@@ -199,7 +199,7 @@ void apply(const void* context, int task, std::byte* memory) {
     }
 }
 
-// The last rows before the next token, of the channels that this head answers for.
+// Stores the last input rows, which the next token's convolution needs, for this head's channels.
 void keep_tail(const GatedDelta& op, const Share& share, int part, int group, int skip, int width) {
     const Segment segment = segment_of(op, part, group);
     const int past = op.shape.taps - 1;
@@ -254,9 +254,9 @@ void check(const GatedDelta& op) {
     require(is_size(s.groups, 4096) && is_size(s.per_group, 4096) && is_size(s.key_dim, 4096) &&
                 is_size(s.value_dim, 4096) && int64_t(s.groups) * (2 * s.key_dim + int64_t(s.values())) <= 1 << 24,
             "Heads of the delta rule are fewer than one, or too many, or too large.");
-    require(s.value_dim % 16 == 0, "The dimension of a value is a multiple of 16.");
-    require(s.taps >= 2 && s.taps <= kMostTaps, "A convolution has 2 to 8 taps.");
-    require(is_size(op.slots, 1 << 24), "There are no state slots.");
+    require(s.value_dim % 16 == 0, "The dimension of a value must be a multiple of 16.");
+    require(s.taps >= 2 && s.taps <= kMostTaps, "A convolution must have 2 to 8 taps.");
+    require(is_size(op.slots, 1 << 24), "The number of state slots must be between 1 and 2^24.");
     require(op.apart >= std::max(s.key_dim, s.values()) && op.gates_apart >= s.per_group, "Groups of a row overlap.");
     const int64_t before = int64_t(s.groups - 1) * op.apart;
     for (const ConstRows* rows : {&op.q, &op.k}) check_rows(rows->data, rows->stride, before + s.key_dim, "Keys");
@@ -264,7 +264,7 @@ void check(const GatedDelta& op) {
     for (const ConstRows* rows : {&op.b, &op.a})
         check_rows(rows->data, rows->stride, int64_t(s.groups - 1) * op.gates_apart + s.per_group, "Gates");
     require(op.conv && op.a_log && op.dt_bias && op.norm && op.rule && op.tail && op.batch && op.mixed,
-            "A null pointer where the delta rule reads.");
+            "An input of the delta rule is a null pointer.");
     check_rows(op.out.data, op.out.stride, int64_t(s.heads()) * s.value_dim, "The output of the delta rule");
 }
 

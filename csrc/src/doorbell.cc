@@ -13,11 +13,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kWord = 64;  // a cache line each: the two sides write different ones
+constexpr int64_t kWord = 64;  // a cache line per word: the two sides write different lines
 constexpr uint64_t kNumber = 0xffffffff;
 constexpr size_t kOperations = 16;
 constexpr int64_t kWaitUs = 1'000'000;
-constexpr auto kLongestPark = std::chrono::milliseconds(20);  // then it looks whether somebody rang unarmed
+constexpr auto kLongestPark = std::chrono::milliseconds(20);  // then it checks for a ring without arming
 
 int64_t lines(int64_t bytes) { return (bytes + kWord - 1) / kWord * kWord; }
 
@@ -27,9 +27,9 @@ uint64_t ns_between(Clock::time_point begin, Clock::time_point end) {
 
 uint64_t ns_since(Clock::time_point begin) { return ns_between(begin, Clock::now()); }
 
-constexpr int64_t kLookAlone = 1 << 16;  // values; with more, all workers look
+constexpr int64_t kLookAlone = 1 << 16;  // elements; with more, all workers check the result
 
-// The first row of y with a value that is infinite or no number, or -1. An exponent of all ones carries into the sign.
+// The first row of y with a non-finite value, or -1. Adding one to an exponent of all ones carries into the sign.
 int first_not_finite(const float* y, int rows, int columns) {
     for (int row = 0; row < rows; ++row, y += columns) {
         uint32_t carried = 0;
@@ -46,7 +46,7 @@ int first_not_finite(const float* y, int rows, int columns) {
 struct Look {
     const float* y;
     int rows, columns, tasks;
-    mutable std::atomic<int> first;  // found so far; rows if none
+    mutable std::atomic<int> first;  // first row found so far; `rows` if none
 
     void at(int begin, int end) const {
         const int found = first_not_finite(y + size_t(begin) * size_t(columns), end - begin, columns);
@@ -165,12 +165,12 @@ void Doorbell::park() {
 }
 
 void Doorbell::check() {
-    // Results are looked at after the answer. It is given by one thread and at once: this ends.
+    // Results are checked after the answer, by one thread and at once, so that this loop ends.
     while (!dead() && looked_.load(std::memory_order_acquire) != uint32_t(answer().load(std::memory_order_acquire)))
         relax();
     const std::lock_guard lock(mutex_);
     if (failure_) std::rethrow_exception(failure_);
-    host_->pool.check_alive();  // jobs look by themselves, but a step may have had none
+    host_->pool.check_alive();  // jobs check this themselves, but a step may have had none
     if (not_finite_.empty()) return;
     const std::string what = std::exchange(not_finite_, {});
     throw Error(PROA_ERROR_NUMERICS, what);
@@ -196,13 +196,13 @@ bool Doorbell::wait(uint32_t number, int64_t timeout_us) {
     return wait_until([&] { return is_up(layout_.ready); }, timeout_us);
 }
 
-// As long as it takes: a failure ends it.
+// Waits without a timeout: a failure ends it.
 void Doorbell::wait_copied() {
     while (!dead() && !wait(rung().load(std::memory_order_acquire), kWaitUs)) {
     }
 }
 
-// Whether it was seen before a failure, and before the time was over.
+// Waits until `seen` is true; false after a failure or the timeout.
 template <class Seen>
 bool Doorbell::wait_until(const Seen& seen, int64_t timeout_us) const {
     const auto begin = Clock::now();
@@ -212,7 +212,7 @@ bool Doorbell::wait_until(const Seen& seen, int64_t timeout_us) const {
         relax();
         if (spins % 64) continue;
         if (ns_since(begin) > uint64_t(timeout_us) * 1000) return false;
-        if (spins % 4096 == 0) std::this_thread::yield();  // where cores are few, the answer needs this one
+        if (spins % 4096 == 0) std::this_thread::yield();  // with few cores, the answering thread needs this one
     }
 }
 
@@ -228,7 +228,7 @@ void Doorbell::serve() {
     for (int spins = 1; !stop_.load(std::memory_order_relaxed); ++spins) {
         const uint32_t rang = rung().load(std::memory_order_acquire);
         const uint32_t number = way_ == Way::kFlags ? flagged_number(rang, last) : rang;
-        const bool armed = armed_.load(std::memory_order_relaxed) > 0;  // of a step that rang: it was armed before
+        const bool armed = armed_.load(std::memory_order_relaxed) > 0;  // a step that rings was armed before
         if (number != last) {
             if (!armed) fail(PROA_ERROR_ARGUMENT, "A step rang the doorbell while none was armed.");
             add(waiting_ns_, ns_since(idle_since));
@@ -241,14 +241,14 @@ void Doorbell::serve() {
         if (way_ == Way::kFlags) answer_flags(rang == kFlag);
         if (read_ahead_ && armed) look_ahead();
         relax();
-        if (spins % 4096 == 0) std::this_thread::yield();  // where cores are few, the others need this one
+        if (spins % 4096 == 0) std::this_thread::yield();  // with few cores, other threads need this one
         if (armed || spins % 64 || ns_since(idle_since) < uint64_t(spin_us_) * 1000) continue;
         park();
         if (armed_.load(std::memory_order_relaxed) > 0) idle_since = Clock::now();
     }
 }
 
-// After a failure nobody waits before the next job is copied, so its number is not looked at.
+// After a failure the GPU does not wait before it copies the next job, so the job's number is not checked.
 uint32_t Doorbell::flagged_number(uint32_t rang, uint32_t last) const {
     return rang == kFlag && !dead() ? copied_number() : last;
 }
@@ -258,8 +258,8 @@ void Doorbell::say_done() {
     flag(layout_.done).fetch_or(kFlag, std::memory_order_release);
 }
 
-// Nothing is left to do, so that what was rung for is done; once that was seen, it is taken back. A failure is said
-// besides, by `fail`, and stays.
+// Sets `done` when all jobs are answered, and clears it once the GPU has seen it. A failure is set besides, by `fail`,
+// and stays.
 void Doorbell::answer_flags(bool rings) {
     const bool done = flag(layout_.done).load(std::memory_order_relaxed) & kFlag;
     if (rings && !done) say_done();
@@ -268,7 +268,7 @@ void Doorbell::answer_flags(bool rings) {
     flag(layout_.ready).fetch_or(kFlag, std::memory_order_release);
 }
 
-// The answer first: what may be found in the result is told before the next job, and costs the step no time.
+// Answers first: the result is checked afterwards, before the next job, which costs the step no time.
 void Doorbell::answer_job(uint32_t number) {
     const int32_t* header = at<int32_t>(layout_.header);
     try {
@@ -283,7 +283,7 @@ void Doorbell::answer_job(uint32_t number) {
         if (layer_ != kProbeLayer) {
             look_at_result();
             count_weights();
-            if (++turn_ % kOperations == 0) host_->pool.settle();  // operations are about to be used anew
+            if (++turn_ % kOperations == 0) host_->pool.settle();  // operations are about to be reused
         }
         looked_.store(number, std::memory_order_release);
     } catch (const Error& error) {
@@ -297,8 +297,8 @@ void Doorbell::run(const int32_t* header) {
     layer_ = header[0], tokens_ = header[1];
     if (layer_ == kProbeLayer) return;
     if (layer_ < 0 || layer_ >= int(layers_.size()))
-        throw Error(PROA_ERROR_ARGUMENT,
-                    "A job names layer " + std::to_string(layer_) + " of " + std::to_string(layers_.size()) + ".");
+        throw Error(PROA_ERROR_ARGUMENT, "A job has layer " + std::to_string(layer_) + ", but there are " +
+                                             std::to_string(layers_.size()) + " layers.");
     if (tokens_ < 1 || tokens_ > size_.most_tokens)
         throw Error(PROA_ERROR_ARGUMENT, "A job has " + std::to_string(tokens_) + " tokens; 1 to " +
                                              std::to_string(size_.most_tokens) + " are possible.");
@@ -320,8 +320,8 @@ void Doorbell::run(const int32_t* header) {
     add(moe_ns_, ns_between(begin, done_at_));
 }
 
-// Idle workers read what the next job will probably need. Numbers are those of any layer if this comes late: whoever
-// writes does not wait for it.
+// Lets idle workers read the predicted experts' weights. If this runs late, the ids may be those of another layer: the
+// GPU does not wait for it.
 void Doorbell::look_ahead() {
     const uint32_t number = std::atomic_ref<uint32_t>(*at<uint32_t>(layout_.foreseen)).load(std::memory_order_acquire);
     if (number == last_foreseen_) return;

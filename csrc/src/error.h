@@ -11,7 +11,7 @@
 
 namespace proa {
 
-// An error that names its own code. The text is one whole sentence with the numbers in it.
+// An error with its code. The message is one whole sentence that includes the values.
 class Error : public std::runtime_error {
   public:
     Error(int code, const std::string& what) : std::runtime_error(what), code_(code) {}
@@ -21,16 +21,16 @@ class Error : public std::runtime_error {
     int code_;
 };
 
-// Throws PROA_ERROR_ARGUMENT unless `holds`. For texts that must be put together, write the `if` out:
-// a hot path should not build a string that nobody reads.
+// Throws PROA_ERROR_ARGUMENT unless `holds`. For messages with values, write the `if` out, so that a hot path does not
+// build a string that is never used.
 inline void require(bool holds, const char* otherwise) {
     if (!holds) throw Error(PROA_ERROR_ARGUMENT, otherwise);
 }
 
-// Notes the text for proa_last_error() and returns the code. Takes no memory; long texts are cut.
+// Stores the message for proa_last_error() and returns the code. Does not allocate; long messages are truncated.
 int record_error(int code, const char* what) noexcept;
 
-// Runs the body of a function of the C interface, so that no exception leaves it.
+// Runs the body of a function of the C interface and turns exceptions into error codes.
 template <typename Body>
 int guarded(Body&& body) noexcept {
     try {

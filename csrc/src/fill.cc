@@ -12,8 +12,9 @@
 namespace proa {
 namespace {
 
-constexpr size_t kChunkBytes = 256 << 10;   // read at once: stays in a core's cache until it is packed
-constexpr size_t kTurnedBytes = 1 << 20;    // of turned codes, which lie in as many places as there are columns
+constexpr size_t kChunkBytes = 256 << 10;  // read at once: stays in a core's cache until it is packed
+constexpr size_t kTransposedBytes =
+    1 << 20;  // for transposed codes, which are read from as many places as there are columns
 constexpr size_t kTouchBytes = 16 << 20;    // faulted by one task: whole pages of every size but the largest
 constexpr int kInputUnit = 2 * kPanelRows;  // stored rows of a transposed task: 16 lines of every panel
 
@@ -59,13 +60,13 @@ struct Part {
     int first, count;
 };
 
-bool plain_turned(const Fill& job) { return job.order == Order::kPlainTurned; }
-bool codes_turned(const Fill& job) { return job.order > Order::kPlainTurned; }
+bool plain_transposed(const Fill& job) { return job.order == Order::kPlainTransposed; }
+bool codes_transposed(const Fill& job) { return job.order > Order::kPlainTransposed; }
 
-// Of a row as it is worked on: turned codes are turned back first.
+// Bytes of a row as it is processed: transposed codes are transposed back first.
 size_t stored_bytes(const Fill& job) {
     const StoredFacts facts = facts_of(job.stored);
-    const int values = plain_turned(job) ? job.layout.rows : job.layout.columns;
+    const int values = plain_transposed(job) ? job.layout.rows : job.layout.columns;
     return size_t(values / facts.block_values) * size_t(facts.block_bytes);
 }
 
@@ -83,7 +84,7 @@ struct StoredRows {
     size_t stride;
 };
 
-// `count` runs of `bytes` bytes, a stride apart, in memory: where they are, or in `buffer`.
+// `count` runs of `bytes` bytes, a stride apart, in memory: in place, or read into `buffer`.
 StoredRows read_rows(const Part& part, uint64_t at, int count, size_t bytes, uint8_t* buffer) {
     const Fill& job = *part.job;
     if (job.fd < 0) return {reinterpret_cast<const uint8_t*>(at), job.stride};
@@ -96,17 +97,17 @@ StoredRows read_rows(const Part& part, uint64_t at, int count, size_t bytes, uin
     return {buffer, bytes};
 }
 
-// The part's rows in memory: where they are, or in `buffer`.
+// The part's rows in memory: in place, or read into `buffer`.
 StoredRows fetch(const Part& part, uint8_t* buffer) {
     const Fill& job = *part.job;
     const size_t row = stored_bytes(job);
-    if (!codes_turned(job))
+    if (!codes_transposed(job))
         return read_rows(part, job.from + uint64_t(part.first) * job.stride, part.count, row, buffer);
     uint8_t* rectangle = buffer + (size_t(part.count) * row + 63) / 64 * 64;
-    const int runs = turned_rows(job.stored, job.order, job.layout.columns);
-    const StoredRows turned = read_rows(part, job.from + turned_bytes(job.order, part.first), runs,
-                                        turned_bytes(job.order, part.count), rectangle);
-    turn(job.stored, job.order, turned.data, turned.stride, part.count, job.layout.columns, buffer);
+    const int runs = transposed_rows(job.stored, job.order, job.layout.columns);
+    const StoredRows transposed = read_rows(part, job.from + transposed_bytes(job.order, part.first), runs,
+                                            transposed_bytes(job.order, part.count), rectangle);
+    transpose(job.stored, job.order, transposed.data, transposed.stride, part.count, job.layout.columns, buffer);
     return {buffer, row};
 }
 
@@ -120,7 +121,7 @@ void require_finite(const Part& part, bool finite) {
     if (!finite) throw NotFinite(part.index);
 }
 
-// Scales and minimums of the part's rows.
+// True if the scales and minimums of the part's rows are finite.
 bool finite_scales(const Part& part) {
     const Fill& job = *part.job;
     const Scales& s = job.scales;
@@ -140,7 +141,7 @@ bool finite_bf16(const uint16_t* values, size_t count) {
     return all_finite(Stored::kBf16, reinterpret_cast<const uint8_t*>(values), count);
 }
 
-// Row `r` of the part, rounded once.
+// Converts row `r` of the part to bfloat16, rounded once.
 void row_to_bf16(const Part& part, StoredRows rows, int r, uint16_t* out) {
     const Fill& job = *part.job;
     const uint8_t* row = rows.data + size_t(r) * rows.stride;
@@ -213,40 +214,40 @@ void fill_part(const Part& part, std::byte* scratch) {
     const StoredRows rows = fetch(part, buffer);
     uint8_t* free = buffer + (size_t(part.count) * stored_bytes(*part.job) + 63) / 64 * 64;
     if (part.job->plain) return fill_plain(part, rows);
-    if (plain_turned(*part.job)) return fill_transposed(part, rows, free);
+    if (plain_transposed(*part.job)) return fill_transposed(part, rows, free);
     fill_panels(part, rows, free);
 }
 
 void check_codes(const Fill& job) {
     const Scales& s = job.scales;
-    require(job.order != Order::kPlainTurned, "Codes are not turned as plain numbers are.");
-    require(s.data && s.rows >= 1 && s.first >= 0 && s.group >= 0, "Codes come with their scales.");
-    if (!codes_turned(job)) return;
+    require(job.order != Order::kPlainTransposed, "Codes cannot have the transposed order of plain types.");
+    require(s.data && s.rows >= 1 && s.first >= 0 && s.group >= 0, "Codes need scales.");
+    if (!codes_transposed(job)) return;
     const int unit = facts_of(job.stored).block_values * 4;
-    require(job.layout.columns % unit == 0 && (job.order == Order::kWordsTurned || job.layout.rows % 8 == 0),
-            "Turned codes are whole words.");
+    require(job.layout.columns % unit == 0 && (job.order == Order::kWordsTransposed || job.layout.rows % 8 == 0),
+            "Transposed codes must be whole words.");
 }
 
 void check(const Fill& job, int teams) {
     const StoredFacts facts = facts_of(job.stored);
-    require(job.team >= 0 && job.team < teams, "A job belongs to a team that the pool does not have.");
-    require(!plain_turned(job) || facts.block_values == 1, "Blocks cannot be transposed.");
-    require(!plain_turned(job) || !job.plain, "Plain rows are not transposed.");
-    const int values = plain_turned(job) ? job.layout.rows : job.layout.columns;
-    require(values % facts.block_values == 0, "Rows are not whole blocks.");
+    require(job.team >= 0 && job.team < teams, "A job's team does not exist in the pool.");
+    require(!plain_transposed(job) || facts.block_values == 1, "Blocks cannot be transposed.");
+    require(!plain_transposed(job) || !job.plain, "Plain rows are not transposed.");
+    const int values = plain_transposed(job) ? job.layout.rows : job.layout.columns;
+    require(values % facts.block_values == 0, "Rows must be whole blocks.");
     require(stored_bytes(job) <= kScratchBytes / kInputUnit / 8, "Rows are too long.");
-    require(job.stride >= (codes_turned(job) ? turned_bytes(job.order, job.layout.rows) : stored_bytes(job)),
+    require(job.stride >= (codes_transposed(job) ? transposed_bytes(job.order, job.layout.rows) : stored_bytes(job)),
             "Rows overlap.");
-    require(is_coded(job.stored) || !codes_turned(job), "Only codes are turned by words.");
+    require(is_coded(job.stored) || !codes_transposed(job), "Only codes can be transposed by words.");
     if (is_coded(job.stored)) check_codes(job);
     if (job.plain || job.layout.format == Format::kBf16) return;
     if (is_coded(job.stored)) {
-        require(keeps(job.layout, job.stored, job.scales), "This format does not keep what is stored.");
+        require(keeps(job.layout, job.stored, job.scales), "This format cannot hold the stored type exactly.");
         return;
     }
     const KeptFormat kept = kept_format(job.stored);
-    require(!plain_turned(job) && job.layout.format == kept.format && job.layout.group == kept.group,
-            "This format does not keep what is stored.");
+    require(!plain_transposed(job) && job.layout.format == kept.format && job.layout.group == kept.group,
+            "This format cannot hold the stored type exactly.");
 }
 
 }  // namespace
@@ -255,9 +256,9 @@ void fill(Pool& pool, const std::vector<Fill>& jobs) {
     Tasks<Part> tasks(pool, fill_part);
     for (const Fill& job : jobs) {
         check(job, pool.nodes());
-        const int unit = plain_turned(job) ? kInputUnit : kPanelRows;
-        const int all = plain_turned(job) ? job.layout.columns : job.layout.rows;
-        const size_t chunk = codes_turned(job) ? kTurnedBytes : kChunkBytes;
+        const int unit = plain_transposed(job) ? kInputUnit : kPanelRows;
+        const int all = plain_transposed(job) ? job.layout.columns : job.layout.rows;
+        const size_t chunk = codes_transposed(job) ? kTransposedBytes : kChunkBytes;
         const int step = std::max(1, int(chunk / stored_bytes(job)) / unit) * unit;
         for (int first = 0; first < all; first += step)
             tasks.add(job.team, {&job, &job - jobs.data(), first, std::min(step, all - first)});
@@ -266,10 +267,10 @@ void fill(Pool& pool, const std::vector<Fill>& jobs) {
 }
 
 void decode(const Fill& job, float* to) {
-    require(job.fd < 0 && is_coded(job.stored), "Only codes in memory are decoded.");
+    require(job.fd < 0 && is_coded(job.stored), "Only codes in memory can be decoded.");
     check(job, 1);
     const Part part{&job, 0, 0, job.layout.rows};
-    std::vector<uint8_t> buffer(codes_turned(job) ? size_t(part.count) * stored_bytes(job) + 64 : 0);
+    std::vector<uint8_t> buffer(codes_transposed(job) ? size_t(part.count) * stored_bytes(job) + 64 : 0);
     const StoredRows rows = fetch(part, buffer.data());
     for (int r = 0; r < part.count; ++r)
         coded_to_float(job.stored, job.scales, r, rows.data + size_t(r) * rows.stride, job.layout.columns,
@@ -281,7 +282,7 @@ void touch(Pool& pool, const std::vector<Touch>& spans) {
         if (const int code = proa_arena_touch(span.arena, span.first, span.count)) throw Error(code, proa_last_error());
     });
     for (Touch span : spans) {
-        require(span.team >= 0 && span.team < pool.nodes(), "A span belongs to a team that the pool does not have.");
+        require(span.team >= 0 && span.team < pool.nodes(), "A range's team does not exist in the pool.");
         for (const size_t end = span.first + span.count; span.first < end; span.first += span.count) {
             span.count = std::min(end, (span.first / kTouchBytes + 1) * kTouchBytes) - span.first;
             tasks.add(span.team, span);

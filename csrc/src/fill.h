@@ -1,7 +1,7 @@
-// A checkpoint's rows -> where weights stay, by all workers. Belongs here: cutting that into tasks, reading files.
-// Never: what a format is (pack.h, stored.h).
+// Loading: reads a checkpoint's rows and packs them into their final memory, by all workers. Belongs here: splitting it
+// into tasks, reading files. Never: formats (pack.h, stored.h).
 //
-// Each job belongs to a team, so pages that its target touches for the first time, and the packing, are of that node.
+// Each job belongs to a team, so that pages touched for the first time lie on the team's node, and packing runs there.
 #pragma once
 
 #include <exception>
@@ -14,22 +14,22 @@
 
 namespace proa {
 
-// A rectangle of a stored tensor and its target: panels, every `step` of them, or plain rows of bfloat16.
+// A job: a rectangle of a stored tensor and its target: panels, `step` panels apart, or plain rows of bfloat16.
 struct Fill {
     int fd;           // -1: `from` is an address
-    uint64_t from;    // of the first row
+    uint64_t from;    // offset or address of the first row
     uint64_t stride;  // bytes from row to row
     Stored stored;
     Order order;
-    bool plain;  // target rows of bfloat16, layout.columns each; else panels
+    bool plain;  // the target is rows of bfloat16, layout.columns each; else panels
     Layout layout;
     int step;
     uint8_t* out;
     int team;
-    Scales scales{};  // of codes
+    Scales scales{};  // of quantised types
 };
 
-// The file of a job cannot be read. error: errno, or 0 where the file ends too early.
+// The file of a job cannot be read. error: errno, or 0 if the file ends too early.
 struct ReadFailed : Error {
     ReadFailed(int64_t which, int number)
         : Error(PROA_ERROR_SYSTEM, "A file cannot be read."), job(which), error(number) {}
@@ -37,13 +37,13 @@ struct ReadFailed : Error {
     int error;
 };
 
-// A number or scale that a job read is NaN or infinite, or becomes infinite as bfloat16.
+// A value or scale that a job read is NaN or infinite, or overflows bfloat16.
 struct NotFinite : Error {
-    explicit NotFinite(int64_t which) : Error(PROA_ERROR_ARGUMENT, "A stored number is not finite."), job(which) {}
+    explicit NotFinite(int64_t which) : Error(PROA_ERROR_ARGUMENT, "A stored value is not finite."), job(which) {}
     int64_t job;
 };
 
-// Tasks may not throw: what the first of a phase throws is kept for the caller.
+// Tasks may not throw: keeps the first exception of a phase for the caller.
 class FirstFailure {
   public:
     template <class Body>
@@ -66,20 +66,21 @@ class FirstFailure {
     std::exception_ptr first_;
 };
 
-// The rows of a job whose source is in memory, as float32. Throws Error (argument).
+// Dequantises the rows of a job whose source is in memory to float32. Throws Error (argument).
 void decode(const Fill& job, float* to);
 
-// Throws ReadFailed; NotFinite; Error (argument) for a layout that does not take what is stored; what Pool::run throws.
+// Runs all jobs. Throws ReadFailed; NotFinite; Error (argument) for a layout that cannot hold the stored type; and what
+// Pool::run throws.
 void fill(Pool& pool, const std::vector<Fill>& jobs);
 
-// Bytes [first, first + count) of an arena get memory from the team's workers.
+// Bytes [first, first + count) of an arena, to be touched by the team's workers.
 struct Touch {
     proa_arena* arena;
     size_t first, count;
     int team;
 };
 
-// Throws what proa_arena_touch fails with; what Pool::run throws.
+// Touches all ranges. Throws the errors of proa_arena_touch and of Pool::run.
 void touch(Pool& pool, const std::vector<Touch>& spans);
 
 }  // namespace proa

@@ -1,5 +1,5 @@
-// NaN and infinity are the largest numbers of a type once the sign is masked out, so the loop over numbers takes a
-// maximum; several at a time, for each waits for the one before.
+// NaN and infinity have the largest bit patterns of a type once the sign is masked out, so the loop takes a maximum;
+// several independent ones, to hide their latency.
 #include "finite.h"
 
 #include <algorithm>
@@ -10,11 +10,10 @@
 namespace proa {
 namespace {
 
-// The loops stand once and are compiled twice.
+// The loops are written once and compiled for two instruction sets.
 #define PROA_LOOP [[gnu::always_inline]] inline
 
-// Whether all numbers, less the bits that `mask` drops, are below `end`. Signed types: SSE2 has no unsigned maximum of
-// 16 bits.
+// True if all values, masked by `mask`, are below `end`. Signed types, because SSE2 has no unsigned 16-bit maximum.
 template <class T>
 PROA_LOOP bool all_below(const uint8_t* from, size_t values, T mask, T end) {
     typedef T Vector __attribute__((vector_size(32), aligned(1), may_alias));
@@ -37,7 +36,8 @@ PROA_LOOP bool all_below(const uint8_t* from, size_t values, T mask, T end) {
     return largest < end && !(found[0] | found[1] | found[2] | found[3]);
 }
 
-// Numbers of float16 at these places of every block. Adding one to an exponent of ones carries into the sign's place.
+// Tests the float16 values at these offsets of every block: adding one to an exponent of all ones carries into the
+// sign.
 template <class... Places>
 PROA_LOOP bool halves_finite(Stored type, const uint8_t* from, size_t values, Places... places) {
     const StoredFacts facts = facts_of(type);

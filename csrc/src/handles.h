@@ -1,4 +1,4 @@
-// What the opaque handles of the C interface are.
+// The types behind the opaque handles of the C interface.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@
 #include "outbox.h"
 #include "queue.h"
 
-// Programs share what they run on: it lives until the last of them and the handle are gone.
+// Programs share the Host they run on: it lives until the last of them and the handle are destroyed.
 struct proa_pool {
     std::shared_ptr<proa::Host> owner;
     proa::Host& host = *owner;

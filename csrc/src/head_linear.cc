@@ -11,7 +11,7 @@ namespace proa {
 struct HeadLinearCall {
     HeadLinear op;
     const Kernels* kernels;
-    RowTasks tasks;  // repeated for each group of tokens of each head
+    RowTasks tasks;  // one repeat per head and group of tokens
     int tokens, groups;
 
     int head(const RowTasks::Place& at) const { return at.repeat / groups; }
@@ -23,7 +23,7 @@ namespace {
 
 using Call = HeadLinearCall;
 
-// Every task packs its own input, which is small beside its weights or its products.
+// Every task packs its own input, which is cheap compared with its weights or its products.
 void multiply(const void* context, int task, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
     const HeadLinear& op = call.op;
@@ -50,7 +50,7 @@ void publish(const void* context, int task, const std::byte* scratch) {
     uint16_t* y = op.y + first * op.y_stride + call.head(at) * op.y_apart;
     call.kernels->store_rows(reinterpret_cast<const float*>(scratch), at.end - at.first, tokens, nullptr, columns,
                              false, y + row, size_t(op.y_stride));
-    if (at.column > 0 || op.carried == 0) return;  // whoever has the first panels carries
+    if (at.column > 0 || op.carried == 0) return;  // only the task with the first panels copies
     const uint16_t* x = op.x + first * op.x_stride + call.head(at) * op.x_apart;
     for (int t = 0; t < tokens; ++t)
         std::memcpy(y + t * op.y_stride + l.rows, x + t * op.x_stride + l.columns, size_t(op.carried) * 2);
@@ -60,8 +60,8 @@ void publish(const void* context, int task, const std::byte* scratch) {
 
 void check(const HeadLinear& op) {
     const Layout& l = op.weights->layout;
-    require(l.format == Format::kBf16, "The weights of heads are bfloat16.");
-    require(op.carried >= 0 && op.carried <= 1 << 16, "What is carried along is a number of values.");
+    require(l.format == Format::kBf16, "The weights of heads must be bfloat16.");
+    require(op.carried >= 0 && op.carried <= 1 << 16, "The number of carried elements must be between 0 and 2^16.");
     require(op.x_apart >= l.columns + op.carried && op.y_apart >= l.rows + op.carried, "Heads overlap.");
     const int64_t before = op.weights->count - 1;
     check_rows(op.x, op.x_stride, before * op.x_apart + l.columns + op.carried, "The input of heads");

@@ -1,4 +1,4 @@
-// y[h] = W[h] x[h] of each head h, for packed W. Never: what heads are.
+// A linear layer per head, y[h] = W[h] x[h], for packed W. Never: the meaning of heads.
 #pragma once
 
 #include <memory>
@@ -10,15 +10,15 @@ namespace proa {
 
 struct HeadLinearCall;
 
-// Lives as long as the pool may be working on it: until the program that holds it is gone, or settle().
+// Must live until settle(), or until its program is destroyed: late workers may still read it.
 struct HeadLinear {
     const Matrix* weights;  // a stack of one for each head
-    int carried;            // values behind a head's inputs that go behind its outputs as they are
-    const uint16_t* x;      // bfloat16 rows of heads that are x_apart values apart
+    int carried;            // elements behind a head's inputs that are copied behind its outputs
+    const uint16_t* x;      // bfloat16 rows of heads that start x_apart elements apart
     int64_t x_stride, x_apart;
     uint16_t* y;
     int64_t y_stride, y_apart;
-    mutable std::shared_ptr<HeadLinearCall> call{};  // what a run leaves for its tasks
+    mutable std::shared_ptr<HeadLinearCall> call{};  // arguments of a run for its tasks
 };
 
 void check(const HeadLinear& op);

@@ -1,4 +1,4 @@
-// What an operation runs on: the pool, the kernels of this CPU, and a lane with its memory.
+// The resources that operations run on: the pool, this CPU's kernels, and per lane a workspace.
 #pragma once
 
 #include "isa/kernels.h"
@@ -11,8 +11,8 @@ class Outbox;
 
 struct Host {
     Pool pool;
-    Outbox* outbox = nullptr;  // emptied before a program begins
-    const Kernels* kernels;    // of this CPU, one table for each regime
+    Outbox* outbox = nullptr;  // flushed before a program begins
+    const Kernels* kernels;    // this CPU's, one table per regime
     Workspace workspaces[kLanes];
     Regime regimes[kLanes] = {};  // set by a lane's caller before it runs operations
 

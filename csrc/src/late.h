@@ -1,5 +1,5 @@
-// A value of an operation that changes from step to step, while a worker that is late with a task of the former step
-// may still read it: it gets the old or the new one (see Pool).
+// A value of an operation that changes from step to step while a worker that is late with a task of the previous step
+// may still read it: the worker gets the old or the new value (see Pool).
 #pragma once
 
 namespace proa {

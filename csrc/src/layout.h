@@ -1,10 +1,11 @@
-// How a weight matrix lies in memory. Belongs here: sizes and offsets, pure functions. Never: arithmetic on weights.
+// The memory layout of a packed weight matrix. Belongs here: sizes and offsets, pure functions. Never: arithmetic on
+// weights.
 //
-// A panel is 16 rows. Its codes come in lines of 64 bytes that hold the same few columns of all 16 rows: 4 bytes of
-// each, so that a 32-bit lane of a vector is a row (and a run of 16 bfloat16 lines is a B operand tile of AMX). Value i
-// of a lane stands at bit 16 * (i % 2) + bits * (i / 2): a shift leaves two neighbouring columns in the two halves.
-// After a panel's codes stand its scales, one vector of 16 rows for each group of columns, in reading order.
-// Columns are padded with zeros to whole groups and to kColumnUnit.
+// A panel is 16 rows. Its codes (quantised or bfloat16 values) come in lines of 64 bytes that hold the same few columns
+// of all 16 rows: 4 bytes per row, so that a 32-bit lane of a vector is a row (and 16 bfloat16 lines are a B operand
+// tile of AMX). Value i of a lane is at bit 16 * (i % 2) + bits * (i / 2): a shift leaves two neighbouring columns in
+// the two halves. A panel's codes are followed by its scales, one vector of 16 rows per group of columns, in reading
+// order. Columns are padded with zeros to whole groups and to kColumnUnit.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +15,9 @@ namespace proa {
 
 constexpr int kPanelRows = 16;
 constexpr int kLineBytes = 64;
-constexpr int kColumnUnit = 32;  // of every padded width: a tile of AMX, and a whole number of any format's lines
+constexpr int kColumnUnit = 32;  // unit of padded widths: an AMX tile, and whole lines of any format
 
-// Codes with their scales. Values are part of the C ABI.
+// Types of codes and scales. The values are part of the C ABI.
 enum class Format : int32_t {
     kBf16 = 0,
     kFp16 = 1,
@@ -41,9 +42,9 @@ constexpr int kFormats = 18;
 
 struct FormatFacts {
     int code_bits;
-    int scale_bytes;        // of one group of one panel
-    int block_groups;       // groups that share a second level of scales; 1 where there is none
-    int block_scale_bytes;  // of that second level, before the block's scales
+    int scale_bytes;        // per group and panel
+    int block_groups;       // groups that share a second-level scale; 1: there is none
+    int block_scale_bytes;  // of the second level, before the block's scales
     int tail_bytes;         // once per panel, before all scales
     bool has_min;
 };
@@ -69,12 +70,12 @@ struct Layout {
     Format format;
     int rows, columns;
     int padded;  // columns, padded
-    int group;   // columns of a group
+    int group;   // columns that share a scale
     int groups;
     int panels;
-    size_t code_bytes;   // of one panel
-    size_t scale_bytes;  // of one panel, padded to lines
-    size_t panel_bytes;  // both
+    size_t code_bytes;   // per panel
+    size_t scale_bytes;  // per panel, padded to lines
+    size_t panel_bytes;  // sum of both
 };
 
 constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
@@ -99,8 +100,8 @@ constexpr Layout layout_of(Format format, int rows, int columns, int group) {
     return l;
 }
 
-// Activations are packed by blocks of tokens: pair of columns by pair of columns, each with one pair a token. Blocks
-// differ by at most one token.
+// Activations are packed by blocks of tokens; a block has, for every pair of columns, one pair per token. The sizes of
+// blocks differ by at most one token.
 constexpr int block_count(int tokens, int most) { return (tokens + most - 1) / most; }
 constexpr int block_begin(int tokens, int blocks, int i) {
     const int base = tokens / blocks, longer = tokens % blocks;

@@ -5,7 +5,8 @@
 namespace proa {
 namespace {
 
-constexpr size_t kAloneBytes = 64 << 10;  // of weights times tokens: a microsecond or two
+constexpr size_t kAloneBytes =
+    64 << 10;  // weight bytes times tokens that the caller computes alone: 1 to 2 microseconds
 
 }  // namespace
 
@@ -13,7 +14,7 @@ struct LinearCall {
     Linear op;
     const Kernels* kernels;
     RowTasks tasks;
-    int tokens, groups, packing_parts;  // of a group: tasks that pack it
+    int tokens, groups, packing_parts;  // packing_parts: tasks that pack one group
     char* pairs;
     float* sums;
 

@@ -16,7 +16,7 @@ const uint8_t* panel_of(const Matrix& table, int panel) {
 
 }  // namespace
 
-// On the calling thread: a row is a few kilobytes of its panel, and a step has few rows beside all its weights.
+// Runs on the calling thread: a row is a few kilobytes, which is little compared with a step's weights.
 void run(const Lookup& op, Host& host, int rows, int lane) {
     const Layout& l = op.table->layout;
     for (int t = 0; t < rows; ++t)

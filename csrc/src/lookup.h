@@ -1,4 +1,4 @@
-// Rows of a packed matrix: embeddings of a model whose head is the same matrix. Never: unpacked tables (rows.h).
+// Looks up rows of a packed matrix: the embedding of a model with a tied head. Never: unpacked tables (rows.h).
 #pragma once
 
 #include "host.h"
@@ -14,7 +14,7 @@ struct Lookup {
     Rows out;
 };
 
-inline void check(const Lookup&) {}  // the C interface has checked what it is made of
+inline void check(const Lookup&) {}  // the C interface has checked the arguments
 void run(const Lookup& op, Host& host, int rows, int lane);
 
 }  // namespace proa

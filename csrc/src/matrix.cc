@@ -42,9 +42,9 @@ Layout checked_layout(int format, int64_t rows, int64_t columns, int64_t group) 
 
 Matrix checked_matrix(const Layout& layout, int64_t count, int64_t slices, const int32_t* first_panels,
                       const void* const* data, const int64_t* strides, const int64_t* bytes) {
-    require(count >= 1 && count <= 1 << 20, "A stack has 1 to 2^20 matrices.");
-    require(slices >= 1 && slices <= kMaxNodes, "A matrix has 1 to 64 slices.");
-    require(first_panels && data && strides && bytes, "Null pointers where slices are described.");
+    require(count >= 1 && count <= 1 << 20, "A stack must have 1 to 2^20 matrices.");
+    require(slices >= 1 && slices <= kMaxNodes, "A matrix must have 1 to 64 slices.");
+    require(first_panels && data && strides && bytes, "The description of slices has null pointers.");
     Matrix matrix{layout, int(count), {}};
     for (int64_t i = 0; i < slices; ++i) {
         const int first = first_panels[i], end = i + 1 < slices ? first_panels[i + 1] : layout.panels;

@@ -1,4 +1,4 @@
-// Packed weight matrices: one, or the experts of a layer. Belongs here: where panels lie. Never: memory's ownership.
+// Packed weight matrices: one, or the experts of a layer. Belongs here: where panels are. Never: ownership of memory.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace proa {
 
-// Which panels a memory node holds. Of every matrix of the stack the same ones.
+// The panels that a NUMA node holds, the same ones of every matrix of the stack.
 struct Slice {
     int first_panel, end_panel;
     const uint8_t* data;
     size_t stride;  // bytes from one matrix of the stack to the next
 };
 
-// A stack of matrices of one shape. Slice i lies on node i and is computed by its team; slices follow one another.
+// A stack of matrices of equal shape. Slice i lies on node i and is computed by its team; slices are consecutive.
 struct Matrix {
     Layout layout;
     int count;

@@ -32,8 +32,8 @@ std::optional<size_t> sum_of(const std::string& path, std::initializer_list<cons
     return sum;
 }
 
-// Bytes of `node` that the kernel keeps back: what each zone holds for itself and for emergencies. Asking for them ends
-// in the OOM killer. (calculate_totalreserve_pages in mm/page_alloc.c, which MemAvailable deducts for the machine.)
+// Bytes of `node` that the kernel reserves in each zone; allocating them ends in the OOM killer.
+// (calculate_totalreserve_pages in mm/page_alloc.c, which MemAvailable deducts for the machine.)
 size_t kept_back(int node) {
     std::ifstream file("/proc/zoneinfo");
     size_t pages = 0, high = 0, managed = 0;
@@ -58,7 +58,7 @@ std::optional<size_t> lesser(std::optional<size_t> a, std::optional<size_t> b) {
     return std::min(*a, *b);
 }
 
-// What one control group's limit leaves, file pages counted as free; no value where it sets none.
+// Bytes left below one control group's limit, with file pages counted as free; no value if it has no limit.
 std::optional<size_t> left_in_group(const std::string& folder, bool second_version) {
     const char* const names[2][2] = {{"/memory.limit_in_bytes", "/memory.usage_in_bytes"},
                                      {"/memory.max", "/memory.current"}};
@@ -75,7 +75,7 @@ std::optional<size_t> left_in_group(const std::string& folder, bool second_versi
     return *limit - std::min(*limit, *used - std::min(*used, dropped));
 }
 
-// The least that any control group above this process leaves it, where they are mounted as everywhere today.
+// The least that any control group above this process leaves, assuming the usual mount points.
 std::optional<size_t> left_in_groups() {
     std::ifstream file("/proc/self/cgroup");
     std::optional<size_t> least;

@@ -17,7 +17,7 @@ void pack(const Call& call, const Group& g, const Packed& x) {
                        l.padded, x);
 }
 
-// The task's own copy: it stays in the cache, where one that all share would come from other cores.
+// The task's own packed copy: it stays in this core's cache, while a shared one would come from other cores.
 Packed packed_here(const Call& call, const Group& g, Carver& scratch) {
     const Layout& l = call.experts->gate_up->layout;
     char* pairs = scratch.take<char>(size_t(g.tokens) * call.kernels->row_bytes(l));
@@ -91,7 +91,7 @@ void cut(Call& call, int expert, int first, int tokens, int most) {
     }
 }
 
-// Slots sorted by expert, then token; experts with many tokens cut into groups.
+// Sorts slots by expert, then token; splits experts with many tokens into groups.
 void sort(Call& call, int tokens) {
     const Moe& op = call.op;
     const int experts = call.experts->gate_up->count, choices = op.top_k ? tokens * op.top_k : tokens;
@@ -124,7 +124,7 @@ void sort(Call& call, int tokens) {
 
 bool many_tokens(const Call& call) { return call.tokens > kManyTokens && call.most_tokens > kManyTokens; }
 
-// Panels of a task of gate and up.
+// Panels per task of gate and up.
 int up_step(const Matrix& w, const Call& call, int threads) {
     const int unit = call.panels_per_row();
     if (!call.by_expert) return streamed_step(w, unit, 1, call.groups, threads);
@@ -166,7 +166,7 @@ bool fetch_down(const void* context, int task, int part) {
            fetch_part(w.panel(call.group[group].expert, at.node, at.first), bytes, size_t(part) % parts);
 }
 
-// Who has some of these weights in its cache, or null.
+// Assigns tasks to the workers that have their weights in cache; null: none have.
 const Handing* hand_out(Call& call) {
     if (!call.op.ahead) return nullptr;
     call.group_experts.clear();
@@ -175,7 +175,7 @@ const Handing* hand_out(Call& call) {
     return &call.handing;
 }
 
-// Packs the activations while workers fetch what phase `up` reads.
+// Packs the activations while workers prefetch the weights of phase `up`.
 void pack_before(const Call& call, Host& host, const Phase& up, int lane) {
     if (!call.shared_x)
         return host.pool.run(published(call.groups, host.pool.nodes(), &call,
@@ -226,7 +226,7 @@ void run(const Moe& op, Host& host, int tokens, int lane) {
         if (op.top_k) part.ids += int64_t(first) * op.top_k, part.weights += int64_t(first) * op.top_k;
         part.x += int64_t(first) * op.x_stride;
         part.y = value_at(op.y, op.wide, int64_t(first) * op.y_stride);
-        if (i) host.pool.settle();  // the next pass writes over what a late worker of this one reads
+        if (i) host.pool.settle();  // the next pass overwrites what a late worker of this one may read
         run_pass(part, *op.call, host, count, lane);
     }
 }

@@ -21,23 +21,23 @@ struct Experts {
 struct MoeCall;
 class Pieces;
 
-// Lives as long as the pool may be working on it: until the program that holds it is gone, or settle().
+// Must live until settle(), or until its program is destroyed: late workers may still read it.
 struct Moe {
     const Experts* experts;
     int top_k;             // 0: every token to expert 0 with weight 1
-    const int32_t* ids;    // [tokens][top_k]; -1 is nobody's
+    const int32_t* ids;    // [tokens][top_k]; -1: no expert
     const float* weights;  // [tokens][top_k]
     const uint16_t* x;
     int64_t x_stride;
     void* y;  // bfloat16, float32 if wide
     int64_t y_stride;
     bool wide;
-    const Pieces* ahead = nullptr;            // weights that workers have read ahead, of these experts
-    mutable std::shared_ptr<MoeCall> call{};  // what a run leaves for its tasks
+    const Pieces* ahead = nullptr;            // weights of these experts that workers have prefetched
+    mutable std::shared_ptr<MoeCall> call{};  // arguments of a run for its tasks
 };
 
 // Throws Error (argument) for an id out of range.
-inline void check(const Moe&) {}  // the C interface has checked what it is made of
+inline void check(const Moe&) {}  // the C interface has checked the arguments
 void run(const Moe& op, Host& host, int tokens, int lane);
 
 }  // namespace proa

@@ -1,7 +1,7 @@
-// Many tokens, experts one by one: a task multiplies some rows of one expert with all of its tokens, whose results wait
-// in memory by slots (a token's place at an expert) until the last phase adds up each token's, in the order of its
-// experts. The other way (moe.cc), a task adds up its rows of all experts in the cache: nothing waits in memory, but it
-// reads all activations again for every few rows, which costs more than the results do (decisions 012 and 017).
+// Many tokens, experts one by one: a task multiplies some rows of one expert with all of its tokens. Results are stored
+// by slot, one per (token, expert) pair, until the last phase sums each token's slots in the order of its experts. The
+// alternative (moe.cc) is that a task sums its rows over all experts in the cache: it stores no intermediate results,
+// but rereads all activations for every few rows, which costs more than the results do (decisions 012 and 017).
 #include <algorithm>
 
 #include "moe_call.h"
@@ -11,8 +11,8 @@ namespace {
 
 using Call = MoeCall;
 
-constexpr int kSumTokens = 8;     // of a task that adds up
-constexpr int kOrderTokens = 64;  // of one that orders slots: some microseconds
+constexpr int kSumTokens = 8;     // per summing task
+constexpr int kOrderTokens = 64;  // per task that sorts slots: some microseconds
 
 void multiply(const void* context, int task, int next, std::byte* scratch) {
     const Call& call = *static_cast<const Call*>(context);
@@ -51,7 +51,7 @@ void add_up(const void* context, int task, const std::byte*) {
     }
 }
 
-// Each token's slots in ascending order, and with them its experts; what is nobody's last.
+// Sorts each token's slots in ascending order, and so by expert; entries without an expert last.
 struct Ordering {
     Call& call;
 
@@ -84,7 +84,7 @@ void run_down_by_expert(MoeCall& call, Host& host, int parts, int lane) {
     const Ordering ordering{call};
     host.pool.run(published(block_count(call.tokens, kOrderTokens), host.pool.nodes(), &ordering, Ordering::run), lane);
     for (int part = 0; part < parts; ++part) {
-        if (part) host.pool.settle();  // a late worker may be looking at the former part
+        if (part) host.pool.settle();  // a late worker may still read the previous part
         const size_t all = size_t(RowTasks(down, 2, 1, part, parts).all_panels()) * size_t(call.groups);
         const int step = panels_to_compute(2, all, threads, call.kernels->blocking);
         call.down_tasks = RowTasks(down, step, call.groups, part, parts);

@@ -1,4 +1,4 @@
-// What the phases of a call of the experts share. Never: arithmetic.
+// Data that the phases of one call of the experts share. Never: arithmetic.
 #pragma once
 
 #include <vector>
@@ -8,13 +8,13 @@
 
 namespace proa {
 
-// Tokens of one expert that are computed together; an expert with many has several.
+// Tokens of one expert that are computed together; an expert with many tokens has several groups.
 struct Group {
-    int expert, first, tokens;  // first: of its slots
+    int expert, first, tokens;  // first: index of its first slot
 };
 
-// A worker may still read the indices of a phase that another has finished in its place: they are the operation's own,
-// not the workspace's. Activations are: garbage there only makes garbage that nobody publishes.
+// A late worker may still read the indices of a phase whose task another worker has repeated: so they belong to the
+// operation. Activations are in the workspace: garbage there only produces results that are never published.
 struct MoeCall {
     Moe op;
     const Experts* experts;
@@ -23,18 +23,18 @@ struct MoeCall {
     int tokens, groups, most_tokens;
     std::vector<Group> group;
     std::vector<int> counts;
-    std::vector<int32_t> index;  // of slot: its token
-    std::vector<float> weight;   // of slot
-    std::vector<int32_t> slots;  // [tokens][top_k], -1 is nobody's
+    std::vector<int32_t> index;  // token of each slot
+    std::vector<float> weight;   // weight of each slot
+    std::vector<int32_t> slots;  // [tokens][top_k], -1: no expert
     char *x_pairs, *h_pairs;
     float *x_sums, *h_sums;
-    Handing handing;  // of gate and up, where workers have read some ahead
+    Handing handing;  // assigns gate and up tasks to the workers that have prefetched their weights
     std::vector<int> group_experts;
-    bool shared_x;  // one token: all experts read the same
+    bool shared_x;  // one token: all experts read the same row
 
-    // Where experts are computed one by one: see moe_by_expert.cc.
+    // If experts are computed one by one: see moe_by_expert.cc.
     bool by_expert;
-    std::vector<float> slot_weights;  // of each of `slots`
+    std::vector<float> slot_weights;  // weight of each entry of `slots`
     float* results;                   // [slots_used][result_columns]
     size_t result_columns;
 
@@ -48,15 +48,16 @@ struct MoeCall {
     const uint8_t* first_panel(const Matrix& w, const RowTasks::Place& at) const {
         return w.panel(group[size_t(at.repeat)].expert, at.node, at.first);
     }
-    int choices() const { return op.top_k ? op.top_k : 1; }  // of a token
+    int choices() const { return op.top_k ? op.top_k : 1; }  // experts per token
     int panels_per_row() const { return experts->activation == Activation::kRelu2 ? 1 : 2; }
-    // Of an expert's rows from panel `first` on, or null.
+    // The biases of an expert's rows from panel `first` on, or null.
     const float* down_bias(int expert, int first) const {
         const size_t panel = size_t(expert) * size_t(experts->down->layout.panels) + size_t(first);
         return experts->down_bias ? experts->down_bias + panel * kPanelRows : nullptr;
     }
 
-    // One group's product, at the beginning of the scratch. x_of(group, carver): its activations. next: as Phase says.
+    // Computes one group's product, at the beginning of the scratch. x_of(group, carver): its activations. next: see
+    // Phase.
     template <class F>
     void multiply(const Matrix& w, const RowTasks& tasks, int task, int next, std::byte* scratch, F&& x_of) const {
         const RowTasks::Place at = tasks.place(task);
@@ -70,10 +71,10 @@ struct MoeCall {
     }
 };
 
-// The second half of a call whose experts are computed one by one, in `parts` parts of the result's columns, so that
-// what waits in memory stays small.
+// The second half of a call whose experts are computed one by one, in `parts` parts of the result's columns, which
+// bounds the memory of intermediate results.
 int result_parts(const Matrix& down, size_t slots, const Blocking& blocking);
-int result_columns(const Matrix& down, int parts);  // of the largest part
+int result_columns(const Matrix& down, int parts);  // columns of the largest part
 void run_down_by_expert(MoeCall& call, Host& host, int parts, int lane);
 
 }  // namespace proa

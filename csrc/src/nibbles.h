@@ -1,15 +1,15 @@
-// Codes of four bits -> numbers of 16. Belongs here: looking up what the 16 codes stand for.
+// Converts 4-bit codes to 16-bit values. Belongs here: table lookups of the 16 values.
 #pragma once
 
 #include <cstdint>
 
 namespace proa {
 
-// Codes of groups that lie one after the other, `group_bytes` each, the last one maybe fewer: bytes in all. Of each
-// byte tables[group][code] of both codes, that in the low bits first.
+// Looks up consecutive groups of codes, `group_bytes` each (the last may be shorter), `bytes` in total: each byte gives
+// tables[group][code] for both of its codes, the one in the low bits first.
 void look_up_nibbles(const uint16_t (*tables)[16], int group_bytes, const uint8_t* codes, int bytes, uint16_t* to);
 
-// The same on any processor: what tests compare with.
+// look_up_nibbles in portable C++, the reference for tests.
 void look_up_nibbles_plainly(const uint16_t (*tables)[16], int group_bytes, const uint8_t* codes, int bytes,
                              uint16_t* to);
 

@@ -11,7 +11,7 @@
 namespace proa {
 
 Outbox::Outbox(std::shared_ptr<Host> host, int socket) : host_(std::move(host)), socket_(socket) {
-    require(!host_->outbox, "A pool has one outbox.");
+    require(!host_->outbox, "The pool has an outbox already.");
     host_->outbox = this;
 }
 
@@ -19,7 +19,7 @@ Outbox::~Outbox() {
     finish();
     host_->outbox = nullptr;
     host_->pool.withdraw();
-    host_->pool.settle();  // no worker looks at this any more
+    host_->pool.settle();  // from here on no worker reads this object
 }
 
 void Outbox::write(const void* data, size_t size) {
@@ -30,7 +30,7 @@ void Outbox::write(const void* data, size_t size) {
     state_.store(State::kLeft, std::memory_order_release);
     if (host_->pool.threads() < 2) return flush();
     const int nodes = host_->pool.nodes();
-    Phase phase = spread(nodes, nodes);  // a task for each: whoever is first
+    Phase phase = spread(nodes, nodes);  // one task per node; the first to run sends
     phase.context = this;
     phase.run = help;
     host_->pool.post(phase);
@@ -57,7 +57,7 @@ bool Outbox::take() {
     return state_.compare_exchange_strong(left, State::kTaken, std::memory_order_acq_rel);
 }
 
-// What is taken. Where it would have to wait and may not, the rest is left.
+// Sends as much as the socket takes; with MSG_DONTWAIT, the rest is left for later.
 void Outbox::send(int flags) {
     while (sent_ < message_.size() && !error_) {
         const ssize_t done = ::send(socket_, message_.data() + sent_, message_.size() - sent_, flags | MSG_NOSIGNAL);

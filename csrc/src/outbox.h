@@ -1,5 +1,5 @@
-// Messages to a socket, sent by a worker that has nothing to do while the caller goes on: a send that wakes a reader on
-// another CPU takes some 50 us of a thread whose caches are cold. Never: what is sent, frames.
+// Sends messages to a socket from an idle worker, so that the caller does not block: a send that wakes a reader on
+// another CPU takes about 50 us on a thread with cold caches. Never: the contents and framing of messages.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace proa {
 
-// Calls come from the thread that runs the host's programs. At most one message is left to workers; it is gone when the
+// Called only from the thread that runs the host's programs. At most one message is pending; it has been sent when the
 // next one is written, when a program begins, and when flush() or the destructor returns.
 class Outbox {
   public:
@@ -22,7 +22,7 @@ class Outbox {
     // Throws Error (system) if this message or the one before it cannot be sent.
     void write(const void* data, size_t size);
     void flush();
-    void finish();  // the same, but what cannot be sent is told by the next call
+    void finish();  // flush, but an error is thrown by the next call
 
     uint64_t sent_by_workers() const { return by_workers_.load(std::memory_order_relaxed); }
 
@@ -37,7 +37,7 @@ class Outbox {
     const int socket_;
     std::atomic<State> state_{State::kNothing};
     std::vector<char> message_;
-    size_t sent_ = 0;  // of it
+    size_t sent_ = 0;  // bytes of it
     int error_ = 0;
     std::atomic<uint64_t> by_workers_{0};
 };

@@ -11,7 +11,7 @@
 namespace proa {
 namespace {
 
-// One row's codes, padded, as words: one for each line.
+// Packs one row's codes, padded, into words, one per line.
 void words_of(const Layout& l, const uint8_t* codes, uint32_t* words) {
     switch (kFacts[int(l.format)].code_bits) {
         case 16: std::memcpy(words, codes, size_t(l.padded) * 2); return;
@@ -27,7 +27,7 @@ void words_of(const Layout& l, const uint8_t* codes, uint32_t* words) {
     }
 }
 
-// A line of float16 holds the 16 even columns' values, then the 16 odd ones.
+// Reorders a line of float16: the values of the 16 even columns, then those of the odd ones.
 void part_even_and_odd(uint8_t* line) {
     uint16_t both[32];
     std::memcpy(both, line, sizeof both);
@@ -42,7 +42,7 @@ void check_codes(const Layout& l, const uint8_t* codes) {
         throw Error(PROA_ERROR_ARGUMENT, "A code does not fit in " + std::to_string(bits) + " bits.");
 }
 
-// Scales of one row and their minimums, of T, into their vectors; those of blocks before them.
+// Stores one row's scales and minimums, of type T, into their vectors, after those of the blocks.
 template <class T>
 void put_scales(const Layout& l, const Source& s, int source_row, int row, uint8_t* area) {
     const FormatFacts& facts = kFacts[int(l.format)];
@@ -65,7 +65,7 @@ void put_scales(const Layout& l, const Source& s, int source_row, int row, uint8
     }
 }
 
-// One row's scales, which stand 16 rows a vector.
+// Stores one row's scales into vectors of 16 rows.
 void put_row_scales(const Layout& l, const Source& s, int source_row, int row, uint8_t* panel) {
     const FormatFacts& facts = kFacts[int(l.format)];
     if (!facts.scale_bytes) return;
@@ -79,9 +79,9 @@ void put_row_scales(const Layout& l, const Source& s, int source_row, int row, u
     if (l.format == Format::kNvfp4) {
         if (row == 0) std::memcpy(area, &s.factor, 4);
         if (std::any_of(scales, scales + groups, [](uint8_t code) { return code >= 0x7f; }))
-            throw Error(PROA_ERROR_ARGUMENT, "A scale of nvfp4 is negative or not a number.");
+            throw Error(PROA_ERROR_ARGUMENT, "A scale of nvfp4 is negative or NaN.");
     }
-    switch (size_t(facts.scale_bytes) / (facts.has_min ? 2 : 1) / kPanelRows) {  // bytes of one scale
+    switch (size_t(facts.scale_bytes) / (facts.has_min ? 2 : 1) / kPanelRows) {  // bytes per scale
         case 1: return put_scales<uint8_t>(l, s, source_row, row, area);
         case 2: return put_scales<uint16_t>(l, s, source_row, row, area);
         default: return put_scales<uint32_t>(l, s, source_row, row, area);
@@ -91,7 +91,7 @@ void put_row_scales(const Layout& l, const Source& s, int source_row, int row, u
 }  // namespace
 
 uint32_t put_lines(const Layout& l, const uint8_t* words, size_t stride, int rows, uint8_t* panel) {
-    constexpr int kTile = 16;  // lines that stay in the cache while every row adds to them
+    constexpr int kTile = 16;  // lines that stay in the cache while all rows are stored
     const int lines = int(l.code_bytes / kLineBytes);
     const int fours = rows / 4 * 4, whole = lines / 4 * 4;
     FourWords seen{};
@@ -100,8 +100,8 @@ uint32_t put_lines(const Layout& l, const uint8_t* words, size_t stride, int row
         const int end = std::min(first + kTile, lines), end_of_fours = std::min(end, whole);
         for (int row = 0; row < fours; row += 4)
             for (int line = first; line < end_of_fours; line += 4)
-                turn_four(words + size_t(row) * stride + line * 4, stride, panel + size_t(line) * kLineBytes + row * 4,
-                          kLineBytes, seen);
+                transpose_four(words + size_t(row) * stride + line * 4, stride,
+                               panel + size_t(line) * kLineBytes + row * 4, kLineBytes, seen);
         for (int row = 0; row < rows; ++row)
             for (int line = row < fours ? end_of_fours : first; line < end; ++line) {
                 const auto word = read<uint32_t>(words + size_t(row) * stride + line * 4);
@@ -121,8 +121,8 @@ void put_scales(const Layout& l, const Source& s, int first, int rows, uint8_t* 
 
 namespace {
 
-// Of 16-bit numbers, given all bits that are set in their words. Weights are seldom as large as 2, and what is smaller
-// lacks the exponent's first bit: only else is there a reason to look at each of them.
+// True if 16-bit values are finite, given the bitwise or of their words. Weights are seldom as large as 2, and smaller
+// values lack the exponent's highest bit: only otherwise is each value checked.
 bool finite_rows(const Layout& l, const Source& s, int first, int rows, uint32_t seen) {
     if (!(seen & 0x40004000)) return true;
     const Stored type = l.format == Format::kBf16 ? Stored::kBf16 : Stored::kF16;

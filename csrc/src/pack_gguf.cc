@@ -1,5 +1,5 @@
-// Blocks of GGUF taken apart: ggml's layouts. What no format has becomes what one has, exactly: codes of fewer bits
-// ones of more, tables integers, scales of two levels float32.
+// Unpacks GGUF blocks (ggml's layouts) into packed formats, exactly: codes of types without a format of their own are
+// widened, table entries become integers, two-level scales become float32.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -12,13 +12,13 @@
 namespace proa {
 namespace {
 
-// Where one row's words of codes, and its scales, go.
+// Destination of one row's words of codes and its scales.
 struct Row {
     uint32_t* words;
     uint8_t *scales, *mins, *block_scales, *block_mins;
 };
 
-// The rows of a panel as words and scales.
+// The rows of one panel, as words and scales.
 class PanelRows {
   public:
     PanelRows(const Layout& l, int blocks)
@@ -33,7 +33,7 @@ class PanelRows {
         return {codes_.data() + i * words_, part(0) + i * scales_, part(1) + i * scales_, part(2) + i * block_scales_,
                 part(3) + i * block_scales_};
     }
-    // Whether scales and minimums are finite.
+    // Packs the panel; returns whether scales and minimums are finite.
     bool put(const Layout& l, int rows, uint8_t* panel) {
         put_lines(l, (const uint8_t*)codes_.data(), words_ * 4, rows, panel);
         put_scales(l, {nullptr, 0, part(0), scales_, 1, part(1), part(2), part(3), block_scales_, 1.f}, 0, rows, panel);
@@ -41,7 +41,7 @@ class PanelRows {
     }
 
   private:
-    // What rows do not fill are zeros.
+    // Missing rows are zeros.
     bool finite(Format format) {
         switch (format) {
             case Format::kQ4K:
@@ -58,8 +58,8 @@ class PanelRows {
         return memory_.data() + kPanelRows * (size_t(std::min(i, 2)) * scales_ + (i > 2 ? block_scales_ : 0));
     }
 
-    size_t words_;                  // of a row
-    size_t scales_, block_scales_;  // bytes of a row
+    size_t words_;                  // per row
+    size_t scales_, block_scales_;  // bytes per row
     std::vector<uint32_t> codes_;
     std::vector<uint8_t> memory_;
 };
@@ -166,7 +166,7 @@ void take_q2_k(const uint8_t* block, int i, const Row& row) {
     }
 }
 
-// 4 more than Q3_K's codes are those of 4 bits, whose zero is 8.
+// Q3_K's codes plus 4 are 4-bit codes with zero point 8.
 void take_q3_k(const uint8_t* block, int i, const Row& row) {
     const float d = from_half(read<uint16_t>(block + 108));
     int8_t scales[16];

@@ -19,7 +19,7 @@
 namespace proa {
 namespace {
 
-constexpr int64_t kRedoAfterNs = 50'000;  // a task takes at most about that long while decoding
+constexpr int64_t kRedoAfterNs = 50'000;  // about the longest task in decode
 
 int64_t now_ns() {
     timespec t;
@@ -170,7 +170,7 @@ void Pool::run_alone(const Phase& phase, int lane_index) {
     }
 }
 
-// Nobody may start a task of a phase whose caller leaves with an error, nor of the one behind it.
+// Stops workers from starting tasks of a phase whose caller leaves with an error, or of the one after it.
 void Pool::abandon(Lane& lane) {
     empty(lane);
     lane.done.store(0), lane.tasks.store(0);
@@ -200,7 +200,7 @@ void Pool::finish(int lane_index, Worker& self) {
     }
 }
 
-// Someone has been at a task for longer than any takes here: do it as well. False where it is too early for that.
+// Repeats a task that has been running for longer than any task takes. False if it is too early for that.
 bool Pool::redo(Lane& lane, Worker& self, int64_t waiting_since_ns) {
     if (now_ns() - waiting_since_ns < std::max(kRedoAfterNs, 2 * self.longest_ns)) return false;
     Task task;
@@ -211,8 +211,8 @@ bool Pool::redo(Lane& lane, Worker& self, int64_t waiting_since_ns) {
     return true;
 }
 
-// Where a worker has a task of the phase behind the open one, or gets one: until it may begin it, or there is something
-// to do on a lane before this one.
+// Takes a task of the phase after the open one and prefetches for it, until it may be started or a lane of higher
+// priority has work. False if there is no such task.
 bool Pool::hold(int lane_index, Worker& worker) {
     Lane& lane = lanes_[lane_index];
     if (!worker.queued[lane_index].tasks && !fetch_early(lane_index, worker)) return false;
@@ -235,7 +235,7 @@ void Pool::execute(Lane& lane, const Task& task, Worker& self) {
     if (options_.taken_for_test) options_.taken_for_test();
     std::atomic<uint32_t>& claimed = lane.claimed(task.id);
     uint32_t before = claimed.load(std::memory_order_acquire);
-    // Otherwise the claim below fails if the task is published meanwhile.
+    // If the task is published after this check, the claim below fails.
     if (is_over(lane, task)) return;
     const int64_t begin = now_ns();
     if (task.run_before)
@@ -271,7 +271,8 @@ void Pool::serve(Worker& worker) {
     worker.alive.store(false);
 }
 
-// One task, of the first lane that has one, or for idle workers; or one that another has been at for too long.
+// Runs one task: of the first lane that has one, or a posted one for idle workers, or one that takes another worker too
+// long.
 bool Pool::serve_once(Worker& worker, int64_t idle_since_ns) {
     Task task;
     for (int lane = 0; lane < kLanes; ++lane)
@@ -315,18 +316,18 @@ bool Pool::wanted(const Worker& worker) const {
     return worker.rank < wanted_[worker.node].load(std::memory_order_seq_cst);
 }
 
-// Sleeps until the pool's size changes. Not at the bell: nobody shall be woken for each phase to find nothing to do.
+// Sleeps until the number of active workers changes; on a futex of its own, so that phases do not wake it.
 void Pool::rest(const Worker& worker) {
     const uint32_t before = gate_.load(std::memory_order_seq_cst);
     if (!wanted(worker) && !stop_.load() && !kill_.load()) gate_.wait(before, std::memory_order_seq_cst);
 }
 
 void Pool::use(const std::vector<int>& workers) {
-    require(int(workers.size()) == nodes(), "Each team needs its number of workers.");
+    require(int(workers.size()) == nodes(), "There must be one number of workers per team.");
     for (int node = 0; node < nodes(); ++node) {
         const int all = int(options_.teams[size_t(node)].size()), least = node > 0 && all > 0;
         require(workers[size_t(node)] >= least && workers[size_t(node)] <= all,
-                "A team has no such number of workers.");
+                "A team must use 0 to all of its workers, and at least 1 unless it is the caller's.");
     }
     int threads = 1;
     for (int node = 0; node < nodes(); ++node) {

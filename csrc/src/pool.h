@@ -1,16 +1,16 @@
-// The workers: one team of threads per memory node, and the thread that calls. Belongs here: handing out tasks,
-// waiting, parking. Never: what a task computes.
+// The thread pool: one team of workers per NUMA node, and the calling thread. Belongs here: scheduling tasks, waiting,
+// parking. Never: what a task computes.
 //
 // Work comes in phases of independent tasks. Each task belongs to a node and is taken by that node's team. A task
-// computes into the private scratch of whoever runs it and is published once: `run` may be repeated by a second worker
-// when the first was taken off its core by the operating system, and only one of the two gets to `publish`. So a busy
-// core delays a phase by a task, not by a time slice.
+// computes into the private scratch of its worker and is published once: if a worker is preempted by the operating
+// system, a second one may repeat `run`, and only one of the two may `publish`. So a preempted worker delays a phase by
+// a task, not by a time slice.
 //
-// The phase behind the one at work may be announced: whoever finds no more tasks takes one of those, and fetches what
-// it will read until the phase is opened. So memory is not idle while the last tasks are done (decision 039).
+// The phase after the open one may be announced: a worker without tasks takes one of those, and prefetches its inputs
+// until the phase is opened. So memory is not idle while the last tasks of a phase run (decision 039).
 //
-// Two lanes carry the phases of two callers (decode and prefill); workers look at the first lane before every task.
-// Whoever finds nothing there does what was posted for idle workers, which nobody waits for.
+// Two lanes carry the phases of two callers (decode and prefill); workers check the first lane before every task. A
+// worker that finds no task on a lane runs what was posted for idle workers, which no caller waits for.
 #pragma once
 
 #include <atomic>
@@ -25,43 +25,43 @@
 
 namespace proa {
 
-// What a thread does while it spins.
+// One pause of a spinning thread.
 void relax();
 
 constexpr int kMaxNodes = 64;
 constexpr int kLanes = 2;
-constexpr size_t kScratchBytes = size_t(256) << 20;  // address space of each worker; memory is taken as it is touched
-constexpr int kMaxTasks = 1 << 20;                   // of a phase
+constexpr size_t kScratchBytes = size_t(256) << 20;  // address space per worker; memory is allocated as it is touched
+constexpr int kMaxTasks = 1 << 20;                   // per phase
 
-// Who should take which tasks of a phase: those whose weights it has in its cache already.
+// Assigns tasks of a phase to the workers that have their weights in cache already.
 struct Handing {
     struct Owned {
-        const std::byte* scratch;  // of the worker
+        const std::byte* scratch;  // identifies the worker
         int task;
     };
     std::vector<Owned> owned;
-    std::vector<int32_t> order;  // of every place in the phase, its task: of each node the owned ones last
+    std::vector<int32_t> order;  // permutation of the phase's tasks: each node's owned tasks last
 };
 
 struct Phase {
     void (*run)(const void* context, int task, std::byte* scratch);
     void (*publish)(const void* context, int task, const std::byte* scratch);
     const void* context;
-    // Instead of `run`, for short tasks that can prepare the one behind them: next is what this worker will probably do
-    // after this task, or -1.
+    // Replaces `run` for short tasks that prefetch for the following one: next is the task that this worker will
+    // probably run after this one, or -1.
     void (*run_before)(const void* context, int task, int next, std::byte* scratch) = nullptr;
     int nodes;
     int begin[kMaxNodes + 1];  // node n owns tasks [begin[n], begin[n + 1])
-    bool at_home = false;      // nobody else does them, however long they wait
+    bool at_home = false;      // tasks are never repeated by another worker
     const Handing* handing = nullptr;
-    // Asks for a part of what a task will read, before what it reads of others exists; false: there is no such part.
+    // Prefetches a part of a task's constant inputs, before its other inputs exist; false: there is no such part.
     bool (*fetch)(const void* context, int task, int part) = nullptr;
 };
 
-// A phase whose tasks have no home: divided evenly over the nodes.
+// A phase whose tasks belong to no particular node: divided evenly over the nodes.
 Phase spread(int tasks, int nodes);
 
-// One whose work is its publishing: short tasks that write where all can see, so that nobody may do them twice.
+// A phase of short tasks that write directly to shared memory in `publish`, and so must not be repeated.
 Phase published(int tasks, int nodes, const void* context, decltype(Phase::publish) publish);
 
 struct WorkerDied : Error {
@@ -69,9 +69,9 @@ struct WorkerDied : Error {
 };
 
 struct PoolOptions {
-    std::vector<std::vector<int>> teams;       // logical CPUs of each node's workers, the calling thread not among them
+    std::vector<std::vector<int>> teams;       // logical CPUs of each node's workers, without the calling thread
     bool pin = true;                           // bind each worker to its CPU,
-    std::vector<std::vector<int>> homes = {};  // or, where these are given, to all CPUs of its team's home
+    std::vector<std::vector<int>> homes = {};  // or, if given, to all CPUs of its team's home
     int spin_us = 1000;                        // how long an idle worker spins before it sleeps
     bool redo = true;
     void (*taken_for_test)() = nullptr;  // called between taking a task and beginning it
@@ -85,42 +85,42 @@ class Pool {
     Pool& operator=(const Pool&) = delete;
 
     int nodes() const { return int(options_.teams.size()); }
-    int threads() const { return threads_.load(std::memory_order_relaxed); }  // that work, the calling one included
+    int threads() const {
+        return threads_.load(std::memory_order_relaxed);
+    }  // active ones, including the calling thread
 
-    // From now on only the first `workers[node]` of each team work; the others sleep and cost nothing. A team that has
-    // workers keeps one, but for the caller's.
+    // From now on only the first `workers[node]` workers of each team take part; the others sleep. Every team with
+    // workers, except the caller's, must keep at least one.
     void use(const std::vector<int>& workers);
 
-    // Runs a phase on a lane; the calling thread works along as a member of node 0. One caller a lane at a time. Throws
-    // WorkerDied. Task functions must not throw.
-    // then: announced meanwhile; the lane's next phase.
+    // Runs a phase on a lane; the calling thread takes part as a member of node 0. One caller per lane at a time.
+    // Throws WorkerDied. Task functions must not throw. then: the lane's next phase, announced meanwhile.
     void run(const Phase& phase, int lane = 0, const Phase* then = nullptr);
 
-    // The lane's next phase, before what its tasks read is there. Nothing happens where it has no `fetch`.
+    // Announces the lane's next phase before its inputs exist. Does nothing if the phase has no `fetch`.
     void announce(const Phase& phase, int lane = 0);
 
-    // The same on the calling thread alone: for work that is done before anybody else has noticed it.
+    // Runs a phase on the calling thread only: for work that takes less time than waking a worker.
     void run_alone(const Phase& phase, int lane = 0);
 
-    // For workers that have nothing else to do and are awake: `run` of the phase's tasks, some of them, instead of
-    // those of the last such phase. Nothing is published, and nothing says when it is over: see settle(). One caller at
-    // a time.
+    // Posts a phase for idle workers that are awake, which replaces the previous one: they call `run` for some of its
+    // tasks. Nothing is published, and its end is not signalled: see settle(). One caller at a time.
     void post(const Phase& phase);
-    void withdraw();  // no further task of it is begun
+    void withdraw();  // no further task of the posted phase is started
 
-    // Until as many calls of let_sleep, no worker that takes part sleeps, however long it idles: for callers who cannot
-    // wake one. From any thread.
+    // Active workers do not sleep until let_sleep has been called as often: for callers that cannot wake them.
+    // Thread-safe.
     void keep_awake();
     void let_sleep() { awake_.fetch_sub(1, std::memory_order_seq_cst); }
 
-    // Returns when no worker is inside a task function any more. Until then a slow worker may still read the inputs of
-    // a task that another one has finished in its place. Callers whose buffers end with the call wait for it.
+    // Waits until no worker is inside a task function. Before that a late worker may still read the inputs of a task
+    // that another one has repeated and finished. Callers must call it before they free or reuse inputs.
     void settle();
 
-    // Throws Error (system) if a worker is not where it should be.
+    // Throws Error (system) if a worker could not be bound to its CPUs.
     void check_bound() const;
 
-    // Throws WorkerDied if one has ended. Every phase looks by itself.
+    // Throws WorkerDied if a worker has ended. Every phase checks this itself.
     void check_alive() const;
 
     uint64_t redone() const { return redone_.load(std::memory_order_relaxed); }
@@ -135,7 +135,7 @@ class Pool {
     struct alignas(64) Counter {
         std::atomic<uint64_t> value{0};  // epoch << 40 | tasks << 20 | next
     };
-    struct Posted {  // read by workers that may be late: every field is atomic, `epoch` is checked before and after
+    struct Posted {  // read by late workers too: every field is atomic, and `epoch` is checked before and after
         std::atomic<uint64_t> epoch{0};
         std::atomic<decltype(Phase::run)> run{nullptr};
         std::atomic<decltype(Phase::run_before)> run_before{nullptr};
@@ -148,14 +148,14 @@ class Pool {
         std::atomic<int> begin[kMaxNodes + 1];
     };
     struct Lane {
-        Counter next[2][kMaxNodes];  // of even and odd epochs
+        Counter next[2][kMaxNodes];  // for even and odd epochs
         Posted posted[2];
-        alignas(64) std::atomic<int> done{0};  // alone in its line: it changes with every task
+        alignas(64) std::atomic<int> done{0};  // in a cache line of its own: it changes with every task
         alignas(64) std::atomic<int> tasks{0};
-        std::atomic<uint64_t> epoch{0};  // of the phase that is open: no task of a later one is begun
+        std::atomic<uint64_t> epoch{0};  // of the open phase: no task of a later one is started
         std::unique_ptr<std::atomic<uint32_t>[]> claims;
         std::atomic<bool> busy{false};
-        bool announced = false;  // the caller's: the phase behind the open one is posted
+        bool announced = false;  // used by the caller: the phase after the open one is posted
 
         std::atomic<uint32_t>& claimed(int task) const;  // epoch in which it was last published
     };
@@ -166,8 +166,8 @@ class Pool {
         decltype(Phase::fetch) fetch;
         const void* context;
         uint32_t epoch;
-        int id = 0, next = -1, tasks = 0;  // tasks: of the phase
-        int fetched = 0;                   // parts, before it was begun
+        int id = 0, next = -1, tasks = 0;  // tasks: number in the phase
+        int fetched = 0;                   // parts prefetched before it was started
         bool at_home;
         const Handing* handing;
     };
@@ -176,11 +176,11 @@ class Pool {
         std::byte* scratch = nullptr;
         std::atomic<bool> inside{false};
         std::atomic<bool> alive{false};
-        int node = 0, cpu = -1, rank = 0;  // in its team
-        int64_t longest_ns = 0;            // of its tasks, fading
-        uint64_t looked[kLanes] = {};      // the last epoch in which it looked for tasks of its own,
+        int node = 0, cpu = -1, rank = 0;  // rank: in its team
+        int64_t longest_ns = 0;            // of its tasks, decaying
+        uint64_t looked[kLanes] = {};      // the last epoch in which it searched for owned tasks,
         size_t looked_at[kLanes] = {};     // and how far
-        Task queued[kLanes];               // what it has taken besides the task that it is at, if its `tasks` is not 0
+        Task queued[kLanes];               // a task taken in advance, if its `tasks` is not 0
     };
 
     static uint64_t after(uint64_t epoch) { return (epoch + 1) & kEpochMask; }
@@ -217,17 +217,17 @@ class Pool {
     void wake();
 
     PoolOptions options_;
-    std::vector<int> orphans_;  // nodes without a worker: everybody serves them
+    std::vector<int> orphans_;  // nodes without workers, served by all teams
     Lane lanes_[kLanes], idle_;
     Worker callers_[kLanes];
     std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<bool> stop_{false}, kill_{false};
     alignas(64) std::atomic<uint32_t> bell_{0};
     std::atomic<int> asleep_{0};
-    std::atomic<int> awake_{0};                // calls of keep_awake that hold
-    std::atomic<int> wanted_[kMaxNodes] = {};  // workers of each team that take part
+    std::atomic<int> awake_{0};                // keep_awake calls minus let_sleep calls
+    std::atomic<int> wanted_[kMaxNodes] = {};  // active workers of each team
     std::atomic<int> threads_{1};
-    alignas(64) std::atomic<uint32_t> gate_{0};  // rung when that changes
+    alignas(64) std::atomic<uint32_t> gate_{0};  // notified when wanted_ changes
     std::atomic<uint64_t> redone_{0};
     std::string unbound_;  // why a worker could not be bound to its CPU
 };

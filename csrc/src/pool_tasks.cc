@@ -1,4 +1,4 @@
-// Which tasks of the lanes' phases there are, and who takes them. Never: doing them, waiting.
+// The lanes' open tasks, and how workers take them. Never: running tasks, waiting.
 #include <algorithm>
 
 #include "pool.h"
@@ -8,12 +8,12 @@ namespace {
 
 constexpr int kIndexBits = 20;  // of Counter
 constexpr uint64_t kIndexMask = (uint64_t(1) << kIndexBits) - 1;
-constexpr int kManyLeft = 2;  // tasks for each worker
+constexpr int kManyLeft = 2;  // tasks per worker
 constexpr size_t kAllSeen = ~size_t(0);
 
 }  // namespace
 
-// From here on workers begin its tasks.
+// Opens a posted phase: workers start its tasks.
 void Pool::open(Lane& lane, const Phase& phase) {
     const uint64_t epoch = after(lane.epoch.load(std::memory_order_relaxed));
     lane.done.store(0, std::memory_order_relaxed);
@@ -22,11 +22,11 @@ void Pool::open(Lane& lane, const Phase& phase) {
     lane.epoch.store(epoch, std::memory_order_seq_cst);
 }
 
-// From here on workers find its tasks.
+// Posts a phase: workers can take its tasks, but not start them.
 void Pool::post(Lane& lane, const Phase& phase, uint64_t epoch) {
     Posted& posted = lane.posted[epoch & 1];
     posted.epoch.store(~uint64_t(0), std::memory_order_seq_cst);
-    posted.run.store(phase.run, std::memory_order_release);  // not before the epoch is gone
+    posted.run.store(phase.run, std::memory_order_release);  // not before the old epoch is invalidated
     posted.run_before.store(phase.run_before, std::memory_order_release);
     posted.publish.store(phase.publish, std::memory_order_release);
     posted.context.store(phase.context, std::memory_order_release);
@@ -42,7 +42,7 @@ void Pool::post(Lane& lane, const Phase& phase, uint64_t epoch) {
     }
 }
 
-// Who looks from now on finds nothing that belongs to the phase's caller; who is looking is inside, see settle().
+// Hides the phase: workers find no data of its caller any more; those that are looking count as inside, see settle().
 void Pool::close(Lane& lane) {
     lane.posted[lane.epoch.load(std::memory_order_relaxed) & 1].handing.store(nullptr, std::memory_order_seq_cst);
 }
@@ -52,7 +52,7 @@ void Pool::empty(Lane& lane) {
         for (Counter& counter : counters) counter.value.store(0, std::memory_order_seq_cst);
 }
 
-// Tasks that are done at about the same time lie in different lines.
+// Counters of tasks that finish at about the same time are in different cache lines.
 std::atomic<uint32_t>& Pool::Lane::claimed(int task) const {
     return claims[size_t((task & ~1023) | (task & 63) << 4 | (task >> 6 & 15))];
 }
@@ -72,7 +72,7 @@ bool Pool::look_up(Lane& lane, uint64_t epoch, Task& task) {
     return posted.epoch.load(std::memory_order_relaxed) == epoch;
 }
 
-// A task to do now; where tasks prepare the one behind them, that one is taken too, while there are many.
+// Takes a task to run now; if tasks prefetch for the following one, takes that one too, while many are left.
 bool Pool::next_task(int lane, Worker& worker, Task& task) {
     Task& queued = worker.queued[lane];
     const auto is_early = [&](const Task& it) {
@@ -86,7 +86,7 @@ bool Pool::next_task(int lane, Worker& worker, Task& task) {
     } else if (!first_task(lane, worker, task)) {
         return false;
     } else if (is_early(task)) {
-        queued = task;  // the phase that it looked at is over, and this one announced
+        queued = task;  // the phase that it looked at is over, so this task is of the announced one
         return false;
     }
     if (task.run_before && has_many(lanes_[lane], worker.node) && first_task(lane, worker, queued) &&
@@ -102,7 +102,7 @@ bool Pool::first_task(int lane, Worker& worker, Task& task) {
     return false;
 }
 
-// So many that a task which waits behind another one is not what the phase ends with.
+// True if so many tasks are left that one taken in advance will not be the last to finish.
 bool Pool::has_many(const Lane& lane, int node) const {
     const uint64_t seen =
         lane.next[lane.epoch.load(std::memory_order_relaxed) & 1][node].value.load(std::memory_order_relaxed);
@@ -119,7 +119,7 @@ bool Pool::take(Lane& lane, int node, Task& task, bool early) {
     return false;
 }
 
-// The next task of this node. A phase that ended meanwhile is noticed: its epoch is gone.
+// Takes the node's next task. False if the phase ended meanwhile, which its epoch shows.
 bool Pool::take_of(Lane& lane, uint64_t wanted, int node, Task& task) {
     std::atomic<uint64_t>& next = lane.next[wanted & 1][node].value;
     const uint64_t seen = next.load(std::memory_order_acquire);
@@ -134,8 +134,8 @@ bool Pool::take_of(Lane& lane, uint64_t wanted, int node, Task& task) {
     return true;
 }
 
-// Takes a task of the phase behind the open one, or fetches a part of what the one that it took will read. False where
-// nothing is left to do.
+// Takes a task of the phase after the open one, or prefetches a part of the inputs of the one that it took. False if
+// there is nothing left to do.
 bool Pool::fetch_early(int lane, Worker& worker) {
     Task& queued = worker.queued[lane];
     if (!queued.tasks) {
@@ -149,7 +149,7 @@ bool Pool::fetch_early(int lane, Worker& worker) {
     return true;
 }
 
-// The next task that is this worker's own.
+// Takes the next task that is assigned to this worker.
 bool Pool::take_owned(int lane, Worker& worker, Task& task) {
     const uint64_t epoch = lanes_[lane].epoch.load(std::memory_order_acquire);
     size_t& at = worker.looked_at[lane];
@@ -166,11 +166,11 @@ bool Pool::take_owned(int lane, Worker& worker, Task& task) {
     return false;
 }
 
-// A task that somebody took and has not published: every node's, since its team may be off its cores.
+// Finds a task that was taken but not published, of any node, since a whole team may be preempted.
 bool Pool::take_again(Lane& lane, int node, Task& task) {
     const uint64_t epoch = lane.epoch.load(std::memory_order_acquire);
     const int from = lane.posted[epoch & 1].begin[node].load(std::memory_order_acquire);
-    if (!look_up(lane, epoch, task) || task.at_home) return false;  // else `from` and everything else are of this epoch
+    if (!look_up(lane, epoch, task) || task.at_home) return false;  // otherwise all fields are of this epoch
     for (int i = 0; i < task.tasks; ++i) {
         task.id = (from + i) % task.tasks;
         if (lane.claimed(task.id).load(std::memory_order_relaxed) != task.epoch + 1) return true;
@@ -178,8 +178,8 @@ bool Pool::take_again(Lane& lane, int node, Task& task) {
     return false;
 }
 
-// Whether a task was published. Whoever was off its core since it took the task may find its number claimed by a later
-// phase: then that phase's epoch is seen here.
+// True if the task was published. A worker that was preempted after it took the task may find its number claimed by a
+// later phase: then it sees that phase's epoch.
 bool Pool::is_over(const Lane& lane, const Task& task) {
     return lane.claimed(task.id).load(std::memory_order_acquire) == task.epoch + 1 ||
            lane.epoch.load(std::memory_order_relaxed) != task.epoch;

@@ -1,5 +1,5 @@
-// A recorded step: operations over buffers that stay, replayed with one call for any number of rows up to the buffers'.
-// Belongs here: their order. Never: what they compute, and who filled the buffers.
+// A recorded step: operations over fixed buffers, replayed with one call for any number of rows up to the buffers'.
+// Belongs here: their order. Never: their arithmetic, the contents of the buffers.
 #pragma once
 
 #include <deque>
@@ -17,7 +17,7 @@
 
 namespace proa {
 
-using Operation = std::variant<Embed, Lookup, RmsNorm, Add, GatedAdd, Gate, Rotary, WriteKv, Route, Best, Attention,
+using Operation = std::variant<Embed, Lookup, RmsNorm, Add, GatedAdd, Gate, Rotary, WriteKv, Route, Argmax, Attention,
                                GatedDelta, Linear, HeadLinear, Moe>;
 
 class Program {
@@ -27,15 +27,15 @@ class Program {
     Program(const Program&) = delete;
     Program& operator=(const Program&) = delete;
 
-    // Throws Error for what the operation cannot be.
+    // Appends an operation. Throws Error if its arguments are invalid.
     void add(Operation operation) {
         std::visit([](const auto& op) { proa::check(op); }, operation);
         operations_.push_back(std::move(operation));
     }
     size_t size() const { return operations_.size(); }
 
-    // Operations [first, end) for `rows` rows. On an error the rest is not run. When it returns no worker reads
-    // anything of the program or of its buffers any more, however late one was: all may be freed.
+    // Runs operations [first, end) on `rows` rows; after an error the rest is not run. When it returns no worker, not
+    // even a late one, reads the program or its buffers, so that all may be freed.
     void run(size_t first, size_t end, int rows, int lane) {
         const struct Settle {
             Pool& pool;
@@ -51,7 +51,7 @@ class Program {
 
   private:
     std::shared_ptr<Host> host_;
-    std::deque<Operation> operations_;  // which never moves them
+    std::deque<Operation> operations_;  // a deque never moves its elements
 };
 
 }  // namespace proa

@@ -73,7 +73,7 @@ bool Queue::run(const Job& job) {
     } catch (...) {
         error_ = std::current_exception();
     }
-    host_->pool.settle();  // the job's buffers are the caller's again
+    host_->pool.settle();  // the caller may now free or reuse the job's buffers
     if (error_) failed_.store(true, std::memory_order_release);
     return !error_;
 }

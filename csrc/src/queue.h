@@ -1,5 +1,5 @@
-// Jobs for the experts from somebody who may not wait, allocate or lock: a program, and later a GPU's doorbell. Belongs
-// here: one producer's ring and the thread that serves it. Never: what experts compute.
+// A queue of jobs for the experts, for a producer that may not wait, allocate or lock. Belongs here: the ring of one
+// producer and the thread that runs its jobs. Never: the experts' arithmetic.
 #pragma once
 
 #include <atomic>
@@ -26,17 +26,17 @@ struct Job {
 
 class Queue {
   public:
-    // `layers` and all that jobs point to must outlive the queue. slots: jobs that may be under way, a power of two.
+    // `layers` and all memory that jobs point to must outlive the queue. slots: most jobs in flight, a power of two.
     Queue(std::shared_ptr<Host> host, std::vector<const Experts*> layers, int slots, int lane, int spin_us);
     ~Queue();
     Queue(const Queue&) = delete;
     Queue& operator=(const Queue&) = delete;
 
-    // One producer. The number of the job, from 1 on, or 0 if all slots are taken. Writes a slot and a counter.
+    // Queues a job; from one thread only. Returns its number, from 1 on, or 0 if all slots are taken.
     uint64_t submit(const Job& job);
 
-    // Whether job `number` is finished. Throws what it, or one before it, failed with: jobs run in order, none after
-    // that.
+    // True if job `number` is finished. Throws the error of this job or of an earlier one: jobs run in order, and stop
+    // at an error.
     bool done(uint64_t number) const;
     void wait(uint64_t number) const;
 

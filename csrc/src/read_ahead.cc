@@ -7,7 +7,7 @@
 namespace proa {
 namespace {
 
-constexpr size_t kLeastCacheBytes = 256 << 10;  // of a core, where the system does not say
+constexpr size_t kLeastCacheBytes = 256 << 10;  // per core, if the system does not report it
 
 size_t cache_bytes() {
     const long found = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -18,7 +18,7 @@ size_t cache_bytes() {
 
 void Pieces::cut(const Experts& experts, const std::vector<int>& ids, int threads) {
     const Matrix& w = *experts.gate_up;
-    // Two workers may share a core's cache.
+    // Half of the cache: two workers may share a core.
     static const size_t room_bytes = cache_bytes() / 2;
     const size_t fit = std::max<size_t>(1, room_bytes * size_t(threads) / w.matrix_bytes());
     experts_ = &experts;

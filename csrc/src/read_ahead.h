@@ -1,7 +1,7 @@
-// Weights that will probably be wanted soon, read into the caches of the workers that will compute with them, while
-// these have nothing else to do. Belongs here: which pieces, who read them. Never: guessing the experts, arithmetic.
+// Prefetch of weights that will probably be needed soon, by idle workers into the caches of those that will compute
+// with them. Belongs here: which pieces, and which worker read them. Never: predicting the experts, arithmetic.
 //
-// It changes no result: whatever is read is read again, from a nearer memory, by the tasks that need it.
+// It changes no result: the tasks read the same weights again, from cache.
 #pragma once
 
 #include <atomic>
@@ -15,10 +15,10 @@
 
 namespace proa {
 
-// Of one layer: gate and up of some of its experts, cut as the tasks of a job are that needs just these.
+// Gate and up of some experts of one layer, split into the same tasks as a job with exactly these experts.
 class Pieces {
   public:
-    // ids: numbers of experts, the likeliest first. Nobody may be reading.
+    // ids: numbers of experts, the likeliest first. No worker may be reading.
     void cut(const Experts& experts, const std::vector<int>& ids, int threads);
     void read(int task, const std::byte* scratch) const;
 
@@ -26,7 +26,7 @@ class Pieces {
     const RowTasks& tasks() const { return tasks_; }
     const std::vector<int>& ids() const { return ids_; }
     bool has(int id) const;
-    // By its scratch: who has begun to read an expert's panel, or null.
+    // The worker, identified by its scratch, that has started to read an expert's panel; null: none.
     const std::byte* reader(int id, int node, int panel) const;
     void end() { over_.store(true, std::memory_order_relaxed); }
 
@@ -34,7 +34,7 @@ class Pieces {
     const Experts* experts_ = nullptr;
     RowTasks tasks_;
     std::vector<int> ids_;
-    std::unique_ptr<std::atomic<const std::byte*>[]> readers_;  // of task
+    std::unique_ptr<std::atomic<const std::byte*>[]> readers_;  // reader of each task
     size_t room_ = 0;
     std::atomic<bool> over_{true};
 };
@@ -46,21 +46,22 @@ class ReadAhead {
     ReadAhead(const ReadAhead&) = delete;
     ReadAhead& operator=(const ReadAhead&) = delete;
 
-    // Workers that are idle begin; returns at once. ids as Pieces'.
+    // Lets idle workers start reading; returns at once. ids: as for Pieces::cut.
     void begin(const Experts& experts, const std::vector<int>& ids);
     void end();
 
-    // What was read last, if it is of these experts.
+    // The pieces that were read last, if they are of these experts; else null.
     const Pieces* of(const Experts& experts) const;
 
   private:
-    static constexpr size_t kTurns = 4;  // a late worker may still read what was cut before
+    static constexpr size_t kTurns = 4;  // rotated: a late worker may still read earlier pieces
     Host& host_;
     Pieces turns_[kTurns];
     size_t turn_ = 0;
 };
 
-// Which workers should take which of a job's tasks on gate and up. groups: of each repeat, its expert; ascending.
+// Assigns a job's gate and up tasks to the workers that have read their weights. experts: expert of each repeat,
+// ascending.
 void hand_out(const Pieces& pieces, const RowTasks& tasks, const std::vector<int>& experts, Handing& handing);
 
 }  // namespace proa

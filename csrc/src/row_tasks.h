@@ -1,4 +1,4 @@
-// How the panels of a matrix are cut into tasks. Belongs here: sizes of tasks, pure functions.
+// Splitting the panels of a matrix into tasks. Belongs here: sizes of tasks, pure functions.
 #pragma once
 
 #include <algorithm>
@@ -9,20 +9,20 @@
 
 namespace proa {
 
-// Few enough bytes that the last task of a phase does not keep everybody waiting, many enough that starting one
-// (a microsecond, and memory's latency) does not count.
+// Small enough that threads do not wait long for the last task of a phase, large enough to amortise starting a task
+// (a microsecond, and the latency of memory).
 constexpr size_t kLeastTaskBytes = 48 << 10, kMostTaskBytes = 256 << 10;
 constexpr int kTasksPerThread = 16;
 
-constexpr int kPanelsAtOnce = 4;  // at most, that a kernel multiplies with the same activations in registers
+constexpr int kPanelsAtOnce = 4;  // most panels that a kernel multiplies with the same activations in registers
 
-constexpr int kPackingTokens = 16;  // of a packing task: some microseconds
+constexpr int kPackingTokens = 16;  // per packing task, which takes some microseconds
 
-constexpr int kManyTokens = 16;  // from here on arithmetic costs more than reading weights, or soon will
+constexpr int kManyTokens = 16;  // from about here on arithmetic costs more than reading weights
 constexpr int kComputeTasksPerThread = 4;
 
-// Each slice's panels in runs of `step` panels, each run `repeats` times (for groups of tokens, or for experts). Of
-// `parts` parts of every slice only one.
+// Each slice's panels, or one of `parts` parts of them, in runs of `step` panels; every run `repeats` times (for groups
+// of tokens, or for experts).
 struct RowTasks {
     int step = 0, repeats = 0;
     int first[kMaxNodes] = {}, panels[kMaxNodes] = {};
@@ -32,7 +32,7 @@ struct RowTasks {
 
     struct Place {
         int node, repeat, first, end;  // panels of the matrix
-        int column;                    // of the part's first column, were all slices' parts put side by side
+        int column;                    // first column of the part, with all slices' parts concatenated
     };
 
     RowTasks() = default;
@@ -48,7 +48,7 @@ struct RowTasks {
         }
     }
 
-    // Tasks of one repeat follow one another: they read neighbouring memory.
+    // Tasks of one repeat are consecutive: they read neighbouring memory.
     Place place(int task) const {
         int node = 0, before = 0;
         while (task >= begin[node + 1]) before += panels[node++];
@@ -69,8 +69,8 @@ struct RowTasks {
     }
 };
 
-// Panels of a task that reads them once: a multiple of `unit`, 1 or 2, and of kPanelsAtOnce where there are about as
-// many. streamed: bytes read of each panel; total: of all tasks.
+// Panels per task that reads them once: a multiple of `unit`, 1 or 2, and of kPanelsAtOnce if there are enough.
+// streamed: bytes read per panel; total: bytes of all tasks.
 inline int panels_to_stream(int unit, size_t streamed, size_t total, int threads) {
     const size_t wanted = std::clamp(total / size_t(threads * kTasksPerThread), kLeastTaskBytes, kMostTaskBytes);
     const int panels = int(wanted / std::max<size_t>(streamed, 1));
@@ -78,25 +78,25 @@ inline int panels_to_stream(int unit, size_t streamed, size_t total, int threads
     return std::max(unit, panels / unit * unit);
 }
 
-// The same of a whole phase over `groups` experts, of which a task reads `matrices`.
+// panels_to_stream for a phase over `groups` experts, where a task reads `matrices` of them.
 inline int streamed_step(const Matrix& w, int unit, int matrices, int groups, int threads) {
     const Layout& l = w.layout;
     const size_t total = size_t(l.panels) * l.panel_bytes * size_t(groups);
     return panels_to_stream(unit, l.panel_bytes * size_t(matrices), total, threads);
 }
 
-// Panels of a task that passes many tokens over them: the more, the less often the tokens' activations are read again;
-// all: panels of the phase, of which every thread should get some tasks.
+// Panels per task with many tokens: more panels reread the activations less often. all: panels of the phase, of which
+// every thread should get some tasks.
 inline int panels_to_compute(int unit, size_t all, int threads, const Blocking& blocking) {
     const size_t fair = all / size_t(threads * kComputeTasksPerThread);
     return int(std::clamp(fair / size_t(unit), size_t(1), size_t(blocking.most_panels / unit))) * unit;
 }
 
-// Weights are fetched ahead a part at a time: half a microsecond, then whoever does it looks whether it is over.
+// Weights are prefetched in parts of half a microsecond, after each of which the worker checks for tasks.
 constexpr size_t kPartBytes = 4 << 10;
 constexpr size_t parts_of(size_t bytes) { return (bytes + kPartBytes - 1) / kPartBytes; }
 
-// Asks for a part of them, into the second-level cache; false where there is none.
+// Prefetches a part of them into the second-level cache; false if there is no such part.
 inline bool fetch_part(const uint8_t* from, size_t bytes, size_t part) {
     if (part >= parts_of(bytes)) return false;
     const size_t end = std::min(bytes, (part + 1) * kPartBytes);
@@ -104,13 +104,13 @@ inline bool fetch_part(const uint8_t* from, size_t bytes, size_t part) {
     return true;
 }
 
-// `tokens` packed rows from row `first` of a stretch of them on; sums is null where the format needs none.
+// A view of `tokens` packed rows from row `first` on; sums is null if the format needs none.
 inline Packed packed_rows(const Kernels& k, const Layout& l, char* pairs, float* sums, size_t first, int tokens) {
     const Packing how = k.packing(l, tokens);
     return {pairs + first * k.row_bytes(l), sums && how.sums ? sums + first * (l.padded / 16) : nullptr, tokens, how};
 }
 
-// Value `i` of results in bfloat16, or float32 if wide.
+// Address of element `i` of results in bfloat16, or float32 if wide.
 inline void* value_at(void* y, bool wide, int64_t i) { return static_cast<std::byte*>(y) + i * (wide ? 4 : 2); }
 
 }  // namespace proa

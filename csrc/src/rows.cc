@@ -12,8 +12,8 @@
 namespace proa {
 namespace {
 
-constexpr size_t kAloneBytes = 128 << 10;  // of results: some microseconds, not worth waking anybody
-constexpr size_t kTaskBytes = 64 << 10;    // fits into any core's cache, beside its inputs
+constexpr size_t kAloneBytes = 128 << 10;  // of results: some microseconds, not worth waking workers
+constexpr size_t kTaskBytes = 64 << 10;    // fits into any core's cache, with its inputs
 
 template <class T>
 T* row_of(T* data, int64_t stride, int row) {
@@ -22,14 +22,14 @@ T* row_of(T* data, int64_t stride, int row) {
 uint16_t* row_of(const Rows& rows, int row) { return row_of(rows.data, rows.stride, row); }
 const uint16_t* row_of(const ConstRows& rows, int row) { return row_of(rows.data, rows.stride, row); }
 
-// Rows of `width` values without gaps -> rows [first, last) of `to`.
+// Copies contiguous rows of `width` values to rows [first, last) of `to`.
 void copy_rows(const uint16_t* from, int width, const Rows& to, int first, int last) {
     for (int row = first; row < last; ++row, from += width)
         std::memcpy(row_of(to, row), from, size_t(width) * sizeof(uint16_t));
 }
 
-// Each operation says how many bytes a row of its results takes, computes rows [first, last) into scratch, and puts
-// them into their place. Where it only copies, `place` does it all.
+// For each operation: bytes of a row of its results; compute(), which computes rows [first, last) into scratch;
+// place(), which copies them to their destination. Operations that only copy do everything in place().
 
 size_t row_bytes(const Embed& op) { return size_t(op.width) * 2; }
 void compute(const Embed&, const Kernels&, int, int, std::byte*) {}
@@ -132,7 +132,7 @@ void place(const WriteKv& op, int first, int last, const std::byte* scratch) {
     }
 }
 
-// The results, then keys of one row; and as much again, for the time is in reading the logits.
+// The results, then keys of one row; twice, since the time is spent on reading the logits.
 size_t row_bytes(const Route& op) { return size_t(op.rule.top_k) * 8 + size_t(round_up(op.rule.experts, 16)) * 8; }
 void compute(const Route& op, const Kernels& k, int first, int last, std::byte* scratch) {
     int32_t* ids = reinterpret_cast<int32_t*>(scratch);
@@ -149,8 +149,8 @@ void place(const Route& op, int first, int last, const std::byte* scratch) {
     std::memcpy(op.weights + begin, scratch + count * sizeof(int32_t), count * sizeof(float));
 }
 
-// The largest of `count` values; `finite` becomes false if one is infinite or no number. Lane by lane, which every
-// compiler can turn into vectors.
+// The largest of `count` values; `finite` becomes false if one is NaN or Inf. Written lane by lane, so that every
+// compiler vectorises it.
 float most_of(const float* x, int count, bool& finite) {
     constexpr int kLanes = 16;
     float most[kLanes], zeros[kLanes] = {};
@@ -160,7 +160,7 @@ float most_of(const float* x, int count, bool& finite) {
         const auto take = [&](int n) {
             for (int l = 0; l < n; ++l) {
                 most[l] = x[i + l] > most[l] ? x[i + l] : most[l];
-                zeros[l] += x[i + l] * 0.f;  // not zero but for finite numbers
+                zeros[l] += x[i + l] * 0.f;  // zero only for finite values
             }
         };
         if (lanes == kLanes)
@@ -184,12 +184,12 @@ int32_t best_of(const float* x, int width) {
     return finite ? int32_t(std::find(x + block, x + width, best) - x) : -1;
 }
 
-size_t row_bytes(const Best& op) { return size_t(op.width) * sizeof(float); }  // read: the result is one number
-void compute(const Best& op, const Kernels&, int first, int last, std::byte* scratch) {
+size_t row_bytes(const Argmax& op) { return size_t(op.width) * sizeof(float); }  // bytes read: the result is one id
+void compute(const Argmax& op, const Kernels&, int first, int last, std::byte* scratch) {
     int32_t* ids = reinterpret_cast<int32_t*>(scratch);
     for (int row = first; row < last; ++row) *ids++ = best_of(row_of(op.logits, op.stride, row), op.width);
 }
-void place(const Best& op, int first, int last, const std::byte* scratch) {
+void place(const Argmax& op, int first, int last, const std::byte* scratch) {
     std::memcpy(op.ids + first, scratch, size_t(last - first) * sizeof(int32_t));
 }
 
@@ -200,7 +200,7 @@ int task_rows(const Op& op) {
     return int(std::max<size_t>(1, kTaskBytes / std::max<size_t>(1, row_bytes(op))));
 }
 
-// The end of a task's rows. A late task may find fewer rows than it was made for.
+// The end of a task's rows. A late task may see the fewer rows of a later step.
 template <class Op>
 int end_of(const Op& op, int first) {
     return std::max(first, std::min(first + task_rows(op), op.now.rows.get()));
@@ -297,18 +297,18 @@ void check(const GatedAdd& op) {
 void check(const Gate& op) {
     check_size(op.heads, kMostHeads, "The number of heads");
     check_size(op.head_dim, kMostWidth / kMostHeads, "The dimension of a head");
-    check_size(op.apart, kMostWidth / kMostHeads, "The distance of gates");
+    check_size(op.apart, kMostWidth / kMostHeads, "The distance between gates");
     require(op.apart >= op.head_dim, "Gates overlap.");
-    check_rows(op.x.data, op.x.stride, int64_t(op.heads) * op.head_dim, "What is gated");
+    check_rows(op.x.data, op.x.stride, int64_t(op.heads) * op.head_dim, "The input of a gate");
     check_rows(op.gate.data, op.gate.stride, int64_t(op.heads - 1) * op.apart + op.head_dim, "The gate");
 }
 
 void check(const Rotary& op) {
     check_size(op.heads, kMostHeads, "The number of heads");
     check_size(op.head_dim, kMostWidth / kMostHeads, "The dimension of a head");
-    check_size(op.half, op.head_dim / 2, "Half of the turned dimensions");
+    check_size(op.half, op.head_dim / 2, "Half of the rotary dimensions");
     require(op.cos && op.sin, "The angles are a null pointer.");
-    check_rows(op.x.data, op.x.stride, int64_t(op.heads) * op.head_dim, "What is turned");
+    check_rows(op.x.data, op.x.stride, int64_t(op.heads) * op.head_dim, "The input of a rotary embedding");
 }
 
 void check(const KvPages& c) {
@@ -317,11 +317,11 @@ void check(const KvPages& c) {
     check_size(c.kv_heads, kMostHeads, "The number of KV heads");
     check_size(c.key_dim, kMostHeadDim, "The dimension of a key");
     check_size(c.value_dim, kMostHeadDim, "The dimension of a value");
-    require(c.type == KvType::kBf16 || c.type == KvType::kE4m3, "The type of a KV cache is none that there is.");
+    require(c.type == KvType::kBf16 || c.type == KvType::kE4m3, "A KV cache must be bfloat16 or e4m3.");
     require(std::isnormal(c.key_scale) && c.key_scale > 0 && std::isnormal(c.value_scale) && c.value_scale > 0,
-            "Scales of a KV cache are positive.");
-    require(c.type == KvType::kE4m3 || (c.key_scale == 1 && c.value_scale == 1), "Scales are for a KV cache of e4m3.");
-    require(c.key_dim % 2 == 0 && c.value_dim % 2 == 0, "Dimensions of keys and values are even.");
+            "Scales of a KV cache must be positive.");
+    require(c.type == KvType::kE4m3 || (c.key_scale == 1 && c.value_scale == 1), "Only a KV cache of e4m3 has scales.");
+    require(c.key_dim % 2 == 0 && c.value_dim % 2 == 0, "Dimensions of keys and values must be even.");
     check_rows(c.keys, c.key_stride, int64_t(c.kv_heads) * c.key_dim, "The key cache");
     check_rows(c.values, c.value_stride, int64_t(c.kv_heads) * c.value_dim, "The value cache");
 }
@@ -340,14 +340,14 @@ void check(const Route& op) {
     check_size(rule.groups, std::min(rule.experts, kMostExpertGroups), "The groups of experts");
     check_size(rule.kept, rule.groups, "The groups that are kept");
     const int size = rule.experts / rule.groups;
-    require(size * rule.groups == rule.experts, "The number of experts is a multiple of that of their groups.");
-    check_size(rule.best_of, std::min(size, 2), "The experts that speak for a group");
-    require(rule.top_k <= rule.kept * size, "The groups that are kept have fewer experts than a token takes.");
+    require(size * rule.groups == rule.experts, "The number of experts must be a multiple of the number of groups.");
+    check_size(rule.best_of, std::min(size, 2), "The experts that a group is scored by");
+    require(rule.top_k <= rule.kept * size, "The kept groups have fewer experts than top_k.");
     check_rows(op.logits, op.stride, rule.experts, "The logits");
     require(op.ids && op.weights, "Ids or weights are a null pointer.");
 }
 
-void check(const Best& op) {
+void check(const Argmax& op) {
     check_size(op.width, kMostWidth, "The number of logits");
     check_rows(op.logits, op.stride, op.width, "The logits");
     require(op.ids, "The place for ids is a null pointer.");
@@ -367,6 +367,6 @@ void run(const WriteKv& op, Host& host, int rows, int lane) {
     run_rows(op, host, rows, lane);
 }
 void run(const Route& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
-void run(const Best& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
+void run(const Argmax& op, Host& host, int rows, int lane) { run_rows(op, host, rows, lane); }
 
 }  // namespace proa

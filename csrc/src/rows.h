@@ -1,8 +1,7 @@
-// Operations on rows of bfloat16: embedding, norms, additions, rotary angles, writing the KV cache, choosing experts
-// and tokens.
-// Belongs here: what they are given. Never: matrices.
+// Operations on rows of bfloat16: embedding, norms, additions, rotary, writing the KV cache, routing, argmax. Belongs
+// here: their arguments. Never: matrices.
 //
-// An operation lives as long as its pool may be working on it: until the program that holds it is gone, or settle().
+// An operation must live until settle(), or until its program is destroyed: late workers may still read it.
 #pragma once
 
 #include "host.h"
@@ -10,7 +9,7 @@
 
 namespace proa {
 
-// Where rows lie. `stride`: values from one row to the next, so that a part of wider rows is a view of them.
+// A view of rows. stride: elements from one row to the next, so that a part of wider rows can be a view.
 struct ConstRows {
     const uint16_t* data;
     int64_t stride;
@@ -21,7 +20,7 @@ struct Rows {
     operator ConstRows() const { return {data, stride}; }
 };
 
-// What a run leaves for its tasks.
+// Arguments of a run for its tasks.
 struct RowsNow {
     Late<const Kernels*> kernels;
     Late<int> rows;
@@ -37,24 +36,24 @@ struct Embed {
     RowsNow now{};
 };
 
-// Every group of every row: out = x / rms(x) * (offset + weight [width]). With a residual, x += residual comes first
-// and is kept. out may be x.
+// For every group of every row: out = x / rms(x) * (offset + weight [width]). With a residual, x += residual first, in
+// place. out may be x.
 struct RmsNorm {
-    Rows x;              // only read unless there is a residual
+    Rows x;              // read-only unless there is a residual
     ConstRows residual;  // null data: none
     const uint16_t* weight;
-    int groups, width;  // groups of the output's row lie next to each other
+    int groups, width;  // groups of an output row are contiguous
     float eps;
     Rows out;
     float offset = 0;
-    int apart = 0;  // values from group to group of x's row, if they are more than the width; then without a residual
+    int apart = 0;  // elements between groups of x's row if more than the width; not with a residual
     RowsNow now{};
 };
 
 // x *= sigmoid(gate), head by head.
 struct Gate {
     Rows x;          // rows of [heads][head_dim]
-    ConstRows gate;  // likewise, but `apart` values from head to head
+    ConstRows gate;  // likewise, heads start `apart` elements apart
     int heads, head_dim, apart;
     RowsNow now{};
 };
@@ -75,7 +74,7 @@ struct GatedAdd {
     RowsNow now{};
 };
 
-// The first 2 * half values of each head are turned, in place.
+// Rotates the first 2 * half values of each head, in place.
 struct Rotary {
     Rows x;                  // rows of [heads][head_dim]
     const float *cos, *sin;  // [rows][half]
@@ -86,18 +85,18 @@ struct Rotary {
 
 enum class KvType : int32_t { kBf16 = 0, kE4m3 = 1 };
 
-// The KV cache of a layer. A token's heads lie next to each other.
+// The KV cache of a layer. A token's heads are contiguous.
 struct KvPages {
     void *keys, *values;               // [pages][page_tokens] rows
-    int64_t key_stride, value_stride;  // values from token to token
+    int64_t key_stride, value_stride;  // elements from token to token
     int pages, page_tokens, kv_heads, key_dim, value_dim;
     KvType type = KvType::kBf16;
-    float key_scale = 1, value_scale = 1;  // of e4m3: what a stored value is multiplied with
+    float key_scale = 1, value_scale = 1;  // e4m3 only: K = stored value * key_scale, V likewise
 
     int elem_bytes() const { return type == KvType::kBf16 ? 2 : 1; }
 };
 
-// Keys and values of the rows go to their slots: page * page_tokens + offset. Throws Error for a slot outside of it.
+// Writes keys and values of the rows to their slots: page * page_tokens + offset. Throws Error for a slot out of range.
 struct WriteKv {
     ConstRows keys, values;
     const int64_t* slots;
@@ -105,7 +104,7 @@ struct WriteKv {
     RowsNow now{};
 };
 
-// The experts that a rule chooses by the logits, best first.
+// Routing: the experts that a rule chooses from the logits, highest score first.
 struct Route {
     const void* logits;  // bfloat16 rows, float32 if wide
     int64_t stride;
@@ -116,8 +115,8 @@ struct Route {
     RowsNow now{};
 };
 
-// Of each row of logits the largest value's id, of equal ones the lowest; -1 where a value is infinite or no number.
-struct Best {
+// The argmax of each row of logits, the lowest id among equals; -1 for a row with a non-finite value.
+struct Argmax {
     const float* logits;
     int64_t stride;
     int width;
@@ -125,8 +124,7 @@ struct Best {
     RowsNow now{};
 };
 
-// Throw Error for null pointers, sizes below one, and rows that overlap. Done once, where an operation comes from
-// outside.
+// Throw Error for null pointers, sizes below one, and rows that overlap. Called once, when an operation is added.
 void check(const Embed& op);
 void check(const RmsNorm& op);
 void check(const Add& op);
@@ -136,7 +134,7 @@ void check(const Rotary& op);
 void check(const KvPages& cache);
 void check(const WriteKv& op);
 void check(const Route& op);
-void check(const Best& op);
+void check(const Argmax& op);
 void check_rows(const void* data, int64_t stride, int64_t width, const char* what);
 
 void run(const Embed& op, Host& host, int rows, int lane);
@@ -147,6 +145,6 @@ void run(const Gate& op, Host& host, int rows, int lane);
 void run(const Rotary& op, Host& host, int rows, int lane);
 void run(const WriteKv& op, Host& host, int rows, int lane);
 void run(const Route& op, Host& host, int rows, int lane);
-void run(const Best& op, Host& host, int rows, int lane);
+void run(const Argmax& op, Host& host, int rows, int lane);
 
 }  // namespace proa

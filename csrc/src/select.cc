@@ -29,7 +29,7 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
     return r;
 }
 
-// States that the operating system saves: a CPU's feature is of no use without.
+// Register states that the operating system saves; without that a CPU feature is unusable.
 uint64_t saved_states() {
     if (!(cpuid(1, 0).ecx >> 27 & 1)) return 0;
     unsigned low, high;
@@ -68,7 +68,7 @@ const char* missing_for_avx512bf16() {
     return nullptr;
 }
 
-// Linux saves the tiles only for a process that has asked for it (Documentation/arch/x86/xstate.rst).
+// Linux saves the tiles only for a process that has requested it (Documentation/arch/x86/xstate.rst).
 bool tiles_permitted() {
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;

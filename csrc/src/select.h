@@ -1,4 +1,4 @@
-// Which kernels this CPU runs. Belongs here: asking the CPU, and the debug switch that asks for less.
+// Selection of the kernels for this CPU. Belongs here: querying the CPU, and the debug option for lesser kernels.
 #pragma once
 
 #include <string>
@@ -9,11 +9,11 @@ namespace proa {
 
 struct Selected {
     const Kernels* kernels;
-    std::string reason;  // why none better
+    std::string reason;  // why no better kernels
 };
 
-// The best kernels of this CPU; wanted: "" or the name of ones no better. Throws Error (argument) if there are none of
-// that name or the CPU cannot run them.
+// The best kernels that this CPU runs, or those named `wanted` if not "". Throws Error (argument) if there are none of
+// that name, or the CPU cannot run them.
 Selected select_kernels(const std::string& wanted);
 
 }  // namespace proa

@@ -13,10 +13,10 @@
 
 namespace proa {
 
-// Loops over these become vectors: no branches, signed conversions.
+// Vectorisable: no branches, signed conversions.
 float from_half(uint16_t half) {
     const int32_t size = half & 0x7fff;
-    // Subnormal halves as whole numbers of 2^-24: bits put together would be subnormal floats, which workers flush.
+    // Subnormal halves as multiples of 2^-24: assembling bits would give subnormal floats, which workers flush.
     const uint32_t small = std::bit_cast<uint32_t>(float(size) * 0x1p-24f);
     const uint32_t large = (uint32_t(size) << 13) + (112u << 23) + (uint32_t(0x7bff - size) >> 31) * (112u << 23);
     const uint32_t is_small = uint32_t((size - 0x400) >> 31);
@@ -27,7 +27,7 @@ namespace {
 
 float half_at(const uint8_t* p) { return from_half(read<uint16_t>(p)); }
 
-// Codes of blocks are first laid out one a byte, eight at a time.
+// Unpacks the codes of blocks to one per byte, eight at a time.
 template <int N>
 struct Codes {
     uint8_t at[N];
@@ -105,7 +105,7 @@ void q4_k(const uint8_t* b, float* to) {
     scale_groups(b, codes.at, to);
 }
 
-// As Q4_K, with 32 bytes of fifth bits.
+// Q4_K with 32 more bytes of fifth bits.
 void q5_k(const uint8_t* b, float* to) {
     Codes<256> codes;
     for (int g = 0; g < 8; ++g)
@@ -157,7 +157,7 @@ void iq4_xs(const uint8_t* b, float* to) {
     for (int g = 0; g < 8; ++g) iq4(b + 8 + g * 16, float(iq4_xs_scale(b, g)) * half_at(b), to + g * 32);
 }
 
-// Both pass through the float16 that has their bits in its own: 2^8 and 2^14 times too small.
+// Both go through a float16 with their bits in its fields, which is 2^8 or 2^14 times too small.
 float e4m3(uint8_t code) {
     const int32_t size = code & 0x7f;
     const uint32_t number = std::bit_cast<uint32_t>(from_half(uint16_t(size << 7)) * 0x1p8f);
@@ -238,7 +238,7 @@ KeptFormat kept_format(Stored type) {
         case Stored::kQ6K: return {Format::kQ6K, 16};
         default: break;
     }
-    throw Error(PROA_ERROR_ARGUMENT, "No packed format keeps the stored type " + std::to_string(int(type)) + ".");
+    throw Error(PROA_ERROR_ARGUMENT, "No packed format holds the stored type " + std::to_string(int(type)) + ".");
 }
 
 void to_float(Stored type, const uint8_t* from, size_t values, float* to) {

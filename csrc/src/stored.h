@@ -1,5 +1,5 @@
-// How checkpoints store numbers: plain types, the blocks of GGUF, and codes whose scales lie elsewhere (coded.h).
-// Belongs here: reading them as numbers, exactly.
+// Types in which checkpoints store weights: unquantised types, GGUF's blocks, and codes with separate scales (coded.h).
+// Belongs here: converting them to floats, exactly.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace proa {
 
-// Values are ggml's type numbers; beyond 1000 those of codes, which GGUF does not have.
+// Values are ggml's type numbers; from 1000 on, types of codes and scales that ggml does not have.
 enum class Stored : int32_t {
     kF32 = 0,
     kF16 = 1,
@@ -32,7 +32,7 @@ enum class Stored : int32_t {
     kE8m0 = 1001,   // a power of two by its biased exponent; 2^-127 is taken as 0
     kInt8 = 1002,   // two's complement
     kUint8 = 1003,  // code - 128
-    kInt4 = 1004,   // code - 8; of two codes in a byte the first in the low bits
+    kInt4 = 1004,   // code - 8; two codes per byte, the first in the low bits
     kUint4 = 1005,  // code
     kE2m1 = 1006,
     kSigned4 = 1007,  // two's complement, otherwise as kInt4
@@ -42,24 +42,24 @@ struct StoredFacts {
     int block_values, block_bytes;
 };
 
-// Throws Error (argument) for a number that is none of them.
+// Throws Error (argument) for an unknown type.
 StoredFacts facts_of(Stored type);
 
-// A packed format that keeps the blocks of `type` without rounding, and its group.
+// The packed format that holds the blocks of a type without rounding, and its group.
 struct KeptFormat {
     Format format;
     int group;
 };
-// Throws Error (argument) where there is none.
+// Throws Error (argument) if there is none.
 KeptFormat kept_format(Stored type);
 
-// float16 -> float32, exactly, whatever becomes of subnormal floats.
+// Converts float16 to float32, exactly, even with flushing of subnormal float32.
 float from_half(uint16_t half);
 
-// `values` numbers, whole blocks, with the operations of ggml's reference in the same order.
+// Converts `values` values, whole blocks, to float32 with the operations of ggml's reference in the same order.
 void to_float(Stored type, const uint8_t* from, size_t values, float* to);
 
-// Stored numbers rounded once to bfloat16.
+// Converts stored values to bfloat16, rounded once.
 void to_bf16(Stored type, const uint8_t* from, size_t values, uint16_t* to);
 
 }  // namespace proa

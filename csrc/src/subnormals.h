@@ -1,4 +1,4 @@
-// Subnormal float32 cost up to a hundred cycles each and carry nothing here: they count as zero. Restores on leaving.
+// Flushes subnormal float32 to zero in its scope: they cost up to a hundred cycles each and do not matter here.
 #pragma once
 
 #if defined(__x86_64__)

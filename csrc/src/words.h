@@ -1,4 +1,5 @@
-// Codes of one row -> words of 32 bits: the row's lanes of a panel's lines. Belongs here: shuffling bits in registers.
+// Packs codes of one row into 32-bit words, the row's lanes of a panel's lines. Belongs here: shuffling bits in
+// registers.
 #pragma once
 
 #include <array>
@@ -22,9 +23,9 @@ T read(const void* p) {
 
 typedef uint32_t FourWords __attribute__((vector_size(16)));
 
-// Word j of row i -> word i of row j, of four rows of four words, `stride` and `to_stride` bytes apart. All bits that
-// are set in one of the words are added to `seen`.
-inline void turn_four(const uint8_t* words, size_t stride, uint8_t* to, size_t to_stride, FourWords& seen) {
+// Transposes four rows of four words, `stride` and `to_stride` bytes apart. The bitwise or of all words is added to
+// `seen`.
+inline void transpose_four(const uint8_t* words, size_t stride, uint8_t* to, size_t to_stride, FourWords& seen) {
     FourWords rows[4];
     for (int r = 0; r < 4; ++r) std::memcpy(&rows[r], words + size_t(r) * stride, sizeof rows[r]);
     seen |= (rows[0] | rows[1]) | (rows[2] | rows[3]);
@@ -46,9 +47,9 @@ inline void turn_four(const uint8_t* words, size_t stride, uint8_t* to, size_t t
 #endif
 }
 
-// Eight codes below 16, one a byte -> value i at bit 16 (i % 2) + 4 (i / 2).
+// Eight codes below 16, one per byte -> value i at bit 16 (i % 2) + 4 (i / 2).
 inline uint32_t word_of_nibbles(uint64_t codes) {
-    const uint64_t y = codes | codes >> 12;  // bytes 0 and 4: codes of even place; 1 and 5: of odd
+    const uint64_t y = codes | codes >> 12;  // bytes 0 and 4: codes at even positions; 1 and 5: at odd ones
     return uint32_t((y & 0xff) | (y >> 24 & 0xff00) | (y << 8 & 0xff0000) | (y >> 16 & 0xff000000));
 }
 
@@ -57,10 +58,10 @@ inline uint32_t word_of_bytes(uint32_t codes) {
     return (codes & 0xff0000ff) | (codes >> 8 & 0xff00) | (codes & 0xff00) << 8;
 }
 
-// Sixteen codes below 64, one a byte -> words of two lines with the low nibbles, and of one with the upper pairs of
-// bits, value i at bit 16 (i % 2) + 2 (i / 2).
+// Sixteen codes below 64, one per byte -> words of two lines with the low nibbles, and of one line with the upper pairs
+// of bits, value i at bit 16 (i % 2) + 2 (i / 2).
 inline void words_of_sixes(uint64_t low, uint64_t high, uint32_t* words) {
-    const auto pairs = [](uint64_t x) {  // even places' in byte 0, odd ones' in byte 2
+    const auto pairs = [](uint64_t x) {  // even positions in byte 0, odd ones in byte 2
         x = x >> 4 & 0x0303030303030303;
         x |= x >> 14;
         x |= x >> 28;
@@ -96,17 +97,17 @@ inline void three_bit_scales(const uint8_t* six, int8_t* scales) {
         scales[g] = int8_t(((six[g % 8] >> g / 8 * 4 & 15) | (six[8 + g % 4] >> g / 4 * 2 & 3) << 4) - 32);
 }
 
-// What the codes of IQ4_NL and IQ4_XS stand for.
+// The values of the codes of IQ4_NL and IQ4_XS.
 constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-// Of both nibbles of a byte at once.
+// The values of both nibbles of a byte.
 constexpr auto kIq4Pairs = [] {
     std::array<uint16_t, 256> pairs{};
     for (size_t i = 0; i < 256; ++i) pairs[i] = uint16_t(uint8_t(kIq4[i & 15]) | uint8_t(kIq4[i >> 4]) << 8);
     return pairs;
 }();
 
-// 16 bytes -> 32 of those, the first 16 from the low nibbles.
+// 16 bytes -> 32 values, the first 16 from the low nibbles.
 inline void iq4_values(const uint8_t* packed, int8_t* values) {
     for (int i = 0; i < 16; ++i) {
         const uint16_t both = kIq4Pairs[packed[i]];

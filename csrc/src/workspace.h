@@ -1,4 +1,4 @@
-// Memory that a lane's operations share, one after another. Never: anything that must outlive an operation.
+// Scratch memory that a lane's operations use one after another. Never: data that must outlive an operation.
 #pragma once
 
 #include <sys/mman.h>
@@ -15,7 +15,8 @@ constexpr size_t aligned(size_t bytes) { return (bytes + kBufferAlign - 1) / kBu
 
 class Workspace {
   public:
-    // At least `bytes`, aligned; contents are lost. Nobody may be using the former memory if it has to grow.
+    // At least `bytes`, aligned; contents are lost. The previous memory must not be in use, since it may be
+    // reallocated.
     std::byte* take(size_t bytes) {
         if (bytes > bytes_) {
             memory_.reset();
@@ -24,7 +25,7 @@ class Workspace {
             const size_t whole = (bytes + align - 1) / align * align;
             memory_.reset(static_cast<std::byte*>(std::aligned_alloc(align, whole)));
             if (!memory_) throw std::bad_alloc();
-            if (align == kHugeBytes) madvise(memory_.get(), whole, MADV_HUGEPAGE);  // a wish: it is only quicker
+            if (align == kHugeBytes) madvise(memory_.get(), whole, MADV_HUGEPAGE);  // best effort: only for speed
             bytes_ = bytes;
         }
         return memory_.get();
@@ -39,7 +40,7 @@ class Workspace {
     size_t bytes_ = 0;
 };
 
-// Parts of one stretch of memory, in the order in which they are taken; measures when it has no memory.
+// Carves consecutive parts out of a piece of memory; without memory it only measures the size.
 class Carver {
   public:
     explicit Carver(std::byte* memory = nullptr) : memory_(memory) {}

@@ -1,4 +1,4 @@
-// Phases that are announced: nothing of them is begun too early, everything is done once, and who waits fetches.
+// Announced phases: no task starts too early, every task is done once, and waiting workers prefetch.
 #include <chrono>
 #include <deque>
 #include <thread>
@@ -16,7 +16,7 @@ constexpr int kParts = 3;
 // A phase of a chain.
 struct Link {
     const Link* before = nullptr;
-    std::vector<std::atomic<int>> published, fetched;  // of each task; parts
+    std::vector<std::atomic<int>> published, fetched;  // per task: times published, parts prefetched
     std::atomic<int> begun{0}, all_fetched{0};
     explicit Link(int tasks) : published(size_t(tasks)), fetched(size_t(tasks)) {}
     bool each_once() const {
@@ -30,7 +30,7 @@ Link& of(const void* context) { return *const_cast<Link*>(static_cast<const Link
 
 bool fetch(const void* context, int task, int part) {
     Link& link = of(context);
-    CHECK(part == link.fetched[size_t(task)].fetch_add(1));  // in turn, by one worker
+    CHECK(part == link.fetched[size_t(task)].fetch_add(1));  // in order, by one worker
     link.all_fetched.fetch_add(part == kParts);
     return part < kParts;
 }
@@ -51,7 +51,7 @@ Phase phase_of(Link& link, int nodes) {
     return phase;
 }
 
-// Of a chain the first phase may be announced too, some have nothing to fetch, some no tasks, and workers come late.
+// Chains of phases: the first may be announced too, some have nothing to prefetch, some no tasks, workers come late.
 void chains_are_done_in_order() {
     const auto late = [] {
         static thread_local unsigned tasks = 0;
@@ -79,8 +79,8 @@ void chains_are_done_in_order() {
     }
 }
 
-// The caller's only task ends when the others have fetched what theirs will read.
-void who_waits_fetches() {
+// The caller's only task ends when the workers have prefetched for their next tasks.
+void waiting_workers_prefetch() {
     Pool pool({.teams = {{0, 0}}, .pin = false, .spin_us = 50, .redo = false});
     for (int i = 0; i < 50; ++i) {
         Link link(8);
@@ -101,8 +101,8 @@ void who_waits_fetches() {
     }
 }
 
-// A worker that waits on the second lane goes to the first as soon as there is something to do.
-void the_first_lane_goes_before_waiting() {
+// A worker that waits on the second lane switches to the first as soon as that has a task.
+void the_first_lane_has_priority_over_waiting() {
     Pool pool({.teams = {{0}}, .pin = false, .spin_us = 50, .redo = false});
     struct Both {
         Link link{4};
@@ -130,8 +130,9 @@ void the_first_lane_goes_before_waiting() {
     CHECK(both.link.each_once());
 }
 
-// Whoever runs the only task first is stuck until another has done it: the others hold tasks of the next phase.
-void those_who_wait_do_late_tasks_again() {
+// The first thread to run the only task is stuck until another one has done it, while the others hold tasks of the next
+// phase.
+void waiting_workers_repeat_late_tasks() {
     Pool pool({.teams = {{0, 0}}, .pin = false, .spin_us = 100000, .redo = true});
     for (int i = 0; i < 20; ++i) {
         struct Stuck {
@@ -156,8 +157,8 @@ void those_who_wait_do_late_tasks_again() {
     }
 }
 
-// A worker dies while the others are at a phase, and holds a task of the next one: none of that is begun.
-void nothing_is_begun_after_an_error() {
+// A worker dies during a phase, while it holds a task of the next one: no task of the next phase starts.
+void no_task_starts_after_an_error() {
     Pool pool({.teams = {{0, 0}}, .pin = false, .spin_us = 100000, .redo = false});
     struct Dying {
         Pool* pool;
@@ -178,7 +179,7 @@ void nothing_is_begun_after_an_error() {
         }
     };
     const Phase then = phase_of(dying.then, 1);
-    for (int i = 0; i < 2; ++i) {  // the lane is free again, and still nobody works
+    for (int i = 0; i < 2; ++i) {  // the lane is free again, and no worker runs its tasks
         bool failed = false;
         try {
             pool.run(phase, 0, &then);
@@ -214,10 +215,10 @@ void a_lane_has_one_caller() {
 
 int main() {
     chains_are_done_in_order();
-    who_waits_fetches();
-    the_first_lane_goes_before_waiting();
-    those_who_wait_do_late_tasks_again();
-    nothing_is_begun_after_an_error();
+    waiting_workers_prefetch();
+    the_first_lane_has_priority_over_waiting();
+    waiting_workers_repeat_late_tasks();
+    no_task_starts_after_an_error();
     a_lane_has_one_caller();
     return 0;
 }

@@ -1,5 +1,5 @@
-// Arenas of every kind of page. On a machine with several NUMA nodes (tools/numa_in_qemu.sh pretends one) also: pages
-// lie on the node they were bound to, by the kernel's account.
+// Arenas with every kind of page. On a machine with several NUMA nodes (tools/numa_in_qemu.sh emulates one) also: pages
+// lie on the node they were bound to, according to numa_maps.
 
 #include "arena.h"
 
@@ -113,7 +113,7 @@ void test_each_kind() {
 
 void test_kernels_without_populate() {
     PageFacts facts;
-    facts.hugetlb_free = 1000;  // not used: nothing could tell of a page that is missing
+    facts.hugetlb_free = 1000;  // not used: a missing page could not be reported
     Arena file(3 * kMib, -1, PROA_ARENA_SHARED, facts);
     use(file);
     CHECK(file.info().pages == PROA_PAGES_SMALL && contains(file.info().reason, "before 5.14"));
@@ -141,7 +141,7 @@ void test_what_lies_beyond_the_end_faults() {
         if (child == 0) {
             const rlimit no_core = {0, 0};
             setrlimit(RLIMIT_CORE, &no_core);
-            close(STDERR_FILENO);  // sanitizers and emulators would tell of what is meant to happen
+            close(STDERR_FILENO);  // sanitizers and emulators would report the intended crash
             *static_cast<volatile char*>(arena.data() + offset) = 1;
             _exit(0);
         }
@@ -260,7 +260,7 @@ void check_interleaved(const std::vector<int>& nodes) {
     }
 }
 
-// Two arenas that only fit by themselves: the second one's touch must say so, not end in SIGBUS or the OOM killer.
+// Two arenas that do not fit together: touching the second must return an error, not end in SIGBUS or the OOM killer.
 int fill_node(int node, size_t bytes, const PageFacts& facts) {
     Arena first(bytes, node, PROA_ARENA_STRICT_NODE, facts), second(bytes, node, PROA_ARENA_STRICT_NODE, facts);
     first.touch(0, bytes);

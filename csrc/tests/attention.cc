@@ -1,4 +1,4 @@
-// Attention over pages against float64: both ways through the kernels, splits, windows, sinks, odd sizes, any pool.
+// Paged attention against float64: both algorithms of the kernels, splits, windows, sinks, odd sizes, any pool.
 
 #include "attention.h"
 
@@ -60,8 +60,8 @@ const Case kCases[] = {
     {{2, 5}, {70, 70}, 16, 1, 576, 512, 16, 0, false, kE4m3},
 };
 
-// Processors widen subnormal float16 whatever MXCSR says of subnormals; QEMU 7 makes them zero where it says so. That
-// is how AVX2 widens e4m3.
+// Processors convert subnormal float16 regardless of MXCSR's flags for subnormals; QEMU 7 flushes them if a flag is
+// set, which breaks AVX2's conversion of e4m3.
 #if defined(__x86_64__)
 __attribute__((target("f16c"))) bool widens_subnormals() {
     const unsigned before = _mm_getcsr();
@@ -76,7 +76,7 @@ bool keeps_subnormals() { return !__builtin_cpu_supports("f16c") || widens_subno
 bool keeps_subnormals() { return true; }
 #endif
 
-// A filled cache, whose unused slots hold NaNs, and queries in rows that are wider than they need to be.
+// A filled cache whose unused slots hold NaN, and queries in rows that are wider than necessary.
 struct Problem {
     const Case& c;
     int rows = 0, most_pages = 0, pages = 0;
@@ -172,7 +172,7 @@ struct Problem {
     }
 };
 
-// One row and head in float64: the output, and how far off it may be.
+// One row and head in float64: the output, and the bound of its error.
 struct Truth {
     std::vector<double> want, bound;
 
@@ -196,8 +196,8 @@ struct Truth {
         double total = c.sinks ? std::exp(p.sinks[size_t(head)] - most) : 0;
         for (double& x : scores) total += x = std::exp(x - most);
         const double n = double(scores.size());
-        // A score is a sum of key_dim products. Its weight is off by twice that, by exp (2 units, and the rounding of
-        // its argument) and by being rescaled once a block of keys, which rounds likewise.
+        // A score is a sum of key_dim products. The error of its weight is twice the score's, plus that of exp (2
+        // units, and the rounding of its argument), plus one rounding per block of keys for rescaling.
         const double weight = 2 * terms * (c.key_dim + 4) * kEps32 + (most - least + 4) * kEps32 * (n / 64 + 3);
         // Panels round the weights to bfloat16, in the numerator and in the sum below it.
         const bool panels = c.q_lens[s] > 4 || (c.kv_heads == 1 && c.q_lens[s] * c.heads >= 16);
@@ -235,7 +235,7 @@ void attention_is_right(const Case& c, Random& random) {
     });
 }
 
-// The same objects serve step after step, as in a recorded program: lengths grow, sequences come and go.
+// Reuses the same objects for many steps, as a recorded program does: lengths grow, sequences come and go.
 void steps_follow_one_another() {
     const Case big{{1, 1, 90}, {2000, 90, 95}, 4, 2, 64, 64, 16, 0, false};
     const Case small{{1, 3}, {11, 2999}, 4, 2, 64, 64, 16, 0, false};
@@ -247,7 +247,7 @@ void steps_follow_one_another() {
         proa::Attention op{{}, {out.data(), 256}, {}, &batch, 4, 0, one.scale, nullptr};
         for (int step = 0; step < 6; ++step) {
             Problem& p = step % 2 ? two : one;
-            host.pool.settle();  // the test changes what a program never does: where the rows lie
+            host.pool.settle();  // unlike a program, this test moves the rows
             op.q = {p.queries.data(), p.q_stride}, op.cache = p.cache();
             batch.set(int(p.c.q_lens.size()), p.c.q_lens.data(), p.c.kv_lens.data(), p.table.data(), p.most_pages,
                       p.pages, 16);

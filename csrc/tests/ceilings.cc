@@ -1,4 +1,4 @@
-// What benchmarks measure: all threads take part, nobody reads outside of a span, and nothing takes for ever.
+// The ceilings: all threads take part, none reads outside of its range, and every measurement ends.
 
 #include "ceilings.h"
 

@@ -1,4 +1,4 @@
-// The one macro that native tests need: CHECK(condition) names what failed and where, and ends the program.
+// The macro of the native tests: CHECK(condition) prints a failed condition and its place, and ends the program.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The gated delta rule against float64: chunks of any length, any pool, slots of others left alone.
+// The gated delta rule against float64: steps of any length, any pool, other slots unchanged.
 
 #include "delta.h"
 
@@ -10,7 +10,7 @@ using namespace testing;
 
 namespace {
 
-// Rows of each sequence's steps, one after the other; a sequence of no rows takes no part in that step.
+// Rows per sequence in consecutive steps; a sequence with 0 rows is not in that step.
 struct Case {
     proa::DeltaShape shape;
     std::vector<std::vector<int32_t>> steps;
@@ -24,7 +24,7 @@ const Case kCases[] = {
 };
 constexpr int kSlots = 5;
 constexpr float kEps = 1e-6f;
-constexpr int kGap = 8;  // values between rows of the output, which nobody may touch
+constexpr int kGap = 8;  // elements between rows of the output, which must not be written
 constexpr uint16_t kUntouched = 0x1234;
 
 struct Weights {
@@ -63,7 +63,7 @@ double convolved(const proa::DeltaShape& s, const Text& text, const Weights& w, 
     return silu(sum);
 }
 
-// What tests/delta_cases.py derives: a step never makes a state larger, so errors only add up.
+// The error bound that tests/delta_cases.py derives: a step never enlarges a state, so errors only add up.
 void solve_head(const proa::DeltaShape& s, const Weights& w, int rows, int head, Text& text) {
     const int group = head / s.per_group, member = head % s.per_group, base = group * group_width(s);
     const size_t keys = size_t(s.key_dim), values = size_t(s.value_dim);
@@ -144,7 +144,7 @@ void append(std::vector<T>& to, const std::vector<T>& from, int first, int rows,
     to.insert(to.end(), from.begin() + int64_t(first) * width, from.begin() + int64_t(first + rows) * width);
 }
 
-// What sequences keep between steps, and what they are given.
+// The states that sequences keep between steps, and their inputs.
 struct Service {
     const proa::DeltaShape& shape;
     const Weights& weights;
@@ -163,7 +163,7 @@ struct Service {
 
     size_t state_values() const { return size_t(shape.heads()) * size_t(shape.key_dim) * size_t(shape.value_dim); }
 
-    // One step of so many rows of each sequence; returns its output, which is checked.
+    // Runs one step with counts[i] rows of sequence i, and returns its checked output.
     std::vector<uint16_t> step(const std::vector<int32_t>& counts, proa::Host& host) {
         const proa::DeltaShape& s = shape;
         const int width = s.groups * group_width(s), gates = s.groups * 2 * s.per_group;

@@ -1,5 +1,5 @@
-// The doorbell, rung by a thread in the GPU's place: answers are those of the experts, failures end every wait, and
-// nobody is left behind.
+// The doorbell, rung by a thread in place of a GPU: answers equal the experts' results, failures end every wait, and no
+// thread hangs.
 #include "doorbell.h"
 
 #include <chrono>
@@ -37,7 +37,7 @@ class Layer {
         fill(down_, down_memory_, proa::layout_of(proa::Format::kBf16, kHidden, kWidth, 0), random);
         experts = {&up_, &down_, proa::Activation::kSilu, 0, nullptr, nullptr};
     }
-    // All of an expert's results are no numbers from now on.
+    // Makes all results of an expert NaN.
     void poison(int expert) {
         const size_t each = down_memory_.size() / kExperts;
         for (size_t i = 0; i < each; ++i) down_memory_[size_t(expert) * each + i] = 0x7fc0;
@@ -111,7 +111,7 @@ struct Bench {
     }
 };
 
-// In the GPU's place.
+// The GPU's part.
 bool ring_and_wait(proa::Doorbell& bell, proa::Way way, uint32_t number, int64_t timeout_us) {
     if (way != proa::Way::kCalls) {
         bell.ring(number);
@@ -122,7 +122,7 @@ bool ring_and_wait(proa::Doorbell& bell, proa::Way way, uint32_t number, int64_t
     return bell.wait(number, 0);
 }
 
-// What `check` throws with, or 0.
+// The error code that `check` throws, or 0.
 int failure(proa::Doorbell& bell, std::string* what = nullptr) {
     try {
         bell.check();
@@ -143,7 +143,7 @@ void answers_are_the_experts(int pool, proa::Way way, int rounds) {
         for (int layer = 0; layer < kLayers; ++layer) {
             const Job job(random, layer, 1 + random.below(kMostTokens));
             const std::vector<float> want = job.exact(*bench.layers[size_t(layer)], bench.host);
-            CHECK(failure(*bell) == 0);  // and it has looked at the last y, which a GPU would not write
+            CHECK(failure(*bell) == 0);  // and it has checked the last y, so that the test may overwrite it
             std::fill_n(bench.block.at<float>(bench.block.layout.y), want.size(),
                         std::numeric_limits<float>::quiet_NaN());
             job.write(bench.block, way, ++number);
@@ -153,14 +153,15 @@ void answers_are_the_experts(int pool, proa::Way way, int rounds) {
             CHECK(!std::memcmp(want.data(), bench.block.at<float>(bench.block.layout.y), want.size() * 4));
         }
         bell->disarm();
-        if (step % 16 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // it sleeps, and wakes
+        if (step % 16 == 0)
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));  // long enough for its thread to sleep and wake
     }
     CHECK(failure(*bell) == 0);
     CHECK(bell->counters().jobs == number);
 }
 
-// What it says beforehand, right, wrong or nonsense, changes no answer; right guesses are counted.
-void what_is_foreseen_changes_no_answer(int pool) {
+// Predictions, right, wrong or invalid, change no answer; right ones are counted.
+void predictions_change_no_answer(int pool) {
     Bench bench(pool);
     const auto bell = bench.bell(proa::Way::kNumber, 100, true);
     const proa::DoorbellLayout& l = bench.block.layout;
@@ -238,8 +239,8 @@ void failures_end_every_wait(proa::Way way) {
     });
 }
 
-// Steps may leave the CPU nothing to do for long; that it could not is noticed all the same.
-void a_worker_that_ends_is_told_without_a_job() {
+// A dead worker is reported by `check` even if steps have no jobs.
+void a_dead_worker_is_reported_without_a_job() {
     Bench bench(2);
     const auto bell = bench.bell();
     CHECK(failure(*bell) == 0);
@@ -249,8 +250,8 @@ void a_worker_that_ends_is_told_without_a_job() {
     CHECK(failure(*bell) == PROA_ERROR_WORKER);
 }
 
-// It is answered all the same, told once, and names where it was.
-void what_is_not_finite_is_told() {
+// A non-finite result is answered, reported once, with its layer, row and experts.
+void non_finite_results_are_reported() {
     Bench bench(1);
     bench.layers[2]->poison(4);
     const auto bell = bench.bell();
@@ -269,8 +270,8 @@ void what_is_not_finite_is_told() {
     }
 }
 
-// Once no step is armed, weights may go: a worker that was off its core while another did its task reads none of them.
-void nobody_reads_behind_a_step() {
+// Once no step is armed, weights may be freed: a preempted worker whose task another one has done must not read them.
+void no_worker_reads_after_a_step() {
     static std::atomic<int> taken{0}, away{0};
     Bench bench(1, [] {
         if (++taken % 7) return;
@@ -312,10 +313,10 @@ int main() {
         for (int pool : kPools) answers_are_the_experts(pool, way, 60);
         failures_end_every_wait(way);
     }
-    for (int pool : kPools) what_is_foreseen_changes_no_answer(pool);
-    a_worker_that_ends_is_told_without_a_job();
-    what_is_not_finite_is_told();
-    nobody_reads_behind_a_step();
+    for (int pool : kPools) predictions_change_no_answer(pool);
+    a_dead_worker_is_reported_without_a_job();
+    non_finite_results_are_reported();
+    no_worker_reads_after_a_step();
     it_ends_whatever_it_is_doing();
     return 0;
 }

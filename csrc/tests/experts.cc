@@ -1,5 +1,5 @@
-// Experts of every format on every instruction set, in memory of exactly the size they need. Values are compared with
-// float64 in tests/ops/test_native_weights.py; here the instruction sets must agree, and nobody may read beyond the
+// Experts of every format on every instruction set, in memory of exactly the required size. Values are compared with
+// float64 in tests/ops/test_native_weights.py; here the instruction sets must agree, and no kernel may read beyond the
 // end.
 
 #include <cstdlib>
@@ -36,7 +36,7 @@ using Memory = std::unique_ptr<uint8_t, Free>;
 
 Memory exactly(size_t bytes) { return Memory(static_cast<uint8_t*>(std::aligned_alloc(proa::kLineBytes, bytes))); }
 
-// Scales near 0.01 in whatever type the format has; blocks' likewise.
+// Fills scales, and block scales, with values near 0.01 in the format's type.
 void fill_scales(proa::Format format, std::vector<uint8_t>& scales) {
     const float wide = 0.01f;
     for (size_t i = 0; i < scales.size(); ++i) {
@@ -91,7 +91,7 @@ proa::Matrix stack(const proa::Layout& l, Memory& memory) {
     return {l, kExperts, {{0, l.panels, memory.get(), one}}};
 }
 
-// Over nodes as the pool has them.
+// Splits a matrix over the pool's nodes.
 proa::Matrix spread_over(const proa::Matrix& m, int nodes) {
     proa::Matrix out{m.layout, m.count, {}};
     for (int n = 0; n < nodes; ++n) {
@@ -137,7 +137,7 @@ void experts_agree(proa::Format format, int tokens) {
     });
 }
 
-// Tasks are whole units, and from four panels on whole tiles of four: none is left with panels that share nothing.
+// Tasks are whole units, and from four panels on multiples of four, so that panels always share activations.
 void tasks_have_whole_tiles() {
     for (int unit : {1, 2})
         for (size_t streamed : {size_t(1) << 10, size_t(18) << 10, size_t(60) << 10, size_t(300) << 10})

@@ -1,5 +1,5 @@
 // Filling panels from files and memory: every stored type gives the same bytes on every pool, in memory of exactly the
-// size it needs. Values are compared with float64 and with plain tensors in Python's tests.
+// required size. The Python tests compare values with float64 and with plain tensors.
 
 #include "fill.h"
 
@@ -31,7 +31,7 @@ struct File {
     ~File() { std::fclose(file); }
 };
 
-// One job a panel, team by team in turn.
+// One job per panel, teams in rotation.
 std::vector<proa::Fill> jobs_of(proa::Stored stored, const proa::Layout& l, int fd, uint64_t from, size_t stride,
                                 bool transposed, uint8_t* out, int teams) {
     std::vector<proa::Fill> jobs;
@@ -40,14 +40,14 @@ std::vector<proa::Fill> jobs_of(proa::Stored stored, const proa::Layout& l, int 
         const proa::Layout part =
             proa::layout_of(l.format, rows, kColumns, l.format == proa::Format::kBf16 ? 0 : l.group);
         const size_t skip = transposed ? size_t(first) * stride / kRows : size_t(first) * stride;
-        jobs.push_back({fd, from + skip, stride, stored, transposed ? proa::Order::kPlainTurned : proa::Order::kRows,
-                        false, part, 1, out + size_t(first / proa::kPanelRows) * l.panel_bytes,
-                        first / proa::kPanelRows % teams});
+        jobs.push_back({fd, from + skip, stride, stored,
+                        transposed ? proa::Order::kPlainTransposed : proa::Order::kRows, false, part, 1,
+                        out + size_t(first / proa::kPanelRows) * l.panel_bytes, first / proa::kPanelRows % teams});
     }
     return jobs;
 }
 
-// Whatever pool fills, from a file or from memory, writes the same bytes. jobs(fd, from, out, teams).
+// Every pool, from a file or from memory, writes the same bytes. jobs(fd, from, out, teams).
 template <class Jobs>
 void same_bytes(const std::vector<uint8_t>& bytes, const proa::Layout& l, const Jobs& jobs) {
     const File file(bytes);
@@ -75,14 +75,14 @@ void same_on_every_pool(proa::Stored stored, proa::Format format, int group, boo
     });
 }
 
-// Codes in every order: parts of a job that begin anywhere give the bytes of the whole.
+// Codes in every order: parts of a job, beginning at any row, give the bytes of the whole.
 void coded_on_every_pool(proa::Stored stored, proa::Order order, proa::Format format, int rows) {
     constexpr int kGroup = 32, kCodedColumns = 320;
     const proa::Layout l = proa::layout_of(format, rows, kCodedColumns, kGroup);
-    const bool turned = order != proa::Order::kRows;
+    const bool transposed = order != proa::Order::kRows;
     const size_t per_byte = size_t(proa::facts_of(stored).block_values);
-    const size_t runs = turned ? size_t(proa::turned_rows(stored, order, kCodedColumns)) : size_t(rows);
-    const size_t stride = turned ? proa::turned_bytes(order, rows) : kCodedColumns / per_byte;
+    const size_t runs = transposed ? size_t(proa::transposed_rows(stored, order, kCodedColumns)) : size_t(rows);
+    const size_t stride = transposed ? proa::transposed_bytes(order, rows) : kCodedColumns / per_byte;
     const std::vector<uint8_t> bytes = finite_bytes(stored, stride * runs * per_byte, unsigned(order) + 7);
     const std::vector<float> scales = Random(3).floats(size_t(rows) * (kCodedColumns / kGroup));
     const proa::Scales of{proa::Stored::kF32,
@@ -98,21 +98,21 @@ void coded_on_every_pool(proa::Stored stored, proa::Order order, proa::Format fo
     });
 }
 
-// A word of AWQ has eight rows of one column; whole vectors of words and single ones turn alike.
-void turns_words_of_eight_rows() {
-    constexpr int kWhere[8] = {0, 2, 4, 6, 1, 3, 5, 7};  // code i of a word is of row kWhere[i] of eight
+// AWQ: a word has eight rows of one column; vectors of words and single words are transposed alike.
+void transposes_words_of_eight_rows() {
+    constexpr int kWhere[8] = {0, 2, 4, 6, 1, 3, 5, 7};  // code i of a word belongs to row kWhere[i] of eight
     for (int rows : {8, 40, 64, 104})
         for (int columns : {8, 72}) {
             const size_t stride = size_t(rows) / 2 + 4;
             const std::vector<uint8_t> stored = random_bytes(stride * size_t(columns), unsigned(rows + columns));
-            std::vector<uint8_t> turned(size_t(rows) * size_t(columns) / 2, 0xaa);
-            proa::turn(proa::Stored::kUint4, proa::Order::kAwqTurned, stored.data(), stride, rows, columns,
-                       turned.data());
+            std::vector<uint8_t> transposed(size_t(rows) * size_t(columns) / 2, 0xaa);
+            proa::transpose(proa::Stored::kUint4, proa::Order::kAwqTransposed, stored.data(), stride, rows, columns,
+                            transposed.data());
             const auto code = [](const uint8_t* from, int i) { return from[i / 2] >> i % 2 * 4 & 15; };
             for (int k = 0; k < columns; ++k)
                 for (int n = 0; n < rows; ++n) {
                     const int place = int(std::find(kWhere, kWhere + 8, n % 8) - kWhere);
-                    CHECK(code(turned.data() + size_t(n) * size_t(columns) / 2, k) ==
+                    CHECK(code(transposed.data() + size_t(n) * size_t(columns) / 2, k) ==
                           code(stored.data() + size_t(k) * stride, n / 8 * 8 + place));
                 }
         }
@@ -134,7 +134,7 @@ void looks_up_alike_with_and_without_shuffles() {
         }
 }
 
-// Numbers of every exponent, NaNs and ties among them, in groups whose last is cut short.
+// Values of every exponent, with NaN and ties, in groups of which the last is shorter.
 void scales_alike_with_and_without_vectors() {
     const std::vector<uint8_t> bits = random_bytes(300 * 4, 7), others = random_bytes(300 * 4, 8);
     std::vector<float> scales(300), floats(300);
@@ -194,7 +194,7 @@ int main() {
     }
     for (Stored stored : kBlockTypes) {
         same_on_every_pool(stored, proa::Format::kBf16, 0, false);
-        if (stored == Stored::kQ5_1) continue;  // no format keeps it
+        if (stored == Stored::kQ5_1) continue;  // no packed format holds it
         const proa::KeptFormat kept = proa::kept_format(stored);
         same_on_every_pool(stored, kept.format, kept.group, false);
     }
@@ -203,11 +203,11 @@ int main() {
         coded_on_every_pool(Stored::kE4m3, Order::kRows, Format::kFp8Row, rows);
         coded_on_every_pool(Stored::kInt4, Order::kRows, Format::kInt4F32, rows);
         coded_on_every_pool(Stored::kSigned4, Order::kRows, Format::kInt4F32, rows);
-        coded_on_every_pool(Stored::kInt4, Order::kWordsTurned, Format::kInt4F32, rows);
-        coded_on_every_pool(Stored::kUint8, Order::kWordsTurned, Format::kInt8F32, rows);
-        coded_on_every_pool(Stored::kInt4, Order::kAwqTurned, Format::kInt4F32, rows);
+        coded_on_every_pool(Stored::kInt4, Order::kWordsTransposed, Format::kInt4F32, rows);
+        coded_on_every_pool(Stored::kUint8, Order::kWordsTransposed, Format::kInt8F32, rows);
+        coded_on_every_pool(Stored::kInt4, Order::kAwqTransposed, Format::kInt4F32, rows);
     }
-    turns_words_of_eight_rows();
+    transposes_words_of_eight_rows();
     looks_up_alike_with_and_without_shuffles();
     scales_alike_with_and_without_vectors();
     says_which_file_ends();

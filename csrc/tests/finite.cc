@@ -1,5 +1,4 @@
-// Which stored numbers are finite: the same as of the numbers that they mean, with and without vectors; and jobs that
-// fill panels from a number that is not say so.
+// all_finite agrees with the decoded values, with and without vectors; and jobs report non-finite sources.
 
 #include "finite.h"
 
@@ -20,9 +19,8 @@ namespace {
 
 constexpr int kRows = 40, kColumns = 512;
 
-// Products that float32 cannot hold are not the type's doing: float64, and powers of two times up to 6, stand for
-// themselves.
-bool means_finite(Stored type, const std::vector<uint8_t>& bytes, size_t values) {
+// Decoded values that overflow float32 (float64, and powers of two times up to 6) count as finite.
+bool decodes_to_finite(Stored type, const std::vector<uint8_t>& bytes, size_t values) {
     std::vector<float> floats(values);
     if (type == Stored::kF64) {
         std::vector<double> doubles(values);
@@ -38,8 +36,8 @@ bool means_finite(Stored type, const std::vector<uint8_t>& bytes, size_t values)
     return std::all_of(floats.begin(), floats.end(), [](float x) { return std::isfinite(x); });
 }
 
-// All sizes, and one byte of all changed to every value: wherever it lies, the answer is that of the numbers.
-void agrees_with_what_numbers_mean(Stored type) {
+// All sizes, with one byte at every place changed to every value: the result agrees with the decoded values.
+void agrees_with_decoded_values(Stored type) {
     const proa::StoredFacts facts = proa::facts_of(type);
     Random random(unsigned(type) + 3);
     for (int blocks : {1, 2, 31, 200}) {
@@ -50,7 +48,7 @@ void agrees_with_what_numbers_mean(Stored type) {
             const auto at = size_t(random.below(int(bytes.size())));
             const uint8_t before = bytes[at];
             bytes[at] = uint8_t(round % 2 ? 0xff : random.below(256));
-            const bool want = means_finite(type, bytes, values);
+            const bool want = decodes_to_finite(type, bytes, values);
             CHECK(proa::all_finite(type, bytes.data(), values) == want);
             CHECK(proa::all_finite_plainly(type, bytes.data(), values) == want);
             bytes[at] = before;
@@ -58,7 +56,7 @@ void agrees_with_what_numbers_mean(Stored type) {
     }
 }
 
-// The largest finite number of each type, and what follows it; signs do not matter.
+// The largest finite value of each type, and the next bit pattern, with both signs.
 template <class T>
 void draws_the_line(Stored type, T largest) {
     const T sign = T(T(1) << (8 * sizeof(T) - 1)), next = T(largest + 1);
@@ -79,7 +77,7 @@ void draws_the_line_where_infinity_begins() {
     CHECK(proa::all_finite(Stored::kE8m0, powers, 1) && !proa::all_finite(Stored::kE8m0, powers, 2));
 }
 
-// On every pool two good jobs are done; of a good and a bad one, the second is said to read what is not finite.
+// On every pool two good jobs succeed; of a good and a bad job, the second is reported as non-finite.
 void expect_refused(proa::Fill good, proa::Fill bad) {
     const proa::Layout& l = good.layout;
     std::vector<uint8_t> out(std::max(size_t(l.panels) * l.panel_bytes, size_t(l.rows) * size_t(l.columns) * 2));
@@ -103,27 +101,27 @@ proa::Fill job_of(Stored stored, const void* from, const proa::Layout& l) {
     return {-1, reinterpret_cast<uint64_t>(from), stride, stored, Order::kRows, false, l, 1, nullptr, 0};
 }
 
-// Panels of the type's own format and of bfloat16, plain rows, and turned ones, each with one bad number at the end.
+// Panels of the type's own format and of bfloat16, plain rows, and transposed ones, each with one bad value at the end.
 void jobs_refuse(Stored stored) {
     const std::vector<uint8_t> good = finite_bytes(stored, kRows * kColumns, 5), bad = spoilt(stored, good);
     const auto refuse = [&](const proa::Layout& l, bool plain, Order order) {
         proa::Fill jobs[2] = {job_of(stored, good.data(), l), job_of(stored, bad.data(), l)};
         for (proa::Fill& job : jobs) {
             job.plain = plain, job.order = order;
-            if (order == Order::kPlainTurned) job.stride = job.stride / kColumns * kRows;
+            if (order == Order::kPlainTransposed) job.stride = job.stride / kColumns * kRows;
         }
         expect_refused(jobs[0], jobs[1]);
     };
     const proa::Layout rows = proa::layout_of(Format::kBf16, kRows, kColumns, 0);
     refuse(rows, true, Order::kRows);
     refuse(rows, false, Order::kRows);
-    if (proa::facts_of(stored).block_values == 1) return refuse(rows, false, Order::kPlainTurned);
+    if (proa::facts_of(stored).block_values == 1) return refuse(rows, false, Order::kPlainTransposed);
     if (stored == Stored::kQ5_1) return;
     const proa::KeptFormat kept = proa::kept_format(stored);
     refuse(proa::layout_of(kept.format, kRows, kColumns, kept.group), false, Order::kRows);
 }
 
-// Codes, their scales and minimums, kept and as bfloat16.
+// Codes, their scales and minimums, packed in their format and as bfloat16.
 void coded_jobs_refuse(Stored stored, Stored scale, Format kept, int group, bool has_min = false) {
     const auto groups = size_t(kColumns / group);
     const std::vector<uint8_t> codes = finite_bytes(stored, kRows * kColumns, 6);
@@ -146,8 +144,8 @@ void coded_jobs_refuse(Stored stored, Stored scale, Format kept, int group, bool
     }
 }
 
-// Scales that blocks of rows share, some of them of rows that the job does not have.
-void only_its_own_scales_count() {
+// Scales shared by blocks of rows, some of them for rows outside of the job.
+void only_the_jobs_scales_count() {
     const std::vector<uint8_t> codes = finite_bytes(Stored::kE4m3, kRows * kColumns, 8);
     const proa::Layout l = proa::layout_of(Format::kFp8Panel, kRows, kColumns, 128);
     std::vector<float> scales(4 * kColumns / 128, 0.5f);
@@ -163,8 +161,8 @@ void only_its_own_scales_count() {
     expect_refused(job, bad);
 }
 
-// A number that float32 holds and bfloat16 does not.
-void what_becomes_infinite_is_refused() {
+// A value that is finite in float32 but overflows bfloat16.
+void bfloat16_overflow_is_refused() {
     std::vector<float> numbers(kRows * kColumns, 1.f);
     const proa::Layout l = proa::layout_of(Format::kBf16, kRows, kColumns, 0);
     std::vector<float> large = numbers;
@@ -175,10 +173,10 @@ void what_becomes_infinite_is_refused() {
 }  // namespace
 
 int main() {
-    for (Stored type : kPlainTypes) agrees_with_what_numbers_mean(type), jobs_refuse(type);
-    for (Stored type : kBlockTypes) agrees_with_what_numbers_mean(type), jobs_refuse(type);
-    agrees_with_what_numbers_mean(Stored::kE4m3);
-    agrees_with_what_numbers_mean(Stored::kE8m0);
+    for (Stored type : kPlainTypes) agrees_with_decoded_values(type), jobs_refuse(type);
+    for (Stored type : kBlockTypes) agrees_with_decoded_values(type), jobs_refuse(type);
+    agrees_with_decoded_values(Stored::kE4m3);
+    agrees_with_decoded_values(Stored::kE8m0);
     for (Stored type : {Stored::kInt8, Stored::kUint8, Stored::kInt4, Stored::kUint4, Stored::kSigned4, Stored::kE2m1})
         CHECK(proa::all_finite(type, std::vector<uint8_t>(64, 0xff).data(), 64));
     draws_the_line_where_infinity_begins();
@@ -190,7 +188,7 @@ int main() {
     coded_jobs_refuse(Stored::kSigned4, Stored::kBf16, Format::kInt4Bf16, 32);
     coded_jobs_refuse(Stored::kUint4, Stored::kF32, Format::kUint4F32, 32, true);
     coded_jobs_refuse(Stored::kE2m1, Stored::kE8m0, Format::kMxfp4, 32);
-    only_its_own_scales_count();
-    what_becomes_infinite_is_refused();
+    only_the_jobs_scales_count();
+    bfloat16_overflow_is_refused();
     return 0;
 }

@@ -1,4 +1,4 @@
-// Each head's map against float64: few and many tokens, heads that lie apart, what is carried along, any pool.
+// Linear layers per head against float64: few and many tokens, strided heads, carried elements, any pool.
 
 #include "head_linear.h"
 
@@ -16,7 +16,7 @@ const Case kCases[] = {
     {1, 3, 24, 32, 8}, {4, 2, 128, 512, 64}, {17, 2, 512, 128, 0}, {70, 5, 40, 72, 16}, {300, 1, 32, 16, 3},
 };
 
-// Matrices [heads][outputs][inputs], as layout.h says, their panels dealt out to so many nodes.
+// Matrices [heads][outputs][inputs], packed, with their panels split over `nodes` nodes.
 struct Weights {
     std::vector<uint16_t> values;
     std::vector<std::vector<uint8_t>> memory;
@@ -63,7 +63,7 @@ void check_all(const Case& c, const std::vector<uint16_t>& weights, const std::v
                 CHECK(within(value(to[row]), want, size * (c.inputs + 8) * kEps32 + stored(want)));
             }
             for (int i = 0; i < c.carried; ++i) CHECK(to[c.outputs + i] == from[c.inputs + i]);
-            for (int i = c.outputs + c.carried; i < y_apart; ++i) CHECK(to[i] == 0x7fc0);  // nobody's
+            for (int i = c.outputs + c.carried; i < y_apart; ++i) CHECK(to[i] == 0x7fc0);  // not written
         }
 }
 

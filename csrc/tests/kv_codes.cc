@@ -1,4 +1,4 @@
-// e4m3 of a KV cache: every bfloat16 to its nearest code, every code back, any number of them.
+// The e4m3 KV cache: every bfloat16 to its nearest code, every code back, any number of them.
 
 #include <algorithm>
 
@@ -9,7 +9,7 @@ using namespace testing;
 
 namespace {
 
-// The nearest code of a size, of two that are as near the even one; finite ones end at 448.
+// The nearest code of a magnitude, ties to even; finite values saturate at 448.
 uint8_t nearest(double size) {
     uint8_t best = 0;
     for (uint8_t code = 1; code < 127; ++code) {
@@ -26,7 +26,7 @@ void all_values_become_the_nearest_code() {
         std::vector<uint8_t> want;
         for (const uint16_t bits : all) {
             const float x = value(bits) * (1 / scale);
-            const bool tiny = (bits & 0x7f80) == 0;  // workers take them as zero
+            const bool tiny = (bits & 0x7f80) == 0;  // workers flush subnormals to zero
             const uint8_t size = std::isfinite(x) ? nearest(tiny ? 0 : std::abs(double(x))) : 0x7f;
             want.push_back(uint8_t(size | (bits >> 8 & 0x80)));
         }

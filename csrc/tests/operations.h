@@ -1,4 +1,4 @@
-// What the tests of operations share: every instruction set that this CPU can run, pools, random rows, derived bounds.
+// Shared by the tests of operations: every instruction set that this CPU can run, pools, random rows, derived bounds.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 namespace testing {
 
 constexpr double kEps32 = 1.1920928955078125e-7;
-constexpr double kRound16 = 1. / 256;  // what rounding to bfloat16 changes, at most, of a value
+constexpr double kRound16 = 1. / 256;  // largest relative error of rounding to bfloat16
 
 inline float value(uint16_t bits) {
     const uint32_t wide = uint32_t(bits) << 16;
@@ -25,7 +25,7 @@ inline float value(uint16_t bits) {
     std::memcpy(&x, &wide, 4);
     return x;
 }
-// Of 8 bits: sign, four of exponent (bias 7), three of fraction; NaN where all seven are set.
+// Decodes e4m3: sign, four bits of exponent (bias 7), three of fraction; NaN if all seven are set.
 inline float e4m3(uint8_t code) {
     const int exponent = code >> 3 & 15, fraction = code & 7;
     if ((code & 127) == 127) return NAN;
@@ -38,7 +38,7 @@ inline uint16_t rounded(float x) {
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Storing `want` as bfloat16; subnormals are flushed.
+// The error of storing `want` as bfloat16, with subnormals flushed.
 inline double stored(double want) { return std::abs(want) * kRound16 * 1.01 + 2e-38; }
 
 class Random {
@@ -68,8 +68,8 @@ inline proa::PoolOptions pool_options(int kind) {
     options.pin = false;
     options.spin_us = 50;
 #ifdef __SANITIZE_THREAD__
-    // A task done twice reads what the first to finish may already have replaced; its result is dropped. That is a race
-    // by the letter, so it is left to the test of the pool, whose tasks use atomics.
+    // A repeated task may read inputs that have been replaced since; its result is dropped. That is formally a data
+    // race, so repeating is left to the test of the pool, whose tasks use atomics.
     options.redo = false;
 #endif
     if (kind == 0) options.teams = {{}};
@@ -78,26 +78,26 @@ inline proa::PoolOptions pool_options(int kind) {
     return options;
 }
 #ifdef PROA_SANITIZED
-constexpr int kPools[] = {0, 2};  // the first without threads, the last with all that the other has
+constexpr int kPools[] = {0, 2};  // without threads, and with several nodes
 #else
 constexpr int kPools[] = {0, 1, 2};
 #endif
 
 #ifdef __SANITIZE_THREAD__
-constexpr const char* kIsas[] = {"scalar-tiles"};  // with the others threads do the same
+constexpr const char* kIsas[] = {"scalar-tiles"};  // threading does not depend on the instruction set
 #else
 constexpr const char* kIsas[] = {"scalar", "scalar-tiles", "avx2", "avx512", "avx512-bf16", "amx"};
 #endif
 
-// An operation lives until no worker can be late with a task of it.
+// Runs an operation once and settles, so that no late worker reads it.
 template <class Op>
 void run_once(const Op& op, proa::Host& host, int rows) {
     run(op, host, rows, 0);
     host.pool.settle();
 }
 
-// Calls `compute` with every instruction set here and every pool, which its result must not depend on; `judge` then
-// looks at one result of each instruction set.
+// Calls `compute` with every available instruction set and every pool, on which its result must not depend; `judge`
+// then checks one result of each instruction set.
 template <class Compute, class Judge>
 void on_everything(Compute&& compute, Judge&& judge) {
     for (const char* name : kIsas) {
@@ -121,13 +121,13 @@ void on_everything(Compute&& compute, Judge&& judge) {
         }
     }
 }
-// Where `compute` judges for itself.
+// on_everything for a `compute` that checks its own result.
 template <class Compute>
 void on_everything(Compute&& compute) {
     on_everything(compute, [](const std::vector<uint16_t>&) {});
 }
 
-// Says by how much if not.
+// True if the error is within the bound; prints it if not.
 inline bool within(double got, double want, double bound) {
     if (std::abs(got - want) <= bound) return true;
     std::fprintf(stderr, "got %.9g, want %.9g, off by %.3g > %.3g\n", got, want, got - want, bound);

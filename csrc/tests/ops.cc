@@ -1,4 +1,4 @@
-// Operations on rows against float64, on views of wider rows, in place, for few rows (the caller alone) and many.
+// Operations on rows against float64: on views of wider rows, in place, for few rows (on the caller only) and many.
 
 #include <algorithm>
 #include <array>
@@ -17,10 +17,10 @@ struct Shape {
     int rows, groups, width;
 };
 const Shape kShapes[] = {{1, 1, 1}, {3, 1, 7}, {5, 3, 80}, {2, 1, 4096}, {300, 1, 576}, {700, 2, 129}};
-constexpr int kGap = 5;  // values between rows, which nobody may touch
+constexpr int kGap = 5;  // elements between rows, which must not be written
 constexpr uint16_t kUntouched = 0x1234;
 
-// Rows with gaps, as a part of a fused matrix has them.
+// Rows with gaps, like a part of a fused output.
 std::vector<uint16_t> with_gaps(const std::vector<uint16_t>& x, int width) {
     std::vector<uint16_t> out;
     for (size_t i = 0; i < x.size(); i += size_t(width)) {
@@ -30,7 +30,7 @@ std::vector<uint16_t> with_gaps(const std::vector<uint16_t>& x, int width) {
     return out;
 }
 
-// Calls visit(row, column, value), and finds the gaps as they were.
+// Calls visit(row, column, value), and checks that the gaps are unchanged.
 template <class Visit>
 void each(const std::vector<uint16_t>& rows, int width, Visit&& visit) {
     const int stride = width + kGap;
@@ -109,7 +109,7 @@ void gated_add_is_right(const Shape& s, Random& random) {
             const double sigmoid = 1 / (1 + std::exp(-double(value(gate[size_t(row)])))),
                          added = sigmoid * value(shared[at]);
             const double want = value(routed[at]) + added;
-            // The sigmoid and the product are rounded to bfloat16, then the sum, which both may have moved.
+            // The sigmoid, the product and the sum are each rounded to bfloat16.
             const double before = 2.01 * std::abs(added) * kRound16;
             CHECK(within(got, want, before + stored(std::abs(want) + before) + 8 * kEps32));
         });
@@ -200,7 +200,7 @@ void wrong_shapes_are_refused() {
     check(proa::RmsNorm{{x, 16}, {}, x, 2, 8, 1e-6f, {x, 16}});
 }
 
-// What a route chose, as bits that can be compared over pools.
+// The result of routing, as bits that can be compared over pools.
 struct Routed {
     std::vector<int32_t> ids;
     std::vector<float> weights;
@@ -232,7 +232,7 @@ std::vector<double> scores_of(const float* x, const proa::RouterRule& rule) {
     return scores;
 }
 
-// Which experts may be chosen: those of the groups with the largest sums of their best.
+// The experts that may be chosen: those of the groups with the largest sums of their best.
 std::vector<bool> kept_of(const std::vector<double>& keys, const proa::RouterRule& rule) {
     const int size = rule.experts / rule.groups;
     std::vector<std::pair<double, int>> merits;
@@ -247,7 +247,7 @@ std::vector<bool> kept_of(const std::vector<double>& keys, const proa::RouterRul
     return kept;
 }
 
-// Ids as float64 has them, but for keys that rounding makes equal; weights are those of the ids.
+// Checks ids against float64, up to keys that are equal within rounding, and the weights of the ids.
 void route_is_right(int rows, const proa::RouterRule& rule, bool wide, Random& random) {
     const size_t count = size_t(rows) * size_t(rule.experts);
     std::vector<float> logits = random.floats(count, 2);
@@ -362,8 +362,8 @@ void wrong_rules_are_refused() {
     check(proa::Route{logits, 16, true, {16, 6, true, true, 4, 2, 2, 1, 0, 0, nullptr}, ids, weights});
 }
 
-// The best of every row, wherever it stands; the lowest of equals; -1 for rows with a value that is not finite.
-void best_is_right(int rows, int width, Random& random) {
+// The argmax of every row, at any place; the lowest id among equals; -1 for rows with a non-finite value.
+void argmax_is_right(int rows, int width, Random& random) {
     const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
     const int stride = width + kGap;
     std::vector<float> logits(size_t(rows) * size_t(stride), infinity);
@@ -380,7 +380,7 @@ void best_is_right(int rows, int width, Random& random) {
     }
     on_everything([&](proa::Host& host) {
         std::vector<int32_t> ids(size_t(rows), -7);
-        run_once(proa::Best{logits.data(), stride, width, ids.data()}, host, rows);
+        run_once(proa::Argmax{logits.data(), stride, width, ids.data()}, host, rows);
         CHECK(ids == want);
         return std::vector<uint16_t>(ids.begin(), ids.end());
     });
@@ -410,5 +410,5 @@ int main() {
     wrong_rules_are_refused();
     strange_logits_crash_nothing();
     for (const int width : {1, 15, 16, 1023, 1024, 1025, 49152})
-        best_is_right(1, width, random), best_is_right(13, width, random);
+        argmax_is_right(1, width, random), argmax_is_right(13, width, random);
 }

@@ -1,4 +1,4 @@
-// The outbox: every message arrives, once, whole and in order, whoever sends it.
+// The outbox: every message arrives once, complete and in order, whichever thread sends it.
 
 #include "outbox.h"
 

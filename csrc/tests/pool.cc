@@ -1,4 +1,4 @@
-// The pool: every task is published once, whoever runs it, however late a worker is.
+// The pool: every task is published exactly once, whichever workers run it, however late they are.
 #include "pool.h"
 
 #include <sched.h>
@@ -35,7 +35,7 @@ Phase counting(Count& count, int nodes) {
     return phase;
 }
 
-// The same, told which task probably comes next.
+// A counting phase whose tasks are told the probable next one.
 Phase counting_before(Count& count, int nodes) {
     Phase phase = counting(count, nodes);
     phase.run = nullptr;
@@ -72,7 +72,7 @@ void sleeping_workers_wake() {
     }
 }
 
-// Which threads publish, while every thread that works must take part in each phase to let it end.
+// Records which threads publish; a phase ends only when every active thread takes part.
 struct Attendance {
     int all;
     std::atomic<int> here{0};
@@ -95,7 +95,7 @@ void only_those_in_use_work() {
                  {{3, 2, 0}, 6}, {{0, 1, 0}, 2}, {{1, 2, 0}, 4}, {{2, 1, 0}, 4}}) {
             pool.use(workers);
             CHECK(pool.threads() == threads);
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));  // those that are not go to sleep
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));  // inactive workers go to sleep
             Attendance attendance{threads};
             Phase phase = spread(1, pool.nodes());
             for (int n = 0; n < pool.nodes(); ++n)
@@ -104,7 +104,7 @@ void only_those_in_use_work() {
             phase.publish = [](const void* context, int, const std::byte*) {
                 auto& a = *const_cast<Attendance*>(static_cast<const Attendance*>(context));
                 a.here.fetch_add(1);
-                while (a.here.load() < a.all) std::this_thread::yield();  // all those in use do come
+                while (a.here.load() < a.all) std::this_thread::yield();  // waits for all active threads
             };
             pool.run(phase);
             pool.settle();
@@ -119,8 +119,8 @@ void only_those_in_use_work() {
     CHECK(pool.threads() == 4);
 }
 
-// A worker that rests takes nothing: with the caller asleep in its only task, nobody is there for the others.
-void those_not_in_use_do_not_work() {
+// An inactive worker takes no tasks: while the caller sleeps in its only task, the other tasks wait.
+void inactive_workers_do_not_work() {
     Pool pool({.teams = {{0, 0, 0}}, .pin = false, .spin_us = 0, .redo = true});
     pool.use({0});
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -197,7 +197,7 @@ void two_pools_work_at_once() {
     CHECK(first.each_once() && second.each_once());
 }
 
-// Whoever runs task 0 first is taken off its core for long, as by the operating system.
+// The first thread to run task 0 is held up for long, as if preempted by the operating system.
 struct Stuck {
     std::atomic<int> runs{0}, published{0};
     std::atomic<bool> released{false};
@@ -216,7 +216,7 @@ void a_late_workers_task_is_done_again() {
         if (task == 0) const_cast<Stuck*>(static_cast<const Stuck*>(context))->published.fetch_add(1);
     };
     phase.context = &stuck;
-    // The caller may be the one that is stuck: then a worker does the task, and the caller is let go.
+    // The caller may be the one that is stuck: then a worker does the task, and the caller is released.
     std::thread release([&] {
         while (stuck.published.load() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         Count count(100);
@@ -234,8 +234,8 @@ void a_late_workers_task_is_done_again() {
     CHECK(pool.redone() >= 1);
 }
 
-// As in a program: short phases, each right after the other. Some workers are taken off their core between taking a
-// task and beginning it; when they come back another phase has a task of that number, and they must leave it alone.
+// Short consecutive phases, as in a program. Some workers are preempted between taking a task and starting it; when
+// they resume, another phase has a task of that number, which they must not touch.
 void a_worker_late_for_a_task_leaves_later_phases_alone() {
     const auto late = [] {
         static thread_local unsigned tasks = 0;
@@ -253,7 +253,7 @@ void a_worker_late_for_a_task_leaves_later_phases_alone() {
     CHECK(pool.redone() > 0);
 }
 
-// Who was busy with which task of a phase for idle workers.
+// Records which worker ran which task of a phase for idle workers.
 struct Readers {
     std::vector<std::atomic<const std::byte*>> of;
     std::atomic<int> read{0};
@@ -271,8 +271,8 @@ Phase reading(Readers& readers, int nodes) {
     return phase;
 }
 
-// What idle workers did in advance is theirs first, and everything is published once all the same: whatever was posted
-// or withdrawn meanwhile, however little of it was done.
+// Workers take tasks first whose data they have read in advance, and every task is still published once, whatever was
+// posted or withdrawn meanwhile, however little of it was done.
 void owned_tasks_are_published_once() {
     constexpr int kTasks = 60;
     int by_owners = 0;
@@ -331,7 +331,7 @@ int main() {
     every_task_is_published_once();
     sleeping_workers_wake();
     only_those_in_use_work();
-    those_not_in_use_do_not_work();
+    inactive_workers_do_not_work();
     workers_stay_at_home();
     two_lanes_work_at_once();
     two_pools_work_at_once();

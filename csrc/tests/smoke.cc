@@ -1,4 +1,4 @@
-// The border itself: version, error texts, exceptions turned into codes.
+// The C interface itself: version, error messages, exceptions converted to codes.
 
 #include <cstring>
 #include <new>

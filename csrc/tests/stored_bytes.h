@@ -1,4 +1,4 @@
-// Bytes of stored numbers for tests: random ones that are finite, and such with one that is not.
+// Bytes of stored values for tests: random finite ones, and some with one non-finite value.
 
 #pragma once
 
@@ -17,7 +17,7 @@ constexpr std::array kBlockTypes{proa::Stored::kQ4_0, proa::Stored::kQ4_1, proa:
                                  proa::Stored::kQ5K,  proa::Stored::kQ6K,  proa::Stored::kIq4Nl, proa::Stored::kIq4Xs,
                                  proa::Stored::kMxfp4};
 
-// The bytes of a number, or of a block, that have the exponents of what may be NaN or infinite, their high bits first.
+// Offsets, in a value or block, of the bytes with exponents of floats, high bits first.
 inline std::vector<size_t> exponent_bytes(proa::Stored type) {
     using proa::Stored;
     switch (type) {
@@ -52,7 +52,7 @@ inline std::vector<uint8_t> random_bytes(size_t count, unsigned seed) {
     return bytes;
 }
 
-// Random but for one bit of each exponent, so that all numbers are finite, and as bfloat16 as well; `small`: below 2.
+// Random except for one bit of each exponent, so that all values are finite, also in bfloat16; small: below 2.
 inline std::vector<uint8_t> finite_bytes(proa::Stored type, size_t values, unsigned seed, bool small = false) {
     const proa::StoredFacts facts = proa::facts_of(type);
     const uint8_t kept = small || type == proa::Stored::kF64 ? 0xbf : 0xfb;
@@ -62,7 +62,7 @@ inline std::vector<uint8_t> finite_bytes(proa::Stored type, size_t values, unsig
     return bytes;
 }
 
-// The same with NaN as the last number, or scale of a block.
+// The bytes with NaN as the last value, or as the last block's scale.
 inline std::vector<uint8_t> spoilt(proa::Stored type, std::vector<uint8_t> bytes) {
     const size_t last = bytes.size() - size_t(proa::facts_of(type).block_bytes) + exponent_bytes(type).back();
     bytes[last] = 0xff;

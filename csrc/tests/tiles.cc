@@ -1,4 +1,4 @@
-// The loops over matrix tiles from within, in plain C++: what no result shows.
+// White-box tests of the loops over matrix tiles, in plain C++: properties that results do not show.
 
 #include <cstring>
 #include <limits>
@@ -39,7 +39,7 @@ namespace {
 constexpr int kColumns = 96;
 constexpr size_t kPanelBytes = size_t(kColumns) * 32;
 
-// Values of about one.
+// Random values near one.
 std::vector<uint16_t> random_values(size_t count) {
     std::vector<uint16_t> values(count);
     uint32_t state = 1;
@@ -50,7 +50,7 @@ std::vector<uint16_t> random_values(size_t count) {
 
 struct Product {
     const std::vector<uint16_t> weights = random_values(proa::kTilePanels * kPanelBytes / 2);
-    const std::vector<uint16_t> lines;  // of activations; blocks of tokens lie as far apart as pairs would
+    const std::vector<uint16_t> lines;  // activations; blocks of tokens are as far apart as pairs would be
     const int tokens;
 
     explicit Product(int count)
@@ -69,7 +69,7 @@ struct Product {
     }
 };
 
-// Whatever else is multiplied with the same activations, a panel's sums have the same bits.
+// A panel's sums have the same bits, whatever other panels are multiplied with the same activations.
 void panels_do_not_depend_on_their_neighbours() {
     for (int tokens = 1; tokens <= 3 * proa::kTileTokens; ++tokens) {
         const Product product(tokens);
@@ -85,8 +85,8 @@ void panels_do_not_depend_on_their_neighbours() {
     }
 }
 
-// All that is needed next is fetched, however many blocks of tokens share the work.
-void all_is_fetched_ahead() {
+// All data needed next are prefetched, however many blocks of tokens share the work.
+void everything_is_prefetched() {
     const std::vector<uint8_t> next(proa::kTilePanels * kPanelBytes);
     for (int tokens = 1; tokens <= 5 * proa::kTileTokens; tokens += 7)
         for (int panels = 1; panels <= proa::kTilePanels; ++panels) {
@@ -102,6 +102,6 @@ void all_is_fetched_ahead() {
 
 int main() {
     panels_do_not_depend_on_their_neighbours();
-    all_is_fetched_ahead();
+    everything_is_prefetched();
     return 0;
 }

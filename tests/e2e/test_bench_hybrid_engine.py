@@ -42,7 +42,8 @@ def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
         figures, split = found["figures"], found["split"]
         assert (found["bench"], found["model"], found["options"]["router"]) == ("hybrid", "tiny", "zipf")
         assert figures["steps"] >= 12
-        assert figures["cpu_jobs_per_step"] == 2, "every layer of every step calls for the CPU"
+        # Every layer of every step calls for the CPU. Counters are read with a step in flight, so one may be missing.
+        assert 2 * (1 - 1 / figures["steps"]) <= figures["cpu_jobs_per_step"] <= 2 * (1 + 1 / figures["steps"])
         expert_bytes, requests = 3 * 64 * 32 * 2, figures["requests"]
         assert 2 * 2 <= figures["cpu_bytes_per_step"] / expert_bytes <= 2 * min(8, 2 * requests)
         assert (figures["resident_share"], figures["layers"]) == (0, 2)

@@ -93,7 +93,7 @@ def test_a_pool_has_one_outbox() -> None:
     with mine, Pool([[0]], pin=False) as pool:
         for _ in range(2):
             first = Outbox(pool, its.fileno())
-            with pytest.raises(ValueError, match="one outbox"):
+            with pytest.raises(ValueError, match="an outbox already"):
                 Outbox(pool, its.fileno())
             del first
     its.close()

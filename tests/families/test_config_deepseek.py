@@ -1,4 +1,4 @@
-"""What the families of DeepSeek read, and what they refuse."""
+"""DeepSeek's families: what they read from configs, and what they refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proa.layers.rope import score_factor
 from proa.models.families import declare
 from proa.models.spec import ExpertGroups, Latent, LatentAttention, Mlp, Model, Moe, Rope, Router
 
-# config.json of DeepSeek-V2-Lite, but for what every family reads.
+# config.json of DeepSeek-V2-Lite, without the keys that every family reads.
 V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "attention_bias": False,
@@ -56,7 +56,7 @@ V2_LITE: dict[str, Any] = {
     "vocab_size": 102400,
 }
 
-# And what differs in DeepSeek-V3's and Kimi-K2's.
+# The keys that differ in DeepSeek-V3's and Kimi-K2's.
 V3: dict[str, Any] = {
     **V2_LITE,
     "architectures": ["DeepseekV3ForCausalLM"],

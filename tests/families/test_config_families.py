@@ -1,4 +1,4 @@
-"""What the families read, and what they refuse: a config that Proa does not implement must never be accepted."""
+"""The families: what they read from configs, and what they refuse: no unimplemented config may be accepted."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_an_unknown_key_that_is_null_means_what_its_absence_means(architecture: 
         ("Qwen3MoeForCausalLM", {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}),
     ],
 )
-def test_keys_of_other_models_that_say_what_holds_anyway(architecture: str, values: dict[str, Any]) -> None:
+def test_redundant_keys_of_other_models_are_accepted(architecture: str, values: dict[str, Any]) -> None:
     assert spec_of(architecture, **values) == spec_of(architecture)
 
 
@@ -305,7 +305,7 @@ def test_context(scaling: dict[str, Any], context: int) -> None:
 
 
 def test_top_level_original_positions_win() -> None:
-    """As in transformers' standardize_rope_params."""
+    """The same as transformers' standardize_rope_params does."""
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     mixer = mixer_of("LlamaForCausalLM", rope_scaling=scaling, original_max_position_embeddings=256)
     assert mixer.rope.scaling == RopeScaling("yarn", 4.0, 256)
@@ -384,7 +384,7 @@ def test_routers(architecture: str, values: dict[str, Any], router: Router) -> N
 
 
 @pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "Dots1ForCausalLM"])
-def test_first_layers_are_dense_and_guesses_are_ignored(architecture: str) -> None:
+def test_first_layers_are_dense_and_mtp_layers_are_ignored(architecture: str) -> None:
     declared = declare(config(architecture, first_k_dense_replace=2, n_shared_experts=2, num_nextn_predict_layers=1))
     assert [block.ffn for block in declared.spec.blocks[:2]] == [Mlp(64, 96)] * 2
     assert [ffn.shared for block in declared.spec.blocks[2:] if isinstance(ffn := block.ffn, Moe)] == [Mlp(64, 48)] * 2
@@ -394,7 +394,7 @@ def test_first_layers_are_dense_and_guesses_are_ignored(architecture: str) -> No
 
 
 def test_a_published_config_of_minimax_m2() -> None:
-    """Keys of the models before it, which say that it does without."""
+    """Keys of earlier MiniMax models, set to values that switch their features off."""
     published = {
         "attn_type_list": [1, 1, 1, 1], "layernorm_full_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
         "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
@@ -462,7 +462,7 @@ def test_gpt_oss_as_openai_publishes_it() -> None:
 
 
 @pytest.mark.parametrize(("values", "dim"), [({}, 4), ({"partial_rotary_factor": 0.5}, 8)])
-def test_the_share_of_a_head_that_turns(values: dict[str, Any], dim: int) -> None:
+def test_partial_rotary_factor(values: dict[str, Any], dim: int) -> None:
     assert mixer_of("Qwen3NextForCausalLM", **values).rope.dim == dim
 
 

@@ -85,15 +85,15 @@ def spec_of(name: str) -> Model:
 
 
 def published(text: str) -> tuple[float, float]:
-    """What "30.5B" says: the number, and a unit of its last digit."""
+    """Parse "30.5B": the number, and one unit of its last digit."""
     digits, unit = re.fullmatch(r"([\d.]+)([MB]?)", text).groups()  # type: ignore[union-attr]
     scale = {"": 1.0, "M": 1e6, "B": 1e9}[unit]
     decimals = len(digits.partition(".")[2])
     return float(digits) * scale, 10.0**-decimals * scale
 
 
-def guessing_layer_params(spec: Model) -> int:
-    """Of one layer that guesses a further token (Proa does not load it): a block as the last one, a projection of two
+def mtp_layer_params(spec: Model) -> int:
+    """Parameters of one MTP layer, which Proa does not load: a block like the last one, a projection of two
     hidden states to one, and three norms."""
     block = f"blocks.{len(spec.blocks) - 1}."
     own = sum(prod(shape) for name, shape in spec.params() if name.startswith(block))
@@ -101,13 +101,13 @@ def guessing_layer_params(spec: Model) -> int:
 
 
 def more_params(spec: Model, what: str | None) -> int:
-    """Of what the published number has besides the parameters that Proa has."""
+    """Parameters in the published number that Proa does not count."""
     embedding = spec.vocab * spec.hidden
     return {
         None: 0,
         "the head, which is the embedding": embedding,
-        "a guessing layer": guessing_layer_params(spec),
-        "a guessing layer, its embedding and its head": guessing_layer_params(spec) + 2 * embedding,
+        "an MTP layer": mtp_layer_params(spec),
+        "an MTP layer, its embedding and its head": mtp_layer_params(spec) + 2 * embedding,
     }[what]
 
 

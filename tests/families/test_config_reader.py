@@ -1,4 +1,4 @@
-"""The reader itself: types, aliases, leftovers."""
+"""The config reader itself: types, aliases, unread keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 
 
 @given(st.dictionaries(st.text(min_size=1), SCALARS))
-def test_what_nobody_reads_is_an_error(values: dict[str, Any]) -> None:
+def test_unread_keys_are_errors(values: dict[str, Any]) -> None:
     unknown = sorted(key for key, value in values.items() if value is not None and key not in BOOKKEEPING)
     if not unknown:
         return Reader(values).refuse_unread()
@@ -73,7 +73,7 @@ def test_expect() -> None:
         Reader({"a": 2}).expect("a")
 
 
-def test_leftovers_of_inner_objects_are_reported() -> None:
+def test_unread_keys_of_inner_objects_are_reported() -> None:
     reader = Reader({"inner": {"a": 1, "b": 2}}, "some/config.json")
     assert reader.sub("inner").get("a", int) == 1
     with pytest.raises(ConfigError, match=r"some/config.json: inner: 1 key.*b = 2"):

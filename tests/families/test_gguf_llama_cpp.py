@@ -1,8 +1,8 @@
-"""The tests' GGUF files in llama.cpp itself, where llama-cpp-python is installed: its logits are those of transformers,
-so the files are what its converter would have written, and Proa reads them as it does (test_gguf_logits.py).
+"""The tests' GGUF files in llama.cpp itself, if llama-cpp-python is installed: its logits equal those of transformers,
+so the files are what its converter would write, and Proa reads them like llama.cpp does (test_gguf_logits.py).
 
-llama.cpp takes some sizes for granted, and rounds gpt-oss's yarn to whole dimensions, which openai does not: SIZES are
-of tiny models on which that makes no difference.
+llama.cpp hard-codes some sizes, and rounds gpt-oss's YaRN to whole dimensions, unlike OpenAI: SIZES are those of tiny
+models for which that makes no difference.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def logits(file: Path, tokens: list[int]) -> npt.NDArray[np.float32]:
 
 @pytest.fixture(autouse=True, scope="module")
 def quiet() -> Any:
-    """Its log goes nowhere; the callback must live as long as the library may call it."""
+    """Silence llama.cpp's log; the callback must live as long as the library may call it."""
     hear = api.llama_log_callback(lambda level, text, context: None)
     api.llama_log_set(hear, ctypes.c_void_p(0))
     return hear

@@ -1,5 +1,5 @@
 """GGUF files of every architecture, as llama.cpp's converter writes them (tests/tiny_gguf.py), against transformers in
-float32; and on native kernels, alone and beside a GPU, against plain torch in bfloat16.
+float32; and on native kernels, CPU only and split with a GPU, against plain torch in bfloat16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""gpt-oss as openai stores it: MXFP4 blocks of experts whose gate and up take turns. Other forms of the family are in
+"""gpt-oss as OpenAI stores it: MXFP4 blocks of experts with interleaved gate and up. Other forms of the family are in
 test_logits.py, test_native_logits.py and test_split_logits.py.
 """
 
@@ -33,7 +33,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """In MXFP4, and the same values in bfloat16."""
+    """Checkpoints in MXFP4, and with the same values in bfloat16."""
     made = tmp_path_factory.mktemp("mxfp4"), tmp_path_factory.mktemp("plain")
     make_gpt_oss(*made)
     return made
@@ -78,7 +78,7 @@ def test_split_is_no_further_from_float32_than_torch(
 
 
 def yardsticks(folder: Path) -> list[torch.Tensor]:
-    """Of plain torch in bfloat16, and in float32."""
+    """Logits of plain torch in bfloat16, and in float32."""
     override = all_experts(folder)
     kinds = (torch.bfloat16, torch.float32)
     return [forced(load_decoder(folder, dtype, **override), TEXTS, PROMPT_TOKENS) for dtype in kinds]

@@ -59,8 +59,9 @@ def test_torch_bin(num_files: int, tmp_path: Path) -> None:
     assert_same(load(folder), reference_params(reference))
 
 
-def test_layers_that_guess_ahead_are_ignored_by_name(tmp_path: Path) -> None:
-    """As Qwen3-Next is published: they are no parameters of the model, and say why they are not loaded."""
+def test_mtp_layers_are_ignored_by_name(tmp_path: Path) -> None:
+    """Qwen3-Next as published: MTP layers are not parameters of the model, and the reason for ignoring them is
+    given."""
     folder = make_tiny("qwen3-next", tmp_path / "model")
     tensors = dict(tiny_reference("qwen3-next").state_dict())
     tensors |= {"mtp.fc.weight": torch.ones(64, 128), "mtp.layers.0.mlp.experts.3.up_proj.weight": torch.ones(24, 64)}

@@ -1,4 +1,4 @@
-"""Files that other libraries write: each is read, and its values are what the library itself says they are.
+"""Files written by other libraries: each is read, and its values equal the library's own dequantised values.
 
 The libraries are fetched, not installed, and write in a process of their own (tests/writers); without a network these
 tests are skipped. Formats that are written by hand, and logits, are in test_quantised_logits.py.
@@ -33,7 +33,7 @@ AUTO_ROUND = {
     "auto-round==0.16.1": "4dcdef6a64247ee9585a47052ec2adfaa259a41b3ccbe32435ff8d4a9388998e",
     "py-cpuinfo==9.0.0": "859625bc251f64e21f077d099d4162689c762b5d6a4c3c97553d56241c9674d5",
 }
-# What they are kept as, beside what is not quantised. q_proj, k_proj and v_proj have 256 columns, o_proj 128, which is
+# Types after loading, besides the unquantised ones. q_proj, k_proj and v_proj have 256 columns, o_proj 128, which is
 # one group of 128.
 COMPRESSED = {
     "W4A16": {"INT4 128 BF16", "INT4 channel BF16"},
@@ -70,7 +70,7 @@ FINE_GRAINED = {"float": {"FP8 block 128"}, "ue8m0": {"FP8 block 128"}}
 def written(
     folder: Path, writer: str, wheels: dict[str, str], names: list[str], without: str = "", head_dim: int = 32
 ) -> Path:
-    """Checkpoints of one layer, a folder for each name. without: packages that the library has no use for here."""
+    """Checkpoints of one layer, a folder per name. without: packages that the library does not need here."""
     paths = [str(unpacked(requirement, sha256)) for requirement, sha256 in wheels.items()]
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 384, "head_dim": head_dim}
     source = make_tiny("qwen3", folder / "source", **sizes)
@@ -107,7 +107,7 @@ def fine_grained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_read(folder: Path, kept: set[str]) -> None:
-    """Where the library's own values are bfloat16, they are the file's rounded once."""
+    """Compare with the library's own values; if those are bfloat16, they are the file's, rounded once."""
     checkpoint = open_checkpoint(folder)
     declared = checkpoint.declare()
     sources = resolve(declared, checkpoint.tensors)

@@ -1,4 +1,4 @@
-"""Every family against transformers in float32, however the engine cuts the work.
+"""Every family against transformers in float32, however the engine batches and chunks the work.
 
 The oracle prefills the prompt and then decodes token by token with its own cache. Bound: 1e-4 of the logits'
 scale, i.e. of the largest reference logit.
@@ -96,7 +96,7 @@ def test_after_a_prefix_hit(folder: Path, oracle: Callable[[list[int], int], Ten
 
 
 def test_after_preemption(folder: Path, oracle: Callable[[list[int], int], Tensor]) -> None:
-    """Five requests that need 25 pages each way at their end, on 40 pages: some must give way and start over."""
+    """Five requests that need 25 pages each at their end, with 40 pages: some must be preempted and recomputed."""
     engine, runner = make_engine(load_decoder(folder), num_pages=40, prefix_cache=False)
     check(engine, runner, {f"r{i}": prompt(24 + i, 10 + i) for i in range(5)}, oracle)
     assert engine.stats().scheduler.preemptions > 0

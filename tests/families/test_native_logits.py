@@ -1,8 +1,8 @@
-"""Every family on the native kernels (bfloat16), however the engine cuts the work: its distance from the float32 model
-may not be larger than that of plain torch in bfloat16, which rounds at least as often.
+"""Every family on the native kernels (bfloat16), however the engine batches and chunks the work: its distance from the
+float32 model may not exceed that of plain torch in bfloat16, which rounds at least as often.
 
-Routers choose all experts here: a near tie that falls the other way is not an error of arithmetic, and would be one of
-hundreds of percent. With the checkpoint's own top_k, answers of the demo model are compared in tests/e2e.
+Routers choose all experts here: a near tie that flips is not an arithmetic error, but would change logits by hundreds
+of percent. With the checkpoint's own top_k, outputs of the demo model are compared in tests/e2e.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def all_experts(model: Path) -> dict[str, object]:
-    """Of a folder, or a GGUF file, whose keys have one name."""
+    """Config overrides that choose all experts, for a folder or a GGUF file."""
     ffns = [block.ffn for block in load_decoder(model).spec.blocks if isinstance(block.ffn, Moe)]
     if not ffns:
         return {}
@@ -45,7 +45,7 @@ def all_experts(model: Path) -> dict[str, object]:
 
 
 def rows(model: Loaded, prompts: list[list[int]], answers: list[list[int]], **engine: int) -> Tensor:
-    """Logits of all rows while the given answers are fed back as prompts: the same work for every model."""
+    """Logits of all rows with the given answers forced: the same work for every model."""
     made, runner = make_engine(model, **engine)
     for i, (tokens, answer) in enumerate(zip(prompts, answers, strict=True)):
         made.submit(request(f"r{i}", tokens + answer, 1))

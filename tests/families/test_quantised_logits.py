@@ -1,5 +1,5 @@
-"""Quantised checkpoints in every format: their values are those of the format's definition, bit for bit where they are
-kept, and logits come as near to float32 as plain torch in bfloat16, on the CPU alone and split over a GPU.
+"""Quantised checkpoints in every format: values equal the format's definition, bit for bit if a packed format holds
+them, and logits are as near to float32 as those of plain torch in bfloat16, on the CPU only and split with a GPU.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_native_is_no_further_from_float32_than_torch(name: str, pool: Pool, tmp
 )
 @pytest.mark.parametrize("name", ["fp8 small blocks", "fp8 tensor", "gptq zeros"])
 def test_every_family(name: str, model: str, pool: Pool, tmp_path: Path) -> None:
-    """Other names, biases, shared experts, parts that are one matrix."""
+    """Other tensor names, biases, shared experts, fused matrices."""
     sizes = {"intermediate_size": 96, "shared_expert_intermediate_size": 160, "moe_intermediate_size": 96}
     sizes |= {"q_lora_rank": 64, "kv_lora_rank": 64}
     known = {key: value for key, value in sizes.items() if key in TINY[model].config}
@@ -84,7 +84,7 @@ def test_every_family(name: str, model: str, pool: Pool, tmp_path: Path) -> None
         load_decoder(folder, torch.bfloat16, **override),
         load_native(folder, pool, **override),
     )
-    # Of few rows one that happens to be near would be the measure of all.
+    # With few rows, a single row that happens to be accurate would dominate the comparison.
     texts = [(prompts(lengths), [1, 22, 2]) for lengths in ([9, 30, 4], [19, 25, 7])]
     exact, plain, got = (torch.cat([forced(model, *text) for text in texts]) for model in models)
     _assert_near(got, plain, exact)
@@ -95,7 +95,7 @@ def scale_of(written: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def stacked(folder: Path, values: dict[str, np.ndarray], scheme: Scheme) -> None:
-    """Experts of a layer in one tensor, gate and up after each other; blocks are counted from the first row of gate."""
+    """Stack the experts of a layer in one tensor, gate before up; blocks are counted from the first row of gate."""
     tensors = load_file(folder / "model.safetensors")
     for layer in range(3):
         name = f"model.layers.{layer}.mlp.experts"
@@ -114,7 +114,7 @@ def stacked(folder: Path, values: dict[str, np.ndarray], scheme: Scheme) -> None
 @pytest.mark.parametrize("scheme", ["fp8 small blocks", "fp8 modelopt"])
 @pytest.mark.parametrize("width", [48, 24])
 def test_stacked_experts(width: int, scheme: str, pool: Pool, tmp_path: Path) -> None:
-    """Of 24 rows of gate the last ones share a panel of 16 rows, and may share a block, with the first ones of up."""
+    """gate has 24 rows: the last ones share a panel of 16 rows, and perhaps a block, with the first ones of up."""
     folder, values = make_quantised(SCHEMES[scheme], "qwen3-moe", tmp_path / "m", moe_intermediate_size=width)
     stacked(folder, values, SCHEMES[scheme])
     checkpoint = open_checkpoint(folder)
@@ -133,7 +133,7 @@ def test_stacked_experts(width: int, scheme: str, pool: Pool, tmp_path: Path) ->
 
 
 def test_experts_alone(pool: Pool, tmp_path: Path) -> None:
-    """As Kimi K2: everything else is bfloat16."""
+    """Kimi K2's form: only experts are quantised, all else is bfloat16."""
     folder, _ = make_quantised(SCHEMES["int4"], "qwen3-moe", tmp_path / "m", only=r".*experts", **SIZES)
     checkpoint = open_checkpoint(folder)
     stored = stored_types(resolve(checkpoint.declare(), checkpoint.tensors), checkpoint.tensors)
@@ -151,7 +151,8 @@ LINEAR_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_blo
 @pytest.mark.parametrize("config", [{}, {"linear_fp8_config": LINEAR_FP8}])
 @pytest.mark.parametrize("experts", ["int4", "gptq", "awq", "int4 paired"])
 def test_fp8_beside_integers(experts: str, config: dict[str, Any], tmp_path: Path) -> None:
-    """Attention in blocks of FP8, experts of 4 bits: the config speaks of the experts, and of FP8 perhaps apart."""
+    """Attention in block-scaled FP8, experts in 4 bits: the config describes the experts, and FP8 possibly
+    separately."""
     scheme = READ[experts]
     both = replace(scheme, config=scheme.config | config) if experts != "int4 paired" else scheme
     sizes = {**SIZES, "head_dim": 48}  # q_proj has 192 rows, o_proj as many columns

@@ -1,7 +1,7 @@
-"""GGUF models split over a GPU and the CPU: blocks of matrices are kept wherever they are. What stands in for a GPU has
-all but experts in bfloat16.
+"""GGUF models split over a GPU and the CPU: matrices keep their block formats on both. The simulated GPU holds all but
+experts in bfloat16.
 
-The yardstick is plain torch in bfloat16, which rounds each weight of a block once more.
+The reference is plain torch in bfloat16, which rounds each weight of a block once more.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Experts split in any way over a GPU and the CPU: as near to float32 as plain torch in bfloat16, prefill and decode,
-alone and in a batch. On a simulated GPU everywhere, on a real one where there is one.
+single sequences and batches. On a simulated GPU everywhere, on a real one if there is one.
 
 Routers choose all experts here, as in test_native_logits.py.
 """
@@ -46,7 +46,7 @@ def pool() -> Iterator[Pool]:
 
 
 def forced(model: Loaded, texts: list[list[int]], prompt_tokens: list[int]) -> Tensor:
-    """Logits of all rows: the prompts of all sequences in one step, then one token each as long as they last."""
+    """Logits of all rows: the prompts of all sequences in one step, then one token each until they end."""
     executor = model.make(LIMITS, PAGES)
     most = -(-LIMITS.context_tokens // PAGE_TOKENS)
     pages = [list(range(i * most // 2, (i + 1) * most // 2)) for i in range(len(texts))]
@@ -79,7 +79,7 @@ def test_no_further_from_float32_than_torch_in_bfloat16(
     loaded = [load_decoder(folder, dtype, **override) for dtype in (torch.float32, torch.bfloat16)]
     loaded.append(load_split(folder, pool, SPLITS[split], device, **override))
     cases = (([19], [11]), ([9, 30, 4, 13, 21, 6, 11, 3], [1, 22, 2, 5, 17, 4, 8, 1]))
-    # All rows together: of few, how far each of two roundings of the same sums is off differs by a tenth.
+    # All rows together: with few rows, the errors of two roundings of the same sums differ by a tenth.
     exact, plain, got = (
         torch.cat([forced(model, prompts(lengths), prompt_tokens) for lengths, prompt_tokens in cases])
         for model in loaded
@@ -91,7 +91,7 @@ def test_no_further_from_float32_than_torch_in_bfloat16(
 
 
 @pytest.mark.parametrize("device", ["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_way_to_the_cpu_gives_the_same_bits(device: str, pool: Pool, tmp_path: Path) -> None:
+def test_every_transport_gives_the_same_bits(device: str, pool: Pool, tmp_path: Path) -> None:
     folder = make_tiny("qwen3-moe", tmp_path)
     got = [
         forced(load_split(folder, pool, Split(0.5, way=way), device), prompts([9, 30, 4]), [1, 22, 2]) for way in Way
@@ -102,7 +102,7 @@ def test_every_way_to_the_cpu_gives_the_same_bits(device: str, pool: Pool, tmp_p
 
 
 @pytest.mark.gpu
-def test_what_other_streams_still_fill_is_awaited(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fills_on_other_streams_are_awaited(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny("qwen3-moe", tmp_path)
     texts = prompts([19])
     expected = forced(load_split(folder, pool, SPLITS["half"], "cuda"), texts, [11])

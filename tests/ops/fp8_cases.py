@@ -1,4 +1,4 @@
-"""What the tests of products of fp8 with fp8 share: rounding as it is specified, and bounds of their sums."""
+"""Shared by the tests of FP8 x FP8 products: rounding as specified, and error bounds of their sums."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NEEDS_FP8 = pytest.mark.skipif(
 # NumPy's, in the interpreter: of rows that nobody has written, or that are not finite
 NOT_FINITE = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
 
-# Hopper's matrix unit keeps 14 bits of what it adds up at once (arXiv 2412.19437, 3.3.2): each of 128 products, and the
-# sum so far once for each 32 of them, may lose a unit in the last of those of all their sizes together.
+# Hopper's tensor cores accumulate with 14 bits (arXiv 2412.19437, 3.3.2): each of 128 products, and the running sum
+# once per 32 of them, may lose a unit in the last place of the sum of all magnitudes.
 UNIT_ERROR = (128 + 4) * 2.0**-13
 
 
@@ -31,17 +31,18 @@ def spec_round(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def in_words(codes: Tensor) -> Tensor:
-    """Columns as a panel's words have them, and back."""
+    """Swap columns to their order in a panel's words, or back."""
     return codes.view(torch.uint8).unflatten(1, (-1, 4))[:, :, [0, 2, 1, 3]].flatten(1)
 
 
 def values(rows: Fp8Rows, columns: int) -> Tensor:
-    """float64 [T, columns]: what rounded rows stand for."""
+    """Dequantise rounded rows to float64 [T, columns]."""
     codes = in_words(rows.codes.cpu()).view(torch.float8_e4m3fn).double()
     scales = rows.scales.cpu().double()
     return (codes.unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)[:, :columns]
 
 
 def sum_bound(sizes: Tensor, columns: int, device: torch.device) -> Tensor:
-    """Of a sum of products, whose sizes sum to `sizes`: float32's roundings, and the matrix unit's."""
+    """Error bound of a sum of products whose magnitudes sum to `sizes`: roundings of float32 and of the tensor
+    cores."""
     return sizes * ((columns + 16) * EPS32 + (UNIT_ERROR if device.type == "cuda" else 0.0))

@@ -1,4 +1,4 @@
-"""tools/check_kernels.py tells a kernel that no architecture, or not every architecture, can run."""
+"""tools/check_kernels.py reports a kernel that fails on all architectures, or on some."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def variants():
 """
 
 
-def test_it_names_what_fails(tmp_path: Path) -> None:
+def test_the_failing_kernel_is_named(tmp_path: Path) -> None:
     (tmp_path / "some_kernels.py").write_text(KERNELS)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What is known of GPUs without asking one."""
+"""Traits of GPUs that are known without a device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tool() -> ModuleType:
     return module
 
 
-def test_kernels_are_checked_for_what_they_are_launched_with() -> None:
+def test_kernels_are_checked_with_launch_parameters() -> None:
     checked: dict[int, int] = tool().SHARED_BYTES
     assert checked == {capability: SHARED_KIB[capability] for capability in checked}
 
@@ -33,15 +33,13 @@ def test_kernels_are_checked_for_what_they_are_launched_with() -> None:
     [(75, 64, False), (80, 163, False), (86, 99, False), (88, 163, False), (89, 99, True), (90, 227, True),
      (104, 227, True), (120, 99, True), (130, 99, True), (70, 64, False)],
 )  # fmt: skip
-def test_a_capability_that_is_not_known_has_what_the_next_older_one_has(
-    capability: int, kib: int, converts: bool
-) -> None:
+def test_an_unknown_capability_gets_the_next_lower_ones_traits(capability: int, kib: int, converts: bool) -> None:
     traits = GpuTraits(capability, 1)
     assert (traits.shared_bytes, traits.converts_e4m3) == (kib << 10, converts)
 
 
 @pytest.mark.gpu
-def test_the_device_says_the_same() -> None:
+def test_traits_agree_with_the_device() -> None:
     properties = torch.cuda.get_device_properties(0)
     traits = traits_of(torch.device("cuda:0"))
     assert traits.processors == properties.multi_processor_count

@@ -86,7 +86,10 @@ def test_attention(
         assert torch.equal(codes[every], to_e4m3(torch.cat(x), of).float())
         assert codes.isnan().sum() == (len(codes) - len(every)) * kv_heads * dim, "another slot was written"
         held.append(torch.split(codes[every].double() * of, kv_lens))
-    for side in (cache.keys, cache.values):  # what is past the end of a sequence is finite in service, and no matter
+    for side in (
+        cache.keys,
+        cache.values,
+    ):  # slots past the end of a sequence are finite in service, and must not matter
         side.view(torch.uint8)[side.float().isnan()] = 0x7E
 
     q = rand(rng, sum(q_lens), heads, dim)
@@ -110,7 +113,7 @@ def weights(q: Tensor, k: Tensor, scale: float, sink: Tensor | None) -> Tensor:
 
 
 def near_what_is_held(got: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, sink: Tensor | None) -> None:
-    """As exactly as over any other cache; see test_ops.py."""
+    """Check attention over the dequantised cache with the bounds of test_ops.py."""
     p = weights(q, k, scale, sink)
     wobble = (k.abs() @ q.abs() * scale).max() * (len(q) + 5) * EPS32
     bound = (p @ v.abs()) * (4 * wobble + 3 * torch.finfo(BF16).eps + (len(p) + 9) * EPS32)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ops.test_ops import EPS32, OPS_AND_TYPES, Run, assert_within, rand, stored
 from proa.ops.table import Angles, LatentPages, Norm, batch_of
 
-WIDTHS = [(32, 8), (40, 16), (512, 64)]  # of latents, and of what turns
+WIDTHS = [(32, 8), (40, 16), (512, 64)]  # (rank, rotary dims)
 
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)
@@ -73,7 +73,7 @@ def test_attention(
     order = torch.randperm(sum(counts) + 3, generator=rng).tolist()
     pages = [[order.pop() for _ in range(n)] for n in counts]
     batch = batch_of(q_lens, kv_lens, pages, page_tokens)
-    # What lies beyond the end of a sequence is finite, and must not matter.
+    # Slots past the end of a sequence are finite, and must not matter.
     cache = LatentPages(torch.full((sum(counts) + 3, page_tokens, width), 1e4, dtype=dtype), rank)
     rows = [rand(rng, n, width, dtype=dtype) for n in kv_lens]
     for s, n in enumerate(kv_lens):

@@ -1,5 +1,5 @@
-"""Codes with scales of their own, packed by workers, against float64: every code, in every order in which they are
-stored, from files and memory, as a whole and cut within a block of scales.
+"""Quantised values (codes) with separate scales, packed by workers, against float64: every code, every storage order,
+from files and memory, as a whole and split within a block of scales.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def values_of(code: Code, codes: np.ndarray) -> np.ndarray:
 
 
 def stored_bytes(case: Case, codes: np.ndarray) -> tuple[np.ndarray, int]:
-    """Codes as a file has them, and the bytes from stored row to stored row."""
+    """The codes in storage order, and the bytes between stored rows."""
     bits = 8 if case.code in (Code.E4M3, Code.INT8, Code.UINT8) else 4
     if case.order is Order.AWQ:
         eights = codes.T.reshape(COLUMNS, ROWS // 8, 8).astype(np.uint32)
@@ -188,7 +188,7 @@ def test_kept(coded: Coded, pool: Pool) -> None:
 
 
 def test_from_a_file_and_in_parts(coded: Coded, pool: Pool, tmp_path: Path) -> None:
-    """The same bytes, from a file, where parts begin at any panel."""
+    """From a file, in parts that begin at any panel, the packed bytes are the same."""
     whole, parts = aligned(coded.layout.matrix_bytes), aligned(coded.layout.matrix_bytes)
     fill(pool, [Fill(coded.rows, coded.layout, whole.ctypes.data, whole.nbytes)])
     file = tmp_path / "codes"
@@ -232,14 +232,14 @@ def test_nan_is_decoded_and_not_packed(pool: Pool) -> None:
     ("change", "form", "group", "problem"),
     [
         ({"scales": None}, Format.FP8_PANEL, 128, "scales"),
-        ({"code": Code.INT4}, Format.FP8_PANEL, 128, "does not keep"),
-        ({}, Format.FP8_ROW, 0, "does not keep"),
-        ({}, Format.FP8_PANEL, 64, "does not keep"),
-        ({"first": 8}, Format.FP8_PANEL, 128, "does not keep"),
-        ({"kind": Stored.F16}, Format.FP8_PANEL, 128, "does not keep"),
-        ({"factor": 2.0}, Format.FP8_PANEL, 128, "does not keep"),
-        ({"group_of": 1}, Format.FP8_PANEL, 128, "does not keep"),
-        ({"order": Order.TRANSPOSED}, Format.FP8_PANEL, 128, "Codes are not turned"),
+        ({"code": Code.INT4}, Format.FP8_PANEL, 128, "cannot hold the stored type"),
+        ({}, Format.FP8_ROW, 0, "cannot hold the stored type"),
+        ({}, Format.FP8_PANEL, 64, "cannot hold the stored type"),
+        ({"first": 8}, Format.FP8_PANEL, 128, "cannot hold the stored type"),
+        ({"kind": Stored.F16}, Format.FP8_PANEL, 128, "cannot hold the stored type"),
+        ({"factor": 2.0}, Format.FP8_PANEL, 128, "cannot hold the stored type"),
+        ({"group_of": 1}, Format.FP8_PANEL, 128, "cannot hold the stored type"),
+        ({"order": Order.TRANSPOSED}, Format.FP8_PANEL, 128, "Codes cannot have the transposed order of plain types"),
         ({"stride": 100}, Format.FP8_PANEL, 128, "overlap"),
     ],
 )

@@ -1,5 +1,5 @@
-"""Every packed format on every instruction set against float64. Bounds are derived: a sum of n float32 products is off
-by at most n 2^-24 of the sum of sizes; a weight rounded once to bfloat16 by 2^-8 of itself.
+"""Every packed format on every instruction set against float64. Bounds are derived: the error of a sum of n float32
+products is at most n 2^-24 of the sum of magnitudes; that of a weight rounded once to bfloat16 2^-8 of itself.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def product(pool: Pool, packed: Packed, x: np.ndarray, rows: int, bias: np.ndarr
 
 
 def sum_bound(w: Weights, x: np.ndarray) -> np.ndarray:
-    """Of |computed - exact| of x W^T: float32 sums, weights that long batches round to bfloat16, and activations that
-    short ones hold in fixed point (csrc/src/kernels/digits.h)."""
+    """Bound of |computed - exact| of x W^T: float32 sums, weights rounded to bfloat16 in long batches, and activations
+    in fixed point in short ones (csrc/src/kernels/digits.h)."""
     terms = w.values.shape[1] + 4 * w.layout.padded_columns // (w.group or w.values.shape[1]) + 8
     sums = terms * 2.0**-24 * (np.abs(x) @ w.scaled.T) + (fixed_point(w, x) if w.format >= Format.INT8_F32 else 0.0)
     rounded = 0.0 if w.format is Format.BF16 else HALF_ULP_BF16 * (np.abs(x) @ np.abs(w.values).T)
@@ -100,7 +100,7 @@ def test_every_code_of_e4m3(pool, code):
 @pytest.mark.parametrize("apart", [0, 1], ids=["alike", "of-each-row"])
 @pytest.mark.parametrize("first", range(0, 256, 16))
 def test_every_scale_of_e8m0(pool, first, apart):
-    """By few tokens and many. 2^-127 counts as zero (scales.h), and so do subnormal weights; 255 is NaN."""
+    """With few tokens and many. 2^-127 counts as zero (scales.h), and so do subnormal weights; 255 is NaN."""
     codes = np.tile(np.arange(16, dtype=np.uint8), (16, 2))
     values = e2m1_values(codes)
     for scales in [first + np.arange(16)] if apart else np.arange(first, first + 16).repeat(16).reshape(16, 16):
@@ -138,7 +138,7 @@ TILES_FROM = {Format.FP8_ROW: 3, Format.FP8_PANEL: 3, Format.MXFP8: 3}
 
 
 def other_way_from(isa: str, form: Format) -> int:
-    """Tokens of a matrix from which on an instruction set multiplies another way."""
+    """The number of tokens from which on an instruction set uses another algorithm."""
     if isa in ("amx", "scalar-tiles"):
         return TILES_FROM.get(form, 5)
     if isa == "avx512-bf16" and form in (Format.INT8_F32, Format.INT8_F16):
@@ -178,7 +178,7 @@ def test_activations_of_any_size(pool, form, group):
 
 @pytest.mark.parametrize(("form", "group"), [(Format.INT8_F32, 0), (Format.INT4_F32, 128)])
 def test_small_activations_beside_large_ones_are_exact(pool, form, group):
-    """All that bfloat16 has within 2^14 of its largest neighbour: 255 / 128 needs every digit's carry."""
+    """bfloat16 values down to 2^-14 of their largest neighbour are exact: 255 / 128 needs every digit's carry."""
     codes = np.eye(128)
     arrays = {"codes": (codes + (8 if form is Format.INT4_F32 else 0)).astype(np.uint8)}
     arrays["scales"] = np.ones((128, 1), np.float32)
@@ -193,7 +193,7 @@ def test_small_activations_beside_large_ones_are_exact(pool, form, group):
 
 @pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
 @pytest.mark.parametrize("strange", [0x7F80, 0xFF80, 0x7FC0], ids=["inf", "-inf", "nan"])
-def test_what_is_not_finite_spoils_its_own_token_only(pool, form, group, strange):
+def test_non_finite_values_affect_only_their_own_token(pool, form, group, strange):
     w = random_weights(form, group, 16, 64, seed=4)
     bits, _ = activations(3, 64, seed=4)
     want = product(pool, Packed([w]), bits, 16)
@@ -281,7 +281,7 @@ class Layer:
         return y
 
     def exact(self, x, ids, weights) -> tuple[np.ndarray, np.ndarray]:
-        """The answer in float64, and how far float32 sums and bfloat16 activations between may take it."""
+        """The result in float64, and the error bound for float32 sums and bfloat16 activations in between."""
         y, bound = np.zeros((len(x), self.hidden)), np.zeros((len(x), self.hidden))
         for e in range(len(self.gate)):
             rows, choice = np.nonzero(ids == e)
@@ -379,7 +379,7 @@ def test_ids_out_of_range_are_errors(pool):
     for bad in (4, -2, 2**31 - 1):
         with pytest.raises(ValueError, match=f"Expert id {bad} is not one of 4"):
             layer.run(pool, bits, np.full((2, 1), bad, np.int32), np.ones((2, 1), np.float32))
-    check(pool, layer, bits, bf16_values(bits), *routing(2, 4, 1, seed=0))  # the pool goes on
+    check(pool, layer, bits, bf16_values(bits), *routing(2, 4, 1, seed=0))  # the pool still works
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_wrong_buffers_are_errors(pool):
         (Rows(bits.ctypes.data, 63), good[1], 32, "x has rows of 64"),
         (good[0], Rows(y.ctypes.data, 31, True), 32, "y has rows of 32"),
         (Rows(0, 64), good[1], 32, "x is a null pointer"),
-        (good[0], good[1], 33, "no more outputs"),
+        (good[0], good[1], 33, "outputs must be between"),
     ]:
         with pytest.raises(ValueError, match=text):
             linear(pool, packed.matrix, x, out, 2, outputs=outputs)
@@ -436,7 +436,7 @@ def test_codes_and_scales_that_the_format_does_not_have():
         Packed([w])
     w = random_weights(Format.NVFP4, 16, 16, 64, seed=0)
     w.arrays["scales"][0, 1] = 0x80
-    with pytest.raises(ValueError, match="negative or not a number"):
+    with pytest.raises(ValueError, match="negative or NaN"):
         Packed([w])
     w = random_weights(Format.INT4_F16, 32, 16, 64, seed=0)
     del w.arrays["scales"]
@@ -447,7 +447,7 @@ def test_codes_and_scales_that_the_format_does_not_have():
 # ---- the queue
 
 
-def test_a_queue_runs_jobs_in_order_and_tells_errors():
+def test_a_queue_runs_jobs_in_order_and_returns_errors():
     layers = [Layer(Format.INT4_F16, 32, 6, hidden=160, width=48) for _ in range(3)]
     bits, _ = activations(5, 160, seed=1)
     ids, weights = routing(5, 6, 3, seed=2)

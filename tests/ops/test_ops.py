@@ -45,7 +45,7 @@ def rand(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) 
 
 
 def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """What storing may add: half a unit in the last place, of subnormals too."""
+    """Error of storing a value: half a unit in the last place, also for subnormals."""
     info = torch.finfo(dtype)
     return value.abs() * info.eps / 2 * 1.01 + info.smallest_normal * info.eps / 2
 
@@ -117,7 +117,7 @@ def test_gated_delta(ops: Run, dtype: torch.dtype, case: str, size: str, rng: to
 
 
 @pytest.mark.parametrize("ops", natives())
-def test_a_state_slot_that_there_is_not_is_refused(ops: NativeRun, rng: torch.Generator) -> None:
+def test_a_state_slot_out_of_range_is_refused(ops: NativeRun, rng: torch.Generator) -> None:
     shape = SHAPES["small"]
     x, weights = delta_inputs(shape, 1, rng, torch.bfloat16), delta_weights(shape, rng, torch.bfloat16)
     with pytest.raises(ValueError, match="State slot 2 of sequence 0 is not one of 2"):
@@ -193,7 +193,7 @@ def test_route(ops: Run, router: Router, experts: int, top_k: int, rng: torch.Ge
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
-def test_of_equal_experts_and_groups_the_first_are_taken(ops: Run) -> None:
+def test_among_equal_experts_and_groups_the_first_are_chosen(ops: Run) -> None:
     logits, slots = torch.zeros(1, 12), torch.zeros(1, dtype=torch.int64)
     logits[0, [11, 7, 4]] = 1.0
     for score in routers.SCORES:
@@ -206,8 +206,8 @@ def test_of_equal_experts_and_groups_the_first_are_taken(ops: Run) -> None:
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
-def test_a_correction_chooses_and_does_not_weigh(ops: Run) -> None:
-    """Even if it makes all keys negative, and one that is not chosen would weigh most."""
+def test_a_correction_affects_the_choice_but_not_the_weights(ops: Run) -> None:
+    """Even if it makes all keys negative, and an expert that is not chosen has the highest score."""
     router = Router("sigmoid", False, correction=True, scale=2.0)
     correction = torch.tensor([-9.0, -8.0, -70.0, -8.5])
     logits = torch.tensor([[0.0, 0.0, 5.0, 0.0]])
@@ -282,8 +282,8 @@ def gated_values(
 
 
 def clamped(x: Tensor, values: dict[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
-    """down(clamped SwiGLU) of x [T, hidden] in float64, and how far off it may be: gate, up, their product and the
-    result may each be stored in the type of x, and a library may round a product before it adds a bias."""
+    """down(clamped SwiGLU) of x [T, hidden] in float64, and its error bound: gate, up, their product and the result may
+    each be stored in the dtype of x, and a library may round a product before it adds a bias."""
     wide, dtype = x.double(), x.dtype
     weight, bias = (
         [values[f"{prefix}{name}.{kind}"].double() for name in ("gate", "up", "down")] for kind in ("weight", "bias")
@@ -327,7 +327,7 @@ def test_a_clamped_mlp(ops: Run, dtype: torch.dtype, rng: torch.Generator) -> No
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
 @pytest.mark.parametrize("part", ["gate", "up"])
-def test_what_is_no_number_is_not_clamped_away(ops: Run, part: str, rng: torch.Generator) -> None:
+def test_nan_propagates_through_the_clamp(ops: Run, part: str, rng: torch.Generator) -> None:
     x, values = rand(rng, 3, 40, dtype=torch.bfloat16), gated_values("", 40, 24, rng, torch.bfloat16)
     # Loading refuses weights that are NaN: here it comes of infinities of both signs in one sum.
     x[:, 4:6] = math.inf
@@ -379,7 +379,7 @@ def test_paged_attention(
     new_k = torch.cat([k[n - q :] for k, n, q in zip(keys, kv_lens, q_lens, strict=True)])
     new_v = torch.cat([v[n - q :] for v, n, q in zip(values, kv_lens, q_lens, strict=True)])
     ops.write_kv(new_k, new_v, cache, batch.slots)
-    # Slots past the end of a sequence hold whatever was there; finite garbage must not matter.
+    # Slots past the end of a sequence hold old data; finite garbage must not matter.
     cache.keys[cache.keys.isnan()], cache.values[cache.values.isnan()] = 7.0, 1e4
 
     sinks = 2 * rand(rng, heads) if sunk else None
@@ -403,7 +403,7 @@ def test_paged_attention(
             row += 1
 
 
-def test_a_batch_that_no_gpu_can_read_says_so() -> None:
+def test_a_batch_without_device_tensors_is_refused() -> None:
     batch = AttentionBatch((1,), (1,), (torch.zeros(1, dtype=torch.int64),), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="with device tensors"):
         batch.on_device  # noqa: B018 - looking is the test

@@ -1,4 +1,4 @@
-"""What the probes' clocks do beside measuring."""
+"""Side effects of the probes' clocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PROBES = Path(__file__).parents[2] / "benchmarks" / "probes"
 def test_calls_wait_for_what_was_written_before_them(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock that made its first call on a stream of its own had attention follow page numbers not yet written."""
+    """Regression: a clock made its first call on a stream of its own, so that attention read page numbers that were not
+    written yet."""
     monkeypatch.syspath_prepend(PROBES)
     probe = importlib.import_module(name)
     value = torch.zeros(1, device=device)
@@ -35,7 +36,7 @@ def frames(*lines: str) -> list[dict[str, Any]]:
     return [{"filename": path, "line": int(line), "name": "f"} for path, _, line in (x.partition(":") for x in lines)]
 
 
-def test_vram_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vram_is_reported_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot of torch's allocator, and the driver's share beside it."""
     monkeypatch.syspath_prepend(PROBES)
     probe = importlib.import_module("gpu_memory")

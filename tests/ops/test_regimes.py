@@ -1,5 +1,5 @@
-"""In decode and in prompts whose kernels are fixed, a row has the same bits whatever other rows a step has: every
-instruction set, every packed format, experts and attention."""
+"""In the decode and prompt regimes, whose kernels are fixed, a row has the same bits whatever other rows a step has: on
+every instruction set, with every packed format, for experts and attention."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_rows_of_a_product_do_not_depend_on_their_number(pool, form, group, regi
 
 @pytest.mark.parametrize(("form", "group"), CASES, ids=lambda v: getattr(v, "name", v))
 @pytest.mark.parametrize("regime", FIXED)
-def test_a_token_gets_the_same_from_its_experts_in_any_company(pool, form, group, regime):
+def test_a_tokens_experts_do_not_depend_on_other_tokens(pool, form, group, regime):
     count, top_k, hidden, width = 5, 2, 256, 256
     gates, ups = ([random_weights(form, group, width, hidden, seed=s + e) for e in range(count)] for s in (10, 20))
     downs = [random_weights(form, group, hidden, width, seed=30 + e) for e in range(count)]
@@ -86,7 +86,7 @@ def test_a_token_gets_the_same_from_its_experts_in_any_company(pool, form, group
 
 
 class Attended:
-    """One sequence's keys and values in pages of 16, in an order of their own, and its queries."""
+    """One sequence's keys and values in pages of 16, in shuffled order, and its queries."""
 
     HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
 
@@ -102,7 +102,7 @@ class Attended:
         )  # fmt: skip
 
     def run(self, regime: Regime, spans: list[tuple[int, int]]) -> list[np.ndarray]:
-        """Rows [first, end) of each span as a sequence of its own, all of one step."""
+        """Run one step in which rows [first, end) of each span are a sequence of their own."""
         q = np.concatenate([self.queries[first:end] for first, end in spans])
         out = np.zeros_like(q)
         q_lens = np.array([end - first for first, end in spans], np.int32)

@@ -1,4 +1,4 @@
-"""Greedy choice by Triton: exact."""
+"""The Triton argmax, exact."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_argmax(rows: int, vocab: int, offset: float, rng: torch.Generator, devi
     assert chosen(logits) == reference.argmax(logits).tolist()
 
 
-def test_equals_and_what_is_not_finite(rng: torch.Generator, device: torch.device) -> None:
+def test_ties_and_non_finite_logits(rng: torch.Generator, device: torch.device) -> None:
     logits = rand(rng, 10, 5000, dtype=torch.float32) - 100
     logits[0, [4999, 700, 2100]] = 50
     logits[1, 4999] = math.inf

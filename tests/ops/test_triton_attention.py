@@ -1,7 +1,7 @@
 """Paged attention by Triton against float64.
 
-A logit in float32 is off by (D + 4) roundings of scale * sum|q||k|, which moves a weight by as much, relatively;
-weights are rounded to bfloat16 before they meet V; a running sum over n positions is rescaled once a block.
+The error of a float32 logit is (D + 4) roundings of scale * sum|q||k|, which is also the relative error of a weight;
+weights are rounded to bfloat16 before they are multiplied with V; a running sum is rescaled once per block.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from proa.ops.triton.attention import Softmax, decode, prefill
 
 @dataclass
 class Paged:
-    """Sequences whose pages lie anywhere; what nobody may read is NaN."""
+    """Sequences with shuffled pages; everything that kernels must not read is NaN."""
 
     cache: KvPages
     page_table: Tensor
     kv_lens: Tensor
-    keys: list[Tensor]  # of each sequence, [kv_len, kv_heads, D], as the cache has them
+    keys: list[Tensor]  # per sequence [kv_len, kv_heads, D], as stored in the cache
     values: list[Tensor]
 
 
@@ -53,7 +53,7 @@ def paged(
 
 
 def in_e4m3(p: Paged) -> Paged:
-    """The same in float8, each side with a scale of its own."""
+    """The problem with a float8 cache, keys and values each with their scale."""
     scales = torch.tensor([0.03, 1.7]).tolist()  # as float32 has them
     pages = [to_e4m3(t.cpu(), s).to(t.device) for t, s in zip((p.cache.keys, p.cache.values), scales, strict=True)]
     keys, values = (
@@ -64,7 +64,7 @@ def in_e4m3(p: Paged) -> Paged:
 
 @pytest.fixture(params=["as it is", pytest.param("by bits", marks=pytest.mark.gpu)])
 def widening(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a GPU converts in hardware, what others do as well."""
+    """Ways to convert e4m3: in software, and on GPUs that can, in hardware."""
     if request.param == "by bits":
         if not kv_codes._native(device):
             pytest.skip("nothing else is done here")
@@ -72,7 +72,7 @@ def widening(request: pytest.FixtureRequest, device: torch.device, monkeypatch: 
 
 
 def attended(q: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of one sequence's q [n, heads, D], the last n positions: the result in `wide`, and its error's bound."""
+    """Attention of one sequence's q [n, heads, D], its last n positions: the result in `wide`, and its error bound."""
     rows, heads, dim = q.shape
     kv_len, group = len(keys), heads // keys.shape[1]
     q, keys, values = (t.to(wide).transpose(0, 1) for t in (q, keys, values))
@@ -184,7 +184,7 @@ def test_prefill(
 ) -> None:
     p = paged(kv_lens, kv_heads, dim, page_tokens, rng, device)
     starts = [sum(q_lens[:s]) for s in range(len(q_lens) + 1)]
-    rows = starts[-1] + 3  # the last three belong to nobody
+    rows = starts[-1] + 3  # the last three belong to no sequence
     q = rand(rng, rows, heads + 2, dim)[:, :heads]
     softmax = softmax_of(dim, heads, window, sinks, rng)
     out = poisoned(rows, heads, dim).to(device)
@@ -222,7 +222,7 @@ def test_in_e4m3(
     rng: torch.Generator,
     device: torch.device,
 ) -> None:
-    """Both ways, against what the codes say exactly."""
+    """Decode and prefill, against the exact dequantised values."""
     p = in_e4m3(paged(kv_lens, kv_heads, dim, page_tokens, rng, device))
     softmax = softmax_of(dim, heads, window, True, rng)
     starts = [sum(q_lens[:s]) for s in range(len(q_lens) + 1)]
@@ -240,7 +240,7 @@ def test_in_e4m3(
             assert_within(decoded[s : s + 1], want[-1:], bound[-1:])
 
 
-def test_a_sink_takes_its_share_alone(device: torch.device) -> None:
+def test_a_single_position_beside_a_sink(device: torch.device) -> None:
     """One position of logit 0 and value 1 beside a sink of log 3: a quarter; a sink of -inf takes nothing."""
     ones, zeros = torch.ones(1, 16, 1, 64, dtype=BF16), torch.zeros(1, 16, 1, 64, dtype=BF16)
     cache = KvPages(zeros.to(device), ones.to(device))

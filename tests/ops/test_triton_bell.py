@@ -1,5 +1,5 @@
-"""What push writes and pull reads, in Triton's interpreter, which cannot run the two instructions of PTX that ring and
-wait: here a ring stores the number, and waiting asks whether it was answered. On a GPU tests/hybrid tries all of it.
+"""push and pull in Triton's interpreter, which cannot run the PTX that rings and waits: here a ring stores the number,
+and waiting checks that it was answered. tests/hybrid tests the whole protocol on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[int]:
-    """Numbers that pull waited for."""
+    """The numbers that pull waited for."""
     numbers: list[int] = []
 
     def ring(rung: Any, number: Any) -> None:
@@ -96,10 +96,10 @@ def same_parts(block: BellBlock, other: BellBlock, rows: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4])
-def test_who_chooses_a_few_rows_pushes_them_too(
+def test_the_fused_choose_kernel_pushes_like_push(
     waits: list[int], rng: torch.Generator, tokens: int, device: torch.device
 ) -> None:
-    """Beside push of the same choice: also where a layer has nothing for the CPU, and a row is of padding."""
+    """The fused kernel hands over the same pairs as push, also with no pair for the CPU, and with a padding row."""
     experts, top_k, hidden = 12, 3, 64
     size = JobSize(tokens, top_k, hidden)
     (block, state), (other, other_state) = block_of(size), block_of(size)
@@ -142,7 +142,7 @@ def poisoned_choice(rows: int, width: int, top_k: int) -> choose.ChooseOutputs:
     return choose.ChooseOutputs(normed.clone(), normed, full(torch.float32, top_k), at)
 
 
-def test_more_rows_than_may_wait_are_refused(rng: torch.Generator) -> None:
+def test_combine_refuses_to_wait_for_too_many_rows(rng: torch.Generator) -> None:
     size = JobSize(12, 2, 2048)
     block, state = block_of(size)
     weights, address = torch.ones(9, 2), torch.zeros(9, 2, dtype=torch.int64)

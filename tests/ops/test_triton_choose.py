@@ -1,7 +1,7 @@
-"""The kernel in front of a few rows' experts: sums and norms against float64, the logits against float64 of the norm
-that it gave, its choice and places as those of the kernels that do one thing each, on the logits that it gave.
+"""The fused choose kernel: sums and norms against float64, logits against float64 of its own norm, the choice and
+locations against the separate kernels on its own logits.
 
-A norm is rounded once to bfloat16, and its sum of n squares is off by n roundings of float32; so are n products.
+A norm is rounded once to bfloat16, and its sum of n squares has an error of n roundings of float32; so have n products.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def poisoned(rows: int, width: int, top_k: int, device: torch.device) -> ChooseO
 
 
 def some_residency(experts: int, top_k: int, rng: torch.Generator, device: torch.device) -> Residency:
-    """A third of them on the device; of the others most can be read in place, half of a step's misses are."""
+    """A third of the experts are on the GPU; most others can be read in place, and half of a step's misses are."""
     mine = torch.rand(experts, generator=rng) < 0.33
     up, down, here_up, here_down = (torch.randint(1, 1 << 40, (experts,), generator=rng) for _ in range(4))
     cpu = torch.where(mine, -1, torch.arange(experts)).to(torch.int32)
@@ -116,7 +116,7 @@ def _check(
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")  # numpy's, in the interpreter
-def test_a_row_that_is_no_number_chooses_experts_that_exist(rng: torch.Generator, device: torch.device) -> None:
+def test_a_nan_row_chooses_valid_experts(rng: torch.Generator, device: torch.device) -> None:
     x, y, weight, router = case(2, 64, 8, rng, device)
     x[1, 3] = float("nan")
     out = poisoned(2, 64, 2, device)
@@ -128,7 +128,7 @@ def test_a_row_that_is_no_number_chooses_experts_that_exist(rng: torch.Generator
     assert ((out.at.ids >= 0) & (out.at.ids < 8)).all()
 
 
-def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device) -> None:
+def test_unsupported_arguments_are_refused(rng: torch.Generator, device: torch.device) -> None:
     residency, space = some_residency(8, 2, rng, device), choice_space(device)
 
     def call(rows: int = 1, width: int = 64, top_k: int = 2, room: int = 2) -> None:
@@ -144,7 +144,7 @@ def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device
 
 
 @pytest.mark.gpu
-def test_it_says_the_same_in_a_graph(rng: torch.Generator) -> None:
+def test_same_result_in_a_graph(rng: torch.Generator) -> None:
     device, rule = torch.device("cuda"), RouterRule(8, ROUTERS["qwen3"])
     x, y, weight, router = case(4, 2048, 128, rng, device)
     residency, space, slots = some_residency(128, 8, rng, device), choice_space(device), torch.arange(4, device=device)

@@ -1,4 +1,4 @@
-"""Linear maps of a GPU, loaded as a checkpoint's rows come: which parts are one matrix, and what they multiply to."""
+"""Linear layers on a GPU, loaded like a checkpoint: which parts are fused to one matrix, and their products."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def no_experts(experts: int, hidden: int, width: int) -> Experts:
 
 
 def rows_of(kind: str, rows: int, seed: int) -> tuple[np.ndarray, Tensor]:
-    """A file's rows, and their values float64 [rows, COLUMNS]."""
+    """Rows of a file, and their values float64 [rows, COLUMNS]."""
     rng = np.random.default_rng(seed)
     if kind == "F32":
         values = rng.standard_normal((rows, COLUMNS)).astype(np.float32)
@@ -54,7 +54,7 @@ def rows_of(kind: str, rows: int, seed: int) -> tuple[np.ndarray, Tensor]:
 
 
 def load(target: Sink, kind: str, rows: np.ndarray, staging: Staging) -> int:
-    """In how many parts it came."""
+    """Load a parameter; returns the number of parts."""
     parts = 0
     for _, _, jobs in in_parts(target, StoredRows(Stored[kind], rows.ctypes.data, rows.strides[0]), staging.flush):
         fill(staging.pool, jobs)
@@ -64,7 +64,7 @@ def load(target: Sink, kind: str, rows: np.ndarray, staging: Staging) -> int:
 
 
 class Loaded:
-    """A map of `outs`, each stored as `kinds` says, through `staging_bytes`."""
+    """A fused linear layer of `outs`, stored with the types `kinds`, loaded through `staging_bytes` of staging."""
 
     def __init__(
         self, outs: Mapping[str, int], kinds: Mapping[str, str], bias: bool, staging_bytes: int, pool: Pool,
@@ -125,7 +125,7 @@ def test_linear(case: str, bias: bool, rng: torch.Generator, pool: Pool, device:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "F32"])
-def test_what_is_larger_than_the_staging_comes_in_parts(
+def test_parameters_larger_than_the_staging_are_loaded_in_parts(
     kind: str, rng: torch.Generator, pool: Pool, device: torch.device
 ) -> None:
     outs, kinds = {"head": 200}, {"head": kind}
@@ -138,7 +138,7 @@ def test_what_is_larger_than_the_staging_comes_in_parts(
 
 @pytest.mark.parametrize("kind", ["Q4_0", "F32"])
 def test_rows_from_several_places(kind: str, rng: torch.Generator, pool: Pool, device: torch.device) -> None:
-    """As one place with all of them."""
+    """Rows gathered from several places give the same layer as from one."""
     staging = Staging(pool, 24 << 10, pinned=device.type == "cuda")
     one, several = (CudaMaps(device, no_experts, staging).linear({"out": 200}, COLUMNS, False) for _ in range(2))
     rows, _ = rows_of(kind, 200, 5)
@@ -160,7 +160,7 @@ def test_rows_from_several_places(kind: str, rng: torch.Generator, pool: Pool, d
 def test_many_rows_by_a_library(
     case: str, bias: bool, rng: torch.Generator, pool: Pool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Panels become rows, here 32 at a time."""
+    """Panels are dequantised to rows, here 32 at a time."""
     monkeypatch.setattr(cuda_linear, "UNPACKED_TOKENS", 20)
     monkeypatch.setattr(cuda_linear, "UNPACKED_BYTES", 32 * COLUMNS * 2)
     outs, kinds, _ = CASES[case]
@@ -209,7 +209,7 @@ def test_a_router_is_not_rounded(
 
 
 @pytest.mark.parametrize("form", [(Format.FP8_ROW, 128), (Format.INT4_F16, 32), (Format.NVFP4, 16), (Format.Q4_K, 32)])
-def test_the_plan_has_room_for_what_programs_leave(form: tuple[Format, int]) -> None:
+def test_the_plan_has_room_for_partial_sums(form: tuple[Format, int]) -> None:
     for rows, columns in ((16, 256), (1536, 2048), (5120, 2048), (2048, 8192), (151936, 2048), (7168, 18432)):
         of = layout(form[0], rows, columns, form[1])
         for tokens in (1, 2, 16, 17, 33, 64, 65, 127, 512):

@@ -1,4 +1,4 @@
-"""The kernels of the gated delta rule against float64; rows of padding and foreign slots stay as they are."""
+"""The kernels of the gated delta rule against float64; padding rows and slots of other sequences are unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch(q_lens: list[int], kv_lens: list[int], states: list[int], device: torc
 def run(
     x: DeltaInputs, w: DeltaWeights, state: RecurrentState, at: DeviceBatch, padding: int, device: torch.device
 ) -> torch.Tensor:
-    """The rows' result; `padding` of x's rows are."""
+    """The result for x's rows, of which the last `padding` are padding."""
     rows, groups = x.q.shape[:2]
     heads, dim = groups * x.v.shape[2], x.v.shape[3]
     slots = torch.arange(rows, device=device)
@@ -55,7 +55,7 @@ def run(
 
 
 def chunks_of(rows: int, heads: int, device: torch.device) -> Chunks:
-    """Of the smallest GPU, where there is none."""
+    """Chunk resources of the device; without a GPU, those of the smallest one."""
     kib, capability = LEAST_KIB, OLDEST
     if device.type == "cuda":
         kib, capability = traits_of(device).shared_bytes >> 10, traits_of(device).capability
@@ -65,7 +65,7 @@ def chunks_of(rows: int, heads: int, device: torch.device) -> Chunks:
 
 
 def on(x: DeltaInputs, device: torch.device) -> DeltaInputs:
-    """Views of the same strides."""
+    """Move views to a device, keeping their strides."""
     return DeltaInputs(*(_like(t, device) for t in vars(x).values()))
 
 
@@ -152,7 +152,7 @@ def test_short_steps_and_old_devices_go_token_by_token() -> None:
     assert shape_for(120, 99 << 10) == shape_for(80, 163 << 10) != shape_for(90, 227 << 10)
 
 
-def test_the_plan_has_room_for_what_chunks_take() -> None:
+def test_the_plan_has_room_for_chunks() -> None:
     mixer = GatedDeltaNet(64, 2, 6, 24, 16, 4)
     spec = Model(64, 100, (Block(mixer, Mlp(64, 96)), Block(Attention(64, 4, 2, 16, Rope(16)), Mlp(64, 96))), 1e-6, 512)
     for rows in (1, 33, 512):

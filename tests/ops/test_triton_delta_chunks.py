@@ -1,5 +1,5 @@
-"""The gated delta rule by chunks against float64, row by row: odd lengths, all decays, keys that come again; rows and
-states of sequences that do not go by chunks stay as they are.
+"""The chunked gated delta rule against float64, row by row: odd lengths, all decays, repeated keys; rows and states of
+sequences that are not chunked are unchanged.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ops.triton_bounds import BF16, poisoned
 from proa.ops.table import DeltaInputs, DeltaWeights, RecurrentState
 from proa.ops.triton.delta_chunks import by_chunks
 
-FEW = 4  # rows of sequences that are left alone
+FEW = 4  # sequences of up to this many rows are not chunked
 ROUNDED = 2.0**-18  # of q and k, which are kept as pairs of bfloat16
 
 
 def rows_of(shape: Shape, x: DeltaInputs, w: DeltaWeights, rng: torch.Generator) -> Mixed:
-    """Of what the convolution might give, float32."""
+    """Random outputs of the convolution, float32."""
     count = len(x.q)
     q, k = (torch.randn(count, shape.groups, shape.key_dim, generator=rng) for _ in range(2))
     q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
@@ -44,7 +44,7 @@ def as_pairs(x: Tensor) -> Tensor:
 
 
 def kernel_rows(shape: Shape, m: Mixed) -> Tensor:
-    """What `by_chunks` reads: float32 [T, channels]."""
+    """The input of `by_chunks`: float32 [T, channels]."""
     q, k = (as_pairs(t[:, :: shape.members].float()).flatten(1) for t in (m.q, m.k))
     return torch.cat((q, k, m.v.float().flatten(1)), 1)
 
@@ -57,7 +57,7 @@ def run(
     shape: Shape, m: Mixed, x: DeltaInputs, w: DeltaWeights, state: RecurrentState, lens: tuple[list[int], list[int]],
     slots: list[int], device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """lens: rows of the step, and altogether, of each sequence."""
+    """lens: per sequence, rows of this step, and rows in total."""
     rows, seen = len(m.q), poisoned(len(m.q), shape.heads, shape.value_dim, dtype=torch.float32).to(device)
     there = replace(w, conv=w.conv.to(device), a_log=w.a_log.to(device), dt_bias=w.dt_bias.to(device))
     chunks = chunks_of(rows, shape.heads, device)
@@ -174,7 +174,7 @@ def test_hard_numbers(change: Change, rng: torch.Generator, device: torch.device
     assert_ruled(seen, state.rule[0], m, None)
 
 
-def test_the_same_bits_whatever_stands_beside_them(rng: torch.Generator, device: torch.device) -> None:
+def test_bits_do_not_depend_on_other_sequences(rng: torch.Generator, device: torch.device) -> None:
     shape, count = SHAPES["one"], 100
     w = weights(shape, rng, BF16)
     x = inputs(shape, 2 * count, rng, BF16)

@@ -1,4 +1,4 @@
-"""Draws by Triton: the token that the definition gives, and the CPU's sampler."""
+"""The Triton sampler against the definition and the CPU's sampler."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def drawn(
 ) -> list[int]:  # fmt: skip
     logits, jobs = logits.to(device), jobs_of(wishes, uniforms, device)
     space = Space(len(wishes), logits.shape[1], most_kept, device)
-    for left in vars(space).values():  # by whoever used it before
+    for left in vars(space).values():  # left over from an earlier call
         if isinstance(left, Tensor):
             left.fill_(-7)
     tokens = torch.zeros(len(wishes), dtype=torch.int32, device=device)
@@ -60,7 +60,7 @@ def drawn(
 
 
 def defined(logits: Tensor, s: Sampling, uniform: float) -> int:
-    """The definition, spelled out; of equals the lowest id first."""
+    """The definition of sampling, written out; the lowest id first among equals."""
     log = (logits - logits.max()).double() / s.temperature
     if s.top_k == 0 and s.top_p == 1.0 and s.min_p == 0.0:
         order = torch.arange(len(log))
@@ -100,7 +100,7 @@ NUMBERS = [0.0, 0.13, 0.4999, 1 - 2**-53]  # no sum of equals ends there, which 
 
 @pytest.mark.parametrize("vocab", [1, 50, 2048, 4100])
 def test_the_token_of_the_cpu(vocab: int, rng: torch.Generator, device: torch.device) -> None:
-    """All wishes in one batch: rows that are cut, drawn whole and best."""
+    """All kinds of jobs in one batch: with a cut, from the whole distribution, argmax."""
     cuts = CUTS * 3 if vocab < 100 or device.type == "cuda" else CUTS[::3]
     wishes = [wish(seed, **cut) for seed, cut in enumerate(cuts)]
     logits = rand(rng, len(wishes), vocab + 3, dtype=torch.float32)[:, :vocab] * 3 - 20
@@ -123,7 +123,7 @@ def test_all_logits_equal(device: torch.device) -> None:
     assert drawn(logits, wishes, [0.999] * 5, device) == [63, 6, 31, 63, 0]
 
 
-def test_what_is_forbidden_is_never_drawn(device: torch.device) -> None:
+def test_forbidden_tokens_are_never_sampled(device: torch.device) -> None:
     logits = torch.full((3, 2500), -math.inf)
     logits[:, [17, 2400]] = torch.tensor([1.0, 0.5])
     wishes = [wish(), wish(top_k=2000), wish(top_p=0.9999999)]
@@ -131,8 +131,8 @@ def test_what_is_forbidden_is_never_drawn(device: torch.device) -> None:
     assert drawn(logits, wishes, [0.0] * 3, device) == [17] * 3
 
 
-def test_rows_that_are_not_finite_stay_what_they_are(device: torch.device) -> None:
-    """Whoever looked for the best token has said so; nothing else in the batch notices."""
+def test_non_finite_rows_are_not_sampled(device: torch.device) -> None:
+    """The argmax kernel has marked them with -1; other rows of the batch are unaffected."""
     logits = torch.zeros(6, 2100)
     logits[0, 5], logits[1, 2099], logits[2], logits[3, 7] = math.nan, math.inf, math.nan, -math.inf
     logits[4, 9] = logits[5, 11] = 50.0
@@ -144,7 +144,8 @@ def test_rows_that_are_not_finite_stay_what_they_are(device: torch.device) -> No
 
 
 def test_more_candidates_than_there_is_room_for(device: torch.device) -> None:
-    """Exactly as many are drawn from; one more, and somebody else must. Others in the batch do not notice."""
+    """Exactly as many candidates as fit are sampled from; with one more, the CPU must sample. Other rows of the batch
+    are unaffected."""
     logits = torch.zeros(3, 64)
     logits[1] = torch.where(torch.arange(64) < 33, 0.0, -90.0)
     logits[2] = torch.where(torch.arange(64) < 32, 0.0, -90.0)
@@ -188,7 +189,7 @@ def test_any_mix(device: torch.device, mixes: list[dict[str, Any]], seed: int, v
 
 @pytest.mark.gpu
 def test_whole_vocabularies(rng: torch.Generator, device: torch.device) -> None:
-    """Candidates by the thousand, and again the same bits whatever order they came in."""
+    """Thousands of candidates give the same result, whatever order they were collected in."""
     wide = ({"top_p": 0.999999}, {"min_p": 1e-30})  # nearly all tokens are candidates
     cuts = [cut for cut in CUTS if cut not in wide and cut.get("temperature") != 0.0]
     wishes = [wish(seed, **cut) for seed in range(4) for cut in cuts]
@@ -199,7 +200,7 @@ def test_whole_vocabularies(rng: torch.Generator, device: torch.device) -> None:
     assert all(drawn(logits, wishes, numbers, device, most_kept=1 << 16) == got for _ in range(5))
 
 
-def test_a_space_for_others_is_refused(device: torch.device) -> None:
+def test_a_space_of_another_size_is_refused(device: torch.device) -> None:
     jobs = jobs_of([wish()] * 2, [0.5] * 2, device)
     tokens = torch.zeros(2, dtype=torch.int32, device=device)
     for space in (Space(1, 50, 8, device), Space(2, 51, 8, device)):

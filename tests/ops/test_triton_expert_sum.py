@@ -1,4 +1,4 @@
-"""The sum of a MoE layer on a GPU against float64: alone, on the residual stream, and with the norm behind it."""
+"""The sum of a MoE layer on a GPU against float64: alone, added to the residual stream, and with the next norm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIVEN = [(), ("cpu",), ("shared",), ("shared", "gate"), ("cpu", "shared", "gate"
 
 @dataclass
 class Case:
-    """What is added up, and what comes of it in float64; error: of sums in float32."""
+    """The terms of a sum, and its value in float64; error: bound for float32 sums."""
 
     sum: ExpertSum
     want: Tensor
@@ -31,7 +31,7 @@ def case(given: tuple[str, ...], shape: tuple[int, int, int], rng: torch.Generat
     partial = torch.randn(tokens * top_k, hidden, generator=rng)
     weights = torch.rand(tokens, top_k, generator=rng)
     address = torch.randint(0, 2, (tokens, top_k), generator=rng) * 64
-    partial[address.flatten() == 0] = torch.nan  # nobody wrote it
+    partial[address.flatten() == 0] = torch.nan  # not written by any kernel
     each = partial.nan_to_num().double().view(tokens, top_k, hidden) * weights.double()[..., None]
     want, size = each.sum(1), each.abs().sum(1)
     cpu = torch.randn(tokens, hidden, generator=rng) if "cpu" in given else None
@@ -79,7 +79,7 @@ def test_on_the_residual_with_its_norm(
     assert_within(normed, want, want.abs() * (whole.shape[1] / 2 + 9) * EPS32 + stored(want))
 
 
-def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device) -> None:
+def test_unsupported_arguments_are_refused(rng: torch.Generator, device: torch.device) -> None:
     of = case((), (2, 2, 64), rng, device).sum
     x, short = (torch.zeros(2, n, dtype=BF16, device=device) for n in (64, 63))
     norm = Norm(x[0], 1e-6)

@@ -1,6 +1,7 @@
 """Experts on the GPU against float64, from the bytes that the CPU's kernels read.
 
-Sums of n products in float32 are off by n + c roundings; silu's slope is at most 1.1; what gate_up stores is rounded.
+The error of a sum of n products in float32 is n + c roundings; silu's slope is at most 1.1; gate_up's output is
+rounded.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BF16_ROUNDING = 2.0**-8 * 1.01  # half a unit in the last of 8 places
 
 
 class Layer:
-    """Packed experts; `absent` are not readable by the GPU."""
+    """Packed experts; those in `absent` are not readable by the GPU."""
 
     def __init__(
         self, count: int, shape: ExpertShape, device: torch.device, absent: tuple[int, ...] = (), seed: int = 1,
@@ -61,12 +62,12 @@ class Layer:
         self.biases = _packed_biases(*biases, shape, device) if biased else None
 
     def pair_biases(self, ids: Tensor) -> list[PairBias | None]:
-        """Of gate and up, and of down, as the launchers take them."""
+        """Biases of gate and up, and of down, as arguments of the launchers."""
         biases = self.biases
         return [None, None] if biases is None else [PairBias(ids, of) for of in (biases.up, biases.down)]
 
     def routing(self, ids: Tensor, rng: torch.Generator) -> Routing:
-        """As the router would write it; ids of -1 are padding."""
+        """Routing as the router would write it; ids of -1 are padding."""
         weights = torch.where(ids < 0, 0, torch.rand(ids.shape, generator=rng))
         at = [torch.where(ids < 0, 0, table.cpu()[ids]) for table in (self.up_table, self.down_table)]
         to = self.device
@@ -75,7 +76,7 @@ class Layer:
 
 
 def _packed_biases(gate: Tensor, up: Tensor, down: Tensor, shape: ExpertShape, device: torch.device) -> Biases:
-    """16 of gate, 16 of up, and so on; what fills panels up is poisoned: nobody may see it."""
+    """Biases in panel order: 16 of gate, 16 of up, and so on; padding is NaN, since it must not be used."""
     count, panels = len(gate), shape.up.panels // 2
     both = poisoned(count, panels, 2, 16, dtype=torch.float32)
     for part, bias in enumerate((gate, up)):
@@ -89,7 +90,7 @@ def _packed_biases(gate: Tensor, up: Tensor, down: Tensor, shape: ExpertShape, d
 
 @dataclass
 class Routing:
-    """Where each pair's expert is, and its weight."""
+    """Location and weight of each pair's expert."""
 
     at: Located
     weights: Tensor
@@ -97,7 +98,7 @@ class Routing:
 
 @dataclass
 class Expected:
-    """Of every pair, in float64, with how far off a kernel may be."""
+    """Each pair's output in float64, with the error bound of a kernel."""
 
     h: Tensor
     h_bound: Tensor
@@ -106,7 +107,7 @@ class Expected:
 
 
 def expected(layer: Layer, x: Tensor, ids: Tensor, matrix_unit: bool = False) -> Expected:
-    """matrix_unit: weights of other formats than bfloat16 may be rounded to it, once."""
+    """Expected outputs. matrix_unit: weights of formats other than bfloat16 may be rounded to it, once."""
     forms = layer.shape.up_form, layer.shape.down_form
     rounding = [BF16_ROUNDING if matrix_unit and form != BF16_FORM else 0.0 for form in forms]
     hidden, width = layer.shape.hidden, layer.shape.width
@@ -140,7 +141,8 @@ def expected(layer: Layer, x: Tensor, ids: Tensor, matrix_unit: bool = False) ->
 
 
 def run(layer: Layer, x: Tensor, routing: Routing, kind: int | None) -> ExpertSpace:
-    """By the launcher, or as few pairs (0), or in blocks of `kind`. Nothing before or after the pairs is written."""
+    """Run the launcher, or the kernels for few pairs (0), or those for blocks of `kind`; check that nothing before or
+    after the pairs is written."""
     tokens, top_k = routing.at.ids.shape
     room = expert_space(tokens, top_k, layer.count, layer.shape, layer.device)
     for tensor in (room.groups.counts, room.groups.blocks, room.groups.order):
@@ -168,7 +170,7 @@ def launch(layer: Layer, x: Tensor, routing: Routing, kind: int | None, space: E
 
 
 def check(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator, kind: int | None) -> None:
-    """All pairs that can be read are right, the others' rows untouched; the same bits twice."""
+    """Check that readable pairs are right, other rows unchanged, and results reproducible."""
     routing = layer.routing(ids, rng)
     space, again = run(layer, x, routing, kind), run(layer, x, routing, kind)
     want, read = expected(layer, x, ids, kind != 0), routing.at.up.flatten() != 0
@@ -225,7 +227,7 @@ CLAMPED = {"activation": Activation.CLAMPED_SWIGLU, "limit": 0.5}
 @pytest.mark.parametrize("kind", [0, 16, 32, 64, 128])
 @pytest.mark.parametrize(("hidden", "width"), [(40, 24), (72, 150)])
 def test_biases(kind: int, hidden: int, width: int, rng: torch.Generator, device: torch.device) -> None:
-    """Of each expert its own; those of absent ones and of padding are not looked for, what fills panels up not seen."""
+    """Each expert has its own biases; those of absent experts and of padding are not read."""
     layer = Layer(6, ExpertShape(hidden, width, **CLAMPED), device, absent=(0, 3), biased=True)
     ids, x = choose(rng, 9, 6, 3), rand(rng, 9, hidden)
     ids[2], x[2] = -1, torch.nan
@@ -248,7 +250,7 @@ def test_clamped(kind: int, biased: bool, rng: torch.Generator, device: torch.de
 
 
 @pytest.mark.parametrize("kind", [0, 16, 64])
-def test_what_is_no_number_is_not_clamped_away(kind: int, rng: torch.Generator, device: torch.device) -> None:
+def test_nan_propagates_through_the_clamp(kind: int, rng: torch.Generator, device: torch.device) -> None:
     layer = Layer(1, ExpertShape(40, 24, **CLAMPED), device)
     x = rand(rng, 2, 40)
     x[1, 3] = torch.nan
@@ -275,7 +277,7 @@ def test_groups(pairs: tuple[int, int], size: int, rng: torch.Generator, device:
     """Every pair once, by expert, ascending; no more blocks than needed."""
     experts_, (tokens, top_k) = 11, pairs
     ids = torch.randint(-1, experts_, (tokens, top_k), generator=rng)
-    ids[ids == 4] = 5  # one expert that nobody takes
+    ids[ids == 4] = 5  # an expert without tokens
     to = experts_grouped.groups(tokens * top_k, experts_, device)
     experts_grouped.group(ids.int().to(device), experts_, size, to)
     want: list[list[int]] = []
@@ -327,7 +329,7 @@ def test_a_whole_layer(tokens: int, rng: torch.Generator, device: torch.device) 
     assert not out[1].any()
 
 
-def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device) -> None:
+def test_unsupported_arguments_are_refused(rng: torch.Generator, device: torch.device) -> None:
     with pytest.raises(ValueError, match="SILU"):
         ExpertShape(64, 32, activation=Activation.RELU2)
     layer = Layer(3, ExpertShape(32, 16), device)
@@ -344,7 +346,7 @@ def test_what_it_cannot_do_is_refused(rng: torch.Generator, device: torch.device
 
 
 def in_pieces(addresses: Tensor, packed: Tensor, of: Layout, count: int, kept: list[Tensor]) -> Tensor:
-    """The same matrices, of some pairs in `count` pieces that lie apart, of which `kept` is the memory."""
+    """The same matrices, for some pairs in `count` separate pieces; kept: keeps their memory."""
     device = packed.device
     found = addresses.clone()
     for pair, address in enumerate(addresses.flatten().tolist()):

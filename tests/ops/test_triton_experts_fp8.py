@@ -1,5 +1,5 @@
-"""Experts in e4m3 whose rows are rounded too, step by step: gate and up against float64 of the rounded rows, down
-against float64 of what became of h, rounded as it is specified (test_triton_fp8_rows.py has that bit for bit).
+"""Experts in e4m3 with rounded activations: gate and up against float64 of the rounded rows, down against float64 of
+the rounded h (test_triton_fp8_rows.py tests the rounding bit for bit).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [NEEDS_FP8, NOT_FINITE]
 
 @pytest.fixture
 def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Blocks of so many tokens, whatever the launcher would take; few pairs too."""
+    """Force blocks of this many tokens, also for few pairs."""
     monkeypatch.setattr(launcher, "block_tokens", lambda *_: request.param)
     monkeypatch.setattr(launcher, "pays", lambda *_: True)
     monkeypatch.setattr(launcher, "FEW_PAIRS", 0)
@@ -45,7 +45,7 @@ def dequantised(x: Tensor, group: int) -> Tensor:
 
 
 def run(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator) -> tuple[ExpertSpace, Tensor]:
-    """What the launcher leaves, and which pairs it could read."""
+    """The launcher's outputs, and the pairs that it could read."""
     tokens, top_k = ids.shape
     room = expert_space(tokens + 1, top_k, layer.count, layer.shape, layer.device, fp8=True)
     h, partial = (poisoned(*t.shape, dtype=t.dtype).to(layer.device) for t in (room.h, room.partial))
@@ -78,7 +78,7 @@ def check(layer: Layer, x: Tensor, ids: Tensor, rng: torch.Generator) -> None:
 
 
 def product(row: Tensor, weights: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Exactly, and how far off the kernel may be."""
+    """The exact product, and the kernel's error bound."""
     sizes = weights.abs() @ row.abs() + bias.abs()
     return weights @ row + bias, sum_bound(sizes, len(row), row.device)
 
@@ -126,7 +126,7 @@ def test_biases(form: Form, size: int, rng: torch.Generator, device: torch.devic
 
 @pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
 def test_every_code(form: Form, device: torch.device) -> None:
-    """Of weights, the smallest too: rows pick single columns."""
+    """Every code of a weight, subnormals included: rows pick single columns."""
     weights = random_weights(*form, 256, 128, seed=3, every_code=True)
     x = torch.zeros(4, 128)
     x[range(4), [0, 3, 70, 127]] = torch.tensor([1.0, -3.0, 0.5, 2.0])
@@ -135,7 +135,7 @@ def test_every_code(form: Form, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
-def test_a_weight_that_is_no_number_stays_in_its_row(form: Form, rng: torch.Generator, device: torch.device) -> None:
+def test_a_nan_weight_affects_only_its_row(form: Form, rng: torch.Generator, device: torch.device) -> None:
     weights = random_weights(*form, 40, 256, seed=4)
     weights.arrays["codes"][3, 200] = 0x7F
     got, _ = products(weights, rand(rng, 5, 256), device)
@@ -144,7 +144,7 @@ def test_a_weight_that_is_no_number_stays_in_its_row(form: Form, rng: torch.Gene
 
 
 def products(weights: Weights, x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of one expert's down, and the rows as they are rounded, in float64."""
+    """Products of one expert's down with the rounded rows, in float64."""
     packed = Packed([weights])
     memory = torch.frombuffer(packed.memory, dtype=torch.uint8).to(device)
     rows, ids = fp8_rows(len(x), weights.layout, device), torch.zeros(len(x), 1, dtype=torch.int32, device=device)
@@ -160,10 +160,10 @@ def products(weights: Weights, x: Tensor, device: torch.device) -> tuple[Tensor,
     ("tokens", "count", "rounds"),
     [(17, 7, False), (17, 4, True), (44, 8, True), (46, 8, False), (128, 8, False), (130, 8, True)],
 )
-def test_the_launcher_takes_it_where_it_is_faster(
+def test_the_launcher_rounds_activations_only_where_faster(
     tokens: int, count: int, rounds: bool, rng: torch.Generator, device: torch.device
 ) -> None:
-    """Where it is not nothing is rounded: the same bits as without room for it. 4 experts a token."""
+    """Elsewhere nothing is rounded: the same bits as without room for rounded rows. 4 experts per token."""
     layer = Layer(count, ExpertShape(40, 24, E4M3_FORMS[0], E4M3_FORMS[0]), device)
     x, at = rand(rng, tokens, 40).to(device), layer.routing(choose(rng, tokens, count, 4), rng).at
     spaces = [expert_space(tokens, 4, count, layer.shape, device, fp8=fp8) for fp8 in (False, True)]
@@ -185,7 +185,7 @@ def test_only_matrices_in_e4m3(rng: torch.Generator, device: torch.device) -> No
         assert not torch.equal(spaces[0].partial, spaces[1].partial)
 
 
-def test_what_is_no_number_stays_in_its_row(rng: torch.Generator, device: torch.device) -> None:
+def test_a_nan_activation_affects_only_its_row(rng: torch.Generator, device: torch.device) -> None:
     layer = Layer(1, ExpertShape(40, 24, E4M3_FORMS[0], E4M3_FORMS[0]), device)
     x = rand(rng, 70, 40)
     x[1, 3] = torch.nan
@@ -196,13 +196,13 @@ def test_what_is_no_number_stays_in_its_row(rng: torch.Generator, device: torch.
 
 @pytest.mark.parametrize("form", E4M3_FORMS, ids=str)
 @pytest.mark.parametrize("columns", [128, 150, 2880])
-def test_the_plan_knows_what_rows_take(form: Form, columns: int, device: torch.device) -> None:
+def test_the_plan_has_room_for_rounded_rows(form: Form, columns: int, device: torch.device) -> None:
     rows = fp8_rows(7, layout(form.format, 16, columns, form.group), device)
     most = 7 * fp8_activations.row_bytes(columns)
     assert most - 7 * 4 * -(-columns // 128) <= rows.codes.nbytes + rows.scales.nbytes <= most
 
 
-def test_the_plan_says_what_the_launcher_does() -> None:
+def test_plan_and_launcher_agree_on_rounding() -> None:
     least = fp8_activations.LEAST_CAPABILITY
     assert 10 * least[0] + least[1] == LEAST_CAPABILITY
     few_above, few_most, many_above = (
@@ -212,7 +212,7 @@ def test_the_plan_says_what_the_launcher_does() -> None:
         assert pays(pairs, 100) is (few_above < pairs <= few_most or pairs > many_above), pairs
 
 
-def test_what_pays_has_blocks_of_sizes_that_are_compiled_ahead() -> None:
+def test_block_sizes_in_use_are_compiled_ahead() -> None:
     assert {block_tokens(pairs, 100) for pairs in range(1, 30000) if pays(pairs, 100)} == set(BLOCK_TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""Rows that are not finite: `combine` notes the first layer that finds one, and what it came from."""
+"""Non-finite rows: `combine` records the first layer that finds one, and its non-finite inputs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BAD_COLUMNS = (3, 699)
 
 
 class Sums:
-    """What a layer adds up: choices 0 and 2 of each row are the device's, experts 10 t, 10 t + 1, 10 t + 2."""
+    """A layer's sum: choices 0 and 2 of each row are on the device; row t has experts 10 t, 10 t + 1, 10 t + 2."""
 
     def __init__(self, rng: torch.Generator, device: torch.device) -> None:
         self.partial = torch.randn(TOKENS * TOP_K, HIDDEN, generator=rng).to(device)
-        self.partial[1::TOP_K] = torch.nan  # the CPU's: nobody has written them
+        self.partial[1::TOP_K] = torch.nan  # the CPU's, not written here
         self.weights = torch.rand(TOKENS, TOP_K, generator=rng).to(device)
         self.address = torch.tensor([16, 0, 16]).repeat(TOKENS, 1).to(device)
         self.cpu, self.shared, self.x = (torch.randn(TOKENS, HIDDEN, generator=rng).to(device) for _ in range(3))
@@ -89,7 +89,7 @@ def test_several_rows_and_sources(rng: torch.Generator, device: torch.device) ->
     ]
 
 
-def test_rows_of_padding_are_not_noted(rng: torch.Generator, device: torch.device) -> None:
+def test_padding_rows_are_not_recorded(rng: torch.Generator, device: torch.device) -> None:
     sums, records = Sums(rng, device), FaultRecords(TOKENS, TOP_K, device)
     sums.ids[2], sums.address[2] = -1, 0
     sums.spoil("shared", 2, float("nan"), 0)
@@ -122,8 +122,9 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_war
 """
 
 
-def test_only_rows_that_exist_and_are_not_finite_are_claimed() -> None:
-    """As compiled: `and`, of which the interpreter computes one side, once let rows of padding be claimed."""
+def test_only_real_non_finite_rows_are_claimed() -> None:
+    """Checks the compiled code: `and`, of which the interpreter evaluates one side only, once let padding rows be
+    claimed."""
     root = Path(__file__).parents[2]
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

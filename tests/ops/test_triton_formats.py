@@ -1,6 +1,6 @@
 """Experts of every packed format on the GPU against float64, from the bytes that the CPU's kernels read.
 
-Pair by pair nothing of a weight is rounded; on the matrix unit it is, to bfloat16, once.
+For few pairs weights are not rounded; on the tensor cores they are, once, to bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def names(form: Form) -> str:
 
 
 class Downs:
-    """Experts of which only down is used: [rows, columns] matrices of one format."""
+    """Experts with only down: [rows, columns] matrices of one format."""
 
     def __init__(self, stack: list[Weights], device: torch.device) -> None:
         self.stack = stack
@@ -56,7 +56,7 @@ class Downs:
 
 @dataclass
 class Expected:
-    """Products in float64, and how far off a kernel may be."""
+    """Products in float64, and a kernel's error bound."""
 
     y: Tensor
     bound: Tensor
@@ -77,7 +77,7 @@ def expected(stack: list[Weights], x: Tensor, ids: Tensor, rounded: bool) -> Exp
 
 
 def rounds(weights: Weights, block_tokens: int) -> bool:
-    """Whether a weight with its scale is rounded to bfloat16."""
+    """True if a weight times its scale is rounded to bfloat16."""
     exact = block_tokens <= MOST_ROWS and coded_columns(weights.layout) is not None
     return block_tokens > 0 and weights.format is not Format.BF16 and not exact
 
@@ -110,7 +110,7 @@ E4M3 = [form for form in FORMS if form.format in (Format.FP8_ROW, Format.FP8_PAN
 @pytest.mark.parametrize("block_tokens", [0, 16])
 @pytest.mark.parametrize("form", SCALED, ids=names)
 def test_every_code_alone(form: Form, block_tokens: int, device: torch.device) -> None:
-    """At every place of a word, without other terms that could hide what is wrong."""
+    """Every code at every place of a word, without other terms that could hide an error."""
     places = VALUES[form.format]
     rows = 256 if places == 4 else 64  # as many as there are codes, or more
     weights = random_weights(form.format, form.group, rows, 256, seed=1, every_code=True)
@@ -124,7 +124,7 @@ def test_every_code_alone(form: Form, block_tokens: int, device: torch.device) -
 
 @pytest.mark.parametrize("block_tokens", [0, 16, 64])
 @pytest.mark.parametrize("form", E4M3, ids=names)
-def test_codes_that_are_no_numbers(form: Form, block_tokens: int, rng: torch.Generator, device: torch.device) -> None:
+def test_nan_codes(form: Form, block_tokens: int, rng: torch.Generator, device: torch.device) -> None:
     """Their rows are NaN, all others are right."""
     good = random_weights(form.format, form.group, 40, 256, seed=1)
     bad = replace(good, arrays={**good.arrays, "codes": good.arrays["codes"].copy()})
@@ -175,7 +175,7 @@ def test_one_group(form: Form, block_tokens: int, rng: torch.Generator, device: 
     ids=lambda form: f"{form.format.name} {form.group}",
 )
 def test_gate_and_up(form: Form, block_tokens: int, rng: torch.Generator, device: torch.device) -> None:
-    """Their panels stand by turns, the last ones filled up."""
+    """Their panels alternate; the last ones are padded."""
     width, hidden = 40, 288
     gate, up = ([random_weights(form.format, form.group, width, hidden, seed=s)] for s in (1, 2))
     packed, shape = Packed(gate, paired=up), ExpertShape(hidden, width, form)

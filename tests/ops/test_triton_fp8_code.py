@@ -1,4 +1,4 @@
-"""What Hopper's code of FP8 products is: weights go from shared memory into the matrix unit as they lie."""
+"""The compiled code of FP8 products on Hopper: weights go from shared memory to the tensor cores unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(json.dumps(found))
 """
 
 
-def test_weights_are_not_touched_on_their_way() -> None:
+def test_weights_go_to_the_tensor_cores_unchanged() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -15,7 +15,7 @@ pytestmark = NEEDS_FP8
 
 
 def room(rows: int, columns: int, form: Form, device: torch.device) -> Fp8Rows:
-    """Poisoned, of one row more."""
+    """Poisoned outputs, with one row more than needed."""
     made = fp8_rows(rows + 1, layout(form.format, 16, columns, form.group), device)
     made.codes.view(torch.uint8).fill_(0x55)
     made.scales.fill_(torch.nan)
@@ -25,7 +25,7 @@ def room(rows: int, columns: int, form: Form, device: torch.device) -> Fp8Rows:
 @pytest.mark.parametrize("form", [BLOCKS, CHANNELS, TENSOR], ids=str)
 @pytest.mark.parametrize("columns", [128, 150, 640, 1300])
 def test_as_specified(form: Form, columns: int, rng: torch.Generator, device: torch.device) -> None:
-    """Groups of all sizes, one of them zeros, what fills rows up zeros; nothing behind the rows is written."""
+    """Groups of all magnitudes, one of them zero; padding is zero, and nothing behind the rows is written."""
     x = rand(rng, 3, columns + 5)[:, :columns]
     x[0] *= 2.0 ** torch.randint(-30, 30, (columns,), generator=rng)
     x[1, :128] = 0
@@ -42,8 +42,8 @@ def test_as_specified(form: Form, columns: int, rng: torch.Generator, device: to
 @NOT_FINITE
 @pytest.mark.parametrize("form", [BLOCKS, CHANNELS], ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number(form: Form, bad: float, rng: torch.Generator, device: torch.device) -> None:
-    """Its code is NaN, so that its row's products are; other rows do not see it."""
+def test_nan_inputs(form: Form, bad: float, rng: torch.Generator, device: torch.device) -> None:
+    """A NaN's code is NaN, and so are its row's products; other rows are unaffected."""
     x = rand(rng, 3, 256)
     x[1, 200] = bad
     to = room(3, 256, form, device)
@@ -54,7 +54,7 @@ def test_what_is_no_number(form: Form, bad: float, rng: torch.Generator, device:
     assert to.scales[[0, 2]].isfinite().all()
 
 
-def test_which_weights_suit() -> None:
+def test_weights_that_suit_e4m3_activations() -> None:
     for form, group, want in (
         (Format.FP8_PANEL, 128, True), (Format.FP8_PANEL, 64, False), (Format.FP8_ROW, 0, True),
         (Format.FP8_ROW, 128, False), (Format.MXFP8, 32, False), (Format.BF16, 0, False),
@@ -62,7 +62,7 @@ def test_which_weights_suit() -> None:
         assert suits(layout(form, 32, 256, group)) is want
 
 
-def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
+def test_unsupported_arguments_are_refused(device: torch.device) -> None:
     to = room(1, 256, BLOCKS, device)
     x = torch.zeros(2, 256, dtype=BF16, device=device)
     with pytest.raises(ValueError, match="cannot be multiplied"):

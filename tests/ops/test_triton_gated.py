@@ -1,4 +1,4 @@
-"""silu(gate) * up against float64: exp errs by its argument's rounding, each step by one of its own."""
+"""silu(gate) * up against float64: the error of exp is its argument's rounding; every step adds one rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proa.ops.triton.gated import gated
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("width", [1, 40, 1024, 1100])
 def test_silu_mul(tokens: int, width: int, rng: torch.Generator, device: torch.device) -> None:
-    """Rows are parts of longer ones; what lies beside them is neither read nor written."""
+    """Rows are parts of longer ones, the rest of which is neither read nor written."""
     whole, out = poisoned(tokens, 2 * width + 3).to(device), poisoned(tokens, width + 5).to(device)
     given = (rand(rng, tokens, 2 * width) * 4).bfloat16()
     whole[:, : 2 * width] = given.to(device)
@@ -30,7 +30,7 @@ def test_far_from_zero(device: torch.device) -> None:
     assert torch.equal(out.cpu(), gate)
 
 
-def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
+def test_unsupported_arguments_are_refused(device: torch.device) -> None:
     out = torch.zeros(2, 8, dtype=BF16, device=device)
     for given, why in ((out, "gate and up must be"), (torch.zeros(2, 16, device=device), "bfloat16")):
         with pytest.raises(ValueError, match=why):

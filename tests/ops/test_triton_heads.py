@@ -25,12 +25,12 @@ def rotary(x: Tensor, rotation: Angles) -> Tensor:
 
 
 def turned(x: Tensor, weight: Tensor | None, rotation: Angles | None, offset: float) -> tuple[Tensor, Tensor]:
-    """What x [T, heads, D] becomes, in float64, and the bound of its error."""
+    """x [T, heads, D] after norm and rotation, in float64, and its error bound."""
     slack = torch.zeros_like(x, dtype=torch.float64)
     if weight is not None:
         exact = (weight.double() + offset) * x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
         rounded = exact.to(BF16)
-        # Where float32's error decides which way it is rounded, the result is the neighbour: a whole unit.
+        # Where float32's error changes the direction of rounding, the result is the neighbouring value: a whole unit.
         error = exact.abs() * (x.shape[-1] / 2 + 9) * EPS32
         close = (exact + error).to(BF16) != (exact - error).to(BF16)
         slack = torch.where(close, exact.abs() * torch.finfo(BF16).eps, 0)
@@ -111,7 +111,7 @@ def test_rotate_store(
 
 @pytest.mark.parametrize(("dim", "turning", "norm"), [(128, 64, True), (24, 24, False), (80, 0, False)])
 def test_rotate_store_in_e4m3(dim: int, turning: int, norm: bool, rng: torch.Generator, device: torch.device) -> None:
-    """What a cache of bfloat16 would hold, over the scale and rounded; slots of nobody stay as they are."""
+    """The values of a bfloat16 cache, divided by the scale and rounded; unused slots are unchanged."""
     rows, heads, kv_heads, page_tokens = 9, 3, 2, 5
     qkv = rand(rng, rows, heads + 2 * kv_heads, dim) * 20
     qkv[0, -1, :3] = torch.tensor([torch.nan, torch.inf, -1e30])

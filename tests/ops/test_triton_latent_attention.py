@@ -1,4 +1,4 @@
-"""Attention among latents by Triton against float64; see test_triton_attention.py for the bounds."""
+"""Latent attention by Triton against float64; see test_triton_attention.py for the bounds."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from proa.ops.table import LatentPages
 from proa.ops.triton.latent_attention import decode, prefill, splits_for
 from proa.plan.vram import latent_partials_bytes
 
-SMALL, LARGE = 99 << 10, 227 << 10  # shared memory that a block may ask for
+SMALL, LARGE = 99 << 10, 227 << 10  # shared memory per thread block
 DEEPSEEK = (512, 64)
 
 
 @dataclass
 class Paged:
-    """Sequences whose pages lie anywhere; what nobody may read is NaN."""
+    """Sequences with shuffled pages; everything that kernels must not read is NaN."""
 
     cache: LatentPages
     page_table: Tensor
     kv_lens: Tensor
-    rows: list[Tensor]  # of each sequence, [kv_len, rank + key]
+    rows: list[Tensor]  # per sequence [kv_len, rank + key]
 
 
 def paged(
@@ -48,7 +48,7 @@ def paged(
 
 
 def attended(q: Tensor, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Of one sequence's q [n, heads, rank + key], the last n positions: the result and its error's bound."""
+    """Attention of one sequence's q [n, heads, rank + key], its last n positions: the result and its error bound."""
     scale, (count, _, width), kv_len = scale_of(q), q.shape, len(rows)
     q, rows = q.double().transpose(0, 1), rows.double()
     hidden = (torch.arange(kv_len - count, kv_len)[:, None] < torch.arange(kv_len)).to(q.device)
@@ -172,7 +172,7 @@ def test_splits_fill_the_processors_and_no_more() -> None:
 
 @pytest.mark.parametrize("heads", [1, 16, 20, 64, 128])
 @pytest.mark.parametrize("processors", [46, 132, 192])
-def test_the_plan_has_room_for_what_splits_leave(heads: int, processors: int) -> None:
+def test_the_plan_has_room_for_splits(heads: int, processors: int) -> None:
     mixer = LatentAttention(64, heads, None, 512, 128, 128, Rope(64))
     spec = Model(64, 100, (Block(mixer, Mlp(64, 96)),), 1e-6, 512)
     for sequences in (1, 2, 7, 64, 300):

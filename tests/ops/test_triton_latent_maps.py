@@ -1,4 +1,4 @@
-"""Around latent attention on the GPU: what is stored, and the maps between heads and latents."""
+"""Around latent attention on the GPU: the store, and the products with W_k and W_v."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_map(got: Tensor, x: Tensor, weight: Tensor) -> None:
 
 @pytest.mark.parametrize("tokens", [3, FEW_TOKENS + 1])
 def test_queries_and_values(tokens: int, rng: torch.Generator, device: torch.device) -> None:
-    """By a kernel or a library: the same of weights that lie as in the checkpoint."""
+    """By Proa's kernel or cuBLAS, on weights in the checkpoint's layout."""
     heads, keys, values, rank, turned = 3, 24, 16, 32, 8
     maps = CudaLatentMaps(heads, keys, values, rank, device)
     weight = rand(rng, heads, keys + values, rank)

@@ -1,4 +1,4 @@
-"""Linear maps of few rows against float64: a sum of n products in float32 is off by at most n + c roundings."""
+"""Linear layers of few rows against float64: the error of a sum of n products in float32 is at most n + c roundings."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_no_rows(device: torch.device) -> None:
     ("x", "weight", "out", "why"),
     [((17, 8), (4, 8), (17, 4), "at most 16"), ((1, 8), (4, 9), (1, 4), "shapes"), ((1, 8), (4, 8), (1, 5), "shapes")],
 )
-def test_what_it_cannot_do_is_refused(
+def test_unsupported_arguments_are_refused(
     x: tuple[int, ...], weight: tuple[int, ...], out: tuple[int, ...], why: str, device: torch.device
 ) -> None:
     a, b, c = (torch.zeros(s, dtype=BF16, device=device) for s in (x, weight, out))

@@ -1,6 +1,6 @@
-"""Linear maps over every packed format against float64, from the bytes that the CPU's kernels read.
+"""Linear layers with every packed format against float64, from the bytes that the CPU's kernels read.
 
-Of one row nothing of a weight is rounded; of more it is, to bfloat16, once.
+With one row weights are not rounded; with more they are, once, to bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def names(form: Form) -> str:
 
 @dataclass
 class Map:
-    """Weights on the device, and what calls need beside them; partial sums that nobody has written are NaN."""
+    """Weights on the device, and the workspace of calls; partial sums are initially NaN."""
 
     weights: Weights
     device: torch.device
@@ -66,7 +66,7 @@ def check(weights: Weights, x: Tensor, bias: Tensor | None, dtype: torch.dtype, 
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs share even so few columns as tests have."""
+    """Let programs share even the few columns of the tests."""
     monkeypatch.setattr(linear_packed, "_LEAST_STEPS", 1)
 
 
@@ -87,7 +87,7 @@ def test_products(form: Form, tokens: int, rng: torch.Generator, device: torch.d
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("form", FORMS, ids=names)
-def test_programs_share_columns(form: Form, tokens: int, rng: torch.Generator, device: torch.device) -> None:
+def test_split_columns(form: Form, tokens: int, rng: torch.Generator, device: torch.device) -> None:
     weights = random_weights(form.format, form.group, 17, 544, seed=tokens)
     assert partial_floats(tokens, weights.layout) >= 2 * 17 * tokens
     check(weights, rand(rng, tokens, 544), None, BF16, device)
@@ -96,7 +96,7 @@ def test_programs_share_columns(form: Form, tokens: int, rng: torch.Generator, d
 @pytest.mark.parametrize("form", FORMS, ids=names)
 @pytest.mark.parametrize("size", [(5120, 2048), (2048, 4096), (512, 2880), (151936, 2048), (16, 1 << 17)], ids=str)
 def test_parts_cover_all_columns(form: Form, size: tuple[int, int]) -> None:
-    """Each of them some, and no more programs than have a place to arrive at."""
+    """Every part has some columns, and there are no more programs than arrival counters."""
     of = layout(form.format, *size, form.group)
     panel_lines = of.padded_columns // VALUES[of.format]
     for tokens in (1, 2, 16, 17, 64, 128):
@@ -146,7 +146,7 @@ def test_strided_rows(tokens: int, rng: torch.Generator, device: torch.device) -
 
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_codes_that_are_no_numbers(tokens: int, rng: torch.Generator, device: torch.device) -> None:
+def test_nan_codes(tokens: int, rng: torch.Generator, device: torch.device) -> None:
     """A NaN stays in its row, whichever part of the columns it is in."""
     weights = random_weights(Format.FP8_PANEL, 128, 17, 544, seed=5)
     weights.arrays["codes"][3, 543] = 0x7F
@@ -161,7 +161,7 @@ def test_no_rows(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("shared")
-def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
+def test_unsupported_arguments_are_refused(device: torch.device) -> None:
     run = Map(random_weights(Format.INT8_F16, 32, 17, 544, seed=4), device)
     x, out = torch.zeros(2, 544, dtype=BF16, device=device), torch.zeros(2, 17, dtype=BF16, device=device)
     short, partial = (torch.zeros(n, device=device) for n in (1, partial_floats(2, run.of)))

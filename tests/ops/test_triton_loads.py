@@ -1,4 +1,4 @@
-"""Weights are copied 16 bytes a thread. If the compiler knows too little of a pointer it takes 4: right, but slow."""
+"""Weights are loaded 16 bytes per thread. If the compiler cannot prove alignment, it uses 4: correct, but slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each choice is computed: Triton's kernel and the simulated GPU's, against the rule written out."""
+"""Locating each pair's expert: the Triton kernel and the simulated GPU's function, against the rule written out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def residency(device: torch.device, rng: torch.Generator, *, counted: bool, in_p
 
 
 def expected(ids: list[int], of: Residency) -> list[tuple[int, int, int]]:
-    """(up, down, cpu) of each choice of a step."""
+    """(up, down, cpu) of each pair of a step."""
     up, down, cpu = (t.tolist() for t in (of.up, of.down, of.cpu))
     found = [(up[e], down[e], cpu[e]) if e >= 0 else (0, 0, -1) for e in ids]
     if of.in_place is not None and len(ids) <= IN_PLACE_PAIRS:

@@ -1,4 +1,4 @@
-"""Log-probabilities and changed logits by Triton."""
+"""Logprobs and edits of logits by Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proa.ops.sizes import EDIT_WORDS, logprobs_keys
 from proa.ops.triton.logprobs import row_logprobs
 from proa.ops.triton.weights import WHOLE, Space, edit, restore
 
-# Of float32: the result's own rounding, and that of logits that sums of weights are made of. Weights round at 2**-41.
+# Error of float32: the result's rounding, and that of the logits in the sum of weights. Weights are rounded at 2**-41.
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -37,7 +37,7 @@ def explained(
 
 
 @pytest.mark.parametrize(("vocab", "count"), [(1, 1), (50, 0), (50, 50), (2048, 3), (5000, 7), (4097, 16)])
-def test_the_best_and_the_chosen(vocab: int, count: int, rng: torch.Generator, device: torch.device) -> None:
+def test_logprobs_of_top_and_sampled_tokens(vocab: int, count: int, rng: torch.Generator, device: torch.device) -> None:
     logits = rand(rng, 4, vocab + 3, dtype=torch.float32)[:, :vocab] * 4 - 30
     logits[:, vocab // 2 :] = logits[:, vocab // 2 :].round()  # equals, in every part
     rows, tokens = [3, 0, 1], [vocab - 1, vocab // 2, -1, 0]
@@ -53,7 +53,7 @@ def test_the_best_and_the_chosen(vocab: int, count: int, rng: torch.Generator, d
             assert abs(float(logprobs[i, 0]) - right) <= EPS * (abs(right) + 1)
 
 
-def test_edits_are_those_of_the_definition_and_are_undone(rng: torch.Generator, device: torch.device) -> None:
+def test_edits_match_the_definition_and_are_restored(rng: torch.Generator, device: torch.device) -> None:
     logits = rand(rng, 3, 500, dtype=torch.float32)
     edits, want = [], logits.clone()
     for i in range(400):

@@ -1,6 +1,6 @@
-"""What is foreseen is what the next layer's own kernel would choose from the same row, by the CPU's numbers.
+"""The prediction equals the choice of the next layer's own kernel from the same row, in the CPU's numbering.
 
-In the interpreter, which has no instruction of PTX, a ring stores the number.
+In the interpreter, which cannot run PTX, a ring stores the number.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ BIASED = RULES if HAVE_GPU else RULES[:2]  # the interpreter takes long
 @pytest.mark.parametrize(
     ("width", "experts", "rule", "biased"), [*((*of, False) for of in RULES), *((*of, True) for of in BIASED)]
 )
-def test_it_names_what_the_next_layer_would_choose(
+def test_predictions_equal_the_next_layers_choice(
     width: int, experts: int, rule: RouterRule, rows: int, biased: bool, rng: torch.Generator, device: torch.device
 ) -> None:
     if rule.router.correction:
@@ -81,7 +81,7 @@ def test_it_names_what_the_next_layer_would_choose(
         assert block.foreseen.tolist() == [message, 5 + message, rows]
         assert torch.equal(block.foreseen_ids[:rows], out.at.cpu)
         named += int((block.foreseen_ids[:rows] >= 0).sum())
-        assert space.state.tolist() == [message, *(0,) * (1 + MOST_ROWS)]  # nobody is awaited any more
+        assert space.state.tolist() == [message, *(0,) * (1 + MOST_ROWS)]  # counters are reset
     assert named > 0
 
 
@@ -103,7 +103,7 @@ def refused(**wrong: Tensor) -> dict[str, Tensor]:
         ({"cpu": torch.zeros(8, dtype=torch.int64)}, "cpu must be"),
     ],
 )
-def test_what_it_cannot_do_is_refused(wrong: dict[str, Tensor], text: str, device: torch.device) -> None:
+def test_unsupported_arguments_are_refused(wrong: dict[str, Tensor], text: str, device: torch.device) -> None:
     of = {name: tensor.to(device) for name, tensor in refused(**wrong).items()}
     space: LookSpace = look_space(device)
     norm = Norm(torch.ones(64, dtype=torch.bfloat16, device=device), EPS, 0.0)

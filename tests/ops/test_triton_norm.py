@@ -1,4 +1,4 @@
-"""RMSNorm kernels against float64. A mean of n squares in float32 is off by at most n + c roundings."""
+"""RMSNorm kernels against float64. The error of a mean of n squares in float32 is at most n + c roundings."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_row_of_zeros_stays_zero(rng: torch.Generator, device: torch.device) -
 
 
 @pytest.mark.parametrize("shape", [(2, 16385), (4,)])
-def test_what_it_cannot_do_is_refused(shape: tuple[int, ...], device: torch.device) -> None:
+def test_unsupported_arguments_are_refused(shape: tuple[int, ...], device: torch.device) -> None:
     x = torch.zeros(shape, dtype=BF16, device=device)
     with pytest.raises(ValueError, match=r"columns|shapes"):
         norm.rms_norm(x, torch.zeros(shape[-1], dtype=BF16, device=device), 1e-6, torch.empty_like(x))

@@ -1,4 +1,4 @@
-"""The router kernel against float64, for every rule: tests/router_cases.py says how far off it may be."""
+"""The router kernel against float64, for every rule; tests/router_cases.py derives the error bound."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QWEN3 = Router("softmax", True)
 
 
 def outputs(tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """ids and weights that nobody has written yet."""
+    """Poisoned outputs for ids and weights."""
     ids, weights = torch.full((tokens, top_k), -77, dtype=torch.int32), poisoned(tokens, top_k, dtype=torch.float32)
     return ids.to(device), weights.to(device)
 
@@ -59,13 +59,13 @@ def test_groups_of_any_number_and_size(groups: ExpertGroups, rng: torch.Generato
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # numpy's, in the interpreter
 @pytest.mark.parametrize("router", routers.ROUTERS.values(), ids=routers.ROUTERS)
 def test_padding_rows(router: Router, rng: torch.Generator, device: torch.device) -> None:
-    """What a padding row holds does not matter, not even NaN."""
+    """The contents of a padding row do not matter, not even NaN."""
     logits, rule = routers.case(5, 12, 4, router, rng)
     logits[1], logits[4] = math.nan, math.inf
     check(logits, torch.tensor([3, -1, 0, 9, -1]), rule, device)
 
 
-def test_of_equals_the_lower_id_comes_first(device: torch.device) -> None:
+def test_among_equals_the_lower_id_comes_first(device: torch.device) -> None:
     logits = torch.zeros(3, 20)
     logits[1, [7, 3, 19]] = 2.0
     logits[2, 5:] = -80.0
@@ -77,8 +77,8 @@ def test_of_equals_the_lower_id_comes_first(device: torch.device) -> None:
         assert ids.tolist() == [[0, 1, 2, 3, 4], [3, 7, 0, 1, 2], [0, 1, 2, 3, 4]]
 
 
-def test_a_correction_chooses_and_does_not_weigh(device: torch.device) -> None:
-    """Even if it makes all keys negative, and one that is not chosen would weigh most."""
+def test_a_correction_affects_the_choice_but_not_the_weights(device: torch.device) -> None:
+    """Even if it makes all keys negative, and an expert that is not chosen has the highest score."""
     rule = RouterRule(2, Router("sigmoid", False, correction=True), torch.tensor([-9.0, -8.0, -70.0, -8.5]))
     ids, weights = check(torch.tensor([[0.0, 0.0, 5.0, 0.0]]), torch.arange(1), rule, device)
     assert ids.tolist() == [[1, 3]]
@@ -103,9 +103,7 @@ def test_logits_in_bfloat16(rng: torch.Generator, device: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # numpy's, in the interpreter
 @pytest.mark.parametrize("experts", [12, 16])
 @pytest.mark.parametrize("router", routers.ROUTERS.values(), ids=routers.ROUTERS)
-def test_a_logit_that_is_no_number_shows_and_chooses_what_exists(
-    router: Router, experts: int, device: torch.device
-) -> None:
+def test_a_nan_logit_gives_nan_weights_and_valid_ids(router: Router, experts: int, device: torch.device) -> None:
     logits = torch.zeros(3, experts)
     logits[1, 2], logits[2] = math.nan, math.nan
     rule = RouterRule(3, router, torch.zeros(experts, device=device) if router.correction else None)
@@ -118,7 +116,7 @@ def test_a_logit_that_is_no_number_shows_and_chooses_what_exists(
     assert weights[0].isfinite().all()
 
 
-def test_a_correction_that_is_no_number_shows(device: torch.device) -> None:
+def test_a_nan_correction_gives_nan_weights(device: torch.device) -> None:
     correction = torch.zeros(6, device=device)
     correction[4] = math.nan
     ids, weights = outputs(1, 2, device)
@@ -137,7 +135,7 @@ def test_infinite_logits_have_sigmoids(device: torch.device) -> None:
     assert_within(weights, want, want * EPS32 + 1e-37)
 
 
-def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
+def test_unsupported_arguments_are_refused(device: torch.device) -> None:
     logits, slots = torch.zeros(1, 8, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="9 of 8"):
         route(logits, slots, RouterRule(9, QWEN3), *outputs(1, 9, device))

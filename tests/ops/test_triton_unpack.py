@@ -1,4 +1,4 @@
-"""Packed weights of every format as rows of bfloat16, from the bytes that the CPU's kernels read."""
+"""Dequantising packed weights of every format to bfloat16 rows, from the bytes that the CPU's kernels read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def panels_of(weights: Weights, device: torch.device) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMS, ids=names)
 @pytest.mark.parametrize("size", [(40, 150), (33, 1056)], ids=str)
 def test_rows(form: Form, size: tuple[int, int], every_code: bool, device: torch.device) -> None:
-    """Rounded once; those of bfloat16 not at all. Nothing is written beside them."""
+    """Weights are rounded once, bfloat16 not at all. Nothing is written outside of the rows."""
     weights = random_weights(form.format, form.group, *size, seed=1, every_code=every_code)
     out = poisoned(size[0] + 1, size[1] + 3).to(device)
     unpack(panels_of(weights, device), weights.layout, out[:-1, : size[1]])
@@ -48,8 +48,8 @@ def test_some_panels(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("form", E4M3, ids=names)
-def test_codes_that_are_no_numbers(form: Form, device: torch.device) -> None:
-    """They stay within their own few columns of their row."""
+def test_nan_codes(form: Form, device: torch.device) -> None:
+    """A NaN stays within its own columns and row."""
     weights = random_weights(form.format, form.group, 40, 256, seed=1)
     weights.arrays["codes"][17, 85] = 0xFF
     out = poisoned(40, 256).to(device)
@@ -58,7 +58,7 @@ def test_codes_that_are_no_numbers(form: Form, device: torch.device) -> None:
     assert out.isnan().sum() <= 4
 
 
-def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
+def test_unsupported_arguments_are_refused(device: torch.device) -> None:
     weights = random_weights(Format.INT8_F16, 32, 32, 64, seed=1)
     panels, out = panels_of(weights, device), torch.zeros(32, 64, dtype=BF16, device=device)
     for given, why in (

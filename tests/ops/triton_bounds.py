@@ -1,4 +1,4 @@
-"""What the tests of Triton kernels share: random inputs, poisoned outputs, and errors compared with derived bounds."""
+"""Shared by the tests of Triton kernels: random inputs, poisoned outputs, and comparison with derived error bounds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def rand(rng: torch.Generator, *shape: int, dtype: torch.dtype = BF16) -> Tensor
 
 
 def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """An output that nobody has written yet."""
+    """An output filled with NaN."""
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
 def stored(value: Tensor, dtype: torch.dtype = BF16) -> Tensor:
-    """What storing may add: half a unit in the last place, of subnormals too."""
+    """Error of storing a value: half a unit in the last place, also for subnormals."""
     info = torch.finfo(dtype)
     return value.abs() * info.eps / 2 * 1.01 + info.smallest_normal * info.eps / 2
 

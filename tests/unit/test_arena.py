@@ -22,7 +22,7 @@ HEADER = (Path(__file__).parents[2] / "csrc" / "include" / "proa" / "native.h").
 
 
 def mapped_bytes() -> int:
-    """Addresses of this process that arenas' pages lie at; those of anonymous memory are not told apart."""
+    """Bytes of addresses mapped for arenas; anonymous memory cannot be distinguished and is not counted."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     spans = (line.split()[0].split("-") for line in lines if "proa-arena" in line)
     return sum(int(last, 16) - int(first, 16) for first, last in spans)
@@ -91,7 +91,7 @@ def test_threads_touch_their_parts() -> None:
         assert arena.info.touched_bytes == 32 * MIB
 
 
-def test_what_was_got_is_told() -> None:
+def test_info_describes_the_memory() -> None:
     with Arena(2 * MIB) as arena, Arena(2 * MIB, huge=False) as small:
         arena.touch()
         small.touch()
@@ -119,7 +119,7 @@ def test_binding_to_a_node() -> None:
         assert arena.info.node == node or "not bound" in arena.info.reason
 
 
-def test_a_node_that_cannot_be_had() -> None:
+def test_an_unavailable_node() -> None:
     with Arena(2 * MIB, 1023) as arena:
         assert arena.info.node is None
         assert "not bound" in arena.info.reason
@@ -150,7 +150,7 @@ def test_closing_gives_the_memory_back_at_once() -> None:
     assert mapped_bytes() == before
 
 
-def test_pages_are_dealt_out() -> None:
+def test_pages_are_interleaved() -> None:
     node = probe().numa[0].id if probe().numa else 0
     with Arena(3 * MIB, interleave=[node]) as arena:
         arena.view()[:3] = b"abc"
@@ -161,7 +161,7 @@ def test_pages_are_dealt_out() -> None:
     ("nodes", "error", "text"),
     [([-1], ValueError, "0 to 1023"), ([0, 1024], ValueError, "0 to 1023"), ([1022, 1023], NativeError, "cpuset")],
 )
-def test_nodes_that_are_not_there_are_refused(nodes: list[int], error: type[Exception], text: str) -> None:
+def test_missing_nodes_are_refused(nodes: list[int], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         Arena(1, interleave=nodes)
 

@@ -44,7 +44,7 @@ class Rig:
         return self.block[at : at + 64].view(torch.int32)
 
     def ring(self, layer: int = 0, tokens: int = 1, ids: tuple[int, ...] = (0, 1)) -> bool:
-        """Whether the job was answered."""
+        """Ring and wait; True if the job was answered."""
         self.words(self.layout.header)[:2] = torch.tensor([layer, tokens])
         self.words(self.layout.ids)[: len(ids)] = torch.tensor(ids)
         self.block[self.layout.weights :][: 4 * len(ids)].view(torch.float32)[:] = 1.0
@@ -66,11 +66,11 @@ def test_the_block_has_room_for_all() -> None:
 
 
 class Owner:
-    """Of a block's memory: when it goes, the memory does."""
+    """Owner of a block's memory, which is freed with it."""
 
 
 def test_the_garbage_collector_ends_it_before_its_memory() -> None:
-    """In one garbage, in whatever order things there are found."""
+    """If both are garbage together, in any order of collection."""
     layout, gone = block_layout(SIZE), []
     block = torch.zeros(layout.bytes, dtype=torch.uint8)
     with Pool([[0]], pin=False) as pool:
@@ -101,7 +101,7 @@ def test_the_garbage_collector_ends_it_before_its_memory() -> None:
         ({"service": Service(spin_us=-1)}, "cannot be negative"),
     ],
 )
-def test_what_cannot_be(change: dict[str, object], text: str) -> None:
+def test_impossible_doorbells_are_refused(change: dict[str, object], text: str) -> None:
     options = {"size": SIZE, "offset": 0, "layers": 1, "service": Service()} | change
     layer = Layer(64, 0)
     nbytes = block_layout(SIZE).bytes
@@ -113,7 +113,7 @@ def test_what_cannot_be(change: dict[str, object], text: str) -> None:
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_functions_for_a_driver_to_call(dies: bool) -> None:
-    """They return, whatever happens; a job that was copied before is none."""
+    """They always return; a job number that was answered before means no job."""
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     with Pool([[0]], pin=False) as pool:
         rig = Rig(pool, way=Way.CALLS)
@@ -203,7 +203,7 @@ def test_a_dead_worker_ends_the_wait() -> None:
             rig.bell.check()
 
 
-def test_a_sum_that_is_not_finite_is_answered_and_told_once() -> None:
+def test_a_non_finite_sum_is_answered_and_reported_once() -> None:
     with Pool([[0]], pin=False) as pool:
         rig = Rig(pool, poisoned=(4,))
         rig.bell.arm()
@@ -256,13 +256,13 @@ def test_disarming_what_is_not_armed() -> None:
 
 
 def cpu_ns_of_threads() -> dict[str, int]:
-    """Of this process's, but for the one that asks."""
+    """CPU time of this process's threads, except the calling one."""
     own = threading.get_native_id()
     tasks = (task for task in Path("/proc/self/task").iterdir() if int(task.name) != own)
     return {task.name: int((task / "schedstat").read_text().split()[0]) for task in tasks}
 
 
-def test_nobody_uses_the_cpu_while_disarmed_and_all_are_awake_while_armed() -> None:
+def test_threads_sleep_while_disarmed_and_stay_awake_while_armed() -> None:
     with Pool([[0]], pin=False, spin_us=100) as pool:
         rig = Rig(pool)
         for _ in range(2):
@@ -279,7 +279,7 @@ def test_nobody_uses_the_cpu_while_disarmed_and_all_are_awake_while_armed() -> N
             assert time.process_time() - before < 0.01
 
 
-def test_it_ends_whatever_it_is_doing() -> None:
+def test_it_can_be_closed_in_any_state() -> None:
     with Pool([[0]], pin=False) as pool:
         for armed in (False, True):
             for _ in range(10):

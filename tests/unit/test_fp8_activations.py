@@ -1,4 +1,4 @@
-"""--fp8-activations in the plan: where it is refused, what the table says, what it takes from experts."""
+"""--fp8-activations in the plan: where it is refused, the table's row, the memory that it needs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_without_a_gpu_it_does_nothing_and_says_so() -> None:
 
 @pytest.mark.parametrize("kind", ["FP8 block 64", "MXFP8", "INT8 channel", "NVFP4", "BF16"])
 def test_only_experts_in_such_codes_and_groups(kind: str) -> None:
-    """Whatever the linear layers are."""
+    """Regardless of the linear layers' formats."""
     on = plan().gpu
     assert on is not None
     spec = model(64, 1, Block(DEMO.blocks[0].mixer, moe(576, 16, 12, 48)), 512)

@@ -85,7 +85,7 @@ def test_a_file_with_both_forms_of_kv_b(tmp_path: Path, monkeypatch: pytest.Monk
         load(make_tiny_gguf("deepseek-v3", tmp_path / "half.gguf"))
 
 
-def test_layers_that_guess_are_known_and_not_loaded(tmp_path: Path) -> None:
+def test_mtp_layers_are_known_and_not_loaded(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make_tiny_gguf("glm4-moe", tmp_path / "m.gguf", num_nextn_predict_layers=1))
     declared = checkpoint.declare()
     assert len(declared.spec.blocks) == 3
@@ -159,7 +159,7 @@ def test_openais_blocks_as_the_converter_packs_them(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_parameter_in_two_files(tmp_path: Path) -> None:
-    """One tensor a file: q, k and v lie apart from z, and keys from values."""
+    """One tensor per file: q, k and v are separate from z, and keys from values."""
     for name in ("qwen3-next", "deepseek-v3"):
         make_tiny_gguf(name, tmp_path / name / "m.gguf", tensors_per_file=1)
         first = min((tmp_path / name).glob("*.gguf"))
@@ -169,7 +169,7 @@ def test_parts_of_a_parameter_in_two_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quant", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"])
 def test_types_that_the_package_cannot_make(quant: str, tmp_path: Path) -> None:
-    """The blocks are random bytes with scales that are numbers."""
+    """The blocks are random bytes with finite scales."""
     kind = gguf.GGMLQuantizationType[quant]
     file = make_tiny_gguf("qwen2", tmp_path / "plain.gguf", hidden_size=256, intermediate_size=512)
     plain = gguf.GGUFReader(file)
@@ -317,7 +317,7 @@ def test_yarn_of_deepseek() -> None:
     assert (rope["mscale"], rope["mscale_all_dim"]) == (0.707, 0.707)
 
 
-def test_a_decay_that_grows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_decay_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiny_gguf.np.exp", np.negative)  # ssm_a = A_log, of which some are above zero
     file = make_tiny_gguf("qwen3-next", tmp_path / "m.gguf")
     with pytest.raises(WeightsError, match=r"blk\.0\.ssm_a must be negative everywhere"):

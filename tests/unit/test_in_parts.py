@@ -1,4 +1,4 @@
-"""A parameter handed to workers: whole, in as many parts as there is room for, or not at all."""
+"""Splitting a parameter into fill jobs: whole, in as many parts as fit, or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROW_BYTES = 64
 
 
 class Room:
-    """A sink with room for so many rows at once, until it is emptied; `most_emptied`: how often there is any."""
+    """A sink with room for `room` rows until it is emptied; most_emptied: how often it can be emptied."""
 
     def __init__(self, shape: tuple[int, ...], rows: int, unit: int = 16, most_emptied: int = 1 << 30) -> None:
         self.shape, self.row_unit = shape, unit

@@ -1,4 +1,4 @@
-"""Scales of an fp8 KV cache in checkpoints, under every name that writers have for them."""
+"""Scales of an FP8 KV cache in checkpoints, under every name that writers use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_tensors(plain: Path, folder: Path, more: dict[str, Tensor]) -> Path:
 def test_they_are_read(
     names: tuple[str, str], dtype: torch.dtype, shape: tuple[int, ...], plain: Path, tmp_path: Path
 ) -> None:
-    """Of the second layer only."""
+    """Scales of the second layer only."""
     values = torch.tensor([0.03, 1.7]).to(dtype)
     values[0] = values[1] if names[0] == names[1] else values[0]
     more = {ATTENTION.format(1) + name: value.view(shape).clone() for name, value in zip(names, values, strict=True)}
@@ -56,7 +56,7 @@ def test_they_are_read(
     assert "scaled as the checkpoint says" in kv_type("fp8", "bfloat16", checkpoint, declared).row.why
 
 
-def test_there_may_be_none(plain: Path) -> None:
+def test_missing_scales_are_1(plain: Path) -> None:
     checkpoint = open_checkpoint(plain)
     declared = checkpoint.declare()
     assert not has_kv_scales(checkpoint, declared)
@@ -73,7 +73,7 @@ def test_there_may_be_none(plain: Path) -> None:
         (torch.ones(2), "one scale"),
     ],
 )
-def test_what_is_no_scale_is_refused(value: Tensor, message: str, plain: Path, tmp_path: Path) -> None:
+def test_invalid_scales_are_refused(value: Tensor, message: str, plain: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(with_tensors(plain, tmp_path / "m", {ATTENTION.format(0) + "k_scale": value}))
     with pytest.raises(WeightsError, match=message):
         kv_scales(checkpoint, checkpoint.declare())

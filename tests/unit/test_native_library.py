@@ -19,7 +19,7 @@ from proa.native.library import ABI_VERSION, PATH, Library, Signatures, error_of
 
 HEADER = (Path(__file__).parents[2] / "csrc" / "include" / "proa" / "native.h").read_text()
 
-# What csrc/include/proa/native.h writes -> what Python may pass. A handle or an array is a void pointer, or typed.
+# Type in csrc/include/proa/native.h -> ctypes types for it. A handle or an array is a void pointer, or typed.
 SCALARS = {
     "int": ctypes.c_int,
     "float": ctypes.c_float,
@@ -38,7 +38,7 @@ UNCHECKED = {  # they do not return an error code
 
 
 def declared() -> dict[str, list[str]]:
-    """Function -> parameters of native.h, as they are written there."""
+    """Function -> its parameters, as written in native.h."""
     code = re.sub(r"//[^\n]*", "", HEADER)
     found = re.findall(r"PROA_API\s+[\w\s*]*?\b(proa_\w+)\s*\(([^)]*)\)\s*;", code)
     return {
@@ -56,7 +56,7 @@ def tables() -> Iterator[tuple[str, Signatures]]:
 
 
 def fits(parameter: str, kind: type) -> bool:
-    """Whether a ctypes type can be passed for a parameter of C."""
+    """True if a ctypes type can be passed for a C parameter."""
     if "*" in parameter:
         return kind in (ctypes.c_void_p, ctypes.c_char_p) or issubclass(kind, ctypes._Pointer | ctypes.Array)
     return kind is SCALARS[parameter.removeprefix("const ").split()[0]]

@@ -107,7 +107,7 @@ def test_only_workers_in_use_are_counted_and_wake() -> None:
 
 
 @pytest.mark.parametrize("spin_us", [0, 50, 1000])
-def test_workers_out_of_use_cost_nothing_while_others_work(spin_us: int) -> None:
+def test_inactive_workers_use_no_cpu(spin_us: int) -> None:
     """Three rest for good: what this process takes is the caller's time alone."""
     with Pool([[0, 0, 0]], pin=False, spin_us=spin_us) as pool:
         recorder, _ = recorded(pool)

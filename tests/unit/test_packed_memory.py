@@ -1,4 +1,4 @@
-"""Where packed weights lie, and what is said if they cannot lie there."""
+"""The NUMA placement of packed weights, and the messages if it fails."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def test_interleaved_memory() -> None:
 
 
 def test_memory_that_cannot_be_interleaved_is_an_error_with_a_remedy() -> None:
-    with Pool([[]], pin=False) as pool, pytest.raises(NativeError, match="cannot be dealt out") as refused:
+    with Pool([[]], pin=False) as pool, pytest.raises(NativeError, match="cannot be interleaved") as refused:
         Memory(pool, [None], [NOWHERE, NOWHERE + 1]).take([100])
     assert refused.value.remedy == "Use --numa-memory bind."

@@ -20,7 +20,7 @@ from tiny_gguf import SAID, make_tiny_gguf
 
 
 def loaded(path: Path) -> tuple[int, int, int]:
-    """Bytes planned, bytes read per token, and bytes that the packed weights really took."""
+    """Planned bytes, bytes read per token, and bytes that the packed weights actually take."""
     checkpoint = open_checkpoint(path)
     declared = checkpoint.declare()
     with Pool([[]], pin=False) as pool:
@@ -47,7 +47,7 @@ def test_tiny_gguf_files(family: str, quant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.demo
-def test_blocks_that_are_kept_count_as_they_lie() -> None:
+def test_packed_blocks_count_with_their_packed_size() -> None:
     planned, _, took = loaded(demo_gguf())
     assert took == pytest.approx(planned, rel=0.01)
     assert took < 134_515_008 * 2 * 0.45  # of 4.5 to 8.5 bits each, not 16

@@ -1,4 +1,5 @@
-"""Tensors of quantised checkpoints -> matrices: what fits, what is refused, and that nothing is lost."""
+"""Combining the tensors of quantised checkpoints into matrices: what fits, what is refused, and that no tensor is
+lost."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def quark(weight: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def gptq(bits: int = 4, groups: int = 2, **parts: tuple[Any, ...]) -> dict[str, Any]:
-    """Of a matrix [16, 64]."""
+    """GPTQ tensors of a matrix [16, 64]."""
     words = {"qweight": ("I32", 64 * bits // 32, 16), "qzeros": ("I32", groups, 16 * bits // 32)}
     return {**words, "scales": ("F16", groups, 16), **parts}
 
@@ -301,8 +302,8 @@ def test_what_is_not_implemented(config: dict[str, Any], problem: str) -> None:
     assert re.search(problem, str(caught.value) + caught.value.remedy, re.DOTALL)
 
 
-def test_bits_of_several_groups() -> None:
-    """Names come before the kind of layer, whatever their order."""
+def test_names_take_precedence_over_linear() -> None:
+    """Names take precedence over "Linear", whatever their order."""
     config = compressed(integers(4), integers(8, "re:.*attn.*", "model.layers.0.mlp.up_proj"))
     of = quantisation({"quantization_config": config})
     assert of is not None
@@ -311,7 +312,7 @@ def test_bits_of_several_groups() -> None:
 
 
 def test_bits_of_auto_round() -> None:
-    """Names are whole names, and come before regular expressions, which may be found anywhere."""
+    """Names match whole names, and take precedence over regular expressions, which match anywhere."""
     extra = {".*mlp\\.gate.*": {"bits": 16}, "a.mlp.gate_proj": {"bits": 8}, "a.mlp.gate": {"bits": 16}}
     of = quantisation({"quantization_config": AUTO_ROUND | {"extra_config": extra}})
     assert of is not None
@@ -319,7 +320,7 @@ def test_bits_of_auto_round() -> None:
     assert [of.integers(name).bits for name in names] == [0, 8, 0, 4, 0]
 
 
-def test_what_activations_were_made_for() -> None:
+def test_activation_formats() -> None:
     scheme = {"num_bits": 8, "type": "float", "dynamic": True}
     group = integers(4) | {"input_activations": scheme}
     of = quantisation({"quantization_config": compressed(group, kv_cache_scheme=scheme)})
@@ -392,7 +393,7 @@ QUARK_AS_FP8 = {
 
 
 def quark_013(dtype: str, qscheme: str, **more: Any) -> dict[str, Any]:
-    """As amd-quark 0.13 writes it."""
+    """A config as written by amd-quark 0.13."""
     weight = {
         "block_size": None, "ch_axis": None, "dtype": dtype, "enable_buffer_reuse": False, "group_size": None,
         "is_dynamic": False, "is_scale_quant": False, "max_input_numel": 4194304, "mx_element_dtype": None,
@@ -432,7 +433,7 @@ QUARK_MXFP4 = quark_013("fp4", "per_group", ch_axis=-1, group_size=32, scale_for
         (legacy_modelopt(MODELOPT_OLD), "NVFP4 and a KV cache of FP8"),
     ],
 )
-def test_what_tools_write(config: dict[str, Any], activations: str) -> None:
+def test_configs_as_tools_write_them(config: dict[str, Any], activations: str) -> None:
     of = quantisation({"quantization_config": config})
     assert of is not None
     assert of.activations == activations

@@ -1,4 +1,4 @@
-"""What the numbers of a quantised checkpoint may not be, and biases that nothing uses."""
+"""Invalid values in quantised checkpoints, and biases that the model does not have."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_config_of_older_modelopt(tmp_path: Path) -> None:
     assert load_decoder(folder).decoder is not None
 
 
-def test_a_zero_bias_of_gptq_is_passed_over(tmp_path: Path) -> None:
+def test_a_zero_bias_of_gptq_is_ignored(tmp_path: Path) -> None:
     plain, _ = make_quantised(SCHEMES["gptq"], "qwen3-moe", tmp_path / "plain", **SIZES)
     other = changed("gptq", tmp_path / "biased", bias(0.0))
     decoders = [load_decoder(folder).decoder for folder in (plain, other)]

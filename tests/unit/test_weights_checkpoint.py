@@ -1,4 +1,4 @@
-"""Opening a checkpoint: what is found in a folder, and every way in which it can be broken."""
+"""Opening a checkpoint: reading a folder, and every way in which it can be damaged."""
 
 from __future__ import annotations
 

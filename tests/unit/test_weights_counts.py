@@ -1,4 +1,4 @@
-"""Configs that ask for absurdly much: refused at once by what the files have, before anything is made per layer."""
+"""Configs with absurd numbers of layers or experts are refused at once, before an object is made for each of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AT_MOST_MORE_BYTES = 64 << 20
 
 
 def settle(path: Path, **options: Any) -> None:
-    """All that is known from headers and config."""
+    """Resolve all that headers and config determine."""
     checkpoint = open_checkpoint(path, **options)
     declared = checkpoint.declare()
     if checkpoint.tensors:
@@ -58,8 +58,8 @@ def test_layers(name: str, tmp_path: Path) -> None:
     quickly(lambda: settle(folder), ConfigError, f"num_hidden_layers is {layers + 1}")
 
 
-def test_one_more_than_there_is_without_an_index(tmp_path: Path) -> None:
-    """As of a download that lacks the last shard, and whose index was not fetched."""
+def test_one_layer_too_many_without_an_index(tmp_path: Path) -> None:
+    """A download without its index and its last shard."""
     folder = make_tiny("qwen3", tmp_path / "m", max_shard_size="200KB")
     (folder / "model.safetensors.index.json").unlink()
     sorted(folder.glob("*.safetensors"))[-1].unlink()
@@ -129,8 +129,8 @@ def refused_or_not(settle_it: Callable[[], None], what: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2-moe-mixed", "qwen3-next", "deepseek-v2", "gpt-oss", "ernie", "llama3.1"])
-def test_any_key_may_be_anything(name: str, tmp_path: Path) -> None:
-    """Every key in turn becomes every kind of value: the model is refused in words, or is as good as before."""
+def test_any_key_may_have_any_value(name: str, tmp_path: Path) -> None:
+    """Every key is set to every kind of value: the model is refused with a message, or still works."""
     folder = make_tiny(name, tmp_path / "m")
     config = json.loads((folder / "config.json").read_bytes())
     rope = config["rope_parameters"]

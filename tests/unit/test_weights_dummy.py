@@ -1,4 +1,4 @@
-"""Dummy weights: finite, seeded, and routed as asked - measured in transformers' model, not in ours."""
+"""Dummy weights: finite, seeded, and routed as requested, measured with transformers' model."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def test_zipf(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe"])
 def test_drift(name: str) -> None:
-    """Each half of the vocabulary has hot experts of its own, as hot as zipf's, and is followed by its own tokens."""
+    """Each half of the vocabulary has hot experts of its own, with zipf's frequencies, and is followed by tokens of its
+    half."""
     model, half = dummy_model(name, "drift", **LARGER), LARGER["vocab_size"] // 2
     rng, want = torch.Generator().manual_seed(5), np.array(zipf_frequencies(32, 4))
     found = []
@@ -130,7 +131,7 @@ def test_drift(name: str) -> None:
     assert len(hottest[0] & hottest[1]) < len(hottest[0]) / 2
 
 
-def test_drift_needs_a_head_of_its_own() -> None:
+def test_drift_needs_an_untied_head() -> None:
     spec = spec_of(tiny_reference("qwen3-moe", tie_word_embeddings=True))
     with pytest.raises(UsageError, match="needs an untied head"):
         fill_dummy(spec, {}, 0, "drift")
@@ -186,7 +187,7 @@ def test_workers_fill_the_same_numbers(
 
 
 def of_stack(stack: Stack) -> Tensor:
-    """uint8 [panels, panel bytes] of its one matrix."""
+    """The panels of the stack's only matrix, uint8 [panels, panel bytes]."""
     parts = [ctypes.string_at(piece.address, piece.nbytes) for piece in stack.pieces(0)]
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).view(stack.matrix.layout.panels, -1)
 

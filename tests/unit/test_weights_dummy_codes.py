@@ -1,4 +1,4 @@
-"""Random matrices of packed formats: as large as those of bfloat16, and the same bytes wherever they lie."""
+"""Random quantised matrices: values of the same magnitude as in bfloat16, and the same bytes on every device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spec_of(name: str = "qwen3-moe", layers: int = 1) -> Model:
 
 
 class Filled:
-    """The experts of a model's only layer, those in `resident` in slots, by so many teams of workers."""
+    """The experts of a model's only layer, those in `resident` in GPU slots, filled by `teams` teams of workers."""
 
     def __init__(self, form: str, seed: int = 1, resident: Sequence[int] = (), teams: int = 1, staging: int = 1 << 20):
         self.spec = spec_of()
@@ -47,7 +47,7 @@ class Filled:
         fill_dummy(self.spec, targets, seed, "uniform", self.pool, stage.flush, form)
 
     def packed(self, expert: int) -> tuple[bytes, bytes]:
-        """Of gate and up, and of down."""
+        """Packed bytes of gate and up, and of down."""
         slots, stacks = self.memory.slots, self.memory.stacks
         if expert in slots.slot_of:
             slot = slots.slot_of[expert]
@@ -110,13 +110,13 @@ def test_the_same_bytes_wherever_they_lie(form: str, monkeypatch: pytest.MonkeyP
     assert plain.packed(1) != plain.packed(0)
 
 
-def test_no_room_at_all_is_said() -> None:
+def test_a_sink_without_any_room_is_an_error() -> None:
     with pytest.raises(ValueError, match="no room"):
         Filled("int4", resident=[0], staging=1 << 10)
 
 
 def test_of_linear_attention_the_large_projections_have_the_format() -> None:
-    """As in Qwen3-Next's own FP8 checkpoint."""
+    """The same choice as in Qwen3-Next's own FP8 checkpoint."""
     names = [name for name, _ in spec_of("qwen3-next", layers=4).params() if name.startswith("blocks.0.mixer.")]
     coded = {name.removeprefix("blocks.0.mixer.") for name in names if is_coded(name)}
     assert coded == {"qkvz.weight", "out.weight"}
@@ -124,7 +124,8 @@ def test_of_linear_attention_the_large_projections_have_the_format() -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_linear_layers_have_the_format_too(form: str) -> None:
-    """The same bytes in RAM and, through too small a staging, in a GPU's memory; the head has none of it."""
+    """The same bytes in RAM and, through a staging that is too small for whole matrices, on a GPU; the head is not
+    quantised."""
     spec, kept, q = spec_of(), DUMMY[f"dummy {form}"], "blocks.0.mixer.q.weight"
     shape = dict(spec.params())[q]
     of = layout(kept.format, *shape, kept.group)

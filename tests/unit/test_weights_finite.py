@@ -1,4 +1,4 @@
-"""NaN and infinity in a checkpoint: an error at load that names file, tensor and place, however weights are loaded."""
+"""Non-finite values in a checkpoint: an error at load with file, tensor and index, however weights are loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXPERTS = "model.layers.2.mlp.experts.gate_up_proj"
 
 
 def by_workers(path: Path) -> None:
-    """The native way: panels of packed formats, bfloat16 rows, float32 vectors."""
+    """Load by workers: panels of packed formats, bfloat16 rows, float32 vectors."""
     checkpoint = open_checkpoint(path)
     declared = checkpoint.declare()
     with Pool([[0], []], pin=False) as pool:
@@ -40,7 +40,7 @@ def by_workers(path: Path) -> None:
 
 
 def by_staging(path: Path) -> None:
-    """The way to a GPU's plain parameters, in parts."""
+    """Load through the staging, as for a GPU's unpacked parameters, in parts."""
     checkpoint = open_checkpoint(path)
     declared = checkpoint.declare()
     with Pool([[0]], pin=False) as pool:
@@ -62,7 +62,7 @@ WAYS = {
 
 
 def refused(path: Path, *ways: str) -> WeightsError:
-    """The error of all these ways (without any: of all there are), which must be one and the same."""
+    """The error of these ways to load (none given: all), which must be the same for all of them."""
     errors = []
     for way in ways or WAYS:
         with pytest.raises(WeightsError) as caught:
@@ -121,7 +121,7 @@ def test_plain_numbers(stored: torch.dtype, name: str, place: tuple[int, ...], v
 
 @pytest.mark.parametrize("name", ["blocks", "bias", "sinks", "turned"])
 def test_gpt_oss(name: str, tmp_path: Path) -> None:
-    """Experts that are stored turned, rows of gate and up by turns."""
+    """Experts that are stored transposed, with interleaved rows of gate and up."""
     layer = "model.layers.3"
     tensor, place = {
         "blocks": (f"{layer}.mlp.experts.down_proj", (2, 95, 63)),
@@ -199,7 +199,7 @@ def test_scales_of_blocks(quant: str, tmp_path: Path) -> None:
             path.write_bytes(whole)
 
 
-def test_what_rotary_frequencies_are_divided_by(tmp_path: Path) -> None:
+def test_rotary_divisors(tmp_path: Path) -> None:
     for bad in (math.nan, math.inf, 0.0, -1.0):
         path = make_tiny_gguf("llama2", tmp_path / "m.gguf", rope_factors=(1.0, bad, *[1.0] * 6))
         with pytest.raises(WeightsError, match=rf"m.gguf: rope_freqs.weight is {bad} at \[1\]"):

@@ -34,13 +34,13 @@ def test_targets_may_be_views_of_fused_storage(tmp_path: Path) -> None:
     targets = fresh_targets(declared)
     qkv = torch.full((64 + 32 + 32, 64), torch.nan)
     gate_up = torch.full((8, 48, 64), torch.nan)
-    turned = torch.full((24, 64), torch.nan)  # a target that is not contiguous
+    transposed = torch.full((24, 64), torch.nan)  # a target that is not contiguous
     for part, rows in (("q", slice(0, 64)), ("k", slice(64, 96)), ("v", slice(96, 128))):
         targets[f"blocks.1.mixer.{part}.weight"] = qkv[rows]
     for expert in range(8):
         targets[f"blocks.1.ffn.experts.{expert}.gate.weight"] = gate_up[expert, :24]
         targets[f"blocks.1.ffn.experts.{expert}.up.weight"] = gate_up[expert, 24:]
-    targets["blocks.1.ffn.experts.5.down.weight"] = turned.T
+    targets["blocks.1.ffn.experts.5.down.weight"] = transposed.T
     load_weights(checkpoint, declared, targets, lambda done, total: None)
     want = reference_params(tiny_reference("qwen2-moe"))
     assert_same(targets, want)

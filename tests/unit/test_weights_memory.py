@@ -1,4 +1,4 @@
-"""The memory promise: loading takes the final weights, one layer at most on top, and no more."""
+"""The memory bound of loading: the final weights plus at most one layer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ Tensors = Iterable[tuple[str, str, tuple[int, ...]]]  # name, type, shape
 
 
 def write_sparse(folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
-    """What is in the file does not matter here."""
+    """Write a sparse file: its contents do not matter here."""
     header, at = {}, 0
     for name, dtype, shape in tensors:
         nbytes = PLAIN_BYTES[dtype] * torch.Size(shape).numel()
@@ -86,7 +86,7 @@ def write_sparse(folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path
 
 
 def parameters() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """By the checkpoint's names."""
+    """The parameters under the checkpoint's names."""
     declared = declare(CONFIG)
     return ((declared.names.candidates(name)[0], shape) for name, shape in declared.spec.params())
 

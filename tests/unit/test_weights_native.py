@@ -1,4 +1,4 @@
-"""Loading into packed weights by all workers: the same numbers for any pool and any layout of the checkpoint."""
+"""Loading into packed weights by all workers: the same values for any pool and any layout of the checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ZEROS = np.zeros(1 << 20, np.uint8)
 
 
 def panels(pieces: Sequence[Fill]) -> torch.Tensor:
-    """The packed bytes of a parameter, uint8 [panels, bytes], wherever its pieces lie."""
+    """The packed bytes of a parameter, uint8 [panels, bytes], collected from its pieces."""
     found = []
     for piece in pieces:
         stride = piece.to.panel_bytes * piece.step
@@ -47,7 +47,7 @@ def panels(pieces: Sequence[Fill]) -> torch.Tensor:
 
 
 def unpacked(packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Panels of bfloat16 -> [rows, columns]; what fills them up must be zeros."""
+    """Unpack bfloat16 panels to [rows, columns]; padding must be zero."""
     whole = packed.view(torch.bfloat16).view(len(packed), -1, 16, 2).transpose(1, 2).reshape(len(packed) * 16, -1)
     assert not whole[rows:].any()
     assert not whole[:, columns:].any()
@@ -55,7 +55,7 @@ def unpacked(packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 class Loaded:
-    """A model on native ops, and what its parameters are: bfloat16 tensors, or panels where they keep blocks."""
+    """A model on native ops, and its parameters: bfloat16 tensors, or panels if they keep block formats."""
 
     def __init__(self, path: Path, pool: Pool) -> None:
         checkpoint = open_checkpoint(path)
@@ -80,7 +80,7 @@ class Loaded:
 
 
 def turned(folder: Path) -> Path:
-    """The checkpoint with stacked experts as [experts, in, out]."""
+    """The checkpoint with experts stacked as [experts, in, out]."""
     tensors = tiny_reference("qwen2-moe").state_dict()
     stacked = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
     save_file(stacked, folder / "model.safetensors")
@@ -96,7 +96,7 @@ def stored_as(folder: Path, dtype: torch.dtype) -> Path:
 @pytest.mark.parametrize("teams", POOLS, ids=str)
 @pytest.mark.parametrize("layout_of_file", ["turned", "per expert", "F64", "F32", "F16", "BF16"])
 def test_every_layout_and_pool(layout_of_file: str, teams: list[list[int]], tmp_path: Path) -> None:
-    """The numbers that plain tensors get, rounded once."""
+    """The values that plain tensors get, rounded once."""
     if layout_of_file == "per expert":
         path = make_tiny("qwen3-moe", tmp_path)
     elif layout_of_file == "turned":
@@ -112,7 +112,7 @@ def test_every_layout_and_pool(layout_of_file: str, teams: list[list[int]], tmp_
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 20, 1000])
 @pytest.mark.parametrize("teams", POOLS, ids=str)
-def test_turned_experts_whose_gate_and_up_take_turns(
+def test_transposed_experts_with_interleaved_gate_and_up(
     teams: list[list[int]], chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("proa.weights.load._CHUNK_BYTES", chunk_bytes)
@@ -126,7 +126,7 @@ def test_turned_experts_whose_gate_and_up_take_turns(
 
 @pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 def test_blocks_on_every_pool(quant: str, tmp_path: Path) -> None:
-    """Kept blocks are the same bytes on every pool; all else is what plain tensors get."""
+    """Block formats have the same bytes on every pool; other parameters equal plain tensors."""
     path = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", quant, intermediate_size=96, moe_intermediate_size=32)
     want = load(path, torch.bfloat16)
     first: dict[str, torch.Tensor] = {}
@@ -142,7 +142,7 @@ def test_blocks_on_every_pool(quant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", [{}, {"linear_key_head_dim": 8, "linear_value_head_dim": 12}], ids=["panels", "rows"])
 @pytest.mark.parametrize("quant", ["Q8_0", "F16"])
 def test_rows_of_several_tensors_on_every_pool(quant: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    """The packed bytes that one tensor with all rows gives; bfloat16 where heads are no whole panels."""
+    """The same packed bytes as from one tensor with all rows; bfloat16 if heads are not whole panels."""
     name, sizes = "blocks.0.mixer.qkvz.weight", {"moe_intermediate_size": 32, **sizes}
     parted, whole = (make_tiny_gguf("qwen3-next", tmp_path / f"{n}.gguf", quant, old=n, **sizes) for n in (False, True))
     want = load(parted, torch.bfloat16)[name]
@@ -160,7 +160,7 @@ def test_rows_of_several_tensors_on_every_pool(quant: str, sizes: dict[str, int]
 
 @pytest.mark.parametrize("scheme", ["fp8 small blocks", "int4 zeros", "nvfp4", "gptq 8", "gptq zeros", "awq"])
 def test_codes_on_every_pool(scheme: str, tmp_path: Path) -> None:
-    """The same for codes with their scales, wherever a node's rows begin."""
+    """Codes with separate scales have the same packed bytes, wherever a node's rows begin."""
     path, _ = make_quantised(SCHEMES[scheme], "qwen3-moe", tmp_path / "m", moe_intermediate_size=160)
     first: dict[str, torch.Tensor] = {}
     for teams in POOLS:
@@ -262,7 +262,7 @@ def faults_here() -> int:
 
 
 def test_memory_is_touched_by_the_team() -> None:
-    """Where binding is refused, pages lie on the node of the thread that touches them first."""
+    """If binding is refused, pages lie on the node of the thread that touches them first."""
     nbytes = 32 << 20
     with Pool([[], [0]], pin=False) as pool:
         for team, by_caller in ((0, True), (1, False)):
@@ -275,7 +275,7 @@ def test_memory_is_touched_by_the_team() -> None:
 
 @pytest.mark.parametrize("threads", [[], [0]])
 def test_parameters_of_a_gpu_keep_their_types(threads: list[int], tmp_path: Path) -> None:
-    """Bfloat16 matrices by way of the staging, float32 numbers of one and three dimensions as they are read."""
+    """bfloat16 matrices go through the staging, float32 parameters of one and three dimensions are written directly."""
     folder = make_tiny("qwen3-next", tmp_path / "m")
     checkpoint = open_checkpoint(folder)
     declared = checkpoint.declare()

@@ -1,4 +1,4 @@
-"""Which bytes become which parameter: layouts, ties, and everything that does not fit."""
+"""Finding each parameter's source: layouts, tied heads, and everything that does not fit."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_stacked_without_fused_gate_and_up() -> None:
 
 
 def alternating(**more: Any) -> tuple[Declared, dict[str, TensorInfo]]:
-    """Experts with biases, stacked with gate and up by turns."""
+    """Experts with biases, stacked with interleaved gate and up."""
     plain = declared()
     moe = plain.spec.blocks[0].ffn
     assert isinstance(moe, Moe)
@@ -84,7 +84,7 @@ def alternating(**more: Any) -> tuple[Declared, dict[str, TensorInfo]]:
     return model, index | biases
 
 
-def test_gate_and_up_by_turns() -> None:
+def test_interleaved_gate_and_up() -> None:
     model, index = alternating()
     assert expert(model, index, 2, "gate") == Source(GATE_UP, 12, 3, 0, 8, row_step=2)
     assert expert(model, index, 2, "up") == Source(GATE_UP, 13, 3, 0, 8, row_step=2)
@@ -122,7 +122,7 @@ def test_square_gate_up_is_settled_by_down(turned: bool) -> None:
     assert expert(model, index, 0, "down").transposed is turned
 
 
-def test_tie_stops() -> None:
+def test_an_ambiguous_orientation_is_an_error() -> None:
     model = declared(width=8)
     index = index_of(model, gate=(4, 8, 8), up=(4, 8, 8), down=(4, 8, 8))
     with pytest.raises(WeightsError, match="both fit, so the layout is ambiguous"):
@@ -150,7 +150,7 @@ PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("what", "changes", "message"), PROBLEMS, ids=[case[0] for case in PROBLEMS])
-def test_what_does_not_fit_is_named(what: str, changes: dict[str, Any], message: str) -> None:
+def test_problems_are_named(what: str, changes: dict[str, Any], message: str) -> None:
     model = declared()
     index = index_of(model) | {name: info(shape) for name, shape in changes.items() if shape}
     for name in (name for name, shape in changes.items() if shape is None):

@@ -7,13 +7,14 @@ namespace proa {
 namespace {
 
 #define PROA_BYTE_TABLES 1                        // codes.h looks values up by vpermi2b and vpermw
-constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens of a block: 24 sums beside weights in 32 registers
+constexpr int kMostPlain = 12, kMostScaled = 12;  // tokens per block: 24 sums, and weights, in 32 registers
 constexpr int kWideFromTokens = 16;
-// Converting fp8 is most of what vectors do for three tokens, and tiles convert once for all.
+// With three tokens, vectors spend most time on converting fp8, which tiles do once for all tokens.
 constexpr int tiles_from_tokens(Format f) { return Format::kFp8Row <= f && f <= Format::kMxfp8 ? 3 : 5; }
 constexpr int digits_to_tokens(Format f) { return tiles_from_tokens(f) - 1; }
 constexpr int digit_rows_at_once(int) { return 4; }
-// Codes that cost little to convert (decision 012); the others, instructions for more fetching slow down.
+// True for codes that are cheap to convert (decision 012); for others, more prefetch instructions cost more than they
+// save.
 constexpr bool fetches_in_order(int bits, bool integer) { return bits == 16 || (bits == 8 && integer); }
 constexpr Blocking kBlocking = kTileBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <= 2 ? 4 : 2; }

@@ -6,9 +6,9 @@
 namespace proa {
 namespace {
 
-constexpr int kMostPlain = 5, kMostScaled = 5;  // tokens of a block: a sum takes two of 16 registers
+constexpr int kMostPlain = 5, kMostScaled = 5;  // tokens per block: a sum takes two of 16 registers
 constexpr int kWideFromTokens = 16;
-// Zen 5 and Emerald Rapids gain and lose by it in opposite places.
+// Zen 5 and Emerald Rapids gain and lose from it for opposite formats.
 constexpr bool fetches_in_order(int, bool) { return false; }
 constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int tokens, bool) { return tokens == 1 ? 2 : 1; }

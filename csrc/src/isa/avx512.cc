@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kMostPlain = 12, kMostScaled = most_scaled(6);
 constexpr int kWideFromTokens = 32;
-// Measured on Emerald Rapids: without BF16 it is Intel that runs this.
+// Measured on Emerald Rapids: CPUs with AVX-512 but without BF16 are Intel's.
 constexpr bool fetches_in_order(int bits, bool) { return bits == 16; }
 constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return tokens <= (scaled ? 2 : 3) ? 4 : 2; }

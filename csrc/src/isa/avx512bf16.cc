@@ -7,13 +7,14 @@ namespace proa {
 namespace {
 
 #define PROA_BYTE_TABLES 1  // codes.h looks values up by vpermi2b and vpermw
-// Tokens of a block: 24 sums beside weights in 32 registers.
+// Tokens per block: 24 sums, and weights, in 32 registers.
 constexpr int kMostPlain = 12, kMostScaled = most_scaled(12);
 constexpr int kWideFromTokens = 32;
-// Measured on Zen 5, where a VDPBF16PS costs no more than a VPDPBUSD: digits pay where codes are dear to convert.
+// Measured on Zen 5, where a VDPBF16PS costs no more than a VPDPBUSD: digits pay for codes that are expensive to
+// convert.
 constexpr int digits_to_tokens(Format f) { return f == Format::kInt8F32 || f == Format::kInt8F16 ? 3 : 0; }
 constexpr int digit_rows_at_once(int) { return 2; }
-// Measured on Zen 5: wider codes lose a little.
+// Measured on Zen 5: wider codes get a little slower.
 constexpr bool fetches_in_order(int bits, bool) { return bits < 8; }
 constexpr Blocking kBlocking = kVectorBlocking;
 constexpr int rows_at_once(int tokens, bool scaled) { return !scaled && tokens <= 2 ? 4 : 2; }

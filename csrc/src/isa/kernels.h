@@ -6,40 +6,40 @@
 
 namespace proa {
 
-// kNone is no part of the C ABI: attention packs its weights with it.
+// kNone is not part of the C ABI: attention packs its weights with it.
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3, kNone = 4 };
 
-// What decides which kernel computes a row. kByRows: how many rows there are, whichever is fastest. The others fix the
-// kernel, so that a row has the same bits whatever other rows are computed with it: kDecode takes what is fastest for
-// one row, kPrompt what is fast for many. docs/decisions/040.
+// How the kernel for a row is chosen. kByRows: the fastest for the number of rows. kDecode (fastest for one row) and
+// kPrompt (fast for many rows) fix the kernel, so that a row has the same bits whatever other rows are computed with
+// it: docs/decisions/040.
 enum class Regime : int32_t { kByRows = 0, kDecode = 1, kPrompt = 2 };
 constexpr int kRegimes = 3;
 
-// How rows of bfloat16 are packed for some weights: by blocks of tokens (see block_begin) whose pairs of columns
-// alternate, as lines for matrix tiles, or as digits that codes are multiplied with as integers (see kernels/digits.h).
+// How rows of bfloat16 are packed to be multiplied with some weights: as pairs of columns in blocks of tokens (see
+// block_begin), as lines for matrix tiles, or as fixed-point digits for integer products (see kernels/digits.h).
 struct Packing {
     enum Form : int32_t { kPairs, kTiles, kNibbleDigits, kByteDigits };
     int block_tokens;
     Form form;
-    int zero;              // of digits: what is added to codes, so that they are not negative
-    float step;            // what a unit of a code is worth
-    bool sums = true;      // whether who multiplies minimums reads sums of columns, not weights that have these in them
-    bool wide = false;     // of pairs: weights are expanded to bfloat16 panels once for all tokens (wide_panels.h)
-    bool rounded = false;  // of tiles: a weight times its group's scale is rounded to bfloat16 (tile_panels.h)
+    int zero;              // digits: added to codes, so that they are not negative
+    float step;            // digits: value of one unit of a code
+    bool sums = true;      // minimums are applied by sums of activations, not included in the weights
+    bool wide = false;     // pairs: weights are expanded to bfloat16 panels once for all tokens (wide_panels.h)
+    bool rounded = false;  // tiles: a weight times its group's scale is rounded to bfloat16 (tile_panels.h)
 };
 
 // Rows packed for one layout's width: pairs [padded / 2][M] or lines, sums [padded / 16][M] of each block.
 struct Packed {
     void* pairs;
-    float* sums;  // null where nobody reads them
+    float* sums;  // null if unused
     int tokens;
     Packing how;
 };
 
 constexpr int kMostExpertGroups = 64;
 
-// Tokens of a block beside scaled weights. Kernels are compiled for each count and format, which takes long with a
-// sanitizer, to whom they are all alike but for how many panels are worked at once: so it gets few.
+// Tokens per block with scaled weights. Kernels are compiled for each count and format, which takes long with a
+// sanitizer; sanitizer builds get few counts, since the variants differ only in how many panels they process at once.
 constexpr int most_scaled(int tokens) {
 #ifdef PROA_SANITIZED
     return tokens < 3 ? tokens : 3;
@@ -48,7 +48,7 @@ constexpr int most_scaled(int tokens) {
 #endif
 }
 
-// How experts are chosen; proa_router_rule of native.h says what it means.
+// The rule that chooses experts: proa_router_rule in native.h.
 struct RouterRule {
     int experts, top_k;
     bool sigmoids, renormalise;
@@ -57,15 +57,15 @@ struct RouterRule {
     const float* correction;
 };
 
-constexpr int kTileTokens = 32;  // of a block that is packed for matrix tiles
+constexpr int kTileTokens = 32;  // tokens per block for matrix tiles
 
-// How work on many tokens is cut. Beside a task's weights, the activations of a group of tokens stay in a core's cache.
+// Blocking of work on many tokens: a task's weights and the activations of a group of tokens fit into a core's cache.
 struct Blocking {
-    size_t group_bytes;             // of activations
-    int least_tokens, most_tokens;  // of a group; whole blocks
+    size_t group_bytes;             // of a group's activations
+    int least_tokens, most_tokens;  // per group; whole blocks
     int pass_tokens;
-    int most_panels;      // of a task
-    size_t result_bytes;  // that wait at a time where experts are computed one by one: see moe_by_expert.cc
+    int most_panels;      // per task
+    size_t result_bytes;  // bound on intermediate results if experts are computed one by one: see moe_by_expert.cc
 
     int group_tokens(int padded) const {
         const int fit = int(group_bytes / size_t(2 * padded)) / kTileTokens * kTileTokens;
@@ -75,8 +75,8 @@ struct Blocking {
 constexpr Blocking kVectorBlocking = {512 << 10, 96, 384, 4096, 96, size_t(64) << 20};
 constexpr Blocking kTileBlocking = {1536 << 10, 96, 384, 4096, 32, size_t(64) << 20};
 
-// One token's step of some columns of a head's state, key_dim rows of them: `to` may be `from`. columns: a multiple
-// of 16.
+// One token's update of some columns of a head's state [key_dim][columns]: `to` may be `from`. columns: a multiple of
+// 16.
 struct DeltaStep {
     const float* from;
     size_t from_stride;
@@ -93,22 +93,22 @@ struct Kernels {
     const char* name;
     Blocking blocking;
 
-    // How `tokens` rows are packed for these weights. Whoever packs and whoever multiplies agree by it.
+    // How `tokens` rows are packed for these weights; used by both pack and matmul.
     Packing (*packing)(const Layout& l, int tokens);
-    // Of a packed row, however many there are.
+    // Bytes of a packed row, for any number of rows.
     size_t (*row_bytes)(const Layout& l);
 
     // Pack tokens [first, last) of x: row index[t], or t where index is null, of `stride` values.
     void (*pack)(const uint16_t* x, size_t stride, const int32_t* index, int first, int last, int columns, int padded,
                  const Packed& out);
 
-    // out [panels][tokens][16] = panels of w times x. scratch: expand_bytes(layout, tokens) or null where that is 0.
-    // next: panels of this layout that the caller multiplies next, fetched ahead; null where it does not know.
+    // out [panels][tokens][16] = panels of w times x. scratch: expand_bytes(layout, tokens) bytes, or null if that is
+    // 0. next: panels of this layout that the caller will multiply next, to prefetch; null if unknown.
     void (*matmul)(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, void* scratch,
                    const uint8_t* next);
     size_t (*expand_bytes)(const Layout& l, int tokens);
 
-    // One panel's weights, rounded once, in bfloat16's layout: padded * 32 bytes.
+    // Expands one panel's weights to bfloat16's layout, rounded once: padded * 32 bytes.
     void (*expand)(const Layout& l, const uint8_t* w, void* out);
 
     // Columns [16 first, 16 end) of out = activation of sums [2 (end - first)][tokens][16], where gate and up panels
@@ -116,7 +116,7 @@ struct Kernels {
     // of out.
     void (*activate)(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
                      const Packed& out);
-    // Zero columns [first, padded) of out; first is a multiple of 16.
+    // Zeroes columns [first, padded) of out; first is a multiple of 16.
     void (*clear_columns)(int first, int padded, const Packed& out);
 
     // total [panels][total_tokens][16] at tokens index[t] += weights[t] * (part [panels][tokens][16] + bias).
@@ -129,18 +129,18 @@ struct Kernels {
     void (*store_rows)(const float* sums, int panels, int tokens, const float* bias, int columns, bool wide, void* out,
                        size_t stride);
 
-    // One row of bfloat16 each, or one head of it; see kernels/rows.h. `out` may be an input.
+    // Operations on one row of bfloat16, or one head of it; see kernels/rows.h. `out` may be an input.
     void (*rms_norm_row)(const uint16_t* x, const uint16_t* weight, int width, float eps, float offset, uint16_t* out);
     void (*add_row)(const uint16_t* x, const uint16_t* y, int width, uint16_t* out);
     void (*gated_add_row)(const uint16_t* routed, uint16_t gate, const uint16_t* shared, int width, uint16_t* out);
     void (*gate_row)(const uint16_t* x, const uint16_t* gate, int width, uint16_t* out);
     void (*rotate_head)(const uint16_t* x, const float* cos, const float* sin, int half, bool interleaved,
                         uint16_t* out);
-    // Logits are bfloat16, or float32 if wide. keys: experts, rounded up to 16, floats for its own use.
+    // Logits are bfloat16, or float32 if wide. keys: workspace of `experts` floats, rounded up to 16.
     void (*route_row)(const void* logits, bool wide, const RouterRule& rule, float* keys, int32_t* ids, float* weights);
 
     // Attention; see kernels/attention.h.
-    int query_line;  // floats that 32 values of a packed query take
+    int query_line;  // floats per 32 values of a packed query
     void (*pack_query)(const uint16_t* query, int dim, float* out);
     void (*attend)(const AttendBlock& block);
     void (*merge_states)(const float* parts, size_t stride, int count, int value_dim, float* state);
@@ -150,7 +150,7 @@ struct Kernels {
     void (*softmax_tile)(const SoftmaxTile& tile);
     void (*scale_and_add)(const float* part, const float* factors, int panels, int rows, float* total);
 
-    // Values of a KV cache as e4m3; see kernels/kv_codes.h.
+    // The e4m3 KV cache; see kernels/kv_codes.h.
     void (*to_e4m3)(const uint16_t* x, int count, float inverse, uint8_t* out);
     void (*from_e4m3)(const uint8_t* codes, int count, uint16_t* out);
 
@@ -166,10 +166,10 @@ struct Kernels {
     void (*read)(const uint8_t* data, size_t bytes, uint32_t* bits);
 };
 
-// Tables of kRegimes kernels each, in the order of Regime.
+// Each points to kRegimes tables, in the order of Regime.
 extern const Kernels* const kScalarKernels;
 extern const Kernels* const kScalarTilesKernels;
-// Of x86-64.
+// x86-64 only.
 extern const Kernels* const kAvx2Kernels;
 extern const Kernels* const kAvx512Kernels;
 extern const Kernels* const kAvx512Bf16Kernels;

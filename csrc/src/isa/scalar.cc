@@ -1,4 +1,4 @@
-// Plain C++: the readable reference, and the path of CPUs without AVX2.
+// Plain C++: the readable reference, and the fallback for CPUs without AVX2.
 #include "kernels.h"
 
 namespace proa {

@@ -1,4 +1,4 @@
-// Plain C++ with matrix tiles in memory: what AMX machines run, for tests on any CPU. Chosen by name only.
+// Plain C++ with emulated matrix tiles: the algorithms of AMX, for tests on any CPU. Selected by name only.
 #include "kernels.h"
 
 namespace proa {
@@ -10,7 +10,8 @@ constexpr int tiles_from_tokens(Format f) { return Format::kFp8Row <= f && f <= 
 constexpr int digits_to_tokens(Format f) { return tiles_from_tokens(f) - 1; }
 constexpr int digit_rows_at_once(int) { return 1; }
 constexpr bool fetches_in_order(int, bool) { return false; }
-constexpr Blocking kBlocking = {0, 64, 64, 256, 4, 64 << 10};  // small, so that small tests have several of each
+constexpr Blocking kBlocking = {0,   64, 64,
+                                256, 4,  64 << 10};  // small, so that small tests have several groups and tasks
 constexpr int rows_at_once(int, bool) { return 1; }
 
 #include "../kernels/vec_scalar.h"

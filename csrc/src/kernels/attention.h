@@ -1,20 +1,19 @@
-// Attention over blocks of keys, the softmax online: after every block a row of queries has the maximum of its scores
-// so far, the sum of their exponentials below it, and the sum of values that are weighted with those. Never: pages,
-// tasks.
+// Attention over blocks of keys with online softmax: after every block a query row has the running maximum of its
+// scores, the sum of exponentials relative to it, and the weighted sum of values. Never: pages, tasks.
 //
-// Two ways. A few rows (decoding) read keys and values as they lie, 32 dimensions at a time: a row's state is
-// [16 + lines * 32] floats, maximum and sum first, then of each line its even and its odd dimensions. Many rows
-// (prompts) turn keys and values into panels of a weight matrix and multiply those (see panels.h); panels 2i and 2i + 1
-// of the values are the even and odd dimensions of line i.
+// Two algorithms. A few rows (decode) read keys and values in place, 32 dimensions at a time: a row's state is
+// [16 + lines * 32] floats: maximum and sum first, then for each line its even and its odd dimensions. Many rows
+// (prompts) pack keys and values into panels like weights and multiply those (see panels.h); panels 2i and 2i + 1 of
+// the values are the even and odd dimensions of line i.
 #pragma once
 
-constexpr int kAttendRows = kMostPlain >= 12 ? 4 : 2;   // at once: beside their sums a key must fit into the registers
-constexpr int kAttendLines = kMostPlain >= 12 ? 2 : 1;  // of values, likewise
-constexpr int kQueryLine = kBf16Dot ? 16 : 32;          // floats that 32 values of a query take
+constexpr int kAttendRows = kMostPlain >= 12 ? 4 : 2;  // rows at once: their sums and a key must fit into the registers
+constexpr int kAttendLines = kMostPlain >= 12 ? 2 : 1;  // lines of values at once, likewise
+constexpr int kQueryLine = kBf16Dot ? 16 : 32;          // floats per 32 values of a packed query
 
 inline U32 high_halves(U32 x) { return bit_and(x, set_u32(0xffff0000)); }
 
-// Where a line of 32 values begins. The last one overlaps its neighbour rather than reach beyond the row.
+// The first dimension of a line of 32. The last line overlaps its neighbour instead of exceeding the row.
 inline int line_begin(int line, int dim) { return 32 * line + 32 <= dim ? 32 * line : dim - 32; }
 inline U32 load_short(const uint16_t* row, int dim) {
     uint16_t all[32] = {};
@@ -31,7 +30,7 @@ inline void load_query(const float* line, B& out) {
     out = {load(line), load(line + 16)};
 }
 
-// A query in lines for attend(); values that two lines share are zero in the second.
+// Packs a query into lines for attend(); dimensions that two lines share are zero in the second.
 void pack_query(const uint16_t* query, int dim, float* out) {
     for (int line = 0; line < attention_lines(dim); ++line, out += kQueryLine) {
         U32 bits = load_line(query, line, dim);
@@ -52,7 +51,7 @@ void pack_query(const uint16_t* query, int dim, float* out) {
 alignas(64) constexpr float kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr uint16_t kNoKey[kMostHeadDim] = {};
 
-// Lanes outside [first, last) become `other`.
+// Replaces lanes outside [first, last) by `other`.
 inline F32 only(F32 x, int first, int last, float other) {
     if (first <= 0 && last >= 16) return x;
     const F32 numbers = load(kLaneNumbers);
@@ -92,7 +91,7 @@ inline void score_rows(const AttendBlock& b, int head, int row, int token) {
         for (int t = 0; t < T; ++t) scores[r * kAttendTokens + t] = sums[r * T + t];
 }
 
-// Scores become weights below the new maximum; returns what the former sums are to be multiplied with.
+// Turns scores into weights relative to the new maximum; returns the factor for the previous sums.
 inline float weigh(const AttendBlock& b, int row, float* scores, float* state) {
     const int first = b.first[row], last = b.last[row];
     if (first >= last) {
@@ -119,7 +118,7 @@ inline float weigh(const AttendBlock& b, int row, float* scores, float* state) {
     return factor[0];
 }
 
-// `L` lines from `line` on of R rows: their sums stay in registers while the values pass.
+// Accumulates `L` lines from `line` on for R rows, with their sums in registers.
 template <int R, int L, class Load>
 inline void add_lines(const AttendBlock& b, const float* weights, const float* factors, float* states, int line,
                       Load&& load_value) {
@@ -165,8 +164,8 @@ inline void attend_rows(const AttendBlock& b, int head, int row) {
     add_values<R>(b, head, scores, factors, states);
 }
 
-// Keys are read, and values fetched, in the order in which they lie, all heads of a token before the next token:
-// hardware prefetchers follow that, and a core alone cannot keep as many lines in flight as it takes.
+// Keys are read, and values prefetched, in memory order, all heads of a token before the next token: hardware
+// prefetchers follow that, and without them a core cannot keep enough lines in flight.
 void attend(const AttendBlock& b) {
     for (int token = 0; token < b.tokens; token += 4)
         for (int t = token; t < token + 4; ++t)
@@ -187,7 +186,7 @@ void attend(const AttendBlock& b) {
     }
 }
 
-// One state of many parts' states, in their order.
+// Merges the states of several parts, in their order.
 void merge_states(const float* parts, size_t stride, int count, int value_dim, float* state) {
     const int floats = attention_state_floats(value_dim);
     float maximum = parts[0];
@@ -196,7 +195,7 @@ void merge_states(const float* parts, size_t stride, int count, int value_dim, f
     for (int at = 16; at < floats; at += 16) store(state + at, zero());
     for (int i = 0; i < count; ++i) {
         const float* part = parts + i * stride;
-        if (!(part[1] > 0)) continue;  // it saw no key
+        if (!(part[1] > 0)) continue;  // the part had no visible key
         float factor[16];
         store(factor, exp(set(part[0] - maximum)));
         state[1] += factor[0] * part[1];
@@ -205,7 +204,7 @@ void merge_states(const float* parts, size_t stride, int count, int value_dim, f
     }
 }
 
-// A row of the output, times `scale`. A sink is one more score, without a value; minus infinity is none.
+// Writes a row of the output, times `scale`. sink: one more score, without a value; minus infinity: none.
 void finish_state(const float* state, float sink, float scale, int value_dim, uint16_t* out) {
     const float maximum = sink > state[0] ? sink : state[0];
     float factor[16], sunk[16];
@@ -229,14 +228,14 @@ void finish_state(const float* state, float sink, float scale, int value_dim, ui
 
 typedef uint32_t Quad __attribute__((vector_size(16)));
 
-// A 32-bit element is a pair of columns.
+// Four 32-bit elements, each a pair of columns.
 inline Quad load_quad(const void* p) {
     Quad x;
     __builtin_memcpy(&x, p, 16);
     return x;
 }
 
-// The first `count` of eight values; nothing beyond them is read.
+// Loads the first `count` of eight values and reads nothing beyond them.
 inline Quad load_first_of_eight(const uint16_t* p, int count) {
     uint16_t all[8] = {};
     for (int i = 0; i < count; ++i) all[i] = p[i];
@@ -256,14 +255,14 @@ inline Quad join_low(Quad a, Quad b) { return __builtin_shuffle(a, b, Quad{0, 1,
 inline Quad join_high(Quad a, Quad b) { return __builtin_shuffle(a, b, Quad{2, 3, 6, 7}); }
 #endif
 
-// Column i of the four rows goes to out + i * 64.
+// Stores column i of the four rows at out + i * 64.
 inline void store_transposed(Quad a, Quad b, Quad c, Quad d, uint8_t* out) {
     const Quad ab = zip_low(a, b), cd = zip_low(c, d), ab2 = zip_high(a, b), cd2 = zip_high(c, d);
     const Quad columns[4] = {join_low(ab, cd), join_high(ab, cd), join_low(ab2, cd2), join_high(ab2, cd2)};
     for (int i = 0; i < 4; ++i) __builtin_memcpy(out + i * 64, &columns[i], 16);
 }
 
-// Panels of 16 keys, zero where there are no more, as layout_of(kBf16, keys, dim) has them.
+// Packs keys into panels of 16, padded with zeros, in the layout layout_of(kBf16, keys, dim).
 void pack_keys(const uint16_t* const* keys, size_t offset, int tokens, int dim, uint8_t* out) {
     const int padded = round_up(dim, kColumnUnit), whole = dim / 8 * 8;
     for (int first = 0; first < tokens; first += 16, out += size_t(padded) * 32) {
@@ -282,7 +281,7 @@ void pack_keys(const uint16_t* const* keys, size_t offset, int tokens, int dim, 
     }
 }
 
-// Panels of 16 dimensions times `padded` tokens, zero beyond `tokens`.
+// Packs values into panels of 16 dimensions times `padded` tokens, zero beyond `tokens`.
 void pack_values(const uint16_t* const* values, size_t offset, int tokens, int dim, int padded, uint8_t* out) {
     for (int line = 0; line < attention_lines(dim); ++line, out += size_t(padded) * 64) {
         uint8_t* odd = out + size_t(padded) * 32;
@@ -295,7 +294,7 @@ void pack_values(const uint16_t* const* values, size_t offset, int tokens, int d
     }
 }
 
-// The scores of one row over all panels of the tile become weights, rounded to bfloat16 as the product will read them.
+// Turns the scores of one row over all panels of the tile into weights, rounded to bfloat16 like the product's input.
 inline void weigh_row(const SoftmaxTile& t, int row) {
     const int first = t.first[row], last = t.last[row];
     const size_t stride = size_t(t.rows) * 16;

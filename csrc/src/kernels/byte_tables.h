@@ -1,4 +1,4 @@
-// The two bytes of the bfloat16 of an 8-bit code, by the code's seven low bits. Used with vpermi2b.
+// Tables of the two bytes of the bfloat16 value of an 8-bit code, indexed by its seven low bits, for vpermi2b.
 #pragma once
 
 struct alignas(64) ByteTables {

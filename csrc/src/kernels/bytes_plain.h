@@ -1,4 +1,4 @@
-// The functions of bytes_vnni.h in plain C++, so that what is built on them can be tested on any CPU.
+// The functions of bytes_vnni.h in plain C++, so that the code built on them can be tested on any CPU.
 #pragma once
 
 inline U32 dot_bytes(U32 sum, U32 codes, U32 x) {

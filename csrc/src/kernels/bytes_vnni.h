@@ -4,7 +4,7 @@
 // Lane by lane: sum + the four unsigned bytes of `codes` times the four signed ones of `x`.
 inline U32 dot_bytes(U32 sum, U32 codes, U32 x) { return {_mm512_dpbusd_epi32(sum.v, codes.v, x.v)}; }
 inline U32 bit_xor(U32 a, U32 b) { return {_mm512_xor_si512(a.v, b.v)}; }
-// Of each byte. An affine map of its bits costs one operation less than a shift and a mask.
+// The high nibble of each byte. An affine map of its bits is one operation, a shift and a mask two.
 inline U32 high_nibbles(U32 a) {
 #ifdef __GFNI__
     constexpr int64_t kFourUp = 0x1020408000000000;  // bit i comes from bit i + 4; the first row is bit 7's
@@ -14,7 +14,7 @@ inline U32 high_nibbles(U32 a) {
 #endif
 }
 
-// A table of 16 bytes four times: vpermb reads six bits of an index, of which the neighbour's two do no harm.
+// A table of 16 bytes, repeated four times: vpermb reads six bits of an index, so that the two extra bits are harmless.
 struct alignas(64) ByteTable {
     uint8_t bytes[64];
 };
@@ -27,8 +27,8 @@ inline U32 look_up_bytes(const ByteTable& table, U32 index) {
     return {_mm512_permutexvar_epi8(index.v, _mm512_load_si512(table.bytes))};
 }
 
-// Of six-bit codes the upper bit pairs those of quad q, at bits 4 and 5 of the bytes they belong to (see SixQuads); the
-// other bits are anybody's.
+// Shifts that move the upper bit pairs of quad q of six-bit codes to bits 4 and 5 of their bytes (see SixQuads); the
+// other bits are arbitrary.
 struct alignas(64) BitOffsets {
     uint8_t of[64];
 };
@@ -46,7 +46,7 @@ inline U32 upper_pairs(U32 line) {
     return {_mm512_multishift_epi64_epi8(_mm512_load_si512(kUpper[q].of), line.v)};
 }
 
-// The bytes 2, 1 and 0 of each lane, 16 of each, the lanes in the order of `order`.
+// Extracts bytes 2, 1 and 0 of each lane, 16 of each, with lanes in the order `order`.
 struct alignas(64) DigitBytes {
     uint8_t from[64];
 };

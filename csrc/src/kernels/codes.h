@@ -1,8 +1,8 @@
-// Stored codes -> pairs of values, exactly. A struct per code: kValues columns a line (of kBytes), load a line, take
-// pair p of it. Never: scales.
+// Decoding of codes (quantised or 16-bit values) to pairs of values, exactly. One struct per code: kValues columns per
+// line of kBytes, load() a line, take pair p of it. Never: scales.
 #pragma once
 
-// A line that is taken apart lane by lane.
+// A line that is decoded lane by lane.
 template <int values>
 struct WordLine {
     static constexpr int kValues = values, kBytes = 64;
@@ -17,7 +17,7 @@ struct Bf16Code : WordLine<2> {
     }
 };
 
-// A pair in float32, which float16 needs: by fused multiply-adds, whatever else the instruction set has.
+// A pair in float32, which float16 needs: multiplied with FMA, even if the instruction set has bfloat16 products.
 struct WidePair {
     F32 even, odd;
 };
@@ -27,7 +27,7 @@ inline F32 dot(F32 sum, const WidePair& w, Broadcast x) {
 inline F32 even_values(const WidePair& w) { return w.even; }
 inline F32 odd_values(const WidePair& w) { return w.odd; }
 
-// Unlike all others, a line holds the 16 even columns' values before the 16 odd ones: as float16 converts.
+// Unlike other codes, a line holds the values of the 16 even columns before the 16 odd ones, for the conversion.
 struct Fp16Code {
     static constexpr int kValues = 2, kBytes = 64;
     using Line = WidePair;
@@ -38,8 +38,8 @@ struct Fp16Code {
     }
 };
 
-// e4m3 (OCP 8-bit floating point): bias 7, subnormals, no infinities, NaN where all seven low bits are set. With its
-// sign and bits moved it is a float16 that is 2^8 too small; that conversion takes subnormals at full speed.
+// e4m3 (OCP 8-bit floating point): bias 7, subnormals, no infinities, NaN if all seven low bits are set. With shifted
+// bits it is a float16 that is 2^8 too small, whose conversion handles subnormals at full speed.
 inline F32 e4m3_lanes(U32 code) {
     const U32 size = bit_and(code, set_u32(0x7f));
     const U32 half = bit_or(shl<7>(size), shl<8>(bit_and(code, set_u32(0x80))));
@@ -48,7 +48,7 @@ inline F32 e4m3_lanes(U32 code) {
 }
 
 #ifdef PROA_BYTE_TABLES
-// Codes of 8 bits whose bfloat16 is looked up byte by byte by their seven low bits; the sign joins the high byte.
+// 8-bit codes whose bfloat16 is looked up byte by byte, indexed by their seven low bits; the sign is added separately.
 struct ByteCode {
     static constexpr int kValues = 4, kBytes = 64;
     struct Line {
@@ -76,7 +76,7 @@ struct E4m3Code : ByteCode {
     }
 };
 
-// |q| is the index; 128 has index 0 as 0 has, so that entry is 128's and a code of 0 is masked.
+// The index is |q|; 128 and 0 both have index 0, so that entry holds 128, and a code of 0 is masked.
 struct Int8Code : ByteCode {
     static Line load(const uint8_t* p) {
         const __m512i codes = _mm512_loadu_si512(p), index = _mm512_abs_epi8(codes);
@@ -122,7 +122,7 @@ struct NibbleCode : WordLine<8> {
 };
 
 #ifdef PROA_BYTE_TABLES
-// vpermw reads five bits of its index: the table is doubled, and the neighbour's lowest bit does no harm.
+// vpermw reads five bits of its index: the table is doubled, so that the extra bit is harmless.
 struct alignas(64) WordTable {
     uint16_t words[32];
 };
@@ -136,7 +136,7 @@ inline Pair look_up_words(const WordTable& table, U32 line) {
     return {_mm512_permutexvar_epi16(shr<shift>(line).v, _mm512_load_si512(table.words))};
 }
 
-// Integers of six bits: vpermi2w reads no more of its index.
+// Six-bit integers: vpermi2w reads exactly six bits of its index.
 struct alignas(64) WideWordTable {
     uint16_t words[64];
 };
@@ -188,7 +188,8 @@ struct E2m1Nibble {  // OCP microscaling formats: sign, two bits of exponent, on
 #endif
 };
 
-// Six bits: two lines of low nibbles, then one of upper bit pairs; value i's stands at bit 16 (i % 2) + 2 (i / 2).
+// Six-bit codes: two lines of low nibbles, then one line of upper bit pairs; that of value i is at bit
+// 16 (i % 2) + 2 (i / 2).
 template <int zero_point>
 struct SixCode {
     static constexpr int kValues = 16, kBytes = 192;

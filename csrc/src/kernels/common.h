@@ -1,4 +1,4 @@
-// What all kernels of one instruction set share, over the vectors of vec_*.h. Never: formats.
+// Functions that all kernels of one instruction set share, on the vectors of vec_*.h. Never: formats.
 #pragma once
 
 template <int i>
@@ -15,14 +15,14 @@ inline __attribute__((always_inline)) void unrolled(F&& f) {
 
 inline F32 load_bf16(const void* p) { return as_f32(shl<16>(load_u16(p))); }
 
-// The first n bfloat16, at most 16 and perhaps none; the other lanes are zero, and nothing beyond p[n - 1] is read.
+// Loads the first n bfloat16, 0 to 16; the other lanes are zero, and nothing beyond p[n - 1] is read.
 inline F32 load_bf16_first(const uint16_t* p, int n) {
     if (n >= 16) return load_bf16(p);
     uint16_t all[16] = {};
     for (int i = 0; i < n; ++i) all[i] = p[i];
     return load_bf16(all);
 }
-// Bits of 16 bfloat16 in the low halves of the lanes: to nearest, ties to even; NaNs stay NaNs.
+// Rounds to bfloat16, in the low halves of the lanes: to nearest, ties to even; NaN propagates.
 inline U32 bf16_bits(F32 x) {
     const U32 bits = as_u32(x), odd = bit_and(shr<16>(bits), set_u32(1));
     const U32 rounded = shr<16>(add(add(bits, set_u32(0x7fff)), odd));

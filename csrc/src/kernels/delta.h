@@ -1,7 +1,8 @@
-// The gated delta rule (arXiv 2412.06464) and what is around it, of one token. Never: which token, where states lie.
+// The gated delta rule (arXiv 2412.06464), its convolution and gated norm, for one token. Never: which token, where
+// states are stored.
 #pragma once
 
-constexpr int kDeltaVectors = kVectorRegisters >= 32 ? 4 : 2;  // of 16 columns of a state that are worked on at once
+constexpr int kDeltaVectors = kVectorRegisters >= 32 ? 4 : 2;  // vectors of 16 columns of a state processed at once
 
 // out[i] = silu(sum of x[t][i] * taps[t * stride + i] over t < count).
 void convolve(const uint16_t* const* x, const float* taps, size_t stride, int count, int width, float* out) {
@@ -18,7 +19,7 @@ void convolve(const uint16_t* const* x, const float* taps, size_t stride, int co
     }
 }
 
-// A vector of this length in the same direction; 1e-6 is added to its squared length.
+// Scales a vector to this length, with epsilon 1e-6 added to its squared length.
 void scale_to(float* x, int width, float length) {
     F32 sums = zero();
     for (int i = 0; i < width; i += 16) {
@@ -32,7 +33,7 @@ void scale_to(float* x, int width, float length) {
 template <int kVectors>
 inline void delta_columns(const DeltaStep& s, int column) {
     const float* from = s.from + column;
-    F32 known[2][kVectors], change[kVectors], out[kVectors];  // two sums each: one alone would wait for itself
+    F32 known[2][kVectors], change[kVectors], out[kVectors];  // two independent sums each, to hide latency
     for (int v = 0; v < kVectors; ++v) known[0][v] = known[1][v] = out[v] = zero();
     for (int i = 0; i + 1 < s.key_dim; i += 2)
         for (int k = 0; k < 2; ++k) {

@@ -1,6 +1,6 @@
-// Panels whose codes are small integers times activations in digits (see digits.h), by integer dot products: a term of
-// panels.h. A struct per code: `load` gives the codes of 16 columns as unsigned bytes, four columns a quad. Never: many
-// tokens; those are multiplied as bfloat16.
+// Products of panels whose codes are small integers with activations as digits (see digits.h), by integer dot products:
+// a term of panels.h. One struct per code: `load` returns the codes of 16 columns as unsigned bytes, four columns per
+// quad. Never: many tokens, which are multiplied as bfloat16.
 #pragma once
 
 struct DigitCode {
@@ -19,7 +19,7 @@ struct NibbleQuads : DigitCode {
     }
 };
 
-// e2m1 in halves, 12 added.
+// e2m1 values times 2, plus 12.
 struct E2m1Quads : DigitCode {
     static constexpr int kBytes = 128, kZero = 12;
     static constexpr Packing::Form kForm = Packing::kNibbleDigits;
@@ -93,8 +93,8 @@ inline Packing digit_packing(const Layout& l) {
     return how;
 }
 
-// 16 columns of R panels times a token, each panel's by three digits. Codes are below 256 and digits at most 128 in
-// size: neither 16 products nor 256 times them and 16 more leave 32 bits.
+// 16 columns of R panels times a token, by three digits each. Codes are below 256 and digits at most 128 in magnitude:
+// 16 products, times 256, plus 16 more, fit into 32 bits.
 template <int R>
 inline __attribute__((always_inline)) void add_columns(const U32 (&quads)[R][4], const DigitLine& line, F32 (&sum)[R]) {
     U32 high[R], low[R];

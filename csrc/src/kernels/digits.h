@@ -1,10 +1,10 @@
-// Activations in fixed point, for products with codes that are small integers. 16 columns of a token share a power of
-// two and are three signed digits to base 256 each: x = scale * (65536 a + 256 b + c). They take a line of 64 bytes:
-// 16 digits a, then b, then c, in the order in which the codes of 16 columns come as bytes; then the scale and what
-// sums of products start from. Never: weights.
+// Activations in fixed point, for products with codes that are small integers. 16 columns of a token share a scale, a
+// power of two, and are three signed base-256 digits each: x = scale * (65536 a + 256 b + c). They take a line of 64
+// bytes: 16 digits a, then b, then c, in the order of the codes' bytes; then the scale and the initial values of the
+// sums of products. Never: weights.
 //
-// How exact: the largest of the 16 values is 2^22 to 2^23 units. bfloat16 has eight significant bits, so values down to
-// 2^-14 of the largest are exact, and none is off by more than half a unit, 2^-23 of the largest.
+// Accuracy: the largest of the 16 values is 2^22 to 2^23 units. bfloat16 has eight significant bits, so values down to
+// 2^-14 of the largest are exact, and the error of the others is at most half a unit, 2^-23 of the largest.
 #pragma once
 
 constexpr int kDigitColumns = 16;
@@ -17,17 +17,17 @@ struct DigitLine {
 };
 static_assert(sizeof(DigitLine) == kLineBytes);
 
-// Of four columns in a lane's bytes: see layout.h.
+// Order of four columns in a lane's bytes: see layout.h.
 constexpr int kByteOrder[16] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
-// Low nibbles, then high ones, of a line of eight columns.
+// Order of the low nibbles, then the high ones, of a line of eight columns.
 constexpr int kNibbleOrder[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
 constexpr DigitBytes kDigitsOfBytes = digit_bytes(kByteOrder), kDigitsOfNibbles = digit_bytes(kNibbleOrder);
 
-// 16 columns of a token, bfloat16 in the lanes' low halves, into their line. What is not finite makes the scale NaN.
+// Writes the line of 16 columns of a token, bfloat16 in the lanes' low halves. A non-finite value makes the scale NaN.
 inline void put_digits(const Packing& how, uint8_t* line, U32 bits) {
     const U32 sizes = bit_and(bits, set_u32(0x7fff));
     const int largest = int(reduce_max(to_f32(sizes)));
-    // Of the power of two that is above the largest even when its last digit is rounded up; units stay normal numbers.
+    // Exponent of the power of two above the largest value, even after rounding up; units stay normal numbers.
     int exponent = (largest + 1) >> 7;
     if (exponent < 24) exponent = 24;
     const bool finite = largest < 0x7f80;

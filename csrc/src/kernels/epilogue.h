@@ -1,5 +1,5 @@
-// What happens to sums before they become activations: bias, activation, weighting, conversion. Sums lie as
-// [panels][tokens][16]; see Kernels in isa/kernels.h for every function's contract.
+// The epilogue of products: bias, activation, weighting, conversion. Sums are [panels][tokens][16]; see Kernels in
+// isa/kernels.h for the contract of each function.
 #pragma once
 
 inline F32 gelu_tanh(F32 x) {  // x/2 (1 + tanh(u)) = x sigmoid(2 u)
@@ -12,7 +12,7 @@ inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
         case Activation::kSilu: return mul(mul(gate, sigmoid(gate)), up);
         case Activation::kGeluTanh: return mul(gelu_tanh(gate), up);
         case Activation::kClampedSwiglu: {  // gpt-oss: (up + 1) gate sigmoid(1.702 gate), both clamped
-            // Of a NaN, min and max return what stands second.
+            // With a NaN operand, min and max return the second operand: NaN propagates.
             const F32 g = min(set(limit), gate), u = max(set(-limit), min(set(limit), up));
             return mul(add(u, set(1.f)), mul(g, sigmoid(mul(g, set(1.702f)))));
         }
@@ -26,7 +26,7 @@ inline F32 gated(Activation kind, F32 gate, F32 up, float limit) {
 void activate(Activation kind, float limit, const float* sums, const float* bias, int first, int end, int padded,
               const Packed& out) {
     const bool has_up = kind < Activation::kRelu2;
-    // Bits of a panel's rows, token by token.
+    // Calls put() with the bits of a panel's rows, token by token.
     const auto each_token = [&](int panel, const PackedBlock& block, auto&& put) {
         const float* gate = sums + size_t(panel - first) * (has_up ? 2 : 1) * out.tokens * 16;
         const float* up = gate + size_t(out.tokens) * 16;
@@ -82,7 +82,7 @@ void accumulate(const float* part, int panels, int tokens, const int32_t* index,
     }
 }
 
-// 16 columns, or the first `left` of them, to column `at` of a row.
+// Stores 16 columns, or the first `left` of them, at column `at` of a row.
 inline void store_columns(void* row, size_t at, bool wide, int left, F32 y) {
     if (left >= 16) return wide ? store((float*)row + at, y) : store_bf16((uint16_t*)row + at, y);
     float rest[16];

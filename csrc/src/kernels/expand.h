@@ -1,7 +1,7 @@
-// Weights as bfloat16, in its layout: a line for two columns. Never: products.
+// Expands weights to bfloat16, in its layout: a line per two columns. Never: products.
 #pragma once
 
-// A group's weights with its scale in them, rounded once; exactly, where bfloat16 holds what a code times its scale is.
+// A group's weights times its scale, rounded once; exact if bfloat16 holds code times scale.
 template <class Code, class Scales, bool with_factor>
 struct ScaledGroup {
     static constexpr bool kExact = Scales::kFewBits && !(Scales::kHasFactor && with_factor);
@@ -23,14 +23,15 @@ struct ScaledGroup {
     }
 };
 
-// The same, quicker: for some formats.
+// A faster version for some formats.
 template <class Code, class Scales>
 struct QuickGroup {
     static constexpr bool kThere = false;
 };
 
 #ifdef PROA_BYTE_TABLES
-// e2m1 times a power of two: a code's value times 2^125, its exponent lowered. What is below zero is zero's.
+// e2m1 times a power of two: the table has values times 2^125, and the exponent is lowered; negative results are the
+// zero code's.
 template <>
 struct QuickGroup<NibbleCode<E2m1Nibble>, E8m0Rows> {
     static constexpr bool kThere = true;
@@ -42,7 +43,7 @@ struct QuickGroup<NibbleCode<E2m1Nibble>, E8m0Rows> {
     }();
     __m512i lowered;
 
-    // Whether all rows' scales are such that nothing overflows, nor is a scale zero or NaN.
+    // True if no row's scale overflows the exponent, is zero or NaN.
     static bool fits(const uint8_t* scales, int g) {
         const __m512i codes = load_u8(scales + 16 * g).v, one = _mm512_set1_epi32(1);
         return !_mm512_cmpge_epu32_mask(_mm512_sub_epi32(codes, one), _mm512_set1_epi32(127 + kRaised));
@@ -59,7 +60,7 @@ struct QuickGroup<NibbleCode<E2m1Nibble>, E8m0Rows> {
 };
 #endif
 
-// What is fetched for each line that is expanded: nothing, or as much of what comes next, in order.
+// The prefetch for each expanded line: nothing, or as many bytes of the next panels, in order.
 struct NoFetch {
     void step(int) {}
 };
@@ -74,7 +75,7 @@ struct InStep {
 template <class Code, class Group, class Fetch>
 inline void expand_lines(const Group& group, const uint8_t* w, int lines, uint8_t* expanded, Fetch& fetch) {
     constexpr int kPairs = Code::kValues / 2;
-    Fetch here = fetch;  // which no store can change
+    Fetch here = fetch;  // a local copy, which no store can alias
     for (int line = 0; line < lines; ++line, expanded += kPairs * 64) {
         const typename Code::Line codes = Code::load(w + size_t(line) * Code::kBytes);
         here.step(Code::kBytes / kLineBytes);
@@ -83,7 +84,7 @@ inline void expand_lines(const Group& group, const uint8_t* w, int lines, uint8_
     fetch = here;
 }
 
-// Groups [first, last) of a panel. with_factor: of the whole panel, if there is one.
+// Expands groups [first, last) of a panel. with_factor: include the factor of the whole panel, if there is one.
 template <class Code, class Scales, bool with_factor = true, class Fetch = NoFetch>
 inline void expand_groups(const Layout& l, const uint8_t* w, int first, int last, uint8_t* expanded,
                           Fetch&& fetch = {}) {
@@ -102,7 +103,7 @@ inline void expand_groups(const Layout& l, const uint8_t* w, int first, int last
     }
 }
 
-// Without scales: every code's value, exactly.
+// Expands codes without scales, exactly.
 template <class Code>
 struct PlainGroup {
     template <int p>
@@ -111,8 +112,9 @@ struct PlainGroup {
     }
 };
 
-// Columns of a panel, whole groups if `scaled` and there are scales, whole lines in any case, without what its sums are
-// multiplied with afterwards (apply_factor): a factor of the whole panel or, unless `scaled`, each row's one scale.
+// Expands columns of a panel (whole groups if `scaled` and there are scales, whole lines in any case), without the
+// factor that apply_factor multiplies the sums with: that of the whole panel or, unless `scaled`, each row's only
+// scale.
 template <class Code, class Scales, bool scaled, class Fetch = NoFetch>
 inline void expand_columns(const Layout& l, const uint8_t* w, int first, int last, uint8_t* expanded,
                            Fetch&& fetch = {}) {
@@ -130,7 +132,7 @@ inline void scale_rows(F32 factor, float* out, int tokens) {
     for (int t = 0; t < tokens; ++t) store(out + t * 16, mul(factor, load(out + t * 16)));
 }
 
-// What a panel's sums are still to be multiplied with.
+// Multiplies a panel's sums by the factor that expand_columns left out.
 template <class Scales, bool scaled>
 inline void apply_factor(const uint8_t* scales, float* out, int tokens) {
     if constexpr (Scales::kHasFactor) scale_rows(Scales::factor(scales), out, tokens);

@@ -1,7 +1,7 @@
-// Formats as pairs of code and scales.
+// The formats as pairs of code and scales.
 #pragma once
 
-// Calls f.operator()<Code, Scales, format>() for the format.
+// Calls f.operator()<Code, Scales, format>() with the format's types.
 template <class F>
 inline __attribute__((always_inline)) void with_format(Format format, F&& f) {
     switch (format) {

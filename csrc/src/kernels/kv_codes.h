@@ -1,20 +1,21 @@
-// Rows of a KV cache as e4m3 (see codes.h): bfloat16 -> codes and back. Never: pages, scales of layers.
+// The e4m3 KV cache (see codes.h): converts rows of bfloat16 to e4m3 and back. Never: pages, scales of layers.
 #pragma once
 
-// Codes in the lanes' lowest bytes: to nearest, ties to even; finite values beyond 448 become 448, others NaN.
+// Rounds to e4m3 in the lanes' lowest bytes: to nearest, ties to even; finite values saturate at +-448, non-finite ones
+// become NaN.
 inline U32 e4m3_codes(F32 x) {
     const U32 bits = as_u32(x), size = bit_and(bits, set_u32(0x7fffffff));
     const F32 held = min(as_f32(size), set(448.f));
     const U32 word = as_u32(held), odd = bit_and(shr<20>(word), set_u32(1));
     const U32 normal = add(shr<20>(add(add(word, set_u32(0x7ffff)), odd)), set_u32(uint32_t(-(120 << 3))));
-    // Adding 2^14, whose last place is 2^-9, leaves the subnormal's bits at the bottom of the sum.
+    // Adding 2^14, whose unit in the last place is 2^-9, leaves a subnormal's bits at the bottom of the sum.
     const U32 tiny = add(as_u32(add(held, set(16384.f))), set_u32(uint32_t(-0x46800000)));
     const U32 finite = as_u32(select_greater(set(0.015625f), held, as_f32(tiny), as_f32(normal)));
     const U32 is_not = sar<31>(add(size, set_u32(0x00800000)));
     return bit_or(select(is_not, set_u32(0x7f), finite), bit_and(shr<24>(bits), set_u32(0x80)));
 }
 
-// out[i] = the code of x[i] * inverse.
+// out[i] = e4m3(x[i] * inverse).
 void to_e4m3(const uint16_t* x, int count, float inverse, uint8_t* out) {
     for (int i = 0; i < count; i += 16) {
         uint32_t codes[16];
@@ -24,7 +25,7 @@ void to_e4m3(const uint16_t* x, int count, float inverse, uint8_t* out) {
     }
 }
 
-// 32 codes -> as many bfloat16 in their order.
+// Converts 32 e4m3 values to bfloat16, in order.
 inline U32 e4m3_values(const uint8_t* p) {
 #ifdef PROA_BYTE_TABLES
     const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));

@@ -1,4 +1,4 @@
-// In the place of digits.h and digit_panels.h where there are no integer dot products.
+// Replaces digits.h and digit_panels.h for instruction sets without integer dot products.
 #pragma once
 
 constexpr int kDigitColumns = 16;

@@ -1,4 +1,4 @@
-// In the place of tiles.h and tile_panels.h where there is no unit for matrix tiles.
+// Replaces tiles.h and tile_panels.h for instruction sets without matrix tiles.
 #pragma once
 
 constexpr bool kTiles = false;

@@ -1,38 +1,38 @@
-// Activations as the products read them: by blocks of tokens, pair of columns by pair of columns, each with one pair a
-// token; for tiles (see tiles.h) 32 columns by 32 columns, each with one line a token. Never: products.
+// Packed activations, as the products read them: in blocks of tokens; for every pair of columns one pair per token; for
+// tiles (see tiles.h), for every 32 columns one line per token. Never: products.
 #pragma once
 
-constexpr int kMostPairTokens = 16;  // of a block of pairs
+constexpr int kMostPairTokens = 16;  // most tokens of a block of pairs
 static_assert(kMostPlain <= kMostPairTokens && kMostScaled <= kMostPairTokens);
 
 struct PackedBlock {
     int first, size;  // tokens
     void* data;
-    float* sums;  // of 16 columns each, [padded / 16][size], or null
+    float* sums;  // sums of 16 columns each, [padded / 16][size], or null
     Packing how;
 
     XPair* pairs() const { return (XPair*)data; }
-    // Of tiles: 32 columns of a token in bfloat16, a row of a tile. Of digits: 16 columns.
+    // The line of a token. Tiles: 32 columns in bfloat16, a row of a tile. Digits: 16 columns.
     uint8_t* line(int i, int t) const { return (uint8_t*)data + (size_t(i) * size + t) * kLineBytes; }
     bool in_pairs() const { return how.form == Packing::kPairs; }
     bool tiles() const { return how.form == Packing::kTiles; }
     bool digits() const { return how.form > Packing::kTiles; }
 
-    // Of a token's columns in group g.
+    // The sum of a token's columns in group g.
     float sum(int g, int group, int t) const {
         float sum = 0;
         for (int i = g * group / 16; i < (g + 1) * group / 16; ++i) sum += sums[size_t(i) * size + t];
         return sum;
     }
 
-    // 16 columns of a token, from column 16 i on. Not of pairs.
+    // Stores 16 columns of a token, from column 16 i on; not for pairs.
     void put16(int i, int t, U32 bits) const {
         if (tiles()) return store_u16(line(i / 2, t) + i % 2 * 32, bits);
         put_digits(how, line(i, t), bits);
     }
 
-    // Of pairs: columns `to` to `to` + `columns`, at most 32, of `count` tokens from `first` on; 32 of each can be
-    // read.
+    // Pairs only: stores columns `to` to `to` + `columns`, at most 32, of `count` tokens from `first` on; 32 elements
+    // of each must be readable.
     void put_pairs(int to, int columns, int first, int count, const uint16_t* const* rows, int from) const {
         interleave_pairs(rows, from, count, columns / 2, pairs() + size_t(to / 2) * size + first, size_t(size));
     }
@@ -54,7 +54,7 @@ inline void each_block(const Packed& packed, int padded, F&& f) {
     for (int i = 0; i < blocks_of(packed); ++i) f(block_of(packed, padded, i));
 }
 
-// Tokens [first, last) of a block into pairs of columns; zero from `columns` on.
+// Packs tokens [first, last) of a block into pairs of columns; zero from `columns` on.
 inline void pack_pairs(const PackedBlock& block, const uint16_t* const* rows, int first, int last, int columns,
                        int padded) {
     const int whole = columns / 32, count = last - first;
@@ -70,7 +70,7 @@ inline void pack_pairs(const PackedBlock& block, const uint16_t* const* rows, in
     }
 }
 
-// Tokens [first, last) of a block, kLinesAtOnce lines of each in turn: so many rows of tiles are written in order.
+// Packs tokens [first, last) of a block, kLinesAtOnce lines of each in turn, so that tile rows are written in order.
 constexpr int kLinesAtOnce = 8;
 inline void pack_lines(const PackedBlock& block, const uint16_t* const* rows, int first, int last, int columns,
                        int padded) {
@@ -88,7 +88,7 @@ inline void pack_lines(const PackedBlock& block, const uint16_t* const* rows, in
         }
 }
 
-// A token's row into digits.
+// Packs a token's row into digits.
 inline void pack_digits(const PackedBlock& block, int t, const uint16_t* row, int columns, int padded) {
     for (int i = 0; i < padded / kDigitColumns; ++i)
         put_digits(block.how, block.line(i, t), shr<16>(as_u32(load_bf16_first(row + i * 16, columns - i * 16))));

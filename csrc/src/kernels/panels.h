@@ -1,20 +1,19 @@
-// Panels of weights times packed activations: the one algorithm behind every linear map and every expert. Never: which
+// Products of panels of weights with packed activations: the algorithm of all linear layers and experts. Never: which
 // rows or tokens, threads.
 //
-// One sum per row and token, over the columns in order: a token's result does not depend on its neighbours in the
+// One sum per row and token, over the columns in order: a token's result does not depend on the other tokens of the
 // batch.
 #pragma once
 
-// How far ahead of the line in work memory is asked for: beyond a 4 KB page no hardware prefetcher of x86 looks, and
-// none knows which panels come next. What nobody reads next is not asked for: it would keep a core's few buffers for
-// misses from what is read.
-constexpr size_t kAheadBytes = 8192;  // of a tile's panels together: what memory delivers in a latency
+// Prefetch distance from the current line: hardware prefetchers of x86 do not cross 4 KB pages, and do not know which
+// panels come next. Nothing useless is prefetched: it would occupy a core's few line-fill buffers.
+constexpr size_t kAheadBytes = 8192;  // for a tile's panels together: bandwidth times latency of memory
 
-// Memory that is needed soon, fetched into L2 in equal parts while something else is done: a few lines at once would
-// fill all of a core's buffers for misses, and what is done would wait for them.
+// Memory that is needed soon, prefetched into L2 evenly spread over other work: many prefetches at once would fill the
+// core's line-fill buffers, and the work would stall.
 struct Ahead {
     const uint8_t *at, *end;
-    int rate, due = 0;  // lines a step, in sixteenths
+    int rate, due = 0;  // lines per step, in sixteenths
 
     Ahead(const uint8_t* from, size_t bytes, int steps)
         : at(from), end(from + bytes), rate(int((bytes / kLineBytes * 16 + size_t(steps) - 1) / size_t(steps))) {}
@@ -31,10 +30,10 @@ constexpr bool kInteger = requires { Code::kZero; };
 template <class Code>
 constexpr int code_bits = Code::kBytes / (2 * Code::kValues);  // of 16 rows
 
-// What is asked for beside a line of R panels: of each of them `ahead` bytes further on, and, where an instruction set
-// gains by it, of the panels that come next, one after the other from `then` on, a line for each of these. Several side
-// by side are several streams: memory is read faster in order (decision 012). then: where nothing comes next, the
-// first of these panels.
+// The prefetch that accompanies a line of R panels: each panel `ahead` bytes further on; or, for instruction sets that
+// gain from it, the next panels in memory order from `then` on, one line per line of these: several panels in parallel
+// are several streams, and memory is read faster in order (decision 012). then: the first of the current panels if
+// nothing comes next.
 template <class Code, int R>
 struct Fetch {
     ptrdiff_t ahead;
@@ -52,7 +51,7 @@ struct Fetch {
     }
 };
 
-// What lines [first, last) of panels w[0..R-1] add to the sums of M tokens. x: pairs.
+// Adds the products of lines [first, last) of panels w[0..R-1] to the sums of M tokens. x: pairs.
 template <class Code, int R, int M>
 struct Lines {
     static constexpr int kPairs = Code::kValues / 2;
@@ -62,7 +61,7 @@ struct Lines {
         add(sum, w, first, last, x, [&](int line) __attribute__((always_inline)) { fetch.line(w, line); });
     }
 
-    // fetch(line): asks for what is read later.
+    // fetch(line): prefetches what is read later.
     template <class F>
     static inline __attribute__((always_inline)) void add(F32 (&sum)[R][M], const uint8_t* const (&w)[R], int first,
                                                           int last, const void* x, F&& fetch) {
@@ -89,14 +88,14 @@ struct Lines {
     }
 };
 
-// Panels w[0..R-1] times M tokens. sums: of the activations over 16 columns each, [padded / 16][M].
+// Multiplies panels w[0..R-1] with M tokens. sums: sums of the activations over 16 columns each, [padded / 16][M].
 template <class Code, class Scales, int R, int M>
 struct Tile {
     static inline __attribute__((always_inline)) void clear(F32 (&sum)[R][M]) {
         unrolled<R>([&](auto r) { unrolled<M>([&](auto m) { sum[r.value][m.value] = zero(); }); });
     }
 
-    // after: from each panel to the one that is multiplied after it; 0: there is none.
+    // after: offset from each panel to the one that is multiplied after it; 0: none.
     static __attribute__((noinline)) void run(const Layout& l, const uint8_t* const (&w)[R], const void* x,
                                               const float* sums, float* const (&out)[R], ptrdiff_t after) {
         using Terms = Lines<Code, R, M>;
@@ -104,13 +103,13 @@ struct Tile {
         F32 total[R][M];
         clear(total);
         const int all = l.padded / Code::kValues;
-        // Towards the panel's end what is ahead are the codes of the next one, or the line in work itself.
+        // Near the panel's end, prefetch the codes of the next panel, or the current line if there is none.
         const int turn = all - int(kPrefetchBytes / Code::kBytes), border = turn > 0 ? turn : 0;
         const ptrdiff_t next = after ? after - ptrdiff_t(l.code_bytes) + kPrefetchBytes : 0;
-        const Fetch<Code, R> here{kPrefetchBytes, w[0] + after}, turned{next, w[0] + after};
+        const Fetch<Code, R> here{kPrefetchBytes, w[0] + after}, beyond{next, w[0] + after};
         if constexpr (!Scales::kScaled) {
             Terms::add(total, w, 0, border, here, x);
-            Terms::add(total, w, border, all, turned, x);
+            Terms::add(total, w, border, all, beyond, x);
         } else {
             unrolled<R>([&](auto r) { __builtin_prefetch(w[r.value] + after + l.code_bytes); });
             const int group_lines = l.group / Code::kValues;
@@ -119,10 +118,10 @@ struct Tile {
                 clear(part);
                 for (int first = g * group_lines, end = first + group_lines; first < end;) {
                     const int last = first < border && border < end ? border : end;
-                    Terms::add(part, w, first, last, first < border ? here : turned, x);
+                    Terms::add(part, w, first, last, first < border ? here : beyond, x);
                     first = last;
                 }
-                float of_x[M];  // sums of the group's activations
+                float of_x[M];  // sums of the activations in this group
                 if constexpr (Scales::kHasMin) sum_groups(l.group / 16, sums + size_t(g) * (l.group / 16) * M, of_x);
                 unrolled<R>([&](auto r) __attribute__((always_inline)) {
                     const F32 s = Scales::scale(w[r.value] + l.code_bytes, g);
@@ -156,8 +155,8 @@ struct Tile {
     }
 };
 
-// Panels [first, panels) R at a time, as long as there are R of them, or `all`, the last one again in the place of
-// those that are missing; returns how far it came. next: see Kernels::matmul.
+// Multiplies panels [first, panels) R at a time, while R are left; with `all`, the last one is repeated in place of
+// missing ones. Returns the first panel that was not multiplied. next: see Kernels::matmul.
 template <class Code, class Scales, int R, int M, bool all>
 int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const PackedBlock& x, float* out, int out_tokens,
              const uint8_t* next) {
@@ -176,8 +175,8 @@ int run_rows(const Layout& l, const uint8_t* w, int first, int panels, const Pac
     return first;
 }
 
-// All panels for one block of M tokens. out: [panels][out_tokens][16], this block's first token at out. A panel alone
-// is rare: a kernel for it would be a third of what is compiled.
+// Multiplies all panels with one block of M tokens. out: [panels][out_tokens][16], this block's first token at out.
+// There is no kernel for a single panel: it is rare, and would be a third of the compiled code.
 template <class Code, class Scales, int M>
 void run_block(const Layout& l, const uint8_t* w, int panels, const PackedBlock& x, float* out, int out_tokens,
                const uint8_t* next) {
@@ -187,7 +186,7 @@ void run_block(const Layout& l, const uint8_t* w, int panels, const PackedBlock&
     run_rows<Code, Scales, (R > 2 ? 2 : R), M, true>(l, w, done, panels, x, out, out_tokens, next);
 }
 
-constexpr int kPanelsKept = 4;  // in a core's cache, while several blocks of tokens are multiplied with them
+constexpr int kPanelsKept = 4;  // panels kept in a core's cache while several blocks of tokens are multiplied with them
 
 // Blocks have `least` to `most` tokens.
 template <class Code, class Scales, int least, int most>

@@ -1,18 +1,18 @@
-// The ceilings of this instruction set: its products on registers alone, and reading by its widest loads. For
-// benchmarks. Never: anything that computes a result.
+// The ceilings of this instruction set, for benchmarks: products on registers only, and reading with its widest loads.
+// Never: computing results.
 #pragma once
 
-constexpr int kPeakSums = kMostPlain >= 12 ? 24 : kMostPlain == 5 ? 5 : 3;  // that fit into the registers
+constexpr int kPeakSums = kMostPlain >= 12 ? 24 : kMostPlain == 5 ? 5 : 3;  // sums that fit into the registers
 constexpr int kPeakUnroll = 4;
 
-// A product of bfloat16 pairs where the unit has one. Else sum * x + x: no two products are the same.
+// A product of bfloat16 pairs if the instruction set has one; else sum * x + x, so that no two products are equal.
 inline F32 peak_step(F32 sum, F32 value, Broadcast x) {
     if constexpr (kBf16Dot) return dot(sum, from_values(value, value), x);
     return fma(sum, value, value);
 }
 
-// `rounds` rounds of products on independent sums, which end in sums [16]. Returns how many floating-point operations
-// that was, as a matrix product counts them: two for each product. `seed`: any small number that no compiler can know.
+// Computes `rounds` rounds of products on independent sums, and stores them in sums [16]. Returns the number of
+// floating-point operations, two per product. seed: a small number that the compiler cannot know.
 double peak(int64_t rounds, float seed, float* sums) {
     if constexpr (kTiles) return tile_peak(rounds, seed, sums);
     const F32 value = set(seed);
@@ -30,8 +30,8 @@ double peak(int64_t rounds, float seed, float* sums) {
     return double(rounds) * kPeakUnroll * kPeakSums * 16 * (kBf16Dot ? 4 : 2);
 }
 
-// All bits of `bytes` bytes, a multiple of 256, or-ed together into bits [16]. What comes is asked for as the products
-// ask for it: all cores together read 7 to 11 % faster so, on Zen 5 and on Emerald Rapids.
+// Reads `bytes` bytes, a multiple of 256, and or-s them into bits [16]. Prefetches like the products: all cores
+// together then read 7 to 11 % faster, on Zen 5 and on Emerald Rapids.
 void read(const uint8_t* data, size_t bytes, uint32_t* bits) {
     U32 seen[4];
     unrolled<4>([&](auto i) { seen[i.value] = set_u32(0); });

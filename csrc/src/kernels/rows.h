@@ -1,4 +1,4 @@
-// Elementwise operations on one row of bfloat16, float32 inside; and the choice of experts. `out` may be an input.
+// Elementwise operations on one row of bfloat16, computed in float32; and routing. `out` may be an input.
 #pragma once
 
 inline void store_bf16_first(uint16_t* p, int n, F32 x) {
@@ -37,7 +37,7 @@ void add_row(const uint16_t* x, const uint16_t* y, int width, uint16_t* out) {
     }
 }
 
-// routed + sigmoid(gate) * shared, each step rounded as a bfloat16 tensor of it would be.
+// routed + sigmoid(gate) * shared, each step rounded to bfloat16, as in the reference.
 void gated_add_row(const uint16_t* routed, uint16_t gate, const uint16_t* shared, int width, uint16_t* out) {
     const F32 weight = rounded_to_bf16(sigmoid(set(bf16_value(gate))));
     for (int i = 0; i < width; i += 16) {
@@ -47,7 +47,7 @@ void gated_add_row(const uint16_t* routed, uint16_t gate, const uint16_t* shared
     }
 }
 
-// x * sigmoid(gate), each step rounded as a bfloat16 tensor of it would be.
+// x * sigmoid(gate), each step rounded to bfloat16, as in the reference.
 void gate_row(const uint16_t* x, const uint16_t* gate, int width, uint16_t* out) {
     for (int i = 0; i < width; i += 16) {
         const int n = width - i;
@@ -57,10 +57,10 @@ void gate_row(const uint16_t* x, const uint16_t* gate, int width, uint16_t* out)
 }
 
 // Products round before they are added, as in the reference.
-inline F32 turned_first(F32 a, F32 b, F32 cos, F32 sin) { return sub(mul(a, cos), mul(b, sin)); }
-inline F32 turned_second(F32 a, F32 b, F32 cos, F32 sin) { return add(mul(b, cos), mul(a, sin)); }
+inline F32 rotated_first(F32 a, F32 b, F32 cos, F32 sin) { return sub(mul(a, cos), mul(b, sin)); }
+inline F32 rotated_second(F32 a, F32 b, F32 cos, F32 sin) { return add(mul(b, cos), mul(a, sin)); }
 
-// The first 2 * half values of a head. Interleaved: value 2i turns with 2i + 1, else i with half + i.
+// Rotates the first 2 * half values of a head. Interleaved: pairs are (2i, 2i + 1), else (i, half + i).
 void rotate_head(const uint16_t* x, const float* cos, const float* sin, int half, bool interleaved, uint16_t* out) {
     for (int i = 0; i < half; i += 16) {
         const int n = half - i < 16 ? half - i : 16;
@@ -68,15 +68,15 @@ void rotate_head(const uint16_t* x, const float* cos, const float* sin, int half
         const F32 s = n == 16 ? load(sin + i) : load_first(sin + i, n, 0.f);
         if (!interleaved) {
             const F32 a = load_bf16_first(x + i, n), b = load_bf16_first(x + half + i, n);
-            store_bf16_first(out + i, n, turned_first(a, b, c, s));
-            store_bf16_first(out + half + i, n, turned_second(a, b, c, s));
+            store_bf16_first(out + i, n, rotated_first(a, b, c, s));
+            store_bf16_first(out + half + i, n, rotated_second(a, b, c, s));
             continue;
         }
         uint16_t pairs[32] = {};
         for (int k = 0; k < 2 * n; ++k) pairs[k] = x[2 * i + k];
         const U32 both = load_u32(pairs);
         const F32 a = as_f32(shl<16>(both)), b = as_f32(bit_and(both, set_u32(0xffff0000)));
-        store_u32(pairs, bit_or(bf16_bits(turned_first(a, b, c, s)), shl<16>(bf16_bits(turned_second(a, b, c, s)))));
+        store_u32(pairs, bit_or(bf16_bits(rotated_first(a, b, c, s)), shl<16>(bf16_bits(rotated_second(a, b, c, s)))));
         for (int k = 0; k < 2 * n; ++k) out[2 * i + k] = pairs[k];
     }
 }
@@ -85,7 +85,7 @@ inline float logit(const void* logits, bool wide, int i) {
     return wide ? ((const float*)logits)[i] : bf16_value(((const uint16_t*)logits)[i]);
 }
 
-// Of equal keys the lower id comes first; NaNs count as the lowest. best: [top_k], for its own use.
+// Top-k by keys: among equal keys the lower id comes first; NaN counts as the lowest. best: workspace [top_k].
 inline void choose(const float* keys, int experts, int top_k, int32_t* ids, float* best) {
     int count = 0;
     for (int id = 0; id < experts; ++id) {
@@ -111,7 +111,7 @@ inline float group_merit(const float* keys, int size, int best_of) {
     return best_of == 1 ? first : first + second;
 }
 
-// -inf for the keys of all but the best groups; of equal groups the first are kept.
+// Sets the keys of all but the best groups to -inf; among equal groups the first are kept.
 inline void leave_groups_out(float* keys, const RouterRule& rule) {
     const int size = rule.experts / rule.groups;
     float merits[kMostExpertGroups];
@@ -130,7 +130,7 @@ inline F32 load_logits(const void* logits, bool wide, int i, int n) {
     return load(all);
 }
 
-// Scores of logits: sigmoid, or softmax with the largest logit and the sum over all of them.
+// Scores of logits: sigmoid, or softmax, with the largest logit and the sum over all experts.
 struct Scores {
     bool sigmoids;
     F32 most, total;
@@ -138,7 +138,7 @@ struct Scores {
     F32 of(F32 logits) const { return sigmoids ? sigmoid(logits) : div(exp(sub(logits, most)), total); }
 };
 
-// See RouterRule. Where scores are undefined (NaN, or infinity in a softmax) all weights are NaN.
+// Routes one row, see RouterRule. If scores are undefined (NaN, or infinity in a softmax) all weights are NaN.
 void route_row(const void* logits, bool wide, const RouterRule& rule, float* keys, int32_t* ids, float* weights) {
     const int experts = rule.experts;
     float most = -__builtin_inff();
@@ -151,7 +151,7 @@ void route_row(const void* logits, bool wide, const RouterRule& rule, float* key
     for (int i = 0; !rule.sigmoids && i < experts; i += 16)
         scores.total = add(scores.total, exp(sub(load_logits(logits, wide, i, experts - i), set(most))));
     if (!rule.sigmoids) defined = defined && most - most == 0, scores.total = set(reduce_add(scores.total));
-    const bool by_logits = !rule.sigmoids && !rule.correction && rule.best_of == 1;  // in the order of their softmax
+    const bool by_logits = !rule.sigmoids && !rule.correction && rule.best_of == 1;  // the softmax has the same order
     for (int i = 0; i < experts; i += 16) {
         F32 key = load_logits(logits, wide, i, experts - i);
         if (!by_logits) key = scores.of(key);

@@ -1,8 +1,8 @@
-// Scales of a group for the 16 rows of a panel. A struct per kind: scale(base, g), minimum(base, g) and a
-// factor(base) of the whole panel where there are any. `base` is the panel's scale area.
+// Scales of a group for the 16 rows of a panel. One struct per kind: scale(base, g) and, if the kind has them,
+// minimum(base, g) and factor(base) of the whole panel. base: the panel's scale area.
 #pragma once
 
-// kFewBits: a scale times a code is exact in bfloat16.
+// kFewBits: code times scale is exact in bfloat16.
 struct NoScale {
     static constexpr bool kScaled = false, kHasMin = false, kHasFactor = false, kFewBits = false;
 };
@@ -23,7 +23,7 @@ struct Bf16Rows : PlainScale {
 struct F32Panel : PlainScale {
     static F32 scale(const uint8_t* base, int g) { return set(((const float*)base)[g]); }
 };
-// A power of two by its biased exponent. 2^-127 would be subnormal: it is taken as 0. 255 is NaN.
+// A power of two, as its biased exponent. 2^-127 would be subnormal and counts as 0. 255 is NaN.
 struct E8m0Rows : PlainScale {
     static constexpr bool kFewBits = true;
     static F32 scale(const uint8_t* base, int g) {
@@ -33,7 +33,7 @@ struct E8m0Rows : PlainScale {
 };
 struct NvRows {
     static constexpr bool kScaled = true, kHasMin = false, kHasFactor = true, kFewBits = true;
-    // Scales are not negative and not NaN (the packer sees to it).
+    // Scales are not negative and not NaN (checked when packing).
     static F32 scale(const uint8_t* base, int g) {
         return mul(f16_lanes(shl<7>(load_u8(base + 64 + 16 * g))), set(256.f));
     }
@@ -72,7 +72,6 @@ struct Q6kRows : PlainScale {
     }
 };
 
-// Scales and nothing beside them: where a row has one alone, its sums can be multiplied with that instead of its
-// weights.
+// Kinds with only scales: if a row has a single scale, its sums can be multiplied by it instead of its weights.
 template <class Scales>
 constexpr bool kScalesAlone = Scales::kScaled && !Scales::kHasFactor && !Scales::kHasMin;

@@ -1,4 +1,4 @@
-// Which product runs, and the table of this instruction set's kernels.
+// Selection of the product, and the table of this instruction set's kernels.
 #pragma once
 
 inline Packing pair_packing(const Layout& l) { return {most_pairs(l.format), Packing::kPairs, 0, 1}; }
@@ -13,10 +13,10 @@ inline Packing tile_packing(bool rounded) {
     return how;
 }
 
-// Many tokens: see wide_panels.h; tiles leave none.
+// True if there are enough tokens for wide_panels.h; with tiles, never.
 inline bool is_wide(int tokens) { return tokens >= kWideFromTokens; }
 
-// Whether wide panels have the bits of pairs: nothing is rounded, and scales are multiplied after the whole sum.
+// True if wide panels give the same bits as pairs: nothing is rounded, and scales are multiplied after the whole sum.
 inline bool wide_is_exact(const Layout& l) {
     if (l.format == Format::kBf16) return true;
     bool exact = false;
@@ -50,14 +50,14 @@ size_t expand_bytes(const Layout& l, int tokens) {
     return how.wide && l.format != Format::kBf16 ? kWidePanels * size_t(l.padded) * 32 : 0;
 }
 
-// Tokens of the smallest block of pairs: fewer go by digits, and several blocks are about as large.
+// Tokens of the smallest block of pairs: fewer tokens use digits, and several blocks have about equal sizes.
 constexpr int least_pairs(Format f) {
-    if (!kTiles) return 1;  // of prompts, whose rows are pairs however few
+    if (!kTiles) return 1;  // rows of prompts are always pairs, however few
     const int least = digit_tokens(f) + 1, half = most_pairs(f) / 2;
     return least < half || half == 0 ? least : half;
 }
 
-// Whether there are kernels for all blocks of pairs that packing() makes.
+// True if there are kernels for all blocks of pairs that packing() makes.
 constexpr bool pairs_fit(Format f) {
     for (int tokens = digit_tokens(f) + 1; tokens < pairs_below(f); ++tokens)
         if (tokens / block_count(tokens, most_pairs(f)) < least_pairs(f)) return false;

@@ -1,25 +1,25 @@
-// One block of up to 32 tokens times panels of other formats than bfloat16, by matrix tiles: two panels at once,
-// expanded a part of their columns at a time, one part ahead of the products that read it from L1. Never: more tokens,
-// whose products tile_panels.h has.
+// Products of one block of up to 32 tokens with panels of formats other than bfloat16, by matrix tiles: two panels at
+// once, expanded part by part, one part ahead of the products, which read it from L1. Never: more tokens
+// (tile_panels.h).
 //
-// Measured on one core of Granite Rapids, weights from RAM, 8 tokens, a line in units of the time to read it: int8 and
-// fp8 0.9 to 1.1, four bits 1.3 to 1.8 (decision 017). What comes next is asked for line by line while weights are
-// expanded: by a few dozen lines between products, int8 took 1.5.
+// Measured on one core of Granite Rapids, weights from RAM, 8 tokens; time per line relative to reading it: int8 and
+// fp8 0.9 to 1.1, four bits 1.3 to 1.8 (decision 017). The next weights are prefetched line by line during expansion:
+// with a few dozen lines at a time between products, int8 took 1.5.
 #pragma once
 
-// Tokens below which products are not by tiles.
+// Number of tokens below which tiles are not used.
 constexpr int pairs_below(Format f) { return f == Format::kFp16 ? kWideFromTokens : tiles_from_tokens(f); }
 inline bool by_tiles(const Layout& l, int tokens) { return tokens >= pairs_below(l.format); }
 
-// Tokens of a block of pairs.
+// Most tokens of a block of pairs.
 constexpr int most_pairs(Format f) {
     return f == Format::kBf16 || f == Format::kFp16 ? kMostPlain : tiles_from_tokens(f) - 1;
 }
 
 constexpr int kBlockPanels = 2;
 
-// Columns of a part: whole tiles, and whole groups, if each has its own scale. More lose: 4 KB a panel of two parts and
-// as much of sums leave L1 room for what is read and written beside them.
+// Columns per part: whole tiles, and whole groups if each has its own scale. More are slower: two parts take 4 KB per
+// panel, and sums as much, which leaves room in L1 for other data.
 constexpr int kPartColumns = 64;
 inline int part_columns(const Layout& l, bool whole_groups) {
     int part = whole_groups ? l.group : kPartColumns;
@@ -27,7 +27,7 @@ inline int part_columns(const Layout& l, bool whole_groups) {
     return part;
 }
 
-// Expands parts, and fetches as much of what comes next. slots: places of a panel that parts take in turn.
+// Expands parts, and prefetches as many bytes of the next panels. slots: buffers of a panel that parts use in rotation.
 template <class Code, class Scales, bool scaled>
 struct Parts {
     const Layout& l;
@@ -49,8 +49,9 @@ struct Parts {
     }
 };
 
-// Products with one block while weights are expanded. Their sums stay in the tiles to the end: scales multiplied before
-// (scaled), or afterwards (see apply_factor). Sums: TileSums, or what it would choose, for the compiler to inline.
+// Multiplies one block while weights are expanded. Sums stay in the tiles to the end: scales are applied before
+// (scaled), or afterwards (see apply_factor). Sums: TileSums, or the one it would choose, so that the compiler can
+// inline it.
 template <class Sums, class Code, class Scales, bool scaled>
 void multiply_parts(Tiles& tiles, const Sums& sums, const Parts<Code, Scales, scaled>& parts, const PackedBlock& x,
                     float* out, size_t out_stride, InStep ahead) {
@@ -63,12 +64,12 @@ void multiply_parts(Tiles& tiles, const Sums& sums, const Parts<Code, Scales, sc
     sums.store(tiles, x.size, out, out_stride);
 }
 
-// Sums of two groups, taken out of the tiles.
+// Sums of two groups, copied out of the tiles.
 struct GroupSums {
     alignas(64) float of[2][kBlockPanels][kTileTokens * 16];
 };
 
-// Adds sums of `count` groups from `first` on, times their scales, to out. of_x: see multiply_groups.
+// Adds the sums of `count` groups from `first` on, times their scales, to out. of_x: see multiply_groups.
 template <class Scales, int count>
 inline void add_groups(const uint8_t* scales, int first, int tokens, const GroupSums& sums, int panel,
                        const float* of_x, float* out) {
@@ -88,11 +89,11 @@ inline void add_groups(const uint8_t* scales, int first, int tokens, const Group
     }
 }
 
-// Groups that are no whole tiles go by half tiles.
+// True if groups are not whole tiles and so are multiplied by half tiles.
 inline bool by_halves(const Layout& l) { return l.group % kTileColumns != 0; }
 
-// Each group's sums are taken out of the tiles, two groups' scaled and added while the next are multiplied. of_x: sums
-// of each group's activations, [groups][tokens], where there are minimums.
+// Copies each group's sums out of the tiles; two groups' are scaled and added while the next are multiplied. of_x: sums
+// of the activations per group, [groups][tokens], if there are minimums.
 template <class Code, class Scales>
 void multiply_groups(Tiles& tiles, const TileSums* const (&turns)[2], const Layout& l, const uint8_t* w,
                      const PackedBlock& x, const float* of_x, float* out, uint8_t* scratch, InStep ahead) {
@@ -127,16 +128,15 @@ inline void group_sums(const Layout& l, const PackedBlock& x, float* out) {
 
 constexpr size_t parts_bytes(int columns) { return size_t(2 * kBlockPanels) * size_t(columns) * 32; }
 
-// Of multiply_one_block: parts, then sums of activations.
+// Scratch of multiply_one_block: parts, then sums of activations.
 inline size_t block_scratch_bytes(const Layout& l) {
     return parts_bytes(part_columns(l, true)) + size_t(l.groups) * kTileTokens * sizeof(float);
 }
 
-// How scales are taken into account. bfloat16 holds every code exactly, and a code times its scale where the scale has
-// few bits (microscaling formats, nvfp4): those are exact. Others' scales are multiplied in float32 after each group's
-// sum, which is exact too, or, of more than one block of tokens, rounded into the weights: sums that are taken out of
-// the tiles for each group and token then cost more than that. So they do from 17 tokens on where groups are half
-// tiles.
+// How scales are applied. bfloat16 holds every code exactly, and code times scale if the scale has few bits
+// (microscaling formats, nvfp4): those are exact. Other scales are multiplied in float32 after each group's sum, which
+// is exact too; or, with more than one block of tokens, rounded into the weights, because copying the sums of each
+// group and token out of the tiles would then cost more. With groups of half tiles that is so from 17 tokens on.
 template <class Code, class Scales>
 void multiply_one_block(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const PackedBlock& x, float* out,
                         uint8_t* scratch, const uint8_t* next) {

@@ -1,18 +1,18 @@
-// Panels of weights times packed activations by matrix tiles: 16 lines of a bfloat16 panel are an operand as they lie,
-// 16 tokens by 32 columns the other. Other formats are expanded to bfloat16. Never: few tokens, which panels.h does
-// better.
+// Products of panels of weights with packed activations by matrix tiles: 16 lines of a bfloat16 panel are one operand
+// without repacking, 16 tokens by 32 columns the other. Other formats are expanded to bfloat16. Never: few tokens, for
+// which panels.h is faster.
 //
-// Measured on Emerald Rapids, of what the unit does on registers: with weights and activations in L1 98 %; in L2, whose
-// lines come at 60 bytes a cycle, 70 % with four sums and 76 to 80 % with six; with weights from RAM 58 and 61 %
-// (decision 017). Blocks of columns, so that either operand stays in L1, gain nothing: the sums, stored and loaded
-// again for each, cost as much.
+// Measured on Emerald Rapids, relative to the unit's peak on registers: 98 % with weights and activations in L1; in L2,
+// which delivers 60 bytes per cycle, 70 % with four sums and 76 to 80 % with six; with weights from RAM 58 and 61 %
+// (decision 017). Blocking columns, so that either operand stays in L1, gains nothing: storing and reloading the sums
+// for each block costs as much.
 #pragma once
 
-// One panel in bfloat16, or two or three `stride` bytes apart, times all blocks of tokens from block `first` on. out:
-// [panels][tokens][16]. Returns what is left to fetch.
+// Multiplies one panel in bfloat16, or two or three `stride` bytes apart, with all blocks of tokens from block `first`
+// on. out: [panels][tokens][16]. Returns what is left to prefetch.
 inline Ahead multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t stride, int panels, const Packed& x,
                              int first, float* out, Ahead ahead) {
-    int shaped = 0;  // for blocks of this size
+    int shaped = 0;  // block size that the tiles are configured for
     for (int i = first; i < blocks_of(x); ++i) {
         const PackedBlock block = block_of(x, padded, i);
         const TileSums& sums = tile_sums(panels, block.size > kTileRows);
@@ -24,8 +24,8 @@ inline Ahead multiply_panels(Tiles& tiles, int padded, const uint8_t* w, size_t 
     return ahead;
 }
 
-// More tokens, or bfloat16: three panels at a time, or what is left. The first of several blocks is multiplied with
-// three panels while these are expanded.
+// More tokens, or bfloat16: three panels at a time, or the remaining ones. The first of several blocks is multiplied
+// with three panels while these are expanded.
 template <class Code, class Scales, bool scaled>
 void multiply_threes(Tiles& tiles, const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out,
                      uint8_t* scratch, const uint8_t* next) {
@@ -55,7 +55,7 @@ void multiply_threes(Tiles& tiles, const Layout& l, const uint8_t* w, int panels
     }
 }
 
-// What multiply_tiles needs: three panels in bfloat16, whole parts, if the format is another.
+// Scratch of multiply_tiles: three panels in bfloat16, in whole parts, unless the format is bfloat16.
 inline size_t tile_scratch_bytes(const Layout& l, bool rounded) {
     if (l.format == Format::kBf16) return 0;
     const size_t panels = kTilePanels * size_t(round_up(l.padded, part_columns(l, true))) * 32;
@@ -63,7 +63,7 @@ inline size_t tile_scratch_bytes(const Layout& l, bool rounded) {
     return !rounded || block > panels ? block : panels;
 }
 
-// x is in tiles. next: see Kernels::matmul.
+// x is packed for tiles. next: see Kernels::matmul.
 void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* scratch,
                     const uint8_t* next) {
     Tiles tiles;
@@ -78,7 +78,8 @@ void multiply_tiles(const Layout& l, const uint8_t* w, int panels, const Packed&
     });
 }
 
-// The unit's products on registers alone, as peak() has them. Of `seed` and its negative in turn: sums stay small.
+// peak() for the tile unit: products on registers only, of `seed` and its negative alternately, so that sums stay
+// small.
 double tile_peak(int64_t rounds, float seed, float* sums) {
     alignas(64) uint16_t values[kTileRows * kTileColumns];
     for (int i = 0; i < kTileRows * kTileColumns; ++i) values[i] = to_bf16(i % 2 ? seed : -seed);

@@ -1,14 +1,14 @@
-// Sums in matrix tiles: of one to three panels in bfloat16 times one block of up to 32 tokens. Never: where weights
-// come from.
+// Sums in matrix tiles: products of one to three bfloat16 panels with one block of up to 32 tokens. Never: expanding
+// weights.
 #pragma once
 
-constexpr int kTilePanels = 3;  // that are multiplied with the same activations at once, at most
+constexpr int kTilePanels = 3;  // most panels that are multiplied with the same activations at once
 
 struct NothingAhead {
     void step() {}
 };
 
-// Choose once for a number of panels and of tokens (more than 16 are two rows of tiles), then call.
+// Functions for a number of panels and of tokens (more than 16 tokens take two rows of tiles); choose once, then call.
 struct TileSums {
     int panels;
     void (*shape)(Tiles& tiles, int tokens);
@@ -22,8 +22,8 @@ struct TileSums {
     void (*store)(Tiles& tiles, int tokens, float* out, size_t stride);  // [panels][tokens][16]
 };
 
-// One panel or two. Tiles 4 and 5 are activations, 6 and 7 weights; with two rows of tiles 0 and 1 are the first row's
-// sums and 2 and 3 the second one's, otherwise those from `at` on are sums.
+// One or two panels. Tiles 4 and 5 are activations, 6 and 7 weights; with two rows of tiles, 0 and 1 are the sums of
+// the first row and 2 and 3 of the second; otherwise sums begin at tile `at`.
 template <int panels, bool two_rows, bool halves = false, int at = 0>
 struct FewPanels {
     static void shape(Tiles& tiles, int tokens) {
@@ -39,7 +39,7 @@ struct FewPanels {
     template <class Fetch = NothingAhead>
     static void add(Tiles& tiles, const uint8_t* w, size_t stride, const PackedBlock& x, int first, int steps,
                     Fetch ahead) {
-        auto local = ahead;  // every load of a tile may write to memory as far as the compiler knows
+        auto local = ahead;  // a local copy: the compiler assumes that every tile load may write memory
         constexpr int parts = halves ? 2 : 1;
         for (int k = first; k < first + steps; ++k, w += kTileBytes / parts) {
             const size_t half = size_t(k % parts) * kLineBytes / 2;
@@ -63,8 +63,8 @@ struct FewPanels {
     static constexpr TileSums kTable = {panels, shape, clear, add<>, add<Ahead&>, store};
 };
 
-// Three panels, six sums: fewer tiles come from L2 for them than for four. Both halves of the tokens have as many rows:
-// of an odd number of tokens, they share one.
+// Three panels, six sums: fewer tile loads from L2 per product than with four sums. Both halves of the tokens have the
+// same number of rows: with an odd number of tokens they share one.
 template <bool two_rows>
 struct ThreePanels {
     static int rows(int tokens) { return two_rows ? (tokens + 1) / 2 : tokens; }
@@ -122,8 +122,8 @@ inline const TileSums& tile_sums(int panels, bool two_rows) {
     return *kAll[panels - 1][two_rows];
 }
 
-// Those of one panel or two and one row of tiles, to use in turns: one turn's are stored while the other's are added
-// to.
+// The functions for one or two panels and one row of tiles, for alternating use: one set of sums is stored while the
+// other is added to.
 inline const TileSums& tile_sums_in_turn(int panels, bool halves, int turn) {
     static constexpr const TileSums* kAll[2][2][2] = {
         {{&FewPanels<1, false>::kTable, &FewPanels<1, false, false, 2>::kTable},

@@ -1,4 +1,4 @@
-// Matrix tiles of 16 rows of 64 bytes: AMX's, or the same in plain C++, so that what is built on them can be tested on
+// Matrix tiles of 16 rows of 64 bytes: AMX's, or emulated in plain C++, so that the code built on them can be tested on
 // any CPU. Intel's Software Developer's Manual, TDPBF16PS: c[m][n] += sum over k of a[m][k] * b[k / 2][n][k % 2], with
 // a and b bfloat16.
 #pragma once
@@ -14,21 +14,21 @@ struct __attribute__((packed)) TileConfig {
     uint8_t rows[16] = {};
 };
 
-// As shape() leaves them, tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights; as shape_six() does, 0 to 5 are
-// sums, 6 activations, 7 weights. Rows: of the activations and their sums, the first ones' or the second ones'.
+// After shape(), tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights; after shape_six(), 0 to 5 are sums, 6
+// activations, 7 weights. first_rows, second_rows: rows of the first and second half of activations and their sums.
 struct Tiles {
     ~Tiles() { _tile_release(); }
     void shape(int first_rows, int second_rows) {
         configure({first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, kTileRows, kTileRows});
     }
     void shape_six(int rows) { configure({rows, rows, rows, rows, rows, rows, rows, kTileRows}); }
-    // As shape(), for products of 16 columns.
+    // shape() for products of 16 columns.
     void shape_halves(int first_rows, int second_rows) {
         configure(
             {first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, kTileRows / 2, kTileRows / 2},
             kLineBytes / 2);
     }
-    // By hand: the compilers' intrinsics want their tiles as digits in the source.
+    // Inline assembly: the compilers' intrinsics need literal tile numbers.
     template <int tile>
     void zero() {
         asm volatile("tilezero %%tmm%c0" : : "i"(tile));
@@ -47,12 +47,12 @@ struct Tiles {
     }
 
   private:
-    // of_x: bytes of a row of activations.
+    // of_x: bytes per row of activations.
     static void configure(const int (&rows)[8], int of_x = kLineBytes) {
         TileConfig config;
         for (int i = 0; i < 8; ++i) config.row_bytes[i] = kLineBytes, config.rows[i] = uint8_t(rows[i]);
         config.row_bytes[4] = config.row_bytes[5] = uint16_t(of_x);
-        // GCC's intrinsic says that it reads 8 bytes of it, and the compiler leaves out what fills the others.
+        // GCC's intrinsic declares that it reads only 8 bytes, so that the compiler drops the stores of the others.
         asm volatile("ldtilecfg %0" : : "m"(config));
     }
 };

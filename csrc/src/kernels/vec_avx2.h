@@ -8,7 +8,7 @@ struct U32 {
     __m256i a, b;
 };
 
-constexpr int kVectorRegisters = 8;  // of 16 lanes, that hold sums beside what is loaded
+constexpr int kVectorRegisters = 8;  // in units of 16 lanes
 
 inline F32 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F32 set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -28,7 +28,7 @@ inline float reduce_add(F32 x) {
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
-// out[i] = the sum of the lanes of the i-th.
+// out[i] = the sum of the lanes of argument i.
 inline void reduce_add4(F32 w, F32 x, F32 y, F32 z, float* out) {
     const __m256 wx = _mm256_hadd_ps(_mm256_add_ps(w.a, w.b), _mm256_add_ps(x.a, x.b));
     const __m256 yz = _mm256_hadd_ps(_mm256_add_ps(y.a, y.b), _mm256_add_ps(z.a, z.b));

@@ -1,5 +1,5 @@
-// 16 lanes of 32 bits on AVX-512 F/BW/VL/DQ. A lane is a row of a panel, or 16 neighbours of a row of activations.
-// Included inside the anonymous namespace of one file per instruction set: nothing here may reach the linker.
+// 16 lanes of 32 bits on AVX-512 F/BW/VL/DQ: the lanes are rows of a panel, or 16 neighbours of a row of activations.
+// Included inside the anonymous namespace of one file per instruction set: no symbol may reach the linker.
 #pragma once
 
 struct F32 {
@@ -9,7 +9,7 @@ struct U32 {
     __m512i v;
 };
 
-constexpr int kVectorRegisters = 32;  // of 16 lanes, that hold sums beside what is loaded
+constexpr int kVectorRegisters = 32;  // in units of 16 lanes
 
 inline F32 zero() { return {_mm512_setzero_ps()}; }
 inline F32 set(float x) { return {_mm512_set1_ps(x)}; }
@@ -24,7 +24,7 @@ inline F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }  // a * b + c
 inline F32 round_even(F32 a) { return {_mm512_roundscale_ps(a.v, 0)}; }
 inline float reduce_add(F32 a) { return _mm512_reduce_add_ps(a.v); }
-// out[i] = the sum of the lanes of the i-th.
+// out[i] = the sum of the lanes of argument i.
 inline void reduce_add4(F32 a, F32 b, F32 c, F32 d, float* out) {
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
     const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
@@ -43,7 +43,7 @@ inline F32 load_first(const float* p, int n, float fill) {
 
 inline U32 set_u32(uint32_t x) { return {_mm512_set1_epi32(int(x))}; }
 inline U32 load_u32(const void* p) { return {_mm512_loadu_si512(p)}; }
-// What several shifts take apart, loaded once: GCC would load it again for each of them.
+// Loads a vector for several shifts once: GCC would reload it for each of them.
 inline U32 load_once(const void* p) {
     U32 line = load_u32(p);
     asm("" : "+v"(line.v));

@@ -1,4 +1,4 @@
-// 16 lanes of 32 bits in plain C++: the readable reference of vec_avx512.h, and the path of every other CPU.
+// 16 lanes of 32 bits in plain C++: the readable reference of vec_avx512.h, and the fallback for every other CPU.
 #pragma once
 
 struct F32 {
@@ -21,7 +21,7 @@ inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline F32 set(float x) {
     return lanes<F32>([&](int) { return x; });
 }
-constexpr int kVectorRegisters = 4;  // of 16 lanes, that hold sums beside what is loaded
+constexpr int kVectorRegisters = 4;  // in units of 16 lanes
 
 inline F32 zero() { return set(0.f); }
 inline F32 load(const float* p) {
@@ -46,7 +46,7 @@ inline F32 max(F32 x, F32 y) {
 inline F32 min(F32 x, F32 y) {
     return lanes<F32>([&](int i) { return x.v[i] < y.v[i] ? x.v[i] : y.v[i]; });
 }
-// Without an FMA unit a library call would compute the fused value slowly: product and sum round apart here.
+// Rounds product and sum separately: without an FMA unit, std::fma is a slow library call.
 inline F32 fma(F32 x, F32 y, F32 z) {
     return lanes<F32>([&](int i) { return x.v[i] * y.v[i] + z.v[i]; });
 }
@@ -61,7 +61,7 @@ inline float reduce_add(F32 x) {  // by halves, as the vector units do
         for (int i = 0; i < width; ++i) x.v[i] += x.v[i + width];
     return x.v[0];
 }
-// out[i] = the sum of the lanes of the i-th.
+// out[i] = the sum of the lanes of argument i.
 inline void reduce_add4(F32 w, F32 x, F32 y, F32 z, float* out) {
     out[0] = reduce_add(w), out[1] = reduce_add(x), out[2] = reduce_add(y), out[3] = reduce_add(z);
 }

@@ -1,12 +1,12 @@
-// Many tokens: two panels at a time, each pair through all blocks of tokens, whose activations wait in L2, and the
-// pairs that follow come there meanwhile. Weights are bfloat16, or rounded to it once for all tokens. Never: few
+// Many tokens: two panels at a time are multiplied with all blocks of tokens, whose activations stay in L2, where the
+// next pair of panels is prefetched meanwhile. Weights are bfloat16, or rounded to it once for all tokens. Never: few
 // tokens.
 #pragma once
 
 constexpr int kWidePanels = 2;
-constexpr int kFetchLines = 16;  // a step of what is fetched for so many lines of weights
+constexpr int kFetchLines = 16;  // lines of weights per step of the prefetch
 
-// Panels of bfloat16 times M tokens, both from a cache. Returns how far it fetched.
+// Multiplies bfloat16 panels with M tokens, both from a cache. Returns how far it prefetched.
 template <int R, int M>
 __attribute__((noinline)) Ahead wide_tile(int lines, const uint8_t* w, size_t panel_bytes, const void* x, float* out,
                                           size_t out_panel, Ahead ahead) {
@@ -23,14 +23,14 @@ __attribute__((noinline)) Ahead wide_tile(int lines, const uint8_t* w, size_t pa
     return ahead;
 }
 
-// Many tokens are blocks of more than half of the largest.
+// True if there are kernels for blocks of more than half of `most` tokens: many tokens are split into such blocks.
 constexpr bool wide_fit(int most) {
     for (int tokens = kWideFromTokens; tokens < 20 * most; ++tokens)
         if (tokens / block_count(tokens, most) <= most / 2) return false;
     return true;
 }
 
-// Up to kWidePanels panels of bfloat16, one after the other, times all tokens. out: [panels][tokens][16].
+// Multiplies up to kWidePanels contiguous bfloat16 panels with all tokens. out: [panels][tokens][16].
 template <int most>
 void wide_panels(const uint8_t* w, int panels, const Packed& x, int padded, float* out, Ahead ahead) {
     static_assert(wide_fit(most));
@@ -51,8 +51,8 @@ void wide_panels(const uint8_t* w, int panels, const Packed& x, int padded, floa
     });
 }
 
-// panels of `l` times all tokens. scaled: see expand_columns. expanded: room for kWidePanels panels of bfloat16. next:
-// see Kernels::matmul.
+// Multiplies panels of layout `l` with all tokens. scaled: see expand_columns. expanded: room for kWidePanels panels of
+// bfloat16. next: see Kernels::matmul.
 template <class Code, class Scales, bool scaled>
 void multiply_wide(const Layout& l, const uint8_t* w, int panels, const Packed& x, float* out, uint8_t* expanded,
                    const uint8_t* next) {

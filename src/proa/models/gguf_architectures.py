@@ -19,8 +19,8 @@ Read = Callable[[Reader, Shapes], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to read one architecture. read: its own keys. partial_rotary: the rotary embedding may cover only a part of
-    each head. latent: latent attention, whose sizes `read` reads. yarn: reads further parameters of YaRN scaling."""
+    """The readers of one architecture. read: its own keys. partial_rotary: the rotary embedding may cover only a part
+    of each head. latent: latent attention, whose sizes `read` reads. yarn: reads further parameters of YaRN scaling."""
 
     read: Read
     partial_rotary: bool = False

@@ -21,7 +21,7 @@ PROBE_LAYER = -1  # a job of this layer is answered at once, without work
 
 
 class Way(enum.IntEnum):
-    """How the GPU signals a job; hybrid/transport.py explains why each way is correct."""
+    """The GPU's way to signal a job; hybrid/transport.py explains why each is correct."""
 
     NUMBER = 0  # a kernel writes the job and stores its number
     FLAGS = 1  # the stream copies the job, then sets a flag

@@ -87,7 +87,7 @@ class StoredRows:
     scales: Scales | None = None
 
     def after(self, rows: int) -> StoredRows:
-        """The same location without the first `rows` rows; for AWQ, a multiple of 8."""
+        """This location without its first `rows` rows; for AWQ, a multiple of 8."""
         scales = replace(self.scales, first=self.scales.first + rows) if self.scales else None
         return replace(self, start=self.start + self._bytes(rows), scales=scales)
 

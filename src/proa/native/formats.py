@@ -76,7 +76,7 @@ class Code(IntEnum):
 
 
 class Order(IntEnum):
-    """How a matrix is stored; values as in csrc/src/coded.h."""
+    """Storage order of a matrix; values as in csrc/src/coded.h."""
 
     ROWS = 0
     TRANSPOSED = 1  # stored rows are the matrix's columns; unquantised types only
@@ -85,7 +85,7 @@ class Order(IntEnum):
 
 
 class Form(NamedTuple):
-    """How a matrix is packed. group: columns that share a scale; 0: all."""
+    """Packed format of a matrix. group: columns that share a scale; 0: all."""
 
     format: Format
     group: int

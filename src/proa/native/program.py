@@ -15,7 +15,7 @@ from proa.native.weights import Experts, Matrix, Rows
 
 
 class Regime(enum.IntEnum):
-    """Which kernels compute a step's rows: PROA_REGIME_* in native.h."""
+    """Choice of the kernels for a step's rows: PROA_REGIME_* in native.h."""
 
     BY_ROWS = 0
     DECODE = 1

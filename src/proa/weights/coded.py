@@ -39,7 +39,7 @@ class CodedFiles:
         self._streams.clear()
 
     def stored(self, info: TensorInfo, first: int) -> StoredRows:
-        """Where rows from `first` on lie in the file, up to the end of their matrix; rows are counted over all matrices
+        """Locate rows from `first` on in the file, up to the end of their matrix; rows are counted over all matrices
         of the tensor."""
         of = _quantised(info)
         if of.order is not Order.ROWS:

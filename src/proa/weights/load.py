@@ -327,7 +327,7 @@ class _Copy:
 
 
 def _stored(rows: Rows, source: Source, gathered: Tensor | None) -> StoredRows | None:
-    """Where workers find the source's rows; None if only Rows.read can read them. gathered: the rows, in memory."""
+    """Locate the source's rows for workers; None if only Rows.read can read them. gathered: the rows, in memory."""
     if gathered is not None:
         kind, stride = STORED[gathered.dtype], gathered.stride(0) * gathered.itemsize
         return StoredRows(kind, gathered.data_ptr(), stride, order=Order.TRANSPOSED)

@@ -30,7 +30,7 @@ class Rows(Protocol):
         """Rows [first, first + count) as floats of any type, valid until the next call. Raises WeightsError."""
 
     def stored(self, tensor: str, first: int, column: int, transposed: bool) -> StoredRows | None:
-        """Where rows from `first` and columns from `column` on lie in the file; None if only `read` can read them."""
+        """Locate rows from `first` and columns from `column` on in the file; None if only `read` can read them."""
 
     def read_into(self, tensor: str, first: int, out: Tensor) -> bool:
         """Read rows into `out` if they are stored with its dtype and it is contiguous; else return False."""

@@ -227,7 +227,7 @@ def _function(variant: Variant) -> Any:
 
 
 def watch(late: Callable[[str, float], None]) -> None:
-    """From now on, call `late(kernel, seconds)` whenever a launch had to wait because its kernel was neither compiled
+    """Call `late(kernel, seconds)` from now on, whenever a launch had to wait because its kernel was neither compiled
     nor loaded before."""
     waiting: list[tuple[str, float]] = []  # used only by the one thread that launches
 

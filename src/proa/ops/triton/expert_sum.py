@@ -28,8 +28,8 @@ _LAYER, _SOURCES, _OWN, _IDS = tl.constexpr(LAYER), tl.constexpr(SOURCES), tl.co
 
 @dataclass(frozen=True)
 class Watch:
-    """Where `combine` records non-finite rows, and the data for the record. ids int32 [T, k]: chosen experts, -1 in
-    padding rows, which are never recorded; x bfloat16 [T, hidden]: the experts' input.
+    """The fault records that `combine` writes for non-finite rows, and the data for them. ids int32 [T, k]: chosen
+    experts, -1 in padding rows, which are never recorded; x bfloat16 [T, hidden]: the experts' input.
     """
 
     faults: LayerFaults
