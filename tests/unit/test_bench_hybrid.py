@@ -382,8 +382,8 @@ def test_a_share_above_its_limit_is_shown_and_explained() -> None:
     text = console.export_text()
     assert text.count("on a boat") == 1
     for words in (
-        "1 requests: 1000.2% of the roof is impossible", "4 requests: 250.0% of the roof is impossible",
-        "4 requests: 250.0% of the roof as placed is impossible", "RAM readings: 11.0 GB/s, 12.0 GB/s", "1000",
+        "--requests 1: 1000.2% of the roof is impossible", "--requests 4: 250.0% of the roof is impossible",
+        "--requests 4: 250.0% of the roof as placed is impossible", "RAM readings: 11.0 GB/s, 12.0 GB/s", "1000",
     ):  # fmt: skip
         assert words in text, words
     assert "is impossible" in results[0].json()

@@ -397,7 +397,7 @@ def limit_notes(requests: int, figures: Mapping[str, float | None], readings: Ra
     excess = [
         note for what, name in shares.items() for note in excess_notes(figures[name], readings.all_bytes_per_s, what)
     ]
-    return [f"{requests} requests: {note}" for note in (*readings.notes(), *excess)]
+    return [f"--requests {requests}: {note}" for note in (*readings.notes(), *excess)]
 
 
 def _whole(interval: DecodeInterval | None, steps: int) -> DecodeInterval:

@@ -175,10 +175,10 @@ class Hub:
         return HubError(f"The hub answered {status} for {reference}: {response.text[:200]!r}.", f"See {page}.")
 
     def _gated(self, reference: HubReference, status: int, page: str) -> HubError:
-        who = "with the account that HF_TOKEN belongs to" if self._token else "and set HF_TOKEN to your access token"
+        how = "with the account that HF_TOKEN belongs to" if self._token else "and set HF_TOKEN to your access token"
         return HubError(
             f"The hub refuses access to {reference} ({status}): its licence must be accepted first.",
-            f"Accept it at {page} {who} ({self.endpoint}/settings/tokens).",
+            f"Accept it at {page} {how} ({self.endpoint}/settings/tokens).",
         )
 
     def _unauthorised(self, reference: HubReference, page: str) -> HubError:

@@ -1,4 +1,4 @@
-"""What the tokenizer readers (hf_tokenizer.py, gguf_tokenizer.py) return: backend, templates, special tokens."""
+"""The result of the tokenizer readers hf_tokenizer.py and gguf_tokenizer.py: backend, templates, special tokens."""
 
 from __future__ import annotations
 
