@@ -43,7 +43,7 @@ def test_experts_on_the_cpu_beside_a_simulated_gpu() -> None:
         assert (found["bench"], found["model"], found["options"]["router"]) == ("hybrid", "tiny", "zipf")
         assert figures["steps"] >= 12
         # Every layer of every step calls for the CPU. Counters are read with a step in flight, so one may be missing.
-        lag = 1 / figures["steps"]
+        lag = 1.001 / figures["steps"]
         assert 2 * (1 - lag) <= figures["cpu_jobs_per_step"] <= 2 * (1 + lag)
         expert_bytes, requests = 3 * 64 * 32 * 2, figures["requests"]
         experts = figures["cpu_bytes_per_step"] / expert_bytes
