@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from proa.ops.sizes import attention_floats, attention_splits, best_keys
+from proa.ops.sizes import attention_floats, attention_splits, argmax_keys
 from proa.ops.table import Angles, KvPages, QkNorm
-from proa.ops.triton import attention, best, heads, norm
+from proa.ops.triton import argmax, attention, heads, norm
 
 PAGE_TOKENS = 16
 CACHE_BYTES = 300 << 20  # of all copies that a graph goes through
@@ -188,9 +188,9 @@ def small_ones(bandwidth: float) -> None:
             print(f"head norms, rotary and store in {name}, {rows} x 40 x 128: {time:.1f} us")
     for rows in (1, 32):
         logits = torch.randn(rows, 151936, device="cuda")
-        keys = torch.empty(best_keys(rows, 151936), dtype=torch.int64, device="cuda")
+        keys = torch.empty(argmax_keys(rows, 151936), dtype=torch.int64, device="cuda")
         ids = torch.empty(rows, dtype=torch.int32, device="cuda")
-        time = microseconds([lambda: best.best(logits, keys, ids)])  # noqa: B023
+        time = microseconds([lambda: argmax.argmax(logits, keys, ids)])  # noqa: B023
         print(f"best of 151936, {rows} rows: {time:.1f} us")
 
 

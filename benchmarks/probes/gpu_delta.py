@@ -20,7 +20,7 @@ from proa.ops.sizes import DELTA_CHUNK as CHUNK
 from proa.ops.sizes import delta_chunk_floats
 from proa.ops.table import DeltaInputs, DeltaWeights, DeviceBatch, RecurrentState
 from proa.ops.triton import delta
-from proa.ops.triton.delta_chunks import Chunks, Shape, shape_for
+from proa.ops.triton.delta_chunks import ChunkTile, Chunks, shape_for
 
 GROUPS, MEMBERS, DIM, TAPS, LAYERS = 16, 2, 128, 4, 36
 HEADS, CHANNELS = GROUPS * MEMBERS, (2 + MEMBERS) * GROUPS * DIM
@@ -63,7 +63,7 @@ class Layer:
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda")
 
-    def run(self, shape: Shape | None = None) -> None:
+    def run(self, shape: ChunkTile | None = None) -> None:
         """By chunks where there is a shape."""
         chunks = None if shape is None else Chunks(shape, self.space)
         delta.gated_delta(
@@ -83,7 +83,7 @@ def said(time: float, rows: int) -> str:
     return f"{time:.0f} us a layer, {rows / (time * LAYERS) * 1e6:.0f} rows/s through {LAYERS} layers"
 
 
-def prefill(shape: Shape) -> None:
+def prefill(shape: ChunkTile) -> None:
     alone = [(1, rows) for rows in (512, 1024, 2048, 4096, 8192, 16384, 32768)]
     for sequences, rows in (*alone, (4, 512), (4, 2048)):
         layer, total = Layer(sequences, rows), sequences * rows
@@ -95,7 +95,7 @@ def prefill(shape: Shape) -> None:
         print(text, flush=True)
 
 
-def few(shape: Shape) -> None:
+def few(shape: ChunkTile) -> None:
     """From how many rows on chunks are faster: delta.FEW_ROWS."""
     chosen, delta.FEW_ROWS = delta.FEW_ROWS, 4
     for sequences in (1, 4):
@@ -106,7 +106,7 @@ def few(shape: Shape) -> None:
     delta.FEW_ROWS = chosen
 
 
-def kernels(shape: Shape) -> None:
+def kernels(shape: ChunkTile) -> None:
     for rows in (512, 8192):
         layer = Layer(1, rows)
         layer.run(shape)
@@ -118,7 +118,7 @@ def kernels(shape: Shape) -> None:
         print(f"kernels of {rows} rows:", ", ".join(f"{name} {time:.0f} us" for name, time in parts if time >= 1))
 
 
-def agreement(shape: Shape) -> None:
+def agreement(shape: ChunkTile) -> None:
     """Of both forms, after a prompt: how far apart they are, relative to their lengths."""
     layer = Layer(1, 4096)
     before, found = [t.clone() for t in (layer.state.rule, layer.state.tail)], []
@@ -133,7 +133,7 @@ def agreement(shape: Shape) -> None:
 
 def sweep() -> None:
     layers = {f"{count} x {rows}": Layer(count, rows) for count, rows in ((1, 512), (1, 8192), (4, 2048))}
-    for shape in (Shape(c, w, s) for c in (16, 32, 64) for w in (4, 8) for s in (1, 2)):
+    for shape in (ChunkTile(c, w, s) for c in (16, 32, 64) for w in (4, 8) for s in (1, 2)):
         try:
             times = {rows: microseconds([lambda: layer.run(shape)]) for rows, layer in layers.items()}  # noqa: B023
         except Exception as error:  # noqa: BLE001 - too much shared memory, say

@@ -19,7 +19,7 @@ from proa.ops.gpu_traits import traits_of
 from proa.ops.sizes import attention_floats
 from proa.ops.table import Angles, LatentPages, Norm
 from proa.ops.triton import latent_attention
-from proa.ops.triton.latent_attention import Shape
+from proa.ops.triton.latent_attention import TileShape
 from proa.ops.triton.latent_store import latent_store
 
 RANK, KEY = 512, 64
@@ -109,9 +109,9 @@ def around() -> None:
 
 
 SHAPES = (
-    Shape(16, 32, 8, 5), Shape(16, 32, 8, 7), Shape(16, 32, 4, 5), Shape(16, 64, 8, 5), Shape(16, 16, 8, 9),
-    Shape(32, 32, 8, 5), Shape(32, 16, 8, 7), Shape(64, 16, 8, 5), Shape(64, 16, 8, 7), Shape(64, 32, 8, 3),
-    Shape(64, 32, 8, 5), Shape(64, 64, 8, 3),
+    TileShape(16, 32, 8, 5), TileShape(16, 32, 8, 7), TileShape(16, 32, 4, 5), TileShape(16, 64, 8, 5), TileShape(16, 16, 8, 9),
+    TileShape(32, 32, 8, 5), TileShape(32, 16, 8, 7), TileShape(64, 16, 8, 5), TileShape(64, 16, 8, 7), TileShape(64, 32, 8, 3),
+    TileShape(64, 32, 8, 5), TileShape(64, 64, 8, 3),
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from proa.ops.residency import Located, Residency
 from proa.ops.table import Norm, RouterRule
-from proa.ops.triton.choose import MOST_ROWS, Choice, RouterRows, choice_space, choose
+from proa.ops.triton.choose import MOST_ROWS, ChooseOutputs, RouterRows, choice_space, choose
 from proa.ops.triton.route import SOME_RULES, route
 
 DEVICE = torch.device("cuda")
@@ -34,7 +34,8 @@ def choosing(rows: int, experts: int, rule: RouterRule) -> float:
     addresses = torch.arange(1, experts + 1, device=DEVICE)
     residency = Residency(addresses, addresses, torch.full_like(addresses, -1, dtype=torch.int32))
     kinds = (torch.int32, torch.int64, torch.int64, torch.int32)
-    out = Choice(total, normed, pairs(rows, rule, torch.float32), Located(*(pairs(rows, rule, kind) for kind in kinds)))
+    at = Located(*(pairs(rows, rule, kind) for kind in kinds))
+    out = ChooseOutputs(total, normed, pairs(rows, rule, torch.float32), at)
     slots, space = torch.arange(rows, device=DEVICE), choice_space(DEVICE)
     return microseconds([lambda: choose(x, y, norm, router, slots, rule, residency, space, out)] * CALLS)
 

@@ -49,7 +49,7 @@ def test_slots_are_handed_out_once() -> None:
 
 
 def test_there_must_be_one() -> None:
-    with pytest.raises(ValueError, match="room"):
+    with pytest.raises(ValueError, match="num_slots must be at least 1"):
         StateCopies(4, 0)
 
 

@@ -140,7 +140,7 @@ def test_a_wrong_layer_is_an_error_of_the_step(rng: torch.Generator) -> None:
         transport.arm()
         transport.push(*random_job(rng, 1, SIZE, resident=0).to(CPU), 1)
         transport.pull(torch.empty(1, SIZE.hidden))
-        with pytest.raises(ValueError, match="layer 1 of 1"):
+        with pytest.raises(ValueError, match="layer 1, but there are 1 layers"):
             transport.check()
 
 
@@ -169,5 +169,5 @@ def test_tensors_that_do_not_fit(change: dict[str, torch.Tensor], text: str) -> 
         transport = HostTransport(pool, [Layer(SIZE.hidden, 0).experts], SIZE)
         with pytest.raises(ValueError, match=text):
             transport.push(**(good | {"up_address": torch.zeros(2, 3).long()} | change), layer=0)
-        with pytest.raises(ValueError, match=r"out is float32 \[T, 64\]"):
+        with pytest.raises(ValueError, match=r"out must be float32 \[T, 64\]"):
             transport.pull(torch.zeros(8, 64))

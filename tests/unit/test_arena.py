@@ -98,7 +98,7 @@ def test_info_describes_the_memory() -> None:
         assert arena.info.pages in ("hugetlb", "shmem-huge", "anon-huge", "small")
         assert (arena.info.pages == "hugetlb") == (arena.info.reason == "")
         assert (small.info.pages, small.huge_bytes) == ("small", 0)
-        assert "asked" in small.info.reason
+        assert "requested" in small.info.reason
         assert small.info.node is None
 
 

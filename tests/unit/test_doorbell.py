@@ -92,7 +92,7 @@ def test_the_garbage_collector_ends_it_before_its_memory() -> None:
     ("change", "text"),
     [
         ({"size": JobSize(0, 2, 64)}, r"1 to 2\^20 tokens"),
-        ({"size": JobSize(5, 2, 63)}, "rows are not as long"),
+        ({"size": JobSize(5, 2, 63)}, "rows must be as long"),
         ({"size": JobSize(6, 2, 64)}, "too small"),
         ({"offset": 4}, "aligned to 64"),
         ({"layers": 0}, "1 to 65536 layers"),
@@ -170,7 +170,7 @@ def test_counters() -> None:
 @pytest.mark.parametrize(
     ("job", "text"),
     [
-        ((2, 1, (0, 0)), "layer 2 of 2"),
+        ((2, 1, (0, 0)), "layer 2, but there are 2"),
         ((0, 6, (0, 0)), "6 tokens; 1 to 5"),
         ((0, 1, (0, EXPERTS)), f"Expert id {EXPERTS}"),
         ((0, 1, (-2, 0)), "Expert id -2"),
@@ -301,5 +301,5 @@ def test_it_outlives_its_pools_handle() -> None:
 
 
 def test_sizes_are_checked_before_memory_is_made() -> None:
-    with pytest.raises(ValueError, match="values"):
+    with pytest.raises(ValueError, match="elements"):
         block_layout(replace(SIZE, hidden=0))
