@@ -65,7 +65,7 @@ class Loaded:
     """A tiny model's weights, and how to make an executor of it."""
 
     spec: Model
-    make: Callable[[StepLimits, int], Executor[Any]]
+    make: Callable[..., Executor[Any]]  # of StepLimits, number of pages
     decoder: Decoder | None = None  # of eager ones
 
 
@@ -91,7 +91,7 @@ def load_native(folder: Path, pool: Pool, kv: KvStorage | None = None, **overrid
     checkpoint = open_checkpoint(folder, "auto", override_config)
     declared = checkpoint.declare()
 
-    def make(limits: StepLimits, num_pages: int) -> Executor[Any]:
+    def make(limits: StepLimits, num_pages: int, **more: Any) -> Executor[Any]:
         pages = -(-limits.context_tokens // limits.page_tokens)
         recorder = Recorder(pool, Memory(pool, [None] * pool.nodes), limits.rows, limits.sequences, pages)
         model = Decoder(declared.spec, CpuOps(recorder).table())
@@ -99,7 +99,7 @@ def load_native(folder: Path, pool: Pool, kv: KvStorage | None = None, **overrid
         caches = allocate_pool(
             declared.spec, num_pages, limits.page_tokens, torch.bfloat16, sequences=limits.sequences + COPIES, kv=kv
         )
-        return RecordedExecutor(model, recorder, caches, limits)
+        return RecordedExecutor(model, recorder, caches, limits, **more)
 
     return Loaded(declared.spec, make)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -25,11 +25,11 @@ class OnHost:
         self.spec, self.blocks = decoder.spec, decoder.blocks
         self.argmax, self.logits = decoder.argmax, decoder.logits
 
-    def __call__(self, tokens: Tensor, step: Step) -> Tensor:
+    def __call__(self, tokens: Tensor, step: Step, kept: Mapping[int, Tensor] | None = None) -> Tensor:
         live, inputs = _live(step)
         out = torch.zeros(len(tokens), self.spec.hidden, dtype=torch.bfloat16)
         if live:
-            out[:live] = self._decoder(tokens[:live], inputs)
+            out[:live] = self._decoder(tokens[:live], inputs, kept)
         return out
 
     def by_blocks(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:
@@ -62,9 +62,9 @@ def _live(step: Step) -> tuple[int, Step]:
 
 
 def host_executor(
-    decoder: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, *, deterministic: bool = False
+    decoder: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, *, kept_blocks: Sequence[int] = ()
 ) -> GraphExecutor:
     """decoder: of reference ops in bfloat16."""
     return GraphExecutor(
-        cast(Decoder, OnHost(decoder)), caches, limits, HostQueue(), deterministic=deterministic
+        cast(Decoder, OnHost(decoder)), caches, limits, HostQueue(), kept_blocks=kept_blocks
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -9,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from engines import COPIES, RULES, finish_all, load_decoder, prefixes, request, tokens_of
+from engines import COPIES, RULES, finish_all, load_decoder, load_native, prefixes, request, tokens_of
 from on_host import host_executor
 from proa.cache.pages import PageAllocator
 from proa.cache.pool import allocate_pool
@@ -23,6 +25,7 @@ from proa.engine.runner import Runner
 from proa.engine.scheduling.policy import Limits
 from proa.engine.scheduling.scheduler import Scheduler
 from proa.layers.decoder import Decoder
+from proa.native.pool import Pool
 from proa.ops.table import KvPages
 from proa.sampling.rows import Row
 from proa.types import EngineRequest, Sampling, TokenEvent
@@ -54,11 +57,11 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return made
 
 
-def executor_of(decoder: Decoder, kind: str) -> Executor[Any]:
+def executor_of(decoder: Decoder, kind: str, kept_blocks: Sequence[int] = ()) -> Executor[Any]:
     caches = allocate_pool(decoder.spec, PAGES, PAGE_TOKENS, torch.bfloat16, sequences=RUNNING + COPIES)
     if kind == "eager":
-        return EagerExecutor(decoder, caches, PAGE_TOKENS)
-    return host_executor(decoder, caches, LIMITS)
+        return EagerExecutor(decoder, caches, PAGE_TOKENS, kept_blocks=kept_blocks)
+    return host_executor(decoder, caches, LIMITS, kept_blocks=kept_blocks)
 
 
 class Case:
@@ -233,3 +236,33 @@ def test_a_batch_survives_the_wire() -> None:
     """As it would be sent to other ranks."""
     batch = StepBatch([Span([1, 2], 3, [7, 8], 5, 2)], [0], [(1, 2)], [(2, 3)], [PromptLogprobs(0, 0, [2], 1)])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=StepBatch) == batch
+
+
+@pytest.mark.parametrize("kind", ["eager", "graphs", "native"])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_outputs_of_named_blocks_are_kept(kind: str, in_parts: bool, tmp_path: Path) -> None:
+    """As a draft head would read them: the last block's output gives the step's logits."""
+    folder = make_tiny("qwen3-moe", tmp_path)
+    spans = [Span([5, 6, 7], 0, [0, 1], 3, 0), Span([9, 10], 0, [2, 3], 2, 1)]
+    with Pool([[0]], pin=False) as pool:
+        loaded = load_native(folder, pool) if kind == "native" else load_decoder(folder, torch.bfloat16)
+        last = len(loaded.spec.blocks) - 1
+        if kind == "native":
+            executor: Executor[Any] = loaded.make(LIMITS, PAGES, kept_blocks=(0, last))
+        else:
+            assert loaded.decoder is not None
+            executor = executor_of(loaded.decoder, kind, kept_blocks=(0, last))
+        step = executor.launch(StepBatch(spans, [0, 1]), in_parts=in_parts)
+        while in_parts and not executor.advance(step, 1):
+            pass
+        executor.sample(step, [], [])
+        executor.wait(step)
+        kept = {block: hidden.clone() for block, hidden in executor.kept(step).items()}
+        logits = executor.logits_of(step, range(5)).clone()
+        assert {block: tuple(hidden.shape) for block, hidden in kept.items()} == dict.fromkeys(
+            (0, last), (5, loaded.spec.hidden)
+        )
+        assert not torch.equal(kept[0], kept[last])
+        reference = load_decoder(folder, torch.bfloat16).decoder
+        assert reference is not None
+        torch.testing.assert_close(logits, reference.logits(kept[last].bfloat16()), atol=0.02, rtol=0.02)

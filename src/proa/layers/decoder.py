@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from torch import Tensor
@@ -55,11 +55,17 @@ class Decoder:
         self.norm = RmsNorm(model, ops)
         self.head = None if model.tied else ops.maps.head(model.vocab, model.hidden)
 
-    def __call__(self, tokens: Tensor, step: Step) -> Tensor:
-        """tokens int64 [T] -> hidden states after the last block [T, hidden]; fills the caches."""
+    def __call__(self, tokens: Tensor, step: Step, kept: Mapping[int, Tensor] | None = None) -> Tensor:
+        """tokens int64 [T] -> hidden states after the last block [T, hidden]; fills the caches.
+
+        kept: by block, where its output is copied to: tensors of T rows or more (draft heads read them).
+        """
         x, y = self.embed(tokens), None
-        for block, cache in zip(self.blocks, step.caches, strict=True):
+        for i, (block, cache) in enumerate(zip(self.blocks, step.caches, strict=True)):
             x, y = block(x, y, step, cache)
+            if kept is not None and i in kept:
+                x, y = self._sum(x, y), None
+                kept[i][: len(x)].copy_(x)
         return x if y is None else self._sum(x, y)
 
     def by_blocks(self, tokens: Tensor, step: Step) -> Iterator[Tensor]:

@@ -58,9 +58,10 @@ class Recorder:
             self._buffers[key] = buffer
         return buffer
 
-    def take(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Record a lookup of rows of `table` [N, width], of any dtype, copied unchanged. ids: int64."""
-        out = self.new(table.shape[1], table.dtype)
+    def take(self, table: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Record a lookup of rows of `table` [N, width], of any dtype, copied unchanged. ids: int64. out: memory of the
+        caller's, which later blocks do not reuse."""
+        out = self.new(table.shape[1], table.dtype) if out is None else out
         pairs = table.shape[1] * table.element_size() // 2  # the program counts in two-byte elements
         rows = Rows(out.data_ptr(), pairs, False)
         self.program.add_embed(ids.data_ptr(), self.keep(table).data_ptr(), len(table), pairs, rows)

@@ -4,6 +4,7 @@ that a graph, a stream or a request adds, so that the same launches can be rehea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -28,13 +29,15 @@ class DeviceSteps:
     """`inputs`: of steps that are no graphs. logits float32, best int32: of the rows that were scored last."""
 
     def __init__(
-        self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, angles: Angles, device: torch.device
+        self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, angles: Angles, device: torch.device,
+        kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._model, self._caches, self._angles, self._device = model, caches, angles, device
         self._most_pages = -(-limits.context_tokens // limits.page_tokens)
         vocab = model.spec.vocab
         self.inputs = DeviceInputs(limits.rows, limits.sequences, self._most_pages, rows_each=0, device=device)
         self.hidden = torch.zeros(limits.rows, model.spec.hidden, dtype=torch.bfloat16, device=device)
+        self.kept = {block: torch.zeros_like(self.hidden) for block in kept_blocks}
         self.scored = torch.zeros(limits.head_rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(limits.head_rows, vocab, device=device)
         self.best = torch.zeros(limits.head_rows, dtype=torch.int32, device=device)
@@ -53,7 +56,8 @@ class DeviceSteps:
 
     def run(self, inputs: DeviceInputs, rows: int) -> None:
         """hidden[:rows] = what the model makes of the inputs' first rows."""
-        self.hidden[:rows].copy_(self._model(*self.step(inputs, rows)))
+        tokens, step = self.step(inputs, rows)
+        self.hidden[:rows].copy_(self._model(tokens, step, self.kept))
 
     def run_head(self, rows: int) -> None:
         """Of the first rows named in `scored`: logits, and the best token of each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,18 +43,19 @@ class EagerStep:
     rows: Sequence[int] = ()
     choices: list[SampledToken] = field(default_factory=list)
     next_step: EagerStep | None = None
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
 
 class EagerExecutor:
     def __init__(
         self, model: Decoder, caches: tuple[LayerCache, ...], page_tokens: int, session: Session | None = None,
-        *, overlap: bool = False,
+        *, overlap: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """overlap: steps of decode may follow a step whose results were not taken, as on a GPU. Not faster here."""
         self.spec, self.clock = model.spec, StepClock()
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._model, self._caches, self._page_tokens = model, caches, page_tokens
-        self._ropes, self._overlap = model.spec.ropes, overlap
+        self._ropes, self._overlap, self._kept_blocks = model.spec.ropes, overlap, kept_blocks
         self._unfinished: EagerStep | None = None  # the step in parts
         self._step_s = self._block_s = 0.0
         self.decode_threads = self.prefill_threads = torch.get_num_threads()
@@ -69,14 +70,15 @@ class EagerExecutor:
         if batch.copies_before:
             copy_states(self._caches, batch.copies_before)
         tokens, inputs = self._inputs(spans)
+        step.kept = {block: self._room(len(tokens)) for block in self._kept_blocks}
         self.clock.lap(Stage.INPUTS)
         if in_parts:
-            step.parts = BlockByBlock(self._model, batch, tokens, inputs)
+            step.parts = BlockByBlock(self._model, batch, tokens, inputs, step.kept)
             self._unfinished = step
             return step
         torch.set_num_threads(self.decode_threads if len(tokens) <= FEW_TOKENS else self.prefill_threads)
         with self._listening():
-            step.hidden = self._model(tokens, inputs)
+            step.hidden = self._model(tokens, inputs, step.kept)
         if batch.copies_after:
             copy_states(self._caches, batch.copies_after)
         self.clock.lap(Stage.PROGRAM)
@@ -168,6 +170,12 @@ class EagerExecutor:
     @torch.inference_mode()
     def logits_of(self, step: EagerStep, rows: Sequence[int]) -> Tensor:
         return self._logits(step, rows)
+
+    def kept(self, step: EagerStep) -> Mapping[int, Tensor]:
+        return step.kept
+
+    def _room(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.spec.hidden, dtype=self._model.norm.weight.dtype)
 
     def counters(self) -> Counters:
         return self._session.counters()

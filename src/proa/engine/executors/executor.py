@@ -13,7 +13,7 @@ come from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -78,6 +78,10 @@ class Executor(Protocol[S]):
     def logits_of(self, step: S, rows: Sequence[int]) -> Tensor:
         """float32 [R, vocab]: logits of these rows of a step that was waited for, until another one is launched. For
         tests and checks; may recompute the head. Valid until the next call."""
+
+    def kept(self, step: S) -> Mapping[int, Tensor]:
+        """[T, hidden] of a step that was waited for, until another one is launched: the output of each block that the
+        executor was built to keep, by block (for draft heads)."""
 
     def counters(self) -> Counters:
         """The CPU's work for a GPU so far."""

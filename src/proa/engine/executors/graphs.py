@@ -8,7 +8,7 @@ another (hidden states, logits) is copied to buffers outside the memory pool tha
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -68,7 +68,7 @@ class GraphExecutor:
 
     def __init__(
         self, model: Decoder, caches: tuple[LayerCache, ...], limits: StepLimits, queue: Queue,
-        session: Session | None = None, *, deterministic: bool = False,
+        session: Session | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """deterministic: all decode steps have one shape, because kernels and their splits depend on the number of
         rows; the rows of a step are then of one phase."""
@@ -76,7 +76,7 @@ class GraphExecutor:
         self._model, self._caches, self._limits, self._queue = model, caches, limits, queue
         self._session = WatchedSession(session or NoSession(), model.spec)
         self._angles = AngleTables(model.spec.ropes, limits, queue.device)
-        self._on = DeviceSteps(model, caches, limits, self._angles, queue.device)
+        self._on = DeviceSteps(model, caches, limits, self._angles, queue.device, kept_blocks)
         self._deterministic = deterministic
         self._buckets = decode_sizes(limits, deterministic=deterministic)
         self._graphs: dict[tuple[int, int], _Captured] = {}  # by (sequences, rows of each)
@@ -191,7 +191,7 @@ class GraphExecutor:
         tokens, inputs = self._on.step(self._on.inputs, rows)
         # Dynamic angles of other steps are written to the same place.
         angles = {rope: (cos.clone(), sin.clone()) for rope, (cos, sin) in inputs.angles.items()}
-        step.parts = BlockByBlock(self._model, step.batch, tokens, replace(inputs, angles=angles))
+        step.parts = BlockByBlock(self._model, step.batch, tokens, replace(inputs, angles=angles), self._on.kept)
         self._unfinished = step
 
     @torch.inference_mode()
@@ -343,6 +343,9 @@ class GraphExecutor:
             self._launch_head(rows, ())
             self._queue.finish()
             return self._on.logits[: len(rows)].cpu()
+
+    def kept(self, step: GraphStep) -> Mapping[int, Tensor]:
+        return {block: hidden[: step.batch.num_tokens] for block, hidden in self._on.kept.items()}
 
     def counters(self) -> Counters:
         return self._session.counters()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from proa.engine.executors.batch import StepBatch
@@ -12,8 +14,11 @@ from proa.layers.step import Step
 class BlockByBlock:
     """A forward pass of `model` that stops behind any block."""
 
-    def __init__(self, model: Decoder, batch: StepBatch, tokens: Tensor, step: Step) -> None:
-        self.batch = batch
+    def __init__(
+        self, model: Decoder, batch: StepBatch, tokens: Tensor, step: Step, kept: Mapping[int, Tensor]
+    ) -> None:  # fmt: skip
+        """kept: by block, where its output is copied to."""
+        self.batch, self._kept, self._num_blocks = batch, kept, len(model.blocks)
         self.hidden = tokens.new_empty(0)  # [T, hidden] behind the last computed block
         self._blocks, self._left = model.by_blocks(tokens, step), len(model.blocks)
 
@@ -26,7 +31,10 @@ class BlockByBlock:
         count = min(blocks, self._left)
         for _ in range(count):
             self.hidden = next(self._blocks)
-        self._left -= count
+            place = self._kept.get(self._num_blocks - self._left)
+            if place is not None:
+                place[: len(self.hidden)].copy_(self.hidden)
+            self._left -= 1
         return count
 
 

@@ -4,7 +4,7 @@ program reads them. Never: requests."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,7 +71,7 @@ class RecordedExecutor:
 
     def __init__(
         self, model: Decoder, recorder: Recorder, caches: tuple[LayerCache, ...], limits: StepLimits,
-        crew: Crew | None = None, *, deterministic: bool = False,
+        crew: Crew | None = None, *, deterministic: bool = False, kept_blocks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """deterministic: kernels are chosen by phase alone, so a row's bits do not depend on the step it is in; the
         rows of a step are then of one phase."""
@@ -95,9 +95,14 @@ class RecordedExecutor:
         self._changing = {rope: places for rope, places in angles.items() if not _is_kept(rope, limits.context_tokens)}
         inputs = Step(AttentionBatch((), (), (), slots), angles, caches)
         with torch.inference_mode():
-            blocks = [(hidden, len(self._program)) for hidden in model.by_blocks(tokens, inputs)]
-            hidden, self._body = blocks[-1]
-            self._ends = [end for _, end in blocks]
+            self._kept: dict[int, Tensor] = {}
+            self._ends: list[int] = []  # of each block, in the program
+            for block, hidden in enumerate(model.by_blocks(tokens, inputs)):
+                if block in kept_blocks:
+                    self._kept[block] = recorder.keep(torch.zeros(limits.rows, model.spec.hidden, dtype=hidden.dtype))
+                    recorder.take(hidden, recorder.keep(torch.arange(limits.rows)), self._kept[block])
+                self._ends.append(len(self._program))
+            self._body = self._ends[-1]
             # What a block reads of the blocks before it, apart from caches.
             self._live = [hidden, *(place for places in angles.values() for place in places)]
             recorder.end_blocks(limits.head_rows)
@@ -237,6 +242,9 @@ class RecordedExecutor:
 
     def logits_of(self, step: RecordedStep, rows: Sequence[int]) -> Tensor:
         return self._score(rows)
+
+    def kept(self, step: RecordedStep) -> Mapping[int, Tensor]:
+        return {block: hidden[: step.batch.num_tokens] for block, hidden in self._kept.items()}
 
     def counters(self) -> Counters:
         return NOTHING_COUNTED
