@@ -46,7 +46,7 @@ Segments = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Block:
-    """Memory in use: who asked for it ("engine/executors/graphs.py:78"), as many bytes as it asked for, as many as it got."""
+    """Memory in use: the line that asked for it ("engine/executors/graphs.py:78"), bytes asked for, bytes taken."""
 
     line: str
     asked_bytes: int

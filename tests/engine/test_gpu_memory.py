@@ -117,12 +117,12 @@ def test_it_is_ready_when_it_says_so(loaded: tuple[Plan, Engine, Ready, list[Loa
     tried = [r for r in reports if r.phase == "running warm-up steps"]
     assert tried[0].done_bytes == 0 < tried[0].total_bytes
     executor = engine.runner.executor
-    captured = dict(executor._steps)  # type: ignore[attr-defined]
-    assert set(captured) == {1, 2, 4}
+    captured = dict(executor._graphs)  # type: ignore[attr-defined]
+    assert set(captured) == {(1, 1), (2, 1), (4, 1)}
     engine.submit(asks("first", [5, 6, 7], 8))
     while engine.has_work:
         engine.step()
-    assert dict(executor._steps) == captured  # type: ignore[attr-defined]
+    assert dict(executor._graphs) == captured  # type: ignore[attr-defined]
 
 
 def test_rates_of_co_fetch_make_sense(loaded: tuple[Plan, Engine, Ready, list[Loading]]) -> None:

@@ -49,7 +49,7 @@ def test_vram_is_reported_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
         {"total_size": 100, "segment_pool_id": (0, 0), "blocks": [
             block(30, "/x/torch/nn.py:7", f"{ours}hybrid/slots.py:41"), block(20, f"{ours}ops/cuda_linear.py:164"),
             block(16, f"{ours}cache/pool.py:50", asked=15), block(4, f"{ours}ops/cuda_linear.py:45"),
-            block(10, f"{ours}engine/graphs.py:78"), block(20, state="inactive"),
+            block(10, f"{ours}engine/executors/graphs.py:78"), block(20, state="inactive"),
         ]},
         {"total_size": 40, "segment_pool_id": (0, 3), "blocks": [block(8, f"{ours}ops/triton/experts.py:46")]},
     ]  # fmt: skip
