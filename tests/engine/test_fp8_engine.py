@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from engines import Loaded, finish_all, load_decoder, load_native, make_engine, request, tokens_of
-from families.test_native_logits import all_experts, prompts, rows
 from hybrid_engines import SPLITS, load_split
 from proa.cache.pool import KvStorage
 from proa.native.pool import Pool
+from teacher_forced import all_experts, prompts, rows
 from tiny import make_tiny
 
 MODELS = ["qwen3-moe", "qwen3-next", "llama-bias", "mixtral-window"]  # states; heads of 24; a window

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from engines import Loaded, RecordingRunner, finish_all, load_decoder, make_engine, request, tokens_of
-from families.test_native_logits import all_experts, prompts
 from hybrid_engines import Split, load_split
 from proa.engine.engine import Engine
 from proa.native.pool import Pool
 from proa.sampling.choose import choose
 from proa.sampling.rows import Row
 from proa.types import TokenEvent
+from teacher_forced import all_experts, prompts
 from tiny import make_tiny
 
 DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]

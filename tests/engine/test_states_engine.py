@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engine.test_split_engine import logits_of
 from engines import Loaded, RecordingRunner, finish_all, load_decoder, load_native, make_engine, request, tokens_of
-from families.test_native_logits import all_experts, prompts
 from hybrid_engines import Split, load_split
 from proa.engine.engine import Engine
 from proa.native.pool import Pool
+from teacher_forced import all_experts, prompts
 from tiny import make_tiny
 
 ENGINES = ["native", "sim", pytest.param("cuda", marks=pytest.mark.gpu)]

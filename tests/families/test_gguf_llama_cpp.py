@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from families.test_native_logits import prompts
+from teacher_forced import prompts
 from tiny import TINY, tiny_reference
 from tiny_gguf import SAID, make_tiny_gguf
 

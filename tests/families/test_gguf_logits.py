@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from engines import load_decoder, load_native
-from families.test_native_logits import all_experts, prompts
-from families.test_split_logits import forced
 from hybrid_engines import SPLITS, load_split
 from proa.native.pool import Pool
+from teacher_forced import all_experts, forced, prompts
 from tiny import tiny_reference
 from tiny_gguf import SAID, make_tiny_gguf
 

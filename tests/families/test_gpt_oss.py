@@ -12,13 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from engines import load_decoder, load_native
-from families.test_native_logits import all_experts, prompts
-from families.test_split_logits import forced
 from hybrid_engines import SPLITS, Kept, load_split
 from proa.native.formats import Form, Format
 from proa.native.pool import Pool
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve, stored_types
+from teacher_forced import all_experts, forced, prompts
 from tiny_quantised import make_gpt_oss
 
 DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]

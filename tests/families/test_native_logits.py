@@ -7,16 +7,14 @@ of percent. With the checkpoint's own top_k, outputs of the demo model are compa
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from engines import Loaded, finish_all, load_decoder, load_native, make_engine, request
-from proa.models.spec import Moe
+from engines import finish_all, load_decoder, load_native, make_engine, request
 from proa.native.pool import Pool
+from teacher_forced import all_experts, prompts, rows
 from tiny import TINY, make_tiny
 
 PROMPT = 41
@@ -31,32 +29,6 @@ def pool() -> Pool:
 @pytest.fixture(scope="module", params=sorted(TINY))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def all_experts(model: Path) -> dict[str, object]:
-    """Config overrides that choose all experts, for a folder or a GGUF file."""
-    ffns = [block.ffn for block in load_decoder(model).spec.blocks if isinstance(block.ffn, Moe)]
-    if not ffns:
-        return {}
-    groups = {"topk_group": ffns[0].router.groups.groups} if ffns[0].router.groups else {}
-    config = json.loads((model / "config.json").read_text()) if model.is_dir() else {"num_experts_per_tok": 0}
-    names = [name for name in ("num_experts_per_tok", "moe_k") if name in config]
-    return dict.fromkeys(names, ffns[0].experts) | groups
-
-
-def rows(model: Loaded, prompts: list[list[int]], answers: list[list[int]], **engine: int) -> Tensor:
-    """Logits of all rows with the given answers forced: the same work for every model."""
-    made, runner = make_engine(model, **engine)
-    for i, (tokens, answer) in enumerate(zip(prompts, answers, strict=True)):
-        made.submit(request(f"r{i}", tokens + answer, 1))
-    finish_all(made)
-    found = [runner.logits[f"r{i}"] for i in range(len(prompts))]
-    return torch.stack([seen[position] for seen in found for position in sorted(seen)])
-
-
-def prompts(lengths: list[int]) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize(

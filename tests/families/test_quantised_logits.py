@@ -16,14 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engines import load_decoder, load_native
-from families.test_native_logits import all_experts, prompts
 from families.test_split_gguf import DEVICES
-from families.test_split_logits import forced
 from hybrid_engines import SPLITS, Kept, load_split
 from proa.native.formats import BF16_FORM, QUANTISED
 from proa.native.pool import Pool
 from proa.weights.checkpoint import open_checkpoint
 from proa.weights.sources import resolve, stored_types
+from teacher_forced import all_experts, forced, prompts
 from tiny import TINY
 from tiny_quantised import DECODED, OTHER_NAMES, SCHEMES, Scheme, fp8_block, make_quantised
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from engines import load_decoder
-from families.test_native_logits import all_experts, prompts
-from families.test_split_logits import forced
 from hybrid_engines import SPLITS, Kept, load_split
 from proa.native.formats import Format
 from proa.native.pool import Pool
+from teacher_forced import all_experts, forced, prompts
 from tiny_gguf import make_tiny_gguf
 
 DEVICES = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]

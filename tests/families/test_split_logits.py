@@ -11,23 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import hybrid_engines
-from engines import Loaded, load_decoder
-from families.test_native_logits import all_experts, prompts
+from engines import load_decoder
 from hybrid_engines import SPLITS, Split, load_split
 from proa.cache.pool import allocate_pool
-from proa.engine.executors.batch import Span, StepBatch, StepLimits
 from proa.native.doorbell import Way
 from proa.native.pool import Pool
-from proa.sampling.rows import Row
-from proa.types import Sampling
+from teacher_forced import MOE, all_experts, forced, prompts
 from tiny import TINY, make_tiny
 
-MOE = [name for name in sorted(TINY) if "experts" in str(TINY[name].config)]
-PAGE_TOKENS, PAGES = 4, 128
-LIMITS = StepLimits(rows=64, sequences=8, context_tokens=128, page_tokens=PAGE_TOKENS, head_rows=64)
 CASES = [
     pytest.param("sim", name, split, id=f"sim-{name}-{split}") for name in MOE for split in SPLITS
 ] + [
@@ -36,38 +29,10 @@ CASES = [
 ]  # fmt: skip
 
 
-GREEDY = Sampling(max_tokens=1, temperature=0.0)
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     with Pool([[0]], pin=False) as made:
         yield made
-
-
-def forced(model: Loaded, texts: list[list[int]], prompt_tokens: list[int]) -> Tensor:
-    """Logits of all rows: the prompts of all sequences in one step, then one token each until they end."""
-    executor = model.make(LIMITS, PAGES)
-    most = -(-LIMITS.context_tokens // PAGE_TOKENS)
-    pages = [list(range(i * most // 2, (i + 1) * most // 2)) for i in range(len(texts))]
-    found: list[Tensor] = []
-
-    def step(parts: list[tuple[int, int, int]]) -> None:
-        """(sequence, from, to)"""
-        spans = [Span(texts[i][a:b], a, pages[i], prompt_tokens[i], i) for i, a, b in parts]
-        batch = StepBatch(spans, range(len(spans)))
-        step = executor.launch(batch)
-        executor.sample(step, batch.sampled, [Row(GREEDY, texts[i], prompt_tokens[i]) for i, _, _ in parts])
-        result = executor.wait(step)
-        found.append(executor.logits_of(step, range(batch.num_tokens)).clone().float())
-        last = found[-1][batch.rows_of(batch.sampled)].argmax(-1).tolist()
-        assert result.tokens == {i: [token] for i, token in enumerate(last)}
-
-    step([(i, 0, n) for i, n in enumerate(prompt_tokens)])
-    for t in range(max(len(text) - n for text, n in zip(texts, prompt_tokens, strict=True))):
-        parts = [(i, n + t, n + t + 1) for i, n in enumerate(prompt_tokens) if n + t < len(texts[i])]
-        step(parts)
-    return torch.cat(found)
 
 
 @pytest.mark.parametrize(("device", "name", "split"), CASES)

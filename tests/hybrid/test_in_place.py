@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from engines import Loaded, load_decoder
-from families.test_native_logits import all_experts, prompts
-from families.test_split_logits import forced
 from hybrid.test_moves import DEVICES, Restless
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.executor import Executor
 from proa.native.pool import Pool
+from teacher_forced import all_experts, forced, prompts
 from tiny import make_tiny
 
 PROMPT, TOKENS = 5, 20

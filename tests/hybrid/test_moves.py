@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from engines import Loaded, load_decoder, run_step
-from families.test_native_logits import all_experts, prompts
-from families.test_split_logits import LIMITS, MOE, PAGES, forced
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.batch import Span, StepBatch
 from proa.engine.executors.executor import Executor
@@ -26,6 +24,7 @@ from proa.hybrid.moves import Moves
 from proa.native.doorbell import Counters
 from proa.native.formats import Format
 from proa.native.pool import Pool
+from teacher_forced import LIMITS, MOE, PAGES, all_experts, forced, prompts
 from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf
 

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from engines import Loaded
-from families.test_native_logits import all_experts, prompts
-from families.test_split_logits import forced
 from hybrid.test_moves import DEVICES, restless
 from hybrid_engines import Kept, Split, load_split
 from proa.engine.executors.executor import Executor
@@ -27,6 +25,7 @@ from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.model import HybridModel
 from proa.hybrid.slots import Slot
 from proa.native.pool import Pool
+from teacher_forced import all_experts, forced, prompts
 from tiny import make_tiny
 
 AHEAD_BYTES = 128 << 20  # copied before each expert: it is under way while steps run
