@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.test_ops import natives
+from ops.op_cases import natives
 from ops.triton_bounds import BF16, EPS32, assert_within, rand, stored
 from ops_run import NativeRun, TorchRun
 from proa.ops.reference import to_e4m3

@@ -17,43 +17,14 @@ from delta_cases import CASES as DELTA_CASES
 from delta_cases import SHAPES, exact, joined, mostly_rounded_once, part, poisoned_state
 from delta_cases import inputs as delta_inputs
 from delta_cases import weights as delta_weights
-from isas import ISAS
+from ops.op_cases import DTYPES, EPS32, OPS_AND_TYPES, TORCH, assert_within, natives, rand, stored
 from ops_run import NativeRun, TorchRun
 from proa.models.spec import ExpertGroups, Gating, Router
 from proa.ops.reference import silu_mul
 from proa.ops.table import AttentionBatch, Chosen, DeltaInputs, KvPages, RouterRule, batch_of
 
-TORCH = TorchRun()
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def natives() -> list[object]:
-    """The native ops of every instruction set."""
-    return [pytest.param(None if isa.marks else NativeRun(*isa.values), id=isa.id, marks=isa.marks) for isa in ISAS]
-
-
 IMPLEMENTATIONS = [pytest.param(TORCH, id="torch"), *natives()]
-OPS_AND_TYPES = [pytest.param(TORCH, dtype, id=f"torch-{dtype}") for dtype in DTYPES] + [
-    pytest.param(p.values[0], torch.bfloat16, id=p.id, marks=p.marks) for p in natives()
-]
 Run = TorchRun | NativeRun
-EPS32 = torch.finfo(torch.float32).eps
-
-
-def rand(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=rng).to(dtype)
-
-
-def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Error of storing a value: half a unit in the last place, also for subnormals."""
-    info = torch.finfo(dtype)
-    return value.abs() * info.eps / 2 * 1.01 + info.smallest_normal * info.eps / 2
-
-
-def assert_within(got: Tensor, want: Tensor, bound: Tensor) -> None:
-    error = (got.double() - want).abs()
-    assert torch.isfinite(got).all()
-    assert (error <= bound).all(), f"worst excess {(error - bound).max():.3g}"
 
 
 @pytest.mark.parametrize(("ops", "dtype"), OPS_AND_TYPES)

@@ -13,26 +13,14 @@ import torch
 from torch import Tensor
 
 from conftest import HAVE_GPU
+from ops.choose_outputs import EPS, poisoned
 from ops.triton_bounds import EPS32, assert_within, stored
-from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Located, Residency
+from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Residency
 from proa.ops.table import Norm, RouterRule
 from proa.ops.triton.choose import ChoiceSpace, ChooseOutputs, RouterRows, choice_space, choose
 from proa.ops.triton.locate import locate
 from proa.ops.triton.route import route
 from router_cases import ROUTERS
-
-EPS = 1e-6
-
-
-def poisoned(rows: int, width: int, top_k: int, device: torch.device) -> ChooseOutputs:
-    def full(dtype: torch.dtype, columns: int, value: float) -> Tensor:
-        return torch.full((rows, columns), value, dtype=dtype, device=device)
-
-    nan = float("nan")
-    addresses = (full(torch.int64, top_k, 7) for _ in range(2))
-    at = Located(full(torch.int32, top_k, -9), *addresses, full(torch.int32, top_k, -9))
-    total, normed = (full(torch.bfloat16, width, nan) for _ in range(2))
-    return ChooseOutputs(total, normed, full(torch.float32, top_k, nan), at)
 
 
 def some_residency(experts: int, top_k: int, rng: torch.Generator, device: torch.device) -> Residency:

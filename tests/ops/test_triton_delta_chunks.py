@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from delta_cases import SHAPES, Mixed, Shape, apply_rule, gates, inputs, poisoned_state, weights
-from ops.test_triton_delta import batch, chunks_of, on
+from ops.delta_inputs import batch, chunks_of, on
 from ops.triton_bounds import BF16, poisoned
 from proa.ops.table import DeltaInputs, DeltaWeights, RecurrentState
 from proa.ops.triton.delta_chunks import by_chunks

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ops.fp8_cases import NEEDS_FP8, NOT_FINITE, spec_round, sum_bound, values
-from ops.test_triton_experts import Layer, choose
 from ops.triton_bounds import EPS32, assert_within, poisoned, rand, stored
+from ops.triton_layers import Layer, choose
 from packing import Packed, Weights, random_weights
 from proa.native.formats import BF16_FORM, E4M3_FORMS, Form, Format, layout
 from proa.native.weights import Activation

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from conftest import HAVE_GPU
-from ops.test_triton_choose import EPS, poisoned
+from ops.choose_outputs import EPS, poisoned
 from proa.native.doorbell import JobSize, block_layout
 from proa.ops.bell_block import BellBlock, views
 from proa.ops.residency import Residency

@@ -8,12 +8,12 @@ import re
 from typing import Any
 
 import pytest
-from test_http_errors import CHAT, COMPLETIONS, USER, check_shape, post, run, send
 
 from fakes import FakeEngine, Reply
 from proa.server.app import build_app
 from proa.text.tokenizer import Tokenizer
 from served import make_service
+from server.http_calls import CHAT, COMPLETIONS, USER, check_shape, post, run, send
 
 
 @pytest.mark.parametrize("name_length", [1, 7, 60, 998, 1001, 5000])
