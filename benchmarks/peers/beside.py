@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proa.bench.kernel_cases import Shape
+from proa.bench.kernel_cases import ExpertShape
 from proa.bench.kernel_plan import KernelOptions
 from proa.bench.kernel_weights import bf16_bits
-from proa.bench.kernels import LEAST_CALLS, MOST_CALLS, Batch, Bench, Cell, open_bench, roof
+from proa.bench.kernels import LEAST_CALLS, MOST_CALLS, RoutedBatch, KernelBench, Cell, open_bench, roof
 from proa.bench.timing import percentile
 from proa.config.parse import HelpShown, parse
 from proa.errors import ProaError, UsageError
@@ -68,7 +68,7 @@ class Peer:
     version: str
     threads: int
     formats: Mapping[str, str]
-    load: Callable[[str, Shape, int, Dense, int], Loaded]  # format, shape, layers, weights, most tokens
+    load: Callable[[str, ExpertShape, int, Dense, int], Loaded]  # format, shape, layers, weights, most tokens
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def compare(make_peer: Callable[[int], Peer], options: KernelOptions) -> None:
         key: tuple[str, str] | None = None
         for cell in bench.cells():
             _print(json.loads(cell.json()))
-            shape = Shape(cell.shape, cell.hidden, cell.width, cell.experts, cell.top_k)
+            shape = ExpertShape(cell.shape, cell.hidden, cell.width, cell.experts, cell.top_k)
             with _unbound(bench):
                 if loaded is None or key != (cell.format, cell.shape):
                     if loaded is not None:
@@ -122,7 +122,7 @@ def compare(make_peer: Callable[[int], Peer], options: KernelOptions) -> None:
 
 
 @contextmanager
-def _unbound(bench: Bench) -> Iterator[None]:
+def _unbound(bench: KernelBench) -> Iterator[None]:
     """Proa binds its threads, the calling one too; a peer's threads begin with all CPUs, as they would alone."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, bench.plan.machine.usable_cpus)
@@ -132,7 +132,7 @@ def _unbound(bench: Bench) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def random_layer(shape: Shape) -> Dense:
+def random_layer(shape: ExpertShape) -> Dense:
     """Normal weights with variance 1 / columns, repeated with a shift: the same as nowhere else in an expert."""
     base = np.random.default_rng(0).standard_normal(_REPEATED + _PERIOD, np.float32)
 
@@ -158,8 +158,8 @@ def exact(dense: Dense, call: Call) -> npt.NDArray[np.float32]:
     return y
 
 
-def _row(bench: Bench, peer: Peer, cell: Cell, shape: Shape, loaded: Loaded, dense: Dense) -> dict[str, Any]:
-    batch = Batch(shape, cell.tokens)
+def _row(bench: KernelBench, peer: Peer, cell: Cell, shape: ExpertShape, loaded: Loaded, dense: Dense) -> dict[str, Any]:
+    batch = RoutedBatch(shape, cell.tokens)
     calls = [Call(batch.x, ids, weights) for ids, weights in zip(batch.ids, batch.weights, strict=True)]
     call, result = loaded.prepare(calls)
     call(0)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from beside import Call, Dense, Loaded, Peer, bf16_values, compare, options_of
 from ggml_calls import F32, GRAPH_NODES, I32, Ggml, Signatures
 
-from proa.bench.kernel_cases import Shape
+from proa.bench.kernel_cases import ExpertShape
 from proa.errors import UsageError
 
 
@@ -80,7 +80,7 @@ def run_beside(program: Program, script: str, argv: Sequence[str]) -> None:
 
 
 def _load(
-    program: Program, ggml: Ggml, of: str, shape: Shape, count: int, dense: Dense, most_tokens: int
+    program: Program, ggml: Ggml, of: str, shape: ExpertShape, count: int, dense: Dense, most_tokens: int
 ) -> Loaded:
     kind = program.types[of]
     memory = ggml.repacking_memory() if kind.repacked else ggml.plain_memory
@@ -96,7 +96,7 @@ def _load(
 class Layers:
     """The weights of several layers, and the graphs of the cell at hand."""
 
-    def __init__(self, ggml: Ggml, gated: Gated, shape: Shape, count: int, kind: int, memory: int) -> None:
+    def __init__(self, ggml: Ggml, gated: Gated, shape: ExpertShape, count: int, kind: int, memory: int) -> None:
         self._ggml, self._gated, self._shape = ggml, gated, shape
         self._context, self._cell = ggml.context(), Cell(ggml, gated)
         self._layers = [self._describe(kind) for _ in range(count)]
@@ -137,7 +137,7 @@ class Cell:
         self._graphs: list[tuple[int, int]] = []  # with the tensor of its result
         self._calls: Sequence[Call] = ()
 
-    def build(self, layers: Sequence[Layer], shape: Shape, calls: Sequence[Call]) -> None:
+    def build(self, layers: Sequence[Layer], shape: ExpertShape, calls: Sequence[Call]) -> None:
         ggml, context, tokens = self._ggml, self._new_context(), len(calls[0].x)
         x = ggml.new_tensor_3d(context, F32, shape.hidden, 1, tokens)
         self._ids = ggml.new_tensor_2d(context, I32, shape.top_k, tokens)
@@ -170,7 +170,7 @@ class Cell:
         self._contexts.append(self._ggml.context())
         return self._contexts[-1]
 
-    def _graph(self, layer: Layer, x: int, shape: Shape, tokens: int) -> tuple[int, int]:
+    def _graph(self, layer: Layer, x: int, shape: ExpertShape, tokens: int) -> tuple[int, int]:
         ggml, context, row_bytes = self._ggml, self._new_context(), shape.hidden * 4
         each = ggml.mul_mat_id(context, layer.down, self._gated(context, layer, x, self._ids), self._ids)
         each = ggml.mul(context, each, self._weights)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from beside import Call, Dense, Loaded, Peer, bf16_values, compare, main, options_of
 
-from proa.bench.kernel_cases import Shape
+from proa.bench.kernel_cases import ExpertShape
 from proa.errors import UsageError
 
 # Proa's format -> its class, bits of a weight with scales, and what it does.
@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> None:
         pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [workers]
         cpu = extension.CPUInfer(pool)
 
-        def load(of: str, shape: Shape, layers: int, dense: Dense, most_tokens: int) -> Loaded:
+        def load(of: str, shape: ExpertShape, layers: int, dense: Dense, most_tokens: int) -> Loaded:
             kind, bits, _ = CLASSES[of]
             made = [_layer(extension, cpu, kind, shape, dense, most_tokens) for _ in range(layers)]
             return Loaded(lambda calls: _prepare(cpu, made, shape, calls), bits, made.clear)
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> None:
     compare(make_peer, options)
 
 
-def _layer(extension: Any, cpu: Any, kind: str, shape: Shape, dense: Dense, most_tokens: int) -> Any:
+def _layer(extension: Any, cpu: Any, kind: str, shape: ExpertShape, dense: Dense, most_tokens: int) -> Any:
     config = extension.moe.MOEConfig(shape.experts, shape.top_k, shape.hidden, shape.width, 0)
     config.max_len, config.pool = -(-most_tokens // _TOKEN_STEP) * _TOKEN_STEP, cpu.backend_
     config.gate_proj, config.up_proj = dense.gate.ctypes.data, dense.up.ctypes.data
@@ -71,7 +71,7 @@ def _layer(extension: Any, cpu: Any, kind: str, shape: Shape, dense: Dense, most
 
 
 def _prepare(
-    cpu: Any, layers: Sequence[Any], shape: Shape, calls: Sequence[Call]
+    cpu: Any, layers: Sequence[Any], shape: ExpertShape, calls: Sequence[Call]
 ) -> tuple[Callable[[int], None], Callable[[], npt.NDArray[np.float32]]]:
     ids = [call.ids.astype(np.int64) for call in calls]
     y, tokens = np.zeros_like(calls[0].x), np.array([len(calls[0].x)], np.int32)

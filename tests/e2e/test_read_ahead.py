@@ -28,5 +28,5 @@ def test_tokens_are_the_same(gpu: str, tmp_path: Path) -> None:
     off, nothing = asyncio.run(decoded(folder, gpu, "off"))
     on, stats = asyncio.run(decoded(folder, gpu, "auto"))
     assert on == off
-    assert nothing.cpu_experts_foreseen == 0 < nothing.cpu_experts_needed
+    assert nothing.cpu_experts.foreseen == 0 < nothing.cpu_experts.needed
     assert 0 < stats.cpu_experts.foreseen <= stats.cpu_experts.needed

@@ -118,10 +118,10 @@ def test_qwen3_next_by_chunks(rng: torch.Generator, device: torch.device) -> Non
 
 
 def test_short_steps_and_old_devices_go_token_by_token() -> None:
-    assert takes_chunks(FEW_ROWS + 1, 128, False)
-    assert not takes_chunks(FEW_ROWS, 128, False)
-    assert not takes_chunks(FEW_ROWS + 1, 128, True)
-    assert not takes_chunks(FEW_ROWS + 1, 256, False)
+    assert takes_chunks(FEW_ROWS + 1, 128, one_each=False)
+    assert not takes_chunks(FEW_ROWS, 128, one_each=False)
+    assert not takes_chunks(FEW_ROWS + 1, 128, one_each=True)
+    assert not takes_chunks(FEW_ROWS + 1, 256, one_each=False)
     assert shape_for(75, 64 << 10) is None
     assert shape_for(120, 99 << 10) == shape_for(80, 163 << 10) != shape_for(90, 227 << 10)
 
