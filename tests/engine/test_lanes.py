@@ -376,8 +376,8 @@ def test_each_is_told_of_itself(kind: str, together: bool, load: Callable[[str, 
     poison(case, "d0", 0)
     ends = {event.id: event for event in events} | {name: of[-1] for name, of in finish_all(case.engine).items()}
     assert {name: end.error for name, end in ends.items() if end.finish == "error"} == {
-        "d0": "NaN or infinity in layer 0, from what comes before its experts.",
-        "long": "NaN or infinity in layer 1, from what comes before its experts.",
+        "d0": "NaN or infinity in layer 0, from the input of its experts.",
+        "long": "NaN or infinity in layer 1, from the input of its experts.",
     }
 
 

@@ -56,7 +56,7 @@ class Sums:
         ("2", "expert 32 on the GPU"),
         ("cpu", "expert 31 on the CPU"),
         ("shared", "the shared expert"),
-        ("x", "what comes before its experts"),
+        ("x", "the input of its experts"),
     ],
 )
 def test_the_source_is_named(

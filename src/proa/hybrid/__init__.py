@@ -1,1 +1,1 @@
-"""The routed experts of a model, some computed by a GPU and the rest by the CPU, as one: executes, decides nothing."""
+"""The routed experts of a model, split between a GPU and the CPU. Executes a plan; decides nothing."""

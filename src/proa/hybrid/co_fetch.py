@@ -1,5 +1,5 @@
-"""How many of a few tokens' misses the GPU reads in RAM itself while the CPU computes the others: pure arithmetic over
-rates. Never: addresses, kernels.
+"""Co-fetch: how many missed experts of a small step the GPU reads in RAM over PCIe, while the CPU computes the others.
+Pure arithmetic over rates. Never: addresses, kernels.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from functools import partial
 
 from proa.native.doorbell import Counters
 
-HALF_LIFE_BYTES = 8 << 30  # of what the CPU read: its rate is that of the last few tokens
-LEAST_BYTES = 64 << 20  # read before its rate counts
+HALF_LIFE_BYTES = 8 << 30  # half-life of the CPU's measured rate, in bytes read: a few tokens
+LEAST_BYTES = 64 << 20  # bytes the CPU must have read before its rate is used
 
 
 @dataclass(frozen=True)
 class InPlaceRates:
-    """bus: at which the GPU reads experts in RAM alone; ram: at which GPU and CPU read them together."""
+    """bus: the GPU reads experts in RAM, alone. ram: the sum of GPU and CPU when both read experts in RAM."""
 
     bus_bytes_per_s: float
     ram_bytes_per_s: float
 
 
 class CoFetch:
-    """The CPU's rate is measured in service, over jobs of few pairs; until then the GPU reads none."""
+    """`shares`: see `balanced`. The CPU's rate is measured in service, over jobs of few (token, expert) pairs; until it
+    is known the GPU reads no expert in RAM."""
 
     def __init__(self, rates: InPlaceRates, most: int) -> None:
-        """most: pairs of a step of few tokens, and thus misses."""
+        """most: (token, expert) pairs of a step that co-fetches, and so the most misses."""
         self.rates = rates
         self.shares = (0,) * (most + 1)
         self._most = most
@@ -33,7 +34,7 @@ class CoFetch:
         self._bytes, self._s = 0.0, 0.0
 
     def share(self, now: Counters) -> tuple[int, ...] | None:
-        """What `shares` are from now on, if that changes. `now`: of the doorbell, since it was made."""
+        """Update `shares` from the doorbell's counters, which count from its start. Return them if they changed."""
         last, self._last = self._last, now
         jobs, pairs = now.jobs - last.jobs, now.pairs - last.pairs
         nbytes, took_s = now.weight_bytes - last.weight_bytes, now.moe_s - last.moe_s
@@ -51,9 +52,10 @@ class CoFetch:
 
 
 def balanced(most: int, rates: InPlaceRates, cpu_bytes_per_s: float) -> tuple[int, ...]:
-    """[m]: of m experts, up to `most`, how many the GPU reads so that both end soonest; as few as that takes.
+    """Entry m, up to `most`: how many of m missed experts the GPU reads so that the slower of GPU and CPU ends soonest;
+    the fewest of equals.
 
-    Where the CPU uses RAM up, the GPU's reads would come out of the CPU's: it gets only what is left of the RAM's rate.
+    The GPU gets only the RAM bandwidth that the CPU leaves: beyond it, its reads would slow down the CPU's.
     """
     bus = min(rates.bus_bytes_per_s, rates.ram_bytes_per_s - cpu_bytes_per_s)
     if bus <= 0:
@@ -63,7 +65,7 @@ def balanced(most: int, rates: InPlaceRates, cpu_bytes_per_s: float) -> tuple[in
         return max(fetched / bus, (misses - fetched) / cpu_bytes_per_s)
 
     def best(misses: int) -> int:
-        """Parts of experts are not read: as many whole ones as end together, or one more."""
+        """Experts are read whole: the number at which both end together, rounded down or up."""
         together = int(misses * bus / (bus + cpu_bytes_per_s))
         return min(together, min(misses, together + 1), key=partial(takes, misses))  # the first of equals
 

@@ -1,4 +1,5 @@
-"""Copies between RAM and a device beside the steps: started, asked about, not waited for. Never: what, and when."""
+"""Asynchronous copies between RAM and a device, beside the steps: started and polled, never waited for. Never: deciding
+what is copied and when."""
 
 from __future__ import annotations
 
@@ -13,34 +14,34 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-Pairs = Sequence[tuple[Tensor, Tensor]]  # (to, from), of one size and type, without gaps
+Pairs = Sequence[tuple[Tensor, Tensor]]  # (to, from), of equal size and dtype, contiguous
 
 _CHUNK_BYTES = 1 << 18
 
 
 class Copy(Protocol):
     def done(self) -> bool:
-        """All of it has arrived, for whatever starts from now on. Raises what went wrong."""
+        """True once all bytes have arrived, visible to work that is launched from now on. Raises the copy's error."""
 
 
 class Copier(Protocol):
     def start(self, pairs: Pairs) -> Copy:
-        """One after another, behind what was started before. Both sides stay as they are until it is done."""
+        """Start copies, in order, after those started before. Neither side may be written until the copy is done."""
 
     def close(self) -> None:
-        """No copy is under way from now on."""
+        """Finish all copies that were started."""
 
 
 @dataclass(frozen=True)
 class Copiers:
-    """weights: of whole experts. counts: of a few KB that must not queue behind those."""
+    """weights: copies whole experts. counts: copies a few KB, which must not queue behind experts."""
 
     weights: Copier
     counts: Copier
 
 
 class GpuCopier:
-    """On a stream of its own. From RAM that is registered it is DMA; from other RAM the driver copies it first."""
+    """Copies on a CUDA stream of its own: by DMA from registered RAM; other RAM the driver stages first."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -67,7 +68,7 @@ class _Recorded:
 
 
 class HostCopier:
-    """Where a CPU stands in for the GPU: by a thread, at `bytes_per_s` of wall time, or as fast as it goes."""
+    """The copier of a simulated GPU: a thread that copies at `bytes_per_s`, or unthrottled if None."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._rate = bytes_per_s
@@ -85,7 +86,7 @@ class HostCopier:
         self._thread.join()
 
     def _work(self) -> None:
-        free_s = time.perf_counter()  # when the link has passed on what came so far
+        free_s = time.perf_counter()  # when the simulated link has finished all copies so far
         while (job := self._waiting.get()) is not None:
             pairs, flag = job
             free_s = max(free_s, time.perf_counter())

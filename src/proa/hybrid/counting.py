@@ -1,7 +1,8 @@
-"""Which experts steps chose and where those were: counted on the device, fetched beside the steps. Never: what follows.
+"""Counts of the experts that steps choose, and of hits: counted on the device, fetched beside the steps. Never: acting
+on the counts.
 
-What is fetched while a step runs has some of its layers in it and not the others, which come with the next look: sums
-are right, and of each layer it is whole tokens.
+A fetch during a step has the counts of some of its layers; those of the others come with the next look. Sums stay
+exact, and each layer has counts of whole tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ _WAIT_S = 1e-3
 
 @dataclass(frozen=True)
 class Seen:
-    """Since the last look: how often each expert was chosen, [layers, experts of the largest], and by how many tokens
-    of each layer, [layers]."""
+    """Counts since the last look. chosen: [layers, experts of the largest layer]; tokens: in each layer, [layers]."""
 
     chosen: NDArray[np.int64]
     tokens: NDArray[np.float32]
@@ -33,7 +33,7 @@ class Seen:
 
 @dataclass
 class Tally:
-    """Since the start. A hit is a choice of an expert that the device had; bytes count an expert once a look."""
+    """Sums since the start. A hit is a choice of an expert on the device; bytes count each expert once per look."""
 
     looks: int = 0
     choices: int = 0
@@ -43,7 +43,7 @@ class Tally:
 
 
 class Counting:
-    """`tables` must count. expert_bytes: of one expert of each layer. trace: a file that each look is added to."""
+    """`tables` must count. expert_bytes: of one expert, for each layer. trace: a file that each look is appended to."""
 
     def __init__(
         self, tables: Tables, top_k: int, expert_bytes: Sequence[int], copier: Copier, trace: Path | None = None
@@ -58,7 +58,7 @@ class Counting:
         self._trace = None if trace is None else trace.open("wb", buffering=0)  # readers see each look at once
 
     def look(self) -> Seen | None:
-        """What has been fetched since the last look; None: nothing. The next fetch starts."""
+        """Return the counts since the last look and start the next fetch; None while a fetch is under way."""
         if self._copy is not None and not self._copy.done():
             return None
         seen = None if self._copy is None else self._take()
@@ -66,7 +66,7 @@ class Counting:
         return seen
 
     def settle(self) -> None:
-        """No step is under way: `totals` has all of them from now on."""
+        """Wait for the fetch and bring `totals` up to date. No step may be under way."""
         while self._copy is not None and not self._copy.done():
             time.sleep(_WAIT_S)
         self._copy = None

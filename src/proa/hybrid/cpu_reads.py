@@ -1,4 +1,4 @@
-"""The CPU computes a token's experts of a layer, again and again, to see how fast that is. Never: what follows."""
+"""Measurement of the CPU's rate: it computes one token's experts of a layer repeatedly. Never: using the rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proa.native.weights import Rows, moe
 
 
 class CpuReads:
-    """`at_once` experts of those in RAM in each call. The calling thread works along."""
+    """Each call computes `at_once` of the layer's experts in RAM. The calling thread takes part."""
 
     def __init__(self, memory: LayerMemory, pool: Pool, at_once: int) -> None:
         if memory.stacks is None:
@@ -24,7 +24,7 @@ class CpuReads:
         self._x, self._y = torch.zeros(1, hidden, dtype=torch.bfloat16), torch.empty(1, hidden)
 
     def __call__(self) -> int:
-        """Bytes of weights that were read."""
+        """Compute the next experts; return the bytes of weights read."""
         hidden, first = self._x.shape[1], self._at
         self._at = first + self._count if first + 2 * self._count <= len(self._ids) else 0
         moe(

@@ -1,4 +1,4 @@
-"""What the CUDA driver has and torch has not: copies, stores, waits and calls of native functions in a stream's order,
+"""Functions of the CUDA driver that torch lacks: copies, stores, waits and calls of native functions in stream order,
 which a graph captures. Never: what they are for.
 """
 
@@ -31,8 +31,8 @@ _SIGNATURES = {
 
 
 class Driver:
-    """The calling thread has a context. Whatever the driver refuses is a NativeError. Functions with a stream launch,
-    and do not wait."""
+    """The calling thread must have a CUDA context. Methods raise NativeError for an error code of the driver; those
+    with a stream launch, and do not wait."""
 
     def __init__(self, path: str = LIBRARY) -> None:
         try:
@@ -46,34 +46,34 @@ class Driver:
         return bool(found.value)
 
     def device_address(self, host_address: int) -> int:
-        """Where the device sees pinned memory."""
+        """Return the device address of pinned host memory."""
         found = c_uint64()
         self._call("cuMemHostGetDevicePointer_v2", ctypes.addressof(found), host_address, 0)
         return found.value
 
     def stream(self, device: torch.device) -> int:
-        """That is current."""
+        """Return the handle of the current stream."""
         stream: int = torch.cuda.current_stream(device).cuda_stream
         return stream
 
     def copy_to_host(self, stream: int, to: int, source: int, nbytes: int) -> None:
-        """`to` is pinned."""
+        """Copy to pinned memory."""
         self._call("cuMemcpyDtoHAsync_v2", to, source, nbytes, stream)
 
     def copy_to_device(self, stream: int, to: int, source: int, nbytes: int) -> None:
-        """`source` is pinned."""
+        """Copy from pinned memory."""
         self._call("cuMemcpyHtoDAsync_v2", to, source, nbytes, stream)
 
     def store(self, stream: int, device_address: int, value: int) -> None:
-        """32 bits; what the stream wrote before is seen by whoever sees the value."""
+        """Store 32 bits, as a release: a reader that sees the value sees what the stream wrote before."""
         self._call("cuStreamWriteValue32_v2", stream, device_address, value, 0)
 
     def wait_for_bits(self, stream: int, device_address: int, bits: int) -> None:
-        """Until one of these bits of the 32 is set."""
+        """Wait until at least one of `bits` is set in the 32-bit word."""
         self._call("cuStreamWaitValue32_v2", stream, device_address, bits, _WAIT_AND)
 
     def call(self, stream: int, function: int, argument: int) -> None:
-        """void function(void*), on a thread of the driver."""
+        """Call `void function(void*)` on a thread of the driver."""
         self._call("cuLaunchHostFunc", stream, function, argument)
 
     def _call(self, name: str, *arguments: int) -> None:

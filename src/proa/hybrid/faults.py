@@ -1,5 +1,5 @@
-"""Rows of a step whose values became infinite or no numbers, and where: noted by the device, read when there is reason
-to. Never: what is done about it.
+"""Fault records: rows of a step that became non-finite (NaN or Inf), and in which layer. The device writes them; the
+host reads them only after non-finite logits or sums. Never: reacting to faults.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerF
 @dataclass(frozen=True)
 class Fault:
     row: int  # of the step
-    layer: int  # counting layers with experts
+    layer: int  # counts MoE layers only
     source: str  # "expert 5 on the GPU"
 
 
 class FaultRecords:
-    """Room for steps of `rows` rows that go to `top_k` experts each, and for one more that others run between."""
+    """Records for steps of up to `rows` rows with `top_k` experts each, and a second set for a step in parts, since
+    other steps run between its parts."""
 
     def __init__(self, rows: int, top_k: int, device: torch.device) -> None:
         self._of_steps, self._of_parts = torch.zeros(2, rows, IDS + top_k, dtype=torch.int32, device=device)
         self._notes = Notes(self._of_steps)
 
     def of(self, layer: int) -> LayerFaults:
-        """For the device's part of the layer with this number."""
+        """Return the records as the MoE layer with this number writes them."""
         return LayerFaults(self._notes, layer)
 
     @contextmanager
     def of_parts(self) -> Iterator[None]:
-        """What is launched and taken meanwhile is of a step in parts. Nothing that is captured meanwhile may stay."""
+        """Within the context, launches and `take` use the records of the step in parts. A graph captured within it
+        must not outlive it."""
         self._notes.records = self._of_parts
         try:
             yield
@@ -41,7 +43,7 @@ class FaultRecords:
             self._notes.records = self._of_steps
 
     def take(self, rows: int) -> list[Fault]:
-        """Of the first `rows` rows; all records are empty afterwards. Waits for the current stream."""
+        """Return the faults of the first `rows` rows and clear all records. Waits for the current stream."""
         records = self._notes.records[:rows]
         found = records[:, LAYER].nonzero().flatten().tolist()
         if not found:
@@ -57,10 +59,10 @@ class FaultRecords:
 def _source(record: list[int]) -> str:
     sources, own, ids = record[SOURCES], record[OWN], record[IDS:]
     if sources & INPUT:
-        return "what comes before its experts"
-    theirs = [e for k, e in enumerate(ids) if e >= 0 and not own >> k & 1]
+        return "the input of its experts"
+    on_cpu = [e for k, e in enumerate(ids) if e >= 0 and not own >> k & 1]
     parts = [_experts([e for k, e in enumerate(ids) if sources >> k & 1], "on the GPU")]
-    parts.append(_experts(theirs, "on the CPU") if sources & CPU else "")
+    parts.append(_experts(on_cpu, "on the CPU") if sources & CPU else "")
     parts.append("the shared expert" if sources & SHARED else "")
     return " and ".join(filter(None, parts)) or f"the sum of {_experts([e for e in ids if e >= 0], 'together')}"
 

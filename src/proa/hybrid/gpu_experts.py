@@ -1,4 +1,4 @@
-"""The GPU's part of a layer: Triton kernels over packed experts, by address. Never: whose experts they are."""
+"""The GPU's experts of a layer: Triton kernels over packed experts, by address. Never: deciding which experts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from proa.ops.triton.expert_sum import ExpertSum, Watch, can_wait
 from proa.ops.triton.experts import ExpertSpace, expert_space, experts
 from proa.ops.triton.locate import locate
 
-PROBED_AT_ONCE = 4  # as many as a step of one token may leave to the bus
-READS_AT_LEAST = 64  # of a graph: launched one by one, small experts are read faster than they are launched
+PROBED_AT_ONCE = 4  # experts per call: about what a step of one token reads over PCIe
+READS_AT_LEAST = 64  # calls per graph: launched singly, small experts would be bound by launches, not by PCIe
 
 
 class GpuSpaces:
-    """Memory between kernels, shared by layers of one shape: their calls follow one another. fp8: see expert_space."""
+    """Workspaces between kernels, shared by layers of one shape, whose calls run in order. fp8: see expert_space."""
 
     def __init__(self, tokens: int, top_k: int, *, fp8: bool = False) -> None:
         self._tokens, self._top_k, self._fp8 = tokens, top_k, fp8
@@ -39,8 +39,7 @@ class GpuSpaces:
 
 
 class InPlace:
-    """Calls by which the GPU reads all of a layer's experts that are in RAM, which must be registered: `at_once` in one
-    call, others in the next."""
+    """Calls by which the GPU reads a layer's experts in RAM, `at_once` per call. The RAM must be registered."""
 
     def __init__(self, memory: LayerMemory, space: ExpertSpace, at_once: int = PROBED_AT_ONCE) -> None:
         device, self.shape, self._space = memory.slots.up.device, memory.shape, space
@@ -51,13 +50,13 @@ class InPlace:
         self._x = torch.zeros(1, memory.shape.hidden, dtype=torch.bfloat16, device=device)
 
     def read(self, at: Located) -> None:
-        """Launch the call of one of the batches."""
+        """Launch the call for one of `batches`."""
         experts(self._x, at, self.shape, self._space, in_pieces=self._in_pieces)
 
 
 class ReadInPlace:
-    """How fast the GPU reads a layer's experts in RAM: all calls are one graph, as in a decode step. Implements
-    GpuReader."""
+    """Measures how fast the GPU reads a layer's experts in RAM, with all calls in one graph, as in a decode step.
+    Implements GpuReader."""
 
     def __init__(self, memory: LayerMemory, space: ExpertSpace, at_once: int = PROBED_AT_ONCE) -> None:
         device = memory.slots.up.device
@@ -70,7 +69,7 @@ class ReadInPlace:
         graph, calls = torch.cuda.CUDAGraph(), self._calls
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._stream.wait_stream(torch.cuda.default_stream(device))  # where the addresses were written
-            calls.read(calls.batches[0])  # what it launches is loaded then
+            calls.read(calls.batches[0])  # compiles and loads the kernels
             self._stream.synchronize()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 for at in calls.batches * self._times:
@@ -79,7 +78,7 @@ class ReadInPlace:
 
     @property
     def nbytes(self) -> int:
-        """Of a replay of the graph."""
+        """Bytes of weights per replay of the graph."""
         calls, of = self._calls, self._calls.shape
         return self._times * len(calls.batches) * calls.count * (of.up.matrix_bytes + of.down.matrix_bytes)
 
@@ -104,7 +103,7 @@ class ReadInPlace:
 
 
 def _in_ram(memory: LayerMemory, first: int, count: int, device: torch.device) -> Located:
-    """One token's choice of experts, by their numbers there."""
+    """Locate `count` experts in RAM, from number `first` of `memory.in_ram` on, as the choice of one token."""
     places = [memory.addresses(number) for number in range(first, first + count)]
     up, down = (torch.tensor([at], dtype=torch.int64, device=device) for at in zip(*places, strict=True))
     ids = torch.arange(count, dtype=torch.int32).to(device)[None]

@@ -1,4 +1,4 @@
-"""A GPU's way to the CPU. Why it is right stands in transport.py. Never: anything that a CPU alone could need."""
+"""The transport between a GPU and the CPU; transport.py says why it is correct. Never: code that needs no GPU."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from proa.ops.bell_block import Bell
 from proa.ops.table import NextRouter
 from proa.ops.triton import bell
 
-ANSWER_TIMEOUT_S = 1.0  # for an empty job at start
+ANSWER_TIMEOUT_S = 1.0  # of the probe's rounds at start
 LOOK_AGAIN_S = 1e-4
 PROBES = 5
 _NO_ANSWER = "The CPU did not answer an empty job of {device} within {seconds:g} s."
 
 
 class GpuTransport:
-    """Of a GPU: push and pull launch on the current stream, and may be captured in a graph.
+    """Implements Transport for a GPU: push and pull launch on the current stream, and may be captured in a graph.
 
-    Raises what Doorbell raises, and NativeError where the driver has no such way.
+    Raises what Doorbell raises, and NativeError if the driver does not support `way`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GpuTransport:
         torch.cuda.synchronize(device)  # the zeros are there before a step on any stream; the thread has a context
         self._way: GpuWay = make_way(way, memory, size, device, self._state, self.doorbell)
         torch.cuda.synchronize(device)
-        if way is Way.CALLS:  # what the driver has yet to call must be there when this process ends
+        if way is Way.CALLS:  # the driver may still call the doorbell's functions while this process ends
             atexit.register(_settle, weakref.ref(self))
 
     def arm(self) -> None:
@@ -84,7 +84,8 @@ class GpuTransport:
         return self.doorbell.counters()
 
     def probe_us(self, rounds: int = 200) -> float:
-        """Measured in a graph, as in service: the best of a few, since a thread that loses its CPU once takes ms."""
+        """Microseconds of an empty round trip, measured in a graph, as in service: the best of PROBES, since a thread
+        that is descheduled once costs milliseconds."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         again = empty_round(self, self.size, self.device)
         self.arm()
@@ -115,7 +116,7 @@ class GpuTransport:
         done.record(stream)
         deadline_s = time.perf_counter() + ANSWER_TIMEOUT_S
         while not done.query():  # type: ignore[no-untyped-call]
-            time.sleep(LOOK_AGAIN_S)  # a CPU that this thread kept busy might be the doorbell's
+            time.sleep(LOOK_AGAIN_S)  # the doorbell's thread may need this thread's CPU
             if time.perf_counter() > deadline_s:
                 text = _NO_ANSWER.format(device=self.device, seconds=ANSWER_TIMEOUT_S)
                 self.doorbell.fail(text)
@@ -125,7 +126,7 @@ class GpuTransport:
         return done
 
     def close(self) -> None:
-        """Whatever still waits on the GPU is told of a failure, and is waited for."""
+        """Fail the doorbell, which ends all waits on the GPU, then synchronise and close."""
         if self._closed:
             return
         self._closed = True

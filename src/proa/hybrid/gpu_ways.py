@@ -1,5 +1,5 @@
-"""How a GPU hands over a job and waits for its answer: three ways, and why each is right in transport.py. Never: which
-one is taken, and what the CPU does.
+"""Three ways in which a GPU hands a job to the CPU and waits for its answer; transport.py says why each is correct.
+Never: choosing one, the CPU's side.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from proa.ops.table import NextRouter
 from proa.ops.triton import bell, choose, look_ahead
 
 FLAG, FAILED = 1, 1 << 31  # csrc/src/doorbell.h
-LOOKS = 1 << 20  # of a kernel over the bus, about a microsecond each: how long it waits to see what the CPU writes
-STARTED_S = 0.001  # after the driver says so, a kernel looks
-_CPU_WORD = 12  # behind the header: of memory that nobody else writes
+LOOKS = 1 << 20  # polls of the trial kernel over PCIe, about 1 us each, until it sees the CPU's write
+STARTED_S = 0.001  # from the event before the trial kernel to the CPU's write: the kernel polls by then
+_CPU_WORD = 12  # bytes from the header to a word that nothing else writes
 
 
 class GpuWay(Protocol):
-    """On the current stream; may be captured. push and pull as Transport's."""
+    """Launches on the current stream and may be captured. push, foresee, pull and bell: see Transport."""
 
     def push(self, x: Tensor, ids: Tensor, weights: Tensor, up_address: Tensor, layer: int) -> None: ...
 
@@ -37,16 +37,16 @@ class GpuWay(Protocol):
     def bell(self, layer: int) -> Bell | None: ...
 
     def try_out(self) -> None:
-        """Before anything waits for good. Raises NativeError if it would wait in vain."""
+        """Try the way before a wait without a bound depends on it. Raises NativeError if such a wait would hang."""
 
     def free(self) -> None:
-        """After the doorbell has failed: whatever might not see that stops waiting too."""
+        """End waits that may not see that the doorbell has failed. Call it after Doorbell.fail."""
 
 
 def make_way(
     way: Way, memory: Tensor, size: JobSize, device: torch.device, state: Tensor, doorbell: Doorbell
 ) -> GpuWay:
-    """memory uint8: the doorbell's block, pinned. Raises NativeError where the driver cannot."""
+    """Make `way`. memory uint8: the doorbell's block, pinned. Raises NativeError if the driver does not support it."""
     if way is Way.NUMBER:
         return ByKernels(memory, size, device, state)
     driver = Driver()
@@ -55,7 +55,7 @@ def make_way(
 
 
 class ByKernels:
-    """Kernels write the job into pinned memory and look there for its answer."""
+    """Kernels write the job into pinned memory and poll there for its answer."""
 
     def __init__(self, memory: Tensor, size: JobSize, device: torch.device, state: Tensor) -> None:
         self._block = views(memory, block_layout(size), size)
@@ -83,9 +83,9 @@ class ByKernels:
         return Bell(self._block, self._state, layer)
 
     def try_out(self) -> None:
-        """A kernel that is under way sees what the CPU writes then; it stops looking by itself."""
+        """Check that a running kernel sees what the CPU writes. The trial kernel polls at most LOOKS times."""
         found = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self.look(1, found)  # compiled
+        self.look(1, found)  # compiles and loads the kernel
         began, ended = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(self._device).synchronize()
         began.record()
@@ -100,31 +100,34 @@ class ByKernels:
             raise NativeError(f"A kernel of {self._device} does not see what the CPU writes to pinned memory.")
 
     def look(self, turns: int, found: Tensor) -> None:
-        """Launch a kernel that looks at the word up to so many times, until it is not 0, and copies it to `found`."""
+        """Launch a kernel that polls the word up to `turns` times, until it is not 0, and copies it to `found`."""
         bell.look(self._word, turns, found)
 
     def free(self) -> None:
-        pass  # try_out has shown that they see it
+        pass  # try_out has shown that kernels see the CPU's writes, and so the failure
 
 
 class Signals(Protocol):
-    """Of jobs that are copied, in a stream's order."""
+    """Signals around a job that is copied, in stream order."""
 
     def before(self, stream: int) -> None:
-        """The next job may be written."""
+        """Wait until the next job may be copied to the CPU."""
 
-    def ring(self, stream: int) -> None: ...
+    def ring(self, stream: int) -> None:
+        """Tell the CPU that the job's copy is complete."""
 
-    def wait(self, stream: int) -> None: ...
+    def wait(self, stream: int) -> None:
+        """Wait until the CPU has answered."""
 
-    def free(self) -> None: ...
+    def free(self) -> None:
+        """See GpuWay.free."""
 
 
 class Copies(Protocol):
-    """In a stream's order."""
+    """The part of Driver that copies, in stream order."""
 
     def stream(self, device: torch.device) -> int:
-        """That is current."""
+        """Return the handle of the current stream."""
 
     def copy_to_host(self, stream: int, to: int, source: int, nbytes: int) -> None: ...
 
@@ -132,12 +135,12 @@ class Copies(Protocol):
 
 
 class ByCopies:
-    """A kernel writes the job into the GPU's memory; it goes to the CPU as a copy, and the answer comes back as one."""
+    """A kernel writes the job into GPU memory; the job is copied to the CPU, and the answer is copied back."""
 
     def __init__(
         self, host: Tensor, size: JobSize, state: Tensor, memory: Tensor, driver: Copies, signals: Signals
     ) -> None:
-        """host, memory uint8: blocks for a job of `size`, where the CPU and where the GPU has it."""
+        """host, memory: uint8 blocks for a job of `size`, in pinned memory and on the GPU."""
         self._host, self._size, self._device, self._state = host, size, memory.device, state
         self._memory, self._driver, self._signals = memory, driver, signals
         self._jobs = functools.cache(lambda tokens: (self._of(self._memory, tokens), self._of(self._host, tokens)))
@@ -154,7 +157,7 @@ class ByCopies:
         self._signals.ring(stream)
 
     def foresee(self, x: Tensor, slots: Tensor, following: NextRouter, cpu: Tensor, layer: int) -> None:
-        """Each copy costs more time than is to be won."""
+        """Do nothing: copying the hint costs more time than the prefetch saves."""
 
     def pull(self, out: Tensor) -> None:
         here, there = (job.block for job in self._jobs(len(out)))
@@ -167,7 +170,8 @@ class ByCopies:
         return None
 
     def try_out(self) -> None:
-        """Kernels behind a wait are loaded before it: loading may wait for the stream. `free` ends what hangs else."""
+        """Load the kernels that follow a wait, since loading may wait for the stream. Signals that fail are found by
+        the probe's timeout, and `free` ends their waits."""
         here, _ = self._jobs(1)
         bell.take(torch.empty(here.block.y.shape, device=self._device), here.block, self._state)
 
@@ -176,7 +180,8 @@ class ByCopies:
 
 
 class Flags:
-    """Stream memory operations. What they store is fixed in a graph, so flags are set and reset, not counted."""
+    """Signals by stream memory operations. A graph stores the same value at each replay, so flags are set and reset
+    instead of counted."""
 
     def __init__(self, driver: Driver, memory: Tensor, layout: BlockLayout, device: torch.device) -> None:
         if not driver.has_stream_mem_ops(device):
@@ -196,7 +201,7 @@ class Flags:
         self._driver.store(stream, self._rung, 0)
 
     def free(self) -> None:
-        """By the GPU itself, which may not see what the CPU wrote."""
+        """Store the failure from the GPU, which may not see the CPU's writes."""
         self.free_on(torch.cuda.Stream(self._device).cuda_stream)  # type: ignore[no-untyped-call]
 
     def free_on(self, stream: int) -> None:
@@ -205,13 +210,13 @@ class Flags:
 
 
 class Calls:
-    """The driver calls the doorbell's native functions, on a thread of its own: no lock of Python's is taken."""
+    """Signals by calls: a thread of the driver calls the doorbell's native functions, without the GIL."""
 
     def __init__(self, driver: Driver, doorbell: Doorbell) -> None:
         self._driver, self._calls = driver, doorbell.calls
 
     def before(self, stream: int) -> None:
-        pass  # the last call returned when its job was answered
+        pass  # the last wait returned after the CPU's answer
 
     def ring(self, stream: int) -> None:
         self._driver.call(stream, self._calls.ring, self._calls.doorbell)
@@ -220,4 +225,4 @@ class Calls:
         self._driver.call(stream, self._calls.wait, self._calls.doorbell)
 
     def free(self) -> None:
-        pass  # they run on this side
+        pass  # the calls run on the CPU and see the failure

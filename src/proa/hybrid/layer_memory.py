@@ -1,4 +1,4 @@
-"""Where the weights of a layer's experts are: slots of a device, stacks in RAM. Never: computing with them."""
+"""The memory of a layer's expert weights: slots on a device, stacks in RAM. Never: computing with them."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from proa.ops.table import Parameters
 
 
 class LayerMemory:
-    """`resident`: experts that the device has. `inclusive`: RAM has those as well; else only the others.
+    """`resident`: experts on the device. `inclusive`: RAM holds all experts; else only the others.
 
-    Slots and stacks have one form, that of what the checkpoint stores: it is known, and memory taken, once all sinks
-    have been told what to expect. Biases do not move: the device and RAM have those of all experts (decision 030), and
-    where RAM has not all experts, the stacks have those of theirs once more, by their numbers.
+    Slots and stacks have the same form, which follows from the stored types: it is known, and memory is allocated, once
+    all sinks have been told the types to expect. Biases do not move: the device and RAM each hold those of all experts
+    (decision 030). If RAM does not hold all experts, its stacks have a second copy of their biases, by number in RAM.
     """
 
     def __init__(
         self, of: Mlp, experts: int, resident: Sequence[int], inclusive: bool, device: torch.device, ram: Memory,
         staging: Staging,
     ) -> None:  # fmt: skip
-        """of: each expert."""
+        """of: the shape of each expert."""
         self.hidden, self.width, self.experts = of.hidden, of.width, experts
         self._resident, self._device, self._staging, self._gating = tuple(resident), device, staging, of.gating
         self._up_stored: set[str] = set()
         self._down_stored: set[str] = set()
         here = frozenset(resident)
         self.in_ram = [e for e in range(experts) if inclusive or e not in here]
-        self.number_of = {expert: number for number, expert in enumerate(self.in_ram)}  # among the CPU's
+        self.number_of = {expert: number for number, expert in enumerate(self.in_ram)}  # number in RAM
         self.cpu_computes = len(here) < experts
         count = len(self.in_ram)
         self._biases = GatedBiases(experts, of.hidden, of.width) if of.bias else None
-        theirs = GatedBiases(count, of.hidden, of.width) if of.bias and count < experts else self._biases
+        in_ram = GatedBiases(count, of.hidden, of.width) if of.bias and count < experts else self._biases
         self.stacks = (
             GatedStacks(
-                ram, count, of.hidden, of.width, theirs, of.gating, self._up_stored, self._down_stored
+                ram, count, of.hidden, of.width, in_ram, of.gating, self._up_stored, self._down_stored
             )
             if count
             else None
@@ -54,13 +54,13 @@ class LayerMemory:
 
     @property
     def shape(self) -> ExpertShape:
-        """Of each expert, wherever it is."""
+        """The shape of each expert, on the device and in RAM."""
         up, down = kept_form(self._up_stored, self.hidden), kept_form(self._down_stored, self.width)
         return ExpertShape(self.hidden, self.width, up, down, ACTIVATIONS[self._gating.kind], self._gating.limit)
 
     @cached_property
     def biases(self) -> Biases | None:
-        """On the device, once they are loaded."""
+        """All experts' biases, copied to the device at the first access, which must come after loading."""
         if self._biases is None:
             return None
         return Biases(*(t.flatten(1).to(self._device) for t in (self._biases.up, self._biases.down)))
@@ -80,7 +80,7 @@ class LayerMemory:
                 yield from ((f"{e}.{name}", sink) for name, sink in self._biases.sinks(e))
 
     def _slot_sinks(self, expert: int) -> Parameters:
-        """gate, up, down (.weight)."""
+        """Sinks for gate.weight, up.weight and down.weight of an expert that only the device holds."""
         up, down = self._up_stored.add, self._down_stored.add
         sizes = ((self.width, self.hidden, up), (self.width, self.hidden, up), (self.hidden, self.width, down))
         for part, (rows, columns, expect) in enumerate(sizes):
@@ -92,7 +92,7 @@ class LayerMemory:
             yield f"{('gate', 'up', 'down')[part]}.weight", DevicePanels(rows, columns, expect, where, self._staging)
 
     def fill_slots(self) -> None:
-        """Copy what RAM has too, once it is loaded; and biases to where the CPU's experts are."""
+        """After loading: copy to the slots the experts that RAM holds too, and biases to the CPU's stacks."""
         for expert, number in self.number_of.items():
             self.bring_bias(expert, number)
         for expert, slot in self.slots.slot_of.items():
@@ -101,20 +101,20 @@ class LayerMemory:
                     to.copy_(packed)
 
     def bring_bias(self, expert: int, number: int) -> None:
-        """From now on the CPU has this expert under this number: its biases follow. No job may be under way."""
-        theirs = self.stacks.biases if self.stacks is not None else None
-        if self._biases is not None and theirs is not None and theirs is not self._biases:
-            theirs.up[number], theirs.down[number] = self._biases.up[expert], self._biases.down[expert]
+        """Copy an expert's biases to its number in RAM, which it has from now on. No job may be under way."""
+        in_ram = self.stacks.biases if self.stacks is not None else None
+        if self._biases is not None and in_ram is not None and in_ram is not self._biases:
+            in_ram.up[number], in_ram.down[number] = self._biases.up[expert], self._biases.down[expert]
 
     def in_place(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Packed bytes of an expert in RAM, piece by piece: of gate and up, of down."""
+        """Packed bytes of an expert in RAM, uint8, in pieces: (gate and up, down)."""
         if self.stacks is None:
             raise ValueError("RAM has no expert of this layer")
         up, down = (_spans(stack, number) for stack in (self.stacks.up, self.stacks.down))
         return up, down
 
     def addresses(self, number: int) -> tuple[int, int]:
-        """Of an expert in RAM, gate and up and down, as the device's kernels take them: see ops/pieces.py."""
+        """Tagged addresses (ops/pieces.py) of an expert in RAM, for the device's kernels: (gate and up, down)."""
         if self.stacks is None:
             raise ValueError("RAM has no expert of this layer")
         up, down = (_address(stack, rows, number) for stack, rows in self._found_in)
@@ -122,12 +122,13 @@ class LayerMemory:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether an expert in RAM lies on several memory nodes."""
+        """True if experts in RAM are split over several memory nodes."""
         return any(rows is not None for _, rows in self._found_in)
 
     @cached_property
     def _found_in(self) -> list[tuple[Stack, Tensor | None]]:
-        """gate and up, and down: where they lie in several pieces, a row for each expert, on the device."""
+        """The stacks of gate and up and of down, each with its pieces' addresses on the device, a row for each expert;
+        None: experts lie in one piece."""
         if self.stacks is None:
             return []
         return [

@@ -1,5 +1,5 @@
-"""All routed experts of a model: made layer by layer, bound to a device and to one way to the CPU when loaded. Belongs
-here: putting the parts together, and what must hold while a step is computed. Never: decisions, kernels.
+"""All routed experts of a model: made layer by layer, bound to a device and a transport when loaded. Belongs here:
+assembling the parts, and their order around each step. Never: decisions, kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from proa.ops.packed import Memory
 from proa.ops.residency import IN_PLACE_PAIRS, Residency
 from proa.ops.staging import Staging
 
-_SHARE_STEPS = 32  # launched behind each other between two looks at how fast the CPU reads, which changes slowly
+_SHARE_STEPS = 32  # with steps in flight, co-fetch shares are updated every so many: the CPU's rate changes slowly
 
 NewDevice = Callable[[LayerMemory, Residency, LayerFaults], DeviceExperts]
 NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
@@ -36,10 +36,11 @@ NewTransport = Callable[[Sequence[Experts], JobSize], Transport]
 
 @dataclass(frozen=True)
 class Placement:
-    """resident: of each MoE layer, in the model's order, the experts that the device has. inclusive: so has RAM.
+    """resident: ids of the experts on the device, for each MoE layer in the model's order. inclusive: RAM holds a copy
+    of each.
 
-    spare: how many experts of each size may change places at once; 0: all stay. counted: note what steps choose even
-    then. trace: a file for that, look by look.
+    spare: how many experts of each size may move at once; 0: placement is static. counted: count choices even then.
+    trace: a file for the counts of each look (trace.py).
     """
 
     resident: tuple[tuple[int, ...], ...]
@@ -51,7 +52,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a GPU and a CPU in its place have each of their own."""
+    """The parts that differ between a GPU and a simulated one."""
 
     experts: NewDevice
     transport: NewTransport
@@ -82,12 +83,12 @@ class HybridModel:
             Mlp(hidden, width, bias, gating), experts, resident, self._placement.inclusive, self._device, self._ram,
             self._staging,
         )  # fmt: skip
-        number = sum(layer.memory.cpu_computes for layer in self.layers)  # among those that the CPU knows
+        number = sum(layer.memory.cpu_computes for layer in self.layers)  # among the doorbell's layers
         self.layers.append(HybridExperts(number, memory))
         return self.layers[-1]
 
     def bind(self, most_tokens: int, top_k: int, parts: Parts) -> None:
-        """Weights are loaded: jobs have up to `most_tokens` rows of `top_k` experts."""
+        """Bind the layers, after loading. Jobs have up to `most_tokens` rows with `top_k` experts each."""
         memories = [layer.memory for layer in self.layers]
         shared = [memory for memory in memories if memory.cpu_computes]
         if shared:
@@ -117,8 +118,8 @@ class HybridModel:
             self.moves = Moves(memories, self.tables, spare, self._placement.inclusive, copiers.weights)
 
     def begin(self) -> None:
-        """A step is about to be launched, on the current stream. Others may be under way: each has an `end` of its own,
-        and they end in order."""
+        """Prepare the launch of a step on the current stream. Other steps may be in flight: each needs its own `end`,
+        in launch order."""
         self._launched += 1
         if self.moves is not None:
             self.moves.before(self._launched, self._ended)
@@ -137,20 +138,20 @@ class HybridModel:
             tables.share(share)
 
     def launched(self) -> None:
-        """It has been: here is time."""
+        """After a launch, while the device computes: read counts and start moves."""
         seen = None if self.counting is None else self.counting.look()
         if self.moves is not None:
             self.moves.meanwhile(seen)
 
     def end(self) -> None:
-        """The device has finished the first step that had not ended. Raises what went wrong on the CPU."""
+        """The device has finished the oldest step in flight. Raises what failed on the CPU."""
         self._ended += 1
         if self.transport is not None:
             self.transport.disarm()
             self.transport.check()
 
     def counters(self) -> Counters:
-        """What the CPU did so far, and what is known of the device's experts."""
+        """The doorbell's counters since the start, with hits and moved bytes if choices are counted."""
         cpu = NOTHING_COUNTED if self.transport is None else self.transport.counters()
         if self.counting is None:
             return cpu
@@ -158,16 +159,16 @@ class HybridModel:
         return replace(cpu, **asdict(self.counting.tally), moved_bytes=moved_bytes)
 
     def close(self) -> None:
-        """No step is under way: nor are copies from now on."""
+        """Finish all copies. No step may be under way."""
         if self.moves is not None:
             self.moves.close()
         if self.counting is not None:
             self.counting.close()
 
     def faults(self, rows: int) -> list[Fault]:
-        """Of the rows of the steps since the last call: which were not finite, and where that began."""
+        """Return non-finite rows among the first `rows` of the steps since the last call, and where each began."""
         return [] if self._faults is None else self._faults.take(rows)
 
     def in_parts(self) -> AbstractContextManager[None]:
-        """What is launched meanwhile, and `faults`, are of a step that others run between."""
+        """Within the context, launches and `faults` belong to a step in parts: other steps run between its parts."""
         return nullcontext() if self._faults is None else self._faults.of_parts()

@@ -1,19 +1,21 @@
-"""Experts that change places while steps run: the GPU gets what is hot. Belongs here: the order of copies and table
-entries, by which every expert can be read by somebody in every step. Never: what is hot (heat.py), steps.
+"""Moves of experts between GPU and RAM while steps run: hot experts are promoted, cold ones evicted. Belongs here: the
+order of copies and table updates, by which each expert is readable on one side in every step. Never: heat (heat.py),
+steps.
 
-A slot more than the resident experts need is spare, anywhere on the device: tables hold addresses. It serves any layer
-whose experts have its size. A move is
-1. a copy of the newcomer from RAM to a spare slot, beside any number of steps, of which none reads that slot;
-2. once it has arrived, before the next step: the tables say that the GPU has the newcomer. If RAM has a copy of the
-   evicted expert they say as well that the CPU has that, and its slot is to be spare: this was all.
-3. Else no later step reads the newcomer's place in RAM any more, and a second copy brings the evicted expert there from
-   its slot, which the GPU still reads;
-4. once it has arrived, before the next step: the tables say that the CPU has it, under the newcomer's former number.
+Slots beyond those of the resident experts are spare, anywhere on the device: tables hold addresses. A spare slot serves
+any layer whose experts have its size. A move is
+1. a copy of the promoted expert from RAM to a spare slot, which no step in flight reads;
+2. once it has arrived, before the next step: the tables map the promoted expert to the GPU. If RAM has a copy of the
+   evicted expert, they also map that one to the CPU, its slot is to become spare, and the move is complete.
+3. Otherwise no later step reads the promoted expert's place in RAM, and a second copy brings the evicted expert there
+   from its slot, which the GPU still reads;
+4. once it has arrived, before the next step: the tables map the evicted expert to the CPU, under the promoted expert's
+   former number.
 
-Why no step sees half of it: tables change on the steps' stream, between two steps. Those launched before may be under
-way still, and read what the tables named then: a slot or a place that they name no longer is written only once all of
-those have ended. (A worker of the CPU that is late may read such a place even then; what it made of that is dropped.)
-A step waits for no copy and for no change.
+Why no step sees half a move: tables change on the steps' stream, between two steps. Steps launched before may still be
+in flight and read what the tables named then: a slot or a place in RAM that tables no longer name is written only once
+all of these steps have ended. (A late worker of the CPU may read such a place even then; its result is dropped.)
+No step waits for a copy or for a table update.
 """
 
 from __future__ import annotations
@@ -31,35 +33,35 @@ from proa.hybrid.layer_memory import LayerMemory
 from proa.hybrid.slots import Slot
 from proa.hybrid.tables import Tables
 
-_Size = tuple[int, int]  # bytes of gate and up, and of down: a slot serves any format of its size
+_Size = tuple[int, int]  # bytes (gate and up, down): a slot serves any format of its size
 
 
 @dataclass
 class _Move:
     swap: Swap
-    slot: Slot  # the newcomer's
+    slot: Slot  # the promoted expert's
     copy: Copy | None
-    came: int | None = None  # the first step that found the newcomer on the device; from then on the evicted one leaves
+    came: int | None = None  # the first step with the promoted expert on the device; then the evicted one is copied out
 
 
 @dataclass
 class Moved:
-    """Since the start."""
+    """Sums since the start."""
 
-    experts: int = 0  # promoted, each for another one
-    nbytes: int = 0  # copied both ways
+    experts: int = 0  # swaps: one expert promoted, one evicted
+    nbytes: int = 0  # copied in both directions
 
 
 @dataclass
 class _Where:
-    """A layer's experts: slots of those on the GPU, numbers of those in RAM."""
+    """Locations of a layer's experts: slots of the experts on the GPU, numbers of the experts in RAM."""
 
     slot_of: dict[int, Slot]
     number_of: dict[int, int]
 
 
 class Moves:
-    """`spare` slots for each size of experts bound how many move at once. One thread calls."""
+    """spare: slots for each size of experts, which bounds the moves at once. Called by one thread only."""
 
     def __init__(
         self, layers: Sequence[LayerMemory], tables: Tables, spare: int, inclusive: bool, copier: Copier
@@ -67,7 +69,7 @@ class Moves:
         self.moved = Moved()
         self.layers, self.tables, self._inclusive, self._copier = layers, tables, inclusive, copier
         self._spare: dict[_Size, list[Slot]] = {}
-        self._left: list[tuple[int, _Size, Slot]] = []  # and the first step whose tables do not name the slot
+        self._left: list[tuple[int, _Size, Slot]] = []  # (first step whose tables do not name the slot, size, slot)
         self._size = [(layer.shape.up.matrix_bytes, layer.shape.down.matrix_bytes) for layer in layers]
         for layer, size in zip(layers, self._size, strict=True):
             if size not in self._spare:
@@ -86,12 +88,12 @@ class Moves:
         self.heat = Heat(tables.experts, self._resident.sum(1).tolist())
 
     def resident(self, layer: int) -> list[int]:
-        """Who is on the GPU, or about to leave it."""
+        """Ids of the layer's experts on the GPU, with those that are being copied out."""
         return np.flatnonzero(self._resident[layer]).tolist()
 
     def before(self, step: int, ended: int) -> None:
-        """This step is launched next, after its tables are published; they are counted from 1. Of those before it the
-        first `ended` have ended."""
+        """Update tables for moves whose copies have arrived. Call it before step number `step` (from 1) publishes its
+        tables and is launched. ended: how many steps have ended, in order."""
         self._ended = ended
         self._moves = [
             move for move in self._moves if not (move.copy and move.copy.done() and self._is_over(move, step))
@@ -102,7 +104,7 @@ class Moves:
         self._left = [left for left in self._left if not self._unread(left[0])]
 
     def meanwhile(self, seen: Seen | None) -> None:
-        """A step is under way, or has just been: start copies. `seen`: what steps chose since the last call."""
+        """Update heat and start copies, beside steps in flight. seen: choices since the last call."""
         for move in self._moves:
             if move.copy is None and move.came is not None and self._unread(move.came):
                 move.copy = self._copier.start(self._out_pairs(move))
@@ -116,7 +118,7 @@ class Moves:
                 self._start(swap, spare.pop())
 
     def _unread(self, since: int) -> bool:
-        """Whether all steps have ended that read what the tables do not name from step `since` on."""
+        """True once all steps before step `since` have ended: none reads what the tables no longer name from it on."""
         return self._ended >= since - 1
 
     def close(self) -> None:
@@ -137,7 +139,7 @@ class Moves:
         return pairs
 
     def _is_over(self, move: _Move, step: int) -> bool:
-        """A copy has ended: what follows from this step on, and whether that was the last."""
+        """After a move's copy has arrived: update the tables from this step on. True if the move is complete."""
         swap, where = move.swap, self._where[move.swap.layer]
         if move.came is None:
             where.slot_of[swap.promote] = move.slot

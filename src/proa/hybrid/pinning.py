@@ -1,6 +1,6 @@
-"""RAM that a GPU reads and writes by itself: registered with the driver. Never: what is copied, who reads in place.
+"""Registration of RAM with the CUDA driver, for DMA and for kernels that read RAM in place. Never: copies, kernels.
 
-By the driver's own interface, since a refusal by the runtime's would be raised again by the next call of torch.
+This calls the driver API: an error of the runtime API is sticky, and the next call of torch would raise it again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _LIBRARY = "libcuda.so.1"
 
 @dataclass
 class Registered:
-    """`nbytes` that copies to and from the device need no detour for. `in_place`: kernels read them at the addresses
-    that the CPU knows them by. `why`: how long it took, or what the driver said."""
+    """Registered RAM. in_place: kernels can read it at its host addresses. why: how long registering took, or the
+    driver's error."""
 
     spans: list[tuple[int, int]]
     in_place: bool
@@ -32,7 +32,7 @@ class Registered:
         return sum(nbytes for _, nbytes in self.spans)
 
     def close(self) -> None:
-        """Before the memory goes back. No copy or kernel may be using it."""
+        """Unregister, before the memory is freed. No copy or kernel may be using it."""
         cuda = ctypes.CDLL(_LIBRARY)
         for address, _ in self.spans:
             cuda.cuMemHostUnregister(ctypes.c_void_p(address))
@@ -40,11 +40,12 @@ class Registered:
 
 
 def register(spans: Sequence[tuple[int, int]], device: torch.device) -> Registered:
-    """(address, bytes) of RAM, in whole pages, up to the first that the driver refuses. Takes a second for 12 to 55 GB.
+    """Register spans of RAM, (address, bytes) in whole pages, up to the first that the driver refuses. Takes a second
+    for 12 to 55 GB.
 
     A copy must lie within one span.
     """
-    torch.cuda.synchronize(device)  # this thread has the device's context now
+    torch.cuda.synchronize(device)  # gives this thread the device's context
     cuda = ctypes.CDLL(_LIBRARY)
     begin, done, in_place = time.perf_counter(), list[tuple[int, int]](), True
     for address, nbytes in spans:

@@ -1,4 +1,4 @@
-"""How fast GPU and CPU read experts in RAM at once, measured at start. Never: kernels, how many experts are fetched."""
+"""Measurement at start of the rates at which GPU and CPU read experts in RAM together. Never: kernels, shares."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Protocol
 from proa.hybrid.co_fetch import InPlaceRates
 from proa.obs.units import format_rate
 
-BESIDE_S, ALONE_S = 0.2, 0.05  # for which both read, and the GPU alone
+BESIDE_S, ALONE_S = 0.2, 0.05  # durations: both read; the GPU reads alone
 ATTEMPTS = 3  # each takes twice as long as the one before
-LEAST_OVERLAP = 0.5  # of the GPU's time, for which the CPU must have read too
-MOST_FASTER = 1.25  # the GPU beside the CPU than alone: beyond this, one of both was measured wrong
+LEAST_OVERLAP = 0.5  # share of the GPU's time during which the CPU must have read too
+MOST_FASTER = 1.25  # the GPU's rate beside the CPU over its rate alone: beyond this, one of them was measured wrong
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Bytes/s of the GPU, and of the CPU while it read, which was `overlap` of the time."""
+    """Bytes/s of the GPU, and of the CPU beside it; overlap: share of the time during which both read."""
 
     gpu_bytes_per_s: float
     cpu_bytes_per_s: float = 0.0
@@ -25,19 +25,20 @@ class Reads:
 
 
 class GpuReader(Protocol):
-    """Reads experts in RAM."""
+    """Reads experts in RAM, over PCIe."""
 
     @property
     def nbytes(self) -> int:
-        """Of one round."""
+        """Bytes per round."""
 
     def read(self, rounds: int = 1, meanwhile: Callable[[], int] | None = None) -> Reads:
-        """meanwhile: called again and again until the GPU is done; says how many bytes the CPU has read."""
+        """Read all experts `rounds` times. meanwhile: called repeatedly until the GPU is done; returns the bytes that
+        the CPU has read."""
 
 
 @dataclass(frozen=True)
 class Together:
-    """Bytes/s of the GPU alone, of the GPU beside the CPU, of the CPU beside the GPU."""
+    """Bytes/s: the GPU alone, the GPU beside the CPU, the CPU beside the GPU."""
 
     alone: float
     gpu: float
@@ -55,8 +56,8 @@ class Together:
 
 
 def read_together(gpu: GpuReader, cpu: Callable[[], int]) -> Together | None:
-    """None where no attempt has rates that make sense: the CPU read nothing, or hardly while the GPU did, or the GPU
-    was faster beside it than alone."""
+    """Measure the rates; None if no attempt was valid: the CPU read nothing, or overlapped the GPU for too little time,
+    or the GPU was faster beside the CPU than alone."""
     for attempt in range(ATTEMPTS):
         rounds_per_s = gpu.read().gpu_bytes_per_s / gpu.nbytes * 2**attempt
         alone = gpu.read(max(1, round(ALONE_S * rounds_per_s)))

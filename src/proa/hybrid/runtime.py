@@ -1,5 +1,5 @@
-"""One layer's routed experts, wherever they live: located once, handed to the CPU, computed on the GPU meanwhile, added
-up in float32. Never: where experts should live, kernels, synchronisation (transport.py).
+"""One layer's routed experts on GPU and CPU: pairs are located once; the CPU gets its part, the GPU computes its own
+meanwhile, and both are summed in float32. Never: placement, kernels, synchronisation (transport.py).
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from proa.ops.table import Chosen, NextRouter, Parameters, Unsummed
 
 
 class DeviceExperts(Protocol):
-    """The GPU's part."""
+    """The GPU's part of a layer."""
 
     @property
     def residency(self) -> Residency: ...
 
     def locate(self, ids: Tensor) -> Located:
-        """ids int [T, k], -1: nobody's."""
+        """Locate (token, expert) pairs. ids: int32 or int64 [T, k]; -1: no expert."""
 
     def start(self, x: Tensor, at: Located) -> Tensor:
-        """What the GPU's experts make of x [T, hidden]; `finish` understands it."""
+        """Start the GPU's experts on x [T, hidden]; return a tensor that only `finish` may read."""
 
     def waits(self, x: Tensor) -> Bell | None:
-        """Where `finish` waits for the CPU's sum of so many rows itself; None: it must have been pulled."""
+        """The doorbell at which `finish` waits for the CPU's sum itself; None: the caller must pull the sum first."""
 
     def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor | Unsummed:
-        """The weighted sum of those, and what is added: bfloat16 [T, hidden]. Rows that are not finite are noted."""
+        """Weighted sum of the GPU's experts plus `added`: bfloat16 [T, hidden]. Non-finite rows are recorded."""
 
 
 class HybridExperts:
-    """Implements Experts of ops/table.py. `bind` comes after loading."""
+    """Implements Experts of ops/table.py. Call `bind` after loading."""
 
     def __init__(self, layer: int, memory: LayerMemory) -> None:
         self.layer, self.memory = layer, memory
@@ -45,7 +45,7 @@ class HybridExperts:
         self._transport: Transport | None = None
 
     def bind(self, device: DeviceExperts, transport: Transport | None) -> None:
-        """transport: None where the CPU has no expert of this layer."""
+        """transport: None if the CPU computes no expert of this layer."""
         self._device, self._transport = device, transport
 
     @property
@@ -55,7 +55,7 @@ class HybridExperts:
     @property
     def _bound(self) -> DeviceExperts:
         if self._device is None:
-            raise ValueError("these experts are not bound to a device yet")
+            raise ValueError("these experts are not bound to a device; call bind() first")
         return self._device
 
     def start(self, x: Tensor, chosen: Chosen) -> HybridUnderway:

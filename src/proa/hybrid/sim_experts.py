@@ -1,5 +1,5 @@
-"""The GPU's part of a layer where a CPU stands in for the GPU: native kernels over packed experts, by address.
-Never: arithmetic, whose experts they are."""
+"""The GPU's part of a layer on a simulated GPU: native kernels over packed experts, by address. Never: arithmetic,
+deciding which experts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from proa.ops.faults import CPU, IDS, INPUT, LAYER, OWN, SHARED, SOURCES, LayerF
 from proa.ops.pieces import pieces_at
 from proa.ops.residency import IN_PLACE_PAIRS, Located, Residency
 
-LANE = 1  # of the pool: the doorbell's jobs have the other
+LANE = 1  # of the pool; the doorbell's jobs use the other
 
 
 def locate(ids: Tensor, residency: Residency) -> Located:
-    """What ops/triton/locate.py does, in plain torch."""
+    """Reference in plain torch of ops/triton/locate.py."""
     found, real = ids.clamp(min=0).long(), ids >= 0
     if residency.counts is not None:
         residency.counts.add_(torch.bincount(found[real], minlength=len(residency.counts)))
@@ -39,13 +39,13 @@ def locate(ids: Tensor, residency: Residency) -> Located:
 
 
 class SimExperts:
-    """Implements DeviceExperts. Weights are read where their addresses say, as a GPU does."""
+    """Implements DeviceExperts. Weights are read by their addresses, as on a GPU."""
 
     def __init__(
         self, memory: LayerMemory, residency: Residency, pool: Pool, faults: LayerFaults,
         bus_bytes_per_s: float | None = None,
     ) -> None:  # fmt: skip
-        """bus_bytes_per_s: what is read in place takes as long as this allows."""
+        """bus_bytes_per_s: reads in place are throttled to this rate; None: they are not."""
         self._bus_bytes_per_s = bus_bytes_per_s
         self._pool, self._shape, self.residency, self._faults = pool, memory.shape, residency, faults
         self._biases = memory.biases
@@ -55,7 +55,7 @@ class SimExperts:
         return locate(ids, self.residency)
 
     def start(self, x: Tensor, at: Located) -> Tensor:
-        """x itself: the sum needs weights, so it is made at the end."""
+        """Return x: `finish` computes everything, since the sum needs the routing weights."""
         return x
 
     def waits(self, x: Tensor) -> Bell | None:
@@ -63,7 +63,7 @@ class SimExperts:
 
     def finish(self, started: Tensor, x: Tensor, at: Located, weights: Tensor, added: Added) -> Tensor:
         if isinstance(added.cpu, Bell):
-            raise TypeError("a CPU in a GPU's place does not wait at a bell")
+            raise TypeError("a simulated GPU does not wait at a doorbell: pull the CPU's sum first")
         shared, gate = added.shared, added.shared_gate
         total = torch.zeros(x.shape, dtype=torch.float32) if added.cpu is None else added.cpu
         own = self._own(started, at, weights)
@@ -76,9 +76,9 @@ class SimExperts:
         return total.to(x.dtype)
 
     def _own(self, x: Tensor, at: Located, weights: Tensor) -> Tensor | None:
-        """The sum of the device's own experts, float32."""
+        """Weighted sum of the device's own experts, float32 [T, hidden]; None if it has no pair."""
         everywhere = zip(*(t.flatten().tolist() for t in (at.ids, at.up, at.down)), strict=True)
-        mine = sorted({place for place in everywhere if place[1]})  # an order that does not depend on where they are
+        mine = sorted({place for place in everywhere if place[1]})  # by expert id: the order is independent of location
         if not mine:
             return None
         begin, fetched = time.perf_counter(), 0
@@ -104,7 +104,8 @@ class SimExperts:
         return y
 
     def _expert(self, up: int, down: int, expert: int) -> Experts:
-        """A place may have had another expert before, with other biases: only the last one's are kept."""
+        """Return the expert at these addresses. An address may have held another expert, with other biases: the cache
+        keeps the last one's."""
         number, made = self._at.get((up, down), (-1, None))
         if made is None or (number != expert and self._biases is not None):
             of = self._shape
@@ -119,7 +120,8 @@ class SimExperts:
         return made
 
     def _note(self, total: Tensor, parts: dict[int, Tensor | None], own: Tensor | None, at: Located) -> None:
-        """As the GPU does; but of its own experts only the sum is known, so all that the row chose are named."""
+        """Write fault records, as a GPU does. Only the sum of the device's experts is known here, so a record names all
+        of them that the row chose."""
         for row in (~total.isfinite().all(1)).nonzero().flatten().tolist():
             record = self._faults.notes.records[row]
             if record[LAYER] or at.ids[row, 0] < 0:

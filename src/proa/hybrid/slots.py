@@ -1,6 +1,4 @@
-"""A device's memory for some of a layer's experts, packed exactly as the CPU packs them. Never: which experts they are,
-what is computed with them.
-"""
+"""Device memory for some of a layer's experts, packed byte for byte as in RAM. Never: choosing experts, computing."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from proa.ops.residency import ExpertShape
 
 @dataclass(frozen=True)
 class Slot:
-    """Room for one expert. up, down: uint8 [panels, panel bytes] of the device."""
+    """Memory of one expert. up (gate and up), down: uint8 [panels, panel bytes] on the device."""
 
     up: Tensor
     down: Tensor
 
     def parts(self, up: Sequence[Tensor], down: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """What belongs together: the slot's bytes, and these spans of packed bytes in the panels' order."""
+        """Pair parts of the slot with the spans of an expert's packed bytes, in panel order: (slot's part, span)."""
         pairs = []
         for memory, spans in ((self.up, up), (self.down, down)):
             whole, at = memory.view(-1), 0
@@ -32,7 +30,7 @@ class Slot:
 
 
 class ExpertSlots:
-    """Slot i holds expert resident[i] at first. up, down: uint8 [slots, panels, panel bytes], not initialised."""
+    """Slot i initially belongs to expert resident[i]. up, down: uint8 [slots, panels, panel bytes], uninitialised."""
 
     def __init__(self, shape: ExpertShape, resident: Sequence[int], device: torch.device) -> None:
         self.shape, self.resident = shape, tuple(resident)
@@ -46,6 +44,6 @@ class ExpertSlots:
         return Slot(self.up[number], self.down[number])
 
     def panels(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of gate, up and down: uint8 [panels, panel bytes]."""
+        """Panels of an expert's gate, up and down: uint8 [panels, panel bytes] each."""
         slot = self.slot_of[expert]
         return self.up[slot, 0::2], self.up[slot, 1::2], self.down[slot]

@@ -1,7 +1,7 @@
-"""The residency tables of a model's layers: what a step reads on the device, and a copy on the host that is edited.
+"""The residency tables of a model's layers: the device's copy, which steps read, and the host's, which is edited.
 
-`publish` copies the layers that changed, on the stream of the next step: steps launched before read what was. Never:
-deciding, weights.
+`publish` copies the layers that changed, on the stream of the next step: steps launched before see the former tables.
+Never: deciding, weights.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from proa.hybrid.slots import Slot
 from proa.ops.residency import IN_PLACE_PAIRS, InPlace, Residency
 from proa.ops.sizes import ADDRESSES, table_words
 
-# int64 of each expert (ADDRESSES): of up and down for the GPU, of up and down in RAM.
+# Addresses of each expert, int64 [ADDRESSES]: up and down on the GPU, up and down in RAM.
 
 
 class Tables:
-    """Made when weights are where they start; `residency[i]` is layer i's, at addresses that stay.
+    """Made after loading. `residency[i]`: the table of layer i, at fixed addresses, as graphs need.
 
-    counts int32 [layers, experts of the largest]: how often each was chosen so far, modulo 2^32, if steps count that.
-    `in_place`: the GPU can read RAM.
+    counts: int32 [layers, experts of the largest layer], choices of each expert so far, modulo 2^32, if `counted`.
+    in_place: the GPU can read experts in RAM.
     """
 
     def __init__(self, layers: Sequence[LayerMemory], device: torch.device, *, counted: bool, in_place: bool) -> None:
@@ -47,7 +47,7 @@ class Tables:
             for expert, slot in layer.slots.slot_of.items():
                 self.to_gpu(i, expert, layer.slots.slot(slot))
         self._changed.clear()
-        self._device.copy_(self._host)  # which waits: steps run on another stream
+        self._device.copy_(self._host)  # synchronous: steps run on another stream
         addresses, numbers = _split(self._device, self.experts)
         self.residency = []
         for i, layer in enumerate(layers):
@@ -58,15 +58,15 @@ class Tables:
 
     @property
     def on_device(self) -> NDArray[np.bool_]:
-        """[layers, experts of the largest]: who is the device's as things stand on the host."""
+        """[layers, experts of the largest layer]: True for experts on the device, by the host's tables."""
         return self._numbers < 0
 
     def to_gpu(self, layer: int, expert: int, slot: Slot) -> None:
-        """From the next `publish` on, the GPU computes the expert, from this slot."""
+        """From the next `publish` on, the GPU computes the expert, in this slot."""
         self._set(layer, expert, (slot.up.data_ptr(), slot.down.data_ptr(), 0, 0), -1)
 
     def to_cpu(self, layer: int, expert: int, number: int) -> None:
-        """From the next `publish` on, the CPU computes the expert, which it has under this number."""
+        """From the next `publish` on, the CPU computes the expert, under this number in RAM."""
         places = self._layers[layer].addresses(number) if self._in_place else (0, 0)
         self._set(layer, expert, (0, 0, *places), number)
 
@@ -76,14 +76,14 @@ class Tables:
         self._changed.add(layer)
 
     def share(self, of_misses: Sequence[int]) -> None:
-        """From the next `publish` on, of m misses of a step of few tokens the GPU reads of_misses[m] in place; none of
-        more."""
+        """From the next `publish` on, the GPU reads of_misses[m] of m missed experts in place, in steps with few
+        pairs; none for an m beyond."""
         self._host_share.zero_()
         self._host_share[: len(of_misses)] = torch.tensor(of_misses)
         self._share_changed = True
 
     def publish(self) -> None:
-        """On the current stream, before a step."""
+        """Copy changed tables to the device, on the current stream, before a step."""
         for layer in sorted(self._changed):
             _send(self._host[layer], self._device[layer])
         self._changed.clear()
@@ -93,12 +93,12 @@ class Tables:
 
 
 def _send(row: Tensor, to: Tensor) -> None:
-    """As it is now, whatever the host writes to it afterwards: a GPU gets it from pinned memory, which torch uses for
-    something else only once the copy is over."""
+    """Copy the row as it is now: the host may write to it at once. A GPU gets it from a pinned copy, which torch reuses
+    only after the transfer."""
     to.copy_(row.pin_memory() if to.is_cuda else row, non_blocking=True)
 
 
 def _split(rows: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Of int32 rows: addresses int64 [layers, ADDRESSES, experts], numbers int32 [layers, experts]."""
+    """Split int32 rows into addresses int64 [layers, ADDRESSES, experts] and numbers int32 [layers, experts]."""
     words = 2 * ADDRESSES * experts
     return rows[:, :words].view(torch.int64).view(len(rows), ADDRESSES, experts), rows[:, words : words + experts]

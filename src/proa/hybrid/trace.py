@@ -1,7 +1,7 @@
-"""The file of a trace of chosen experts: hybrid/counting.py writes it, a benchmark reads it. Never: counting.
+"""The file format of a trace of chosen experts: hybrid/counting.py writes it, a benchmark reads it. Never: counting.
 
-Unsigned numbers of 16 bits, [looks, layers, experts of the largest layer], one look after another: how often each
-expert was chosen since the look before, at most MOST_TRACED.
+uint16 [looks, layers, experts of the largest layer], little-endian, appended look by look: how often each expert was
+chosen since the look before, capped at MOST_TRACED.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which of the ways to ring the doorbell is taken: the first that works here, unless one was asked for. Belongs here:
-their names and order, and what is said of those that failed. Never: how they work.
+"""The choice among the ways to ring the doorbell: the one asked for, or the first that works here. Belongs here: their
+names, their order, messages about those that failed. Never: how they work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from proa.hybrid.transport import Transport
 from proa.native.doorbell import Way
 from proa.types import Decision
 
-WAYS = {"kernel": Way.NUMBER, "memops": Way.FLAGS, "callback": Way.CALLS}  # --doorbell, the fastest first
+WAYS = {"kernel": Way.NUMBER, "memops": Way.FLAGS, "callback": Way.CALLS}  # values of --doorbell, fastest first
 _WORDS = {
     "kernel": "kernels write and poll pinned memory",
     "memops": "copies and stream memory operations",
@@ -21,28 +21,29 @@ _WORDS = {
 _TAKE_ANOTHER = "`--doorbell auto` takes another way, if one works."
 REMEDY = (
     "Either GPU and CPU do not see each other's writes in pinned memory (a remote or virtual GPU, a broken IOMMU), or "
-    "the CPUs are so busy that the doorbell's thread gets no turn: look at `proa doctor` and at what else runs here."
+    "the CPUs are so busy that the doorbell's thread does not run: see `proa doctor`, and stop other programs."
 )
 
 
 @dataclass(frozen=True)
 class Taken:
     transport: Transport
-    round_trip_us: float  # of a job without work
+    round_trip_us: float  # of an empty job
     decision: Decision
 
     def read_ahead(self) -> Decision:
-        """What becomes of it, where it is wanted."""
+        """The start-up row of --read-ahead auto: on only if kernels ring."""
         if self.decision.got == "kernel":
-            why = "CPU workers that wait read what the next layer will probably need; in steps of up to 4 tokens"
+            why = "idle CPU workers prefetch the next layer's probable experts, in steps of up to 4 tokens"
             return Decision("read ahead", "auto", "on", why)
-        return Decision("read ahead", "auto", "off", "saying what will be needed by copies takes longer than it saves")
+        return Decision("read ahead", "auto", "off", "prefetch hints by copies cost more than they save")
 
 
 def take(asked: str, make: Callable[[Way], Transport], rounds: int) -> Taken:
-    """asked: auto, or a name. Of each way, `make` makes the transport and `rounds` jobs without work try it.
+    """Try the ways in order. asked: auto, or a name of WAYS. `make` makes each way's transport; `rounds` empty jobs
+    probe it.
 
-    Raises NativeError, where none works that may be taken.
+    Raises NativeError if no way that may be taken works.
     """
     failures = []
     for name in WAYS if asked == "auto" else (asked,):
