@@ -124,8 +124,8 @@ def test_each_heat_keeps_as_many_as_there_are_slots(slots: list[int], seed: int)
     for _ in range(7):
         heat.observe(rng.integers(0, 100, (len(slots), 6)), 3, np.zeros((len(slots), 6), bool))
     for which, own in enumerate(heat._heats):
-        heat._keep(which)
-        for row, kept, count in zip(own, heat._kept[which], slots, strict=True):
+        heat._rank(which)
+        for row, kept, count in zip(own, heat._top[which], slots, strict=True):
             assert set(np.flatnonzero(kept)) == {e for e in range(6) if count and row[e] >= np.sort(row)[-count]}
 
 

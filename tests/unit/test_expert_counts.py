@@ -27,11 +27,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "proa expert counts 2"}, "of the format 'proa expert counts 2'"),
-        ({"layers": {"1": [1] * 16}}, "of another model, some/model: layer 2 has none there, 16 experts here"),
-        ({"layers": {str(i): [1] * (16 if i != 7 else 15) for i in BLOCKS}}, "layer 7 has 15 experts there, 16"),
-        ({"layers": {str(i): [1] * 15 + [-1] for i in BLOCKS}}, "below zero"),
-        ({"layers": []}, "is not what Proa writes"),
+        ({"format": "proa expert counts 2"}, "has the format 'proa expert counts 2'"),
+        ({"layers": {"1": [1] * 16}}, "of another model, some/model: layer 2 has none in the file, 16 experts here"),
+        ({"layers": {str(i): [1] * (16 if i != 7 else 15) for i in BLOCKS}}, "layer 7 has 15 experts in the file, 16"),
+        ({"layers": {str(i): [1] * 15 + [-1] for i in BLOCKS}}, "negative counts"),
+        ({"layers": []}, "is not a file of expert counts"),
     ],
 )
 def test_other_files_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_other_files_are_refused(changes: dict[str, Any], message: str, tmp_path
 def test_a_layer_too_many(tmp_path: Path) -> None:
     write_counts(tmp_path / "c", "demo", range(30), [[1] * 16] * 30)
     assert len(read_counts(tmp_path / "c", DEMO)) == 30
-    with pytest.raises(UsageError, match="layer 0 has 16 experts there, none here"):
+    with pytest.raises(UsageError, match="layer 0 has 16 experts in the file, none here"):
         read_counts(tmp_path / "c", MIXED)
 
 
@@ -53,7 +53,7 @@ def test_what_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         read_counts(tmp_path / "none", MIXED)
     (tmp_path / "text").write_text("not JSON")
-    with pytest.raises(UsageError, match="is not what Proa writes"):
+    with pytest.raises(UsageError, match="is not a file of expert counts"):
         read_counts(tmp_path / "text", MIXED)
     check_writable(tmp_path / "new")
     for wrong in (tmp_path / "no folder" / "file", tmp_path):

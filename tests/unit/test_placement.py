@@ -121,7 +121,7 @@ def test_by_frequency_no_other_experts_are_used_more(budget: int, used: list[lis
 
 
 def test_frequency_needs_counts() -> None:
-    with pytest.raises(ValueError, match="nobody knows"):
+    with pytest.raises(ValueError, match="needs expert counts"):
         place(LAYERS, 80, "frequency", ALL, frozenset())
 
 

@@ -27,7 +27,7 @@ def test_prompts_have_cells_where_bits_depend_on_a_steps_shape(
 ) -> None:
     got = plan(QWEN3_30B, machine(180, *([gpu(gib)] if gib else [])), deterministic=True, **asked)
     assert (got.deterministic, got.prompt_cell_tokens, got.prefill_share) == (True, cell, share)
-    assert row(got, "same answer")[:2] == ("--deterministic", "always")
+    assert row(got, "deterministic")[:2] == ("on", "on")
 
 
 def test_experts_stay_where_they_are() -> None:
@@ -37,7 +37,7 @@ def test_experts_stay_where_they_are() -> None:
     assert (free.gpu.placement, fixed.gpu.placement) == ("dynamic", "uniform")
     assert (free.gpu.co_fetch, fixed.gpu.co_fetch) == (True, False)
     assert free.prompt_cell_tokens is None
-    assert row(free, "same answer")[1] == "usually"
+    assert row(free, "deterministic")[1] == "off"
 
 
 @pytest.mark.parametrize(

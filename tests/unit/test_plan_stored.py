@@ -26,17 +26,13 @@ def test_codes_are_kept(tmp_path: Path) -> None:
     folder, _ = make_quantised(SCHEMES["fp8 block"], "qwen3-moe", tmp_path / "m", **SIZES)
     row = weights_row(folder)
     assert row.got == "safetensors, FP8 block 128"
-    assert row.why.startswith(
-        "codes and scales are kept as they are; activations stay bfloat16 (made for FP8, dynamic)"
-    )
+    assert row.why.startswith("codes and scales are kept unchanged; activations stay bfloat16 (made for FP8, dynamic)")
 
 
 def test_beside_a_simulated_gpu_dense_weights_are_bfloat16(tmp_path: Path) -> None:
     folder, _ = make_quantised(SCHEMES["fp8 block"], "qwen3-moe", tmp_path / "m", **SIZES)
     row = weights_row(folder, gpu="sim:64MiB")
-    assert (
-        "codes and scales are kept as they are; all but routed experts becomes bfloat16 on a simulated GPU" in row.why
-    )
+    assert "codes and scales are kept unchanged; on a simulated GPU all but routed experts is bfloat16" in row.why
 
 
 def test_without_native_kernels_they_are_dequantised(tmp_path: Path) -> None:
@@ -47,14 +43,16 @@ def test_without_native_kernels_they_are_dequantised(tmp_path: Path) -> None:
 def test_what_becomes_bfloat16_is_named(tmp_path: Path) -> None:
     only = r"(?!.*layers\.1\.mlp\.experts\.3\.down).*"
     folder, _ = make_quantised(SCHEMES["fp8 block"], "qwen3-moe", tmp_path / "m", only=only, **SIZES)
-    assert "but blocks.1.ffn.experts.down become bfloat16: BF16 and FP8 block 128 lie in one" in weights_row(folder).why
+    assert (
+        "but blocks.1.ffn.experts.down become bfloat16: mixed types BF16 and FP8 block 128" in weights_row(folder).why
+    )
 
 
 def test_what_no_format_keeps_is_named(tmp_path: Path) -> None:
     folder, _ = make_quantised(DECODED["int8 zeros"], "qwen3-moe", tmp_path / "m", **SIZES)
     row = weights_row(folder)
     assert row.got == "safetensors, UINT8 32"
-    assert "but UINT8 32 become bfloat16: no packed format has such codes and scales" in row.why
+    assert "but UINT8 32 become bfloat16: no packed format supports them" in row.why
 
 
 @pytest.mark.parametrize("name", SCHEMES)

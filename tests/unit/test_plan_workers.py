@@ -122,13 +122,13 @@ def test_no_binding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("host", "nodes", "got", "why"),
     [
-        (TWO, (0, 1), "interleave", "pages of weights are dealt out over nodes 0, 1"),
+        (TWO, (0, 1), "interleave", "pages of weights are interleaved over nodes 0, 1"),
         (UNEVEN, (0, 1), "interleave", "nodes 0, 1"),
         (CXL, (0, 1), "interleave", "nodes 0, 1"),  # what is slower than the others would slow all of them
         (block_numbered(2, 8, 1, ids=(0, 8)), (0, 8), "interleave", "nodes 0, 8"),
-        (replace(TWO, memory_nodes=(1,)), (), "bind", "one memory node: nothing to deal out"),
-        (ONE, (), "bind", "one memory node: nothing to deal out"),
-        (HostFiles(cpus=4), (), "bind", "one memory node: nothing to deal out"),
+        (replace(TWO, memory_nodes=(1,)), (), "bind", "there is only one memory node"),
+        (ONE, (), "bind", "there is only one memory node"),
+        (HostFiles(cpus=4), (), "bind", "there is only one memory node"),
     ],
 )
 def test_interleaving(host: HostFiles, nodes: tuple[int, ...], got: str, why: str, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_beside_a_gpu_saving_power_changes_nothing_and_says_so(tmp_path: Path) -
     _, rows = plan_workers(MachineOptions(power_saving=True), probe(ONE.write(tmp_path)), 16, launched=True)
     row = next(row for row in rows if row.name == "power saving")
     assert (row.asked, row.got) == ("on", "off")
-    assert "fewer are not tried" in row.why
+    assert "fewer workers are not tried" in row.why
 
 
 def test_plain_torch_says_that_it_heeds_none_of_it() -> None:

@@ -117,7 +117,7 @@ def test_goldens(spec: Model, free: int, total: int, context: int, pages: int, p
     assert got.memory.weights_bytes == 2 * spec.num_params
     assert spec.num_params // 1_000_000 == params_millions
     assert got.memory.kv_bytes == pages * 16 * spec.kv_bytes_per_token(2)
-    assert row(got, "context") == ("auto", str(context), "all the model is made for")
+    assert row(got, "context") == ("auto", str(context), "the longest that the model supports")
     assert (got.path, got.load_format, got.dtype, got.max_running) == ("/models/m", "safetensors", "bfloat16", 4)
 
 
@@ -133,7 +133,7 @@ def test_memory_shortens_the_context_and_says_so() -> None:
     assert 8192 < got.context_tokens < 40960
     asked, shown, why = row(got, "context")
     assert (asked, shown) == ("auto", str(got.context_tokens))
-    assert "the longest that fits memory; the model is made for 40960" in why
+    assert "the longest that fits memory; the model supports 40960" in why
     one_more = got.context_tokens + 1
     with pytest.raises(ResourceError):
         plan(QWEN3_30B, machine(60.5, 64), context=one_more)
@@ -144,7 +144,7 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(ResourceError) as refused:
         plan(QWEN3_30B, machine(56, 64))
     assert str(refused.value) == (
-        "some/model does not fit into memory: it needs 57.8 GiB (weights as bfloat16 56.9 GiB, the program itself "
+        "some/model does not fit into memory: it needs 57.8 GiB (weights as bfloat16 56.9 GiB, processes and loading "
         "640 MiB, workspace 215 MiB, KV cache for a context of 1024 96.0 MiB), but 55.0 GiB may be used (56.0 GiB "
         "free of 64.0 GiB). Free 2.80 GiB of memory."
     )

@@ -45,7 +45,7 @@ def test_little_memory_has_fewer() -> None:
     least = plan(151)
     assert (least.state_copies, least.prefix_cache) == (0, False)
     assert row(least, "prefix cache")[:2] == ("on", "off")
-    assert row(least, "copies of states") == ("auto", "none", "no room for one of 73.7 MiB")
+    assert row(least, "copies of states") == ("auto", "none", "no room for one: it takes 73.7 MiB")
 
 
 @settings(max_examples=60, deadline=None)

@@ -263,7 +263,9 @@ def replaced_gpu_row(of: Plan, by: Plan) -> Plan:
 
 
 def test_a_model_too_large_for_both_is_refused_with_both() -> None:
-    with pytest.raises(ResourceError, match=r"does not fit into memory.*With the GPU neither.*VRAM and RAM together"):
+    with pytest.raises(
+        ResourceError, match=r"does not fit into memory.*It does not fit with the GPU either.*VRAM and RAM together"
+    ):
         plan(QWEN3_30B, machine(20, gpu(24)))
     with pytest.raises(ResourceError, match=r"^some/model does not fit into VRAM and RAM together"):
         plan(QWEN3_30B, machine(20, gpu(24)), gpu="0")

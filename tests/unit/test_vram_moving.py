@@ -15,13 +15,18 @@ from unit.test_vram import DENSE, GIB, QWEN3_30B, check, counts, gpu, machine, p
     ("box", "asked", "placement", "why"),
     [
         (machine(124, gpu(24)), {}, "dynamic", "at most 16 at a time; 144 MiB of VRAM"),
-        (machine(124, gpu(24)), {"expert_placement": "dynamic"}, "dynamic", "hot experts come in"),
+        (machine(124, gpu(24)), {"expert_placement": "dynamic"}, "dynamic", "hot experts move in"),
         (machine(124, gpu(24)), {"expert_placement": "uniform"}, "uniform", "as asked"),
         (machine(124, gpu(24)), {"expert_placement": "front-loading"}, "front-loading", "as asked"),
-        (machine(50, gpu(24)), {}, "uniform", "copied both ways"),
-        (machine(50, gpu(24)), {"expert_placement": "dynamic"}, "dynamic", "one that goes back to RAM"),
-        (machine(124, gpu(140)), {"expert_placement": "dynamic"}, "uniform", "no layer has experts in VRAM and"),
-        (machine(124, gpu(24)), {"gpu_experts": "none"}, "uniform", "no layer has experts in VRAM and"),
+        (machine(50, gpu(24)), {}, "uniform", "a swap copies both experts"),
+        (machine(50, gpu(24)), {"expert_placement": "dynamic"}, "dynamic", "evicted ones are copied back to RAM"),
+        (
+            machine(124, gpu(140)),
+            {"expert_placement": "dynamic"},
+            "uniform",
+            "no layer has experts both in VRAM and in RAM",
+        ),
+        (machine(124, gpu(24)), {"gpu_experts": "none"}, "uniform", "no layer has experts both in VRAM and in RAM"),
     ],
 )
 def test_who_may_change_places(box: Machine, asked: dict[str, Any], placement: str, why: str) -> None:
@@ -46,20 +51,20 @@ def test_the_most_used_experts() -> None:
     by_frequency = plan(QWEN3_30B, box, experts_used=rows, expert_placement="frequency")
     got = check(by_frequency, QWEN3_30B)
     assert (got.placement, got.spare) == ("frequency", 0)
-    assert row(by_frequency, "expert placement") == ("frequency", "frequency", "as asked; experts stay where they are")
+    assert row(by_frequency, "expert placement") == ("frequency", "frequency", "as asked; experts do not move")
     assert len(got.resident[0]) < len(got.resident[47]), "whose counts are larger"
     assert max(counts(by_frequency)) > max(counts(plan(QWEN3_30B, box)))
     moving = plan(QWEN3_30B, box, experts_used=rows)
     got = check(moving, QWEN3_30B)
     assert got.placement == "dynamic"
     assert max(counts(moving)) - min(counts(moving)) <= 1
-    assert row(moving, "expert placement")[2].startswith("the most used of --expert-counts at first")
+    assert row(moving, "expert placement")[2].startswith("at first the most used by --expert-counts")
     for ids, used in zip(got.resident, rows, strict=True):
         assert min(used[e] for e in ids) >= max(used[e] for e in range(128) if e not in ids)
 
 
 def test_frequency_must_know_frequencies() -> None:
-    with pytest.raises(UsageError, match="must know which experts"):
+    with pytest.raises(UsageError, match="needs expert counts"):
         plan(QWEN3_30B, machine(124, gpu(24)), expert_placement="frequency")
 
 
@@ -70,7 +75,7 @@ def test_who_saves_counts() -> None:
     assert row(got, "expert counts") == ("/tmp/counts", "/tmp/counts", "every minute and at the end")
     got = plan(QWEN3_30B, machine(124), **asked)
     assert got.gpu is None
-    assert row(got, "expert counts") == ("/tmp/counts", "none", "choices are counted where there is a GPU")
+    assert row(got, "expert counts") == ("/tmp/counts", "none", "choices are counted only with a GPU")
     got = plan(DENSE, machine(124, gpu(24)), **asked)
     assert row(got, "expert counts") == ("/tmp/counts", "none", "the model has no routed experts")
 

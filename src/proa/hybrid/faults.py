@@ -1,5 +1,5 @@
 """Fault records: rows of a step that became non-finite (NaN or Inf), and in which layer. The device writes them; the
-host reads them only after non-finite logits or sums. Never: reacting to faults.
+host reads them on demand, since reading waits. Never: reacting to faults.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Every decision, made once and explained. Belongs here: asked options -> frozen Plan. Never: torch, tensors."""
+"""Every decision, made once and explained: options -> frozen Plan. Never: torch, tensors."""

@@ -1,5 +1,5 @@
-"""What --deterministic decides: experts stay where the plan puts them, and prompts are computed apart from decode, in
-cells where a token's bits depend on the shape of its step (docs/decisions/040). Never: schedules, kernels.
+"""Consequences of --deterministic: expert placement is static, and prompts are computed apart from decode, in cells if
+a token's bits depend on the shape of its step (docs/decisions/040). Never: schedules, kernels.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from proa.errors import UsageError
 from proa.plan.plan import GpuPlan
 from proa.types import Decision
 
-# Prefixes are reused in whole cells, so smaller ones lose less; experts in RAM are read once for each cell.
+# Prefixes are reused in whole cells: smaller cells recompute less. Experts in RAM are read once per cell: larger ones.
 CELL_TOKENS, CELL_TOKENS_BESIDE_CPU = 512, 2048
 
 
 def fixed_options(options: EngineOptions) -> EngineOptions:
-    """Options with what --deterministic rules out turned off. Raises UsageError for what was asked by name."""
+    """Turn off options that --deterministic rules out. Raises UsageError for such an option that was given."""
     if not options.scheduler.deterministic:
         return options
     if options.gpus.expert_placement == "dynamic":
         raise UsageError(
-            "--expert-placement dynamic moves experts between GPU and CPU, whose bits differ; --deterministic needs "
-            "them to stay.",
+            "--expert-placement dynamic moves experts between GPU and CPU, whose results differ in low bits; "
+            "--deterministic needs a static placement.",
             "Use --expert-placement uniform, front-loading or frequency.", param="expert_placement",
         )  # fmt: skip
     if options.scheduler.prefill_share == 0:
         raise UsageError(
-            "--prefill-share 0 lets prompts share steps with decode; with --deterministic they never do.",
+            "--prefill-share 0 computes prompts and decode in shared steps; --deterministic needs separate ones.",
             "Leave --prefill-share out, or choose a share above 0.", param="prefill_share",
         )  # fmt: skip
     placement = options.gpus.expert_placement
@@ -37,8 +37,8 @@ def fixed_options(options: EngineOptions) -> EngineOptions:
 
 
 def cell_tokens(options: EngineOptions, batch_tokens: int, isa: str, gpu: GpuPlan | None) -> int | None:
-    """Tokens of a cell; None: any step of prompts gives a row the same bits (the native kernels of a CPU). Raises
-    UsageError where a step has no room for a page."""
+    """Tokens per cell; None: a row's bits do not depend on its step (native kernels without a GPU). Raises UsageError
+    if a step is smaller than a page."""
     if not options.scheduler.deterministic or (gpu is None and isa):
         return None
     page_tokens = options.cache.page_tokens
@@ -46,8 +46,8 @@ def cell_tokens(options: EngineOptions, batch_tokens: int, isa: str, gpu: GpuPla
     got = min(wanted, batch_tokens) // page_tokens * page_tokens
     if got == 0:
         raise UsageError(
-            f"--max-batch-tokens {batch_tokens} is less than a page of {page_tokens} tokens, which is the least that "
-            "--deterministic computes of a prompt at a time.",
+            f"--max-batch-tokens {batch_tokens} is less than a page of {page_tokens} tokens, the smallest part of a "
+            "prompt that --deterministic computes at a time.",
             f"Use at least --max-batch-tokens {page_tokens}, or smaller --page-tokens.", param="max_batch_tokens",
         )  # fmt: skip
     return got
@@ -55,9 +55,10 @@ def cell_tokens(options: EngineOptions, batch_tokens: int, isa: str, gpu: GpuPla
 
 def row(asked: bool, cell_tokens: int | None) -> Decision:
     if not asked:
-        return Decision("same answer", "--deterministic off", "usually", "see docs/reproducibility.md")
+        why = "other requests and cached prefixes may change low bits of a result: docs/reproducibility.md"
+        return Decision("deterministic", "off", "off", why)
     if cell_tokens is None:
         why = "a row's kernels depend on its phase alone, prompt or decode"
     else:
-        why = f"prompts are computed {cell_tokens} tokens at a time, each alone; prefixes are reused in such cells"
-    return Decision("same answer", "--deterministic", "always", f"{why}; experts stay where they are")
+        why = f"prompts are computed one at a time in cells of {cell_tokens} tokens, and prefixes reused in whole cells"
+    return Decision("deterministic", "on", "on", f"{why}; experts do not move")

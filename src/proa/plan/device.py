@@ -1,4 +1,4 @@
-"""Which GPU is used, and why not another or none. Never: sizes of models."""
+"""The choice of a GPU or of none, with the reason. Never: sizes of models."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from proa.machine.machine import Gpu, Machine
 from proa.obs.units import format_bytes, format_rate
 from proa.plan.gpu_asked import AskedGpu
 
-# Kernels are compiled for these and newer; below FULL there are no matrix instructions for bfloat16.
+# Compute capabilities: the oldest that kernels are compiled for, and the first with bfloat16 matrix instructions.
 LEAST_CAPABILITY, FULL_CAPABILITY = (7, 5), (8, 0)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The GPU, or None; `why` is for the start-up table."""
+    """The chosen GPU, or None; why: the reason in the start-up table."""
 
     gpu: Gpu | None
     why: str
 
 
 def obstacle(gpu: Gpu, torch_cuda: str | None) -> str:
-    """Why the engine cannot use this GPU; empty if it can."""
+    """The reason why the engine cannot use this GPU; empty if it can."""
     if gpu.simulated:
         return ""
     if gpu.capability < LEAST_CAPABILITY:
@@ -33,26 +33,26 @@ def obstacle(gpu: Gpu, torch_cuda: str | None) -> str:
 
 
 def best_effort(gpu: Gpu) -> bool:
-    """It can be used, but has no matrix instructions for bfloat16."""
+    """True for a GPU that is usable but has no matrix instructions for bfloat16."""
     return not gpu.simulated and gpu.capability < FULL_CAPABILITY
 
 
 def choose(asked: AskedGpu, machine: Machine) -> Chosen:
-    """The GPU asked for; of "auto" the usable one with most free memory, those of best effort left out.
+    """Choose the GPU asked for; for "auto" the usable one with most free memory, without GPUs of best effort.
 
-    Raises UsageError and ResourceError for one that is asked for by number and cannot be used.
+    Raises UsageError for a number that no GPU has, ResourceError for a GPU that cannot be used.
     """
     if asked.kind == "none":
         return Chosen(None, "as asked")
     if asked.kind == "sim":
-        return Chosen(_simulated(asked), "as asked: a part of RAM stands in for VRAM, the CPU for the GPU")
+        return Chosen(_simulated(asked), "as asked: simulated by the CPU, with a part of RAM as its VRAM")
     if asked.kind == "index":
         return _by_index(asked.index, machine)
     usable = [gpu for gpu in machine.gpus if not obstacle(gpu, machine.torch_cuda) and not best_effort(gpu)]
     if not usable:
         return Chosen(None, "; ".join(_reasons(machine)) or "no GPU was found")
     best = max(usable, key=lambda gpu: gpu.free_bytes)
-    why = "the only one" if len(machine.gpus) == 1 else f"most free memory of {len(machine.gpus)}; one is used"
+    why = "the only GPU" if len(machine.gpus) == 1 else f"most free memory of {len(machine.gpus)} GPUs; one is used"
     return Chosen(best, why + _facts(best, machine))
 
 
@@ -61,7 +61,7 @@ def _by_index(index: int, machine: Machine) -> Chosen:
     if found is None:
         listed = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in machine.gpus)
         have = f"There are {listed}" if listed else f"GPUs: {machine.gpus_note or 'none found'}"
-        raise UsageError(f"--gpu {index}: there is no such GPU. {have}.", "`proa doctor` shows them.", param="gpu")
+        raise UsageError(f"--gpu {index}: there is no such GPU. {have}.", "`proa doctor` lists GPUs.", param="gpu")
     if why := obstacle(found, machine.torch_cuda):
         remedy = "Install a CUDA build of torch, or use --gpu none." if "torch" in why else "Use --gpu none."
         raise ResourceError(f"--gpu {index} ({found.name}) cannot be used: {why}.", remedy, param="gpu")
@@ -83,7 +83,7 @@ def _simulated(asked: AskedGpu) -> Gpu:
 
 
 def _reasons(machine: Machine) -> list[str]:
-    """Why none of the GPUs is used by itself."""
+    """The reasons why "auto" uses no GPU, one per GPU."""
     reasons = [machine.gpus_note] if machine.gpus_note else []
     for gpu in machine.gpus:
         hint = f"only with --gpu {gpu.index}: compute capability {_dotted(gpu.capability)} is best effort"

@@ -1,4 +1,5 @@
-"""How long a context and how many KV pages memory allows; or the refusal, with numbers. Never: other decisions."""
+"""The context length and the number of KV pages that memory allows, or the refusal with its numbers. Never: other
+decisions."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from proa.plan.budget import Demand
 from proa.plan.expert_counts import Counts
 from proa.types import Decision
 
-# Where memory is short and nobody asked for a length, a context below this is refused instead of granted.
+# If memory is short and --context is not given, a context below this is refused instead of granted.
 LEAST_CONTEXT_TOKENS = 1024
-# The KV pool holds one user's full context, and this much for each further running request.
+# The KV pool holds one full context, and this much for each further running request.
 FURTHER_REQUEST_TOKENS = 8192
 
 
 @dataclass(frozen=True)
 class Case:
-    """Everything the fit depends on."""
+    """The inputs of the fit."""
 
     model: str  # as asked, for messages
     spec: Model
@@ -32,15 +33,15 @@ class Case:
     need: Demand
     machine: Machine
     usable_bytes: int
-    space: str = "memory"  # what is short where the context is cut, for the table
+    space: str = "memory"  # the space that limits the context, for the start-up table
     kv_elem_bytes: int = 2
     stored: Mapping[str, str] = field(default_factory=dict)  # types of parameters that may be kept; see packed_size
-    counts: Counts = ()  # how often each expert was chosen; empty: nobody knows
+    counts: Counts = ()  # how often each expert was chosen; empty: unknown
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """context_tokens <= num_pages * page_tokens."""
+    """What fits; context_tokens <= num_pages * page_tokens."""
 
     context_tokens: int
     num_pages: int
@@ -49,7 +50,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Short:
-    """Memory does not reach for `context_tokens`, which would take `total_bytes`; only for `fitting`."""
+    """A context of `context_tokens`, which needs `total_bytes`, does not fit; the longest that does is `fitting`."""
 
     context_tokens: int
     total_bytes: int
@@ -57,10 +58,7 @@ class Short:
 
 
 def fit(case: Case) -> Fitted:
-    """reach() where all is in RAM.
-
-    Raises UsageError as it does, ResourceError where memory does not suffice.
-    """
+    """Do reach() for a model in RAM. Raises UsageError as it does, ResourceError if memory does not suffice."""
     got = reach(case)
     if isinstance(got, Short):
         raise _refusal(case, got)
@@ -68,9 +66,9 @@ def fit(case: Case) -> Fitted:
 
 
 def reach(case: Case) -> Fitted | Short:
-    """One user's context first, then the pages that other requests want, as far as memory reaches.
+    """Fit one context first, then pages for further requests, as far as memory reaches.
 
-    Raises UsageError for a context the model is not made for, or more than --kv-memory holds.
+    Raises UsageError for a context that is longer than the model supports or than --kv-memory holds.
     """
     asked, need = case.options.cache.context, case.need
     full = supported_context(case.spec)
@@ -82,7 +80,7 @@ def reach(case: Case) -> Fitted | Short:
     def total_bytes(context: int) -> int:
         return need.total_bytes(context, need.pages(context) if given is None else given)
 
-    fitting = bisect_right(range(1, longest + 1), case.usable_bytes, key=total_bytes)  # it only grows with context
+    fitting = bisect_right(range(1, longest + 1), case.usable_bytes, key=total_bytes)  # total_bytes is monotonic
     least = _least_context(case, given)
     if fitting < least:
         return Short(least, total_bytes(least), fitting)
@@ -92,20 +90,20 @@ def reach(case: Case) -> Fitted | Short:
 
 
 def least_bytes(case: Case) -> int:
-    """What must fit, or the model is refused. Raises UsageError as `reach` does."""
+    """Bytes of the least context; if they do not fit, the model is refused. Raises UsageError as `reach` does."""
     given = _pages_asked(case)
     least = _least_context(case, given)
     return case.need.total_bytes(least, case.need.pages(least) if given is None else given)
 
 
 def _least_context(case: Case, given: int | None) -> int:
-    """given: pages of --kv-memory."""
+    """Tokens of the shortest context that is granted. given: pages of --kv-memory."""
     least = min(supported_context(case.spec), LEAST_CONTEXT_TOKENS) if given is None else 1
     return case.options.cache.context or least
 
 
 def supported_context(spec: Model) -> int:
-    """The longest context the checkpoint is made for: its positions, or what its rope scaling stretches them to."""
+    """The longest context that the checkpoint supports: its positions, or more by its rope scaling."""
 
     def reach(rope: Rope) -> int:
         scaling = rope.scaling
@@ -117,7 +115,7 @@ def supported_context(spec: Model) -> int:
 
 
 def _pages_asked(case: Case) -> int | None:
-    """Pages that --kv-memory buys; None if it was not given."""
+    """Pages that --kv-memory holds; None if it was not given."""
     asked, need, context = case.options.cache.kv_memory, case.need, case.options.cache.context or 1
     if asked is None:
         return None
@@ -134,7 +132,7 @@ def _pages_asked(case: Case) -> int | None:
 
 
 def _wanted_pages(case: Case, context: int) -> int:
-    """One context and a share for each further request, cut to what memory still has; at least one context."""
+    """Pages for one context and a share for each further request, limited by memory; at least one context."""
     need, others = case.need, case.options.scheduler.max_running - 1
     least = need.pages(context)
     wanted = least + others * need.pages(min(context, FURTHER_REQUEST_TOKENS))
@@ -145,11 +143,11 @@ def _wanted_pages(case: Case, context: int) -> int:
 def _context_row(case: Case, context: int, full: int) -> Decision:
     asked = case.options.cache.context
     if asked is not None:
-        return Decision("context", str(asked), str(context), f"as asked; the model is made for {full}")
+        return Decision("context", str(asked), str(context), f"as asked; the model supports {full}")
     if context == full:
-        return Decision("context", "auto", str(context), "all the model is made for")
+        return Decision("context", "auto", str(context), "the longest that the model supports")
     limit = case.space if case.options.cache.kv_memory is None else "--kv-memory"
-    return Decision("context", "auto", str(context), f"the longest that fits {limit}; the model is made for {full}")
+    return Decision("context", "auto", str(context), f"the longest that fits {limit}; the model supports {full}")
 
 
 def _pages_row(case: Case, context: int, pages: int) -> Decision:
@@ -164,14 +162,14 @@ def _pages_row(case: Case, context: int, pages: int) -> Decision:
 def _too_long(model: str, asked: int, full: int) -> UsageError:
     example = '\'rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": N}\''
     return UsageError(
-        f"--context {asked} is longer than the {full} tokens that {model} is made for.",
-        f"Use --context {full} or less. If its authors allow a stretched context: --override-config {example}.",
+        f"--context {asked} is longer than the {full} tokens that {model} supports.",
+        f"Use --context {full} or less. If its authors document rope scaling: --override-config {example}.",
         param="context",
     )
 
 
 def listed_parts(case: Case, short: Short, weights: str, fixed: str) -> str:
-    """What the bytes that are missing would be for, the largest part first."""
+    """List the parts of the demand that does not fit, the largest first."""
     need, total_bytes = case.need, short.total_bytes
     workspace_bytes = need.workspace_bytes(short.context_tokens)
     kv = "KV cache" + (f" for a context of {short.context_tokens}" if case.options.cache.kv_memory is None else "")
@@ -189,9 +187,9 @@ def listed_parts(case: Case, short: Short, weights: str, fixed: str) -> str:
 
 
 def _refusal(case: Case, short: Short) -> ResourceError:
-    """What is needed, what is free, the largest parts, and which flags would help."""
+    """The error with the demand and its parts, free memory, and flags that would help."""
     machine, usable, total_bytes = case.machine, case.usable_bytes, short.total_bytes
-    listed = listed_parts(case, short, f"weights as {case.dtype}", "the program itself")
+    listed = listed_parts(case, short, f"weights as {case.dtype}", "processes and loading")
     free = f"{format_bytes(machine.available_bytes)} free of {format_bytes(machine.total_bytes)}"
     if machine.memory_bound_by != "free memory":
         free += f", bound by {machine.memory_bound_by}"
@@ -203,7 +201,7 @@ def _refusal(case: Case, short: Short) -> ResourceError:
 
 
 def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
-    """Only what would really help here."""
+    """List only remedies that help in this case."""
     asked, missing = case.options, total_bytes - case.usable_bytes
     helps = []
     if fitting > 0:
@@ -229,12 +227,12 @@ def _remedies(case: Case, total_bytes: int, fitting: int) -> str:
 
 
 def fewer_running(case: Case, missing_bytes: int) -> int:
-    """How many requests at once leave this much less of recurrent states; 0: not even one does."""
+    """The largest --max-running whose recurrent states take `missing_bytes` less; 0: none does."""
     running = case.options.scheduler.max_running
     each_bytes = case.need.states_bytes // running
     return max(0, running - -(-missing_bytes // each_bytes)) if each_bytes else 0
 
 
 def size_flag(count: int) -> str:
-    """Bytes as a flag takes them, rounded up to MiB."""
+    """Format bytes as the value of a flag, rounded up to MiB."""
     return f"{-(-count >> 20)}M"

@@ -1,4 +1,4 @@
-"""Activations rounded to E4M3 on a GPU: whether that is to be had as asked, and the memory it takes. Never: kernels."""
+"""--fp8-activations, rows rounded to E4M3 on a GPU: its conditions and its memory. Never: kernels."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from proa.plan.plan import GpuPlan
 from proa.plan.vram import GRAPH_NODE_BYTES
 from proa.types import Decision
 
-LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply E4M3 with E4M3
-# Tokens of an expert on average for which rows are rounded: more than the first, up to the second; more than the third.
+LEAST_CAPABILITY = (8, 9)  # the first with E4M3 x E4M3 matrix instructions
+# Rows are rounded if tokens per expert, on average, are above the first and up to the second, or above the third.
 FEW_ABOVE, FEW_MOST, MANY_ABOVE = 10, 22, 64
 SCALE_COLUMNS, SCALE_BYTES = 128, 4
-GRAPH_NODES = 2  # more, of a block: rows are rounded twice
+GRAPH_NODES = 2  # further nodes per block: rows are rounded twice
 
 
 def with_fp8(need: Demand, spec: Model, batch_tokens: int, max_running: int) -> Demand:
-    """`need` of VRAM, and that of rounded rows of a layer's routed experts."""
+    """Add the rounded rows of a layer's routed experts to the demand on VRAM."""
     routed = [block.ffn for block in spec.blocks if isinstance(block.ffn, Moe)]
     rows = max((row_bytes(f.hidden) + f.top_k * row_bytes(f.width) for f in routed), default=0)
     graphs = sum(n * f.top_k > FEW_ABOVE * f.experts for f in routed for n in buckets(max_running))
@@ -32,30 +32,30 @@ def with_fp8(need: Demand, spec: Model, batch_tokens: int, max_running: int) -> 
 
 
 def row_bytes(columns: int) -> int:
-    """Codes, filled up to whole groups, and their scales."""
+    """Bytes of a rounded row: codes, padded to whole groups, and their scales."""
     return -(-columns // SCALE_COLUMNS) * (SCALE_COLUMNS + SCALE_BYTES)
 
 
 def fp8_rows(
     asked: bool, model: str, gpu: GpuPlan, spec: Model, stored: Mapping[str, str]
 ) -> tuple[Decision, ...]:  # fmt: skip
-    """Of the start-up table. stored: the checkpoint's type of each parameter.
+    """Rows of the start-up table. stored: the checkpoint's type of each parameter.
 
-    Raises UsageError where the GPU or the experts are not such.
+    Raises UsageError if the GPU or the experts do not support FP8 products.
     """
     if not asked:
         return ()
     if gpu.simulated or gpu.capability < LEAST_CAPABILITY:
         has = "is simulated" if gpu.simulated else f"has {'.'.join(map(str, gpu.capability))}"
         raise UsageError(
-            "--fp8-activations needs a GPU that multiplies FP8, of compute capability 8.9 or newer; "
+            "--fp8-activations needs a GPU with FP8 matrix instructions, compute capability 8.9 or newer; "
             f"{gpu.device} {has}.",
             "Leave it out: products are in bfloat16 then, and activations are not rounded.", param="fp8_activations",
         )  # fmt: skip
     rounds = [layer for layer in moe_layers(spec, stored) if not set(E4M3_FORMS).isdisjoint(layer.forms)]
     if not rounds:
         raise UsageError(
-            "--fp8-activations is for experts in FP8 (E4M3) with a scale for each 128 x 128 block, channel or tensor; "
+            "--fp8-activations needs experts in FP8 (E4M3) with a scale per 128 x 128 block, channel or tensor; "
             f"{model} has none.",
             "Leave it out.", param="fp8_activations",
         )  # fmt: skip

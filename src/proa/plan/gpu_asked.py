@@ -1,4 +1,4 @@
-"""What --gpu, --gpu-experts and --gpu-resident-layers say, read. Never: machines, models' sizes, decisions."""
+"""Parsing of --gpu, --gpu-experts and --gpu-resident-layers. Never: machines, models' sizes, decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class AskedGpu:
-    """`index` belongs to "index", the rest to "sim"."""
+    """The value of --gpu. index: for kind "index"; the other fields: for kind "sim"."""
 
     kind: Literal["auto", "none", "index", "sim"]
     index: int = 0
@@ -26,12 +26,12 @@ class AskedGpu:
 
     @property
     def explicit(self) -> bool:
-        """One certain GPU: what keeps it from being used is an error."""
+        """True if a specific GPU was asked for: an obstacle is an error then, not a reason to use the CPU."""
         return self.kind in ("index", "sim")
 
 
 def asked_gpu(text: str) -> AskedGpu:
-    """Of "auto", "none", "1", "sim:512MiB" or "sim:512MiB,pcie=8GB/s". Raises UsageError."""
+    """Parse "auto", "none", "1", "sim:512MiB" or "sim:512MiB,pcie=8GB/s". Raises UsageError."""
     if text == "auto":
         return AskedGpu("auto")
     if text == "none":
@@ -46,12 +46,13 @@ def asked_gpu(text: str) -> AskedGpu:
     except ValueError:
         sim_bytes, rate = 0, None
     if sim_bytes <= 0 or (rate is not None and rate <= 0):
-        raise _wrong("gpu", text, "a size and perhaps the rate of its link: sim:512MiB, or sim:512MiB,pcie=8GB/s")
+        raise _wrong("gpu", text, "sim: with a size and optionally a PCIe rate: sim:512MiB or sim:512MiB,pcie=8GB/s")
     return AskedGpu("sim", 0, sim_bytes, rate)
 
 
 def unused_rows(asked: GpuOptions) -> tuple[Decision, ...]:
-    """What was asked about a GPU, where none is used; but for whether there shall be one, and what is counted."""
+    """Rows for GPU options that were given but have no effect, since no GPU is used. --gpu and --save-expert-counts
+    have rows of their own."""
     given = {f.name: getattr(asked, f.name) for f in fields(asked) if getattr(asked, f.name) != f.default}
     return tuple(
         Decision(f"--{name.replace('_', '-')}", _shown(value), "none", "no GPU is used")
@@ -67,7 +68,7 @@ def _shown(value: object) -> str:
 
 
 def asked_experts(text: str) -> int | Literal["auto", "all"]:
-    """Of "auto", "all", "none" (0) or a number. Raises UsageError."""
+    """Parse "auto", "all", "none" (0) or a number. Raises UsageError."""
     if text == "auto":
         return "auto"
     if text == "all":
@@ -80,25 +81,25 @@ def asked_experts(text: str) -> int | Literal["auto", "all"]:
 
 
 def asked_layers(text: str | None, num_layers: int) -> frozenset[int]:
-    """Numbers of layers of "0-5,9". Raises UsageError."""
+    """Parse layer numbers such as "0-5,9". Raises UsageError."""
     found: set[int] = set()
     for part in text.split(",") if text is not None else ():
         match = _SPAN.fullmatch(part.strip())
         if match is None:
-            raise _wrong("gpu_resident_layers", text or "", "numbers of layers and spans of them, such as 0-5,9")
+            raise _wrong("gpu_resident_layers", text or "", "layer numbers and ranges, such as 0-5,9")
         low, high = int(match[1]), int(match[2] or match[1])
         if low > high or high >= num_layers:
-            raise _wrong("gpu_resident_layers", text or "", f"layers from 0 to {num_layers - 1}, spans upwards")
+            raise _wrong("gpu_resident_layers", text or "", f"layers from 0 to {num_layers - 1}, in ascending ranges")
         found.update(range(low, high + 1))
     return frozenset(found)
 
 
 def _rate(link: str) -> float:
-    """Bytes/s of "pcie=8GB/s". Raises ValueError."""
+    """Parse "pcie=8GB/s" to bytes/s. Raises ValueError."""
     if not link.startswith("pcie=") or not link.endswith("/s"):
         raise ValueError(link)
     return float(parse_size(link.removeprefix("pcie=").removesuffix("/s")))
 
 
-def _wrong(param: str, text: str, takes: str) -> UsageError:
-    return UsageError(f"--{param.replace('_', '-')} is {text!r}.", f"It takes {takes}.", param=param)
+def _wrong(param: str, text: str, expected: str) -> UsageError:
+    return UsageError(f"--{param.replace('_', '-')} is {text!r}.", f"Give {expected}.", param=param)

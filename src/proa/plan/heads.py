@@ -1,21 +1,21 @@
-"""Which attention heads the kernels can compute. Belongs here: their limits, for refusals before anything is loaded."""
+"""Limits of the attention kernels, for refusals before anything is loaded."""
 
 from __future__ import annotations
 
 from proa.models.spec import Model
 
-CPU_MOST_DIM = 576  # of a head: csrc/src/isa/attend.h
-GPU_MOST_DIM, GPU_MOST_GROUP = 256, 64  # of a head; query heads of a KV head: ops/triton/attention.py
+CPU_MOST_DIM = 576  # head dimension: csrc/src/isa/attend.h
+GPU_MOST_DIM, GPU_MOST_GROUP = 256, 64  # head dimension; query heads per KV head: ops/triton/attention.py
 
 
 def beyond_cpu(spec: Model) -> str:
-    """What the native kernels cannot compute; empty if they can."""
+    """The reason why the native kernels cannot compute the model's heads; empty if they can."""
     widest = max((mixer.head_dim for mixer in spec.attention), default=0)
     return "" if widest <= CPU_MOST_DIM else f"heads have {widest} dimensions, more than {CPU_MOST_DIM}"
 
 
 def beyond_gpu(spec: Model) -> str:
-    """What the GPU's kernels cannot compute; empty if they can."""
+    """The reason why the GPU's kernels cannot compute the model's heads; empty if they can."""
     widest = max((mixer.head_dim for mixer in spec.attention), default=0)
     group = max((mixer.heads // mixer.kv_heads for mixer in spec.attention), default=0)
     if widest > GPU_MOST_DIM:

@@ -1,4 +1,4 @@
-"""What K and V are stored as. Never: their memory, scales' values."""
+"""The choice of the KV cache's type. Never: its memory, the values of scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from proa.weights.kv_scale_names import has_kv_scales
 
 @dataclass(frozen=True)
 class KvType:
-    """dtype: its name in torch. row: of the start-up table."""
+    """dtype: the type's name in torch. row: for the start-up table."""
 
     dtype: str
     row: Decision
@@ -26,22 +26,22 @@ class KvType:
 
 
 def kv_type(asked: str, dtype: str, checkpoint: Checkpoint, declared: Declared) -> KvType:
-    """asked: auto, bf16 or fp8. dtype: of activations. Raises UsageError where not all that layers remember is K and V
-    or a state, which stays as it is.
+    """Choose the type. asked: auto, bf16 or fp8. dtype: of activations; recurrent states have it in any case. Raises
+    UsageError for another type than `dtype` if a layer caches anything but K and V or states.
     """
     if asked == "auto":
-        return KvType(dtype, _row(asked, dtype, "that of activations: nothing is rounded"))
+        return KvType(dtype, _row(asked, dtype, "the type of activations: nothing is rounded"))
     others = {type(block.mixer.cache) for block in declared.spec.blocks} - {PagedKv, Recurrent}
     if others and (asked, dtype) != ("bf16", "bfloat16"):
         raise UsageError(
-            f"--kv-dtype {asked} is for keys and values; this model keeps {others.pop().__name__} pages, in {dtype}.",
+            f"--kv-dtype {asked} is for keys and values; this model has {others.pop().__name__} pages, in {dtype}.",
             "Use --kv-dtype auto.", param="kv_dtype",
         )  # fmt: skip
     if asked == "bf16":
         why = "as asked" if dtype == "bfloat16" else f"as asked; K and V are rounded from {dtype}"
         return KvType("bfloat16", _row(asked, "bfloat16", why))
-    scales = "scaled as the checkpoint says" if has_kv_scales(checkpoint, declared) else "the checkpoint has no scales"
-    why = f"as asked; K and V are rounded to four significant bits, sizes beyond 448 held there; {scales}"
+    scales = "with the checkpoint's scales" if has_kv_scales(checkpoint, declared) else "the checkpoint has no scales"
+    why = f"as asked; K and V are rounded to 4 significant bits and saturate at 448; {scales}"
     return KvType("float8_e4m3fn", _row(asked, "fp8 (E4M3)", why))
 
 

@@ -1,5 +1,5 @@
-"""A model's headers and config, read and compared: all that can be refused without torch, this machine or the network.
-Never: decisions.
+"""Opening a model: its headers and config are read and compared, and refused if wrong, without torch, the machine or
+the network. Never: decisions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from proa.weights.checkpoint import Checkpoint, needs_torch, open_checkpoint
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose config is implemented, and whose tensors are those that the config asks for."""
+    """A checkpoint whose config is supported and whose tensors match the config."""
 
     checkpoint: Checkpoint
     declared: Declared
 
 
 def open_model(path: Path, load_format: str, asked: ModelOptions) -> Opened:
-    """Raises ModelNotFound, ConfigError and WeightsError."""
+    """Open the checkpoint at `path` and check it. Raises ModelNotFound, ConfigError and WeightsError."""
     checkpoint = open_checkpoint(path, load_format, config_overrides(asked.override_config))
     declared = checkpoint.declare(asked.ignore_config_key)
     if checkpoint.tensors:
@@ -33,7 +33,7 @@ def open_model(path: Path, load_format: str, asked: ModelOptions) -> Opened:
 
 
 def open_if_here(model: str, asked: ModelOptions) -> Opened | None:
-    """The model that the user named; None where it must be fetched first, or where only torch can read its headers.
+    """Open the model that the user named; None if it must be fetched first, or if only torch can read its headers.
 
     Raises what `look_up` and `open_model` raise.
     """

@@ -1,5 +1,5 @@
-"""What weights take in RAM as the native kernels keep them: pure formulas over shapes and stored types.
-Never: reading weights, options.
+"""The size of weights as the native kernels pack them: pure formulas over shapes and stored types. Never: reading
+weights, options.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from proa.models.spec import Model, Moe
 from proa.native.formats import BF16_FORM, PANEL_ROWS, Form, Format, kept_form, layout
 from proa.weights.dummy_names import is_coded
 
-# Gate and up of all experts of a layer are one stack, and so are its down matrices.
+# A layer's gate and up matrices of all experts are one stack, its down matrices another.
 _EXPERT = re.compile(r"(blocks\.\d+\.ffn\.experts)\.\d+\.(gate|up|down)\.weight")
 _MLP_BIAS = re.compile(r"blocks\.\d+\.ffn\.(?:.*\.)?(?:gate|up|down)\.bias")
 _MLP = re.compile(r"(blocks\.\d+\.ffn(?:\.shared)?)\.(gate|up)\.weight")
@@ -22,14 +22,14 @@ _MLP = re.compile(r"(blocks\.\d+\.ffn(?:\.shared)?)\.(gate|up)\.weight")
 
 @dataclass(frozen=True)
 class PackedSize:
-    """Bytes of all weights, and of those that one decoded token reads."""
+    """Bytes of all weights, and of the weights that one decoded token reads."""
 
     total_bytes: int
     active_bytes: int
 
 
 def packed_size(spec: Model, stored: Mapping[str, str]) -> PackedSize:
-    """`stored`: the checkpoint's type of each parameter, by our names."""
+    """Size of a model's packed weights. stored: the checkpoint's type of each parameter, by Proa's names."""
     types = _types(stored)
     total = active = 0.0
     for name, shape in spec.params():
@@ -42,7 +42,7 @@ def packed_size(spec: Model, stored: Mapping[str, str]) -> PackedSize:
 
 
 def mixed_stacks(spec: Model, stored: Mapping[str, str]) -> dict[str, set[str]]:
-    """Stacks that become bfloat16 because their matrices have several types, some of which could be kept alone."""
+    """Stacks that become bfloat16 only because their matrices differ in type; alone, some could be kept."""
     widths = {_stack(name): shape[-1] for name, shape in spec.params() if len(shape) > 1}
     found = {name: types for name, types in _types(stored).items() if len(types) > 1 and name in widths}
     alone = {name: any(kept_form({one}, widths[name]) != BF16_FORM for one in types) for name, types in found.items()}
@@ -57,14 +57,14 @@ def _types(stored: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def dummy_types(spec: Model, form: str) -> dict[str, str]:
-    """What random weights are stored as, where some have a format of their own; else empty."""
+    """Types of random weights in --dummy-format `form`, by name; empty: all are bfloat16."""
     if form == "bf16":
         return {}
     return {name: f"dummy {form}" if is_coded(name) else "BF16" for name, _ in spec.params()}
 
 
 def expert_forms(stored: Mapping[str, str], block: int, ffn: Moe) -> tuple[Form, Form]:
-    """Of a block's gate and up, and of down; see packed_size for `stored`, which may be empty: all is bfloat16."""
+    """Forms of a block's experts: (gate and up, down). stored: see packed_size; empty: all is bfloat16."""
     if not stored:
         return BF16_FORM, BF16_FORM
     names = [f"blocks.{block}.ffn.experts.{e}" for e in range(ffn.experts)]
@@ -73,7 +73,7 @@ def expert_forms(stored: Mapping[str, str], block: int, ffn: Moe) -> tuple[Form,
 
 
 def of_heads(name: str) -> bool:
-    """Whether it is cut into a matrix of each head, some of them turned: bfloat16, whatever it is stored as."""
+    """True for a parameter that is split into a matrix per head, some transposed: packed as bfloat16 in any case."""
     return name.endswith(".mixer.kv_b.weight")
 
 

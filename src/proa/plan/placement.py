@@ -1,6 +1,6 @@
-"""Which routed experts live in VRAM: pure functions of sizes. Never: what else needs VRAM, options, decisions.
+"""The choice of resident experts: pure functions of sizes and counts. Never: other demands on VRAM, options, decisions.
 
-An expert in VRAM is a copy of its packed panels in RAM (csrc/src/layout.h), so it has their size.
+An expert in VRAM is packed as in RAM (csrc/src/layout.h), so it has the same size.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from proa.plan.packed_size import expert_forms
 
 COLUMN_UNIT, BF16_BYTES = 32, 2
 
-# Of experts that change places in a step. At 55 GB/s, 160 MiB are 3 ms, less than a step with much to move.
+# Bounds of the experts that move in a step. 160 MiB take 3 ms at 55 GB/s, less than a step with many moves.
 SPARE_BYTES, MOST_SPARE = 160 << 20, 16
-RESIDENT_PER_SPARE = 64  # spare slots are a small part of all,
-RESIDENT_PER_FEW, FEW_SPARE = 16, 8  # but there are some where residents are few
+RESIDENT_PER_SPARE = 64  # one spare slot per so many resident experts,
+RESIDENT_PER_FEW, FEW_SPARE = 16, 8  # or, with few resident experts, one per 16, up to 8
 
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """A block of the model that routes."""
+    """An MoE block of the model; sizes are of packed weights."""
 
     block: int
     experts: int
     top_k: int
     expert_bytes: int
-    forms: tuple[Form, Form] = (BF16_FORM, BF16_FORM)  # of gate and up, of down
-    bias_bytes: int = 0  # of an expert
+    forms: tuple[Form, Form] = (BF16_FORM, BF16_FORM)  # (gate and up, down)
+    bias_bytes: int = 0  # per expert
 
     @property
     def total_bytes(self) -> int:
@@ -38,7 +38,7 @@ class MoeLayer:
 
 
 def moe_layers(spec: Model, stored: Mapping[str, str]) -> tuple[MoeLayer, ...]:
-    """`stored`: the checkpoint's type of each parameter, by our names; empty: all are packed as bfloat16."""
+    """The model's MoE blocks. stored: the checkpoint's type of each parameter, by Proa's names; empty: all bfloat16."""
     routed = [(i, block.ffn) for i, block in enumerate(spec.blocks) if isinstance(block.ffn, Moe)]
     forms = [expert_forms(stored, i, ffn) for i, ffn in routed]
     return tuple(
@@ -53,13 +53,14 @@ def expert_bytes(ffn: Moe, up: Form = BF16_FORM, down: Form = BF16_FORM) -> int:
 
 
 def bias_bytes(ffn: Moe) -> int:
-    """Of one expert, in float32 for whole panels. VRAM and RAM have those of all experts; they do not move."""
+    """Bytes of one expert's biases, float32, padded to panels. VRAM and RAM each hold all experts' biases."""
     rows = 2 * _padded(ffn.width, PANEL_ROWS) + _padded(ffn.hidden, PANEL_ROWS)
     return 4 * rows if ffn.bias else 0
 
 
 def ram_bias_bytes(layers: Sequence[MoeLayer], resident: Sequence[Sequence[int]], inclusive: bool) -> int:
-    """Where RAM has not all experts, the biases of those it has are there once more, by their numbers there."""
+    """Bytes of biases in RAM. A layer whose experts are not all in RAM has a second copy of the biases of those that
+    are, by their numbers in RAM."""
     again = [
         0 if inclusive or not ids else layer.experts - len(ids) for layer, ids in zip(layers, resident, strict=True)
     ]
@@ -67,7 +68,7 @@ def ram_bias_bytes(layers: Sequence[MoeLayer], resident: Sequence[Sequence[int]]
 
 
 def packed_bytes(rows: int, columns: int, form: Form = BF16_FORM) -> int:
-    """Bytes of a matrix in panels. Of bfloat16: rows padded to 16, columns to 32."""
+    """Bytes of a matrix in panels; for bfloat16, rows are padded to 16 and columns to 32."""
     if form != BF16_FORM:
         return layout(form.format, rows, columns, form.group).matrix_bytes
     return _padded(rows, PANEL_ROWS) * _padded(columns, COLUMN_UNIT) * BF16_BYTES
@@ -77,23 +78,23 @@ def place(
     layers: Sequence[MoeLayer], budget_bytes: int, strategy: str, wanted: Sequence[int], whole: frozenset[int],
     counts: Counts = (),
 ) -> tuple[tuple[int, ...], ...]:  # fmt: skip
-    """Ids of resident experts of each layer, within the budget: always the first of a layer, or with `counts` the most
-    used.
+    """Choose resident experts within the budget: ascending ids for each layer. A layer's experts are taken by id, or
+    with `counts` the most used first.
 
     All experts of the blocks in `whole` come first. Then up to `wanted` of each layer: "uniform" takes one of every
-    layer in turn, so that what does not divide goes to the first layers; "dynamic" begins so; "front-loading" fills
-    layer after layer, the last one in part; "frequency" takes the most used of all layers, a byte, and without counts
-    raises ValueError.
+    layer in turn, so the remainder goes to the first layers; "dynamic" starts like "uniform"; "front-loading" fills
+    layer after layer, the last one in part; "frequency" takes the most choices per byte over all layers, and raises
+    ValueError without counts.
     """
     used = counts or [[0] * layer.experts for layer in layers]
-    ranked = [sorted(range(len(of)), key=lambda e: -of[e]) for of in used]  # of equals the first
+    ranked = [sorted(range(len(of)), key=lambda e: -of[e]) for of in used]  # stable: ties by id
     taken = [0] * len(layers)
     left_bytes = budget_bytes
     pinned = [layer.experts if layer.block in whole else 0 for layer in layers]
     order = list(_in_turn(wanted) if strategy != "front-loading" else _layer_by_layer(wanted))
     if strategy == "frequency":
         if layers and not counts:
-            raise ValueError("nobody knows which experts are used most")
+            raise ValueError("placement by frequency needs expert counts")
         order.sort(key=lambda at: -used[at[0]][ranked[at[0]][at[1]]] / layers[at[0]].expert_bytes)
     for i, nth in (*_layer_by_layer(pinned), *order):
         if nth == taken[i] and layers[i].expert_bytes <= left_bytes:
@@ -103,13 +104,13 @@ def place(
 
 
 def spare_slots(expert_bytes: int, resident: int) -> int:
-    """How many experts may change places at once, of `resident` in VRAM. In a step, so many are copied at most."""
+    """Number of spare slots for `resident` experts in VRAM. It bounds the experts that move at once."""
     share = max(resident // RESIDENT_PER_SPARE, min(FEW_SPARE, resident // RESIDENT_PER_FEW))
     return max(1, min(MOST_SPARE, SPARE_BYTES // expert_bytes, share))
 
 
 def spare_bytes(layers: Sequence[MoeLayer], spare: int) -> int:
-    """Their slots: experts of another size or in other formats need others."""
+    """Bytes of spare slots, `spare` for each size and form of experts."""
     return spare * sum(nbytes for nbytes, _ in {(layer.expert_bytes, layer.forms) for layer in layers})
 
 

@@ -9,10 +9,10 @@ from proa.types import Decision
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of RAM: what is free now, what is left alone, and what goes where.
+    """Bytes of RAM: free now, reserved, and used by each part.
 
-    process + weights + loading + kv + states + workspace + simulated VRAM <= usable: the formulas stand in
-    plan/budget.py, with a GPU in plan/vram.py. Then weights are routed experts, and KV and states are in VRAM.
+    process + weights + loading + kv + states + workspace + simulated VRAM <= usable: the formulas are in
+    plan/budget.py, with a GPU in plan/vram.py. With a GPU, weights are routed experts, and KV and states are in VRAM.
     """
 
     free_bytes: int
@@ -20,10 +20,10 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     kv_bytes: int
     workspace_bytes: int
-    loading_bytes: int  # transient: what the loader holds beside the weights
-    process_bytes: int = 0  # the two processes themselves: Python, torch, tokenizer
-    states_bytes: int = 0  # recurrent states of all that run at once, and copies
-    simulated_vram_bytes: int = 0  # what stands in for the memory of a simulated GPU
+    loading_bytes: int  # transient: the loader's buffers
+    process_bytes: int = 0  # both processes without weights: Python, torch, tokenizer
+    states_bytes: int = 0  # recurrent states of all running requests, and copies
+    simulated_vram_bytes: int = 0  # the VRAM of a simulated GPU
 
     @property
     def usable_bytes(self) -> int:
@@ -31,23 +31,23 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of VRAM: what is free now, what is left alone, and what goes where.
+    """Bytes of VRAM: free now, reserved, and used by each part.
 
-    context + dense + kv + states + workspace + graphs + experts + spare <= usable: the formulas stand in plan/vram.py.
+    context + dense + kv + states + workspace + graphs + experts + spare <= usable: the formulas are in plan/vram.py.
     """
 
     total_bytes: int
     free_bytes: int
     reserve_bytes: int
-    context_bytes: int  # CUDA's own: context, libraries, modules of kernels
+    context_bytes: int  # CUDA's context, libraries, modules of kernels
     dense_bytes: int  # attention, norms, routers, shared experts, dense FFNs, embedding, head
-    dense_read_bytes: int  # of these, what one decoded token reads
+    dense_read_bytes: int  # the part of dense_bytes that one decoded token reads
     kv_bytes: int
     workspace_bytes: int
     graphs_bytes: int
     experts_bytes: int  # slots of resident experts, packed as in RAM
-    spare_bytes: int = 0  # slots for experts that change places
-    states_bytes: int = 0  # recurrent states of all that run at once, and copies
+    spare_bytes: int = 0  # slots for moving experts
+    states_bytes: int = 0  # recurrent states of all running requests, and copies
 
     @property
     def usable_bytes(self) -> int:
@@ -60,7 +60,7 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs on the GPU: everything but the routed experts that are not resident.
+    """The GPU's part: everything but the routed experts that are not resident.
 
     `blocks`, `experts`, `expert_bytes` and `resident` have one entry for each MoE layer, in the model's order.
     """
@@ -70,21 +70,21 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str = ""
     capability: tuple[int, int] = (0, 0)
     numa_node: int | None = None
-    pcie_bytes_per_s: float | None = None  # of a simulated GPU: copies are throttled to this; None: they are not
+    pcie_bytes_per_s: float | None = None  # simulated GPU: copies are throttled to this rate; None: they are not
     vram: VramBudget
     placement: str  # uniform, front-loading, frequency; dynamic: uniform at first
-    blocks: tuple[int, ...] = ()  # which block of the model each MoE layer is
-    experts: tuple[int, ...] = ()  # how many routed experts it has
-    expert_bytes: tuple[int, ...] = ()  # packed bytes of one of them
-    resident: tuple[tuple[int, ...], ...] = ()  # ascending ids of those in VRAM
-    spare: int = 0  # experts of each size that may change places at once, each with a slot beyond the residents'
+    blocks: tuple[int, ...] = ()  # block number of each MoE layer
+    experts: tuple[int, ...] = ()  # routed experts per layer
+    expert_bytes: tuple[int, ...] = ()  # packed bytes of one expert
+    resident: tuple[tuple[int, ...], ...] = ()  # ascending ids of experts in VRAM
+    spare: int = 0  # spare slots for each size of experts: so many may move at once
     co_fetch: bool = False  # the GPU may read experts in RAM, beside the CPU
-    doorbell: str = "auto"  # how the GPU hands experts to the CPU, as asked: the start takes what works
-    read_ahead: bool = False  # idle workers read what the next layer will probably need, if kernels ring
-    fp8_activations: bool = False  # rows of experts of many tokens are rounded to E4M3, as weights; lossy
+    doorbell: str = "auto"  # --doorbell as asked; the start takes a way that works
+    read_ahead: bool = False  # idle workers prefetch the next layer's probable experts, if kernels ring
+    fp8_activations: bool = False  # rows of experts of many tokens are rounded to E4M3, like weights; lossy
     inclusive: bool = False  # RAM keeps a copy of resident experts too; else it holds only the others
-    save_counts: str | None = None  # file for how often each expert was chosen; None: nobody asked
-    trace: str | None = None  # file for what steps choose, look by look; for benchmarks
+    save_counts: str | None = None  # file for expert counts; None: not asked for
+    trace: str | None = None  # file for the counts of each look (hybrid/trace.py); for benchmarks
 
     @property
     def simulated(self) -> bool:
@@ -96,31 +96,31 @@ class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpu_only(self) -> bool:
-        """No routed expert is left to the CPU."""
+        """True if all routed experts are resident: the CPU computes none."""
         return all(len(ids) == count for ids, count in zip(self.resident, self.experts, strict=True))
 
 
 def step_seconds(dense_s: float, resident_s: float, ram_s: float, *, read_ahead: bool) -> float:
-    """The least that a decode step can take: the GPU reads dense weights, then resident experts while the CPU reads its
-    own; with read ahead the CPU does so all the time."""
+    """Lower bound of a decode step: the GPU reads dense weights, then resident experts while the CPU reads its own;
+    with read ahead the CPU reads during the whole step."""
     return max(dense_s + resident_s, ram_s) if read_ahead else dense_s + max(resident_s, ram_s)
 
 
 class VramRoof(msgspec.Struct, frozen=True, kw_only=True):
-    """What decode of one request reads from VRAM per token, and how fast that can be."""
+    """Bytes that decode of one request reads from VRAM per token, and the bandwidth."""
 
-    dense_bytes_per_token: int  # dense weights and KV: nothing runs beside these
-    expert_bytes_per_token: int  # resident experts, if routing were even: the CPU runs its own meanwhile
+    dense_bytes_per_token: int  # dense weights and KV, read before the experts
+    expert_bytes_per_token: int  # resident experts, for uniform routing, read while the CPU reads its own
     bandwidth_bytes_per_s: float
-    source: str  # where the bandwidth is from
+    source: str  # source of the bandwidth
     read_ahead: bool = False  # the CPU reads its experts also while dense weights are read
 
 
 class Roof(msgspec.Struct, frozen=True, kw_only=True):
-    """The physical limit of decode for one request: bytes that must be read per token over bandwidth.
+    """The physical limit of decode for one request: bandwidth over the bytes that a token must read.
 
-    With a GPU: 1 / (dense / VRAM + max(resident experts / VRAM, the CPU's experts / RAM)). With read ahead RAM need
-    never wait: 1 / max((dense + resident experts) / VRAM, the CPU's experts / RAM).
+    With a GPU: 1 / (dense / VRAM + max(resident experts / VRAM, the CPU's experts / RAM)). With read ahead RAM is read
+    all the time: 1 / max((dense + resident experts) / VRAM, the CPU's experts / RAM).
     """
 
     bytes_per_token: int  # read from RAM
@@ -138,21 +138,21 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_by(self) -> str:
-        """What takes most of a token's time."""
+        """The memory that takes most of a token's time: "RAM" or "VRAM"."""
         ram_s = self.bytes_per_token / self.bandwidth_bytes_per_s
         return "RAM" if self.vram is None or 2 * ram_s * self.tokens_per_s > 1 else "VRAM"
 
 
 class Workers(msgspec.Struct, frozen=True, kw_only=True):
-    """The threads of the native kernels, and where they and their weights lie."""
+    """The threads of the native kernels, and the placement of threads and weights."""
 
     teams: tuple[Team, ...]  # the CPUs of each memory node's workers, the calling thread's first
-    trials: tuple[tuple[int, ...], ...]  # CPUs of each team that work; those after the first are tried for decode
+    trials: tuple[tuple[int, ...], ...]  # workers per team; the first is used, the others are tried for decode
     binding: str  # core, node, none
     homes: tuple[tuple[int, ...], ...] = ()  # for "node": all usable CPUs of each team's node
-    interleave: tuple[int, ...] = ()  # nodes that weights are dealt out over; else they lie on their team's
-    spin_us: int  # how long an idle worker waits for work before it sleeps
-    saving: bool = False  # fewer workers, if they lose little
+    interleave: tuple[int, ...] = ()  # nodes that weights are interleaved over; else each team's are on its node
+    spin_us: int  # how long an idle worker polls for work before it sleeps
+    saving: bool = False  # --power-saving: fewer workers, if decode slows down little
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +162,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     path: str  # folder or GGUF file
     load_format: str  # safetensors, bin, gguf, dummy
     dtype: str  # bfloat16, float16, float32
-    kv_dtype: str = "bfloat16"  # of the KV cache: the same, or float8_e4m3fn
+    kv_dtype: str = "bfloat16"  # of the KV cache: one of these, or float8_e4m3fn
     dummy_seed: int = 0
     dummy_router: str = "uniform"
     dummy_format: str = "bf16"  # of routed experts and linear layers
@@ -172,12 +172,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     num_pages: int
     prefix_cache: bool
-    state_copies: int = 0  # of recurrent states, for prompts to go on from
+    state_copies: int = 0  # copies of recurrent states, from which prompts resume
     max_running: int
     max_batch_tokens: int
     deterministic: bool = False  # a token's bits do not depend on the schedule
-    prompt_cell_tokens: int | None = None  # then: prompts are computed in steps of so many tokens; None: in any
-    prefill_share: float = 0.0  # of the time, while others decode; 0: prompts share steps with these
+    prompt_cell_tokens: int | None = None  # deterministic: prompts are computed in cells of this size; None: any size
+    prefill_share: float = 0.0  # fraction of time for prefill while requests decode; 0: they share steps
     max_queued: int
     max_queued_tokens: int
     threads: int
@@ -190,5 +190,5 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state_slots(self) -> int:
-        """Those of requests that run, then those of copies."""
+        """Number of state slots: of running requests, then of copies."""
         return self.max_running + self.state_copies

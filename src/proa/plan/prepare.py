@@ -1,4 +1,4 @@
-"""From a model's name to a Plan: locate, open, declare, probe, measure, resolve. Never: torch, weights, decisions."""
+"""The way from a model's name to a Plan: locate, open, declare, probe, measure, resolve. Never: torch, weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from proa.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is known before a weight is loaded."""
+    """The plan and its inputs, known before a weight is loaded."""
 
     plan: Plan
     checkpoint: Checkpoint
@@ -37,7 +37,7 @@ Measure = Callable[[MachineOptions, Machine], RamRate]
 
 
 def ram_rate(asked: MachineOptions, machine: Machine) -> RamRate:
-    """How fast the CPUs that the engine's workers may get read RAM now. Takes 0.3 s.
+    """Measure the RAM bandwidth of the CPUs that the engine's workers may get. Takes 0.3 s.
 
     Raises NativeError, ResourceError.
     """
@@ -54,11 +54,10 @@ def prepare(
     opened: Opened | None = None,
     machine: Machine | None = None,
 ) -> Prepared:
-    """Find (or fetch, reporting to `progress`) the model and settle everything. Takes about 0.3 s for measuring RAM,
-    which `measure` does. opened: the model, from open_if_here; else it is looked for. machine: where the plan is for
-    another one than this.
+    """Find the model, or fetch it with calls of `progress`, and make its plan. `measure` takes about 0.3 s. opened: the
+    model, from open_if_here; None: it is located first. machine: for a plan for another machine; None: this one.
 
-    A model on the hub is judged by its headers, with the same plan, before its weights are fetched.
+    A model on the hub is planned from its headers before its weights are fetched: one that does not fit is refused.
     Raises ModelError, HubError, UsageError, ResourceError.
     """
     asked = options or EngineOptions()
@@ -78,7 +77,7 @@ def _settle(
 ) -> Prepared:  # fmt: skip
     checkpoint, declared = opened.checkpoint, opened.declared
     machine = machine or probe()
-    isa, isa_reason = wished_isa()  # what is wrong with the native library is said before it measures anything
+    isa, isa_reason = wished_isa()  # first: it raises if the native library is broken, which measuring needs
     host = Host(machine, measure(asked.machine, machine), isa, isa_reason)
     gpus = asked.gpus
     counts = () if gpus.expert_counts is None else read_counts(Path(gpus.expert_counts), declared.spec)

@@ -1,7 +1,7 @@
 """Options + model + machine -> the frozen Plan, each decision with its reason. Pure. Never: reading files, measuring.
 
-`got` in a Decision is what happens; where it differs from `asked`, `why` says what forced it. What cannot be done
-as asked raises UsageError (wrong in itself) or ResourceError (wrong on this machine), before a byte is loaded.
+In a Decision, `got` is what happens; if it differs from `asked`, `why` says what forced it. Options that cannot be met
+raise UsageError (wrong in themselves) or ResourceError (wrong on this machine), before a byte is loaded.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from proa.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Host:
-    """The machine and what is known of it only by trying."""
+    """The machine, and facts about it that are measured or tried."""
 
     machine: Machine
     ram: RamRate  # measured at this start
-    isa: str  # the native kernels that its CPU runs
-    isa_reason: str  # why no better ones
+    isa: str  # the best instruction set of native kernels that its CPU runs
+    isa_reason: str  # why not a better one
 
 
 def resolve(
     options: EngineOptions, model: str, checkpoint: Checkpoint, declared: Declared, host: Host, counts: Counts = ()
 ) -> Plan:
-    """Settle everything; counts: how often experts were chosen, if known. Raises UsageError, ResourceError."""
+    """Make the plan. counts: how often experts were chosen; empty: unknown. Raises UsageError, ResourceError."""
     options = fixed_options(options)
     spec, asked, machine = declared.spec, options.scheduler, host.machine
     dtype, dtype_row = _dtype(options.model.dtype, checkpoint)
     threads, threads_row = _threads(options.machine.threads, machine)
-    isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in nothing else
+    isa = host.isa if dtype == "bfloat16" else ""  # the native kernels compute in bfloat16 only
     batch_tokens = max(asked.max_batch_tokens or SHARED_TOKENS, asked.max_running)
     usable_bytes, ram_rows = _ram(options.machine, host)
     kv = kv_type(options.cache.kv_dtype, dtype, checkpoint, declared)
@@ -73,7 +73,7 @@ def resolve(
     share, share_row = prefill_share(asked.prefill_share, placed.gpu, deterministic=asked.deterministic)
     workers, worker_rows = _workers(options.machine, machine, threads, isa, launched=placed.gpu is not None)
     weights = weights_row(options.model, checkpoint, spec, stored, placed.gpu)
-    together = Decision("requests at once", str(asked.max_running), str(asked.max_running), "more wait in the queue")
+    together = Decision("requests at once", str(asked.max_running), str(asked.max_running), "others queue")
     compute = _compute(dtype, host, placed.gpu)
     rows = (weights, dtype_row, compute, *placed.decisions, kv.row, *prefix_rows(case, placed.need))
     cell = cell_tokens(options, placed.batch_tokens, isa, placed.gpu)
@@ -115,7 +115,7 @@ def resolve(
 def _need(
     options: EngineOptions, spec: Model, dtype: str, kv_elem_bytes: int, batch_tokens: int, stored: Mapping[str, str]
 ) -> tuple[Demand, int]:
-    """Of RAM, and the bytes of what a token's parameters take."""
+    """The demand on RAM, and the bytes of weights that one decoded token reads."""
     page_tokens, running = options.cache.page_tokens, options.scheduler.max_running
     need = demand(spec, ELEM_BYTES[dtype], page_tokens, running, batch_tokens, kv_elem_bytes)
     if not stored:
@@ -126,19 +126,20 @@ def _need(
 
 @dataclass(frozen=True)
 class _Placed:
-    """Where everything lies, and how fast that can be."""
+    """Placement on GPU and RAM, with its roof."""
 
     gpu: GpuPlan | None
     batch_tokens: int
     memory: MemoryBudget
-    need: Demand  # on the memory that has KV and states
+    need: Demand  # on the memory that holds KV and states
     fitted: Fitted
     roof: Roof
     decisions: tuple[Decision, ...]
 
 
 def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -> _Placed:
-    """With a GPU where there is one and the model allows; without, with the reason; or the refusal."""
+    """Place the model on a GPU if one is usable and the model fits, else on the CPU, with the reason. Raises
+    UsageError, and ResourceError if it fits neither."""
     options = case.options.gpus
     asked = asked_gpu(options.gpu)
     certain = asked.explicit or asks_for_experts(options)
@@ -163,11 +164,12 @@ def _place(case: Case, batch_tokens: int, active_bytes: int, bandwidth: float) -
     except ResourceError as error:
         if refused is None:
             raise
-        raise ResourceError(f"{error.message} With the GPU neither: {refused.message}", error.remedy) from refused
+        text = f"{error.message} It does not fit with the GPU either: {refused.message}"
+        raise ResourceError(text, error.remedy) from refused
 
 
 def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: float) -> _Placed:
-    """batch_tokens: as asked, or the least."""
+    """batch_tokens: as asked, or the shortest steps."""
     got, batch_tokens = _split(case, gpu, batch_tokens)
     row = Decision("GPU", case.options.gpus.gpu, f"{got.gpu.device}: {gpu.name}", why)
     roof = split_roof(case.spec, got.gpu, gpu, bandwidth, case.kv_elem_bytes)
@@ -176,11 +178,11 @@ def _with_gpu(case: Case, gpu: Gpu, why: str, batch_tokens: int, bandwidth: floa
 
 
 def _split(case: Case, gpu: Gpu, batch_tokens: int) -> tuple[Split, int]:
-    """With the longest steps that may be, where nobody asked for a length and prompts take turns."""
+    """Split with the longest steps that fit, if --max-batch-tokens is not given and prompts take turns."""
     asked = case.options.scheduler
     longer = turn_tokens(case.spec, gpu, batch_tokens) if asked.max_batch_tokens is None else ()
     for tokens in longer:
-        with suppress(ResourceError):  # experts asked for leave no room
+        with suppress(ResourceError):  # the experts asked for leave no room for such long steps
             got = split(case, gpu, tokens)
             if not prefill_share(asked.prefill_share, got.gpu)[0]:
                 break
@@ -207,7 +209,7 @@ def _on_cpu(case: Case, batch_tokens: int, why_no_gpu: str, active_bytes: int, b
     )
     roof = cpu_roof(case.spec, active_bytes, ELEM_BYTES[case.dtype], case.kv_elem_bytes, bandwidth)
     row = Decision("GPU", case.options.gpus.gpu, "none", why_no_gpu)
-    uncounted = saving_rows(case.options.gpus, False, "choices are counted where there is a GPU")
+    uncounted = saving_rows(case.options.gpus, False, "choices are counted only with a GPU")
     unused = unused_rows(case.options.gpus)
     return _Placed(None, batch_tokens, memory, need, fitted, roof, (row, *unused, *fitted.decisions, *uncounted))
 
@@ -219,7 +221,7 @@ def _workers(
 
 
 def _hindrance(case: Case, gpu: Gpu) -> tuple[str, str] | None:
-    """What about the model keeps it off this GPU, and the remedy."""
+    """The reason why this GPU cannot run the model, and the remedy; None if it can."""
     if case.dtype != "bfloat16":
         return f"the GPU computes in bfloat16, not {case.dtype}", "Use --dtype bfloat16, or --gpu none."
     if case.spec.latent_attention and best_effort(gpu):
@@ -233,7 +235,8 @@ def _check_dummy(asked: ModelOptions, checkpoint: Checkpoint, dtype: str) -> Non
     if form != "bf16" and (checkpoint.load_format != "dummy" or dtype != "bfloat16"):
         what = f"weights are {checkpoint.load_format}" if checkpoint.load_format != "dummy" else f"the dtype is {dtype}"
         raise UsageError(
-            f"--dummy-format {form} is for random weights beside bfloat16, and {what}.", "Leave it out.",
+            f"--dummy-format {form} needs random weights and bfloat16 activations, but {what}.",
+            "Leave --dummy-format out, or use --load-format dummy and --dtype bfloat16.",
             param="dummy_format",
         )  # fmt: skip
 
@@ -245,7 +248,7 @@ def _dtype(asked: str, checkpoint: Checkpoint) -> tuple[str, Decision]:
         why = f"as asked; the checkpoint's {stored} is rounded once" if narrower else "as asked"
         return asked, Decision("dtype", asked, asked, why)
     if checkpoint.load_format == "gguf" or checkpoint.quantisation:
-        return "bfloat16", Decision("dtype", asked, "bfloat16", "of activations; see weights")
+        return "bfloat16", Decision("dtype", asked, "bfloat16", "type of activations; the row weights has theirs")
     return stored, Decision("dtype", asked, stored, "the checkpoint's own")
 
 
@@ -279,14 +282,14 @@ def _threads(asked: int | None, machine: Machine) -> tuple[int, Decision]:
 
 
 def _ram(asked: MachineOptions, host: Host) -> tuple[int, tuple[Decision, Decision]]:
-    """Bytes that may be used; how much RAM, and how fast."""
+    """Usable bytes of RAM, and the rows for its size and its bandwidth."""
     machine = host.machine
     free, reserve = machine.available_bytes, asked.ram_reserve
     if reserve is None:
         reserve = min(1 << 30, machine.total_bytes // 20)
     room = max(0, free - reserve)
     got = room if asked.ram is None else min(asked.ram, room)
-    why = f"{format_bytes(free)} free of {format_bytes(machine.total_bytes)}, {format_bytes(reserve)} left to others"
+    why = f"{format_bytes(free)} free of {format_bytes(machine.total_bytes)}, {format_bytes(reserve)} reserved"
     if machine.memory_bound_by != "free memory":
         why += f"; bound by {machine.memory_bound_by}"
     size = Decision("RAM", "auto" if asked.ram is None else format_bytes(asked.ram), format_bytes(got), why)

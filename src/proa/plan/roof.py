@@ -1,4 +1,4 @@
-"""The physical limit of decode: what one token must read, over bandwidth. Pure. Never: measuring."""
+"""The roof, the physical limit of decode: bandwidth over the bytes that one token must read. Pure. Never: measuring."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from proa.models.spec import Model, Moe
 from proa.plan.placement import BF16_BYTES
 from proa.plan.plan import GpuPlan, Plan, Roof, VramRoof
 
-# The KV of a conversation this long counts.
+# Context length whose KV the roof counts.
 ROOF_CONTEXT_TOKENS = 256
 
-# Where the driver does not tell: no GPU reads faster (B200), so that the roof is a limit still.
+# Used if the driver does not report bandwidth: no GPU is faster than this (B200), so the roof is still a limit.
 FASTEST_VRAM_BYTES_PER_S = 8e12
 
 
 def cpu_roof(spec: Model, active_bytes: int, elem_bytes: int, kv_elem_bytes: int, bandwidth: float) -> Roof:
-    """Decode of one request reads every active parameter and its past once a token."""
+    """The roof on a CPU: one request reads all active parameters and its KV once per token."""
     past = past_bytes(spec, ROOF_CONTEXT_TOKENS, elem_bytes, kv_elem_bytes)
     return Roof(bytes_per_token=round(active_bytes + past), bandwidth_bytes_per_s=bandwidth)
 
 
 def past_bytes(spec: Model, context_tokens: float, elem_bytes: int, kv_elem_bytes: int) -> float:
-    """What a decoded token moves of its sequence's past: all KV is read, recurrent states are read and written."""
+    """Bytes of past that one decoded token moves: all KV is read, recurrent states are read and written."""
     return context_tokens * spec.kv_bytes_per_token(kv_elem_bytes) + 2 * spec.state_bytes_per_sequence(elem_bytes)
 
 
 def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float, kv_elem_bytes: int) -> Roof:
-    """Dense weights and KV come from VRAM, then resident experts from VRAM while the others come from RAM.
-
-    Every expert counts as often as any other.
+    """The roof with a GPU: dense weights and KV come from VRAM, then resident experts from VRAM while the others come
+    from RAM. Routing counts as uniform.
     """
     in_vram = in_ram = 0.0
     top_k = [block.ffn.top_k for block in spec.blocks if isinstance(block.ffn, Moe)]
@@ -54,7 +53,7 @@ def split_roof(spec: Model, plan: GpuPlan, gpu: Gpu, bandwidth: float, kv_elem_b
 
 
 def roof_at(plan: Plan, context_tokens: int) -> Roof:
-    """The plan's roof where the conversation is `context_tokens` long."""
+    """The plan's roof at a context of `context_tokens`."""
     kv_bytes = plan.memory.kv_bytes if plan.gpu is None else plan.gpu.vram.kv_bytes
     more_bytes = (context_tokens - ROOF_CONTEXT_TOKENS) * (kv_bytes // (plan.num_pages * plan.page_tokens))
     roof, vram = plan.roof, plan.roof.vram
@@ -66,7 +65,7 @@ def roof_at(plan: Plan, context_tokens: int) -> Roof:
 
 def _vram_rate(gpu: Gpu, ram_rate: float) -> tuple[float, str]:
     if gpu.simulated:
-        return ram_rate, "RAM's, for it is simulated there"
+        return ram_rate, "RAM's: the GPU is simulated in RAM"
     if gpu.memory_bytes_per_s is None:
-        return FASTEST_VRAM_BYTES_PER_S, "not told by the driver: that of the fastest GPU"
+        return FASTEST_VRAM_BYTES_PER_S, "not reported by the driver: the fastest GPU's"
     return gpu.memory_bytes_per_s, "by its data sheet"

@@ -1,5 +1,5 @@
-"""A model over one GPU and RAM: what lies where, or why it cannot. Never: which GPU, formulas (plan/vram.py), the order
-of experts (plan/placement.py).
+"""The split of a model over one GPU and RAM, or the refusal. Never: choosing the GPU, formulas (plan/vram.py), the
+order of experts (plan/placement.py).
 
 Dense weights first, then KV, then experts: docs/decisions/018-vram-plan.md.
 """
@@ -33,15 +33,15 @@ from proa.plan.vram import (
 )
 from proa.types import Decision
 
-# Left to others and to what allocators cannot use; nobody else uses a simulated GPU.
+# VRAM reserved for other processes and for fragmentation; none on a simulated GPU.
 LEAST_RESERVE_BYTES, RESERVE_SHARE = 256 << 20, 100
 
-STAYING = ("uniform", "front-loading", "frequency")  # placements by which no expert moves
+STAYING = ("uniform", "front-loading", "frequency")  # static placements
 
 
 @dataclass(frozen=True)
 class Split:
-    """What the GPU gets, and what stays in RAM."""
+    """The parts on the GPU and in RAM."""
 
     gpu: GpuPlan
     memory: MemoryBudget
@@ -52,7 +52,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Wish:
-    """Experts wanted in VRAM: so many of each MoE layer, all of the blocks in `whole`. `must`: fewer is an error."""
+    """Experts wanted in VRAM: a number per MoE layer, and all of the blocks in `whole`. must: fewer is an error."""
 
     asked: str
     wanted: tuple[int, ...]
@@ -63,7 +63,7 @@ class Wish:
         return [x.experts if x.block in self.whole else n for x, n in zip(layers, self.wanted, strict=True)]
 
     def least(self, layers: tuple[MoeLayer, ...]) -> list[int]:
-        """Fewer of any layer is an error."""
+        """The numbers per layer below which the split is an error."""
         return self.counts(layers) if self.must else [x.experts if x.block in self.whole else 0 for x in layers]
 
     def is_met(self, layers: tuple[MoeLayer, ...], resident: Sequence[Sequence[int]]) -> bool:
@@ -72,7 +72,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class _Room:
-    """Bytes that experts may take: of RAM with a copy of each there, of RAM otherwise."""
+    """RAM that experts may take, in bytes: if RAM holds all experts, and if it holds only those not in VRAM."""
 
     inclusive_bytes: int
     exclusive_bytes: int
@@ -80,7 +80,7 @@ class _Room:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Experts in VRAM, and how many of them may change places at once."""
+    """Experts in VRAM, and the spare slots for moves."""
 
     strategy: str
     resident: tuple[tuple[int, ...], ...]
@@ -91,12 +91,12 @@ class _Placed:
 
 
 def asks_for_experts(asked: GpuOptions) -> bool:
-    """Something that only a GPU can do was asked for by name."""
+    """True if options ask for experts in VRAM, which needs a GPU."""
     return asked_experts(asked.gpu_experts) not in ("auto", 0) or asked.gpu_resident_layers is not None
 
 
 def saving_rows(asked: GpuOptions, saved: bool, why_not: str) -> tuple[Decision, ...]:
-    """What becomes of --save-expert-counts."""
+    """The row for --save-expert-counts, if it was given."""
     if asked.save_expert_counts is None:
         return ()
     got, why = (asked.save_expert_counts, "every minute and at the end") if saved else ("none", why_not)
@@ -104,7 +104,7 @@ def saving_rows(asked: GpuOptions, saved: bool, why_not: str) -> tuple[Decision,
 
 
 def _off_rows(asked: GpuOptions, plan: GpuPlan) -> tuple[Decision, ...]:
-    """Of what the CPU does for the GPU: what is off, since that was asked, or since there is nothing to do."""
+    """Rows for co-fetch, read ahead and doorbell that are off: as asked, or because the CPU computes no experts."""
     turned_off = {"co-fetch": asked.co_fetch, "read ahead": asked.read_ahead}
     rows = [Decision(name, "off", "off", "as asked") for name, word in turned_off.items() if word == "off"]
     if asked.doorbell != "auto" and plan.gpu_only:
@@ -113,9 +113,9 @@ def _off_rows(asked: GpuOptions, plan: GpuPlan) -> tuple[Decision, ...]:
 
 
 def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
-    """`case` is that of the RAM: its machine and usable bytes; its demand is not looked at.
+    """Split the model. case: machine and usable bytes of RAM; its demand is ignored.
 
-    Raises UsageError for experts and contexts that the model does not have, ResourceError where they do not fit.
+    Raises UsageError for experts and contexts that the model does not have, ResourceError if they do not fit.
     """
     asked, running = case.options.gpus, case.options.scheduler.max_running
     layers = moe_layers(case.spec, case.stored)
@@ -173,7 +173,7 @@ def split(case: Case, gpu: Gpu, batch_tokens: int) -> Split:
 
 
 def _in_vram(case: Case, gpu: Gpu, batch_tokens: int, budget_bytes: int) -> Case:
-    """The same of the VRAM."""
+    """The case for VRAM: its demand, usable bytes and name."""
     page_tokens, running, kept = case.options.cache.page_tokens, case.options.scheduler.max_running, _kept(case, gpu)
     need = vram_demand(case.spec, page_tokens, running, batch_tokens, gpu.simulated, kept, case.kv_elem_bytes)
     if case.options.gpus.fp8_activations:
@@ -184,7 +184,8 @@ def _in_vram(case: Case, gpu: Gpu, batch_tokens: int, budget_bytes: int) -> Case
 def _place(
     asked: str, layers: tuple[MoeLayer, ...], left_bytes: int, wish: Wish, room: _Room, counts: Counts
 ) -> _Placed:
-    """Slots that stay empty for experts in motion cost some residents, but never what was asked for, or RAM lacks."""
+    """Choose the placement. Spare slots cost resident experts, but never ones that were asked for or that RAM cannot
+    hold: then placement is static."""
     total_bytes = sum(layer.total_bytes for layer in layers)
 
     def among(budget_bytes: int, strategy: str) -> _Placed:
@@ -196,19 +197,18 @@ def _place(
         return replace(of, decisions=(Decision("expert placement", asked, of.strategy, why),))
 
     if asked == "frequency" and layers and not counts:
-        remedy = "Name a file that --save-expert-counts wrote: --expert-counts FILE."
-        raise UsageError(
-            "--expert-placement frequency must know which experts are used.", remedy, param="expert_counts"
-        )
+        remedy = "Give a file that --save-expert-counts wrote: --expert-counts FILE."
+        raise UsageError("--expert-placement frequency needs expert counts.", remedy, param="expert_counts")
     static = among(left_bytes, asked if asked in STAYING else "uniform")
     if not layers:
         return static
     if asked in STAYING:
-        return with_row(static, "as asked; experts stay where they are")
+        return with_row(static, "as asked; experts do not move")
     if not _can_move(layers, static.resident):
-        return with_row(static, "no layer has experts in VRAM and others in RAM: none can change places")
+        return with_row(static, "no layer has experts both in VRAM and in RAM: none can swap")
     if asked == "auto" and not static.inclusive:
-        return with_row(static, "RAM keeps no copies: experts would have to be copied both ways; dynamic does that")
+        why = "RAM keeps no copies, so a swap copies both experts; --expert-placement dynamic does that"
+        return with_row(static, why)
     spare = spare_slots(max(layer.expert_bytes for layer in layers), sum(map(len, static.resident)))
     needed_bytes = spare_bytes(layers, spare)
     moving = replace(among(left_bytes - needed_bytes, "dynamic"), spare=spare, spare_bytes=needed_bytes)
@@ -216,10 +216,10 @@ def _place(
     fits = moving.inclusive or in_ram_bytes <= room.exclusive_bytes
     if not fits or not _can_move(layers, moving.resident) or not wish.is_met(layers, moving.resident):
         return with_row(static, f"no room for the {format_bytes(needed_bytes)} of VRAM that moving experts need")
-    both = "" if moving.inclusive else ", each for one that goes back to RAM"
-    first = "the most used of --expert-counts at first, " if counts else ""
-    why = f"{first}the same number of each layer; hot experts come in, at most {spare} at a time{both}"
-    return with_row(moving, f"{why}; {format_bytes(needed_bytes)} of VRAM for those on their way")
+    both = "" if moving.inclusive else ", and evicted ones are copied back to RAM"
+    first = "at first the most used by --expert-counts, " if counts else ""
+    why = f"{first}the same number in each layer; hot experts move in, at most {spare} at a time{both}"
+    return with_row(moving, f"{why}; {format_bytes(needed_bytes)} of VRAM for spare slots")
 
 
 def _can_move(layers: tuple[MoeLayer, ...], resident: Sequence[Sequence[int]]) -> bool:
@@ -247,7 +247,7 @@ def _usable(asked: GpuOptions, gpu: Gpu) -> tuple[int, Decision]:
     room = max(0, gpu.free_bytes - reserve)
     got = room if asked.vram is None else min(asked.vram, room)
     free = f"{format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}"
-    why = f"{free}, {format_bytes(reserve)} left to others"
+    why = f"{free}, {format_bytes(reserve)} reserved"
     return got, Decision("VRAM", "auto" if asked.vram is None else format_bytes(asked.vram), format_bytes(got), why)
 
 
@@ -256,7 +256,7 @@ def _room(case: Case, layers: tuple[MoeLayer, ...], batch_tokens: int, gpu: Gpu,
     other += host_workspace_bytes(case.spec, case.options.scheduler.max_running, batch_tokens)
     biases = sum(layer.experts * layer.bias_bytes for layer in layers)
     inclusive = case.usable_bytes - other - loading_bytes(layers, True) - biases
-    exclusive = case.usable_bytes - other - loading_bytes(layers, False) - 2 * biases  # at most
+    exclusive = case.usable_bytes - other - loading_bytes(layers, False) - 2 * biases  # biases: at most twice
     return _Room(inclusive, exclusive)
 
 
@@ -265,7 +265,7 @@ def _bytes_of(layers: tuple[MoeLayer, ...], counts: Sequence[int]) -> int:
 
 
 def _least_bytes(layers: tuple[MoeLayer, ...], wish: Wish, room: _Room) -> int:
-    """Of experts in VRAM: what is asked for by name, or RAM cannot hold."""
+    """Least bytes of experts in VRAM: those asked for, and those that RAM cannot hold."""
     total_bytes, wanted_bytes = sum(layer.total_bytes for layer in layers), _bytes_of(layers, wish.counts(layers))
     least_bytes = _bytes_of(layers, wish.least(layers))
     if total_bytes > room.inclusive_bytes:
@@ -275,10 +275,8 @@ def _least_bytes(layers: tuple[MoeLayer, ...], wish: Wish, room: _Room) -> int:
 
 
 def _share(case: Case, layers: tuple[MoeLayer, ...], wish: Wish, least_bytes: int) -> int:
-    """VRAM that context and KV leave to experts.
-
-    Where nobody asked for a length, half of what dense weights leave, or less if all wanted experts take less; but
-    never less than must be there.
+    """VRAM that context and KV leave to experts, unless --context asks for more: half of what dense weights leave, less
+    if all wanted experts need less, and at least `least_bytes`.
     """
     wanted_bytes = _bytes_of(layers, wish.counts(layers))
     half = (case.usable_bytes - case.need.total_bytes(0, 0)) // 2
@@ -286,7 +284,7 @@ def _share(case: Case, layers: tuple[MoeLayer, ...], wish: Wish, least_bytes: in
 
 
 def _reach(case: Case, gpu: Gpu, experts_bytes: int) -> Fitted:
-    """Context and pages in what experts leave, but at least the context asked for, or the least."""
+    """Fit context and pages into the VRAM that experts leave, but at least the context asked for, or the least one."""
     nothing = reach(replace(case, usable_bytes=0))
     least = nothing.total_bytes if isinstance(nothing, Short) else 0
     got = reach(replace(case, usable_bytes=min(case.usable_bytes, max(least, case.usable_bytes - experts_bytes))))
@@ -323,18 +321,18 @@ def _vram_budget(
 
 
 def _kept(case: Case, gpu: Gpu) -> Mapping[str, str]:
-    """Types of dense parameters, as far as some may be kept there: plain torch stands in for a simulated GPU."""
+    """Stored types of dense parameters; empty for a simulated GPU, which computes them in plain torch, unpacked."""
     return {} if gpu.simulated else case.stored
 
 
 def _linear_row(case: Case, gpu: Gpu) -> Decision:
     formats = linear_bytes(case.spec, _kept(case, gpu))
     got = ", ".join(f"{form.name.lower()} {format_bytes(nbytes)}" for form, nbytes in sorted(formats.items()))
-    why = "as the checkpoint stores them where that can be kept, else bfloat16; so is the embedding"
+    why = "kept as stored if a packed format allows it, else bfloat16, as the embedding"
     if not case.stored:
-        why = "the checkpoint stores nothing else that could be kept"
+        why = "the checkpoint has no quantised formats to keep"
     elif gpu.simulated:
-        why = "a simulated GPU has no other"
+        why = "a simulated GPU supports no other format"
     return Decision("linear layers", "as stored", got, why)
 
 

@@ -1,5 +1,5 @@
-"""How many copies of recurrent states there is memory for, for prompts to go on from: docs/decisions/032. Never: when
-they are taken.
+"""The number of copies of recurrent states, from which prompts with a cached prefix resume: docs/decisions/032. Never:
+when they are taken.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from proa.plan.budget import Demand
 from proa.plan.fit import Case, least_bytes, size_flag
 from proa.types import Decision
 
-# Of a conversation two copies are of use, at its last prompt's end and in its answer; as many again for branches and
-# for conversations that pause.
+# A conversation uses two copies, one at its last prompt's end and one in its answer; as many again for branches and for
+# paused conversations.
 COPIES_PER_REQUEST = 4
-# They take no more than this part of what weights, running requests and the least context leave.
+# They take at most 1/8 of the memory that weights, running requests and the least context leave.
 SHARE_OF_REST = 8
 
 
 def with_copies(case: Case, kept_bytes: int = 0) -> Case:
-    """The case with room for copies in its demand. kept_bytes: what else needs memory that the demand does not have.
+    """Add copies to the case's demand. kept_bytes: memory for other uses that the demand does not include.
 
-    Raises UsageError for --state-memory that holds none.
+    Raises UsageError for --state-memory that holds no copy.
     """
     asked, need, each_bytes = case.options.cache.state_memory, case.need, case.need.copy_bytes
     if not each_bytes or not case.options.cache.prefix_cache:
@@ -46,7 +46,7 @@ def has_prefix_cache(case: Case, need: Demand) -> bool:
 
 
 def prefix_rows(case: Case, need: Demand) -> tuple[Decision, ...]:
-    """What became of --prefix-cache and --state-memory."""
+    """Rows for --prefix-cache and --state-memory."""
     return (_prefix_cache_row(case, need), *_copies_rows(case, need))
 
 
@@ -57,10 +57,10 @@ def _copies_rows(case: Case, need: Demand) -> tuple[Decision, ...]:
         why = "the model has no recurrent states" if not each_bytes else "the prefix cache is off"
         return () if asked is None else (Decision("copies of states", word, "none", why),)
     if not need.copies:
-        why = f"no room for one of {format_bytes(each_bytes)}"
+        why = f"no room for one: it takes {format_bytes(each_bytes)}"
         return (Decision("copies of states", word, "none", why),)
     got = f"{format_bytes(need.copies * each_bytes)}: {need.copies} of {format_bytes(each_bytes)}"
-    return (Decision("copies of states", word, got, "where prompts that start alike go on"),)
+    return (Decision("copies of states", word, got, "prompts with a cached prefix resume from them"),)
 
 
 def _prefix_cache_row(case: Case, need: Demand) -> Decision:
@@ -69,7 +69,7 @@ def _prefix_cache_row(case: Case, need: Demand) -> Decision:
     if not asked:
         return Decision("prefix cache", word, word, "as asked")
     if not need.copy_bytes:
-        return Decision("prefix cache", word, word, "prompts that start alike are computed once")
+        return Decision("prefix cache", word, word, "a prefix that prompts share is computed once")
     if not need.copies:
-        return Decision("prefix cache", word, "off", "a prompt goes on only from a copy of states, and there are none")
-    return Decision("prefix cache", word, word, "prompts that start alike go on from the last copy of their states")
+        return Decision("prefix cache", word, "off", "it needs copies of recurrent states, and there are none")
+    return Decision("prefix cache", word, word, "a prompt resumes from the last copy of states in its cached prefix")

@@ -1,4 +1,4 @@
-"""What matrices are stored as, and what becomes of them, for the plan and its table. Never: sizes, reading weights."""
+"""The stored types of matrices, and the start-up row about weights. Never: sizes, reading weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from proa.weights.checkpoint import Checkpoint
 
 
 def kept_types(asked: ModelOptions, declared: Declared, checkpoint: Checkpoint) -> dict[str, str]:
-    """The stored type of each parameter; empty where nothing can be kept as it is stored."""
+    """The stored type of each parameter, by name; empty if the checkpoint has no quantised types."""
     if checkpoint.load_format == "dummy":
         return dummy_types(declared.spec, asked.dummy_format)
     if checkpoint.load_format != "gguf" and checkpoint.quantisation is None:
@@ -27,15 +27,15 @@ def kept_types(asked: ModelOptions, declared: Declared, checkpoint: Checkpoint) 
 def weights_row(
     asked: ModelOptions, checkpoint: Checkpoint, spec: Model, stored: Mapping[str, str], gpu: GpuPlan | None
 ) -> Decision:
-    """`stored`: kept_types; empty without native kernels."""
+    """The start-up row. stored: of kept_types; empty without native kernels."""
     got, why = checkpoint.load_format, "the files found" if asked.load_format == "auto" else "as asked"
     dequantised = "dequantised while loading, each weight rounded once"
     if got == "dummy":
-        why = "random weights of the true shapes: answers mean nothing"
+        why = "random weights of the model's shapes: answers are meaningless"
         if asked.dummy_format != "bf16":
             why += f"; experts and linear layers in {asked.dummy_format}"
     elif got == "gguf":
-        kept = f"blocks of {', '.join(KEPT)} and MXFP4 keep their values, those that no format has in a wider one; "
+        kept = f"{', '.join(KEPT)} and MXFP4 stay quantised, widened losslessly if no packed format has the type; "
         kept += "others are rounded once to bfloat16"
         why = _with_gpu(kept, gpu) if stored else dequantised
     elif checkpoint.quantisation is not None:
@@ -44,7 +44,7 @@ def weights_row(
         why = _with_gpu(_quantised(spec, stored, names), gpu) if stored else dequantised
         made_for = checkpoint.quantisation.activations
         if gpu is not None and gpu.fp8_activations:
-            but = "but for experts of many tokens"
+            but = "except for experts of many tokens"
             why += f"; activations stay bfloat16 {but} (made for {made_for or 'bfloat16'})"
         elif made_for:
             why += f"; activations stay bfloat16 (made for {made_for})"
@@ -52,24 +52,24 @@ def weights_row(
 
 
 def _quantised(spec: Model, stored: Mapping[str, str], names: Collection[str]) -> str:
-    """Matrices that share memory are kept if all have one type."""
-    kept = "codes and scales are kept as they are"
+    """Say which matrices stay quantised. A stack does only if all its matrices have one type."""
+    kept = "codes and scales are kept unchanged"
     if others := sorted(set(names) - QUANTISED.keys()):
-        kept += f", but {' and '.join(others)} become bfloat16: no packed format has such codes and scales"
+        kept += f", but {' and '.join(others)} become bfloat16: no packed format supports them"
     mixed = mixed_stacks(spec, stored)
     if not mixed:
         return kept
     name, types = next(iter(mixed.items()))
     more = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
-    return f"{kept}, but {name}{more} become bfloat16: {' and '.join(sorted(types))} lie in one"
+    return f"{kept}, but {name}{more} become bfloat16: mixed types {' and '.join(sorted(types))}"
 
 
 def _with_gpu(kept: str, gpu: GpuPlan | None) -> str:
     if gpu is None:
         return kept
     where = (
-        "all but routed experts becomes bfloat16 on a simulated GPU"
+        "on a simulated GPU all but routed experts is bfloat16"
         if gpu.simulated
-        else "the embedding is bfloat16 there"
+        else "on the GPU the embedding is bfloat16"
     )
     return f"{kept}; {where}"

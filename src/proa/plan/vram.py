@@ -1,10 +1,10 @@
-"""What a model needs in VRAM beside its routed experts, and what is left for the CPU's RAM then: pure formulas over its
+"""The VRAM that a model needs beside its routed experts, and the RAM that it needs with a GPU: pure formulas over its
 spec. Never: options, free memory, decisions.
 
 VRAM: context + dense weights + KV + recurrent states + workspace + graphs + resident experts
 RAM:  process + experts (all of them, or those that are not resident) + loading + workspace
 
-Terms that depend on kernels are upper bounds; docs/decisions/018-vram-plan.md says where each is from.
+Terms that depend on kernels are upper bounds; docs/decisions/018-vram-plan.md has their sources.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from proa.plan.packed_size import of_heads
 from proa.plan.placement import BF16_BYTES, MoeLayer, bias_bytes, moe_layers, packed_bytes
 
 # CUDA's context, cuBLAS and its workspaces, modules of compiled kernels. Measured on an H200 (torch 2.11): 527 MiB for
-# the context, 92 more when weights are loaded, 138 for modules, 32 for cuBLAS, whatever the model: 789.
+# the context, 92 more when weights are loaded, 138 for modules, 32 for cuBLAS, for any model: 789.
 CONTEXT_BYTES = 800 << 20
-# What CUDA and a CUDA build of torch add to the engine's process in RAM.
+# RAM that CUDA and a CUDA build of torch add to the engine's process.
 CUDA_PROCESS_BYTES = 1 << 30
 
-# torch takes memory from CUDA in segments: of 2 MiB for blocks up to 1 MiB, of 20 MiB for those up to 10 MiB. Steps
-# without graphs and graphs have segments of their own, and of each kind the last one may be almost empty.
+# torch takes memory from CUDA in segments: of 2 MiB for blocks up to 1 MiB, of 20 MiB for blocks up to 10 MiB. Graphs
+# and steps without graphs have separate segments, and the last one of each kind may be almost empty.
 ALLOCATOR_BYTES = 2 * (20 + 2) << 20
 
-# A captured decode step: kernels of a block and around the blocks, and of the head, which is a graph of its own; memory
-# of a node (measured on an H200: 23 graphs of 8 blocks took 4 MiB, 1.1 KiB a node). There are as many as sizes.buckets
-# says, and a head for the rows of a scored prompt.
+# Nodes of a captured decode step: per block, around the blocks, and of the head, which is a separate graph; bytes per
+# node (measured on an H200: 23 graphs of 8 blocks took 4 MiB, 1.1 KiB a node). sizes.buckets gives the number of
+# graphs; one more head scores the rows of a prompt.
 GRAPH_NODES_PER_BLOCK, GRAPH_NODES_AROUND, HEAD_NODES, GRAPH_NODE_BYTES = 16, 16, 16, 4 << 10
-LATENT_NODES = 4  # more, of a block of latent attention: queries' norm and second map, maps of heads
+LATENT_NODES = 4  # further nodes per block of latent attention: queries' norm and second projection, heads' projections
 
-LATENT_HEADS = 64  # of a program, at most: fewer leave fewer parts
-LOGIT_COPIES = 3  # float32: where all graphs leave them, in the graphs' pool, and in that of steps without graphs
+LATENT_HEADS = 64  # heads per program, at most: smaller programs have fewer splits
+LOGIT_COPIES = 3  # float32: the graphs' common output, one in the graphs' pool, one in that of steps without graphs
 
-# Programs that share the columns of packed linear layers leave their sums: up to 198 of them 128 x 128 in float32.
+# Split-K programs of packed linear layers write partial sums: up to 198 of 128 x 128 in float32.
 LINEAR_PARTIAL_BYTES = 13 << 20
 
-# The CPU's results of the down projection wait by slots, so many bytes at a time (decision 017).
+# Buffer for the CPU's results of the down projection, by (token, expert) pair (decision 017).
 SLOTS_BYTES = 64 << 20
 
 
 def dense_bytes(spec: Model, stored: Mapping[str, str]) -> int:
-    """Everything but routed experts, of which there are the biases: matrices in panels, vectors in float32. `stored`:
-    see `dense_form`."""
+    """Bytes of all parameters but routed experts' matrices: matrices in panels, vectors and experts' biases in float32.
+    stored: see `dense_form`."""
     biases = sum(ffn.experts * bias_bytes(ffn) for ffn in _routed(spec))
     rest = spec.params(routed=False)
     return biases + sum(_param_bytes(shape, dense_form(name, shape, stored)) for name, shape in rest)
 
 
 def dense_read_bytes(spec: Model, stored: Mapping[str, str]) -> int:
-    """Of these, what one decoded token reads: of an embedding that is not the head, next to nothing."""
+    """Bytes of dense_bytes that one decoded token reads; an untied embedding counts as 0."""
     idle_bytes = sum((ffn.experts - ffn.top_k) * bias_bytes(ffn) for ffn in _routed(spec))
     lookup_bytes = 0 if spec.tied else _param_bytes((spec.vocab, spec.hidden), BF16_FORM)
     return dense_bytes(spec, stored) - idle_bytes - lookup_bytes
@@ -65,8 +65,8 @@ def _routed(spec: Model) -> list[Moe]:
 
 
 def dense_form(name: str, shape: tuple[int, ...], stored: Mapping[str, str]) -> Form:
-    """Of a parameter on the GPU. `stored`: the checkpoint's type of each, by our names; empty: nothing is kept. Rows of
-    the embedding are looked up, and heads have maps of their own: both are bfloat16.
+    """The form of a parameter on the GPU. stored: the checkpoint's type of each, by Proa's names; empty: all bfloat16.
+    The embedding, whose rows are looked up, and parameters split by head are bfloat16 in any case.
     """
     if not stored or len(shape) != 2 or name == "embed.weight" or of_heads(name):
         return BF16_FORM
@@ -74,7 +74,7 @@ def dense_form(name: str, shape: tuple[int, ...], stored: Mapping[str, str]) -> 
 
 
 def linear_bytes(spec: Model, stored: Mapping[str, str]) -> dict[Format, int]:
-    """Of linear layers in VRAM, by format; see `dense_form`."""
+    """Bytes of linear layers in VRAM, by format. stored: see `dense_form`."""
     found: dict[Format, int] = {}
     for name, shape in spec.params(routed=False):
         if len(shape) == 2 and name != "embed.weight":
@@ -100,7 +100,7 @@ def vram_demand(
     spec: Model, page_tokens: int, max_running: int, batch_tokens: int, simulated: bool, stored: Mapping[str, str],
     kv_elem_bytes: int = BF16_BYTES,
 ) -> Demand:  # fmt: skip
-    """The demand on VRAM without routed experts, running steps of up to `batch_tokens`. `stored`: see `dense_form`."""
+    """The demand on VRAM without routed experts, for steps of up to `batch_tokens`. stored: see `dense_form`."""
     if simulated:  # steps are plain torch: page tables have an int64 for each page of each running request
         base = logits_bytes(spec, max_running) + rows_bytes(spec, batch_tokens, stored)
         per_token = -(-8 * max_running // page_tokens)
@@ -121,14 +121,14 @@ def vram_demand(
 def _workspace(
     spec: Model, page_tokens: int, max_running: int, batch_tokens: int, stored: Mapping[str, str]
 ) -> tuple[int, int]:  # fmt: skip
-    """Of a GPU, and how much more for each token of context."""
+    """The workspace of a real GPU in bytes: (fixed, per token of context)."""
     inputs, inputs_per_token = inputs_bytes(max_running, batch_tokens, page_tokens)
     angles, angles_per_token = angles_bytes(spec, batch_tokens)
     fixed = (
         ALLOCATOR_BYTES,
         scoring_bytes(spec.vocab, max_running),
         rows_bytes(spec, batch_tokens, stored),
-        max_running * row_bytes(spec),  # the graphs' own
+        max_running * row_bytes(spec),  # activations in the graphs' pool
         max(partials_bytes(spec, max_running), latent_partials_bytes(spec, max_running)),
         _linear_workspace_bytes(spec, stored),
         _hybrid_bytes(spec, batch_tokens),
@@ -139,14 +139,14 @@ def _workspace(
 
 
 def rows_bytes(spec: Model, batch_tokens: int, stored: Mapping[str, str] | None = None) -> int:
-    """What the rows of a step of so many take on the GPU; a row of its experts' jobs is copied to the CPU and back."""
+    """Bytes on the GPU for the rows of a step: activations, experts' workspaces, copies of rows to and from the CPU."""
     passing = max((6 * ffn.hidden for ffn in _routed(spec)), default=0)
     experts = experts_bytes(spec, stored or {}, batch_tokens)
     return batch_tokens * (row_bytes(spec) + passing) + experts + delta_chunks_bytes(spec, batch_tokens)
 
 
 def experts_bytes(spec: Model, stored: Mapping[str, str], batch_tokens: int) -> int:
-    """Between the kernels of a layer's experts. Layers share it whose experts have the same sizes, padding included."""
+    """Workspaces between the kernels of experts, one for each padded size: layers with experts of one size share it."""
     top_k = max((ffn.top_k for ffn in _routed(spec)), default=0)
     shapes = {
         (ffn.experts, ffn.hidden, _padded_columns(ffn, layer.forms[1]))
@@ -160,29 +160,28 @@ def _padded_columns(ffn: Moe, down: Form) -> int:
 
 
 def scoring_bytes(vocab: int, max_running: int) -> int:
-    """Logits of a step's rows or of a piece of a scored prompt, and what choosing tokens and telling their
-    log-probabilities takes."""
+    """Bytes for logits of a step's rows or of a chunk of a scored prompt, and for the sampler and logprobs."""
     rows = max(max_running, SCORED_ROWS)
     logits = LOGIT_COPIES * 4 * rows * vocab + (LOGIT_COPIES - 1) * 8 * sizes.argmax_keys(rows, vocab)
     return logits + sizes.sampler_bytes(max_running, vocab) + sizes.logprobs_bytes(rows, vocab)
 
 
 def inputs_bytes(max_running: int, batch_tokens: int, page_tokens: int) -> tuple[int, int]:
-    """What each graph's steps read, and those without a graph; and how much more for each token of context: page tables
-    are of each graph."""
+    """Bytes of step inputs, for each graph and for steps without graphs: (fixed, per token of context). Each graph has
+    its own page tables."""
     buckets = sizes.buckets(max_running)
     fixed = sum(sizes.input_bytes(n, n, 1) for n in buckets) + sizes.input_bytes(batch_tokens, max_running, 1)
     return fixed, -(-4 * (sum(buckets) + max_running) // page_tokens)
 
 
 def angles_bytes(spec: Model, batch_tokens: int) -> tuple[int, int]:
-    """Of a step's rows, where angles depend on its prompts; and for each token of context, where they do not."""
+    """Bytes of rotary angles: (of a step's rows, for dynamic ropes; per token of context, for static ones)."""
     changing = sum(sizes.angle_bytes(batch_tokens, rope.dim) for rope in spec.ropes if rope.dynamic)
     return changing, sum(sizes.angle_bytes(1, rope.dim) for rope in spec.ropes if not rope.dynamic)
 
 
 def partials_bytes(spec: Model, max_running: int) -> int:
-    """What the parts leave that attention cuts pasts into, on the largest GPU: of the bucket that leaves most."""
+    """Bytes of split attention's partial results on the largest GPU, for the bucket that needs most."""
     return max((4 * _partial_floats(a, n) for a in spec.attention for n in sizes.buckets(max_running)), default=0)
 
 
@@ -192,7 +191,7 @@ def _partial_floats(of: Attention, sequences: int) -> int:
 
 
 def latent_partials_bytes(spec: Model, max_running: int) -> int:
-    """The same of latent attention, by programs of as many heads as may be."""
+    """Bytes of latent attention's partial results, with up to LATENT_HEADS heads per program; see partials_bytes."""
     return max(
         (
             4 * sizes.attention_floats(n, a.heads, a.rank, _latent_splits(a, n))
@@ -208,13 +207,13 @@ def _latent_splits(of: LatentAttention, sequences: int) -> int:
 
 
 def delta_chunks_bytes(spec: Model, batch_tokens: int) -> int:
-    """Of a layer of linear attention, what its chunks' inverses, scores and decays take in float32."""
+    """Bytes of a linear attention layer's chunk inverses, scores and decays, in float32."""
     heads = max((b.mixer.value_heads for b in spec.blocks if isinstance(b.mixer, GatedDeltaNet)), default=0)
     return 4 * sizes.delta_chunk_floats(batch_tokens, heads)
 
 
 def _hybrid_bytes(spec: Model, batch_tokens: int) -> int:
-    """Tables of where experts are, and notes of rows that are not finite."""
+    """Bytes of residency tables and fault records."""
     routed = _routed(spec)
     if not routed:
         return 0
@@ -223,13 +222,13 @@ def _hybrid_bytes(spec: Model, batch_tokens: int) -> int:
 
 
 def process_bytes(simulated: bool) -> int:
-    """RAM of the processes themselves."""
+    """RAM of both processes, without weights."""
     return PROCESS_BYTES + (0 if simulated else CUDA_PROCESS_BYTES)
 
 
 def host_workspace_bytes(spec: Model, max_running: int, batch_tokens: int) -> int:
-    """RAM that steps need: what passes between CPU and GPU (rows in bfloat16, sums in float32, two steps in flight),
-    the CPU's own experts, and logits that are sampled on the CPU."""
+    """RAM that steps need: transfers between CPU and GPU (rows in bfloat16, sums in float32, two steps in flight), the
+    activations of the CPU's experts, and logits sampled on the CPU."""
     passing = 2 * batch_tokens * spec.hidden * (2 + 4)
     routed = _routed(spec)
     experts = max((batch_tokens * ffn.top_k * ffn.width * 4 for ffn in routed), default=0)
@@ -237,7 +236,7 @@ def host_workspace_bytes(spec: Model, max_running: int, batch_tokens: int) -> in
 
 
 def loading_bytes(layers: Sequence[MoeLayer], inclusive: bool) -> int:
-    """RAM while loading: experts that will not stay in RAM are packed there, a layer at a time."""
+    """RAM that loading needs: experts that do not stay in RAM are packed there first, one layer at a time."""
     return LOADING_BYTES + (0 if inclusive else max((layer.total_bytes for layer in layers), default=0))
 
 

@@ -1,4 +1,4 @@
-"""How the native kernels' threads are placed, how they idle, which numbers of them are tried. Never: measuring."""
+"""Threads of the native kernels: their CPUs, how they idle, which numbers of them are tried. Never: measuring."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from proa.obs.units import format_ranges
 from proa.plan.plan import Workers
 from proa.types import Decision
 
-# Between two steps of a decode lie some hundred microseconds of Python: workers that stay awake for a millisecond are
-# asleep only when nobody asks for anything.
+# Between two decode steps lie some hundred microseconds of Python: workers that poll for a millisecond sleep only while
+# no request runs.
 SPIN_US = 1000
 SAVING_SPIN_US = 50
-# Beside a GPU they are woken before a step is launched, and the GPU's part of the first layer takes longer than that. A
-# step came 0.4 ms earlier than with a millisecond, on 16 CPUs of which each had a worker (docs/lab).
+# With a GPU they are woken before a step is launched, and the GPU's part of the first layer takes longer than waking.
+# A step ended 0.4 ms earlier than with a millisecond, on 16 CPUs with a worker each (docs/lab).
 LAUNCHED_SPIN_US = 20
 
 
 def plan_workers(
     asked: MachineOptions, machine: Machine, threads: int, *, launched: bool = False
 ) -> tuple[Workers, tuple[Decision, ...]]:
-    """Teams for `threads` CPUs; where no number was asked for, also for their SMT siblings, which may be worth it.
+    """Plan teams for `threads` CPUs; if --threads is not given, also with their SMT siblings, which are tried too.
 
-    launched: steps are a GPU's, which calls for the workers; whoever launches them needs a CPU between two steps.
+    launched: a GPU's steps call the workers; the thread that launches steps needs a CPU between two steps.
     """
     machine, others = apart(asked, machine)
     found = teams(machine, threads if asked.threads else max(threads, machine.usable_cores))
@@ -43,8 +43,8 @@ def plan_workers(
 
 
 def no_workers(asked: MachineOptions) -> tuple[None, tuple[Decision, ...]]:
-    """Plain torch instead, and the same rows."""
-    why = "plain torch has threads and memory of its own"
+    """The rows of plan_workers for plain torch, which has no such workers."""
+    why = "plain torch manages its own threads and memory"
     saving = "on" if asked.power_saving else "off"
     return None, (
         Decision("CPU binding", asked.cpu_binding, "none", why),
@@ -54,7 +54,8 @@ def no_workers(asked: MachineOptions) -> tuple[None, tuple[Decision, ...]]:
 
 
 def _trials(of: Sequence[Team], threads: int, asked: MachineOptions) -> tuple[tuple[int, ...], ...]:
-    """All of `threads`; where their number was left open also one less a team, half, and with SMT siblings."""
+    """Worker counts per team to try: all of `threads`; if --threads is not given, also one less per team, fractions of
+    them, and with SMT siblings."""
     full = share_out(of, threads)
     if asked.threads is not None:
         return (full,)
@@ -74,17 +75,17 @@ def _interleaved(asked: MachineOptions, machine: Machine, found: Sequence[Team])
 
 
 def apart(asked: MachineOptions, machine: Machine) -> tuple[Machine, str]:
-    """What there is to choose from, and what to say of other engines.
+    """The machine's CPUs to choose from, and a note about other engines.
 
-    Where a number of threads was asked for and enough is left, other engines' CPUs are left alone. All cores are all
-    cores: an engine that has some may do nothing for hours.
+    CPUs of other engines are left out if --threads is given and enough others remain. Without --threads all cores are
+    used: another engine may be idle for hours.
     """
     if asked.cpu_binding != "core" or not machine.claimed_cpus:
         return machine, ""
-    theirs, rest = format_ranges(machine.claimed_cpus), unclaimed(machine)
+    claimed, rest = format_ranges(machine.claimed_cpus), unclaimed(machine)
     if asked.threads and asked.threads <= len(rest.usable_cpus):
-        return rest, f"; other Proa engines have {theirs}"
-    return machine, f"; other Proa engines are bound to {theirs} too: with --threads, each takes CPUs of its own"
+        return rest, f"; other Proa engines have {claimed}"
+    return machine, f"; other Proa engines are bound to {claimed} too: with --threads, each takes CPUs of its own"
 
 
 def _binding(workers: Workers, others: str) -> Decision:
@@ -92,7 +93,7 @@ def _binding(workers: Workers, others: str) -> Decision:
     why = {
         "core": f"each worker has a CPU of its own: {format_ranges(cpus)}{others}",
         "node": "each worker moves within its node: " + "; ".join(map(format_ranges, workers.homes)),
-        "none": "the system moves workers as it likes",
+        "none": "the system schedules workers on any CPU",
     }[got]
     return Decision("CPU binding", got, got, why)
 
@@ -101,10 +102,10 @@ def _memory(asked: str, workers: Workers) -> Decision:
     nodes = [str(team.node) for team in workers.teams]
     if workers.interleave:
         over = ", ".join(map(str, workers.interleave))
-        return Decision("NUMA memory", asked, asked, f"pages of weights are dealt out over nodes {over}")
+        return Decision("NUMA memory", asked, asked, f"pages of weights are interleaved over nodes {over}")
     if asked == "interleave":
-        return Decision("NUMA memory", asked, "bind", "there is one memory node: nothing to deal out")
-    why = f"each team's weights lie on its node: {', '.join(nodes)}" if len(nodes) > 1 else "one node works"
+        return Decision("NUMA memory", asked, "bind", "there is only one memory node")
+    why = f"each team's weights lie on its node: {', '.join(nodes)}" if len(nodes) > 1 else "workers are on one node"
     return Decision("NUMA memory", asked, asked, why)
 
 
@@ -112,5 +113,6 @@ def _power(workers: Workers, launched: bool) -> Decision:
     asked = "on" if workers.saving else "off"
     why = f"an idle worker sleeps after {workers.spin_us} us"
     if workers.saving and launched:
-        return Decision("power saving", asked, "off", f"{why}, as always beside a GPU; fewer are not tried there")
-    return Decision("power saving", asked, asked, why + ("; as few as lose a tenth decode" if workers.saving else ""))
+        return Decision("power saving", asked, "off", f"{why}, as always with a GPU; fewer workers are not tried there")
+    fewest = "; decode has the fewest workers within 10 % of the fastest" if workers.saving else ""
+    return Decision("power saving", asked, asked, why + fewest)
