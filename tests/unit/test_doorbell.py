@@ -1,4 +1,4 @@
-"""The doorbell from Python: what it refuses, its errors, its counters, quiet when no step is armed."""
+"""The doorbell from Python: refusals, errors, counters, and sleeping threads while no step is armed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layers_of(poisoned: tuple[int, ...]) -> list[Layer]:
 
 
 class Rig:
-    """A doorbell over two layers, and what a GPU would do to its block."""
+    """A doorbell over two layers, and a GPU's writes to its block."""
 
     def __init__(self, pool: Pool, poisoned: tuple[int, ...] = (), service: Service | None = None,
                  way: Way = Way.NUMBER) -> None:  # fmt: skip
@@ -53,11 +53,11 @@ class Rig:
         return self.bell.wait(self.number, 60)
 
 
-def test_the_block_has_room_for_all() -> None:
+def test_parts_of_the_block_do_not_overlap() -> None:
     layout = block_layout(SIZE)
     assert (layout.rung, layout.answered, layout.dead, layout.foreseen) == (0, 64, 68, 128)
-    assert (layout.done, layout.ready) == (72, 76), "beside what else the CPU writes"
-    assert (layout.foreseen_layer, layout.foreseen_rows) == (132, 136), "right behind their number"
+    assert (layout.done, layout.ready) == (72, 76), "in the line of the CPU's other words"
+    assert (layout.foreseen_layer, layout.foreseen_rows) == (132, 136), "directly after `foreseen`"
     parts = [(layout.foreseen_ids, FORESEEN_ROWS * 2 * 4), (layout.header, 12)]
     parts += [(layout.ids, 5 * 2 * 4), (layout.weights, 5 * 2 * 4), (layout.x, 5 * 64 * 2), (layout.y, 5 * 64 * 4)]
     ends = [at + size for at, size in parts]
@@ -69,8 +69,8 @@ class Owner:
     """Owner of a block's memory, which is freed with it."""
 
 
-def test_the_garbage_collector_ends_it_before_its_memory() -> None:
-    """If both are garbage together, in any order of collection."""
+def test_garbage_collection_closes_it_before_its_memory() -> None:
+    """The doorbell closes before its memory is freed if both are collected together, in any order."""
     layout, gone = block_layout(SIZE), []
     block = torch.zeros(layout.bytes, dtype=torch.uint8)
     with Pool([[0]], pin=False) as pool:
@@ -112,8 +112,8 @@ def test_impossible_doorbells_are_refused(change: dict[str, object], text: str) 
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_functions_for_a_driver_to_call(dies: bool) -> None:
-    """They always return; a job number that was answered before means no job."""
+def test_functions_that_a_driver_calls(dies: bool) -> None:
+    """The functions always return; a job number that was answered before means no job."""
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     with Pool([[0]], pin=False) as pool:
         rig = Rig(pool, way=Way.CALLS)
@@ -136,7 +136,7 @@ def test_functions_for_a_driver_to_call(dies: bool) -> None:
             _ = rig.bell.calls
 
 
-def test_a_thread_that_cannot_be_bound_is_an_error() -> None:
+def test_binding_to_a_missing_cpu_is_an_error() -> None:
     with Pool([[]], pin=False) as pool, pytest.raises(NativeError, match="could not be bound to its CPUs"):
         Rig(pool, service=Service(cpus=(1000,)))
 
@@ -159,7 +159,7 @@ def test_counters() -> None:
         assert rig.ring(0, 2, (0, -1, 0, 3))
         assert rig.ring(PROBE_LAYER)
         assert rig.ring(1, 1, (-1, 5))
-        rig.bell.check()  # results, and with them counters, are looked at after the answer
+        rig.bell.check()  # counters are updated with the results, after the answer
         found = rig.bell.counters()
         panels = -(-WIDTH // 16) * 2
         expert_bytes = panels * 64 * 32 + (64 // 16) * 64 * 32  # down: 48 columns, padded to 64
@@ -224,7 +224,7 @@ def test_failing_from_outside() -> None:
             rig.bell.check()
 
 
-def test_waiting_ends_when_the_time_is_over() -> None:
+def test_wait_times_out() -> None:
     with Pool([[]], pin=False) as pool:
         rig = Rig(pool)
         begin = time.perf_counter()
@@ -243,7 +243,7 @@ def test_ringing_without_arming_is_an_error_and_no_hang() -> None:
             rig.bell.check()
 
 
-def test_disarming_what_is_not_armed() -> None:
+def test_disarming_without_arming_is_an_error() -> None:
     with Pool([[]], pin=False) as pool:
         rig = Rig(pool)
         rig.bell.arm()

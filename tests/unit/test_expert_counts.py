@@ -1,4 +1,4 @@
-"""The file of expert counts: round trip, and what is refused."""
+"""The expert counts file: round trip and refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCKS = range(1, 30)  # of MIXED, whose first block has no experts
 COUNTS = tuple(tuple(100 * i + e for e in range(16)) for i in BLOCKS)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     file = tmp_path / "counts.json"
     for counts in (COUNTS, COUNTS[::-1]):
         write_counts(file, "some/model", BLOCKS, counts)
@@ -42,14 +42,14 @@ def test_other_files_are_refused(changes: dict[str, Any], message: str, tmp_path
         read_counts(file, MIXED)
 
 
-def test_a_layer_too_many(tmp_path: Path) -> None:
+def test_counts_of_another_number_of_layers(tmp_path: Path) -> None:
     write_counts(tmp_path / "c", "demo", range(30), [[1] * 16] * 30)
     assert len(read_counts(tmp_path / "c", DEMO)) == 30
     with pytest.raises(UsageError, match="layer 0 has 16 experts in the file, none here"):
         read_counts(tmp_path / "c", MIXED)
 
 
-def test_what_cannot_be_read_or_written(tmp_path: Path) -> None:
+def test_unreadable_and_unwritable_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         read_counts(tmp_path / "none", MIXED)
     (tmp_path / "text").write_text("not JSON")

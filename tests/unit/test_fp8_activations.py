@@ -1,4 +1,4 @@
-"""--fp8-activations in the plan: where it is refused, the table's row, the memory that it needs."""
+"""--fp8-activations in the plan: refusals, the table's row, memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan(
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
-def test_the_table_says_it(capability: tuple[int, int]) -> None:
+def test_start_up_row(capability: tuple[int, int]) -> None:
     on, off = plan(capability=capability, fp8_activations=True), plan(capability=capability)
     assert on.gpu is not None
     assert off.gpu is not None
@@ -56,14 +56,14 @@ def test_refused(asked: dict[str, Any], match: str) -> None:
         plan(fp8_activations=True, **asked)
 
 
-def test_without_a_gpu_it_does_nothing_and_says_so() -> None:
+def test_row_without_a_gpu() -> None:
     got = plan(gpu="none", fp8_activations=True)
     assert row(got, "--fp8-activations") == ("on", "none", "no GPU is used")
     assert unused_rows(GpuOptions()) == ()
 
 
 @pytest.mark.parametrize("kind", ["FP8 block 64", "MXFP8", "INT8 channel", "NVFP4", "BF16"])
-def test_only_experts_in_such_codes_and_groups(kind: str) -> None:
+def test_only_experts_in_supported_codes_and_groups(kind: str) -> None:
     """Regardless of the linear layers' formats."""
     on = plan().gpu
     assert on is not None
@@ -77,13 +77,13 @@ def test_only_experts_in_such_codes_and_groups(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("made_for", "said"), [("FP8, dynamic", "FP8, dynamic"), ("", "bfloat16")])
-def test_what_the_checkpoint_was_made_for(made_for: str, said: str) -> None:
+def test_weights_row_names_the_activations_of_the_checkpoint(made_for: str, said: str) -> None:
     on = plan(fp8_activations=True).gpu
     checkpoint = SimpleNamespace(
         load_format="safetensors", tensors={}, quantisation=Quantisation("fp8", activations=made_for)
     )
     got = weights_row(ModelOptions(), checkpoint, QWEN3_30B, {"a": "FP8 channel"}, on)  # type: ignore[arg-type]
-    assert got.why.endswith(f"; activations stay bfloat16 but for experts of many tokens (made for {said})")
+    assert got.why.endswith(f"; activations stay bfloat16 except for experts of many tokens (made for {said})")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_the_checkpoint_was_made_for(made_for: str, said: str) -> None:
     ],
 )
 def test_rounded_rows_are_counted(spec: Model, running: int, rows_bytes: int, nodes: int) -> None:
-    """Of 512 tokens, of x and of each pair; and nodes of graphs in which experts have more than 10 tokens."""
+    """Count rounded rows of 512 tokens, of x and of each pair, and nodes of graphs with over 10 tokens per expert."""
     asked = {"max_running": running, "max_batch_tokens": 512}
     on, off = (plan(40, spec=spec, fp8_activations=fp8, **asked).gpu for fp8 in (True, False))
     assert on is not None

@@ -1,4 +1,4 @@
-"""--kv-dtype in the plan: what K and V are stored as, and what that leaves to others."""
+"""--kv-dtype in the plan: the type of K and V, their memory, refusals."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def on_gpu(**asked: Any) -> Plan:
         ("bf16", "auto", "bfloat16", "bfloat16", "as asked"),
         ("bf16", "float32", "bfloat16", "bfloat16", "rounded from float32"),
         ("fp8", "auto", "float8_e4m3fn", "fp8 (E4M3)", "the checkpoint has no scales"),
-        ("fp8", "float32", "float8_e4m3fn", "fp8 (E4M3)", "four significant bits"),
+        ("fp8", "float32", "float8_e4m3fn", "fp8 (E4M3)", "4 significant bits"),
     ],
 )
-def test_the_table_says_it(asked: str, dtype: str, got: str, shown: str, why: str) -> None:
+def test_start_up_row(asked: str, dtype: str, got: str, shown: str, why: str) -> None:
     plan = on_cpu(kv_dtype=asked, dtype=dtype, context=4096)
     row = test_resolve.row(plan, "KV type")
     assert (plan.kv_dtype, row[:2]) == (got, (asked, shown))
@@ -50,13 +50,13 @@ def test_the_table_says_it(asked: str, dtype: str, got: str, shown: str, why: st
 
 @dataclass(frozen=True)
 class SomethingElse:
-    """A mixer that remembers neither K and V nor a state."""
+    """A mixer that caches neither K and V nor a state."""
 
     cache: object = ("rows", 576)
 
 
-def test_what_is_no_k_and_v_is_refused() -> None:
-    """Rather than planned as if it were narrower."""
+def test_other_caches_are_refused() -> None:
+    """A narrower type is refused for a cache that stays wide."""
     blocks = (Block(SomethingElse(), QWEN3_30B.blocks[0].ffn),)  # type: ignore[arg-type]
     declared = Declared(replace(QWEN3_30B, blocks=blocks), NameTable())
     assert kv_type("auto", "bfloat16", FakeCheckpoint(), declared).dtype == "bfloat16"  # type: ignore[arg-type]
@@ -67,8 +67,8 @@ def test_what_is_no_k_and_v_is_refused() -> None:
 
 
 @pytest.mark.parametrize("make", [on_cpu, on_gpu])
-def test_half_the_bytes(make: Any) -> None:
-    """Of memory for as many tokens, and read for a token's past."""
+def test_fp8_halves_the_bytes(make: Any) -> None:
+    """FP8 halves the memory for the same tokens, and the bytes read for a token's past."""
     wide, narrow = (make(kv_dtype=kv, context=8192) for kv in ("auto", "fp8"))
     a, b = (of.memory if of.gpu is None else of.gpu.vram for of in (wide, narrow))
     assert wide.num_pages == narrow.num_pages
@@ -81,7 +81,7 @@ def test_half_the_bytes(make: Any) -> None:
         assert read[0] - read[1] == context * QWEN3_30B.kv_bytes_per_token(1)
 
 
-def test_memory_for_kv_holds_twice_the_tokens() -> None:
+def test_kv_memory_holds_twice_the_tokens_in_fp8() -> None:
     wide, narrow = (on_gpu(kv_dtype=kv, kv_memory=1 << 30) for kv in ("auto", "fp8"))
     assert narrow.num_pages in (2 * wide.num_pages, 2 * wide.num_pages + 1)
 
@@ -96,14 +96,14 @@ def test_latents_are_not_stored_in_fp8() -> None:
         allocate_pool(spec, 1, 16, torch.bfloat16, sequences=1, kv=KvStorage(torch.float8_e4m3fn))
 
 
-def test_states_stay() -> None:
+def test_states_keep_their_type() -> None:
     box = test_resolve.machine(190, 192)
     wide, narrow = (test_resolve.plan(NEXT, box, kv_dtype=kv, context=8192) for kv in ("auto", "fp8"))
     assert wide.memory.states_bytes == narrow.memory.states_bytes > 0
     assert wide.memory.kv_bytes == 2 * narrow.memory.kv_bytes
 
 
-def test_proa_bench_hybrid_takes_it() -> None:
+def test_bench_hybrid_accepts_kv_dtype() -> None:
     wide, narrow = (case_of(HybridOptions(kv_dtype=kv)).engine.cache for kv in ("auto", "fp8"))
     assert (wide.kv_dtype, narrow.kv_dtype) == ("auto", "fp8")
     assert wide.kv_memory == 2 * (narrow.kv_memory or 0)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
 TINY = MODEL_SHAPES["tiny"]
 
-# What the scripts use of FreeToken 0.2.1. Its engine makes a token every two milliseconds for each request.
+# The parts of FreeToken 0.2.1 that the scripts use. The stand-in's engine makes a token per request every 2 ms.
 STAND_IN = {
     "freetoken/__init__.py": "",
     "freetoken/core.py": """
@@ -81,7 +81,7 @@ class LLM:
         config = json.loads((Path(model) / "config.json").read_text())
         assert dtype is torch.bfloat16 and options["use_dummy_weight"]
         experts = config["num_experts"] * config["num_hidden_layers"]
-        if options["moe_strategy"] == "hybrid":  # the engine reads what its bench left
+        if options["moe_strategy"] == "hybrid":  # the engine reads the file that its bench wrote
             with (Path(os.environ["XDG_CACHE_HOME"]) / "profile").open("a") as file:
                 file.write("engine ")
         for role in ("gate_up", "down"):
@@ -142,7 +142,7 @@ def run_script(*argv: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def import_state(peers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `provide` changes in this process is undone."""
+    """Undo the changes of `provide` to this process."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
@@ -216,7 +216,7 @@ def test_hybrid_rows(tmp_path: Path, wheels: Path) -> None:
     assert profile == once * 2, "the profile is taken anew, right before the engine reads it"
 
 
-def test_all_in_vram_needs_no_rates(tmp_path: Path, wheels: Path) -> None:
+def test_no_rates_are_measured_with_all_experts_in_vram(tmp_path: Path, wheels: Path) -> None:
     done = run_script("--shape=tiny", "--wheels", wheels, "--mode=vram", "--requests=2", "--output-tokens=4", "--json")
     assert done.returncode == 0, done.stderr
     (row,) = [json.loads(line) for line in done.stdout.splitlines()]
@@ -245,7 +245,7 @@ def test_a_cache_smaller_than_a_layer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("peers")
 @pytest.mark.parametrize("name", ["tiny", "qwen3-30b-a3b"])
 def test_model_folder(tmp_path: Path, name: str) -> None:
-    """transformers, which FreeToken reads configs and tokenizers with, finds all sizes."""
+    """transformers, with which FreeToken reads configs and tokenizers, finds all sizes."""
     from freetoken_files import write_model
     from transformers import AutoConfig, AutoTokenizer
 
@@ -348,7 +348,7 @@ def beside(peers: None) -> ModuleType:
 
 
 @pytest.mark.parametrize(("mode", "resident"), [("hybrid", 12.5), ("cpu", 0.0), ("vram", 100.0)])
-def test_both_are_asked_for_the_same(beside: ModuleType, tmp_path: Path, mode: str, resident: float) -> None:
+def test_both_engines_get_the_same_options(beside: ModuleType, tmp_path: Path, mode: str, resident: float) -> None:
     from run_freetoken import Options
 
     asked = beside.Options(
@@ -378,7 +378,7 @@ def proa_row(rate: float) -> dict[str, Any]:
 
 
 def freetoken_row(rate: float) -> dict[str, Any]:
-    """Its own choice of workers was faster than the second one."""
+    """FreeToken's default number of workers was faster than the second one."""
     rates = [
         {"threads": threads, "cpu": 100.0, "cpu_beside_pcie": 80.0 - i, "pcie_beside_cpu": 40.0}
         for i, threads in enumerate((7, 14))
@@ -390,7 +390,7 @@ def freetoken_row(rate: float) -> dict[str, Any]:
 def run_beside(
     beside: ModuleType, monkeypatch: pytest.MonkeyPatch, made: list[dict[str, list[str]]], *argv: str
 ) -> list[str]:
-    """What is run in each round and mode is given; RAM reads 1 GB/s. Gives back the modes in order."""
+    """Run the comparison with the given runs of each round and mode; RAM reads 1 GB/s. Return the modes in order."""
     asked: list[str] = []
 
     def commands(options: object, mode: str, kept: Path, *, first: bool) -> dict[str, list[str]]:
@@ -426,7 +426,7 @@ def test_medians_and_ratios(
 
 
 def test_fewer_than_three_rounds_are_refused(beside: ModuleType) -> None:
-    """One slow minute decides a round, and two rounds have no median."""
+    """One slow minute can decide a round, and two rounds have no median."""
     with pytest.raises(UsageError, match=r"--rounds is 2\..*from 3"):
         beside.run(["--rounds=2"])
 
@@ -444,7 +444,7 @@ def test_the_table_has_medians_and_spread(
         assert text in shown, text
 
 
-def test_a_run_that_fails_costs_its_mode_alone(
+def test_a_failed_run_drops_only_its_mode(
     beside: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = [sys.executable, "-c", "import sys; sys.exit('the reason')"]
@@ -459,7 +459,7 @@ def test_a_run_that_fails_costs_its_mode_alone(
     assert (vram["mode"], vram["ratios"]) == ("vram", [2.0, 2.0, 2.0])
 
 
-def test_rounds_for_which_there_is_no_time_are_left_out(
+def test_rounds_beyond_the_time_limit_are_left_out(
     beside: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s, limits_s = 0.0, []

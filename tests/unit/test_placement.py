@@ -1,4 +1,4 @@
-"""Which experts live in VRAM: goldens, and what must hold for any sizes and budget."""
+"""Placement of experts in VRAM: goldens, and invariants for any sizes and budget."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_strategies(budget: int, uniform: list[int], front_loading: list[int]) -
     assert counts(budget, "front-loading") == front_loading
 
 
-def test_a_number_is_a_limit() -> None:
+def test_wanted_numbers_are_limits() -> None:
     assert counts(1000, wanted=(3, 3, 3, 3)) == [3, 3, 3, 3]
     assert counts(50, wanted=(3, 3, 3, 3)) == [2, 1, 1, 1]
 
@@ -61,7 +61,7 @@ def test_a_number_is_a_limit() -> None:
 def test_whole_layers_come_first() -> None:
     assert counts(200, whole=(3,)) == [4, 4, 8, 4]
     assert counts(1000, wanted=(0, 0, 0, 0), whole=(2, 4)) == [0, 8, 0, 8]
-    assert counts(120, wanted=(0, 0, 0, 0), whole=(2, 4)) == [0, 8, 0, 4]  # the caller tells that it does not fit
+    assert counts(120, wanted=(0, 0, 0, 0), whole=(2, 4)) == [0, 8, 0, 4]  # the caller raises: layer 4 does not fit
     assert counts(1000, wanted=(0, 0, 0, 0), whole=(0, 1)) == [8, 0, 0, 0]  # block 0 is dense
 
 
@@ -71,14 +71,14 @@ def test_whole_layers_come_first() -> None:
      (20 << 20, 3000, 8), (88 << 20, 3000, 1), (200 << 20, 3000, 1), (1000, 3000, 16)],
 )  # fmt: skip
 def test_spare_slots(expert_bytes: int, resident: int, spare: int) -> None:
-    """160 MiB, sixteen, a 64th of the residents or a sixteenth of few; one at least. Other sizes have their own."""
+    """Bounds: 160 MiB, 16 slots, 1/64 of the residents, or 1/16 up to 8; at least one. Each size has its own slots."""
     assert spare_slots(expert_bytes, resident) == spare
     assert spare_bytes(LAYERS, spare) == 10 * spare
     assert spare_bytes([*LAYERS, MoeLayer(5, 8, 2, 30), MoeLayer(6, 8, 2, 30)], 3) == 120
 
 
-def test_formats_of_one_size_have_spare_slots_of_their_own() -> None:
-    """An expert is as large, but its gate and up, or its down, may not be."""
+def test_each_format_has_its_own_spare_slots() -> None:
+    """Experts of equal size may differ in the sizes of gate and up, and of down."""
     forms = (Form(Format.INT4_F16, 32), Form(Format.INT8_F16, 32))
     mixed = [*LAYERS, MoeLayer(5, 8, 2, 10, forms), MoeLayer(6, 8, 2, 10, forms)]
     assert spare_bytes(mixed, 3) == 60
@@ -98,11 +98,11 @@ USED = ((0, 9, 1, 8, 2, 7, 3, 6), (50, 50, 0, 0, 0, 0, 0, 0), (0,) * 8, (5,) * 8
         ("frequency", 80, (2, 2, 2, 2), [(1, 3), (0, 1), (0, 1), (0, 1)]),
     ],
 )
-def test_the_most_used(strategy: str, budget: int, wanted: tuple[int, ...], resident: list[tuple[int, ...]]) -> None:
+def test_most_used_experts_first(strategy: str, budget: int, wanted: tuple[int, ...], resident: list[tuple[int, ...]]) -> None:
     assert list(place(LAYERS, budget, strategy, wanted, frozenset(), USED)) == resident
 
 
-def test_a_large_expert_has_to_be_used_more() -> None:
+def test_frequency_counts_choices_per_byte() -> None:
     layers = (MoeLayer(0, 2, 1, 10), MoeLayer(1, 2, 1, 30))
     assert place(layers, 30, "frequency", (2, 2), frozenset(), ((4, 3), (11, 0))) == ((0, 1), ())
     assert place(layers, 30, "frequency", (2, 2), frozenset(), ((4, 3), (13, 0))) == ((), (0,))
@@ -112,8 +112,8 @@ def test_a_large_expert_has_to_be_used_more() -> None:
     budget=st.integers(0, 320),
     used=st.lists(st.lists(st.integers(0, 20), min_size=8, max_size=8), min_size=4, max_size=4),
 )
-def test_by_frequency_no_other_experts_are_used_more(budget: int, used: list[list[int]]) -> None:
-    """Of experts of one size."""
+def test_frequency_takes_the_most_used(budget: int, used: list[list[int]]) -> None:
+    """With experts of one size, no expert outside is used more often than a resident one."""
     placed = place(LAYERS, budget, "frequency", ALL, frozenset(), tuple(map(tuple, used)))
     found = sum(used[i][e] for i, ids in enumerate(placed) for e in ids)
     assert found == sum(sorted((count for of in used for count in of), reverse=True)[: budget // 10])
@@ -143,7 +143,7 @@ def test_any_budget(layers: list[tuple[int, int]], budget: int, strategy: str, d
     used = resident_bytes(made, placed)
     assert used <= max(0, budget)
     missing = [layer.expert_bytes for layer, ids, n in zip(made, placed, most, strict=True) if len(ids) < n]
-    assert all(used + nbytes > budget for nbytes in missing)  # nothing that is wanted would fit still
+    assert all(used + nbytes > budget for nbytes in missing)  # no further wanted expert would fit
     if sum(n * layer.expert_bytes for layer, n in zip(made, most, strict=True)) <= budget:
         assert not missing
 
@@ -151,11 +151,11 @@ def test_any_budget(layers: list[tuple[int, int]], budget: int, strategy: str, d
 @pytest.mark.parametrize(
     ("rows", "columns"), [(16, 32), (17, 33), (768, 2048), (1, 1), (48, 576), (2880, 2880), (100, 1856)]
 )
-def test_bytes_are_those_of_the_native_layout(rows: int, columns: int) -> None:
+def test_bytes_equal_the_native_layout(rows: int, columns: int) -> None:
     assert packed_bytes(rows, columns) == layout(Format.BF16, rows, columns).matrix_bytes
 
 
-def test_an_expert_is_gate_up_and_down() -> None:
+def test_expert_bytes() -> None:
     ffn = Moe(hidden=100, experts=4, top_k=2, width=40, router=Router("softmax", True))
     assert expert_bytes(ffn) == 2 * (48 * 128 * 2) + 112 * 64 * 2
     assert bias_bytes(ffn) == 0

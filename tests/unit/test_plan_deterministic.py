@@ -1,4 +1,4 @@
-"""--deterministic in the plan: what is turned off, how prompts are cut, and what cannot be asked for with it."""
+"""--deterministic in the plan: options that it turns off or refuses, and the cells of prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unit.test_vram import QWEN3_30B, gpu, machine, plan, row
         (141, {}, 512, 0.5),  # prompts never share steps with decode
     ],
 )
-def test_prompts_have_cells_where_bits_depend_on_a_steps_shape(
+def test_cells_if_bits_depend_on_the_steps_shape(
     gib: float, asked: dict[str, Any], cell: int | None, share: float
 ) -> None:
     got = plan(QWEN3_30B, machine(180, *([gpu(gib)] if gib else [])), deterministic=True, **asked)
@@ -30,7 +30,7 @@ def test_prompts_have_cells_where_bits_depend_on_a_steps_shape(
     assert row(got, "deterministic")[:2] == ("on", "on")
 
 
-def test_experts_stay_where_they_are() -> None:
+def test_placement_is_static() -> None:
     free, fixed = (plan(QWEN3_30B, machine(180, gpu(24)), deterministic=d) for d in (False, True))
     assert free.gpu is not None
     assert fixed.gpu is not None
@@ -48,7 +48,7 @@ def test_experts_stay_where_they_are() -> None:
         ({"max_batch_tokens": 8, "gpu_experts": "8"}, "max_batch_tokens"),
     ],
 )
-def test_what_it_rules_out_is_refused(asked: dict[str, Any], param: str) -> None:
+def test_conflicting_options_are_refused(asked: dict[str, Any], param: str) -> None:
     with pytest.raises(UsageError) as caught:
         plan(QWEN3_30B, machine(180, gpu(24)), deterministic=True, **asked)
     assert caught.value.param == param

@@ -61,7 +61,7 @@ def test_a_folder_becomes_a_plan(folder: Path) -> None:
 
 
 def test_tensors_are_compared_with_the_config(tmp_path: Path) -> None:
-    """Before an engine is started, which would find out too."""
+    """The mismatch is found before an engine starts."""
     folder = make_tiny("llama2", tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -74,14 +74,14 @@ def test_tensors_are_compared_with_the_config(tmp_path: Path) -> None:
         prepare(str(file), wrong)
 
 
-def test_blocks_of_a_gguf_count_as_they_will_lie(tmp_path: Path) -> None:
+def test_gguf_blocks_count_as_packed(tmp_path: Path) -> None:
     file = make_tiny_gguf("llama2", tmp_path / "m.gguf", "Q4_0", hidden_size=128, intermediate_size=256)
     prepared = prepare(str(file))
     assert prepared.plan.isa
     assert prepared.plan.memory.weights_bytes < 1.5 * prepared.declared.spec.num_params
 
 
-def test_experts_of_a_gguf_lie_in_vram_as_they_will_in_ram(tmp_path: Path) -> None:
+def test_gguf_experts_in_vram_are_packed_as_in_ram(tmp_path: Path) -> None:
     file = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", "Q4_0", down="Q8_0", moe_intermediate_size=32)
     prepared = prepare(str(file), EngineOptions(gpus=GpuOptions(gpu="sim:64MiB", gpu_experts="3")))
     gpu, layers = prepared.plan.gpu, len(prepared.declared.spec.blocks)
@@ -123,7 +123,7 @@ def test_random_weights_have_a_format(form: str, tmp_path: Path, monkeypatch: py
     assert of_gpu == plain_gpu.gpu.vram.dense_read_bytes - coded_gpu.gpu.vram.dense_read_bytes
 
 
-def test_the_table_says_which_format_linear_layers_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_for_formats_of_linear_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = make_tiny_gguf("qwen3-moe", tmp_path / "m.gguf", "Q4_0", down="Q8_0", moe_intermediate_size=32)
     monkeypatch.setattr("proa.plan.prepare.probe", lambda: FOUND)
     rows = {}
@@ -139,7 +139,7 @@ def test_the_table_says_which_format_linear_layers_have(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     "model", [ModelOptions(dummy_format="int4"), replace(DUMMY, dummy_format="int4", dtype="float32")]
 )
-def test_only_random_weights_beside_bfloat16_have_a_format(model: ModelOptions, tmp_path: Path) -> None:
+def test_dummy_format_needs_random_weights_and_bfloat16(model: ModelOptions, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--dummy-format int4 needs random weights"):
         prepare(str(make_tiny("qwen3-moe", tmp_path)), EngineOptions(model=model))
 
@@ -163,15 +163,15 @@ def test_too_large_is_refused_before_loading(folder: Path) -> None:
         prepare(str(folder), EngineOptions(model=DUMMY, gpus=GpuOptions("none")))
 
 
-def test_what_the_probe_finds_reaches_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probed_machine_reaches_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proa.plan.prepare.probe", lambda: FOUND)
     plan = prepare(str(folder), EngineOptions(model=DUMMY)).plan
     assert plan.gpu is not None
     assert (plan.gpu.name, plan.gpu.vram.free_bytes) == ("Card", 7 << 30)
 
 
-def test_a_model_on_the_hub_is_judged_before_it_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub hands its preview (headers without weights) to the same plan; a refusal stops the fetch."""
+def test_a_hub_model_is_planned_before_it_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's preview (headers without weights) gets the same plan; a refusal stops the fetch."""
     fetched = []
 
     def locate(
@@ -217,7 +217,7 @@ def test_wrong_overrides_are_refused(text: str) -> None:
         config_overrides([text])
 
 
-def test_kernels_that_do_not_exist_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_isa_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROA_ISA", "sse9")
     with pytest.raises(UsageError, match=r"PROA_ISA sse9: There are no kernels named sse9; there are .*scalar"):
         prepare(str(folder), EngineOptions(model=DUMMY))

@@ -1,4 +1,4 @@
-"""What the start-up table says of quantised weights, and the plan's arithmetic for them."""
+"""Rows of the start-up table about quantised weights, and the plan's bytes for them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def test_codes_are_kept(tmp_path: Path) -> None:
     assert row.why.startswith("codes and scales are kept unchanged; activations stay bfloat16 (made for FP8, dynamic)")
 
 
-def test_beside_a_simulated_gpu_dense_weights_are_bfloat16(tmp_path: Path) -> None:
+def test_dense_weights_are_bfloat16_with_a_simulated_gpu(tmp_path: Path) -> None:
     folder, _ = make_quantised(SCHEMES["fp8 block"], "qwen3-moe", tmp_path / "m", **SIZES)
     row = weights_row(folder, gpu="sim:64MiB")
     assert "codes and scales are kept unchanged; on a simulated GPU all but routed experts is bfloat16" in row.why
 
 
-def test_without_native_kernels_they_are_dequantised(tmp_path: Path) -> None:
+def test_dequantised_without_native_kernels(tmp_path: Path) -> None:
     folder, _ = make_quantised(SCHEMES["fp8 block"], "qwen3-moe", tmp_path / "m", **SIZES)
     assert weights_row(folder, "float32").why.startswith("dequantised while loading")
 
 
-def test_what_becomes_bfloat16_is_named(tmp_path: Path) -> None:
+def test_mixed_stacks_are_named(tmp_path: Path) -> None:
     only = r"(?!.*layers\.1\.mlp\.experts\.3\.down).*"
     folder, _ = make_quantised(SCHEMES["fp8 block"], "qwen3-moe", tmp_path / "m", only=only, **SIZES)
     assert (
@@ -48,7 +48,7 @@ def test_what_becomes_bfloat16_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_what_no_format_keeps_is_named(tmp_path: Path) -> None:
+def test_unsupported_codes_are_named(tmp_path: Path) -> None:
     folder, _ = make_quantised(DECODED["int8 zeros"], "qwen3-moe", tmp_path / "m", **SIZES)
     row = weights_row(folder)
     assert row.got == "safetensors, UINT8 32"
@@ -56,7 +56,7 @@ def test_what_no_format_keeps_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_bytes_are_what_loading_takes(name: str, tmp_path: Path) -> None:
+def test_planned_bytes_equal_loaded_bytes(name: str, tmp_path: Path) -> None:
     folder, _ = make_quantised(SCHEMES[name], "qwen3-moe", tmp_path / "m", **SIZES)
     planned, active, took = loaded(folder)
     assert took == pytest.approx(planned, rel=0.25)  # one-dimensional weights

@@ -1,4 +1,4 @@
-"""plan_workers(): what options make of machines of many shapes (tests/topologies.py writes them)."""
+"""plan_workers() on machines of many topologies, which tests/topologies.py writes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def planned(host: HostFiles, root: Path, /, use: int, **asked: Any) -> tuple[Wor
         pytest.param(HostFiles(cpus=1), 1, {}, [(1,)], id="one core"),
     ],
 )
-def test_the_numbers_that_are_tried(
+def test_tried_worker_counts(
     host: HostFiles, threads: int, asked: dict[str, Any], trials: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
     workers, _ = planned(host, tmp_path, threads, **asked)
@@ -55,7 +55,7 @@ def test_the_numbers_that_are_tried(
         assert all(0 < count <= len(team.cpus) for count, team in zip(trial, workers.teams, strict=True))
 
 
-def test_each_worker_has_its_cpu_by_default(tmp_path: Path) -> None:
+def test_default_binds_each_worker_to_a_cpu(tmp_path: Path) -> None:
     workers, rows = planned(TWO, tmp_path, 16)
     assert (workers.binding, workers.homes, workers.interleave, workers.spin_us) == ("core", (), (), SPIN_US)
     assert rows["CPU binding"] == Decision("CPU binding", "core", "core", "each worker has a CPU of its own: 0-15")
@@ -92,7 +92,7 @@ BUSY = ("@/tmp/dbus-x", "/run/a@b", "@proa-cpus/12/0-3,9/0a", "@proa-cpus/13/5/0
         ({}, tuple(range(16)), "0-15; other Proa engines are bound to 0-3, 5, 9 too"),
     ],
 )
-def test_cpus_of_other_engines_are_left_alone_where_possible(
+def test_cpus_of_other_engines_are_avoided(
     asked: dict[str, Any], cpus: tuple[int, ...], why: str, tmp_path: Path
 ) -> None:
     workers, rows = planned(replace(ONE, sockets_listed=BUSY), tmp_path, asked.get("threads", 16), **asked)
@@ -100,14 +100,14 @@ def test_cpus_of_other_engines_are_left_alone_where_possible(
     assert why in rows["CPU binding"].why
 
 
-def test_the_sibling_of_a_claimed_cpu_is_no_free_core(tmp_path: Path) -> None:
+def test_smt_sibling_of_a_claimed_cpu_is_no_free_core(tmp_path: Path) -> None:
     host = replace(block_numbered(1, 8), sockets_listed=["@proa-cpus/1/0-3/00"])
     workers, _ = planned(host, tmp_path, 4, threads=4)
     assert workers.teams[0].cpus == (4, 5, 6, 7)
 
 
 @pytest.mark.parametrize("binding", ["node", "none"])
-def test_other_engines_do_not_matter_where_workers_move(binding: str, tmp_path: Path) -> None:
+def test_other_engines_are_ignored_without_binding_to_cores(binding: str, tmp_path: Path) -> None:
     host = replace(ONE, sockets_listed=BUSY)
     workers, rows = planned(host, tmp_path, 4, threads=4, cpu_binding=binding)
     assert workers.teams[0].cpus == (0, 1, 2, 3)
@@ -124,7 +124,7 @@ def test_no_binding(tmp_path: Path) -> None:
     [
         (TWO, (0, 1), "interleave", "pages of weights are interleaved over nodes 0, 1"),
         (UNEVEN, (0, 1), "interleave", "nodes 0, 1"),
-        (CXL, (0, 1), "interleave", "nodes 0, 1"),  # what is slower than the others would slow all of them
+        (CXL, (0, 1), "interleave", "nodes 0, 1"),  # memory without CPUs is slower and would slow down all workers
         (block_numbered(2, 8, 1, ids=(0, 8)), (0, 8), "interleave", "nodes 0, 8"),
         (replace(TWO, memory_nodes=(1,)), (), "bind", "there is only one memory node"),
         (ONE, (), "bind", "there is only one memory node"),
@@ -145,14 +145,14 @@ def test_saving_power(tmp_path: Path) -> None:
     assert f"after {SAVING_SPIN_US} us" in rows["power saving"].why
 
 
-def test_beside_a_gpu_saving_power_changes_nothing_and_says_so(tmp_path: Path) -> None:
+def test_power_saving_is_off_with_a_gpu(tmp_path: Path) -> None:
     _, rows = plan_workers(MachineOptions(power_saving=True), probe(ONE.write(tmp_path)), 16, launched=True)
     row = next(row for row in rows if row.name == "power saving")
     assert (row.asked, row.got) == ("on", "off")
     assert "fewer workers are not tried" in row.why
 
 
-def test_plain_torch_says_that_it_heeds_none_of_it() -> None:
+def test_rows_for_plain_torch() -> None:
     workers, rows = no_workers(MachineOptions(cpu_binding="node", numa_memory="interleave", power_saving=True))
     assert workers is None
     assert [(row.name, row.asked, row.got) for row in rows] == [

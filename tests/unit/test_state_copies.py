@@ -1,4 +1,4 @@
-"""Memory for copies of recurrent states: how many, what they leave to others, what is said of them."""
+"""Copies of recurrent states in the plan: their number, the memory they leave, their rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan(free_gib: float = 190, **asked: Any) -> Plan:
 
 
 @pytest.mark.parametrize("max_running", [1, 3, 16])
-def test_four_for_each_request_that_runs(max_running: int) -> None:
+def test_four_copies_per_running_request(max_running: int) -> None:
     got = plan(max_running=max_running)
     assert (got.prefix_cache, got.state_copies, got.state_slots) == (True, 4 * max_running, 5 * max_running)
     assert got.memory.states_bytes == 5 * max_running * EACH
@@ -31,14 +31,14 @@ def test_four_for_each_request_that_runs(max_running: int) -> None:
     assert row(got, "prefix cache")[:2] == ("on", "on")
 
 
-def test_in_vram_where_states_are() -> None:
+def test_copies_are_in_vram_with_the_states() -> None:
     got = on_gpu.plan(on_gpu.NEXT, on_gpu.machine(112, on_gpu.gpu(80)))
     on = on_gpu.check(got, on_gpu.NEXT)
     assert (got.state_copies, on.vram.states_bytes, got.memory.states_bytes) == (16, 20 * EACH, 0)
 
 
-def test_little_memory_has_fewer() -> None:
-    """152.5 GiB hold it in bfloat16 with states of 4 requests and the least context, and little more."""
+def test_fewer_copies_with_little_memory() -> None:
+    """152.5 GiB hold the model in bfloat16 with states of 4 requests and the least context, and little more."""
     got = plan(152.5)
     assert 0 < got.state_copies < 16
     assert got.prefix_cache
@@ -50,7 +50,7 @@ def test_little_memory_has_fewer() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(free_gib=st.floats(149, 156), context=st.none() | st.integers(1, 20000), kv_memory=st.none() | st.just(GIB))
-def test_nobody_is_refused_for_copies(free_gib: float, context: int | None, kv_memory: int | None) -> None:
+def test_copies_never_cause_a_refusal(free_gib: float, context: int | None, kv_memory: int | None) -> None:
     asked = {"context": context, "kv_memory": kv_memory}
     with_copies, without = (
         on_cpu.plan_or_refusal(NEXT, on_cpu.machine(free_gib, 192), {**asked, "prefix_cache": on})
@@ -65,7 +65,7 @@ def test_nobody_is_refused_for_copies(free_gib: float, context: int | None, kv_m
 
 @settings(max_examples=30, deadline=None)
 @given(vram_gib=st.floats(6, 100), ram_gib=st.floats(60, 170), experts=st.sampled_from(["auto", "64", "none"]))
-def test_nobody_is_refused_a_gpu_for_copies(vram_gib: float, ram_gib: float, experts: str) -> None:
+def test_copies_never_keep_a_model_off_the_gpu(vram_gib: float, ram_gib: float, experts: str) -> None:
     with_copies, without = (
         on_gpu.plan_or_refusal(
             on_gpu.NEXT,
@@ -79,7 +79,7 @@ def test_nobody_is_refused_a_gpu_for_copies(vram_gib: float, ram_gib: float, exp
         on_gpu.check(with_copies, on_gpu.NEXT)
 
 
-def test_as_many_as_are_asked_for() -> None:
+def test_state_memory_sets_the_number() -> None:
     got = plan(state_memory=5 * EACH + 1)
     assert (got.state_copies, got.memory.states_bytes) == (5, 9 * EACH)
     assert row(got, "copies of states")[0] == "368 MiB"
@@ -105,7 +105,7 @@ def test_models_without_states_have_none(asked: dict[str, int], says: tuple[str,
     assert (got.state_copies, got.prefix_cache) == (0, True)
 
 
-def test_without_a_prefix_cache_there_are_none() -> None:
+def test_no_copies_without_a_prefix_cache() -> None:
     got = plan(prefix_cache=False, state_memory=GIB)
     assert (got.state_copies, got.prefix_cache, got.memory.states_bytes) == (0, False, 4 * EACH)
     assert row(got, "copies of states") == ("1.00 GiB", "none", "the prefix cache is off")

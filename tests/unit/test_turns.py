@@ -1,4 +1,4 @@
-"""Whether prompts take turns, and how long their steps may be: by the GPU's size and what is asked."""
+"""Turns of prefill and decode, and the length of prefill steps: by the GPU's size and options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def planned(gib: float, **asked: Any) -> Plan:
 @pytest.mark.parametrize(
     ("gib", "asked", "share", "tokens"),
     [
-        (0, {}, 0.5, 512),  # a CPU alone: most of them need a while for a layer of more
+        (0, {}, 0.5, 512),  # CPU only: a layer of a longer step would stall decode
         (8, {}, 0.5, 512),
         (24, {}, 0.5, 2048),
         (40, {}, 0.5, 2048),
@@ -35,7 +35,7 @@ def planned(gib: float, **asked: Any) -> Plan:
         (24, {"gpu": "sim:8GiB"}, 0.5, 512),
     ],
 )
-def test_by_size(gib: float, asked: dict[str, Any], share: float, tokens: int) -> None:
+def test_prefill_share_and_step_length_by_vram(gib: float, asked: dict[str, Any], share: float, tokens: int) -> None:
     got = planned(gib, **asked)
     assert (got.prefill_share, got.max_batch_tokens) == (share, tokens)
     assert row(got, "prefill share")[:2] == (
@@ -44,8 +44,8 @@ def test_by_size(gib: float, asked: dict[str, Any], share: float, tokens: int) -
     assert row(got, "tokens per step")[:2] == (str(asked.get("max_batch_tokens", "auto")), str(tokens))
 
 
-def test_long_steps_take_little() -> None:
-    """At most a fiftieth of the VRAM, which would have held some experts."""
+def test_long_steps_take_little_vram() -> None:
+    """Rows of long steps take at most 2 % of VRAM, in place of some experts."""
     long, short = planned(24), planned(24, max_batch_tokens=512)
     assert long.gpu is not None
     assert short.gpu is not None
@@ -54,8 +54,8 @@ def test_long_steps_take_little() -> None:
     assert sum(map(len, long.gpu.resident)) < sum(map(len, short.gpu.resident))
 
 
-def test_experts_that_were_asked_for_go_first() -> None:
-    """Where they leave no room for the rows of long steps, these are shorter."""
+def test_asked_experts_shorten_steps() -> None:
+    """If experts that were asked for leave no room for the rows of long steps, steps are shorter."""
     tokens = []
     for mib in range(12 << 10, 16 << 10, 64):
         with suppress(ResourceError):

@@ -1,4 +1,4 @@
-"""A model over VRAM and RAM: goldens, what was asked, refusals, and what must hold for any machine."""
+"""The split of a model over VRAM and RAM: goldens, options, refusals, and invariants on any machine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CLAMPED = Gating("clamped_swiglu", 7.0)
 GPT_OSS_MOE = Moe(2880, 128, 4, 2880, Router("softmax", True, linear_bias=True), bias=True, gating=CLAMPED)
 SUNK = replace(attention(2880, 64, 8, 64), qkv_bias=True, o_bias=True, sinks=True)
 GPT_OSS = model(201088, 36, Block(SUNK, GPT_OSS_MOE), 131072)
-# A first layer without experts, as DeepSeek has.
+# Like DeepSeek: the first block is dense.
 MIXED = replace(DEMO, blocks=(Block(DEMO.blocks[0].mixer, Mlp(576, 1536)), *DEMO.blocks[1:]))
 LATENT = LatentAttention(2048, 16, None, 512, 128, 128, Rope(64))
 LITE = model(102400, 27, Block(LATENT, moe(2048, 64, 6, 1408, 2816)), 163840)  # but for its first layer
@@ -119,7 +119,7 @@ def counts(of: Plan) -> list[int]:
 
 
 def check(of: Plan, spec: Model) -> GpuPlan:
-    """What must hold of any plan with a GPU."""
+    """Check the invariants of a plan with a GPU."""
     got, layers = of.gpu, moe_layers(spec, {})
     assert got is not None
     vram, memory = got.vram, of.memory
@@ -152,7 +152,7 @@ def check(of: Plan, spec: Model) -> GpuPlan:
 # ---- goldens ----
 
 
-def test_latents_are_small() -> None:
+def test_latent_kv_in_vram() -> None:
     got = plan(LITE, machine(64, gpu(40)))
     on = check(got, LITE)
     assert on.vram.kv_bytes == got.num_pages * got.page_tokens * 27 * 576 * 2
@@ -162,7 +162,7 @@ def test_latents_are_small() -> None:
     assert plan(QWEN3_30B, machine(124, gpu(80, capability=(7, 5))), gpu="0").gpu is not None
 
 
-def test_everything_fits_and_the_gpu_does_all() -> None:
+def test_all_experts_fit_vram() -> None:
     got = plan(QWEN3_30B, machine(124, gpu(140)))
     on = check(got, QWEN3_30B)
     assert on.gpu_only
@@ -178,11 +178,11 @@ def test_everything_fits_and_the_gpu_does_all() -> None:
     assert (on.device, on.uuid, on.numa_node, on.capability) == ("cuda:0", "GPU-1", 0, (9, 0))
 
 
-def test_more_vram_than_ram_holds_is_enough() -> None:
+def test_all_experts_fit_vram_with_little_ram() -> None:
     check(plan(QWEN3_30B, machine(8, gpu(140))), QWEN3_30B)
 
 
-def test_some_experts_fit_and_ram_keeps_copies_of_them() -> None:
+def test_inclusive_placement() -> None:
     got = plan(QWEN3_30B, machine(124, gpu(24)))
     on = check(got, QWEN3_30B)
     assert on.inclusive
@@ -195,7 +195,7 @@ def test_some_experts_fit_and_ram_keeps_copies_of_them() -> None:
     assert row(got, "computing")[1] == "cuda:0, native avx512-bf16 for experts in RAM"
 
 
-def test_where_ram_is_short_it_holds_only_the_others() -> None:
+def test_exclusive_placement_with_little_ram() -> None:
     got = plan(QWEN3_30B, machine(52, gpu(24)))
     on = check(got, QWEN3_30B)
     assert not on.inclusive
@@ -203,15 +203,15 @@ def test_where_ram_is_short_it_holds_only_the_others() -> None:
     assert "RAM holds only the others" in row(got, "experts in VRAM")[2]
 
 
-def test_where_both_are_short_the_context_gives_way() -> None:
-    """32 + 32 GiB hold 57 GiB of weights only with a shorter context: experts that RAM cannot hold come first."""
+def test_context_is_shortened_if_vram_and_ram_are_short() -> None:
+    """32 + 32 GiB hold 57 GiB of weights only with a shorter context: experts that RAM cannot hold take priority."""
     got = plan(QWEN3_30B, machine(32, gpu(32)))
     check(got, QWEN3_30B)
     assert 1024 <= got.context_tokens < 40960
     assert "fits VRAM beside the experts' share" in row(got, "context")[2]
 
 
-def test_vram_and_ram_together_hold_what_neither_does() -> None:
+def test_model_larger_than_vram_and_than_ram() -> None:
     """Qwen3-Next-80B: 148 GiB of weights; states of four sequences, copies and KV in VRAM."""
     got = plan(NEXT, machine(112, gpu(80)))
     on = check(got, NEXT)
@@ -220,7 +220,7 @@ def test_vram_and_ram_together_hold_what_neither_does() -> None:
     assert not on.inclusive
 
 
-def test_half_of_what_dense_weights_leave_is_for_experts() -> None:
+def test_experts_get_half_of_the_vram_beside_dense_weights() -> None:
     """5 GiB beside Qwen3's dense weights: half of what is left is less than a full context."""
     got = plan(QWEN3_30B, machine(124, gpu(6)))
     on = check(got, QWEN3_30B)
@@ -234,7 +234,7 @@ def test_half_of_what_dense_weights_leave_is_for_experts() -> None:
     assert check(asked, QWEN3_30B).vram.experts_bytes < on.vram.experts_bytes
 
 
-def test_nothing_but_dense_weights_fits() -> None:
+def test_no_expert_fits_beside_dense_weights() -> None:
     dense = vram_demand(MIXTRAL, 16, 1, 512, False, {}).total_bytes(1024, 64)
     vram = dense + moe_layers(MIXTRAL, {})[0].expert_bytes - 1
     got = plan(MIXTRAL, machine(124, gpu(24)), vram=vram, context=1024, max_running=1)
@@ -245,7 +245,7 @@ def test_nothing_but_dense_weights_fits() -> None:
     assert counts(one) == [1] + [0] * 31
 
 
-def test_too_small_a_gpu_is_left_alone_or_refused() -> None:
+def test_gpu_too_small_for_dense_weights() -> None:
     box = machine(124, gpu(3))
     got = plan(QWEN3_30B, box)
     assert got.gpu is None
@@ -262,7 +262,7 @@ def replaced_gpu_row(of: Plan, by: Plan) -> Plan:
     return msgspec.structs.replace(of, decisions=rows)
 
 
-def test_a_model_too_large_for_both_is_refused_with_both() -> None:
+def test_refusal_names_ram_and_vram() -> None:
     with pytest.raises(
         ResourceError, match=r"does not fit into memory.*It does not fit with the GPU either.*VRAM and RAM together"
     ):
@@ -271,7 +271,7 @@ def test_a_model_too_large_for_both_is_refused_with_both() -> None:
         plan(QWEN3_30B, machine(20, gpu(24)), gpu="0")
 
 
-def test_a_dense_model_is_all_in_vram() -> None:
+def test_dense_model_is_in_vram() -> None:
     got = plan(DENSE, machine(8, gpu(24)))
     assert check(got, DENSE).gpu_only
     assert (got.memory.weights_bytes, counts(got)) == (0, [])
@@ -299,7 +299,7 @@ def test_experts_by_number() -> None:
     assert row(whole, "experts in VRAM")[0] == "20, layers 1,47 whole"
 
 
-def test_what_is_asked_comes_before_a_context_that_nobody_asked_for() -> None:
+def test_asked_experts_shorten_an_automatic_context() -> None:
     got = plan(QWEN3_30B, machine(124, gpu(24)), gpu_experts="44")
     check(got, QWEN3_30B)
     assert counts(got) == [44] * 48
@@ -331,7 +331,7 @@ def test_front_loading_fills_the_first_layers() -> None:
         ({"gpu": "sim:1G"}, ResourceError, "simulated, 1.00 GiB cannot hold"),
     ],
 )
-def test_what_cannot_be_done_is_refused(asked: dict[str, Any], error: type[ProaError], match: str) -> None:
+def test_impossible_options_are_refused(asked: dict[str, Any], error: type[ProaError], match: str) -> None:
     with pytest.raises(error, match=match) as refused:
         plan(QWEN3_30B, machine(124, gpu(24)), **asked)
     assert refused.value.remedy
@@ -350,26 +350,26 @@ def test_experts_without_a_gpu_are_refused() -> None:
         ({"dtype": "float16"}, "CPU only: the GPU computes in bfloat16, not float16"),
     ],
 )
-def test_the_cpu_alone_and_why(asked: dict[str, Any], why: str) -> None:
+def test_reasons_for_using_no_gpu(asked: dict[str, Any], why: str) -> None:
     got = plan(DEMO, machine(8, gpu(24)), **asked)
     assert got.gpu is None
     assert row(got, "GPU")[1:] == ("none", why)
     assert got.roof.vram is None
 
 
-def test_vram_is_a_limit() -> None:
+def test_vram_option_is_a_limit() -> None:
     got = check(plan(QWEN3_30B, machine(124, gpu(140)), vram=20 * GIB), QWEN3_30B)
     assert got.vram.usable_bytes == 20 * GIB
     assert check(plan(QWEN3_30B, machine(124, gpu(24)), vram=900 * GIB), QWEN3_30B).vram.reserve_bytes == 256 << 20
     assert check(plan(QWEN3_30B, machine(124, gpu(140))), QWEN3_30B).vram.reserve_bytes == 140 * GIB // 100
 
 
-def test_kv_memory_is_of_vram() -> None:
+def test_kv_memory_option_counts_in_vram() -> None:
     got = plan(QWEN3_30B, machine(124, gpu(24)), kv_memory=GIB)
     assert check(got, QWEN3_30B).vram.kv_bytes == GIB // got.page_tokens // 98304 * got.page_tokens * 98304
 
 
-def test_a_simulated_gpu_lives_in_ram() -> None:
+def test_simulated_vram_counts_in_ram() -> None:
     got = plan(DEMO, machine(6), gpu="sim:384MiB,pcie=8GB/s", context=512, gpu_experts="5")
     on = check(got, DEMO)
     assert (on.device, on.simulated, on.pcie_bytes_per_s) == ("sim", True, 8e9)
@@ -382,13 +382,13 @@ def test_a_simulated_gpu_lives_in_ram() -> None:
         plan(DEMO, machine(6), gpu="sim:6GiB", context=512)
 
 
-def test_the_plan_is_json_and_back() -> None:
+def test_plan_json_round_trip() -> None:
     for asked in ({}, {"gpu": "sim:1GiB"}):
         got = plan(DEMO, machine(6, gpu(24)), **asked)
         assert msgspec.json.decode(msgspec.json.encode(got), type=Plan) == got
 
 
-def test_every_decision_is_explained() -> None:
+def test_every_decision_has_a_reason() -> None:
     for decision in plan(QWEN3_30B, machine(124, gpu(24))).decisions:
         assert decision.got and decision.why, decision.name  # noqa: PT018
 
@@ -396,7 +396,7 @@ def test_every_decision_is_explained() -> None:
 # ---- formulas ----
 
 
-def test_the_demand_grows_with_what_it_depends_on() -> None:
+def test_demand_grows_with_its_inputs() -> None:
     base = vram_demand(QWEN3_30B, 16, 4, 512, False, {})
     assert vram_demand(QWEN3_30B, 16, 4, 1024, False, {}).workspace_base_bytes > base.workspace_base_bytes
     assert vram_demand(QWEN3_30B, 16, 64, 512, False, {}).fixed_bytes > base.fixed_bytes > CONTEXT_BYTES
@@ -404,7 +404,7 @@ def test_the_demand_grows_with_what_it_depends_on() -> None:
     assert base.page_bytes == 16 * 98304
 
 
-def test_the_roof_is_what_binds() -> None:
+def test_roof_is_bound_by_the_slower_memory() -> None:
     all_in = plan(QWEN3_30B, machine(124, gpu(140))).roof
     assert (all_in.bytes_per_token, all_in.bound_by) == (0, "VRAM")
     assert all_in.vram is not None
@@ -421,7 +421,7 @@ def test_the_roof_is_what_binds() -> None:
     assert unknown.tokens_per_s == pytest.approx(FASTEST_VRAM_BYTES_PER_S / (dense + active))
 
 
-def test_the_roof_counts_the_kv_of_a_length() -> None:
+def test_roof_counts_kv_of_the_context() -> None:
     got = plan(QWEN3_30B, machine(124, gpu(24)))
     longer, base = roof_at(got, ROOF_CONTEXT_TOKENS + 1000).vram, got.roof.vram
     assert longer is not None
@@ -481,8 +481,8 @@ def test_any_plan_fits_or_is_refused(spec: Model, ram_gib: float, vram_gib: floa
     vram_gib=st.floats(6, 70),
     strategy=st.sampled_from(["dynamic", "uniform", "front-loading"]),
 )
-def test_ram_and_vram_add_up(ram_gib: float, vram_gib: float, strategy: str) -> None:
-    """Qwen3-30B is refused only where what VRAM has beside the least context and what RAM has do not hold it."""
+def test_refused_only_if_ram_and_vram_together_are_too_small(ram_gib: float, vram_gib: float, strategy: str) -> None:
+    """Qwen3-30B is refused only if RAM and the VRAM beside the least context do not hold it together."""
     box, layer = machine(ram_gib, gpu(vram_gib)), moe_layers(QWEN3_30B, {})[0]
     got = plan_or_refusal(QWEN3_30B, box, {"gpu": "0", "expert_placement": strategy})
     if isinstance(got, Plan):

@@ -1,4 +1,4 @@
-"""What everything but routed experts takes in VRAM, in bfloat16 and in the formats of a checkpoint."""
+"""Bytes of dense weights in VRAM, in bfloat16 and in a checkpoint's formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unit.test_vram import DEMO, QWEN3_30B
 
 
 def test_dense_weights_are_all_but_routed_experts() -> None:
-    """Widths of Qwen3 need no padding: 2 bytes a parameter, 4 a norm's."""
+    """Qwen3 needs no padding: 2 bytes per parameter, 4 per parameter of a norm."""
     routed, norms = 48 * 128 * 3 * 2048 * 768, (48 * 2 + 1) * 2048
     assert dense_bytes(QWEN3_30B, {}) == 2 * (QWEN3_30B.num_params - routed) + 2 * norms
     assert dense_bytes(QWEN3_30B, {}) - dense_read_bytes(QWEN3_30B, {}) == 151936 * 2048 * 2
@@ -16,7 +16,7 @@ def test_dense_weights_are_all_but_routed_experts() -> None:
 
 
 def test_dense_weights_in_the_formats_of_a_checkpoint() -> None:
-    """Q4_K_M in short: values Q6_K, routers as numbers. A panel of 256 columns: 2368 bytes of Q4_K, 3360 of Q6_K."""
+    """Q4_K_M simplified: values in Q6_K, routers in F32. A panel of 256 columns: 2368 bytes in Q4_K, 3360 in Q6_K."""
     stored = {name: "Q4_K" if len(shape) == 2 else "F32" for name, shape in QWEN3_30B.params()}
     stored |= {name: "Q6_K" for name in stored if name.endswith("mixer.v.weight")}
     stored |= {name: "F32" for name in stored if name.endswith("router.weight")}

@@ -1,4 +1,4 @@
-"""Plans in which experts change places, or are read in RAM: when, why, and what it costs others."""
+"""Plans with moving experts, co-fetch and expert counts: conditions, reasons, memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from unit.test_vram import DENSE, GIB, QWEN3_30B, check, counts, gpu, machine, p
         (machine(124, gpu(24)), {"gpu_experts": "none"}, "uniform", "no layer has experts both in VRAM and in RAM"),
     ],
 )
-def test_who_may_change_places(box: Machine, asked: dict[str, Any], placement: str, why: str) -> None:
+def test_placement_and_its_reason(box: Machine, asked: dict[str, Any], placement: str, why: str) -> None:
     got = plan(QWEN3_30B, box, **asked)
     assert check(got, QWEN3_30B).placement == placement
     said = row(got, "expert placement")
@@ -37,15 +37,15 @@ def test_who_may_change_places(box: Machine, asked: dict[str, Any], placement: s
     assert why in said[2]
 
 
-def test_co_fetch_is_for_experts_in_ram() -> None:
+def test_co_fetch_only_with_experts_in_ram() -> None:
     for asked, box, fetches in (("auto", 24, True), ("auto", 140, False), ("off", 24, False)):
         got = plan(QWEN3_30B, machine(124, gpu(box)), co_fetch=asked)
         assert check(got, QWEN3_30B).co_fetch is fetches
     assert row(got, "co-fetch") == ("off", "off", "as asked")
 
 
-def test_the_most_used_experts() -> None:
-    """frequency: of all layers, staying; else as many of each layer, of which they are the most used."""
+def test_placement_by_expert_counts() -> None:
+    """frequency: the most used experts of all layers; otherwise the most used of each layer, the same number."""
     rows = tuple(tuple((e * 37 + i) % 128 * (i + 1) for e in range(128)) for i in range(48))
     box = machine(124, gpu(24))
     by_frequency = plan(QWEN3_30B, box, experts_used=rows, expert_placement="frequency")
@@ -63,12 +63,12 @@ def test_the_most_used_experts() -> None:
         assert min(used[e] for e in ids) >= max(used[e] for e in range(128) if e not in ids)
 
 
-def test_frequency_must_know_frequencies() -> None:
+def test_frequency_without_counts_is_refused() -> None:
     with pytest.raises(UsageError, match="needs expert counts"):
         plan(QWEN3_30B, machine(124, gpu(24)), expert_placement="frequency")
 
 
-def test_who_saves_counts() -> None:
+def test_row_for_saving_counts() -> None:
     asked = {"save_expert_counts": "/tmp/counts"}
     got = plan(QWEN3_30B, machine(124, gpu(24)), **asked)
     assert check(got, QWEN3_30B).save_counts == "/tmp/counts"
@@ -80,15 +80,15 @@ def test_who_saves_counts() -> None:
     assert row(got, "expert counts") == ("/tmp/counts", "none", "the model has no routed experts")
 
 
-def test_a_doorbell_is_for_experts_in_ram() -> None:
+def test_doorbell_only_with_experts_in_ram() -> None:
     for box, rows in ((24, []), (140, [("memops", "none", "the CPU computes no experts")])):
         got = plan(QWEN3_30B, machine(124, gpu(box)), doorbell="memops")
         assert check(got, QWEN3_30B).doorbell == "memops"
         assert [(d.asked, d.got, d.why) for d in got.decisions if d.name == "doorbell"] == rows
 
 
-def test_what_is_asked_of_a_gpu_that_is_not_there() -> None:
-    """All of it is in the table, but for no experts in VRAM, which is so."""
+def test_rows_for_gpu_options_without_a_gpu() -> None:
+    """Each GPU option that was given has a row, except --gpu-experts none, which is met."""
     asked: dict[str, Any] = {"vram": 3 * GIB, "doorbell": "memops", "co_fetch": "off", "gpu_experts": "none"}
     asked |= {"expert_placement": "frequency", "expert_counts": "/tmp/counts"}
     got = plan(QWEN3_30B, machine(124), **asked)
@@ -99,8 +99,8 @@ def test_what_is_asked_of_a_gpu_that_is_not_there() -> None:
     assert not any(d.name.startswith("--") for d in plan(QWEN3_30B, machine(124)).decisions)
 
 
-def test_asked_experts_leave_no_room_to_move() -> None:
-    """Slots for experts in motion never cost one that was asked for."""
+def test_no_spare_slots_beside_asked_experts() -> None:
+    """Spare slots never take the place of experts that were asked for."""
     most = max(counts(plan(QWEN3_30B, machine(124, gpu(24)), context=1024, expert_placement="uniform")))
     got = plan(QWEN3_30B, machine(124, gpu(24)), context=1024, gpu_experts=str(most - 1), expert_placement="dynamic")
     assert counts(got) == [most - 1] * 48

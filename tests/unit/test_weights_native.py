@@ -79,7 +79,7 @@ class Loaded:
         self._keep = model
 
 
-def turned(folder: Path) -> Path:
+def transposed(folder: Path) -> Path:
     """The checkpoint with experts stacked as [experts, in, out]."""
     tensors = tiny_reference("qwen2-moe").state_dict()
     stacked = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
@@ -94,13 +94,13 @@ def stored_as(folder: Path, dtype: torch.dtype) -> Path:
 
 
 @pytest.mark.parametrize("teams", POOLS, ids=str)
-@pytest.mark.parametrize("layout_of_file", ["turned", "per expert", "F64", "F32", "F16", "BF16"])
+@pytest.mark.parametrize("layout_of_file", ["transposed", "per expert", "F64", "F32", "F16", "BF16"])
 def test_every_layout_and_pool(layout_of_file: str, teams: list[list[int]], tmp_path: Path) -> None:
-    """The values that plain tensors get, rounded once."""
+    """Packed weights equal plain tensors, rounded once."""
     if layout_of_file == "per expert":
         path = make_tiny("qwen3-moe", tmp_path)
-    elif layout_of_file == "turned":
-        path = turned(make_tiny("qwen2-moe", tmp_path))
+    elif layout_of_file == "transposed":
+        path = transposed(make_tiny("qwen2-moe", tmp_path))
     else:
         types = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
         path = stored_as(make_tiny("qwen2-moe", tmp_path), types[layout_of_file])
@@ -141,7 +141,7 @@ def test_blocks_on_every_pool(quant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [{}, {"linear_key_head_dim": 8, "linear_value_head_dim": 12}], ids=["panels", "rows"])
 @pytest.mark.parametrize("quant", ["Q8_0", "F16"])
-def test_rows_of_several_tensors_on_every_pool(quant: str, sizes: dict[str, int], tmp_path: Path) -> None:
+def test_rows_from_several_tensors_on_every_pool(quant: str, sizes: dict[str, int], tmp_path: Path) -> None:
     """The same packed bytes as from one tensor with all rows; bfloat16 if heads are not whole panels."""
     name, sizes = "blocks.0.mixer.qkvz.weight", {"moe_intermediate_size": 32, **sizes}
     parted, whole = (make_tiny_gguf("qwen3-next", tmp_path / f"{n}.gguf", quant, old=n, **sizes) for n in (False, True))
@@ -171,7 +171,7 @@ def test_codes_on_every_pool(scheme: str, tmp_path: Path) -> None:
         assert_same(loaded.kept, first)
 
 
-def test_a_file_that_only_torch_reads(tmp_path: Path) -> None:
+def test_pickle_checkpoint(tmp_path: Path) -> None:
     folder = make_tiny("qwen2-moe", tmp_path)
     torch.save(tiny_reference("qwen2-moe").state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -249,7 +249,7 @@ def to_of(stored: str, columns: int = 256) -> Layout:
         (rows_of("BF16", transposed=True), to_of("BF16"), {"plain": True}, "transposed"),
     ],
 )
-def test_jobs_that_make_no_sense(rows: StoredRows, to: Layout, change: dict[str, int], problem: str) -> None:
+def test_invalid_jobs_are_refused(rows: StoredRows, to: Layout, change: dict[str, int], problem: str) -> None:
     out = np.zeros(1 << 20, np.uint8)
     job = Fill(rows, to, **{"address": out.ctypes.data, "nbytes": 1 << 20, **change})
     with Pool([[0]], pin=False) as pool, pytest.raises(ValueError, match=problem):
@@ -261,7 +261,7 @@ def faults_here() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
-def test_memory_is_touched_by_the_team() -> None:
+def test_pages_are_touched_by_their_team() -> None:
     """If binding is refused, pages lie on the node of the thread that touches them first."""
     nbytes = 32 << 20
     with Pool([[], [0]], pin=False) as pool:

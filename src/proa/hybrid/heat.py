@@ -28,7 +28,7 @@ LARGE_GAP = 0.02  # between the scores of the best heat and of the experts on th
 
 @dataclass(frozen=True)
 class Promise:
-    """What a swap must gain. least_gain: reads that the CPU saves in about the next half-life; chance: on top of it,
+    """Threshold of a swap. least_gain: reads that the CPU saves in about the next half-life; chance: on top of it,
     standard deviations of the heat difference of two equally hot experts."""
 
     least_gain: float

@@ -41,7 +41,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What fits; context_tokens <= num_pages * page_tokens."""
+    """The context and pages that fit; context_tokens <= num_pages * page_tokens."""
 
     context_tokens: int
     num_pages: int

@@ -156,7 +156,7 @@ class Workers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine executes. Paths are absolute; sizes are final."""
+    """All decisions that the engine executes. Paths are absolute; sizes are final."""
 
     model: str  # as asked
     path: str  # folder or GGUF file
