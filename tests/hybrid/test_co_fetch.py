@@ -1,4 +1,4 @@
-"""How many experts the GPU reads in RAM: goldens, the optimum by trying all, and rates that are measured in service."""
+"""Co-fetch shares: goldens, the optimum by exhaustive search, and rates measured in service."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ RATES = InPlaceRates(50 * GB, 1000 * GB)
 @pytest.mark.parametrize(
     ("bus", "ram", "cpu", "shares"),
     [
-        (50, 1000, 50, (0, 0, 1, 1, 2, 2, 3, 3, 4)),  # halves, the odd one to the CPU
-        (50, 1000, 150, (0, 0, 0, 0, 1, 1, 1, 1, 2)),  # a quarter, what is over to the CPU
+        (50, 1000, 50, (0, 0, 1, 1, 2, 2, 3, 3, 4)),  # equal rates: half each, the odd one to the CPU
+        (50, 1000, 150, (0, 0, 0, 0, 1, 1, 1, 1, 2)),  # a quarter, rounded down
         (50, 1000, 1000, (0,) * 9),  # RAM is used up
         (50, 200, 190, (0,) * 9),  # 10 GB/s are left of it
         (50, 200, 170, (0, 0, 0, 0, 0, 0, 1, 1, 1)),
         (100, 1000, 1, tuple(range(9))),
     ],
 )
-def test_as_many_as_end_together(bus: float, ram: float, cpu: float, shares: tuple[int, ...]) -> None:
+def test_balanced_shares(bus: float, ram: float, cpu: float, shares: tuple[int, ...]) -> None:
     assert balanced(8, InPlaceRates(bus * GB, ram * GB), cpu * GB) == shares
 
 
 @given(st.integers(1, 12), st.floats(1, 200), st.floats(1, 2000), st.floats(1, 1000))
-def test_no_other_number_ends_sooner(top_k: int, bus: float, ram: float, cpu: float) -> None:
+def test_shares_are_optimal(top_k: int, bus: float, ram: float, cpu: float) -> None:
     shares, left = balanced(top_k, InPlaceRates(bus, ram), cpu), min(bus, ram - cpu)
     assert len(shares) == top_k + 1
     if left <= 0:
@@ -41,8 +41,8 @@ def test_no_other_number_ends_sooner(top_k: int, bus: float, ram: float, cpu: fl
         assert all(took <= max(n / left, (misses - n) / cpu) for n in range(misses + 1))
 
 
-def test_the_longest_table() -> None:
-    """Of a step of few tokens: 60 % by the bus where it is one and a half times as fast."""
+def test_shares_of_64_misses() -> None:
+    """The GPU reads 60 % of any number of misses if PCIe is 1.5 times as fast as the CPU."""
     shares = balanced(64, InPlaceRates(60 * GB, 1000 * GB), 40 * GB)
     assert len(shares) == 65
     assert all(abs(fetched - 0.6 * misses) < 1 for misses, fetched in enumerate(shares))
@@ -53,7 +53,7 @@ def counters(jobs: int, pairs: int, nbytes: float, moe_s: float) -> Counters:
     return Counters(jobs, pairs, int(nbytes), moe_s, 0.0)
 
 
-def test_the_cpu_is_measured_first() -> None:
+def test_no_co_fetch_before_the_cpu_is_measured() -> None:
     fetch = CoFetch(RATES, 8)
     assert not any(fetch.shares)
     assert fetch.share(counters(10, 40, LEAST_BYTES - 1, 0.001)) is None
@@ -63,8 +63,8 @@ def test_the_cpu_is_measured_first() -> None:
     assert fetch.shares == (0, 0, 1, 1, 2, 2, 3, 3, 4)
 
 
-def test_prompts_do_not_count() -> None:
-    """Their experts are bound by arithmetic: 100 pairs a job are not a token's."""
+def test_jobs_of_prompts_do_not_count() -> None:
+    """Jobs of prompts, here 100 pairs each, are bound by arithmetic and do not update the CPU's rate."""
     fetch = CoFetch(RATES, 8)
     assert fetch.share(counters(10, 1000, 5 * GB, 10)) is None
     assert fetch.share(counters(20, 1080, 30 * GB, 10.5)) == (0, 0, 1, 1, 2, 2, 3, 3, 4)

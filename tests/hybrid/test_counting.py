@@ -1,4 +1,4 @@
-"""What is told of the experts that steps choose: sums, hits, bytes, a trace, whatever the device's counters say."""
+"""Counts of the experts that steps choose: sums, hits, bytes and the trace, with counters that wrap around."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from proa.hybrid.tables import Tables
 from proa.hybrid.trace import TRACE_DTYPE
 from proa.native.pool import Pool
 
-TOP_K, BYTES = 2, (10, 100, 1000)  # of an expert of each layer
-HERE = ({1, 4}, {2}, set[int]())  # what test_tables' layers have on the device
+TOP_K, BYTES = 2, (10, 100, 1000)  # bytes: of one expert, for each layer
+HERE = ({1, 4}, {2}, set[int]())  # experts on the device in test_tables' layers
 
 
 class Arrives:
-    """A copy that is there when it is asked for the second time."""
+    """A copy that arrives at the second call of done()."""
 
     def start(self, pairs: Pairs) -> Arrives:
         self.pairs, self.asked = pairs, 0
@@ -82,7 +82,7 @@ def test_sums_hits_bytes_and_a_trace(tables: Tables, tmp_path: Path) -> None:
     counting.close()
 
 
-def test_who_is_on_the_device_changes_with_the_tables(tables: Tables) -> None:
+def test_on_device_follows_the_tables(tables: Tables) -> None:
     assert [set(np.flatnonzero(row)) for row in tables.on_device] == [*HERE]
     tables.to_cpu(0, 1, 1)
     assert set(np.flatnonzero(tables.on_device[0])) == {4}

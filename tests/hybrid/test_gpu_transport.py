@@ -38,7 +38,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(params=list(Way), ids=lambda way: way.name.lower())
 def way(request: pytest.FixtureRequest) -> Way:
-    """Tests that take less parametrise it themselves."""
+    """All ways; a test of fewer ways parametrises it indirectly."""
     found: Way = request.param
     return found
 
@@ -70,7 +70,7 @@ class Step:
 
 
 def capture(transport: GpuTransport, tokens: int, rng: torch.Generator) -> Step:
-    """Captured after one run that is not: kernels are compiled then."""
+    """Capture a step, after an eager run that compiles the kernels."""
     first = [random_job(rng, tokens, SIZE) for _ in range(LAYERS)]
     stacked = zip(*(job.to(transport.device) for job in first), strict=True)
     inputs = tuple(torch.stack(parts) for parts in stacked)
@@ -152,9 +152,9 @@ def test_a_dead_worker_ends_the_step(transport: GpuTransport, pool: Pool, rng: t
     transport.disarm()
 
 
-@pytest.mark.parametrize("way", [Way.NUMBER, Way.FLAGS], indirect=True)  # of calls the CPU knows what was rung
+@pytest.mark.parametrize("way", [Way.NUMBER, Way.FLAGS], indirect=True)  # by calls, the CPU knows the job's number
 @pytest.mark.parametrize("tokens", [1, 32])
-def test_a_pull_that_nobody_answers_ends_when_the_cpu_fails(
+def test_a_pull_without_an_answer_ends_when_the_cpu_fails(
     transport: GpuTransport, device: torch.device, tokens: int, rng: torch.Generator
 ) -> None:
     out = torch.zeros(tokens, SIZE.hidden, device=device)
@@ -211,7 +211,7 @@ def test_the_probe_takes_microseconds(transport: GpuTransport) -> None:
 def test_a_probe_without_an_answer_is_an_error_with_a_remedy(
     transport: GpuTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the CPU did not see the ring: pull waits for a number that nobody was told."""
+    """Simulate a CPU that does not see the ring: pull waits for a number that the CPU never gets."""
     monkeypatch.setattr(transport, "push", lambda *_: transport._state[:2].copy_(torch.tensor([5, 1])))
     begin = time.perf_counter()
     with pytest.raises(NativeError, match=r"did not answer an empty job.* `proa doctor`"):

@@ -1,4 +1,4 @@
-"""Which experts change places: what must hold for any counts, and how good it is on Zipf's law with a drift."""
+"""Heat and swaps: invariants for any counts, and hits on Zipf traces with drift, compared with an LRU."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_swaps_of_any_heat(layers: int, experts: int, seed: int, resident: float
         assert (inside.sum(1) == count).all()
 
 
-def test_nothing_moves_for_chance_alone() -> None:
-    """Hotter by less than the transfer costs, and than chance gives, is not hot enough."""
+def test_noise_alone_causes_no_swap() -> None:
+    """A heat difference below the threshold, transfer cost plus noise, causes no swap."""
     heat = Heat(2, [1])
     inside, may = np.array([[True, False]]), np.ones((1, 2), bool)
     assert heat.promise == STRICT
@@ -50,7 +50,7 @@ def test_nothing_moves_for_chance_alone() -> None:
     assert [(s.promote, s.evict) for s in heat.swaps(inside, may)] == [(1, 0)]
 
 
-def test_less_is_enough_where_others_would_be_chosen_more_often() -> None:
+def test_threshold_falls_if_other_experts_are_chosen_more_often() -> None:
     heat, chosen = Heat(4, [2]), np.array([[0, 0, 5, 5]])
     for resident, promise in (([1, 1, 0, 0], EAGER), ([0, 0, 1, 1], STRICT)):
         for _ in range(10 * JUDGED_TOKENS):
@@ -61,7 +61,7 @@ def test_less_is_enough_where_others_would_be_chosen_more_often() -> None:
     for _ in range(3):
         heat.observe(np.array([[1, 0, 50, 50]]), 1, np.array([[0, 0, 1, 1]], bool))
         between.append(heat.promise)
-    assert between[-1] == STRICT, "those on the GPU are the best"
+    assert between[-1] == STRICT, "the resident experts are the hottest"
 
 
 def test_heat_halves() -> None:
@@ -73,8 +73,8 @@ def test_heat_halves() -> None:
     assert heat.heat.tolist() == [[pytest.approx(4, rel=1e-4), 0]]
 
 
-def test_a_long_prompt_seeds_but_does_not_rule() -> None:
-    """Of a prompt of any length, an expert that all tokens choose gets what a few half-lives' tokens give it."""
+def test_heat_of_a_long_prompt_is_bounded() -> None:
+    """An expert that all tokens of a prompt choose gets the heat of MOST_HALF_LIVES half-lives, for any length."""
     most = MOST_HALF_LIVES * HALF_LIVES_TOKENS[-1]
     for tokens in (most, 4096):
         heat = Heat(2, [1])
@@ -84,9 +84,9 @@ def test_a_long_prompt_seeds_but_does_not_rule() -> None:
     assert heat.heat[0, 0] == most
 
 
-def test_a_prompt_that_comes_layer_by_layer() -> None:
-    """Looks that find one layer of a long step and nothing of the others, as where prompts take turns: each layer's
-    heat is what it would be if the step came at once; what was hot before is forgotten once, not with each layer."""
+def test_heat_of_a_prompt_in_turns() -> None:
+    """Looks that see one layer of a long step each, as in turns, give each layer the heat of one look at all layers:
+    former heat decays once, not with each look."""
     rng, layers, experts = np.random.default_rng(3), 6, 16
     inside = np.arange(experts) < np.full((layers, 1), 4)
     at_once, in_parts = Heat(experts, [4] * layers), Heat(experts, [4] * layers)
@@ -102,8 +102,8 @@ def test_a_prompt_that_comes_layer_by_layer() -> None:
     np.testing.assert_allclose(in_parts.heat, at_once.heat, rtol=1e-5)
 
 
-def test_the_heat_that_foresees_most_rules() -> None:
-    """Chance alone decides for the longest; favourites that change every 20 tokens for the shortest."""
+def test_the_half_life_that_predicts_best_is_used() -> None:
+    """Static routing selects the longest half-life; routing that changes every 20 tokens the shortest."""
     rng = np.random.default_rng(0)
     for changes, ruling in ((None, len(HALF_LIVES_TOKENS) - 1), (20, 0)):
         heat, odds = Heat(32, [8]), np.linspace(0.2, 1, 32) ** 2
@@ -118,8 +118,8 @@ def test_the_heat_that_foresees_most_rules() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
-def test_each_heat_keeps_as_many_as_there_are_slots(slots: list[int], seed: int) -> None:
-    """And those that it would keep are the hottest. Experts as hot as the last of them may be among them."""
+def test_top_sets_have_the_hottest_experts(slots: list[int], seed: int) -> None:
+    """A top set has as many experts as slots, the hottest ones; experts tied with the last one may be added."""
     rng, heat = np.random.default_rng(seed), Heat(6, slots)
     for _ in range(7):
         heat.observe(rng.integers(0, 100, (len(slots), 6)), 3, np.zeros((len(slots), 6), bool))
@@ -129,13 +129,13 @@ def test_each_heat_keeps_as_many_as_there_are_slots(slots: list[int], seed: int)
             assert set(np.flatnonzero(kept)) == {e for e in range(6) if count and row[e] >= np.sort(row)[-count]}
 
 
-# ---- against an LRU that keeps whatever was chosen last, at no cost ----
+# ---- against an LRU cache whose copies cost nothing ----
 
 LAYERS, TOP_K, MOST = 16, 8, 2  # so many experts a step in 16 layers: in 48 it would be 6
 
 
 def zipf_trace(rng: np.random.Generator, exponent: float, experts: int, tokens: int) -> Ids:
-    """Each layer has its own order of experts; k different ones a token."""
+    """A trace [tokens, layers, k] by Zipf's law: each layer ranks its experts differently."""
     weights = 1 / np.arange(1, experts + 1) ** exponent
     log = np.log(np.stack([rng.permutation(weights) for _ in range(LAYERS)]))
     keys = log + rng.gumbel(size=(tokens, LAYERS, experts))
@@ -144,7 +144,7 @@ def zipf_trace(rng: np.random.Generator, exponent: float, experts: int, tokens: 
 
 
 def fading_trace(rng: np.random.Generator, fade_tokens: float, experts: int, tokens: int) -> Ids:
-    """Favourites come and go: each logarithm of a weight forgets itself within `fade_tokens`."""
+    """A trace whose routing drifts: log-weights are AR(1) processes with a decay time of `fade_tokens`."""
     log, kept = 2 * rng.normal(size=(LAYERS, experts)), np.exp(-1 / fade_tokens)
     found = []
     for _ in range(tokens):
@@ -154,7 +154,7 @@ def fading_trace(rng: np.random.Generator, fade_tokens: float, experts: int, tok
 
 
 def lru_hits(trace: Ids, slots: int) -> NDArray[np.float64]:
-    """Share of each token's choices that it has."""
+    """Hit rate of an LRU cache, for each token."""
     hits = np.zeros(len(trace))
     for layer in range(LAYERS):
         kept = OrderedDict.fromkeys(range(slots))
@@ -171,7 +171,7 @@ def lru_hits(trace: Ids, slots: int) -> NDArray[np.float64]:
 def heat_hits(
     trace: Ids, experts: int, slots: int, prompt: Ids | None = None, most: int = MOST
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The same of heat, whose swaps take effect two steps later, and how many there were. prompt: read before."""
+    """Hit rate by heat, whose swaps take effect two steps later, and swaps per token. prompt: observed first."""
     heat = Heat(experts, [slots] * LAYERS)
     inside, may = np.zeros((LAYERS, experts), bool), np.ones((LAYERS, experts), bool)
     inside[:, :slots] = True
@@ -198,24 +198,24 @@ def heat_hits(
 
 @pytest.mark.parametrize("exponent", [0.6, 1.0])
 @pytest.mark.parametrize("slots", [32, 64])
-def test_after_a_drift_as_good_as_an_lru(exponent: float, slots: int) -> None:
-    """500 tokens after all layers' favourites changed, and before that: at least 90 % of an LRU's hits."""
+def test_hits_after_a_change_of_routing(exponent: float, slots: int) -> None:
+    """At least 90 % of an LRU's hits, before all layers' routing changes and 500 tokens after."""
     experts, rng = 128, np.random.default_rng(slots)
     trace = np.concatenate([zipf_trace(rng, exponent, experts, 700) for _ in range(2)])
     ours, _ = heat_hits(trace, experts, slots)
-    theirs = lru_hits(trace, slots)
+    by_lru = lru_hits(trace, slots)
     static = np.isin(trace, np.arange(slots)).mean((1, 2))
     for settled in (slice(500, 700), slice(1200, 1400)):
-        assert ours[settled].mean() >= 0.9 * theirs[settled].mean()
+        assert ours[settled].mean() >= 0.9 * by_lru[settled].mean()
         assert ours[settled].mean() >= static[settled].mean()
     assert ours[700:720].mean() < 0.9 * ours[1200:].mean(), "there was no drift"
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0])
 @pytest.mark.parametrize("slots", [13, 32, 64])
-def test_without_a_drift_little_moves(exponent: float, slots: int) -> None:
-    """A copy costs no more than a read: of all that steps read, swaps are less than a hundredth; hits are not below a
-    fixed placement's, and where some are hotter than others nearly those of the experts that are hottest in truth."""
+def test_few_swaps_with_static_routing(exponent: float, slots: int) -> None:
+    """Swaps are below 1 % of the reads, hits at least 98 % of static placement's, and with skewed routing at least 97 %
+    of the hits of the experts that the whole trace chooses most."""
     trace = zipf_trace(np.random.default_rng(1), exponent, 128, 1000)
     ours, moved = heat_hits(trace, 128, slots)
     static = np.isin(trace, np.arange(slots)).mean((1, 2))
@@ -228,8 +228,8 @@ def test_without_a_drift_little_moves(exponent: float, slots: int) -> None:
         assert ours[500:].mean() >= 0.97 * best
 
 
-def test_a_prompt_seeds() -> None:
-    """Swaps follow it at once: 60 tokens later hits are nearly what they will be."""
+def test_a_prompt_seeds_heat() -> None:
+    """Swaps follow a prompt's counts at once: after 60 tokens hits are nearly final."""
     trace = zipf_trace(np.random.default_rng(2), 1.0, 128, 1124)
     seeded, cold = (heat_hits(trace[of:], 128, 32, prompt=trace[:of], most=LAYERS)[0] for of in (1024, 0))
     assert seeded[10:40].mean() > 1.1 * cold[10:40].mean()
@@ -237,10 +237,10 @@ def test_a_prompt_seeds() -> None:
 
 
 @pytest.mark.parametrize("slots", [32, 64])
-def test_where_favourites_fade(slots: int) -> None:
-    """In 100 tokens, as in real models: nine tenths of the hits of an LRU, for a third of what it fetches at most."""
+def test_hits_with_drifting_routing(slots: int) -> None:
+    """With routing that drifts within 100 tokens, as in real models: 90 % of an LRU's hits, a third of its fetches."""
     trace = fading_trace(np.random.default_rng(slots), 100, 128, 700)
     ours, moved = heat_hits(trace, 128, slots, most=6)
-    theirs = lru_hits(trace, slots)[300:].mean()
-    assert ours[300:].mean() >= 0.9 * theirs
-    assert moved[300:].mean() <= (1 - theirs) * LAYERS * TOP_K / 3
+    by_lru = lru_hits(trace, slots)[300:].mean()
+    assert ours[300:].mean() >= 0.9 * by_lru
+    assert moved[300:].mean() <= (1 - by_lru) * LAYERS * TOP_K / 3

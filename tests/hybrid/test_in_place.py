@@ -1,4 +1,4 @@
-"""The GPU reads some experts of a single token in RAM: the same logits, moving experts or not, and the CPU has less."""
+"""Co-fetch, with static and moving experts: logits stay the same, and the CPU computes fewer pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT, TOKENS = 5, 20
 
 
 def fetching(folder: Path, pool: Pool, split: Split, device: str, kept: list[Kept], **override: object) -> Loaded:
-    """Half of what is missing, the odd one too."""
+    """Share half of the misses with the GPU, rounded up."""
     loaded = load_split(folder, pool, split, device, keep=kept, **override)
 
     def make(*sizes: object) -> Executor[Any]:
@@ -28,7 +28,7 @@ def fetching(folder: Path, pool: Pool, split: Split, device: str, kept: list[Kep
         hybrid = kept[-1].hybrid
         assert hybrid.tables is not None
         hybrid.tables.share([(m + 1) // 2 for m in range(9)])
-        hybrid.co_fetch = None  # which would set it by rates
+        hybrid.co_fetch = None  # it would set shares by rates
         if hybrid.moves is not None:
             hybrid.moves.heat = Restless()
         return executor
@@ -40,9 +40,7 @@ def fetching(folder: Path, pool: Pool, split: Split, device: str, kept: list[Kep
 @pytest.mark.parametrize("teams", [1, 2])
 @pytest.mark.parametrize(("inclusive", "spare"), [(True, 0), (False, 0), (True, 2), (False, 2)])
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])  # without biases and with
-def test_logits_with_experts_read_in_ram(
-    name: str, inclusive: bool, spare: int, teams: int, device: str, tmp_path: Path
-) -> None:
+def test_logits_with_co_fetch(name: str, inclusive: bool, spare: int, teams: int, device: str, tmp_path: Path) -> None:
     folder = make_tiny(name, tmp_path)
     override = all_experts(folder)
     texts, kept = prompts([TOKENS]), list[Kept]()
@@ -64,10 +62,10 @@ def test_logits_with_experts_read_in_ram(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_of_several_tokens(device: str, tmp_path: Path) -> None:
-    """Three sequences, each token with three of eight experts: the same logits as where the CPU has all that is missing
-    in VRAM, and it has less to do. Both round a row to bfloat16 once a layer, of sums in another order; on a GPU that
-    may make a token choose another expert, but not most tokens."""
+def test_logits_with_co_fetch_of_several_tokens(device: str, tmp_path: Path) -> None:
+    """Three sequences, each token with three of eight experts: the same logits as without co-fetch, and fewer pairs for
+    the CPU. Both round a row to bfloat16 once per layer, of sums in another order; on a GPU that may change the expert
+    of a token, but not of most tokens."""
     folder, texts, kept = make_tiny("qwen3-moe", tmp_path), prompts([TOKENS] * 3), list[Kept]()
     with Pool([[0]], pin=False) as pool:
         alone = forced(load_split(folder, pool, Split(0.4), device, keep=kept), texts, [PROMPT] * 3)

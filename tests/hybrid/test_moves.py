@@ -1,4 +1,4 @@
-"""Experts change places while steps run: logits stay right, every expert is read by somebody, nothing is read half."""
+"""Experts move while steps run: logits stay right, each expert is on one side, and no step reads half a copy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pool() -> Iterator[Pool]:
 
 @dataclass
 class SlowCopy:
-    """Its target is full of NaN from the start until it has arrived, when it is asked for the `asks`-th time."""
+    """A copy that arrives at the `asks`-th call of done(); until then its target is full of NaN."""
 
     pairs: Pairs
     asks: int
@@ -70,7 +70,7 @@ class SlowCopier:
 
 
 class PromptCopier:
-    """All has arrived at once."""
+    """A copier whose copies arrive at once."""
 
     def start(self, pairs: Pairs) -> SlowCopy:
         return SlowCopy(pairs, 1)
@@ -80,7 +80,7 @@ class PromptCopier:
 
 
 class Restless:
-    """In place of Heat: every movable pair of a layer, in turn."""
+    """Replaces Heat: swaps every movable pair of a layer, in turn."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -100,7 +100,7 @@ class Restless:
 
 @dataclass
 class Moving:
-    """A split model whose experts never rest."""
+    """A split model whose experts move all the time."""
 
     loaded: Loaded
     kept: list[Kept]
@@ -137,7 +137,7 @@ def test_logits_stay_right_while_experts_move(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inclusive", [True, False])
-def test_packed_experts_move_where_layers_have_formats_of_their_own(
+def test_packed_experts_move_in_layers_of_different_formats(
     inclusive: bool, device: str, pool: Pool, tmp_path: Path
 ) -> None:
     file = tmp_path / "m.gguf"
@@ -149,7 +149,7 @@ def test_packed_experts_move_where_layers_have_formats_of_their_own(
 
 
 def check_logits(folder: Path, asks: int, inclusive: bool, device: str, pool: Pool) -> Moves:
-    """All experts are chosen in every step, and slots and places that are being written are full of NaN."""
+    """Every step chooses all experts, and slots and places that are being written are full of NaN."""
     override = all_experts(folder)
     texts = prompts([30, 9])
     exact = forced(load_decoder(folder, torch.float32, **override), texts, [5, 3])
@@ -169,7 +169,7 @@ def check_logits(folder: Path, asks: int, inclusive: bool, device: str, pool: Po
 
 
 def check_places(hybrid: HybridModel, inclusive: bool) -> None:
-    """Of every expert the tables name one side, and what is there are its own bytes."""
+    """Check that the tables map every expert to one side, where its own bytes are."""
     moves = hybrid.moves
     assert moves is not None
     for i, layer in enumerate(hybrid.layers):
@@ -186,8 +186,8 @@ def check_places(hybrid: HybridModel, inclusive: bool) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inclusive", [True, False])
-def test_hot_experts_come_to_the_gpu(inclusive: bool, device: str, pool: Pool, tmp_path: Path) -> None:
-    """One sequence after another, one token again and again: what it chooses is in VRAM in the end, and stays."""
+def test_hot_experts_move_to_the_gpu(inclusive: bool, device: str, pool: Pool, tmp_path: Path) -> None:
+    """Sequences that repeat one token: its experts end up in VRAM and stay there."""
     kept: list[Kept] = []
     folder = make_tiny("qwen3-moe", tmp_path)
     executor = load_split(folder, pool, Split(0.5, inclusive, spare=2), device, keep=kept).make(LIMITS, PAGES)
@@ -197,7 +197,7 @@ def test_hot_experts_come_to_the_gpu(inclusive: bool, device: str, pool: Pool, t
         before = counts(moves)
         for _ in range(150):
             run_step(executor, StepBatch([Span([token], 0, [0], 1)]))
-            time.sleep(0.0005)  # copies have time
+            time.sleep(0.0005)  # gives copies time
         chosen = counts(moves) - before
         for layer, row in enumerate(chosen):
             hot = row.topk(min(int((row > 0).sum()), len(moves.resident(layer)))).indices.tolist()
@@ -205,7 +205,7 @@ def test_hot_experts_come_to_the_gpu(inclusive: bool, device: str, pool: Pool, t
         moved = moves.moved.experts
         for _ in range(20):
             run_step(executor, StepBatch([Span([token], 0, [0], 1)]))
-        assert moves.moved.experts == moved, "nothing moves that need not"
+        assert moves.moved.experts == moved, "no needless moves"
     assert moves.moved.experts > 0
     check_places(kept[0].hybrid, inclusive)
     kept[0].close()
@@ -216,13 +216,13 @@ def counts(moves: Moves) -> Tensor:
 
 
 @pytest.mark.parametrize("rate", [None, 4e6])
-def test_a_simulated_link_takes_its_time(rate: float | None) -> None:
+def test_a_simulated_link_is_throttled(rate: float | None) -> None:
     copier = HostCopier(rate)
     source = torch.randint(0, 255, (2_000_000,), dtype=torch.uint8)
     to = torch.zeros_like(source)
     begin = time.perf_counter()
     copies = [copier.start([(to[i : i + 500_000], source[i : i + 500_000])]) for i in range(0, 2_000_000, 500_000)]
-    assert time.perf_counter() - begin < 0.1, "nobody waits for what was started"
+    assert time.perf_counter() - begin < 0.1, "start() does not wait for the copy"
     if rate is not None:
         assert not copies[0].done()
     while not copies[-1].done():
@@ -234,7 +234,7 @@ def test_a_simulated_link_takes_its_time(rate: float | None) -> None:
 
 
 class Flight:
-    """Steps of which up to three are under way: `named` has what the tables of each name, of both sides."""
+    """Up to three steps in flight; named: the addresses in the tables of each, on both sides."""
 
     def __init__(self, hybrid: HybridModel) -> None:
         self._hybrid = hybrid
@@ -267,7 +267,7 @@ class Flight:
 
 @dataclass
 class WatchedCopier:
-    """Copies of two asks that write to nothing a step under way may read."""
+    """Copies that arrive at the second done(); asserts that none writes what a step in flight may read."""
 
     flight: Flight | None = None
     started: int = 0
@@ -285,10 +285,8 @@ class WatchedCopier:
 
 @pytest.mark.parametrize("inclusive", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_written_that_a_step_under_way_may_read(
-    seed: int, inclusive: bool, pool: Pool, tmp_path: Path
-) -> None:
-    """Steps follow each other whatever arrives: none waits for the last one's end."""
+def test_no_copy_writes_what_a_step_in_flight_may_read(seed: int, inclusive: bool, pool: Pool, tmp_path: Path) -> None:
+    """Steps are launched without waiting for the end of the former ones, whichever copies have arrived."""
     copier = WatchedCopier()
     model = restless(make_tiny("qwen3-moe", tmp_path), pool, Split(0.5, inclusive, spare=2), "sim",
                      Copiers(copier, PromptCopier()))  # fmt: skip
@@ -312,7 +310,7 @@ def test_nothing_is_written_that_a_step_under_way_may_read(
 
 @dataclass
 class Rates:
-    """In place of CoFetch: how often it is asked."""
+    """Replaces CoFetch and counts its calls."""
 
     asked: int = 0
 
@@ -320,8 +318,8 @@ class Rates:
         self.asked += 1
 
 
-def test_how_fast_the_cpu_reads_is_looked_at_now_and_then(pool: Pool, tmp_path: Path) -> None:
-    """Between steps that are alone, and every 32 of those that follow each other."""
+def test_when_co_fetch_rates_are_updated(pool: Pool, tmp_path: Path) -> None:
+    """Rates are read before each step that runs alone, and before every 32nd step with others in flight."""
     kept: list[Kept] = []
     load_split(make_tiny("qwen3-moe", tmp_path), pool, Split(0.5), "sim", None, kept).make(LIMITS, PAGES)
     hybrid = kept[-1].hybrid

@@ -1,5 +1,5 @@
-"""Experts that change places while steps run give the bits of experts that stay: another engine has them, step by step,
-where the tables of the first one said they were, from copies that were made before anything ran.
+"""Moving experts give the same bits as static ones: a second engine has each step's experts where the tables of the
+first one had them, from copies that were made before the first step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from proa.native.pool import Pool
 from teacher_forced import all_experts, forced, prompts
 from tiny import make_tiny
 
-AHEAD_BYTES = 128 << 20  # copied before each expert: it is under way while steps run
+AHEAD_BYTES = 128 << 20  # copied before each expert, so that its copy overlaps steps
 SIM_BYTES_PER_S = 1.5e6
 LENGTHS, PROMPTS = [60, 45], [5, 3]
 
@@ -40,7 +40,7 @@ def pool() -> Iterator[Pool]:
 
 
 class BusyCopier(GpuCopier):
-    """Each copy comes behind a long one."""
+    """Delays each copy by a long one before it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -53,7 +53,7 @@ class BusyCopier(GpuCopier):
 
 @dataclass
 class Patient:
-    """Copies that count as done when they are asked for the third time, however fast they were."""
+    """Copies that arrive at the third call of done(), however fast they were."""
 
     copier: Copier
 
@@ -85,15 +85,15 @@ def copiers(device: str) -> Copiers:
 
 @dataclass
 class Step:
-    """Of each layer's experts [layers, experts], when a step began."""
+    """The tables at the start of a step, [layers, experts]."""
 
     on_gpu: np.ndarray
-    numbers: np.ndarray  # int32: the CPU's
+    numbers: np.ndarray  # int32: number in RAM
     copies_underway: int
 
 
 def recorded(hybrid: HybridModel, steps: list[Step]) -> None:
-    """Each step adds to `steps`."""
+    """Append the tables of each step to `steps`."""
     begin, tables, moves = hybrid.begin, hybrid.tables, hybrid.moves
     assert tables is not None
     assert moves is not None
@@ -106,17 +106,17 @@ def recorded(hybrid: HybridModel, steps: list[Step]) -> None:
     hybrid.begin = wrapped  # type: ignore[method-assign]
 
 
-Bytes = tuple[Tensor, Tensor]  # of gate and up, of down: packed
+Bytes = tuple[Tensor, Tensor]  # packed: (gate and up, down)
 
 
 @dataclass
 class Still:
-    """An engine whose experts stand where a recording says; nothing is copied beside a step."""
+    """An engine whose experts are where a recording had them; nothing is copied beside a step."""
 
     hybrid: HybridModel
     steps: list[Step]
     taken: int = 0
-    own: list[list[Bytes]] = field(default_factory=list)  # of each layer and expert, on the host
+    own: list[list[Bytes]] = field(default_factory=list)  # [layers][experts], on the host
     slots: list[list[Slot]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -160,7 +160,9 @@ def _bytes_of(layer: LayerMemory, expert: int) -> Bytes:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inclusive", [True, False])
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
-def test_bit_for_bit(name: str, inclusive: bool, device: str, pool: Pool, tmp_path: Path) -> None:
+def test_moving_experts_give_the_bits_of_static_ones(
+    name: str, inclusive: bool, device: str, pool: Pool, tmp_path: Path
+) -> None:
     folder = make_tiny(name, tmp_path)
     override, texts = all_experts(folder), prompts(LENGTHS)
     split = Split(0.5, inclusive, spare=2)

@@ -1,4 +1,4 @@
-"""RAM that the driver knows: copies and kernels of the GPU use it at the CPU's addresses."""
+"""Registered RAM: copies and kernels of the GPU use it at the CPU's addresses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def memory() -> Iterator[Memory]:
         yield Memory(pool, [None, None])
 
 
-def test_spans_hold_all_that_was_taken(memory: Memory) -> None:
+def test_spans_hold_all_allocations(memory: Memory) -> None:
     taken = [(memory.take(sizes), sizes) for sizes in ([3 * MIB, 100], [0, 70 * MIB], [5, 0])]
     spans = memory.spans()
     assert all(address % 4096 == 0 and nbytes % 4096 == 0 for address, nbytes in spans)
@@ -36,7 +36,7 @@ def test_spans_hold_all_that_was_taken(memory: Memory) -> None:
 def test_copies_to_and_from_registered_ram(memory: Memory, device: torch.device) -> None:
     address, _ = memory.take([8 * MIB, 0])
     spans = memory.spans()
-    for _ in range(2):  # closed, it can be registered again
+    for _ in range(2):  # after close() it can be registered again
         registered = register(spans, device)
         assert registered.nbytes == sum(nbytes for _, nbytes in spans)
         assert registered.in_place, registered.why
@@ -55,12 +55,12 @@ def test_copies_to_and_from_registered_ram(memory: Memory, device: torch.device)
 
 
 @pytest.mark.gpu
-def test_what_the_driver_refuses_is_said(memory: Memory, device: torch.device) -> None:
+def test_refused_registration_names_the_drivers_error(memory: Memory, device: torch.device) -> None:
     memory.take([MIB, 0])
     spans = memory.spans()
-    registered = register([*spans, *spans], device)  # twice the same
+    registered = register([*spans, *spans], device)  # each span twice
     assert registered.spans == spans
     assert not registered.in_place
     assert "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED" in registered.why
     registered.close()
-    torch.zeros(4, device=device).sum().item()  # and torch goes on
+    torch.zeros(4, device=device).sum().item()  # torch has no sticky error

@@ -1,4 +1,4 @@
-"""A planned engine on a simulated GPU: hot experts come to it by themselves, and the CPU gets less to do."""
+"""A planned engine on a simulated GPU: hot experts move to it, and the CPU computes fewer pairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = 150
 
 
 def load(folder: Path, experts: str = "3", **asked: str) -> tuple[Engine, HybridModel]:
-    """Dummy weights whose routers prefer some experts, three of eight of them in VRAM."""
+    """Load dummy weights with skewed routing, three of eight experts in VRAM."""
     options = EngineOptions(
         ModelOptions(load_format="dummy", dummy_router="zipf", dtype="bfloat16"),
         CacheOptions(context=512),
@@ -33,7 +33,7 @@ def load(folder: Path, experts: str = "3", **asked: str) -> tuple[Engine, Hybrid
 
 
 def pairs_of(engine: Engine, hybrid: HybridModel) -> int:
-    """Pairs that the CPU computed for TOKENS tokens once all had time to settle."""
+    """Pairs that the CPU computes for TOKENS tokens after placement has settled."""
     assert hybrid.transport is not None
     prompt = list(range(20, 40))
     engine.submit(request("first", prompt, 60))
@@ -45,7 +45,7 @@ def pairs_of(engine: Engine, hybrid: HybridModel) -> int:
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
-def test_the_cpu_has_less_to_do(name: str, tmp_path: Path) -> None:
+def test_moving_experts_relieve_the_cpu(name: str, tmp_path: Path) -> None:
     folder = make_tiny(name, tmp_path)
     static, moving = (load(folder, expert_placement=p, co_fetch="off") for p in ("uniform", "auto"))
     few, many = pairs_of(*moving), pairs_of(*static)
@@ -58,7 +58,7 @@ def test_the_cpu_has_less_to_do(name: str, tmp_path: Path) -> None:
 
 
 def test_counts_are_saved_and_place_experts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What one run chose most, the next one has in VRAM from the start, whoever may move."""
+    """The experts that one run chose most are in VRAM at the start of the next, with any placement."""
     folder, file = make_tiny("qwen3-moe", tmp_path), tmp_path / "counts.json"
     engine, hybrid = load(folder, save_expert_counts=str(file), expert_placement="uniform", co_fetch="off")
     engine.submit(request("first", list(range(20, 40)), TOKENS))
@@ -72,7 +72,7 @@ def test_counts_are_saved_and_place_experts(tmp_path: Path, caplog: pytest.LogCa
     assert {sum(of) for of in counts} == {(20 + TOKENS - 1) * top_k}, "the last token is chosen, not computed"
     again, there = load(folder, expert_counts=str(file), expert_placement="frequency", co_fetch="off")
     assert there.moves is None
-    assert there.counting is None, "nobody asked"
+    assert there.counting is None, "no option asks for counts"
     resident = [set(layer.memory.slots.resident) for layer in there.layers]
     for ids, of in zip(resident, counts, strict=True):
         assert ids == set(sorted(range(len(of)), key=lambda e: -of[e])[:3])
@@ -81,7 +81,7 @@ def test_counts_are_saved_and_place_experts(tmp_path: Path, caplog: pytest.LogCa
     whole.submit(request("first", list(range(20, 40)), TOKENS))
     finish_all(whole)
     whole.settle()
-    assert read_counts(file, engine.runner.executor.spec) == counts, "wherever the experts are"
+    assert read_counts(file, engine.runner.executor.spec) == counts, "counts do not depend on placement"
     file.unlink()
     file.mkdir()
     engine.settle()

@@ -1,4 +1,4 @@
-"""Rates of GPU and CPU reading RAM together: what makes no sense is measured again, then unknown, and never told."""
+"""Rates of GPU and CPU reading RAM together: invalid measurements are repeated, then given up."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from proa.hybrid.read_together import ATTEMPTS, GpuReader, Reads, read_together
 
 GB = 1e9
-FIRST = Reads(50 * GB)  # how fast a round is, roughly
+FIRST = Reads(50 * GB)  # the rough rate of one round
 
 
 class Scripted:
-    """A GPU that reads 1 GB a round; each attempt looks how fast that is, then has a reading alone and one beside."""
+    """A GPU that reads 1 GB per round; each attempt measures a round, then the GPU alone, then beside the CPU."""
 
     nbytes = int(GB)
 
@@ -39,7 +39,7 @@ def together(gpu: GpuReader) -> tuple[float, float, float] | None:
 GOOD = (50.0, 45.0, 80.0, 0.95)
 
 
-def test_rates_and_what_is_said_of_them() -> None:
+def test_rates_and_their_text() -> None:
     gpu = Scripted(GOOD)
     found = read_together(gpu, lambda: 1)
     assert found is not None
@@ -49,19 +49,19 @@ def test_rates_and_what_is_said_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "nonsense",
+    "invalid",
     [
         (6.5, 11.1, 0.0, 0.0),  # seen: the GPU was done before the CPU began
         (50.0, 45.0, 0.0, 0.9),  # the CPU read nothing
-        (50.0, 45.0, 80.0, 0.2),  # it did, but hardly while the GPU read
+        (50.0, 45.0, 80.0, 0.2),  # the CPU hardly overlapped the GPU
         (6.5, 11.1, 80.0, 0.9),  # the GPU was slower alone
     ],
 )
-def test_what_makes_no_sense_is_measured_again_for_longer(nonsense: tuple[float, float, float, float]) -> None:
-    gpu = Scripted(nonsense, GOOD)
+def test_invalid_rates_are_measured_again_for_longer(invalid: tuple[float, float, float, float]) -> None:
+    gpu = Scripted(invalid, GOOD)
     assert together(gpu) == GOOD[:3]
     assert gpu.rounds[3:] == [1, 5, 20]
-    assert together(Scripted(*[nonsense] * ATTEMPTS)) is None
+    assert together(Scripted(*[invalid] * ATTEMPTS)) is None
 
 
 def test_a_gpu_a_little_faster_beside_the_cpu_is_noise() -> None:

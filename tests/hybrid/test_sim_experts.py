@@ -1,4 +1,4 @@
-"""The simulated GPU's own experts are added up in an order of their numbers, wherever they are."""
+"""The simulated GPU sums its own experts in the order of their ids, at any addresses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from proa.ops.added import Added
 from proa.ops.faults import LayerFaults
 from proa.ops.residency import Located, Residency
 
-VALUES = (2.0**25, 1.0, -(2.0**25))  # the order of additions shows
+VALUES = (2.0**25, 1.0, -(2.0**25))  # the sum depends on the order of additions
 
 
 def test_sums_do_not_depend_on_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a device's tables say of layers of any sizes, before and after changes."""
+"""The device's residency tables for layers of any sizes, before and after changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def layers(pool: Pool) -> list[LayerMemory]:
-    """Of odd numbers of experts, so that rows must be padded; the second without copies in RAM."""
+    """Layers with odd numbers of experts, so that rows are padded; the second without copies in RAM."""
     ram, staging = Memory(pool, [None]), Staging(pool, 1 << 20, pinned=False)
     return [
         LayerMemory(Mlp(32, 16), 7, (1, 4), True, CPU, ram, staging),
@@ -24,13 +24,13 @@ def layers(pool: Pool) -> list[LayerMemory]:
     ]
 
 
-def test_a_model_without_routed_experts_has_tables_too() -> None:
+def test_tables_of_a_model_without_routed_experts() -> None:
     tables = Tables([], CPU, counted=False, in_place=False)
     tables.publish()
     assert tables.residency == []
 
 
-def test_rows_say_where_experts_are() -> None:
+def test_rows_locate_experts() -> None:
     with Pool([[]], pin=False) as pool:
         memory = layers(pool)
         tables = Tables(memory, CPU, counted=True, in_place=True)
@@ -49,7 +49,7 @@ def test_rows_say_where_experts_are() -> None:
             assert of.counts.tolist() == [0] * layer.experts
 
 
-def test_changes_show_once_they_are_published() -> None:
+def test_changes_are_seen_once_published() -> None:
     with Pool([[]], pin=False) as pool:
         memory = layers(pool)
         tables = Tables(memory, CPU, counted=False, in_place=False)

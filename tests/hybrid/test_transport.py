@@ -1,4 +1,4 @@
-"""A simulated GPU hands jobs to the CPU and gets exactly what the experts give when called directly."""
+"""Jobs of a simulated GPU give the bits of the experts called directly."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_answers_are_the_experts_bit_for_bit(teams: list[list[int]], way: Way, r
         transport.close()
 
 
-def test_rows_of_the_cpu_stay_unread_where_it_has_no_pair(rng: torch.Generator) -> None:
-    """A padding row may hold NaN, and what the last job left in y is nobody's."""
+def test_rows_without_a_pair_on_the_cpu_are_zero(rng: torch.Generator) -> None:
+    """A padding row may hold NaN, and y may hold rows of the last job."""
     layer = Layer(SIZE.hidden, 0)
     with Pool([[]], pin=False) as pool:
         transport = HostTransport(pool, [layer.experts], SIZE)
@@ -104,7 +104,7 @@ def test_a_sum_that_is_not_finite_names_its_layer(rng: torch.Generator) -> None:
 
 
 def test_the_first_row_of_many_that_is_not_finite(rng: torch.Generator) -> None:
-    """So many that all workers look."""
+    """So many rows that all workers check them."""
     size = JobSize(most_tokens=1100, top_k=2, hidden=64)
     layer = Layer(size.hidden, 0, poisoned=(5,))
     with Pool([[0, 0], [0]], pin=False) as pool:
@@ -125,7 +125,7 @@ def test_the_first_row_of_many_that_is_not_finite(rng: torch.Generator) -> None:
         transport.disarm()
 
 
-def test_nobody_answers_a_closed_transport(rng: torch.Generator) -> None:
+def test_push_to_a_closed_transport_is_an_error(rng: torch.Generator) -> None:
     with Pool([[]], pin=False) as pool:
         transport = HostTransport(pool, [Layer(SIZE.hidden, 0).experts], SIZE)
         transport.arm()
@@ -163,7 +163,7 @@ def test_the_probe_takes_microseconds(way: Way) -> None:
         ({"up_address": torch.zeros(2, 2).long()}, r"up_address must be contiguous torch.int64 \[2, 3\]"),
     ],
 )
-def test_tensors_that_do_not_fit(change: dict[str, torch.Tensor], text: str) -> None:
+def test_wrong_shapes_and_dtypes_are_refused(change: dict[str, torch.Tensor], text: str) -> None:
     good = {"x": torch.zeros(2, 64).bfloat16(), "ids": torch.zeros(2, 3).int(), "weights": torch.zeros(2, 3)}
     with Pool([[]], pin=False) as pool:
         transport = HostTransport(pool, [Layer(SIZE.hidden, 0).experts], SIZE)

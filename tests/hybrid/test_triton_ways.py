@@ -29,7 +29,7 @@ STREAM = 7
 
 
 class FakeDriver(Driver):
-    """Streams are host threads here: theirs."""
+    """Executes each call at once, on the calling thread."""
 
     has = True
     waits_s = 20.0

@@ -1,4 +1,5 @@
-"""The first way to ring that works is taken, what failed is said. A simulated GPU, whose probes are made to fail."""
+"""The first way to ring that works is taken, and failures are named. On a simulated GPU, whose probes are made to
+fail."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Box:
         if name in self.missing:
             raise NativeError(f"There is no {name} here.")
         silent = name in self.silent
-        timeout_s = 0.01 if silent else 10.0  # others may have the CPU for a while
+        timeout_s = 0.01 if silent else 10.0  # other processes may use the CPU for a while
         transport = HostTransport(self.pool, [self.layer.experts], SIZE, way=way, timeout_s=timeout_s)
         if silent:
             transport.doorbell.ring = lambda number: None  # type: ignore[method-assign]
@@ -63,7 +64,7 @@ def pool() -> Iterator[Pool]:
         ("callback", (), ("kernel", "memops"), "callback"),
     ],
 )
-def test_the_first_that_works(
+def test_auto_takes_the_first_way_that_works(
     asked: str, missing: tuple[str, ...], silent: tuple[str, ...], got: str, pool: Pool
 ) -> None:
     box = Box(pool, missing, silent)
@@ -92,20 +93,20 @@ def test_none_that_works_is_an_error_with_a_remedy(asked: str, text: str, pool: 
         take(asked, box.make, 20)
 
 
-def test_the_option_knows_the_ways() -> None:
+def test_choices_of_the_option_are_the_ways() -> None:
     (declared,) = [each for each in declarations(GpuOptions).values() if each.name == "doorbell"]
     assert declared.info.choices == ("auto", *WAYS)
 
 
-def test_an_engine_takes_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says so; its answers are the same."""
+def test_an_engine_takes_a_way_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine reports the way, and its answers are the same in each."""
     folder = make_tiny("qwen3-moe", tmp_path)
     probe = HostTransport.probe_us
     broken: set[Way] = set()
 
     def fails(self: HostTransport, rounds: int = 0) -> float:
         if self.doorbell.way in broken:
-            raise NativeError("Nobody heard it.")
+            raise NativeError("The ring was not heard.")
         return probe(self, rounds)
 
     monkeypatch.setattr(HostTransport, "probe_us", fails)
@@ -116,14 +117,14 @@ def test_an_engine_takes_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         engine, ready = load(folder, asked)
         (row,) = [row for row in ready.decisions if row.name == "doorbell"]
         got.append((row.asked, row.got))
-        assert row.why.count("Nobody heard it.") == len(each)
+        assert row.why.count("The ring was not heard.") == len(each)
         engine.submit(request("r", list(range(20, 40)), 30))
         answers.append(tokens_of(finish_all(engine)["r"]))
     assert got == [("auto", "kernel"), ("memops", "memops"), ("auto", "callback")]
     assert answers[0] == answers[1] == answers[2]
     assert len(answers[0]) == 30
     broken.add(Way.CALLS)
-    with pytest.raises(NativeError, match=r"callback: Nobody heard it\."):
+    with pytest.raises(NativeError, match=r"callback: The ring was not heard\."):
         load(folder, "callback")
 
 

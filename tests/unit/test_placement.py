@@ -98,7 +98,9 @@ USED = ((0, 9, 1, 8, 2, 7, 3, 6), (50, 50, 0, 0, 0, 0, 0, 0), (0,) * 8, (5,) * 8
         ("frequency", 80, (2, 2, 2, 2), [(1, 3), (0, 1), (0, 1), (0, 1)]),
     ],
 )
-def test_most_used_experts_first(strategy: str, budget: int, wanted: tuple[int, ...], resident: list[tuple[int, ...]]) -> None:
+def test_most_used_experts_first(
+    strategy: str, budget: int, wanted: tuple[int, ...], resident: list[tuple[int, ...]]
+) -> None:
     assert list(place(LAYERS, budget, strategy, wanted, frozenset(), USED)) == resident
 
 

@@ -482,7 +482,7 @@ def test_any_plan_fits_or_is_refused(spec: Model, ram_gib: float, vram_gib: floa
     strategy=st.sampled_from(["dynamic", "uniform", "front-loading"]),
 )
 def test_refused_only_if_ram_and_vram_together_are_too_small(ram_gib: float, vram_gib: float, strategy: str) -> None:
-    """Qwen3-30B is refused only if RAM and the VRAM beside the least context do not hold it together."""
+    """Qwen3-30B is refused only if RAM and the VRAM beside the least context cannot hold it together."""
     box, layer = machine(ram_gib, gpu(vram_gib)), moe_layers(QWEN3_30B, {})[0]
     got = plan_or_refusal(QWEN3_30B, box, {"gpu": "0", "expert_placement": strategy})
     if isinstance(got, Plan):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 HALF_LIVES_TOKENS = (16, 32, 128, 512)
 JUDGED_TOKENS = 64  # half-life of the scores
-MOST_HALF_LIVES = 2  # tokens of one step (of a prompt) count for at most so many half-lives: they do not erase decode
+MOST_HALF_LIVES = 2  # a longer step, of a prompt, counts as so many half-lives: it seeds heat without dominating it
 FEW_TOKENS = 4  # steps of up to so many tokens hardly change top sets
 LARGE_GAP = 0.02  # between the scores of the best heat and of the experts on the GPU: EAGER from here on
 
