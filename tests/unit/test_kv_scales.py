@@ -53,7 +53,7 @@ def test_they_are_read(
     resolve(declared, checkpoint.tensors)  # nothing is left over
     assert has_kv_scales(checkpoint, declared)
     assert kv_scales(checkpoint, declared) == ((1.0, 1.0), tuple(values.tolist()), (1.0, 1.0))
-    assert "scaled as the checkpoint says" in kv_type("fp8", "bfloat16", checkpoint, declared).row.why
+    assert "with the checkpoint's scales" in kv_type("fp8", "bfloat16", checkpoint, declared).row.why
 
 
 def test_missing_scales_are_1(plain: Path) -> None:

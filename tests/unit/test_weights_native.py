@@ -142,7 +142,7 @@ def test_blocks_on_every_pool(quant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", [{}, {"linear_key_head_dim": 8, "linear_value_head_dim": 12}], ids=["panels", "rows"])
 @pytest.mark.parametrize("quant", ["Q8_0", "F16"])
 def test_rows_from_several_tensors_on_every_pool(quant: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    """The same packed bytes as from one tensor with all rows; bfloat16 if heads are not whole panels."""
+    """Rows of several tensors give the packed bytes of one tensor with all rows; bfloat16 if heads split panels."""
     name, sizes = "blocks.0.mixer.qkvz.weight", {"moe_intermediate_size": 32, **sizes}
     parted, whole = (make_tiny_gguf("qwen3-next", tmp_path / f"{n}.gguf", quant, old=n, **sizes) for n in (False, True))
     want = load(parted, torch.bfloat16)[name]
