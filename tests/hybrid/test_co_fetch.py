@@ -58,8 +58,8 @@ def test_no_co_fetch_before_the_cpu_is_measured() -> None:
     assert not any(fetch.shares)
     assert fetch.share(counters(10, 40, LEAST_BYTES - 1, 0.001)) is None
     assert fetch.share(counters(20, 80, LEAST_BYTES + 50 * GB, 1.001)) == (0, 0, 1, 1, 2, 2, 3, 3, 4)
-    assert fetch.share(counters(30, 120, LEAST_BYTES + 100 * GB, 2.001)) is None, "nothing new"
-    assert fetch.share(counters(30, 120, LEAST_BYTES + 100 * GB, 2.001)) is None, "nothing happened"
+    assert fetch.share(counters(30, 120, LEAST_BYTES + 100 * GB, 2.001)) is None, "the same rate"
+    assert fetch.share(counters(30, 120, LEAST_BYTES + 100 * GB, 2.001)) is None, "no job since"
     assert fetch.shares == (0, 0, 1, 1, 2, 2, 3, 3, 4)
 
 

@@ -13,8 +13,8 @@ pushes, choose.py, and the one that adds them up pulls, expert_sum.py, by the sa
 1. Every thread of a program stores its part of the job, then the program meets at a barrier: what the threads stored is
    before anything that any of them does next.
 2. With several programs, one thread of each then increments a counter in the GPU's memory, as an acquire and a release
-   for the whole system. The thread that finds itself last sees, by that, everything that the other programs stored; it
-   meets the other threads of its program at a barrier again.
+   for the whole system. By that, everything that the other programs stored is before what the last thread to increment
+   does next; it meets the other threads of its program at a barrier again.
 3. One thread stores the number with st.release.sys. A release covers what the thread stored and what was before it by
    1 and 2; on the bus, all of that is written before the number.
 4. The CPU's thread loads the number as an acquire. What it loads afterwards is at least as new as the job. The pool's
@@ -30,10 +30,10 @@ before it copies y:
   the CPU's thread acquires it; `done` is released after y, and the copy of y is not begun before the driver sees it. A
   graph stores the same value at each replay, so a handshake has four stores: GPU rung = 1, CPU done = 1, GPU rung = 0,
   CPU done = 0 and ready = 1. The job's number is copied with it. The next copy waits for `ready`: before that the CPU
-  may still see the former rung = 1, and would take a half-written block for a job.
+  may still see the former rung = 1, and would take whatever the block holds for a job.
 - by calls: the driver calls a function in the stream's order, which stores the number in `rung` as a CPU can, and
   another one that returns when it has acquired the answer.
-Such a layer rings in any case. Without a job the number is that of the last job, and the CPU answers at once.
+In both ways each push rings. Without a job the number is that of the last job, and the CPU answers at once.
 Why nothing is written too early: the CPU reads a job only between its number's arrival and its own answer (a worker
 that is late may read rows later still, and drops what it made of them), the GPU writes the next one only after it saw
 that answer and read y in a former kernel. The state words are touched by kernels of one stream alone.

@@ -11,7 +11,8 @@ from proa.errors import UsageError
 from proa.plan.plan import GpuPlan
 from proa.types import Decision
 
-# Prefixes are reused in whole cells: smaller cells recompute less. Experts in RAM are read once per cell: larger ones.
+# Prefixes are reused in whole cells, so small cells recompute less. Each cell reads the experts in RAM once: there cells
+# are larger.
 CELL_TOKENS, CELL_TOKENS_BESIDE_CPU = 512, 2048
 
 

@@ -248,7 +248,7 @@ def _dtype(asked: str, checkpoint: Checkpoint) -> tuple[str, Decision]:
         why = f"as asked; the checkpoint's {stored} is rounded once" if narrower else "as asked"
         return asked, Decision("dtype", asked, asked, why)
     if checkpoint.load_format == "gguf" or checkpoint.quantisation:
-        return "bfloat16", Decision("dtype", asked, "bfloat16", "type of activations; the row weights has theirs")
+        return "bfloat16", Decision("dtype", asked, "bfloat16", "the type of activations; for weights see that row")
     return stored, Decision("dtype", asked, stored, "the checkpoint's own")
 
 
