@@ -11,8 +11,8 @@ from proa.errors import UsageError
 from proa.plan.plan import GpuPlan
 from proa.types import Decision
 
-# Prefixes are reused in whole cells, so small cells recompute less. Each cell reads the experts in RAM once: there cells
-# are larger.
+# Prefixes are reused in whole cells, so small cells recompute less. With experts in RAM, which each cell reads once,
+# cells are larger.
 CELL_TOKENS, CELL_TOKENS_BESIDE_CPU = 512, 2048
 
 
