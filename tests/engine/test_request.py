@@ -84,5 +84,5 @@ def test_truncate_never_reaches_into_shared_pages() -> None:
     request.truncate(99)
     assert request.num_computed == 9
     request.truncate(8)
-    with pytest.raises(ValueError, match="cannot go back to 7"):
+    with pytest.raises(ValueError, match="cannot be truncated to 7 tokens"):
         request.truncate(7)
